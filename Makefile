@@ -1,0 +1,63 @@
+# Paceline: `make demo` to see it, `make test` to check it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+WEB_READY := web/node_modules/.ready
+ARGS ?=
+ONLY ?=
+
+.PHONY: demo test bench campaign fix clean lint types web unit browser
+
+demo: $(READY)
+	@exec $(BIN)/paceline demo --exit-with-parent $(ARGS)
+
+test: lint types web unit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(READY)
+	$(BIN)/mypy
+
+web: $(WEB_READY)
+	cd web && npm run --silent check && npm run --silent lint && npm run --silent test && npm run --silent verify
+
+unit: $(READY) browser
+	$(BIN)/pytest -m "not campaign" -n 2 --dist loadfile
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks --json bench.json $(ONLY)
+
+campaign: $(READY)
+	$(BIN)/pytest -m campaign --timeout 3600
+
+fix: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) web/node_modules bench.json demo.json .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist
+
+# pip 25.1 is the first that reads dependency groups.
+$(READY): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --editable ".[agent,server]" --group dev
+	touch $@
+
+$(WEB_READY): web/package-lock.json
+	@command -v npm >/dev/null || { echo "the web's checks need Node 20 with npm; the product itself does not" >&2; exit 1; }
+	cd web && npm ci --silent --no-audit --no-fund
+	touch $@
+
+# The browser tests skip themselves, loudly, where no Chromium can be had.
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& { apt-get install -qq -y chromium >/dev/null 2>&1 \
+		|| { apt-get update -qq && apt-get install -qq -y chromium >/dev/null; }; }; } \
+		|| echo "no Chromium: the browser tests will be skipped" >&2

@@ -1,0 +1,236 @@
+"""`python -m paceline_agent`, and the command behind `paceline agent`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline_agent.app import run
+from paceline_agent.check import run as check_node
+from paceline_agent.errors import SettingsError
+from paceline_agent.guard import open_pidfd
+from paceline_agent.once import run as sweep_once
+from paceline_agent.settings import (
+    FLUSH_SECONDS,
+    HOSTNAME_LABEL,
+    HOSTNAME_LABELS,
+    LEASE_SECONDS,
+    METRICS_PORT,
+    ORPHAN_GRACE_SECONDS,
+    SPOOL_BYTES,
+    AgentSettings,
+)
+
+_DIRECTORY = click.Path(path_type=Path, file_okay=False)
+
+
+def _read_file(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
+    """Settings of a file stand behind flags and environment, before defaults."""
+    if path is not None:
+        try:
+            context.default_map = tomllib.loads(path.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise click.BadParameter(f"{path} cannot be read: {error}") from error
+    return path
+
+
+@click.command(
+    "agent",
+    context_settings={"auto_envvar_prefix": "PACELINE_AGENT", "show_default": True},
+    epilog="Every option can also be given as PACELINE_AGENT_OPTION in the environment, or as "
+    'a line such as server_url = "http://server:8470" in --config.',
+)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    is_eager=True,
+    expose_value=False,
+    callback=_read_file,
+    help="A TOML file with any of these options.",
+)
+@click.option(
+    "--server",
+    "server_url",
+    envvar=["PACELINE_AGENT_SERVER_URL", "PACELINE_SERVER"],
+    default="http://127.0.0.1:8470",
+    help="The server to send to.",
+)
+@click.option("--agent-id", help="This node's name, unique among agents. [default: hostname]")
+@click.option(
+    "--token",
+    envvar=["PACELINE_AGENT_TOKEN", "PACELINE_TOKEN"],
+    help="Bearer token with scope agent; better given as PACELINE_AGENT_TOKEN.",
+)
+@click.option(
+    "--node-directory",
+    type=_DIRECTORY,
+    help="Rings and logs of this node. [default: /dev/shm/paceline-AGENT_ID]",
+)
+@click.option("--spool-directory", type=_DIRECTORY, help="Batches not yet sent; best on disk.")
+@click.option("--slots", type=int, help="Ranks this node can hold. [default: its GPUs, else 1]")
+@click.option("--address", help="Where other nodes reach rank 0. [default: hostname]")
+@click.option(
+    "--once",
+    is_flag=True,
+    help="Sweep once, print the exposition and end: no server, no ranks. Exit status 0 if at "
+    "least one collector brought something. With --sysfs, --procfs or --kmsg any node's tree "
+    "or log can be looked at.",
+)
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Say what this agent can and cannot see here, and what would enable it. Exit status 1 "
+    "if something is missing that it cannot work without.",
+)
+@click.option("--json", "as_json", is_flag=True, help="With --once or --check: JSON.")
+@click.option("--openmetrics", is_flag=True, help="With --once: OpenMetrics.")
+@click.option(
+    "--sysfs",
+    "--sysfs-root",
+    "sysfs_root",
+    type=_DIRECTORY,
+    default=Path("/sys"),
+    help="With --once also a copy of /sys/class or of one of its directories.",
+)
+@click.option("--procfs", "--procfs-root", "procfs_root", type=_DIRECTORY, default=Path("/proc"))
+@click.option(
+    "--kmsg",
+    "--kmsg-path",
+    "kmsg_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("/dev/kmsg"),
+    help="The kernel's log, or a file with the like.",
+)
+@click.option(
+    "--exclude-rdma",
+    "excluded_rdma",
+    multiple=True,
+    metavar="NAME",
+    help="An RDMA device or port that is never opened: mlx5_1, mlx5_1/1, mlx5_bond_*.",
+)
+@click.option(
+    "--nccl-inspector-directory",
+    type=_DIRECTORY,
+    help="Where the NCCL Inspector writes. [default: what each rank's environment says]",
+)
+@click.option("--flush-seconds", type=float, default=FLUSH_SECONDS, help="Between two batches.")
+@click.option("--spool-bytes", type=int, default=SPOOL_BYTES, help="Limit of the spool.")
+@click.option("--metrics-host", default="127.0.0.1")
+@click.option("--metrics-port", type=int, default=METRICS_PORT, help="0: any free port.")
+@click.option("--metrics/--no-metrics", default=True, help="Serve /metrics.")
+@click.option(
+    "--hostname-label",
+    type=click.Choice(HOSTNAME_LABELS),
+    default=HOSTNAME_LABEL,
+    help="On /metrics, as your dashboards spell it: newer dcgm-exporters write hostname.",
+)
+@click.option(
+    "--lease-seconds",
+    type=float,
+    default=LEASE_SECONDS,
+    help="Kill the ranks after so long without the server; 0: never.",
+)
+@click.option(
+    "--orphan-grace-seconds",
+    type=float,
+    default=ORPHAN_GRACE_SECONDS,
+    help="The ranks of an agent that was killed wait so long for the next one to adopt them.",
+)
+@click.option("--label", "labels", multiple=True, metavar="NAME=VALUE", help="Said of this node.")
+@click.option(
+    "--exit-with-parent",
+    is_flag=False,
+    flag_value=0,
+    type=int,
+    metavar="[PID]",
+    help="Stop when the process that started this one (or PID, if it is that) ends.",
+)
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="info")
+def main(
+    metrics: bool,
+    labels: tuple[str, ...],
+    exit_with_parent: int | None,
+    log_level: str,
+    once: bool,
+    check: bool,
+    as_json: bool,
+    openmetrics: bool,
+    **options: Any,
+) -> None:
+    """Watch this node, and run the ranks the server gives it.
+
+    Needs nothing but the server's URL. Stops on SIGTERM: its ranks first, then it sends what is
+    left for at most five seconds.
+    """
+    if once and check:
+        raise click.UsageError("--once and --check are two things: give one of them")
+    if (as_json and not (once or check)) or (openmetrics and not once):
+        raise click.UsageError("--json goes with --once or --check, --openmetrics with --once")
+    logging.basicConfig(
+        level="WARNING" if once or check else log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    if exit_with_parent is not None:
+        _exit_with(exit_with_parent)
+    try:
+        settings = _settings(metrics, labels, options)
+    except SettingsError as error:
+        raise click.UsageError(str(error)) from error
+    if once:
+        sys.exit(sweep_once(settings, as_json=as_json, as_openmetrics=openmetrics))
+    if check:
+        sys.exit(check_node(settings, json=as_json))
+    sys.exit(run(settings))
+
+
+def _settings(metrics: bool, labels: tuple[str, ...], options: dict[str, Any]) -> AgentSettings:
+    """Options that were not given are left to the defaults of AgentSettings."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if not metrics:
+        given["metrics_port"] = None
+    assert given.keys() <= {field.name for field in dataclasses.fields(AgentSettings)}
+    return AgentSettings(**given, labels=_parse_labels(labels), environment=dict(os.environ))
+
+
+def _parse_labels(labels: tuple[str, ...]) -> dict[str, str]:
+    for label in labels:
+        if "=" not in label:
+            raise SettingsError(f"a label looks like NAME=VALUE, got {label!r}")
+    return dict(label.split("=", 1) for label in labels)
+
+
+def _exit_with(parent: int) -> None:
+    """Take the parent's end for SIGTERM; at once if it has ended already.
+
+    A thread that waits on a pidfd: the kernel's parent-death signal would come when the parent's
+    thread ends, which need not be its process.
+    """
+    now = os.getppid()
+    if (parent and now != parent) or (not parent and now == 1):
+        raise click.ClickException("the process that started this agent has ended")
+    descriptor = open_pidfd(now)
+
+    def watch() -> None:
+        if descriptor is not None:
+            select.select([descriptor], [], [])
+        else:
+            while os.getppid() == now:
+                time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(prog_name="paceline agent")

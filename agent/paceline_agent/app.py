@@ -1,0 +1,316 @@
+"""The composition root: one agent, from its settings to its last batch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+
+from paceline_agent import guard
+from paceline_agent.clock import stepped_ns, timeline_ns, until_next
+from paceline_agent.collectors import discover
+from paceline_agent.collectors.contract import Collected, Context, Inventory
+from paceline_agent.commands import Commands, CommandStream
+from paceline_agent.errors import AgentError, DirectoryInUseError
+from paceline_agent.exporter import Exporter, OwnMetric
+from paceline_agent.forward import Forwarder, Packer
+from paceline_agent.hello import Greeter
+from paceline_agent.lease import Lease
+from paceline_agent.outbox import Outbox
+from paceline_agent.positions import Positions
+from paceline_agent.rings import Rings
+from paceline_agent.runner import Runner
+from paceline_agent.server_link import ServerLink, Target
+from paceline_agent.settings import HEARTBEAT_SECONDS, AgentSettings
+from paceline_agent.spool import Spool
+from paceline_agent.supervise import Supervisor
+from paceline_wire.batch import Sample
+from paceline_wire.commands import StartRanks
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.25
+PAUSE_SECONDS = 1.0  # after a part of the agent broke
+HOUSEKEEPING_SECONDS = 10.0
+RANKS_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL of the ranks of a draining node
+DRAIN_SECONDS = 4.0  # and what closing takes makes no more than five
+KERNEL_LOG_SECONDS = 0.5  # read often after a rank was killed
+COLLECT_AFTER_OBJECTS = 20_000
+
+
+def run(settings: AgentSettings) -> int:
+    """Run until SIGTERM or SIGINT; the exit status."""
+    try:
+        asyncio.run(_until_signalled(settings))
+    except AgentError as error:
+        print(f"paceline agent: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _until_signalled(settings: AgentSettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await serve(settings, stop)
+
+
+async def serve(settings: AgentSettings, stop: asyncio.Event | None = None) -> None:
+    """Run one agent until `stop` is set, then drain: ranks first, then what is still to be sent.
+
+    Raises DirectoryInUseError if another agent has this node's directory, OSError if that directory
+    cannot be made.
+    """
+    with _lock(settings.directory):
+        agent = Agent(settings)
+        await agent.run(stop or asyncio.Event())
+
+
+class Agent:
+    """All parts of an agent and the tasks that drive them."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._settings = settings
+        directory = settings.directory
+        for name in ("rings", "logs"):
+            (directory / name).mkdir(parents=True, exist_ok=True)
+        self._outbox = Outbox()
+        self._spool = Spool(settings.spool, settings.spool_bytes)
+        self._packer = Packer(
+            settings.agent_id,
+            self._outbox,
+            self._spool,
+            flush_seconds=settings.flush_seconds,
+            heartbeat_seconds=HEARTBEAT_SECONDS,
+            packed=self._remember_positions,
+        )
+        self._positions = Positions(directory / "positions.json")
+        self._rings = Rings(directory / "rings", self._outbox, settings.procfs_root)
+        inventory = Inventory()
+        self._supervisor = Supervisor(
+            directory,
+            self._outbox,
+            self._rings,
+            environment=settings.environment,
+            inventory=inventory,
+            orphan_grace_seconds=settings.orphan_grace_seconds,
+            killed=self._look_into_kernel_log,
+        )
+        self._link = ServerLink(
+            Target(
+                settings.server_url,
+                settings.token,
+                may_use_proxy=not settings.server_is_local,  # none stands between us and loopback
+            )
+        )
+        self._lease = Lease(
+            settings.lease_seconds,
+            lambda: self._supervisor.has_ranks,
+            lambda: self._supervisor.stop_all(0.0),
+        )
+        self._forwarder = Forwarder(self._link, self._spool, self._lease.renew)
+        self._greeter = Greeter(settings, self._outbox)
+        self._stream = CommandStream(
+            self._link,
+            settings.agent_id,
+            Commands(
+                self._supervisor, self._rings, self._outbox, self._before_start, self._burst
+            ).take,
+            self._packer.pace,
+        )
+        self._exporter = Exporter(
+            self._own_metrics(),
+            procfs_root=settings.procfs_root,
+            hostname_label=settings.hostname_label,
+        )
+        self._runner = Runner(
+            discover(),
+            Context(
+                node_directory=directory,
+                sysfs_root=settings.sysfs_root,
+                procfs_root=settings.procfs_root,
+                kmsg_path=settings.kmsg_path,
+                excluded_rdma=frozenset(settings.excluded_rdma),
+                nccl_inspector_directory=settings.nccl_inspector_directory,
+                hostname=settings.agent_id,
+                local_ranks=self._rings.local_ranks,
+                inventory=inventory,
+            ),
+        )
+        self._failed_ticks = 0
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set."""
+        with contextlib.suppress(OSError):  # a kernel that cannot: the guard is one anyhow
+            guard.become_subreaper()
+        if self._settings.metrics_port is not None:
+            self._exporter.start(self._settings.metrics_host, self._settings.metrics_port)
+        await self._supervisor.adopt()
+        self._rings.clean(self._positions.load(self._spool))
+        log.info("agent %s sends to %s", self._settings.agent_id, self._settings.server_url)
+        try:
+            async with asyncio.TaskGroup() as group:
+
+                def begin(part: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+                    return group.create_task(self._keep_up(part), name=part.__qualname__)
+
+                collecting = begin(self._collect)
+                await self._greeter.greet_first()
+                _spare_collections()
+                tasks = [collecting, begin(self._forwarder.run), begin(self._packer.run)]
+                tasks += [begin(self._supervisor.run), begin(self._lease.run)]
+                tasks += [begin(self._read_rings), begin(self._keep_house)]
+                listening = begin(self._stream.run)
+                await stop.wait()
+                listening.cancel()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(DRAIN_SECONDS):
+                        await self._drain()
+                for task in tasks:
+                    task.cancel()
+        finally:
+            await self._close()
+
+    async def _drain(self) -> None:
+        await self._supervisor.stop_all(RANKS_GRACE_SECONDS)
+        self._rings.poll()
+        self._packer.flush()
+        while len(self._spool):
+            await asyncio.sleep(0.02)
+
+    async def _close(self) -> None:
+        await self._supervisor.close()
+        self._packer.flush()
+        self._link.close()
+        self._rings.close()
+        self._greeter.close()
+        self._exporter.close()
+
+    async def _keep_up(self, part: Callable[[], Awaitable[None]]) -> None:
+        """Run a part until it ends; one that breaks is counted and run anew, the others go on."""
+        while True:
+            try:
+                return await part()
+            except Exception:  # a loop's tick: the next one may do better
+                self._failed_ticks += 1
+                log.exception("a part of the agent failed and is run anew")
+                await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _read_rings(self) -> None:
+        while True:
+            self._rings.poll()
+            await asyncio.sleep(until_next(POLL_SECONDS))
+
+    async def _collect(self) -> None:
+        await self._runner.run(self._emit)
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_SECONDS)
+            self._supervisor.bound_logs()
+            self._tell_clocks()
+
+    def _tell_clocks(self) -> None:
+        offset_seconds = self._stream.server_clock.offset_seconds
+        found = {"stepped": stepped_ns() / 1e9, "server_offset": offset_seconds}
+        now_ns = timeline_ns()
+        self._outbox.put_samples(
+            [
+                Sample(f"paceline_agent_clock_{name}_seconds", {}, value, now_ns)
+                for name, value in found.items()
+                if value is not None
+            ]
+        )
+
+    def _remember_positions(self, boot_id: str, sequence: int) -> None:
+        self._positions.save(boot_id, sequence, self._rings.positions)
+
+    def _emit(self, collected: Collected) -> None:
+        self._greeter.learn(collected)
+        self._outbox.put_samples([*collected.samples, *(collected.lasting or ())])
+        self._outbox.put_events(collected.events)
+        self._exporter.put(collected)
+
+    def _count_failed_ticks(self) -> float:
+        return self._failed_ticks + self._supervisor.failed_ticks
+
+    def _before_start(self, command: StartRanks) -> None:
+        self._lease.renew()  # the server has just spoken to us
+        self._greeter.before_start(command)
+
+    def _look_into_kernel_log(self) -> None:
+        """It may say why a rank was killed (memory ran out), and the server waits for that."""
+        self._runner.burst(["kmsg"], KERNEL_LOG_SECONDS)
+
+    def _burst(self, collectors: Sequence[str], seconds: float) -> str | None:
+        return self._runner.burst(collectors, seconds)
+
+    def _own_metrics(self) -> list[OwnMetric]:
+        spool, rings, sent = self._spool, self._rings, self._forwarder.counts
+        lost = spool.counts
+        named: list[tuple[str, Callable[[], float | None]]] = [
+            ("batches_sent_total", lambda: sent.batches_sent),
+            ("batch_duplicates_total", lambda: sent.duplicates),
+            ("send_retries_total", lambda: sent.retries),
+            ("batches_dropped_total", lambda: lost.dropped),
+            ("spool_lost_spans_total", lambda: lost.lost_spans),
+            ("spool_lost_samples_total", lambda: lost.lost_samples),
+            ("spool_lost_events_total", lambda: lost.lost_events),
+            ("batches_rejected_total", lambda: lost.rejected),
+            ("batches_corrupt_total", lambda: lost.corrupt),
+            ("spool_bytes", lambda: spool.size_bytes),
+            ("spool_batches", lambda: len(spool)),
+            ("spool_writable", lambda: spool.disk_error is None),
+            ("rings", lambda: len(rings)),
+            ("rings_corrupt_total", lambda: rings.counts.corrupt),
+            ("spans_total", lambda: rings.counts.spans),
+            ("spans_lost_total", lambda: rings.counts.lost_spans),
+            ("command_stream_up", lambda: self._stream.connected),
+            ("command_stream_reconnects_total", lambda: self._stream.reconnects),
+            ("lease_lapses_total", lambda: self._lease.lapses),
+            ("clock_stepped_seconds", lambda: stepped_ns() / 1e9),
+            ("clock_server_offset_seconds", lambda: self._stream.server_clock.offset_seconds),
+            ("failed_ticks_total", self._count_failed_ticks),
+        ]
+        return [OwnMetric(f"paceline_agent_{name}", read) for name, read in named]
+
+
+def _spare_collections() -> None:
+    """What is loaded stays, and a sweep's hundreds of samples hold no cycles.
+
+    Python would walk all of it several times a second.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER_OBJECTS, 10, 10)
+
+
+@contextlib.contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    """Keep the node's directory to ourselves, for as long as this process lives."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / "agent.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise AgentError(
+            f"the node directory {directory} cannot be used ({error.strerror}); "
+            "give another with --node-directory"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DirectoryInUseError(
+            f"another agent uses {directory}; stop it, or give this one its own --node-directory"
+        ) from None
+    else:
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,171 @@
+"""Network interfaces: bytes, errors, drops, speed, duplex, MTU, carrier; TCP and UDP of the node.
+
+Names are node_exporter's. What drivers count beyond this is in `ethtool.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from paceline_agent.collectors.contract import Collected, Collector, Context
+from paceline_agent.kept_files import KeptFiles, entries
+from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
+
+_DEVICES_AT_MOST = 64
+_NOT_THE_NODES = re.compile(r"^(lo|veth|docker|br-|cali|cni|flannel|virbr|ifb|dummy|nodelocal)")
+
+_NUMBERS = {
+    "statistics/rx_bytes": "receive_bytes_total",
+    "statistics/rx_packets": "receive_packets_total",
+    "statistics/rx_errors": "receive_errs_total",
+    "statistics/rx_dropped": "receive_drop_total",
+    "statistics/rx_fifo_errors": "receive_fifo_total",
+    "statistics/rx_frame_errors": "receive_frame_total",
+    "statistics/rx_crc_errors": "receive_crc_errors_total",
+    "statistics/rx_missed_errors": "receive_missed_errors_total",
+    "statistics/multicast": "receive_multicast_total",
+    "statistics/tx_bytes": "transmit_bytes_total",
+    "statistics/tx_packets": "transmit_packets_total",
+    "statistics/tx_errors": "transmit_errs_total",
+    "statistics/tx_dropped": "transmit_drop_total",
+    "statistics/tx_fifo_errors": "transmit_fifo_total",
+    "statistics/tx_carrier_errors": "transmit_carrier_total",
+    "statistics/collisions": "transmit_colls_total",
+    "mtu": "mtu_bytes",
+    "carrier": "carrier",
+    "carrier_changes": "carrier_changes_total",
+    "carrier_up_count": "carrier_up_changes_total",
+    "carrier_down_count": "carrier_down_changes_total",
+}
+_DIGITS = 20  # of 64 bits
+_MEGABIT_BYTES = 125_000
+_STANDARD_MTU_BYTES = 1500  # IEEE 802.3; all beyond is a jumbo frame
+_PROTOCOLS: dict[str, dict[str, tuple[str, ...]]] = {
+    "snmp": {
+        "Tcp": ("ActiveOpens", "PassiveOpens", "CurrEstab", "InSegs", "OutSegs", "RetransSegs",
+                "InErrs", "OutRsts"),
+        "Udp": ("InDatagrams", "OutDatagrams", "InErrors", "RcvbufErrors", "SndbufErrors"),
+    },
+    "netstat": {
+        "TcpExt": ("ListenDrops", "ListenOverflows", "TCPTimeouts", "TCPSynRetrans",
+                   "TCPLostRetransmit", "TCPOFOQueue", "TCPRcvQDrop"),
+    },
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Device:
+    name: str
+    directory: str
+    inode: int
+    labels: dict[str, str]
+    numbers: list[tuple[str, str]] = field(default_factory=list)  # (path, metric)
+    carrier: bool | None = None
+
+
+class NicCollector(Collector):
+    name: ClassVar[str] = "nic"
+    interval_seconds: ClassVar[float] = 1.0
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._root = os.path.join(context.sysfs_root, "class", "net")
+        # Patient: a link that is down answers EINVAL for now.
+        self._files = KeptFiles(patient=True, bytes_at_most=1 << 14, share=0.2)
+        self._devices: dict[str, _Device] = {}
+
+    def collect(self, now_ns: int) -> Collected:
+        self._discover()
+        samples: list[Sample] = []
+        events: list[DeviceEvent | CollectorEvent] = []
+        for device in self._devices.values():
+            values = self._values(device, now_ns)
+            samples += [Sample(name, device.labels, value, now_ns) for name, value in values]
+            samples.append(self._information(device, now_ns))
+            events += _link_events(device, dict(values).get("node_network_carrier"), now_ns)
+        for file, protocols in _PROTOCOLS.items():
+            samples += self._protocols(file, protocols, now_ns)
+        return Collected(samples=samples, events=events)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _discover(self) -> None:
+        found: dict[str, _Device] = {}
+        for name in entries(self._root):
+            directory = os.path.join(self._root, name)
+            if _NOT_THE_NODES.match(name) or len(found) >= _DEVICES_AT_MOST:
+                continue
+            try:
+                inode = os.stat(os.path.join(directory, "statistics")).st_ino
+            except OSError:
+                continue
+            known = self._devices.get(name)
+            if known is None or known.inode != inode:  # another interface of that name
+                self._files.forget_below(directory)
+                numbers = [
+                    (os.path.join(directory, file), f"node_network_{metric}")
+                    for file, metric in _NUMBERS.items()
+                ]
+                known = _Device(name, directory, inode, {"device": name}, numbers)
+            found[name] = known
+        for gone in self._devices.keys() - found.keys():
+            self._files.forget_below(self._devices[gone].directory)
+        self._devices = found
+
+    def _values(self, device: _Device, now_ns: int) -> list[tuple[str, float]]:
+        values = [
+            (metric, float(value))
+            for path, metric in device.numbers
+            if (value := self._files.read_number(path, now_ns)) is not None
+        ]
+        speed = self._files.read_number(f"{device.directory}/speed", now_ns)
+        if speed is not None and 0 < speed < 0xFFFFFFFF:  # -1: the driver does not know
+            values.append(("node_network_speed_bytes", float(speed * _MEGABIT_BYTES)))
+        state = self._files.read_text(f"{device.directory}/operstate", now_ns)
+        if state is not None and state != "unknown":
+            values.append(("node_network_up", float(state == "up")))
+        mtu = dict(values).get("node_network_mtu_bytes")
+        if mtu is not None:
+            values.append(("paceline_network_jumbo", float(mtu > _STANDARD_MTU_BYTES)))
+        return values
+
+    def _information(self, device: _Device, now_ns: int) -> Sample:
+        """`duplex` and `operstate` are empty where the driver does not know."""
+        labels = dict(device.labels)
+        for file in ("address", "duplex", "operstate"):
+            text = self._files.read_text(f"{device.directory}/{file}", now_ns) or ""
+            labels[file] = "" if text == "unknown" else text
+        return Sample("node_network_info", labels, 1.0, now_ns)
+
+    def _protocols(
+        self, file: str, protocols: dict[str, tuple[str, ...]], now_ns: int
+    ) -> Iterator[Sample]:
+        """Of /proc/net/snmp: a line of names and one of values for each protocol."""
+        text = self._files.read_text(self.context.procfs_root / "net" / file, now_ns) or ""
+        lines: dict[str, list[list[str]]] = {}
+        for line in text.splitlines():
+            protocol, _, rest = line.partition(": ")
+            lines.setdefault(protocol, []).append(rest.split())
+        for protocol, names in protocols.items():
+            pair = lines.get(protocol, [])
+            if len(pair) != 2:
+                continue
+            values = dict(zip(*pair, strict=False))
+            for name in names:
+                value = values.get(name, "")
+                if value.isdecimal() and len(value) <= _DIGITS:
+                    yield Sample(f"node_netstat_{protocol}_{name}", {}, float(value), now_ns)
+
+
+def _link_events(device: _Device, carrier: float | None, now_ns: int) -> list[DeviceEvent]:
+    now = bool(carrier)  # administratively down: the kernel answers EINVAL
+    was, device.carrier = device.carrier, now
+    if was is None or was == now:
+        return []
+    kind = "link_up" if now else "link_down"
+    return [DeviceEvent(time_ns=now_ns, kind=kind, device=device.name, detail="carrier")]

@@ -1,0 +1,335 @@
+"""InfiniBand and RoCE ports: state, rate, data, errors, congestion.
+
+Names are node_exporter's; what another vendor's driver calls differently and means alike (bnxt_re,
+irdma) has the same name here, all else is `paceline_rdma_hardware_counter_total`. The kernel counts
+port data in 4-byte words; here it is bytes. Counters of the classic performance attributes stop at
+their width instead of wrapping: one that stands at its end says so in
+`paceline_rdma_counter_saturated`, for it counts no more. An excluded port is never opened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from paceline_agent.collectors.contract import (
+    Collected,
+    Collector,
+    CollectorUnavailable,
+    Context,
+)
+from paceline_agent.kept_files import KeptFiles, entries
+from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
+
+_ACTIVE = 4  # ib_verbs.h, IB_PORT_ACTIVE
+_WORD_BYTES = 4
+_LOOK_AGAIN_SECONDS = 30  # for devices that came
+_UNKNOWN = (1 << 64) - 1  # -1 of a driver that has no such counter
+_OTHERS_AT_MOST = 64  # counters of a port that no name is known for; hfi1 has hundreds
+
+# file: (metric without its prefix, width in bits where it stops; InfiniBand 1.x, PortCounters).
+# Data and packets have 64 bits, but for adapters without the extended attributes.
+_COUNTERS: dict[str, tuple[str, int | None]] = {
+    "excessive_buffer_overrun_errors": ("excessive_buffer_overrun_errors_total", 4),
+    "link_downed": ("link_downed_total", 8),
+    "link_error_recovery": ("link_error_recovery_total", 8),
+    "local_link_integrity_errors": ("local_link_integrity_errors_total", 4),
+    "multicast_rcv_packets": ("multicast_packets_received_total", None),
+    "multicast_xmit_packets": ("multicast_packets_transmitted_total", None),
+    "port_rcv_constraint_errors": ("port_constraint_errors_received_total", 8),
+    "port_rcv_data": ("port_data_received_bytes_total", 32),
+    "port_rcv_discards": ("port_discards_received_total", 16),
+    "port_rcv_errors": ("port_errors_received_total", 16),
+    "port_rcv_packets": ("port_packets_received_total", 32),
+    "port_rcv_remote_physical_errors": ("port_receive_remote_physical_errors_total", 16),
+    "port_rcv_switch_relay_errors": ("port_receive_switch_relay_errors_total", 16),
+    "port_xmit_constraint_errors": ("port_constraint_errors_transmitted_total", 8),
+    "port_xmit_data": ("port_data_transmitted_bytes_total", 32),
+    "port_xmit_discards": ("port_discards_transmitted_total", 16),
+    "port_xmit_packets": ("port_packets_transmitted_total", 32),
+    "port_xmit_wait": ("port_transmit_wait_total", 32),
+    "symbol_error": ("symbol_error_total", 16),
+    "unicast_rcv_packets": ("unicast_packets_received_total", None),
+    "unicast_xmit_packets": ("unicast_packets_transmitted_total", None),
+    "VL15_dropped": ("vl15_dropped_total", 16),
+}
+_EXTENDED_COUNTERS = {  # kernels before 4.5
+    "port_multicast_rcv_packets": "legacy_multicast_packets_received_total",
+    "port_multicast_xmit_packets": "legacy_multicast_packets_transmitted_total",
+    "port_rcv_data_64": "legacy_data_received_bytes_total",
+    "port_rcv_packets_64": "legacy_packets_received_total",
+    "port_unicast_rcv_packets": "legacy_unicast_packets_received_total",
+    "port_unicast_xmit_packets": "legacy_unicast_packets_transmitted_total",
+    "port_xmit_data_64": "legacy_data_transmitted_bytes_total",
+    "port_xmit_packets_64": "legacy_packets_transmitted_total",
+}
+_HARDWARE_COUNTERS = {
+    "duplicate_request": "duplicate_requests_packets_total",
+    "implied_nak_seq_err": "implied_nak_seq_errors_total",
+    "local_ack_timeout_err": "local_ack_timeout_errors_total",
+    "np_cnp_sent": "np_cnp_packets_sent_total",
+    "np_ecn_marked_roce_packets": "np_ecn_marked_roce_packets_received_total",
+    "out_of_buffer": "out_of_buffer_drops_total",
+    "out_of_sequence": "out_of_sequence_packets_received_total",
+    "packet_seq_err": "packet_sequence_errors_total",
+    "req_cqe_error": "req_cqes_errors_total",
+    "req_cqe_flush_error": "req_cqes_flush_errors_total",
+    "req_remote_access_errors": "req_remote_access_errors_total",
+    "req_remote_invalid_request": "req_remote_invalid_request_errors_total",
+    "resp_cqe_error": "resp_cqes_errors_total",
+    "resp_cqe_flush_error": "resp_cqes_flush_errors_total",
+    "resp_local_length_error": "resp_local_length_errors_total",
+    "resp_remote_access_errors": "resp_remote_access_errors_total",
+    "rnr_nak_retry_err": "rnr_nak_retry_packets_total",
+    "roce_adp_retrans": "roce_adp_retransmits_total",
+    "roce_adp_retrans_to": "roce_adp_retransmits_timeout_total",
+    "roce_slow_restart": "roce_slow_restart_used_total",
+    "roce_slow_restart_cnps": "roce_slow_restart_cnps_total",
+    "roce_slow_restart_trans": "roce_slow_restart_total",
+    "rp_cnp_handled": "rp_cnp_packets_handled_total",
+    "rp_cnp_ignored": "rp_cnp_ignored_packets_received_total",
+    "rx_atomic_requests": "rx_atomic_requests_total",
+    "rx_dct_connect": "rx_dct_connect_requests_total",
+    "rx_icrc_encapsulated": "rx_icrc_encapsulated_errors_total",
+    "rx_read_requests": "rx_read_requests_total",
+    "rx_write_requests": "rx_write_requests_total",
+    # drivers/infiniband/hw/bnxt_re/hw_counters.c
+    "dup_req": "duplicate_requests_packets_total",
+    "rnr_naks_rcvd": "rnr_nak_retry_packets_total",
+    "rx_cnp_pkts": "rp_cnp_packets_handled_total",
+    "rx_ecn_marked_pkts": "np_ecn_marked_roce_packets_received_total",
+    "rx_out_of_buffer": "out_of_buffer_drops_total",
+    "rx_out_of_sequence": "out_of_sequence_packets_received_total",
+    "seq_err_naks_rcvd": "packet_sequence_errors_total",
+    "to_retransmits": "local_ack_timeout_errors_total",
+    "tx_cnp_pkts": "np_cnp_packets_sent_total",
+    # drivers/infiniband/hw/irdma/verbs.c
+    "RxECNMrkd": "np_ecn_marked_roce_packets_received_total",
+    "cnpHandled": "rp_cnp_packets_handled_total",
+    "cnpIgnored": "rp_cnp_ignored_packets_received_total",
+    "cnpSent": "np_cnp_packets_sent_total",
+}
+_NO_COUNTER = re.compile(r"^(active|watermark)_")  # resources in use
+_TELLING = re.compile(
+    r"err|drop|discard|retr|timeout|nak|cnp|[bf]?ecn|seq|pause|wait|bytes|pkts|packets|recover",
+    re.IGNORECASE,
+)
+_RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,4})?) Gb/sec")
+
+
+@dataclass(slots=True)
+class _Counter:
+    path: str
+    metric: str
+    labels: dict[str, str]
+    file: str
+    unit: float = 1
+    width: int | None = None  # bits; None: more than will ever be reached
+
+
+@dataclass(slots=True)
+class _Port:
+    name: str  # "mlx5_1/1"
+    directory: str
+    inode: int  # another one: the device was taken away and came back
+    labels: dict[str, str]
+    counters: list[_Counter] = field(default_factory=list)
+    information: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    active: bool | None = None
+
+
+class RdmaCollector(Collector):
+    name: ClassVar[str] = "rdma"
+    interval_seconds: ClassVar[float] = 1.0
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._root = os.path.join(context.sysfs_root, "class", "infiniband")
+        self._files = KeptFiles(share=0.6)  # 16 adapters have a thousand files
+        self._ports: dict[str, _Port] = {}
+        self._look_ns: int | None = None  # of the last look at the directory; None: look now
+
+    def collect(self, now_ns: int) -> Collected:
+        samples: list[Sample] = []
+        events: list[DeviceEvent | CollectorEvent] = []
+        if self._is_time_to_look(now_ns):
+            self._look_ns = now_ns
+            events += self._discover(now_ns)
+        if not self._ports:
+            raise CollectorUnavailable(f"no RDMA ports in {self._root}")
+        for port in self._ports.values():
+            samples += [Sample(*each, 1.0, now_ns) for each in port.information]
+            samples += self._state(port, events, now_ns)
+            samples += self._counters(port, now_ns)
+        return Collected(samples=samples, events=events)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _is_time_to_look(self, now_ns: int) -> bool:
+        if self._look_ns is None or not self._ports:
+            return True
+        if any(_inode(port.directory) != port.inode for port in self._ports.values()):
+            return True
+        return not 0 <= now_ns - self._look_ns < _LOOK_AGAIN_SECONDS * 10**9
+
+    def _discover(self, now_ns: int) -> list[DeviceEvent]:
+        found: dict[str, _Port] = {}
+        for device in entries(self._root):
+            if self.context.excludes_rdma(device):
+                continue
+            ports = os.path.join(self._root, device, "ports")
+            places = {f"{device}/{number}": (ports, number) for number in entries(ports)}
+            for name, (parent, number) in places.items():
+                directory = os.path.join(parent, number)
+                inode = _inode(directory)
+                if inode is None or self.context.excludes_rdma(name):
+                    continue
+                known = self._ports.get(name)
+                if known is None or known.inode != inode:
+                    self._files.forget_below(directory)
+                    known = self._port(device, number, directory, inode, now_ns)
+                found[name] = known
+        gone = [port for name, port in self._ports.items() if name not in found]
+        for port in gone:
+            self._files.forget_below(port.directory)
+        self._ports = found
+        return [
+            DeviceEvent(time_ns=now_ns, kind="link_down", device=port.name, detail="device gone")
+            for port in gone
+            if port.active
+        ]
+
+    def _port(self, device: str, number: str, directory: str, inode: int, now_ns: int) -> _Port:
+        labels = {"device": device, "port": number}
+        port = _Port(f"{device}/{number}", directory, inode, labels)
+        port.information = list(self._information(device, number, directory, now_ns))
+        classic = os.path.join(directory, "counters")
+        for file in _present(classic, _COUNTERS):
+            metric, width = _COUNTERS[file]
+            port.counters.append(_classic_counter(classic, file, metric, labels, width))
+        extended = os.path.join(directory, "counters_ext")
+        for file in _present(extended, _EXTENDED_COUNTERS):
+            metric = _EXTENDED_COUNTERS[file]
+            port.counters.append(_classic_counter(extended, file, metric, labels, None))
+        port.counters += _hardware_counters(os.path.join(directory, "hw_counters"), labels)
+        if number == min(entries(os.path.dirname(directory)), default=number):
+            # Of the whole device (efa, and i40iw, which has no other): told with its first port.
+            own = os.path.join(self._root, device, "hw_counters")
+            port.counters += _hardware_counters(own, {"device": device}, known={})
+        return port
+
+    def _information(
+        self, device: str, number: str, directory: str, now_ns: int
+    ) -> Iterator[tuple[str, dict[str, str]]]:
+        def read(*parts: str) -> str:
+            return self._files.read_text(os.path.join(self._root, device, *parts), now_ns) or ""
+
+        named = {"board_id": "board_id", "firmware_version": "fw_ver", "hca_type": "hca_type"}
+        about = {label: read(file) for label, file in named.items()}
+        yield "node_infiniband_info", {"device": device, **about}
+        port = ("ports", number)
+        about = {
+            "link_layer": read(*port, "link_layer"),
+            "netdev": read(*port, "gid_attrs", "ndevs", "0"),
+        }
+        yield "paceline_rdma_port_info", {"device": device, "port": number, **about}
+
+    def _state(
+        self, port: _Port, events: list[DeviceEvent | CollectorEvent], now_ns: int
+    ) -> Iterator[Sample]:
+        state = self._leading_number(f"{port.directory}/state", now_ns)
+        values = {
+            "node_infiniband_state_id": state,
+            "node_infiniband_physical_state_id": self._leading_number(
+                f"{port.directory}/phys_state", now_ns
+            ),
+            "node_infiniband_rate_bytes_per_second": self._rate(port, now_ns),
+        }
+        if state is None:
+            self._look_ns = None
+        else:
+            active = state == _ACTIVE
+            if port.active is not None and active != port.active:
+                kind = "link_up" if active else "link_down"
+                detail = f"port state {state:g}"
+                events.append(
+                    DeviceEvent(time_ns=now_ns, kind=kind, device=port.name, detail=detail)
+                )
+            port.active = active
+        for name, value in values.items():
+            if value is not None:
+                yield Sample(name, port.labels, value, now_ns)
+
+    def _counters(self, port: _Port, now_ns: int) -> Iterator[Sample]:
+        read = self._files.read_number
+        for counter in port.counters:
+            count = read(counter.path, now_ns)
+            if count is None or not 0 <= count < _UNKNOWN:
+                continue
+            if counter.width is not None:
+                end = (1 << counter.width) - 1
+                if count > end:
+                    counter.width = None  # this adapter's counter is wider
+                elif count == end:
+                    labels = {**port.labels, "counter": counter.file}
+                    yield Sample("paceline_rdma_counter_saturated", labels, 1.0, now_ns)
+            yield Sample(counter.metric, counter.labels, float(count * counter.unit), now_ns)
+
+    def _leading_number(self, path: str, now_ns: int) -> float | None:
+        """4 of `4: ACTIVE`."""
+        number = (self._files.read_text(path, now_ns) or "").partition(":")[0]
+        return float(number) if number.isdecimal() and len(number) < 4 else None
+
+    def _rate(self, port: _Port, now_ns: int) -> float | None:
+        """5e10 of `400 Gb/sec (4X NDR)`."""
+        match = _RATE.match(self._files.read_text(f"{port.directory}/rate", now_ns) or "")
+        return float(match[1]) * 1e9 / 8 if match else None
+
+
+def _present(directory: str, names: Iterable[str]) -> list[str]:
+    there = set(entries(directory))
+    return [name for name in names if name in there]
+
+
+def _classic_counter(
+    directory: str, file: str, metric: str, labels: dict[str, str], width: int | None
+) -> _Counter:
+    unit = _WORD_BYTES if metric.endswith("_bytes_total") else 1
+    path = os.path.join(directory, file)
+    return _Counter(path, f"node_infiniband_{metric}", labels, file, unit, width)
+
+
+def _hardware_counters(
+    directory: str, labels: dict[str, str], known: dict[str, str] = _HARDWARE_COUNTERS
+) -> Iterator[_Counter]:
+    """Those with a name of their own, and some of the others: never hundreds of series."""
+    others = []
+    taken = set()
+    for file in entries(directory):
+        metric = known.get(file)
+        if metric is not None and metric not in taken:
+            taken.add(metric)
+            path = os.path.join(directory, file)
+            yield _Counter(path, f"node_infiniband_{metric}", labels, file)
+        elif file == "lifespan":  # milliseconds for which a value read is repeated
+            path = os.path.join(directory, file)
+            yield _Counter(path, "node_infiniband_lifespan_seconds", labels, file, 1e-3)
+        elif not _NO_COUNTER.search(file):
+            others.append(file)
+    if len(others) > _OTHERS_AT_MOST:
+        others = [file for file in others if _TELLING.search(file)][:_OTHERS_AT_MOST]
+    for file in others:
+        path = os.path.join(directory, file)
+        own = {**labels, "counter": file}
+        yield _Counter(path, "paceline_rdma_hardware_counter_total", own, file)
+
+
+def _inode(path: str) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return None

@@ -1,0 +1,85 @@
+"""The agent's own `/metrics`: what each collector brought last, and how the agent itself fares."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from paceline_agent.clock import timeline_ns
+from paceline_agent.collectors.contract import Collected
+from paceline_agent.exposition import Families
+from paceline_agent.scrape import completed
+from paceline_agent.settings import HOSTNAME_LABEL
+from paceline_wire.batch import Sample
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnMetric:
+    """One figure of the agent itself."""
+
+    name: str
+    read: Callable[[], float | None]  # None: not known yet, so left out
+
+
+class Exporter:
+    """Written by the event loop, read by the server's thread.
+
+    What a collector did not bring in its last call is not shown: a value that froze would look
+    alive. OpenMetrics is for those who ask for it (`Accept`), as prometheus-client does it.
+    """
+
+    def __init__(
+        self,
+        own: Sequence[OwnMetric],
+        *,
+        procfs_root: Path = Path("/proc"),
+        hostname_label: str = HOSTNAME_LABEL,
+    ) -> None:
+        self._own = own
+        self._procfs_root = procfs_root
+        self._latest: dict[str, list[Sample]] = {}
+        self._lasting: dict[str, list[Sample]] = {}
+        self._families = Families(self._samples, hostname_label=hostname_label)
+        self._server: WSGIServer | None = None
+        self._thread: Thread | None = None
+
+    def put(self, collected: Collected) -> None:
+        self._latest[collected.collector] = collected.samples
+        if collected.lasting is not None:
+            self._lasting[collected.collector] = collected.lasting
+
+    def start(self, host: str, port: int) -> int | None:
+        """Serve; the port, or None where that is impossible: said once, the agent goes on."""
+        registry = CollectorRegistry()
+        registry.register(self._families)
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            log.error("no /metrics on %s:%d: %s", host, port, error.strerror)
+            return None
+        log.info("/metrics on %s:%d", host, self._server.server_port)
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        if self._server is not None and self._thread is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+    def _samples(self) -> Iterator[Sample]:
+        now_ns = timeline_ns()
+        for own in self._own:
+            value = own.read()
+            if value is not None:
+                yield Sample(own.name, {}, float(value), now_ns)
+        brought = [*self._lasting.values(), *self._latest.values()]
+        yield from completed(itertools.chain(*brought), self._procfs_root)

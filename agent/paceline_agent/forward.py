@@ -1,0 +1,223 @@
+"""Packs news into batches and sends them, oldest first, until the server says it has each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+import msgspec
+
+from paceline_agent.clock import timeline_ns, until_next
+from paceline_agent.errors import LinkError
+from paceline_agent.outbox import Outbox
+from paceline_agent.server_link import Answer, ServerLink
+from paceline_agent.spool import Entry, Spool
+from paceline_wire.batch import CONTENT_TYPE, Batch, Event, Sample, SpanBlock
+
+log = logging.getLogger(__name__)
+
+PHASE_SECONDS = 0.2  # after the ticks at which collectors and rings are read
+BACKOFF_FIRST_SECONDS = 0.1
+BACKOFF_MAXIMUM_SECONDS = 5.0
+LONGEST_ASKED_SECONDS = 3.0  # a node that is silent for longer might be taken for lost
+# Not the batch's fault: the token may be replaced, the server upgraded, the proxy mended.
+_TRY_AGAIN = frozenset({401, 403, 404, 408, 425, 429})
+
+
+class _Again(Exception):  # noqa: N818 - not an error: an answer that asks for patience
+    def __init__(self, reason: str, after_seconds: float = 0.0) -> None:
+        super().__init__(reason)
+        self.after_seconds = after_seconds
+
+
+class _Answer(msgspec.Struct):
+    status: str
+    sequence: int
+
+
+@dataclass(slots=True)
+class ForwardCounts:
+    batches_sent: int = 0
+    duplicates: int = 0
+    retries: int = 0
+
+
+def _nobody_asks(boot_id: str, sequence: int) -> None:
+    pass
+
+
+class Packer:
+    """Cuts batches from the outbox into the spool: at an interval, and at once for the urgent.
+
+    `packed` is called with the boot and the number of the last batch once all news are in the
+    spool and before any of it can be sent.
+    """
+
+    def __init__(
+        self,
+        agent_id: str,
+        outbox: Outbox,
+        spool: Spool,
+        *,
+        flush_seconds: float,
+        heartbeat_seconds: float,
+        packed: Callable[[str, int], None] = _nobody_asks,
+    ) -> None:
+        self.boot_id = uuid.uuid4().hex
+        self._packed = packed
+        self._agent_id = agent_id
+        # Ours go after those of an agent whose clock was ahead.
+        self._boot_ns = max(timeline_ns(), spool.newest_boot_ns + 1)
+        self._sequence = 0
+        self._outbox = outbox
+        self._spool = spool
+        self._flush_seconds = flush_seconds
+        self._heartbeat_seconds = heartbeat_seconds
+        self._asked_seconds = 0.0
+        self._place = random.random()
+        self._packed_at = time.monotonic()
+
+    async def run(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._outbox.urgent.wait(), self._pause_seconds())
+            self.flush()
+
+    def _pause_seconds(self) -> float:
+        """Asked by the server of many, each node goes at a moment of its own."""
+        if self._asked_seconds <= self._flush_seconds:
+            return until_next(self._flush_seconds, PHASE_SECONDS)
+        return until_next(self._asked_seconds, self._place * self._asked_seconds)
+
+    def pace(self, seconds: float) -> None:
+        """The server asks for no more than a batch each so many seconds, but for what is urgent."""
+        if math.isfinite(seconds):
+            self._asked_seconds = min(max(seconds, 0.0), LONGEST_ASKED_SECONDS)
+
+    def flush(self) -> None:
+        """Pack all there is; if that is nothing for a second and nothing waits, a heartbeat."""
+        for events, spans, samples in self._outbox.take():
+            self._pack(events, spans, samples)
+        quiet_seconds = time.monotonic() - self._packed_at
+        if quiet_seconds >= self._heartbeat_seconds - self._flush_seconds / 2 and not len(
+            self._spool
+        ):
+            self._pack([], [], [])
+        self._packed(self.boot_id, self._sequence - 1)
+
+    def _pack(self, events: list[Event], spans: list[SpanBlock], samples: list[Sample]) -> None:
+        batch = Batch(
+            agent_id=self._agent_id,
+            boot_id=self.boot_id,
+            sequence=self._sequence,
+            packed_ns=timeline_ns(),
+            events=events,
+            spans=spans,
+            samples=samples,
+            dropped_batches=self._spool.counts.dropped,
+        )
+        self._sequence += 1
+        self._packed_at = time.monotonic()
+        self._spool.append(batch, self._boot_ns)
+
+
+class Forwarder:
+    """Sends the spool's head until it is gone; `contact` is called when the server has answered.
+
+    Contact means that the server has our news or says itself that it cannot store (503): only
+    then can it not take us for lost meanwhile.
+    """
+
+    def __init__(self, link: ServerLink, spool: Spool, contact: Callable[[], None]) -> None:
+        self.counts = ForwardCounts()
+        self._link = link
+        self._spool = spool
+        self._contact = contact
+        self._trouble: str | None = None
+        self._rejections: set[int] = set()
+
+    async def run(self) -> None:
+        while True:
+            entry = await self._spool.head()
+            for tries in count():
+                try:
+                    await self._send(entry)
+                    break
+                except _Again as again:
+                    self._note(again)
+                    await asyncio.sleep(_pause_seconds(again, tries))
+            self._recovered()
+
+    async def _send(self, entry: Entry) -> None:
+        payload = self._spool.read(entry)
+        if payload is None:
+            return
+        try:
+            answer = await self._link.post("/api/v1/ingest", payload, CONTENT_TYPE)
+        except LinkError as error:
+            raise _Again(str(error)) from error
+        if answer.status == 200:
+            self._stored(entry, answer)
+        elif answer.status in _TRY_AGAIN or not 400 <= answer.status < 500:
+            if answer.status == 503 and _is_problem(answer):
+                self._contact()
+            raise _Again(_in_words(answer), _retry_after(answer))
+        else:
+            self._reject(entry, answer)
+
+    def _stored(self, entry: Entry, answer: Answer) -> None:
+        try:
+            duplicate = msgspec.json.decode(answer.content, type=_Answer).status == "duplicate"
+        except msgspec.MsgspecError as error:
+            raise _Again("the server's answer is not an ingest answer") from error
+        self._contact()
+        self.counts.batches_sent += 1
+        self.counts.duplicates += duplicate
+        self._spool.remove(entry)
+
+    def _reject(self, entry: Entry, answer: Answer) -> None:
+        self._spool.reject(entry)
+        if answer.status not in self._rejections:
+            self._rejections.add(answer.status)
+            log.error("the server rejects batch %s: %s", entry.name, _in_words(answer))
+
+    def _note(self, again: _Again) -> None:
+        self.counts.retries += 1
+        if self._trouble is None:
+            log.warning("cannot send to the server, trying on: %s", again)
+        self._trouble = str(again)
+
+    def _recovered(self) -> None:
+        if self._trouble is not None:
+            log.warning("sending to the server again, %d batches wait", len(self._spool))
+        self._trouble = None
+
+
+def _pause_seconds(again: _Again, tries: int) -> float:
+    """Exponential with full jitter, and no sooner than the server asked."""
+    longest_seconds = min(BACKOFF_FIRST_SECONDS * 2.0 ** min(tries, 30), BACKOFF_MAXIMUM_SECONDS)
+    return max(again.after_seconds, random.uniform(0.0, longest_seconds))
+
+
+def _is_problem(answer: Answer) -> bool:
+    """Our server's own answer, rather than that of a proxy in front of it."""
+    return "application/problem+json" in answer.headers.get("content-type", "")
+
+
+def _retry_after(answer: Answer) -> float:
+    try:
+        return min(float(answer.headers["retry-after"]), 30.0)
+    except (KeyError, ValueError):
+        return 0.0
+
+
+def _in_words(answer: Answer) -> str:
+    return f"{answer.status} {answer.content[:200].decode(errors='replace')}".rstrip()

@@ -1,0 +1,102 @@
+"""Small files of /sys and /proc that are read over and over.
+
+A kept file descriptor and `pread` cost a fourth of open, read and close. A file whose read fails
+is left alone for long: on some devices each try costs a line in the kernel log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+
+_DAY_NS = 86_400 * 1_000_000_000
+_GONE = {errno.ENOENT, errno.ESRCH, errno.ENODEV, errno.ENXIO}  # may come back: replugged
+_OURS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}  # no fault of the file's
+
+Location = str | os.PathLike[str]
+
+
+class KeptFiles:
+    """`read` returns a file's content, or None where it cannot be had.
+
+    `patient` files are those whose failure says something about now only (the speed of a link
+    that is down): they are asked again each time, unless access is denied. `bytes_at_most` is
+    what one read takes in; a file of sysfs holds no more than a page. At most `share` of the
+    descriptors that the process may hold are kept; further files are opened each time.
+    """
+
+    def __init__(
+        self, *, patient: bool = False, bytes_at_most: int = 4096, share: float = 0.1
+    ) -> None:
+        self._descriptors: dict[str, int] = {}
+        self._shunned_until_ns: dict[str, int] = {}
+        self._patient = patient
+        self._bytes_at_most = bytes_at_most
+        self._kept_at_most = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * share)
+
+    def read(self, location: Location, now_ns: int) -> bytes | None:
+        path = location if isinstance(location, str) else os.fspath(location)
+        if self._shunned_until_ns and now_ns < self._shunned_until_ns.get(path, 0):
+            return None
+        try:
+            descriptor = self._descriptors.get(path)
+            if descriptor is None:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                if len(self._descriptors) >= self._kept_at_most:
+                    return self._read_once(descriptor)
+                self._descriptors[path] = descriptor
+            return os.pread(descriptor, self._bytes_at_most, 0)
+        except OSError as error:
+            self._forget(path)
+            passing = self._patient and not isinstance(error, PermissionError)
+            if error.errno not in _GONE and error.errno not in _OURS and not passing:
+                self._shunned_until_ns[path] = now_ns + _DAY_NS
+        return None
+
+    def read_text(self, location: Location, now_ns: int) -> str | None:
+        content = self.read(location, now_ns)
+        return None if content is None else content.decode(errors="replace").strip()
+
+    def read_number(self, location: Location, now_ns: int) -> int | None:
+        """The whole number a file holds; None for anything else, as in `N/A (no PMA)`."""
+        content = self.read(location, now_ns)
+        if content is None or len(content) > 32:
+            return None
+        try:
+            return int(content)
+        except ValueError:
+            return None
+
+    def forget_below(self, directory: Location) -> None:
+        """Let go of a device that is gone, so that its successor is read afresh."""
+        below = os.fspath(directory) + os.sep
+        for path in [path for path in self._descriptors if path.startswith(below)]:
+            self._forget(path)
+        for path in [path for path in self._shunned_until_ns if path.startswith(below)]:
+            del self._shunned_until_ns[path]
+
+    def close(self) -> None:
+        for path in list(self._descriptors):
+            self._forget(path)
+
+    def _read_once(self, descriptor: int) -> bytes:
+        try:
+            return os.pread(descriptor, self._bytes_at_most, 0)
+        finally:
+            os.close(descriptor)
+
+    def _forget(self, path: str) -> None:
+        descriptor = self._descriptors.pop(path, None)
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def entries(directory: Location) -> list[str]:
+    """Names in a directory, sorted; none if there is no such directory."""
+    try:
+        return sorted(os.listdir(directory))
+    except OSError:
+        return []

@@ -1,0 +1,122 @@
+"""One line of a kernel log, in whichever form it was kept: raw, dmesg's, the journal's, syslog's.
+
+Raw records (Documentation/ABI/testing/dev-kmsg) carry their sequence number and the microseconds
+since boot of a clock that stands still during suspend; text has what its writer put before it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """`boot_us`: since boot. `wall_ns`: CLOCK_REALTIME, where the text says so."""
+
+    message: str
+    boot_us: int | None = None
+    sequence: int | None = None
+    wall_ns: int | None = None
+    times: int = 1  # syslog writes a repeated message once
+
+    @property
+    def seconds(self) -> float | None:
+        """By whichever clock the record has: good for how far apart two of one log are."""
+        if self.boot_us is not None:
+            return self.boot_us / 1e6
+        return None if self.wall_ns is None else self.wall_ns / 1e9
+
+
+_RAW = re.compile(r"(\d+),(\d{1,18}),(\d{1,18}),[^;]*;(.*)", re.DOTALL)
+_ESCAPE = re.compile(r"\\x([0-9a-f]{2})")
+_BOOT_SECONDS = re.compile(r"\[\s*(\d{1,12})\.(\d{1,9})\]\s?")
+_CTIME = re.compile(r"\[(\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4})\] ?")
+_ISO = re.compile(
+    r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,9}))?(Z|[+-]\d\d:?\d\d)?\s+(?=\S)"
+)
+_UNIX = re.compile(r"(\d{9,11})\.(\d{6}) (?=\S+ kernel: )")
+_REPEATED = re.compile(r"message repeated (\d{1,6}) times: \[ ?(?:\[ *\d+\.\d+\] )?(.*)\]")
+_ORNAMENTS = re.compile(
+    r"<\d+>"  # priority
+    r"|\w+ *: ?\w+ *: (?=\[)"  # dmesg -x
+    r"|\[(?:\w{3} ?\d+ \d\d:\d\d|\s*\+\d+\.\d+|\.\.\.)\] ?"  # dmesg -e
+    r"|\[\s*[TC]\d+\]:? ?"  # the caller, CONFIG_PRINTK_CALLER
+    r"|\w{3} [ \d]\d \d\d:\d\d:\d\d "  # syslog: no year
+    r"|(?:\S+ )?kernel(?:\[\d+\])?: ?"
+)
+
+
+def records_of(line: str) -> Iterator[Record]:
+    """What a line holds: nothing, or one record for each line of its message."""
+    line = line.rstrip("\n")
+    if not line or line.startswith(" "):  # the last is a raw record's key=value, or an indent
+        stripped = line.strip()
+        if stripped and not re.match(r"(SUBSYSTEM|DEVICE)=", stripped):
+            yield Record(stripped)
+        return
+    raw = _RAW.match(line)
+    if raw is not None:
+        message = _ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), raw[4])
+        for part in message.split("\n"):
+            yield Record(part.strip(), boot_us=int(raw[3]), sequence=int(raw[2]))
+    elif line.startswith("{") and line.endswith("}"):
+        yield from _of_journal(line)
+    else:
+        yield _of_text(line)
+
+
+def _of_text(line: str) -> Record:
+    boot_us: int | None = None
+    wall_ns: int | None = None
+    at = 0
+    while True:
+        if found := _BOOT_SECONDS.match(line, at):
+            boot_us = int(found[1]) * 1_000_000 + int(found[2].ljust(9, "0")) // 1000
+        elif found := _CTIME.match(line, at):
+            wall_ns = _local_ns(found[1])
+        elif found := _ISO.match(line, at):
+            wall_ns = _iso_ns(found[1], found[2], found[3])
+        elif found := _UNIX.match(line, at):
+            wall_ns = int(found[1]) * 1_000_000_000 + int(found[2]) * 1000
+        else:
+            found = _ORNAMENTS.match(line, at)
+        if found is None or found.end() == at:
+            message, times = line[at:].strip(), 1
+            if repeated := _REPEATED.fullmatch(message):
+                times, message = int(repeated[1]), repeated[2]
+            return Record(message, boot_us=boot_us, wall_ns=wall_ns, times=times)
+        at = found.end()
+
+
+def _of_journal(line: str) -> Iterator[Record]:
+    try:
+        fields = msgspec.json.decode(line, type=dict[str, object])
+    except msgspec.DecodeError:
+        return
+    message, stamp = fields.get("MESSAGE"), fields.get("__REALTIME_TIMESTAMP")
+    wall_ns = int(stamp) * 1000 if isinstance(stamp, str) and stamp.isdecimal() else None
+    if isinstance(message, str):
+        for part in message.split("\n"):
+            yield Record(_of_text(part).message, wall_ns=wall_ns)
+
+
+def _local_ns(text: str) -> int | None:
+    """dmesg -T writes the local time of the machine that ran it; we have no other."""
+    try:
+        return int(time.mktime(time.strptime(text, "%a %b %d %H:%M:%S %Y"))) * 1_000_000_000
+    except (ValueError, OverflowError):
+        return None
+
+
+def _iso_ns(text: str, fraction: str | None, zone: str | None) -> int | None:
+    try:
+        seconds = datetime.fromisoformat(text + (zone or "")).timestamp()
+    except (ValueError, OverflowError):
+        return None
+    return int(seconds) * 1_000_000_000 + int((fraction or "0").ljust(9, "0"))

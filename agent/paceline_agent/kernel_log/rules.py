@@ -1,0 +1,330 @@
+"""What the kernel and its drivers write when something is wrong: one row each.
+
+A row is tried only on messages that hold its `hint`, and from their beginning, so that a program
+that quotes a kernel message into the log is not taken for the kernel. Named groups fill the
+event: `device`, `code`, `pid`, `process`, `count`. The first row that matches has the message;
+kind None: it is no news. XIDs and SXids have a module of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from paceline_agent.kernel_log.xids import Severity
+
+_PCI = r"(?P<device>[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?)"
+_ANY_PCI = r"(?P<device>(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?)"
+OFF_BUS = "gpu_off_bus"  # which is XID 79 in other words
+_MLX5 = rf"mlx5_core {_PCI}:? "
+_MLX5_CALL = rf"{_MLX5}.*?\w+:\d+:\(pid \d+\): "
+_BROKEN = r"(?:\bfail|error|fatal|degraded|(?:link|lane) down)"
+_TASK = r"(?P<process>.+?)"
+_KILLED = r"Killed process (?P<pid>\d+),? (?:UID \d+, )?\((?P<process>.+)\)(?:,| |$)"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    kind: str | None
+    severity: Severity
+    hint: str
+    pattern: re.Pattern[str]
+    code: str = ""
+
+
+def _rule(kind: str | None, severity: Severity, hint: str, pattern: str, code: str = "") -> Rule:
+    return Rule(kind, severity, hint, re.compile(pattern, re.IGNORECASE), code)
+
+
+RULES: tuple[Rule, ...] = (
+    # NVIDIA's driver, besides XIDs
+    _rule(
+        "gsp_errors_suppressed", "critical", "Rate limiting GSP RPC",
+        rf"NVRM: Rate limiting GSP RPC error prints for GPU at (?:PCI:)?{_PCI}",
+    ),
+    _rule(
+        OFF_BUS, "critical", "fallen off the bus",
+        rf"NVRM: GPU (?:at )?(?:PCI:)?{_ANY_PCI}: GPU has fallen off the bus",
+    ),
+    _rule(
+        OFF_BUS, "critical", "fallen off the bus",
+        rf"NVRM: The NVIDIA GPU {_ANY_PCI} .*fallen off the bus",
+    ),
+    _rule(OFF_BUS, "critical", "fallen off the bus", r"NVRM: GPU has fallen off the bus"),
+    _rule(
+        "gpu_init_failed", "critical", "RmInitAdapter failed",
+        rf"NVRM: GPU (?:PCI:)?{_PCI}: RmInitAdapter failed",
+    ),
+    _rule("gpu_locked", "critical", "GPU is probably locked", r"NVRM: .*GPU is probably locked"),
+    _rule("peermem_error", "warning", "peermem", r"nvidia[-_]peermem .*ERROR"),
+    _rule(
+        "gpu_reset", "critical", "GPU reset begin",
+        rf"amdgpu {_PCI}: (?:amdgpu: )?GPU reset begin",
+    ),
+    _rule("driver_mismatch", "critical", "API mismatch", r"NVRM: API mismatch"),
+    _rule(
+        "nvlink_error", "warning", "ink",  # nvlink, NVLink
+        r"NVRM: (?:GPU ?(?P<device>[0-9a-f]+(?:[:.][0-9a-f]+)*):? )?.*nvlink"
+        rf".*{_BROKEN}",
+    ),
+    _rule(
+        "nvlink_error", "warning", "nvidia-nv",
+        rf"(?P<device>nvidia-nv(?:link|switch)\d*): .*{_BROKEN}",
+    ),
+    # PCIe. The port's announcement names the device again whose own report follows.
+    _rule(
+        "pcie_aer", "info", "PCIe Bus Error",
+        rf"\S+ {_PCI}: (?:AER: )?PCIe Bus Error: severity=Correct(?:ed|able)", "corrected",
+    ),
+    _rule(
+        "pcie_aer", "warning", "PCIe Bus Error",
+        rf"\S+ {_PCI}: (?:AER: )?PCIe Bus Error: severity=Uncorrect\w+ \(Non-Fatal\)",
+        "uncorrected_nonfatal",
+    ),
+    _rule(
+        "pcie_aer", "critical", "PCIe Bus Error",
+        rf"\S+ {_PCI}: (?:AER: )?PCIe Bus Error: severity=(?:Uncorrect\w+ \()?Fatal",
+        "uncorrected_fatal",
+    ),
+    _rule(
+        "pcie_aer", "warning", "can't find device",
+        rf"\S+ {_PCI}: AER: can't find device of ID", "unknown_source",
+    ),
+    _rule(
+        "pcie_aer", "critical", "AER: ",
+        rf"\S+ {_PCI}: AER: (?:can't recover|device recovery failed)", "not_recovered",
+    ),
+    _rule(
+        "pcie_link_down", "critical", "Slot(",
+        rf"\S+ {_PCI}: (?:pciehp: )?Slot\([^)]*\): (?:Link Down|Card not present)",
+    ),
+    _rule(
+        "pcie_bandwidth_limited", "warning", "limited by",
+        rf"\S+ {_PCI}: .*available PCIe bandwidth, limited by",
+    ),
+    _rule(
+        "iommu_fault", "warning", "DMAR:",
+        r"DMAR: .*Request device \[?(?P<device>(?:\w+:)?\w\w:\w\w\.\d)\]? .*fault",
+    ),
+    _rule(
+        "iommu_fault", "warning", "IO_PAGE_FAULT",
+        rf"(?:\S+ {_PCI}: )?AMD-Vi: Event logged \[IO_PAGE_FAULT",
+    ),
+    # Machine checks and memory
+    _rule(
+        "machine_check", "info", "Machine check events",
+        r"mce: \[Hardware Error\]: Machine check events logged", "logged",
+    ),
+    _rule(  # as AMD's decoder says it
+        "machine_check", "info", "[Hardware Error]: ",
+        r"\[Hardware Error\]: (?P<code>Corrected|Deferred) error",
+    ),
+    _rule(
+        "machine_check", "critical", "[Hardware Error]: ",
+        r"\[Hardware Error\]: (?:Uncorrected|System Fatal)\b.* error", "uncorrected",
+    ),
+    _rule(
+        "memory_failure", "critical", "hardware memory corruption",
+        rf"(?:MCE|Memory failure): 0x\w+: Killing {_TASK}:(?P<pid>\d+) due to hardware memory",
+        "killed",
+    ),
+    _rule("memory_failure", "warning", "Memory failure", r"Memory failure: 0x\w+: recovery action"),
+    _rule(
+        "edac", "info", "EDAC",
+        r"EDAC (?P<device>MC\d+): (?P<count>\d{1,9}) CE\b", "corrected",
+    ),
+    _rule(
+        "edac", "critical", "EDAC",
+        r"EDAC (?P<device>MC\d+): (?P<count>\d{1,9}) UE\b", "uncorrected",
+    ),
+    _rule(
+        "hardware_error", "info", "event severity",
+        r"(?:\{\d+\})?\[Hardware Error\]: event severity: (?:corrected|info)", "corrected",
+    ),
+    _rule(
+        "hardware_error", "critical", "event severity",
+        r"(?:\{\d+\})?\[Hardware Error\]: event severity: (?:recoverable|fatal)", "uncorrected",
+    ),
+    # Processes
+    _rule(
+        "oom_kill", "critical", "Killed process",
+        rf"Memory cgroup out of memory: {_KILLED}", "cgroup",
+    ),
+    _rule(
+        "oom_kill", "critical", "Killed process",
+        rf"(?:Out of memory.*: )?{_KILLED}", "host",
+    ),
+    _rule(
+        "segfault", "warning", "segfault at",
+        rf"{_TASK}\[(?P<pid>\d+)\]: segfault at .*?(?: in (?P<code>[^\[ ]+)|$)",
+    ),
+    _rule(
+        "segfault", "warning", "traps: ",
+        rf"traps: {_TASK}\[(?P<pid>\d+)\] (?:general protection|trap)",
+    ),
+    _rule(
+        "hung_task", "warning", "blocked for more than",
+        r"INFO: task (?P<process>.+):(?P<pid>\d+) blocked for more than \d+ seconds",
+    ),
+    _rule(
+        "soft_lockup", "critical", "soft lockup",
+        r".*BUG: soft lockup - CPU#(?P<device>\d+) stuck for .*\[(?P<process>.+):(?P<pid>\d+)\]",
+    ),
+    _rule("hard_lockup", "critical", "hard LOCKUP", r".*hard LOCKUP on cpu (?P<device>\d+)"),
+    _rule(
+        "rcu_stall", "warning", "stall",
+        r"(?:rcu: )?INFO: rcu_\w+ .*detected (?:expedited )?stall",
+    ),
+    _rule(
+        "page_allocation_failure", "warning", "page allocation failure",
+        rf"{_TASK}: page allocation failure",
+    ),
+    _rule(
+        "clock_unstable", "warning", "as unstable",
+        r"clocksource: .*Marking clocksource '(?P<device>[\w-]+)' as unstable",
+    ),
+    _rule("conntrack_full", "warning", "table full", r"nf_conntrack: .*table full"),
+    _rule("kernel_bug", "critical", "BUG", r"(?:kernel BUG at|BUG: unable to handle)"),
+    _rule("kernel_bug", "critical", "Oops", r"Oops: "),
+    _rule("kernel_bug", "critical", "panic", r"Kernel panic"),
+    # Heat
+    _rule(
+        "thermal_throttle", "warning", "above threshold",
+        r"(?:mce: )?CPU\d+: (?P<code>core|package) (?:temperature|power) above threshold",
+    ),
+    _rule(
+        "thermal_throttle", "critical", "critical temperature", r"thermal .*critical temperature"
+    ),
+    # mlx5
+    _rule(
+        "mlx5_health", "critical", "health compromised",
+        rf"{_MLX5_CALL}device's health compromised", "compromised",
+    ),
+    _rule(
+        "mlx5_health", "critical", "Health issue", rf"{_MLX5_CALL}Health issue observed, "
+        r"(?P<code>[^,]+)",
+    ),
+    _rule(
+        "mlx5_health", "critical", "health recovery",
+        rf"{_MLX5_CALL}health recovery (?:flow aborted|failed)", "not_recovered",
+    ),
+    _rule(
+        "mlx5_health", "critical", "internal error",
+        rf"{_MLX5}.*(?:Fatal error|internal error|Firmware over) ", "internal_error",
+    ),
+    _rule(None, "info", "recovered after timeout", rf"{_MLX5_CALL}"),
+    _rule(
+        "mlx5_command_timeout", "critical", "cmd[",
+        rf"{_MLX5_CALL}cmd\[-?\d+\]: (?P<code>\w+)\(0x\w+\) (?:timeout|No done completion)",
+    ),
+    _rule(
+        "mlx5_command_timeout", "critical", "timeout. Will cause",
+        rf"{_MLX5_CALL}(?P<code>\w+)\(0x\w+\) timeout",
+    ),
+    _rule(
+        "mlx5_command_error", "warning", ") failed, status",
+        rf"{_MLX5_CALL}(?P<code>\w+)\(0x\w+\) op_mod\(0x\w+\) failed",
+    ),
+    _rule(
+        "mlx5_power", "warning", "insufficient power",
+        rf"{_MLX5}.*Detected insufficient power on the PCIe slot",
+    ),
+    _rule("mlx5_temperature", "warning", "High temperature", rf"{_MLX5}.*High temperature"),
+    _rule(
+        "mlx5_module", "warning", "module",
+        rf"{_MLX5}Port module event.*: module \d+, "
+        r"(?P<code>Cable unplugged|.*error.*)",
+    ),
+    _rule("mlx5_cq_error", "warning", "CQ error", rf"{_MLX5}.*CQ error on CQN"),
+    _rule(
+        "transmit_timeout", "critical", "TX timeout", r"mlx5_core \S+ (?P<device>\S+): TX timeout"
+    ),
+    # Links of any NIC
+    _rule(
+        "transmit_timeout", "critical", "Keep alive watchdog",
+        rf"(?:ena|efa) {_PCI}.*Keep alive watchdog timeout",
+    ),
+    _rule(
+        "transmit_timeout", "critical", "NETDEV WATCHDOG",
+        r"NETDEV WATCHDOG: (?:CPU: \d+: )?(?P<device>\S+) \([^)]*\): transmit queue",
+    ),
+    _rule(
+        "rdma_link_down", "critical", "Link DOWN", r"(?P<device>\w+_\d+): Port: \d+ Link DOWN"
+    ),
+    _rule(
+        "nic_link_down", "warning", "link status",
+        r"\S+: \(slave (?P<device>\S+)\): link status definitely down",
+    ),
+    _rule(
+        "nic_link_down", "warning", "ink",
+        r"(?:\w+ [0-9a-f]{4}:[\w:.]+ )?(?P<device>[\w.-]+):(?: \w+: \S+)? (?:NIC )?Link is Down",
+    ),
+    _rule(
+        "nic_link_down", "warning", "NIC Link is Down",
+        r"\w+: (?P<device>[\w.-]+) NIC Link is Down",
+    ),
+    _rule(
+        "nic_link_down", "warning", "Link down",
+        r"\w+ [0-9a-f]{4}:\S+ (?P<device>[\w.-]+): Link down",
+    ),
+    # File systems and disks
+    _rule(
+        "filesystem_error", "critical", "EXT4-fs error",
+        r"EXT4-fs error \(device (?P<device>[^)]+)\)", "ext4",
+    ),
+    _rule(
+        "filesystem_read_only", "critical", "read-only",
+        r"(?:EXT4-fs|EXT3-fs|XFS|BTRFS\w* ?\w*) \((?:device )?(?P<device>[^):]+)[^)]*\):"
+        r" .*(?:Remounting filesystem|forced|remounting).*read-?only",
+    ),
+    _rule(
+        "filesystem_error", "critical", "Aborting journal",
+        r"Aborting journal on device (?P<device>[^. ]+)", "journal",
+    ),
+    _rule(
+        "filesystem_error", "critical", "Detected IO errors",
+        r"JBD2: Detected IO errors while flushing file data on (?P<device>[\w-]+)", "journal",
+    ),
+    _rule(
+        "disk_error", "critical", "Disk failure",
+        r"md/\w+:(?P<device>\w+): Disk failure on", "raid",
+    ),
+    _rule(
+        "filesystem_error", "critical", "XFS",
+        r"XFS \((?P<device>[^)]+)\): (?:.*corrupt|.*I/O error|.*shut ?down|.*shutting down)", "xfs",
+    ),
+    _rule(
+        "filesystem_error", "critical", "BTRFS",
+        r"BTRFS:? (?:error|critical) \(device (?P<device>[^):]+)", "btrfs",
+    ),
+    _rule(
+        "lustre_connection_lost", "warning", "was lost",
+        r"Lustre: .*Connection to (?P<device>\S+) \(at [^)]*\) was lost",
+    ),
+    _rule("filesystem_error", "warning", "LustreError", r"LustreError: ", "lustre"),
+    _rule(
+        "nfs_not_responding", "warning", "nfs: server",
+        r"nfs: server (?P<device>\S+) (?:not responding|timed out)",
+    ),
+    _rule(
+        "disk_error", "critical", "I/O error, dev",
+        r"(?:\w+: )?I/O error, dev (?P<device>[\w-]+), sector", "io",
+    ),
+    _rule(
+        "disk_error", "critical", "error, dev",
+        r"(?:\w+: )?critical (?P<code>\w+) error, dev (?P<device>[\w-]+), sector",
+    ),
+    _rule(
+        "disk_error", "warning", "I/O error on dev",
+        r"Buffer I/O error on dev(?:ice)? (?P<device>\w+),", "buffer",
+    ),
+    _rule(
+        "nvme_timeout", "warning", "timeout",
+        r"nvme (?P<device>nvme\d+): I/O (?:tag )?\d+ .*timeout",
+    ),
+    _rule(
+        "nvme_down", "critical", "nvme nvme",
+        r"nvme (?P<device>nvme\d+): (?:controller is down|Disabling device after reset failure"
+        r"|Removing after probe failure|Device not ready)",
+    ),
+)  # fmt: skip

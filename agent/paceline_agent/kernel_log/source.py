@@ -1,0 +1,105 @@
+"""Reads what is new in /dev/kmsg, or in a file that holds the like.
+
+The device gives one record to each read and never blocks us; what it overwrote before we read it
+is told by EPIPE and counted by the gap in the sequence numbers. A file may be cut or replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from pathlib import Path
+
+_READ_BYTES = 1 << 16  # the device refuses a buffer that its record does not fit (EINVAL)
+_LINE_BYTES_AT_MOST = 1 << 16
+
+
+class KernelLogFile:
+    """`drained`: the last call reached the end. `caught_up`: one did, since the beginning."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.caught_up = False
+        self.drained = False
+        self.overruns = 0
+        self.is_stream = False  # nobody can have taken lines out of it
+        self._descriptor: int | None = None
+        self._partial = b""
+        self._resume: tuple[int, int, int] | None = None  # device, inode, offset
+
+    def read_lines(self, lines_at_most: int) -> list[str]:
+        """Whole lines that are new. Raises OSError where the log cannot be opened or read."""
+        descriptor = self._opened()
+        lines: list[str] = []
+        self.drained = False
+        while len(lines) < lines_at_most:
+            try:
+                content = os.read(descriptor, _READ_BYTES)
+            except BlockingIOError:
+                content = b""
+            except OSError as error:
+                if error.errno != errno.EPIPE:
+                    self._resume = self._place()
+                    self.close()
+                    raise
+                self.overruns += 1
+                continue
+            if not content:
+                self.caught_up = self.drained = True
+                break
+            lines += self._lines(content)
+        return lines
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+        self._descriptor = None
+        self._partial = b""
+
+    def _opened(self) -> int:
+        if self._descriptor is not None and not self.is_stream and self._replaced():
+            self.close()
+        if self._descriptor is None:
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+            self._descriptor = os.open(self.path, flags)
+            self.is_stream = not stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+            self._resume_reading()
+        return self._descriptor
+
+    def _place(self) -> tuple[int, int, int] | None:
+        """Where to go on once the file can be read again."""
+        if self._descriptor is None or self.is_stream:
+            return None
+        with contextlib.suppress(OSError):
+            held = os.fstat(self._descriptor)
+            at = os.lseek(self._descriptor, 0, os.SEEK_CUR) - len(self._partial)
+            return held.st_dev, held.st_ino, at
+        return None
+
+    def _resume_reading(self) -> None:
+        assert self._descriptor is not None
+        resume, self._resume = self._resume, None
+        held = os.fstat(self._descriptor)
+        if resume is not None and resume[:2] == (held.st_dev, held.st_ino):
+            os.lseek(self._descriptor, resume[2], os.SEEK_SET)
+
+    def _replaced(self) -> bool:
+        assert self._descriptor is not None
+        held = os.fstat(self._descriptor)
+        try:
+            now = os.stat(self.path)
+        except OSError:
+            return False  # between two files: what is left of the old one is still to be read
+        if (held.st_dev, held.st_ino) != (now.st_dev, now.st_ino):
+            at = os.lseek(self._descriptor, 0, os.SEEK_CUR)
+            return at >= held.st_size
+        return now.st_size < os.lseek(self._descriptor, 0, os.SEEK_CUR)
+
+    def _lines(self, content: bytes) -> list[str]:
+        *whole, self._partial = (self._partial + content).split(b"\n")
+        if len(self._partial) > _LINE_BYTES_AT_MOST:
+            self._partial = b""
+        return [line.decode(errors="replace") for line in whole]

@@ -1,0 +1,44 @@
+"""The lease: ranks of a node that is cut off must die before they are started elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+log = logging.getLogger(__name__)
+
+
+class Lease:
+    """Renewed by each contact with the server; `expire` is awaited once it has lapsed."""
+
+    def __init__(
+        self,
+        lease_seconds: float,
+        has_ranks: Callable[[], bool],
+        expire: Callable[[], Awaitable[object]],
+    ) -> None:
+        self.lapses = 0
+        self._lease_seconds = lease_seconds
+        self._has_ranks = has_ranks
+        self._expire = expire
+        self._renewed_at = time.monotonic()
+
+    def renew(self) -> None:
+        self._renewed_at = time.monotonic()
+
+    async def run(self) -> None:
+        while self._lease_seconds > 0:
+            left_seconds = self._renewed_at + self._lease_seconds - time.monotonic()
+            if left_seconds > 0 or not self._has_ranks():
+                await asyncio.sleep(min(max(left_seconds, 0.1), 1.0))
+                continue
+            self.lapses += 1
+            log.error(
+                "no contact with the server for %.0f s: the ranks of this node are killed, "
+                "since it may have started them elsewhere",
+                self._lease_seconds,
+            )
+            await self._expire()
+            await asyncio.sleep(0.1)

@@ -1,0 +1,143 @@
+"""Lines of the NCCL Inspector (`ext-profiler/inspector`, NCCL 2.28 and later) to samples.
+
+Each line is one collective of one communicator, as one rank ran it. Of the lines of a sweep we
+keep what fits few series: the bus bandwidth, by the time spent in it, and quantiles of duration
+and message size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from paceline_wire.batch import Sample
+
+SERIES_AT_MOST = 32  # pairs of communicator and collective of one rank
+OTHER = "other"
+_QUANTILES = (0.5, 0.99)
+
+
+class Header(msgspec.Struct):
+    id: str | int
+    rank: int | None = None  # of the communicator
+    n_ranks: int | None = None
+    nnodes: int | None = None
+
+
+class Metadata(msgspec.Struct):
+    pid: int | None = None
+    hostname: str | None = None
+    dump_timestamp_us: int | None = None
+
+
+class CollectivePerformance(msgspec.Struct):
+    coll: str
+    coll_msg_size_bytes: float | None = None
+    coll_exec_time_us: float | None = None
+    coll_busbw_gbs: float | None = None
+
+
+class Line(msgspec.Struct):
+    header: Header
+    coll_perf: CollectivePerformance
+    metadata: Metadata = msgspec.field(default_factory=Metadata)
+
+
+_decoder = msgspec.json.Decoder(Line)
+
+
+def decode(line: bytes) -> Line | None:
+    """None for what is no such line: another format, or one that was torn."""
+    try:
+        return _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+@dataclass(slots=True)
+class _Collective:
+    """All time, then this sweep."""
+
+    count: int = 0
+    seconds: float = 0.0
+    size_bytes: float = 0.0
+    n_ranks: int | None = None
+    durations: list[float] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
+    bus_bytes: float = 0.0
+    bus_seconds: float = 0.0
+
+
+class Performance:
+    """One rank's collectives, by communicator and name."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self._labels = labels
+        self._of: defaultdict[tuple[str, str], _Collective] = defaultdict(_Collective)
+        self.unreadable = 0
+
+    def add(self, text: bytes) -> None:
+        if not text.strip():
+            return
+        line = decode(text)
+        if line is None:
+            self.unreadable += 1
+            return
+        performance = line.coll_perf
+        key = (str(line.header.id)[:24], performance.coll[:24])
+        if key not in self._of and len(self._of) >= SERIES_AT_MOST:
+            key = (OTHER, OTHER)
+        collective = self._of[key]
+        collective.count += 1
+        collective.n_ranks = line.header.n_ranks if key[0] != OTHER else None
+        self._measure(collective, performance)
+
+    @staticmethod
+    def _measure(collective: _Collective, performance: CollectivePerformance) -> None:
+        duration_us, size = performance.coll_exec_time_us, performance.coll_msg_size_bytes
+        if size is not None and size >= 0:
+            collective.size_bytes += size
+            collective.sizes.append(size)
+        if duration_us is None or duration_us <= 0:  # it was not timed
+            return
+        seconds = duration_us * 1e-6
+        collective.seconds += seconds
+        collective.durations.append(seconds)
+        if performance.coll_busbw_gbs is not None and performance.coll_busbw_gbs >= 0:
+            collective.bus_bytes += performance.coll_busbw_gbs * 1e9 * seconds
+            collective.bus_seconds += seconds
+
+    def samples(self, now_ns: int) -> Iterator[Sample]:
+        """Totals always, the rest where something ran since the last call."""
+        for (communicator, name), of in self._of.items():
+            labels = {**self._labels, "communicator": communicator, "collective": name}
+            for metric, value in _values(of):
+                yield Sample(f"paceline_nccl_{metric}", labels, value, now_ns)
+            for metric, found in (
+                ("collective_duration_seconds", of.durations),
+                ("message_size_bytes", of.sizes),
+            ):
+                found.sort()
+                for quantile in _QUANTILES if found else ():
+                    value = found[min(len(found) - 1, int(quantile * len(found)))]
+                    told = {**labels, "quantile": f"{quantile:g}"}
+                    yield Sample(f"paceline_nccl_{metric}", told, value, now_ns)
+                found.clear()
+            of.bus_bytes = of.bus_seconds = 0.0
+        yield Sample(
+            "paceline_nccl_inspector_unreadable_lines_total",
+            self._labels, float(self.unreadable), now_ns,
+        )  # fmt: skip
+
+
+def _values(of: _Collective) -> Iterator[tuple[str, float]]:
+    yield "collectives_total", float(of.count)
+    yield "collective_seconds_total", of.seconds
+    yield "collective_bytes_total", of.size_bytes
+    if of.n_ranks is not None:
+        yield "communicator_ranks", float(of.n_ranks)
+    if of.bus_seconds > 0:
+        yield "bus_bandwidth_bytes_per_second", of.bus_bytes / of.bus_seconds

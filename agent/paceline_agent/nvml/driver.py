@@ -1,0 +1,67 @@
+"""pynvml, where it is installed, and what its errors mean to the collector."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+try:
+    import pynvml
+except ImportError:  # an agent installed without its extra
+    pynvml = None
+
+__all__ = [
+    "GONE", "NOTHING_THERE", "UNSUPPORTED", "address", "function", "optional", "pynvml", "versions",
+]  # fmt: skip
+
+# This GPU, driver or user will never have it: asked once. An unknown number of a field, clock or
+# threshold, to a driver older than it, is an invalid argument.
+UNSUPPORTED: tuple[type[Exception], ...] = ()
+GONE: tuple[type[Exception], ...] = ()  # the GPU as a whole, or the driver
+NOTHING_THERE: tuple[type[Exception], ...] = ()
+if pynvml is not None:
+    UNSUPPORTED = (
+        pynvml.NVMLError_NotSupported,
+        pynvml.NVMLError_FunctionNotFound,
+        pynvml.NVMLError_NoPermission,
+        pynvml.NVMLError_InvalidArgument,
+        pynvml.NVMLError_ArgumentVersionMismatch,
+        pynvml.NVMLError_Deprecated,
+    )
+    GONE = (
+        pynvml.NVMLError_GpuIsLost,
+        pynvml.NVMLError_ResetRequired,
+        pynvml.NVMLError_Uninitialized,
+        pynvml.NVMLError_DriverNotLoaded,
+    )
+    NOTHING_THERE = (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument)
+
+
+def function(name: str) -> Callable[..., Any]:
+    """A function of pynvml by name; one that an older pynvml lacks is as one the driver lacks."""
+    found: Callable[..., Any] | None = getattr(pynvml, name, None)
+    if found is None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+    return found
+
+
+def optional(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except pynvml.NVMLError:
+        return None
+
+
+def address(handle: Any) -> int | None:
+    found: int | None = ctypes.cast(handle, ctypes.c_void_p).value
+    return found
+
+
+def versions() -> dict[str, str]:
+    cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+    return {
+        "driver_version": pynvml.nvmlSystemGetDriverVersion(),
+        "nvml_version": pynvml.nvmlSystemGetNVMLVersion(),
+        "cuda_version": f"{cuda // 1000}.{cuda % 1000 // 10}",
+    }

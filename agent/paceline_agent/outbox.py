@@ -1,0 +1,87 @@
+"""What waits to be packed into the next batch."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from paceline_wire.batch import (
+    AgentHello,
+    CommandResult,
+    DeviceEvent,
+    Event,
+    RankAcknowledged,
+    RankExited,
+    RankStacks,
+    RankStarted,
+    Sample,
+    SpanBlock,
+)
+
+URGENT = (
+    AgentHello,
+    RankStarted,
+    RankExited,
+    RankAcknowledged,
+    RankStacks,
+    CommandResult,
+    DeviceEvent,
+)
+SPAN_BYTES_PER_BATCH = 4 << 20  # packed, well below what the server takes
+SAMPLES_PER_BATCH = 20_000
+EVENTS_PER_BATCH = 2_000
+
+T = TypeVar("T")
+
+
+class Outbox:
+    """Gathers news in the order it came; `urgent` is set when it should not wait."""
+
+    def __init__(self) -> None:
+        self.urgent = asyncio.Event()
+        self._events: deque[Event] = deque()
+        self._spans: deque[SpanBlock] = deque()
+        self._samples: deque[Sample] = deque()
+
+    def put_events(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._events.append(event)
+            if isinstance(event, URGENT):
+                self.urgent.set()
+
+    def put_hello(self, hello: AgentHello, *, first: bool) -> None:
+        """The first one of a boot goes before whatever came while it was made ready."""
+        if first:
+            self._events.appendleft(hello)
+            self.urgent.set()
+        else:
+            self.put_events([hello])
+
+    def put_spans(self, blocks: Iterable[SpanBlock]) -> None:
+        self._spans.extend(blocks)
+
+    def put_samples(self, samples: Sequence[Sample]) -> None:
+        """A value that is not finite is left out: the server would refuse the whole batch."""
+        self._samples.extend(sample for sample in samples if math.isfinite(sample.value))
+
+    def take(self) -> Iterator[tuple[list[Event], list[SpanBlock], list[Sample]]]:
+        """Everything, cut into pieces that each fit a batch."""
+        self.urgent.clear()
+        while self._events or self._spans or self._samples:
+            spans: list[SpanBlock] = []
+            room = SPAN_BYTES_PER_BATCH
+            while self._spans and (not spans or len(self._spans[0].columns) <= room):
+                spans.append(self._spans.popleft())
+                room -= len(spans[-1].columns)
+            yield (
+                _first(self._events, EVENTS_PER_BATCH),
+                spans,
+                _first(self._samples, SAMPLES_PER_BATCH),
+            )
+
+
+def _first(queue: deque[T], count: int) -> list[T]:
+    return [queue.popleft() for _ in range(min(count, len(queue)))]

@@ -1,0 +1,26 @@
+"""What /proc says of one process. The root is given: tests freeze it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStatus:
+    state: str  # R S D T Z ...
+    cpu_seconds: float
+
+
+def process_status(procfs_root: Path, pid: int) -> ProcessStatus | None:
+    """None if it is gone."""
+    try:
+        content = (procfs_root / str(pid) / "stat").read_bytes()
+        fields = content[content.rindex(b")") + 2 :].split()
+        ticks = int(fields[11]) + int(fields[12])
+    except (OSError, ValueError, IndexError):
+        return None
+    return ProcessStatus(fields[0].decode(), ticks / _TICKS_PER_SECOND)

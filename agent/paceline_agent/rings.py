@@ -1,0 +1,328 @@
+"""The trainer collector: reads the rings of this node's ranks.
+
+Rings appear in one directory. Each is attached once; from then on its new spans, definitions,
+acknowledgements and, at a slower pace, its state page go to the outbox. Spans are never looked at
+one by one: a block of records is cut into columns and sent as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from paceline_agent.clock import timeline_ns
+from paceline_agent.clock_offset import ClockOffset
+from paceline_agent.collectors.contract import LocalRank
+from paceline_agent.outbox import Outbox
+from paceline_agent.processes import process_status
+from paceline_wire import ring
+from paceline_wire.batch import (
+    Event,
+    RankAcknowledged,
+    RankAttached,
+    RankDefined,
+    RankExited,
+    RankState,
+    SpanBlock,
+)
+from paceline_wire.ring import Acknowledgement, AckStatus, ControlKind, RingError, RingReader
+from paceline_wire.spans import to_columns
+
+log = logging.getLogger(__name__)
+
+STATE_SECONDS = 0.5
+RECORDS_PER_BLOCK = 1 << 14
+
+
+class RankKey(NamedTuple):
+    job: str
+    generation: int
+    rank: int
+
+
+@dataclass(slots=True)
+class _Attached:
+    """One open ring."""
+
+    reader: RingReader
+    key: RankKey
+    inode: int
+    size_bytes: int
+    reported_lost: int = 0
+    acknowledged: Acknowledgement | None = None
+    seen_alive: bool = False
+
+
+@dataclass(slots=True)
+class RingCounts:
+    corrupt: int = 0
+    lost_spans: int = 0
+    spans: int = 0
+
+
+class Rings:
+    """All rings in `directory`.
+
+    Ranks that the agent started itself are finished by its supervisor, through `finish`; others
+    (started by torchrun, say) when their process is seen to be gone.
+    """
+
+    def __init__(self, directory: Path, outbox: Outbox, procfs_root: Path = Path("/proc")) -> None:
+        self.counts = RingCounts()
+        self.supervised: set[RankKey] = set()
+        self._directory = directory
+        self._outbox = outbox
+        self._procfs_root = procfs_root
+        self._clock = ClockOffset()
+        self._attached: dict[Path, _Attached] = {}
+        self._refused: dict[Path, tuple[int, int]] = {}  # inode and change of files that are none
+        self._state_due = 0.0
+
+    def __len__(self) -> int:
+        return len(self._attached)
+
+    def clean(self, read: Mapping[RankKey, int] | None = None) -> None:
+        """Before the first poll: delete rings of dead processes, go on with those of the living.
+
+        `read` is how much of each ring an earlier agent had packed. Where that is not known, a
+        ring is joined at its head: sending a span twice would count it twice. A rank that was
+        adopted may have ended meanwhile: its supervisor will finish its ring.
+        """
+        read = read or {}
+        self._discover()
+        for attached in list(self._attached.values()):
+            reader = attached.reader
+            ended = process_status(self._procfs_root, reader.identity.pid) is None
+            if ended and attached.key not in self.supervised:
+                self._drop(attached, delete=True)
+            else:
+                head = reader.state[ring.STATE_HEAD]
+                reader.position = min(read.get(attached.key, head), head)
+
+    @property
+    def positions(self) -> dict[RankKey, int]:
+        """How many records of each ring were read or found lost."""
+        return {each.key: each.reader.position for each in self._attached.values()}
+
+    def poll(self) -> None:
+        """Look for new rings and read all of them."""
+        self._discover()
+        state_is_due = time.monotonic() >= self._state_due
+        if state_is_due:
+            self._state_due = time.monotonic() + STATE_SECONDS
+        for attached in list(self._attached.values()):
+            self._tend(attached, state_is_due)
+
+    def finish(self, key: RankKey) -> None:
+        """Read what is left of an ended rank, its state page included, and let go of its ring."""
+        self._discover()
+        for attached in list(self._attached.values()):
+            if attached.key == key and self._read(attached, with_state=True):
+                self._drop(attached, delete=True)
+        self.supervised.discard(key)
+
+    def remove_before(self, job: str, generation: int) -> None:
+        """Delete the rings that older generations of `job` left behind."""
+        for attached in list(self._attached.values()):
+            if attached.key.job == job and attached.key.generation < generation:
+                self._drop(attached, delete=True)
+
+    def control(
+        self, job: str, generation: int, command_id: int, kind: int, target_step: int
+    ) -> list[int]:
+        """Write a command to the control page of each rank of a generation; which ranks."""
+        self._discover()
+        ranks = []
+        for attached in list(self._attached.values()):
+            if attached.key[:2] == (job, generation) and self._is_whole(attached):
+                attached.reader.command(command_id, kind, target_step)
+                ranks.append(attached.key.rank)
+        log.info("control %s written to ranks %s of %s", ControlKind.NAMES[kind], ranks, job)
+        return ranks
+
+    def pid(self, job: str, generation: int, rank: int) -> int | None:
+        """Of a rank that lives here, as it says itself."""
+        key = RankKey(job, generation, rank)
+        for attached in self._attached.values():
+            if attached.key == key:
+                return attached.reader.identity.pid
+        return None
+
+    def local_ranks(self) -> list[LocalRank]:
+        """A snapshot, for collectors in other threads."""
+        return [
+            LocalRank(
+                job=attached.key.job,
+                generation=attached.key.generation,
+                rank=attached.key.rank,
+                local_rank=attached.reader.identity.local_rank,
+                pid=attached.reader.identity.pid,
+                gpu_uuid=attached.reader.identity.gpu_uuid,
+            )
+            for attached in list(self._attached.values())
+        ]
+
+    def close(self) -> None:
+        for attached in list(self._attached.values()):
+            self._drop(attached, delete=False)
+
+    def _discover(self) -> None:
+        try:
+            entries = [
+                entry for entry in os.scandir(self._directory) if entry.name.endswith(ring.SUFFIX)
+            ]
+        except OSError:
+            return
+        for entry in entries:
+            path = Path(entry.path)
+            try:
+                status = os.stat(path)
+            except OSError:
+                continue
+            known = self._attached.get(path)
+            if known is not None and known.inode != status.st_ino:
+                self._drop(known, delete=False)
+            if path not in self._attached and self._refused.get(path) != _version(status):
+                self._attach(path, status)
+
+    def _attach(self, path: Path, status: os.stat_result) -> None:
+        try:
+            reader = RingReader(path)
+        except RingError as error:
+            self._refuse(path, error)
+            return
+        identity = reader.identity
+        key = RankKey(identity.job, identity.generation, identity.rank)
+        for other in list(self._attached.values()):
+            if other.key == key:  # the newer file wins
+                self._drop(other, delete=False)
+        self._refused.pop(path, None)
+        self._attached[path] = _Attached(reader, key, status.st_ino, status.st_size)
+        log.info("attached rank %d of %s generation %d", key.rank, key.job, key.generation)
+        self._outbox.put_events([RankAttached(time_ns=timeline_ns(), identity=identity)])
+
+    def _refuse(self, path: Path, error: RingError) -> None:
+        with contextlib.suppress(OSError):
+            self._refused[path] = _version(os.stat(path))
+        self.counts.corrupt += 1
+        log.warning("ring skipped: %s", error)
+
+    def _tend(self, attached: _Attached, state_is_due: bool) -> None:
+        pid = attached.reader.identity.pid
+        if not state_is_due or attached.key in self.supervised:
+            self._read(attached, state_is_due)
+        elif process_status(self._procfs_root, pid) is not None:
+            attached.seen_alive = True
+            self._read(attached, state_is_due)
+        elif attached.seen_alive:
+            self._finish_foreign(attached)
+
+    def _finish_foreign(self, attached: _Attached) -> None:
+        """A rank that somebody else started is gone; nobody could tell us its exit code."""
+        if not self._read(attached, with_state=True):
+            return
+        finished = attached.reader.view().status == "finished"
+        exited = RankExited(
+            time_ns=timeline_ns(),
+            pid=attached.reader.identity.pid,
+            exit_code=0 if finished else None,
+            **attached.key._asdict(),
+        )
+        self._outbox.put_events([exited])
+        self._drop(attached, delete=True)
+
+    def _read(self, attached: _Attached, with_state: bool) -> bool:
+        """One look at one ring; a corrupt one (False) is counted, named once and left alone."""
+        try:
+            if not self._is_whole(attached):
+                raise RingError(f"{attached.reader.path}: truncated while in use")
+            self._read_definitions(attached)
+            self._read_spans(attached)
+            self._read_acknowledgement(attached)
+            if with_state:
+                self._outbox.put_events([self._state(attached)])
+        except RingError as error:
+            self._drop(attached, delete=False)
+            self._refuse(attached.reader.path, error)
+            return False
+        return True
+
+    def _is_whole(self, attached: _Attached) -> bool:
+        """A mapped file that was cut short would end us with SIGBUS."""
+        try:
+            status = os.stat(attached.reader.path)
+        except OSError:
+            return True  # unlinked: the mapping stays
+        return status.st_ino != attached.inode or status.st_size >= attached.size_bytes
+
+    def _read_definitions(self, attached: _Attached) -> None:
+        definitions = attached.reader.new_definitions()
+        if definitions:
+            event: Event = RankDefined(
+                time_ns=timeline_ns(), definitions=definitions, **attached.key._asdict()
+            )
+            self._outbox.put_events([event])
+
+    def _read_spans(self, attached: _Attached) -> None:
+        """At most what the ring holds: a rank that outruns us does not keep us here."""
+        reader = attached.reader
+        offset_ns = self._clock.read_ns()
+        for _ in range(0, reader.capacity, RECORDS_PER_BLOCK):
+            records = reader.read(RECORDS_PER_BLOCK)
+            lost = reader.lost - attached.reported_lost
+            if not records and not lost:
+                return
+            block = SpanBlock(
+                columns=to_columns(records),
+                clock_offset_ns=offset_ns,
+                lost=lost,
+                **attached.key._asdict(),
+            )
+            attached.reported_lost = reader.lost
+            self.counts.lost_spans += lost
+            self.counts.spans += block.count
+            self._outbox.put_spans([block])
+
+    def _read_acknowledgement(self, attached: _Attached) -> None:
+        now = attached.reader.acknowledgement()
+        if now is None or now == attached.acknowledged:
+            return
+        attached.acknowledged = now
+        if not 0 < now.status < len(AckStatus.NAMES):
+            raise RingError(f"{attached.reader.path}: acknowledgement status {now.status}")
+        event = RankAcknowledged(
+            time_ns=timeline_ns(),
+            command_id=now.command_id,
+            status=str(AckStatus.NAMES[now.status]),
+            step=now.step,
+            **attached.key._asdict(),
+        )
+        self._outbox.put_events([event])
+
+    def _state(self, attached: _Attached) -> RankState:
+        status = process_status(self._procfs_root, attached.reader.identity.pid)
+        return RankState(
+            time_ns=timeline_ns(),
+            clock_offset_ns=self._clock.read_ns(),
+            view=attached.reader.view(),
+            process_state=status.state if status else None,
+            cpu_seconds=status.cpu_seconds if status else None,
+            **attached.key._asdict(),
+        )
+
+    def _drop(self, attached: _Attached, *, delete: bool) -> None:
+        self._attached.pop(attached.reader.path, None)
+        attached.reader.close()
+        if delete:
+            attached.reader.path.unlink(missing_ok=True)
+
+
+def _version(status: os.stat_result) -> tuple[int, int]:
+    """Another file, or this one written anew."""
+    return status.st_ino, status.st_mtime_ns

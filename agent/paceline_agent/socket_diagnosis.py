@@ -1,0 +1,106 @@
+"""The kernel's account of each TCP connection: what `ss -ti` shows (sock_diag(7), linux/tcp.h)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
+_DONE, _ERROR = 3, 2
+_ESTABLISHED = 1 << 1
+_INFO = 2  # INET_DIAG_INFO, struct tcp_info
+_HEADER = struct.Struct("=IHHII")
+_REQUEST = struct.Struct("=BBBBI48x")
+_MESSAGE = struct.Struct("=4B48x5I")  # struct inet_diag_msg
+_ATTRIBUTE = struct.Struct("=HH")
+_ROUND_TRIP_AT, _RETRANSMITS_AT, _BYTES_AT = 68, 100, 120  # in struct tcp_info
+_ANSWER_BYTES = 1 << 16
+_PATIENCE_SECONDS = 1.0
+_MICROSECOND = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """An established one. Counts are since it was opened."""
+
+    inode: int  # as /proc/PID/fd names it: `socket:[INODE]`
+    round_trip_seconds: float  # smoothed; 0 until it was measured
+    retransmitted_segments: int
+    acknowledged_bytes: int  # of those it sent
+    received_bytes: int
+
+
+def connections() -> list[Connection]:
+    """Of this network namespace. Raises OSError where the kernel or a sandbox refuses."""
+    found: list[Connection] = []
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as link:
+        link.settimeout(_PATIENCE_SECONDS)
+        for sequence, family in enumerate((socket.AF_INET, socket.AF_INET6)):
+            asked = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INFO - 1), 0, _ESTABLISHED)
+            size = _HEADER.size + len(asked)
+            link.send(_HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _DUMP, sequence, 0) + asked)
+            found += _answers(link)
+    return found
+
+
+def _answers(link: socket.socket) -> Iterator[Connection]:
+    while True:
+        content = link.recv(_ANSWER_BYTES)
+        at = 0
+        while at + _HEADER.size <= len(content):
+            size, kind, *_ = _HEADER.unpack_from(content, at)
+            if kind == _DONE or size < _HEADER.size:
+                return
+            if kind == _ERROR:
+                number = -struct.unpack_from("=i", content, at + _HEADER.size)[0]
+                if number == 0:
+                    return
+                raise OSError(number, os.strerror(number))
+            found = parse_message(content[at + _HEADER.size : at + size])
+            if found is not None:
+                yield found
+            at += (size + 3) & ~3
+
+
+def parse_message(content: bytes) -> Connection | None:
+    """None if it carries no `tcp_info` that is long enough (kernels before 4.1)."""
+    if len(content) < _MESSAGE.size:
+        return None
+    *_, inode = _MESSAGE.unpack_from(content)
+    at = _MESSAGE.size
+    while at + _ATTRIBUTE.size <= len(content):
+        size, kind = _ATTRIBUTE.unpack_from(content, at)
+        info = content[at + _ATTRIBUTE.size : at + size]
+        if kind == _INFO and len(info) >= _BYTES_AT + 16:
+            (round_trip,) = struct.unpack_from("=I", info, _ROUND_TRIP_AT)
+            (retransmits,) = struct.unpack_from("=I", info, _RETRANSMITS_AT)
+            acknowledged, received = struct.unpack_from("=QQ", info, _BYTES_AT)
+            return Connection(inode, round_trip * _MICROSECOND, retransmits, acknowledged, received)
+        if size < _ATTRIBUTE.size:
+            break
+        at += (size + 3) & ~3
+    return None
+
+
+def sockets_of(procfs_root: Path, pid: int) -> set[int] | None:
+    """Inodes of its open sockets; None if it is gone or not ours to look into."""
+    directory = procfs_root / str(pid) / "fd"
+    try:
+        return set(_socket_inodes(directory, os.listdir(directory)))
+    except OSError:
+        return None
+
+
+def _socket_inodes(directory: Path, descriptors: Iterable[str]) -> Iterator[int]:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            target = os.readlink(f"{directory}/{descriptor}")
+            if target.startswith("socket:["):
+                yield int(target[8:-1])

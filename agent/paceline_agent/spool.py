@@ -1,0 +1,306 @@
+"""The spool: batches on disk until the server has committed them.
+
+One file per batch, `BOOT_TIME.BOOT_ID.SEQUENCE.batch`, appearing whole by rename, so that the
+order of names is the order of sending, across restarts of the agent too. There is no fsync: a
+batch survives the agent's death, SIGKILL included; after a loss of power the newest may be
+missing or torn, which the checksum in front tells, and the node's ranks are gone then anyhow.
+
+When the limit is reached, the oldest batches lose their spans and state pages first; once none has
+any, the oldest lose their samples; then the oldest go wholly, with the events in them. When the
+disk fails, batches are kept in memory instead, within a smaller limit and by the same rule.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import struct
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from paceline_wire.batch import Batch, BatchError, Event, RankState, decode, encode
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".batch"
+MEMORY_BYTES = 16 << 20
+REJECTED_KEPT = 16
+_HEADER = struct.Struct("<4sII")  # magic, crc32, length
+_MAGIC = b"PLB1"
+
+
+class Detail(IntEnum):
+    """What a batch holds, the first to be dropped being the greatest."""
+
+    EVENTS = 0
+    SAMPLES = 1
+    SPANS = 2
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One batch that waits. `payload` is set while the disk does not hold it."""
+
+    name: str
+    size_bytes: int
+    payload: bytes | None = None
+    detail: Detail = Detail.SPANS  # what may still be in it; known only once it was looked at
+    is_cut: bool = False
+
+
+@dataclass(slots=True)
+class SpoolCounts:
+    """What was lost since the agent began. `dropped`: batches that lost their detail, or all."""
+
+    dropped: int = 0
+    corrupt: int = 0
+    rejected: int = 0
+    lost_spans: int = 0
+    lost_samples: int = 0
+    lost_events: int = 0  # state pages apart: the next one says more than a lost one did
+
+
+class Spool:
+    """A bounded queue of packed batches; one writer and one sender in one event loop."""
+
+    def __init__(self, directory: Path, limit_bytes: int, memory_bytes: int = MEMORY_BYTES) -> None:
+        self.counts = SpoolCounts()
+        self.size_bytes = 0
+        self.disk_error: str | None = None
+        self._directory = directory
+        self._limit_bytes = limit_bytes
+        self._memory_limit_bytes = min(memory_bytes, limit_bytes)
+        self._memory_bytes = 0
+        self._entries: deque[Entry] = deque()
+        self._filled = asyncio.Event()
+        self._load()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def newest_boot_ns(self) -> int:
+        """Of the batches that wait; 0 if none does."""
+        return int(self._entries[-1].name.split(".", 1)[0]) if self._entries else 0
+
+    def append(self, batch: Batch, boot_ns: int) -> None:
+        """Never fails: what the disk does not take stays in memory."""
+        payload = encode(batch)
+        name = f"{boot_ns:020d}.{batch.boot_id}.{batch.sequence:012d}{SUFFIX}"
+        entry = Entry(name, len(payload), detail=_detail(batch))
+        self._store(entry, payload)
+        self._entries.append(entry)
+        self._count(entry, 1)
+        self._make_room()
+        self._filled.set()
+
+    async def head(self) -> Entry:
+        """The oldest batch; waits for one."""
+        while not self._entries:
+            self._filled.clear()
+            await self._filled.wait()
+        return self._entries[0]
+
+    def read(self, entry: Entry) -> bytes | None:
+        """The packed batch, or None: the file was damaged, is counted and gone."""
+        if entry.payload is not None:
+            return entry.payload
+        try:
+            content = (self._directory / entry.name).read_bytes()
+        except OSError as error:
+            self._skip(entry, error.strerror or "unreadable")
+            return None
+        payload = _unframe(content)
+        if payload is None:
+            self._skip(entry, "its checksum does not match")
+        return payload
+
+    def batches_after(self, boot_id: str, sequence: int) -> Iterator[Batch]:
+        """Those of one boot that still wait, in order."""
+        for entry in list(self._entries):
+            _, boot, number, _ = entry.name.rsplit(".", 3)
+            if boot != boot_id or int(number) <= sequence:
+                continue
+            payload = self.read(entry)
+            with contextlib.suppress(BatchError):
+                if payload is not None:
+                    yield decode(payload)
+
+    def remove(self, entry: Entry) -> None:
+        """The server has it."""
+        if self._forget(entry):
+            self._unlink(entry)
+
+    def reject(self, entry: Entry) -> None:
+        """The server will never take it: keep the newest few for a look."""
+        self.counts.rejected += 1
+        if not self._forget(entry) or entry.payload is not None:
+            return
+        aside = self._directory / "rejected"
+        try:
+            aside.mkdir(exist_ok=True)
+            os.rename(self._directory / entry.name, aside / entry.name)
+            for old in sorted(aside.iterdir())[:-REJECTED_KEPT]:
+                old.unlink(missing_ok=True)
+        except OSError:
+            self._unlink(entry)
+
+    def _load(self) -> None:
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for found in sorted(os.scandir(self._directory), key=lambda entry: entry.name):
+                if found.name.endswith(SUFFIX):
+                    entry = Entry(found.name, found.stat().st_size)
+                    self._entries.append(entry)
+                    self._count(entry, 1)
+                elif found.name.startswith(".writing"):
+                    os.unlink(found.path)
+        except OSError as error:
+            self._disk_failed(error)
+        self._make_room()
+
+    def _store(self, entry: Entry, payload: bytes) -> None:
+        """To disk, or to memory if that fails."""
+        temporary = self._directory / ".writing"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(_HEADER.pack(_MAGIC, zlib.crc32(payload), len(payload)))
+                file.write(payload)
+            os.rename(temporary, self._directory / entry.name)
+        except OSError as error:
+            entry.payload = payload
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            self._disk_failed(error)
+            return
+        entry.payload = None
+        if self.disk_error is not None:
+            log.warning("the spool at %s can be written again", self._directory)
+            self.disk_error = None
+
+    def _disk_failed(self, error: OSError) -> None:
+        reason = error.strerror or str(error)
+        if self.disk_error is None:
+            log.error(
+                "the spool at %s cannot be written (%s): batches are kept in memory; "
+                "make room, or give another --spool-directory",
+                self._directory,
+                reason,
+            )
+        self.disk_error = reason
+
+    def _make_room(self) -> None:
+        """Oldest detail first, then the oldest. The head may be on its way: it is left alone."""
+        for kept in (Detail.SAMPLES, Detail.EVENTS, None):
+            if not self._is_full():
+                return
+            for entry in list(islice(self._entries, 1, None)):
+                if not self._is_full():
+                    return
+                if kept is None or entry.detail > kept:
+                    self._cut(entry, kept)
+
+    def _is_full(self) -> bool:
+        if self.size_bytes > self._limit_bytes:
+            return True
+        return self._memory_bytes > self._memory_limit_bytes
+
+    def _cut(self, entry: Entry, kept: Detail | None) -> None:
+        """Leave of a batch only what is `kept`; None: nothing."""
+        payload = self.read(entry)
+        if payload is None:
+            return
+        try:
+            batch = decode(payload)
+        except BatchError as error:
+            self._skip(entry, str(error))
+            return
+        entry.detail = _detail(batch)  # of one that an earlier agent left, we did not know
+        if kept is not None and entry.detail <= kept:
+            return
+        left = _reduce(batch, kept)
+        self._count_losses(entry, batch, left)
+        if left is None:
+            self.remove(entry)
+            return
+        bare = encode(left)
+        self._count(entry, -1)
+        entry.size_bytes, entry.detail, entry.is_cut = len(bare), _detail(left), True
+        if entry.payload is not None:
+            entry.payload = bare
+        else:
+            self._store(entry, bare)
+        self._count(entry, 1)
+
+    def _count_losses(self, entry: Entry, before: Batch, left: Batch | None) -> None:
+        counts = self.counts
+        counts.dropped += not entry.is_cut
+        counts.lost_spans += sum(block.count + block.lost for block in before.spans)
+        if left is None or not left.samples:
+            counts.lost_samples += len(before.samples)
+        if left is None:
+            counts.lost_events += len(_lasting(before.events))
+
+    def _count(self, entry: Entry, sign: int) -> None:
+        self.size_bytes += sign * entry.size_bytes
+        if entry.payload is not None:
+            self._memory_bytes += sign * entry.size_bytes
+
+    def _skip(self, entry: Entry, reason: str) -> None:
+        self.counts.corrupt += 1
+        log.warning("batch %s of the spool is skipped: %s", entry.name, reason)
+        self.remove(entry)
+
+    def _forget(self, entry: Entry) -> bool:
+        """False if it was dropped meanwhile."""
+        try:
+            self._entries.remove(entry)
+        except ValueError:
+            return False
+        self._count(entry, -1)
+        return True
+
+    def _unlink(self, entry: Entry) -> None:
+        if entry.payload is None:
+            try:
+                (self._directory / entry.name).unlink(missing_ok=True)
+            except OSError as error:
+                self._disk_failed(error)
+
+
+def _unframe(content: bytes) -> bytes | None:
+    if len(content) < _HEADER.size:
+        return None
+    magic, checksum, length = _HEADER.unpack_from(content)
+    payload = content[_HEADER.size :]
+    whole = magic == _MAGIC and len(payload) == length and zlib.crc32(payload) == checksum
+    return payload if whole else None
+
+
+def _detail(batch: Batch) -> Detail:
+    if batch.spans or len(_lasting(batch.events)) < len(batch.events):
+        return Detail.SPANS
+    return Detail.SAMPLES if batch.samples else Detail.EVENTS
+
+
+def _lasting(events: list[Event]) -> list[Event]:
+    """Those that nothing later makes up for."""
+    return [event for event in events if not isinstance(event, RankState)]
+
+
+def _reduce(batch: Batch, kept: Detail | None) -> Batch | None:
+    """None if nothing would be left."""
+    events = _lasting(batch.events)
+    samples = batch.samples if kept == Detail.SAMPLES else []
+    if kept is None or not (events or samples):
+        return None
+    return msgspec.structs.replace(batch, events=events, spans=[], samples=samples)

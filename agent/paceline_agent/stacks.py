@@ -1,0 +1,105 @@
+"""Python stacks of ranks, read from outside by py-spy: nothing in the process takes part.
+
+Read without pausing it (`--nonblocking`): a hung or stopped process stands still anyhow, and one
+that was merely slow must not be disturbed by our suspicion. A stack that changed under the reader
+comes out as an error, and is read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import sysconfig
+
+import msgspec
+
+from paceline_wire.stacks import StackFrame, ThreadStack, bounded, plain
+
+SECONDS = 5.0  # for one reading: symbols of a large program on a busy machine
+TRIES = 3
+MAXIMUM_OUTPUT_BYTES = 8 << 20
+_PERMISSION = (
+    "py-spy may not read process {pid}: run the agent as the same user, and where "
+    "kernel.yama.ptrace_scope is 1 or more give it CAP_SYS_PTRACE"
+)
+
+
+class StacksError(Exception):
+    """Why a stack could not be taken, in one sentence."""
+
+
+class _Frame(msgspec.Struct):
+    name: str
+    filename: str
+    line: int
+    short_filename: str | None = None
+
+
+class _Thread(msgspec.Struct):
+    thread_id: int
+    active: bool
+    owns_gil: bool
+    frames: list[_Frame]
+    thread_name: str | None = None
+
+
+async def take(pid: int) -> list[ThreadStack]:
+    """The threads of a Python process, the main one first. Raises StacksError."""
+    program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
+    if program is None:
+        raise StacksError("py-spy is not installed beside the agent: pip install 'paceline[agent]'")
+    try:
+        async with asyncio.timeout(SECONDS):
+            for _ in range(TRIES - 1):
+                with contextlib.suppress(StacksError):
+                    return await _read(program, pid)
+            return await _read(program, pid)
+    except TimeoutError:
+        raise StacksError(f"py-spy did not read process {pid} within {SECONDS:.0f} s") from None
+
+
+async def _read(program: str, pid: int) -> list[ThreadStack]:
+    process = await asyncio.create_subprocess_exec(
+        program,
+        *("dump", "--nonblocking", "--json", "--pid", str(pid)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=MAXIMUM_OUTPUT_BYTES,
+    )
+    try:
+        output, complaint = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise StacksError(_reason(pid, complaint.decode(errors="replace")))
+    try:
+        threads = msgspec.json.decode(output[:MAXIMUM_OUTPUT_BYTES], type=list[_Thread])
+    except msgspec.MsgspecError as error:
+        raise StacksError(f"py-spy's answer is not understood: {error}") from error
+    threads.sort(key=lambda thread: (thread.thread_name != "MainThread", thread.thread_id))
+    return bounded([_stack(thread) for thread in threads])
+
+
+def _reason(pid: int, complaint: str) -> str:
+    """py-spy prints a chain of causes; the last one says most."""
+    if "ermission denied" in complaint or "not permitted" in complaint:
+        return _PERMISSION.format(pid=pid)
+    lines = [line.strip() for line in complaint.partition("Stack backtrace")[0].splitlines()]
+    told = [line for line in lines if line and line not in ("Caused by:",)]
+    return plain(f"py-spy could not read process {pid}: {told[-1] if told else 'no reason given'}")
+
+
+def _stack(thread: _Thread) -> ThreadStack:
+    return ThreadStack(
+        name=thread.thread_name or f"thread {thread.thread_id:#x}",
+        frames=[
+            StackFrame(frame.name, frame.short_filename or frame.filename, frame.line)
+            for frame in thread.frames
+        ],
+        holds_gil=thread.owns_gil,
+        is_running=thread.active,
+    )

@@ -1,0 +1,88 @@
+"""The command `python -m benchmarks`."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+HERE = Path(__file__).parent
+LIMIT_SECONDS = 900
+
+
+def names() -> list[str]:
+    return sorted(
+        module.name
+        for module in pkgutil.iter_modules([str(HERE)])
+        if not module.ispkg and module.name != "__main__"
+    )
+
+
+def measure(name: str) -> list[dict[str, Any]]:
+    """Rows of one benchmark. Raises RuntimeError with its last words if it failed."""
+    command = [sys.executable, "-m", "benchmarks.harness", name]
+    try:
+        ran = subprocess.run(
+            command, cwd=HERE.parent, capture_output=True, text=True, timeout=LIMIT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no result in {LIMIT_SECONDS} s") from None
+    if ran.returncode:
+        raise RuntimeError((ran.stderr.strip() or f"exit status {ran.returncode}").splitlines()[-1])
+    return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+
+
+def show(rows: list[dict[str, Any]], failed: dict[str, str]) -> Iterator[Table | str]:
+    table = Table("benchmark", box=None, header_style="bold", pad_edge=False)
+    for column in ("value", "unit", "baseline", "ratio", "goal", "met"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        unresolved = "[yellow]?[/]" if row["goal"] is not None else ""
+        met = {True: "[green]yes[/]", False: "[red]no[/]", None: unresolved}[row["met"]]
+        numbers = [_number(row[key]) for key in ("baseline", "ratio", "goal")]
+        table.add_row(row["name"], _number(row["value"]), row["unit"], *numbers, met)
+    yield table
+    for name, reason in failed.items():
+        yield f"[red]{name} failed:[/] {escape(reason)}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+@click.command()
+@click.argument("chosen", nargs=-1, metavar="[NAME]...")
+@click.option("--json", "target", type=click.Path(path_type=Path), help="Write the rows here.")
+def main(chosen: tuple[str, ...], target: Path | None) -> None:
+    """Run all benchmarks, or those named, and print a table."""
+    known = names()
+    unknown = set(chosen) - set(known)
+    if unknown:
+        raise click.UsageError(f"no benchmark {', '.join(sorted(unknown))}; there are: {known}")
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    rows: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    for name in chosen or known:
+        console.print(f"[dim]{name} ...[/]")
+        try:
+            rows += measure(name)
+        except RuntimeError as error:
+            failed[name] = str(error)
+    for part in show(rows, failed):
+        console.print(part)
+    if target is not None:
+        target.write_text(json.dumps(rows, indent=1) + "\n")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

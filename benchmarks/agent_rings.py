@@ -1,0 +1,136 @@
+"""Spans through the agent: from rings of a node's ranks to batches in the spool.
+
+One core's worth of reading, cutting into columns, packing and writing, for eight ranks at a time;
+also for ranks that live a fraction of a second, whose ring is attached, read and removed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.harness import Result
+from paceline_agent.forward import Packer
+from paceline_agent.outbox import Outbox
+from paceline_agent.rings import Rings
+from paceline_agent.spool import Spool
+from paceline_wire import ring
+from paceline_wire.ring import Identity, RingFile
+from paceline_wire.spans import NONE_16, NONE_32, RECORD, RECORD_BYTES, Op
+from paceline_wire.topology import Coordinates, Topology
+
+RANKS = 8
+CAPACITY = 1 << 16
+ROUNDS = 40  # of a quarter of a second at the goal
+GOAL = 200_000
+SHORT_LIVES, SHORT_SPANS = 200, 2_000
+
+
+def measure() -> Iterator[Result]:
+    with tempfile.TemporaryDirectory(dir=_memory()) as scratch:
+        node = _Node(Path(scratch))
+        rate = _steady(node)
+        lost = node.rings.counts.lost_spans
+        yield Result("agent: spans of 8 ranks", rate, "/CPU s", None, GOAL, more_is_better=True)
+        yield Result("agent: spans lost", lost, "", None, 0)
+    with tempfile.TemporaryDirectory(dir=_memory()) as scratch:
+        node = _Node(Path(scratch))
+        rate, missing = _short_lived(node)
+        name = f"agent: spans of {SHORT_LIVES} short-lived ranks"
+        yield Result(name, rate, "/CPU s", None, GOAL, more_is_better=True)
+        yield Result("agent: spans of short-lived ranks lost", missing, "", None, 0)
+
+
+def _memory() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+class _Node:
+    """The agent's parts between a ring and the spool; what is packed counts as sent."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory / "rings"
+        self.directory.mkdir()
+        self._outbox = Outbox()
+        self.rings = Rings(self.directory, self._outbox)
+        self._spool = Spool(directory / "spool", 1 << 30)
+        self._packer = Packer(
+            "bench", self._outbox, self._spool, flush_seconds=0.5, heartbeat_seconds=1e9
+        )
+
+    def turn(self) -> None:
+        self.rings.poll()
+        self._packer.flush()
+
+
+def _steady(node: _Node) -> float:
+    files = [_ring(node.directory, rank, os.getpid()) for rank in range(RANKS)]
+    node.turn()
+    spans_each, spent_ns, head = GOAL // 4 // RANKS, 0, 0
+    for _ in range(ROUNDS):
+        for file in files:
+            _write(file, head, spans_each)
+        head += spans_each
+        started = time.process_time_ns()
+        node.turn()
+        spent_ns += time.process_time_ns() - started
+    assert node.rings.counts.spans == head * RANKS
+    return head * RANKS / spent_ns * 1e9
+
+
+def _short_lived(node: _Node) -> tuple[float, int]:
+    """Their processes have ended before the agent first sees their rings or soon after."""
+    spent_ns = 0
+    for number in range(SHORT_LIVES):
+        process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+        file = _ring(node.directory, number, process.pid)
+        _write(file, 0, SHORT_SPANS // 2)
+        spent_ns += _timed(node)
+        _write(file, SHORT_SPANS // 2, SHORT_SPANS // 2)
+        process.kill()
+        process.communicate()
+        file.close()
+    deadline = time.monotonic() + 10
+    while len(node.rings) and time.monotonic() < deadline:
+        spent_ns += _timed(node)
+        time.sleep(0.1)
+    found = node.rings.counts.spans
+    return found / spent_ns * 1e9, SHORT_LIVES * SHORT_SPANS - found
+
+
+def _timed(node: _Node) -> int:
+    started = time.process_time_ns()
+    node.turn()
+    return time.process_time_ns() - started
+
+
+def _ring(directory: Path, rank: int, pid: int) -> RingFile:
+    identity = Identity(
+        job="bench",
+        generation=0,
+        rank=rank,
+        local_rank=rank,
+        world_size=RANKS,
+        topology=Topology(dp=RANKS),
+        coordinates=Coordinates(dp_rank=rank),
+        pid=pid,
+        host="here",
+        clock_offset_ns=0,
+        started_ns=1,
+    )
+    return ring.create(directory / f"bench.g0.r{rank}.ring", identity, CAPACITY)
+
+
+def _write(file: RingFile, head: int, count: int) -> None:
+    for index in range(head, head + count):
+        place = (index & (CAPACITY - 1)) * RECORD_BYTES
+        file.spans[place : place + RECORD_BYTES] = RECORD.pack(
+            index, Op.FORWARD, index & 7, NONE_16, 0, index >> 6, NONE_32, NONE_32,
+            0, 0, index & 0xFFFF, index * 1000, 10_000 + index % 997,
+        )  # fmt: skip
+    file.state[ring.STATE_HEAD] = head + count

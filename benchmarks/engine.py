@@ -1,0 +1,96 @@
+"""Spans per CPU second through the engine: step model, all detectors, ledger.
+
+A healthy run of the simulated job, fed as one batch per node and step with a tick each, at the
+demo's size and at 64 ranks. For 1,024 ranks the step model alone, from the batches' bytes on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from time import process_time_ns
+
+from benchmarks.fleet.nodes import RANKS_PER_NODE, Node, Rank
+from benchmarks.fleet.steps import PlayedJob
+from benchmarks.harness import Result
+from paceline_server.engine.engine import Engine
+from paceline_server.steps.model import StepModel
+from paceline_wire.batch import RankDefined, decode, encode
+from paceline_wire.topology import Topology
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "server" / "simulation"))
+
+from simulated_job import JOB, SimulatedJob
+
+STEPS = 40
+REPEATS = 5
+# The demo makes some 1,000 spans per step of 0.6 s: at this rate they take 2 % of a core.
+GOAL = 100_000
+LARGE = Topology(32, 4, 8)
+LARGE_STEPS = 6
+LARGE_GOAL = 1_000_000
+
+
+def measure() -> Iterator[Result]:
+    for topology in (Topology(2, 2, 2), Topology(4, 4, 4)):
+        rates = [_rate(topology, seed) for seed in range(REPEATS)]
+        yield Result(
+            f"engine ({topology.world_size} ranks)",
+            median(rates),
+            "spans/CPU s",
+            goal=GOAL,
+            more_is_better=True,
+        )
+    yield Result(
+        f"decode and step model ({LARGE.world_size} ranks)",
+        median(_large_rates()),
+        "spans/CPU s",
+        goal=LARGE_GOAL,
+        more_is_better=True,
+    )
+
+
+def _large_rates() -> Iterator[float]:
+    nodes = [Node(number) for number in range(LARGE.world_size // RANKS_PER_NODE)]
+    ranks = [Rank(JOB, 0, number, LARGE, 0) for number in range(LARGE.world_size)]
+    played = PlayedJob(LARGE, 12, 1_000_000_000, seed=0)
+    model = StepModel(0, LARGE, {"schedule": "gpipe", "microbatches": "12"})
+    for rank in ranks:
+        for event in rank.beginning():
+            if isinstance(event, RankDefined):
+                for definition in event.definitions:
+                    model.add_group(rank.number, definition)
+    for _ in range(LARGE_STEPS):
+        words = played.play({})
+        payloads = [
+            encode(node.content(0, 0.0, spans=[ranks[one].block(words) for one in node.ranks]))
+            for node in nodes
+        ]
+        started = process_time_ns()
+        for payload in payloads:
+            for block in decode(payload).spans:
+                model.add(block)
+        (finished,) = model.take_finished()
+        seconds = (process_time_ns() - started) / 1e9
+        assert len(finished.summary.ranks) == LARGE.world_size
+        yield sum(stage[0].size for stage in words) / seconds
+
+
+def _rate(topology: Topology, seed: int) -> float:
+    job = SimulatedJob(topology, seed=seed)
+    played = []
+    spans = 0
+    for _ in range(STEPS):
+        batches = list(job.batches(job.play()))
+        spans += sum(block.count for batch in batches for block in batch.spans)
+        played.append((job.now_ns, batches))
+    engine = Engine(JOB)
+    engine.place(job.placement())
+    started = process_time_ns()
+    for now_ns, batches in played:
+        for batch in batches:
+            engine.feed(batch, now_ns)
+        engine.tick(now_ns)
+    return spans / (process_time_ns() - started) * 1e9

@@ -1,0 +1,1 @@
+"""A large job that exists only as batches: played with numpy, sent by simulated agents."""

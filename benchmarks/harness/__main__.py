@@ -1,0 +1,12 @@
+"""`python -m benchmarks.harness NAME`: run one benchmark, print its rows as JSON lines."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+
+from benchmarks.harness import Result
+
+for result in importlib.import_module(f"benchmarks.{sys.argv[1]}").measure():
+    print(json.dumps(result.row() if isinstance(result, Result) else result), flush=True)

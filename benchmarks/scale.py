@@ -1,0 +1,325 @@
+"""A server under a large job: from a step's last batch to the alert, memory, and its backlog.
+
+The real server process on a real database, fed over HTTP by simulated agents of eight ranks each,
+which send what real ones do: spans, state pages and samples, each node at its own moments. Ranks
+become slow and recover again and again; each of the alerts at the webhook names the step it is
+based on, and its delay counts from when the last batch of that step was acknowledged.
+
+The server shares the machine's processors with what feeds it. A thousand agents send every 2.5 s,
+as the server asks of so many (`api.routes.agents.flush_seconds`): a request costs it about a third
+of a millisecond of CPU, whatever is in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from benchmarks.fleet.nodes import RANKS_PER_NODE, Connections, Node, Planner, Rank
+from benchmarks.fleet.steps import PlayedJob
+from benchmarks.harness import Result
+from paceline_wire.topology import Topology
+
+ALERT_GOAL_SECONDS = 2.0
+LAG_GOAL_SECONDS = 5.0  # one step of the larger job
+GROWTH_GOAL_MIB = 64.0
+_SLOW = 1.6
+_AT_ONCE = 4  # ranks slow together, each on a node and replica of its own
+
+
+@dataclass(frozen=True)
+class Load:
+    name: str
+    topology: Topology
+    microbatches: int
+    step_seconds: float
+    steps: int
+    batch_seconds: float  # between two batches of a node
+    healthy_steps: int  # before the first fault, and between two
+    slow_steps: int
+
+
+LOADS = (
+    Load("1,024 ranks", Topology(32, 4, 8), 12, 1.0, 100, 0.5, 16, 12),
+    Load("10,240 ranks", Topology(160, 8, 8), 12, 5.0, 24, 2.5, 10, 8),
+)
+
+
+def measure() -> Iterator[Result]:
+    for load in LOADS:
+        with tempfile.TemporaryDirectory() as scratch:
+            run = _run(load, Path(scratch))
+        print(run.told(), file=sys.stderr)
+        yield from run.results()
+
+
+@dataclass
+class Run:
+    load: Load
+    alerts: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
+    acknowledged: dict[int, float] = field(default_factory=dict)
+    memory_mib: list[float] = field(default_factory=list)  # once a second
+    lag_seconds: list[float] = field(default_factory=list)
+    request_seconds: list[float] = field(default_factory=list)
+    refused: int = 0
+    latest: float = 0.0
+    cpu_seconds: float = 0.0
+    seconds: float = 0.0
+    spans: int = 0
+    steps_known: int | None = None
+
+    @property
+    def delays(self) -> list[float]:
+        return [
+            at - self.acknowledged[alert["incident"]["finding"]["step"]]
+            for at, alert in self.alerts
+            if alert["event"] != "resolved"
+            and alert["incident"]["finding"].get("step") in self.acknowledged
+        ]
+
+    @property
+    def growth_mib(self) -> float:
+        """Of the second half over the end of the first."""
+        half = len(self.memory_mib) // 2
+        return max(self.memory_mib[half:]) - max(self.memory_mib[:half])
+
+    def results(self) -> Iterator[Result]:
+        # If no alert came at all, the delay is at least that of the whole run.
+        name, delays = self.load.name, self.delays or [self.seconds]
+        yield Result(f"{name}: finding to alert, p50", float(np.percentile(delays, 50)), "s")
+        p99 = float(np.percentile(delays, 99))
+        yield Result(f"{name}: finding to alert, p99", p99, "s", goal=ALERT_GOAL_SECONDS)
+        lag = float(np.percentile(self.lag_seconds, 99))
+        yield Result(f"{name}: unread log, p99", lag, "s", goal=LAG_GOAL_SECONDS)
+        yield Result(f"{name}: memory, peak", max(self.memory_mib), "MiB")
+        yield Result(f"{name}: memory, growth", self.growth_mib, "MiB", goal=GROWTH_GOAL_MIB)
+        cores = self.cpu_seconds / self.seconds
+        yield Result(f"{name}: server's CPU", cores, "cores", goal=2.0)
+        each = self.cpu_seconds / self.load.steps
+        yield Result(f"{name}: server's CPU per step", each, "s", goal=self.load.step_seconds)
+        yield Result(f"{name}: spans", self.spans / self.cpu_seconds, "spans/CPU s")
+
+    def told(self) -> str:
+        requests = np.percentile(self.request_seconds or [0.0], (50, 99))
+        return (
+            f"{self.load.name}: {len(self.alerts)} alerts, {len(self.delays)} timed, request p50"
+            f" {requests[0] * 1e3:.0f} ms p99 {requests[1] * 1e3:.0f} ms, {self.refused} refused,"
+            f" sent up to {self.latest:.2f} s late, steps up to {self.steps_known}"
+            f" of {self.load.steps} known"
+        )
+
+
+def _run(load: Load, scratch: Path) -> Run:
+    run = Run(load)
+    with _Webhook(run) as webhook, _Server(scratch, webhook.url) as server:
+        asyncio.run(_play(load, run, server))
+        run.steps_known = server.get(f"/api/v1/jobs/{server.job}")["step"]
+    return run
+
+
+async def _play(load: Load, run: Run, server: _Server) -> None:
+    nodes = [Node(number) for number in range(load.topology.world_size // RANKS_PER_NODE)]
+    connections = Connections(server.url)
+    await asyncio.gather(
+        *(connections.send(n, n.batch(0, time.time(), events=[n.hello()])) for n in nodes)
+    )
+    listening = [asyncio.create_task(connections.listen(node)) for node in nodes]
+    server.create_job(load)
+    beating = asyncio.create_task(_beat(connections, nodes))
+    generation = await asyncio.to_thread(server.placed, load)
+    plan = asyncio.to_thread(_plan, load, run, server.job, generation, nodes)
+    await plan
+    await asyncio.sleep(max(0.0, min(node.planned[0].due for node in nodes) - time.time() - 0.5))
+    beating.cancel()
+    watching = asyncio.create_task(_watch(run, server))
+    began, cpu = time.time(), server.cpu_seconds()
+    await asyncio.gather(*(connections.follow_plan(node) for node in nodes))
+    await asyncio.sleep(3.0)  # the last alerts
+    run.seconds, run.cpu_seconds = time.time() - began, server.cpu_seconds() - cpu
+    for task in (watching, *listening):
+        task.cancel()
+    await asyncio.gather(watching, *listening, return_exceptions=True)
+    connections.close()
+    run.acknowledged = connections.acknowledged
+    run.request_seconds, run.refused = connections.seconds, connections.refused
+    run.latest = connections.latest
+
+
+async def _beat(connections: Connections, nodes: list[Node]) -> None:
+    """While the plan is made the nodes must be seen to live."""
+    while True:
+        for node in nodes:
+            node.beats += 1
+            await connections.send(node, node.batch(node.beats, time.time()))
+        await asyncio.sleep(1.0)
+
+
+def _plan(load: Load, run: Run, job_id: str, generation: int, nodes: list[Node]) -> None:
+    job = PlayedJob(load.topology, load.microbatches, int(load.step_seconds * 1e9), seed=1)
+    made = time.perf_counter()
+    trial = PlayedJob(load.topology, load.microbatches, int(load.step_seconds * 1e9), seed=1)
+    ranks = _ranks(load, job_id, generation, 0.0)
+    rehearsal = [Node(node.number) for node in nodes]
+    Planner(trial, rehearsal, ranks, 0.0).step(trial.play({}), load.batch_seconds)
+    each = (time.perf_counter() - made) * max(1.0, load.step_seconds / load.batch_seconds / 2)
+    start = time.time() + 1.3 * each * load.steps + 3.0
+    ranks = _ranks(load, job_id, generation, start)
+    planner = Planner(job, nodes, ranks, start)
+    for node in nodes:
+        events = [event for number in node.ranks for event in ranks[number].beginning()]
+        node.beats += 100_000
+        planner.begin(node, events)
+    for step in range(load.steps):
+        words = job.play(_slow_ranks(load, step))
+        run.spans += sum(stage[0].size for stage in words)
+        planner.step(words, load.batch_seconds)
+
+
+def _ranks(load: Load, job_id: str, generation: int, start: float) -> list[Rank]:
+    return [
+        Rank(job_id, generation, number, load.topology, int(start * 1e9))
+        for number in range(load.topology.world_size)
+    ]
+
+
+def _slow_ranks(load: Load, step: int) -> dict[int, float]:
+    """Each time others."""
+    cycle = load.healthy_steps + load.slow_steps
+    number, within = divmod(step, cycle)
+    if within < load.healthy_steps:
+        return {}
+    world = load.topology.world_size
+    first = number * 7 * RANKS_PER_NODE + number % RANKS_PER_NODE
+    return {
+        (first + one * (world // _AT_ONCE) + 16 * one) % world: _SLOW for one in range(_AT_ONCE)
+    }
+
+
+async def _watch(run: Run, server: _Server) -> None:
+    while True:
+        run.memory_mib.append(server.memory_mib())
+        run.lag_seconds.append(await asyncio.to_thread(server.lag_seconds))
+        await asyncio.sleep(1.0)
+
+
+class _Webhook:
+    """Notes when each alert came."""
+
+    def __init__(self, run: Run) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                at = time.time()
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                run.alerts.append((at, json.loads(body)))
+                self.send_response(204)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                return
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/"
+
+    def __enter__(self) -> _Webhook:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server:
+    def __init__(self, scratch: Path, webhook: str) -> None:
+        self._output = (scratch / "output").open("w+")
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "paceline_server", "server", "--port", "0"),
+                *("--database-url", f"sqlite:///{scratch / 'server.db'}"),
+            ],
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PACELINE_SERVER_WEBHOOK_URL": webhook},
+        )
+        self._text = scratch / "output"
+        self.job = ""
+
+    def __enter__(self) -> _Server:
+        deadline = time.monotonic() + 60
+        while "Listening on " not in self._text.read_text():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server did not start: {self._text.read_text()}")
+            time.sleep(0.05)
+        self.url = self._text.read_text().split("Listening on ")[1].split()[0]
+        self._client = httpx.Client(base_url=self.url, timeout=60.0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        trouble = [line for line in self._text.read_text().splitlines() if "Listening" not in line]
+        print("\n".join(trouble[-20:]), file=sys.stderr)
+        self._output.close()
+
+    def get(self, path: str) -> Any:
+        answer = self._client.get(path)
+        answer.raise_for_status()
+        return answer.json()
+
+    def create_job(self, load: Load) -> None:
+        topology = load.topology
+        body = {
+            "name": "scale",
+            "argv": ["true"],
+            "topology": {"dp": topology.dp, "pp": topology.pp, "tp": topology.tp},
+            "mode": "observe",
+            "metadata": {"schedule": "gpipe", "microbatches": str(load.microbatches)},
+        }
+        answer = self._client.post("/api/v1/jobs", json=body)
+        answer.raise_for_status()
+        self.job = answer.json()["id"]
+
+    def placed(self, load: Load) -> int:
+        """The generation, once all ranks have their nodes. Blocks."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            job = self.get(f"/api/v1/jobs/{self.job}")
+            if job["state"] == "starting":
+                asked = {"dp": load.topology.dp, "pp": load.topology.pp, "tp": load.topology.tp}
+                if job["topology"] != asked:
+                    raise RuntimeError(f"placed as {job['topology']}")
+                return int(job["generation"])
+            time.sleep(0.1)
+        raise RuntimeError(f"the job was not placed: {job}")
+
+    def memory_mib(self) -> float:
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+    def cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def lag_seconds(self) -> float:
+        for line in self._client.get("/metrics").text.splitlines():
+            if line.startswith("paceline_worker_lag_seconds"):
+                return float(line.split()[1])
+        raise RuntimeError("the server tells no lag")

@@ -1,0 +1,115 @@
+"""A thin client of the server's API: addresses, tokens, errors in one sentence."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import httpx
+
+
+class Client:
+    """Calls under `/api/v1`. Every failure is a click.ClickException that says what to do."""
+
+    def __init__(self, server: str, token: str | None = None) -> None:
+        self.server = server.rstrip("/")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx.Client(
+            base_url=f"{self.server}/api/v1", headers=headers, timeout=httpx.Timeout(10.0)
+        )
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def get(self, path: str, **parameters: Any) -> Any:
+        wanted = {name: value for name, value in parameters.items() if value is not None}
+        return self._call("GET", path, params=wanted)
+
+    def post(self, path: str, body: Any = None) -> Any:
+        return self._call("POST", path, json={} if body is None else body)
+
+    def items(self, path: str, **parameters: Any) -> list[Any]:
+        """Every item of a list, page after page."""
+        found: list[Any] = []
+        cursor: str | None = None
+        while True:
+            page = self.get(path, cursor=cursor, **parameters)
+            found += page["items"]
+            cursor = page.get("next_cursor")
+            if not cursor:
+                return found
+
+    def events(self, job: str) -> Iterator[tuple[str, Any]]:
+        """(event, data) of the job as they happen, reconnecting after the last one seen."""
+        last_id: str | None = None
+        while True:
+            headers = {"Last-Event-ID": last_id} if last_id else {}
+            try:
+                with self._http.stream(
+                    "GET",
+                    "/events",
+                    params={"job": job},
+                    headers=headers,
+                    timeout=httpx.Timeout(10.0, read=30.0),
+                ) as response:
+                    if response.status_code >= 400:
+                        response.read()
+                        raise _refused(response)
+                    for identifier, event, data in _parse_events(response.iter_lines()):
+                        last_id = identifier or last_id
+                        yield event, data
+            except httpx.TransportError:
+                pass
+            time.sleep(1.0)
+
+    def download(self, path: str, **parameters: Any) -> httpx.Response:
+        """What is no JSON, and may take the server a while to put together."""
+        return self._answer("GET", path, params=parameters, timeout=httpx.Timeout(10.0, read=120.0))
+
+    def _call(self, method: str, path: str, **options: Any) -> Any:
+        return self._answer(method, path, **options).json()
+
+    def _answer(self, method: str, path: str, **options: Any) -> httpx.Response:
+        try:
+            response = self._http.request(method, path, **options)
+        except httpx.TransportError as error:
+            raise click.ClickException(
+                f"no answer from {self.server} ({error}). Is `paceline server` running there? "
+                "Name another with --server or PACELINE_SERVER."
+            ) from error
+        if response.status_code >= 400:
+            raise _refused(response)
+        return response
+
+
+def _refused(response: httpx.Response) -> click.ClickException:
+    try:
+        detail = response.json()["detail"]
+    except (ValueError, KeyError, TypeError):
+        detail = response.text[:200]
+    hint = " Give one with --token or PACELINE_TOKEN." if response.status_code == 401 else ""
+    return click.ClickException(f"the server answered {response.status_code}: {detail}{hint}")
+
+
+def _parse_events(lines: Iterator[str]) -> Iterator[tuple[str | None, str, Any]]:
+    identifier, event, data = None, "message", ""
+    for line in lines:
+        if not line:
+            if data:
+                yield identifier, event, json.loads(data)
+            event, data = "message", ""
+            continue
+        name, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if name == "id":
+            identifier = value
+        elif name == "event":
+            event = value
+        elif name == "data":
+            data += value

@@ -1,0 +1,73 @@
+"""`paceline analyze`: what was recorded, judged here.
+
+Each kind of recording has a module of its own, imported when it is asked for: a trace needs none of
+what the others need.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from paceline_cli.extras import load
+from paceline_cli.options import server_options, steps_option
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+class BadRecording(click.ClickException):
+    """One sentence about what was handed in."""
+
+    exit_code = 2
+
+
+@click.command()
+@click.argument("trace", metavar="[TRACE | JOB]", type=FILE, required=False)
+@click.option("--meta", type=FILE, help="Metadata of TRACE (YAML), to check its sizes against.")
+@click.option("--timeline", type=FILE, metavar="OUT", help="Write the ideal step, for Perfetto.")
+@click.option(
+    "--flight-recorder",
+    "dumps",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Instead of a TRACE: PyTorch Flight Recorder dumps of a hang, one file per rank.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a report.")
+@steps_option
+@server_options
+def analyze(
+    trace: Path | None,
+    meta: Path | None,
+    timeline: Path | None,
+    dumps: Path | None,
+    as_json: bool,
+    steps: int,
+    server: str,
+    token: str | None,
+) -> None:
+    """Say who slowed a recorded run, by how much, and what fixing it would give.
+
+    TRACE is a Parquet file with a row per operation: see docs/what-if.md. JOB is a job of the
+    server: its last steps are fetched. With --flight-recorder, say which ranks a hang comes from:
+    see docs/flight-recorder.md.
+    """
+    if dumps is not None:
+        if trace is not None or meta is not None or timeline is not None:
+            raise click.UsageError("--flight-recorder takes no TRACE, --meta or --timeline")
+        load("paceline_cli.flight_recorder", "analyze", "server").show(dumps, as_json)
+        return
+    if trace is None:
+        raise click.UsageError("name a TRACE or a JOB to analyze, or --flight-recorder DIR")
+    if not _is_job(trace):
+        load("paceline_cli.whatif", "analyze", "server").show(trace, meta, timeline, as_json)
+        return
+    if meta is not None:
+        raise click.UsageError("--meta goes with a TRACE: the server knows the sizes of its jobs")
+    of_job = load("paceline_cli.recorded_job", "analyze", "server")
+    of_job.show(str(trace), steps, server, token, timeline, as_json)
+
+
+def _is_job(trace: Path) -> bool:
+    """A job's id looks like no file: it has no suffix and is in no folder."""
+    return not trace.exists() and not trace.suffix and trace.parent == Path()

@@ -1,0 +1,152 @@
+"""`paceline jobs`: what is running, and what became of its time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline_cli import render
+from paceline_cli.client import Client
+from paceline_cli.options import json_option, server_options, steps_option
+from paceline_cli.trace import fetch_trace
+
+LEDGER_PARTS = (
+    "compute",
+    "communication",
+    "bubble",
+    "data_wait",
+    "optimizer",
+    "checkpoint",
+    "lost",
+    "restart",
+    "startup",
+    "idle",
+)
+
+
+@click.group(invoke_without_command=True)
+@server_options
+@json_option
+@click.pass_context
+def jobs(ctx: click.Context, server: str, token: str | None, as_json: bool) -> None:
+    """List jobs, or look at one.
+
+    \b
+    paceline jobs                 every job, newest first
+    paceline jobs show JOB        verdict, ranks and where the time went
+    paceline jobs stop JOB        end it
+    paceline jobs export JOB -o FILE
+                                  its last steps as a trace, for `paceline analyze`
+    """
+    ctx.obj = ctx.with_resource(Client(server, token))
+    if ctx.invoked_subcommand is not None:
+        return
+    found = ctx.obj.items("/jobs")
+    if as_json:
+        render.show_json(found)
+        return
+    render.show_table(
+        ("JOB", "NAME", "STATE", "GEN", "TOPOLOGY", "STEP", "STEP TIME", "GOODPUT", "VERDICT"),
+        [
+            (
+                job["id"],
+                job["name"],
+                job["state"],
+                job["generation"],
+                render.topology(job["topology"]),
+                job["step"],
+                render.seconds(job["step_seconds"]),
+                render.percent(job["ledger"]["goodput_ratio"]),
+                job["verdict"]["text"],
+            )
+            for job in found
+        ],
+        "No job yet. Start one: paceline run -- python -m paceline_trainer",
+    )
+
+
+@jobs.command()
+@click.argument("job")
+@json_option
+@click.pass_obj
+def show(client: Client, job: str, as_json: bool) -> None:
+    """One job: verdict, ranks, ledger."""
+    found = client.get(f"/jobs/{job}")
+    ranks = client.items(f"/jobs/{job}/ranks")
+    if as_json:
+        render.show_json({**found, "ranks": ranks})
+        return
+    click.echo(found["verdict"]["text"])
+    click.echo(
+        f"{found['name']} ({found['id']}) is {found['state']}, generation {found['generation']}, "
+        f"{render.topology(found['topology'])}, step {found['step']}, "
+        f"{render.seconds(found['step_seconds']) or 'no step time yet'} per step"
+    )
+    show_ledger(found["ledger"])
+    render.show_table(
+        ("RANK", "DP", "PP", "TP", "NODE", "PID", "STATE", "STEP", "IN FLIGHT", "FOR"),
+        [
+            (
+                rank["rank"],
+                rank["dp_rank"],
+                rank["pp_rank"],
+                rank["tp_rank"],
+                rank["node"],
+                rank["pid"],
+                rank["state"],
+                rank["step"],
+                rank["operation"],
+                render.seconds(rank["operation_seconds"]),
+            )
+            for rank in ranks
+        ],
+        "No rank has been placed yet: `paceline nodes` shows which nodes are ready.",
+    )
+
+
+def show_ledger(ledger: dict[str, Any]) -> None:
+    """Where the wall time went, one line."""
+    wall = ledger["wall_seconds"]
+    if not wall:
+        return
+    parts = [
+        f"{part.replace('_', ' ')} {ledger[f'{part}_seconds'] / wall:.1%}"
+        for part in LEDGER_PARTS
+        if ledger[f"{part}_seconds"] >= wall / 1000
+    ]
+    click.echo(f"{render.seconds(wall)} of wall time: " + ", ".join(parts))
+
+
+@jobs.command()
+@click.argument("job")
+@click.pass_obj
+def stop(client: Client, job: str) -> None:
+    """End a job: its ranks are stopped on every node."""
+    client.post(f"/jobs/{job}/stop")
+    click.echo(f"{job} is being stopped")
+
+
+@jobs.command()
+@click.argument("job")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    metavar="FILE",
+    help="Where to write the Parquet; the metadata comes beside it, as YAML.",
+)
+@steps_option
+@click.pass_obj
+def export(client: Client, job: str, output: Path, steps: int) -> None:
+    """Write the operations of a job's last steps: see docs/what-if.md."""
+    trace = fetch_trace(client, job, steps)
+    metadata = output.with_suffix(".yaml")
+    try:
+        output.write_bytes(trace.parquet)
+        metadata.write_text(trace.metadata)
+    except OSError as error:
+        raise click.ClickException(f"cannot write {error.filename}: {error.strerror}") from error
+    click.echo(f"wrote {output} and {metadata}")

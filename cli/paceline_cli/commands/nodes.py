@@ -1,0 +1,51 @@
+"""`paceline nodes`: the machines, and what runs on them."""
+
+from __future__ import annotations
+
+import click
+
+from paceline_cli import render
+from paceline_cli.client import Client
+from paceline_cli.options import json_option, server_options
+
+
+@click.group(invoke_without_command=True)
+@server_options
+@json_option
+@click.pass_context
+def nodes(ctx: click.Context, server: str, token: str | None, as_json: bool) -> None:
+    """List nodes; `paceline nodes release NODE` puts a quarantined one back to use."""
+    ctx.obj = Client(server, token)
+    if ctx.invoked_subcommand is not None:
+        return
+    found = ctx.obj.items("/nodes")
+    if as_json:
+        render.show_json(found)
+        return
+    render.show_table(
+        ("NODE", "HOST", "STATE", "SLOTS", "JOB", "RANKS", "GPUS", "LAST SEEN", "REASON"),
+        [
+            (
+                node["id"],
+                node["hostname"],
+                node["state"],
+                node["slots"],
+                node["job_id"],
+                " ".join(map(str, node["ranks"])) or None,
+                len(node["gpus"]) or None,
+                render.clock(node["last_seen_at"]),
+                node["reason"],
+            )
+            for node in found
+        ],
+        "No node yet. On each one: paceline agent --server URL",
+    )
+
+
+@nodes.command()
+@click.argument("node")
+@click.pass_obj
+def release(client: Client, node: str) -> None:
+    """Put a quarantined node back to use."""
+    client.post(f"/nodes/{node}/release")
+    click.echo(f"{node} may hold ranks again")

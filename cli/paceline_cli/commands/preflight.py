@@ -1,0 +1,145 @@
+"""`paceline preflight`: the checks a careful engineer makes before a big run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+import msgspec
+
+from paceline_cli import render
+from paceline_cli.preflight import benchmark, nccl_tests, report, speeds, survey
+from paceline_cli.preflight.checks import all_checks
+from paceline_cli.preflight.collect import collect
+from paceline_cli.preflight.launch import SSH, AllNodes, Commands, EachNode, Reach
+from paceline_cli.preflight.plan import Result
+from paceline_cli.preflight.verdict import Check, skipped
+
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+
+
+@click.command()
+@click.option("--nodes", metavar="A,B,...", help="Ask these too. Default: this node alone.")
+@click.option("--exec", "template", metavar="COMMAND", help=f"Way to a node. Default: '{SSH}'.")
+@click.option("--launcher", metavar="COMMAND", help="One that runs on all nodes: 'srun -N 16'.")
+@click.option("--python", default=sys.executable, help="On the nodes. Default: this one's path.")
+@click.option("--env", "environment", multiple=True, metavar="NAME=VALUE", help="As in the job.")
+@click.option("--checkpoint", multiple=True, metavar="DIR", help="Where checkpoints will go.")
+@click.option("--benchmarks/--no-benchmarks", default=True, help="Measure compute and links.")
+@click.option("--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto")
+@click.option("--rounds", default=8, show_default=True, type=click.IntRange(1), help="Of pairs.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Of the first node, to meet at.")
+@click.option(
+    "--patience", default=15.0, show_default=True, type=click.FloatRange(1), help="Seconds."
+)
+@click.option("--nccl-tests", "outputs", multiple=True, type=_FILE, help="Output to judge.")
+@click.option("--facts-file", "files", multiple=True, type=_FILE, help="Instead of asking nodes.")
+@click.option("--facts", "facts_only", is_flag=True, help="Print this node's facts, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="See docs/preflight.md.")
+@click.pass_context
+def preflight(
+    context: click.Context,
+    nodes: str | None,
+    template: str | None,
+    launcher: str | None,
+    python: str,
+    environment: tuple[str, ...],
+    checkpoint: tuple[str, ...],
+    benchmarks: bool,
+    backend: str,
+    rounds: int,
+    port: int | None,
+    patience: float,
+    outputs: tuple[Path, ...],
+    files: tuple[Path, ...],
+    facts_only: bool,
+    as_json: bool,
+) -> None:
+    """Check the nodes before a big run: equal, healthy, connected, and who is slow.
+
+    Ends with 0 if nothing failed, with 1 if something did. Nodes are reached by ssh, by any
+    command with {node} in it (--exec 'kubectl exec {node} --'), or by one launcher for all.
+    """
+    if facts_only:
+        told = collect([Path(each) for each in checkpoint])
+        sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
+        return
+    reach = _reach(nodes, template, launcher)
+    prefix = survey.forwarded(os.environ, dict(_pair(each) for each in environment))
+    commands = Commands()
+    start = [*prefix, python]
+    try:
+        if files:
+            found = survey.from_files(files)
+        else:
+            _tell(f"asking {nodes or launcher or 'this node'} for its facts")
+            found = survey.ask(reach, [*start, *_facts(checkpoint)], commands, 2 * patience + 60)
+        measured: list[Result] = []
+        checks = [*found.checks(), *(all_checks(found.nodes) if found.nodes else ())]
+        if benchmarks and not files and found.nodes:
+            asked = benchmark.Asked(
+                None if backend == "auto" else "nccl" if backend == "nccl" else "gloo",
+                port,
+                rounds,
+                patience,
+            )
+            judged, measured = _measure(found, asked, reach, start, commands)
+            checks += judged
+    except OSError as error:
+        raise click.ClickException(str(error)) from error
+    checks += nccl_tests.checks(
+        {str(file): nccl_tests.parse(file.read_text(errors="replace")) for file in outputs}
+    )
+    if as_json:
+        render.show_json(report.as_json(checks, found.nodes, measured))
+    else:
+        report.show(checks, len(found.nodes))
+    context.exit(1 if report.verdict(checks) == "fail" else 0)
+
+
+def _reach(nodes: str | None, template: str | None, launcher: str | None) -> Reach:
+    if launcher is not None:
+        if nodes is not None or template is not None:
+            raise click.UsageError("--launcher knows its nodes itself: no --nodes or --exec")
+        return AllNodes(launcher)
+    names = tuple(dict.fromkeys(each.strip() for each in (nodes or "").split(",") if each.strip()))
+    if not names:
+        if nodes is not None or template is not None:
+            raise click.UsageError("--nodes takes names: --nodes node-1,node-2")
+        return EachNode((os.uname().nodename,), "")
+    if template is not None and "{node}" not in template:
+        raise click.UsageError("--exec needs {node} where the node's name goes")
+    return EachNode(names, template or SSH, quoted=template is None)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise click.BadParameter(f"expected NAME=VALUE, got {text!r}", param_hint="--env")
+    return name, value
+
+
+def _facts(checkpoints: tuple[str, ...]) -> list[str]:
+    paths = [word for each in checkpoints for word in ("--checkpoint", each)]
+    return ["-m", "paceline_cli", "preflight", "--facts", *paths]
+
+
+def _measure(
+    found: survey.Survey,
+    asked: benchmark.Asked,
+    reach: Reach,
+    start: list[str],
+    commands: Commands,
+) -> tuple[list[Check], list[Result]]:
+    reason = benchmark.why_not(found.nodes)
+    if reason is not None:
+        return [skipped("micro-benchmarks", reason)], []
+    _tell("measuring compute and links")
+    plan, measured = benchmark.run_where_they_meet(found.nodes, asked, reach, start, commands)
+    return list(speeds.checks(measured, found.nodes, plan.backend)), measured
+
+
+def _tell(progress: str) -> None:
+    click.echo(progress, err=True)

@@ -1,0 +1,134 @@
+"""`paceline run`: start a training job on the nodes whose agents are connected."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from paceline_cli import render
+from paceline_cli.client import Client
+from paceline_cli.options import json_option, server_options
+
+ENDED = ("finished", "failed", "stopped")
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option("--dp", default=1, show_default=True, help="Data-parallel replicas.")
+@click.option("--pp", default=1, show_default=True, help="Pipeline stages.")
+@click.option("--tp", default=1, show_default=True, help="Tensor-parallel ranks.")
+@click.option("--name", help="For people; default: the script's name.")
+@click.option(
+    "--mode",
+    type=click.Choice(["observe", "dry-run", "approve", "auto"]),
+    default="auto",
+    show_default=True,
+    help="Who decides on repairs.",
+)
+@click.option(
+    "--checkpoint-directory",
+    type=click.Path(path_type=Path),
+    help="Shared by all nodes; handed to the ranks as PACELINE_CHECKPOINT_DIRECTORY.",
+)
+@click.option(
+    "--environment",
+    "-e",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Set in every rank; may be repeated.",
+)
+@click.option("--detach", is_flag=True, help="Print the job's id and return at once.")
+@server_options
+@json_option
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+def run(
+    dp: int,
+    pp: int,
+    tp: int,
+    name: str | None,
+    mode: str,
+    checkpoint_directory: Path | None,
+    environment: tuple[str, ...],
+    detach: bool,
+    server: str,
+    token: str | None,
+    as_json: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Start COMMAND once per rank, as torchrun would, watched and repaired.
+
+    \b
+    paceline run --dp 2 --pp 2 --tp 2 -- python -m paceline_trainer --schedule 1f1b
+
+    Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment.
+    Ctrl-C stops following; the job goes on (`paceline jobs stop JOB` ends it).
+    """
+    body = {
+        "name": name or _default_name(command),
+        "argv": list(command),
+        "topology": {"dp": dp, "pp": pp, "tp": tp},
+        "mode": mode,
+        "environment": dict(_pair(item) for item in environment),
+        "directory": os.getcwd(),
+        "checkpoint_directory": str(checkpoint_directory.resolve())
+        if checkpoint_directory
+        else None,
+    }
+    with Client(server, token) as client:
+        job = client.post("/jobs", body)
+        if detach:
+            if as_json:
+                render.show_json(job)
+            else:
+                click.echo(job["id"])
+            return
+        click.echo(f"{job['id']}: {client.server}/jobs/{job['id']}", err=True)
+        try:
+            ended = _follow(client, job["id"])
+        except KeyboardInterrupt:
+            click.echo(f"\nThe job goes on; end it with: paceline jobs stop {job['id']}", err=True)
+            return
+    if as_json:
+        render.show_json(ended)
+    if ended["state"] != "finished":
+        sys.exit(1)
+
+
+def _default_name(command: tuple[str, ...]) -> str:
+    words = [word for word in command if not word.startswith("-")]
+    return Path(words[1] if len(words) > 1 else words[0]).name
+
+
+def _pair(item: str) -> tuple[str, str]:
+    name, sign, value = item.partition("=")
+    if not sign or not name:
+        raise click.BadParameter(f"expected NAME=VALUE, got {item!r}", param_hint="--environment")
+    return name, value
+
+
+def _follow(client: Client, job_id: str) -> dict[str, object]:
+    """Print the job's changes until it has ended; returns its last state."""
+    said = ""
+    while True:
+        job: dict[str, object] = client.get(f"/jobs/{job_id}")
+        line = describe(job)
+        if line != said:
+            click.echo(line, err=True)
+            said = line
+        if job["state"] in ENDED:
+            return job
+        time.sleep(1.0)
+
+
+def describe(job: dict[str, object]) -> str:
+    """One line: where the job stands and what is wrong with it."""
+    verdict = job["verdict"]
+    assert isinstance(verdict, dict)
+    step = "" if job["step"] is None else f"step {job['step']}"
+    loss = job["loss"]
+    shown = f"loss {loss:.4f}" if isinstance(loss, float) else ""
+    parts = [f"[{job['state']}]", step, shown, str(verdict["text"])]
+    return "  ".join(part for part in parts if part)

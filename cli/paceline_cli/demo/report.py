@@ -1,0 +1,64 @@
+"""What the demo found out, as `--report` writes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class FaultReport:
+    """One injected fault. Times are RFC 3339; `recovery_seconds` counts from the detection."""
+
+    kind: str
+    target: int | None
+    injected_at: str | None = None
+    injected_step: int | None = None
+    detected_at: str | None = None
+    detection_seconds: float | None = None
+    detection_steps: int | None = None
+    verdict: dict[str, Any] | None = None  # kind, rank, node, cause, slowdown
+    correct: bool = False
+    action: str | None = None
+    resumed_at: str | None = None
+    recovery_seconds: float | None = None
+    lost_steps: int | None = None
+    error: str | None = None  # why it was not injected, found or repaired
+
+
+@dataclass
+class DemoReport:
+    """The whole run. `failure` says why the demo itself could not go on, if so."""
+
+    faults: list[FaultReport] = field(default_factory=list)
+    findings_while_healthy: int = 0
+    ledger: dict[str, Any] = field(default_factory=dict)
+    losses: dict[str, float | None] = field(default_factory=lambda: {"first": None, "last": None})
+    restarts: int = 0
+    orphans: int = 0
+    seconds: float = 0.0
+    mode: str = "auto"
+    failure: str | None = None
+
+    def succeeded(self) -> bool:
+        """Everything was found, rightly, and repaired; nothing else was found; nothing is left."""
+        repaired = all(
+            fault.correct and (fault.resumed_at is not None or self.mode == "observe")
+            for fault in self.faults
+        )
+        return (
+            repaired
+            and self.failure is None
+            and not self.findings_while_healthy
+            and not self.orphans
+        )
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+def seconds_between(start: str, end: str) -> float:
+    return (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds()

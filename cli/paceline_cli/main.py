@@ -1,0 +1,102 @@
+"""The command `paceline`: a thin client of the server's API, and launcher of its programs.
+
+Sub-commands are imported when they are asked for, so that `paceline jobs` needs neither the
+server's nor the agent's extra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from paceline_cli.extras import load
+
+# name -> (module, attribute, extra it needs, one line of help)
+COMMANDS = {
+    "server": (
+        "paceline_server.__main__",
+        "server",
+        "server",
+        "Run the server, manage its tokens.",
+    ),
+    "agent": ("paceline_agent.__main__", "main", "agent", "Run the agent of this node."),
+    "run": ("paceline_cli.commands.run", "run", None, "Start a training job on the agents."),
+    "demo": ("paceline_cli.demo.command", "demo", None, "See it all on this machine, with faults."),
+    "jobs": ("paceline_cli.commands.jobs", "jobs", None, "List jobs, show one, stop one."),
+    "nodes": (
+        "paceline_cli.commands.nodes",
+        "nodes",
+        None,
+        "List nodes, release a quarantined one.",
+    ),
+    "incidents": (
+        "paceline_cli.commands.incidents",
+        "incidents",
+        None,
+        "What went wrong, and why.",
+    ),
+    "actions": (
+        "paceline_cli.commands.actions",
+        "actions",
+        None,
+        "Repairs: list, approve, reject.",
+    ),
+    "analyze": (
+        "paceline_cli.commands.analyze",
+        "analyze",
+        "server",
+        "Who slowed a recorded run, and by how much.",
+    ),
+    "preflight": (
+        "paceline_cli.commands.preflight",
+        "preflight",
+        None,
+        "Check nodes before a big run.",
+    ),
+    "evaluate": (
+        "paceline_cli.commands.evaluate",
+        "evaluate",
+        "server",
+        "How often the diagnosis is right.",
+    ),
+}
+
+
+class LazyCommands(click.Group):
+    """A group whose members are imported on first use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module, attribute, extra, _ = COMMANDS[name]
+        command = getattr(load(module, name, extra), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (*_, line) in COMMANDS.items()])
+
+
+@click.group(
+    cls=LazyCommands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Begin with `paceline demo`. Then: `paceline server` on one machine, `paceline agent "
+    "--server URL` on every node, and `paceline run -- python train.py` to train.",
+)
+@click.version_option(package_name="paceline", prog_name="paceline")
+def main() -> None:
+    """Watch a distributed training run, name what slows or stops it, and repair it."""
+
+
+def run_main(arguments: Sequence[str] | None = None, **options: Any) -> None:
+    main.main(args=arguments, prog_name="paceline", **options)
+
+
+if __name__ == "__main__":
+    run_main()

@@ -1,0 +1,44 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+DEFAULT_SERVER = "http://127.0.0.1:8470"
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+def server_options(command: Decorated) -> Decorated:
+    """Add --server and --token, handed to the command as `server` and `token`."""
+    command = click.option(
+        "--token", envvar="PACELINE_TOKEN", help="Bearer token.  [env: PACELINE_TOKEN]"
+    )(command)
+    return click.option(
+        "--server",
+        envvar="PACELINE_SERVER",
+        default=DEFAULT_SERVER,
+        show_default=True,
+        help="Address of the server.  [env: PACELINE_SERVER]",
+    )(command)
+
+
+def json_option(command: Decorated) -> Decorated:
+    """Add --json, handed to the command as `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")(
+        command
+    )
+
+
+def steps_option(command: Decorated) -> Decorated:
+    """Add --steps, handed to the command as `steps`."""
+    return click.option(
+        "--steps",
+        type=click.IntRange(1, 100),
+        default=8,
+        show_default=True,
+        help="How many of a job's last steps.",
+    )(command)

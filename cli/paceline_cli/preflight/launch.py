@@ -1,0 +1,126 @@
+"""How the other nodes are reached: a command for each of them, or one launcher for all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 {node}"
+_SHOWN_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a command said. The times are the clock's here: CLOCK_REALTIME."""
+
+    output: str
+    errors: str
+    status: int | None  # None: it did not end in time
+    started_ns: int
+    ended_ns: int
+
+    @property
+    def complaint(self) -> str:
+        """Its last line on stderr, for who asks why."""
+        last = self.errors.strip().rpartition("\n")[2][-_SHOWN_CHARACTERS:]
+        if self.status is None:
+            return f"no answer in time; {last}" if last else "no answer in time"
+        return last or f"status {self.status}"
+
+
+class Commands:
+    """Commands that run at once, and end with us: by their end, in time, or by an interrupt."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
+
+    def run(self, commands: Mapping[str, Sequence[str]], seconds: float) -> dict[str, Ended]:
+        """Raises OSError where the program of a command is not to be had."""
+        if not commands:
+            return {}
+        with _terminated_as_interrupted(), ThreadPoolExecutor(max_workers=len(commands)) as threads:
+            ends = {
+                name: threads.submit(self._one, command, seconds)
+                for name, command in commands.items()
+            }
+            try:
+                return {name: end.result() for name, end in ends.items()}
+            except BaseException:
+                for child in list(self._running):
+                    _end(child)
+                raise
+
+    def _one(self, command: Sequence[str], seconds: float) -> Ended:
+        started_ns = time.time_ns()
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        )
+        self._running.add(child)
+        status: int | None = None
+        try:
+            output, errors = child.communicate(timeout=seconds)
+            status = child.returncode
+        except subprocess.TimeoutExpired:
+            _end(child)
+            output, errors = child.communicate()
+        finally:
+            self._running.discard(child)
+        return Ended(output, errors, status, started_ns, time.time_ns())
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """A SIGTERM, too, is to end what was started."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """With all it started on this machine; what runs elsewhere ends itself at its deadline."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True, slots=True)
+class EachNode:
+    """`template` with {node} in it, then what is to be run there.
+
+    ssh hands over one string to a shell there: `quoted`.
+    """
+
+    nodes: tuple[str, ...]
+    template: str
+    quoted: bool = False
+
+    def command(self, node: str, there: Sequence[str]) -> list[str]:
+        before = [word.replace("{node}", node) for word in shlex.split(self.template)]
+        return [*before, shlex.join(there)] if self.quoted else [*before, *there]
+
+
+@dataclass(frozen=True, slots=True)
+class AllNodes:
+    """One command that runs another on every node, as srun, mpirun and pdsh do."""
+
+    launcher: str
+
+    def command(self, there: Sequence[str]) -> list[str]:
+        return [*shlex.split(self.launcher), *there]
+
+
+Reach = EachNode | AllNodes

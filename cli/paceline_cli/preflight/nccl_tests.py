@@ -1,0 +1,170 @@
+"""What `nccl-tests` printed: its tables, their checks, and files compared with each other.
+
+A table looks like this (https://github.com/NVIDIA/nccl-tests, src/common.cu); columns differ
+between versions and tests, so they are found by their names:
+
+    #       size         count      type   redop    root     time   algbw   busbw #wrong ...
+    #        (B)    (elements)                               (us)  (GB/s)  (GB/s)        ...
+         8388608       2097152     float     sum      -1    151.1   55.52  104.10      0 ...
+    # Out of bounds values : 0 OK
+    # Avg bus bandwidth    : 83.1
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from paceline_cli.preflight.verdict import Check, Status, faults, listing, skipped
+
+_FAIL_RATIO, _WARN_RATIO = 0.8, 0.92
+_DIP_RATIO = 0.7  # of the best so far: bus bandwidth grows with the size, or stays
+_DIP_FROM_BYTES = 1 << 20
+_OUT_OF_BOUNDS = re.compile(r"Out of bounds values\s*:\s*(\d+)\s*(\S+)")
+_AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*([0-9.]+)")
+_TEST = re.compile(r"\b([a-z]+(?:_[a-z]+)*_perf)\b")
+_FAILURE = re.compile(r"Test (?:NCCL|CUDA) failure.*|.*Test failure.*|.*NCCL WARN.*")
+
+
+class Row(msgspec.Struct, frozen=True):
+    size_bytes: int
+    in_place: bool
+    time_seconds: float
+    bus_gigabytes_per_second: float
+    wrong: int | None  # None: the check was switched off
+
+
+class Output(msgspec.Struct, frozen=True):
+    test: str | None
+    rows: list[Row]
+    out_of_bounds: int | None
+    average_gigabytes_per_second: float | None
+    failures: list[str]
+
+    @property
+    def best(self) -> float:
+        return max((row.bus_gigabytes_per_second for row in self.rows), default=0.0)
+
+    @property
+    def wrong(self) -> int:
+        return sum(row.wrong or 0 for row in self.rows) + (self.out_of_bounds or 0)
+
+
+def parse(text: str) -> Output:
+    """Whatever of it is there: a log may be cut short, and ranks may write into each other."""
+    columns: list[str] = []
+    rows: list[Row] = []
+    for line in text.splitlines():
+        words = _after_prefix(line)
+        if "busbw" in words and "size" in words:
+            columns = words[words.index("size") :]
+        elif columns and words and words[0].isdecimal():
+            rows += _rows(columns, words)
+    bounds, average, test = (p.search(text) for p in (_OUT_OF_BOUNDS, _AVERAGE, _TEST))
+    return Output(
+        test=test[1] if test else None,
+        rows=rows,
+        out_of_bounds=int(bounds[1]) if bounds else None,
+        average_gigabytes_per_second=float(average[1]) if average else None,
+        failures=[each.strip() for each in _FAILURE.findall(text)],
+    )
+
+
+def _after_prefix(line: str) -> list[str]:
+    """Without what `mpirun --tag-output` (`[1,0]<stdout>:`) or `srun -l` (`0: `) put before it."""
+    line = re.sub(r"^\s*(?:\[[\d,]+\]\s*<std\w+>:|\d+:\s)", "", line)
+    return line.replace("#wrong", "wrong").lstrip("# ").split()
+
+
+def _rows(columns: Sequence[str], words: Sequence[str]) -> Iterator[Row]:
+    """Out of place first, in place second: each begins with its `time`."""
+    starts = [position for position, name in enumerate(columns) if name == "time"]
+    for number, start in enumerate(starts):
+        end = starts[number + 1] if number + 1 < len(starts) else len(columns)
+        named = dict(zip(columns[start:end], words[start:end], strict=False))
+        try:
+            yield Row(
+                size_bytes=int(words[0]),
+                in_place=number == 1,
+                time_seconds=float(named["time"]) / 1e6,
+                bus_gigabytes_per_second=float(named["busbw"]),
+                wrong=_count(named.get("wrong") or named.get("error")),
+            )
+        except (KeyError, ValueError):  # cut short, or N/A
+            continue
+
+
+def _count(word: str | None) -> int | None:
+    """`0`, `0e+00`, `N/A`."""
+    try:
+        return None if word is None else int(float(word))
+    except (ValueError, OverflowError):
+        return None
+
+
+def checks(outputs: Mapping[str, Output]) -> Iterator[Check]:
+    """`outputs` by file name."""
+    readable = {name: each for name, each in outputs.items() if each.rows}
+    empty = {
+        name: [*(each.failures[:1] or ["holds no table of nccl-tests"])]
+        for name, each in outputs.items()
+        if not each.rows
+    }
+    if empty:
+        yield faults("nccl-tests read", empty, "give the whole output of, say, all_reduce_perf", "")
+    if not readable:
+        return
+    wrong = {
+        name: [f"{each.wrong} wrong values"] if each.wrong else each.failures[:1]
+        for name, each in readable.items()
+    }
+    fix = "do not train on these nodes: halve the set until the one that computes wrongly is left"
+    yield faults("nccl-tests results", wrong, fix, "all values right")
+    yield _dips(readable)
+    yield _compared(readable)
+
+
+def _dips(outputs: Mapping[str, Output]) -> Check:
+    found = {name: list(_dips_of(each)) for name, each in outputs.items()}
+    fix = "look at NCCL_ALGO, NCCL_PROTO and buffers, or for congestion: run it again"
+    return faults("nccl-tests curve", found, fix, "grows with the size", status="warn")
+
+
+def _dips_of(output: Output) -> Iterator[str]:
+    for in_place in (False, True):
+        best = 0.0
+        for row in (each for each in output.rows if each.in_place == in_place):
+            speed = row.bus_gigabytes_per_second
+            if row.size_bytes >= _DIP_FROM_BYTES and speed < _DIP_RATIO * best:
+                where = "in place" if in_place else "out of place"
+                yield f"{speed:g} GB/s at {row.size_bytes} bytes {where}, {best:g} before"
+                break
+            best = max(best, speed)
+
+
+def _compared(outputs: Mapping[str, Output]) -> Check:
+    """Files of the same test with each other: one a pair of nodes, say."""
+    name = "nccl-tests bandwidth"
+    shown = [f"{file}: {each.best:g} GB/s" for file, each in outputs.items()]
+    tests = {each.test for each in outputs.values()}
+    if len(outputs) == 1:
+        return Check(name=name, status="pass", evidence=f"{shown[0]} at best")
+    if len(tests) > 1:
+        return skipped(name, f"different tests: {listing(shown)}")
+    usual = statistics.median_high(each.best for each in outputs.values())
+    slow = [file for file, each in outputs.items() if each.best < _WARN_RATIO * usual]
+    if not slow:
+        return Check(name=name, status="pass", evidence=listing(shown))
+    failed = any(outputs[file].best < _FAIL_RATIO * usual for file in slow)
+    status: Status = "fail" if failed else "warn"
+    words = [f"{file}: {outputs[file].best:g} GB/s" for file in slow]
+    return Check(
+        name=name,
+        status=status,
+        evidence=f"{listing(words)}; usual {usual:g} GB/s",
+        fix="look at the nodes of these files",
+        nodes=slow,
+    )

@@ -1,0 +1,111 @@
+"""What the micro-benchmarks are told, and what they tell: one JSON object a line of stdout."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import msgspec
+
+MARK = "paceline-probe "  # before each line that is a result: libraries print too
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    nodes: list[str]
+    hostnames: list[str]  # of the nodes, for those that are not told which one they are
+    ranks_of_nodes: list[int]
+    address: str  # where node 0 is reached
+    port: int
+    backend: Literal["gloo", "nccl"]
+    rounds: int  # of pairs, at most
+    bytes_at_most: int
+    seconds: float  # that each computation is measured
+    patience_seconds: float  # for one group of nodes
+    deadline_seconds: float  # for everything: then every process ends itself
+
+    def encode(self) -> str:
+        """For a command line: without a character that any shell would touch."""
+        return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode().rstrip("=")
+
+    @classmethod
+    def decode(cls, text: str) -> Plan:
+        padded = text + "=" * (-len(text) % 4)
+        return msgspec.json.decode(base64.urlsafe_b64decode(padded), type=cls)
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.ranks_of_nodes)
+
+    def ranks_of(self, node: int) -> range:
+        first = sum(self.ranks_of_nodes[:node])
+        return range(first, first + self.ranks_of_nodes[node])
+
+
+class Compute(msgspec.Struct, frozen=True, kw_only=True, tag="compute"):
+    """One GPU, or one node's CPUs."""
+
+    node: str
+    device: str  # "cuda:3", "cpu"
+    matmul_flops_per_second: float
+    memory_bytes_per_second: float
+    host_to_device_bytes_per_second: float | None = None
+
+
+class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
+    """An all-reduce among all ranks of `nodes`: one node, a pair, or the first of all."""
+
+    nodes: list[str]
+    kind: Literal["node", "pair", "scale"]
+    latency_seconds: float | None = None  # of 8 bytes
+    bus_bytes_per_second: float | None = None  # as nccl-tests counts: 2 (n-1)/n of the size
+    size_bytes: int | None = None
+    error: str | None = None
+
+
+class Transport(msgspec.Struct, frozen=True, kw_only=True, tag="transport"):
+    node: str
+    network: str  # "IB", "Socket", or a plugin's name, by NCCL's own word
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    node: str
+    error: str
+
+
+Result = Compute | Exchange | Transport | Failed
+_decoder = msgspec.json.Decoder(Result)
+
+
+def line(result: Result) -> str:
+    return MARK + msgspec.json.encode(result).decode()
+
+
+def parse(text: str) -> Iterator[Result]:
+    """Results in what a launcher passed on, which may have put the node's name before each line."""
+    for each in text.splitlines():
+        _, mark, rest = each.partition(MARK)
+        if mark:
+            try:
+                yield _decoder.decode(rest)
+            except msgspec.DecodeError:  # two processes wrote over each other
+                continue
+
+
+def pair_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
+    """Every pair of `count` nodes once, in rounds of disjoint pairs (the circle method)."""
+    seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        across = zip(seats[:half], reversed(seats[half:]), strict=True)
+        yield [(min(a, b), max(a, b)) for a, b in across if a is not None and b is not None]
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+
+
+def scale_steps(count: int) -> list[int]:
+    """2, then 3, then all: where a fabric first shows that it is one."""
+    return sorted({k for k in (2, 3, count) if 2 <= k <= count}) if count > 2 else []
+
+
+def of_kind(results: Iterable[Result], kind: str) -> list[Exchange]:
+    return [each for each in results if isinstance(each, Exchange) and each.kind == kind]

@@ -1,0 +1,66 @@
+"""Which interface of a node reaches the others, and how NCCL's lists of names are read."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Sequence
+
+from paceline_cli.preflight.facts import Interface, NodeFacts
+
+_ASKED = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+def matches(setting: str, name: str, port: str | None = None) -> bool:
+    """`eth,ib` are prefixes, `=eth0` exact, `^lo` excludes, `^=lo` excludes exactly.
+
+    A device may carry a port, `mlx5_0:1`; then only that port is meant.
+    """
+    exclude = setting.startswith("^")
+    wanted = setting.removeprefix("^")
+    exact = wanted.startswith("=")
+    names = [each.strip() for each in wanted.removeprefix("=").split(",") if each.strip()]
+    found = any(_matches_one(each, exact, name, port) for each in names)
+    return found != exclude
+
+
+def _matches_one(wanted: str, exact: bool, name: str, port: str | None) -> bool:
+    device, _, wanted_port = wanted.partition(":") if port is not None else (wanted, "", "")
+    if wanted_port and wanted_port != port:
+        return False
+    return name == device if exact else name.startswith(device)
+
+
+def traffic_interface(node: NodeFacts, nodes: Sequence[NodeFacts]) -> Interface | None:
+    """The one that was asked for, else one in a network that all nodes share, else any that is up.
+
+    None where no interface is up and has an address.
+    """
+    usable = [each for each in node.interfaces if each.up is not False and each.addresses]
+    usable = [each for each in usable if each.name != "lo"]
+    for name in _ASKED:
+        setting = node.environment.get(name)
+        if setting:
+            return next((each for each in usable if matches(setting, each.name)), None)
+    networks = [_networks(each.interfaces) for each in nodes]
+    shared = set.intersection(*filter(None, networks)) if any(networks) else set()
+    in_shared = [each for each in usable if _networks([each]) & shared]
+    return next(iter([*sorted(in_shared, key=_fastest), *sorted(usable, key=_fastest)]), None)
+
+
+def address(node: NodeFacts, nodes: Sequence[NodeFacts]) -> str | None:
+    """Where the others reach it."""
+    chosen = traffic_interface(node, nodes)
+    return chosen.addresses[0].partition("/")[0] if chosen else None
+
+
+def _networks(interfaces: Iterable[Interface]) -> set[str]:
+    return {
+        str(ipaddress.ip_interface(each).network)
+        for interface in interfaces
+        if interface.name != "lo"
+        for each in interface.addresses
+    }
+
+
+def _fastest(interface: Interface) -> tuple[bool, float, str]:
+    return not interface.physical, -(interface.speed_bits_per_second or 0), interface.name

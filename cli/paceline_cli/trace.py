@@ -1,0 +1,21 @@
+"""The trace of a job's last steps, as the server hands it out."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from paceline_cli.client import Client
+
+SIZES_HEADER = "Paceline-Sizes"
+
+
+class JobTrace(NamedTuple):
+    parquet: bytes
+    metadata: str  # YAML
+
+
+def fetch_trace(client: Client, job: str, steps: int) -> JobTrace:
+    response = client.download(f"/jobs/{job}/trace", steps=steps)
+    sizes = json.loads(response.headers[SIZES_HEADER])
+    return JobTrace(response.content, "".join(f"{name}: {sizes[name]}\n" for name in sizes))

@@ -1,0 +1,10 @@
+#!/bin/sh
+# Slurm's Epilog, as root on each node after a job: remove the rings that its ranks left, so that
+# none fills the node's memory. The agent has read them: it notices a rank's end within a second.
+set -u
+rings=${PACELINE_NODE_DIRECTORY:-/dev/shm/paceline-$(hostname)}/rings
+if [ -n "${SLURM_JOB_ID:-}" ] && [ -d "$rings" ]; then
+    sleep "${PACELINE_EPILOG_SECONDS:-2}"
+    find "$rings" -maxdepth 1 -type f -name "slurm-$SLURM_JOB_ID.g*.ring" -delete
+fi
+exit 0

@@ -1,0 +1,147 @@
+"""The server's commands, also reached as `paceline server`.
+
+python -m paceline_server server [--port N]
+python -m paceline_server server token create --name NAME --scope SCOPE
+python -m paceline_server server migrate
+python -m paceline_server openapi
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any, NoReturn, get_args
+
+import click
+from pydantic import ValidationError
+
+from paceline_server.api import router
+from paceline_server.app import StartError, serve
+from paceline_server.settings import Role, Settings
+from paceline_server.store.database import UNAVAILABLE, Database
+from paceline_server.store.tokens import SCOPES, create_token, revoke_token
+
+_database = click.option(
+    "--database-url",
+    metavar="URL",
+    help="sqlite:///PATH or postgresql://USER@HOST/NAME.  [default: sqlite:///paceline.db]",
+)
+
+
+@click.group()
+def main() -> None:
+    """Paceline's control plane."""
+
+
+@main.group(invoke_without_command=True)
+@_database
+@click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
+@click.option("--port", type=int, help="Port to listen on, 0 for any.  [default: 8470]")
+@click.option("--role", type=click.Choice(get_args(Role)), help="What to do.  [default: all]")
+@click.option("--webhook-url", metavar="URL", help="Where incidents are posted.")
+@click.option("--action-webhook-url", metavar="URL", help="Where actions are posted.")
+@click.option("--alertmanager-url", metavar="URL", help="Base URL of an Alertmanager.")
+@click.option("--external-url", metavar="URL", help="How people reach this server.")
+@click.pass_context
+def server(context: click.Context, /, **options: Any) -> None:
+    """Take batches in, watch jobs, serve the API and the dashboard.
+
+    Every option can also be set as PACELINE_SERVER_<NAME>, and so can the settings that have no
+    option; the command line wins.
+    """
+    context.obj = _settings(options)
+    if context.invoked_subcommand is None:
+        try:
+            serve(context.obj)
+        except StartError as error:
+            _give_up(str(error))
+
+
+def _settings(options: dict[str, Any]) -> Settings:
+    try:
+        return Settings(**{name: value for name, value in options.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        _give_up(f"{where}: {first['msg']}.")
+
+
+def _give_up(sentence: str) -> NoReturn:
+    click.echo(f"paceline server: {sentence}", err=True)
+    sys.exit(2)
+
+
+@server.command()
+@click.pass_obj
+def migrate(settings: Settings) -> None:
+    """Bring the database's schema to this version. The server also does it when it starts."""
+    with _open(settings):
+        click.echo("The schema is current.")
+
+
+@server.group()
+def token() -> None:
+    """Bearer tokens: who may call the API, and what for."""
+
+
+@token.command()
+@click.option("--name", required=True, help="Shown in the audit log.")
+@click.option(
+    "--scope",
+    required=True,
+    type=click.Choice(SCOPES),
+    help="agent: send batches; viewer: read; operator: read, run, approve.",
+)
+@click.pass_obj
+def create(settings: Settings, name: str, scope: Any) -> None:
+    """Make a token and print it, once: only its hash is kept."""
+    with _open(settings) as database:
+        try:
+            with database.write() as session:
+                secret = create_token(session, name, scope, time.time_ns())
+        except ValueError as error:
+            _give_up(f"{error}.")
+    click.echo(secret)
+
+
+@token.command()
+@click.option("--name", required=True)
+@click.pass_obj
+def revoke(settings: Settings, name: str) -> None:
+    """End a token within a second. Tokens stay required, even after the last one."""
+    with _open(settings) as database, database.write() as session:
+        if not revoke_token(session, name, time.time_ns()):
+            _give_up(f"there is no token named {name!r} that is not revoked.")
+    click.echo(f"Revoked {name}.")
+
+
+class _open:  # noqa: N801 (reads as a verb)
+    """The migrated database, closed at the end."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._database = Database(
+            settings.database_url, timeout_seconds=settings.database_timeout_seconds
+        )
+
+    def __enter__(self) -> Database:
+        try:
+            self._database.migrate()
+        except UNAVAILABLE as error:
+            detail = str(getattr(error, "orig", error)).strip().splitlines()[0]
+            _give_up(f"the database cannot be opened: {detail}.")
+        return self._database
+
+    def __exit__(self, *_: object) -> None:
+        self._database.close()
+
+
+@main.command()
+def openapi() -> None:
+    """Print the API's description."""
+    document = router.build(None).openapi()
+    click.echo(json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m paceline_server")

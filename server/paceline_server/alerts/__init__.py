@@ -1,0 +1,1 @@
+"""Outbox receivers: webhook and Alertmanager."""

@@ -1,0 +1,239 @@
+"""One example per resource for the API's description: the demo's throttling GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TOPOLOGY = {"dp": 2, "pp": 2, "tp": 2}
+_SUMMARY = (
+    "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; "
+    "it costs 55% of each step."
+)
+_LEDGER = {
+    "wall_seconds": 41.9,
+    "compute_seconds": 14.0,
+    "communication_seconds": 9.3,
+    "bubble_seconds": 4.3,
+    "data_wait_seconds": 0.1,
+    "optimizer_seconds": 0.0,
+    "checkpoint_seconds": 0.1,
+    "lost_seconds": 0.0,
+    "restart_seconds": 0.0,
+    "startup_seconds": 12.7,
+    "idle_seconds": 1.4,
+    "goodput_ratio": 0.66,
+    "useful_steps": 27,
+    "lost_steps": 0,
+}
+_JOB = {
+    "id": "job-ec83bfc8",
+    "name": "gpt-7b",
+    "state": "running",
+    "generation": 1,
+    "restarts": 0,
+    "topology": _TOPOLOGY,
+    "requested_topology": _TOPOLOGY,
+    "mode": "approve",
+    "created_at": "2026-11-20T20:15:31.000000Z",
+    "started_at": "2026-11-20T20:15:44.000000Z",
+    "finished_at": None,
+    "step": 26,
+    "step_seconds": 1.31,
+    "loss": 2.965,
+    "evaluation_loss": 2.992,
+    "metadata": {"schedule": "1f1b", "microbatches": "8"},
+    "verdict": {"kind": "straggler", "text": _SUMMARY, "incident_id": "inc-d155b9d3"},
+    "ledger": _LEDGER,
+    "open_incidents": 1,
+    "pending_actions": 1,
+}
+_RANK = {
+    "rank": 2,
+    "dp_rank": 1,
+    "pp_rank": 0,
+    "tp_rank": 0,
+    "node": "node-1",
+    "local_rank": 0,
+    "gpu": 0,
+    "pid": 4242,
+    "state": "attached",
+    "status": "running",
+    "step": 26,
+    "operation": "all_reduce tp#118",
+    "operation_seconds": 0.02,
+    "process_state": "S",
+    "exit_code": None,
+    "signal": None,
+}
+_STEP = {
+    "generation": 1,
+    "step": 26,
+    "started_at": "2026-11-20T20:16:12.000000Z",
+    "duration_seconds": 1.35,
+    "loss": 2.965,
+    "gradient_norm": 0.71,
+    "slowest_rank": 2,
+    "slowest_slowdown": 2.5,
+    "compute_seconds": 0.58,
+    "communication_seconds": 0.55,
+    "wait_seconds": 0.51,
+    "bubble_seconds": 0.21,
+    "data_wait_seconds": 0.0,
+    "optimizer_seconds": 0.0,
+    "checkpoint_seconds": 0.0,
+    "bubbles": [{"stage": 0, "measured_ratio": 0.149, "theory_ratio": 0.111}],
+}
+_GRID = {
+    "job_id": "job-ec83bfc8",
+    "generation": 1,
+    "topology": _TOPOLOGY,
+    "first_step": 6,
+    "last_step": 25,
+    "cells": [
+        {
+            "rank": 2,
+            "dp_rank": 1,
+            "pp_rank": 0,
+            "tp_rank": 0,
+            "node": "node-1",
+            "state": "attached",
+            "self_seconds": 1.2,
+            "slowdown": 2.5,
+        }
+    ],
+}
+_NODE = {
+    "id": "node-1",
+    "hostname": "gpu-0117",
+    "version": "0.1.0",
+    "state": "ready",
+    "reason": None,
+    "slots": 2,
+    "job_id": "job-ec83bfc8",
+    "ranks": [2, 3],
+    "gpus": [
+        {
+            "index": 0,
+            "uuid": "GPU-5ec0ffee-0000-4000-8000-000000000000",
+            "name": "NVIDIA H200",
+            "pci_bus_id": "00000000:1B:00.0",
+            "sm_clock_hertz": 795e6,
+            "temperature_celsius": 92.0,
+            "power_watts": 512.0,
+            "utilization_ratio": 0.97,
+            "throttle_reasons": ["hw_thermal_slowdown", "sw_thermal_slowdown"],
+        }
+    ],
+    "last_seen_at": "2026-11-20T20:16:13.400000Z",
+}
+_INCIDENT = {
+    "id": "inc-d155b9d3",
+    "job_id": "job-ec83bfc8",
+    "generation": 1,
+    "kind": "straggler",
+    "cause": "thermal throttle",
+    "state": "open",
+    "severity": "critical",
+    "summary": _SUMMARY,
+    "rank": 2,
+    "node": "node-1",
+    "stage": 0,
+    "slowdown": 2.5,
+    "cost_ratio": 0.55,
+    "speedup": 2.21,
+    "persistence": "persistent",
+    "onset_step": 14,
+    "detected_step": 18,
+    "detected_at": "2026-11-20T20:16:02.000000Z",
+    "resolved_at": None,
+    "evidence": [
+        {
+            "text": "computes 1202 ms per step, its peers 486 ms, since step 14",
+            "metric": "self_seconds",
+            "value": 1.202,
+            "expected": 0.486,
+        }
+    ],
+    "counter_evidence": [{"text": "gpu0 of node-1: 0 new PCIe replays"}],
+    "causes": [
+        {
+            "name": "thermal throttle",
+            "likelihood": 0.97,
+            "evidence": [
+                {
+                    "text": "SM clock of gpu0 on node-1 fell from 1980 to 795 MHz",
+                    "metric": "DCGM_FI_DEV_SM_CLOCK",
+                    "value": 795.0,
+                    "expected": 1980.0,
+                }
+            ],
+        }
+    ],
+    "symptoms": [],
+    "action_ids": ["act-b6596142"],
+}
+_ACTION = {
+    "id": "act-b6596142",
+    "job_id": "job-ec83bfc8",
+    "incident_id": "inc-d155b9d3",
+    "kind": "restart",
+    "state": "proposed",
+    "reason": f"Checkpoint and restart without node-1: {_SUMMARY}",
+    "generation": 1,
+    "exclude_nodes": ["node-1"],
+    "created_at": "2026-11-20T20:16:02.000000Z",
+    "finished_at": None,
+    "phases": [],
+    "lost_steps": None,
+    "resumed_step": None,
+    "error": None,
+}
+_AUDIT = {
+    "id": 7,
+    "at": "2026-11-20T20:16:21.000000Z",
+    "job_id": "job-ec83bfc8",
+    "actor": "alice",
+    "verb": "approved",
+    "subject": "act-b6596142",
+    "detail": "node-1 is due for service anyway",
+}
+
+
+def _page(item: dict[str, Any]) -> dict[str, Any]:
+    return {"items": [item], "next_cursor": None}
+
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "JobCreate": {
+        "name": "gpt-7b",
+        "argv": ["python", "-m", "paceline_trainer", "--schedule", "1f1b"],
+        "topology": _TOPOLOGY,
+        "mode": "approve",
+        "checkpoint_directory": "/checkpoints/gpt-7b",
+    },
+    "Job": _JOB,
+    "JobPage": _page(_JOB),
+    "Rank": _RANK,
+    "RankPage": _page(_RANK),
+    "Step": _STEP,
+    "StepPage": _page(_STEP),
+    "Grid": _GRID,
+    "Node": _NODE,
+    "NodePage": _page(_NODE),
+    "Incident": _INCIDENT,
+    "IncidentPage": _page(_INCIDENT),
+    "Action": _ACTION,
+    "ActionPage": _page(_ACTION),
+    "AuditRecord": _AUDIT,
+    "AuditPage": _page(_AUDIT),
+    "ActionDecision": {"comment": "node-1 is due for service anyway"},
+    "BurstRequest": {"collectors": ["nvml", "rdma"], "seconds": 20.0},
+    "IngestAnswer": {"status": "stored", "sequence": 41},
+    "Problem": {
+        "type": "about:blank",
+        "title": "Not Found",
+        "status": 404,
+        "detail": "There is no job job-0.",
+        "instance": "/api/v1/jobs/job-0",
+    },
+}

@@ -1,0 +1,171 @@
+"""What Prometheus sees of jobs: read from the database at each scrape, a bounded number of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from sqlalchemy import func, select
+
+from paceline_server.steps.types import Ledger, StepSummary
+from paceline_server.store import queries
+from paceline_server.store.database import UNAVAILABLE, Database
+from paceline_server.store.log import FINISHED
+from paceline_server.store.models import Incident, Job
+
+_JOBS = 200
+_INCIDENTS = 200
+_DETAILED_JOBS = 20  # those whose newest step is looked into
+_RANKS = 64  # of a job, the slowest
+_PARTS = tuple(
+    name.removesuffix("_seconds")
+    for name in Ledger.__struct_fields__
+    if name.endswith("_seconds") and name != "wall_seconds"
+)
+_STATES = ("pending", "starting", "running", "recovering", "finished", "failed", "stopped")
+
+
+class JobCollector(Collector):
+    """Nothing while the database is away: absent, not zero."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            with self._database.read() as session:
+                states = dict(
+                    session.execute(select(Job.state, func.count()).group_by(Job.state)).all()
+                )
+                jobs = session.scalars(
+                    select(Job)
+                    .where(Job.state.not_in(FINISHED))
+                    .order_by(Job.created_ns.desc())
+                    .limit(_JOBS)
+                ).all()
+                incidents = session.scalars(
+                    select(Incident.kind).where(Incident.state != "resolved")
+                ).all()
+                open_incidents = session.scalars(
+                    select(Incident)
+                    .where(Incident.state != "resolved")
+                    .order_by(Incident.opened_ns.desc())
+                    .limit(_INCIDENTS)
+                ).all()
+                newest = {
+                    job.id: row.summary
+                    for job in jobs[:_DETAILED_JOBS]
+                    for row in queries.steps(session, job.id, None, 1)
+                }
+        except UNAVAILABLE:
+            return
+        yield _jobs(states)
+        yield _incidents(incidents)
+        yield from _each(jobs)
+        yield _ledgers(jobs)
+        yield _verdicts(open_incidents)
+        yield from _newest_steps(jobs, newest)
+
+
+def _jobs(states: dict[str, int]) -> Metric:
+    family = GaugeMetricFamily("paceline_jobs", "Jobs by state.", labels=["state"])
+    for state in _STATES:
+        family.add_metric([state], states.get(state, 0))
+    return family
+
+
+def _incidents(kinds: Iterable[str]) -> Metric:
+    family = GaugeMetricFamily(
+        "paceline_incidents_open", "Incidents that are not resolved.", labels=["kind"]
+    )
+    counts = Counter(kinds)
+    for kind in sorted({"straggler", "bubble", "hang", "failure", *counts}):
+        family.add_metric([kind], counts[kind])
+    return family
+
+
+def _each(jobs: Iterable[Job]) -> Iterator[Metric]:
+    labels = ["job_id", "job"]
+    goodput = GaugeMetricFamily(
+        "paceline_job_goodput_ratio", "Useful share of the wall time.", labels=labels
+    )
+    pace = GaugeMetricFamily(
+        "paceline_job_step_duration_seconds", "Median of the recent steps.", labels=labels
+    )
+    step = GaugeMetricFamily("paceline_job_step", "Newest finished step.", labels=labels)
+    for job in jobs:
+        of = [job.id, job.name]
+        if job.ledger.goodput_ratio is not None:
+            goodput.add_metric(of, job.ledger.goodput_ratio)
+        if job.step_seconds is not None:
+            pace.add_metric(of, job.step_seconds)
+        if job.step is not None:
+            step.add_metric(of, job.step)
+    yield from (goodput, pace, step)
+
+
+def _ledgers(jobs: Iterable[Job]) -> Metric:
+    family = GaugeMetricFamily(
+        "paceline_job_ledger_seconds",
+        "Where the job's wall time went.",
+        labels=["job_id", "job", "part"],
+    )
+    for job in jobs:
+        for part in _PARTS:
+            family.add_metric([job.id, job.name, part], getattr(job.ledger, f"{part}_seconds"))
+    return family
+
+
+def _verdicts(incidents: Iterable[Incident]) -> Metric:
+    """As an info metric: its value is 1, what it says is in its labels."""
+    family = GaugeMetricFamily(
+        "paceline_incident_info",
+        "Each incident that is not resolved, and whom it names.",
+        labels=["incident_id", "job_id", "kind", "severity", "cause", "rank", "node"],
+    )
+    for row in incidents:
+        finding = row.view.finding
+        rank = "" if finding.rank is None else str(finding.rank)
+        labels = [
+            row.id,
+            row.job_id,
+            row.kind,
+            row.severity,
+            finding.cause,
+            rank,
+            finding.node or "",
+        ]
+        family.add_metric(labels, 1)
+    return family
+
+
+def _newest_steps(jobs: Sequence[Job], newest: dict[str, StepSummary]) -> Iterator[Metric]:
+    labels = ["job_id", "job"]
+    slowdown = GaugeMetricFamily(
+        "paceline_job_rank_slowdown_ratio",
+        "Self time of a rank in the newest step over its peers'; of a large job the slowest ranks.",
+        labels=[*labels, "rank"],
+    )
+    bubble = GaugeMetricFamily(
+        "paceline_job_stage_bubble_ratio",
+        "Idle share of a stage in the newest step, as measured and as the schedule has it.",
+        labels=[*labels, "stage", "kind"],
+    )
+    for job in jobs:
+        summary = newest.get(job.id)
+        if summary is None:
+            continue
+        of = [job.id, job.name]
+        ranked = [(rank.slowdown, rank.rank) for rank in summary.ranks if rank.slowdown is not None]
+        for value, rank in sorted(ranked, reverse=True)[:_RANKS]:
+            slowdown.add_metric([*of, str(rank)], value)
+        for stage in summary.bubbles:
+            bubble.add_metric([*of, str(stage.stage), "measured"], stage.measured_ratio)
+            if stage.theory_ratio is not None:
+                bubble.add_metric([*of, str(stage.stage), "theory"], stage.theory_ratio)
+    yield from (slowdown, bubble)

@@ -1,0 +1,101 @@
+"""Errors as RFC 9457 problem details: what was expected, what came, where.
+
+Problem
+└── raised by routes; everything else that can reach a client is mapped here too
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from paceline_server.api import schemas
+from paceline_server.store.database import UNAVAILABLE
+
+_log = logging.getLogger(__name__)
+MEDIA_TYPE = "application/problem+json"
+RETRY_AFTER_SECONDS = 1
+
+
+class Problem(HTTPException):
+    """One sentence with the fix, as `detail`."""
+
+    def __init__(self, status: int, detail: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(status, detail, dict(headers or {}))
+
+
+def not_found(kind: str, identifier: str) -> Problem:
+    return Problem(404, f"There is no {kind} {identifier!r}.")
+
+
+def unavailable(detail: str) -> Problem:
+    return Problem(503, detail, {"Retry-After": str(RETRY_AFTER_SECONDS)})
+
+
+def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For a route's OpenAPI: these statuses carry a problem."""
+    return {
+        status: {
+            "description": HTTPStatus(status).phrase,
+            "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        }
+        for status in statuses
+    }
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(Exception, _unexpected)
+    for error in UNAVAILABLE:
+        app.add_exception_handler(error, _database)
+
+
+def answer(request: Request, status: int, detail: str, headers: Mapping[str, str] = {}) -> Response:
+    body = schemas.Problem(
+        type="about:blank",
+        title=HTTPStatus(status).phrase,
+        status=status,
+        detail=detail,
+        instance=request.url.path,
+    )
+    return JSONResponse(body.model_dump(), status, headers=dict(headers), media_type=MEDIA_TYPE)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return answer(request, error.status_code, str(error.detail), error.headers or {})
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return answer(request, 422, f"{where}: {first['msg']}.")
+
+
+async def answer_to(request: Request, error: Exception) -> Response:
+    """To a `Problem`, or to a database that is away."""
+    handle = _http if isinstance(error, HTTPException) else _database
+    return await handle(request, error)
+
+
+async def _database(request: Request, error: Exception) -> Response:
+    _log.warning("database unavailable: %s", error)
+    return answer(
+        request,
+        503,
+        "The database does not answer; try again.",
+        {"Retry-After": str(RETRY_AFTER_SECONDS)},
+    )
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    return answer(request, 500, "An error of the server; its log says more.")

@@ -1,0 +1,305 @@
+"""From rows to resources: how each one looks to a client."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from sqlalchemy.orm import Session
+
+from paceline_server.api import schemas
+from paceline_server.api.verdict import verdict
+from paceline_server.detect.finding import Cause, Evidence
+from paceline_server.steps.types import Ledger, StepMeans, StepSummary
+from paceline_server.store import models, queries
+from paceline_server.store.shares import brief, medians, newest_shares
+from paceline_wire.batch import AgentHello, RankStacks
+from paceline_wire.topology import Topology
+
+# A node that is silent for longer is shown as lost; the same as Policy.node_lease_seconds.
+_NODE_LEASE_NS = 5_000_000_000
+
+
+def time_of(ns: int) -> datetime:
+    return datetime.fromtimestamp(ns / 1e9, UTC)
+
+
+def optional_time(ns: int | None) -> datetime | None:
+    return None if ns is None else time_of(ns)
+
+
+def finite(value: float | None) -> float | None:
+    """JSON has no NaN: a loss that is none is unknown to a client."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def topology(value: Topology) -> schemas.TopologyModel:
+    return schemas.TopologyModel(dp=value.dp, pp=value.pp, tp=value.tp)
+
+
+def ledger(value: Ledger) -> schemas.LedgerModel:
+    return schemas.LedgerModel(**msgspec.to_builtins(value))
+
+
+def job(session: Session, row: models.Job) -> schemas.Job:
+    return schemas.Job(
+        id=row.id,
+        name=row.name,
+        state=row.state,  # type: ignore[arg-type]  # pydantic checks it
+        generation=row.generation,
+        restarts=queries.count_restarts(session, row.id),
+        topology=topology(row.topology),
+        requested_topology=topology(row.spec.topology),
+        mode=row.policy.mode,
+        created_at=time_of(row.created_ns),
+        started_at=optional_time(row.started_ns),
+        finished_at=optional_time(row.finished_ns),
+        step=row.step,
+        step_seconds=finite(row.step_seconds),
+        loss=finite(row.loss),
+        evaluation_loss=finite(row.evaluation_loss),
+        metadata=row.spec.metadata,
+        verdict=verdict(session, row),
+        ledger=ledger(row.ledger),
+        open_incidents=queries.count_open_incidents(session, row.id),
+        pending_actions=queries.count_pending_actions(session, row.id),
+    )
+
+
+def rank(row: models.Rank, of: Topology) -> schemas.Rank:
+    coordinates = of.coordinates(row.rank)
+    return schemas.Rank(
+        rank=row.rank,
+        dp_rank=coordinates.dp_rank,
+        pp_rank=coordinates.pp_rank,
+        tp_rank=coordinates.tp_rank,
+        node=row.agent_id,
+        local_rank=row.local_rank,
+        gpu=row.gpu,
+        pid=row.pid,
+        state=row.state,
+        status=row.status,
+        step=row.step,
+        operation=row.operation,
+        operation_seconds=finite(row.operation_seconds),
+        process_state=row.process_state,
+        exit_code=row.exit_code,
+        signal=row.signal,
+    )
+
+
+def ranks(session: Session, row: models.Job) -> schemas.RankPage:
+    rows = queries.ranks(session, row.id)
+    return schemas.RankPage(items=[rank(each, row.topology) for each in rows])
+
+
+def step(summary: StepSummary) -> schemas.Step:
+    summary = brief(summary)
+    means = {} if summary.means is None else msgspec.structs.asdict(summary.means)
+    return schemas.Step(
+        generation=summary.generation,
+        step=summary.step,
+        started_at=time_of(summary.started_ns),
+        duration_seconds=summary.duration_seconds,
+        loss=finite(summary.loss),
+        gradient_norm=finite(summary.gradient_norm),
+        slowest_rank=summary.slowest_rank,
+        slowest_slowdown=finite(summary.slowest_slowdown),
+        bubbles=[schemas.StageBubbleModel(**msgspec.to_builtins(b)) for b in summary.bubbles],
+        **{name: means.get(name, 0.0) for name in StepMeans.__struct_fields__},
+    )
+
+
+def grid(session: Session, row: models.Job, window_steps: int) -> schemas.Grid:
+    world_size = row.topology.world_size
+    shares = newest_shares(session, row.id, row.generation, world_size, window_steps)
+    placed = {each.rank: each for each in queries.ranks(session, row.id)}
+    self_seconds, slowdown = medians(shares.self_seconds), medians(shares.slowdown)
+    return schemas.Grid(
+        job_id=row.id,
+        generation=row.generation,
+        topology=topology(row.topology),
+        first_step=shares.steps[0] if shares.steps else None,
+        last_step=shares.steps[-1] if shares.steps else None,
+        cells=[
+            _cell(number, row.topology, placed.get(number), self_seconds[number], slowdown[number])
+            for number in range(world_size)
+        ],
+    )
+
+
+def _cell(
+    number: int,
+    of: Topology,
+    placed: models.Rank | None,
+    self_seconds: float | None,
+    slowdown: float | None,
+) -> schemas.GridCell:
+    coordinates = of.coordinates(number)
+    return schemas.GridCell(
+        rank=number,
+        dp_rank=coordinates.dp_rank,
+        pp_rank=coordinates.pp_rank,
+        tp_rank=coordinates.tp_rank,
+        node=placed.agent_id if placed else None,
+        state=placed.state if placed else "assigned",
+        self_seconds=self_seconds,
+        slowdown=slowdown,
+    )
+
+
+def node(session: Session, row: models.Node, now_ns: int) -> schemas.Node:
+    hello = row.hello
+    return schemas.Node(
+        id=row.agent_id,
+        hostname=hello.hostname if hello else row.agent_id,
+        version=hello.version if hello else "",
+        state=_node_state(row, now_ns),  # type: ignore[arg-type]  # pydantic checks it
+        reason=row.quarantine_reason,
+        slots=hello.slots if hello else 0,
+        job_id=row.job_id,
+        ranks=queries.ranks_on(session, row.agent_id, row.job_id),
+        gpus=_gpus(hello, row.readings),
+        last_seen_at=time_of(row.last_seen_ns),
+    )
+
+
+def _node_state(row: models.Node, now_ns: int) -> str:
+    if now_ns - row.last_seen_ns > _NODE_LEASE_NS:
+        return "lost"
+    return "quarantined" if row.quarantine_reason is not None else "ready"
+
+
+def _gpus(hello: AgentHello | None, readings: dict[int, models.GpuReading]) -> list[schemas.Gpu]:
+    return [
+        schemas.Gpu(
+            index=gpu.index,
+            uuid=gpu.uuid,
+            name=gpu.name,
+            pci_bus_id=gpu.pci_bus_id,
+            **_reading(readings.get(gpu.index)),
+        )
+        for gpu in (hello.gpus if hello else [])
+    ]
+
+
+def _reading(reading: models.GpuReading | None) -> dict[str, Any]:
+    if reading is None:
+        return {}
+    fields = msgspec.structs.asdict(reading)
+    del fields["time_ns"]
+    return fields
+
+
+def incident(row: models.Incident, *, in_full: bool = False) -> schemas.Incident:
+    """`in_full`: with the stacks, which are long."""
+    view = row.view
+    finding = view.finding
+    return schemas.Incident(
+        id=row.id,
+        job_id=row.job_id,
+        generation=finding.generation,
+        kind=finding.kind,
+        cause=finding.cause,
+        state=view.state,
+        severity=finding.severity,
+        summary=finding.summary,
+        rank=finding.rank,
+        node=finding.node,
+        stage=finding.stage,
+        slowdown=finite(finding.slowdown),
+        cost_ratio=finite(finding.cost_ratio),
+        speedup=finite(finding.speedup),
+        persistence=finding.persistence,
+        side=finding.side,
+        ranks=finding.ranks,
+        link=None if finding.link is None else list(finding.link),
+        onset_step=finding.onset_step,
+        detected_step=finding.step,
+        detected_at=time_of(view.opened_ns),
+        resolved_at=optional_time(view.resolved_ns),
+        evidence=[_evidence(each) for each in finding.evidence],
+        counter_evidence=[_evidence(each) for each in finding.counter_evidence],
+        causes=[_cause(each) for each in finding.causes],
+        advice=finding.advice,
+        stacks=[_stacks(each) for each in finding.stacks] if in_full else [],
+        symptoms=[symptom.summary for symptom in view.symptoms],
+        action_ids=view.action_ids,
+    )
+
+
+def _cause(value: Cause) -> schemas.CauseModel:
+    return schemas.CauseModel(
+        name=value.name,
+        likelihood=value.likelihood,
+        evidence=[_evidence(each) for each in value.evidence],
+        counter_evidence=[_evidence(each) for each in value.counter_evidence],
+    )
+
+
+def _stacks(value: RankStacks) -> schemas.StacksModel:
+    return schemas.StacksModel(
+        rank=value.rank,
+        taken_at=time_of(value.time_ns),
+        threads=[
+            schemas.ThreadModel(
+                name=thread.name,
+                holds_gil=thread.holds_gil,
+                is_running=thread.is_running,
+                frames=[
+                    schemas.FrameModel(function=one.function, file=one.file, line=one.line)
+                    for one in thread.frames
+                ],
+            )
+            for thread in value.threads
+        ],
+        error=value.error,
+    )
+
+
+def _evidence(value: Evidence) -> schemas.EvidenceModel:
+    return schemas.EvidenceModel(
+        text=value.text,
+        metric=value.metric,
+        value=finite(value.value),
+        expected=finite(value.expected),
+    )
+
+
+def action(row: models.Action) -> schemas.Action:
+    view = row.view
+    return schemas.Action(
+        id=row.id,
+        job_id=row.job_id,
+        incident_id=view.incident_id,
+        kind=view.kind,
+        state=view.state,
+        reason=view.reason,
+        generation=view.generation,
+        exclude_nodes=view.exclude_nodes,
+        created_at=time_of(view.created_ns),
+        finished_at=optional_time(view.finished_ns),
+        phases=[
+            schemas.PhaseModel(
+                name=phase.name, started_at=time_of(phase.started_ns), detail=phase.detail
+            )
+            for phase in view.phases
+        ],
+        lost_steps=view.lost_steps,
+        resumed_step=view.resumed_step,
+        error=view.error,
+    )
+
+
+def audit_record(row: models.AuditRow) -> schemas.AuditRecord:
+    return schemas.AuditRecord(
+        id=row.id,
+        at=time_of(row.at_ns),
+        job_id=row.job_id,
+        actor=row.actor,
+        verb=row.verb,
+        subject=row.subject,
+        detail=row.detail,
+    )

@@ -1,0 +1,89 @@
+"""All routes: a resource is one file and one line here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import anyio
+from fastapi import APIRouter, FastAPI
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Scope
+
+from paceline_server.api import problems, schemas
+from paceline_server.api.auth import Guard
+from paceline_server.api.limit import BodyLimit
+from paceline_server.api.routes import (
+    actions,
+    agents,
+    audit,
+    events,
+    health,
+    incidents,
+    ingest,
+    jobs,
+    nodes,
+    trace,
+)
+
+_RESOURCES = (ingest, agents, jobs, trace, nodes, incidents, actions, audit, events)
+_DECODERS = 4
+
+
+def build(static_directory: Path | None) -> FastAPI:
+    """The application without its parts: `app.state.parts` is for the composition root."""
+    app = FastAPI(
+        title="Paceline",
+        version=importlib.metadata.version("paceline"),
+        description="Which rank slows the job, why, and what is done about it.",
+        openapi_url="/openapi.json",
+        docs_url=None,  # its pages would load their scripts from elsewhere
+        redoc_url=None,
+        responses=problems.responses(422),
+        generate_unique_id_function=lambda route: route.name,
+    )
+    app.state.guard = Guard()
+    app.state.decoders = anyio.CapacityLimiter(_DECODERS)
+    app.add_middleware(BodyLimit)
+    app.add_middleware(ingest.Ingest)  # before the limit: batches have their own
+    problems.install(app)
+    v1 = APIRouter(prefix="/api/v1")
+    for resource in _RESOURCES:
+        v1.include_router(resource.router)
+    app.include_router(v1)
+    app.include_router(health.router)
+    _describe_problems(app)
+    if static_directory is not None and static_directory.is_dir():
+        app.mount("/", Pages(directory=static_directory, html=True), name="pages")
+    return app
+
+
+class Pages(StaticFiles):
+    """The web's files; a path that is none of them is a view of the one page."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        try:
+            response = await super().get_response(path, scope)
+        except HTTPException as error:
+            if error.status_code != 404 or path.startswith("api/") or "." in path.split("/")[-1]:
+                raise
+            response = await super().get_response("index.html", scope)
+        # Asset names carry a hash of their content; the page itself must not be kept.
+        kept = "max-age=31536000, immutable" if path.startswith("assets/") else "no-cache"
+        response.headers["Cache-Control"] = kept
+        return response
+
+
+def _describe_problems(app: FastAPI) -> None:
+    """Add the problem's schema, which no route returns as its model."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, object]:
+        document = generate()
+        known = document["components"]["schemas"]
+        known["Problem"] = schemas.Problem.model_json_schema()
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,47 @@
+"""Incidents: one per trouble, however many symptoms."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from paceline_server.api import problems, resources, schemas
+from paceline_server.api.auth import viewer
+from paceline_server.api.dependencies import BoundsDep, ReadDep
+from paceline_server.api.paging import position, text_of
+from paceline_server.api.problems import not_found
+from paceline_server.decide.types import IncidentState
+from paceline_server.store import models, queries
+
+router = APIRouter(prefix="/incidents", tags=["incidents"], dependencies=[viewer])
+
+
+@router.get(
+    "", response_model=schemas.IncidentPage, responses=problems.responses(401, 403, 422, 503)
+)
+def list_incidents(
+    session: ReadDep,
+    bounds: BoundsDep,
+    job: Annotated[str | None, Query(description="Only of this job.", pattern="^[^\0]*$")] = None,
+    state: IncidentState | None = None,
+) -> schemas.IncidentPage:
+    """Newest first."""
+    rows = queries.incidents(session, bounds.limit, position(bounds), job, state)
+    more = len(rows) == bounds.limit
+    return schemas.IncidentPage(
+        items=[resources.incident(row) for row in rows],
+        next_cursor=text_of(rows[-1].opened_ns, rows[-1].id) if more else None,
+    )
+
+
+@router.get(
+    "/{incident_id}",
+    response_model=schemas.Incident,
+    responses=problems.responses(401, 403, 404, 503),
+)
+def get_incident(incident_id: str, session: ReadDep) -> schemas.Incident:
+    row = session.get(models.Incident, incident_id) if "\0" not in incident_id else None
+    if row is None:
+        raise not_found("incident", incident_id)
+    return resources.incident(row, in_full=True)

@@ -1,0 +1,131 @@
+"""Batches from agents. The answer means that the batch is in the hot log.
+
+A large job's server is asked for little else, a thousand times a second: these requests are
+answered in front of the routes, which only describe them. What the framework would do for them
+costs more than to store what they bring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import anyio
+import anyio.to_thread
+from fastapi import APIRouter, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from paceline_server.api import problems, schemas
+from paceline_server.api.auth import agent, authorized, bearer
+from paceline_server.api.dependencies import Parts
+from paceline_server.api.problems import Problem
+from paceline_server.ingest.check import check
+from paceline_server.ingest.errors import IngestError, UnstorableError
+from paceline_server.store.database import UNAVAILABLE
+from paceline_wire import batch as wire
+from paceline_wire.batch import Batch, BatchError
+
+router = APIRouter(tags=["agents"])
+PATH = "/api/v1/ingest"
+# What a node of eight ranks sends in half a second. Decoding it takes less than a millisecond.
+_SMALL_BYTES = 16 << 10
+_BODY = {
+    "required": True,
+    "description": "msgpack of `paceline_wire.batch.Batch` in one zstd frame",
+    "content": {wire.CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+}
+
+
+@router.post(
+    "/ingest",
+    dependencies=[agent],
+    response_model=schemas.IngestAnswer,
+    responses=problems.responses(400, 401, 403, 413, 415, 503),
+    openapi_extra={"requestBody": _BODY},
+)
+async def ingest() -> schemas.IngestAnswer:
+    """Store one batch. Repeating it is safe: the answer is then `duplicate`."""
+    raise NotImplementedError("Ingest answers")
+
+
+class Ingest:
+    """Answers posted batches; everything else goes on to `app`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != PATH or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        try:
+            answer = await _take(request)
+        except (Problem, *UNAVAILABLE) as error:
+            response = await problems.answer_to(request, error)
+            await response(scope, receive, send)
+            return
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(answer)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": answer})
+
+
+async def _take(request: Request) -> bytes:
+    """The `IngestAnswer`. Raises Problem, or what a database raises that is away."""
+    of: Parts = request.app.state.parts
+    await authorized(request, of, "agent", bearer(request))
+    try:
+        of.log.refuse_if_full()
+        payload = await _body(request)
+        batch = await _decoded(request, payload)
+        status = await asyncio.wrap_future(of.log.submit(batch, payload, of.now_ns()))
+    except (BatchError, IngestError) as error:
+        of.metrics.rejected.labels(error.reason).inc()
+        raise _problem(error) from error
+    return b'{"status":"%s","sequence":%d}' % (status.encode(), batch.sequence)
+
+
+async def _body(request: Request) -> bytes:
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != wire.CONTENT_TYPE:
+        raise BatchError("content_type", f"Expected content of {wire.CONTENT_TYPE}.")
+    limit = wire.MAXIMUM_COMPRESSED_BYTES
+    declared = request.headers.get("content-length", "0")
+    content = bytearray()
+    if declared.isascii() and declared.isdigit() and int(declared) > limit:
+        raise BatchError("oversized", f"{declared} bytes, at most {limit}")
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > limit:
+            raise BatchError("oversized", f"more than {limit} bytes")
+    return bytes(content)
+
+
+async def _decoded(request: Request, payload: bytes) -> Batch:
+    """Here, if that is less work than to hand it to a thread."""
+    if len(payload) <= _SMALL_BYTES:
+        return _decode(payload)
+    return await anyio.to_thread.run_sync(_decode, payload, limiter=_decoders(request))
+
+
+def _decode(payload: bytes) -> Batch:
+    batch = wire.decode(payload)
+    check(batch)
+    return batch
+
+
+def _decoders(request: Request) -> anyio.CapacityLimiter:
+    """Few at once: each may hold MAXIMUM_BYTES."""
+    found: anyio.CapacityLimiter = request.app.state.decoders
+    return found
+
+
+_STATUS = {"oversized": 413, "content_type": 415}
+
+
+def _problem(error: BatchError | IngestError) -> Problem:
+    if isinstance(error, IngestError) and not isinstance(error, UnstorableError):
+        return problems.unavailable(f"Not stored: {error}; try again.")
+    return Problem(_STATUS.get(error.reason, 400), f"Nothing stored ({error.reason}): {error}.")

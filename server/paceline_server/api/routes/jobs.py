@@ -1,0 +1,162 @@
+"""Jobs, and what is asked of one: ranks, steps, the grid, stop."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from sqlalchemy.orm import Session
+
+from paceline_server.api import problems, resources, schemas
+from paceline_server.api.auth import Operator, viewer
+from paceline_server.api.dependencies import Bounds, BoundsDep, PartsDep, ReadDep
+from paceline_server.api.paging import position, text_of
+from paceline_server.api.problems import Problem, not_found
+from paceline_server.decide.types import AuditEntry, JobSpec, Policy
+from paceline_server.steps.types import Ledger
+from paceline_server.store import audit, models, queries
+from paceline_server.store.changes import record_change
+from paceline_server.store.log import FINISHED, newest_log_id
+from paceline_wire.topology import Topology
+
+router = APIRouter(prefix="/jobs", tags=["jobs"])
+_READ = problems.responses(401, 403, 422, 503)
+_ONE = problems.responses(401, 403, 404, 422, 503)
+
+
+@router.post("", status_code=201, response_model=schemas.Job, responses=_READ)
+def create_job(body: schemas.JobCreate, of: PartsDep, caller: Operator) -> schemas.Job:
+    """Ask for a job. It starts as soon as enough ready nodes have room for its ranks."""
+    now_ns = of.now_ns()
+    with of.database.write() as session:
+        row = _new_job(session, body, now_ns)
+        session.add(row)
+        session.flush()
+        entry = AuditEntry(actor=caller.name, verb="created", subject=row.id, detail=row.name)
+        audit.record(session, row.id, entry, now_ns)
+        record_change(session, row.id, "job", row.id)
+        created = resources.job(session, row)
+    of.wakes.work.notify()
+    of.wakes.changes.notify()
+    return created
+
+
+def _new_job(session: Session, body: schemas.JobCreate, now_ns: int) -> models.Job:
+    for name, text in _texts(body):
+        if "\0" in text:
+            raise Problem(422, f"{name}: expected text without NUL.")
+    topology = Topology(body.topology.dp, body.topology.pp, body.topology.tp)
+    spec = JobSpec(
+        name=body.name,
+        argv=body.argv,
+        topology=topology,
+        environment=body.environment,
+        directory=body.directory,
+        checkpoint_directory=body.checkpoint_directory,
+        metadata=body.metadata,
+    )
+    return models.Job(
+        id=f"job-{secrets.token_hex(4)}",
+        name=body.name,
+        spec=spec,
+        policy=Policy(mode=body.mode),
+        state="pending",
+        generation=0,
+        topology=topology,
+        created_ns=now_ns,
+        stop_requested=False,
+        cursor=newest_log_id(session),
+        ledger=Ledger(),
+    )
+
+
+def _texts(body: schemas.JobCreate) -> list[tuple[str, str]]:
+    found = [("name", body.name), *(("argv", each) for each in body.argv)]
+    found += [("environment", f"{key}={value}") for key, value in body.environment.items()]
+    found += [("metadata", f"{key}={value}") for key, value in body.metadata.items()]
+    for name in ("directory", "checkpoint_directory"):
+        found.append((name, getattr(body, name) or ""))
+    return found
+
+
+@router.get("", dependencies=[viewer], response_model=schemas.JobPage, responses=_READ)
+def list_jobs(session: ReadDep, bounds: BoundsDep) -> schemas.JobPage:
+    """Newest first."""
+    rows = queries.jobs(session, bounds.limit, position(bounds))
+    more = len(rows) == bounds.limit
+    return schemas.JobPage(
+        items=[resources.job(session, row) for row in rows],
+        next_cursor=text_of(rows[-1].created_ns, rows[-1].id) if more else None,
+    )
+
+
+@router.get("/{job_id}", dependencies=[viewer], response_model=schemas.Job, responses=_ONE)
+def get_job(job_id: str, session: ReadDep) -> schemas.Job:
+    return resources.job(session, find(session, job_id))
+
+
+@router.post(
+    "/{job_id}/stop",
+    response_model=schemas.Job,
+    responses={**_ONE, **problems.responses(409)},
+)
+def stop_job(job_id: str, of: PartsDep, caller: Operator) -> schemas.Job:
+    """Ask the job to stop. Asking twice is the same as asking once."""
+    now_ns = of.now_ns()
+    with of.database.write() as session:
+        row = session.get(models.Job, job_id)
+        if row is None:
+            raise not_found("job", job_id)
+        if row.state in FINISHED:
+            raise Problem(409, f"The job is {row.state} already.")
+        if not row.stop_requested:
+            row.stop_requested = True
+            entry = AuditEntry(actor=caller.name, verb="asked to stop", subject=job_id)
+            audit.record(session, job_id, entry, now_ns)
+        stopped = resources.job(session, row)
+    of.wakes.work.notify()
+    of.wakes.changes.notify()
+    return stopped
+
+
+@router.get(
+    "/{job_id}/ranks", dependencies=[viewer], response_model=schemas.RankPage, responses=_ONE
+)
+def list_ranks(job_id: str, session: ReadDep) -> schemas.RankPage:
+    """All ranks of the current generation."""
+    return resources.ranks(session, find(session, job_id))
+
+
+@router.get(
+    "/{job_id}/steps", dependencies=[viewer], response_model=schemas.StepPage, responses=_ONE
+)
+def list_steps(
+    job_id: str,
+    session: ReadDep,
+    after: Annotated[int | None, Query(ge=-1, lt=1 << 62, description="A step.")] = None,
+    limit: Annotated[int, Query(ge=1, le=2000)] = 200,
+) -> schemas.StepPage:
+    """Finished steps, ascending: those after a step, or else the newest."""
+    find(session, job_id)
+    rows = queries.steps(session, job_id, after, limit)
+    more = after is not None and len(rows) == limit
+    return schemas.StepPage(
+        items=[resources.step(row.summary) for row in rows],
+        next_cursor=Bounds.encode(str(rows[-1].step)) if more else None,
+    )
+
+
+@router.get("/{job_id}/grid", dependencies=[viewer], response_model=schemas.Grid, responses=_ONE)
+def get_grid(
+    job_id: str, session: ReadDep, steps: Annotated[int, Query(ge=1, le=500)] = 20
+) -> schemas.Grid:
+    """Each rank's slowdown over the last steps of the current generation."""
+    return resources.grid(session, find(session, job_id), steps)
+
+
+def find(session: Session, job_id: str) -> models.Job:
+    row = session.get(models.Job, job_id) if "\0" not in job_id else None
+    if row is None:
+        raise not_found("job", job_id)
+    return row

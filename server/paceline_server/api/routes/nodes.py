@@ -1,0 +1,85 @@
+"""Nodes: one per agent."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from paceline_server.api import problems, resources, schemas
+from paceline_server.api.auth import Operator, viewer
+from paceline_server.api.dependencies import Bounds, BoundsDep, PartsDep, ReadDep
+from paceline_server.api.paging import clean
+from paceline_server.api.problems import Problem, not_found
+from paceline_server.decide.types import AuditEntry
+from paceline_server.store import audit, commands, models, queries
+from paceline_server.store.changes import record_change
+
+router = APIRouter(prefix="/nodes", tags=["nodes"])
+
+
+@router.get(
+    "",
+    dependencies=[viewer],
+    response_model=schemas.NodePage,
+    responses=problems.responses(401, 403, 422, 503),
+)
+def list_nodes(session: ReadDep, bounds: BoundsDep, of: PartsDep) -> schemas.NodePage:
+    """By name."""
+    after = None if bounds.after is None else clean(bounds.after)
+    rows = queries.nodes(session, bounds.limit, after)
+    more = len(rows) == bounds.limit
+    return schemas.NodePage(
+        items=[resources.node(session, row, of.now_ns()) for row in rows],
+        next_cursor=Bounds.encode(rows[-1].agent_id) if more else None,
+    )
+
+
+@router.post(
+    "/{node_id}/release",
+    response_model=schemas.Node,
+    responses=problems.responses(401, 403, 404, 503),
+)
+def release_node(node_id: str, of: PartsDep, caller: Operator) -> schemas.Node:
+    """End a node's quarantine. Releasing a node that is in none changes nothing."""
+    now_ns = of.now_ns()
+    with of.database.write() as session:
+        row = session.get(models.Node, clean(node_id))
+        if row is None:
+            raise not_found("node", node_id)
+        if row.quarantine_reason is not None:
+            entry = AuditEntry(
+                actor=caller.name, verb="released", subject=node_id, detail=row.quarantine_reason
+            )
+            audit.record(session, row.job_id, entry, now_ns)
+            row.quarantine_reason = None
+            session.flush()
+            record_change(session, None, "node", node_id)
+        released = resources.node(session, row, now_ns)
+    of.wakes.work.notify()
+    of.wakes.changes.notify()
+    return released
+
+
+@router.post(
+    "/{node_id}/burst",
+    status_code=202,
+    response_model=schemas.Node,
+    responses=problems.responses(401, 403, 404, 409, 422, 503),
+)
+def burst_node(
+    node_id: str, request: schemas.BurstRequest, of: PartsDep, caller: Operator
+) -> schemas.Node:
+    """Have a node that holds ranks collect ten times a second, for at most 30 s."""
+    now_ns = of.now_ns()
+    with of.database.write() as session:
+        row = session.get(models.Node, clean(node_id))
+        if row is None:
+            raise not_found("node", node_id)
+        if row.job_id is None:
+            raise Problem(409, f"{node_id} holds no ranks: there is nothing to look at closely.")
+        commands.ask_for_burst(session, row, request.collectors, request.seconds, now_ns)
+        detail = f"{', '.join(request.collectors) or 'all collectors'}, {request.seconds:g} s"
+        entry = AuditEntry(actor=caller.name, verb="burst", subject=node_id, detail=detail)
+        audit.record(session, row.job_id, entry, now_ns)
+        asked = resources.node(session, row, now_ns)
+    of.wakes.commands.notify()
+    return asked

@@ -1,0 +1,354 @@
+"""What the API says: one model per resource. Times are RFC 3339 UTC; units are in the names."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from paceline_server.api.examples import EXAMPLES
+
+
+def _add_example(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    if model.__name__ in EXAMPLES:
+        schema["examples"] = [EXAMPLES[model.__name__]]
+
+
+class Resource(BaseModel):
+    model_config = ConfigDict(extra="forbid", from_attributes=True, json_schema_extra=_add_example)
+
+
+class TopologyModel(Resource):
+    dp: int = Field(ge=1, le=65536, examples=[2])
+    pp: int = Field(ge=1, le=1024, examples=[2])
+    tp: int = Field(ge=1, le=1024, examples=[2])
+
+
+class JobCreate(Resource):
+    name: str = Field(min_length=1, max_length=200, examples=["gpt-7b"])
+    argv: list[str] = Field(min_length=1, examples=[["python", "-m", "paceline_trainer"]])
+    topology: TopologyModel
+    mode: Literal["observe", "dry-run", "approve", "auto"] = "auto"
+    environment: dict[str, str] = {}
+    directory: str | None = None
+    checkpoint_directory: str | None = None
+    metadata: dict[str, str] = {}
+
+
+class Verdict(Resource):
+    """The one sentence on top of a job's page."""
+
+    kind: str = Field(examples=["straggler"])  # "healthy", "starting", "finished", or a finding's
+    text: str = Field(examples=["Rank 2 is 2.5x slower: thermal throttle on node-1."])
+    incident_id: str | None = None
+
+
+class LedgerModel(Resource):
+    wall_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    bubble_seconds: float
+    data_wait_seconds: float
+    optimizer_seconds: float
+    checkpoint_seconds: float
+    lost_seconds: float
+    restart_seconds: float
+    startup_seconds: float
+    idle_seconds: float
+    goodput_ratio: float | None
+    useful_steps: int
+    lost_steps: int
+
+
+class Job(Resource):
+    id: str
+    name: str
+    state: Literal["pending", "starting", "running", "recovering", "finished", "failed", "stopped"]
+    generation: int
+    restarts: int
+    topology: TopologyModel
+    requested_topology: TopologyModel
+    mode: str
+    created_at: datetime
+    started_at: datetime | None  # first step
+    finished_at: datetime | None
+    step: int | None  # newest finished by all ranks
+    step_seconds: float | None
+    loss: float | None
+    evaluation_loss: float | None
+    metadata: dict[str, str]
+    verdict: Verdict
+    ledger: LedgerModel
+    open_incidents: int
+    pending_actions: int
+
+
+class Rank(Resource):
+    rank: int
+    dp_rank: int
+    pp_rank: int
+    tp_rank: int
+    node: str
+    local_rank: int
+    gpu: int | None
+    pid: int | None
+    state: str  # assigned, started, attached, exited
+    status: str | None  # of the trainer: starting, running, checkpointing, ...
+    step: int | None
+    operation: str | None
+    operation_seconds: float | None
+    process_state: str | None
+    exit_code: int | None
+    signal: int | None
+
+
+class StageBubbleModel(Resource):
+    """A stage's idle share of the pipeline phase; the last seven sum to `excess_ratio`."""
+
+    stage: int
+    measured_ratio: float
+    theory_ratio: float | None
+    excess_ratio: float | None = None
+    imbalance_ratio: float | None = None
+    straggler_ratio: float | None = None
+    variation_ratio: float | None = None
+    transfer_ratio: float | None = None
+    data_ratio: float | None = None
+    launch_ratio: float | None = None
+    other_ratio: float | None = None
+
+
+class Step(Resource):
+    """One finished step; parts are means over ranks."""
+
+    generation: int
+    step: int
+    started_at: datetime
+    duration_seconds: float
+    loss: float | None
+    gradient_norm: float | None
+    slowest_rank: int | None
+    slowest_slowdown: float | None
+    compute_seconds: float
+    communication_seconds: float
+    wait_seconds: float
+    bubble_seconds: float
+    data_wait_seconds: float
+    optimizer_seconds: float
+    checkpoint_seconds: float
+    bubbles: list[StageBubbleModel]
+
+
+class GridCell(Resource):
+    rank: int
+    dp_rank: int
+    pp_rank: int
+    tp_rank: int
+    node: str | None
+    state: str
+    self_seconds: float | None  # median over the window
+    slowdown: float | None
+
+
+class Grid(Resource):
+    """Slowdown per rank over the last `steps` steps of the current generation."""
+
+    job_id: str
+    generation: int
+    topology: TopologyModel
+    first_step: int | None
+    last_step: int | None
+    cells: list[GridCell]
+
+
+class Gpu(Resource):
+    index: int
+    uuid: str
+    name: str
+    pci_bus_id: str
+    sm_clock_hertz: float | None = None
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    utilization_ratio: float | None = None
+    throttle_reasons: list[str] = []
+
+
+class Node(Resource):
+    id: str  # agent_id
+    hostname: str
+    version: str
+    state: Literal["ready", "quarantined", "lost"]
+    reason: str | None  # of the quarantine
+    slots: int
+    job_id: str | None
+    ranks: list[int]
+    gpus: list[Gpu]
+    last_seen_at: datetime
+
+
+class EvidenceModel(Resource):
+    text: str
+    metric: str | None = None
+    value: float | None = None
+    expected: float | None = None
+
+
+class CauseModel(Resource):
+    """One possible cause; likelihoods of an incident sum to at most 1, the rest is unknown."""
+
+    name: str
+    likelihood: float
+    evidence: list[EvidenceModel] = []
+    counter_evidence: list[EvidenceModel] = []
+
+
+class FrameModel(Resource):
+    function: str
+    file: str
+    line: int
+
+
+class ThreadModel(Resource):
+    """One thread of a rank's process; frames are innermost first."""
+
+    name: str
+    holds_gil: bool
+    is_running: bool
+    frames: list[FrameModel]
+
+
+class StacksModel(Resource):
+    """Python stacks of one rank, taken when its job was found to hang."""
+
+    rank: int
+    taken_at: datetime
+    threads: list[ThreadModel]
+    error: str | None = None  # why they could not be taken
+
+
+class Incident(Resource):
+    id: str
+    job_id: str
+    generation: int
+    kind: str  # straggler, slow_link, stage_imbalance, bubble, hang, failure, ...
+    cause: str
+    state: Literal["open", "mitigating", "resolved"]
+    severity: str
+    summary: str
+    rank: int | None
+    node: str | None
+    stage: int | None
+    slowdown: float | None
+    cost_ratio: float | None  # share of the step time it takes
+    speedup: float | None = None  # step time now over that of a replay without it
+    persistence: Literal["persistent", "transient", "chronic"] | None = None
+    side: Literal["host", "device", "mismatch"] | None = None  # of a hang
+    ranks: list[int] = []  # all that are concerned, where it is not `rank` alone
+    link: list[int] | None = None  # source and destination rank of a slow one
+    onset_step: int | None
+    detected_step: int | None
+    detected_at: datetime
+    resolved_at: datetime | None
+    evidence: list[EvidenceModel]
+    counter_evidence: list[EvidenceModel]
+    causes: list[CauseModel] = []  # likeliest first
+    advice: str | None = None  # what to change in the training, and what it would give
+    stacks: list[StacksModel] = []  # of a hang; only where one incident is asked for
+    symptoms: list[str]  # summaries of the findings grouped into it
+    action_ids: list[str]
+
+
+class PhaseModel(Resource):
+    name: str
+    started_at: datetime
+    detail: str
+
+
+class Action(Resource):
+    id: str
+    job_id: str
+    incident_id: str | None
+    kind: str  # start, checkpoint, restart, stop, quarantine, notify
+    state: Literal["proposed", "approved", "running", "done", "failed", "rejected", "superseded"]
+    reason: str
+    generation: int
+    exclude_nodes: list[str]
+    created_at: datetime
+    finished_at: datetime | None
+    phases: list[PhaseModel]
+    lost_steps: int | None
+    resumed_step: int | None
+    error: str | None
+
+
+class AuditRecord(Resource):
+    id: int
+    at: datetime
+    job_id: str | None
+    actor: str
+    verb: str
+    subject: str
+    detail: str
+
+
+class ActionDecision(Resource):
+    """Body of approve and reject."""
+
+    comment: str = ""
+
+
+class BurstRequest(Resource):
+    """Body of a burst: which collectors (none: all of them), and for how long."""
+
+    collectors: list[str] = []
+    seconds: float = Field(default=10.0, gt=0, le=30)
+
+
+class IngestAnswer(Resource):
+    status: Literal["stored", "duplicate"]
+    sequence: int
+
+
+class Page(Resource):
+    """A page of a list; `next_cursor` is opaque, None at the end."""
+
+    next_cursor: str | None = None
+
+
+class JobPage(Page):
+    items: list[Job]
+
+
+class RankPage(Page):
+    items: list[Rank]
+
+
+class StepPage(Page):
+    items: list[Step]
+
+
+class NodePage(Page):
+    items: list[Node]
+
+
+class IncidentPage(Page):
+    items: list[Incident]
+
+
+class ActionPage(Page):
+    items: list[Action]
+
+
+class AuditPage(Page):
+    items: list[AuditRecord]
+
+
+class Problem(Resource):
+    """RFC 9457."""
+
+    type: str = Field(examples=["about:blank"])
+    title: str
+    status: int
+    detail: str
+    instance: str | None = None

@@ -1,0 +1,1 @@
+"""From findings and policy to incidents, actions and commands: pure."""

@@ -1,0 +1,88 @@
+"""From findings to what shall be done about them: one readable path, and pure.
+
+    group findings -> ask for stacks -> advance what is under way -> propose actions
+        -> settle the job's state
+
+The caller commits the `Decision` in one transaction before anything of it is carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paceline_server.decide.draft import Draft
+from paceline_server.decide.evidence import ask_for_stacks
+from paceline_server.decide.incidents import group, resolve
+from paceline_server.decide.policy import propose
+from paceline_server.decide.recovery import advance, finish
+from paceline_server.decide.stopping import advance_stop
+from paceline_server.decide.types import Decision, JobView, Policy
+from paceline_server.detect.finding import Finding
+
+
+def decide(
+    view: JobView,
+    findings: Sequence[Finding],
+    policy: Policy,
+    now_ns: int,
+    *,
+    next_command_id: Callable[[], int],
+    new_id: Callable[[str], str],
+) -> Decision:
+    """What changes about one job, now.
+
+    Args:
+        view: the job as committed, answers of agents and people included.
+        findings: what the detectors say since the last call; may be empty, repeated or late.
+        now_ns: CLOCK_REALTIME of the server, like every time in `view`.
+        next_command_id: answers a number no command of any job has had.
+        new_id: `new_id("inc")` answers a new id such as "inc-5e0f1a2b"; also asked for "act".
+    """
+    draft = Draft(view, policy, now_ns, next_command_id, new_id)
+    if not draft.ended:
+        _end_if_finished(draft)
+        group(draft, findings)
+        ask_for_stacks(draft)
+        _advance(draft)
+        propose(draft)
+        _end_if_dead(draft)
+    return draft.decision()
+
+
+def _advance(draft: Draft) -> None:
+    for action in draft.actions("running"):
+        if draft.ended:
+            return
+        if action.kind == "stop":
+            advance_stop(draft, action)
+        else:
+            advance(draft, action)
+
+
+def _end_if_finished(draft: Draft) -> None:
+    """Every rank came to its end of its own accord."""
+    ranks = draft.ranks
+    if not ranks or any(
+        rank.state != "exited" or rank.exit_code != 0 or rank.commanded for rank in ranks
+    ):
+        return
+    for action in draft.actions("proposed", "approved", "running"):
+        if action.kind in ("start", "restart") and action.generation + 1 == draft.generation:
+            finish(draft, action)
+        else:
+            draft.end_action(action, "superseded", error="The job finished first.")
+    for incident in draft.incidents():
+        resolve(draft, incident, "The job has finished.")
+    draft.change_state("finished", "All ranks came to their end.")
+
+
+def _end_if_dead(draft: Draft) -> None:
+    """No rank is left and, by policy or by a person's word, nobody will start them again."""
+    ranks = draft.ranks
+    unfinished = draft.actions("proposed", "approved", "running")
+    if draft.ended or unfinished or not ranks or any(one.state != "exited" for one in ranks):
+        return
+    incidents = [one for one in draft.incidents() if one.finding.severity == "critical"]
+    rejected = bool(incidents) and all(one.action_ids for one in incidents)
+    if draft.policy.mode in ("observe", "dry-run") or rejected:
+        draft.change_state("failed", "All ranks are dead and none is to be restarted.")

@@ -1,0 +1,123 @@
+"""The decision while it is being made: the view as it will be, and what led there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from paceline_server.decide.types import (
+    ActionView,
+    AuditEntry,
+    Decision,
+    IncidentView,
+    IssuedCommand,
+    JobState,
+    JobView,
+    Policy,
+    RankView,
+    Restarted,
+)
+from paceline_wire.commands import Command
+from paceline_wire.topology import Topology
+
+ENDED: frozenset[JobState] = frozenset({"finished", "failed", "stopped"})
+NANOSECONDS = 1_000_000_000
+
+
+class Draft:
+    """Every stage of `decide` reads the current truth here and writes its changes here."""
+
+    def __init__(
+        self,
+        view: JobView,
+        policy: Policy,
+        now_ns: int,
+        next_command_id: Callable[[], int],
+        new_id: Callable[[str], str],
+    ) -> None:
+        self.view = view
+        self.policy = policy
+        self.now_ns = now_ns
+        self.new_id = new_id
+        self.state: JobState = view.state
+        self.generation = view.generation
+        self.topology: Topology = view.topology
+        self.ranks: list[RankView] = view.ranks
+        self.escalated: set[str] = set()  # incidents that got worse, or were understood, just now
+        self.quarantine: dict[str, str] = {}
+        self.restarted: Restarted | None = None
+        self._next_command_id = next_command_id
+        self._incidents = {incident.incident_id: incident for incident in view.incidents}
+        self._actions = {action.action_id: action for action in view.actions}
+        self._commands: list[IssuedCommand] = []
+        self._audit: list[AuditEntry] = []
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    def incidents(self) -> list[IncidentView]:
+        """Not resolved ones, oldest first."""
+        return [one for one in self._incidents.values() if one.state != "resolved"]
+
+    def actions(self, *states: str) -> list[ActionView]:
+        return [action for action in self._actions.values() if action.state in states]
+
+    def incident(self, incident_id: str) -> IncidentView:
+        return self._incidents[incident_id]
+
+    def action(self, action_id: str) -> ActionView | None:
+        return self._actions.get(action_id)
+
+    def put_incident(self, incident: IncidentView) -> IncidentView:
+        self._incidents[incident.incident_id] = incident
+        return incident
+
+    def put_action(self, action: ActionView) -> ActionView:
+        self._actions[action.action_id] = action
+        return action
+
+    def end_action(
+        self, action: ActionView, state: str, *, error: str | None = None, verb: str | None = None
+    ) -> ActionView:
+        """The action's last state: done, failed, rejected or superseded."""
+        ended = msgspec.structs.replace(
+            action, state=state, finished_ns=self.now_ns, error=error or action.error
+        )
+        self.audit("policy", verb or state, action.action_id, error or action.reason)
+        return self.put_action(ended)
+
+    def issue(self, agent_id: str, action_id: str, command: Callable[[int], Command]) -> int:
+        """Have `agent_id` carry out `command(command_id)`; returns the id."""
+        command_id = self._next_command_id()
+        self._commands.append(
+            IssuedCommand(agent_id=agent_id, action_id=action_id, command=command(command_id))
+        )
+        return command_id
+
+    def audit(self, actor: str, verb: str, subject: str, detail: str = "") -> None:
+        self._audit.append(AuditEntry(actor=actor, verb=verb, subject=subject, detail=detail))
+
+    def change_state(self, state: JobState, why: str) -> None:
+        if state != self.state:
+            self.audit("policy", f"job is {state}", self.view.job_id, why)
+            self.state = state
+
+    def decision(self) -> Decision:
+        """Only what differs from the view."""
+        view = self.view
+        incidents = {incident.incident_id: incident for incident in view.incidents}
+        actions = {action.action_id: action for action in view.actions}
+        return Decision(
+            state=self.state if self.state != view.state else None,
+            generation=self.generation if self.generation != view.generation else None,
+            topology=self.topology if self.topology != view.topology else None,
+            ranks=self.ranks if self.ranks is not view.ranks else None,
+            incidents=[new for id_, new in self._incidents.items() if incidents.get(id_) != new],
+            actions=[new for id_, new in self._actions.items() if actions.get(id_) != new],
+            commands=self._commands,
+            quarantine=self.quarantine,
+            restarted=self.restarted,
+            audit=self._audit,
+        )

@@ -1,0 +1,191 @@
+"""What `decide` is told and what it answers. Plain data: no database, no clock.
+
+Times are nanoseconds of the server's CLOCK_REALTIME.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from paceline_server.detect.finding import Finding
+from paceline_wire.commands import Command
+from paceline_wire.topology import Topology
+
+Mode = Literal["observe", "dry-run", "approve", "auto"]
+JobState = Literal["pending", "starting", "running", "recovering", "finished", "failed", "stopped"]
+IncidentState = Literal["open", "mitigating", "resolved"]
+ActionKind = Literal["start", "checkpoint", "restart", "stop", "quarantine", "notify"]
+ActionState = Literal[
+    "proposed",  # waits for approval (mode approve), or only shown (observe, dry-run)
+    "approved",
+    "running",
+    "done",
+    "failed",
+    "rejected",
+    "superseded",
+]
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """When to act by ourselves. Every default states its reason where it is set."""
+
+    mode: Mode = "auto"
+    restarts_per_hour: int = 10
+    restarts_per_day: int = 50
+    backoff_seconds: float = 1.0  # doubled after each restart without progress
+    backoff_maximum_seconds: float = 300.0
+    cycles_without_progress: int = 3
+    quarantine_share: float = 0.34  # at most this share of the nodes
+    node_lease_seconds: float = 5.0  # silent for longer: the node counts as lost
+    checkpoint_timeout_seconds: float = 60.0
+    stop_timeout_seconds: float = 15.0
+    start_timeout_seconds: float = 120.0
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    argv: list[str]
+    topology: Topology  # as asked for; the current one may be smaller
+    environment: dict[str, str] = {}
+    directory: str | None = None
+    checkpoint_directory: str | None = None
+    metadata: dict[str, str] = {}  # schedule, microbatches, ...
+
+
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """One agent as the store knows it. `job` is the job whose ranks it holds now, if any."""
+
+    agent_id: str
+    address: str
+    rendezvous_port: int
+    slots: int
+    gpus: list[int]  # NVML indices
+    last_seen_ns: int
+    boot_id: str
+    quarantined: bool = False
+    job: str | None = None
+
+
+class RankView(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank of the current generation runs and how it is."""
+
+    rank: int
+    agent_id: str
+    local_rank: int
+    gpu: int | None
+    pid: int | None = None
+    state: Literal["assigned", "started", "attached", "exited"] = "assigned"
+    exit_code: int | None = None
+    signal: int | None = None
+    commanded: bool = False
+    step: int | None = None  # newest finished step of this generation
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """One thing an action went through."""
+
+    name: str  # "checkpoint", "stop", "start", "observe", "done", ...
+    started_ns: int
+    detail: str = ""
+
+
+class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
+    incident_id: str
+    finding: Finding  # the strongest so far
+    symptoms: list[Finding] = []  # other findings grouped into it
+    state: IncidentState = "open"
+    opened_ns: int
+    resolved_ns: int | None = None
+    action_ids: list[str] = []
+    stacks_asked: list[int] = []  # ranks whose Python stacks were asked for ...
+    stacks_asked_ns: int | None = None  # ... last at
+
+
+class ActionView(msgspec.Struct, frozen=True, kw_only=True):
+    """One action and how far it has come. `parameters` is private to `decide`."""
+
+    action_id: str
+    kind: ActionKind
+    state: ActionState
+    reason: str  # one sentence for people
+    generation: int  # that it acts on; a restart leads to generation + 1
+    created_ns: int
+    finished_ns: int | None = None
+    incident_id: str | None = None
+    exclude_nodes: list[str] = []
+    phases: list[Phase] = []
+    parameters: dict[str, Any] = {}
+    lost_steps: int | None = None  # of a finished restart
+    resumed_step: int | None = None  # the first step that was done (again) afterwards
+    error: str | None = None
+
+
+class Acknowledged(msgspec.Struct, frozen=True):
+    """A rank's answer to the control command of an action."""
+
+    rank: int
+    command_id: int
+    status: str
+    step: int
+
+
+class Restarted(msgspec.Struct, frozen=True):
+    """One past generation change, for budgets and backoff."""
+
+    generation: int  # the one it led to
+    at_ns: int
+    highest_step: int | None  # reached by the generation that ended
+    node: str | None = None  # that was held responsible
+
+
+class JobView(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything `decide` may look at."""
+
+    job_id: str
+    spec: JobSpec
+    state: JobState
+    generation: int
+    topology: Topology  # of the current generation
+    ranks: list[RankView]
+    nodes: list[NodeView]
+    incidents: list[IncidentView]  # not resolved
+    actions: list[ActionView]  # not finished, and those just approved or rejected
+    restarts: list[Restarted] = []
+    acknowledged: list[Acknowledged] = []  # of unfinished actions' commands
+    command_results: dict[int, bool] = {}  # of unfinished actions' commands: id -> ok
+    highest_step: int | None = None  # finished by all ranks, over all generations
+    checkpoint_step: int | None = None  # newest that every rank reported as committed
+    step_seconds: float | None = None  # median of late
+    stop_requested: bool = False
+
+
+class IssuedCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """`command.command_id` is already unique: `decide` takes ids from `next_command_id`."""
+
+    agent_id: str
+    action_id: str  # of an action, or of the incident that the command gathers evidence for
+    command: Command
+
+
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
+    actor: str  # "policy", "detector:hang", a token's name, ...
+    verb: str  # "opened", "proposed", "approved", "started generation 2", ...
+    subject: str  # id of the incident, action or node
+    detail: str = ""
+
+
+class Decision(msgspec.Struct, kw_only=True):
+    """What changes. Views are whole: the store replaces the row of the same id."""
+
+    state: JobState | None = None
+    generation: int | None = None
+    topology: Topology | None = None
+    ranks: list[RankView] | None = None  # placement of the new generation
+    incidents: list[IncidentView] = []
+    actions: list[ActionView] = []
+    commands: list[IssuedCommand] = []
+    quarantine: dict[str, str] = {}  # agent_id -> why
+    restarted: Restarted | None = None
+    audit: list[AuditEntry] = []

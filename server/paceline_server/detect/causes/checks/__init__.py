@@ -1,0 +1,1 @@
+"""The checks: one file each, one part of a node. `diagnose.py` asks them all."""

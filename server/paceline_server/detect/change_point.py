@@ -1,0 +1,269 @@
+"""When did a level rise for good? Many noisy series at once, one value each per step.
+
+Each step, for each number n of newest values, the mean of the n newest is compared with the mean
+of those before (a generalised likelihood ratio test for a shift of unknown time and size). The
+noise is the job's own: white noise from differences of neighbouring steps, and what the means of
+four and sixteen steps scatter beyond that, so that slow drifts and a busy host raise the bar. The
+bar also rises with the number of series, as the largest of many scatters more than one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+KEPT = 160  # steps
+PAST = 64  # of them, at most, are compared with
+LEAST_PAST = 6  # a mean of fewer is no past
+# How many of the newest values may have changed. Fewer than four steps may be a passing stall;
+# more than 64 a step at a time is drift.
+NEWEST = (4, 5, 6, 7, 8, 10, 12, 16, 20, 26, 32, 48, 64)
+STEPS_BETWEEN_RENEWALS = 8
+CLIP_SIGMAS = 4.0  # what lies further out counts as if it did not
+MAD_TO_SIGMA = 1.4826
+# A quantile of normal noise in sigmas: high enough to feel bursts, low enough that one shift in
+# one of a few series does not count as noise.
+TAIL = 0.9
+TAIL_SIGMAS = NormalDist().inv_cdf((1 + TAIL) / 2)
+# Over the number of differences that the scatter was learned from: Student's t needs about 7 more
+# at five sigmas, and a median is 0.37 times as informed as a mean.
+DOUBT = 20.0
+SHARPNESS = 0.6  # a drift shows less of its size in the steps around its middle
+AGREEING = 0.7  # share of the changed values that must lie beyond half of the shift
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """A series whose level rose."""
+
+    series: int
+    steps: int  # newest ones that belong to the new level
+    size: float  # new level minus old
+    before: float  # the old level
+    score: float  # in standard errors
+
+
+class ShiftMonitor:
+    """`push` a value per series and step (NaN: not known), then ask `rises`.
+
+    Values are logarithms of ratios: a shift of 0.1 is 10 %. `smallest` is the least shift that
+    is told, `false_alarms` how many are expected per step of healthy, normal noise, over all
+    series together. `resolution`: no scatter below it is believed.
+    """
+
+    def __init__(
+        self, series: int, *, smallest: float, false_alarms: float, resolution: float
+    ) -> None:
+        self.smallest = smallest
+        self._resolution = resolution
+        self._needed = -NormalDist().inv_cdf(false_alarms / max(series, 1) / len(NEWEST))
+        self._rows = np.full((2 * KEPT, series), np.nan)
+        self._end = 0  # rows in use
+        self._pushed = 0
+        self._center = np.full(series, np.nan)
+        self._sigma = np.full(series, resolution)
+        self._doubt = math.inf  # how much more is needed while the scatter itself is uncertain
+        self._drift = np.zeros(series)  # scatter of means that averaging does not remove
+
+    @property
+    def values(self) -> Floats:
+        """The steps that are kept, newest last."""
+        return self._rows[max(self._end - KEPT, 0) : self._end]
+
+    @property
+    def center(self) -> Floats:
+        """The usual level of each series; NaN before anything is known."""
+        return self._center
+
+    @property
+    def sigma(self) -> Floats:
+        """The scatter of each series from step to step."""
+        return self._sigma
+
+    def push(self, values: Floats) -> None:
+        if self._end == len(self._rows):
+            self._rows[:KEPT] = self._rows[KEPT:]
+            self._end = KEPT
+        self._rows[self._end] = values
+        self._end += 1
+        self._pushed += 1
+        if self._pushed <= 2 * STEPS_BETWEEN_RENEWALS or not self._pushed % STEPS_BETWEEN_RENEWALS:
+            self._renew()
+
+    def replace(self, newest: Floats) -> None:
+        """What was pushed last is now understood differently: `newest` takes its place."""
+        newest = newest[-min(self._end, KEPT) :]
+        self._rows[self._end - len(newest) : self._end] = newest
+        self._renew()
+
+    def level(self, series: Sequence[int], steps: int) -> Floats:
+        """The median of the newest steps of each; NaN where none is known."""
+        return column_medians(self.values[-steps:, list(series)])
+
+    def rises(self) -> list[Shift]:
+        """All series whose level is higher now, and surely; the surest split of each."""
+        values = self.values
+        if len(values) < LEAST_PAST + NEWEST[0]:
+            return []
+        score, steps = self._scores(values)
+        suspects = np.flatnonzero(score >= self._needed * self._doubt)
+        found = []
+        for series in suspects.tolist():
+            shift = self._confirmed(series, int(steps[series]), float(score[series]))
+            if shift is not None:
+                found.append(shift)
+        return found
+
+    def shift_at(self, series: Sequence[int], steps: int) -> tuple[Floats, Floats]:
+        """Size of each one's rise if its newest `steps` had changed, and its score."""
+        columns = list(series)
+        values = self.values[:, columns]
+        after = column_medians(values[-steps:])
+        before = column_medians(values[max(len(values) - steps - PAST, 0) : -steps])
+        counts = np.maximum((~np.isnan(values[-steps:])).sum(axis=0), 1)
+        error = np.sqrt(self._sigma[columns] ** 2 / counts + self._drift[columns] ** 2)
+        return after - before, (after - before) / error
+
+    def _scores(self, values: Floats) -> tuple[Floats, Ints]:
+        """Per series the highest score over all splits, and its number of newest steps."""
+        reach = np.maximum(CLIP_SIGMAS * self._sigma, 2.0 * CLIP_SIGMAS * self._drift)
+        reach = np.maximum(reach, 2.0 * self.smallest)
+        offset = np.clip(values - self._center, -reach, reach)
+        known = ~np.isnan(offset)
+        sums = _cumulated(np.where(known, offset, 0.0))
+        counts = _cumulated(known)
+        best = np.full(values.shape[1], -np.inf)
+        best_steps = np.zeros(values.shape[1], dtype=np.int64)
+        total = len(values)
+        for steps in NEWEST:
+            if total - steps < LEAST_PAST:
+                break
+            split, first = total - steps, max(total - steps - PAST, 0)
+            after, before = counts[total] - counts[split], counts[split] - counts[first]
+            enough = (after >= max(NEWEST[0], AGREEING * steps)) & (before >= LEAST_PAST)
+            after, before = np.maximum(after, 1), np.maximum(before, 1)
+            rise = (sums[total] - sums[split]) / after - (sums[split] - sums[first]) / before
+            variance = self._sigma**2 * (1.0 / after + 1.0 / before) + self._drift**2
+            score = np.where(
+                enough & (rise >= 0.9 * self.smallest), rise / np.sqrt(variance), -np.inf
+            )
+            better = score > best
+            best[better], best_steps[better] = score[better], steps
+        return best, best_steps
+
+    def _confirmed(self, series: int, steps: int, score: float) -> Shift | None:
+        """The change's exact place, and whether it is one that stayed."""
+        column = self.values[:, series]
+        first = max(len(column) - steps - PAST, 0)
+        usual, new = _median(column[first:-steps]), _median(column[-steps:])
+        # A spike must not pull the split to itself.
+        reach = max(CLIP_SIGMAS * float(self._sigma[series]), 1.5 * abs(new - usual))
+        steps = _split(np.clip(column[first:], usual - reach, usual + reach))
+        if steps < NEWEST[0]:
+            return None
+        before = _median(column[max(len(column) - steps - PAST, 0) : -steps])
+        changed = column[-steps:]
+        size = _median(changed) - before
+        if math.isnan(size) or np.isnan(changed[-2:]).all():
+            return None
+        half = before + size / 2.0
+        changed = changed[~np.isnan(changed)]
+        lasting = (changed >= half).mean() >= AGREEING
+        still = changed[-1] >= half if steps < 2 * NEWEST[0] else np.median(changed[-4:]) >= half
+        if size < self.smallest or not (lasting and still and _is_sharp(column, steps, size)):
+            return None
+        return Shift(series, steps, size, before, score)
+
+    def _renew(self) -> None:
+        """Centers and scatter, from the past; the newest steps may be no past already."""
+        values = self.values
+        past = values[: max(len(values) - NEWEST[0], 1)]
+        self._center = column_medians(past)
+        steps = np.abs(np.diff(values, axis=0))
+        # A single series' own differences are few: it must be clearly noisier than all to count.
+        pooled = _median_sigma(steps.ravel()) / math.sqrt(2.0)
+        # Two series that are compared with each other are one.
+        independent = len(steps) * max(values.shape[1] // 2, 1)
+        self._doubt = 1.0 + DOUBT / max(independent, 1)
+        own = column_medians(steps) * MAD_TO_SIGMA / math.sqrt(2.0)
+        enough = (~np.isnan(steps)).sum(axis=0) >= 24
+        noisier = enough & (own > 1.3 * pooled)
+        self._sigma = np.maximum(np.where(noisier, own, pooled), self._resolution)
+        self._drift = np.full(values.shape[1], self._scatter_of_means(past))
+
+    def _scatter_of_means(self, past: Floats) -> float:
+        """How much more the means of some steps differ than white noise lets them."""
+        white = float(np.median(self._sigma))
+        beyond = 0.0
+        for length in (4, 16):
+            blocks = len(past) // length
+            if blocks < 2:
+                break
+            means = past[len(past) - blocks * length :].reshape(blocks, length, -1).mean(axis=1)
+            moved = np.abs(np.diff(means, axis=0)).ravel()
+            moved = moved[~np.isnan(moved)]
+            if moved.size < 6:
+                break
+            tail = float(np.quantile(moved, TAIL)) / TAIL_SIGMAS
+            sigma = max(MAD_TO_SIGMA * float(np.median(moved)), tail) / math.sqrt(2.0)
+            beyond = max(beyond, sigma**2 - white**2 / length)
+        return math.sqrt(beyond)
+
+
+def column_medians(values: Floats) -> Floats:
+    """`nanmedian` down the rows, without its cost and its warnings."""
+    if not len(values):
+        return np.full(values.shape[1], np.nan)
+    ordered = np.sort(values, axis=0)  # NaN last
+    counts = (~np.isnan(values)).sum(axis=0)
+    low, high = np.maximum((counts - 1) // 2, 0), counts // 2
+    columns = np.arange(values.shape[1])
+    medians = (ordered[low, columns] + ordered[np.minimum(high, len(values) - 1), columns]) / 2.0
+    return np.where(counts > 0, medians, np.nan)
+
+
+def _cumulated(values: npt.NDArray[np.generic]) -> Floats:
+    sums = np.zeros((len(values) + 1, values.shape[1]))
+    np.cumsum(values, axis=0, out=sums[1:])
+    return sums
+
+
+def _median_sigma(steps: Floats) -> float:
+    known = steps[~np.isnan(steps)]
+    return MAD_TO_SIGMA * float(np.median(known)) if known.size else 0.0
+
+
+def _median(values: Floats) -> float:
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if known.size else math.nan
+
+
+def _is_sharp(column: Floats, steps: int, size: float) -> bool:
+    """Whether it is a step; a drift has hardly moved in the steps around its middle."""
+    near = max(2 * NEWEST[0], steps // 4)
+    split = len(column) - steps
+    jump = _median(column[split : split + near]) - _median(column[max(split - near, 0) : split])
+    return math.isnan(jump) or jump >= SHARPNESS * size
+
+
+def _split(values: Floats) -> int:
+    """How many of the newest values belong to a new level: the likeliest split."""
+    known = ~np.isnan(values)
+    positions = np.flatnonzero(known)
+    kept = values[known]
+    if kept.size < 2:
+        return 0
+    sums = np.cumsum(kept)[:-1]
+    left = np.arange(1, kept.size)
+    right = kept.size - left
+    gain = (sums[-1] + kept[-1] - sums) / right - sums / left
+    gain = np.where(gain > 0, gain * gain * left * right / kept.size, 0.0)
+    return int(values.size - positions[int(gain.argmax()) + 1])

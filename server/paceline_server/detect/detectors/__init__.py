@@ -1,0 +1,1 @@
+"""One detector per file; see `paceline_server.detect.detector`."""

@@ -1,0 +1,136 @@
+"""Which layers to move between the stages of a pipeline that do not take equally long.
+
+Each step's phase is simulated with the layers where they could be: what a layer costs is the
+typical part of the model's time per layer, so what else a part does (a loss, an embedding) stays
+with it and others make room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline_server.steps.bubbles import equal_seconds, typical_seconds
+from paceline_server.steps.phase import Phase
+from paceline_server.steps.pipeline import Pipeline
+from paceline_wire.spans import Op
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+MAXIMUM_MOVES = 12
+# A move must shorten the phase by so much: a layer's cost is not known better.
+_WORTH_MOVING = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Phases of one step, in seconds: as it is, if all stages were equal, with layers moved."""
+
+    now_seconds: float
+    even_seconds: float
+    moved_seconds: float | None  # None: it is not known where the layers are
+    moves: tuple[tuple[int, int], ...]  # stages (from, to), one layer each
+    stage_seconds: Floats  # compute of each stage in a step
+    layers: tuple[int, ...]  # of each stage; empty: not known
+
+
+def balance(phase: Phase, metadata: Mapping[str, str]) -> Balance:
+    """What an even pipeline would take, and how near to it moving whole layers comes."""
+    pipeline = phase.pipeline
+    typical, _ = typical_seconds(pipeline, phase.seconds)
+    even = equal_seconds(pipeline, typical)
+    now, best = pipeline.phase_seconds(np.stack([typical, even], axis=1)).tolist()
+    layers = stage_layers(metadata, int((pipeline.chunk.max() + 1) * pipeline.stages))
+    moves: tuple[tuple[int, int], ...] = ()
+    moved = None
+    if layers is not None:
+        moved, moves = _move(pipeline, typical, layers, now)
+        layers = layers.reshape(-1, pipeline.stages).sum(axis=0)
+    return Balance(
+        now_seconds=now,
+        even_seconds=best,
+        moved_seconds=moved,
+        moves=moves,
+        stage_seconds=pipeline.by_stage(typical[:, None])[:, 0],
+        layers=() if layers is None else tuple(layers.tolist()),
+    )
+
+
+def stage_layers(metadata: Mapping[str, str], parts: int) -> Ints | None:
+    """Layers of each part of the model, from `stage_layers` ("3,3,3,3"); None: not (well) told."""
+    try:
+        layers = [int(each) for each in metadata.get("stage_layers", "").split(",")]
+    except ValueError:
+        return None
+    return np.array(layers) if len(layers) == parts and min(layers) > 0 else None
+
+
+def _move(
+    pipeline: Pipeline, typical: Floats, layers: Ints, now: float
+) -> tuple[float, tuple[tuple[int, int], ...]]:
+    """Greedily, a layer at a time: the phase after it, and the moves."""
+    part = pipeline.chunk * pipeline.stages + pipeline.stage
+    per_layer = _seconds_per_layer(pipeline, typical, part, layers)
+    layers, seconds = layers.copy(), typical.copy()
+    moves: list[tuple[int, int]] = []
+    while len(moves) < MAXIMUM_MOVES:
+        stage_seconds = pipeline.by_stage(seconds[:, None])[:, 0]
+        slowest = int(stage_seconds.argmax())
+        givers = [one for one in range(slowest, layers.size, pipeline.stages) if layers[one] > 1]
+        if not givers:
+            break
+        giver = max(givers, key=lambda one: layers[one])
+        takers = [one for one in range(layers.size) if one % pipeline.stages != slowest]
+        lanes = np.repeat(seconds[:, None], len(takers), axis=1)
+        lanes[part == giver] -= per_layer[part == giver, None]
+        for lane, taker in enumerate(takers):
+            lanes[part == taker, lane] += per_layer[part == taker]
+        phases = pipeline.phase_seconds(np.maximum(lanes, 0.0))
+        lane = int(phases.argmin())
+        if phases[lane] > now * (1.0 - _WORTH_MOVING):
+            break
+        now, seconds = float(phases[lane]), np.maximum(lanes[:, lane], 0.0)
+        layers[giver] -= 1
+        layers[takers[lane]] += 1
+        moves.append((slowest, takers[lane] % pipeline.stages))
+    return now, tuple(moves)
+
+
+def _seconds_per_layer(pipeline: Pipeline, typical: Floats, part: Ints, layers: Ints) -> Floats:
+    """For each action, what one layer costs in it: the median over the parts of the model."""
+    per_layer = typical / layers[part]
+    found = np.zeros_like(typical)
+    for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT):
+        mine = pipeline.op == op
+        if mine.any():
+            by_part = [
+                float(per_layer[mine & (part == one)].mean())
+                for one in range(layers.size)
+                if (mine & (part == one)).any()
+            ]
+            found[mine] = float(np.median(by_part))
+    return found
+
+
+def moves_text(found: Balance) -> str:
+    """`moving 2 of stage 3's 8 layers to stages 0 and 1`."""
+    net = [0] * len(found.layers)
+    for source, target in found.moves:
+        net[source] -= 1
+        net[target] += 1
+    givers = [stage for stage, change in enumerate(net) if change < 0]
+    takers = [stage for stage, change in enumerate(net) if change > 0]
+    given = " and ".join(
+        f"{-net[stage]} of stage {stage}'s {found.layers[stage]} layers" for stage in givers
+    )
+    return f"moving {given} to {_stages(takers)}"
+
+
+def _stages(stages: Sequence[int]) -> str:
+    if len(stages) == 1:
+        return f"stage {stages[0]}"
+    return f"stages {', '.join(map(str, stages[:-1]))} and {stages[-1]}"

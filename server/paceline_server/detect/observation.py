@@ -1,0 +1,159 @@
+"""What a detector is shown: one generation (fixed), and at each tick what is known by now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paceline_server.detect.recent import RecentRecords
+from paceline_server.detect.telemetry import Telemetry
+from paceline_server.steps.groups import Groups
+from paceline_server.steps.timing import StepTiming
+from paceline_server.steps.types import StepSummary
+from paceline_server.whatif.online import RunReplay
+from paceline_wire.batch import DeviceEvent, RankExited, RankStacks, RankState
+from paceline_wire.ring import StateView
+from paceline_wire.topology import Topology
+
+# News that is older than what is known, and nothing newer for so long: the clock was set back.
+CLOCK_STEP_NS = 2_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One life of the job: which rank runs where."""
+
+    job: str
+    number: int
+    topology: Topology
+    nodes: Mapping[int, str]  # rank -> agent_id
+    gpus: Mapping[int, int | None]  # rank -> NVML index on that node
+    started_ns: int
+
+    def node(self, rank: int | None) -> str | None:
+        return None if rank is None else self.nodes.get(rank)
+
+    def stage(self, rank: int | None) -> int | None:
+        if rank is None or not 0 <= rank < self.topology.world_size:
+            return None
+        return self.topology.coordinates(rank).pp_rank
+
+    def place(self, rank: int) -> str:
+        """`rank 2 on node-1`."""
+        node = self.nodes.get(rank)
+        return f"rank {rank}" if node is None else f"rank {rank} on {node}"
+
+    def subject(self, rank: int | None) -> str:
+        """The same at the start of a sentence; without a rank it is the job."""
+        return "The job" if rank is None else "R" + self.place(rank)[1:]
+
+
+@dataclass(slots=True)
+class LiveRank:
+    """The newest state page of one rank, and for how long it has not changed.
+
+    Both bounds are differences on the node's own clock, so neither skew nor late delivery can
+    make a rank look stuck: only the agent having looked twice and seen the same.
+    """
+
+    rank: int
+    state: RankState | None = None
+    received_ns: int = 0  # server's clock
+    frozen_since_ns: int = 0  # first report that looks like the newest one
+    changing_until_ns: int | None = None  # last report that looked different
+    cpu_seconds_when_frozen: float | None = None
+
+    def see(self, state: RankState, received_ns: int) -> None:
+        known = self.state
+        if known is not None and state.time_ns <= known.time_ns:
+            if received_ns - self.received_ns < CLOCK_STEP_NS:
+                return  # repeated or reordered
+            known = None  # its clock was set back
+        if known is None or _signature(known.view) != _signature(state.view):
+            self.changing_until_ns = known.time_ns if known is not None else None
+            self.frozen_since_ns = state.time_ns
+            self.cpu_seconds_when_frozen = state.cpu_seconds
+        self.state = state
+        self.received_ns = received_ns
+
+    @property
+    def surely_frozen_seconds(self) -> float:
+        """No change was seen for at least this long."""
+        return 0.0 if self.state is None else (self.state.time_ns - self.frozen_since_ns) / 1e9
+
+    @property
+    def apparently_frozen_seconds(self) -> float:
+        """Since the newest time on the page, but no longer than since a report that differed."""
+        if self.state is None:
+            return 0.0
+        view, offset_ns = self.state.view, self.state.clock_offset_ns
+        times = [view.step_started_ns]
+        times += [frame.start_ns for frame in view.frames]
+        times += [group.entered_ns for group in view.groups]
+        times += [peer.entered_ns for peer in view.peers]
+        since_ns = max(max(times) + offset_ns, self.changing_until_ns or 0)
+        age = (self.state.time_ns - since_ns) / 1e9
+        return max(age, self.surely_frozen_seconds, 0.0)
+
+    @property
+    def cpu_share_while_frozen(self) -> float | None:
+        """CPU seconds per second since the page last changed: 1 is spinning, 0 asleep."""
+        if self.state is None or self.state.cpu_seconds is None:
+            return None
+        if self.cpu_seconds_when_frozen is None or not self.surely_frozen_seconds:
+            return None
+        return (self.state.cpu_seconds - self.cpu_seconds_when_frozen) / self.surely_frozen_seconds
+
+
+def _signature(view: StateView) -> tuple[object, ...]:
+    """What a rank that makes any progress changes (a loss may be NaN, which equals nothing)."""
+    return (
+        view.head,
+        view.step,
+        view.microbatch,
+        view.status,
+        view.frames,
+        view.groups,
+        view.peers,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SeenExit:
+    event: RankExited
+    node: str
+    received_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class SeenDeviceEvent:
+    event: DeviceEvent
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One tick. `steps`, `exits` and `device_events`: new since the last one."""
+
+    now_ns: int  # server's CLOCK_REALTIME
+    steps: Sequence[StepSummary]
+    exits: Sequence[SeenExit]
+    device_events: Sequence[SeenDeviceEvent]
+    ranks: Mapping[int, LiveRank]
+    heard_ns: Mapping[str, int]  # agent_id -> receipt of its newest batch
+    exited: Mapping[int, RankExited]  # all ranks of the generation that have ended
+    losses: Mapping[int, tuple[int, float]]  # rank -> (step, newest loss), non-finite ones too
+    telemetry: Telemetry
+    groups: Groups
+    sections: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (rank, id) -> name
+    step_seconds_p99: float | None = None  # of the recent steps of this generation
+    steps_finished: int = 0  # by this generation
+    timings: Sequence[StepTiming] = ()  # of `steps`, in the same order
+    replay: RunReplay | None = None  # of the recent steps
+    metadata: Mapping[str, str] = field(default_factory=dict)  # schedule, microbatches, ...
+    records: RecentRecords | None = None  # newest of each rank
+    stacks: Mapping[int, RankStacks] = field(default_factory=dict)  # newest taken of each rank
+    stragglers: frozenset[int] = frozenset()  # ranks named by earlier detectors of this tick
+    # agent_id -> how much longer that batch was under way than its fastest one
+    lateness_ns: Mapping[str, int] = field(default_factory=dict)
+    standing: frozenset[str] = frozenset()  # kinds of their findings that are not over

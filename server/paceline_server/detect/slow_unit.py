@@ -1,0 +1,85 @@
+"""Whom to name when ranks get slow: one rank, all of a node, or all of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from paceline_server.detect.observation import Generation
+
+MOST = 0.75  # of a node's (stage's) ranks must have become slow for it to be the node (stage)
+
+
+@dataclass(frozen=True, slots=True)
+class SlowUnit:
+    """`ranks` ascending; `node` and `stage` where all of them share one."""
+
+    ranks: tuple[int, ...]
+    fingerprint: str
+    node: str | None
+    stage: int | None
+    whole: str | None = None  # "node" or "stage" when it is that as a whole
+
+    @property
+    def rank(self) -> int | None:
+        return self.ranks[0] if self.whole is None else None
+
+    def subject(self, generation: Generation) -> str:
+        """At the start of a sentence."""
+        if self.whole == "node":
+            return f"Node {self.node} ({_listed(self.ranks)})"
+        if self.whole == "stage":
+            return f"Stage {self.stage} ({_listed(self.ranks)})"
+        return generation.subject(self.rank)
+
+
+class SlowUnits:
+    """The nodes and stages of a generation that are more than a rank and less than the job."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        world = generation.topology.world_size
+        units: dict[tuple[str, object], list[int]] = {}
+        for rank in range(world):
+            units.setdefault(("stage", generation.stage(rank)), []).append(rank)
+            if (node := generation.node(rank)) is not None:
+                units.setdefault(("node", node), []).append(rank)
+        self._units = {unit: ranks for unit, ranks in units.items() if 1 < len(ranks) < world}
+
+    def beside(self, rank: int) -> list[int]:
+        """The ranks of its node and of its stage: those that may be slow with it."""
+        return sorted({one for _, _, ranks in self._around(rank) for one in ranks})
+
+    def name(self, rank: int, slow: Collection[int]) -> SlowUnit:
+        """The largest unit around `rank` that is slow as a whole; `slow` includes the rank."""
+        node, stage = self._generation.node(rank), self._generation.stage(rank)
+        best = SlowUnit((rank,), f"straggler:{rank}", node, stage)
+        for kind, label, ranks in self._around(rank):
+            joined = tuple(one for one in ranks if one in slow)
+            if len(joined) > len(best.ranks) and len(joined) >= MOST * len(ranks):
+                best = SlowUnit(joined, f"straggler:{kind}:{label}", *self._shared(joined), kind)
+        return best
+
+    def _around(self, rank: int) -> list[tuple[str, object, list[int]]]:
+        """The node first: where it is the stage as well, the node is to blame."""
+        labels: list[tuple[str, object]] = [
+            ("node", self._generation.node(rank)),
+            ("stage", self._generation.stage(rank)),
+        ]
+        return [(*label, self._units[label]) for label in labels if label in self._units]
+
+    def _shared(self, ranks: tuple[int, ...]) -> tuple[str | None, int | None]:
+        nodes = {self._generation.node(rank) for rank in ranks}
+        stages = {self._generation.stage(rank) for rank in ranks}
+        return (
+            nodes.pop() if len(nodes) == 1 else None,
+            stages.pop() if len(stages) == 1 else None,
+        )
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    if len(ranks) > 8:
+        return f"{len(ranks)} ranks"
+    return "ranks " + ", ".join(map(str, ranks))

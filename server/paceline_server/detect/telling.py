@@ -1,0 +1,34 @@
+"""The numbers every finding carries, and how they are said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paceline_server.whatif.online import RunReplay
+
+
+def gain(cost_ratio: float) -> float:
+    """Step time over that without a part of it: 1.25 for a fifth."""
+    return 1.0 / max(1.0 - cost_ratio, 0.01)
+
+
+def speedup_without(
+    replay: RunReplay | None,
+    excess_seconds: Mapping[int, float],
+    cost_ratio: float,
+    since_step: int | None = None,
+) -> float:
+    """What taking these seconds away would give: by replay, where the steps can be replayed.
+
+    No replay says more than that all of the seconds are saved.
+    """
+    found = None
+    if replay is not None:
+        found = replay.speedup(excess_seconds=excess_seconds, since_step=since_step)
+    return gain(cost_ratio) if found is None else found
+
+
+def cost_text(cost_ratio: float, speedup: float | None) -> str:
+    """`costs 18 % of step time; fixing it gives 1.21x`."""
+    told = f"costs {cost_ratio * 100:.0f} % of step time"
+    return told if speedup is None else f"{told}; fixing it gives {speedup:.2f}x"

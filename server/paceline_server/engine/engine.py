@@ -1,0 +1,126 @@
+"""The engine of one job: batches and time in; steps, findings, progress and the ledger out.
+
+Pure and deterministic: the same calls give the same outcomes. All times are handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from paceline_server.detect.detector import Detector
+from paceline_server.detect.registry import detector_classes
+from paceline_server.detect.settings import DetectionSettings
+from paceline_server.detect.telemetry import Telemetry
+from paceline_server.engine.clocks import NodeClocks
+from paceline_server.engine.generation import RunningGeneration
+from paceline_server.engine.types import Outcome, Placement
+from paceline_server.steps.ledger import LedgerBook, LedgerState
+from paceline_server.steps.types import StepSummary
+from paceline_wire.batch import Batch
+
+
+class _Memory(msgspec.Struct):
+    """What outlives generations and workers."""
+
+    ledger: LedgerState
+    highest_step: int | None = None
+
+
+class Engine:
+    """Call `place` at the start of each generation, `feed` for each batch, `tick` regularly.
+
+    Call `suspend` when an action begins to stop the generation (job state `recovering`,
+    `stopping` or finished): nothing is detected from then until the next `place`.
+
+    Feed every batch of the nodes that hold ranks, empty ones too: they show that a node lives.
+    A worker that takes the job over may hand in what `memory` returned to the one before.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        settings: DetectionSettings | None = None,
+        memory: bytes | None = None,
+        detectors: Sequence[type[Detector]] | None = None,
+    ) -> None:
+        """`detectors`: all there are, unless given. Raises msgspec.DecodeError for bad `memory`."""
+        self.job_id = job_id
+        self._detectors = detector_classes() if detectors is None else detectors
+        self._settings = settings or DetectionSettings()
+        known = _Memory(LedgerState())
+        if memory is not None:
+            known = msgspec.msgpack.decode(memory, type=_Memory)
+        self._ledger = LedgerBook(known.ledger)
+        self._highest_step = known.highest_step
+        self._telemetry = Telemetry()
+        self._clocks = NodeClocks()
+        self._heard_ns: dict[str, int] = {}
+        self._lateness_ns: dict[str, int] = {}
+        self._running: RunningGeneration | None = None
+        self._suspended = False
+        self._left_over: list[StepSummary] = []  # of the generation before, not yet told
+
+    def memory(self) -> bytes:
+        """The ledger and the highest step, to be kept in the same transaction as the cursor."""
+        return msgspec.msgpack.encode(_Memory(self._ledger.state(), self._highest_step))
+
+    def place(self, placement: Placement) -> None:
+        """Begin a generation. Everything known of the one before is forgotten but the ledger.
+
+        Telling the same placement twice changes nothing.
+        """
+        if self._running is not None and self._running.placement == placement:
+            return
+        if self._running is not None:
+            self._left_over += self._running.take_complete(None)
+        self._running = RunningGeneration(self.job_id, placement, self._settings, self._detectors)
+        self._suspended = False
+        self._ledger.begin(placement.generation, placement.started_ns, placement.resume_step)
+
+    def suspend(self) -> None:
+        """Detect nothing until the next `place`; steps and the ledger go on. Idempotent."""
+        self._suspended = True
+
+    def resume(self) -> None:
+        """Undo `suspend` within the same generation (the action was given up)."""
+        self._suspended = False
+
+    def feed(self, batch: Batch, received_ns: int) -> None:
+        """Take one agent's batch in; `received_ns` is the server's CLOCK_REALTIME.
+
+        Whatever does not belong to this job and generation is ignored.
+        """
+        node = batch.agent_id
+        self._heard_ns[node] = max(received_ns, self._heard_ns.get(node, 0))
+        self._clocks.see(node, batch.packed_ns, received_ns)
+        self._lateness_ns[node] = self._clocks.lateness_ns(node)
+        shift_ns = self._clocks.shift_ns(node)
+        self._telemetry.extend(node, batch.samples, shift_ns)
+        if self._running is not None:
+            self._running.feed(batch, received_ns, shift_ns)
+
+    def tick(self, now_ns: int) -> Outcome:
+        """What is new since the last tick, as of `now_ns` (server's CLOCK_REALTIME)."""
+        running = self._running
+        if running is None:
+            return Outcome(ledger=self._ledger.read(now_ns), highest_step=self._highest_step)
+        steps = running.take_steps(now_ns)
+        for summary in steps:
+            self._ledger.add(summary, now_ns)
+            self._highest_step = max(summary.step, self._highest_step or 0)
+        findings = []
+        if not self._suspended:
+            findings = running.detect(
+                now_ns, steps, self._heard_ns, self._lateness_ns, self._telemetry
+            )
+        left, self._left_over = self._left_over, []
+        return Outcome(
+            steps=left + running.take_complete(now_ns),
+            findings=findings,
+            progress=running.progress(),
+            ledger=self._ledger.read(now_ns),
+            step_seconds=running.step_seconds(),
+            highest_step=self._highest_step,
+        )

@@ -1,0 +1,280 @@
+"""Everything the engine knows of the running generation; thrown away with it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+from msgspec.structs import replace as replace_fields
+
+from paceline_server.detect.detector import Detector
+from paceline_server.detect.finding import Finding
+from paceline_server.detect.observation import (
+    Generation,
+    LiveRank,
+    Observation,
+    SeenDeviceEvent,
+    SeenExit,
+)
+from paceline_server.detect.operations import operation_text
+from paceline_server.detect.recent import RecentRecords
+from paceline_server.detect.settings import DetectionSettings
+from paceline_server.detect.telemetry import Telemetry
+from paceline_server.engine.losses import LossJoin
+from paceline_server.engine.types import Placement, RankProgress
+from paceline_server.steps.model import StepModel
+from paceline_server.steps.timing import StepTiming
+from paceline_server.steps.types import StepSummary
+from paceline_server.whatif.online import RunReplay
+from paceline_wire.batch import (
+    Batch,
+    DeviceEvent,
+    RankAttached,
+    RankDefined,
+    RankExited,
+    RankStacks,
+    RankState,
+)
+from paceline_wire.ring import GroupDefinition
+from paceline_wire.stacks import bounded, plain
+
+RECENT_STEPS = 20  # for the typical step time people see
+P99_STEPS = 200
+# What is replayed: enough steps to tell a fault from noise, in tables of bounded size (a row is
+# some 100 bytes).
+REPLAYED_STEPS = 8
+REPLAYED_ROWS = 1 << 21
+
+
+class RunningGeneration:
+    """Routes one generation's news to the step model and the detectors."""
+
+    def __init__(
+        self,
+        job_id: str,
+        placement: Placement,
+        settings: DetectionSettings,
+        detectors: Sequence[type[Detector]],
+    ) -> None:
+        self.placement = placement
+        self.generation = Generation(
+            job=job_id,
+            number=placement.generation,
+            topology=placement.topology,
+            nodes=dict(placement.nodes),
+            gpus=dict(placement.gpus),
+            started_ns=placement.started_ns,
+        )
+        self.model = StepModel(placement.generation, placement.topology, placement.metadata)
+        self._detectors = [detector(settings, self.generation) for detector in detectors]
+        self._ranks: dict[int, LiveRank] = {}
+        self._exited: dict[int, RankExited] = {}
+        self._stacks: dict[int, RankStacks] = {}
+        self._records = RecentRecords(placement.topology.world_size)
+        self._new_exits: list[SeenExit] = []
+        self._new_device_events: list[SeenDeviceEvent] = []
+        self._sections: dict[tuple[int, int], str] = {}
+        self._losses: dict[int, tuple[int, float]] = {}
+        self._joined = LossJoin()
+        self._durations: deque[float] = deque(maxlen=P99_STEPS)
+        self._moved = set(range(placement.topology.world_size))
+        self._new_timings: list[StepTiming] = []
+        self._recent: deque[StepTiming] = deque()
+        self._replay = RunReplay((), self.generation.topology, {})
+        self._standing: dict[str, Finding] = {}  # by fingerprint
+        self._steps_finished = 0
+
+    def feed(self, batch: Batch, received_ns: int, clock_shift_ns: int) -> None:
+        for event in batch.events:
+            match event:
+                case RankState():
+                    if self._is_ours(event, batch.agent_id):
+                        self._see_state(event, received_ns)
+                case RankDefined():
+                    if self._is_ours(event, batch.agent_id):
+                        self._define(event)
+                case RankExited():
+                    if self._is_ours(event, batch.agent_id):
+                        self._see_exit(event, batch.agent_id, received_ns)
+                case RankStacks():
+                    if self._is_ours(event, batch.agent_id):
+                        self._see_stacks(event)
+                case RankAttached(identity=identity):
+                    if (identity.job, identity.generation) == self._name:
+                        self.model.describe(identity.metadata)
+                case DeviceEvent():
+                    shifted = replace_fields(event, time_ns=event.time_ns + clock_shift_ns)
+                    self._new_device_events.append(SeenDeviceEvent(shifted, batch.agent_id))
+                case _:
+                    pass
+        for block in batch.spans:
+            if (block.job, block.generation) == self._name and self._holds(
+                block.rank, batch.agent_id
+            ):
+                self.model.add(block, clock_shift_ns)
+                self._records.add(block)
+
+    @property
+    def _name(self) -> tuple[str, int]:
+        return self.generation.job, self.generation.number
+
+    def _is_ours(
+        self, event: RankState | RankDefined | RankExited | RankStacks, agent_id: str
+    ) -> bool:
+        return (event.job, event.generation) == self._name and self._holds(event.rank, agent_id)
+
+    def _holds(self, rank: int, agent_id: str) -> bool:
+        """Only the node a rank was placed on can speak for it."""
+        if not 0 <= rank < self.generation.topology.world_size:
+            return False
+        return self.generation.nodes.get(rank, agent_id) == agent_id
+
+    def _see_state(self, state: RankState, received_ns: int) -> None:
+        self._ranks.setdefault(state.rank, LiveRank(state.rank)).see(state, received_ns)
+        self._moved.add(state.rank)
+        view = state.view
+        self._joined.see(view)
+        if view.loss_step is None or view.loss is None:
+            return
+        known_step, _ = self._losses.get(state.rank, (-1, 0.0))
+        if view.loss_step >= known_step:
+            self._losses[state.rank] = (view.loss_step, view.loss)
+
+    def _define(self, event: RankDefined) -> None:
+        for definition in event.definitions:
+            if isinstance(definition, GroupDefinition):
+                self.model.add_group(event.rank, definition)
+            else:
+                self._sections[event.rank, definition.id] = definition.name
+
+    def _see_stacks(self, event: RankStacks) -> None:
+        self._stacks[event.rank] = replace_fields(
+            event,
+            threads=bounded(event.threads),
+            error=None if event.error is None else plain(event.error),
+        )
+
+    def _see_exit(self, event: RankExited, agent_id: str, received_ns: int) -> None:
+        if event.rank not in self._exited:
+            self._exited[event.rank] = event
+            self._moved.add(event.rank)
+            self._new_exits.append(SeenExit(event, agent_id, received_ns))
+
+    def take_steps(self, now_ns: int) -> list[StepSummary]:
+        """Steps closed since the last call, for the detectors and the ledger."""
+        finished = self.model.take_finished()
+        self._new_timings = [timing for _, timing in finished]
+        self._remember(self._new_timings)
+        steps = [summary for summary, _ in finished]
+        for summary in steps:
+            self._durations.append(summary.duration_seconds)
+            self._joined.add(summary, now_ns)
+        self._steps_finished += len(steps)
+        return steps
+
+    def _remember(self, timings: list[StepTiming]) -> None:
+        self._recent += timings
+        rows = sum(timing.rows for timing in self._recent)
+        while len(self._recent) > REPLAYED_STEPS or (
+            rows > REPLAYED_ROWS and len(self._recent) > 1
+        ):
+            rows -= self._recent.popleft().rows
+
+    def take_complete(self, now_ns: int | None) -> list[StepSummary]:
+        """Steps with their loss, for people; all that are left when `now_ns` is None."""
+        return self._joined.take(now_ns)
+
+    def detect(
+        self,
+        now_ns: int,
+        steps: list[StepSummary],
+        heard_ns: Mapping[str, int],
+        lateness_ns: Mapping[str, int],
+        telemetry: Telemetry,
+    ) -> list[Finding]:
+        exits, self._new_exits = self._new_exits, []
+        device_events, self._new_device_events = self._new_device_events, []
+        timings, self._new_timings = self._new_timings, []
+        if timings:  # what was worked out of the others is of no use any more
+            self._replay = RunReplay(
+                tuple(self._recent), self.generation.topology, self.model.metadata
+            )
+        seen = Observation(
+            now_ns=now_ns,
+            steps=steps,
+            exits=exits,
+            device_events=device_events,
+            ranks=self._ranks,
+            heard_ns=heard_ns,
+            lateness_ns=lateness_ns,
+            exited=self._exited,
+            losses=self._losses,
+            telemetry=telemetry,
+            groups=self.model.groups,
+            sections=self._sections,
+            step_seconds_p99=self._step_seconds_p99(),
+            steps_finished=self._steps_finished,
+            stacks=self._stacks,
+            records=self._records,
+            timings=timings,
+            replay=self._replay,
+            metadata=self.model.metadata,
+        )
+        findings = []
+        for detector in self._detectors:
+            seen = replace(
+                seen,
+                stragglers=frozenset(_stragglers(self._standing.values())),
+                standing=frozenset(finding.kind for finding in self._standing.values()),
+            )
+            found = detector.update(seen)
+            findings += found
+            for finding in found:
+                self._standing.pop(finding.fingerprint, None)
+                if not finding.cleared:
+                    self._standing[finding.fingerprint] = finding
+        return findings
+
+    def step_seconds(self) -> float | None:
+        """The typical recent step."""
+        recent = list(self._durations)[-RECENT_STEPS:]
+        return median(recent) if recent else None
+
+    def _step_seconds_p99(self) -> float | None:
+        return float(np.percentile(self._durations, 99)) if self._durations else None
+
+    def progress(self) -> list[RankProgress]:
+        """Of the ranks of which there was news since it was last asked for."""
+        self._moved.update(self.model.take_moved())
+        moved, self._moved = sorted(self._moved), set()
+        return [self._rank_progress(rank) for rank in moved]
+
+    def _rank_progress(self, rank: int) -> RankProgress:
+        live = self._ranks.get(rank)
+        state = live.state if live is not None else None
+        step = self.model.newest_step(rank)
+        if state is None:
+            return RankProgress(rank, step, None, None, None, "unknown")
+        frame = state.view.frames[-1] if state.view.frames else None
+        if frame is None or rank in self._exited:
+            return RankProgress(rank, step, None, None, state.process_state, state.view.status)
+        seconds = (state.time_ns - state.clock_offset_ns - frame.start_ns) / 1e9
+        return RankProgress(
+            rank=rank,
+            step=step,
+            operation=operation_text(rank, frame, self.model.groups, self._sections),
+            operation_seconds=max(seconds, 0.0),
+            process_state=state.process_state,
+            status=state.view.status,
+        )
+
+
+def _stragglers(findings: Iterable[Finding]) -> Iterator[int]:
+    for finding in findings:
+        if finding.kind in ("straggler", "slow_data"):
+            yield from finding.ranks
+            if finding.rank is not None:
+                yield finding.rank

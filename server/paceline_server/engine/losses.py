@@ -1,0 +1,61 @@
+"""Joins steps with the loss their ranks reported.
+
+A step closes with the spans of its ranks; its loss is read from a state page, which the agents
+look at more rarely. A closed step therefore waits a moment for its loss before it is shown
+(detectors see it at once).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import msgspec
+
+from paceline_server.steps.types import StepSummary
+from paceline_wire.ring import StateView
+
+# Twice the pace at which agents read state pages.
+PATIENCE_NS = 1_000_000_000
+REPORTED_STEPS = 256  # whose loss is known and whose summary has not come yet
+
+
+class LossJoin:
+    """`see` state pages, `add` closed steps, `take` those that are complete."""
+
+    def __init__(self) -> None:
+        self._reported: dict[int, tuple[float | None, float | None]] = {}
+        self._newest: int | None = None
+        self._waiting: deque[tuple[int, StepSummary]] = deque()
+
+    def see(self, view: StateView) -> None:
+        step = view.loss_step
+        if step is None:
+            return
+        self._newest = step if self._newest is None else max(self._newest, step)
+        # Whoever reports first is believed: usually all report the mean over the job.
+        self._reported.setdefault(step, (_finite(view.loss), _finite(view.gradient_norm)))
+        if len(self._reported) > REPORTED_STEPS:
+            del self._reported[min(self._reported)]
+
+    def add(self, summary: StepSummary, now_ns: int) -> None:
+        self._waiting.append((now_ns, summary))
+
+    def take(self, now_ns: int | None) -> list[StepSummary]:
+        """In order; all that wait when `now_ns` is None (the generation is over)."""
+        complete = []
+        while self._waiting:
+            since_ns, summary = self._waiting[0]
+            # A job that has reported no loss so far is not waited for.
+            is_known = self._newest is None or self._newest >= summary.step
+            if now_ns is not None and not is_known and now_ns - since_ns < PATIENCE_NS:
+                break
+            self._waiting.popleft()
+            loss, norm = self._reported.pop(summary.step, (None, None))
+            complete.append(msgspec.structs.replace(summary, loss=loss, gradient_norm=norm))
+        return complete
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN, and a loss that is none is a finding, not a number to draw."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,48 @@
+"""The ends of a directed graph: strongly connected components that no edge leaves.
+
+Tarjan, "Depth-first search and linear graph algorithms" (1972), without recursion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+def final_components(edges: Mapping[int, Sequence[int]]) -> list[frozenset[int]]:
+    """The components that only lead into themselves; a node without edges is one."""
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    open_nodes: list[int] = []
+    component_of: dict[int, int] = {}
+    components: list[frozenset[int]] = []
+    for root in edges:
+        if root in index:
+            continue
+        path = [(root, iter(edges.get(root, ())))]
+        index[root] = low[root] = len(index)
+        open_nodes.append(root)
+        while path:
+            node, successors = path[-1]
+            for successor in successors:
+                if successor not in index:
+                    index[successor] = low[successor] = len(index)
+                    open_nodes.append(successor)
+                    path.append((successor, iter(edges.get(successor, ()))))
+                    break
+                if successor not in component_of:
+                    low[node] = min(low[node], index[successor])
+            else:
+                path.pop()
+                if path:
+                    low[path[-1][0]] = min(low[path[-1][0]], low[node])
+                if low[node] == index[node]:
+                    cut = open_nodes.index(node)
+                    members = frozenset(open_nodes[cut:])
+                    del open_nodes[cut:]
+                    component_of.update(dict.fromkeys(members, len(components)))
+                    components.append(members)
+    return [
+        members
+        for number, members in enumerate(components)
+        if all(component_of[s] == number for node in members for s in edges.get(node, ()))
+    ]

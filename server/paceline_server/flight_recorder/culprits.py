@@ -1,0 +1,210 @@
+"""Follow the waiting to those who wait for nobody.
+
+A rank's device runs what it launched in order, so a rank waits in the earliest of its unfinished
+operations, and that operation waits for its targets (see `waiting`). In a correct program this
+leads back in program order, so it ends: at the ranks from whose stall all others follow. Two
+things need care.
+
+Circles: a sender seldom waits to be received, so a circle is opened at its sends first. What then
+still is a circle was launched in different orders on different ranks.
+
+Two culprits, one of which also waits for the other: a rank that lags behind a participant of the
+very operations it waits in is not held up by them, since they did not hold up the other. It is a
+culprit by itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+
+from paceline_server.flight_recorder.components import final_components
+from paceline_server.flight_recorder.dump import Dump
+from paceline_server.flight_recorder.operations import Operation
+from paceline_server.flight_recorder.waiting import Reason, Wait
+
+# What is reported where a rank is waited for in several ways: the nearest to the cause first.
+_PRECEDENCE = (Reason.MISMATCH, Reason.DEVICE, Reason.HOST, Reason.NO_DUMP, Reason.BEHIND)
+_KINDS = {
+    Reason.MISMATCH: "mismatch",
+    Reason.DEVICE: "device",
+    Reason.HOST: "host",
+    Reason.NO_DUMP: "host",
+    Reason.BEHIND: "device",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """A rank from whose stall others follow, with the waits that point at it, oldest first."""
+
+    rank: int
+    kind: str  # host, device, mismatch
+    waits: tuple[Wait, ...]
+    is_certain: bool
+
+
+def culprits_of(waits: Iterable[Wait], dumps: Mapping[int, Dump]) -> list[Culprit]:
+    """The ranks to look at, by rank; none if nobody waits."""
+    waits = sorted(waits, key=lambda wait: wait.operation.launched_ns())
+    queues = _queues(waits)
+    lagging = set(_held_by_nothing(waits, queues))
+    queues |= {rank: [] for rank in lagging}
+    current, ends = _follow(queues, lagging)
+    while any(_open_at_sends(end, queues) for end in ends):
+        current, ends = _follow(queues, lagging)
+    found = [
+        culprit
+        for end in ends
+        for culprit in (
+            _in_circle(end, current, dumps) if len(end) > 1 else _alone(min(end), waits)
+        )
+    ]
+    certain = [culprit for culprit in found if culprit.is_certain]
+    return sorted(certain or found, key=lambda culprit: culprit.rank)
+
+
+def _queues(waits: Iterable[Wait]) -> dict[int, list[Wait]]:
+    """By rank, the waits it takes part in, in the order in which it launched them."""
+    queues: dict[int, list[Wait]] = defaultdict(list)
+    for wait in waits:
+        for rank in wait.operation.unfinished():
+            queues[rank].append(wait)
+    for rank, queue in queues.items():
+        queue.sort(key=lambda wait: wait.operation.arrivals[rank].order)
+    return queues
+
+
+def _follow(
+    queues: Mapping[int, list[Wait]], lagging: set[int]
+) -> tuple[dict[int, Wait], list[frozenset[int]]]:
+    """The wait each rank is in, and the ends of the waiting (nodes as in `_edges`)."""
+    current = {rank: queue[0] for rank, queue in queues.items() if queue}
+    to_blame = {rank for rank, wait in current.items() if rank in wait.targets}
+    current = {rank: wait for rank, wait in current.items() if rank not in to_blame}
+    ends: dict[int, list[int]] = {rank: [] for rank in to_blame | lagging}
+    return current, final_components(_edges(current) | ends)
+
+
+def _edges(current: Mapping[int, Wait]) -> dict[int, list[int]]:
+    """Ranks are nodes as they are; waits are negative nodes, so that big groups stay cheap."""
+    numbers = {id(wait): -1 - index for index, wait in enumerate(current.values())}
+    edges = {rank: [numbers[id(wait)]] for rank, wait in current.items()}
+    edges |= {numbers[id(wait)]: sorted(wait.targets) for wait in current.values()}
+    return edges
+
+
+def _held_by_nothing(waits: Iterable[Wait], queues: Mapping[int, list[Wait]]) -> Iterator[int]:
+    """Ranks that lag for a reason of their own, though they also wait."""
+    for wait in waits:
+        if wait.reason is Reason.HOST and not wait.operation.is_p2p:
+            for rank in wait.targets:
+                if queues.get(rank) and _others_went_on(wait.operation, queues[rank], queues):
+                    yield rank
+
+
+def _others_went_on(
+    missed: Operation, own: Iterable[Wait], queues: Mapping[int, list[Wait]]
+) -> bool:
+    """Whether some participant launched `missed` after all that the rank waits in, unfinished."""
+    for other, arrival in missed.arrivals.items():
+        before = [
+            wait.operation
+            for wait in queues.get(other, ())
+            if wait.operation.arrivals[other].order < arrival.order
+        ]
+        if all(any(_is_same_place(wait.operation, o) for o in before) for wait in own):
+            return True
+    return False
+
+
+def _is_same_place(one: Operation, another: Operation) -> bool:
+    """The same operation, or the message of the same place in the program of a peer."""
+    if one is another:
+        return True
+    if not (one.is_p2p and another.is_p2p) or one.sequence != another.sequence:
+        return False
+    return (
+        one.group.description == another.group.description
+        and one.sends_only == another.sends_only
+        and one.members[1] - one.members[0] == another.members[1] - another.members[0]
+    )
+
+
+def _open_at_sends(circle: frozenset[int], queues: dict[int, list[Wait]]) -> bool:
+    """Leave out the sends that the circle's ranks wait in; False if there are none."""
+    opened = False
+    for rank in circle if len(circle) > 1 else ():
+        if rank >= 0 and queues[rank][0].operation.sends_only:
+            queues[rank] = [wait for wait in queues[rank] if not wait.operation.sends_only]
+            opened = True
+    return opened
+
+
+def _alone(rank: int, waits: Iterable[Wait]) -> list[Culprit]:
+    pointing = [wait for wait in waits if rank in wait.targets]
+    reason = min((wait.reason for wait in pointing), key=_PRECEDENCE.index)
+    nearest = tuple(wait for wait in pointing if wait.reason is reason)
+    return [Culprit(rank, _KINDS[reason], nearest, any(wait.is_certain for wait in nearest))]
+
+
+def _in_circle(
+    circle: frozenset[int], current: Mapping[int, Wait], dumps: Mapping[int, Dump]
+) -> list[Culprit]:
+    """Those whose order is not that of most, else the fewest whose other order explains it."""
+    inside = list({id(current[rank]): current[rank] for rank in circle if rank >= 0}.values())
+    blamed = sorted(inside, key=lambda wait: (wait.operation.is_p2p, len(wait.targets)))
+    first = blamed[0]
+    fewest = [w for w in blamed if len(w.targets) == len(first.targets)]
+    ranks = _in_odd_order(circle, inside, dumps)
+    is_certain = bool(ranks)
+    if not ranks:
+        ranks = {rank for wait in fewest for rank in wait.targets if rank in circle}
+        is_certain = len(fewest) == 1
+    # Two ranks that each wait to receive from the other: one of them stopped before its send.
+    is_host = all(w.reason is Reason.HOST and w.operation.is_p2p for w in inside)
+    return [
+        Culprit(
+            rank,
+            "host" if is_host else "mismatch",
+            tuple(wait for wait in inside if rank in wait.targets),
+            is_certain,
+        )
+        for rank in ranks
+    ]
+
+
+def _in_odd_order(
+    circle: frozenset[int], inside: Iterable[Wait], dumps: Mapping[int, Dump]
+) -> set[int]:
+    """The circle's ranks that launched two of its operations in the order that most did not.
+
+    Ranks outside the circle vote with their own groups' operations of the same purpose and number.
+    """
+    operations = [wait.operation for wait in inside if not wait.operation.is_p2p]
+    voters = {rank for operation in operations for rank in operation.members if rank in dumps}
+    odd: set[int] = set()
+    for one, another in combinations(operations, 2):
+        places = (_place(one), _place(another))
+        orders = {rank: _order(dumps[rank], places) for rank in voters}
+        firsts = [order for order in orders.values() if order is not None]
+        if 2 * sum(firsts) != len(firsts):
+            usual = 2 * sum(firsts) > len(firsts)
+            odd |= {r for r, order in orders.items() if r in circle and order is (not usual)}
+    return odd
+
+
+def _place(operation: Operation) -> tuple[str, int]:
+    return operation.group.description, operation.sequence
+
+
+def _order(dump: Dump, places: tuple[tuple[str, int], tuple[str, int]]) -> bool | None:
+    """Whether the rank launched the first place before the second; None if not both."""
+    found = {
+        place: entry.order
+        for entry in dump.entries
+        if not entry.is_p2p and (place := (entry.description, entry.sequence)) in places
+    }
+    return found[places[0]] < found[places[1]] if len(found) == 2 else None

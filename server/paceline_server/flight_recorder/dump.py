@@ -1,0 +1,304 @@
+"""One rank's Flight Recorder dump, as typed values.
+
+Versions 2.4 to 2.10 of the format differ in fields that are not needed here (threads, library
+versions), so one reader serves all. Three oddities of the format are settled here, once:
+
+- An entry's `state` is not the whole truth. Gloo leaves it `scheduled` for ever and says `retired`;
+  NCCL leaves the members of a coalesced batch `scheduled` and keeps only the batch's own entry,
+  `nccl:coalesced`, up to date. `completed` of an `Entry` has looked at all of it.
+- `pg_status` has the rank's own number of a group as its key and `pg_config` the group's name;
+  entries hold both. A group without an entry is joined by order: both count up as groups are made.
+- What `pg_status` counts differs: NCCL counts the operations of one kind, gloo all of them. Only
+  NCCL's is used.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline_server.flight_recorder.errors import MalformedDumpError
+
+# More than any ring anybody configures: they bound what a lying dump costs.
+_ENTRIES_LIMIT = 500_000
+_TENSORS_LIMIT = 4_096
+_RANKS_LIMIT = 1_000_000
+_NAME_LIMIT = 256
+
+_PEERS = re.compile(r"^(send|recv) (\d+)(->|<-)(\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group. `ranks` are global, in the group's order; empty where nobody lists them."""
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What the participants of one operation have to agree on."""
+
+    op: str
+    elements_in: int
+    elements_out: int
+    dtype: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Who sends to whom, as positions in the group; `sends` says which of the two this rank is."""
+
+    sender: int
+    receiver: int
+    sends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One operation that this rank has launched (enqueued)."""
+
+    order: int  # position in this rank's own order of launches
+    local_group: str  # the rank's own number of the group, the key of `pg_status`
+    group: str
+    description: str
+    backend: str
+    sequence: int  # of its kind (collective or point-to-point) in the group
+    sequences: tuple[int, int]  # of both kinds: the members of one coalesced batch share them
+    is_p2p: bool
+    peers: Peers | None
+    signature: Signature
+    created_ns: int  # CLOCK_REALTIME of the rank's node
+    started: bool
+    completed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The last sequence numbers of one group. None: not known."""
+
+    enqueued: int | None
+    started: int | None
+    completed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """What one rank said. `groups` and `status` are keyed by the name of the group."""
+
+    rank: int
+    version: str
+    entries: tuple[Entry, ...]
+    is_timed: bool  # whether it says which kernels have started: NCCL does so only when asked to
+    groups: Mapping[str, Group]
+    status: Mapping[str, Status]
+
+
+def dump_from(document: object, rank: int) -> Dump:
+    """Check and simplify a loaded dump.
+
+    Raises MalformedDumpError, whose message continues a sentence that begins with the file's name.
+    """
+    if not isinstance(document, dict) or not isinstance(document.get("entries", []), list):
+        raise MalformedDumpError("is not a Flight Recorder dump: it has no entries")
+    version = _version(document)
+    raw = document.get("entries", [])
+    if len(raw) > _ENTRIES_LIMIT:
+        raise MalformedDumpError(f"has more than {_ENTRIES_LIMIT} entries")
+    try:
+        entries = [_entry(item, order) for order, item in enumerate(_by_record(raw))]
+        groups = _groups(_mapping(document, "pg_config"))
+        local_status = {str(k): _status(v) for k, v in _mapping(document, "pg_status").items()}
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+        raise MalformedDumpError(
+            f"is not a Flight Recorder dump of version {version}: {type(error).__name__} in it"
+        ) from error
+    names = _local_names(entries, groups, local_status)
+    status = {names[local]: known for local, known in local_status.items() if local in names}
+    is_timed = any(entry.started for entry in entries)
+    return Dump(rank, version, tuple(_settled(entries, status)), is_timed, groups, status)
+
+
+def _version(document: Mapping[Any, Any]) -> str:
+    version = document.get("version")
+    found = re.match(r"^2\.(\d{1,4})$", version) if isinstance(version, str) else None
+    if found is None or int(found[1]) < 4:
+        shown = version[:20] if isinstance(version, str) else None
+        raise MalformedDumpError(
+            f"is not a Flight Recorder dump of a known version: expected 2.4 to 2.10, found {shown}"
+        )
+    return found[0]
+
+
+def _mapping(document: Mapping[Any, Any], key: str) -> Mapping[Any, Any]:
+    value = document.get(key) or {}
+    if not isinstance(value, dict):
+        raise TypeError(key)
+    return value
+
+
+def _by_record(raw: list[Any]) -> list[Any]:
+    return sorted(raw, key=lambda item: _number(item.get("record_id", 0)))
+
+
+def _number(value: object) -> int:
+    if isinstance(value, str):  # the JSON form writes the numbers of `pg_status` as strings
+        return int(value[:20])
+    if not isinstance(value, int):
+        raise TypeError("not a number")
+    return int(value)
+
+
+def _text(value: object) -> str:
+    """A name from the dump, safe to print."""
+    return "".join(c for c in str(value)[:_NAME_LIMIT] if c.isprintable())
+
+
+def _entry(item: Mapping[str, Any], order: int) -> Entry:
+    local = str(item.get("pg_id", ""))
+    name, description = (*item.get("process_group", (local, "")), "")[:2]
+    backend, _, op = _text(item["profiling_name"]).rpartition(":")
+    is_p2p = bool(item.get("is_p2p", False))
+    state = item.get("state")
+    sequences = _number(item["collective_seq_id"]), _number(item.get("p2p_seq_id", 0))
+    return Entry(
+        order=order,
+        local_group=local,
+        group=_text(name),
+        description=_text(description),
+        backend=backend,
+        sequence=sequences[is_p2p],
+        sequences=sequences,
+        is_p2p=is_p2p,
+        peers=_peers(op),
+        signature=_signature(item, "p2p" if is_p2p and _PEERS.match(op) else op),
+        created_ns=_number(item.get("time_created_ns") or 0),
+        started=state == "started" or bool(item.get("time_discovered_started_ns")),
+        # NCCL also retires what it aborts, and its state is true.
+        completed=state == "completed" or (bool(item.get("retired")) and backend != "nccl"),
+    )
+
+
+def _peers(op: str) -> Peers | None:
+    """From `send 0->1` or `recv 1<-0`: the rank itself is always on the left."""
+    found = _PEERS.match(op)
+    if found is None:
+        return None
+    own, other = int(found[2]), int(found[4])
+    return Peers(own, other, True) if found[1] == "send" else Peers(other, own, False)
+
+
+def _signature(item: Mapping[str, Any], op: str) -> Signature:
+    dtypes = item.get("input_dtypes") or item.get("output_dtypes") or [None]
+    return Signature(
+        op=op,
+        elements_in=_elements(item.get("input_sizes") or []),
+        elements_out=_elements(item.get("output_sizes") or []),
+        dtype=None if dtypes[0] is None else _text(dtypes[0]),
+    )
+
+
+def _elements(sizes: list[list[int]]) -> int:
+    if len(sizes) > _TENSORS_LIMIT:
+        raise ValueError("too many tensors")
+    return sum(math.prod(_number(d) for d in dimensions[:64]) for dimensions in sizes)
+
+
+def _status(value: Mapping[str, Any]) -> Status:
+    def last(what: str) -> int | None:
+        sequence = _number(value.get(f"last_{what}_collective", -1))
+        return None if sequence < 0 else sequence
+
+    return Status(last("enqueued"), last("started"), last("completed"))
+
+
+def _groups(config: Mapping[Any, Any]) -> dict[str, Group]:
+    """The groups with a name: gloo writes one nameless group, of no use."""
+    groups = {}
+    for key, value in config.items():
+        name = _text(value.get("name", key))
+        ranks = value.get("ranks") or []
+        if isinstance(ranks, str):
+            ranks = re.findall(r"\d+", ranks)
+        if len(ranks) > _RANKS_LIMIT:
+            raise ValueError("too many ranks")
+        if name:
+            members = tuple(int(str(rank)) for rank in ranks)
+            if any(rank < 0 for rank in members):
+                raise ValueError("a negative rank")
+            groups[name] = Group(name, _text(value.get("desc", "")), members)
+    return groups
+
+
+def _local_names(
+    entries: Iterable[Entry], groups: Mapping[str, Group], status: Mapping[str, Status]
+) -> dict[str, str]:
+    """The name of each group by the rank's own number of it."""
+    known = {entry.local_group: entry.group for entry in entries}
+    if len(groups) == len(status) and all(n.isdecimal() for n in (*groups, *status)):
+        paired = dict(zip(sorted(status, key=int), sorted(groups, key=int), strict=True))
+        # The entries are the check of the order: one that disagrees makes it worthless.
+        if all(paired.get(local, name) == name for local, name in known.items()):
+            return paired | known
+    return known
+
+
+def _settled(entries: list[Entry], status: Mapping[str, Status]) -> list[Entry]:
+    """The entries with `completed` and `started` as the rest of the dump implies them."""
+    implied = _implied_completions(entries, status)
+    batches = {_batch(e): e for e in entries if e.signature.op == "coalesced"}
+    sizes = Counter(_batch(e) for e in entries if e.signature.op != "coalesced")
+    batching = {group for group, _ in batches}
+    batching |= {e.group for e in entries if e.is_p2p and sizes[_batch(e)] > 1}
+    return [
+        _settle(entry, implied, batches.get(_batch(entry)), entry.group in batching)
+        for entry in entries
+        # The batch's own entry says nothing that its members do not say better.
+        if entry.signature.op != "coalesced" or not sizes[_batch(entry)]
+    ]
+
+
+def _batch(entry: Entry) -> tuple[str, tuple[int, int]]:
+    return entry.group, entry.sequences
+
+
+def _implied_completions(entries: list[Entry], status: Mapping[str, Status]) -> dict[str, int]:
+    """By group, the sequence number up to which NCCL has completed its collectives.
+
+    One stream runs them in order. Messages use a stream for each pair and finish in any order.
+    """
+    implied: dict[str, int] = {}
+    last: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.backend == "nccl":
+            last[entry.group] = entry
+            if entry.completed and not entry.is_p2p:
+                implied[entry.group] = max(implied.get(entry.group, 0), entry.sequence)
+    for name, entry in last.items():
+        known = status.get(name)
+        # The status counts the kind that was used last; the other kind it says nothing of.
+        if known is None or entry.is_p2p or known.enqueued != entry.sequence:
+            continue
+        if known.completed is not None and known.completed <= entry.sequence:
+            implied[name] = max(implied.get(name, 0), known.completed)
+    return implied
+
+
+def _settle(
+    entry: Entry, implied: Mapping[str, int], batch: Entry | None, is_batching: bool
+) -> Entry:
+    completed = (
+        entry.completed
+        or (not entry.is_p2p and entry.sequence <= implied.get(entry.group, 0))
+        or (batch is not None and batch.completed)
+        # A dump of active entries drops the entry of a finished batch, but not its members.
+        or (entry.is_p2p and is_batching and batch is None)
+    )
+    started = entry.started or completed or (batch is not None and batch.started)
+    return replace(entry, completed=completed, started=started)

@@ -1,0 +1,25 @@
+"""What can be wrong with a folder of Flight Recorder dumps.
+
+FlightRecorderError
+├── NoDumpsError      nothing to read in the folder
+├── HostileDumpError  a pickle asks for more than data; it was not executed
+└── MalformedDumpError  a dump that is cut off, too large, or of another format
+"""
+
+from __future__ import annotations
+
+
+class FlightRecorderError(Exception):
+    """A folder of dumps cannot be analysed; the message is one sentence for the user."""
+
+
+class NoDumpsError(FlightRecorderError):
+    """The folder does not exist or holds no dump."""
+
+
+class HostileDumpError(FlightRecorderError):
+    """A pickle that is not plain data."""
+
+
+class MalformedDumpError(FlightRecorderError):
+    """A dump that cannot be understood."""

@@ -1,0 +1,210 @@
+"""The unfinished operations of all ranks, joined: who has launched each, and who has not.
+
+A collective is one operation for all ranks of its group; its participants are joined by the group
+and the sequence number. A message is joined by sender and receiver, in the order in which the two
+ranks launched what is still unfinished.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from paceline_server.flight_recorder.dump import Dump, Entry, Group
+
+# A rank that has finished one of these knows that every participant has launched it.
+_SYNCHRONIZING = ("all_reduce", "allreduce", "barrier", "all_to_all", "alltoall", "reduce_scatter")
+_SYNCHRONIZING_GATHERS = ("all_gather", "allgather")
+
+
+@dataclass(slots=True)
+class Operation:
+    """One collective or message that somebody has launched and not finished."""
+
+    group: Group
+    is_p2p: bool
+    op: str  # all_reduce, send 0->1, ...
+    sequence: int
+    members: tuple[int, ...]
+    arrivals: dict[int, Entry] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)  # have not launched it
+    silent: set[int] = field(default_factory=set)  # left no dump
+    sends_only: bool = False  # a message whose receiver has not arrived: seldom waited for
+
+    def unfinished(self) -> set[int]:
+        return {rank for rank, entry in self.arrivals.items() if not entry.completed}
+
+    def launched_ns(self) -> int:
+        """When the first participant launched it, by that rank's clock."""
+        return min(entry.created_ns for entry in self.arrivals.values())
+
+
+def known_ranks(dumps: Mapping[int, Dump]) -> set[int]:
+    """Every rank that a dump is from, or that a dump's groups name."""
+    ranks = set(dumps)
+    for dump in dumps.values():
+        for group in dump.groups.values():
+            ranks.update(group.ranks)
+    # Without lists of groups (gloo), a hole in the numbers is a rank without a dump; where most
+    # are holes, the folder is one node's.
+    world_size = max(ranks, default=-1) + 1
+    return set(range(world_size)) if world_size <= 2 * len(ranks) else ranks
+
+
+def unfinished_operations(dumps: Mapping[int, Dump]) -> list[Operation]:
+    groups = _Groups(dumps)
+    return [*_collectives(dumps, groups), *_messages(dumps, groups)]
+
+
+class _Groups:
+    """The group that an entry of a rank belongs to, with its ranks, whoever knows them."""
+
+    def __init__(self, dumps: Mapping[int, Dump]) -> None:
+        self._own: dict[tuple[int, str], Group] = {}
+        self._listed: dict[str, set[Group]] = defaultdict(set)
+        users: dict[str, set[int]] = defaultdict(set)
+        for rank, dump in dumps.items():
+            for name, group in dump.groups.items():
+                if group.ranks:
+                    self._own[rank, name] = group
+                    self._listed[name].add(group)
+            for entry in dump.entries:
+                users[entry.group].add(rank)
+        self._users = users
+        self._world = known_ranks(dumps)
+        self._derived: dict[str, Group] = {}
+
+    def of(self, rank: int, entry: Entry) -> Group:
+        own = self._own.get((rank, entry.group))
+        if own is not None:
+            return own
+        listed = [group for group in self._listed[entry.group] if rank in group.ranks]
+        if len(listed) == 1:
+            return listed[0]
+        return self._derived.setdefault(entry.group, self._derive(entry))
+
+    def _derive(self, entry: Entry) -> Group:
+        is_default = entry.description == "default_pg" or entry.group in ("0", "default_pg")
+        ranks = self._world if is_default else self._users[entry.group]
+        return Group(entry.group, entry.description, tuple(sorted(ranks)))
+
+
+def _collectives(dumps: Mapping[int, Dump], groups: _Groups) -> list[Operation]:
+    operations: dict[tuple[str, tuple[int, ...], int], Operation] = {}
+    for rank, dump in dumps.items():
+        for entry in dump.entries:
+            if entry.is_p2p or entry.peers is not None:
+                continue
+            group = groups.of(rank, entry)
+            key = (group.name, group.ranks, entry.sequence)
+            operation = operations.get(key)
+            if operation is None:
+                operation = operations[key] = Operation(
+                    group, False, entry.signature.op, entry.sequence, group.ranks
+                )
+            # Of a coalesced batch under one number, the first stands for all.
+            operation.arrivals.setdefault(rank, entry)
+    progress = _Progress(dumps)
+    open_operations = [o for o in operations.values() if o.unfinished()]
+    for operation in open_operations:
+        _find_absent(operation, dumps, progress)
+    return open_operations
+
+
+def _find_absent(operation: Operation, dumps: Mapping[int, Dump], progress: _Progress) -> None:
+    absent = set(operation.members) - set(operation.arrivals)
+    operation.silent = {rank for rank in absent if rank not in dumps}
+    if absent == operation.silent or _finished_by_somebody(operation):
+        # Finished on one rank means launched on all: the others' dumps were taken earlier.
+        return
+    operation.missing = {
+        rank for rank in absent - operation.silent if not progress.is_past(rank, operation)
+    }
+
+
+def _finished_by_somebody(operation: Operation) -> bool:
+    op = operation.op.lstrip("_")
+    return op.startswith((*_SYNCHRONIZING, *_SYNCHRONIZING_GATHERS)) and any(
+        entry.completed for entry in operation.arrivals.values()
+    )
+
+
+class _Progress:
+    """How far each rank has come in each group, where a collective itself is not in its dump.
+
+    A ring keeps the newest entries only, and a dump of active entries holds none that finished.
+    """
+
+    def __init__(self, dumps: Mapping[int, Dump]) -> None:
+        self._dumps = dumps
+        self._last: dict[tuple[int, str], int] = {}
+        self._messages: dict[str, set[int]] = defaultdict(set)
+        for rank, dump in dumps.items():
+            for entry in dump.entries:
+                if entry.is_p2p:
+                    self._messages[entry.group].add(entry.sequence)
+                else:
+                    key = (rank, entry.group)
+                    self._last[key] = max(self._last.get(key, 0), entry.sequence)
+
+    def is_past(self, rank: int, operation: Operation) -> bool:
+        """Whether a rank without an entry of this collective has launched it all the same."""
+        name, sequence = operation.group.name, operation.sequence
+        if self._last.get((rank, name), 0) >= sequence:
+            return True
+        backend = next(iter(operation.arrivals.values())).backend
+        status = self._dumps[rank].status.get(name)
+        if backend != "nccl" or status is None or status.completed is None:
+            return False
+        # The status counts the kind used last; with both kinds in use, the nearer count is meant.
+        return status.completed >= sequence and all(
+            abs(status.completed - sequence) < abs(status.completed - message)
+            for message in self._messages[name]
+        )
+
+
+def _messages(dumps: Mapping[int, Dump], groups: _Groups) -> list[Operation]:
+    sides: dict[tuple[Group, int, int], dict[bool, list[Entry]]] = defaultdict(
+        lambda: {True: [], False: []}
+    )
+    for rank, dump in dumps.items():
+        for entry in dump.entries:
+            if entry.peers is None or entry.completed:
+                continue
+            group = groups.of(rank, entry)
+            if max(entry.peers.sender, entry.peers.receiver) < len(group.ranks):
+                sender = group.ranks[entry.peers.sender]
+                receiver = group.ranks[entry.peers.receiver]
+                sides[group, sender, receiver][entry.peers.sends].append(entry)
+    return [
+        operation
+        for (group, sender, receiver), side in sides.items()
+        for operation in _paired(group, sender, receiver, side, dumps)
+    ]
+
+
+def _paired(
+    group: Group,
+    sender: int,
+    receiver: int,
+    side: Mapping[bool, list[Entry]],
+    dumps: Mapping[int, Dump],
+) -> Iterable[Operation]:
+    """Messages between two ranks in order. Their numbers count each rank's own, so do not join."""
+    sends, receives = side[True], side[False]
+    for index in range(max(len(sends), len(receives))):
+        arrivals = {}
+        if index < len(receives):
+            arrivals[receiver] = receives[index]
+        if index < len(sends):
+            arrivals[sender] = sends[index]
+        entry = next(iter(arrivals.values()))
+        what = f"send {sender}->{receiver}" if sender in arrivals else f"recv {receiver}<-{sender}"
+        operation = Operation(
+            group, True, what, entry.sequence, (sender, receiver), arrivals=arrivals
+        )
+        operation.sends_only = receiver not in arrivals
+        for rank in {sender, receiver} - set(arrivals):
+            (operation.missing if rank in dumps else operation.silent).add(rank)
+        yield operation

@@ -1,0 +1,237 @@
+"""What the dumps of a hang say: culprits, kind, the first missing collective, where ranks stand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline_server.flight_recorder.culprits import Culprit, culprits_of
+from paceline_server.flight_recorder.dump import Dump
+from paceline_server.flight_recorder.folder import read_folder
+from paceline_server.flight_recorder.operations import (
+    Operation,
+    known_ranks,
+    unfinished_operations,
+)
+from paceline_server.flight_recorder.waiting import Reason, Wait, waits_of
+
+_RANKS_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroup:
+    """A group of ranks (global numbers) as the job named it."""
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MissingCollective:
+    """The first operation that the culprits keep from finishing."""
+
+    op: str
+    sequence_id: int
+    is_p2p: bool
+    process_group: ProcessGroup
+    launched_by: tuple[int, ...]
+    not_launched_by: tuple[int, ...]
+    differing: tuple[int, ...]  # launched something else in its place
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStanding:
+    """How far a rank has come in one group: sequence numbers; None is not known."""
+
+    process_group: str
+    description: str
+    last_enqueued: int | None
+    last_started: int | None
+    last_completed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankStanding:
+    """Where one rank stands. `state`: culprit, waiting, not waiting, no dump."""
+
+    rank: int
+    state: str
+    waits_in: str | None
+    waits_for: tuple[int, ...]
+    groups: tuple[GroupStanding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The whole answer. `kind` is None where nothing hangs."""
+
+    culprits: tuple[int, ...]
+    kind: str | None
+    is_certain: bool
+    process_group: ProcessGroup | None
+    first_missing: MissingCollective | None
+    verdict: str
+    ranks: tuple[RankStanding, ...]
+    without_dump: tuple[int, ...]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def report(directory: Path) -> Report:
+    """Read and analyse a folder of dumps. Raises FlightRecorderError."""
+    folder = read_folder(directory)
+    return analyse(folder.dumps, folder.notes)
+
+
+def analyse(dumps: Mapping[int, Dump], notes: Iterable[str] = ()) -> Report:
+    """The analysis alone: no files, no clock."""
+    operations = unfinished_operations(dumps)
+    waits = waits_of(operations, dumps)
+    culprits = culprits_of(waits, dumps)
+    ranks = tuple(culprit.rank for culprit in culprits)
+    first = _first(culprits)
+    without_dump = tuple(sorted(known_ranks(dumps) - set(dumps)))
+    return Report(
+        culprits=ranks,
+        kind=_kind(culprits, first),
+        is_certain=all(culprit.is_certain for culprit in culprits),
+        process_group=None if first is None else _group(first.operation),
+        first_missing=None if first is None else _missing(first),
+        verdict=_verdict(culprits, first, without_dump),
+        ranks=tuple(_standings(dumps, operations, waits, set(ranks), without_dump)),
+        without_dump=without_dump,
+        notes=tuple(notes),
+    )
+
+
+def _first(culprits: Iterable[Culprit]) -> Wait | None:
+    """The wait that most culprits are the reason of; the oldest of those."""
+    held_by: dict[int, tuple[Wait, int]] = {}
+    for culprit in culprits:
+        for wait in culprit.waits:
+            held_by[id(wait)] = (wait, held_by.get(id(wait), (wait, 0))[1] + 1)
+    ranked = [(-count, wait.operation.launched_ns(), wait) for wait, count in held_by.values()]
+    return min(ranked, key=lambda item: item[:2])[2] if ranked else None
+
+
+def _kind(culprits: Iterable[Culprit], first: Wait | None) -> str | None:
+    return next(
+        (c.kind for c in culprits if any(wait is first for wait in c.waits)),
+        None,
+    )
+
+
+def _group(operation: Operation) -> ProcessGroup:
+    group = operation.group
+    return ProcessGroup(group.name, group.description, group.ranks)
+
+
+def _missing(wait: Wait) -> MissingCollective:
+    operation = wait.operation
+    return MissingCollective(
+        op=wait.op,
+        sequence_id=operation.sequence,
+        is_p2p=operation.is_p2p,
+        process_group=_group(operation),
+        launched_by=tuple(sorted(operation.arrivals)),
+        not_launched_by=tuple(sorted(operation.missing | operation.silent)),
+        differing=tuple(sorted(wait.targets)) if wait.reason is Reason.MISMATCH else (),
+    )
+
+
+def _standings(
+    dumps: Mapping[int, Dump],
+    operations: Iterable[Operation],
+    waits: Iterable[Wait],
+    culprits: set[int],
+    without_dump: Iterable[int],
+) -> list[RankStanding]:
+    relevant: dict[int, set[str]] = defaultdict(set)
+    for operation in operations:
+        for rank in operation.members:
+            relevant[rank].add(operation.group.name)
+    first: dict[int, Wait] = {}
+    for wait in waits:
+        for rank in wait.operation.unfinished():
+            order = wait.operation.arrivals[rank].order
+            if rank not in first or order < first[rank].operation.arrivals[rank].order:
+                first[rank] = wait
+    standings = [
+        _standing(dump, first.get(rank), rank in culprits, sorted(relevant[rank]))
+        for rank, dump in dumps.items()
+    ]
+    standings += [RankStanding(rank, "no dump", None, (), ()) for rank in without_dump]
+    return sorted(standings, key=lambda standing: standing.rank)
+
+
+def _standing(dump: Dump, wait: Wait | None, is_culprit: bool, names: list[str]) -> RankStanding:
+    state = "culprit" if is_culprit else "waiting" if wait else "not waiting"
+    others = () if wait is None else tuple(sorted(wait.targets - {dump.rank}))
+    named = None if wait is None else _name(wait)
+    groups = tuple(_group_standing(dump, name) for name in names)
+    return RankStanding(dump.rank, state, named, others, groups)
+
+
+def _group_standing(dump: Dump, name: str) -> GroupStanding:
+    """From the rank's status where it means sequence numbers, else from its entries."""
+    entries = [entry for entry in dump.entries if entry.group == name]
+    status = dump.status.get(name)
+    group = dump.groups.get(name)
+    description = group.description if group else next((e.description for e in entries), "")
+    is_nccl = all(entry.backend == "nccl" for entry in entries)
+    if status is not None and is_nccl:
+        return GroupStanding(name, description, status.enqueued, status.started, status.completed)
+    return GroupStanding(
+        name,
+        description,
+        max((e.sequence for e in entries), default=None),
+        max((e.sequence for e in entries if e.started), default=None) if dump.is_timed else None,
+        max((e.sequence for e in entries if e.completed), default=None),
+    )
+
+
+def _name(wait: Wait) -> str:
+    group = wait.operation.group
+    return f"{wait.op} {wait.operation.sequence} of {group.description or 'group'} ({group.name})"
+
+
+def _verdict(culprits: list[Culprit], first: Wait | None, without_dump: tuple[int, ...]) -> str:
+    if first is None:
+        lost = f"; {_ranks(without_dump)} left no dump" if without_dump else ""
+        return f"Nothing hangs: no rank waits for another in any collective or message{lost}."
+    who = _ranks(culprit.rank for culprit in culprits)
+    what = _name(first)
+    members = _ranks(first.operation.group.ranks)
+    waiting = sorted(first.operation.unfinished() - {culprit.rank for culprit in culprits})
+    held = f"; {_ranks(waiting)} waited in it" if waiting else ""
+    return f"{_cause(culprits, first, who, what)} (group of {members}{held})."
+
+
+def _cause(culprits: list[Culprit], first: Wait, who: str, what: str) -> str:
+    if not all(culprit.is_certain for culprit in culprits):
+        who = f"One of {who} (the dumps do not say which)" if len(culprits) > 1 else who
+    else:
+        who = who[0].upper() + who[1:]
+    match first.reason:
+        case Reason.MISMATCH:
+            return f"{who} launched something else in the place of {what}"
+        case Reason.NO_DUMP:
+            return f"{who} left no dump, and all others launched {what}: dead or stuck on the host"
+        case _ if any(culprit.kind == "mismatch" for culprit in culprits):
+            return f"{who} launched in another order: something else stands before {what}"
+        case Reason.HOST:
+            return f"{who} stopped on the host, before launching {what}"
+    return f"{who} stopped on the device: every rank launched {what}, and it does not end"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    ordered = sorted(ranks)
+    shown = ", ".join(map(str, ordered[:_RANKS_SHOWN]))
+    more = f" and {len(ordered) - _RANKS_SHOWN} more" if len(ordered) > _RANKS_SHOWN else ""
+    return f"rank{'' if len(ordered) == 1 else 's'} {shown}{more}"

@@ -1,0 +1,136 @@
+"""Why each unfinished operation does not finish, and because of which ranks.
+
+- They have launched something else in its place (MISMATCH).
+- They have not launched it (HOST), or left no dump to tell (NO_DUMP).
+- All have launched it, and on some rank it stands behind an earlier unfinished one (BEHIND).
+- All have launched it and nothing stands before it: its kernel itself does not end (DEVICE).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+from paceline_server.flight_recorder.dump import Dump, Entry, Signature
+from paceline_server.flight_recorder.operations import Operation
+
+# Operations of these names have the same number of elements on every rank. Others may differ by
+# design: uneven splits, or tensors that only the root has.
+_EVEN = {"all_reduce", "allreduce", "broadcast", "reduce", "p2p"}
+_EVEN |= {"_all_gather_base", "_allgather_base", "_reduce_scatter_base"}
+
+
+class Reason(enum.Enum):
+    """Why an operation does not finish."""
+
+    HOST = "host"
+    NO_DUMP = "no dump"
+    MISMATCH = "mismatch"
+    BEHIND = "behind"
+    DEVICE = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One unfinished operation and the ranks that keep it from finishing."""
+
+    operation: Operation
+    reason: Reason
+    targets: frozenset[int]
+    is_certain: bool = True  # False: one of the targets, and the dumps do not say which
+
+    @property
+    def op(self) -> str:
+        """What was due: the operation as those launched it that are not to blame."""
+        arrivals = self.operation.arrivals
+        due = [rank for rank in arrivals if rank not in self.targets]
+        if self.operation.is_p2p or not due:
+            return self.operation.op
+        return arrivals[min(due)].signature.op
+
+
+def waits_of(operations: Iterable[Operation], dumps: Mapping[int, Dump]) -> list[Wait]:
+    """Every operation that somebody keeps from finishing, with the reason."""
+    operations = list(operations)
+    earliest: dict[int, int] = {}
+    for operation in operations:
+        for rank in operation.unfinished():
+            order = operation.arrivals[rank].order
+            earliest[rank] = min(earliest.get(rank, order), order)
+    votes = _Votes(dumps)
+    waits = (_wait(operation, earliest, dumps, votes) for operation in operations)
+    return [wait for wait in waits if wait.targets]
+
+
+def _wait(
+    operation: Operation, earliest: Mapping[int, int], dumps: Mapping[int, Dump], votes: _Votes
+) -> Wait:
+    odd = votes.odd_ones(operation)
+    if odd:
+        return Wait(operation, Reason.MISMATCH, frozenset(odd), odd != set(operation.arrivals))
+    if operation.missing:
+        return Wait(operation, Reason.HOST, frozenset(operation.missing))
+    if operation.silent:
+        return Wait(operation, Reason.NO_DUMP, frozenset(operation.silent))
+    if len(operation.arrivals) < len(operation.members):
+        return Wait(operation, Reason.HOST, frozenset())  # the others' dumps are older, no more
+    unfinished = operation.unfinished()
+    suspects = _not_started(operation, dumps) or unfinished
+    late = {rank for rank in suspects if operation.arrivals[rank].order > earliest[rank]}
+    if late:
+        return Wait(operation, Reason.BEHIND, frozenset(late), is_certain=False)
+    is_certain = len(suspects) == 1 or suspects != set(operation.arrivals)
+    return Wait(operation, Reason.DEVICE, frozenset(suspects), is_certain)
+
+
+def _not_started(operation: Operation, dumps: Mapping[int, Dump]) -> set[int]:
+    """The ranks whose kernel has not begun though another's has; empty where that is not known.
+
+    Whether starts are recorded is one setting for a whole job. A dump of active entries from the
+    rank at fault shows none, so other ranks' dumps have to tell.
+    """
+    begun = {rank for rank, entry in operation.arrivals.items() if entry.started}
+    if not any(dumps[rank].is_timed for rank in begun):
+        return set()
+    return set(operation.arrivals) - begun
+
+
+class _Votes:
+    """What the participants of an operation launched, and what most of them did."""
+
+    def __init__(self, dumps: Mapping[int, Dump]) -> None:
+        # Groups of one purpose (all tensor groups, say) mostly run the same program.
+        self._elsewhere: dict[Hashable, Counter[Hashable]] = defaultdict(Counter)
+        for dump in dumps.values():
+            for entry in dump.entries:
+                self._elsewhere[_place(entry)][_claim(entry.signature, True)] += 1
+
+    def odd_ones(self, operation: Operation) -> set[int]:
+        """Who launched something else than the majority; everybody where there is none."""
+        signatures = {rank: entry.signature for rank, entry in operation.arrivals.items()}
+        has_dtypes = all(signature.dtype is not None for signature in signatures.values())
+        claims = {rank: _claim(signature, has_dtypes) for rank, signature in signatures.items()}
+        counts = Counter(claims.values())
+        if len(counts) < 2:
+            return set()
+        most = max(counts.values())
+        leading = [claim for claim, count in counts.items() if count == most]
+        if len(leading) > 1:
+            elsewhere = self._elsewhere[_place(next(iter(operation.arrivals.values())))]
+            most = max(elsewhere[claim] for claim in leading)
+            leading = [claim for claim in leading if elsewhere[claim] == most]
+        if len(leading) > 1:
+            return set(operation.arrivals)
+        return {rank for rank, claim in claims.items() if claim != leading[0]}
+
+
+def _place(entry: Entry) -> Hashable:
+    return entry.description, entry.is_p2p, entry.sequence
+
+
+def _claim(signature: Signature, with_dtype: bool) -> Hashable:
+    op = signature.op.removesuffix("v") if signature.op.startswith("all") else signature.op
+    elements = (signature.elements_in, signature.elements_out) if op in _EVEN else None
+    return op, elements, signature.dtype if with_dtype else None

@@ -1,0 +1,135 @@
+"""What a batch says about its node: alive, who it is, how its GPUs are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+
+from sqlalchemy import Select, select
+from sqlalchemy.orm import Session, defer
+
+from paceline_server.store.changes import record_changes
+from paceline_server.store.models import Boot, GpuReading, Node
+from paceline_wire.batch import AgentHello, Batch, Sample
+
+_GPU_SHOWN_NS = 1_000_000_000  # a node's readings are announced this often at most
+
+
+def hear(session: Session, heard: Sequence[tuple[Batch, int]]) -> None:
+    """Update the nodes' rows from batches that were new, given with when they were received.
+
+    An old boot's batch changes nothing here, so a node's freshness never goes backwards.
+    """
+    agents = {batch.agent_id for batch, _ in heard}
+    nodes = {node.agent_id: node for node in session.scalars(_rows_of(agents))}
+    boots = session.execute(
+        select(Boot.agent_id, Boot.boot_id).where(Boot.agent_id.in_(agents))
+    ).all()
+    known = {(agent_id, boot_id) for agent_id, boot_id in boots}
+    announced = set()
+    for batch, received_ns in heard:
+        is_new_boot = (batch.agent_id, batch.boot_id) not in known
+        if is_new_boot:
+            known.add((batch.agent_id, batch.boot_id))
+            session.add(
+                Boot(agent_id=batch.agent_id, boot_id=batch.boot_id, first_seen_ns=received_ns)
+            )
+        node = nodes.get(batch.agent_id)
+        if node is None:
+            node = nodes[batch.agent_id] = _new(batch, received_ns)
+            session.add(node)
+        elif node.boot_id != batch.boot_id:
+            if not is_new_boot or (batch.sequence > 0 and batch.packed_ns <= node.packed_ns):
+                continue
+            node.boot_id, node.sequence = batch.boot_id, -1
+        if _apply(node, batch, received_ns):
+            announced.add(batch.agent_id)
+    session.flush()
+    record_changes(session, None, "node", sorted(announced))
+
+
+def _rows_of(agents: set[str]) -> Select[Node]:
+    """Without who they are, which only a new hello changes."""
+    return select(Node).where(Node.agent_id.in_(agents)).options(defer(Node.hello))
+
+
+def _new(batch: Batch, received_ns: int) -> Node:
+    return Node(
+        agent_id=batch.agent_id,
+        boot_id=batch.boot_id,
+        sequence=-1,
+        packed_ns=batch.packed_ns,
+        last_seen_ns=received_ns,
+        readings={},
+        dropped_batches=0,
+    )
+
+
+def _apply(node: Node, batch: Batch, received_ns: int) -> bool:
+    """Returns whether those who look at the node should hear of it."""
+    returned = received_ns - node.last_seen_ns > _GPU_SHOWN_NS
+    node.last_seen_ns = max(node.last_seen_ns, received_ns)
+    if batch.sequence < node.sequence:
+        return returned  # a straggling batch: alive, but its values are old
+    node.sequence = batch.sequence
+    node.packed_ns = batch.packed_ns
+    node.dropped_batches = batch.dropped_batches
+    hello = _newest_hello(batch)
+    if hello is not None:
+        node.hello = hello
+    return _read_gpus(node, batch.samples) or hello is not None or returned
+
+
+def _newest_hello(batch: Batch) -> AgentHello | None:
+    hellos = [event for event in batch.events if isinstance(event, AgentHello)]
+    return hellos[-1] if hellos else None
+
+
+def _read_gpus(node: Node, samples: list[Sample]) -> bool:
+    known = node.readings
+    fresh: dict[int, GpuReading] = {}
+    for sample in samples:
+        if not _is_shown(sample):
+            continue
+        gpu = sample.labels.get("gpu", "")
+        if gpu.isascii() and gpu.isdigit() and len(gpu) < 5:
+            number = int(gpu)
+            if number not in fresh:
+                fresh[number] = copy(known.get(number, GpuReading()))
+            _read(fresh[number], sample)
+    readings = {**known, **fresh}
+    oldest = max((reading.time_ns for reading in known.values()), default=0)
+    newest = max((reading.time_ns for reading in readings.values()), default=0)
+    if newest == oldest:
+        return False
+    throttles = [reading.throttle_reasons for reading in known.values()]
+    node_changed = throttles != [reading.throttle_reasons for reading in readings.values()]
+    node.readings = readings
+    return node_changed or newest // _GPU_SHOWN_NS != oldest // _GPU_SHOWN_NS
+
+
+_SHOWN = {
+    # metric: field, factor to base units
+    "DCGM_FI_DEV_SM_CLOCK": ("sm_clock_hertz", 1e6),
+    "DCGM_FI_DEV_GPU_TEMP": ("temperature_celsius", 1.0),
+    "DCGM_FI_DEV_POWER_USAGE": ("power_watts", 1.0),
+    "DCGM_FI_DEV_GPU_UTIL": ("utilization_ratio", 0.01),
+}
+_THROTTLE = "paceline_gpu_throttle_reason"
+
+
+def _is_shown(sample: Sample) -> bool:
+    return sample.name in _SHOWN or sample.name == _THROTTLE
+
+
+def _read(reading: GpuReading, sample: Sample) -> None:
+    if sample.time_ns < reading.time_ns:
+        return
+    reading.time_ns = sample.time_ns
+    if sample.name == _THROTTLE:
+        reason = sample.labels.get("reason", "unknown")
+        others = set(reading.throttle_reasons) - {reason}
+        reading.throttle_reasons = sorted(others | {reason} if sample.value else others)[:32]
+    else:
+        name, factor = _SHOWN[sample.name]
+        setattr(reading, name, sample.value * factor)

@@ -1,0 +1,145 @@
+"""Gathers spans into steps: a step is whole when every rank has delivered the end of it.
+
+Rings are read in order, so a rank's STEP span is the last record of its step. What breaks that is
+tolerated: a batch twice or out of order, a lost STEP span (the step closes without that rank once
+the rank is two steps further), records for steps already closed (counted, dropped), and step
+numbers from nowhere (the number of open steps is bounded).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from paceline_server.steps.columns import Bools, Ints, Spans, concatenate
+from paceline_wire.spans import Flag, Op
+
+MAXIMUM_OPEN_STEPS = 64
+# 2^17 spans of 104 bytes: a rank that records more in one step keeps its first ones.
+MAXIMUM_SPANS_PER_RANK = 1 << 17
+# Device spans are resolved at later step boundaries; no more than this many later.
+MAXIMUM_DELAY_STEPS = 4
+_STEP_BITS = 33  # a step number, and one more for none
+
+
+class _OpenStep:
+    __slots__ = ("counts", "ended", "parts")
+
+    def __init__(self, world_size: int) -> None:
+        self.parts: list[Spans] = []
+        self.counts: Ints = np.zeros(world_size, dtype=np.int64)
+        self.ended: Bools = np.zeros(world_size, dtype=np.bool_)
+
+    def add(self, spans: Spans) -> Ints:
+        """Returns the ranks whose end of the step is among them."""
+        ends = spans.op == Op.STEP
+        self.counts += np.bincount(spans.rank, minlength=self.counts.size)
+        full = self.counts > MAXIMUM_SPANS_PER_RANK
+        if full.any():
+            # Keep what ends the step, or it would never close.
+            keep = ~full[spans.rank] | ends
+            spans, ends = spans.where(keep), ends[keep]
+        self.parts.append(spans)
+        ended: Ints = spans.rank[ends]
+        self.ended[ended] = True
+        return ended
+
+
+class Assembler:
+    """Open steps of one generation."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._open: dict[int, _OpenStep] = {}
+        # The newest step of each rank whose end was seen; -1: none.
+        self._newest: Ints = np.full(world_size, -1, dtype=np.int64)
+        self._moved: Bools = np.zeros(world_size, dtype=np.bool_)
+        self._closed: int | None = None
+        self._delay_steps = 0
+        self.late_spans = 0  # of steps already closed
+        self.dropped_steps = 0  # given up: too many open at once, or no rank's end was seen
+
+    def newest_step(self, rank: int) -> int | None:
+        """The newest step this rank has finished."""
+        step = int(self._newest[rank])
+        return None if step < 0 else step
+
+    def take_moved(self) -> list[int]:
+        """Ranks that have finished a step since this was last asked for."""
+        moved: list[int] = np.flatnonzero(self._moved).tolist()
+        self._moved[:] = False
+        return moved
+
+    def add(self, spans: Spans) -> None:
+        """Spans of any ranks and steps; each rank's in the order in which they came."""
+        ours = (spans.rank >= 0) & (spans.rank < self._world_size)
+        if not ours.all():
+            spans = spans.where(ours)
+        if not len(spans):
+            return
+        self._notice_delay(spans)
+        steps = spans.step
+        if int(steps.min()) == int(steps.max()):
+            self._add_step(int(steps[0]), spans)
+            return
+        order = np.argsort(steps, kind="stable")
+        table, steps = spans.table[:, order], steps[order]
+        bounds = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), steps.size]
+        for begin, end in pairwise(bounds):
+            self._add_step(int(steps[begin]), Spans(table[:, begin:end]))
+
+    def _notice_delay(self, spans: Spans) -> None:
+        """How many steps after its own a device span comes: so long must a step be kept open."""
+        device = (spans.flags & Flag.DEVICE) != 0
+        if not device.any():
+            return
+        order = np.argsort(spans.rank, kind="stable")
+        rank, step = spans.rank[order], spans.step[order]
+        ended = np.where(spans.op[order] == Op.STEP, step + 1, 0)
+        newest = np.maximum.accumulate((rank << _STEP_BITS) + ended) - (rank << _STEP_BITS) - 1
+        newest = np.maximum(newest, self._newest[rank])
+        late = (newest - step + 1)[device[order]]
+        self._delay_steps = min(max(self._delay_steps, int(late.max())), MAXIMUM_DELAY_STEPS)
+
+    def _add_step(self, step: int, spans: Spans) -> None:
+        if self._closed is not None and step <= self._closed:
+            self.late_spans += len(spans)
+            return
+        opened = self._open.get(step)
+        if opened is None:
+            if len(self._open) >= MAXIMUM_OPEN_STEPS:
+                self._evict()
+            opened = self._open[step] = _OpenStep(self._world_size)
+        ended = opened.add(spans)
+        self._newest[ended] = np.maximum(self._newest[ended], step)
+        self._moved[ended] = True
+
+    def _evict(self) -> None:
+        """Give up the least finished step, the oldest of several."""
+        worst = min(self._open, key=lambda step: (int(self._open[step].ended.sum()), step))
+        del self._open[worst]
+        self.dropped_steps += 1
+
+    def take_finished(self) -> list[tuple[int, Spans]]:
+        """Steps that are whole, in order, each with the spans of the ranks that ended it."""
+        finished = []
+        for step in sorted(self._open):
+            opened = self._open[step]
+            if not self._is_whole(step, opened.ended):
+                break
+            del self._open[step]
+            self._closed = step
+            if not opened.ended.any():
+                self.dropped_steps += 1
+                continue
+            spans = concatenate(opened.parts)
+            if not opened.ended.all():
+                spans = spans.where(opened.ended[spans.rank])
+            finished.append((step, spans.of_step()))
+        return finished
+
+    def _is_whole(self, step: int, ended: Bools) -> bool:
+        newest = self._newest
+        whole = (newest >= step + self._delay_steps) & (ended | (newest >= step + 2))
+        return bool(whole.all())

@@ -1,0 +1,225 @@
+"""How long each stage idles in the pipeline phase, and why: theory, and what comes on top of it.
+
+The recorded phase is rebuilt in steps, each adding one thing that sets it apart from the ideal, and
+what a stage then idles more is that thing's share:
+
+    all stages equally fast, nothing in between    theory
+    + stages as fast as they are                   imbalance
+    + replicas as fast as they are                 straggler
+    + microbatches as long as they were            variation
+    + transfers                                    transfer
+    + late data                                    data
+    + late starts though nothing was missing       launch
+    what was recorded                              other
+
+Shares therefore sum to what was measured. An action's delay is the time from when it could have
+started (the one before it has ended, what it needs is computed) until it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline_server.steps.phase import Phase, PhaseReader
+from paceline_server.steps.pipeline import Pipeline
+from paceline_server.steps.schedule import bubble_theory
+from paceline_server.steps.timing import StepTiming
+from paceline_server.steps.types import StageBubble
+from paceline_wire.topology import Topology
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+# A transfer or a launch of up to this share of a typical action is part of working, as in theory,
+# which knows neither; what takes longer leaves the stage idle.
+DELAY_ALLOWANCE = 0.05
+# Two replicas so far from their middle are no chance: the slower one has a straggler.
+SLOW_REPLICA = 1.1
+
+
+class BubbleModel:
+    """Measures and explains the bubbles of a job's steps."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self._reader = PhaseReader(topology)
+
+    def measure(self, timing: StepTiming, metadata: Mapping[str, str]) -> list[StageBubble]:
+        """By stage, means over the data-parallel replicas; empty without a pipeline."""
+        phase = self._reader.read(timing)
+        if phase is not None:
+            return explain(phase)
+        return _unexplained(timing, self.topology, bubble_theory(metadata, self.topology.pp))
+
+
+def explain(phase: Phase) -> list[StageBubble]:
+    pipeline, seconds = phase.pipeline, phase.seconds
+    typical, by_replica = typical_seconds(pipeline, seconds)
+    same = equal_seconds(pipeline, typical)
+    transfers, late_data, launches = _delays(phase)
+    allowance = DELAY_ALLOWANCE * float(same.mean())
+    lanes = [
+        (by_replica, None),
+        (seconds, None),
+        (seconds, transfers),
+        (seconds, transfers + late_data),
+        (seconds, transfers + late_data + launches),
+    ]
+    ideal = pipeline.idle_ratios(np.stack([same, typical], axis=1))
+    rebuilt = _idle_ratios(pipeline, lanes, allowance)
+    measured = _measured(phase, transfers + late_data + launches, allowance)
+    ladder = np.vstack([ideal.T, rebuilt, measured[None]])  # [rung, stage]
+    shares = np.diff(ladder, axis=0)
+    return [
+        StageBubble(
+            stage,
+            float(measured[stage]),
+            float(ladder[0, stage]),
+            float(measured[stage] - ladder[0, stage]),
+            *shares[:, stage].tolist(),
+        )
+        for stage in range(pipeline.stages)
+    ]
+
+
+def typical_seconds(pipeline: Pipeline, seconds: Floats) -> tuple[Floats, Floats]:
+    """Each action's duration if all microbatches were alike: [action], and [action, replica].
+
+    The first is the median over the replicas (of two that differ much, the faster): a slow rank is
+    not its stage. Means of a few noisy microbatches differ though nothing is unequal; so each is
+    drawn towards what it is compared with, by the share of the differences that such noise explains
+    (James-Stein).
+    """
+    cell = cells(pipeline)
+    order = np.argsort(cell, kind="stable")
+    edges = np.flatnonzero(np.r_[True, np.diff(cell[order]) > 0])
+    sizes = np.diff(np.r_[edges, cell.size])
+    means = np.add.reduceat(seconds[order], edges, axis=0) / sizes[:, None]
+    lower, middle = np.quantile(means, 0.5, axis=1, method="lower"), np.median(means, axis=1)
+    middle = np.where(middle > SLOW_REPLICA * lower, lower, middle)
+    op = pipeline.op[order][edges]
+    even = (np.bincount(op, weights=middle) / np.maximum(np.bincount(op), 1))[op]
+    noise = _noise(pipeline, seconds) / sizes  # of one mean: its squared relative error
+    replicas = seconds.shape[1]
+    between = np.mean((middle / even - 1.0) ** 2)
+    middle = even + (middle - even) * _kept(float(noise.mean()) / replicas, float(between))
+    among = np.mean((means / middle[:, None] - 1.0) ** 2)
+    means = middle[:, None] + (means - middle[:, None]) * _kept(float(noise.mean()), float(among))
+    by_replica = np.empty_like(seconds)
+    by_replica[order] = np.repeat(means, sizes, axis=0)
+    typical = np.empty(cell.size)
+    typical[order] = np.repeat(middle, sizes)
+    return typical, by_replica
+
+
+def _noise(pipeline: Pipeline, seconds: Floats) -> float:
+    """Squared relative spread of an action's duration, apart from what its microbatch explains.
+
+    The stages of a replica work on the same microbatches, so long sequences are no noise.
+    """
+    order = np.lexsort((pipeline.stage, pipeline.microbatch, pipeline.chunk, pipeline.op))
+    if pipeline.nodes % pipeline.stages:
+        return 0.0
+    table = seconds[order].reshape(-1, pipeline.stages, seconds.shape[1])
+    relative = table / np.maximum(table.mean(axis=1, keepdims=True), 1e-12)
+    kind = (pipeline.op * 65536 + pipeline.chunk)[order][:: pipeline.stages]
+    edges = np.flatnonzero(np.r_[True, np.diff(kind) > 0])
+    sizes = np.diff(np.r_[edges, kind.size])
+    means = np.add.reduceat(relative, edges, axis=0) / sizes[:, None, None]
+    residuals = relative - np.repeat(means, sizes, axis=0)
+    freedom = max(kind.size - edges.size, 1) / kind.size
+    return float(np.mean(residuals**2)) / freedom
+
+
+def _kept(noise: float, observed: float) -> float:
+    return max(0.0, 1.0 - noise / observed) if observed > 0 else 0.0
+
+
+def cells(pipeline: Pipeline) -> Ints:
+    """A number for each action's (stage, chunk, op)."""
+    cell: Ints = (pipeline.chunk * pipeline.stages + pipeline.stage) * 4 + pipeline.op
+    return cell
+
+
+def equal_seconds(pipeline: Pipeline, typical: Floats) -> Floats:
+    """The same work spread evenly: each action takes the mean of its op. [action]"""
+    sums = np.bincount(pipeline.op, weights=typical)
+    counts = np.maximum(np.bincount(pipeline.op), 1)
+    even: Floats = (sums / counts)[pipeline.op]
+    return even
+
+
+def delays(phase: Phase) -> Floats:
+    """[action, replica]: from when an action could have started until it did."""
+    ended = np.vstack([phase.ends, np.zeros((1, phase.ends.shape[1]))])
+    ready = np.maximum(ended[phase.pipeline.previous], ended[phase.pipeline.needs])
+    late: Floats = np.maximum(phase.starts - ready, 0.0)
+    return late
+
+
+def _delays(phase: Phase) -> tuple[Floats, Floats, Floats]:
+    """Of transfers, of late data, and of the host. They sum to `delays`."""
+    pipeline = phase.pipeline
+    late = delays(phase)
+    data = np.zeros_like(late)
+    first = pipeline.first
+    could = phase.starts - late
+    data[first] = np.clip(phase.data_ready - could[first], 0.0, late[first])
+    rest = late - data
+    # Where the receive was not seen, whatever comes after another stage's result is its transfer.
+    arrived = np.where(np.isnan(phase.arrived), phase.starts, phase.arrived)
+    crossing = (pipeline.needs < pipeline.nodes)[:, None]
+    transfers = np.where(crossing, np.clip(arrived - could, 0.0, rest), 0.0)
+    launches = rest - transfers
+    # Data that was waited for between two microbatches: the longest pauses of that rank.
+    within = phase.data_seconds
+    paused = np.maximum(pipeline.by_stage(launches), 1e-12)
+    share = np.minimum(within / paused, 1.0)[pipeline.stage]
+    return transfers, data + launches * share, launches * (1.0 - share)
+
+
+def _idle_ratios(
+    pipeline: Pipeline, lanes: list[tuple[Floats, Floats | None]], allowance: float
+) -> Floats:
+    """[lane, stage], means over the replicas."""
+    replicas = lanes[0][0].shape[1]
+    seconds = np.concatenate([one for one, _ in lanes], axis=1)
+    late = np.concatenate(
+        [np.zeros_like(lanes[0][0]) if one is None else one for _, one in lanes], axis=1
+    )
+    phase = np.maximum(pipeline.phase_seconds(seconds, late), 1e-12)
+    busy = pipeline.by_stage(seconds + np.minimum(late, allowance))
+    idle = (1.0 - busy / phase).reshape(pipeline.stages, len(lanes), replicas)
+    ratios: Floats = idle.mean(axis=2).T
+    return ratios
+
+
+def _measured(phase: Phase, late: Floats, allowance: float) -> Floats:
+    busy = phase.pipeline.by_stage(phase.seconds + np.minimum(late, allowance))
+    idle = 1.0 - busy / np.maximum(phase.total_seconds, 1e-12)
+    measured: Floats = idle.mean(axis=1)
+    return measured
+
+
+def _unexplained(timing: StepTiming, topology: Topology, theory: float | None) -> list[StageBubble]:
+    """Without microbatches there is no graph: the share of the phase that is not computed in."""
+    compute = timing.compute
+    if topology.pp < 2 or not compute.rank.size:
+        return []
+    ranks, row = np.unique(compute.rank, return_inverse=True)
+    replica = ranks // topology.tp % topology.dp
+    begin = np.full(topology.dp, np.iinfo(np.int64).max)
+    end = np.zeros(topology.dp, dtype=np.int64)
+    np.minimum.at(begin, replica[row], compute.start_ns)
+    np.maximum.at(end, replica[row], compute.end_ns)
+    total = (end - begin)[replica] / 1e9
+    seconds = np.bincount(row, weights=(compute.end_ns - compute.start_ns) / 1e9)
+    idle = np.clip(1.0 - seconds / np.maximum(total, 1e-12), 0.0, 1.0)
+    stage = ranks // (topology.tp * topology.dp)
+    return [
+        StageBubble(one, float(idle[stage == one].mean()), theory)
+        for one in np.unique(stage).tolist()
+    ]

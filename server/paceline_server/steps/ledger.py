@@ -1,0 +1,177 @@
+"""The goodput ledger: every second of the job's life is given to exactly one part.
+
+The job's life is one line from its creation to now. Finished steps are laid on it in order, each
+clipped to what is not yet taken, so overlaps and lying clocks cannot make more time than there
+was. What lies between steps is restart, startup or idle. Work of steps that a restart goes back
+behind moves to `lost_seconds`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import fmean
+
+import msgspec
+
+from paceline_server.steps.types import Ledger, StepSummary
+
+# Steps that a restart could still throw away (about 100 bytes each). A job that goes back
+# further than this keeps the older ones on its books.
+MAXIMUM_REVOCABLE_STEPS = 1 << 16
+
+
+class _Booked(msgspec.Struct, array_like=True):
+    """Nanoseconds of each part: of one step on the line, or the sum of many."""
+
+    compute: int = 0
+    communication: int = 0
+    bubble: int = 0
+    data_wait: int = 0
+    optimizer: int = 0
+    checkpoint: int = 0
+    other: int = 0
+
+    def add(self, booked: _Booked, sign: int = 1) -> None:
+        for part in self.__struct_fields__:
+            setattr(self, part, getattr(self, part) + sign * getattr(booked, part))
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, part) for part in self.__struct_fields__)
+
+
+class LedgerState(msgspec.Struct):
+    """Everything a `LedgerBook` knows; survives a change of worker."""
+
+    created_ns: int | None = None
+    taken_until_ns: int = 0  # the line is given out up to here
+    generation: int | None = None
+    resumed: bool = True  # the current generation has made its first step
+    sums: _Booked = msgspec.field(default_factory=_Booked)  # of all useful steps
+    revocable: list[tuple[int, _Booked]] = []  # (step, parts), newest last
+    startup_ns: int = 0
+    restart_ns: int = 0
+    idle_ns: int = 0
+    lost_ns: int = 0
+    useful_steps: int = 0
+    lost_steps: int = 0
+    newest_step: int | None = None
+
+
+class LedgerBook:
+    """Call `begin` at each generation, `add` for each step, `read` at any time."""
+
+    def __init__(self, state: LedgerState | None = None) -> None:
+        self._state = state or LedgerState()
+        self._revocable = deque(self._state.revocable, MAXIMUM_REVOCABLE_STEPS)
+
+    def state(self) -> LedgerState:
+        return msgspec.structs.replace(self._state, revocable=list(self._revocable))
+
+    def begin(self, generation: int, started_ns: int, resume_step: int | None) -> None:
+        state = self._state
+        if state.created_ns is None:
+            state.created_ns = state.taken_until_ns = started_ns
+        if state.generation is not None and generation <= state.generation:
+            return
+        state.generation = generation
+        state.resumed = False
+        if resume_step is not None:
+            self._revoke_from(resume_step)
+
+    def add(self, summary: StepSummary, now_ns: int) -> None:
+        """Put one finished step on the line. Steps of older generations and repeats are ignored."""
+        state = self._state
+        if state.created_ns is None or summary.generation != state.generation:
+            return
+        if not state.resumed:
+            self._revoke_from(summary.step)
+        if state.newest_step is not None and summary.step <= state.newest_step:
+            return
+        begin_ns = _clip(summary.started_ns, state.taken_until_ns, now_ns)
+        end_ns = summary.started_ns + int(summary.duration_seconds * 1e9)
+        end_ns = _clip(end_ns, begin_ns, now_ns)
+        self._book_gap(begin_ns - state.taken_until_ns)
+        state.taken_until_ns = end_ns
+        state.newest_step = summary.step
+        state.resumed = True
+        state.useful_steps += 1
+        booked = _booked(summary, end_ns - begin_ns)
+        state.sums.add(booked)
+        self._revocable.append((summary.step, booked))
+
+    def _book_gap(self, gap_ns: int) -> None:
+        startup, restart, idle = self._explained(gap_ns)
+        self._state.startup_ns += startup
+        self._state.restart_ns += restart
+        self._state.idle_ns += idle
+
+    def _explained(self, gap_ns: int) -> tuple[int, int, int]:
+        """Time without a step as (startup, restart, idle)."""
+        state = self._state
+        if state.resumed:
+            return 0, 0, gap_ns
+        if state.useful_steps or state.lost_steps:
+            return 0, gap_ns, 0
+        return gap_ns, 0, 0
+
+    def _revoke_from(self, step: int) -> None:
+        """Steps from `step` on will be made again."""
+        state = self._state
+        while self._revocable and self._revocable[-1][0] >= step:
+            _, booked = self._revocable.pop()
+            state.sums.add(booked, -1)
+            state.lost_ns += booked.total
+            state.lost_steps += 1
+            state.useful_steps -= 1
+        state.newest_step = self._revocable[-1][0] if self._revocable else None
+
+    def read(self, now_ns: int) -> Ledger:
+        """The books as of `now_ns`; time since the last step is idle until it is explained."""
+        state = self._state
+        if state.created_ns is None:
+            return Ledger()
+        now_ns = max(now_ns, state.taken_until_ns)
+        wall_ns = now_ns - state.created_ns
+        startup, restart, idle = self._explained(now_ns - state.taken_until_ns)
+        sums = state.sums
+        useful_ns = sums.compute + sums.optimizer + sums.communication + sums.bubble
+        return Ledger(
+            wall_seconds=wall_ns / 1e9,
+            compute_seconds=sums.compute / 1e9,
+            communication_seconds=sums.communication / 1e9,
+            bubble_seconds=sums.bubble / 1e9,
+            data_wait_seconds=sums.data_wait / 1e9,
+            optimizer_seconds=sums.optimizer / 1e9,
+            checkpoint_seconds=sums.checkpoint / 1e9,
+            lost_seconds=state.lost_ns / 1e9,
+            restart_seconds=(state.restart_ns + restart) / 1e9,
+            startup_seconds=(state.startup_ns + startup) / 1e9,
+            idle_seconds=(state.idle_ns + idle + sums.other) / 1e9,
+            goodput_ratio=useful_ns / wall_ns if wall_ns else None,
+            useful_steps=state.useful_steps,
+            lost_steps=state.lost_steps,
+        )
+
+
+def _clip(value: int, low: int, high: int) -> int:
+    return max(low, min(value, high))
+
+
+def _booked(summary: StepSummary, length_ns: int) -> _Booked:
+    """Means over ranks, scaled so that exactly `length_ns` is given out."""
+    ranks = summary.ranks
+    if not ranks or summary.duration_seconds <= 0:
+        return _Booked(other=length_ns)
+    means = (
+        fmean(rank.compute_seconds for rank in ranks),
+        fmean(rank.communication_seconds for rank in ranks),
+        fmean(rank.bubble_seconds for rank in ranks),
+        fmean(rank.data_wait_seconds for rank in ranks),
+        fmean(rank.optimizer_seconds for rank in ranks),
+        fmean(rank.checkpoint_seconds for rank in ranks),
+    )
+    scale = length_ns / max(summary.duration_seconds, sum(means))
+    booked = _Booked(*(int(mean * scale) for mean in means))
+    booked.other = length_ns - booked.total
+    return booked

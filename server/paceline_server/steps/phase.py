@@ -1,0 +1,242 @@
+"""The pipeline phase of one recorded step: when each action of each data-parallel replica ran.
+
+Tensor peers do the same at the same time, so one of them stands for all. Nodes' clocks differ by
+milliseconds, and a phase spans nodes: each stage is put on its neighbour's clock with what cannot
+be, namely that an action starts before the result it needs is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline_server.steps.pipeline import Action, Pipeline
+from paceline_server.steps.timing import StepTiming
+from paceline_wire.spans import Op
+from paceline_wire.topology import Topology
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+# What a pipeline is made of (larger ones take too long to lay out within a step).
+MAXIMUM_ACTIONS = 1 << 16
+# Every n-th of more replicas tells as much about a stage.
+MAXIMUM_REPLICAS = 256
+# Both directions between two stages agree on their clocks to this share of the phase: believed.
+_CLOCK_AGREEMENT = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """[action, replica] unless said otherwise; seconds since the phase of the replica began."""
+
+    pipeline: Pipeline
+    ranks: Ints  # [stage, replica]: who stands for it
+    starts: Floats
+    ends: Floats
+    arrived: Floats  # when what it needs from another stage was received; NaN: not known
+    data_ready: Floats  # [stage, replica]: when its data was there, as far as is known
+    data_seconds: Floats  # [stage, replica]: waited for data within the phase
+
+    @property
+    def seconds(self) -> Floats:
+        """[action, replica]"""
+        return self.ends - self.starts
+
+    @property
+    def total_seconds(self) -> Floats:
+        """[replica]"""
+        total: Floats = self.ends.max(axis=0)
+        return total
+
+
+class PhaseReader:
+    """Finds the phase of a step; keeps the layout, which rarely changes between steps."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._layout: tuple[list[Ints], Pipeline | None] = ([], None)
+
+    def read(self, timing: StepTiming) -> Phase | None:
+        """None without a pipeline, or where too much was lost to see one."""
+        stages = self._recorded(timing)
+        if stages is None:
+            return None
+        keys, starts, ends, replicas = _in_all_stages(stages)
+        pipeline = self._pipeline(keys) if replicas[0].size else None
+        if pipeline is None:
+            return None
+        base = np.min([start[:, 0] for start in starts], axis=0)
+        begun = np.concatenate([(start - base[:, None]).T for start in starts]) / 1e9
+        ended = np.concatenate([(end - base[:, None]).T for end in ends]) / 1e9
+        shift = _clock_shifts(pipeline, begun, ended)  # [stage, replica]
+        begun, ended = begun - shift[pipeline.stage], ended - shift[pipeline.stage]
+        zero = begun.min(axis=0)
+        topology = self._topology
+        who = (np.arange(topology.pp)[:, None] * topology.dp + np.stack(replicas)) * topology.tp
+        ready, within = _data(timing, who, base, begun[pipeline.first] + shift)
+        return Phase(
+            pipeline=pipeline,
+            ranks=who,
+            starts=begun - zero,
+            ends=ended - zero,
+            arrived=_arrived(timing, topology, pipeline, who, base) - shift[pipeline.stage] - zero,
+            data_ready=ready - shift - zero,
+            data_seconds=within,
+        )
+
+    def _recorded(self, timing: StepTiming) -> list[tuple[Ints, Ints, Ints, Ints]] | None:
+        """By stage: (actions, [replica, action] starts and ends, replicas) of those that agree."""
+        topology = self._topology
+        compute = timing.compute
+        if topology.pp < 2 or not compute.rank.size:
+            return None
+        chosen = compute.microbatch >= 0
+        if topology.tp > 1:
+            chosen &= compute.rank % topology.tp == 0
+        if not chosen.any() or chosen.sum() > MAXIMUM_ACTIONS * topology.dp:
+            return None
+        rank, start = compute.rank[chosen], compute.start_ns[chosen]
+        end, key = compute.end_ns[chosen], _keys(timing, chosen)
+        if (np.diff(rank) < 0).any() or ((np.diff(start) < 0) & (np.diff(rank) == 0)).any():
+            order = np.lexsort((start, rank))
+            rank, start, end, key = rank[order], start[order], end[order], key[order]
+        present, begins, counts = np.unique(rank, return_index=True, return_counts=True)
+        stage = present // (topology.dp * topology.tp)
+        if np.unique(stage).size < topology.pp:
+            return None
+        found = []
+        for one in range(topology.pp):
+            mine = np.flatnonzero(stage == one)
+            usual = int(np.bincount(counts[mine]).argmax())
+            mine = mine[counts[mine] == usual]
+            rows = begins[mine][:, None] + np.arange(usual)
+            keys = key[rows]
+            alike = (keys == keys[keys.shape[0] // 2]).all(axis=1)
+            rows, replica = rows[alike], present[mine][alike] // topology.tp % topology.dp
+            found.append((key[rows[0]], start[rows], end[rows], replica))
+        return found
+
+    def _pipeline(self, keys: list[Ints]) -> Pipeline | None:
+        known, pipeline = self._layout
+        if len(known) == len(keys) and all(map(np.array_equal, known, keys)):
+            return pipeline
+        try:
+            pipeline = Pipeline([[_action(key) for key in stage.tolist()] for stage in keys])
+        except ValueError:  # spans were lost
+            pipeline = None
+        self._layout = keys, pipeline
+        return pipeline
+
+
+def _keys(timing: StepTiming, chosen: npt.NDArray[np.bool_]) -> Ints:
+    compute = timing.compute
+    chunk = np.maximum(compute.chunk[chosen], 0)  # unknown: there is only one
+    key: Ints = compute.op[chosen] << 56 | chunk << 40 | compute.microbatch[chosen]
+    return key
+
+
+def _action(key: int) -> Action:
+    return Action(key >> 56, key & (1 << 40) - 1, key >> 40 & 0xFFFF)
+
+
+def _in_all_stages(
+    stages: list[tuple[Ints, Ints, Ints, Ints]],
+) -> tuple[list[Ints], list[Ints], list[Ints], list[Ints]]:
+    """Only the replicas that were recorded on every stage, in the same order everywhere."""
+    whole = stages[0][3]
+    for _, _, _, replica in stages[1:]:
+        whole = np.intersect1d(whole, replica)
+    whole = whole[:: -(-whole.size // MAXIMUM_REPLICAS) or 1]
+    keys, starts, ends, replicas = [], [], [], []
+    for key, start, end, replica in stages:
+        kept = np.isin(replica, whole)
+        keys.append(key)
+        starts.append(start[kept])
+        ends.append(end[kept])
+        replicas.append(replica[kept])
+    return keys, starts, ends, replicas
+
+
+def _clock_shifts(pipeline: Pipeline, begun: Floats, ended: Floats) -> Floats:
+    """[stage, replica]: how far a stage's clock is ahead of the first stage's, in seconds.
+
+    A result arrives after it was made, in both directions: that bounds the difference from both
+    sides. Where the bounds are close together (a stage that waited for either neighbour saw the
+    latency itself) it lies in the middle, as in NTP; else it is the least that is possible.
+    """
+    shifts = np.zeros((pipeline.stages, begun.shape[1]))
+    agreement = _CLOCK_AGREEMENT * (ended.max(axis=0) - begun.min(axis=0))
+    for stage in range(1, pipeline.stages):
+        highest = _least_gap(pipeline, begun, ended, stage - 1, stage)
+        lowest = -_least_gap(pipeline, begun, ended, stage, stage - 1)
+        middle = (lowest + highest) / 2
+        least = np.clip(0.0, np.minimum(lowest, middle), np.maximum(highest, middle))
+        step = np.where(np.abs(highest - lowest) <= agreement, middle, least)
+        shifts[stage] = shifts[stage - 1] + np.where(np.isfinite(step), step, 0.0)
+    return shifts
+
+
+def _least_gap(pipeline: Pipeline, begun: Floats, ended: Floats, source: int, sink: int) -> Floats:
+    """[replica]: the shortest time from a result of one stage to the start of its user."""
+    has_source = pipeline.needs < pipeline.nodes
+    users = np.flatnonzero(has_source & (pipeline.stage == sink))
+    users = users[pipeline.stage[pipeline.needs[users]] == source]
+    if not users.size:
+        return np.full(begun.shape[1], np.inf)
+    gap: Floats = (begun[users] - ended[pipeline.needs[users]]).min(axis=0)
+    return gap
+
+
+def _arrived(
+    timing: StepTiming, topology: Topology, pipeline: Pipeline, ranks: Ints, base_ns: Ints
+) -> Floats:
+    """[action, replica]: the end of the receive that each action needed, NaN where unknown."""
+    moments = np.full((pipeline.nodes, ranks.shape[1]), np.nan)
+    sent = timing.transfers
+    lane = np.full(topology.world_size, -1)
+    lane[ranks] = np.arange(ranks.shape[1])
+    forward, backward = sent.op == Op.FORWARD_SEND, sent.op == Op.BACKWARD_SEND
+    rows = np.flatnonzero((forward | backward) & (sent.microbatch >= 0))
+    rows = rows[lane[sent.destination[rows]] >= 0]
+    if not rows.size:
+        return moments
+    stage = sent.source[rows] // (topology.dp * topology.tp)
+    part = np.maximum(sent.chunk[rows], 0) * topology.pp + stage
+    part += np.where(forward[rows], 1, -1)
+    op = np.where(forward[rows], int(Op.FORWARD), int(Op.BACKWARD))
+    wanted = _part_key(op, part, sent.microbatch[rows])
+    having = _part_key(
+        pipeline.op, pipeline.chunk * topology.pp + pipeline.stage, pipeline.microbatch
+    )
+    order = np.argsort(having)
+    place = order[np.minimum(np.searchsorted(having[order], wanted), having.size - 1)]
+    good = having[place] == wanted
+    at = lane[sent.destination[rows]]
+    seconds = (sent.end_ns[rows] - base_ns[at]) / 1e9
+    moments[place[good], at[good]] = seconds[good]
+    return moments
+
+
+def _part_key(op: Ints, part: Ints, microbatch: Ints) -> Ints:
+    key: Ints = op << 56 | part << 40 | microbatch
+    return key
+
+
+def _data(
+    timing: StepTiming, ranks: Ints, base_ns: Ints, first_starts: Floats
+) -> tuple[Floats, Floats]:
+    """[stage, replica]: when its data was there, and how long it waited for more after that."""
+    known = timing.ranks
+    ready, within = np.full(ranks.shape, -np.inf), np.zeros(ranks.shape)
+    if not known.rank.size:
+        return ready, within
+    place = np.minimum(np.searchsorted(known.rank, ranks), known.rank.size - 1)
+    found = known.rank[place] == ranks
+    began = (known.start_ns[place] - base_ns) / 1e9
+    waited = known.data_wait_seconds[place]
+    ready[found] = (began + waited)[found]
+    within[found] = np.maximum(waited - (first_starts - began), 0.0)[found]
+    return ready, within

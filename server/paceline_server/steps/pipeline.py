@@ -1,0 +1,134 @@
+"""One step's pipeline as a graph: what each forward and backward waits for, and so when it ends.
+
+Nothing here knows a schedule. The order in which each stage takes its actions is given, recorded or
+made up; GPipe, 1F1B, interleaved and zero-bubble are then all the same: an action starts when the
+one before it on its stage has ended, and when what it needs from another stage is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline_wire.spans import Op
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+class Action(NamedTuple):
+    """`op`: FORWARD, BACKWARD or BACKWARD_WEIGHT. Chunk c of stage s is part c x stages + s."""
+
+    op: int
+    microbatch: int
+    chunk: int = 0
+
+
+Order = tuple[tuple[Action, ...], ...]  # by stage
+
+
+class Pipeline:
+    """The actions of all stages, numbered stage by stage in the order they are taken.
+
+    Raises ValueError if an action needs one that never happens, or if they wait in a circle.
+    """
+
+    def __init__(self, order: Sequence[Sequence[Action]]) -> None:
+        actions = [(stage, *action) for stage, taken in enumerate(order) for action in taken]
+        number = {action: at for at, action in enumerate(actions)}
+        self.stages = len(order)
+        self.nodes = len(actions)
+        table = np.array(actions, dtype=np.int64).reshape(-1, 4)
+        self.stage, self.op, self.microbatch, self.chunk = table.T.copy()
+        # Number `nodes` stands for none: it has ended when the phase begins.
+        self.previous = np.arange(self.nodes) - 1
+        self.first = np.searchsorted(self.stage, np.arange(self.stages))
+        self.previous[self.first] = self.nodes
+        self.needs = np.array(
+            [number[one] if one is not None else self.nodes for one in self._needs(actions)],
+            dtype=np.int64,
+        )
+        self._levels = self._found_levels()
+
+    def _needs(
+        self, actions: Sequence[tuple[int, int, int, int]]
+    ) -> list[tuple[int, int, int, int] | None]:
+        """For each action the one of another stage (or of the same) whose result it needs."""
+        present = set(actions)
+        last_part = max(chunk * self.stages + stage for stage, _, _, chunk in actions)
+        found = []
+        for stage, op, microbatch, chunk in actions:
+            part = chunk * self.stages + stage
+            source: tuple[int, int, int, int] | None = None
+            if op == Op.FORWARD and part > 0:
+                source = (*self._place(part - 1, op, microbatch),)
+            elif op == Op.BACKWARD and part < last_part:
+                source = (*self._place(part + 1, op, microbatch),)
+            if source is not None and source not in present:
+                raise ValueError(f"stage {stage} needs {source}, which never happens")
+            found.append(source)
+        return found
+
+    def _place(self, part: int, op: int, microbatch: int) -> tuple[int, int, int, int]:
+        return part % self.stages, op, microbatch, part // self.stages
+
+    def _found_levels(self) -> list[tuple[Ints, Ints, Ints]]:
+        """(actions, what precedes each, what each needs): those of a level do not concern others.
+
+        Walks the stages in turns, each as far as it gets.
+        """
+        level = [0] * self.nodes + [-1]
+        done = [False] * self.nodes + [True]
+        needs: list[int] = self.needs.tolist()
+        previous: list[int] = self.previous.tolist()
+        ends = [*self.first.tolist()[1:], self.nodes]
+        at: list[int] = self.first.tolist()
+        moved = True
+        while moved:
+            moved = False
+            for stage in range(self.stages):
+                node = at[stage]
+                while node < ends[stage] and done[needs[node]]:
+                    level[node] = max(level[previous[node]], level[needs[node]]) + 1
+                    done[node] = moved = True
+                    node += 1
+                at[stage] = node
+        if not all(done):
+            raise ValueError("the actions of the pipeline wait for each other in a circle")
+        levels = np.array(level[:-1], dtype=np.int64)
+        order = np.argsort(levels, kind="stable")
+        cuts = np.flatnonzero(np.diff(levels[order])) + 1
+        return [(nodes, self.previous[nodes], self.needs[nodes]) for nodes in np.split(order, cuts)]
+
+    def ends(self, seconds: Floats, delays: Floats | None = None) -> Floats:
+        """When each action ends. All arrays are [action, lane]; lanes know nothing of each other.
+
+        `delays`: how much later than it could an action starts.
+        """
+        ends = np.zeros((self.nodes + 1, seconds.shape[1]))
+        for nodes, previous, needs in self._levels:
+            latest = np.maximum(ends[previous], ends[needs])
+            latest += seconds[nodes]
+            if delays is not None:
+                latest += delays[nodes]
+            ends[nodes] = latest
+        return ends[:-1]
+
+    def phase_seconds(self, seconds: Floats, delays: Floats | None = None) -> Floats:
+        """[lane]: from the start of the first action to the end of the last one."""
+        phase: Floats = self.ends(seconds, delays).max(axis=0)
+        return phase
+
+    def by_stage(self, values: Floats) -> Floats:
+        """Sums over each stage's actions: [stage, lane]."""
+        sums: Floats = np.add.reduceat(values, self.first, axis=0)
+        return sums
+
+    def idle_ratios(self, seconds: Floats) -> Floats:
+        """[stage, lane]: the share of the phase in which the stage has nothing to do."""
+        phase = np.maximum(self.phase_seconds(seconds), 1e-12)
+        ratios: Floats = 1.0 - self.by_stage(seconds) / phase
+        return ratios

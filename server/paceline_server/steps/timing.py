@@ -1,0 +1,106 @@
+"""What the step model measured in one step of the whole job, as columns: what detectors work on.
+
+Each table is a set of equally long arrays, one row per operation. Times are seconds, moments are
+nanoseconds of the server's CLOCK_REALTIME (a node's clock error is still in them: compare moments
+of one node, or use the durations, which need no common clock). Unknown numbers are NaN or -1, as
+arrays have no None; nothing outside the engine sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """One row per rank that took part; the columns of `RankStep`, and where they lie in time."""
+
+    rank: Ints
+    start_ns: Ints
+    end_ns: Ints
+    step_seconds: Floats
+    self_seconds: Floats
+    compute_seconds: Floats
+    communication_seconds: Floats
+    wait_seconds: Floats
+    bubble_seconds: Floats
+    data_wait_seconds: Floats
+    optimizer_seconds: Floats
+    checkpoint_seconds: Floats
+    gc_seconds: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeTimes:
+    """One row per recorded FORWARD, BACKWARD and BACKWARD_WEIGHT of a rank."""
+
+    rank: Ints
+    op: Ints  # wire Op
+    microbatch: Ints  # -1: not known
+    chunk: Ints  # -1: not known
+    start_ns: Ints
+    end_ns: Ints
+    self_seconds: Floats  # without the waits nested in it
+    tokens: Ints  # sum of the sequence lengths of the microbatch; 0: not given
+    squared_tokens: Ints  # sum of their squares; 0: not given
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTimes:
+    """One row per point-to-point transfer of which both ends were seen."""
+
+    source: Ints
+    destination: Ints
+    op: Ints  # the sender's: FORWARD_SEND, BACKWARD_SEND or SEND
+    microbatch: Ints
+    chunk: Ints  # the sender's
+    bytes: Ints
+    send_start_ns: Ints
+    receive_start_ns: Ints
+    end_ns: Ints  # the receiver's
+    # After both had entered it: the shorter of the two ends' durations. Of an async send, until
+    # the receive ended, by both ends' clocks; 0 where nobody waited for an async receive.
+    transfer_seconds: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTimes:
+    """One row per collective of which at least two participants were seen."""
+
+    group: Ints  # key of `StepTiming.groups`
+    op: Ints
+    sequence: Ints
+    bytes: Ints
+    participants: Ints  # seen
+    last_rank: Ints  # that arrived last: the one with the shortest time in it
+    transfer_seconds: Floats  # after the last one had arrived
+    spread_seconds: Floats  # the longest wait in it
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """One finished step."""
+
+    step: int
+    ranks: RankTimes
+    compute: ComputeTimes
+    transfers: TransferTimes
+    collectives: CollectiveTimes
+    groups: Mapping[int, tuple[int, ...]]  # key -> its ranks, ascending
+
+    @property
+    def rows(self) -> int:
+        """How large it is."""
+        return (
+            self.ranks.rank.size
+            + self.compute.rank.size
+            + self.transfers.source.size
+            + self.collectives.group.size
+        )

@@ -1,0 +1,179 @@
+"""How much of each communication was waiting for the others to arrive, and how long it took then.
+
+Collectives need no clock: all participants leave together, so the one with the shortest time in
+it arrived last, and everyone's wait is what they took longer than that. A transfer's wait ends
+when its partner enters the matching call, which compares two nodes' clocks: a result outside the
+span is clipped to it, so that skew can misplace a wait but never invent time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline_server.steps.columns import CHUNK, Bools, Ints, Spans, one_of
+from paceline_server.steps.groups import UNKNOWN, Groups
+from paceline_server.steps.timing import CollectiveTimes, Floats, TransferTimes
+from paceline_wire.spans import COLLECTIVE_OPS, RECEIVE_OPS, TRANSFER_OPS, Flag
+
+COLLECTIVES = frozenset(int(op) for op in COLLECTIVE_OPS)
+TRANSFERS = frozenset(int(op) for op in TRANSFER_OPS)
+RECEIVES = frozenset(int(op) for op in RECEIVE_OPS)
+_LONGEST = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """`wait_ns`, per span: nanoseconds from its start during which a participant was missing.
+
+    Zero for what is no communication and for collectives that cannot be matched; the whole
+    duration for a receive whose send was never seen.
+    """
+
+    wait_ns: Ints
+    collectives: CollectiveTimes
+    transfers: TransferTimes
+
+
+def communication(spans: Spans, groups: Groups) -> Communication:
+    """Match what the ranks did with each other in one step. `spans` sorted by rank."""
+    wait_ns = np.zeros(len(spans), dtype=np.int64)
+    collectives = _collectives(spans, groups, wait_ns)
+    transfers = _transfers(spans, wait_ns)
+    return Communication(wait_ns, collectives, transfers)
+
+
+def _collectives(spans: Spans, groups: Groups, wait_ns: Ints) -> CollectiveTimes:
+    """Also fills in `wait_ns`."""
+    where = np.flatnonzero(one_of(spans.op, COLLECTIVES) & (spans.sequence > 0))
+    key = groups.keys(spans.rank[where], spans.group[where])
+    known = key != UNKNOWN
+    where, key = where[known], key[known]
+    sequence = spans.sequence[where]
+    order = np.lexsort((sequence, key))
+    where, key, sequence = where[order], key[order], sequence[order]
+    first = _firsts((key[1:] != key[:-1]) | (sequence[1:] != sequence[:-1]), where.size)
+    if not first.size:
+        none, no_time = np.empty(0, dtype=np.int64), np.empty(0)
+        return CollectiveTimes(none, none, none, none, none, none, no_time, no_time)
+    # WAIT spans are only the host's share of an async call: they say nothing of its length.
+    whole = (spans.flags[where] & Flag.WAIT) == 0
+    duration = spans.duration_ns[where]
+    length = np.where(whole, duration, _LONGEST)
+    shortest = np.minimum.reduceat(length, first)
+    participants = np.add.reduceat(whole.astype(np.int64), first)
+    sizes = np.diff(np.r_[first, where.size])
+    matched = participants > 1
+    transfer = np.repeat(np.where(matched, shortest, _LONGEST), sizes)
+    wait_ns[where] = np.maximum(duration - transfer, 0)
+    longest = np.maximum.reduceat(np.where(whole, duration, 0), first)
+    size = np.maximum.reduceat(spans.bytes[where], first)
+    rank = np.where(whole & (duration == transfer), spans.rank[where], _LONGEST)
+    last = np.minimum.reduceat(rank, first)
+    return CollectiveTimes(
+        group=key[first][matched],
+        op=spans.op[where][first][matched],
+        sequence=sequence[first][matched],
+        bytes=size[matched],
+        participants=participants[matched],
+        last_rank=last[matched],
+        transfer_seconds=shortest[matched] / 1e9,
+        spread_seconds=(longest - shortest)[matched] / 1e9,
+    )
+
+
+class _End:
+    """The sending or the receiving ends of the transfers, and each transfer once among them."""
+
+    def __init__(self, spans: Spans, chosen: Bools, source: Ints, destination: Ints) -> None:
+        self.where: Ints = np.flatnonzero(chosen)
+        # 20 bits for each rank of a pair, 23 of the sequence: enough for one step.
+        self.key: Ints = (
+            (source[self.where] & 0xFFFFF) << 43
+            | (destination[self.where] & 0xFFFFF) << 23
+            | (spans.sequence[self.where] & 0x7FFFFF)
+        )
+        order = np.argsort(self.key, kind="stable")
+        keys, where = self.key[order], self.where[order]
+        first = _firsts(keys[1:] != keys[:-1], keys.size)
+        is_wait = (spans.flags[where] & Flag.WAIT) != 0
+        # Of each transfer, in ascending order of their keys:
+        self.keys: Ints = keys[first]
+        self.entered_ns: Ints = _least(spans.start_ns[where], first)  # an async one: launched
+        self.whole: Ints = _least(np.where(is_wait, _LONGEST, where), first)  # its span, if seen
+        self.waited: Bools = _least((~is_wait).astype(np.int64), first) == 0
+
+    def __len__(self) -> int:
+        return int(self.keys.size)
+
+    def place(self, keys: Ints) -> tuple[Ints, Bools]:
+        """Where the transfers of `keys` are, and which of them are here at all."""
+        if not len(self):
+            return np.zeros(keys.size, dtype=np.int64), np.zeros(keys.size, dtype=np.bool_)
+        place = np.minimum(np.searchsorted(self.keys, keys), len(self) - 1)
+        return place, self.keys[place] == keys
+
+
+def _transfers(spans: Spans, wait_ns: Ints) -> TransferTimes:
+    """Also fills in `wait_ns`. Ends are matched by (source, destination, sequence)."""
+    chosen = one_of(spans.op, TRANSFERS) & (spans.sequence > 0) & (spans.peer >= 0)
+    receiving = one_of(spans.op, RECEIVES)
+    send = _End(spans, chosen & ~receiving, spans.rank, spans.peer)
+    receive = _End(spans, chosen & receiving, spans.peer, spans.rank)
+    for end, partner in ((send, receive), (receive, send)):
+        start, duration = spans.start_ns[end.where], spans.duration_ns[end.where]
+        place, known = partner.place(end.key)
+        # Of a receive whose send was lost all is waiting; a send need not wait for anybody.
+        wait = duration if end is receive else np.zeros_like(duration)
+        arrival = partner.entered_ns[place[known]]
+        wait[known] = np.clip(arrival - start[known], 0, duration[known])
+        wait_ns[end.where] = wait
+    place, known = receive.place(send.keys)
+    place = place[known]
+    sent, received, waited = send.whole[known], receive.whole[place], receive.waited[place]
+    both = (sent != _LONGEST) & (received != _LONGEST)
+    return _transfer_times(spans, sent[both], received[both], waited[both])
+
+
+def _transfer_times(spans: Spans, sent: Ints, received: Ints, waited: Bools) -> TransferTimes:
+    return TransferTimes(
+        source=spans.rank[sent],
+        destination=spans.rank[received],
+        op=spans.op[sent],
+        microbatch=spans.microbatch[sent],
+        chunk=spans.row(CHUNK)[sent],
+        bytes=np.maximum(spans.bytes[sent], spans.bytes[received]),
+        send_start_ns=spans.start_ns[sent],
+        receive_start_ns=spans.start_ns[received],
+        end_ns=spans.end_ns[received],
+        transfer_seconds=_transfer_seconds(spans, sent, received, waited),
+    )
+
+
+def _transfer_seconds(spans: Spans, sent: Ints, received: Ints, waited: Bools) -> Floats:
+    """After both had entered: of two blocking calls the shorter, for who posts last only transfers.
+
+    The end of an async send is when the host asked, perhaps much later: then what the receiver
+    saw after both had begun counts, by their clocks but no longer than either's call. An async
+    receive that nobody had to wait for ended unseen and cost nothing.
+    """
+    limit = np.minimum(spans.duration_ns[sent], spans.duration_ns[received])
+    begun = np.maximum(spans.start_ns[sent], spans.start_ns[received])
+    seen = np.clip(spans.end_ns[received] - begun, 0, limit)
+    seen[((spans.flags[received] & Flag.ASYNC) != 0) & ~waited] = 0
+    launched = (spans.flags[sent] & Flag.ASYNC) != 0
+    seconds: Floats = np.where(launched, seen, limit) / 1e9
+    return seconds
+
+
+def _firsts(changes: Bools, count: int) -> Ints:
+    """Where each run of equal rows begins."""
+    found: Ints = np.flatnonzero(np.r_[np.full(min(count, 1), True), changes])
+    return found
+
+
+def _least(values: Ints, first: Ints) -> Ints:
+    """Of each run."""
+    least: Ints = np.minimum.reduceat(values, first) if first.size else values
+    return least

@@ -1,0 +1,1 @@
+"""SQLAlchemy models, migrations and queries."""

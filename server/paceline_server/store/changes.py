@@ -1,0 +1,47 @@
+"""Announcements for streams: which resource changed, in commit order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from sqlalchemy import delete, func, insert, or_, select
+from sqlalchemy.orm import Session
+
+from paceline_server.store.models import Change
+
+Kind = Literal["job", "step", "incident", "action", "node", "ranks"]
+
+
+def record_change(session: Session, job_id: str | None, kind: Kind, subject: str) -> None:
+    session.execute(insert(Change).values(job_id=job_id, kind=kind, subject=subject))
+
+
+def record_changes(
+    session: Session, job_id: str | None, kind: Kind, subjects: Sequence[str]
+) -> None:
+    if subjects:
+        rows = [{"job_id": job_id, "kind": kind, "subject": subject} for subject in subjects]
+        session.execute(insert(Change), rows)
+
+
+def newest_change(session: Session) -> int:
+    return session.scalar(select(func.max(Change.id))) or 0
+
+
+def oldest_change(session: Session) -> int:
+    return session.scalar(select(func.min(Change.id))) or 0
+
+
+def changes_after(
+    session: Session, position: int, job_id: str | None, limit: int = 1000
+) -> list[Change]:
+    """In order. With `job_id`, those of that job and those of interest to all."""
+    query = select(Change).where(Change.id > position).order_by(Change.id).limit(limit)
+    if job_id is not None:
+        query = query.where(or_(Change.job_id == job_id, Change.job_id.is_(None)))
+    return list(session.scalars(query))
+
+
+def prune_changes(session: Session, kept: int) -> None:
+    session.execute(delete(Change).where(Change.id <= newest_change(session) - kept))

@@ -1,0 +1,55 @@
+"""Leases: who works on something, and the epoch that fences off who did before."""
+
+from __future__ import annotations
+
+from sqlalchemy import update
+from sqlalchemy.orm import Session
+
+from paceline_server.store.database import insert_into
+from paceline_server.store.models import Lease
+
+
+class LeaseLostError(Exception):
+    """Another owner took over: nothing of this transaction may be kept."""
+
+
+def is_held(session: Session, name: str, now_ns: int) -> bool:
+    """A cheap look before `acquire`."""
+    lease = session.get(Lease, name)
+    return lease is not None and lease.expires_ns >= now_ns
+
+
+def acquire(session: Session, name: str, owner: str, now_ns: int, lease_ns: int) -> int | None:
+    """The epoch of a new ownership, or None while somebody else's lease runs."""
+    session.execute(
+        insert_into(session, Lease)
+        .values(name=name, owner="", epoch=0, expires_ns=0)
+        .on_conflict_do_nothing(index_elements=["name"])
+    )
+    return session.scalar(
+        update(Lease)
+        .where(Lease.name == name, Lease.expires_ns < now_ns)
+        .values(owner=owner, epoch=Lease.epoch + 1, expires_ns=now_ns + lease_ns)
+        .returning(Lease.epoch)
+    )
+
+
+def fence(session: Session, name: str, owner: str, epoch: int, expires_ns: int) -> None:
+    """First thing in each of the owner's transactions; renews. Raises LeaseLostError."""
+    renewed = session.scalar(
+        update(Lease)
+        .where(Lease.name == name, Lease.owner == owner, Lease.epoch == epoch)
+        .values(expires_ns=expires_ns)
+        .returning(Lease.epoch)
+    )
+    if renewed is None:
+        raise LeaseLostError(f"{name} has another owner than {owner} in epoch {epoch}")
+
+
+def release(session: Session, name: str, owner: str, epoch: int) -> None:
+    """Let others take over at once."""
+    session.execute(
+        update(Lease)
+        .where(Lease.name == name, Lease.owner == owner, Lease.epoch == epoch)
+        .values(expires_ns=0)
+    )

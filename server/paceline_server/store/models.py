@@ -1,0 +1,384 @@
+"""The tables. Times are nanoseconds of the server's CLOCK_REALTIME; structs are stored as JSON.
+
+`HotLog` is the truth as it arrived. All other rows of a job are written by the worker that holds
+its lease, except where a column says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from sqlalchemy import (
+    BigInteger,
+    Dialect,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from paceline_server.decide.types import ActionView, IncidentView, JobSpec, Policy, Restarted
+from paceline_server.engine.types import Placement
+from paceline_server.steps.types import Ledger, StepSummary
+from paceline_wire.batch import AgentHello
+from paceline_wire.topology import Topology
+
+
+class StructColumn(TypeDecorator[Any]):
+    """A msgspec type as JSON text: readable in any database shell."""
+
+    impl = Text
+    cache_ok = True
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+        return None if value is None else msgspec.json.encode(value).decode()
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
+        return None if value is None else msgspec.json.decode(value, type=self.kind)
+
+
+class PackedColumn(TypeDecorator[Any]):
+    """A msgspec type as msgpack: for rows that are many."""
+
+    impl = LargeBinary
+    cache_ok = True
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> bytes | None:
+        return None if value is None else msgspec.msgpack.encode(value)
+
+    def process_result_value(self, value: bytes | None, dialect: Dialect) -> Any:
+        return None if value is None else msgspec.msgpack.decode(value, type=self.kind)
+
+
+class GpuReading(msgspec.Struct, kw_only=True):
+    """The newest values of one GPU, as the node's resource shows them."""
+
+    time_ns: int = 0
+    sm_clock_hertz: float | None = None
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    utilization_ratio: float | None = None
+    throttle_reasons: list[str] = []
+
+
+# SQLite counts only INTEGER PRIMARY KEY up by itself.
+_SERIAL = BigInteger().with_variant(Integer, "sqlite")
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {int: BigInteger, str: Text}  # noqa: RUF012 (SQLAlchemy reads it so)
+
+
+class Token(Base):
+    """A bearer token. `hash` is SHA-256: the token itself is 256 random bits."""
+
+    __tablename__ = "tokens"
+
+    name: Mapped[str] = mapped_column(String(200), primary_key=True)
+    scope: Mapped[str] = mapped_column(String(16))
+    hash: Mapped[str] = mapped_column(String(64), unique=True)
+    created_ns: Mapped[int]
+    revoked_ns: Mapped[int | None]
+
+
+class HotLog(Base):
+    """Every batch as it came, compressed. Ids are in commit order, and never used twice."""
+
+    __tablename__ = "hot_log"
+    __table_args__ = (
+        UniqueConstraint("agent_id", "boot_id", "sequence"),
+        Index(None, "received_ns"),
+        {"sqlite_autoincrement": True},
+    )
+
+    id: Mapped[int] = mapped_column(_SERIAL, primary_key=True)
+    agent_id: Mapped[str] = mapped_column(String(128))
+    boot_id: Mapped[str] = mapped_column(String(128))
+    sequence: Mapped[int]
+    received_ns: Mapped[int]
+    size_bytes: Mapped[int]
+    payload: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class Boot(Base):
+    """One life of an agent. Batches up to `pruned_sequence` were stored once and pruned since."""
+
+    __tablename__ = "boots"
+
+    agent_id: Mapped[str] = mapped_column(String(128), primary_key=True)
+    boot_id: Mapped[str] = mapped_column(String(128), primary_key=True)
+    first_seen_ns: Mapped[int]
+    pruned_sequence: Mapped[int | None]
+
+
+class Node(Base):
+    """One agent. Ingest writes all but `quarantine_reason` and `job_id`."""
+
+    __tablename__ = "nodes"
+
+    agent_id: Mapped[str] = mapped_column(String(128), primary_key=True)
+    boot_id: Mapped[str] = mapped_column(String(128))
+    sequence: Mapped[int]
+    packed_ns: Mapped[int]
+    last_seen_ns: Mapped[int]
+    hello: Mapped[AgentHello | None] = mapped_column(StructColumn(AgentHello))
+    readings: Mapped[dict[int, GpuReading]] = mapped_column(StructColumn(dict[int, GpuReading]))
+    dropped_batches: Mapped[int]
+    quarantine_reason: Mapped[str | None]
+    job_id: Mapped[str | None] = mapped_column(String(64), index=True)
+
+
+class Job(Base):
+    __tablename__ = "jobs"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    name: Mapped[str] = mapped_column(String(200))
+    spec: Mapped[JobSpec] = mapped_column(StructColumn(JobSpec))
+    policy: Mapped[Policy] = mapped_column(StructColumn(Policy))
+    state: Mapped[str] = mapped_column(String(16), index=True)
+    generation: Mapped[int]
+    topology: Mapped[Topology] = mapped_column(StructColumn(Topology))
+    created_ns: Mapped[int]
+    started_ns: Mapped[int | None]
+    finished_ns: Mapped[int | None]
+    stop_requested: Mapped[bool]  # written by the API
+    cursor: Mapped[int]  # the last id of the hot log that this row reflects
+    ticked_ns: Mapped[int | None]  # when it did
+    step: Mapped[int | None]
+    highest_step: Mapped[int | None]
+    checkpoint_step: Mapped[int | None]
+    step_seconds: Mapped[float | None]
+    loss: Mapped[float | None]
+    evaluation_loss: Mapped[float | None]
+    ledger: Mapped[Ledger] = mapped_column(StructColumn(Ledger))
+
+
+class EngineMemory(Base):
+    """What a job's engine must not forget (`Engine.memory`), as of some entry up to the cursor."""
+
+    __tablename__ = "engine_memories"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    memory: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class Lease(Base):
+    """Who works on something. `epoch` grows with each owner and fences its transactions."""
+
+    __tablename__ = "leases"
+
+    name: Mapped[str] = mapped_column(String(80), primary_key=True)
+    owner: Mapped[str] = mapped_column(String(200))
+    epoch: Mapped[int]
+    expires_ns: Mapped[int]
+
+
+class Generation(Base):
+    """One generation of a job: where it was placed, and after which entry of the log.
+
+    `restarted` is None for the first. The key makes a second restart to one generation impossible.
+    """
+
+    __tablename__ = "generations"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    generation: Mapped[int] = mapped_column(primary_key=True)
+    cursor: Mapped[int]
+    placement: Mapped[Placement] = mapped_column(StructColumn(Placement))
+    restarted: Mapped[Restarted | None] = mapped_column(StructColumn(Restarted))
+
+
+class Rank(Base):
+    """One rank of the current generation."""
+
+    __tablename__ = "ranks"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    rank: Mapped[int] = mapped_column(primary_key=True)
+    generation: Mapped[int]
+    agent_id: Mapped[str] = mapped_column(String(128))
+    local_rank: Mapped[int]
+    gpu: Mapped[int | None]
+    pid: Mapped[int | None]
+    state: Mapped[str] = mapped_column(String(16))
+    status: Mapped[str | None] = mapped_column(String(32))
+    step: Mapped[int | None]
+    operation: Mapped[str | None]
+    operation_seconds: Mapped[float | None]
+    process_state: Mapped[str | None] = mapped_column(String(8))
+    exit_code: Mapped[int | None]
+    signal: Mapped[int | None]
+    commanded: Mapped[bool]
+
+
+class Step(Base):
+    __tablename__ = "steps"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True)
+    generation: Mapped[int] = mapped_column(primary_key=True)
+    summary: Mapped[StepSummary] = mapped_column(PackedColumn(StepSummary))
+
+
+class StepShares(Base):
+    """Each rank's share of one step, as columns (see `store.shares`)."""
+
+    __tablename__ = "step_shares"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True)
+    generation: Mapped[int] = mapped_column(primary_key=True)
+    rank: Mapped[bytes] = mapped_column(LargeBinary)
+    self_seconds: Mapped[bytes] = mapped_column(LargeBinary)
+    slowdown: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class Incident(Base):
+    __tablename__ = "incidents"
+    __table_args__ = (Index(None, "job_id", "state"),)
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
+    kind: Mapped[str] = mapped_column(String(32))
+    severity: Mapped[str] = mapped_column(String(16))
+    state: Mapped[str] = mapped_column(String(16))
+    opened_ns: Mapped[int] = mapped_column(index=True)
+    resolved_ns: Mapped[int | None]
+    view: Mapped[IncidentView] = mapped_column(StructColumn(IncidentView))
+
+
+class Action(Base):
+    """`version` guards against the API and the worker changing one action at once.
+
+    `restart_of` is the generation that a running or done restart ended: unique within a job.
+    `noticed` is false after the API's decision until the worker has seen it.
+    """
+
+    __tablename__ = "actions"
+    __table_args__ = (
+        UniqueConstraint("job_id", "restart_of"),
+        Index(None, "job_id", "state"),
+    )
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
+    incident_id: Mapped[str | None] = mapped_column(String(64))
+    kind: Mapped[str] = mapped_column(String(16))
+    state: Mapped[str] = mapped_column(String(16))
+    restart_of: Mapped[int | None]
+    created_ns: Mapped[int] = mapped_column(index=True)
+    version: Mapped[int]
+    noticed: Mapped[bool]
+    view: Mapped[ActionView] = mapped_column(StructColumn(ActionView))
+
+
+class CommandRow(Base):
+    """A command to one agent. Ingest writes `finished_ns`, `ok` and `detail` from its result."""
+
+    __tablename__ = "commands"
+    __table_args__ = (Index(None, "agent_id", "finished_ns"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
+    agent_id: Mapped[str] = mapped_column(String(128))
+    action_id: Mapped[str] = mapped_column(String(64), index=True)
+    kind: Mapped[str] = mapped_column(String(32))
+    generation: Mapped[int]
+    created_ns: Mapped[int]
+    body: Mapped[str]
+    finished_ns: Mapped[int | None]
+    ok: Mapped[bool | None]
+    detail: Mapped[str | None]
+
+
+class Acknowledgement(Base):
+    """A rank's newest answer to a control command."""
+
+    __tablename__ = "acknowledgements"
+
+    command_id: Mapped[int] = mapped_column(ForeignKey("commands.id"), primary_key=True)
+    rank: Mapped[int] = mapped_column(primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
+    generation: Mapped[int]
+    status: Mapped[str] = mapped_column(String(16))
+    step: Mapped[int]
+
+
+class OutboxRow(Base):
+    """Something to tell the outside, exactly once recorded, at least once delivered."""
+
+    __tablename__ = "outbox"
+    __table_args__ = (
+        Index(None, "receiver", "finished_ns"),
+        {"sqlite_autoincrement": True},
+    )
+
+    id: Mapped[int] = mapped_column(_SERIAL, primary_key=True)
+    receiver: Mapped[str] = mapped_column(String(32))
+    subject: Mapped[str] = mapped_column(String(64))
+    event: Mapped[str] = mapped_column(String(32))
+    body: Mapped[str]
+    created_ns: Mapped[int]
+    attempts: Mapped[int]
+    next_attempt_ns: Mapped[int]
+    finished_ns: Mapped[int | None]
+    error: Mapped[str | None]
+
+
+class Change(Base):
+    """A resource changed; the stream sends what it is by then. No `job_id`: of interest to all."""
+
+    __tablename__ = "changes"
+    __table_args__ = (Index(None, "job_id", "id"), {"sqlite_autoincrement": True})
+
+    id: Mapped[int] = mapped_column(_SERIAL, primary_key=True)
+    job_id: Mapped[str | None] = mapped_column(String(64))
+    kind: Mapped[str] = mapped_column(String(16))
+    subject: Mapped[str] = mapped_column(String(128))
+
+
+class AuditRow(Base):
+    """Append-only: triggers refuse to change or delete a row."""
+
+    __tablename__ = "audit"
+    __table_args__ = (Index(None, "job_id", "id"), {"sqlite_autoincrement": True})
+
+    id: Mapped[int] = mapped_column(_SERIAL, primary_key=True)
+    at_ns: Mapped[int]
+    job_id: Mapped[str | None] = mapped_column(String(64))
+    actor: Mapped[str]
+    verb: Mapped[str]
+    subject: Mapped[str]
+    detail: Mapped[str]
+
+
+class Counter(Base):
+    """A number that only grows: ids that must be known before their row is written."""
+
+    __tablename__ = "counters"
+
+    name: Mapped[str] = mapped_column(String(32), primary_key=True)
+    value: Mapped[int]

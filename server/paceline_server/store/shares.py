@@ -1,0 +1,122 @@
+"""What is kept of a finished step: its summary for long, each rank's share of it for a while.
+
+A summary is a few hundred bytes however many ranks there are. The shares grow with them, are only
+asked for over the newest steps, and are kept as columns, so that reading them costs little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+from sqlalchemy import delete, func, select
+from sqlalchemy.orm import Session
+
+from paceline_server.steps.types import RankStep, StepMeans, StepSummary
+from paceline_server.store.database import insert_into
+from paceline_server.store.models import Base, Step, StepShares
+
+_RANK, _SECONDS = np.dtype("<i4"), np.dtype("<f8")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """[step, rank]: NaN where a rank took no part or has no peers."""
+
+    steps: list[int]
+    self_seconds: npt.NDArray[np.float64]
+    slowdown: npt.NDArray[np.float64]
+
+
+def keep_step(session: Session, job_id: str, summary: StepSummary) -> None:
+    """A step that was kept before stays as it is."""
+    for table, row in rows_of(job_id, summary).items():
+        session.execute(insert_into(session, table).values(**row).on_conflict_do_nothing())
+
+
+def rows_of(job_id: str, summary: StepSummary) -> dict[type[Base], dict[str, object]]:
+    """By table."""
+    key = {"job_id": job_id, "step": summary.step, "generation": summary.generation}
+    columns = {
+        "rank": _column(summary, lambda share: share.rank, _RANK),
+        "self_seconds": _column(summary, lambda share: share.self_seconds, _SECONDS),
+        "slowdown": _column(summary, lambda share: share.slowdown, _SECONDS),
+    }
+    return {Step: {**key, "summary": brief(summary)}, StepShares: {**key, **columns}}
+
+
+def _column(
+    summary: StepSummary, value: Callable[[RankStep], float | None], kind: np.dtype[np.generic]
+) -> bytes:
+    return np.array([value(share) for share in summary.ranks], dtype=kind).tobytes()
+
+
+def brief(summary: StepSummary) -> StepSummary:
+    """Without the ranks: with their means, and how slow the slowest was."""
+    if not summary.ranks:
+        return summary
+    slow = (share.slowdown for share in summary.ranks if share.rank == summary.slowest_rank)
+    return replace(
+        summary,
+        ranks=[],
+        means=StepMeans(
+            *(
+                fmean(getattr(share, name) for share in summary.ranks)
+                for name in StepMeans.__struct_fields__
+            )
+        ),
+        slowest_slowdown=next(slow, None),
+    )
+
+
+def newest_shares(
+    session: Session, job_id: str, generation: int, world_size: int, most: int
+) -> Shares:
+    """Of up to `most` steps of one generation, oldest first; as many as are still kept."""
+    query = (
+        select(StepShares)
+        .where(StepShares.job_id == job_id, StepShares.generation == generation)
+        .order_by(StepShares.step.desc())
+        .limit(most)
+    )
+    rows = session.scalars(query).all()[::-1]
+    return Shares(
+        steps=[row.step for row in rows],
+        self_seconds=_table(rows, [row.self_seconds for row in rows], world_size),
+        slowdown=_table(rows, [row.slowdown for row in rows], world_size),
+    )
+
+
+def _table(
+    rows: Sequence[StepShares], columns: Sequence[bytes], world_size: int
+) -> npt.NDArray[np.float64]:
+    table = np.full((len(rows), world_size), np.nan)
+    for number, (row, column) in enumerate(zip(rows, columns, strict=True)):
+        ranks = np.frombuffer(row.rank, _RANK)
+        known = ranks < world_size
+        table[number, ranks[known]] = np.frombuffer(column, _SECONDS)[known]
+    return table
+
+
+def medians(table: npt.NDArray[np.float64]) -> list[float | None]:
+    """Of each column's numbers; None: it has none."""
+    found: list[float | None] = [None] * table.shape[1]
+    known = np.flatnonzero(np.isfinite(table).any(axis=0))
+    if known.size:
+        middle = np.nanmedian(table[:, known], axis=0)
+        for column, value in zip(known.tolist(), middle.tolist(), strict=True):
+            found[column] = value
+    return found
+
+
+def prune_steps(session: Session, job_id: str, kept: int, shares_kept: int) -> None:
+    """Forget all but the newest of a job."""
+    newest = session.scalar(select(func.max(Step.step)).where(Step.job_id == job_id))
+    if newest is not None:
+        for table, most in ((Step, kept), (StepShares, shares_kept)):
+            old = table.job_id == job_id, table.step <= newest - most
+            session.execute(delete(table).where(*old))

@@ -1,0 +1,231 @@
+"""The questions: how slow was the run, and whose slowness was it?
+
+`analyze` replays the recorded steps with parts of them idealised. Every figure is a ratio of mean
+step times; 1.0 is a run without stragglers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline_server.whatif import dependencies
+from paceline_server.whatif import operations as ops
+from paceline_server.whatif.errors import TraceError
+from paceline_server.whatif.model import Model, lay_out
+from paceline_server.whatif.replay import Seconds, replay, step_seconds
+from paceline_server.whatif.trace import Floats, Integers, Trace
+
+# Clocks of different nodes disagree; a transfer that ends this long before its last participant
+# started was not timed, and counts as nothing.
+NEGATIVE_TRANSFER_SECONDS = -1e-2
+
+# Share of the workers whose idealisation M_W asks for.
+SLOWEST_WORKERS_PERCENT = 3
+
+# Counterfactuals are replayed together as far as their times fit into this. More gains nothing: at
+# a few MiB the interpreter's share is small, and the times still fit into a processor's cache.
+BATCH_BYTES = 8 << 20
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """Slowdowns against the ideal run, in which each operation takes what its peers take.
+
+    `m_s` and `m_w` are the shares of the loss that the last stage, and the slowest 3 % of workers,
+    explain; None where nothing was lost.
+    """
+
+    slowdown: float
+    slowdown_by_step: dict[int, float]
+    slowdown_by_optype: dict[str, float]
+    slowdown_by_dp_rank: dict[int, float]
+    slowdown_by_stage: dict[int, float]
+    slowdown_by_worker: dict[int, float]  # by rank
+    m_s: float | None
+    m_w: float | None
+    launch_slowdown: float
+    ideal_seconds: float
+    original_seconds: float
+    slowest_workers: tuple[int, ...]  # ranks, slowest first: those of m_w
+    places: dict[int, tuple[int, int]]  # rank -> (dp rank, stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A trace made ready for replay; first axis: places of the model."""
+
+    model: Model
+    optype: npt.NDArray[np.str_]
+    stage: npt.NDArray[np.int64]
+    recorded: Seconds  # [place, step, dp rank]: durations without waiting
+    ideal: Seconds  # [place]
+
+
+def prepare(trace: Trace) -> Step:
+    """Raises TraceError if the operations do not form a training step."""
+    operations = trace.operations
+    model = lay_out(dependencies.find(operations), operations.optype)
+    optype = np.array(operations.optype)[model.order]
+    recorded = _without_waiting(model, optype, trace)
+    return Step(
+        model, optype, operations.stage[model.order], recorded, ideal_seconds(optype, recorded)
+    )
+
+
+def ideal_seconds(optype: npt.NDArray[np.str_], recorded: Seconds) -> Seconds:
+    """[place]: what an operation takes that is no straggler."""
+    ideal = np.empty(len(optype))
+    for name in np.unique(optype).tolist():
+        chosen = optype == name
+        figure = np.median if name in ops.IDEAL_IS_MEDIAN else np.mean
+        ideal[chosen] = figure(recorded[chosen])
+    return ideal
+
+
+def _without_waiting(model: Model, optype: npt.NDArray[np.str_], trace: Trace) -> Seconds:
+    """Recorded durations of what computes, transfer durations of what communicates."""
+    durations = trace.duration_seconds[model.order].astype(np.float64)
+    began: Floats = trace.start_seconds[model.order]
+    if len(model.pairs):
+        send, receive = model.pairs.T
+        began[send] = began[receive] = np.maximum(began[send], began[receive])
+    for group in model.larger_groups:
+        began[group] = began[group].max(axis=0)
+    synchronized = np.flatnonzero(np.isin(optype, list(ops.SYNCHRONIZED)))
+    began[synchronized] = began[synchronized].max(axis=2, keepdims=True)
+    transferring = np.flatnonzero(np.isin(optype, list(ops.TRANSFERRING)))
+    ended = trace.end_seconds[model.order[transferring]]
+    transfer = (ended - began[transferring]).astype(np.float64)
+    transfer[transfer <= NEGATIVE_TRANSFER_SECONDS] = 0
+    durations[transferring] = transfer
+    return durations
+
+
+def analyze(trace: Trace, step: Step | None = None) -> Analysis:
+    """Raises TraceError as `prepare` does, or if nothing takes time.
+
+    `step` is the trace prepared, where that is done already.
+    """
+    step = prepare(trace) if step is None else step
+    recorded = trace.end_seconds.max(axis=(0, 2)) - trace.start_seconds.min(axis=(0, 2))
+    return judge_step(step, trace.steps, trace.dp_ranks, trace.ranks, float(recorded.mean()))
+
+
+def judge_step(
+    step: Step, steps: Integers, dp_ranks: Integers, ranks: Integers, recorded_seconds: float
+) -> Analysis:
+    """`ranks`: by [dp rank, stage]. Raises TraceError if nothing takes time."""
+    ideal = ideal_step_seconds(step)
+    if ideal <= 0:
+        raise TraceError("the operations take no time")
+    group = np.array([ops.group(name) for name in step.optype])
+    names = list(dict.fromkeys(group.tolist()))
+    stages = range(ranks.shape[1])
+    all_kept = np.ones(len(step.ideal), bool)
+    times = _keeping_operations(
+        step,
+        [
+            all_kept,
+            step.stage != stages[-1],
+            *(step.stage == stage for stage in stages),
+            *(group == name for name in names),
+        ],
+    )
+    original = float(times[0].mean())
+    slowdowns = times.mean(axis=1) / ideal
+    by_stage = slowdowns[2 : 2 + len(stages)]
+    by_dp_rank = _keeping_dp_ranks(step) / ideal
+    by_worker = np.minimum.outer(by_dp_rank, by_stage)
+    slowest = _slowest(by_worker, ranks)
+    return Analysis(
+        slowdown=float(slowdowns[0]),
+        slowdown_by_step=_by(steps, times[0] / ideal),
+        slowdown_by_optype=dict(zip(names, slowdowns[2 + len(stages) :].tolist(), strict=True)),
+        slowdown_by_dp_rank=_by(dp_ranks, by_dp_rank),
+        slowdown_by_stage=dict(zip(stages, by_stage.tolist(), strict=True)),
+        slowdown_by_worker=_by(ranks, by_worker),
+        m_s=_explained(original, ideal, float(times[1].mean())),
+        m_w=_explained(original, ideal, _without_workers(step, slowest)),
+        launch_slowdown=recorded_seconds / original,
+        original_seconds=original,
+        ideal_seconds=ideal,
+        slowest_workers=tuple(ranks[slowest].tolist()),
+        places={
+            int(rank): (int(dp_ranks[at]), int(stage))
+            for (at, stage), rank in np.ndenumerate(ranks)
+        },
+    )
+
+
+def _by(keys: npt.NDArray[np.int64], values: Seconds) -> dict[int, float]:
+    return dict(zip(keys.ravel().tolist(), values.ravel().tolist(), strict=True))
+
+
+def _explained(original: float, ideal: float, without: float) -> float | None:
+    return (original - without) / (original - ideal) if original > ideal else None
+
+
+def ideal_step_seconds(step: Step) -> float:
+    """All steps and dp ranks are alike in the ideal run, so one of each is enough."""
+    ends = replay(step.model, step.ideal[:, None, None].copy())
+    return float(step_seconds(step.model, ends)[0])
+
+
+def _keeping_operations(step: Step, kept: list[Mask]) -> Seconds:
+    """[counterfactual, step]: step times with only the `kept` operations as they were."""
+    count, steps, dp_ranks = step.recorded.shape
+    results = []
+    for first, stop in _batches(len(kept), step.recorded.nbytes):
+        times = np.empty((count, stop - first, steps, dp_ranks))
+        times[:] = step.ideal[:, None, None, None]
+        for at, mask in enumerate(kept[first:stop]):
+            times[mask, at] = step.recorded[mask]
+        ends = replay(step.model, times.reshape(count, -1, dp_ranks))
+        results.append(step_seconds(step.model, ends).reshape(-1, steps))
+    return np.concatenate(results)
+
+
+def _keeping_dp_ranks(step: Step) -> Seconds:
+    """[dp rank]: mean step times with only that dp rank as it was.
+
+    The others are then all alike, and one stands for them: two columns instead of all.
+    """
+    count, steps, dp_ranks = step.recorded.shape
+    width = min(dp_ranks, 2)
+    by_dp_rank = step.recorded.transpose(0, 2, 1)
+    results = []
+    for first, stop in _batches(dp_ranks, count * steps * width * 8):
+        times = np.empty((count, stop - first, steps, width))
+        times[:] = step.ideal[:, None, None, None]
+        times[..., 0] = by_dp_rank[:, first:stop]
+        ends = replay(step.model, times.reshape(count, -1, width))
+        results.append(step_seconds(step.model, ends).reshape(-1, steps).mean(axis=1))
+    return np.concatenate(results)
+
+
+def _batches(total: int, bytes_each: int) -> Iterator[tuple[int, int]]:
+    size = max(1, BATCH_BYTES // bytes_each)
+    for first in range(0, total, size):
+        yield first, min(first + size, total)
+
+
+def _slowest(scores: Seconds, ranks: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], ...]:
+    """Index of the slowest workers in [dp rank, stage]; of equals the lower rank comes first."""
+    order = np.lexsort((ranks.ravel(), -scores.ravel()))
+    count = -(-scores.size * SLOWEST_WORKERS_PERCENT // 100)
+    return np.unravel_index(order[:count], scores.shape)
+
+
+def _without_workers(step: Step, workers: tuple[npt.NDArray[np.intp], ...]) -> float:
+    """Mean step time with these (dp rank, stage) idealised."""
+    times = step.recorded.copy()
+    for dp_rank, stage in zip(*workers, strict=True):
+        rows = np.flatnonzero(step.stage == stage)
+        times[rows, :, dp_rank] = step.ideal[rows, None]
+    return float(step_seconds(step.model, replay(step.model, times)).mean())

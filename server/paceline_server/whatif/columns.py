@@ -1,0 +1,153 @@
+"""The rows of all recent steps in one table each, with the place each row has in the job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline_server.steps.timing import ComputeTimes, StepTiming
+from paceline_wire.spans import COMPUTE_OPS, RECEIVE_OPS, TRANSFER_OPS, Op
+from paceline_wire.topology import Topology
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+# A microbatch or chunk beyond this is no number but garbage.
+MOST_MICROBATCHES = 1 << 16
+MOST_CHUNKS = 1 << 10
+
+_SENDS = sorted(TRANSFER_OPS - RECEIVE_OPS)
+
+
+class Columns:
+    """Equally long columns by name; `cell` is (step, dp rank, tp rank) as one number."""
+
+    def __init__(
+        self, columns: Mapping[str, Ints], seconds: Floats, cell: Ints, cells: int
+    ) -> None:
+        self._columns = dict(columns)
+        self.seconds = seconds
+        self.cell = cell
+        self.cells = cells
+
+    def __len__(self) -> int:
+        return self.cell.size
+
+    def __getitem__(self, name: str) -> Ints:
+        return self._columns[name]
+
+    def rows(self, cell: int) -> Columns:
+        return self.where(self.cell == cell)
+
+    def where(self, mask: npt.NDArray[np.bool_]) -> Columns:
+        if mask.all():
+            return self
+        columns = {name: column[mask] for name, column in self._columns.items()}
+        return Columns(columns, self.seconds[mask], self.cell[mask], self.cells)
+
+    def tuples(self, *names: str) -> Iterator[tuple[int, ...]]:
+        return zip(*(self._columns[name].tolist() for name in names), strict=True)
+
+    def number(self, start: str, *names: str) -> None:
+        """Let `microbatch` count the rows that are alike in `names`, in the order of `start`."""
+        keys = [self.cell, *(self._columns[name] for name in names)]
+        order = np.lexsort((self._columns[start], *reversed(keys)))
+        new = np.zeros(len(self), np.bool_)
+        new[:1] = True
+        for key in keys:
+            ordered = key[order]
+            new[1:] |= ordered[1:] != ordered[:-1]
+        first = np.maximum.accumulate(np.where(new, np.arange(len(self)), 0))
+        numbers = np.empty(len(self), np.int64)
+        numbers[order] = np.arange(len(self)) - first
+        self._columns["microbatch"] = numbers
+
+    def are_named(self, *names: str) -> bool:
+        """Whether the microbatch is known everywhere and no two rows are alike in `names`."""
+        found = list(self.tuples(*names))
+        return bool((self._columns["microbatch"] >= 0).all()) and len(set(found)) == len(found)
+
+
+class Layout:
+    """Where each rank of a topology is, as arrays by rank."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        rest, self.tp_rank = np.divmod(np.arange(topology.world_size), topology.tp)
+        self.stage, self.dp_rank = np.divmod(rest, topology.dp)
+        self.replica = self.dp_rank * topology.tp + self.tp_rank
+        self.replicas = topology.dp * topology.tp
+
+    def known(self, rank: Ints) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = (rank >= 0) & (rank < self.topology.world_size)
+        return found
+
+
+def compute_columns(timings: Sequence[StepTiming], layout: Layout) -> Columns:
+    """A loop without microbatch hooks counts as one forward a step, if it has no pipeline."""
+    tables = [timing.compute for timing in timings]
+    if layout.topology.pp == 1 and not any(table.rank.size for table in tables):
+        tables = [_whole_step(timing) for timing in timings]
+    columns = _join(tables, ("rank", "op", "microbatch", "chunk", "start_ns", "end_ns"))
+    step = np.repeat(np.arange(len(tables)), [table.rank.size for table in tables])
+    seconds = np.concatenate([table.self_seconds for table in tables])
+    usable = layout.known(columns["rank"]) & np.isin(columns["op"], sorted(COMPUTE_OPS))
+    usable &= _plausible(columns) & np.isfinite(seconds)
+    if not usable.all():
+        columns = {name: column[usable] for name, column in columns.items()}
+        step, seconds = step[usable], seconds[usable]
+    rank = columns.pop("rank")
+    columns["stage"] = layout.stage[rank]
+    cell = step * layout.replicas + layout.replica[rank]
+    return Columns(columns, seconds, cell, len(tables) * layout.replicas)
+
+
+def _whole_step(timing: StepTiming) -> ComputeTimes:
+    ranks = timing.ranks
+    start_ns = ranks.start_ns + (ranks.data_wait_seconds * 1e9).astype(np.int64)
+    zeros = np.zeros_like(ranks.rank)
+    return ComputeTimes(
+        rank=ranks.rank,
+        op=zeros + Op.FORWARD,
+        microbatch=zeros,
+        chunk=zeros,
+        start_ns=start_ns,
+        end_ns=start_ns + (ranks.self_seconds * 1e9).astype(np.int64),
+        self_seconds=ranks.self_seconds,
+        tokens=zeros,
+        squared_tokens=zeros,
+    )
+
+
+def transfer_columns(timings: Sequence[StepTiming], layout: Layout) -> Columns:
+    """Those along a pipeline: from stage to stage of one dp and tp rank."""
+    tables = [timing.transfers for timing in timings]
+    names = ("source", "destination", "op", "microbatch", "chunk")
+    moments = ("send_start_ns", "receive_start_ns", "end_ns")
+    columns = _join(tables, (*names, *moments))
+    step = np.repeat(np.arange(len(tables)), [table.source.size for table in tables])
+    seconds = np.concatenate([table.transfer_seconds for table in tables])
+    source, target = columns["source"], columns["destination"]
+    usable = layout.known(source) & layout.known(target) & np.isin(columns["op"], _SENDS)
+    usable &= _plausible(columns) & np.isfinite(seconds)
+    if not usable.all():
+        columns = {name: column[usable] for name, column in columns.items()}
+        step, seconds = step[usable], seconds[usable]
+    source, target = columns.pop("source"), columns.pop("destination")
+    columns["source"], columns["target"] = layout.stage[source], layout.stage[target]
+    cell = step * layout.replicas + layout.replica[source]
+    found = Columns(columns, seconds, cell, len(tables) * layout.replicas)
+    along = layout.replica[source] == layout.replica[target]
+    return found.where(along & (columns["source"] != columns["target"]))
+
+
+def _join(tables: Sequence[object], names: Sequence[str]) -> dict[str, Ints]:
+    return {name: np.concatenate([getattr(table, name) for table in tables]) for name in names}
+
+
+def _plausible(columns: Mapping[str, Ints]) -> npt.NDArray[np.bool_]:
+    microbatch, chunk = columns["microbatch"], columns["chunk"]
+    plausible: npt.NDArray[np.bool_] = (microbatch >= -1) & (microbatch < MOST_MICROBATCHES)
+    return plausible & (chunk >= -1) & (chunk < MOST_CHUNKS)

@@ -1,0 +1,213 @@
+"""What each operation of a step waits for, found from one recorded pipeline.
+
+Nothing here knows a schedule: the order of the compute operations is the one that was recorded, so
+GPipe, 1F1B, interleaved, zero-bubble (backwards in two parts) and others are all the same. Two
+things can make an operation wait: operations of its own stage (`predecessors`), and the partners
+it starts together with (`groups`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline_server.whatif import operations as ops
+from paceline_server.whatif.errors import TraceError
+from paceline_server.whatif.trace import Operations
+
+# Two clocks (the host's and the device's) timed one worker: they agree to this much.
+CLOCK_TOLERANCE_SECONDS = 5e-5
+
+# direction -> (compute, send, receive, where the send goes along the pipeline)
+DIRECTIONS = (
+    (ops.FORWARD_COMPUTE, ops.FORWARD_SEND, ops.FORWARD_RECV, 1),
+    (ops.BACKWARD_COMPUTE, ops.BACKWARD_SEND, ops.BACKWARD_RECV, -1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dependencies:
+    """`groups` holds each operation once; those of a group start when the last of them may."""
+
+    predecessors: list[list[int]]
+    groups: list[list[int]]
+
+
+def find(operations: Operations) -> Dependencies:
+    """Raises TraceError if transfers do not match their compute operations or each other."""
+    return _Finder(operations).find()
+
+
+class _Finder:
+    def __init__(self, operations: Operations) -> None:
+        self.optype = operations.optype
+        self.sequence: list[int] = operations.sequence.tolist()
+        self.chunk: list[int] = operations.chunk.tolist()
+        self.start: list[float] = operations.start_seconds.tolist()
+        self.end: list[float] = operations.end_seconds.tolist()
+        stage: list[int] = operations.stage.tolist()
+        self.stages = max(stage) + 1
+        chunks = max(self.chunk[op] for op in range(len(stage)) if self.optype[op] in ops.COMPUTE)
+        self.last_global_chunk = self.stages * (chunks + 1) - 1
+        self.global_chunk = [
+            recorded if recorded >= 0 else chunk * self.stages + at
+            for recorded, chunk, at in zip(
+                operations.global_chunk.tolist(), self.chunk, stage, strict=True
+            )
+        ]
+        # Operations come sorted by their start, so each list is in recorded order.
+        self.recorded: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for op, key in enumerate(zip(self.optype, stage, strict=True)):
+            self.recorded[key].append(op)
+        self.overlapped = ops.SEPARATE_ALL_REDUCE in self.optype
+        self.predecessors: list[list[int]] = [[] for _ in stage]
+
+    def find(self) -> Dependencies:
+        partners: dict[tuple[str, int], list[int]] = {}
+        for stage in range(self.stages):
+            self._compute(stage)
+            for direction in DIRECTIONS:
+                self._transfers(stage, direction, partners)
+            self._first_backward(stage)
+            self._data_parallel(stage)
+            self._after_compute(stage)
+        groups = self._pairs(partners)
+        clip = [op for stage in range(self.stages) for op in self._of(ops.CLIP, stage)]
+        ends = {0, self.stages - 1}
+        embedding = [
+            op for stage in sorted(ends) for op in self._of(ops.EMBEDDING_ALL_REDUCE, stage)
+        ]
+        groups += [group for group in (clip, embedding) if group]
+        grouped = {op for group in groups for op in group}
+        groups += [[op] for op in range(len(self.optype)) if op not in grouped]
+        return Dependencies(self.predecessors, groups)
+
+    def _of(self, optype: str, stage: int) -> list[int]:
+        """In recorded order."""
+        return self.recorded.get((optype, stage), [])
+
+    def _numbered(self, optype: str, stage: int) -> list[int]:
+        """In the order of their sequence numbers."""
+        return sorted(self._of(optype, stage), key=self.sequence.__getitem__)
+
+    def _chain(self, chain: Sequence[int], after: Sequence[int] = ()) -> None:
+        for op in chain:
+            self.predecessors[op].extend(after)
+            after = (op,)
+
+    def _computes(self, stage: int) -> list[int]:
+        found = [op for optype in ops.COMPUTE for op in self._of(optype, stage)]
+        return sorted(found)
+
+    def _compute(self, stage: int) -> None:
+        self._chain([*self._of(ops.DATA_WAIT, stage), *self._computes(stage)])
+
+    def _transfers(
+        self,
+        stage: int,
+        direction: tuple[str, str, str, int],
+        partners: dict[tuple[str, int], list[int]],
+    ) -> None:
+        """Tie the transfers of one direction to the compute operations they belong to."""
+        compute, send, receive, forward = direction
+        computes = self._numbered(compute, stage)
+        if not computes:
+            raise TraceError(f"stage {stage} has no {compute} operation")
+        last_start = max(self.start[op] for op in computes) + CLOCK_TOLERANCE_SECONDS
+        first_end = min(self.end[op] for op in computes) - CLOCK_TOLERANCE_SECONDS
+        sends = [op for op in self._of(send, stage) if self.end[op] >= first_end]
+        receives = [op for op in self._of(receive, stage) if self.start[op] <= last_start]
+        for name, real in ((send, sends), (receive, receives)):
+            self._chain(self._of(name, stage))
+            if len(real) not in (0, len(computes) - 1, len(computes)):
+                raise TraceError(
+                    f"stage {stage} has {len(real)} {name} operations for {len(computes)} {compute}"
+                )
+        partners[send, stage] = []
+        for op, source in zip(sends, computes, strict=False):
+            self.predecessors[op].append(source)
+            if 0 <= self.global_chunk[source] + forward <= self.last_global_chunk:
+                partners[send, stage].append(op)
+        # The first receive of the model's first chunk has no sender and may not be recorded.
+        missing = 1 if len(receives) == len(computes) - 1 else 0
+        partners[receive, stage] = []
+        for index, op in enumerate(receives, start=missing):
+            self.predecessors[computes[index]].append(op)
+            if index:
+                self.predecessors[op].append(computes[index - 1])
+            if 0 <= self.global_chunk[computes[index]] - forward <= self.last_global_chunk:
+                partners[receive, stage].append(op)
+
+    def _pairs(self, partners: dict[tuple[str, int], list[int]]) -> list[list[int]]:
+        """The n-th real send of a stage meets the n-th real receive of its neighbour."""
+        pairs = []
+        for _, send, receive, forward in DIRECTIONS:
+            for stage in range(self.stages):
+                peer = (stage + forward) % self.stages
+                sends, receives = partners[send, stage], partners[receive, peer]
+                if len(sends) != len(receives):
+                    raise TraceError(
+                        f"stage {stage} has {len(sends)} {send} operations to stage {peer}, which "
+                        f"has {len(receives)} {receive} operations"
+                    )
+                pairs += [list(pair) for pair in zip(sends, receives, strict=True)]
+        return pairs
+
+    def _first_backward(self, stage: int) -> None:
+        """The first backward transfers are posted before the last warm-up forward."""
+        computes = self._computes(stage)
+        first = next(
+            index for index, op in enumerate(computes) if self.optype[op] == ops.BACKWARD_COMPUTE
+        )
+        if first < 2:
+            return
+        for optype in (ops.BACKWARD_RECV, ops.BACKWARD_SEND):
+            for op in self._numbered(optype, stage)[:1]:
+                self.predecessors[op].append(computes[first - 2])
+
+    def _data_parallel(self, stage: int) -> None:
+        gathers = self._numbered(ops.PARAMS_ALL_GATHER, stage)
+        scatters = self._numbered(ops.GRADS_REDUCE_SCATTER, stage)
+        self._chain(sorted(gathers + scatters))
+        last_gather = {self.chunk[op]: op for op in gathers}
+        for chunk, gather in last_gather.items():
+            for op in self._chunk_computes(ops.FORWARD_COMPUTE, stage, chunk)[:1]:
+                self.predecessors[op].append(gather)
+        if self.overlapped:
+            first_scatter = {self.chunk[op]: op for op in reversed(scatters)}
+            for chunk, scatter in first_scatter.items():
+                backwards = [
+                    op
+                    for optype in (ops.BACKWARD_COMPUTE, ops.BACKWARD_WEIGHT_COMPUTE)
+                    for op in self._chunk_computes(optype, stage, chunk)
+                ]
+                if backwards:
+                    last = max(backwards, key=self.end.__getitem__)
+                    self.predecessors[scatter].append(last)
+
+    def _chunk_computes(self, optype: str, stage: int, chunk: int) -> list[int]:
+        return [op for op in self._of(optype, stage) if self.chunk[op] == chunk]
+
+    def _after_compute(self, stage: int) -> None:
+        last_compute = max(self._computes(stage), key=self.end.__getitem__)
+        collections = self._numbered(ops.GC, stage)
+        scatters = self._numbered(ops.GRADS_REDUCE_SCATTER, stage)
+        self._chain(collections, [last_compute])
+        after = collections[-1:] or [last_compute]
+        if self.overlapped:
+            after = after + scatters[-1:]
+        embedding = []
+        if stage in (0, self.stages - 1):
+            embedding = self._numbered(ops.EMBEDDING_ALL_REDUCE, stage)
+        self._chain(
+            [
+                *self._numbered(ops.LAYERNORM_ALL_REDUCE, stage),
+                *embedding,
+                *([] if self.overlapped else scatters),
+                *self._numbered(ops.SEPARATE_ALL_REDUCE, stage),
+                *self._numbered(ops.CLIP, stage),
+                *self._numbered(ops.OPTIMIZER, stage),
+            ],
+            after,
+        )

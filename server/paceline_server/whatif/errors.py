@@ -1,0 +1,18 @@
+"""What can be wrong with a trace.
+
+WhatIfError
+├── TraceError      the trace cannot be read, or cannot have been recorded from a training run
+└── MetadataError   the metadata cannot be read, or is not that of the trace
+"""
+
+
+class WhatIfError(ValueError):
+    """One sentence for who asked: what was expected, and what came."""
+
+
+class TraceError(WhatIfError):
+    pass
+
+
+class MetadataError(WhatIfError):
+    pass

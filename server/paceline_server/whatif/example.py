@@ -1,0 +1,89 @@
+"""One pipeline of a running job as an example of all: which operations, in which order.
+
+It is the pipeline (one dp and tp rank in one step) of which most was seen. A compute operation that
+it lost is taken from the next best ones, where it followed the same operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import numpy as np
+
+from paceline_server.whatif.columns import Columns, Layout
+from paceline_server.whatif.order import Computed, Order, Transferred, learn
+
+# A pipeline with so many more operations than most is an odd one, no example.
+ODD = 1.1
+
+# So many others are asked for what the best one lost.
+DONORS = 8
+
+_NAMES = ("op", "chunk", "microbatch")
+
+
+def learn_order(compute: Columns, transfers: Columns, layout: Layout) -> Order | None:
+    """None: there is no pipeline of which each stage was seen.
+
+    Microbatches are counted, in both tables, where they have no numbers.
+    """
+    cells, stages = compute.cells, layout.topology.pp
+    by_stage = np.bincount(compute.cell * stages + compute["stage"], minlength=cells * stages)
+    by_stage = by_stage.reshape(cells, stages)
+    whole = by_stage.all(axis=1)
+    if not whole.any():
+        return None
+    seen = by_stage.sum(axis=1) + np.bincount(transfers.cell, minlength=cells)
+    seen[~whole | (seen > ODD * np.median(seen[whole]))] = 0
+    best, *others = (int(cell) for cell in np.argsort(-seen, kind="stable")[: 1 + DONORS])
+    if not compute.rows(best).are_named("stage", *_NAMES):
+        compute.number("start_ns", "stage", "op", "chunk")
+        transfers.number("send_start_ns", "source", "target", "op", "chunk")
+    chains = _chains(compute, best, stages)
+    # Nobody fills in for the others: they differ in nothing but in what was lost.
+    for donor in others if compute.cells > 1 else ():
+        if seen[donor]:
+            donated = _chains(compute, donor, stages)
+            chains = [
+                _completed(mine, theirs) for mine, theirs in zip(chains, donated, strict=True)
+            ]
+    moments = ("send_start_ns", "receive_start_ns", "end_ns")
+    transferred = transfers.rows(best).tuples("source", "target", *_NAMES, *moments)
+    return learn(chains, [Transferred(*row) for row in transferred])
+
+
+def _chains(compute: Columns, cell: int, stages: int) -> list[list[Computed]]:
+    """By stage, in recorded order."""
+    rows = compute.rows(cell).tuples("stage", *_NAMES, "start_ns", "end_ns")
+    chains: list[list[Computed]] = [[] for _ in range(stages)]
+    for one in sorted((Computed(*row) for row in rows), key=lambda one: one.start_ns):
+        chains[one.stage].append(one)
+    return chains
+
+
+def _completed(chain: Sequence[Computed], donated: Sequence[Computed]) -> list[Computed]:
+    """`chain` with what only the other one has, each after the operation that it followed there.
+
+    Clocks are not compared: what is put in takes all the time up to the next operation, for it
+    cannot be told when it ended.
+    """
+    known = {one.key for one in chain}
+    if all(one.key in known for one in donated):
+        return list(chain)
+    followers: dict[tuple[int, ...] | None, list[Computed]] = {}
+    before = None
+    for one in donated:
+        if one.key in known:
+            before = one.key
+        else:
+            followers.setdefault(before, []).append(one)
+    first_ns = chain[0].start_ns
+    result = [one._replace(start_ns=first_ns, end_ns=first_ns) for one in followers.get(None, ())]
+    for mine, following in zip_longest(chain, chain[1:]):
+        result.append(mine)
+        for one in followers.get(mine.key, ()):
+            lasts_ns = one.end_ns - one.start_ns
+            end_ns = mine.end_ns + lasts_ns if following is None else following.start_ns
+            result.append(one._replace(start_ns=mine.end_ns, end_ns=end_ns))
+    return result

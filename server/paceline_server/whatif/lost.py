@@ -1,0 +1,42 @@
+"""Filling in what was not recorded. NaN is what was lost; none of it costs numpy a warning."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+def medians(values: Floats) -> Floats:
+    """Over the last axis, of the numbers in it; NaN where there is none."""
+    ordered = np.sort(values, axis=-1)  # NaN comes last
+    count = np.isfinite(ordered).sum(axis=-1, keepdims=True)
+    low = np.take_along_axis(ordered, np.maximum(count - 1, 0) // 2, axis=-1)
+    high = np.take_along_axis(ordered, np.minimum(count // 2, ordered.shape[-1] - 1), axis=-1)
+    middle: Floats = ((low + high) / 2)[..., 0]
+    return middle
+
+
+def fill(table: Floats) -> Floats:
+    """[row, step, ...]: what is lost takes what its peers took in that step, else in any step,
+    else what the other rows of the table took; 0 if nothing is known at all. In place."""
+    lost = np.flatnonzero(np.isnan(table).any(axis=tuple(range(1, table.ndim))))
+    if not lost.size:
+        return table
+    rows = table[lost].reshape(len(lost), table.shape[1], -1)
+    typical = medians(rows)[:, :, None]
+    for wider in (medians(rows.reshape(len(lost), -1))[:, None, None], medians(table.ravel())):
+        typical = np.where(np.isnan(typical), wider, typical)
+    rows = np.where(np.isnan(rows), np.nan_to_num(typical), rows)
+    table[lost] = rows.reshape(len(lost), *table.shape[1:])
+    return table
+
+
+def fill_from_own(table: Floats) -> Floats:
+    """[row, ...]: what is lost takes the median of the other rows, for each column by itself."""
+    lost = np.isnan(table)
+    if lost.any():
+        typical = medians(np.moveaxis(table, 0, -1))
+        table = np.where(lost, typical, table)
+    return table

@@ -1,0 +1,134 @@
+"""The dependency model of a step, laid out so that it can be replayed a level at a time.
+
+Operations that start together are one node. A node's level is one more than the deepest of those it
+waits for, so all nodes of a level can be computed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline_server.whatif import operations as ops
+from paceline_server.whatif.dependencies import Dependencies
+from paceline_server.whatif.errors import TraceError
+
+Indexes = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Nodes of one level, all synchronised over data-parallel ranks or none of them.
+
+    Its operations are the places `first:stop` of the model's order. Nodes come by falling number of
+    predecessors: `waits[k]` is the k-th predecessor of as many nodes as have one.
+    """
+
+    first: int
+    stop: int
+    nodes: int
+    members: Indexes | None  # node of each operation; None: the n-th operation is the n-th node
+    waits: tuple[Indexes, ...]
+    synchronized: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """`order[place]` is the operation at a place; everything else counts in places."""
+
+    order: Indexes
+    blocks: tuple[Block, ...]
+    last: Indexes  # operations nobody waits for: one of them ends the step
+    pairs: npt.NDArray[np.intp]  # [pair, 2]: a send and its receive
+    larger_groups: tuple[Indexes, ...]
+
+
+def lay_out(
+    dependencies: Dependencies,
+    optype: Sequence[str],
+    synchronized_optypes: Set[str] = ops.SYNCHRONIZED,
+) -> Model:
+    """Raises TraceError if operations wait for each other in a circle.
+
+    `synchronized_optypes`: these wait for the same operation of every data-parallel rank.
+    """
+    groups = dependencies.groups
+    node_of = [0] * len(optype)
+    for node, group in enumerate(groups):
+        for op in group:
+            node_of[op] = node
+    waits = [
+        sorted({before for op in group for before in dependencies.predecessors[op]})
+        for group in groups
+    ]
+    levels = _levels([{node_of[op] for op in before} for before in waits], groups, optype)
+    synchronized = [optype[group[0]] in synchronized_optypes for group in groups]
+    nodes = sorted(
+        range(len(groups)),
+        key=lambda node: (levels[node], synchronized[node], -len(waits[node])),
+    )
+    order = [op for node in nodes for op in groups[node]]
+    place = np.empty(len(order), np.intp)
+    place[order] = np.arange(len(order))
+    blocks = []
+    first = 0
+    for run in _runs(nodes, [(levels[node], synchronized[node]) for node in nodes]):
+        sizes = [len(groups[node]) for node in run]
+        members = None
+        if max(sizes) > 1:
+            members = np.repeat(np.arange(len(run)), sizes)
+        depth = len(waits[run[0]])
+        columns = tuple(
+            place[[waits[node][at] for node in run if at < len(waits[node])]] for at in range(depth)
+        )
+        stop = first + sum(sizes)
+        blocks.append(Block(first, stop, len(run), members, columns, synchronized[run[0]]))
+        first = stop
+    waited_for = {op for before in waits for op in before}
+    last = [op for op in range(len(optype)) if op not in waited_for]
+    pairs = [group for group in groups if len(group) == 2]
+    return Model(
+        np.array(order, np.intp),
+        tuple(blocks),
+        place[last],
+        place[np.array(pairs, np.intp).reshape(-1, 2)],
+        tuple(place[group] for group in groups if len(group) > 2),
+    )
+
+
+def _levels(
+    waits: Sequence[set[int]], groups: Sequence[Sequence[int]], optype: Sequence[str]
+) -> list[int]:
+    levels = [0] * len(waits)
+    missing = [len(before) for before in waits]
+    followers: list[list[int]] = [[] for _ in waits]
+    for node, before in enumerate(waits):
+        for other in before:
+            followers[other].append(node)
+    ready = [node for node, count in enumerate(missing) if not count]
+    for node in ready:  # grows while it is walked
+        for follower in followers[node]:
+            levels[follower] = max(levels[follower], levels[node] + 1)
+            missing[follower] -= 1
+            if not missing[follower]:
+                ready.append(follower)
+    if len(ready) < len(waits):
+        stuck = sorted({optype[groups[node][0]] for node, count in enumerate(missing) if count})
+        raise TraceError(
+            "the recorded order is impossible, operations would wait for each other in a circle: "
+            f"{', '.join(stuck)}"
+        )
+    return levels
+
+
+def _runs(nodes: Sequence[int], keys: Sequence[tuple[int, bool]]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for index, node in enumerate(nodes):
+        if index and keys[index] == keys[index - 1]:
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    return runs

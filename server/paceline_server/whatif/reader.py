@@ -1,0 +1,149 @@
+"""Reads recorded traces: Parquet in the trace layout, with metadata in YAML beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow
+import pyarrow.parquet
+import yaml
+
+from paceline_server.whatif.errors import MetadataError, TraceError
+from paceline_server.whatif.trace import COLUMNS, Trace, align
+
+NO_CHUNK = -1  # as the layout itself writes it
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """Sizes of the job. `dsp_size` counts ranks that share a sequence."""
+
+    dp_size: int
+    pp_size: int
+    tp_size: int
+    world_size: int
+    dsp_size: int = 1
+    vpp_size: int = 1
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Raises MetadataError."""
+    try:
+        metadata = msgspec.convert(yaml.safe_load(path.read_text()), Metadata)
+    except OSError as error:
+        raise MetadataError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise MetadataError(f"{path} is not YAML") from error
+    except msgspec.ValidationError as error:
+        raise MetadataError(f"{path} is no metadata of a trace: {error}") from error
+    sizes = msgspec.structs.asdict(metadata)
+    for name, size in sizes.items():
+        if size < 1:
+            raise MetadataError(f"{path}: {name} is {size}, expected 1 or more")
+    product = metadata.dp_size * metadata.pp_size * metadata.tp_size * metadata.dsp_size
+    if product != metadata.world_size:
+        raise MetadataError(
+            f"{path}: world_size is {metadata.world_size}, but dp_size x pp_size x tp_size x "
+            f"dsp_size is {product}"
+        )
+    return metadata
+
+
+def read_trace(path: Path, metadata: Metadata | None = None) -> Trace:
+    """Raises TraceError, or MetadataError if `metadata` is of another job."""
+    columns, optypes = _read_columns(path)
+    trace = align(columns, optypes)
+    if metadata is not None:
+        _check_sizes(trace, metadata)
+    return trace
+
+
+def _read_columns(path: Path) -> tuple[dict[str, npt.NDArray[Any]], tuple[str, ...]]:
+    if not path.is_file():
+        raise TraceError(f"there is no file {path}")
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            missing = [name for name in COLUMNS if name not in file.schema_arrow.names]
+            if missing:
+                raise TraceError(f"{path} has no column {', '.join(missing)}")
+            table = file.read(columns=list(COLUMNS), use_threads=False)
+    except OSError as error:
+        raise TraceError(
+            f"cannot read {path}: {error.strerror or _first_sentence(error)}"
+        ) from error
+    except pyarrow.ArrowException as error:
+        raise TraceError(f"{path} is not Parquet: {_first_sentence(error)}") from error
+    columns = {}
+    for name in COLUMNS:
+        column = table[name]
+        if name == "optype":
+            columns[name], optypes = _codes(column, path)
+        elif name in ("start_ts", "duration"):
+            columns[name] = _numbers(column, name, path)
+        else:
+            columns[name] = _integers(column, name, path)
+    return columns, optypes
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).partition("\n")[0].partition(". ")[0]
+
+
+def _codes(column: Any, path: Path) -> tuple[npt.NDArray[Any], tuple[str, ...]]:
+    try:
+        encoded = column.combine_chunks()
+        if not pyarrow.types.is_dictionary(encoded.type):
+            encoded = encoded.dictionary_encode()
+        names = tuple(encoded.dictionary.to_pylist())
+    except pyarrow.ArrowException as error:
+        raise TraceError(f"{path}: column optype holds no text") from error
+    if encoded.null_count:
+        raise TraceError(f"{path}: column optype has no value in {encoded.null_count} rows")
+    if not all(isinstance(name, str) for name in names):
+        raise TraceError(f"{path}: column optype holds {column.type}, expected text")
+    return encoded.indices.to_numpy(zero_copy_only=False), names
+
+
+def _numbers(column: Any, name: str, path: Path) -> npt.NDArray[Any]:
+    if not pyarrow.types.is_floating(column.type) and not pyarrow.types.is_integer(column.type):
+        raise TraceError(f"{path}: column {name} holds {column.type}, expected seconds")
+    values: npt.NDArray[Any] = column.to_numpy()
+    return values if values.dtype.kind == "f" else values.astype(np.float64)
+
+
+def _integers(column: Any, name: str, path: Path) -> npt.NDArray[Any]:
+    """A chunk or microbatch may be null where there is none; anything else has to be there."""
+    values: npt.NDArray[Any] = column.to_numpy()
+    if values.dtype.kind in "iu":
+        return values
+    if values.dtype.kind != "f":
+        raise TraceError(f"{path}: column {name} holds {column.type}, expected whole numbers")
+    empty = np.isnan(values)
+    if name in ("mc", "mb_id", "gmc"):
+        values = np.where(empty, NO_CHUNK, values)
+    elif empty.any():
+        raise TraceError(f"{path}: column {name} has no value in {empty.sum()} rows")
+    if (values != np.floor(values)).any() or not np.isfinite(values).all():
+        raise TraceError(f"{path}: column {name} holds fractions, expected whole numbers")
+    return values.astype(np.int64)
+
+
+def _check_sizes(trace: Trace, metadata: Metadata) -> None:
+    """Where a sequence is shared, its ranks may be counted as dp ranks of their own."""
+    dp_ranks, stages = trace.ranks.shape
+    if dp_ranks not in (metadata.dp_size, metadata.dp_size * metadata.dsp_size):
+        raise MetadataError(
+            f"the metadata says dp_size {metadata.dp_size}, the trace has {dp_ranks} dp ranks"
+        )
+    if stages != metadata.pp_size:
+        raise MetadataError(
+            f"the metadata says pp_size {metadata.pp_size}, the trace has {stages} stages"
+        )
+    chunks = int(trace.operations.chunk.max()) + 1
+    if chunks != metadata.vpp_size:
+        raise MetadataError(
+            f"the metadata says vpp_size {metadata.vpp_size}, the trace has {chunks} chunks a stage"
+        )

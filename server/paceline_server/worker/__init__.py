@@ -1,0 +1,1 @@
+"""The job worker: lease, fenced transaction, engine, decisions."""

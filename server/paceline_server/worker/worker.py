@@ -1,0 +1,219 @@
+"""The worker's loop: one thread that looks at every unfinished job whose lease it holds.
+
+It looks as soon as batches were stored in this process, and now and then by itself for what other
+processes stored. A job that cannot be committed is dropped and taken up again; the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from sqlalchemy import func, select
+
+from paceline_server.ingest.recent import RecentBatches
+from paceline_server.metrics import Metrics
+from paceline_server.store.changes import prune_changes
+from paceline_server.store.database import UNAVAILABLE, Database
+from paceline_server.store.leases import LeaseLostError, acquire, is_held
+from paceline_server.store.log import FINISHED, oldest_unread_ns, prune_log
+from paceline_server.store.models import Job
+from paceline_server.store.shares import prune_steps
+from paceline_server.store.wake import Wakes
+from paceline_server.worker.keep import ConflictError
+from paceline_server.worker.tick import JobWork, Ownership, Rules, lease_name
+
+_log = logging.getLogger(__name__)
+_PRUNE_SECONDS = 30.0
+_STALLED_SECONDS = 15.0
+# After a pass the loop rests for this share of it: the more comes in, the fewer passes it is
+# taken in with, and those who write the log get their turn.
+_REST = 0.5
+_LONGEST_REST_SECONDS = 0.2  # whoever takes longer is behind already
+_AGAIN_NS = 1_000_000_000  # a job that failed for no known reason is taken up again after
+
+
+class Pace(Protocol):
+    """The settings that the loop reads."""
+
+    @property
+    def tick_seconds(self) -> float: ...
+    @property
+    def tick_minimum_seconds(self) -> float: ...
+    @property
+    def log_retention_seconds(self) -> float: ...
+    @property
+    def log_retention_bytes(self) -> int: ...
+    @property
+    def changes_kept(self) -> int: ...
+    @property
+    def steps_kept(self) -> int: ...
+    @property
+    def step_shares_kept(self) -> int: ...
+
+
+class Worker:
+    def __init__(
+        self,
+        database: Database,
+        wakes: Wakes,
+        metrics: Metrics,
+        recent: RecentBatches,
+        owner: str,
+        rules: Rules,
+        pace: Pace,
+        now_ns: Callable[[], int],
+    ) -> None:
+        self._database = database
+        self._wakes = wakes
+        self._metrics = metrics
+        self._recent = recent
+        self._owner = owner
+        self._rules = rules
+        self._pace = pace
+        self._now_ns = now_ns
+        self._works: dict[str, JobWork] = {}
+        self._not_before_ns: dict[str, int] = {}
+        self._stop = threading.Event()
+        self._passed = time.monotonic()
+        self._pruned = 0.0
+        self._trouble: str | None = None
+        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+
+    def start(self) -> None:
+        self._passed = time.monotonic()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends after the look under way, and gives the leases back."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def unready(self) -> list[str]:
+        if not self._thread.is_alive():
+            return ["worker: not running"]
+        if time.monotonic() - self._passed > _STALLED_SECONDS:
+            return ["worker: stalled"]
+        return [] if self._trouble is None else [f"worker: {self._trouble}"]
+
+    def _run(self) -> None:
+        seen = 0
+        while not self._stop.is_set():
+            began = time.monotonic()
+            self._pass()
+            self._passed = time.monotonic()
+            took = self._passed - began
+            rest = min(_REST * took, _LONGEST_REST_SECONDS)
+            self._stop.wait(max(self._pace.tick_minimum_seconds - took, rest))
+            seen = self._wakes.work.wait(seen, self._pace.tick_seconds)
+        for job_id in list(self._works):
+            self._release(job_id)
+
+    def _pass(self) -> None:
+        try:
+            self._prune()
+            jobs = self._unfinished()
+        except UNAVAILABLE as error:
+            self._away(error)
+            return
+        self._trouble = None
+        for job_id in jobs:
+            if self._stop.is_set():
+                return
+            self._look(job_id)
+        for job_id in set(self._works) - set(jobs):
+            self._release(job_id)
+        self._metrics.leases.set(len(self._works))
+
+    def _unfinished(self) -> list[str]:
+        with self._database.read() as session:
+            query = select(Job.id).where(Job.state.not_in(FINISHED)).order_by(Job.created_ns)
+            jobs = list(session.scalars(query))
+            cursor = session.scalar(select(func.min(Job.cursor)).where(Job.id.in_(jobs)))
+            oldest = None if cursor is None else oldest_unread_ns(session, cursor)
+        now_ns = self._now_ns()
+        self._metrics.lag_seconds.set(0.0 if oldest is None else max(0, now_ns - oldest) / 1e9)
+        return jobs
+
+    def _look(self, job_id: str) -> None:
+        now_ns = self._now_ns()
+        if now_ns < self._not_before_ns.get(job_id, 0):
+            return
+        try:
+            work = self._works.get(job_id) or self._take_up(job_id, now_ns)
+            if work is None:
+                return
+            with self._metrics.tick_seconds.time():
+                looked = work.look(now_ns)
+        except (LeaseLostError, ConflictError) as error:
+            self._drop(job_id, type(error).__name__, str(error))
+        except UNAVAILABLE as error:
+            self._drop(job_id, "database", str(error))
+            self._away(error)
+        except Exception:
+            # A look that fails must not keep other jobs from being looked at.
+            _log.exception("job %s could not be looked at", job_id)
+            self._drop(job_id, "error", "see above")
+            self._not_before_ns[job_id] = now_ns + _AGAIN_NS
+        else:
+            if looked.wrote:
+                self._wakes.changes.notify()
+            if looked.commanded:
+                self._wakes.commands.notify()
+            if not looked.goes_on:
+                self._release(job_id)
+
+    def _take_up(self, job_id: str, now_ns: int) -> JobWork | None:
+        name = lease_name(job_id)
+        with self._database.read() as session:
+            if is_held(session, name, now_ns):
+                return None
+        with self._database.write() as session:
+            epoch = acquire(session, name, self._owner, now_ns, self._rules.lease_ns)
+        if epoch is None:
+            return None
+        _log.info("working on %s in epoch %d", job_id, epoch)
+        mine = Ownership(job_id, self._owner, epoch)
+        work = JobWork(self._database, self._metrics, self._recent, self._rules, mine, self._now_ns)
+        self._works[job_id] = work
+        return work
+
+    def _drop(self, job_id: str, reason: str, detail: str) -> None:
+        """Forget what may be ahead of the database. The lease runs out, or is found again."""
+        self._metrics.tick_errors.labels(reason).inc()
+        _log.warning("a look at %s was rolled back (%s): %s", job_id, reason, detail)
+        work = self._works.pop(job_id, None)
+        if work is not None and reason != "LeaseLostError":
+            self._give_back(work)
+
+    def _release(self, job_id: str) -> None:
+        work = self._works.pop(job_id, None)
+        if work is not None:
+            self._give_back(work)
+
+    def _give_back(self, work: JobWork) -> None:
+        try:
+            work.release()
+        except UNAVAILABLE as error:
+            _log.warning("a lease was not given back, it will run out: %s", error)
+
+    def _away(self, error: Exception) -> None:
+        if self._trouble is None:
+            _log.warning("the database does not answer: %s", error)
+        self._trouble = "the database does not answer"
+
+    def _prune(self) -> None:
+        if time.monotonic() - self._pruned < _PRUNE_SECONDS:
+            return
+        self._pruned = time.monotonic()
+        before_ns = self._now_ns() - int(self._pace.log_retention_seconds * 1e9)
+        with self._database.write() as session:
+            prune_log(session, before_ns, self._pace.log_retention_bytes)
+            prune_changes(session, self._pace.changes_kept)
+            for job_id in self._works:
+                prune_steps(session, job_id, self._pace.steps_kept, self._pace.step_shares_kept)
+        self._database.give_back_space()

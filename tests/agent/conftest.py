@@ -1,0 +1,208 @@
+"""A real HTTP server that takes batches and hands out commands, and real agents as processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from paceline_wire.batch import Batch, Event, decode
+from paceline_wire.commands import Command, Ping, encode_line
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20.0, what: str = "") -> Any:
+    """Poll until `condition` returns something true, and return that."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what or condition}"
+        time.sleep(0.02)
+
+
+class StubServer:
+    """Stores what agents send, as the real one would, in memory; can be stopped and started."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.duplicates = 0
+        self.refuse: Callable[[Batch], Response | None] = lambda _: None
+        self.commands: list[Command] = []
+        self.raw_lines: list[bytes] = []  # said first on each stream
+        self.silent = False  # the stream says nothing, not even a ping
+        self.streams_opened = 0
+        self.tokens: set[str] = set()
+        self._seen: set[tuple[str, str, int]] = set()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def events(self, kind: type[Any] | None = None) -> list[Any]:
+        found: list[Event] = [event for batch in list(self.batches) for event in batch.events]
+        return [event for event in found if kind is None or isinstance(event, kind)]
+
+    def start(self) -> None:
+        app = Starlette(
+            routes=[
+                Route("/api/v1/ingest", self._ingest, methods=["POST"]),
+                Route("/api/v1/agents/{agent_id}/commands", self._stream),
+            ]
+        )
+        config = uvicorn.Config(
+            app, "127.0.0.1", self.port, lifespan="off", ws="none", log_level="error"
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        wait_for(lambda: self._server and self._server.started)
+
+    def stop(self) -> None:
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._server.force_exit = True
+            self._thread.join()
+        self._server = None
+
+    async def _ingest(self, request: Request) -> Response:
+        self.tokens.add(request.headers.get("authorization", ""))
+        batch = decode(await request.body())
+        refusal = await run_in_threadpool(self.refuse, batch)
+        if refusal is not None:
+            return refusal
+        name = (batch.agent_id, batch.boot_id, batch.sequence)
+        known = name in self._seen
+        if known:
+            self.duplicates += 1
+        else:
+            self._seen.add(name)
+            self.batches.append(batch)
+        status = "duplicate" if known else "stored"
+        return JSONResponse({"status": status, "sequence": batch.sequence})
+
+    async def _stream(self, request: Request) -> Response:
+        self.streams_opened += 1
+        return StreamingResponse(self._lines(), media_type="application/x-ndjson")
+
+    async def _lines(self) -> AsyncIterator[bytes]:
+        sent = 0
+        pinged = 0.0
+        for line in self.raw_lines:
+            yield line
+        while self._server is not None and not self._server.should_exit:
+            if not self.silent:
+                if time.monotonic() - pinged > 1.0:
+                    pinged = time.monotonic()
+                    yield encode_line(Ping(time.time_ns()))
+                for command in self.commands[sent:]:
+                    yield encode_line(command)
+                    sent += 1
+            await run_in_threadpool(time.sleep, 0.02)
+
+
+@pytest.fixture(name="wait_for")
+def _wait_for() -> Callable[..., Any]:
+    return wait_for
+
+
+@pytest.fixture(name="is_alive")
+def _is_alive() -> Callable[[int], bool]:
+    return is_alive
+
+
+@pytest.fixture(name="processes_with")
+def _processes_with() -> Callable[[str], list[int]]:
+    return processes_with
+
+
+@pytest.fixture
+def server() -> Iterator[StubServer]:
+    stub = StubServer()
+    stub.start()
+    yield stub
+    stub.stop()
+
+
+class AgentProcess:
+    """`python -m paceline_agent` with everything in a directory of the test."""
+
+    def __init__(self, url: str, directory: Path, *options: str) -> None:
+        self.directory = directory
+        self.log = directory.with_suffix(".log")
+        command = [sys.executable, "-m", "paceline_agent", "--server", url]
+        command += ["--agent-id", directory.name, "--node-directory", str(directory)]
+        command += ["--no-metrics", *options]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(30)
+
+    def log_text(self) -> str:
+        return self.log.read_text()
+
+
+StartAgent = Callable[..., AgentProcess]
+
+
+@pytest.fixture
+def start_agent(server: StubServer, tmp_path: Path) -> Iterator[StartAgent]:
+    agents: list[AgentProcess] = []
+
+    def start(*options: str, name: str = "node-0") -> AgentProcess:
+        agents.append(AgentProcess(server.url, tmp_path / name, *options))
+        return agents[-1]
+
+    yield start
+    for agent in agents:
+        agent.stop()
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is dead."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat[stat.rindex(")") + 2] not in "ZX"
+
+
+def processes_with(text: str) -> list[int]:
+    """Living processes that were started with `text` somewhere in their environment."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                environment = Path(f"/proc/{name}/environ").read_bytes()
+            except OSError:
+                continue
+            if text.encode() in environment and is_alive(int(name)):
+                found.append(int(name))
+    return found

@@ -1,0 +1,397 @@
+"""Real messages, as drivers write them, one by one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline_agent.kernel_log import parse
+from paceline_agent.kernel_log.recognize import KernelEvent, Recognizer, pci_address
+from paceline_agent.kernel_log.xids import CATALOGUE, explain
+
+
+def recognize(*messages: str) -> list[KernelEvent]:
+    recognizer = Recognizer()
+    return [event for each in messages if (event := recognizer.recognize(each)) is not None]
+
+
+def short(*messages: str) -> list[tuple[str, str, str, str]]:
+    return [(e.kind, e.code, e.device, e.severity) for e in recognize(*messages)]
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "device", "pid", "process"),
+    [
+        (
+            "NVRM: Xid (PCI:0000:9b:00): 119, pid=2024380, name=nvidia-smi, Timeout after 6s",
+            "119", "0000:9b:00.0", 2024380, "nvidia-smi",
+        ),
+        (
+            "NVRM: Xid (PCI:0000:05:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off "
+            "the bus.", "79", "0000:05:00.0", None, None,
+        ),
+        ("NVRM: Xid (0000:03:00): 14, Channel 00000001", "14", "0000:03:00.0", None, None),
+        ("NVRM: Xid (PCI:0000:01:00): 48", "48", "0000:01:00.0", None, None),
+        (
+            "NVRM: Xid (PCI:0000:01:00 GPU-I:05): 13, pid=7, name=python3, Graphics Exception",
+            "13", "0000:01:00.0", 7, "python3",
+        ),
+        (
+            "NVRM: Xid (PCI:0002:00:00): 94, pid=1582259, name=nvc:[driver], Contained: CE User "
+            "Channel (0x9). RST: No, D-RST: No", "94", "0002:00:00.0", 1582259, "nvc:[driver]",
+        ),
+        (
+            "NVRM: Xid (PCI:0000:65:00): 74, pid=<n/a>, name=<unknown>, NVLink: fatal error on 2",
+            "74", "0000:65:00.0", None, None,
+        ),
+        ("NVRM: Xid (PCI:0009:01:00): 45, pid=5", "45", "0009:01:00.0", 5, None),
+        ("NVRM: Xid (PCI:0000:9B:00): 777, new", "777", "0000:9b:00.0", None, None),
+    ],
+)  # fmt: skip
+def test_xids(message, code, device, pid, process):
+    (event,) = recognize(message)
+    assert (event.kind, event.code, event.device) == ("xid", code, device)
+    assert (event.pid, event.process) == (pid, process)
+
+
+def test_an_xid_says_what_it_means_and_what_to_do():
+    (event,) = recognize("NVRM: Xid (PCI:0000:9b:00): 95, pid=12, name=python, Uncontained: LTC")
+    assert event.severity == "critical"
+    assert event.detail == (
+        "XID 95: uncontained memory error; RESET_GPU: drain the node and reset the GPU; replace "
+        "it if that recurs; pid 12 (python); Uncontained: LTC"
+    )
+
+
+def test_an_unknown_xid_says_so():
+    (event,) = recognize("NVRM: Xid (PCI:0000:9b:00): 777, something new")
+    assert "XID 777: unknown to this version" in event.detail
+
+
+def test_a_recovery_action_is_taken_from_the_message():
+    (event,) = recognize(
+        "NVRM: Xid (PCI:0000:18:00): 154, GPU recovery action changed from 0x0 (None) to "
+        "0x2 (Node Reboot Required)"
+    )
+    assert event.severity == "critical"
+    assert "recovery action: Node Reboot Required" in event.detail
+    (event,) = recognize(
+        "NVRM: Xid (PCI:0000:18:00): 154, GPU recovery action changed from 0x2 (X) to 0x0 (None)"
+    )
+    assert event.severity == "info"
+
+
+def test_nvlink5_errors_say_whether_they_are_fatal():
+    fatal, nonfatal = recognize(
+        "NVRM: Xid (PCI:0008:01:00): 149, NETIR_LINK_EVT  Fatal   XC0 i0 Link 08 (0x004505c6 0x0)",
+        "NVRM: Xid (PCI:0008:01:00): 145, RLW_REMAP Nonfatal XC1 i0 Link -1 (0x00000004 0x80)",
+    )
+    assert (fatal.severity, nonfatal.severity) == ("critical", "warning")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "nvidia-smi: NVRM: Xid (PCI:0000:9b:00): 79, quoted by a program",
+        "NVRM: Xid error: xyz, invalid data",
+        "NVRM: GPU at PCI:0000:9b:00: GPU-509665ad-b600-ac93-3616-d754b23d636d",
+        "NVRM: GPU4 GSP RPC buffer contains function 103 (GSP_RM_ALLOC) and data 0x2081 0x4.",
+        "NVRM:      0    4115 NVLINK_INBAND_RECEIVE 0x0000000000000000 0x0000000000000000",
+        "IPv6: ADDRCONF(NETDEV_CHANGE): eth0: link becomes ready",
+        "nvidia-nvswitch2: open (major=510)",
+        "nvidia-nvlink: Nvlink Core is being initialized, major device number 511",
+        "perf: interrupt took too long (2509 > 2500), lowering kernel.perf_event_max_sample_rate",
+        "CPU: 17 PID: 2024380 Comm: nvidia-smi Tainted: P           OE     5.15.0-112-generic",
+        "mce: CPU1: Core temperature/speed normal",
+        "pcieport 0000:00:1d.0: AER: Corrected error received: 0000:02:00.0",
+        "nvme 0000:02:00.0:   device [15b7:5006] error status/mask=00000001/0000e000",
+        "mlx5_core 0000:5c:00.0: wait_func_handle_exec_timeout:1113:(pid 3122): cmd[0]: "
+        "CREATE_CQ(0x400) recovered after timeout",
+        "mlx5_core 0000:5c:00.0 eth2: Link up",
+        "mlx5_core 0000:5c:00.0: Port module event: module 0, Cable plugged",
+        "EXT4-fs (sda1): mounted filesystem with ordered data mode",
+        "EXT4-fs (sda1): re-mounted. Opts: errors=remount-ro",
+        "XFS (nvme1n1): Mounting V5 Filesystem",
+        "nfs: server 10.0.0.1 OK",
+        "oom_reaper: reaped process 4242 (python), now anon-rss:0kB, file-rss:0kB",
+        "python invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0",
+        "usb 1-1: new high-speed USB device number 2 using xhci_hcd",
+    ],
+)
+def test_no_news(message):
+    assert recognize(message) == []
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("NVRM: GPU 0000:9b:00.0: RmInitAdapter failed! (0x23:0x65:1401)",
+         ("gpu_init_failed", "", "0000:9b:00.0", "critical")),
+        ("NVRM: API mismatch: the client has the version 550.54.15, but",
+         ("driver_mismatch", "", "host", "critical")),
+        ("NVRM: knvlinkTrainP2pLinks: NVLink training failed",
+         ("nvlink_error", "", "host", "warning")),
+        ("NVRM: GPU 0000:65:00.0: NVLink link 2 disabled due to error",
+         ("nvlink_error", "", "0000:65:00.0", "warning")),
+        ("NVRM: GPU3 NVLink 4 degraded", ("nvlink_error", "", "gpu3", "warning")),
+        ("nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 12020, Fatal, Link 46 egress sequence ID err",
+         ("sxid", "12020", "0000:c1:00.0", "critical")),
+        ("nvidia-nvswitch3: SXid (PCI:0000:05:00.0): 12028, Non-fatal, Link 32 egress non-posted "
+         "PRIV error (First)", ("sxid", "12028", "0000:05:00.0", "warning")),
+        ("nvme 0000:02:00.0: PCIe Bus Error: severity=Corrected, type=Physical Layer, (Receiver)",
+         ("pcie_aer", "corrected", "0000:02:00.0", "info")),
+        ("nvidia 0000:83:00.0: PCIe Bus Error: severity=Correctable, type=Data Link Layer",
+         ("pcie_aer", "corrected", "0000:83:00.0", "info")),
+        ("mlx5_core 0000:5c:00.0: PCIe Bus Error: severity=Uncorrected (Non-Fatal), "
+         "type=Transaction Layer, (Requester ID)",
+         ("pcie_aer", "uncorrected_nonfatal", "0000:5c:00.0", "warning")),
+        ("pcieport 0000:97:01.0: AER: PCIe Bus Error: severity=Uncorrectable (Fatal), type=Trans",
+         ("pcie_aer", "uncorrected_fatal", "0000:97:01.0", "critical")),
+        ("nvidia 0000:01:00.0: AER: can't recover (no error_detected callback)",
+         ("pcie_aer", "not_recovered", "0000:01:00.0", "critical")),
+        ("pcieport 0000:00:1c.5: AER: can't find device of ID00e5",
+         ("pcie_aer", "unknown_source", "0000:00:1c.5", "warning")),
+        ("pcieport 0000:96:01.0: pciehp: Slot(2): Link Down",
+         ("pcie_link_down", "", "0000:96:01.0", "critical")),
+        ("pci 0000:9b:00.0: 63.008 Gb/s available PCIe bandwidth, limited by 16.0 GT/s PCIe x4 "
+         "link at 0000:97:00.0 (capable of 504.112 Gb/s with 32.0 GT/s PCIe x16 link)",
+         ("pcie_bandwidth_limited", "", "0000:9b:00.0", "warning")),
+        ("DMAR: [DMA Write NO_PASID] Request device [9b:00.0] fault addr 0x0 [fault reason 0x05]",
+         ("iommu_fault", "", "0000:9b:00.0", "warning")),
+        ("mce: [Hardware Error]: Machine check events logged",
+         ("machine_check", "logged", "host", "info")),
+        ("mce: [Hardware Error]: CPU 4: Machine Check: 0 Bank 7: 8c00004000010091",
+         ("machine_check", "corrected", "bank7", "info")),
+        ("mce: [Hardware Error]: CPU 17: Machine Check Exception: 5 Bank 1: bd80000000100134",
+         ("machine_check", "uncorrected", "bank1", "critical")),
+        ("EDAC MC1: 1 UE memory scrubbing error on CPU_SrcID#1_MC#0_Chan#0_DIMM#1 (channel:0)",
+         ("edac", "uncorrected", "CPU_SrcID#1_MC#0_Chan#0_DIMM#1", "critical")),
+        ("EDAC MC0: 1 CE on mc#0csrow#1channel#0 (csrow:1 channel:0 page:0x0)",
+         ("edac", "corrected", "mc#0csrow#1channel#0", "info")),
+        ("{1}[Hardware Error]: event severity: fatal",
+         ("hardware_error", "uncorrected", "host", "critical")),
+        ("Memory failure: 0x1234: Killing python:4242 due to hardware memory corruption",
+         ("memory_failure", "killed", "host", "critical")),
+        ("INFO: task kworker/13:2:4055883 blocked for more than 120 seconds.",
+         ("hung_task", "", "host", "warning")),
+        ("watchdog: BUG: soft lockup - CPU#12 stuck for 22s! [python:1234]",
+         ("soft_lockup", "", "cpu12", "critical")),
+        ("NMI watchdog: Watchdog detected hard LOCKUP on cpu 3",
+         ("hard_lockup", "", "cpu3", "critical")),
+        ("rcu: INFO: rcu_sched self-detected stall on CPU", ("rcu_stall", "", "host", "warning")),
+        ("mce: CPU12: Core temperature above threshold, cpu clock throttled (total events = 1)",
+         ("thermal_throttle", "core", "host", "warning")),
+        ("CPU3: Package temperature above threshold, cpu clock throttled (total events = 9)",
+         ("thermal_throttle", "package", "host", "warning")),
+        ("mlx5_core 0000:0d:00.0: poll_health:801:(pid 0): device's health compromised - reached "
+         "miss count", ("mlx5_health", "compromised", "0000:0d:00.0", "critical")),
+        ("mlx5_core 0000:0d:00.0: print_health_info:431:(pid 0): Health issue observed, firmware "
+         "internal error, severity(3) ERROR:",
+         ("mlx5_health", "firmware_internal_error", "0000:0d:00.0", "critical")),
+        ("mlx5_core 0000:06:00.0: wait_func_handle_exec_timeout:1128:(pid 185911): cmd[-22]: "
+         "CREATE_UCTX(0xa04) No done completion",
+         ("mlx5_command_timeout", "create_uctx", "0000:06:00.0", "critical")),
+        ("mlx5_core 0000:06:00.0: wait_func:1008:(pid 12): ACCESS_REG(0x805) timeout. Will cause "
+         "a leak of a command resource",
+         ("mlx5_command_timeout", "access_reg", "0000:06:00.0", "critical")),
+        ("mlx5_core 0000:41:04.2: mlx5_cmd_out_err:782:(pid 8321): CREATE_GENERAL_OBJECT(0xa00) "
+         "op_mod(0xd) failed, status bad parameter(0x3), syndrome (0x5fa1c), err(-22)",
+         ("mlx5_command_error", "create_general_object", "0000:41:04.2", "warning")),
+        ("mlx5_core 0000:5c:00.0: mlx5_pcie_event:299:(pid 268269): Detected insufficient power on "
+         "the PCIe slot (27W).", ("mlx5_power", "", "0000:5c:00.0", "warning")),
+        ("mlx5_core 0000:5c:00.0: temp_warn_event:149:(pid 0): High temperature on sensors with "
+         "bit set 0 1", ("mlx5_temperature", "", "0000:5c:00.0", "warning")),
+        ("mlx5_core 0000:5c:00.0: Port module event: module 0, Cable unplugged",
+         ("mlx5_module", "cable_unplugged", "0000:5c:00.0", "warning")),
+        ("mlx5_core 0000:08:00.0: cq_err_event_notifier:529:(pid 9422): CQ error on CQN 0x406, "
+         "syndrome 0x1", ("mlx5_cq_error", "", "0000:08:00.0", "warning")),
+        ("mlx5_core 0000:5c:00.0 eth2: Link down", ("nic_link_down", "", "eth2", "warning")),
+        ("bnxt_en 0000:01:00.0 ens1f0np0: NIC Link is Down",
+         ("nic_link_down", "", "ens1f0np0", "warning")),
+        ("igb 0000:07:00.0 eno1: igb: eno1 NIC Link is Down",
+         ("nic_link_down", "", "eno1", "warning")),
+        ("tg3 0000:04:00.0 eth0: Link is down", ("nic_link_down", "", "eth0", "warning")),
+        ("bond0: (slave eth1): link status definitely down, disabling slave",
+         ("nic_link_down", "", "eth1", "warning")),
+        ("mlx4_0: Port: 1 Link DOWN", ("rdma_link_down", "", "mlx4_0", "critical")),
+        ("NETDEV WATCHDOG: eth0 (mlx5_core): transmit queue 3 timed out",
+         ("transmit_timeout", "", "eth0", "critical")),
+        ("EXT4-fs error (device nvme0n1p1): ext4_lookup:1855: inode #2: comm ls: iget: checksum",
+         ("filesystem_error", "ext4", "nvme0n1p1", "critical")),
+        ("EXT4-fs (sda1): Remounting filesystem read-only",
+         ("filesystem_read_only", "", "sda1", "critical")),
+        ("XFS (nvme1n1): Metadata corruption detected at xfs_agi_verify+0x1d/0x180",
+         ("filesystem_error", "xfs", "nvme1n1", "critical")),
+        ("XFS (dm-3): log I/O error -5", ("filesystem_error", "xfs", "dm-3", "critical")),
+        ("XFS (dm-3): Filesystem has been shut down due to log error (0x2).",
+         ("filesystem_error", "xfs", "dm-3", "critical")),
+        ("BTRFS error (device sda2): bdev /dev/sda2 errs: wr 0, rd 1",
+         ("filesystem_error", "btrfs", "sda2", "critical")),
+        ("nfs: server 10.0.0.1 not responding, still trying",
+         ("nfs_not_responding", "", "10.0.0.1", "warning")),
+        ("I/O error, dev nvme0n1, sector 123 op 0x0:(READ) flags 0x80700 phys_seg 1",
+         ("disk_error", "io", "nvme0n1", "critical")),
+        ("blk_update_request: critical medium error, dev sda, sector 99 op 0x0:(READ)",
+         ("disk_error", "medium", "sda", "critical")),
+        ("Buffer I/O error on dev sda1, logical block 5, async page read",
+         ("disk_error", "buffer", "sda1", "warning")),
+        ("nvme nvme0: I/O 123 QID 4 timeout, aborting",
+         ("nvme_timeout", "", "nvme0", "warning")),
+        ("nvme nvme2: I/O tag 12 (0xc00c) opcode 0x2 (Read) QID 3 timeout, aborting req_op:READ(0)",
+         ("nvme_timeout", "", "nvme2", "warning")),
+        ("nvme nvme0: controller is down; will reset: CSTS=0xffffffff, PCI_STATUS=0xffff",
+         ("nvme_down", "", "nvme0", "critical")),
+        ("NVRM: krcWatchdog_IMPL: RC watchdog: GPU is probably locked!  Notify Timeout Seconds: 7",
+         ("gpu_locked", "", "host", "critical")),
+        ("nvidia-peermem nv_get_p2p_free_callback:127 ERROR detected invalid context, skipping",
+         ("peermem_error", "", "host", "warning")),
+        ("amdgpu 0000:c1:00.0: amdgpu: GPU reset begin!",
+         ("gpu_reset", "", "0000:c1:00.0", "critical")),
+        ("[Hardware Error]: Corrected error, no action required.",
+         ("machine_check", "corrected", "host", "info")),
+        ("[Hardware Error]: Uncorrected, software restartable error.",
+         ("machine_check", "uncorrected", "host", "critical")),
+        ("python: page allocation failure: order:4, mode:0x40cc0(GFP_KERNEL|__GFP_COMP)",
+         ("page_allocation_failure", "", "host", "warning")),
+        ("clocksource: timekeeping watchdog on CPU1: Marking clocksource 'tsc' as unstable because",
+         ("clock_unstable", "", "tsc", "warning")),
+        ("nf_conntrack: nf_conntrack: table full, dropping packet",
+         ("conntrack_full", "", "host", "warning")),
+        ("JBD2: Detected IO errors while flushing file data on sda1-8",
+         ("filesystem_error", "journal", "sda1-8", "critical")),
+        ("md/raid1:md0: Disk failure on sdb1, disabling device.",
+         ("disk_error", "raid", "md0", "critical")),
+        ("Lustre: fs-OST0003-osc-ffff: Connection to fs-OST0003 (at 10.0.0.3@o2ib) was lost; in",
+         ("lustre_connection_lost", "", "fs-OST0003", "warning")),
+        ("LustreError: 11-0: fs-MDT0000-mdc: operation ldlm_enqueue to node 10@o2ib failed",
+         ("filesystem_error", "lustre", "host", "warning")),
+        ("ena 0000:00:05.0 eth0: Keep alive watchdog timeout.",
+         ("transmit_timeout", "", "0000:00:05.0", "critical")),
+        ("Kernel panic - not syncing: Fatal machine check",
+         ("kernel_bug", "", "host", "critical")),
+    ],
+)  # fmt: skip
+def test_rules(message, expected):
+    assert short(message) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "process"),
+    [
+        ("Out of memory: Killed process 4242 (python3) total-vm:1kB, anon-rss:1kB", "host",
+         "python3"),
+        ("Memory cgroup out of memory: Killed process 4242 (pt_data_worker) total-vm:1kB",
+         "cgroup", "pt_data_worker"),
+        ("Killed process 4242 (my (odd) name) total-vm:1kB", "host", "my (odd) name"),
+    ],
+)  # fmt: skip
+def test_killed_processes(message, code, process):
+    (event,) = recognize(message)
+    assert (event.kind, event.code, event.pid) == ("oom_kill", code, 4242)
+    assert event.process == process
+
+
+def test_a_segfault_names_the_library():
+    (event,) = recognize(
+        "python[77]: segfault at 0 ip 00007f sp 00007f error 4 in libcuda.so.550[7f00+10]"
+    )
+    assert (event.kind, event.code, event.pid) == ("segfault", "libcuda.so.550", 77)
+
+
+def test_edac_counts_what_the_line_counts():
+    (event,) = recognize("EDAC MC0: 12 CE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0 (x)")
+    assert event.count == 12
+
+
+def test_details_of_an_sxid_are_not_counted_again():
+    found = short(
+        "nvidia-nvswitch1: SXid (PCI:0000:00:08.0): 11004, Non-fatal, Link 36 ingress invalid ACL",
+        "nvidia-nvswitch1: SXid (PCI:0000:00:08.0): 11004, Severity 0 Engine instance 36",
+        "nvidia-nvswitch1: SXid (PCI:0000:00:08.0): 11004, Data {0x00000037, 0x00000037}",
+    )
+    assert found == [("sxid", "11004", "0000:00:08.0", "warning")]
+
+
+def test_off_the_bus_in_three_lines():
+    found = short(
+        "NVRM: The NVIDIA GPU 0000:04:00.0",
+        "NVRM: (PCI ID: 10de:15f8) installed in this system has",
+        "NVRM: fallen off the bus and is not responding to commands.",
+    )
+    assert found == [("xid", "79", "0000:04:00.0", "critical")]
+
+
+def test_off_the_bus_in_one_line_without_an_xid():
+    assert short("NVRM: GPU 18:00.0: GPU has fallen off the bus.") == [
+        ("xid", "79", "0000:18:00.0", "critical")
+    ]
+    assert short("NVRM: GPU 0000:09:00.0: GPU has fallen off the bus.") == [
+        ("xid", "79", "0000:09:00.0", "critical")
+    ]
+    assert short("NVRM: GPU has fallen off the bus.") == [("xid", "79", "host", "critical")]
+
+
+def test_off_the_bus_is_told_once_with_its_xid():
+    found = short(
+        "NVRM: Xid (PCI:0000:83:00): 79, GPU has fallen off the bus.",
+        "NVRM: GPU 0000:83:00.0: GPU has fallen off the bus.",
+        "NVRM: GPU 0000:83:00.0: GPU serial number is 0.",
+        "NVRM: GPU 0000:84:00.0: GPU has fallen off the bus.",
+    )
+    assert [(kind, device) for kind, _, device, _ in found] == [
+        ("xid", "0000:83:00.0"),
+        ("xid", "0000:84:00.0"),
+    ]
+
+
+def test_every_xid_of_the_catalogue_is_explained():
+    assert all(CATALOGUE[code].meaning and CATALOGUE[code].advice for code in CATALOGUE)
+    assert set(range(1, 173)) == set(CATALOGUE)
+    assert explain(0).action == "UNKNOWN"
+
+
+def test_pci_addresses():
+    assert pci_address("00000000:9B:00.0") == "0000:9b:00.0"
+    assert pci_address("9b:00") == "0000:9b:00.0"
+
+
+WORDS = [
+    "NVRM: Xid (PCI:0000:9b:00): ",
+    "79, ",
+    "pid=",
+    "name=",
+    "nvidia-nvswitch1: SXid (",
+    "6,1,2,-;",
+    "[12.5] ",
+    "mce: [Hardware Error]: CPU 1: Machine Check: 0 Bank ",
+    "EDAC MC0: ",
+    " CE ",
+    "fallen off the bus",
+    "NVRM: The NVIDIA GPU ",
+    "Killed process ",
+    "(python)",
+    "nvlink error ",
+    "\\x0a",
+    "99999999999999999999999",
+    "mlx5_core 0000:5c:00.0",
+    "Link is Down",
+    " blocked for more than ",
+    "[python:1]",
+    "kernel: ",
+    "{",
+    "}",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=12)), max_size=8).map("".join))
+def test_no_line_can_break_it(line: str) -> None:
+    parse([line, line * 50], 1)
+
+
+@pytest.mark.parametrize(
+    "word", ["nvlink ", "GPU 1 nvlink ", "[1]: segfault", "mlx5_core 0000:5c:00.0 a:1:", "NVRM: "]
+)
+def test_a_line_without_end_is_read_in_time_that_does_not_explode(word: str) -> None:
+    assert recognize("NVRM: " + word * 20_000) == []

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline_agent.kernel_log.records import Record, records_of
+
+MESSAGE = "NVRM: Xid (PCI:0000:9b:00): 79, GPU has fallen off the bus."
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "",
+        "[...] ",
+        "[12345.678901] ",
+        "[    0.000123] ",
+        "<3>[12345.678901] ",
+        "<3>",
+        "kern  :err   : [12345.678901] ",
+        "kern  :err   : [Sun Feb 23 16:24:18 2025] ",
+        "[Sun Feb 23 16:24:18 2025] ",
+        "[Sun Feb  2 16:24:18 2025] ",
+        "[Feb23 16:24] ",
+        "[  +0.000123] ",
+        "[12345.678901][ T1234] ",
+        "[12345.678901] [  T1234] ",
+        "2025-02-23T16:24:18,123456+00:00 ",
+        "2025-02-23T16:24:18.123456+01:00 gpu-7 kernel: ",
+        "2025-02-23T16:24:18+0000 gpu-7 kernel: [12345.678901] ",
+        "2025-02-23T16:24:18Z gpu-7 kernel: ",
+        "Feb 23 16:24:18 gpu-7 kernel: ",
+        "Feb  2 16:24:18 gpu-7 kernel: [12345.678901] ",
+        "[12345.678901] gpu-7 kernel: ",
+        "[Sun Dec  1 14:54:40 2024] gpu-7 kernel: ",
+        "1753012800.123456 gpu-7 kernel: ",
+        "kernel: ",
+        "gpu-7 kernel: ",
+        "6,1234,5678,-;",
+        "3,1234,5678,-,caller=T1234;",
+    ],
+)
+def test_what_stands_before_a_message_is_no_part_of_it(prefix):
+    (record,) = records_of(f"{prefix}{MESSAGE}\n")
+    assert record.message == MESSAGE
+
+
+def test_a_raw_record():
+    assert list(records_of("6,3964,206764307,-;nvidia-nvswitch2: open (major=510)")) == [
+        Record("nvidia-nvswitch2: open (major=510)", boot_us=206764307, sequence=3964)
+    ]
+
+
+def test_a_raw_record_of_several_lines():
+    found = records_of(r"4,7,99,-;NVRM: (PCI ID: 10de:15f8)\x0aNVRM: fallen off the bus \xc3")
+    assert [record.message for record in found] == [
+        "NVRM: (PCI ID: 10de:15f8)",
+        "NVRM: fallen off the bus \xc3",
+    ]
+
+
+def test_what_a_raw_record_says_of_its_device_is_no_record():
+    assert not list(records_of(" SUBSYSTEM=pci"))
+    assert not list(records_of(" DEVICE=+pci:0000:9b:00.0"))
+    assert not list(records_of("\n"))
+
+
+def test_times():
+    (boot,) = records_of("[12345.678901] x")
+    assert boot.boot_us == 12345678901
+    (wall,) = records_of("2025-02-23T16:24:18.5+01:00 host kernel: x")
+    assert wall.wall_ns == 1740324258_500000000
+    (unix,) = records_of("1753012800.123456 host kernel: x")
+    assert unix.wall_ns == 1753012800_123456000
+
+
+@pytest.mark.parametrize("line", ["[Sun Feb 31 99:24:18 2025] x", "2025-99-23T16:24:18Z x"])
+def test_an_impossible_time_is_unknown(line):
+    (record,) = records_of(line)
+    assert (record.message, record.wall_ns) == ("x", None)
+
+
+def test_the_journal_as_json():
+    fields = {"__REALTIME_TIMESTAMP": "1753012800000000", "MESSAGE": MESSAGE, "PRIORITY": "3"}
+    line = json.dumps(fields)
+    assert list(records_of(line)) == [Record(MESSAGE, wall_ns=1753012800_000000000)]
+    assert not list(records_of('{"MESSAGE":[1,2]}'))
+    assert not list(records_of("{not json}"))
+
+
+def test_a_message_that_syslog_folded():
+    (record,) = records_of(
+        f"Feb 23 16:24:18 gpu-7 kernel: [12345.6] message repeated 3 times: [ {MESSAGE}]"
+    )
+    assert (record.message, record.times) == (MESSAGE, 3)

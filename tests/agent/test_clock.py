@@ -1,0 +1,62 @@
+"""The node's clock is set while an agent runs: what it says goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from paceline_agent import clock, server_clock
+from paceline_agent.clock import until_next
+from paceline_agent.clock_offset import ClockOffset
+from paceline_agent.server_clock import ServerClock
+
+HOUR_NS = 3600 * 10**9
+
+
+@pytest.mark.parametrize("step_ns", [HOUR_NS, -HOUR_NS])
+def test_a_clock_that_is_set_reorders_nothing_and_is_told(
+    step_ns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offset, before, real = ClockOffset(), clock.timeline_ns(), time.time_ns
+    offset_before = offset.read_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: real() + step_ns)
+    assert 0 <= clock.timeline_ns() - before < HOUR_NS // 2
+    assert offset.read_ns() == offset_before, "spans stay where they were"
+    assert abs(clock.stepped_ns() - step_ns) < 10**9
+
+
+def test_the_timeline_is_the_realtime_it_began_with() -> None:
+    program = "import time\nfrom paceline_agent.clock import timeline_ns\n"
+    program += "print(abs(timeline_ns() - time.time_ns()))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert int(done.stdout) < 10**7
+
+
+def test_the_offset_to_the_server_is_that_of_the_quickest_ping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_ns = 10**18
+    monkeypatch.setattr(server_clock, "timeline_ns", lambda: now_ns)
+    server = ServerClock()
+    assert server.offset_seconds is None
+    for delay_ns in (40_000_000, 2_000_000, 900_000_000):
+        server.see(now_ns + HOUR_NS - delay_ns)
+    assert server.offset_seconds == pytest.approx(3600 - 0.002)
+
+
+def test_what_is_due_at_about_the_same_time_is_due_at_once() -> None:
+    wakes = {round(time.monotonic() + until_next(0.5, phase), 3) % 0.5 for phase in (0.2, 0.2)}
+    assert len({round(wake, 2) for wake in wakes}) == 1
+    assert 0 < until_next(0.5) <= 0.5
+
+
+@pytest.mark.skipif(shutil.which("faketime") is None, reason="faketime is not installed")
+@pytest.mark.parametrize("start", ["+1h", "-1h"])
+def test_an_agent_that_starts_with_a_wrong_clock_still_counts_forward(start: str) -> None:
+    program = "from paceline_agent.clock import timeline_ns\n"
+    program += "a = [timeline_ns() for _ in range(1000)]\nassert a == sorted(a)"
+    subprocess.run(["faketime", "-f", start, sys.executable, "-c", program], check=True)

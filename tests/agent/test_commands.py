@@ -1,0 +1,137 @@
+"""Commands to ranks: from the stream to the control page, and the answer back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from paceline_wire.batch import CommandResult, RankAcknowledged, RankExited, RankState
+from paceline_wire.commands import Burst, ControlRanks, RankSpec, StartRanks
+from paceline_wire.topology import Topology
+
+Fixture = Callable[..., Any]
+
+# A trainer in miniature: it makes a ring, obeys one command and leaves.
+TRAINER = """
+import os, time
+from pathlib import Path
+from paceline_wire import ring
+from paceline_wire.ring import Identity
+from paceline_wire.topology import Coordinates, Topology
+rank, job = int(os.environ["RANK"]), os.environ["PACELINE_JOB"]
+time.sleep(0.3 * rank)
+identity = Identity(
+    job=job, generation=0, rank=rank, local_rank=rank, world_size=2, topology=Topology(dp=2),
+    coordinates=Coordinates(dp_rank=rank), pid=os.getpid(), host="here", clock_offset_ns=0,
+    started_ns=1)
+path = Path(os.environ["PACELINE_RING_DIRECTORY"]) / f"{job}.g0.r{rank}.ring"
+mine = ring.create(path, identity, 64)
+while not mine.control[ring.CONTROL_COMMAND]:
+    time.sleep(0.01)
+step = mine.control[ring.CONTROL_TARGET_STEP] + 2
+mine.state[ring.STATE_STEP] = step
+mine.state[ring.STATE_STATUS] = ring.Status.FINISHED
+mine.control[ring.ACK_STATUS] = ring.AckStatus.DONE
+mine.control[ring.ACK_STEP] = step
+mine.control[ring.ACK_COMMAND] = mine.control[ring.CONTROL_COMMAND]
+"""
+
+
+def test_checkpoint_and_stop_is_acknowledged_before_the_ranks_leave(
+    start_agent: Fixture, server: Any, wait_for: Fixture
+) -> None:
+    agent = start_agent()
+    server.commands.append(
+        StartRanks(
+            command_id=1,
+            job="job-a",
+            generation=0,
+            topology=Topology(dp=2),
+            ranks=[RankSpec(0, 0), RankSpec(1, 1)],
+            argv=[sys.executable, "-c", TRAINER],
+            master_address="127.0.0.1",
+            master_port=1,
+        )
+    )
+    # Given at once: the rings are not there yet.
+    server.commands.append(
+        ControlRanks(
+            command_id=2, job="job-a", generation=0, kind="checkpoint_and_stop", target_step=40
+        )
+    )
+    wait_for(lambda: len(server.events(RankExited)) == 2)
+    wait_for(lambda: len(server.events(CommandResult)) == 2)
+    assert all(one.ok for one in server.events(CommandResult))
+    for rank in (0, 1):
+        events = [one for one in server.events() if getattr(one, "rank", None) == rank]
+        state, exited = events[-2:]
+        (acknowledged,) = (one for one in events if isinstance(one, RankAcknowledged))
+        assert (acknowledged.command_id, acknowledged.status) == (2, "done")
+        assert acknowledged.step == 42
+        assert isinstance(state, RankState)
+        assert (state.view.status, state.view.step) == ("finished", 42)
+        assert isinstance(exited, RankExited)
+        assert (exited.exit_code, exited.commanded) == (0, True), exited.log_tail
+    assert not list((agent.directory / "rings").iterdir())
+
+
+def test_a_control_that_reaches_nobody_fails(
+    start_agent: Fixture, server: Any, wait_for: Fixture
+) -> None:
+    start_agent()
+    for number, (job, kind) in enumerate([("job-x", "checkpoint"), ("job-x", "dance")], 1):
+        server.commands.append(
+            ControlRanks(command_id=number, job=job, generation=0, kind=kind, target_step=1)
+        )
+    wait_for(lambda: len(server.events(CommandResult)) == 2)
+    results = {one.command_id: one for one in server.events(CommandResult)}
+    assert not results[1].ok
+    assert "no rank of it is here" in results[1].detail
+    assert results[2].detail == "unknown control 'dance'"
+
+
+def test_lines_that_are_no_commands_are_passed_over(
+    start_agent: Fixture, server: Any, wait_for: Fixture, tmp_path: Path
+) -> None:
+    server.raw_lines = [b"\n", b"nonsense\n", b'{"type":"unheard_of"}\n', b"[" * 5000 + b"\n"]
+    start_agent()
+    server.commands.append(
+        ControlRanks(command_id=7, job="job-x", generation=0, kind="dance", target_step=1)
+    )
+    wait_for(lambda: server.events(CommandResult))
+    assert server.streams_opened == 1
+
+
+def test_a_burst_is_ten_times_a_second_of_the_collectors_it_names(
+    start_agent: Fixture, server: Any, wait_for: Fixture
+) -> None:
+    start_agent()
+    wait_for(lambda: _times(server, "host"))
+    server.commands.append(Burst(command_id=1, collectors=["host"], seconds=30.0))
+    wait_for(lambda: _shortest_seconds(server, "host") < 0.5)
+    assert [one.ok for one in server.events(CommandResult)] == [True]
+    assert _shortest_seconds(server, "numa") > 5, "nobody asked it to hurry"
+
+    server.commands.append(Burst(command_id=2, collectors=["hosts"]))
+    server.commands.append(Burst(command_id=3, seconds=3600.0))
+    wait_for(lambda: len(server.events(CommandResult)) == 3)
+    told = {one.command_id: one.detail for one in server.events(CommandResult)}
+    assert "no collector is named hosts; there are" in told[2]
+    assert told[3] == "a burst lasts up to 30 s, not 3600"
+
+
+def _times(server: Any, collector: str) -> list[int]:
+    return [
+        sample.time_ns
+        for batch in list(server.batches)
+        for sample in batch.samples
+        if sample.name == "paceline_collector_success" and sample.labels["collector"] == collector
+    ]
+
+
+def _shortest_seconds(server: Any, collector: str) -> float:
+    times = sorted(_times(server, collector))
+    return min((later - time) / 1e9 for time, later in pairwise(times)) if times[1:] else 1e9

@@ -1,0 +1,128 @@
+"""The command `paceline agent`: what it accepts, refuses and does when its parent ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from paceline_agent import __main__ as command
+from paceline_agent.settings import AgentSettings
+from paceline_wire.batch import AgentHello
+
+Fixture = Callable[..., Any]
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AgentSettings]:
+    """What the command makes of its arguments."""
+    seen: list[AgentSettings] = []
+    monkeypatch.setattr(command, "run", lambda given: seen.append(given) or 0)
+
+    def parse(*arguments: str, **environment: str) -> AgentSettings:
+        result = CliRunner(env=environment).invoke(command.main, arguments)
+        assert result.exit_code == 0, result.output
+        return seen[-1]
+
+    return parse
+
+
+def test_flags_stand_before_environment_before_file_before_defaults(
+    settings: Callable[..., AgentSettings], tmp_path: Path
+) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_text('agent_id = "file"\nslots = 3\nspool_bytes = 1000000\n')
+    given = settings(
+        "--config",
+        str(file),
+        "--agent-id",
+        "flag",
+        PACELINE_AGENT_AGENT_ID="environment",
+        PACELINE_AGENT_SLOTS="5",
+    )
+    assert (given.agent_id, given.slots, given.spool_bytes) == ("flag", 5, 1_000_000)
+    assert given.lease_seconds == 600.0
+    assert given.server_url == "http://127.0.0.1:8470"
+
+
+def test_every_setting_can_be_given(settings: Callable[..., AgentSettings]) -> None:
+    options = {option.name for option in command.main.params}
+    fields = set(AgentSettings.__dataclass_fields__)
+    assert fields - {"environment"} <= options
+    assert settings("--no-metrics").metrics_port is None
+    assert settings("--label", "rack=7").labels == {"rack": "7"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--server", "server:8470"], "must look like http://HOST:PORT"),
+        (["--slots", "-1"], "slots must be at least 0"),
+        (["--flush-seconds", "0"], "must be positive"),
+        (["--label", "rack"], "looks like NAME=VALUE"),
+        (["--spool-bytes", "10"], "at least 64 KiB"),
+        (["--agent-id", "a/b"], "no '/'"),
+        (["--config", "/nonexistent"], "cannot be read"),
+    ],
+)
+def test_what_cannot_work_is_said_in_a_sentence(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(command.main, arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_the_token_is_not_shown() -> None:
+    assert "secret" not in repr(AgentSettings(server_url="http://a", token="secret"))
+
+
+def test_a_node_directory_that_cannot_be_is_said_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = ["--node-directory", str(tmp_path / "file" / "x"), "--no-metrics"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "paceline_agent", *arguments], capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    assert "--node-directory" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_the_agent_ends_with_its_parent(
+    server: Any, wait_for: Fixture, tmp_path: Path, is_alive: Fixture
+) -> None:
+    """The parent starts it from a thread that ends at once: that must not count."""
+    program = (
+        "import subprocess, sys, threading, time\n"
+        "def start():\n"
+        "    child = subprocess.Popen([sys.executable, '-m', 'paceline_agent', *sys.argv[1:]])\n"
+        "    print(child.pid, flush=True)\n"
+        "threading.Thread(target=start).start()\n"
+        "time.sleep(600)\n"
+    )
+    arguments = ["--server", server.url, "--node-directory", str(tmp_path / "node")]
+    arguments += ["--no-metrics", "--exit-with-parent"]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    agent = int(parent.stdout.readline())
+    wait_for(lambda: server.events(AgentHello))
+    assert is_alive(agent)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.communicate()
+    wait_for(lambda: not is_alive(agent))
+
+
+def test_a_parent_that_is_already_gone_ends_the_agent_at_once() -> None:
+    arguments = ["--exit-with-parent", "1", "--no-metrics"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "paceline_agent", *arguments], capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    assert "has ended" in ended.stderr

@@ -1,0 +1,112 @@
+"""`paceline agent --once`, as a process, on trees and logs of other nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+Once = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def once(tmp_path: Path) -> Once:
+    """Nothing of this machine is looked at unless a test gives it."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "paceline_agent", "--once", "--agent-id", "node-0"]
+        command += ["--sysfs", str(empty), "--procfs", str(empty), "--kmsg", str(empty / "no")]
+        command += ["--node-directory", str(tmp_path / "node"), *options]
+        environment = dict(os.environ, LD_LIBRARY_PATH=str(empty), TMPDIR=str(tmp_path))
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, env=environment, timeout=60
+        )
+
+    return run
+
+
+def values(text: str) -> dict[str, float]:
+    return {
+        f"{sample.name}{sorted(sample.labels.items())}": sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_a_bare_tree_is_enough(once: Once, tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "infiniband", tmp_path / "tree" / "infiniband")
+    done = once("--sysfs", str(tmp_path / "tree"))
+    assert done.returncode == 0, done.stderr
+    found = values(done.stdout)
+    port = [("device", "mlx5_1"), ("port", "1")]
+    assert found[f"node_infiniband_state_id{port}"] == 4
+    assert found[f"node_infiniband_link_downed_total{port}"] == 255
+    assert found["paceline_collector_success[('collector', 'rdma')]"] == 1
+    assert found["paceline_collector_success[('collector', 'nvml')]"] == 0
+    assert "nvml: no usable NVIDIA driver" in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("numa: ")]) == 1
+
+
+def test_nothing_is_left_behind(once: Once, tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "infiniband", tmp_path / "tree" / "infiniband")
+    before = set(tmp_path.iterdir())
+    assert once("--sysfs", str(tmp_path / "tree")).returncode == 0
+    assert set(tmp_path.iterdir()) == before
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_where_no_collector_brings_anything_the_status_says_so(once: Once) -> None:
+    assert once().returncode == 1
+
+
+def test_what_a_log_tells_is_said_beside_the_values_and_in_the_report(once: Once) -> None:
+    log = str(FIXTURES / "kmsg" / "xid-119.dmesg")
+    told = [line for line in once("--kmsg", log).stderr.splitlines() if line.startswith("kmsg: ")]
+    assert "kmsg: xid 0000:9b:00.0: critical: XID 119: timeout of a call" in told[0]
+    events = json.loads(once("--kmsg", log, "--json").stdout)["events"]
+    assert [event["kind"] for event in events].count("xid") == len(told) - 1 == 3
+
+
+def test_a_long_log_is_read_to_its_end(once: Once, tmp_path: Path) -> None:
+    log = (FIXTURES / "kmsg" / "xid-119.dmesg").read_text()
+    once_told = values(once("--kmsg", str(FIXTURES / "kmsg" / "xid-119.dmesg")).stdout)
+    filler = "[Mon Jan  1 00:00:00 2024] nothing of interest\n" * 5000
+    (tmp_path / "long").write_text(filler + log)
+    told = values(once("--kmsg", str(tmp_path / "long")).stdout)
+    xids = {name: value for name, value in once_told.items() if "kernel_events" in name}
+    assert xids
+    assert {name: value for name, value in told.items() if "kernel_events" in name} == xids
+
+
+def test_json_has_units(once: Once, tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "infiniband", tmp_path / "tree" / "infiniband")
+    done = once("--sysfs", str(tmp_path / "tree"), "--json")
+    report = json.loads(done.stdout)
+    received = [
+        value
+        for value in report["values"]
+        if value["name"] == "node_infiniband_port_data_received_bytes_total"
+    ]
+    assert [(value["unit"], value["type"]) for value in received] == [("bytes", "counter")] * 2
+    assert {"collector": "rdma", "success": True, "trouble": None} in report["collectors"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--json", "--once", "--check"), ("--once", "--check"), ("--openmetrics", "--check")],
+)
+def test_what_does_not_go_together_is_said(once: Once, options: tuple[str, ...]) -> None:
+    done = once(*options)
+    assert done.returncode == 2
+    assert "--once" in done.stderr

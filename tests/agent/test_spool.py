@@ -1,0 +1,188 @@
+"""The spool: order, bounds, damage, and a disk that is full or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from paceline_agent.spool import Spool
+from paceline_wire.batch import Batch, DeviceEvent, Sample, SpanBlock, decode
+from paceline_wire.spans import RECORD_BYTES, to_columns
+
+LIMIT = 1 << 20
+
+
+def batch(sequence: int, *, samples: int = 0, event: bool = False, boot: str = "boot") -> Batch:
+    noise = [Sample("m", {"n": os.urandom(16).hex()}, float(n), n) for n in range(samples)]
+    events = [DeviceEvent(time_ns=sequence, kind="xid", device="gpu0")] if event else []
+    return Batch(
+        agent_id="a",
+        boot_id=boot,
+        sequence=sequence,
+        packed_ns=0,
+        samples=noise,
+        events=[*events],
+    )
+
+
+def drain(spool: Spool) -> list[Batch]:
+    """All batches in the order in which they would be sent."""
+
+    async def take() -> list[Batch]:
+        found = []
+        while len(spool):
+            entry = await spool.head()
+            payload = spool.read(entry)
+            if payload is not None:
+                found.append(decode(payload))
+                spool.remove(entry)
+        return found
+
+    return asyncio.run(take())
+
+
+def test_batches_outlive_the_agent_and_keep_their_order(tmp_path: Path) -> None:
+    first = Spool(tmp_path, LIMIT)
+    for sequence in range(12):
+        first.append(batch(sequence, boot="old"), boot_ns=5)
+    second = Spool(tmp_path, LIMIT)
+    second.append(batch(0, boot="new"), boot_ns=40)
+    sent = [(one.boot_id, one.sequence) for one in drain(second)]
+    assert sent == [("old", sequence) for sequence in range(12)] + [("new", 0)]
+    assert not list(tmp_path.iterdir())
+    assert second.size_bytes == 0
+
+
+def test_a_full_spool_drops_the_oldest_detail_and_keeps_events(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, 64 << 10)
+    for sequence in range(40):
+        spool.append(batch(sequence, samples=200, event=True), boot_ns=1)
+    assert spool.size_bytes <= 64 << 10
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= (64 << 10) + 40 * 16
+    kept = drain(spool)
+    assert [one.sequence for one in kept] == list(range(40)), "no event may be lost"
+    assert all(one.events for one in kept)
+    with_detail = [one.sequence for one in kept if one.samples]
+    assert with_detail[-1] == 39, "the newest detail stays"
+    assert 0 < spool.counts.dropped == 40 - len(with_detail)
+    assert spool.counts.lost_samples == 200 * spool.counts.dropped
+
+
+def test_spans_go_before_samples_and_samples_before_events(tmp_path: Path) -> None:
+    def block() -> SpanBlock:
+        columns = to_columns(os.urandom(RECORD_BYTES * 64))
+        return SpanBlock(job="j", generation=0, rank=0, columns=columns, clock_offset_ns=0)
+
+    spool = Spool(tmp_path, 64 << 10)
+    for sequence in range(30):
+        whole = batch(sequence, samples=20, event=True)
+        spool.append(msgspec.structs.replace(whole, spans=[block()]), boot_ns=1)
+    kept = drain(spool)
+    assert [one.sequence for one in kept] == list(range(30))
+    assert all(one.samples and one.events for one in kept), "spans were enough to give up"
+    without = [one.sequence for one in kept if not one.spans]
+    assert without == list(range(1, 1 + len(without))), "the oldest first"
+    assert spool.counts.dropped == len(without) > 0
+    assert spool.counts.lost_spans == 64 * len(without)
+    assert spool.counts.lost_samples == spool.counts.lost_events == 0
+
+
+def test_a_spool_full_of_events_drops_the_oldest(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, 64 << 10)
+    for sequence in range(1500):
+        spool.append(batch(sequence, event=True), boot_ns=1)
+    kept = [one.sequence for one in drain(spool)]
+    assert kept[0] == 0, "the head may be on its way"
+    assert kept[1:] == list(range(1500 - len(kept) + 1, 1500))
+    assert spool.counts.dropped == spool.counts.lost_events == 1500 - len(kept)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "garbage"])
+def test_a_damaged_file_is_skipped_and_counted(tmp_path: Path, damage: str) -> None:
+    first = Spool(tmp_path, LIMIT)
+    for sequence in range(3):
+        first.append(batch(sequence, samples=5), boot_ns=1)
+    victim = sorted(tmp_path.iterdir())[1]
+    content = bytearray(victim.read_bytes())
+    content[-1] ^= 1
+    victim.write_bytes(
+        {
+            "truncate": bytes(content[:-9]),
+            "flip": bytes(content),
+            "empty": b"",
+            "garbage": b"x" * 500,
+        }[damage]
+    )
+    spool = Spool(tmp_path, LIMIT)
+    assert [one.sequence for one in drain(spool)] == [0, 2]
+    assert spool.counts.corrupt == 1
+
+
+def test_a_file_that_vanishes_is_skipped(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, LIMIT)
+    spool.append(batch(0), boot_ns=1)
+    spool.append(batch(1), boot_ns=1)
+    sorted(tmp_path.iterdir())[0].unlink()
+    assert [one.sequence for one in drain(spool)] == [1]
+
+
+def test_rejected_batches_are_set_aside_and_few_are_kept(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, LIMIT)
+
+    async def reject_all() -> None:
+        for sequence in range(30):
+            spool.append(batch(sequence), boot_ns=1)
+            spool.reject(await spool.head())
+
+    asyncio.run(reject_all())
+    assert len(spool) == 0
+    assert spool.counts.rejected == 30
+    kept = sorted(path.name for path in (tmp_path / "rejected").iterdir())
+    assert len(kept) == 16
+    assert kept[-1].endswith("29.batch")
+
+
+def test_an_unwritable_directory_keeps_batches_in_bounded_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_the_way = tmp_path / "spool"
+    in_the_way.write_text("a file where the directory should be")
+    spool = Spool(in_the_way, LIMIT, memory_bytes=64 << 10)
+    for sequence in range(60):
+        spool.append(batch(sequence, samples=100, event=True), boot_ns=1)
+    assert spool.size_bytes <= 64 << 10
+    assert len([one for one in caplog.records if one.levelname == "ERROR"]) == 1
+    assert [one.sequence for one in drain(spool)] == list(range(60))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 128 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("A FULL DISK IS NOT TESTED: mounting a small tmpfs needs root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_loses_nothing_and_heals(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spool = Spool(small_disk / "spool", 8 << 20)
+    for sequence in range(40):
+        spool.append(batch(sequence, samples=200), boot_ns=1)
+    assert spool.disk_error == "No space left on device"
+    assert len([one for one in caplog.records if one.levelname == "ERROR"]) == 1
+    assert not list(small_disk.glob("spool/.writing")), "a torn file takes room"
+    assert [one.sequence for one in drain(spool)] == list(range(40))
+    spool.append(batch(40), boot_ns=1)
+    assert spool.disk_error is None
+    assert len(list(small_disk.glob("spool/*.batch"))) == 1

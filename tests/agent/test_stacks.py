@@ -1,0 +1,129 @@
+"""Python stacks of real processes: one waits for a lock, one is stopped, one is not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from paceline_wire.batch import CommandResult, RankStacks, RankStarted
+from paceline_wire.commands import RankSpec, StartRanks, TakeStacks
+from paceline_wire.stacks import (
+    MAXIMUM_FRAMES,
+    MAXIMUM_TEXT,
+    MAXIMUM_THREADS,
+    StackFrame,
+    ThreadStack,
+    bounded,
+)
+from paceline_wire.topology import Topology
+
+Fixture = Callable[..., Any]
+
+# Rank 0 waits for a lock that another of its threads holds, and that one keeps the GIL busy.
+RANK = """
+import os, threading
+from pathlib import Path
+from paceline_wire import ring
+from paceline_wire.ring import Identity
+from paceline_wire.topology import Coordinates, Topology
+rank = int(os.environ["RANK"])
+identity = Identity(
+    job="job-a", generation=0, rank=rank, local_rank=rank, world_size=2, topology=Topology(dp=2),
+    coordinates=Coordinates(dp_rank=rank), pid=os.getpid(), host="here", clock_offset_ns=0,
+    started_ns=1)
+mine = ring.create(
+    Path(os.environ["PACELINE_RING_DIRECTORY"]) / f"job-a.g0.r{rank}.ring", identity, 64)
+lock = threading.Lock()
+def holds_the_lock_and_spins():
+    with lock:
+        ready.set()
+        while True:
+            pass
+def waits_for_the_lock():
+    with lock:
+        pass
+ready = threading.Event()
+threading.Thread(target=holds_the_lock_and_spins, name="spinner", daemon=True).start()
+ready.wait()
+waits_for_the_lock()
+"""
+
+
+def start(ranks: int) -> StartRanks:
+    return StartRanks(
+        command_id=1,
+        job="job-a",
+        generation=0,
+        topology=Topology(dp=2),
+        ranks=[RankSpec(rank, rank) for rank in range(ranks)],
+        argv=[sys.executable, "-c", RANK],
+        master_address="127.0.0.1",
+        master_port=1,
+    )
+
+
+def take(server: Any, wait_for: Fixture, command_id: int, *ranks: int) -> dict[int, RankStacks]:
+    before = len(server.events(RankStacks))
+    server.commands.append(
+        TakeStacks(command_id=command_id, job="job-a", generation=0, ranks=list(ranks))
+    )
+    wait_for(lambda: any(one.command_id == command_id for one in server.events(CommandResult)))
+    return {one.rank: one for one in server.events(RankStacks)[before:]}
+
+
+def functions(thread: ThreadStack) -> list[str]:
+    return [frame.function for frame in thread.frames]
+
+
+def test_the_thread_that_waits_and_the_one_that_holds_are_told_running_or_stopped(
+    start_agent: Fixture, server: Any, wait_for: Fixture
+) -> None:
+    agent = start_agent()
+    server.commands.append(start(1))
+    (started,) = wait_for(lambda: server.events(RankStarted))
+    wait_for(lambda: "attached rank 0" in agent.log_text())
+
+    def waits() -> dict[str, ThreadStack] | None:
+        nonlocal number
+        number += 1
+        (told,) = take(server, wait_for, number, 0).values()
+        threads = {thread.name: thread for thread in told.threads}
+        main = threads.get("MainThread")
+        return threads if main and "waits_for_the_lock" in functions(main) else None
+
+    number = 10
+    threads = wait_for(waits)
+    assert functions(threads["MainThread"])[0] == "waits_for_the_lock"
+    assert functions(threads["spinner"])[0] == "holds_the_lock_and_spins"
+    assert (threads["MainThread"].holds_gil, threads["spinner"].holds_gil) == (False, True)
+
+    os.kill(started.pid, signal.SIGSTOP)
+    stopped = take(server, wait_for, 100, 0)[0]
+    assert stopped.error is None
+    assert functions(stopped.threads[0])[0] == "waits_for_the_lock"
+    assert stopped.pid == started.pid
+    (result,) = (one for one in server.events(CommandResult) if one.command_id == 100)
+    assert result.ok
+
+
+def test_why_a_stack_could_not_be_taken(
+    start_agent: Fixture, server: Any, wait_for: Fixture
+) -> None:
+    start_agent()
+    told = take(server, wait_for, 1, 7)[7]
+    assert told.threads == []
+    assert told.error == "rank 7 has no ring on this node"
+    (result,) = server.events(CommandResult)
+    assert not result.ok
+
+
+def test_a_stack_is_bounded_and_can_be_stored() -> None:
+    deep = ThreadStack("t\0" * 500, [StackFrame("f" * 999, "\0file", -1)] * 500)
+    threads = bounded([deep] * 500)
+    assert len(threads) == MAXIMUM_THREADS
+    assert len(threads[0].frames) == MAXIMUM_FRAMES
+    assert threads[0].name == "t" * MAXIMUM_TEXT
+    assert threads[0].frames[0] == StackFrame("f" * MAXIMUM_TEXT, "file", 0)

@@ -1,0 +1,320 @@
+"""Real agents with real ranks: they start, end and die as they should, and none is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from paceline_wire.batch import AgentHello, CommandResult, RankExited, RankStarted
+from paceline_wire.commands import RankSpec, StartRanks, StopGeneration
+from paceline_wire.topology import Topology
+
+# A rank with a child in its session and one that hides: double fork, new session, no parent.
+WITH_CHILDREN = """
+import os, subprocess, sys, time
+sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+subprocess.Popen(sleeper)
+if not os.fork():
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    subprocess.Popen(sleeper).wait()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+_ids = count(1)
+Fixture = Callable[..., Any]
+
+
+def start_ranks(
+    code: str, ranks: int = 1, generation: int = 0, job: str = "job-a", **changes: Any
+) -> StartRanks:
+    command = StartRanks(
+        command_id=next(_ids),
+        job=job,
+        generation=generation,
+        topology=Topology(dp=ranks),
+        ranks=[RankSpec(rank, rank) for rank in range(ranks)],
+        argv=[sys.executable, "-c", code],
+        master_address="127.0.0.1",
+        master_port=29500,
+    )
+    return msgspec.structs.replace(command, **changes)
+
+
+def stop(generation: int = 0, grace_seconds: float = 0.0, job: str = "job-a") -> StopGeneration:
+    return StopGeneration(
+        command_id=next(_ids), job=job, generation=generation, grace_seconds=grace_seconds
+    )
+
+
+@pytest.fixture
+def order(server: Any, wait_for: Fixture) -> Callable[[Any], CommandResult]:
+    """Give a command and wait for its result."""
+
+    def give(command: Any) -> CommandResult:
+        server.commands.append(command)
+
+        def answers() -> list[CommandResult]:
+            results = server.events(CommandResult)
+            return [one for one in results if one.command_id == command.command_id]
+
+        return wait_for(answers, what=f"the result of {command}")[0]  # type: ignore[no-any-return]
+
+    return give
+
+
+def marker(agent: Any) -> str:
+    return f"PACELINE_NODE_DIRECTORY={agent.directory}\0"
+
+
+def guard_pids(agent_pid: int) -> tuple[int, int]:
+    """The sentinel and the guard."""
+
+    def children(pid: int) -> list[int]:
+        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    for child in children(agent_pid):
+        if b"guard.py" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return child, children(child)[0]
+    raise AssertionError("no guard")
+
+
+def test_a_rank_gets_its_environment_and_its_output_is_kept(
+    start_agent: Fixture,
+    server: Any,
+    order: Fixture,
+    monkeypatch: pytest.MonkeyPatch,
+    wait_for: Fixture,
+) -> None:
+    monkeypatch.setenv("INHERITED", "yes")
+    monkeypatch.setenv("PACELINE_AGENT_TOKEN", "secret")
+    agent = start_agent()
+    code = "import json, os; print(json.dumps(dict(os.environ))); raise SystemExit(7)"
+    checkpoints = str(agent.directory / "checkpoints")
+    command = start_ranks(
+        code, 2, 3, environment={"EXTRA": "1", "RANK": "99"}, checkpoint_directory=checkpoints
+    )
+    assert order(command).ok
+    wait_for(lambda: len(server.events(RankExited)) == 2)
+    ended = {one.rank: one for one in server.events(RankExited)}
+    assert {(one.exit_code, one.signal, one.commanded) for one in ended.values()} == {
+        (7, None, False)
+    }
+    environment = json.loads(ended[1].log_tail)
+    assert environment["PATH"].split(os.pathsep)[0] == os.path.dirname(sys.executable)
+    expected = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "PACELINE_RING_DIRECTORY": str(agent.directory / "rings"),
+        "PACELINE_NODE_DIRECTORY": str(agent.directory),
+        "PACELINE_JOB": "job-a",
+        "PACELINE_GENERATION": "3",
+        "PACELINE_DP": "2",
+        "PACELINE_PP": "1",
+        "PACELINE_TP": "1",
+        "PACELINE_CHECKPOINT_DIRECTORY": checkpoints,
+        "INHERITED": "yes",
+        "EXTRA": "1",
+    }
+    assert {name: environment.get(name) for name in expected} == expected
+    assert "PACELINE_AGENT_TOKEN" not in environment
+    assert server.tokens == {"Bearer secret"}
+    kinds = [type(one) for one in server.events() if isinstance(one, RankStarted | RankExited)]
+    assert kinds[0] is RankStarted
+    assert (agent.directory / "logs" / "job-a.g3.r1.log").exists()
+
+
+def test_hello_comes_first_and_a_used_port_is_renewed(
+    start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture
+) -> None:
+    start_agent("--slots", "4", "--label", "rack=7")
+    hello = wait_for(lambda: server.events(AgentHello))[0]
+    assert server.batches[0].events[0] is hello
+    assert (hello.slots, hello.labels["rack"], hello.address) == (4, "7", "127.0.0.1")
+    bind = "import os, socket; socket.create_server(('', int(os.environ['MASTER_PORT']))).close()"
+    listening = start_ranks(bind, master_port=hello.rendezvous_port)
+    assert order(listening).ok
+    exited = wait_for(lambda: server.events(RankExited))[0]
+    assert exited.exit_code == 0, exited.log_tail
+    renewed = wait_for(lambda: server.events(AgentHello)[1:])[0]
+    assert renewed.rendezvous_port != hello.rendezvous_port
+
+
+def test_a_killed_rank_is_told_with_its_signal(
+    start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture
+) -> None:
+    start_agent()
+    assert order(start_ranks("import time; time.sleep(600)", 2)).ok
+    victim = server.events(RankStarted)[1]
+    os.kill(victim.pid, signal.SIGKILL)
+    exited = wait_for(lambda: server.events(RankExited))
+    assert [(one.rank, one.signal, one.commanded) for one in exited] == [(1, 9, False)]
+
+
+def test_a_program_that_does_not_exist_is_told(
+    start_agent: Fixture, server: Any, order: Fixture
+) -> None:
+    start_agent()
+    result = order(start_ranks("", argv=["no-such-program"]))
+    assert not result.ok
+    assert "rank 0" in result.detail
+    assert "No such file" in result.detail
+    assert not server.events(RankStarted)
+
+
+def test_an_older_generation_is_refused_and_a_newer_one_replaces(
+    start_agent: Fixture, server: Any, order: Fixture, is_alive: Fixture
+) -> None:
+    start_agent()
+    code = "import time; time.sleep(600)"
+    assert order(start_ranks(code, generation=1)).ok
+    assert not order(start_ranks(code, generation=0)).ok
+    assert order(start_ranks(code, generation=2)).ok
+    first, second = server.events(RankStarted)
+    assert not is_alive(first.pid)
+    assert is_alive(second.pid)
+    assert order(stop(2)).ok
+    assert not is_alive(second.pid)
+    assert not order(start_ranks(code, generation=2)).ok, "it was stopped for good"
+    assert order(start_ranks(code, generation=3)).ok
+
+
+def test_a_repeated_command_is_carried_out_once_and_answered_again(
+    start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture
+) -> None:
+    start_agent()
+    command = start_ranks("import time; time.sleep(600)")
+    first = order(command)
+    server.commands.append(command)
+    wait_for(lambda: len(server.events(CommandResult)) == 2)
+    assert server.events(CommandResult) == [first, first]
+    assert len(server.events(RankStarted)) == 1
+
+
+def test_stop_kills_the_family_and_spares_other_jobs(
+    start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture, processes_with: Fixture
+) -> None:
+    agent = start_agent()
+    assert order(start_ranks(WITH_CHILDREN, 2)).ok
+    assert order(start_ranks("import time; time.sleep(600)", job="job-b")).ok
+    # Per rank: itself, a child, a hidden one and that one's child.
+    wait_for(lambda: len(processes_with(marker(agent))) == 9)
+    for started in server.events(RankStarted)[:2]:
+        os.kill(started.pid, signal.SIGSTOP)
+    assert order(stop(0)).ok
+    assert len(processes_with(marker(agent))) == 1
+    exited = server.events(RankExited)
+    assert {(one.signal, one.commanded) for one in exited} == {(9, True)}
+
+
+def test_stop_with_grace_lets_a_rank_finish(
+    start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture
+) -> None:
+    agent = start_agent()
+    polite = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); "
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    assert order(start_ranks(polite)).ok
+    wait_for(lambda: "ready" in (agent.directory / "logs/job-a.g0.r0.log").read_text())
+    assert order(stop(0, grace_seconds=30)).ok
+    assert server.events(RankExited)[0].exit_code == 3
+
+
+def test_children_of_a_dead_rank_die_too(
+    start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture, processes_with: Fixture
+) -> None:
+    agent = start_agent()
+    assert order(start_ranks(WITH_CHILDREN)).ok
+    wait_for(lambda: len(processes_with(marker(agent))) == 4)
+    os.kill(server.events(RankStarted)[0].pid, signal.SIGKILL)
+    wait_for(lambda: not processes_with(marker(agent)))
+
+
+@pytest.mark.parametrize(
+    "victims", ["agent", "guard", "sentinel", "agent+guard", "agent+sentinel", "guard+sentinel"]
+)
+def test_no_orphan_after_sigkill(
+    victims: str,
+    start_agent: Fixture,
+    server: Any,
+    order: Fixture,
+    wait_for: Fixture,
+    processes_with: Fixture,
+    is_alive: Fixture,
+) -> None:
+    agent = start_agent("--orphan-grace-seconds", "0")
+    assert order(start_ranks(WITH_CHILDREN, 2)).ok
+    wait_for(lambda: len(processes_with(marker(agent))) == 8)
+    os.kill(server.events(RankStarted)[1].pid, signal.SIGSTOP)
+    sentinel, guard = guard_pids(agent.pid)
+    pids = {"agent": agent.pid, "guard": guard, "sentinel": sentinel}
+    for victim in victims.split("+"):
+        os.kill(pids[victim], signal.SIGKILL)
+    wait_for(lambda: not processes_with(marker(agent)), what="the ranks to die")
+    wait_for(lambda: not is_alive(guard) and not is_alive(sentinel))
+    if "agent" in victims:
+        return
+    wait_for(lambda: len(server.events(RankExited)) == 2)
+    assert {(one.signal, one.commanded) for one in server.events(RankExited)} == {(9, False)}
+    assert order(start_ranks("import time; time.sleep(600)", generation=1)).ok, "a new guard"
+
+
+def test_sigterm_stops_the_ranks_and_sends_the_rest(
+    start_agent: Fixture, server: Any, order: Fixture, processes_with: Fixture
+) -> None:
+    agent = start_agent()
+    assert order(start_ranks("import time; time.sleep(600)", 2)).ok
+    assert agent.stop() == 0
+    assert len(server.events(RankExited)) == 2
+    assert not processes_with(marker(agent))
+    assert not list((agent.directory / "spool").glob("*.batch"))
+
+
+def test_an_agent_that_is_cut_off_kills_its_ranks(
+    start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture, processes_with: Fixture
+) -> None:
+    agent = start_agent("--lease-seconds", "1.5")
+    assert order(start_ranks("import time; time.sleep(600)", 2)).ok
+    server.stop()
+    wait_for(lambda: not processes_with(marker(agent)))
+    server.start()
+    exited = wait_for(lambda: len(server.events(RankExited)) == 2 and server.events(RankExited))
+    assert not any(one.commanded for one in exited)
+
+
+def test_an_agent_without_lease_keeps_its_ranks(
+    start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture, processes_with: Fixture
+) -> None:
+    agent = start_agent("--lease-seconds", "0")
+    assert order(start_ranks("import time; time.sleep(600)", 1)).ok
+    server.stop()
+    wait_for(lambda: len(list((agent.directory / "spool").glob("*.batch"))) > 2)
+    assert len(processes_with(marker(agent))) == 1
+    server.start()
+
+
+def test_a_second_agent_of_the_same_directory_is_refused(
+    start_agent: Fixture, server: Any, wait_for: Fixture
+) -> None:
+    start_agent()
+    wait_for(lambda: server.events(AgentHello))
+    second = start_agent()
+    assert second.process.wait(20) == 1
+    assert "another agent uses" in second.log_text()
+    assert "Traceback" not in second.log_text()

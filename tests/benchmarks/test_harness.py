@@ -1,0 +1,66 @@
+"""`python -m benchmarks`: rows, and one failing benchmark that spoils no other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness import Result
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, names: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    source = "import sys; import benchmarks.__main__ as command\n"
+    if names is not None:
+        source += f"command.names = lambda: {names!r}\n"
+    source += f"sys.argv = ['benchmarks', *{list(arguments)!r}]; command.main()"
+    return subprocess.run(
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=150
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "ratio", "met"),
+    [
+        (Result("a", 2.0, "s", baseline=4.0, goal=3.0), 0.5, True),
+        (Result("a", 2.0, "s", goal=1.0), None, False),
+        (Result("a", 2.0, "records/s", goal=1.0, more_is_better=True), None, True),
+        (Result("a", 2.0, "s"), None, None),
+        (Result("a", 2.0, "s", goal=3.0, resolved=False), None, None),
+    ],
+)
+def test_a_row_says_how_it_compares(result: Result, ratio: float | None, met: bool | None) -> None:
+    row = result.row()
+    assert list(row) == ["name", "value", "unit", "baseline", "goal", "ratio", "met"]
+    assert (row["ratio"], row["met"]) == (ratio, met)
+
+
+def test_a_failing_benchmark_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    target = tmp_path / "bench.json"
+    finished = run("--json", str(target), names=["no_such_module", "wire_codec"])
+    assert finished.returncode == 1
+    assert "no_such_module failed: ModuleNotFoundError" in finished.stdout
+    rows = json.loads(target.read_text())
+    assert {row["unit"] for row in rows} == {"B", "records/CPU-s"}
+
+
+def test_an_unknown_name_is_answered_with_those_there_are() -> None:
+    finished = run("hooks_unit_cost")
+    assert finished.returncode == 2
+    assert "hooks_unit_costs" in finished.stderr
+
+
+def test_a_benchmark_is_registered_by_being_there() -> None:
+    listed = subprocess.run(
+        [sys.executable, "-c", "from benchmarks.__main__ import names; print(*names())"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert {"hooks_unit_costs", "hooks_overhead", "wire_codec"} <= set(listed.stdout.split())

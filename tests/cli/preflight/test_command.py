@@ -1,0 +1,145 @@
+"""`paceline preflight` from its options to its exit status, with facts given by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from paceline_cli.main import main
+from paceline_cli.preflight.launch import AllNodes, Commands, EachNode
+from paceline_cli.preflight.survey import Survey, ask, forwarded
+from tests.cli.preflight.test_checks import eth0, node
+
+ROW = "1048576 262144 float sum -1 71.30 14.71 27.57 0 70.92 14.78 27.72 0\n"
+TABLE = "# size count type redop root time algbw busbw #wrong time algbw busbw #wrong\n" + ROW
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["preflight", *arguments])
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Facts of three nodes, the last with an MTU of its own."""
+    nodes = [node(0), node(1), eth0(mtu_bytes=1500.0)(node(2))]
+    paths = [tmp_path / f"{each.node}.json" for each in nodes]
+    for path, each in zip(paths, nodes, strict=True):
+        path.write_bytes(msgspec.json.encode(each))
+    return paths
+
+
+def options(files: list[Path]) -> list[str]:
+    return [word for path in files for word in ("--facts-file", str(path))]
+
+
+def test_a_failed_check_ends_with_one_and_says_what_to_do(files: list[Path]) -> None:
+    result = invoke(*options(files))
+    assert result.exit_code == 1, result.output
+    first, fix = result.output.splitlines()[:2]
+    assert first.split() == ["fail", "MTU", "node-2:", "1500", "bytes;", "others", "9000", "bytes"]
+    assert "ip link set dev" in fix
+
+
+def test_nodes_that_are_alike_end_with_zero(files: list[Path]) -> None:
+    assert invoke(*options(files[:2])).exit_code == 0
+
+
+def test_json_holds_checks_nodes_and_verdict(files: list[Path]) -> None:
+    told = json.loads(invoke("--json", *options(files)).stdout)
+    assert (told["schema"], told["verdict"]) == (1, "fail")
+    assert sum(told["counts"].values()) == len(told["checks"])
+    assert [each["node"] for each in told["nodes"]] == ["node-0", "node-1", "node-2"]
+    (mtu,) = [check for check in told["checks"] if check["name"] == "MTU"]
+    assert mtu["nodes"] == ["node-2"]
+
+
+def test_output_of_nccl_tests_is_judged_too(files: list[Path], tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.log", tmp_path / "bad.log"
+    good.write_text(TABLE)
+    bad.write_text(TABLE.replace("27.57 0", "27.57 9"))
+    assert invoke(*options(files[:2]), "--nccl-tests", str(good)).exit_code == 0
+    result = invoke(*options(files[:2]), "--nccl-tests", str(good), "--nccl-tests", str(bad))
+    assert result.exit_code == 1
+    assert "bad.log: 9 wrong values" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--nodes", "a,b", "--exec", "ssh"), "--exec needs {node}"),
+        (("--nodes", "a", "--launcher", "srun"), "--launcher knows its nodes itself"),
+        (("--nodes", ","), "--nodes takes names"),
+        (("--env", "NCCL_DEBUG"), "expected NAME=VALUE"),
+        (("--nccl-tests", "/nonexistent"), "does not exist"),
+    ],
+)
+def test_what_cannot_be_meant_ends_with_two(arguments: tuple[str, ...], words: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_a_program_that_is_not_there_is_told_in_one_sentence() -> None:
+    result = invoke("--nodes", "a", "--exec", "no-such-program {node}", "--no-benchmarks")
+    assert result.exit_code == 1
+    assert "no-such-program" in result.output
+
+
+def test_a_node_that_does_not_answer_fails_and_the_others_are_still_checked() -> None:
+    told = msgspec.json.encode(node(0)).decode()
+    script = f"import sys\nif sys.argv[1] == 'bad': sys.exit('no route')\nprint({told!r})"
+    reach = EachNode(("good", "bad"), f"{sys.executable} -c {_quoted(script)} {{node}}")
+    survey = ask(reach, ["facts"], Commands(), 20)
+    assert [each.node for each in survey.nodes] == ["good"]
+    assert survey.complaints == {"bad": "no route"}
+
+
+def test_who_does_not_answer_in_time_is_ended_with_its_children() -> None:
+    reach = EachNode(("slow",), "sh -c 'sleep 60 & wait'  {node}")
+    survey = ask(reach, [], Commands(), 0.3)
+    assert survey.complaints == {"slow": "no answer in time"}
+
+
+def test_a_launcher_tells_of_all_its_nodes_once() -> None:
+    lines = [f"task: {msgspec.json.encode(node(number)).decode()}" for number in (1, 0, 1)]
+    script = "print({!r})".format("\n".join(lines))
+    survey = ask(AllNodes(f"{sys.executable} -c {_quoted(script)}"), [], Commands(), 20)
+    assert [each.node for each in survey.nodes] == ["node-0", "node-1"]
+    assert survey.complaints == {}
+
+
+def test_a_clock_that_is_off_by_more_than_the_asking_took_is_named() -> None:
+    second_ns = 10**9
+    survey = Survey(
+        ahead_ns={
+            "quick": (-(10**7), 10**8),
+            "slow": (-(10**7), 9 * second_ns),  # took long to start: not ahead for that
+            "quick-too": (-(10**7), 10**8),
+            "off": (5 * second_ns, 6 * second_ns),
+        }
+    )
+    (check,) = [each for each in survey.checks() if each.name == "clocks alike"]
+    assert (check.status, check.nodes) == ("fail", ["off"])
+    assert "off: at least 5.0 s ahead" in check.evidence
+
+
+def test_ssh_is_given_one_word_that_its_shell_reads_as_ours() -> None:
+    command = EachNode(("n1",), "ssh {node}", quoted=True).command("n1", ["env", "A=b c", "x"])
+    assert command == ["ssh", "n1", "env 'A=b c' x"]
+
+
+def test_the_job_s_settings_are_handed_over_and_can_be_set() -> None:
+    here = {"NCCL_DEBUG": "INFO", "HOME": "/root"}
+    expected = ["env", "NCCL_DEBUG=INFO", "NCCL_IB_HCA=mlx5"]
+    assert forwarded(here, {"NCCL_IB_HCA": "mlx5"}) == expected
+    assert forwarded({}, {}) == []
+
+
+def _quoted(script: str) -> str:
+    """As a word of a template, in which braces stay as they are."""
+    return "'" + script.replace("'", "'\"'\"'") + "'"

@@ -1,0 +1,98 @@
+"""The tables of nccl-tests, as they are printed, cut short and mixed with launchers' prefixes."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline_cli.preflight.nccl_tests import Output, checks, parse
+from paceline_cli.preflight.verdict import Check
+
+HEADER = """\
+# nThread 1 nGpus 8 minBytes 1048576 maxBytes 8589934592 step: 2(factor) warmup iters: 5 iters: 20
+#
+# Using devices
+#  Rank  0 Group  0 Pid 166840 on     node-1 device  0 [0x07] NVIDIA H100 80GB HBM3
+#
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+"""  # noqa: E501
+ROWS = """\
+     1048576        262144     float     sum      -1    71.30   14.71   27.57      0    70.92   14.78   27.72      0
+     8388608       2097152     float     sum      -1    151.1   55.52  104.10      0    149.9   55.96  104.93      0
+   134217728      33554432     float     sum      -1    780.2  172.03  322.55      0    778.0  172.52  323.47      0
+  8589934592    2147483648     float     sum      -1    35211  243.96  457.42      0    35195  244.07  457.63      0
+"""  # noqa: E501
+FOOTER = "# Out of bounds values : 0 OK\n# Avg bus bandwidth    : 228.174\n#\n"
+WHOLE = "all_reduce_perf -b 1M -e 8G -f 2 -g 8\n" + HEADER + ROWS + FOOTER
+
+
+def judged(**outputs: str) -> dict[str, Check]:
+    return {check.name: check for check in checks({n: parse(t) for n, t in outputs.items()})}
+
+
+def test_a_table_is_read() -> None:
+    output = parse(WHOLE)
+    assert len(output.rows) == 8
+    last = output.rows[-1]
+    assert (last.size_bytes, last.in_place, last.wrong) == (8_589_934_592, True, 0)
+    assert last.bus_gigabytes_per_second == 457.63
+    assert last.time_seconds == pytest.approx(0.035195)
+    assert (output.test, output.out_of_bounds) == ("all_reduce_perf", 0)
+    assert output.average_gigabytes_per_second == 228.174
+    assert all(check.status == "pass" for check in judged(a=WHOLE).values())
+
+
+@pytest.mark.parametrize("prefix", ["[1,0]<stdout>:", "0: ", ""])
+def test_launchers_prefixes_are_left_out(prefix: str) -> None:
+    text = "\n".join(prefix + each for each in WHOLE.splitlines())
+    assert parse(text).rows == parse(WHOLE).rows
+
+
+def test_columns_are_found_by_name() -> None:
+    old = (
+        "#       size         count    type   redop     time   algbw   busbw  error     time   "
+        "algbw   busbw  error\n"
+        "     1048576        262144   float     sum    71.30   14.71   27.57  0e+00    70.92   "
+        "14.78   27.72    N/A\n"
+    )
+    first, second = parse(old).rows
+    assert (first.bus_gigabytes_per_second, first.wrong) == (27.57, 0)
+    assert (second.bus_gigabytes_per_second, second.wrong) == (27.72, None)
+
+
+def test_a_log_that_is_cut_short_gives_what_is_there() -> None:
+    assert len(parse(WHOLE[: WHOLE.index("322.55")]).rows) == 4
+
+
+def test_wrong_values_fail() -> None:
+    check = judged(a=WHOLE.replace("104.10      0", "104.10    512"))["nccl-tests results"]
+    assert (check.status, check.nodes) == ("fail", ["a"])
+    assert "512 wrong values" in check.evidence
+
+
+def test_bandwidth_that_falls_with_the_size_is_told() -> None:
+    check = judged(a=WHOLE.replace("322.55", "60.15"))["nccl-tests curve"]
+    assert check.status == "warn"
+    assert "60.15 GB/s at 134217728 bytes out of place, 104.1 before" in check.evidence
+
+
+def test_the_slow_one_of_several_files_is_named() -> None:
+    slow = WHOLE.replace("457.42", "301.00").replace("457.63", "302.00").replace("323.47", "301.0")
+    slow = slow.replace("322.55", "300.00")
+    check = judged(a=WHOLE, b=slow, c=WHOLE)["nccl-tests bandwidth"]
+    assert (check.status, check.nodes) == ("fail", ["b"])
+
+
+def test_different_tests_are_not_compared() -> None:
+    other = WHOLE.replace("all_reduce_perf", "alltoall_perf").replace("457", "45")
+    assert judged(a=WHOLE, b=other)["nccl-tests bandwidth"].status == "skip"
+
+
+def test_what_is_no_table_fails_with_its_own_words() -> None:
+    text = "node-1: Test NCCL failure common.cu:958 'unhandled system error' \n"
+    check = judged(a=text)["nccl-tests read"]
+    assert check.status == "fail"
+    assert "unhandled system error" in check.evidence
+    assert judged(a="")["nccl-tests read"].status == "fail"
+    assert parse("") == Output(None, [], None, None, [])

@@ -1,0 +1,91 @@
+"""The API client: pages, events, and errors that say what to do; against a real HTTP server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+import click
+import pytest
+
+from paceline_cli.client import Client
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Two pages of jobs, one stream of events, and refusals."""
+
+    event_requests: list[str | None]
+
+    def do_GET(self) -> None:
+        url = urlparse(self.path)
+        cursor = parse_qs(url.query).get("cursor", [""])[0]
+        if url.path == "/api/v1/jobs":
+            page = {"items": [cursor or "first"], "next_cursor": None if cursor else "second"}
+            self._answer(200, page)
+        elif url.path == "/api/v1/events":
+            type(self).event_requests.append(self.headers.get("Last-Event-ID"))
+            body = b': hello\n\nid: 7\nevent: job\ndata: {"state":\ndata: "running"}\n\n'
+            self._send(200, body, "text/event-stream")
+        elif url.path == "/api/v1/locked":
+            self._answer(401, {"detail": "a token is needed"})
+        else:
+            self._send(500, b"<html>boom</html>", "text/html")
+
+    def _answer(self, status: int, body: Any) -> None:
+        self._send(status, json.dumps(body).encode(), "application/json")
+
+    def _send(self, status: int, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    Handler.event_requests = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    with Client(f"http://127.0.0.1:{server.server_port}/") as made:
+        yield made
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_list_is_read_page_after_page(client: Client) -> None:
+    assert client.items("/jobs") == ["first", "second"]
+
+
+def test_events_resume_after_the_last_one_seen(client: Client) -> None:
+    events = client.events("job-1")
+    assert next(events) == ("job", {"state": "running"})
+    assert next(events) == ("job", {"state": "running"})
+    assert Handler.event_requests == [None, "7"]
+
+
+def test_a_missing_token_is_named_with_its_remedy(client: Client) -> None:
+    with pytest.raises(click.ClickException, match=r"401: a token is needed Give one with --token"):
+        client.get("/locked")
+
+
+def test_an_answer_that_is_not_ours_is_shown(client: Client) -> None:
+    with pytest.raises(click.ClickException, match="500: <html>boom"):
+        client.get("/elsewhere")
+
+
+def test_no_server_says_how_to_start_one() -> None:
+    with (
+        Client("http://127.0.0.1:9") as nobody,
+        pytest.raises(click.ClickException, match="Is `paceline server` running there"),
+    ):
+        nobody.get("/jobs")

@@ -1,0 +1,130 @@
+"""The whole product: the demo as a newcomer starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline_cli.demo.cluster import MARK
+from paceline_cli.demo.faults import descendants
+
+DEMO = (sys.executable, "-m", "paceline_cli", "demo", "--port", "0")
+LEDGER_PARTS = (
+    *("compute", "communication", "bubble", "data_wait", "optimizer", "checkpoint"),
+    *("lost", "restart", "startup", "idle"),
+)
+
+
+def run_demo(report: Path, *options: str) -> dict[str, object]:
+    """Run to the end; fails with what was printed unless the status is 0."""
+    ended = subprocess.run(
+        [*DEMO, "--exit", "--report", str(report), *options],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    written: dict[str, object] = json.loads(report.read_text())
+    return written
+
+
+@pytest.mark.timeout(660)
+def test_every_fault_is_found_named_and_repaired(tmp_path: Path) -> None:
+    report = run_demo(tmp_path / "demo.json", "--faults", "throttle:1,crash:5,hang:0")
+
+    throttle, crash, hang = report["faults"]  # type: ignore[misc]
+    assert throttle["verdict"]["rank"] == 2
+    assert throttle["verdict"]["node"] == 1
+    assert throttle["verdict"]["cause"] == "thermal throttle"
+    assert throttle["lost_steps"] == 0
+    assert crash["verdict"]["rank"] == 5
+    assert hang["verdict"]["rank"] == 0
+    assert all(fault["correct"] and fault["resumed_at"] for fault in (throttle, crash, hang))
+    assert report["findings_while_healthy"] == 0
+    assert report["restarts"] == 3
+    assert report["orphans"] == 0
+    losses, ledger = report["losses"], report["ledger"]
+    assert losses["last"] < losses["first"]  # type: ignore[index]
+    parts = sum(ledger[f"{part}_seconds"] for part in LEDGER_PARTS)  # type: ignore[index]
+    assert parts == pytest.approx(ledger["wall_seconds"], rel=1e-6)  # type: ignore[index]
+
+
+def marked(mark: bytes) -> list[int]:
+    """Live processes whose environment carries `mark`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture
+def running_demo() -> Iterator[tuple[subprocess.Popen[str], bytes]]:
+    """A demo whose ranks are up, and the mark of its processes."""
+    process = subprocess.Popen([*DEMO, "--faults", "none"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    mark = b""
+    try:
+        for line in process.stdout:
+            if "training:" in line:
+                break
+        child = descendants(process.pid)[0]
+        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        mark = next(item for item in environment if item.startswith(MARK.encode()))
+        yield process, mark
+    finally:
+        for pid in (process.pid, *(marked(mark) if mark else ())):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_is_left_however_the_demo_ends(
+    running_demo: tuple[subprocess.Popen[str], bytes], number: signal.Signals
+) -> None:
+    process, mark = running_demo
+    assert len(marked(mark)) > 10  # server, agents, guards, ranks
+    process.send_signal(number)
+    deadline = time.monotonic() + 30
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == []
+
+
+@pytest.mark.campaign
+def test_a_healthy_minute_has_no_finding(tmp_path: Path) -> None:
+    report = run_demo(tmp_path / "demo.json", "--faults", "none")
+    assert report["findings_while_healthy"] == 0
+    assert report["restarts"] == 0
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--faults", "throttle:0,node-loss:3,slow-data:6"),
+        ("--faults", "throttle,crash,hang", "--schedule", "gpipe", "--seed", "7"),
+        ("--faults", "crash,hang", "--dp", "1", "--pp", "2", "--tp", "1"),
+        ("--faults", "throttle:2,crash:1", "--mode", "approve"),
+        ("--faults", "throttle:3,hang:4", "--mode", "observe"),
+    ],
+    ids=" ".join,
+)
+def test_other_demos_succeed(tmp_path: Path, options: tuple[str, ...]) -> None:
+    run_demo(tmp_path / "demo.json", *options)

@@ -1,0 +1,169 @@
+"""Naming, aiming and judging faults, and what counts as success."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from paceline_cli.demo import faults
+from paceline_cli.demo.cluster import Cluster, Node, free_port, remove_rings_of_the_dead
+from paceline_cli.demo.report import DemoReport, FaultReport
+
+
+def test_a_list_of_faults_is_parsed() -> None:
+    assert faults.parse("throttle:1, crash:7,hang", 8, 4) == [
+        faults.Request("throttle", 1),
+        faults.Request("crash", 7),
+        faults.Request("hang", None),
+    ]
+    assert faults.parse("none", 8, 4) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("melt", "'melt' is none of throttle"),
+        ("throttle:4", "NODE must be a number in 0..3"),
+        ("crash:8", "RANK must be a number in 0..7"),
+        ("crash:-1", "RANK must be a number in 0..7"),
+        ("hang:x", "RANK must be a number in 0..7"),
+    ],
+)
+def test_a_wrong_fault_says_what_was_expected(text: str, message: str) -> None:
+    with pytest.raises(click.BadParameter, match=message):
+        faults.parse(text, 8, 4)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    made = Cluster(3, 0)
+    made.nodes = [Node(number, tmp_path / str(number)) for number in range(3)]
+    for node in made.nodes:
+        node.directory.mkdir()
+    return made
+
+
+def ranks(pid: int = 1) -> list[dict[str, Any]]:
+    """Ranks 0..3 on nodes 0 and 2."""
+    return [
+        {"rank": rank, "node": f"node-{rank // 2 * 2}", "local_rank": rank % 2, "pid": pid}
+        for rank in range(4)
+    ]
+
+
+def test_a_node_fault_hits_the_first_rank_of_the_node(cluster: Cluster) -> None:
+    fault = faults.aim(faults.Request("node-loss", 2), cluster, ranks(), random.Random(0))
+    assert (fault.rank, fault.node.number, fault.local_rank) == (2, 2, 0)
+
+
+def test_an_unnamed_target_is_chosen_by_the_seed(cluster: Cluster) -> None:
+    def chosen(seed: int) -> int:
+        request = faults.Request("crash", None)
+        return faults.aim(request, cluster, ranks(), random.Random(seed)).target
+
+    assert chosen(3) == chosen(3)
+    assert {chosen(seed) for seed in range(20)} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (faults.Request("node-loss", 1), r"node 1 is not in the job now; it has nodes \[0, 2\]"),
+        (faults.Request("throttle", 0), "without emulated GPU telemetry"),
+    ],
+)
+def test_a_fault_that_cannot_hit_says_why(
+    cluster: Cluster, request_: faults.Request, message: str
+) -> None:
+    with pytest.raises(faults.NotInjectableError, match=message):
+        faults.aim(request_, cluster, ranks(), random.Random(0))
+
+
+def test_crash_and_hang_signal_the_very_process(cluster: Cluster) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        hang = faults.aim(faults.Request("hang", 3), cluster, ranks(process.pid), random.Random(0))
+        faults.inject(hang)
+        waited, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert waited == process.pid
+        assert os.WIFSTOPPED(status)
+        crash = faults.aim(
+            faults.Request("crash", 3), cluster, ranks(process.pid), random.Random(0)
+        )
+        faults.inject(crash)
+        assert process.wait() == -signal.SIGKILL
+
+
+def test_slow_data_is_written_and_lifted(cluster: Cluster) -> None:
+    fault = faults.aim(faults.Request("slow-data", 3), cluster, ranks(), random.Random(0))
+    faults.inject(fault)
+    written = cluster.nodes[2].directory / "faults.json"
+    (entry,) = json.loads(written.read_text())
+    assert (entry["kind"], entry["local_rank"]) == ("slow_data", 1)
+    faults.lift(fault, cluster)
+    assert not written.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "right"),
+    [
+        ({}, True),
+        ({"rank": 0}, False),
+        ({"node": 0}, False),
+        ({"cause": "unknown"}, False),
+        ({"kind": "hang"}, False),
+    ],
+)
+def test_a_verdict_must_name_kind_rank_node_and_cause(
+    cluster: Cluster, change: dict[str, Any], right: bool
+) -> None:
+    fault = faults.aim(faults.Request("crash", 2), cluster, ranks(), random.Random(0))
+    verdict = {"kind": "failure", "rank": 2, "node": 2, "cause": "killed by SIGKILL"}
+    assert faults.correct(fault, {**verdict, **change}) is right
+
+
+def repaired() -> FaultReport:
+    return FaultReport("crash", 2, correct=True, resumed_at="2026-01-01T00:00:00+00:00")
+
+
+@pytest.mark.parametrize(
+    ("report", "success"),
+    [
+        (DemoReport(faults=[repaired()]), True),
+        (DemoReport(faults=[]), True),
+        (DemoReport(faults=[repaired(), FaultReport("hang", 1)]), False),
+        (DemoReport(faults=[FaultReport("hang", 1, correct=True)]), False),
+        (DemoReport(faults=[FaultReport("hang", 1, correct=True)], mode="observe"), True),
+        (DemoReport(faults=[repaired()], findings_while_healthy=1), False),
+        (DemoReport(faults=[repaired()], orphans=1), False),
+        (DemoReport(faults=[repaired()], failure="the server did not start"), False),
+    ],
+)
+def test_success_means_found_repaired_and_nothing_else(report: DemoReport, success: bool) -> None:
+    assert report.succeeded() is success
+
+
+def test_a_taken_port_is_not_used() -> None:
+    first = free_port(0)
+    assert free_port(first) == first
+
+
+def test_only_what_a_dead_demo_left_is_removed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        dead.wait()
+    for owner in (dead.pid, os.getpid()):
+        (tmp_path / f"paceline-demo-{owner}-x" / "node-0").mkdir(parents=True)
+    (tmp_path / "paceline-demo-notes").mkdir()
+    remove_rings_of_the_dead(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"paceline-demo-{os.getpid()}-x",
+        "paceline-demo-notes",
+    }

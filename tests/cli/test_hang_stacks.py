@@ -1,0 +1,103 @@
+"""A real hang: two training processes, one stuck in its data loader behind a lock, all online."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline_cli.demo.cluster import Cluster
+
+TRAINER = """
+import os, threading
+import torch
+import torch.distributed as dist
+import paceline
+
+dist.init_process_group("gloo")
+paceline.init()
+rank, generation = dist.get_rank(), int(os.environ["PACELINE_GENERATION"])
+lock = threading.Lock()
+
+def reads_the_next_batch(step):
+    with lock:
+        return torch.ones(8)
+
+def batches():
+    for step in range(100_000):
+        if step == 60 and rank == 1 and generation == 1:
+            lock.acquire()  # and nobody will ever release it
+        yield reads_the_next_batch(step)
+
+for step, batch in paceline.steps(enumerate(batches())):
+    threading.Event().wait(0.02)
+    dist.all_reduce(batch)
+"""
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    started = Cluster(node_count=1, port=0)
+    try:
+        started.start()
+        yield started
+    finally:
+        orphans = started.close()
+        started.remove_logs()
+    assert orphans == 0
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what}"
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_the_stack_of_the_culprit_is_taken_before_the_restart(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINER)
+    with httpx.Client(base_url=f"{cluster.url}/api/v1", trust_env=False, timeout=20) as client:
+        job = {
+            "name": "stuck",
+            "argv": [sys.executable, str(script)],
+            "topology": {"dp": 2, "pp": 1, "tp": 1},
+        }
+        job_id = client.post("/jobs", json=job).raise_for_status().json()["id"]
+
+        def get(path: str) -> Any:
+            return client.get(path).raise_for_status().json()
+
+        (listed,) = wait_for(lambda: get(f"/incidents?job={job_id}")["items"], "the hang", 120)
+        wait_for(lambda: get(f"/jobs/{job_id}")["generation"] == 2, "the restart")
+        incident = get(f"/incidents/{listed['id']}")
+        client.post(f"/jobs/{job_id}/stop").raise_for_status()
+
+        assert (incident["kind"], incident["rank"], incident["side"]) == ("hang", 1, "host")
+        assert incident["cause"] == "stuck in data loading"
+        assert "reads_the_next_batch" in incident["summary"]
+        stacks = {one["rank"]: one for one in incident["stacks"]}
+        culprit, witness = (stacks[rank]["threads"][0]["frames"] for rank in (1, 0))
+        assert (culprit[0]["function"], culprit[0]["line"]) == ("reads_the_next_batch", 13)
+        assert "all_reduce" in {frame["function"] for frame in witness}
+        shown = subprocess.run(
+            [
+                *(sys.executable, "-m", "paceline_cli", "incidents", "--server", cluster.url),
+                *("show", incident["id"]),
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert "Rank 1, thread MainThread:\n    reads_the_next_batch  " in shown
+        wait_for(lambda: get(f"/jobs/{job_id}")["state"] == "stopped", "the end")

@@ -1,0 +1,101 @@
+"""The command line: help that teaches, extras that are missing, bad input in one sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from paceline_cli import render
+from paceline_cli.commands.run import describe
+from paceline_cli.main import COMMANDS, main
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(main, list(arguments))
+    return result.output
+
+
+def test_help_names_every_command_and_where_to_begin() -> None:
+    shown = invoke("--help")
+    assert all(name in shown for name in COMMANDS)
+    assert "Begin with `paceline demo`" in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str) -> None:
+    result = CliRunner().invoke(main, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    assert "Usage:" in result.output
+
+
+def test_a_missing_extra_is_named() -> None:
+    code = (
+        "import sys; sys.modules['fastapi'] = None\n"
+        "from paceline_cli.main import run_main; run_main(['server', '--help'])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "pip install 'paceline[server]'" in ended.stderr
+
+
+def test_the_thin_client_loads_no_server_or_agent() -> None:
+    code = (
+        "import sys\nfrom click.testing import CliRunner\nfrom paceline_cli.main import main\n"
+        "CliRunner().invoke(main, ['jobs', '--help'])\n"
+        "print([m for m in ('fastapi', 'sqlalchemy', 'numpy', 'torch', 'pynvml') "
+        "if m in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tp", "3"), "expected 1, 2, 4 or 8"),
+        (("--dp", "8", "--pp", "8"), "one machine takes at most 32"),
+        (("--faults", "crash:8"), "RANK must be a number in 0..7"),
+    ],
+)
+def test_the_demo_refuses_what_it_cannot_do_before_it_starts(
+    options: tuple[str, ...], message: str
+) -> None:
+    assert message in invoke("demo", *options)
+
+
+def test_run_wants_name_equals_value() -> None:
+    shown = invoke("run", "--environment", "DEBUG", "--", "python", "train.py")
+    assert "expected NAME=VALUE, got 'DEBUG'" in shown
+
+
+def test_jobs_without_a_server_fails_in_one_sentence() -> None:
+    result = CliRunner().invoke(main, ["jobs", "--server", "http://127.0.0.1:9"])
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: no answer from http://127.0.0.1:9")
+
+
+def test_a_job_is_described_in_one_line() -> None:
+    job = {"state": "running", "step": 7, "loss": 2.5, "verdict": {"text": "All ranks are even."}}
+    assert describe(job) == "[running]  step 7  loss 2.5000  All ranks are even."
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(None, None), (0.34, "340 ms"), (5.254, "5.25 s"), (65, "1 min 05 s"), (7300, "2 h 01 min")],
+)
+def test_seconds_are_readable(value: float | None, shown: str | None) -> None:
+    assert render.seconds(value) == shown
+
+
+def test_an_empty_table_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    render.show_table(("A",), [], "Nothing yet. Start one.")
+    assert capsys.readouterr().out == "Nothing yet. Start one.\n"
+
+
+def test_markup_in_data_is_shown_as_it_is() -> None:
+    assert render.cell("[red]x[/red]") == "\\[red]x\\[/red]"
+    assert isinstance(main, click.Group)

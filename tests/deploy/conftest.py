@@ -1,0 +1,6 @@
+"""The fake node of the benchmarks is imported from the checkout."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2]))

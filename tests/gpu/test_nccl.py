@@ -1,0 +1,69 @@
+"""NCCL in a group of one rank, and a trainer's step, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from paceline_wire.ring import RingReader
+from paceline_wire.spans import Flag, Op, Span, unpack
+
+COLLECTIVES = """
+import os, torch, torch.distributed as dist
+import paceline
+torch.cuda.set_device(0)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1,
+                        device_id=torch.device("cuda", 0))
+paceline.init()
+tensor = torch.ones(1000, device="cuda")
+for step in paceline.steps(range(4)):
+    dist.all_reduce(tensor)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert isinstance(work, dist.Work)
+    work.wait()
+    gathered = torch.zeros(1000, device="cuda")
+    dist.all_gather_single(gathered, tensor)
+    dist.barrier()
+    torch.cuda.synchronize()
+paceline.finish()
+dist.destroy_process_group()
+"""
+
+
+def run(arguments: list[str], directory: Path) -> list[Span]:
+    finished = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PACELINE_RING_DIRECTORY": str(directory)},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return list(unpack(RingReader(directory / "local.g0.r0.ring").read()))
+
+
+def test_collectives_are_timed_on_the_device(tmp_path: Path) -> None:
+    spans = run(["-c", COLLECTIVES], tmp_path)
+    # From the second step on: the device is found at the first boundary where it is in use.
+    second = [span for span in spans if span.step == 2]
+    reduced = [span for span in second if span.op == Op.ALL_REDUCE]
+    assert {span.bytes for span in reduced} == {4000}
+    assert all(span.flags & Flag.DEVICE for span in reduced)
+    blocking = [span for span in reduced if span.flags == Flag.DEVICE]
+    launched = [span for span in reduced if span.flags & Flag.ASYNC]
+    assert len(blocking) == len(launched) == 1
+    assert launched[0].sequence == blocking[0].sequence + 1
+    assert [span.op for span in second].count(Op.ALL_GATHER) == 1
+    assert [span.op for span in second].count(Op.BARRIER) == 1
+
+
+def test_the_reference_trainer_is_timed_on_the_device(tmp_path: Path) -> None:
+    options = ["--steps", "4", "--device", "cuda", "--global-batch-size", "8"]
+    spans = run(["-m", "paceline_trainer", *options], tmp_path)
+    assert [span.step for span in spans if span.op == Op.STEP] == [0, 1, 2, 3]
+    for op in (Op.FORWARD, Op.BACKWARD):
+        timed = [span for span in spans if span.op == op and span.step == 1]
+        assert sorted({span.microbatch for span in timed}) == [0, 1, 2, 3]
+        assert all(span.flags & Flag.DEVICE and span.duration_ns > 0 for span in timed)

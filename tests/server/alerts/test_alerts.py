@@ -1,0 +1,221 @@
+"""What receivers hear, over real HTTP: each thing at least once, in order, and its end."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgspec
+import pytest
+from sqlalchemy import select
+
+from paceline_server.act.announce import announce, incident_alert
+from paceline_server.decide.types import IncidentView, JobSpec, Policy
+from paceline_server.detect.finding import Finding
+from paceline_server.steps.types import Ledger
+from paceline_server.store.database import Database
+from paceline_server.store.models import Incident, Job, OutboxRow
+from paceline_wire.topology import Topology
+
+
+@dataclass
+class Listener:
+    """Records what is posted; answers with the statuses it is told, then 200."""
+
+    statuses: list[int] = field(default_factory=list)
+    heard: list[tuple[str, dict[str, str], Any]] = field(default_factory=list)
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    told = Listener()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status = told.statuses.pop(0) if told.statuses else 200
+            told.heard.append((self.path, dict(self.headers), body))
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    told.port = httpd.server_port
+    thread = threading.Thread(target=httpd.serve_forever)
+    thread.start()
+    yield told
+    httpd.shutdown()
+    httpd.server_close()
+    thread.join()
+
+
+def view(state: Any = "open", severity: str = "warning", **fields: Any) -> IncidentView:
+    finding = Finding(
+        kind="straggler",
+        cause="thermal throttle",
+        fingerprint="f",
+        summary="Rank 2 is slow.",
+        detected_ns=time.time_ns(),
+        generation=1,
+        rank=2,
+        node="node-1",
+        severity=severity,
+    )
+    opened = time.time_ns()
+    return IncidentView(
+        incident_id="inc-1", finding=finding, state=state, opened_ns=opened, **fields
+    )
+
+
+def tell(
+    database: Database, receiver: str, before: IncidentView | None, after: IncidentView
+) -> None:
+    alert = incident_alert("job-1", "toy", before, after)
+    if alert is not None:
+        with database.write() as session:
+            announce(session, [receiver], alert, after.incident_id, time.time_ns())
+
+
+def outbox(database: Database) -> list[OutboxRow]:
+    with database.read() as session:
+        return list(session.scalars(select(OutboxRow).order_by(OutboxRow.id)))
+
+
+def test_a_webhook_hears_of_opening_and_end_in_order(
+    run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
+) -> None:
+    database = run_server(webhook_url=f"{listener.url}/hook").program.database
+    opened = view()
+    resolved = msgspec.structs.replace(opened, state="resolved", resolved_ns=time.time_ns())
+    tell(database, "webhook", None, opened)
+    tell(database, "webhook", opened, opened)  # nothing new
+    tell(database, "webhook", opened, resolved)
+    wait_for(lambda: len(listener.heard) == 2, "two posts")
+    assert [(path, body["event"]) for path, _, body in listener.heard] == [
+        ("/hook", "opened"),
+        ("/hook", "resolved"),
+    ]
+    assert listener.heard[0][2]["incident"]["finding"]["rank"] == 2
+    wait_for(lambda: all(row.finished_ns for row in outbox(database)), "both delivered")
+
+
+def test_a_receiver_that_is_down_gets_the_same_thing_again(
+    run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
+) -> None:
+    listener.statuses = [503]
+    database = run_server(webhook_url=listener.url).program.database
+    opened = view()
+    tell(database, "webhook", None, opened)
+    tell(database, "webhook", opened, msgspec.structs.replace(opened, state="mitigating"))
+    wait_for(lambda: len(listener.heard) == 3, "the repetition")
+    keys = [headers["Idempotency-Key"] for _, headers, _ in listener.heard]
+    assert keys[0] == keys[1] != keys[2]
+    assert [body["event"] for _, _, body in listener.heard] == ["opened", "opened", "updated"]
+
+
+def test_what_a_receiver_refuses_does_not_hold_up_the_rest(
+    run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
+) -> None:
+    listener.statuses = [400]
+    database = run_server(webhook_url=listener.url).program.database
+    opened = view()
+    tell(database, "webhook", None, opened)
+    tell(database, "webhook", opened, msgspec.structs.replace(opened, state="resolved"))
+    wait_for(lambda: len(listener.heard) == 2, "the second")
+    wait_for(lambda: all(row.finished_ns for row in outbox(database)), "the end")
+    assert outbox(database)[0].error == "answered 400"
+
+
+def test_alertmanager_fires_moves_with_the_severity_and_resolves(
+    run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
+) -> None:
+    settings = {"alertmanager_url": listener.url, "external_url": "https://paceline.example"}
+    database = run_server(**settings).program.database
+    opened = view()
+    worse = msgspec.structs.replace(
+        opened, finding=msgspec.structs.replace(opened.finding, severity="critical")
+    )
+    resolved = msgspec.structs.replace(worse, state="resolved", resolved_ns=worse.opened_ns + 5)
+    tell(database, "alertmanager", None, opened)
+    tell(database, "alertmanager", opened, worse)
+    tell(database, "alertmanager", worse, resolved)
+    wait_for(lambda: len(listener.heard) == 3, "three pushes")
+    assert {path for path, _, _ in listener.heard} == {"/api/v2/alerts"}
+    first, second, third = (body for _, _, body in listener.heard)
+    assert first[0]["labels"] == {
+        "alertname": "PacelineStraggler",
+        "severity": "warning",
+        "job_id": "job-1",
+        "job_name": "toy",
+        "incident": "inc-1",
+    }
+    assert first[0]["annotations"]["cause"] == "thermal throttle"
+    assert first[0]["endsAt"] > first[0]["startsAt"]
+    assert first[0]["generatorURL"] == "https://paceline.example/jobs/job-1"
+    assert [alert["labels"]["severity"] for alert in second] == ["critical", "warning"]
+    assert second[1]["endsAt"] < second[0]["endsAt"], "the old one ends"
+    assert third[0]["endsAt"][:19] == third[0]["startsAt"][:19]
+
+
+def test_what_still_fires_is_pushed_again(
+    run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
+) -> None:
+    server = run_server(alertmanager_url=listener.url, alert_repeat_seconds=0.3)
+    topology = Topology(1, 1, 1)
+    job = Job(
+        id="job-1",
+        name="toy",
+        spec=JobSpec(name="toy", argv=["true"], topology=topology),
+        policy=Policy(),
+        state="finished",
+        generation=1,
+        topology=topology,
+        created_ns=1,
+        stop_requested=False,
+        cursor=0,
+        ledger=Ledger(),
+    )
+    incident = view()
+    row = Incident(
+        id="inc-1",
+        job_id="job-1",
+        kind="straggler",
+        severity="warning",
+        state="open",
+        opened_ns=incident.opened_ns,
+        view=incident,
+    )
+    with server.program.database.write() as session:
+        session.add(job)
+        session.flush()
+        session.add(row)
+    wait_for(lambda: len(listener.heard) >= 2, "two reminders")
+    ends = [body[0]["endsAt"] for _, _, body in listener.heard]
+    assert ends == sorted(set(ends))
+
+
+def test_two_servers_deliver_each_thing_once(
+    run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
+) -> None:
+    database = run_server(webhook_url=listener.url).program.database
+    run_server(webhook_url=listener.url)
+    state: IncidentView | None = None
+    for number in range(6):
+        new = view("open" if number % 2 else "mitigating")
+        tell(database, "webhook", state, new)
+        state = new
+    wait_for(lambda: all(row.finished_ns for row in outbox(database)), "all")
+    keys = [headers["Idempotency-Key"] for _, headers, _ in listener.heard]
+    assert len(keys) == len(set(keys)) == 6

@@ -1,0 +1,346 @@
+"""The HTTP interface of a running server: resources, errors, scopes, pages."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from simulated_node import hello, post_job
+from sqlalchemy import select
+
+from paceline_server.decide.types import ActionView, IncidentView
+from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.steps.types import RankStep, StageBubble, StepSummary
+from paceline_server.store.models import Action, AuditRow, Base, Incident, Job, Node
+from paceline_server.store.shares import rows_of
+from paceline_server.store.tokens import Scope, create_token, revoke_token
+
+NOW = time.time_ns()
+
+
+@pytest.fixture
+def server(run_server: Callable[..., Any]) -> Any:
+    """Without a worker, so that what a test puts there stays as it is."""
+    return run_server(role="api")
+
+
+@pytest.fixture
+def client(server: Any) -> Any:
+    return server.client
+
+
+def put(server: Any, *rows: Any) -> None:
+    with server.program.database.write() as session:
+        session.add_all(rows)
+
+
+def incident(job_id: str, number: int, state: Any = "open") -> Incident:
+    finding = Finding(
+        kind="straggler",
+        cause="thermal throttle",
+        fingerprint=f"f{number}",
+        summary="Rank 2 is 2.5x slower: thermal throttle on node-1.",
+        detected_ns=NOW + number,
+        generation=1,
+        rank=2,
+        slowdown=2.5,
+        cost_ratio=float("nan"),
+        evidence=[Evidence("SM clock fell", "DCGM_FI_DEV_SM_CLOCK", 795.0, 1980.0)],
+    )
+    view = IncidentView(
+        incident_id=f"inc-{number}", finding=finding, state=state, opened_ns=NOW + number
+    )
+    return Incident(
+        id=view.incident_id,
+        job_id=job_id,
+        kind=finding.kind,
+        severity=finding.severity,
+        state=state,
+        opened_ns=view.opened_ns,
+        view=view,
+    )
+
+
+def action(job_id: str, number: int = 1) -> Action:
+    view = ActionView(
+        action_id=f"act-{number}",
+        kind="restart",
+        state="proposed",
+        reason="Restart without node-1.",
+        generation=1,
+        created_ns=NOW + number,
+        parameters={"secret": 1},
+    )
+    return Action(
+        id=view.action_id,
+        job_id=job_id,
+        kind=view.kind,
+        state=view.state,
+        created_ns=view.created_ns,
+        version=1,
+        noticed=True,
+        view=view,
+    )
+
+
+def step(job_id: str, number: int, generation: int = 1, slowdown: float = 1.0) -> list[Base]:
+    shares = [
+        RankStep(0, 0.5, 0.3, 0.3, 0.1, 0.0, 0.05, 0.0, 0.01, 0.0, 0.0, 1.0),
+        RankStep(1, 0.5, 0.3, 0.3, 0.1, 0.0, 0.05, 0.0, 0.01, 0.0, 0.0, slowdown),
+    ]
+    summary = StepSummary(
+        generation=generation,
+        step=number,
+        started_ns=NOW,
+        duration_seconds=0.5,
+        loss=float("nan"),
+        ranks=shares,
+        bubbles=[StageBubble(0, 0.2, None)],
+        slowest_rank=1,
+    )
+    return [table(**row) for table, row in rows_of(job_id, summary).items()]
+
+
+def test_a_job_is_created_pending_and_listed_newest_first(client: httpx.Client) -> None:
+    ids = [post_job(str(client.base_url).rstrip("/"), dp=1) for _ in range(3)]
+    job = client.get(f"/api/v1/jobs/{ids[0]}").json()
+    assert (job["state"], job["verdict"]["kind"]) == ("pending", "starting")
+    page = client.get("/api/v1/jobs", params={"limit": 2}).json()
+    rest = client.get("/api/v1/jobs", params={"limit": 2, "cursor": page["next_cursor"]}).json()
+    assert [each["id"] for each in page["items"] + rest["items"]] == ids[::-1]
+    assert rest["next_cursor"] is None
+
+
+ERRORS: list[tuple[str, str, Any, int, str]] = [
+    ("GET", "/api/v1/jobs/nope", None, 404, "no job 'nope'"),
+    ("GET", "/api/v1/jobs/a%00b/ranks", None, 404, "no job"),
+    ("GET", "/api/v1/incidents/nope", None, 404, "no incident"),
+    ("GET", "/api/v1/actions/nope", None, 404, "no action"),
+    ("POST", "/api/v1/actions/nope/approve", None, 404, "no action"),
+    ("POST", "/api/v1/nodes/nope/release", None, 404, "no node"),
+    ("POST", "/api/v1/jobs/nope/stop", None, 404, "no job"),
+    ("GET", "/api/v1/events?job=nope", None, 404, "no job"),
+    ("GET", "/api/v1/jobs?cursor=%21%21", None, 400, "next_cursor"),
+    ("GET", "/api/v1/jobs?cursor=bm8", None, 400, "next_cursor"),
+    ("GET", "/api/v1/jobs?limit=0", None, 422, "limit"),
+    ("GET", "/api/v1/incidents?state=weird", None, 422, "state"),
+    ("POST", "/api/v1/jobs", {"name": "x"}, 422, "argv"),
+    ("POST", "/api/v1/jobs", {"name": "x" * (2 << 20)}, 413, "at most"),
+    ("GET", "/api/v1/nothing", None, 404, "Not Found"),
+    ("DELETE", "/api/v1/jobs", None, 405, "Method"),
+]
+
+
+def test_errors_are_problems_with_a_sentence(client: httpx.Client) -> None:
+    for method, path, body, status, says in ERRORS:
+        answer = client.request(method, path, json=body)
+        assert answer.status_code == status, (path, answer.text)
+        assert answer.headers["content-type"] == "application/problem+json"
+        problem = answer.json()
+        assert problem["status"] == status
+        assert says in problem["detail"], path
+
+
+def test_text_that_no_database_holds_is_refused(client: httpx.Client) -> None:
+    body = {"name": "x", "argv": ["true"], "topology": {"dp": 1, "pp": 1, "tp": 1}}
+    for field in ("name", "directory"):
+        answer = client.post("/api/v1/jobs", json=body | {field: "a\0b"})
+        assert answer.status_code == 422
+        assert field in answer.json()["detail"]
+
+
+def test_steps_show_the_newest_run_of_each(server: Any, client: httpx.Client) -> None:
+    job_id = post_job(server.url, dp=2)
+    put(server, *(row for number in range(6) for row in step(job_id, number)))
+    put(server, *(row for number in (4, 5, 6) for row in step(job_id, number, generation=2)))
+    path = f"/api/v1/jobs/{job_id}/steps"
+    every = client.get(path).json()["items"]
+    assert [(each["step"], each["generation"]) for each in every] == [
+        *((number, 1) for number in range(4)),
+        *((number, 2) for number in (4, 5, 6)),
+    ]
+    assert every[0]["loss"] is None, "NaN is no JSON"
+    assert every[0]["compute_seconds"] == pytest.approx(0.3)
+    newest = client.get(path, params={"limit": 2}).json()["items"]
+    assert [each["step"] for each in newest] == [5, 6]
+    later = client.get(path, params={"after": 1, "limit": 3}).json()
+    assert [each["step"] for each in later["items"]] == [2, 3, 4]
+
+
+def test_the_grid_shows_each_rank_over_the_last_steps(server: Any, client: httpx.Client) -> None:
+    job_id = post_job(server.url, dp=2)
+    put(
+        server,
+        *(row for number in range(5) for row in step(job_id, number, generation=0, slowdown=2.0)),
+    )
+    grid = client.get(f"/api/v1/jobs/{job_id}/grid", params={"steps": 3}).json()
+    assert (grid["first_step"], grid["last_step"]) == (2, 4)
+    assert [cell["slowdown"] for cell in grid["cells"]] == [1.0, 2.0]
+    assert [cell["dp_rank"] for cell in grid["cells"]] == [0, 1]
+
+
+def test_incidents_are_filtered_and_carry_their_evidence(server: Any, client: httpx.Client) -> None:
+    job_id = post_job(server.url)
+    put(server, incident(job_id, 1, "resolved"), incident(job_id, 2))
+    found = client.get("/api/v1/incidents", params={"job": job_id, "state": "open"}).json()
+    (shown,) = found["items"]
+    assert shown["id"] == "inc-2"
+    assert shown["cost_ratio"] is None
+    assert shown["evidence"][0]["expected"] == 1980.0
+    assert client.get("/api/v1/incidents", params={"job": "other"}).json()["items"] == []
+
+
+def test_the_verdict_is_the_newest_open_incident(server: Any, client: httpx.Client) -> None:
+    job_id = post_job(server.url)
+    put(server, incident(job_id, 1, "resolved"))
+    with server.program.database.write() as session:
+        job = session.get_one(Job, job_id)
+        job.state, job.step, job.step_seconds = "running", 5, 0.5612
+    verdict = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]
+    assert verdict == {
+        "kind": "healthy",
+        "text": "No trouble found; 0.56 s per step.",
+        "incident_id": None,
+    }
+    put(
+        server,
+        *(row for number in range(5) for row in step(job_id, number, generation=0, slowdown=1.03)),
+    )
+    text = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]["text"]
+    assert text == "All 2 ranks within 3 % of their peers; 0.56 s per step."
+    put(server, incident(job_id, 2))
+    verdict = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]
+    assert verdict["incident_id"] == "inc-2"
+    assert verdict["text"].startswith("Rank 2 is 2.5x slower")
+
+
+def test_an_action_is_decided_once(server: Any, client: httpx.Client) -> None:
+    job_id = post_job(server.url)
+    put(server, action(job_id))
+    answer = client.post("/api/v1/actions/act-1/approve", json={"comment": "go"})
+    assert answer.json()["state"] == "approved"
+    assert "secret" not in answer.text
+    again = client.post("/api/v1/actions/act-1/reject")
+    assert again.status_code == 409
+    with server.program.database.read() as session:
+        row = session.get_one(Action, "act-1")
+        assert (row.state, row.version, row.noticed) == ("approved", 2, False)
+        assert session.scalars(
+            select(AuditRow.detail).where(AuditRow.verb == "approved")
+        ).all() == ["go"]
+
+
+def test_a_quarantined_node_is_released(server: Any, client: httpx.Client) -> None:
+    node = Node(
+        agent_id="node-1",
+        boot_id="boot",
+        sequence=0,
+        packed_ns=NOW,
+        last_seen_ns=time.time_ns(),
+        hello=hello(),
+        readings={},
+        dropped_batches=0,
+        quarantine_reason="throttles",
+    )
+    put(server, node)
+    (shown,) = client.get("/api/v1/nodes").json()["items"]
+    assert (shown["state"], shown["reason"]) == ("quarantined", "throttles")
+    assert client.post("/api/v1/nodes/node-1/release").json()["state"] == "ready"
+    client.post("/api/v1/nodes/node-1/release").raise_for_status()
+    records = client.get("/api/v1/audit").json()["items"]
+    assert [record["verb"] for record in records] == ["released"]
+
+
+def tokens(server: Any) -> dict[Scope, str]:
+    with server.program.database.write() as session:
+        scopes: tuple[Scope, ...] = ("agent", "viewer", "operator")
+        return {scope: create_token(session, f"a-{scope}", scope, NOW) for scope in scopes}
+
+
+READ = ("GET", "/api/v1/jobs")
+STOP = ("POST", "/api/v1/jobs/nope/stop")
+COMMANDS = ("GET", "/api/v1/agents/node-0/commands")
+
+
+ALLOWED: dict[Scope | None, dict[Any, int]] = {
+    None: {READ: 401, STOP: 401, COMMANDS: 401},
+    "agent": {READ: 403, STOP: 403, COMMANDS: 200},
+    "viewer": {READ: 200, STOP: 403, COMMANDS: 403},
+    "operator": {READ: 200, STOP: 404, COMMANDS: 403},
+}
+
+
+def test_scopes_open_what_they_name_and_nothing_else(server: Any, client: httpx.Client) -> None:
+    made = tokens(server)
+    for scope, allowed in ALLOWED.items():
+        headers = {} if scope is None else {"Authorization": f"Bearer {made[scope]}"}
+        for (method, path), status in allowed.items():
+            with client.stream(method, path, headers=headers) as answer:
+                assert answer.status_code == status, (scope, path)
+                assert ("www-authenticate" in answer.headers) == (status == 401)
+    assert client.get("/healthz").status_code == 200
+    assert client.get("/metrics").status_code == 200
+
+
+def test_a_revoked_token_ends_within_a_second_and_opens_nothing(
+    server: Any, client: httpx.Client, wait_for: Callable[..., Any]
+) -> None:
+    headers = {"Authorization": f"Bearer {tokens(server)['viewer']}"}
+    assert client.get("/api/v1/jobs", headers=headers).status_code == 200
+    with server.program.database.write() as session:
+        for scope in ("agent", "viewer", "operator"):
+            assert revoke_token(session, f"a-{scope}", NOW)
+    wait_for(lambda: client.get("/api/v1/jobs", headers=headers).status_code == 401, "the end")
+    assert client.get("/api/v1/jobs").status_code == 401, "revoking the last opens no door"
+
+
+def test_tokens_are_kept_as_hashes(server: Any) -> None:
+    made = tokens(server)
+    with server.program.database.read() as session:
+        rows = session.connection().exec_driver_sql("SELECT * FROM tokens").all()
+    assert not any(secret in str(rows) for secret in made.values())
+
+
+def test_an_open_server_answers_no_foreign_page(client: httpx.Client) -> None:
+    port = client.base_url.port
+    foreign = {"Origin": "https://evil.example"}
+    assert client.post("/api/v1/jobs/x/stop", headers=foreign).status_code == 403
+    rebound = {"Host": f"evil.example:{port}"}
+    assert client.get("/api/v1/jobs", headers=rebound).status_code == 403
+    own = {"Origin": f"http://127.0.0.1:{port}"}
+    assert client.post("/api/v1/jobs/x/stop", headers=own).status_code == 404
+
+
+def test_metrics_show_jobs_and_incidents(server: Any, client: httpx.Client) -> None:
+    job_id = post_job(server.url)
+    put(server, incident(job_id, 1))
+    text = client.get("/metrics").text
+    assert 'paceline_jobs{state="pending"} 1.0' in text
+    assert 'paceline_incidents_open{kind="straggler"} 1.0' in text
+    (verdict,) = [line for line in text.splitlines() if line.startswith("paceline_incident_info{")]
+    assert f'job_id="{job_id}",kind="straggler"' in verdict
+    ledger = rf'paceline_job_ledger_seconds{{job="[^"]*",job_id="{job_id}",part="(\w+)'
+    parts = re.findall(ledger, text)
+    assert {"compute", "communication", "bubble", "lost", "restart", "idle"} <= set(parts)
+
+
+def test_ready_says_what_is_missing(client: httpx.Client) -> None:
+    assert client.get("/readyz").json() == {"ready": True, "missing": []}
+
+
+def test_the_page_is_served_for_every_view(run_server: Callable[..., Any], tmp_path: Any) -> None:
+    (tmp_path / "static" / "assets").mkdir(parents=True)
+    (tmp_path / "static" / "index.html").write_text("<p>page")
+    (tmp_path / "static" / "assets" / "a.js").write_text("1")
+    url = run_server(role="api", static_directory=tmp_path / "static").url
+    for path in ("/", "/jobs/job-1"):
+        answer = httpx.get(url + path)
+        assert (answer.status_code, answer.text) == (200, "<p>page")
+        assert answer.headers["cache-control"] == "no-cache"
+    assert "immutable" in httpx.get(url + "/assets/a.js").headers["cache-control"]
+    assert httpx.get(url + "/assets/gone.js").status_code == 404
+    assert httpx.get(url + "/api/v1/nothing").status_code == 404

@@ -1,0 +1,197 @@
+"""Real databases, and a real server on a socket."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy
+import uvicorn
+
+sys.path.insert(0, str(Path(__file__).parent / "fleet"))
+
+from paceline_server.app import Program, Server, create_app, listen
+from paceline_server.settings import Settings
+from paceline_server.store.database import Database
+
+
+@pytest.fixture(scope="session")
+def wait_for() -> Callable[..., Any]:
+    return _wait_for
+
+
+def _wait_for(condition: Callable[[], Any], what: str = "", seconds: float = 20.0) -> Any:
+    """Poll until `condition` answers something true, and return that."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what or condition}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[str]:
+    """URL of a PostgreSQL of our own, without a database name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns of a missing XDG_RUNTIME_DIR
+        pgserver = importlib.import_module("pgserver")
+    directory = tempfile.mkdtemp(prefix="paceline-pg-")  # its user must reach it
+    cluster = pgserver.get_server(directory, cleanup_mode="stop")
+    uri = cluster.get_uri()
+    # Only a power cut would need it; a hundred fresh databases are quicker without.
+    execute(uri, "ALTER SYSTEM SET fsync = off")
+    execute(uri, "SELECT pg_reload_conf()")
+    yield uri
+    cluster.cleanup()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A fresh database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/test.db"
+    uri: str = request.getfixturevalue("postgresql")
+    name = f"test_{os.getpid()}_{next(_numbers)}"
+    execute(uri, f"CREATE DATABASE {name}")
+    return uri.replace("/postgres?", f"/{name}?")
+
+
+def execute(uri: str, statement: str) -> None:
+    engine = sqlalchemy.create_engine(
+        Settings(database_url=uri).database_url, isolation_level="AUTOCOMMIT"
+    )
+    with engine.connect() as connection:
+        connection.exec_driver_sql(statement)
+    engine.dispose()
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    opened = Database(Settings(database_url=database_url).database_url, synchronous="normal")
+    opened.migrate()
+    yield opened
+    opened.close()
+
+
+class RunningServer:
+    """The server in a thread of this process; `program` gives access to its parts."""
+
+    def __init__(self, settings: Settings) -> None:
+        app = create_app(settings)
+        self.program: Program = app.state.program
+        self.app = app
+        self._socket = listen(settings)
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        # A kept one: a new client costs more than the request, for it loads certificates.
+        self.client = httpx.Client(base_url=self.url, timeout=20.0, verify=False)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=2
+        )
+        self._server = Server(config, self.program.wakes)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
+
+    def start(self) -> None:
+        self._thread.start()
+        _wait_for(lambda: self._server.started or not self._thread.is_alive(), "the server")
+        assert self._server.started
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive(), "the server hangs on shutdown"
+        self._socket.close()
+        self.client.close()
+
+
+@pytest.fixture
+def run_server(database_url: str) -> Iterator[Callable[..., RunningServer]]:
+    running: list[RunningServer] = []
+
+    def run(**settings: Any) -> RunningServer:
+        given = {"database_url": database_url, "port": 0, **settings}
+        server = RunningServer(Settings(**given))
+        server.start()
+        running.append(server)
+        return server
+
+    yield run
+    for server in running:
+        server.stop()
+
+
+@pytest.fixture
+def server(run_server: Callable[..., RunningServer]) -> RunningServer:
+    return run_server()
+
+
+class ServerProcess:
+    """`python -m paceline_server server` with its output in a file."""
+
+    def __init__(self, database_url: str, log: Path, *arguments: str, **environment: str) -> None:
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "paceline_server", "server"),
+                    *("--database-url", database_url, *arguments),
+                ],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+            )
+
+    def wait_until_up(self) -> str:
+        """The first line of its output."""
+
+        def first() -> str | None:
+            text = self.log.read_text()
+            assert self.process.poll() is None, text
+            return text.splitlines()[0] if "\n" in text else None
+
+        line: str = _wait_for(first, "the server process", 60.0)
+        return line
+
+    def url(self) -> str:
+        return self.wait_until_up().removeprefix("Listening on ")
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(20)
+
+
+@pytest.fixture
+def run_process(database_url: str, tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+    started: list[ServerProcess] = []
+
+    def run(*arguments: str, **environment: str) -> ServerProcess:
+        log = tmp_path / f"server-{len(started)}.log"
+        started.append(ServerProcess(database_url, log, *arguments, **environment))
+        return started[-1]
+
+    yield run
+    for each in started:
+        each.end()

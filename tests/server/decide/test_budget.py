@@ -1,0 +1,94 @@
+"""What counts as progress, and what the next restart has to wait for."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from paceline_server.decide.budget import (
+    alive,
+    fruitless_restarts,
+    may_quarantine,
+    not_before_ns,
+    refusal,
+    times_to_blame,
+)
+from paceline_server.decide.types import JobView, Policy, Restarted
+
+from .simulator import SECOND, World
+
+NOW_NS = 1_000_000 * SECOND
+
+
+def view(highest_step: int | None, *before: int | None) -> JobView:
+    """A job whose restarts happened at these highest steps, a second apart, the last just now."""
+    restarts = [
+        Restarted(index + 2, NOW_NS - (len(before) - 1 - index) * SECOND, step, "node-1")
+        for index, step in enumerate(before)
+    ]
+    return replace(World().view(), highest_step=highest_step, restarts=restarts)
+
+
+@pytest.mark.parametrize(
+    ("job", "count"),
+    [
+        (view(None), 0),
+        (view(9), 0),
+        (view(9, 8), 0),
+        (view(9, 9), 1),
+        (view(9, 9, 9), 2),
+        (view(9, 3, 9, 9), 2),  # the first of the three led to step 9
+        (view(None, None, None), 2),
+        (view(0, None, None), 0),
+    ],
+)
+def test_a_restart_is_fruitless_if_no_step_beyond_the_old_ones_was_made(
+    job: JobView, count: int
+) -> None:
+    assert fruitless_restarts(job) == count
+
+
+@pytest.mark.parametrize(
+    ("job", "seconds"),
+    [(view(9, 8), None), (view(9, 9), 1), (view(9, 9, 9), 2), (view(9, *[9] * 30), 300)],
+)
+def test_the_wait_doubles_up_to_its_maximum(job: JobView, seconds: float | None) -> None:
+    expected = 0 if seconds is None else NOW_NS + seconds * SECOND
+    assert not_before_ns(job, Policy()) == expected
+
+
+def test_a_refusal_says_why() -> None:
+    assert refusal(view(9, 9, 9), Policy(), NOW_NS) is None
+    assert "no step of progress" in (refusal(view(9, 9, 9, 9), Policy(), NOW_NS) or "")
+    busy = view(9, 1, 2, 3)
+    assert "last hour" in (refusal(busy, Policy(restarts_per_hour=3), NOW_NS) or "")
+    assert refusal(busy, Policy(restarts_per_hour=3), NOW_NS + 3600 * SECOND) is None
+    assert "last day" in (refusal(busy, Policy(restarts_per_day=3), NOW_NS + 3600 * SECOND) or "")
+
+
+def test_blame_is_forgotten_after_an_hour() -> None:
+    assert times_to_blame(view(9, 1, 2), "node-1", NOW_NS) == 2
+    assert times_to_blame(view(9, 1, 2), "node-2", NOW_NS) == 0
+    assert times_to_blame(view(9, 1, 2), "node-1", NOW_NS + 3600 * SECOND) == 0
+
+
+def test_the_share_of_quarantined_nodes_is_never_exceeded() -> None:
+    world = World(nodes=5)
+    world.tick()
+    nodes = world.view().nodes
+    assert may_quarantine(nodes, Policy(), 0, world.now_ns)
+    assert not may_quarantine(nodes, Policy(), 1, world.now_ns)
+    held = [replace(nodes[0], quarantined=True), *nodes[1:]]
+    assert not may_quarantine(held, Policy(), 0, world.now_ns)
+    silent = [replace(held[0], last_seen_ns=0), *nodes[1:]]
+    assert may_quarantine(silent, Policy(), 0, world.now_ns)
+    assert not alive(silent[0], Policy(), world.now_ns)
+
+
+def test_of_a_node_and_its_spare_one_may_be_put_aside() -> None:
+    world = World(nodes=2)
+    world.tick()
+    nodes = world.view().nodes
+    assert may_quarantine(nodes, Policy(), 0, world.now_ns)
+    assert not may_quarantine(nodes, Policy(), 1, world.now_ns)
+    assert not may_quarantine(nodes, Policy(quarantine_share=0.0), 0, world.now_ns)

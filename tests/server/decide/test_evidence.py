@@ -1,0 +1,91 @@
+"""Python stacks of a hang: asked for once, waited for briefly; the restart comes all the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline_server.decide.evidence import GRACE_SECONDS
+from paceline_server.decide.types import Policy
+from paceline_server.detect.finding import Finding
+from paceline_wire.batch import RankStacks
+from paceline_wire.commands import StopGeneration, TakeStacks
+from paceline_wire.stacks import StackFrame, ThreadStack
+
+from .simulator import World
+
+STACKS = ThreadStack("MainThread", [StackFrame("__next__", "data.py", 88)])
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    world.until_running(1)
+    world.run(5.0)
+    return world
+
+
+def hang(world: World, *read: int) -> Finding:
+    """Rank 5 holds up the job; stacks of `read` have come."""
+    stacks = [RankStacks(time_ns=1, job="j", generation=1, rank=r, threads=[STACKS]) for r in read]
+    return world.finding(
+        "hang",
+        rank=5,
+        node=world.home(5),
+        severity="critical",
+        can_checkpoint=False,
+        stacks_wanted=[5, 0],
+        stacks=stacks,
+    )
+
+
+def asked(world: World) -> list[tuple[str, list[int]]]:
+    return [
+        (one.agent_id, one.command.ranks)
+        for one in world.commands
+        if isinstance(one.command, TakeStacks)
+    ]
+
+
+def stops(world: World) -> int:
+    return sum(isinstance(one.command, StopGeneration) for one in world.commands)
+
+
+def test_the_stacks_of_the_culprit_and_a_witness_are_asked_for_once(world: World) -> None:
+    world.tick((hang(world),))
+    world.tick((hang(world),))
+    assert asked(world) == [(world.home(0), [0]), (world.home(5), [5])]
+    (incident,) = world.incidents.values()
+    assert sorted(incident.stacks_asked) == [0, 5]
+
+
+def test_the_restart_waits_until_they_have_come(world: World) -> None:
+    world.tick((hang(world),))
+    assert not stops(world)
+    world.tick((hang(world, 5),))
+    assert not stops(world)
+    world.tick((hang(world, 5, 0),))
+    assert stops(world)
+    (incident,) = world.incidents.values()
+    assert [stacks.rank for stacks in incident.finding.stacks] == [5, 0]
+
+
+def test_the_restart_does_not_wait_for_long(world: World) -> None:
+    world.tick((hang(world),))
+    began = world.seconds
+    world.until(lambda: stops(world) > 0)
+    assert world.seconds - began <= GRACE_SECONDS + 0.5
+
+
+def test_a_hang_that_wants_no_stacks_is_restarted_at_once(world: World) -> None:
+    world.tick((world.finding("hang", rank=5, severity="critical", can_checkpoint=False),))
+    assert stops(world)
+
+
+def test_stacks_are_taken_even_where_nothing_is_to_be_done() -> None:
+    world = World(policy=Policy(mode="observe"))
+    world.until_running(1)
+    world.run(5.0)
+    world.tick((hang(world),))
+    world.run(5.0)
+    assert len(asked(world)) == 2
+    assert not stops(world)

@@ -1,0 +1,249 @@
+"""Samples that come late, twice, out of order, from a wrong clock, or never."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from measured_fleet import SECOND_NS, START_NS, Fleet, once, since_onset, times
+from sicknesses import (
+    GPU,
+    IB,
+    NODE,
+    PORT,
+    REASON,
+    cable,
+    contention,
+    thermal,
+)
+
+from paceline_server.detect.causes import UNKNOWN
+from paceline_server.detect.observation import LiveRank
+from paceline_wire.batch import RankState, Sample
+from paceline_wire.ring import StateView
+
+
+def throttled(seed: int, slowdown: float = 1.6, **fleet: object) -> Fleet:
+    found = Fleet(seed=seed, **fleet)  # type: ignore[arg-type]
+    thermal(found, random.Random(seed), slowdown)
+    return found
+
+
+def test_reordered_and_repeated_samples_change_nothing():
+    fleet = throttled(1)
+    samples = fleet.samples(75)
+    chance = random.Random(1)
+    shuffled = sorted(
+        [*samples, *chance.sample(samples, len(samples) // 10)],
+        key=lambda each: each[1].time_ns + chance.uniform(0, 4) * SECOND_NS,
+    )
+    for node, sample in shuffled:
+        fleet.telemetry.add(node, sample)
+    found = fleet.diagnose(slowdown=1.6)
+    assert found.cause == "thermal throttle"
+    assert found.causes[0].likelihood > 0.9
+
+
+def test_a_third_of_the_samples_is_enough():
+    fleet = throttled(2)
+    chance = random.Random(2)
+    for node, sample in fleet.samples(75):
+        if chance.random() < 1 / 3:
+            fleet.telemetry.add(node, sample)
+    assert fleet.diagnose(slowdown=1.6).cause == "thermal throttle"
+
+
+def test_before_anything_is_measured_since_the_onset_nothing_is_said():
+    """Old values say that all is well: they were measured when it was."""
+    fleet = throttled(3)
+    samples = fleet.samples(75)
+    for node, sample in samples:
+        if sample.time_ns < START_NS + 60 * SECOND_NS:
+            fleet.telemetry.add(node, sample)
+    found = fleet.diagnose(slowdown=1.6)
+    assert found.cause == UNKNOWN
+    assert "clock" not in found.ruled_out
+    assert "clock" in found.not_measured
+    for node, sample in samples:
+        if sample.time_ns >= START_NS + 60 * SECOND_NS:
+            fleet.telemetry.add(node, sample)
+    assert fleet.diagnose(slowdown=1.6).cause == "thermal throttle"
+
+
+def test_a_node_that_reports_nothing_is_not_cleared_of_anything():
+    fleet = throttled(4, silent={NODE})
+    fleet.play(75)
+    found = fleet.diagnose()
+    assert (found.cause, found.text) == (UNKNOWN, "unknown")
+    assert found.causes == []
+    [against] = found.counter_evidence
+    assert against.text.startswith("not measured: thermal throttle, power throttle, ")
+    assert {"thermal throttle", "clock", "CPU contention"} <= set(found.not_measured)
+
+
+def test_silent_peers_leave_the_own_past():
+    fleet = throttled(5, silent={"node-0", "node-2", "node-3"})
+    fleet.play(75)
+    assert fleet.diagnose(slowdown=1.6).cause == "thermal throttle"
+
+
+def test_what_no_agent_measures_is_listed_apart():
+    fleet = Fleet(seed=6, absent={"DCGM_FI_DEV_SM_CLOCK", REASON, "DCGM_FI_DEV_GPU_TEMP"})
+    fleet.absent |= {"DCGM_FI_DEV_THERMAL_VIOLATION", "DCGM_FI_DEV_POWER_VIOLATION"}
+    fleet.play(75)
+    found = fleet.diagnose()
+    assert {"clock", "thermal throttle", "power throttle"} <= set(found.not_measured)
+    assert not {"clock", "thermal throttle"} & set(found.ruled_out)
+    assert "PCIe" in found.ruled_out
+
+
+@pytest.mark.parametrize("skew", [-1.9, 1.9])
+def test_a_clock_that_is_off_by_what_is_not_corrected(skew):
+    fleet = throttled(7, skew_seconds={NODE: skew})
+    fleet.play(75)
+    assert fleet.diagnose(slowdown=1.6).cause == "thermal throttle"
+
+
+def test_a_rank_that_was_slow_from_the_start_is_compared_with_its_peers():
+    fleet = Fleet(seed=8, onset_seconds=4)
+    fleet.fault(NODE, "DCGM_FI_DEV_SM_CLOCK", GPU, times(0.7, begins=-100))
+    fleet.play(60)
+    found = fleet.diagnose(slowdown=1 / 0.7, onset_step=None)
+    assert found.cause == "low SM clock"
+    assert "its peers'" in found.evidence[0].text
+
+
+def test_a_rank_without_a_node_or_telemetry_is_unknown():
+    fleet = Fleet(seed=9)
+    assert fleet.diagnose(rank=99).cause == UNKNOWN
+    assert fleet.diagnose(rank=2).not_measured
+
+
+def test_a_whole_node_is_named_by_what_all_its_gpus_show():
+    fleet = Fleet(seed=10, gpus=4)
+    for gpu in "0123":
+        fleet.fault(NODE, "DCGM_FI_DEV_SM_CLOCK", gpu, times(0.6))
+        fleet.fault(NODE, REASON, f"{gpu}/hw_thermal_slowdown", since_onset(1.0))
+    fleet.play(72)
+    found = fleet.diagnose(rank=None, node=NODE, slowdown=1 / 0.6)
+    assert found.cause == "thermal throttle"
+    fleet = Fleet(seed=10, gpus=4)
+    fleet.fault(NODE, "DCGM_FI_DEV_SM_CLOCK", "0", times(0.6))
+    fleet.play(72)
+    assert fleet.diagnose(rank=None, node=NODE, slowdown=1 / 0.6).cause == UNKNOWN
+
+
+def test_of_a_link_the_end_that_is_sick_is_named():
+    for rank, peer in ((0, 2), (2, 0)):
+        fleet = Fleet(seed=11)
+        cable(fleet, random.Random(11), 1.5)
+        fleet.play(80)
+        found = fleet.diagnose(rank=rank, peer=peer, kind="slow_link", slowdown=None)
+        assert (found.cause, found.rank) == ("link errors", 2)
+        assert any("node-0" in line.text for line in found.counter_evidence)
+
+
+def test_contention_that_ended_before_is_not_the_cause():
+    fleet = Fleet(seed=12)
+    pressure = "node_pressure_cpu_waiting_seconds_total"
+    fleet.fault(NODE, pressure, "", lambda after, healthy: 0.9 if -40 < after < -20 else healthy)
+    fleet.play(75)
+    assert fleet.diagnose().cause == UNKNOWN
+
+
+def test_contention_that_came_minutes_later_is_not_the_cause():
+    fleet = Fleet(seed=13)
+    contention_later = Fleet(seed=13)
+    contention(contention_later, random.Random(13), 1.5)
+    for key, fault in contention_later.sick.items():
+        fleet.sick[key] = lambda after, healthy, fault=fault: fault(after - 40, healthy)
+    fleet.play(120)
+    found = fleet.diagnose()
+    assert found.cause == UNKNOWN
+    assert any("after it became slow" in line.text for line in found.evidence) or found.causes
+
+
+def test_a_counter_that_was_reset_has_not_grown():
+    fleet = Fleet(seed=14)
+    fleet.play(58)
+    for at in (61, 66, 71):
+        time_ns = START_NS + at * SECOND_NS
+        for name in (f"{IB}symbol_error_total", f"{IB}link_downed_total"):
+            labels = {"device": PORT, "port": "1"}
+            fleet.telemetry.add(NODE, Sample(name, labels, 0.0, time_ns))
+    assert fleet.diagnose(kind="slow_link").cause == UNKNOWN
+
+
+def test_a_counter_at_its_end_counts_no_more():
+    """`link_downed` stops at 255: that it does not grow says nothing."""
+    fleet = Fleet(seed=15, ports=1)
+    fleet.absent |= {f"{IB}state_id", "node_network_carrier"}
+    fleet.fault(NODE, f"{IB}link_downed_total", PORT, once(5000, -300, 1))
+    for node, sample in fleet.samples(75):
+        if sample.name == f"{IB}link_downed_total":
+            sample = Sample(
+                sample.name, sample.labels, min(sample.value + 255, 255.0), sample.time_ns
+            )
+        fleet.telemetry.add(node, sample)
+    found = fleet.diagnose(kind="slow_link")
+    assert "link state" in found.not_measured
+
+
+def xid(fleet: Fleet, number: str, at_seconds: float) -> None:
+    for after in (0.0, 1.0, 2.0):
+        time_ns = START_NS + round((at_seconds + after) * SECOND_NS)
+        labels = {"gpu": GPU, "UUID": "GPU-1-0", "xid": number}
+        fleet.telemetry.add(NODE, Sample("DCGM_EXP_XID_ERRORS_COUNT", labels, 1.0, time_ns))
+
+
+@pytest.mark.parametrize(
+    ("number", "at_seconds", "cause"),
+    [("79", 60.5, "GPU error (XID)"), ("79", 5.0, UNKNOWN)],
+)
+def test_an_xid_counts_if_it_came_when_the_trouble_began(number, at_seconds, cause):
+    fleet = Fleet(seed=16)
+    fleet.play(70)
+    xid(fleet, number, at_seconds)
+    assert fleet.diagnose(kind="hang", slowdown=None).cause == cause
+
+
+def test_an_xid_that_is_first_heard_of_with_the_gpu_itself_is_old():
+    """A worker that took the job over knows only what was counted, not when."""
+    fleet = Fleet(seed=17, absent={"paceline_gpu_lost"})
+    for node, sample in fleet.samples(70):
+        if sample.time_ns >= START_NS + 59 * SECOND_NS:
+            fleet.telemetry.add(node, sample)
+    lost = Sample("paceline_gpu_lost", {"gpu": GPU}, 0.0, START_NS + 60 * SECOND_NS)
+    fleet.telemetry.add(NODE, lost)
+    xid(fleet, "79", 60.0)
+    assert fleet.diagnose(kind="hang", slowdown=None).cause == UNKNOWN
+
+
+def test_a_lost_gpu_explains_a_hang():
+    fleet = Fleet(seed=18)
+    fleet.fault(NODE, "paceline_gpu_lost", GPU, since_onset(1.0))
+    fleet.play(66)
+    found = fleet.diagnose(kind="hang", slowdown=None)
+    assert (found.cause, found.on_node) == ("GPU lost", True)
+
+
+def process(letter: str) -> LiveRank:
+    view = StateView(
+        head=0, step=1, step_started_ns=0, microbatch=None, status="running", loss_step=None,
+        loss=None, gradient_norm=None, evaluation_step=None, evaluation_loss=None,
+        frames=[], groups=[], peers=[],
+    )  # fmt: skip
+    state = RankState(
+        time_ns=1, job="job", generation=0, rank=2, clock_offset_ns=0, view=view,
+        process_state=letter,
+    )  # fmt: skip
+    return LiveRank(2, state)
+
+
+def test_a_process_in_uninterruptible_io():
+    fleet = Fleet(seed=19)
+    fleet.play(66)
+    fleet.states[2] = process("D")
+    assert fleet.diagnose(kind="hang", slowdown=None).cause == "blocked on I/O"
+    fleet.states[2] = process("S")
+    assert fleet.diagnose(kind="hang", slowdown=None).cause == UNKNOWN

@@ -1,0 +1,152 @@
+"""What the kernel's log says of a slow rank, as the nodes' agents count it."""
+
+from __future__ import annotations
+
+import pytest
+from measured_fleet import SECOND_NS, START_NS, Fleet
+
+from paceline_server.detect.causes import UNKNOWN
+from paceline_server.detect.causes.checks.kernel_log import EVENTS, MESSAGES, ONLY_HERE
+from paceline_wire.batch import Sample
+
+NODE = "node-1"  # of ranks 2 and 3, which compute on its gpu0 and gpu1
+ONSET = 60.0
+
+
+def written(
+    fleet: Fleet, kind: str, code: str = "", device: str = "host", *, at: float = ONSET + 0.5,
+    count: float = 1.0, node: str = NODE,
+) -> None:  # fmt: skip
+    labels = {"kind": kind, "code": code, "device": device}
+    for second in range(8):
+        time_ns = START_NS + round((at + second) * SECOND_NS)
+        fleet.telemetry.add(node, Sample(EVENTS, labels, count, time_ns))
+
+
+def fleet(seed: int = 1, **more: object) -> Fleet:
+    found = Fleet(seed=seed, nodes=2, ports=1, **more)  # type: ignore[arg-type]
+    found.play(ONSET + 8)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "device", "finding", "cause"),
+    [
+        ("xid", "79", "gpu0", "hang", "GPU error (XID)"),
+        ("pcie_aer", "uncorrected_fatal", "gpu0", "straggler", "PCIe errors"),
+        ("pcie_aer", "uncorrected_nonfatal", "mlx5_0", "slow_link", "PCIe errors"),
+        ("mlx5_health", "compromised", "mlx5_0", "hang", "NIC error"),
+        ("mlx5_command_timeout", "create_mkey", "mlx5_0", "slow_link", "NIC error"),
+        ("transmit_timeout", "", "eth0", "hang", "NIC error"),
+        ("rdma_link_down", "", "mlx5_0", "slow_link", "link down"),
+        ("sxid", "20034", "0000:c1:00.0", "slow_link", "NVLink errors"),
+        ("nvme_timeout", "", "nvme0", "checkpoint_stall", "slow disk"),
+        ("disk_error", "io", "nvme0n1", "slow_data", "slow disk"),
+        ("nfs_not_responding", "", "storage-1", "checkpoint_stall", "blocked on I/O"),
+        ("hung_task", "", "host", "hang", "blocked on I/O"),
+        ("oom_kill", "host", "host", "slow_data", "memory pressure"),
+        ("edac", "uncorrected", "DIMM_A1", "straggler", "host hardware errors"),
+        ("soft_lockup", "", "cpu7", "hang", "kernel lockup"),
+    ],
+)
+def test_what_the_log_says_when_the_trouble_begins_names_the_cause(
+    kind, code, device, finding, cause
+):
+    nodes = fleet()
+    written(nodes, kind, code, device)
+    found = nodes.diagnose(kind=finding, slowdown=None)
+    assert found.cause == cause, found.causes
+    assert any(line.metric and NODE in line.text for line in found.evidence)
+
+
+def test_messages_of_long_before_or_of_another_node_explain_nothing():
+    nodes = fleet(seed=2)
+    for key in MESSAGES:
+        kind, _, code = key.partition("/")
+        written(nodes, kind, code, at=20.0)
+        written(nodes, kind, code, node="node-0")
+    for finding in ("straggler", "hang", "slow_link", "slow_data", "checkpoint_stall"):
+        found = nodes.diagnose(kind=finding, slowdown=None)
+        assert found.cause == UNKNOWN, finding
+        assert not [each for each in found.evidence if each.metric == EVENTS]
+
+
+def test_errors_of_the_neighbours_gpu_are_not_mine():
+    nodes = fleet(seed=3)
+    written(nodes, "xid", "48", "gpu1")
+    written(nodes, "pcie_aer", "uncorrected_fatal", "gpu1")
+    assert nodes.diagnose(2, kind="hang", slowdown=None).cause == UNKNOWN
+    assert nodes.diagnose(3, kind="hang", slowdown=None).cause == "GPU error (XID)"
+
+
+def test_a_few_corrected_errors_are_no_cause_and_a_storm_is():
+    nodes = fleet(seed=4)
+    written(nodes, "pcie_aer", "corrected", "gpu0", count=3.0)
+    assert nodes.diagnose(slowdown=None).cause == UNKNOWN
+    nodes = fleet(seed=4)
+    written(nodes, "pcie_aer", "corrected", "gpu0", count=400.0)
+    assert nodes.diagnose(slowdown=None).cause == "PCIe errors"
+
+
+def test_an_xid_that_both_tell_is_told_once_with_the_agents_words_for_it():
+    nodes = fleet(seed=5)
+    written(nodes, "xid", "119", "gpu0")
+    meaning = {"xid": "119", "meaning": "timeout of a call to the GPU's system processor (GSP)"}
+    both = Sample("paceline_kernel_xid_info", meaning, 1.0, START_NS)
+    nodes.telemetry.add(NODE, both)
+    for second in range(5):
+        time_ns = START_NS + round((ONSET + 1 + second) * SECOND_NS)
+        labels = {"gpu": "0", "xid": "119"}
+        nodes.telemetry.add(NODE, Sample("DCGM_EXP_XID_ERRORS_COUNT", labels, 1.0, time_ns))
+    found = nodes.diagnose(kind="hang", slowdown=None)
+    [line] = [each for each in found.evidence if "XID" in each.text]
+    assert "XID 119 (timeout of a call to the GPU's system processor (GSP))" in line.text
+
+
+def test_an_xid_is_read_from_the_log_where_nvml_says_nothing():
+    nodes = fleet(seed=6, absent={"paceline_gpu_lost"})
+    assert "XID" in nodes.diagnose(kind="hang", slowdown=None).ruled_out
+    written(nodes, "xid", "31", "gpu0")
+    assert nodes.diagnose(kind="hang", slowdown=None).cause == "GPU error (XID)"
+
+
+def test_a_log_that_is_read_and_silent_rules_out_and_one_that_is_not_read_does_not():
+    found = fleet(seed=7).diagnose(kind="hang", slowdown=None)
+    assert {"NIC", "PCIe errors", "host hardware", "kernel"} <= set(found.ruled_out)
+    silent = [line for line in found.counter_evidence if "kernel's log" in line.text]
+    assert len(silent) == 1
+    unread = fleet(seed=7, absent={"paceline_kernel_log_lost_total"})
+    found = unread.diagnose(kind="hang", slowdown=None)
+    assert {"NIC", "PCIe errors", "host hardware", "kernel"} <= set(found.not_measured)
+
+
+def test_what_an_agent_finds_in_the_log_when_it_starts_is_old():
+    nodes = Fleet(seed=8)
+    for node, sample in nodes.samples(ONSET + 12):
+        if sample.time_ns >= START_NS + (ONSET - 1) * SECOND_NS:
+            nodes.telemetry.add(node, sample)
+    written(nodes, "mlx5_health", "compromised", "mlx5_0", at=ONSET)
+    assert nodes.diagnose(kind="hang", slowdown=None).cause == UNKNOWN
+
+
+def test_the_causes_that_only_the_log_tells_are_no_others():
+    assert set(ONLY_HERE) == {
+        "PCIe errors", "NIC error", "host hardware errors", "kernel lockup",
+    }  # fmt: skip
+
+
+def test_the_last_line_against_an_unknown_cause_is_what_nobody_measured():
+    nodes = fleet(seed=9, absent={"paceline_gpu_lost", "paceline_kernel_log_lost_total"})
+    last = nodes.diagnose(kind="hang", slowdown=None).counter_evidence[-1]
+    assert last.text.startswith("not measured: XID, lost GPU")
+    nodes.generation.gpus.clear()
+    told = nodes.diagnose(kind="hang", slowdown=None).counter_evidence[-1].text
+    assert "XID" not in told
+    assert "I/O wait of the process" in told
+
+
+def test_where_the_cause_is_known_nothing_is_missing():
+    nodes = fleet(seed=10, absent={"paceline_gpu_pcie_width"})
+    written(nodes, "xid", "79", "gpu0")
+    found = nodes.diagnose(kind="hang", slowdown=None)
+    assert not [each for each in found.counter_evidence if "not measured" in each.text]

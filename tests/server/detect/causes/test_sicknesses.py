@@ -1,0 +1,108 @@
+"""The cause that a node shows is named, whatever else looks strange; and nothing else is."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter
+
+import pytest
+from measured_fleet import Fleet
+from sicknesses import DISTRACTORS, SICKNESSES, Sickness, small_drop, thermal
+
+from paceline_server.detect.causes import CAUSES, UNKNOWN, Diagnosis
+
+KINDS = sorted({kind for info in CAUSES.values() for kind in info.priors})
+
+
+def sick(sickness: Sickness, seed: int, distractors: int = 3) -> Diagnosis:
+    chance = random.Random(seed + zlib.crc32(f"{sickness.cause} {sickness.kind}".encode()))
+    slowdown = chance.uniform(1.1, 2.5)
+    fleet = Fleet(seed=seed)
+    for distract in chance.sample(DISTRACTORS, distractors):
+        distract(fleet, chance)
+    sickness.make(fleet, chance, slowdown)
+    fleet.play(fleet.onset_seconds + sickness.seconds)
+    return fleet.diagnose(kind=sickness.kind, slowdown=slowdown)
+
+
+def healthy(kind: str, seed: int) -> Diagnosis:
+    chance = random.Random(seed)
+    fleet = Fleet(seed=seed)
+    for distract in chance.sample(DISTRACTORS, 3):
+        distract(fleet, chance)
+    fleet.play(fleet.onset_seconds + 15)
+    return fleet.diagnose(kind=kind, slowdown=chance.uniform(1.1, 2.5))
+
+
+@pytest.mark.parametrize("sickness", SICKNESSES, ids=lambda each: f"{each.cause}-{each.kind}")
+def test_each_cause_is_named_among_distractors(sickness):
+    found = sick(sickness, seed=1)
+    assert found.cause == sickness.cause
+    assert found.on_node == CAUSES[sickness.cause].on_node
+    assert found.causes[0].name == sickness.cause
+    assert found.causes[0].likelihood > 0.5
+    assert sum(each.likelihood for each in found.causes) <= 1.0
+    assert found.causes[0].evidence
+    assert all(line.text and line.metric for line in found.causes[0].evidence)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_distractors_alone_explain_nothing(kind):
+    found = healthy(kind, seed=2)
+    assert found.cause == UNKNOWN
+    assert not found.on_node
+    assert found.text.startswith("unknown, but not: ")
+    assert found.counter_evidence
+
+
+def test_what_was_ruled_out_is_said_with_numbers():
+    fleet = Fleet(seed=3)
+    fleet.play(75)
+    found = fleet.diagnose()
+    expected = {"thermal throttle", "clock", "PCIe", "ECC", "XID", "memory pressure", "disk"}
+    assert expected <= set(found.ruled_out)
+    against = " ".join(line.text for line in found.counter_evidence)
+    assert "the PCIe width of gpu0 of node-1 is normal: 16 lanes" in against
+    assert "gpu0 of node-1: 0 new uncorrectable ECC errors" in against
+
+
+def test_a_clock_explains_as_much_as_it_fell():
+    fleet = Fleet(seed=4)
+    thermal(fleet, random.Random(4), 1980 / 795)
+    fleet.play(70)
+    found = fleet.diagnose(slowdown=2.5)
+    assert found.cause == "thermal throttle"
+    assert found.causes[0].likelihood > 0.95
+    assert any("explains 2.4" in line.text for line in found.evidence)
+
+
+def test_a_clock_that_fell_by_a_little_does_not_explain_much():
+    fleet = Fleet(seed=5)
+    small_drop(fleet, random.Random(5))
+    fleet.play(75)
+    assert fleet.diagnose(slowdown=1.4).cause == UNKNOWN
+    fleet = Fleet(seed=5)
+    fleet.fault(
+        "node-1", "DCGM_FI_DEV_SM_CLOCK", "0", lambda after, mhz: mhz * (1 - 0.1 * (after > 0))
+    )
+    fleet.play(75)
+    assert fleet.diagnose(slowdown=1.11).cause == "low SM clock"
+    assert fleet.diagnose(slowdown=2.5).cause == UNKNOWN
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_nine_of_ten_causes_are_right_on_many_seeds():
+    right, wrong = 0, Counter()
+    for seed in range(100, 115):
+        for sickness in SICKNESSES:
+            found = sick(sickness, seed).cause
+            right += found == sickness.cause
+            wrong[sickness.cause, found] += found != sickness.cause
+        for kind in KINDS:
+            found = healthy(kind, seed).cause
+            right += found == UNKNOWN
+            wrong[UNKNOWN, found] += found != UNKNOWN
+    asked = right + sum(wrong.values())
+    assert right / asked >= 0.95, wrong.most_common(5)

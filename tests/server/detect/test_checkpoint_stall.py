@@ -1,0 +1,81 @@
+"""Checkpoints that hold training up."""
+
+import dataclasses
+
+import pytest
+from simulated_step import SimulatedStep, one_forward_one_backward
+from watched import Watched
+
+from paceline_server.detect.detectors.checkpoint_stall import CheckpointStallDetector
+from paceline_wire.batch import Sample
+from paceline_wire.topology import Topology
+
+JOB = SimulatedStep(Topology(4, 2, 1), one_forward_one_backward(2, 8), jitter=0.03)
+EVERYONE = range(8)
+
+
+def played(seconds_of, checkpoints=6, every=20):
+    """`seconds_of`: number of the checkpoint -> rank -> seconds."""
+    steps = []
+    for step in range(checkpoints * every + 5):
+        due = step % every == every - 1
+        seconds = seconds_of(step // every) if due else {}
+        steps.append(dataclasses.replace(JOB, checkpoint=seconds).play(step))
+    return steps
+
+
+def test_ordinary_checkpoints_are_healthy():
+    watched = Watched(CheckpointStallDetector, JOB.topology)
+    watched.show(played(lambda number: dict.fromkeys(EVERYONE, 0.3 + 0.05 * (number % 3))))
+    assert watched.findings == []
+
+
+def test_a_node_that_writes_slowly_is_named():
+    watched = Watched(CheckpointStallDetector, JOB.topology)
+    slow = {4: 1.2, 5: 1.3}
+    watched.show(
+        played(lambda number: {**dict.fromkeys(EVERYONE, 0.2), **(slow if number > 2 else {})})
+    )
+    found = watched.findings[0]
+    assert (found.kind, found.rank, found.node, found.ranks) == (
+        "checkpoint_stall",
+        5,
+        "node-2",
+        [4, 5],
+    )
+    assert found.step == 4 * 20 + 19
+    assert "async_save" in found.advice
+
+
+def test_storage_that_becomes_slow_is_told():
+    watched = Watched(CheckpointStallDetector, JOB.topology)
+    watched.show(played(lambda number: dict.fromkeys(EVERYONE, 0.2 if number < 4 else 0.7)))
+    [found] = watched.findings
+    assert (found.rank, found.cause) == (None, "slow storage")
+
+
+def test_checkpoints_that_take_much_of_the_run_are_advice():
+    watched = Watched(CheckpointStallDetector, JOB.topology)
+    watched.show(played(lambda _: dict.fromkeys(EVERYONE, 0.9), every=10))
+    [found] = watched.findings
+    assert (found.cause, found.severity) == ("blocking checkpoints", "info")
+    assert found.cost_ratio == pytest.approx(0.9 / (10 * 0.55 + 0.9), rel=0.1)
+
+
+def test_the_disk_of_the_node_that_writes_slowly_is_evidence():
+    watched = Watched(CheckpointStallDetector, JOB.topology)
+    slow = {4: 1.2, 5: 1.3}
+    steps = played(lambda number: {**dict.fromkeys(EVERYONE, 0.2), **(slow if number > 2 else {})})
+    for begun_ns, second in [(int(steps[79].ranks.start_ns.min()), one) for one in range(-30, 60)]:
+        at_ns = begun_ns + second * 10**9
+        read = Sample("paceline_kernel_log_lost_total", {}, 0.0, at_ns)
+        watched.telemetry.add("node-2", read)
+        if second > 0:
+            labels = {"kind": "nvme_timeout", "code": "", "device": "nvme0"}
+            told = Sample("paceline_kernel_events_total", labels, 2.0, at_ns)
+            watched.telemetry.add("node-2", told)
+    watched.show(steps)
+    found = watched.findings[0]
+    assert (found.cause, found.rank) == ("slow storage of the node", 5)
+    assert found.causes[0].name == "slow disk"
+    assert any("requests that timed out" in line.text for line in found.evidence)

@@ -1,0 +1,90 @@
+"""One battery for every detector, whatever it looks for."""
+
+import copy
+
+import pytest
+from simulated_job import SimulatedJob
+
+from paceline_server.detect.detector import Detector
+from paceline_server.detect.registry import detector_classes
+from paceline_server.detect.settings import DetectionSettings
+from paceline_server.engine.generation import RunningGeneration
+from paceline_wire.topology import Topology
+
+NAMES = {
+    "StragglerDetector",
+    "TransientStallDetector",
+    "SlowLinkDetector",
+    "SlowDataDetector",
+    "StageImbalanceDetector",
+    "SequenceVarianceDetector",
+    "GcDetector",
+    "CheckpointStallDetector",
+    "HostNoiseDetector",
+    "MisplacedRankDetector",
+    "BubbleDetector",
+    "LostNodeDetector",
+    "LostGpuDetector",
+    "ExitDetector",
+    "NonFiniteLossDetector",
+    "HangDetector",
+}
+
+
+def test_being_in_the_folder_registers_a_detector():
+    assert {detector.__name__ for detector in detector_classes()} == NAMES
+
+
+@pytest.mark.parametrize("detector", detector_classes(), ids=lambda each: each.__name__)
+def test_it_says_what_it_finds(detector: type[Detector]):
+    assert detector.__doc__
+    assert "kind `" in detector.__doc__
+
+
+@pytest.mark.parametrize(
+    ("topology", "seed"),
+    [
+        (Topology(2, 2, 2), 1),
+        (Topology(1, 1, 1), 2),
+        (Topology(1, 4, 1), 3),
+        (Topology(4, 1, 1), 4),
+    ],
+)
+def test_a_healthy_run_has_no_finding(topology, seed):
+    job = SimulatedJob(topology, seed=seed, jitter=0.15)
+    job.spike_probability = 0.01
+    job.advance(60)
+    if topology.world_size > 1:  # a single rank has nobody to share its host's slowness with
+        job.host_factor = 3.0
+    job.advance(20)
+    assert job.findings == []
+
+
+def test_findings_are_the_same_for_the_same_run():
+    def told() -> list[object]:
+        job = SimulatedJob(seed=4, jitter=0.05)
+        job.advance(20)
+        job.faults.slow[2] = 2.5
+        job.faults.slow_data[5] = 0.4
+        job.advance(20)
+        return list(job.findings)
+
+    assert told() == told() != []
+
+
+def test_no_detector_minds_an_empty_job():
+    job = SimulatedJob(seed=1)
+    for _ in range(3):
+        job.now_ns += 500_000_000
+        job.tick(job.now_ns)
+    assert job.findings == []
+
+
+def test_nothing_is_shared_between_generations():
+    job = SimulatedJob(seed=1)
+    first = RunningGeneration("job", job.placement(), DetectionSettings(), detector_classes())
+    second = RunningGeneration("job", job.placement(), DetectionSettings(), detector_classes())
+    before = [copy.deepcopy(vars(each)) for each in second._detectors]
+    job.advance(3)
+    assert first._detectors is not second._detectors
+    assert [vars(each).keys() for each in second._detectors] == [each.keys() for each in before]

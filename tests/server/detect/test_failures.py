@@ -1,0 +1,282 @@
+"""Ranks that end, nodes that fall silent, GPUs that are lost, losses that are none."""
+
+import math
+
+import pytest
+from msgspec.structs import replace
+from simulated_job import JOB, SimulatedJob
+
+from paceline_server.detect.finding import Finding
+from paceline_wire.batch import Sample
+
+RESET = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:4242"
+
+
+@pytest.fixture
+def job() -> SimulatedJob:
+    job = SimulatedJob(seed=1)
+    job.advance(8)
+    return job
+
+
+def tick(job: SimulatedJob, seconds: float = 0.1) -> list[Finding]:
+    job.now_ns += int(seconds * 1e9)
+    return job.tick(job.now_ns).findings
+
+
+def heartbeat(job: SimulatedJob) -> None:
+    for node in job.nodes:
+        if node not in job.muted_nodes:
+            job.engine.feed(job.batch(node), job.now_ns)
+
+
+def test_a_killed_rank_is_told_at_once(job):
+    job.exit(5, signal=9)
+    [found] = tick(job)
+    assert (found.kind, found.cause) == ("failure", "killed by SIGKILL")
+    assert (found.rank, found.node, found.severity) == (5, "node-2", "critical")
+    assert not found.can_checkpoint
+    assert not found.suspects_node
+
+
+def test_peers_that_follow_are_not_to_blame(job):
+    job.exit(4, exit_code=1, log_tail=RESET)
+    assert tick(job) == []
+    job.exit(5, signal=9, at_ns=job.now_ns + 10**9)  # its node's clock runs ahead
+    job.exit(6, exit_code=1, log_tail=RESET)
+    [found] = tick(job)
+    assert (found.rank, found.cause) == (5, "killed by SIGKILL")
+    heartbeat(job)
+    assert tick(job, 2) == []
+
+
+def test_the_first_of_several_deaths_is_to_blame(job):
+    job.exit(4, exit_code=1, log_tail="ValueError: bad", at_ns=job.now_ns)
+    job.exit(6, exit_code=1, log_tail="KeyError: 3", at_ns=job.now_ns - 10**8)
+    [found] = tick(job)
+    assert (found.rank, found.cause) == (6, "exit code 1: KeyError: 3")
+
+
+def test_an_earlier_death_that_is_told_later_corrects_the_finding(job):
+    job.exit(4, exit_code=1, log_tail="ValueError: bad", at_ns=job.now_ns)
+    [first] = tick(job)
+    job.exit(6, signal=11, at_ns=job.now_ns - 10**9)
+    [second] = tick(job)
+    assert (first.rank, second.rank, second.cause) == (4, 6, "killed by SIGSEGV")
+    assert first.fingerprint == second.fingerprint
+
+
+def test_a_broken_connection_that_nothing_explains_is_told_in_the_end(job):
+    job.exit(4, exit_code=1, log_tail=RESET)
+    assert tick(job) == []
+    for _ in range(6):
+        job.now_ns += 300_000_000
+        heartbeat(job)
+        job.tick(job.now_ns)
+    assert [found.rank for found in job.findings] == [4]
+
+
+@pytest.mark.parametrize(
+    ("log_tail", "cause"),
+    [
+        ("Traceback\n  x\nValueError: no such batch\n\n", "exit code 3: ValueError: no such batch"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried", "out of memory"),
+        ("", "exit code 3"),
+    ],
+)
+def test_the_last_words_name_the_cause(job, log_tail, cause):
+    job.exit(1, exit_code=3, log_tail=log_tail)
+    [found] = tick(job)
+    assert found.cause == cause
+
+
+def test_a_sigkill_on_a_node_without_memory_hints_at_the_kernel(job):
+    samples = [
+        Sample("node_memory_MemAvailable_bytes", {}, 1e6, job.now_ns),
+        Sample("node_memory_MemTotal_bytes", {}, 64e9, job.now_ns),
+    ]
+    job.engine.feed(job.batch("node-0", samples=samples), job.now_ns)
+    job.exit(1, signal=9)
+    [found] = tick(job)
+    assert "the kernel may have killed it" in found.evidence[-1].text
+
+
+def test_ending_well_or_on_command_is_no_failure(job):
+    job.exit(0, exit_code=0)
+    job.exit(1, signal=9, commanded=True)
+    job.exit(2, exit_code=1, commanded=True)
+    assert tick(job, 3) == []
+
+
+def test_nothing_is_told_while_the_generation_is_being_stopped(job):
+    job.engine.suspend()
+    job.muted_nodes = {"node-1"}
+    job.exit(0, signal=15)
+    for _ in range(10):
+        assert tick(job, 1) == []
+        heartbeat(job)
+
+
+def test_exits_of_another_generation_or_of_a_node_without_that_rank_are_ignored(job):
+    job.generation = 7
+    job.exit(0, signal=9)
+    job.generation = 0
+    exits = job.node
+    job.node = lambda rank: "node-3"
+    job.exit(0, signal=9)
+    job.node = exits
+    assert tick(job) == []
+
+
+def silent(job: SimulatedJob, seconds: float) -> list[Finding]:
+    findings = []
+    for _ in range(round(seconds / 0.5)):
+        job.now_ns += 500_000_000
+        heartbeat(job)
+        findings += job.tick(job.now_ns).findings
+    return findings
+
+
+def test_a_silent_node_is_lost_after_its_lease(job):
+    job.muted_nodes = {"node-2"}
+    assert silent(job, 4.5) == []
+    [found] = silent(job, 1.5)
+    assert (found.cause, found.node, found.rank) == ("node lost", "node-2", None)
+    assert found.suspects_node
+    assert not found.can_checkpoint
+    assert silent(job, 10) == []
+
+
+def test_a_lost_node_explains_the_exits_of_its_peers(job):
+    job.muted_nodes = {"node-2"}
+    for rank in (0, 1, 2, 3, 6, 7):
+        job.exit(rank, exit_code=1, log_tail=RESET)
+    found = silent(job, 12)
+    assert [each.cause for each in found] == ["node lost"]
+    assert "ended meanwhile" in found[0].evidence[1].text
+
+
+def test_a_pause_of_the_server_is_no_silence_of_the_nodes(job):
+    job.now_ns += 60_000_000_000
+    assert job.tick(job.now_ns).findings == []
+    heartbeat(job)
+    assert silent(job, 3) == []
+
+
+def test_while_all_news_comes_late_a_silent_node_may_only_be_late(job):
+    for node in job.nodes:
+        job.engine.feed(job.batch(node), job.now_ns)
+    job.muted_nodes = {"node-2"}
+    seconds, late_ns = 9.0, 7_000_000_000
+    for _ in range(round(seconds / 0.5)):
+        job.now_ns += 500_000_000
+        for node in job.nodes:
+            if node not in job.muted_nodes:
+                batch = replace(job.batch(node), packed_ns=job.now_ns - late_ns)
+                job.engine.feed(batch, job.now_ns)
+        assert job.tick(job.now_ns).findings == []
+    assert [each.node for each in silent(job, 6.0)] == ["node-2"]
+
+
+def test_when_all_nodes_fall_silent_it_is_our_network(job):
+    job.muted_nodes = set(job.nodes)
+    assert silent(job, 20) == []
+    job.muted_nodes = set(job.nodes[1:])
+    assert silent(job, 4.5) == [], "the first that is heard again is no proof against the others"
+    job.muted_nodes = {"node-2"}
+    assert [each.node for each in silent(job, 6)] == ["node-2"]
+
+
+def test_a_lost_gpu_is_a_failure_of_its_rank_and_node(job):
+    job.device_event("node-1", "gpu_lost", "gpu1")
+    [found] = tick(job)
+    assert (found.cause, found.rank, found.node) == ("GPU lost", 3, "node-1")
+    assert found.suspects_node
+    job.device_event("node-1", "gpu_back", "gpu1")
+    assert [each.cleared for each in tick(job)] == [True]
+
+
+def test_a_gpu_that_nobody_uses_may_be_lost(job):
+    job.device_event("node-1", "gpu_lost", "gpu5")
+    job.device_event("node-4", "gpu_lost", "gpu0")
+    assert tick(job) == []
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_told_once(job, loss):
+    events = [job.state(rank, loss=loss) for rank in (4, 5)]
+    job.engine.feed(job.batch("node-2", events=events), job.now_ns)
+    [found] = tick(job)
+    assert (found.cause, found.can_checkpoint) == ("non-finite loss", False)
+    assert found.onset_step == job.step - 1
+    assert tick(job) == []
+
+
+KILLED = "critical: Memory cgroup out of memory: Killed process {pid} (python), UID 0"
+
+
+def log_is_read(job: SimulatedJob, node: str) -> None:
+    sample = Sample("paceline_kernel_log_lost_total", {}, 0.0, job.now_ns)
+    job.engine.feed(job.batch(node, samples=[sample]), job.now_ns)
+
+
+def pid_of(job: SimulatedJob, rank: int) -> int:
+    return job.engine._running._exited[rank].pid
+
+
+def test_a_sigkill_that_the_kernels_log_explains_is_out_of_memory(job):
+    log_is_read(job, "node-2")
+    job.exit(5, signal=9, at_ns=job.now_ns + 1000)
+    assert tick(job, 0.3) == []  # the log of that second may say why
+    job.device_event("node-2", "oom_kill", "host", KILLED.format(pid=pid_of(job, 5)))
+    [found] = tick(job, 0.3)
+    assert (found.cause, found.rank) == ("out of memory", 5)
+    assert "Killed process" in found.evidence[1].text
+    assert found.advice
+    assert not found.suspects_node
+    assert tick(job, 5) == []
+
+
+def test_a_sigkill_of_which_the_log_says_nothing_is_told_when_it_was_read(job):
+    log_is_read(job, "node-2")
+    job.exit(5, signal=9, at_ns=job.now_ns + 1000)
+    assert tick(job, 0.3) == []
+    log_is_read(job, "node-2")
+    [found] = tick(job, 0.1)
+    assert found.cause == "killed by SIGKILL"
+    job.exit(4, signal=9, at_ns=job.now_ns - 10**9)
+    [found] = tick(job, 0.1)
+    assert found.rank == 4
+
+
+def test_a_log_that_is_no_longer_read_holds_nothing_up(job):
+    log_is_read(job, "node-2")
+    job.exit(5, signal=9, at_ns=job.now_ns + 1000)
+    assert tick(job, 0.6) == []
+    assert [found.cause for found in tick(job, 0.3)] == ["killed by SIGKILL"]
+
+
+def test_a_kill_that_is_told_later_corrects_the_cause(job):
+    job.exit(5, signal=9)
+    [first] = tick(job)
+    labels = {"job": JOB, "rank": "5", "kind": "oom_kill"}
+    kill = Sample("paceline_rank_kernel_events_total", labels, 1.0, job.now_ns)
+    job.engine.feed(job.batch("node-2", samples=[kill]), job.now_ns)
+    [second] = tick(job)
+    assert (first.cause, second.cause) == ("killed by SIGKILL", "out of memory")
+    assert first.fingerprint == second.fingerprint
+    assert tick(job) == []
+
+
+def test_a_kill_of_another_process_explains_nothing(job):
+    job.device_event("node-2", "oom_kill", "host", KILLED.format(pid=1))
+    job.exit(5, signal=9)
+    job.device_event("node-0", "oom_kill", "host", KILLED.format(pid=pid_of(job, 5)))
+    assert [found.cause for found in tick(job)] == ["killed by SIGKILL"]
+
+
+def test_a_rank_whose_loader_was_killed_for_memory(job):
+    job.device_event("node-0", "oom_kill", "host", KILLED.format(pid=4242))
+    words = "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed."
+    job.exit(1, exit_code=1, log_tail=words)
+    assert [found.cause for found in tick(job)] == ["out of memory"]

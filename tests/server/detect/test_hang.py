@@ -1,0 +1,342 @@
+"""A job that stands still, and whom it waits for."""
+
+import pytest
+from simulated_job import DP, TP, SimulatedJob
+
+from paceline_server.detect.finding import Finding
+from paceline_wire.batch import RankDefined, RankStacks, RankState, Sample
+from paceline_wire.ring import Frame, GroupProgress, SectionDefinition, section_op
+from paceline_wire.spans import Op
+from paceline_wire.stacks import StackFrame, ThreadStack
+
+
+class StuckJob:
+    """The demo's job after `steps` steps; what each rank is in the middle of can be set."""
+
+    def __init__(
+        self, steps: int = 10, *, status: str = "running", skew_ns: dict[str, int] | None = None
+    ) -> None:
+        self.job = SimulatedJob(seed=1)
+        self.job.faults.skew_ns = skew_ns or {}
+        self.job.advance(steps)
+        self.status = status
+        self.states: dict[int, RankState] = {}
+        for rank in self.job.ranks:
+            self.inside(rank, Op.FORWARD)
+
+    def inside(self, rank: int, op: int, process_state: str = "S") -> None:
+        frames = [self._frame(Op.STEP), self._frame(op)]
+        self.states[rank] = self.job.state(
+            rank,
+            frames=frames,
+            groups=self._groups(tp=4, dp=2),
+            process_state=process_state,
+            status=self.status,
+        )
+
+    def in_collective(self, rank: int, group: int) -> None:
+        """The rank has entered the next collective of the group; its peers not."""
+        sequence = {TP: 5, DP: 3}[group]
+        frames = [self._frame(Op.STEP), self._frame(Op.ALL_REDUCE, group, sequence)]
+        progress = self._groups(tp=5 if group == TP else 4, dp=3 if group == DP else 2)
+        self.states[rank] = self.job.state(rank, frames=frames, groups=progress, status=self.status)
+
+    def _frame(self, op: int, group: int = 0, sequence: int = 0) -> Frame:
+        return Frame(op, self._now(), group, None, sequence)
+
+    def _groups(self, *, tp: int, dp: int) -> list[GroupProgress]:
+        return [
+            GroupProgress(TP, tp, tp, self._now(), Op.ALL_REDUCE),
+            GroupProgress(DP, dp, dp, self._now(), Op.ALL_REDUCE),
+        ]
+
+    def _now(self) -> int:
+        return self.job.now_ns - self.job.offset_ns(0)
+
+    def wait(self, seconds: float) -> list[Finding]:
+        outcomes = self.job.wait(seconds, self.states)
+        return [finding for outcome in outcomes for finding in outcome.findings]
+
+
+def everyone_waits_for(stuck: StuckJob, culprit: int) -> None:
+    """Rank 3 waits for its tensor peer 2, rank 0 (and so 1) for its data peer 2, stage 1 for 0."""
+    for rank in stuck.job.ranks:
+        if rank != culprit:
+            stuck.in_collective(rank, TP if rank in stuck.job.members(culprit, TP) else DP)
+
+
+def test_a_stopped_process_is_named_within_three_seconds():
+    stuck = StuckJob()
+    everyone_waits_for(stuck, 2)
+    stuck.inside(2, Op.FORWARD, process_state="T")
+    assert stuck.wait(1.0) == []
+    [found] = stuck.wait(2.0)
+    assert (found.kind, found.cause) == ("hang", "process stopped (SIGSTOP)")
+    assert (found.rank, found.node, found.stage) == (2, "node-1", 0)
+    assert not found.can_checkpoint
+    assert not found.suspects_node
+    assert found.severity == "critical"
+    assert stuck.wait(5.0) == []  # told once
+
+
+def test_the_rank_that_others_wait_for_is_the_culprit():
+    stuck = StuckJob()
+    everyone_waits_for(stuck, 2)
+    assert stuck.wait(2.0) == []
+    [found] = stuck.wait(1.5)
+    assert (found.rank, found.cause) == (2, "stuck in host code: forward")
+    told = " ".join(each.text for each in found.evidence)
+    assert "wait for rank 2" in told
+    assert "sleeps" in told
+
+
+@pytest.mark.parametrize(
+    ("op", "cause"),
+    [
+        (Op.DATA_WAIT, "stuck in data loading"),
+        (Op.STEP, "stuck in host code: between operations"),
+        (section_op(7), "stuck in host code: section tokenise"),
+        (Op.CHECKPOINT, "stuck in checkpoint"),
+    ],
+)
+def test_what_the_culprit_is_stuck_in(op, cause):
+    stuck = StuckJob()
+    everyone_waits_for(stuck, 2)
+    stuck.inside(2, op)
+    job = stuck.job
+    defined = RankDefined(
+        time_ns=job.now_ns,
+        job="job-simulated",
+        generation=0,
+        rank=2,
+        definitions=[SectionDefinition(7, "tokenise")],
+    )
+    job.engine.feed(job.batch("node-1", events=[defined]), job.now_ns)
+    [found] = stuck.wait(4)
+    assert (found.rank, found.cause) == (2, cause)
+
+
+def test_a_collective_that_all_have_entered_blames_no_rank():
+    stuck = StuckJob()
+    for rank in stuck.job.ranks:
+        stuck.in_collective(rank, TP)
+    [found] = stuck.wait(4)
+    assert (found.rank, found.cause) == (None, "stuck in communication: all_reduce tp#5")
+
+
+def test_ranks_in_different_collectives_are_a_deadlock():
+    stuck = StuckJob()
+    for rank in stuck.job.ranks:
+        stuck.in_collective(rank, TP if rank % 4 in (1, 2) else DP)
+    [found] = stuck.wait(4)
+    assert (found.rank, found.cause) == (None, "deadlock: ranks wait for each other")
+
+
+def test_as_long_as_one_rank_moves_nothing_hangs():
+    stuck = StuckJob()
+    everyone_waits_for(stuck, 2)
+    for _ in range(10):
+        stuck.states[5] = stuck.job.state(5, head=stuck.states[5].view.head + 1)
+        assert stuck.wait(1) == []
+
+
+def test_silence_of_the_agents_is_not_stillness_of_the_ranks():
+    stuck = StuckJob()
+    everyone_waits_for(stuck, 2)
+    stuck.wait(1)
+    stuck.states.clear()
+    assert stuck.wait(10) == []
+
+
+@pytest.mark.parametrize("status", ["starting", "checkpointing", "evaluating"])
+def test_starting_saving_and_evaluating_may_take_long(status):
+    stuck = StuckJob(status=status)
+    everyone_waits_for(stuck, 2)
+    assert stuck.wait(15) == []
+    assert [found.rank for found in stuck.wait(115)] == [2]
+
+
+def test_a_slow_operation_is_given_three_times_what_it_takes():
+    stuck = StuckJob(steps=0)
+    stuck.job.host_factor = 100.0  # forwards of 2 s in steps of a minute
+    stuck.job.advance(5)
+    for rank in stuck.job.ranks:
+        stuck.inside(rank, Op.FORWARD)
+    everyone_waits_for(stuck, 2)
+    assert stuck.wait(5) == []
+    assert [found.rank for found in stuck.wait(3)] == [2]
+
+
+def test_a_quick_operation_is_told_at_once_however_long_the_steps():
+    stuck = StuckJob(steps=0)
+    stuck.job.host_factor = 100.0
+    stuck.job.advance(5)
+    everyone_waits_for(stuck, 2)
+    stuck.inside(2, Op.DATA_WAIT)  # 50 ms
+    assert stuck.wait(2.0) == []
+    assert [found.rank for found in stuck.wait(1.0)] == [2]
+
+
+def test_what_was_never_recorded_is_given_three_steps():
+    stuck = StuckJob(steps=0)
+    stuck.job.host_factor = 10.0  # steps of 5.6 s
+    stuck.job.advance(5)
+    everyone_waits_for(stuck, 2)
+    stuck.inside(2, Op.EVALUATE)
+    assert stuck.wait(15) == []
+    assert [found.rank for found in stuck.wait(4)] == [2]
+
+
+def test_skewed_clocks_change_nothing():
+    stuck = StuckJob(skew_ns={"node-1": 3_600_000_000_000, "node-2": -60_000_000_000})
+    everyone_waits_for(stuck, 2)
+    assert stuck.wait(2.0) == []
+    assert [found.rank for found in stuck.wait(1.5)] == [2]
+
+
+def test_a_clock_that_is_set_back_delays_but_blinds_nobody():
+    stuck = StuckJob()
+    everyone_waits_for(stuck, 2)
+    stuck.job.faults.skew_ns = {"node-1": -3_600_000_000_000}
+    assert [found.rank for found in stuck.wait(8)] == [2]
+
+
+def test_a_finished_job_does_not_hang():
+    stuck = StuckJob(status="finished")
+    assert stuck.wait(30) == []
+
+
+def test_it_clears_when_the_process_goes_on():
+    stuck = StuckJob()
+    everyone_waits_for(stuck, 2)
+    assert len(stuck.wait(4)) == 1
+    stuck.states = {rank: stuck.job.state(rank, head=9_000_000) for rank in stuck.job.ranks}
+    [found] = stuck.wait(0.5)
+    assert found.cleared
+
+
+def read_stacks(stuck: StuckJob, rank: int, *threads: ThreadStack) -> RankStacks:
+    job = stuck.job
+    taken = RankStacks(
+        time_ns=job.now_ns, job="job-simulated", generation=0, rank=rank, threads=list(threads)
+    )
+    job.engine.feed(job.batch(job.node(rank), events=[taken]), job.now_ns)
+    return taken
+
+
+def thread(name: str, *functions: str, holds_gil: bool = False) -> ThreadStack:
+    return ThreadStack(name, [StackFrame(each, "data.py", 88) for each in functions], holds_gil)
+
+
+def test_the_stacks_of_the_culprit_and_of_one_that_waits_are_wanted_and_told():
+    stuck = StuckJob()
+    everyone_waits_for(stuck, 2)
+    stuck.inside(2, Op.DATA_WAIT)
+    [found] = stuck.wait(3)
+    assert found.side == "host"
+    assert found.stacks_wanted == [2, 0]
+    # Waits on behalf of somebody: the standard library's, the hooks', torch's.
+    waits = [
+        StackFrame("wait", "threading.py", 327),
+        StackFrame("timed", "paceline/communication.py", 400),
+        StackFrame("wrapper", "torch/distributed/c10d_logger.py", 80),
+    ]
+    taken = read_stacks(stuck, 2, ThreadStack("MainThread", waits + thread("", "__next__").frames))
+    [told] = stuck.wait(0.5)
+    assert told.fingerprint == found.fingerprint
+    assert told.summary.endswith("stuck in data loading (data.py:88 __next__).")
+    assert told.stacks == [taken]
+    [stack] = [each.text for each in told.evidence if each.text.startswith("MainThread")]
+    assert stack.startswith("MainThread of rank 2 is in threading.py:327 wait, called from ")
+    assert stack.endswith("data.py:88 __next__")
+    assert stuck.wait(2) == []  # told once
+
+
+def test_a_thread_that_keeps_the_gil_is_named():
+    stuck = StuckJob()
+    everyone_waits_for(stuck, 2)
+    stuck.wait(3)
+    read_stacks(stuck, 2, thread("MainThread", "forward"), thread("logger", "dump", holds_gil=True))
+    [told] = stuck.wait(0.5)
+    assert told.cause == "GIL held by thread logger"
+    assert "thread logger of rank 2 holds the GIL in data.py:88 dump" in [
+        each.text for each in told.evidence
+    ]
+
+
+def test_why_there_is_no_stack_is_told():
+    stuck = StuckJob()
+    everyone_waits_for(stuck, 2)
+    stuck.wait(3)
+    job = stuck.job
+    failed = RankStacks(
+        time_ns=job.now_ns, job="job-simulated", generation=0, rank=2, error="not \0allowed"
+    )
+    job.engine.feed(job.batch("node-1", events=[failed]), job.now_ns)
+    [told] = stuck.wait(0.5)
+    assert told.evidence[-1].text == "no Python stack of rank 2: not allowed"
+
+
+def test_stacks_of_an_earlier_hang_are_not_told_again():
+    stuck = StuckJob()
+    everyone_waits_for(stuck, 2)
+    stuck.wait(3)
+    read_stacks(stuck, 2, thread("MainThread", "forward"))
+    stuck.wait(0.5)
+    standing = dict(stuck.states)
+    stuck.states = {rank: stuck.job.state(rank, head=9_000_000) for rank in stuck.job.ranks}
+    assert stuck.wait(0.5)[0].cleared
+    stuck.states = standing
+    [found] = stuck.wait(3)
+    assert not found.stacks
+
+
+def test_the_only_idle_device_of_a_collective_has_not_begun_it():
+    stuck = StuckJob()
+    everyone_waits_for(stuck, 2)
+    stuck.in_collective(2, TP)  # as rank 3 is: all participants are in it
+    job = stuck.job
+    for rank in job.ranks:
+        busy = 0.0 if rank == 3 else 100.0
+        sample = Sample("DCGM_FI_DEV_GPU_UTIL", {"gpu": str(rank % 2)}, busy, job.now_ns)
+        job.engine.feed(job.batch(job.node(rank), samples=[sample]), job.now_ns)
+    [found] = stuck.wait(4)
+    assert (found.side, found.rank, found.ranks) == ("device", 3, [3, 2])
+    assert found.cause == "stuck in communication: all_reduce tp#5"
+
+
+def node_tells(job: SimulatedJob, node: str, kind: str, code: str, device: str) -> None:
+    """The kernel's log was silent until the job stood still."""
+    read, events = "paceline_kernel_log_lost_total", "paceline_kernel_events_total"
+    labels = {"kind": kind, "code": code, "device": device}
+    samples = [Sample(read, {}, 0.0, job.now_ns + second * 10**9) for second in range(-20, 3)]
+    samples += [Sample(events, labels, 1.0, job.now_ns + second * 10**9) for second in (1, 2)]
+    job.engine.feed(job.batch(node, samples=samples), job.now_ns)
+
+
+def hang_of_rank_2(tell: bool, process_state: str = "S") -> Finding:
+    stuck = StuckJob()
+    everyone_waits_for(stuck, 2)
+    stuck.inside(2, Op.FORWARD, process_state)
+    if tell:
+        node_tells(stuck.job, "node-1", "xid", "119", "gpu0")
+    return stuck.wait(8)[0]
+
+
+def test_what_the_culprits_node_shows_is_evidence_and_changes_no_blame():
+    plain, told = hang_of_rank_2(tell=False), hang_of_rank_2(tell=True)
+    assert any("reported XID 119" in line.text for line in told.evidence)
+    assert not any("XID" in line.text for line in plain.evidence)
+    assert told.causes[0].name == "GPU error (XID)"
+    for name in ("cause", "rank", "node", "ranks", "summary", "suspects_node", "detected_ns"):
+        assert getattr(told, name) == getattr(plain, name), name
+
+
+def test_a_culprit_that_waits_for_its_disk_is_said_to():
+    told = hang_of_rank_2(tell=False, process_state="D")
+    assert any("uninterruptible I/O" in line.text for line in told.evidence)
+    assert told.rank == 2
+
+
+def test_what_nobody_measured_of_a_hang_is_the_last_line_against_it():
+    assert hang_of_rank_2(tell=False).counter_evidence[-1].text.startswith("not measured: XID")

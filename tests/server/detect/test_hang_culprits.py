@@ -1,0 +1,215 @@
+"""Who is to blame for a hang: many random jobs, each stuck for one reason that is known.
+
+HANG_SEEDS=1000:3000 pytest -m campaign -s --timeout 3600 tests/server/detect/test_hang_culprits.py
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from stuck_program import START_NS, Fault, Shape, StuckProgram
+
+from paceline_server.detect.detectors.hang import HangDetector
+from paceline_server.detect.finding import Finding
+from paceline_server.engine.engine import Engine
+from paceline_server.engine.types import Placement
+from paceline_wire.topology import Topology
+
+KINDS = ("stop", "skip", "another_op", "another_size", "swap", "stall")
+SIDES = {"stop": "host", "stall": "device"}  # all others: mismatch
+TOPOLOGIES = [
+    Topology(dp, pp, tp)
+    for dp in (1, 2, 3, 4)
+    for pp in (1, 2, 4)
+    for tp in (1, 2, 4)
+    if 2 <= dp * pp * tp <= 32
+]
+
+
+@dataclass
+class Case:
+    program: StuckProgram
+    fault: Fault
+    mute: int | None = None  # a rank whose page is not seen any more
+
+    def engine(self) -> Engine:
+        ranks = list(self.program.ranks)
+        engine = Engine("job-stuck", detectors=[HangDetector])
+        engine.place(
+            Placement(
+                generation=0,
+                topology=self.program.topology,
+                nodes=dict.fromkeys(ranks, "node-0"),
+                gpus=dict.fromkeys(ranks, 0 if self.program.shape.on_device else None),
+                started_ns=START_NS,
+            )
+        )
+        return engine
+
+    def told(self) -> list[Finding]:
+        """What an engine says that sees the whole steps, and then the pages standing still."""
+        program, engine = self.program, self.engine()
+        ranks, now_ns = list(program.ranks), program.now_ns
+        defined = [program.definitions(rank) for rank in ranks]
+        pages = [program.page(rank, now_ns) for rank in ranks]
+        engine.feed(program.batch(0, now_ns, [*defined, *pages], spans=True), now_ns)
+        found = list(engine.tick(now_ns).findings)
+        for number in range(1, 12):
+            now_ns += 500_000_000
+            pages = [program.page(rank, now_ns) for rank in ranks if rank != self.mute]
+            engine.feed(program.batch(number, now_ns, [*pages], spans=False), now_ns)
+            found += engine.tick(now_ns).findings
+        return found
+
+    def told_alive(self) -> list[Finding]:
+        """The same while the job runs: pages each half second, spans as they are written."""
+        program, engine = self.program, self.engine()
+        ranks = list(program.ranks)
+        found: list[Finding] = []
+        now_ns, number = START_NS, 0
+        defined = [program.definitions(rank) for rank in ranks]
+        engine.feed(program.batch(0, now_ns, [*defined], spans=False), now_ns)
+        while program.play_until(now_ns + 500_000_000):
+            now_ns, number = now_ns + 500_000_000, number + 1
+            pages = [program.page(rank, now_ns) for rank in ranks]
+            engine.feed(program.batch(number, now_ns, [*pages], spans=True), now_ns)
+            found += engine.tick(now_ns).findings
+        return found
+
+    def is_right(self, finding: Finding) -> bool:
+        if finding.side != SIDES.get(self.fault.kind, "mismatch"):
+            return False
+        if self.fault.kind != "stall":
+            return finding.rank == self.fault.rank
+        stalled = self.program.stalled
+        assert stalled is not None
+        if self.program.shape.on_device:  # which of the launched ones it is, no host can tell
+            return finding.rank is None
+        members = stalled[1:-2] if stalled[0] == 0 else stalled[1:-1]
+        return finding.rank is None and set(finding.ranks) == set(members)
+
+
+def a_case(seed: int, kind: str | None = None, *, on_device: bool = False) -> Case:
+    """A random job that gets stuck; what does not get stuck is drawn again."""
+    chance = random.Random(seed)
+    while True:
+        shape = Shape(
+            topology=chance.choice(TOPOLOGIES),
+            microbatches=chance.choice((1, 2, 4)),
+            overlapped=chance.random() < 0.5,
+            sequence_parallel=chance.random() < 0.5,
+            ends_with_world=chance.random() < 0.8,
+            rendezvous=chance.random() < 0.5,
+            varying=chance.random() < 0.3,
+            on_device=on_device,
+        )
+        chosen = kind or chance.choice(KINDS)
+        rank = chance.randrange(shape.topology.world_size)
+        program = StuckProgram(shape, Fault("none")).program(rank)
+        wanted = {
+            "stop": ("host",),
+            "skip": ("collective", "send", "receive", "launch"),
+            "another_op": ("collective",),
+            "another_size": ("collective",),
+            "swap": ("collective", "send", "receive"),
+            "stall": ("collective", "receive"),
+        }[chosen]
+        places = [index for index, each in enumerate(program) if each.kind in wanted]
+        if not places:
+            continue
+        fault = Fault(chosen, rank, chance.choice(places))  # type: ignore[arg-type]
+        played = StuckProgram(shape, fault, seed=seed)
+        if played.play():
+            return Case(played, fault)
+
+
+def judge(seeds: range, *, on_device: bool = False) -> tuple[Counter[str], Counter[str], list[str]]:
+    """Right and all verdicts by kind; the wrong ones in words."""
+    kinds = ("stop", "stall") if on_device else KINDS
+    right: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    wrong = []
+    for seed in seeds:
+        case = a_case(seed, kinds[seed % len(kinds)], on_device=on_device)
+        found = case.told()
+        total[case.fault.kind] += 1
+        if len(found) == 1 and case.is_right(found[0]):
+            right[case.fault.kind] += 1
+        else:
+            said = [(one.rank, one.side, one.cause, one.ranks) for one in found]
+            wrong.append(f"seed {seed}: {case.fault} {case.program.shape}: {said}")
+    return right, total, wrong
+
+
+def check(seeds: range, on_device: bool) -> None:
+    right, total, wrong = judge(seeds, on_device=on_device)
+    share = right.total() / total.total()
+    print(f"{share:.1%} of {total.total()} right; by kind: {dict(right)} of {dict(total)}")
+    assert share >= 0.98, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("on_device", "count"), [(False, 36), (True, 12)])
+def test_the_culprit_and_its_side(on_device: bool, count: int) -> None:
+    check(range(100, 100 + count), on_device)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_culprit_and_its_side_on_many_seeds(on_device: bool) -> None:
+    begin, _, end = os.environ.get("HANG_SEEDS", "1000:1600").partition(":")
+    check(range(int(begin), int(end)), on_device)
+
+
+def test_what_a_skipped_collective_looks_like() -> None:
+    shape = Shape(Topology(dp=1, pp=1, tp=2), microbatches=1)
+    program = StuckProgram(shape, Fault("skip", rank=1, index=4))
+    assert program.play()
+    [found] = Case(program, program.fault).told()
+    assert (found.rank, found.side) == (1, "mismatch")
+    assert found.cause == "mismatched collective: collectives of tp left out or overtaken"
+    told = " ".join(each.text for each in found.evidence)
+    assert "rank 1 has entered 1 fewer of collectives of tp than at this point" in told
+
+
+def test_two_hosts_at_once_are_both_named() -> None:
+    shape = Shape(Topology(dp=2, pp=1, tp=2))
+    program = StuckProgram(shape, Fault("stop", rank=1, index=1))
+    program.also_stopped = {2}
+    assert program.play()
+    [found] = Case(program, program.fault).told()
+    assert (found.side, found.ranks) == ("host", [1, 2])
+
+
+def test_a_rank_without_a_page_is_blamed_only_where_no_other_is_left() -> None:
+    shape = Shape(Topology(dp=2, pp=1, tp=2))
+    for mute, culprit in ((3, 1), (1, 1)):
+        program = StuckProgram(shape, Fault("stop", rank=1, index=1))
+        assert program.play()
+        [found] = Case(program, program.fault, mute=mute).told()
+        assert (found.rank, found.side) == (culprit, "host")
+        assert (found.cause == "process gone") == (mute == culprit)
+
+
+def test_a_mismatch_of_two_names_both_operations() -> None:
+    shape = Shape(Topology(dp=1, pp=1, tp=2))
+    program = StuckProgram(shape, Fault("another_op", rank=1, index=2))
+    assert program.play()
+    [found] = Case(program, program.fault).told()
+    assert (found.rank, found.cause) == (1, "mismatched collective: another operation")
+    told = [each.text for each in found.evidence]
+    assert "rank 1 entered broadcast tp#33 of 2048 bytes" in told
+    assert "rank 0 entered all_reduce tp#33 of 2048 bytes" in told
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_slow_but_alive_is_no_hang(seed: int) -> None:
+    """One rank is a hundred times slower: steps of seconds, in which all others wait for it."""
+    chance = random.Random(seed)
+    shape = Shape(chance.choice(TOPOLOGIES), overlapped=bool(seed % 2))
+    program = StuckProgram(shape, Fault("none"), whole_steps=6, seed=seed)
+    program.slow = {chance.randrange(shape.topology.world_size): 100.0}
+    assert Case(program, program.fault).told_alive() == []

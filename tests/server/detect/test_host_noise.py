@@ -1,0 +1,65 @@
+"""A host that slows all of its ranks now and again."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from simulated_step import START_NS, SimulatedStep, one_forward_one_backward
+from watched import Watched
+
+from paceline_server.detect.detectors.host_noise import PRESSURE, HostNoiseDetector
+from paceline_wire.batch import Sample
+from paceline_wire.topology import Topology
+
+JOB = SimulatedStep(Topology(4, 2, 1), one_forward_one_backward(2, 8), jitter=0.03)
+
+
+def watch(pressure, slow_of, steps=80, seed=0):
+    """`pressure`: node -> share of the time; `slow_of`: (step, chance) -> rank -> multiple."""
+    random = np.random.default_rng(seed)
+    watched = Watched(HostNoiseDetector, JOB.topology)
+    for step in range(steps):
+        for number in range(4):
+            node = f"node-{number}"
+            value = pressure.get(node, 0.02) * step * 10
+            sample = Sample(PRESSURE, {}, value, START_NS + step * 10_000_000_000)
+            watched.telemetry.add(node, sample)
+        watched.show([dataclasses.replace(JOB, slow=slow_of(step, random)).play(step)])
+    return watched.findings
+
+
+def noisy(_, random):
+    return {2: 1.3, 3: 1.35} if random.random() < 0.4 else {}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_busy_host_is_named_and_never_left(seed):
+    [found] = watch({"node-1": 0.5}, noisy, seed=seed)
+    assert (found.kind, found.node, found.rank) == ("host_noise", "node-1", None)
+    assert found.ranks == [2, 3]
+    assert not found.suspects_node
+    assert found.evidence[0].metric == PRESSURE
+
+
+def test_without_a_word_from_the_host_nothing_is_said():
+    assert watch({}, noisy) == []
+    assert watch(dict.fromkeys(("node-0", "node-1", "node-2", "node-3"), 0.5), noisy) == []
+
+
+def test_a_busy_host_that_slows_nobody_is_healthy():
+    assert watch({"node-1": 0.8}, lambda *_: {}) == []
+
+
+def test_one_slow_rank_is_not_its_host():
+    assert watch({"node-1": 0.5}, lambda step, _: {2: 1.4} if step % 3 else {}) == []
+
+
+def test_what_is_slow_all_the_time_is_the_node():
+    assert watch({"node-1": 0.5}, lambda step, _: {2: 1.3, 3: 1.3} if step > 30 else {}) == []
+
+
+def test_what_the_node_shows_besides_is_told_once_and_without_contradiction():
+    [found] = watch({"node-1": 0.5}, noisy)
+    assert len([line for line in found.evidence if line.metric == PRESSURE]) == 1
+    assert not [line for line in found.counter_evidence if line.metric == PRESSURE]
+    assert found.causes[0].name == "CPU contention"

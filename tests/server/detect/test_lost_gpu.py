@@ -1,0 +1,159 @@
+"""XIDs and other words of a sick GPU, as NVML and the kernel's log tell them."""
+
+from __future__ import annotations
+
+import pytest
+from simulated_job import SimulatedJob
+
+from paceline_agent.kernel_log.recognize import Recognizer
+from paceline_server.detect.finding import Finding
+from paceline_wire.batch import DeviceEvent, Sample
+
+GPU, NODE = "gpu1", "node-1"  # of rank 3
+SAYS = {
+    48: "48, pid='<unknown>', name=<unknown>, DBE (double bit error) in memory",
+    63: "63, pid=4003, name=python, Row Remapper: New row marked for remapping",
+    64: "64, pid=4003, name=python, Row Remapper: Error remapping row",
+    74: "74, pid='<unknown>', name=<unknown>, NVLink: fatal error detected on link 6",
+    79: "79, GPU has fallen off the bus.",
+    94: "94, pid=4003, name=python, Contained: SM (0x1). RST: No, D-RST: No",
+    95: "95, pid=4003, name=python, Uncontained: LTC TAG",
+    119: "119, pid=4003, name=python, Timeout after 6s of waiting for RPC response from GPU1 GSP!",
+    120: "120, pid=4003, name=python, GSP task exception",
+}
+
+
+@pytest.fixture
+def job() -> SimulatedJob:
+    job = SimulatedJob(seed=1)
+    job.advance(3)
+    return job
+
+
+def tick(job: SimulatedJob, seconds: float = 0.1) -> list[Finding]:
+    job.now_ns += int(seconds * 1e9)
+    for node in job.nodes:
+        job.engine.feed(job.batch(node), job.now_ns)
+    return job.tick(job.now_ns).findings
+
+
+def told(code: int) -> str:
+    """As the agent tells of what the driver says."""
+    event = Recognizer().recognize(f"NVRM: Xid (PCI:0000:9b:00): {SAYS[code]}")
+    assert event is not None
+    return f"{event.severity}: {event.detail}"
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "advice"),
+    [
+        (79, "GPU lost", "power-cycle"),
+        (119, "GPU error (XID)", "reset the GPU"),
+        (120, "GPU error (XID)", "reset the GPU"),
+        (48, "GPU error (XID)", "reset the GPU"),
+        (64, "GPU error (XID)", "reset the GPU"),
+        (95, "GPU error (XID)", "reset the GPU"),
+    ],
+)
+def test_an_xid_that_ends_what_runs_is_a_failure(job, code, cause, advice):
+    job.device_event(NODE, "xid", GPU, told(code))
+    [found] = tick(job)
+    assert (found.kind, found.cause, found.rank, found.node) == ("failure", cause, 3, NODE)
+    assert (found.severity, found.suspects_node, found.can_checkpoint) == ("critical", True, False)
+    assert advice in found.advice
+    assert f"XID {code}" in found.summary
+    assert "used by rank 3" in found.summary
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"), [(63, "nothing by itself"), (74, "reset the GPU"), (94, "restart the app")]
+)
+def test_an_xid_of_a_gpu_that_goes_on_is_a_warning_with_advice(job, code, advice):
+    job.device_event(NODE, "xid", GPU, told(code))
+    [found] = tick(job)
+    assert (found.kind, found.severity, found.rank) == ("gpu_error", "warning", 3)
+    assert not found.suspects_node
+    assert found.can_checkpoint
+    assert advice in found.advice
+    assert tick(job, 500) == []
+    [over] = tick(job, 200)
+    assert (over.cleared, over.fingerprint) == (True, found.fingerprint)
+
+
+@pytest.mark.parametrize("detail", ["XID 45", "XID 43", "warning: XID 45: preemptive clean-up; x"])
+def test_what_follows_from_a_killed_process_is_no_news(job, detail):
+    job.device_event(NODE, "xid", GPU, detail)
+    assert tick(job) == []
+
+
+def test_a_burst_is_one_incident(job):
+    for _ in range(50):
+        job.device_event(NODE, "xid", GPU, told(119))
+    [found] = tick(job)
+    job.device_event(NODE, "xid", GPU, told(119) + " (49 more since it was last told)")
+    assert tick(job, 60) == []
+    assert len(found.evidence) == 1
+
+
+def test_a_warning_that_becomes_worse_is_a_failure_and_no_warning(job):
+    job.device_event(NODE, "xid", GPU, told(63))
+    [warning] = tick(job)
+    job.device_event(NODE, "xid", GPU, told(95))
+    failure, over = tick(job)
+    assert (failure.kind, failure.severity) == ("failure", "critical")
+    assert [text.text.split("XID ")[1][:2] for text in failure.evidence] == ["95", "63"]
+    assert (over.cleared, over.fingerprint) == (True, warning.fingerprint)
+    job.device_event(NODE, "xid", GPU, told(79))
+    [worst] = tick(job)
+    assert (worst.cause, worst.fingerprint) == ("GPU lost", failure.fingerprint)
+
+
+def test_both_collectors_tell_of_one_lost_gpu(job):
+    job.device_event(NODE, "gpu_lost", GPU, "GPU is lost")
+    job.device_event(NODE, "xid", GPU, told(79))
+    job.device_event(NODE, "xid", GPU, "XID 79")
+    [found] = tick(job)
+    assert found.cause == "GPU lost"
+    job.device_event(NODE, "gpu_back", GPU)
+    assert [each.cleared for each in tick(job)] == [True]
+
+
+def test_the_kernels_log_is_preferred_where_it_is_read_and_nvml_is_enough_where_not(job):
+    job.device_event(NODE, "xid", GPU, "XID 95")
+    [found] = tick(job)
+    assert (found.kind, found.rank) == ("failure", 3)
+    read = Sample("paceline_kernel_log_lost_total", {}, 0.0, job.now_ns)
+    job.engine.feed(job.batch("node-0", samples=[read]), job.now_ns)
+    job.device_event("node-0", "xid", "gpu0", "XID 95")
+    assert tick(job) == []
+    job.device_event("node-0", "xid", "gpu0", told(95))
+    assert [each.rank for each in tick(job)] == [0]
+
+
+def test_a_gpu_that_nobody_can_name_is_a_warning_of_its_node(job):
+    job.device_event(NODE, "xid", "0000:9b:00.0", told(79))
+    [found] = tick(job)
+    assert (found.kind, found.severity, found.rank) == ("gpu_error", "warning", None)
+    assert found.ranks == [2, 3]
+
+
+def test_a_fatal_error_of_the_nvswitch_is_of_all_its_gpus(job):
+    line = "nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 28 LTSSM Fault Up"
+    event = Recognizer().recognize(line)
+    job.device_event(NODE, "sxid", event.device, f"{event.severity}: {event.detail}")
+    [found] = tick(job)
+    assert (found.kind, found.ranks, found.suspects_node) == ("failure", [2, 3], True)
+
+
+def test_what_is_told_late_of_the_generation_before_is_not_this_ones(job):
+    old = DeviceEvent(
+        time_ns=job.placement().started_ns - 3600 * 10**9, kind="xid", device=GPU, detail=told(95)
+    )
+    job.engine.feed(job.batch(NODE, events=[old]), job.now_ns)
+    assert tick(job) == []
+
+
+@pytest.mark.parametrize("detail", ["", "XID", "critical: XID x", "warning: XID 9999999999999"])
+def test_garbage_is_no_news(job, detail):
+    job.device_event(NODE, "xid", GPU, detail)
+    assert tick(job) == []

@@ -1,0 +1,151 @@
+"""Ranks that wait for their data."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from simulated_job import SimulatedJob
+from simulated_step import SimulatedStep, one_forward_one_backward
+from watched import Watched
+
+from paceline_server.detect.detectors.slow_data import SlowDataDetector
+from paceline_wire.topology import Topology
+
+
+@pytest.mark.parametrize(
+    ("topology", "rank"), [(Topology(2, 2, 2), 5), (Topology(2, 1, 1), 0), (Topology(1, 1, 1), 0)]
+)
+def test_it_is_found_with_its_rank_and_node_within_five_steps(topology, rank):
+    job = SimulatedJob(topology, seed=1, jitter=0.1)
+    job.advance(25)
+    job.faults.slow_data[rank] = 0.4
+    job.advance(5)
+    [found] = [one for one in job.findings if one.severity != "info"]
+    assert (found.kind, found.cause, found.rank) == ("slow_data", "slow data loading", rank)
+    assert found.node == job.node(rank)
+    assert abs(found.onset_step - 25) <= 1
+    assert found.cost_ratio == pytest.approx(0.4 / 0.97, rel=0.15)
+
+
+def played(job, steps, first=0, **changes):
+    return [dataclasses.replace(job, **changes).play(first + step) for step in range(steps)]
+
+
+def a_job(topology=None):
+    topology = topology or Topology(4, 2, 1)
+    usual = dict.fromkeys(range(topology.world_size), 0.001)
+    return SimulatedStep(
+        topology,
+        one_forward_one_backward(topology.pp, 8),
+        transfer_seconds=0.0003,
+        jitter=0.03,
+        late_data=usual,
+    )
+
+
+@pytest.mark.parametrize("extra", [0.06, 0.2])
+def test_a_tenth_of_a_step_is_found_and_costs_what_it_costs(extra):
+    job = a_job()
+    watched = Watched(SlowDataDetector, job.topology)
+    watched.show(played(job, 20))
+    late = {**job.late_data, 2: extra}
+    [found] = watched.show(played(job, 5, 20, late_data=late))
+    assert (found.rank, found.onset_step) == (2, 20)
+    assert found.cost_ratio == pytest.approx(extra / (0.54 + 0.01 + extra), rel=0.2)
+    assert "costs" in found.summary
+    assert "fixing it gives" in found.summary
+
+
+def test_a_stall_that_comes_and_goes_is_found():
+    job = a_job()
+    watched = Watched(SlowDataDetector, job.topology)
+    watched.show(played(job, 20))
+    late = {**job.late_data, 5: 0.3}
+    for step in range(20, 60):
+        watched.show(played(job, 1, step, late_data=late if step % 4 == 0 else job.late_data))
+    [found] = watched.findings
+    assert found.rank == 5
+    assert not found.cleared
+    assert found.cost_ratio < 0.2
+
+
+def test_one_long_read_is_no_finding():
+    job = a_job()
+    watched = Watched(SlowDataDetector, job.topology)
+    for step in range(120):
+        late = {**job.late_data, step % 8: 0.3} if step % 15 == 0 else job.late_data
+        watched.show(played(job, 1, step, late_data=late))
+    assert watched.findings == []
+
+
+def test_data_that_is_late_for_all_blames_the_storage():
+    job = a_job()
+    watched = Watched(SlowDataDetector, job.topology)
+    watched.show(played(job, 20))
+    [found] = watched.show(played(job, 6, 20, late_data=dict.fromkeys(range(8), 0.2)))
+    assert (found.rank, found.node, found.cause) == (None, None, "slow storage")
+    assert not found.suspects_node
+
+
+def test_ranks_of_one_node_are_one_finding():
+    job = a_job()
+    watched = Watched(SlowDataDetector, job.topology)
+    watched.show(played(job, 20))
+    [found] = watched.show(played(job, 12, 20, late_data={**job.late_data, 2: 0.2, 3: 0.3}))
+    assert (found.rank, found.node, found.ranks) == (3, "node-1", [2, 3])
+
+
+def test_a_stage_that_reads_more_than_others_is_healthy():
+    job = a_job(Topology(2, 4, 1))
+    watched = Watched(SlowDataDetector, job.topology)
+    watched.show(played(job, 40, late_data={0: 0.2, 1: 0.2}))
+    assert watched.findings == []
+
+
+def test_a_job_that_always_waited_does_not_begin_to():
+    job = a_job(Topology(1, 2, 1))
+    watched = Watched(SlowDataDetector, job.topology)
+    watched.show(played(job, 60, late_data={0: 0.3}))
+    assert watched.findings == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noisy_waits_are_healthy(seed):
+    random = np.random.default_rng(seed)
+    job = a_job(Topology(8, 2, 1))
+    watched = Watched(SlowDataDetector, job.topology)
+    for step in range(150):
+        waits = 0.005 * random.lognormal(0.0, 0.8, 16)
+        watched.show(played(job, 1, step, late_data=dict(enumerate(waits.tolist()))))
+    assert watched.findings == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_host_that_is_too_busy_is_no_slow_disk(seed):
+    """Every rank's loader is put off for a third of a step, in one of sixteen steps."""
+    random = np.random.default_rng(seed)
+    job = a_job()
+    watched = Watched(SlowDataDetector, job.topology)
+    for step in range(150):
+        late = {rank: 0.2 if random.random() < 0.06 else 0.001 for rank in range(8)}
+        watched.show(played(job, 1, step, late_data=late))
+    assert watched.findings == []
+
+
+def test_ranks_of_which_nothing_came_are_no_trouble():
+    job = a_job()
+    watched = Watched(SlowDataDetector, job.topology)
+    for timing in played(job, 30):
+        kept = timing.ranks.rank != timing.step % 8
+        columns = [getattr(timing.ranks, name)[kept] for name in timing.ranks.__slots__]
+        watched.show([dataclasses.replace(timing, ranks=type(timing.ranks)(*columns))])
+    assert watched.findings == []
+
+
+def test_it_clears():
+    job = a_job()
+    watched = Watched(SlowDataDetector, job.topology)
+    watched.show(played(job, 20))
+    watched.show(played(job, 8, 20, late_data={**job.late_data, 3: 0.4}))
+    watched.show(played(job, 60, 28))
+    assert [found.cleared for found in watched.findings] == [False, True]

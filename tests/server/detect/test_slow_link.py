@@ -1,0 +1,102 @@
+"""Slow links: found by what transfers take once both ends are ready, and named."""
+
+import pytest
+from timed_run import Noise, TimedRun
+
+from paceline_server.detect.detectors.slow_link import SlowLinkDetector
+from paceline_server.detect.finding import Finding
+from paceline_wire.topology import Topology
+
+PIPELINE = Topology(2, 4, 2)
+
+
+def watched(topology: Topology, seed: int, **settings: object) -> TimedRun:
+    return TimedRun(topology, seed, **settings).watch(SlowLinkDetector)
+
+
+def both_ways(link: tuple[int, int], factor: float) -> dict[tuple[int, int], float]:
+    return {link: factor, link[::-1]: factor}
+
+
+def named(findings: list[Finding]) -> list[tuple[tuple[int, int] | None, str | None, bool]]:
+    return [(one.link, one.node, one.cleared) for one in findings]
+
+
+@pytest.mark.parametrize("topology", [PIPELINE, Topology(1, 2, 1), Topology(8, 1, 1)])
+def test_jitter_of_transfers_makes_no_slow_link(topology):
+    run = watched(topology, 1, noise=Noise(transfer=0.3))
+    assert run.advance(120) == []
+
+
+def test_links_that_always_differ_are_no_fault():
+    run = watched(PIPELINE, 2)
+    run.slow_links = both_ways((2, 6), 8.0)
+    assert run.advance(100) == []
+
+
+@pytest.mark.parametrize("factor", [12.0, 60.0])
+@pytest.mark.parametrize("topology", [PIPELINE, Topology(1, 2, 1)])
+def test_a_slow_link_is_found_within_five_steps_and_named(topology, factor):
+    run = watched(topology, 3, ranks_per_node=1)
+    run.advance(40)
+    link = run.links()[0]
+    run.slow_links = both_ways(link, factor)
+    [found] = run.advance(5)
+    assert (found.link, found.ranks, found.persistence) == (link, list(link), "persistent")
+    assert abs(found.onset_step - 40) <= 1
+    assert found.slowdown == pytest.approx(factor, rel=0.15)
+    assert found.cause == "unknown"
+    assert run.advance(40) == []
+    run.slow_links = {}
+    assert named(run.advance(10)) == [(link, None, True)]
+    run.slow_links = both_ways(link, factor)
+    assert [one.link for one in run.advance(5)] == [link]
+
+
+def test_one_direction_is_enough():
+    run = watched(PIPELINE, 4, ranks_per_node=1)
+    run.advance(40)
+    run.slow_links = {(6, 2): 30.0}
+    assert [one.link for one in run.advance(5)] == [(2, 6)]
+
+
+def test_two_slow_links_that_share_nothing_are_two():
+    run = watched(Topology(4, 4, 1), 5, ranks_per_node=1)
+    run.advance(40)
+    run.slow_links = both_ways((0, 4), 20.0) | both_ways((9, 13), 40.0)
+    assert sorted(one.link for one in run.advance(6)) == [(0, 4), (9, 13)]
+
+
+def test_all_links_of_a_node_are_one_finding_that_names_it():
+    run = watched(Topology(4, 4, 1), 6, ranks_per_node=4)
+    run.advance(40)
+    run.slow_links = {
+        link: 20.0 for link in run.links() if 4 <= min(link) < 8 or 4 <= max(link) < 8
+    }
+    [found] = run.advance(20)
+    assert (found.link, found.node, found.ranks) == (None, "node-1", [4, 5, 6, 7])
+
+
+def test_slow_groups_are_intersected():
+    """Two reductions that go through one node, and two that do not."""
+    run = watched(Topology(4, 2, 2), 7, ranks_per_node=4)
+    run.advance(40)
+    run.slow_groups = {0: 8.0}
+    [found] = run.advance(20)
+    assert (found.link, found.node) == (None, None)
+    assert found.ranks == [0, 2, 4, 6]
+    assert "The all_reduce of ranks 0, 2, 4, 6" in found.summary
+
+
+def test_a_network_that_is_slow_everywhere_has_no_slow_link():
+    run = watched(Topology(4, 4, 1), 8, ranks_per_node=1)
+    run.advance(40)
+    run.slow_links = dict.fromkeys(run.links(), 20.0)
+    assert run.advance(40) == []
+
+
+def test_a_link_that_is_slower_and_costs_nothing_is_no_finding():
+    run = watched(PIPELINE, 9, ranks_per_node=1)
+    run.advance(40)
+    run.slow_links = both_ways((2, 6), 1.3)
+    assert run.advance(60) == []

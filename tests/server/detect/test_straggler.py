@@ -1,0 +1,195 @@
+"""Stragglers: found within five steps of their onset when real, never when it is noise."""
+
+import pytest
+from timed_run import Noise, TimedRun, told
+
+from paceline_server.detect.detectors.straggler import StragglerDetector
+from paceline_server.detect.finding import Finding
+from paceline_wire.topology import Topology
+
+DEMO = Topology(2, 2, 2)
+SHAPES = [DEMO, Topology(4, 1, 1), Topology(1, 8, 1), Topology(1, 2, 2), Topology(8, 4, 2)]
+
+
+def watched(topology: Topology, seed: int, **settings: object) -> TimedRun:
+    return TimedRun(topology, seed, **settings).watch(StragglerDetector)
+
+
+def named(findings: list[Finding]) -> list[tuple[int | None, list[int], bool]]:
+    return [(one.rank, one.ranks, one.cleared) for one in findings]
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [Noise(), Noise(operation=0.1, outliers=0.03), Noise(step=0.15, host=0.3, outliers=0.02)],
+    ids=["usual", "operations", "two overloaded cores"],
+)
+@pytest.mark.parametrize("topology", [DEMO, Topology(1, 4, 1), Topology(2, 1, 1)])
+def test_noise_makes_no_straggler(topology, noise):
+    run = watched(topology, 3, noise=noise, lengths=3.0)
+    run.lost = 0.002
+    assert run.advance(120) == []
+
+
+@pytest.mark.parametrize(
+    ("topology", "slowdown", "lengths"),
+    [(topology, 1.1, 3.0) for topology in SHAPES] + [(DEMO, 1.3, 1.0), (DEMO, 2.5, 1.0)],
+)
+def test_a_straggler_is_found_within_five_steps_of_its_onset(topology, slowdown, lengths):
+    run = watched(topology, 7, lengths=lengths)
+    run.advance(50)
+    rank = topology.world_size // 2
+    run.slow = {rank: slowdown}
+    found = run.advance(5)
+    assert told(found) == [("straggler", rank, f"node-{rank // 2}")]
+    assert found[0].stage == topology.coordinates(rank).pp_rank
+    assert abs(found[0].onset_step - 50) <= 1
+    assert found[0].slowdown == pytest.approx(slowdown, rel=0.05)
+    assert found[0].persistence == "persistent"
+    assert found[0].cause == "unknown"
+    assert not found[0].suspects_node
+    assert run.advance(25) == []  # told once, for as long as it lasts
+
+
+def test_on_a_very_noisy_machine_a_throttled_rank_is_found_within_ten_steps():
+    for seed in range(3):
+        run = watched(DEMO, seed, noise=Noise(step=0.15, host=0.3, outliers=0.02))
+        assert run.advance(30) == []
+        run.slow = {2: 2.5}
+        assert named(run.advance(10)) == [(2, [], False)]
+
+
+def test_differences_between_peers_that_were_always_there_are_advice():
+    run = watched(DEMO, 5)
+    run.slow = {0: 1.22, 3: 1.1, 6: 1.25}
+    found = run.advance(60)
+    assert [(one.rank, one.persistence, one.severity) for one in found] == [
+        (0, "chronic", "info"),
+        (6, "chronic", "info"),
+    ]
+    assert all(one.advice for one in found)
+
+
+def test_slow_first_steps_are_warm_up():
+    run = watched(DEMO, 5)
+    run.slow = {3: 4.0}
+    run.advance(3)
+    run.slow = {}
+    assert run.advance(100) == []
+
+
+def test_a_strong_straggler_from_the_first_step_on_is_a_fault():
+    run = watched(Topology(4, 2, 1), 8)
+    run.slow = {1: 2.0}
+    found = run.advance(12)
+    assert [(one.rank, one.severity, one.persistence) for one in found] == [
+        (1, "critical", "persistent")
+    ]
+    assert found[0].slowdown == pytest.approx(2.0, rel=0.05)
+    run.slow = {}
+    assert named(run.advance(30)) == [(1, [], True)]
+
+
+def test_two_at_once_are_both_found():
+    run = watched(DEMO, 9)
+    run.advance(40)
+    run.slow = {2: 1.15, 5: 1.6}
+    assert sorted(one.rank for one in run.advance(5)) == [2, 5]
+
+
+def test_the_second_is_found_beside_the_first():
+    run = watched(Topology(4, 1, 1), 9)
+    run.advance(40)
+    run.slow = {2: 1.4}
+    assert [one.rank for one in run.advance(8)] == [2]
+    run.slow = {2: 1.4, 0: 1.2}
+    assert [one.rank for one in run.advance(8)] == [0]
+
+
+def test_a_node_that_is_slow_as_a_whole_is_named_once():
+    run = watched(Topology(4, 2, 2), 10, ranks_per_node=4)
+    run.advance(40)
+    run.slow = dict.fromkeys(range(4, 8), 1.12)
+    [found] = run.advance(30)
+    assert (found.rank, found.node, found.ranks) == (None, "node-1", [4, 5, 6, 7])
+    assert found.fingerprint == "straggler:node:node-1"
+    assert "Node node-1 (ranks 4-7) is 1.1" in found.summary
+    run.slow = {}
+    assert [(one.node, one.cleared) for one in run.advance(12)] == [("node-1", True)]
+
+
+def test_a_stage_that_becomes_slow_as_a_whole_is_named_as_one():
+    run = watched(Topology(4, 4, 1), 10)
+    run.advance(40)
+    run.slow = dict.fromkeys(range(8, 12), 1.3)
+    [found] = run.advance(30)
+    assert (found.rank, found.node, found.stage) == (None, None, 2)
+
+
+def test_a_whole_job_that_becomes_slow_has_no_straggler():
+    run = watched(DEMO, 10)
+    run.advance(40)
+    run.slow = dict.fromkeys(range(8), 1.5)
+    assert run.advance(60) == []
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_short_stall_is_no_straggler(steps):
+    for seed in range(2):
+        run = watched(DEMO, seed)
+        run.advance(40)
+        run.slow = {2: 2.0}
+        run.advance(steps)
+        run.slow = {}
+        assert run.advance(30) == []
+
+
+def test_a_slow_drift_is_no_straggler():
+    run = watched(DEMO, 11)
+    run.advance(40)
+    for step in range(120):
+        run.slow = {4: 1.0 + 0.001 * step}
+        assert not [one for one in run.advance(1) if one.persistence == "persistent"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "slow_steps"), [(Topology(1, 1, 1), 20), (Topology(1, 2, 1), 200), (DEMO, 20)]
+)
+def test_after_it_recovered_it_is_cleared_once_and_can_be_found_again(topology, slow_steps):
+    run = watched(topology, 14)
+    run.advance(60)
+    run.slow = {0: 2.5}
+    found = run.advance(slow_steps)
+    assert named(found) == [(0, [], False)]
+    run.slow = {}
+    cleared = run.advance(60)
+    assert named(cleared) == [(0, [], True)]
+    assert cleared[0].fingerprint == found[0].fingerprint
+    run.slow = {0: 2.5}
+    assert named(run.advance(6)) == [(0, [], False)]
+
+
+def test_one_that_gets_worse_and_then_better_stays_one_finding():
+    run = watched(DEMO, 15)
+    run.advance(60)
+    run.slow = {3: 1.3}
+    run.advance(30)
+    run.slow = {3: 2.5}
+    worse = run.advance(20)
+    run.slow = {3: 1.15}
+    better = run.advance(20)
+    assert {one.fingerprint for one in run.findings} == {"straggler:3"}
+    assert worse[-1].slowdown == pytest.approx(2.5, rel=0.05)
+    assert better[-1].slowdown == pytest.approx(1.15, rel=0.05)
+    assert not any(one.cleared for one in run.findings)
+
+
+def test_a_rank_that_falls_silent_hides_nobody():
+    run = watched(DEMO, 16)
+    run.advance(40)
+    run.silent = {1, 6}
+    assert run.advance(10) == []
+    run.slow = {2: 1.3}
+    assert [one.rank for one in run.advance(5)] == [2]
+    run.silent = {1, 2, 6}  # even the straggler itself: nothing new is known of it
+    assert run.advance(20) == []

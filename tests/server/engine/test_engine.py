@@ -1,0 +1,215 @@
+"""The engine as the worker uses it: news in any condition in, steps and verdicts out."""
+
+import random
+
+import msgspec
+import pytest
+from simulated_job import START_NS, TP, SimulatedJob
+
+from paceline_server.engine.clocks import NodeClocks
+from paceline_server.engine.engine import Engine
+from paceline_server.engine.types import Outcome
+from paceline_server.steps.types import RankStep, StepSummary
+from paceline_wire.ring import Frame, section_op
+from paceline_wire.spans import Op
+
+PARTS = (
+    "compute_seconds",
+    "communication_seconds",
+    "bubble_seconds",
+    "data_wait_seconds",
+    "optimizer_seconds",
+    "checkpoint_seconds",
+    "gc_seconds",
+)
+
+
+def steps(outcomes: list[Outcome]) -> list[StepSummary]:
+    return [summary for outcome in outcomes for summary in outcome.steps]
+
+
+def parts_of(rank: RankStep) -> float:
+    return sum(getattr(rank, part) for part in PARTS)
+
+
+def test_a_step_comes_out_with_all_its_parts():
+    job = SimulatedJob(jitter=0.0)
+    summary = steps(job.advance(2))[0]
+    assert (summary.step, summary.generation, len(summary.ranks)) == (0, 0, 8)
+    # 9 slots of 60 ms, collectives and transfers, the reduction and the optimizer.
+    assert summary.duration_seconds == pytest.approx(0.565, rel=0.03)
+    for rank in summary.ranks:
+        assert rank.self_seconds == pytest.approx(0.48, rel=0.01)
+        assert rank.slowdown == pytest.approx(1.0, abs=0.01)
+        assert parts_of(rank) == pytest.approx(rank.step_seconds, rel=0.01)
+
+
+def test_the_ledger_sums_to_the_wall_time():
+    job = SimulatedJob(seed=1)
+    ledger = job.advance(20)[-1].ledger
+    names = [name for name in ledger.__struct_fields__ if name.endswith("_seconds")]
+    total = sum(getattr(ledger, name) for name in names if name != "wall_seconds")
+    assert total == pytest.approx(ledger.wall_seconds, abs=1e-6)
+    assert ledger.useful_steps == 20
+    assert ledger.goodput_ratio > 0.9
+
+
+def test_batches_twice_and_out_of_order_give_the_same_steps():
+    plain, mixed = SimulatedJob(seed=3), SimulatedJob(seed=3)
+    expected = steps(plain.advance(12))
+    chance = random.Random(1)
+    found = []
+    for _ in range(6):
+        batches = [*mixed.batches(mixed.play()), *mixed.batches(mixed.play())]
+        batches += chance.sample(batches, 3)
+        chance.shuffle(batches)
+        for batch in batches:
+            mixed.engine.feed(batch, mixed.now_ns)
+        found += mixed.tick(mixed.now_ns).steps
+    found += mixed.tick(mixed.now_ns + 10**10).steps
+    assert [each.step for each in found] == [each.step for each in expected]
+    assert [each.ranks for each in found] == [each.ranks for each in expected]
+
+
+def test_what_is_of_another_job_generation_node_or_world_is_ignored():
+    job = SimulatedJob(seed=1)
+    job.advance(3)
+    rows = job.play()
+    for batch in list(job.batches(rows)):
+        blocks = batch.spans
+        for changed in (
+            [msgspec.structs.replace(block, job="other") for block in blocks],
+            [msgspec.structs.replace(block, generation=1) for block in blocks],
+            [msgspec.structs.replace(block, rank=block.rank + 8) for block in blocks],
+        ):
+            job.engine.feed(msgspec.structs.replace(batch, spans=changed, events=[]), job.now_ns)
+        stranger = msgspec.structs.replace(batch, agent_id="node-9", events=[])
+        job.engine.feed(stranger, job.now_ns)
+    assert job.tick(job.now_ns + 10**10).steps == []
+
+
+def test_groups_that_were_never_defined_cost_only_the_waits():
+    job = SimulatedJob(seed=1)
+    job._defined = True
+    summary = steps(job.advance(2))[0]
+    assert max(rank.wait_seconds for rank in summary.ranks) < 1e-4
+    assert all(rank.self_seconds > 0.4 for rank in summary.ranks)
+
+
+def test_lost_spans_leave_the_step_without_the_rank():
+    job = SimulatedJob(seed=1)
+    job.advance(2)
+    rows = job.play()
+    rows[3] = [row for row in rows[3] if row[1] & 0xFFFF != Op.STEP]
+    job.deliver(rows)
+    job.advance(3)
+    by_step = {summary.step: summary for summary in steps(job.outcomes)}
+    assert sorted(by_step) == [0, 1, 2, 3, 4, 5]
+    assert [rank.rank for rank in by_step[2].ranks] == [0, 1, 2, 4, 5, 6, 7]
+    assert job.findings == []
+
+
+def test_a_rank_that_claims_a_day_per_span_changes_nothing_for_the_others():
+    job = SimulatedJob(seed=1)
+    job.advance(3)
+    for _ in range(10):
+        rows = job.play()
+        rows[3] = [(*row[:7], 86_400 * 10**9) for row in rows[3]]
+        job.deliver(rows)
+    ledger = job.outcomes[-1].ledger
+    assert ledger.wall_seconds == pytest.approx((job.now_ns + 10**8 - START_NS) / 1e9)
+    assert {finding.rank for finding in job.findings} <= {3, None}
+
+
+def test_skewed_clocks_are_brought_to_the_servers():
+    job = SimulatedJob(seed=1)
+    job.faults.skew_ns = {"node-1": 3_600_000_000_000, "node-2": -60_000_000_000}
+    summaries = steps(job.advance(20))
+    for summary in summaries[-5:]:
+        assert summary.duration_seconds == pytest.approx(0.57, abs=0.3)
+        # Delivery takes 100 ms here: that is as exact as a node that keeps no time can be placed.
+        assert all(rank.self_seconds > 0.4 for rank in summary.ranks)
+    assert job.findings == []
+
+
+def test_small_differences_between_clocks_are_left_to_ntp():
+    clocks = NodeClocks()
+    for _ in range(10):
+        clocks.see("near", 1_000_000_000, 1_050_000_000)
+        clocks.see("ahead", 9_000_000_000, 1_000_000_000)
+        clocks.see("behind", 1_000_000_000, 90_000_000_000)
+    clocks.see("new", 9_000_000_000, 1_000_000_000)
+    shifts = [clocks.shift_ns(node) for node in ("near", "ahead", "behind", "new", "unknown")]
+    assert shifts == [0, -8_000_000_000, 89_000_000_000, 0, 0]
+
+
+def test_a_restart_begins_anew_and_counts_what_was_lost():
+    job = SimulatedJob(seed=1)
+    job.advance(10)
+    job.engine.suspend()
+    job.now_ns += 5_000_000_000
+    job.generation, job.step = 1, 7
+    job.place()
+    found = steps(job.advance(8))
+    assert [(each.generation, each.step) for each in found] == [(1, step) for step in range(7, 15)]
+    ledger = job.outcomes[-1].ledger
+    assert (ledger.lost_steps, ledger.useful_steps) == (3, 15)
+    assert ledger.restart_seconds == pytest.approx(5.0, abs=0.1)
+    assert job.outcomes[-1].highest_step == 14
+
+
+def test_placing_the_same_generation_again_forgets_nothing():
+    job = SimulatedJob(seed=1)
+    job.advance(5)
+    job.engine.place(msgspec.structs.replace(job.placement(), started_ns=START_NS))
+    assert job.advance()[0].steps[-1].step == 5
+
+
+def test_a_new_worker_goes_on_with_the_memory_of_the_old():
+    job = SimulatedJob(seed=1)
+    before = job.advance(10)[-1].ledger
+    job.engine = Engine("job-simulated", memory=job.engine.memory())
+    job.place()
+    after = job.advance(5)[-1]
+    assert after.ledger.useful_steps == before.useful_steps + 5
+    assert after.highest_step == 14
+    with pytest.raises(msgspec.DecodeError):
+        Engine("job", memory=b"nonsense")
+
+
+def test_progress_names_the_operation_in_flight():
+    job = SimulatedJob(seed=1)
+    job.advance(3)
+    since = job.now_ns - job.offset_ns(0)
+    frames = {
+        0: Frame(Op.ALL_REDUCE, since, TP, None, 118),
+        1: Frame(Op.FORWARD_RECV, since, 0, 5, 57),
+        2: Frame(section_op(9), since, 0, None, 0),
+    }
+    states = {rank: job.state(rank, frames=[frame]) for rank, frame in frames.items()}
+    progress = job.wait(1.0, states)[-1].progress
+    # Nothing is said of ranks of which nothing was heard.
+    assert [(each.rank, each.operation) for each in progress] == [
+        (0, "all_reduce tp#118"),
+        (1, "forward_recv from 5 #57"),
+        (2, "section:9"),
+    ]
+    assert progress[0].operation_seconds == pytest.approx(1.0)
+    assert progress[0].step == 2
+    assert job.tick(job.now_ns).progress == []
+
+
+def test_a_step_waits_a_moment_for_its_loss():
+    job = SimulatedJob(seed=1)
+    assert steps(job.advance(1)) == [] or job.step == 1
+    outcomes = job.advance(3)
+    told = steps(job.outcomes)
+    assert [each.loss for each in told[1:]] == [2.0] * len(told[1:])
+    assert len(told) >= 3
+    assert steps([job.tick(job.now_ns + 3 * 10**9)]) or len(told) == 4
+    assert outcomes
+
+
+def test_before_the_first_placement_there_is_nothing_to_say():
+    engine = Engine("job")
+    assert engine.tick(START_NS) == Outcome()

@@ -1,0 +1,98 @@
+"""Detectors are shown each step as it was played: who computed, who met whom, for how long."""
+
+import numpy as np
+import pytest
+from simulated_job import JOB, SimulatedJob
+
+from paceline_server.detect.detector import Detector
+from paceline_server.detect.finding import Finding
+from paceline_server.detect.observation import Observation
+from paceline_server.engine.engine import Engine
+from paceline_server.engine.generation import REPLAYED_STEPS
+from paceline_server.steps.timing import StepTiming
+from paceline_wire.spans import Op
+
+MICROBATCHES = 8
+
+
+class Witness(Detector):
+    """Finds nothing; what it was shown is asked for afterwards."""
+
+    seen: list[Observation]
+
+    def update(self, seen: Observation) -> list[Finding]:
+        self.seen.append(seen)
+        return []
+
+
+@pytest.fixture
+def witness() -> type[Witness]:
+    return type("FreshWitness", (Witness,), {"seen": []})
+
+
+@pytest.fixture
+def job(witness: type[Witness]) -> SimulatedJob:
+    return SimulatedJob(
+        jitter=0.0, microbatches=MICROBATCHES, engine=Engine(JOB, detectors=[witness])
+    )
+
+
+def timings(witness: type[Witness]) -> list[StepTiming]:
+    return [timing for seen in witness.seen for timing in seen.timings]
+
+
+def test_a_timing_comes_with_each_step_and_the_recent_ones_can_be_replayed(job, witness):
+    job.advance(REPLAYED_STEPS + 4)
+    for seen in witness.seen:
+        assert [timing.step for timing in seen.timings] == [each.step for each in seen.steps]
+        assert seen.metadata["schedule"] == "gpipe"
+    last = witness.seen[-1].replay
+    assert last is not None
+    assert [timing.step for timing in last.timings] == list(range(4, REPLAYED_STEPS + 4))
+    assert last.topology == job.topology
+
+
+def test_a_detector_sees_what_each_rank_computed(job, witness):
+    job.faults.slow[2] = 1.5
+    job.advance(2)
+    timing = timings(witness)[-1]
+    compute = timing.compute
+    assert compute.rank.size == len(job.ranks) * MICROBATCHES * 2
+    forward = compute.op == Op.FORWARD
+    slow = compute.rank == 2
+    # The collective inside the forward, and the wait for the slow tensor peer, are not its own.
+    assert compute.self_seconds[forward & ~slow] == pytest.approx(0.020)
+    assert compute.self_seconds[forward & slow] == pytest.approx(0.030)
+    waits_for_2 = compute.rank == 3
+    spans = (compute.end_ns - compute.start_ns) / 1e9
+    assert spans[forward & waits_for_2] == pytest.approx(0.0305)
+    assert sorted(compute.microbatch[forward & slow].tolist()) == list(range(MICROBATCHES))
+    own = [compute.self_seconds[compute.rank == rank].sum() for rank in job.ranks]
+    assert own == pytest.approx(timing.ranks.self_seconds.tolist())
+
+
+def test_a_detector_sees_who_met_whom(job, witness):
+    job.faults.slow[2] = 1.5
+    job.advance(2)
+    met = timings(witness)[-1].collectives
+    groups = timings(witness)[-1].groups
+    members = {groups[key] for key in met.group.tolist()}
+    assert {(0, 1), (2, 3), (4, 5), (6, 7), (0, 2), tuple(job.ranks)} <= members
+    pair = np.array([groups[key] == (2, 3) for key in met.group.tolist()])
+    assert set(met.last_rank[pair].tolist()) == {2}
+    assert met.transfer_seconds[pair] == pytest.approx(0.0005)
+    assert met.spread_seconds[pair].max() == pytest.approx(0.5 * 0.040)
+
+
+def test_a_detector_sees_each_transfer_with_its_time_though_clocks_disagree(job, witness):
+    for node in job.nodes[1:]:
+        job.faults.skew_ns[node] = 5_000_000
+    job.advance(2)
+    sent = timings(witness)[-1].transfers
+    pairs = set(zip(sent.source.tolist(), sent.destination.tolist(), strict=True))
+    assert pairs == {(rank, rank + 4) for rank in range(4)} | {
+        (rank + 4, rank) for rank in range(4)
+    }
+    assert sent.source.size == 8 * MICROBATCHES
+    assert set(sent.op.tolist()) == {Op.FORWARD_SEND, Op.BACKWARD_SEND}
+    assert (sent.transfer_seconds <= 0.0005 + 1e-9).all()

@@ -1,0 +1,309 @@
+"""An agent and its ranks that exist only as batches and answers, over real HTTP and in real time.
+
+Like a real agent it keeps each batch until it was acknowledged, carries out each command id once,
+and kills by generation. Ranks "train" one step each `STEP_SECONDS` until told otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import httpx
+
+from paceline_wire import batch as wire
+from paceline_wire import commands, spans
+from paceline_wire.batch import (
+    AgentHello,
+    Batch,
+    CommandResult,
+    Event,
+    GpuInfo,
+    RankAcknowledged,
+    RankAttached,
+    RankExited,
+    RankStarted,
+    RankState,
+    SpanBlock,
+)
+from paceline_wire.ring import Identity, StateView
+from paceline_wire.spans import NONE_16, NONE_32, Op
+
+STEP_SECONDS = 0.2
+_BATCH_SECONDS = 0.1
+_HEADERS = {"Content-Type": wire.CONTENT_TYPE}
+
+
+def hello(slots: int = 1) -> AgentHello:
+    return AgentHello(
+        time_ns=time.time_ns(),
+        hostname="host",
+        version="0",
+        address="127.0.0.1",
+        rendezvous_port=29500,
+        slots=slots,
+        gpus=[GpuInfo(index, f"GPU-{index}", "H200", f"0{index}:00.0") for index in range(slots)],
+    )
+
+
+def view(step: int) -> StateView:
+    return StateView(
+        head=step,
+        step=step,
+        step_started_ns=time.monotonic_ns(),
+        microbatch=None,
+        status="running",
+        loss_step=step - 1 if step else None,
+        loss=2.0 if step else None,
+        gradient_norm=None,
+        evaluation_step=None,
+        evaluation_loss=None,
+        frames=[],
+        groups=[],
+        peers=[],
+    )
+
+
+@dataclass
+class SimulatedRank:
+    start: commands.StartRanks
+    rank: int
+    pid: int
+    step: int
+    index: int = 0
+    stop_at: tuple[int, int] | None = None  # (command id, step)
+    stepped: float = field(default_factory=time.monotonic)
+
+
+class SimulatedNode:
+    """`url` may change: the server that comes back may listen elsewhere."""
+
+    def __init__(self, agent_id: str, url: str, token: str | None = None) -> None:
+        self.agent_id = agent_id
+        self.url = url
+        self.carried_out: list[commands.Command] = []
+        self.acknowledged = 0
+        self.ranks: dict[int, SimulatedRank] = {}
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._events: list[Event] = [hello()]
+        self._unsent: deque[bytes] = deque()
+        self._sequence = 0
+        self._seen: dict[int, bool] = {}
+        self._lock = threading.Lock()
+        self._gone = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, daemon=True) for target in (self._send, self._listen)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._gone.set()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(10)
+
+    def crash(self, rank: int) -> None:
+        with self._lock:
+            self._exit(self.ranks[rank], signal=9)
+
+    def say(self, event: Event) -> None:
+        with self._lock:
+            self._events.append(event)
+
+    # --- batches ---------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        with httpx.Client(headers=self._headers | _HEADERS, verify=False) as client:
+            while not self._gone.wait(_BATCH_SECONDS):
+                with self._lock:
+                    self._unsent.append(wire.encode(self._batch()))
+                self._flush(client)
+
+    def _flush(self, client: httpx.Client) -> None:
+        while self._unsent and not self._gone.is_set():
+            try:
+                answer = client.post(f"{self.url}/api/v1/ingest", content=self._unsent[0])
+            except httpx.TransportError:
+                return
+            if answer.status_code != 200:
+                assert answer.status_code == 503, answer.text
+                return
+            self._unsent.popleft()
+            self.acknowledged += 1
+
+    def _batch(self) -> Batch:
+        blocks: list[SpanBlock] = []
+        for rank in list(self.ranks.values()):
+            blocks += self._train(rank)
+        batch = Batch(
+            agent_id=self.agent_id,
+            boot_id="boot-1",
+            sequence=self._sequence,
+            packed_ns=time.time_ns(),
+            events=self._events,
+            spans=blocks,
+        )
+        self._sequence += 1
+        self._events = []
+        return batch
+
+    def _train(self, rank: SimulatedRank) -> list[SpanBlock]:
+        if time.monotonic() - rank.stepped < STEP_SECONDS:
+            return []
+        rank.stepped = time.monotonic()
+        if rank.stop_at is not None and rank.step >= rank.stop_at[1]:
+            self._acknowledge(rank, rank.stop_at[0])
+            return []
+        start_ns = time.monotonic_ns() - int(STEP_SECONDS * 1e9)
+        rows = b""
+        for op, duration in ((Op.FORWARD, 0.5), (Op.BACKWARD, 0.4), (Op.STEP, 1.0)):
+            microbatch = NONE_32 if op is Op.STEP else 0
+            length = int(duration * STEP_SECONDS * 1e9)
+            rows += spans.RECORD.pack(
+                *(rank.index, op, 0, NONE_16, 0, rank.step, microbatch, NONE_32, 0, 0, 0),
+                *(start_ns, length),
+            )
+            rank.index += 1
+            start_ns += 0 if op is Op.BACKWARD else length
+        rank.step += 1
+        job, generation = rank.start.job, rank.start.generation
+        self._events.append(
+            RankState(
+                time_ns=time.time_ns(),
+                job=job,
+                generation=generation,
+                rank=rank.rank,
+                clock_offset_ns=time.time_ns() - time.monotonic_ns(),
+                view=view(rank.step),
+                process_state="S",
+            )
+        )
+        offset_ns = time.time_ns() - time.monotonic_ns()
+        return [SpanBlock(job, generation, rank.rank, spans.to_columns(rows), offset_ns)]
+
+    def _acknowledge(self, rank: SimulatedRank, command_id: int) -> None:
+        self._events.append(
+            RankAcknowledged(
+                time_ns=time.time_ns(),
+                job=rank.start.job,
+                generation=rank.start.generation,
+                rank=rank.rank,
+                command_id=command_id,
+                status="done",
+                step=rank.step,
+            )
+        )
+        self._exit(rank, exit_code=0, commanded=True)
+
+    def _exit(self, rank: SimulatedRank, **how: object) -> None:
+        self.ranks.pop(rank.rank, None)
+        self._events.append(
+            RankExited(
+                time_ns=time.time_ns(),
+                job=rank.start.job,
+                generation=rank.start.generation,
+                rank=rank.rank,
+                pid=rank.pid,
+                **how,  # type: ignore[arg-type]
+            )
+        )
+
+    # --- commands --------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        with httpx.Client(headers=self._headers, verify=False) as client:
+            while not self._gone.wait(0.05):
+                try:
+                    self._follow(client)
+                except httpx.TransportError:
+                    continue
+
+    def _follow(self, client: httpx.Client) -> None:
+        path = f"{self.url}/api/v1/agents/{self.agent_id}/commands"
+        with client.stream("GET", path) as answer:
+            if answer.status_code != 200:
+                return
+            for line in answer.iter_lines():
+                if self._gone.is_set():
+                    return
+                command = commands.decode_line(line)
+                if not isinstance(command, commands.Ping):
+                    with self._lock:
+                        self._carry_out(command)
+
+    def _carry_out(self, command: commands.Command) -> None:
+        assert not isinstance(command, commands.Ping)
+        if command.command_id not in self._seen:
+            self.carried_out.append(command)
+            self._seen[command.command_id] = self._do(command)
+        result = CommandResult(
+            time_ns=time.time_ns(),
+            command_id=command.command_id,
+            ok=self._seen[command.command_id],
+        )
+        self._events.append(result)
+
+    def _do(self, command: commands.Command) -> bool:
+        match command:
+            case commands.StartRanks():
+                for each in command.ranks:
+                    self._start_rank(command, each)
+            case commands.StopGeneration():
+                for rank in list(self.ranks.values()):
+                    if rank.start.generation <= command.generation:
+                        self._exit(rank, signal=9, commanded=True)
+            case commands.ControlRanks():
+                for rank in self.ranks.values():
+                    rank.stop_at = (command.command_id, command.target_step)
+        return True
+
+    def _start_rank(self, command: commands.StartRanks, spec: commands.RankSpec) -> None:
+        pid = 1000 + 10 * command.generation + spec.rank
+        rank = SimulatedRank(command, spec.rank, pid, step=0)
+        self.ranks[spec.rank] = rank
+        identity = Identity(
+            job=command.job,
+            generation=command.generation,
+            rank=spec.rank,
+            local_rank=spec.local_rank,
+            world_size=command.topology.world_size,
+            topology=command.topology,
+            coordinates=command.topology.coordinates(spec.rank),
+            pid=pid,
+            host="host",
+            clock_offset_ns=time.time_ns() - time.monotonic_ns(),
+            started_ns=time.monotonic_ns(),
+        )
+        now_ns = time.time_ns()
+        self._events += [
+            RankStarted(
+                time_ns=now_ns,
+                job=command.job,
+                generation=command.generation,
+                rank=spec.rank,
+                pid=pid,
+            ),
+            RankAttached(time_ns=now_ns, identity=identity),
+        ]
+
+
+def stop_all(nodes: list[SimulatedNode]) -> None:
+    for node in nodes:
+        node.stop()
+    for node in nodes:
+        node.join()
+
+
+def post_job(url: str, dp: int = 2, **fields: object) -> str:
+    body = {"name": "toy", "argv": ["true"], "topology": {"dp": dp, "pp": 1, "tp": 1}, **fields}
+    answer = httpx.post(f"{url}/api/v1/jobs", json=body, verify=False)
+    assert answer.status_code == 201, answer.text
+    identifier: str = json.loads(answer.text)["id"]
+    return identifier

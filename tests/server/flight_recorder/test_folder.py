@@ -1,0 +1,148 @@
+"""Files of all shapes in a folder, and what is said of those that are no dumps."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulated_incident import Job, Shape
+
+from paceline_server.flight_recorder import report
+from paceline_server.flight_recorder.errors import (
+    HostileDumpError,
+    MalformedDumpError,
+    NoDumpsError,
+)
+from paceline_server.flight_recorder.folder import read_folder
+
+SHAPE = Shape(1, 1, 3)
+CULPRIT = 1
+
+
+def stalled() -> Job:
+    job = Job(SHAPE, seed=1)
+    job.ranks[CULPRIT].stalls_at = 7
+    job.run()
+    return job
+
+
+def as_json(document: Any) -> bytes:
+    """As PyTorch writes it: 0 for no time, strings for the numbers of the status."""
+    document["pg_status"] = {
+        local: {key: str(value) for key, value in status.items()}
+        for local, status in document["pg_status"].items()
+    }
+    for entry in document["entries"]:
+        for key in ("time_discovered_started_ns", "time_discovered_completed_ns"):
+            entry[key] = entry[key] or 0
+    return json.dumps(document).encode()
+
+
+def write(directory: Path, name: str = "_dump_{}", *, without: int | None = None) -> None:
+    job = stalled()
+    for rank in range(SHAPE.world_size):
+        if rank != without:
+            document = job.document(rank)
+            data = as_json(document) if name.endswith("json") else pickle.dumps(document, 2)
+            (directory / name.format(rank)).write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_dump_{}",
+        "nccl_trace_rank_{}",
+        "nccl_trace_rank__{}",
+        "comm_lib_trace_rank_{}",
+        "host7_rank_{}.json",
+        "trace{}.pkl",
+        "{}",
+        "2025.09.22_rank_{}.json",
+    ],
+)
+def test_the_rank_is_the_number_at_the_end_of_the_name(tmp_path: Path, name: str) -> None:
+    write(tmp_path, name)
+    found = report(tmp_path)
+    assert (found.culprits, found.kind, found.notes) == ((CULPRIT,), "host", ())
+
+
+def test_other_files_are_named_and_ignored(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "fault_injection.log").write_text("Fault ranks: [0]\n")
+    (tmp_path / "folder_1").mkdir()
+    found = report(tmp_path)
+    assert found.culprits == (CULPRIT,)
+    assert sorted(found.notes) == [
+        "fault_injection.log is not named like a dump: ignored",
+        "folder_1 is not named like a dump: ignored",
+    ]
+
+
+def test_two_dumps_of_one_rank_count_once(tmp_path: Path) -> None:
+    write(tmp_path)
+    write(tmp_path, "trace_rank_{}.json")
+    found = report(tmp_path)
+    assert found.culprits == (CULPRIT,)
+    assert "trace_rank_0.json is a second dump of rank 0: ignored" in found.notes
+
+
+def test_an_empty_file_is_a_rank_without_a_dump(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / f"_dump_{CULPRIT}").write_bytes(b"")
+    found = report(tmp_path)
+    assert (found.culprits, found.kind, found.without_dump) == ((CULPRIT,), "host", (CULPRIT,))
+    assert f"rank {CULPRIT} counts as without a dump" in found.notes[0]
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_a_folder_without_dumps(tmp_path: Path, make: bool) -> None:
+    directory = tmp_path / "dumps"
+    if make:
+        directory.mkdir()
+        (directory / "notes.txt").write_text("nothing")
+    with pytest.raises(NoDumpsError, match="Flight Recorder dump"):
+        read_folder(directory)
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "says"),
+    [
+        (b"cos\nsystem\n(S'true'\ntR.", HostileDumpError, "_dump_2 imports a global"),
+        (pickle.dumps({"entries": []})[:-3], MalformedDumpError, "_dump_2 is not a whole pickle"),
+        (b'{"entries": [', MalformedDumpError, "_dump_2 is not whole JSON"),
+        (b'{"a":' * 100_000, MalformedDumpError, "_dump_2 is not whole JSON"),
+        (pickle.dumps([1, 2]), MalformedDumpError, "_dump_2 is not a Flight Recorder dump"),
+        (b"{}", MalformedDumpError, "expected 2.4 to 2.10, found None"),
+        (b'{"version": "1.5", "entries": []}', MalformedDumpError, "found 1.5"),
+        (b'{"version": "2.9", "entries": [1]}', MalformedDumpError, "dump of version 2.9"),
+        (b'{"version": "2.9", "entries": 1}', MalformedDumpError, "has no entries"),
+        (b'{"version": "2.9", "pg_status": {"0": 7}}', MalformedDumpError, "of version 2.9"),
+        (
+            b'{"version": "2.9", "pg_config": {"0": {"ranks": [-1]}}}',
+            MalformedDumpError,
+            "of version 2.9",
+        ),
+    ],
+)
+def test_a_bad_dump_is_one_sentence_that_names_the_file(
+    tmp_path: Path, content: bytes, error: type[Exception], says: str
+) -> None:
+    write(tmp_path)
+    (tmp_path / "_dump_2").write_bytes(content)
+    with pytest.raises(error, match=r"^_dump_2 ") as caught:
+        report(tmp_path)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_in_a_dump_cannot_write_to_the_terminal(tmp_path: Path) -> None:
+    write(tmp_path)
+    for path in tmp_path.iterdir():
+        document = pickle.loads(path.read_bytes())
+        for entry in document["entries"]:
+            entry["process_group"] = (entry["process_group"][0], "x\x1b[31m\n")
+        path.write_bytes(pickle.dumps(document))
+    assert report(tmp_path).verdict.isprintable()

@@ -1,0 +1,230 @@
+"""What is sent to ingest is stored once and answered after, or refused with a 4xx and counted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulated_node import hello
+from sqlalchemy import func, select
+
+from paceline_server.store.models import HotLog, Node
+from paceline_server.store.tokens import create_token
+from paceline_wire import batch as wire
+from paceline_wire.batch import Batch, RankStarted, Sample
+
+HEADERS = {"Content-Type": wire.CONTENT_TYPE}
+PATIENT = settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+def batch(sequence: int = 0, boot: str = "boot-1", agent: str = "node-0", **fields: Any) -> Batch:
+    values = {"packed_ns": time.time_ns(), **fields}
+    return Batch(agent_id=agent, boot_id=boot, sequence=sequence, **values)
+
+
+class Ingest:
+    """Posts to a running server and looks into its database."""
+
+    def __init__(self, server: Any) -> None:
+        self.server = server
+        self.client = httpx.Client(base_url=server.url, timeout=20.0, verify=False)
+
+    def post(self, content: bytes, **headers: str) -> httpx.Response:
+        answer = self.client.post("/api/v1/ingest", content=content, headers=HEADERS | headers)
+        if answer.status_code >= 400:
+            assert answer.headers["content-type"] == "application/problem+json", answer.text
+            assert answer.json()["status"] == answer.status_code
+        return answer
+
+    def send(self, value: Batch) -> str:
+        answer = self.post(wire.encode(value))
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["sequence"] == value.sequence
+        status: str = answer.json()["status"]
+        return status
+
+    def stored(self) -> int:
+        with self.server.program.database.read() as session:
+            return session.scalar(select(func.count()).select_from(HotLog)) or 0
+
+    def node(self, agent_id: str = "node-0") -> Node:
+        with self.server.program.database.read() as session:
+            return session.get_one(Node, agent_id)
+
+    def rejected(self, reason: str) -> float:
+        registry = self.server.program.metrics.registry
+        return (
+            registry.get_sample_value("paceline_ingest_rejected_total", {"reason": reason}) or 0.0
+        )
+
+
+@pytest.fixture
+def ingest(server: Any) -> Any:
+    opened = Ingest(server)
+    yield opened
+    opened.client.close()
+
+
+def test_a_batch_is_stored_once_however_often_it_comes(ingest: Ingest) -> None:
+    first = batch(events=[hello()])
+    assert ingest.send(first) == "stored"
+    assert ingest.send(first) == "duplicate"
+    assert ingest.send(batch(boot="boot-2")) == "stored"
+    assert ingest.stored() == 2
+
+
+def test_concurrent_repeats_are_stored_once(ingest: Ingest) -> None:
+    payload = wire.encode(batch())
+    answers: list[str] = []
+
+    def send() -> None:
+        answer = httpx.post(
+            f"{ingest.server.url}/api/v1/ingest", content=payload, headers=HEADERS, timeout=20.0
+        )
+        answers.append(answer.json()["status"])
+
+    threads = [threading.Thread(target=send) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answers) == ["duplicate"] * 7 + ["stored"]
+    assert ingest.stored() == 1
+
+
+def test_old_news_never_makes_a_node_older(ingest: Ingest) -> None:
+    ingest.send(batch(0, events=[hello()]))
+    ingest.send(batch(5, dropped_batches=7))
+    now = ingest.node()
+    ingest.send(batch(3, dropped_batches=1))  # reordered
+    ingest.send(batch(0, boot="boot-2", packed_ns=now.packed_ns + 1, events=[hello(slots=4)]))
+    ingest.send(batch(6, dropped_batches=2))  # of the boot before
+    node = ingest.node()
+    assert node.boot_id == "boot-2"
+    assert node.hello is not None
+    assert (node.hello.slots, node.dropped_batches) == (4, 0)
+    assert node.last_seen_ns >= now.last_seen_ns
+    assert ingest.stored() == 5
+
+
+def test_gpu_values_show_on_the_node_in_base_units(ingest: Ingest) -> None:
+    gpu = {"gpu": "0"}
+    now = time.time_ns()
+    values = [
+        Sample("DCGM_FI_DEV_SM_CLOCK", gpu, 1980.0, now),
+        Sample("DCGM_FI_DEV_GPU_UTIL", gpu, 50.0, now),
+        Sample("paceline_gpu_throttle_reason", gpu | {"reason": "sw_thermal_slowdown"}, 1.0, now),
+        Sample("DCGM_FI_DEV_SM_CLOCK", {"gpu": "x" * 99}, 1.0, now),  # a lying one
+    ]
+    ingest.send(batch(events=[hello()], samples=values))
+    (node,) = ingest.client.get("/api/v1/nodes").json()["items"]
+    (shown,) = node["gpus"]
+    assert shown["sm_clock_hertz"] == 1.98e9
+    assert shown["utilization_ratio"] == 0.5
+    assert shown["throttle_reasons"] == ["sw_thermal_slowdown"]
+
+
+BOMB = zstandard.ZstdCompressor().compress(b"\0" * (wire.MAXIMUM_BYTES + 1))
+UNDECLARED_BOMB = zstandard.ZstdCompressor(write_content_size=False).compress(
+    b"\0" * (wire.MAXIMUM_BYTES + 1)
+)
+FUTURE = zstandard.compress(msgspec.msgpack.encode({"version": 99}))
+HUGE = zstandard.compress(
+    msgspec.msgpack.encode(msgspec.to_builtins(batch()) | {"sequence": 2**64 - 1})
+)
+LYING = wire.encode(
+    batch(events=[RankStarted(time_ns=1, job="j", generation=0, rank=0, pid=1 << 40)])
+)
+REFUSED = [
+    (b"", 400, "compression"),
+    (b"not a batch", 400, "compression"),
+    (zstandard.compress(b"\x81"), 400, "malformed"),
+    (wire.encode(batch())[:-5], 400, "compression"),
+    (FUTURE, 400, "version"),
+    (BOMB, 413, "oversized"),
+    (UNDECLARED_BOMB, 413, "oversized"),
+    (b"x" * (wire.MAXIMUM_COMPRESSED_BYTES + 1), 413, "oversized"),
+    (HUGE, 400, "invalid"),
+    (LYING, 400, "invalid"),
+    (wire.encode(batch(agent="node\0")), 400, "invalid"),
+    (wire.encode(batch(agent="")), 400, "invalid"),
+]
+
+
+def test_what_is_no_batch_is_refused_and_counted(ingest: Ingest) -> None:
+    for content, status, reason in REFUSED:
+        before = ingest.rejected(reason)
+        answer = ingest.post(content)
+        assert answer.status_code == status, (reason, answer.text)
+        assert ingest.rejected(reason) == before + 1
+    answer = ingest.post(b"{}", **{"Content-Type": "application/json"})
+    assert answer.status_code == 415
+    assert ingest.stored() == 0
+    assert ingest.send(batch()) == "stored"
+
+
+def test_a_body_without_end_is_cut_off(ingest: Ingest) -> None:
+    def endless() -> Any:
+        for _ in range(1000):
+            yield b"x" * 65536
+
+    try:
+        answer = ingest.client.post("/api/v1/ingest", content=endless(), headers=HEADERS)
+        assert answer.status_code == 413
+    except httpx.TransportError:
+        pass  # the server closed on us while we were still sending
+    assert ingest.rejected("oversized") == 1
+
+
+@PATIENT
+@given(content=st.binary(max_size=200), position=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_damaged_batches_never_break_anything(
+    ingest: Ingest, content: bytes, position: int, bit: int
+) -> None:
+    whole = bytearray(wire.encode(batch(events=[hello()], sequence=1)))
+    whole[position % len(whole)] ^= 1 << bit
+    for payload in (bytes(whole), content, zstandard.compress(content)):
+        assert ingest.post(payload).status_code in (200, 400, 413)
+
+
+@PATIENT
+@given(order=st.permutations(range(4)), repeats=st.lists(st.integers(0, 3), max_size=4))
+def test_any_order_and_repetition_stores_each_once(
+    ingest: Ingest, order: list[int], repeats: list[int]
+) -> None:
+    agent = f"node-{time.time_ns()}"
+    before = ingest.stored()
+    for sequence in [*order, *repeats]:
+        ingest.send(batch(sequence, agent=agent))
+    assert ingest.stored() == before + len(order)
+    assert ingest.node(agent).sequence == 3
+
+
+def test_nobody_without_a_token_stores_anything(ingest: Ingest) -> None:
+    server = ingest.server
+    tokens = {scope: make_token(server, scope) for scope in ("agent", "viewer", "operator")}
+    payload = wire.encode(batch())
+    statuses = {
+        scope: ingest.post(payload, Authorization=f"Bearer {token}").status_code
+        for scope, token in tokens.items()
+    }
+    assert statuses == {"agent": 200, "viewer": 403, "operator": 403}
+    assert ingest.post(wire.encode(batch(9))).status_code == 401
+    assert ingest.post(wire.encode(batch(9)), Authorization="Bearer x").status_code == 401
+    assert ingest.stored() == 1
+
+
+def make_token(server: Any, scope: Any) -> str:
+    with server.program.database.write() as session:
+        return create_token(session, f"a-{scope}", scope, time.time_ns())

@@ -1,0 +1,265 @@
+"""A job that exists only as what the step model measured: thousands of steps take a second.
+
+Compute is that of `paceline evaluate`'s jobs at its noisiest: log-normal jitter of each operation,
+of each rank and step, chronic differences, drift of nodes, rare operations of several times their
+length, and sequence lengths. Transfers and collectives are drawn alike. Nobody waits here:
+detectors of self times and transfer times do not look at that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline_server.detect.detector import Detector
+from paceline_server.detect.finding import Finding
+from paceline_server.detect.observation import Generation, LiveRank, Observation
+from paceline_server.detect.settings import DetectionSettings
+from paceline_server.detect.telemetry import Telemetry
+from paceline_server.steps.groups import Groups
+from paceline_server.steps.timing import (
+    CollectiveTimes,
+    ComputeTimes,
+    RankTimes,
+    StepTiming,
+    TransferTimes,
+)
+from paceline_wire.spans import Op
+from paceline_wire.topology import Topology
+
+T0 = 1_700_000_000_000_000_000
+FORWARD_SECONDS = 0.020
+TRANSFER_SECONDS = 0.0004
+REDUCTION_SECONDS = 0.01
+
+
+@dataclass
+class Noise:
+    operation: float = 0.03
+    step: float = 0.01
+    chronic: float = 0.01
+    drift: float = 0.02
+    outliers: float = 0.005  # share of all operations that take 2-5 times as long
+    transfer: float = 0.1
+    host: float = 0.0  # of all ranks in a step together
+
+
+@dataclass
+class TimedRun:
+    """`advance` plays steps into the detectors; faults are attributes that a test sets."""
+
+    topology: Topology
+    seed: int
+    noise: Noise = field(default_factory=Noise)
+    microbatches: int = 8
+    ranks_per_node: int = 2
+    lengths: float = 1.0  # largest over smallest squares of a microbatch; 1: not given
+    settings: DetectionSettings = field(default_factory=DetectionSettings)
+
+    def __post_init__(self) -> None:
+        world = self.topology.world_size
+        self.chance = np.random.default_rng(self.seed)
+        self.generation = Generation(
+            job="job",
+            number=0,
+            topology=self.topology,
+            nodes={rank: f"node-{rank // self.ranks_per_node}" for rank in range(world)},
+            gpus={},
+            started_ns=T0,
+        )
+        self.slow: dict[int, float] = {}
+        self.slow_links: dict[tuple[int, int], float] = {}
+        self.slow_groups: dict[int, float] = {}
+        self.stalled: dict[int, float] = {}  # seconds added to one operation of a step
+        self.lost = 0.0  # share of the compute rows that are missing
+        self.silent: set[int] = set()  # ranks of which nothing comes
+        self.step = 0
+        self.findings: list[Finding] = []
+        self._chronic = np.exp(self.chance.normal(0.0, self.noise.chronic, world))
+        nodes = -(-world // self.ranks_per_node)
+        self._phase = self.chance.uniform(0.0, 2 * np.pi, nodes)
+        self._period = self.chance.uniform(150.0, 600.0, nodes)
+        self._detectors: list[Detector] = []
+
+    def watch(self, *detectors: type[Detector]) -> TimedRun:
+        self._detectors = [detector(self.settings, self.generation) for detector in detectors]
+        return self
+
+    def advance(self, steps: int) -> list[Finding]:
+        """What the detectors had to say."""
+        before = len(self.findings)
+        for _ in range(steps):
+            seen = self.observe(self.timing())
+            for detector in self._detectors:
+                self.findings += detector.update(seen)
+            self.step += 1
+        return self.findings[before:]
+
+    def observe(self, *timings: StepTiming) -> Observation:
+        return Observation(
+            now_ns=T0 + self.step * 600_000_000 + 700_000_000,
+            steps=[],
+            exits=[],
+            device_events=[],
+            ranks=dict[int, LiveRank](),
+            heard_ns={},
+            exited={},
+            losses={},
+            telemetry=Telemetry(),
+            groups=Groups(self.topology.world_size),
+            timings=timings,
+        )
+
+    def timing(self) -> StepTiming:
+        compute = self._compute()
+        return StepTiming(
+            step=self.step,
+            ranks=self._ranks(compute),
+            compute=compute,
+            transfers=self._transfers(),
+            collectives=self._collectives(),
+            groups=dict(enumerate(self.groups())),
+        )
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """The data-parallel ones."""
+        topology = self.topology
+        return [
+            tuple(topology.rank(dp, pp, tp) for dp in range(topology.dp))
+            for pp in range(topology.pp)
+            for tp in range(topology.tp)
+        ]
+
+    def links(self) -> list[tuple[int, int]]:
+        """Both directions between neighbouring stages."""
+        topology = self.topology
+        forward = [
+            (topology.rank(dp, pp, tp), topology.rank(dp, pp + 1, tp))
+            for dp in range(topology.dp)
+            for pp in range(topology.pp - 1)
+            for tp in range(topology.tp)
+        ]
+        return forward + [(target, source) for source, target in forward]
+
+    def _compute(self) -> ComputeTimes:
+        world, each = self.topology.world_size, 2 * self.microbatches
+        rank = np.repeat(np.arange(world), each)
+        op = np.tile(np.repeat([int(Op.FORWARD), int(Op.BACKWARD)], self.microbatches), world)
+        microbatch = np.tile(np.arange(self.microbatches), 2 * world)
+        own = self._chronic * self._jitter(self.noise.step, world)
+        own *= self._jitter(self.noise.host, 1)
+        node = np.arange(world) // self.ranks_per_node
+        turn = 2 * np.pi * self.step / self._period + self._phase
+        own *= 1.0 + self.noise.drift * np.sin(turn[node])
+        for slow, slowdown in self.slow.items():
+            own[slow] *= slowdown
+        seconds = FORWARD_SECONDS * np.where(op == Op.BACKWARD, 2.0, 1.0) * own[rank]
+        seconds *= self._jitter(self.noise.operation, rank.size)
+        outliers = self.chance.random(rank.size) < self.noise.outliers
+        seconds[outliers] *= self.chance.uniform(2.0, 5.0, int(outliers.sum()))
+        tokens, squared = np.zeros((2, rank.size), dtype=np.int64)
+        if self.lengths > 1.0:
+            tokens, squared = self._drawn_lengths(rank, microbatch)
+            seconds *= 0.6 * tokens / 8192 + 0.4 * squared / (8192 * 2048)
+        for stalled, more in self.stalled.items():
+            seconds[self.chance.choice(np.flatnonzero(rank == stalled))] += more
+        kept = (self.chance.random(rank.size) >= self.lost) & ~np.isin(rank, list(self.silent))
+        zero = np.zeros(int(kept.sum()), dtype=np.int64)
+        return ComputeTimes(
+            rank=rank[kept],
+            op=op[kept],
+            microbatch=microbatch[kept],
+            chunk=zero,
+            start_ns=zero + T0,
+            end_ns=zero + T0,
+            self_seconds=seconds[kept],
+            tokens=tokens[kept],
+            squared_tokens=squared[kept],
+        )
+
+    def _drawn_lengths(
+        self, rank: np.ndarray, microbatch: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The stages and tensor peers of a replica work on the same microbatches."""
+        half = np.log(self.lengths) / 2.0
+        size = (self.topology.dp, self.microbatches)
+        tokens = 8192 * np.exp(self.chance.uniform(-half / 2, half / 2, size))
+        squared = tokens * 2048 * np.exp(self.chance.uniform(-half, half, size))
+        replica = rank // self.topology.tp % self.topology.dp
+        place = (replica, microbatch)
+        return tokens[place].astype(np.int64), squared[place].astype(np.int64)
+
+    def _ranks(self, compute: ComputeTimes) -> RankTimes:
+        world = self.topology.world_size
+        ranks = np.array([rank for rank in range(world) if rank not in self.silent])
+        own = np.bincount(compute.rank, compute.self_seconds, world)[ranks]
+        zero = np.zeros(ranks.size)
+        start = np.full(ranks.size, T0 + self.step * 600_000_000)
+        seconds = np.full(ranks.size, 1.25 * own.max(initial=0.0))
+        return RankTimes(
+            rank=ranks,
+            start_ns=start,
+            end_ns=start + (seconds * 1e9).astype(np.int64),
+            step_seconds=seconds,
+            self_seconds=own,
+            compute_seconds=own,
+            communication_seconds=zero,
+            wait_seconds=seconds - own,
+            bubble_seconds=zero,
+            data_wait_seconds=zero,
+            optimizer_seconds=zero,
+            checkpoint_seconds=zero,
+            gc_seconds=zero,
+        )
+
+    def _transfers(self) -> TransferTimes:
+        links = self.links()
+        ends = np.array(links, dtype=np.int64).reshape(-1, 2)
+        source = np.repeat(ends[:, 0], self.microbatches)
+        destination = np.repeat(ends[:, 1], self.microbatches)
+        factor = [self.slow_links.get(link, 1.0) for link in links]
+        near = ends[:, 0] // self.ranks_per_node == ends[:, 1] // self.ranks_per_node
+        base = TRANSFER_SECONDS * np.where(near, 0.2, 1.0) * np.array(factor)
+        seconds = np.repeat(base, self.microbatches)
+        seconds = seconds * self._jitter(self.noise.transfer, source.size)
+        zero = np.zeros(source.size, dtype=np.int64)
+        forward = np.repeat(ends[:, 0] < ends[:, 1], self.microbatches)
+        return TransferTimes(
+            source=source,
+            destination=destination,
+            op=np.where(forward, int(Op.FORWARD_SEND), int(Op.BACKWARD_SEND)),
+            microbatch=np.tile(np.arange(self.microbatches), len(links)),
+            chunk=zero,
+            bytes=zero + (1 << 24),
+            send_start_ns=zero + T0,
+            receive_start_ns=zero + T0,
+            end_ns=zero + T0,
+            transfer_seconds=seconds,
+        )
+
+    def _collectives(self) -> CollectiveTimes:
+        groups = self.groups() if self.topology.dp > 1 else []
+        count = len(groups)
+        factor = np.array([self.slow_groups.get(group, 1.0) for group in range(count)])
+        zero = np.zeros(count, dtype=np.int64)
+        return CollectiveTimes(
+            group=np.arange(count),
+            op=zero + int(Op.ALL_REDUCE),
+            sequence=zero + self.step + 1,
+            bytes=zero + (1 << 28),
+            participants=zero + self.topology.dp,
+            last_rank=zero,
+            transfer_seconds=REDUCTION_SECONDS * factor * self._jitter(0.05, count),
+            spread_seconds=zero.astype(np.float64),
+        )
+
+    def _jitter(self, sigma: float, size: int) -> np.ndarray:
+        made: np.ndarray = np.exp(self.chance.normal(0.0, sigma, size)) if sigma else np.ones(size)
+        return made
+
+
+def told(findings: Sequence[Finding]) -> list[tuple[str, int | None, str | None]]:
+    """Kind, rank and node of each."""
+    return [(one.kind, one.rank, one.node) for one in findings]

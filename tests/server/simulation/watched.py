@@ -1,0 +1,92 @@
+"""Shows one detector the steps of a simulated job, as the engine would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from paceline_server.detect.detector import Detector
+from paceline_server.detect.finding import Finding
+from paceline_server.detect.observation import Generation, Observation
+from paceline_server.detect.settings import DetectionSettings
+from paceline_server.detect.telemetry import Telemetry
+from paceline_server.steps.bubbles import BubbleModel
+from paceline_server.steps.groups import Groups
+from paceline_server.steps.timing import StepTiming
+from paceline_server.steps.types import StepSummary
+from paceline_server.whatif.online import RunReplay
+from paceline_wire.topology import Topology
+
+
+class Watched:
+    """`show` steps; `findings` keeps what the detector said."""
+
+    def __init__(
+        self,
+        detector: type[Detector],
+        topology: Topology,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        ranks_per_node: int = 2,
+        replayed_steps: int = 8,
+    ) -> None:
+        self.topology = topology
+        self.metadata = dict(metadata or {})
+        self.generation = Generation(
+            job="job",
+            number=0,
+            topology=topology,
+            nodes={rank: f"node-{rank // ranks_per_node}" for rank in range(topology.world_size)},
+            gpus={},
+            started_ns=0,
+        )
+        self.detector = detector(DetectionSettings(), self.generation)
+        self.telemetry = Telemetry()
+        self.stragglers: frozenset[int] = frozenset()
+        self.standing: frozenset[str] = frozenset()
+        self.findings: list[Finding] = []
+        self._bubbles = BubbleModel(topology)
+        self._recent: list[StepTiming] = []
+        self._kept = replayed_steps
+
+    def show(self, timings: Iterable[StepTiming]) -> list[Finding]:
+        """One tick per step; returns what is new."""
+        new: list[Finding] = []
+        for timing in timings:
+            self._recent = [*self._recent, timing][-self._kept :]
+            new += self.detector.update(self._seen(timing))
+        self.findings += new
+        return new
+
+    def _seen(self, timing: StepTiming) -> Observation:
+        return Observation(
+            now_ns=int(timing.ranks.end_ns.max(initial=0)),
+            steps=[self._summary(timing)],
+            exits=[],
+            device_events=[],
+            ranks={},
+            heard_ns={},
+            exited={},
+            losses={},
+            telemetry=self.telemetry,
+            groups=Groups(self.topology.world_size),
+            timings=[timing],
+            replay=RunReplay(tuple(self._recent), self.topology, self.metadata),
+            metadata=self.metadata,
+            stragglers=self.stragglers,
+            standing=self.standing,
+        )
+
+    def _summary(self, timing: StepTiming) -> StepSummary:
+        return StepSummary(
+            generation=0,
+            step=timing.step,
+            started_ns=int(timing.ranks.start_ns.min(initial=0)),
+            duration_seconds=float(np.median(timing.ranks.step_seconds)),
+            bubbles=self._bubbles.measure(timing, self.metadata),
+        )
+
+
+def kinds(findings: Sequence[Finding]) -> list[str]:
+    return [found.kind for found in findings]

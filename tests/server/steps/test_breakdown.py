@@ -1,0 +1,129 @@
+"""Every nanosecond of a step belongs to exactly one part."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline_server.steps.breakdown import (
+    Intervals,
+    Part,
+    break_down,
+    compute_rows,
+    paint,
+    rank_times,
+)
+from paceline_server.steps.columns import FIELDS, Spans
+from paceline_server.steps.line import Line
+from paceline_server.steps.replicas import Phases
+from paceline_wire.spans import Flag, Op
+
+MS = 1_000_000
+
+
+def spans(*rows: tuple[int, int, int], flags: int = 0) -> Spans:
+    """(op, start ms, end ms) each."""
+    table = np.full((FIELDS, len(rows)), -1, dtype=np.int64)
+    for column, (op, start, end) in enumerate(rows):
+        table[:, column] = [
+            0, column, op, 0, -1, flags, 0, -1, -1, 0, 0, start * MS, (end - start) * MS,
+        ]  # fmt: skip
+    return Spans(table)
+
+
+def parts_of(
+    *rows: tuple[int, int, int],
+    waits_ms: list[int] | None = None,
+    phase_ms: tuple[int, int] | None = None,
+    flags: int = 0,
+) -> dict[str, float]:
+    """Seconds by part; the rows hold a STEP. `waits_ms`: of each row."""
+    one = spans(*rows, flags=flags)
+    line = Line(one)
+    nobody, alone = np.zeros(1, np.int64), Phases(np.zeros(1, np.int64), np.zeros(1, np.int64))
+    if phase_ms is not None:
+        begin, end = (line.place(nobody, np.array([moment * MS])) for moment in phase_ms)
+        alone = Phases(begin, end)
+    waits = np.array(waits_ms or [0] * len(rows)) * MS
+    painted = break_down(one, waits, line, alone, compute_rows(one, line))
+    times = rank_times(one, line, painted)
+    return {
+        name.removesuffix("_seconds"): float(getattr(times, name)[0])
+        for name in times.__slots__
+        if name.endswith("_seconds")
+    }
+
+
+def test_a_collective_inside_a_forward_is_no_compute():
+    part = parts_of(
+        (Op.FORWARD, 0, 10), (Op.ALL_REDUCE, 4, 7), (Op.STEP, 0, 20), waits_ms=[0, 2, 0]
+    )
+    assert part["compute"] == part["self"] == 0.007
+    assert part["communication"] == pytest.approx(0.003)
+    assert part["wait"] == pytest.approx(0.002)
+
+
+def test_an_async_collective_takes_no_time_of_the_host():
+    rows = ((Op.FORWARD, 0, 10), (Op.ALL_REDUCE, 2, 9), (Op.STEP, 0, 10))
+    assert parts_of(*rows, flags=Flag.ASYNC)["compute"] == 0.010
+
+
+def test_a_gc_pause_is_no_compute():
+    part = parts_of((Op.FORWARD, 0, 10), (Op.GC, 2, 5), (Op.STEP, 0, 10))
+    assert (part["compute"], part["gc"]) == (0.007, 0.003)
+
+
+def test_what_a_checkpoint_or_an_evaluation_does_is_neither_compute_nor_communication():
+    part = parts_of(
+        (Op.FORWARD, 0, 10),
+        (Op.CHECKPOINT, 10, 20),
+        (Op.BARRIER, 12, 18),
+        (Op.EVALUATE, 20, 40),
+        (Op.FORWARD, 22, 38),
+        (Op.ALL_REDUCE, 25, 30),
+        (Op.STEP, 0, 40),
+    )
+    assert (part["compute"], part["communication"], part["checkpoint"]) == (0.010, 0.0, 0.010)
+
+
+def test_waiting_for_another_stage_is_the_bubble_only_within_the_pipeline_phase():
+    part = parts_of(
+        (Op.FORWARD_RECV, 0, 10),
+        (Op.FORWARD, 10, 20),
+        (Op.STEP, 0, 30),
+        waits_ms=[10, 0, 0],
+        phase_ms=(4, 26),
+    )
+    assert part["bubble"] == pytest.approx(0.006 + 0.006)  # in the receive, and at the end
+    assert part["wait"] == pytest.approx(0.004)
+
+
+def test_a_loop_without_microbatch_hooks_computes_what_is_not_explained():
+    part = parts_of((Op.DATA_WAIT, 0, 2), (Op.ALL_REDUCE, 8, 10), (Op.STEP, 0, 12))
+    assert part["self"] == pytest.approx(0.008)
+
+
+def test_a_step_begins_with_the_wait_for_its_data():
+    line = Line(spans((Op.DATA_WAIT, 1, 4), (Op.STEP, 4, 9)))
+    assert (line.begin_ns[0], line.end_ns[0]) == (1 * MS, 9 * MS)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(-50, 150), st.integers(0, 100), st.integers(0, len(Part) - 1)),
+        max_size=30,
+    )
+)
+def test_parts_never_exceed_the_interval_and_match_a_naive_count(rows):
+    starts = np.array([row[0] for row in rows], dtype=np.int64)
+    ends = starts + np.array([row[1] for row in rows], dtype=np.int64)
+    parts = np.array([row[2] for row in rows], dtype=np.int64)
+    nobody = np.zeros(starts.size, dtype=np.int64)
+    asked = Intervals(np.clip(starts, 0, 100), np.clip(ends, 0, 100), parts, nobody)
+    painted = paint(asked, 1, nobody, nobody).part_ns[:, 0]
+    naive = [0] * len(Part)
+    for moment in range(100):
+        active = [part for start, length, part in rows if start <= moment < start + length]
+        if active:
+            naive[min(active)] += 1
+    assert painted.tolist() == naive

@@ -1,0 +1,153 @@
+"""The ledger's parts sum to the wall time, whatever happens."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline_server.steps.ledger import LedgerBook
+from paceline_server.steps.types import Ledger, RankStep, StepSummary
+
+SECOND = 1_000_000_000
+T0 = 1_700_000_000 * SECOND
+
+
+def step(
+    number: int, start: float, seconds: float, *, generation: int = 0, compute: float | None = None
+) -> StepSummary:
+    compute = seconds * 0.6 if compute is None else compute
+    parts = RankStep(
+        rank=0,
+        step_seconds=seconds,
+        self_seconds=compute,
+        compute_seconds=compute,
+        communication_seconds=seconds * 0.1,
+        wait_seconds=0.0,
+        bubble_seconds=seconds * 0.1,
+        data_wait_seconds=seconds * 0.05,
+        optimizer_seconds=seconds * 0.05,
+        checkpoint_seconds=0.0,
+        gc_seconds=0.0,
+        slowdown=None,
+    )
+    return StepSummary(
+        generation=generation,
+        step=number,
+        started_ns=T0 + int(start * SECOND),
+        duration_seconds=seconds,
+        ranks=[parts],
+    )
+
+
+def at(seconds: float) -> int:
+    return T0 + int(seconds * SECOND)
+
+
+def parts_sum(ledger: Ledger) -> float:
+    names = [name for name in ledger.__struct_fields__ if name.endswith("_seconds")]
+    return sum(getattr(ledger, name) for name in names if name != "wall_seconds")
+
+
+def test_startup_steps_and_idleness():
+    book = LedgerBook()
+    assert book.read(at(0)) == Ledger()
+    book.begin(0, at(0), None)
+    assert book.read(at(3)).startup_seconds == 3
+    for number in range(4):
+        book.add(step(number, 5 + number, 1), at(20))
+    ledger = book.read(at(12))
+    assert (ledger.wall_seconds, ledger.startup_seconds, ledger.useful_steps) == (12, 5, 4)
+    assert ledger.compute_seconds == pytest.approx(2.4)
+    assert ledger.idle_seconds == pytest.approx(3 + 4 * 0.1)
+    assert ledger.goodput_ratio == pytest.approx(4 * 0.85 / 12)
+
+
+def test_steps_behind_a_restart_are_lost_and_the_gap_is_restart():
+    book = LedgerBook()
+    book.begin(0, at(0), None)
+    for number in range(5):
+        book.add(step(number, number, 1), at(20))
+    book.begin(1, at(8), None)
+    assert book.read(at(9)).restart_seconds == 4
+    book.add(step(3, 10, 1, generation=1), at(20))
+    ledger = book.read(at(11))
+    assert (ledger.lost_steps, ledger.useful_steps) == (2, 4)
+    assert (ledger.lost_seconds, ledger.restart_seconds) == (2, 5)
+    assert parts_sum(ledger) == pytest.approx(11)
+
+
+def test_a_planned_restart_loses_nothing():
+    book = LedgerBook()
+    book.begin(0, at(0), None)
+    for number in range(5):
+        book.add(step(number, number, 1), at(20))
+    book.begin(1, at(8), 5)
+    book.add(step(5, 10, 1, generation=1), at(20))
+    ledger = book.read(at(11))
+    assert (ledger.lost_steps, ledger.useful_steps, ledger.restart_seconds) == (0, 6, 5)
+
+
+def test_steps_of_the_old_generation_and_repeated_steps_change_nothing():
+    book = LedgerBook()
+    book.begin(0, at(0), None)
+    book.add(step(0, 0, 1), at(20))
+    book.add(step(0, 1, 1), at(20))
+    book.begin(1, at(3), None)
+    book.add(step(1, 3, 1), at(20))
+    assert book.read(at(4)).useful_steps == 1
+
+
+def test_a_step_that_claims_a_day_takes_no_more_than_there_was():
+    book = LedgerBook()
+    book.begin(0, at(0), None)
+    book.add(step(0, 0, 86_400), at(10))
+    ledger = book.read(at(10))
+    assert ledger.wall_seconds == 10
+    assert parts_sum(ledger) == pytest.approx(10)
+
+
+def test_a_new_worker_goes_on_with_the_same_books():
+    book = LedgerBook()
+    book.begin(0, at(0), None)
+    for number in range(3):
+        book.add(step(number, number, 1), at(20))
+    heir = LedgerBook(book.state())
+    for each in (book, heir):
+        each.add(step(3, 3, 1), at(20))
+    assert heir.read(at(9)) == book.read(at(9))
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(
+                st.just("step"),
+                st.integers(0, 30),
+                st.floats(-5, 200),
+                st.floats(0, 20),
+                st.floats(0, 40),
+            ),
+            st.tuples(st.just("begin"), st.one_of(st.none(), st.integers(0, 30))),
+        ),
+        max_size=40,
+    ),
+    st.floats(0, 300),
+)
+def test_the_parts_sum_to_the_wall_time_whatever_is_put_in(actions, until):
+    book = LedgerBook()
+    generation = 0
+    book.begin(generation, at(0), None)
+    for action in actions:
+        if action[0] == "begin":
+            generation += 1
+            book.begin(generation, at(0), action[1])
+        else:
+            _, number, start, seconds, compute = action
+            book.add(
+                step(number, start, seconds, generation=generation, compute=compute), at(until)
+            )
+    ledger = book.read(at(until))
+    assert parts_sum(ledger) == pytest.approx(ledger.wall_seconds, abs=1e-6)
+    assert ledger.wall_seconds == pytest.approx(at(until) / SECOND - T0 / SECOND, abs=1e-6)
+    assert all(
+        getattr(ledger, name) >= 0 for name in ledger.__struct_fields__ if name != "goodput_ratio"
+    )

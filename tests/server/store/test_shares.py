@@ -1,0 +1,110 @@
+"""A step's summary is kept for long, its ranks' shares for a while; both are read back as told."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import func, select, text
+
+from paceline_server.decide.types import JobSpec, Policy
+from paceline_server.steps.types import Ledger, RankStep, StepSummary
+from paceline_server.store import models, queries
+from paceline_server.store.database import Database
+from paceline_server.store.shares import keep_step, medians, newest_shares, prune_steps
+from paceline_wire.topology import Topology
+
+JOB = "job-1"
+RANKS = 1024
+
+
+@pytest.fixture
+def job(database: Database) -> Database:
+    with database.write() as session:
+        topology = Topology(RANKS, 1, 1)
+        session.add(
+            models.Job(
+                id=JOB,
+                name="toy",
+                spec=JobSpec(name="toy", argv=["true"], topology=topology),
+                policy=Policy(),
+                state="running",
+                generation=1,
+                topology=topology,
+                created_ns=0,
+                stop_requested=False,
+                cursor=0,
+                ledger=Ledger(),
+            )
+        )
+    return database
+
+
+def summary(step: int, generation: int = 1) -> StepSummary:
+    ranks = [
+        RankStep(rank, 1.0, 0.5 + rank, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0, 0.0, 1.25 + step)
+        for rank in range(RANKS - 1)  # the last one told nothing
+    ]
+    ranks[7] = RankStep(7, 1.0, 9.0, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0, 0.0, None)
+    return StepSummary(
+        generation=generation,
+        step=step,
+        started_ns=step,
+        duration_seconds=1.0,
+        ranks=ranks,
+        slowest_rank=3,
+    )
+
+
+def test_shares_are_read_back_as_columns(job: Database) -> None:
+    with job.write() as session:
+        for step in range(3):
+            keep_step(session, JOB, summary(step))
+        keep_step(session, JOB, summary(1))  # again
+        keep_step(session, JOB, summary(0, generation=0))
+    with job.read() as session:
+        shares = newest_shares(session, JOB, 1, RANKS, 2)
+        assert shares.steps == [1, 2]
+        slowdown, self_seconds = medians(shares.slowdown), medians(shares.self_seconds)
+        assert (slowdown[0], slowdown[7], slowdown[RANKS - 1]) == (2.75, None, None)
+        assert (self_seconds[2], self_seconds[7], self_seconds[RANKS - 1]) == (2.5, 9.0, None)
+        [newest] = queries.steps(session, JOB, None, 1)
+        assert newest.summary.ranks == []
+        assert newest.summary.slowest_slowdown == 3.25
+        assert newest.summary.means is not None
+        assert newest.summary.means.compute_seconds == pytest.approx(0.4)
+
+
+def test_a_topology_that_shrank_drops_ranks_beyond_it(job: Database) -> None:
+    with job.write() as session:
+        keep_step(session, JOB, summary(0))
+    with job.read() as session:
+        assert newest_shares(session, JOB, 1, 4, 5).slowdown.shape == (1, 4)
+        assert medians(newest_shares(session, JOB, 9, 4, 5).slowdown) == [None] * 4
+
+
+def test_old_shares_go_first_and_steps_later(job: Database) -> None:
+    with job.write() as session:
+        for step in range(30):
+            keep_step(session, JOB, summary(step))
+        prune_steps(session, JOB, kept=20, shares_kept=5)
+        prune_steps(session, "no such job", kept=20, shares_kept=5)
+        kept = {
+            table: session.execute(select(func.min(table.step), func.count())).one()
+            for table in (models.Step, models.StepShares)
+        }
+    assert kept == {models.Step: (10, 20), models.StepShares: (25, 5)}
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_a_file_loses_what_nobody_needs(job: Database) -> None:
+    def pages() -> int:
+        with job.read() as session:
+            return int(session.scalar(text("PRAGMA page_count")) or 0)
+
+    with job.write() as session:
+        for step in range(100):
+            keep_step(session, JOB, summary(step))
+    full = pages()
+    with job.write() as session:
+        prune_steps(session, JOB, kept=1, shares_kept=1)
+    job.give_back_space()
+    assert pages() < full / 2

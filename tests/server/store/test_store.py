@@ -1,0 +1,231 @@
+"""The schema and what the database itself guarantees, on both databases."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import sqlalchemy.exc
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import func, select, text
+
+from paceline_server.decide.types import AuditEntry, JobSpec, Policy
+from paceline_server.steps.types import Ledger
+from paceline_server.store import audit
+from paceline_server.store.changes import changes_after, prune_changes, record_change
+from paceline_server.store.commands import reserve_command_ids
+from paceline_server.store.database import Database, Turns
+from paceline_server.store.leases import LeaseLostError, acquire, fence, release
+from paceline_server.store.log import append, prune_log
+from paceline_server.store.models import AuditRow, Base, Boot, HotLog, Job
+from paceline_wire.batch import Batch
+from paceline_wire.topology import Topology
+
+
+def test_migrations_lead_to_the_models(database: Database) -> None:
+    with database.read() as session:
+        context = MigrationContext.configure(session.connection())
+        assert compare_metadata(context, Base.metadata) == []
+
+
+def test_migrating_again_changes_nothing(database: Database) -> None:
+    database.migrate()
+
+
+@pytest.mark.parametrize("statement", ["UPDATE audit SET detail = 'x'", "DELETE FROM audit"])
+def test_the_audit_log_refuses_to_be_changed(database: Database, statement: str) -> None:
+    entry = AuditEntry(actor="policy", verb="opened", subject="inc-1", detail="NUL \0 is dropped")
+    with database.write() as session:
+        audit.record(session, None, entry, 1)
+    with pytest.raises(sqlalchemy.exc.DBAPIError, match="append-only"), database.write() as session:
+        session.execute(text(statement))
+    with database.read() as session:
+        assert session.scalars(select(AuditRow.detail)).all() == ["NUL  is dropped"]
+
+
+def test_a_transaction_that_fails_leaves_nothing(database: Database) -> None:
+    def fail_half_way() -> None:
+        with database.write() as session:
+            record_change(session, None, "node", "node-0")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_half_way()
+    with database.read() as session:
+        assert changes_after(session, 0, None) == []
+
+
+def test_a_lease_has_one_owner_and_each_owner_an_epoch(database: Database) -> None:
+    with database.write() as session:
+        assert acquire(session, "job:1", "a", 100, 10) == 1
+        assert acquire(session, "job:1", "b", 105, 10) is None
+        fence(session, "job:1", "a", 1, 120)
+    with database.write() as session:
+        assert acquire(session, "job:1", "b", 115, 10) is None, "the fence renewed it"
+        assert acquire(session, "job:1", "b", 121, 10) == 2
+
+    def write_as_the_old_owner() -> None:
+        with database.write() as session:
+            record_change(session, None, "node", "must not stay")
+            fence(session, "job:1", "a", 1, 200)
+
+    with pytest.raises(LeaseLostError):
+        write_as_the_old_owner()
+    with database.write() as session:
+        release(session, "job:1", "a", 1)  # of the one before: no effect
+        fence(session, "job:1", "b", 2, 200)
+        release(session, "job:1", "b", 2)
+        assert acquire(session, "job:1", "a", 122, 10) == 3
+        assert changes_after(session, 0, None) == []
+
+
+def test_command_ids_are_given_once(database: Database) -> None:
+    taken: list[int] = []
+
+    def take() -> None:
+        for _ in range(5):
+            with database.write() as session:
+                taken.extend(reserve_command_ids(session, 3))
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == list(range(1, 61))
+
+
+def test_readers_by_cursor_miss_no_change_of_concurrent_writers(database: Database) -> None:
+    """Ids are in commit order: whoever has seen n will find all others above n."""
+    done = threading.Event()
+    seen: list[int] = []
+
+    def write(number: int) -> None:
+        for _ in range(20):
+            with database.write() as session:
+                record_change(session, None, "node", str(number))
+
+    def read() -> None:
+        position = 0
+        while True:
+            last = done.is_set()
+            with database.read() as session:
+                found = [change.id for change in changes_after(session, position, None)]
+            seen.extend(found)
+            position = found[-1] if found else position
+            if last:
+                return
+
+    reader = threading.Thread(target=read)
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(3)]
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    reader.join()
+    assert len(seen) == 60
+    assert seen == sorted(seen)
+
+
+def store(database: Database, sequence: int, received_ns: int, size: int = 10) -> bool:
+    batch = Batch(agent_id="node-0", boot_id="boot-1", sequence=sequence, packed_ns=1)
+    with database.write() as session:
+        if session.get(Boot, ("node-0", "boot-1")) is None:
+            session.add(Boot(agent_id="node-0", boot_id="boot-1", first_seen_ns=1))
+            session.flush()
+        return append(session, batch, b"x" * size, received_ns)
+
+
+def kept(database: Database) -> list[int]:
+    with database.read() as session:
+        return list(session.scalars(select(HotLog.sequence).order_by(HotLog.id)))
+
+
+def prune(database: Database, before_ns: int, keep_bytes: int = 1 << 30) -> int:
+    with database.write() as session:
+        return prune_log(session, before_ns, keep_bytes)
+
+
+def test_the_log_is_pruned_by_age_and_still_knows_duplicates(database: Database) -> None:
+    for sequence in range(5):
+        assert store(database, sequence, received_ns=sequence)
+    assert prune(database, before_ns=3) == 3
+    assert kept(database) == [3, 4]
+    assert not store(database, 1, received_ns=9)
+    assert store(database, 5, received_ns=9)
+    assert prune(database, before_ns=100) == 3
+    assert store(database, 6, received_ns=10)
+    with database.read() as session:
+        assert session.scalar(select(func.max(HotLog.id))) == 7, "an id is never used twice"
+
+
+def test_the_log_is_pruned_by_size(database: Database) -> None:
+    for sequence in range(5):
+        store(database, sequence, received_ns=sequence, size=100)
+    prune(database, before_ns=0, keep_bytes=250)
+    assert kept(database) == [3, 4]
+
+
+def test_what_a_job_has_not_read_is_never_pruned(database: Database) -> None:
+    for sequence in range(5):
+        store(database, sequence, received_ns=sequence)
+    with database.write() as session:
+        session.add(job("job-1", cursor=2))
+    prune(database, before_ns=100, keep_bytes=0)
+    assert kept(database) == [2, 3, 4]
+
+
+def test_changes_are_pruned_to_a_number(database: Database) -> None:
+    with database.write() as session:
+        for _ in range(10):
+            record_change(session, None, "node", "node-0")
+        prune_changes(session, 3)
+        assert len(changes_after(session, 0, None)) == 3
+
+
+def job(job_id: str, cursor: int = 0) -> Job:
+    topology = Topology(1, 1, 1)
+    return Job(
+        id=job_id,
+        name="toy",
+        spec=JobSpec(name="toy", argv=["true"], topology=topology),
+        policy=Policy(),
+        state="pending",
+        generation=0,
+        topology=topology,
+        created_ns=time.time_ns(),
+        stop_requested=False,
+        cursor=cursor,
+        ledger=Ledger(),
+    )
+
+
+def test_who_has_waited_longest_writes_next_even_beside_one_that_never_pauses():
+    turns, order = Turns(20.0), []
+
+    def write(name: str) -> None:
+        with turns.take():
+            order.append(name)
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
+    with turns.take():
+        for number, thread in enumerate(threads, start=1):
+            thread.start()
+            while len(turns._waiting) < number:
+                time.sleep(0.001)
+    write("d")  # releases, and asks again at once
+    for thread in threads:
+        thread.join()
+    assert order.index("a") < order.index("b") < order.index("c")
+    assert order[0] == "a"
+
+
+def test_who_waits_too_long_for_its_turn_gives_it_up_and_holds_nobody_up():
+    turns = Turns(0.01)
+    with turns.take(), pytest.raises(sqlalchemy.exc.TimeoutError), turns.take():
+        pass
+    with turns.take():
+        pass

@@ -1,0 +1,121 @@
+"""The server's commands, as processes and through click."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from pydantic import ValidationError
+
+from paceline_server.__main__ import main
+from paceline_server.settings import Settings, is_loopback
+
+EXPORTED = Path(__file__).parents[2] / "web" / "openapi.json"
+
+
+@pytest.fixture
+def database_url(tmp_path: Path) -> str:
+    """Which database it is does not matter here."""
+    return f"sqlite:///{tmp_path}/test.db"
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_the_exported_openapi_is_current() -> None:
+    printed = run("openapi")
+    assert printed.exit_code == 0
+    assert printed.output == EXPORTED.read_text(), (
+        "run: python -m paceline_server openapi > web/openapi.json"
+    )
+
+
+def test_openapi_is_complete_enough_to_generate_clients() -> None:
+    document = json.loads(EXPORTED.read_text())
+    operations = [operation for path in document["paths"].values() for operation in path.values()]
+    identifiers = [operation["operationId"] for operation in operations]
+    assert len(identifiers) == len(set(identifiers))
+    known = set(document["components"]["schemas"])
+    references = {part.split('"')[0] for part in json.dumps(document).split("/schemas/")[1:]}
+    assert references <= known, references - known
+
+
+def test_a_server_starts_answers_and_ends(run_process: Callable[..., Any]) -> None:
+    process = run_process("--port", "0")
+    answer = httpx.get(f"{process.url()}/readyz", timeout=20.0)
+    assert answer.json() == {"ready": True, "missing": []}
+    process.signal(signal.SIGTERM)
+    process.process.wait(20)
+    assert process.log.read_text().count("\n") == 1, "nothing but its address"
+
+
+def test_without_tokens_it_does_not_listen_beyond_loopback(
+    run_process: Callable[..., Any], database_url: str, wait_for: Callable[..., Any]
+) -> None:
+    refused = run_process("--host", "0.0.0.0", "--port", "0")
+    assert refused.process.wait(60) == 2
+    (line,) = refused.log.read_text().splitlines()
+    assert "paceline server token create" in line
+    create = ["server", "--database-url", database_url, "token", "create", "--name", "me"]
+    secret = run(*create, "--scope", "operator").output.strip()
+    assert secret.startswith("paceline_")
+    assert "choose another name" in run(*create, "--scope", "agent").output
+    started = run_process("--host", "0.0.0.0", "--port", "0")
+    url = started.url().replace("0.0.0.0", "127.0.0.1")
+    assert httpx.get(f"{url}/api/v1/jobs").status_code == 401
+    bearer = {"Authorization": f"Bearer {secret}"}
+    assert httpx.get(f"{url}/api/v1/jobs", headers=bearer).status_code == 200
+
+
+def test_a_taken_port_is_told_in_a_sentence(run_process: Callable[..., Any]) -> None:
+    port = run_process("--port", "0").url().rpartition(":")[2]
+    second = run_process("--port", port)
+    assert second.process.wait(60) == 2
+    assert "choose another --port" in second.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--database-url", "mysql://x"), "expected sqlite:///PATH or postgresql://"),
+        (("--port", "70000"), "port: Input should be less than or equal to 65535"),
+    ],
+)
+def test_wrong_settings_are_told_in_a_sentence(arguments: tuple[str, ...], says: str) -> None:
+    result = run("server", *arguments)
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+def test_settings_are_frozen_and_take_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_SERVER_PORT", "1234")
+    assert Settings().port == 1234
+    assert Settings(port=1).port == 1, "the command line wins"
+    with pytest.raises(ValidationError):
+        Settings().port = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("host", "answer"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("example.org", False),
+        ("", False),
+    ],
+)
+def test_only_this_machine_is_loopback(host: str, answer: bool) -> None:
+    assert is_loopback(host) is answer

@@ -1,0 +1,132 @@
+"""A database that goes away: agents are told to come back, and everything goes on when it does."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy
+from simulated_node import SimulatedNode, post_job, stop_all
+from sqlalchemy import func, select
+
+from paceline_server.settings import Settings
+from paceline_server.store.models import Generation, HotLog
+from paceline_wire import batch as wire
+from paceline_wire.batch import Batch
+
+Away = Callable[[], Any]
+
+
+@pytest.fixture
+def away(database_url: str) -> Away:
+    """Takes the database away for the length of a with-block."""
+    return (
+        _sqlite_away(database_url) if "sqlite" in database_url else _postgresql_away(database_url)
+    )
+
+
+def _sqlite_away(url: str) -> Away:
+    @contextmanager
+    def away() -> Iterator[None]:
+        """Somebody else holds the write lock for longer than anybody waits."""
+        holder = sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        finally:
+            holder.execute("ROLLBACK")
+            holder.close()
+
+    return away
+
+
+def _postgresql_away(url: str) -> Away:
+    name = url.rpartition("?")[0].rpartition("/")[2]
+    admin_url = Settings(database_url=url.replace(f"/{name}?", "/postgres?")).database_url
+
+    @contextmanager
+    def away() -> Iterator[None]:
+        """No connection lives and no new one is let in."""
+        admin = sqlalchemy.create_engine(admin_url, isolation_level="AUTOCOMMIT")
+        with admin.connect() as connection:
+            connection.exec_driver_sql(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+            connection.exec_driver_sql(
+                f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'"
+            )
+            try:
+                yield
+            finally:
+                connection.exec_driver_sql(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
+        admin.dispose()
+
+    return away
+
+
+def post(server: Any, sequence: int) -> httpx.Response:
+    batch = Batch(agent_id="probe", boot_id="boot", sequence=sequence, packed_ns=1)
+    headers = {"Content-Type": wire.CONTENT_TYPE}
+    content = wire.encode(batch)
+    return server.client.post("/api/v1/ingest", content=content, headers=headers)
+
+
+def test_ingest_says_come_back_and_stores_when_it_is_back(
+    run_server: Callable[..., Any], away: Away, wait_for: Callable[..., Any]
+) -> None:
+    server = run_server(role="api", database_timeout_seconds=0.5)
+    assert post(server, 0).status_code == 200
+    with away():
+        answer = post(server, 1)
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert server.client.get("/healthz").status_code == 200
+    wait_for(lambda: post(server, 1).status_code == 200, "the database")
+    with server.program.database.read() as session:
+        assert session.scalar(select(func.count()).select_from(HotLog)) == 2
+
+
+def test_a_job_goes_on_unharmed(
+    run_server: Callable[..., Any], away: Away, wait_for: Callable[..., Any]
+) -> None:
+    server = run_server(database_timeout_seconds=0.5)
+    nodes = [SimulatedNode(f"node-{number}", server.url) for number in range(2)]
+    for node in nodes:
+        node.start()
+
+    def step(job_id: str) -> int:
+        answer = server.client.get(f"/api/v1/jobs/{job_id}")
+        return answer.json()["step"] or 0 if answer.status_code == 200 else 0
+
+    try:
+        job_id = post_job(server.url)
+        wait_for(lambda: step(job_id) >= 3, "steps")
+        with away():
+            wait_for(lambda: not _ready(server), "the server to notice")
+        wait_for(lambda: _ready(server), "the server to be ready again")
+        reached = step(job_id)
+        wait_for(lambda: step(job_id) > reached + 3, "steps again")
+        assert server.client.get("/api/v1/incidents").json()["items"] == []
+        with server.program.database.read() as session:
+            assert session.scalar(select(func.count()).select_from(Generation)) == 1
+    finally:
+        stop_all(nodes)
+
+
+def _ready(server: Any) -> bool:
+    ready: bool = server.client.get("/readyz").is_success
+    return ready
+
+
+def test_a_server_without_a_database_says_so_and_ends(
+    tmp_path: Path, run_process: Callable[..., Any]
+) -> None:
+    missing = tmp_path / "missing" / "paceline.db"
+    process = run_process("--database-url", f"sqlite:///{missing}", "--port", "0")
+    assert process.process.wait(60) == 2
+    (line,) = process.log.read_text().splitlines()
+    assert "The database cannot be opened" in line

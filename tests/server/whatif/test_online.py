@@ -1,0 +1,406 @@
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from played_run import PlayedRun
+
+from paceline_server.steps.timing import CollectiveTimes, ComputeTimes, StepTiming, TransferTimes
+from paceline_server.whatif.online import RunReplay
+from paceline_server.whatif.schedules import actions
+from paceline_wire.topology import Topology
+
+PIPELINE = Topology(dp=2, pp=4, tp=1)
+ALL_AXES = Topology(dp=2, pp=2, tp=2)
+
+
+def measured(topology: Topology, **run: Any) -> tuple[RunReplay, float]:
+    timings, seconds = PlayedRun(topology, **run).play()
+    return RunReplay(timings, topology, {}), float(seconds.mean())
+
+
+def rows_of(table: Any, kept: Any) -> Any:
+    return replace(
+        table, **{field.name: getattr(table, field.name)[kept] for field in fields(table)}
+    )
+
+
+def losing(timing: StepTiming, share: float, seed: int) -> StepTiming:
+    chance = np.random.default_rng(seed + timing.step)
+    compute, transfers = timing.compute, timing.transfers
+    return replace(
+        timing,
+        compute=rows_of(compute, chance.random(compute.rank.size) >= share),
+        transfers=rows_of(transfers, chance.random(transfers.source.size) >= share),
+    )
+
+
+def without_ranks(timing: StepTiming, *lost: int) -> StepTiming:
+    transfers = timing.transfers
+    gone = np.isin(transfers.source, lost) | np.isin(transfers.destination, lost)
+    return replace(
+        timing,
+        ranks=rows_of(timing.ranks, ~np.isin(timing.ranks.rank, lost)),
+        compute=rows_of(timing.compute, ~np.isin(timing.compute.rank, lost)),
+        transfers=rows_of(transfers, ~gone),
+    )
+
+
+RUNS = [
+    (PIPELINE, {"schedule": "gpipe"}),
+    (PIPELINE, {"schedule": "1f1b"}),
+    (PIPELINE, {"schedule": "interleaved", "chunks": 2}),
+    (PIPELINE, {"schedule": "zero_bubble"}),
+    (ALL_AXES, {}),
+    (Topology(dp=4), {}),
+    (Topology(pp=3), {}),
+    (Topology(tp=4), {}),
+]
+
+
+@pytest.mark.parametrize(("topology", "run"), RUNS)
+def test_a_slow_rank_costs_what_the_replay_says(topology: Topology, run: dict[str, Any]) -> None:
+    slow = topology.world_size - 1
+    _, healthy = measured(topology, jitter=0.02, **run)
+    replay, seconds = measured(topology, jitter=0.02, slow={slow: 1.4}, **run)
+    assert seconds / healthy > 1.1
+    assert replay.speedup(ranks=[slow]) == pytest.approx(seconds / healthy, rel=0.01)
+    assert replay.speedup(ranks=[0]) == pytest.approx(1.0, abs=0.015)
+
+
+@pytest.mark.parametrize(("topology", "run"), RUNS)
+def test_what_was_recorded_is_replayed(topology: Topology, run: dict[str, Any]) -> None:
+    replay, seconds = measured(topology, jitter=0.1, slow={0: 1.2}, **run)
+    analysis = replay.analysis
+    assert analysis is not None
+    assert analysis.original_seconds == pytest.approx(seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize("topology", [PIPELINE, ALL_AXES, Topology(dp=4), Topology()])
+def test_slow_data_costs_what_the_replay_says(topology: Topology) -> None:
+    _, healthy = measured(topology)
+    replay, seconds = measured(topology, data_seconds={0: 0.101})
+    assert replay.speedup(excess_seconds={0: 0.1}) == pytest.approx(seconds / healthy, rel=0.002)
+
+
+def test_excess_that_is_no_data_wait_is_taken_from_the_rest_of_the_step() -> None:
+    _, healthy = measured(PIPELINE)
+    replay, seconds = measured(PIPELINE, slow={5: 1.5})
+    gain = replay.speedup(excess_seconds={5: 0.5 * 8 * 0.06})
+    assert gain == pytest.approx(seconds / healthy, rel=0.01)
+
+
+def test_a_pause_is_taken_from_the_operation_that_it_lengthened() -> None:
+    _, healthy = PlayedRun(PIPELINE).play()
+    paused, seconds = PlayedRun(PIPELINE, pauses={(4, 0): 0.12}).play()
+    assert seconds.mean() / healthy.mean() > 1.1
+    gain = RunReplay(paused, PIPELINE, {}).speedup(excess_seconds={4: 0.12})
+    assert gain == pytest.approx(seconds.mean() / healthy.mean(), rel=0.01)
+
+
+def test_a_slow_link_costs_what_the_replay_says() -> None:
+    link = (PIPELINE.rank(0, 1, 0), PIPELINE.rank(0, 2, 0))
+    _, healthy = measured(PIPELINE)
+    replay, seconds = measured(PIPELINE, link_seconds={(0, 1): 0.03})
+    assert seconds / healthy > 1.2
+    assert replay.speedup(links=[link]) == pytest.approx(seconds / healthy, rel=0.002)
+    assert replay.speedup(links=[(0, PIPELINE.rank(0, 1, 0))]) == pytest.approx(1.0, abs=0.001)
+
+
+def test_a_stage_with_more_to_do_costs_what_sharing_it_would_save() -> None:
+    replay, seconds = measured(PIPELINE, stage_pace={3: 1.5})
+    _, shared = measured(PIPELINE, stage_pace={3: 1.125})
+    assert replay.speedup(stages=[3]) == pytest.approx(seconds / shared, rel=0.01)
+    summary = replay.summary()
+    assert summary is not None
+    assert summary.m_s is not None
+    assert summary.m_s > 0.9
+    assert max(summary.by_stage, key=lambda stage: summary.by_stage[stage]) == 3
+
+
+def test_a_rank_without_peers_is_held_against_other_stages() -> None:
+    topology = Topology(pp=4)
+    timings, seconds = PlayedRun(topology, slow={1: 1.4}).play()
+    _, healthy = PlayedRun(topology).play()
+    gain = RunReplay(timings, topology, {}).speedup(ranks=[1])
+    assert gain == pytest.approx(seconds.mean() / healthy.mean(), rel=0.01)
+
+
+def test_without_any_peers_nothing_is_claimed() -> None:
+    alone, _ = measured(Topology(), slow={0: 1.4})
+    assert alone.speedup(ranks=[0]) is None
+    assert alone.slowdown() == pytest.approx(1.0)
+    one_link, _ = measured(Topology(pp=2), link_seconds={(0, 0): 0.05})
+    assert one_link.speedup(links=[(0, 1)]) is None
+    assert one_link.speedup(excess_seconds={0: 0.001}) is not None
+    one_group, _ = measured(Topology(dp=2))
+    assert one_group.speedup(links=[(0, 1)]) is None
+
+
+def test_layers_are_counted_where_stages_have_not_the_same() -> None:
+    topology = Topology(pp=2)
+    pace = {0: 3.0, 1: 1.0}
+    timings, _ = PlayedRun(topology, stage_pace=pace).play()
+    uneven = RunReplay(timings, topology, {"stage_layers": "3,1"})
+    assert uneven.speedup(ranks=[0]) == pytest.approx(1.0, abs=0.01)
+    even = RunReplay(timings, topology, {"stage_layers": "1,1"}).speedup(ranks=[0])
+    assert even is not None
+    assert even > 1.5
+
+
+def test_steps_before_the_onset_can_be_left_out() -> None:
+    healthy, _ = PlayedRun(PIPELINE).play()
+    slow, _ = PlayedRun(PIPELINE, slow={5: 1.5}).play()
+    onset = len(healthy)
+    late = [replace(timing, step=timing.step + onset) for timing in slow]
+    replay = RunReplay([*healthy, *late], PIPELINE, {})
+    alone = RunReplay(slow, PIPELINE, {}).speedup(ranks=[5])
+    assert alone is not None
+    assert replay.speedup(ranks=[5], since_step=onset) == pytest.approx(alone, rel=0.001)
+    mixed = replay.speedup(ranks=[5])
+    assert mixed is not None
+    assert 1.05 < mixed < alone - 0.05
+    assert replay.speedup(ranks=[5], since_step=10**6) == mixed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_microbatches_of_different_length_stay_what_they_are(seed: int) -> None:
+    """A repair makes a rank faster, its sequences no shorter."""
+    run: dict[str, Any] = {"jitter": 0.03, "seed": seed, "spread": 3.0, "steps": 8}
+    topology = Topology(dp=8, pp=4)
+    healthy, seconds = measured(topology, **run)
+    replay, slower = measured(topology, slow={9: 1.5}, **run)
+    assert replay.speedup(ranks=[9]) == pytest.approx(slower / seconds, rel=0.015)
+    assert healthy.speedup(ranks=[9]) == pytest.approx(1.0, abs=0.015)
+
+
+def test_the_slow_worker_is_the_one_named() -> None:
+    summary = measured(Topology(dp=8, pp=4), jitter=0.02, slow={13: 1.5})[0].summary()
+    assert summary is not None
+    assert summary.slowest_workers[:1] == (13,)
+    assert summary.m_w is not None
+    assert summary.m_w > 0.8
+    assert summary.slowdown > 1.1
+    assert (summary.first_step, summary.last_step) == (0, 3)
+
+
+def test_a_worker_whose_data_comes_late_is_told_from_a_slow_node() -> None:
+    topology = Topology(dp=8, pp=2)
+    late = measured(topology, data_seconds={3: 0.2})[0].summary()
+    slow = measured(topology, slow={3: 1.5})[0].summary()
+    assert late is not None
+    assert slow is not None
+    assert late.verdict.endswith("data comes late there, look at the loader.")
+    assert slow.verdict.endswith("look at the node.")
+
+
+def test_a_healthy_run_has_nothing_to_gain() -> None:
+    replay, _ = measured(Topology(dp=4, pp=4), jitter=0.01, skew_seconds=lambda rank: rank * 1e-3)
+    slowdown = replay.slowdown()
+    assert slowdown is not None
+    assert slowdown < 1.03
+    for rank in range(16):
+        assert replay.speedup(ranks=[rank]) == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("topology", [PIPELINE, ALL_AXES, Topology(dp=8, pp=4)])
+@pytest.mark.parametrize("seed", range(3))
+def test_clock_skew_and_lost_spans_change_little(topology: Topology, seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    skew = chance.uniform(-5e-3, 5e-3, topology.world_size)
+    slow = int(chance.integers(topology.world_size))
+    run: dict[str, Any] = {"jitter": 0.03, "seed": seed, "schedule": "1f1b"}
+    _, healthy = measured(topology, **run)
+    timings, seconds = PlayedRun(
+        topology, slow={slow: 1.4}, skew_seconds=lambda rank: float(skew[rank]), **run
+    ).play()
+    replay = RunReplay([losing(timing, 0.03, seed) for timing in timings], topology, {})
+    assert replay.speedup(ranks=[slow]) == pytest.approx(seconds.mean() / healthy, rel=0.03)
+
+
+def test_a_rank_that_never_reported_counts_as_its_peers() -> None:
+    timings, seconds = PlayedRun(ALL_AXES, slow={5: 1.4}).play()
+    _, healthy = PlayedRun(ALL_AXES).play()
+    replay = RunReplay([without_ranks(timing, 6) for timing in timings], ALL_AXES, {})
+    assert replay.speedup(ranks=[5]) == pytest.approx(seconds.mean() / healthy.mean(), rel=0.02)
+
+
+def test_without_a_whole_stage_nothing_is_claimed() -> None:
+    timings, _ = PlayedRun(PIPELINE).play()
+    replay = RunReplay([without_ranks(timing, 2, 3) for timing in timings], PIPELINE, {})
+    assert replay.slowdown() is None
+    assert replay.speedup(ranks=[5]) is None
+    assert replay.summary() is None
+
+
+def test_nothing_recorded_is_nothing_known() -> None:
+    assert RunReplay([], PIPELINE, {}).slowdown() is None
+    timings, _ = PlayedRun(PIPELINE).play()
+    empty = [
+        replace(
+            timing,
+            compute=rows_of(timing.compute, slice(0, 0)),
+            transfers=rows_of(timing.transfers, slice(0, 0)),
+            ranks=rows_of(timing.ranks, slice(0, 0)),
+        )
+        for timing in timings
+    ]
+    assert RunReplay(empty, PIPELINE, {}).speedup(stages=[1]) is None
+
+
+def test_ranks_stages_and_links_that_do_not_exist_gain_nothing() -> None:
+    replay, _ = measured(PIPELINE)
+    everything_strange = replay.speedup(
+        ranks=[-1, 99], stages=[7], links=[(0, 99), (0, 0)], excess_seconds={99: 1.0, 0: -1.0}
+    )
+    assert everything_strange == 1.0
+
+
+def test_a_loop_without_microbatches_is_replayed_by_its_self_times() -> None:
+    topology = Topology(dp=4)
+    timings, _ = PlayedRun(topology, microbatches=1, slow={2: 1.5}).play()
+    bare = []
+    for timing in timings:
+        own = np.zeros(4)
+        np.add.at(own, timing.compute.rank, timing.compute.self_seconds)
+        bare.append(
+            replace(
+                timing,
+                ranks=replace(timing.ranks, self_seconds=own),
+                compute=rows_of(timing.compute, slice(0, 0)),
+            )
+        )
+    gain = RunReplay(bare, topology, {}).speedup(ranks=[2])
+    whole = RunReplay(timings, topology, {}).speedup(ranks=[2])
+    assert whole is not None
+    assert gain == pytest.approx(whole, rel=0.01)
+
+
+def test_transfers_that_nobody_recorded_happened_all_the_same() -> None:
+    timings, seconds = PlayedRun(PIPELINE, slow={6: 1.4}).play()
+    _, healthy = PlayedRun(PIPELINE).play()
+    blind = [
+        replace(timing, transfers=rows_of(timing.transfers, slice(0, 0))) for timing in timings
+    ]
+    gain = RunReplay(blind, PIPELINE, {}).speedup(ranks=[6])
+    assert gain == pytest.approx(seconds.mean() / healthy.mean(), rel=0.02)
+
+
+def test_microbatches_without_numbers_are_counted() -> None:
+    timings, _ = PlayedRun(PIPELINE, slow={6: 1.4}).play()
+    nameless = [
+        replace(
+            timing,
+            compute=replace(timing.compute, microbatch=timing.compute.microbatch * 0 - 1),
+            transfers=replace(timing.transfers, microbatch=timing.transfers.microbatch * 0 - 1),
+        )
+        for timing in timings
+    ]
+    named = RunReplay(timings, PIPELINE, {}).speedup(ranks=[6])
+    assert named is not None
+    assert RunReplay(nameless, PIPELINE, {}).speedup(ranks=[6]) == pytest.approx(named, rel=1e-6)
+
+
+def coupled(timing: StepTiming) -> StepTiming:
+    """As with sharded parameters: in every operation the dp ranks wait for the slowest."""
+    compute = timing.compute
+    end_ns = compute.end_ns.copy()
+    start_ns = compute.start_ns.copy()
+    clock = int(compute.start_ns.min())
+    for microbatch in np.unique(compute.microbatch):
+        for op in (1, 2):
+            mine = (compute.microbatch == microbatch) & (compute.op == op)
+            start_ns[mine] = clock
+            clock += int(compute.self_seconds[mine].max() * 1e9)
+            end_ns[mine] = clock
+    rows = np.arange(1, 33)
+    collectives = CollectiveTimes(
+        group=rows * 0 + 1,
+        op=rows * 0 + 17,
+        sequence=rows,
+        bytes=rows,
+        participants=rows * 0 + 4,
+        last_rank=rows * 0,
+        transfer_seconds=rows * 0.0,
+        spread_seconds=rows * 0.0,
+    )
+    length = clock - int(timing.ranks.start_ns.min())
+    return replace(
+        timing,
+        compute=replace(compute, start_ns=start_ns, end_ns=end_ns),
+        ranks=replace(
+            timing.ranks,
+            end_ns=timing.ranks.start_ns + length,
+            step_seconds=timing.ranks.step_seconds * 0 + length / 1e9,
+            optimizer_seconds=timing.ranks.optimizer_seconds * 0,
+        ),
+        collectives=collectives,
+    )
+
+
+def test_dp_ranks_that_wait_for_each_other_in_every_operation() -> None:
+    """A healthy rank's wait for the slow one inside an operation is not the healthy one's work."""
+    topology = Topology(dp=4)
+    timings, _ = PlayedRun(topology, jitter=0.05, slow={2: 1.5}).play()
+    healthy, _ = PlayedRun(topology, jitter=0.05).play()
+    joined = [coupled(timing) for timing in timings]
+    true = sum(t.ranks.step_seconds[0] for t in joined) / sum(
+        coupled(timing).ranks.step_seconds[0] for timing in healthy
+    )
+    assert true > 1.3
+    assert RunReplay(joined, topology, {}).speedup(ranks=[2]) == pytest.approx(true, rel=0.03)
+
+
+def test_tables_are_of_the_types_they_say() -> None:
+    """What this file plays is what the step model promises."""
+    timings, _ = PlayedRun(ALL_AXES).play()
+    for table in (timings[0].compute, timings[0].transfers, timings[0].collectives):
+        assert isinstance(table, ComputeTimes | TransferTimes | CollectiveTimes)
+        assert len({getattr(table, field.name).size for field in fields(table)}) == 1
+
+
+def corrupted(table: Any, chance: np.random.Generator) -> Any:
+    changed = {}
+    for field in fields(table):
+        column = getattr(table, field.name).copy()
+        if column.size and chance.random() < 0.2:
+            hit = chance.random(column.size) < chance.choice([0.02, 0.3, 1.0])
+            garbage = (
+                np.array([np.nan, -1.0, 1e9, 0.0, np.inf])
+                if column.dtype.kind == "f"
+                else np.array([-1, 0, 5, 1 << 40, -(1 << 40), 1 << 62])
+            )
+            column[hit] = chance.choice(garbage, size=int(hit.sum()))
+        changed[field.name] = column
+    return replace(table, **changed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_garbage_is_never_more_than_unknown(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    timings, _ = PlayedRun(ALL_AXES, steps=2, microbatches=2).play()
+    lying = [
+        replace(
+            timing,
+            compute=corrupted(timing.compute, chance),
+            transfers=corrupted(timing.transfers, chance),
+            ranks=corrupted(timing.ranks, chance),
+            collectives=corrupted(timing.collectives, chance),
+        )
+        for timing in timings
+    ]
+    replay = RunReplay(lying, ALL_AXES, {"stage_layers": "x,-1"})
+    for answer in (
+        replay.slowdown(),
+        replay.speedup(ranks=[0], stages=[0], links=[(0, 4)], excess_seconds={1: 1e9}),
+    ):
+        assert answer is None or np.isfinite(answer)
+    replay.summary()
+    replay.actions()
+
+
+def test_the_schedule_that_ran_is_told() -> None:
+    replay, _ = measured(PIPELINE, schedule="zero_bubble")
+    assert replay.actions() == actions("zero_bubble", 4, 8)

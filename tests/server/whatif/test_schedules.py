@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import pytest
+
+from paceline_server.whatif.schedules import (
+    Action,
+    ScheduleError,
+    actions,
+    gpipe,
+    one_forward_one_backward,
+    simulate,
+    zero_bubble,
+)
+from paceline_wire.spans import Op
+
+SIZES = [
+    (stages, microbatches) for stages in (1, 2, 3, 4, 8) for microbatches in (1, 2, 3, 4, 8, 16, 40)
+]
+
+
+def equal_seconds(_stage: int, _action: Action) -> float:
+    return 1.0
+
+
+def whole_backwards(_stage: int, action: Action) -> float:
+    """As long as both parts of a split one."""
+    return 1.0 if action.op == Op.FORWARD else 2.0
+
+
+@pytest.mark.parametrize("make", [gpipe, one_forward_one_backward])
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+@pytest.mark.parametrize("seconds_of", [equal_seconds, whole_backwards])
+def test_the_bubble_is_that_of_the_theory(make, stages, microbatches, seconds_of) -> None:  # type: ignore[no-untyped-def]
+    simulated = simulate(make(stages, microbatches), seconds_of)
+    theory = (stages - 1) / (microbatches + stages - 1)
+    assert simulated.idle_ratios == pytest.approx([theory] * stages)
+    assert simulated.bubble_ratio == pytest.approx(theory)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_the_interleaved_bubble_is_that_of_the_theory(
+    stages: int, microbatches: int, chunks: int
+) -> None:
+    simulated = simulate(actions("interleaved", stages, microbatches, chunks), equal_seconds)
+    if microbatches % stages == 0:  # else the schedule is not what the theory is about
+        theory = (stages - 1) / (chunks * microbatches + stages - 1)
+        assert simulated.bubble_ratio == pytest.approx(theory)
+    assert sum(simulated.busy_seconds) == 2 * stages * microbatches * chunks
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("microbatches", [8, 16, 64])
+def test_zero_bubble_idles_a_third_of_1f1b_and_holds_as_much(
+    stages: int, microbatches: int
+) -> None:
+    split = simulate(zero_bubble(stages, microbatches), equal_seconds)
+    whole = simulate(one_forward_one_backward(stages, microbatches), whole_backwards)
+    assert split.busy_seconds == whole.busy_seconds
+    idle, usual = (run.seconds - run.busy_seconds[0] for run in (split, whole))
+    assert idle <= usual / 3
+    assert max(split.activations) == max(whole.activations)
+
+
+def test_gpipe_holds_every_microbatch_and_1f1b_as_many_as_stages_follow() -> None:
+    assert simulate(gpipe(4, 16), equal_seconds).activations == (16,) * 4
+    assert simulate(one_forward_one_backward(4, 16), equal_seconds).activations == (4, 3, 2, 1)
+    # Interleaved: 2 (p - 1) + (v - 1) p + 1 chunks' worth on the first stage.
+    interleaved = simulate(one_forward_one_backward(4, 16, 2), equal_seconds)
+    assert interleaved.activations[0] == 11
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_every_microbatch_is_done_once_by_every_chunk(
+    name: str, stages: int, microbatches: int
+) -> None:
+    chunks = 2 if name == "interleaved" else 1
+    for mine in actions(name, stages, microbatches, chunks):
+        ops = {action.op for action in mine}
+        assert len(set(mine)) == len(mine) == len(ops) * microbatches * chunks
+        assert {Op.FORWARD, Op.BACKWARD} <= ops
+
+
+def test_transfers_take_time_between_stages_only() -> None:
+    alone = simulate(gpipe(1, 4), equal_seconds, transfer_seconds=0.5)
+    assert alone.seconds == 8.0
+    two = simulate(gpipe(2, 1), equal_seconds, transfer_seconds=0.5)
+    assert two.seconds == 4.0 + 2 * 0.5
+
+
+def test_a_slow_stage_makes_the_others_idle() -> None:
+    simulated = simulate(
+        one_forward_one_backward(4, 8), lambda stage, _: 1.5 if stage == 2 else 1.0
+    )
+    assert simulated.idle_ratios[2] == min(simulated.idle_ratios)
+    assert simulated.seconds >= 16 * 1.5 + 2 * 2
+
+
+def test_a_made_up_order_is_carried_out_as_well() -> None:
+    """Chunks laid out in a V: the last stage of the first pass is the first of the second."""
+    forwards = [Action(Op.FORWARD, 0, 0), Action(Op.FORWARD, 0, 1)]
+    backwards = [Action(Op.BACKWARD, 0, 1), Action(Op.BACKWARD, 0, 0)]
+    simulated = simulate(
+        [forwards + backwards] * 2,
+        equal_seconds,
+        part_of=lambda stage, chunk, stages: stage if chunk == 0 else 2 * stages - 1 - stage,
+    )
+    assert simulated.seconds == 8.0
+    assert simulated.activations == (2, 2)
+
+
+def test_an_order_that_cannot_be_carried_out_is_refused() -> None:
+    backward_first = [Action(Op.BACKWARD, 0), Action(Op.FORWARD, 0)]
+    with pytest.raises(
+        ScheduleError, match="stage 0 waits for ever to do backward of microbatch 0"
+    ):
+        simulate([backward_first], equal_seconds)
+    missing = [[Action(Op.FORWARD, 0)], [Action(Op.FORWARD, 0), Action(Op.FORWARD, 1)]]
+    with pytest.raises(ScheduleError, match="stage 1 waits for ever"):
+        simulate(missing, equal_seconds)
+
+
+def test_only_computations_are_actions() -> None:
+    with pytest.raises(ScheduleError, match="optimizer is no computation"):
+        simulate([[Action(Op.OPTIMIZER, 0)]], equal_seconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "why"),
+    [
+        ("dualpipe", (2, 2), "schedule 'dualpipe' is not known"),
+        ("1f1b", (0, 2), "needs 1 or more"),
+        ("zero_bubble", (2, 2, 2), "one chunk per stage"),
+    ],
+)
+def test_a_schedule_that_is_not_there_is_told(name: str, sizes: tuple[int, ...], why: str) -> None:
+    with pytest.raises(ScheduleError, match=why):
+        actions(name, *sizes)
+
+
+def test_an_empty_schedule_takes_no_time() -> None:
+    simulated = simulate([[], []], equal_seconds)
+    assert simulated.seconds == 0.0
+    assert simulated.bubble_ratio == 0.0

@@ -1,0 +1,114 @@
+"""Rows find their places, and what is no trace is refused in a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from synthetic_trace import SyntheticRun, coded
+
+from paceline_server.whatif.analysis import analyze
+from paceline_server.whatif.errors import TraceError
+from paceline_server.whatif.trace import align
+
+Columns = dict[str, npt.NDArray[Any]]
+
+
+@pytest.fixture
+def columns() -> Columns:
+    return SyntheticRun(dp=3, pp=3, tp=2, jitter=0.1).columns()
+
+
+def without(columns: Columns, rows: npt.NDArray[np.bool_]) -> Columns:
+    return {name: values[~rows] for name, values in columns.items()}
+
+
+def test_the_order_of_rows_does_not_matter(columns: Columns) -> None:
+    order = np.random.default_rng(3).permutation(len(columns["step"]))
+    shuffled = {name: values[order] for name, values in columns.items()}
+    assert analyze(align(*coded(shuffled))) == analyze(align(*coded(columns)))
+
+
+def test_a_step_that_lost_an_operation_is_left_out_and_said(columns: Columns) -> None:
+    lost = np.zeros(len(columns["step"]), bool)
+    lost[np.flatnonzero((columns["step"] == 17) & (columns["dp_rank"] == 2))[:1]] = True
+    trace = align(*coded(without(columns, lost)))
+    assert trace.steps.tolist() == [7, 27]
+    assert trace.notes == (
+        "1 of 3 steps left out, as operations are missing in them or surplus: 17",
+    )
+    assert analyze(trace) == analyze(align(*coded(without(columns, columns["step"] == 17))))
+
+
+def test_the_first_step_may_be_the_one_that_lost_something(columns: Columns) -> None:
+    lost = np.zeros(len(columns["step"]), bool)
+    lost[np.flatnonzero((columns["step"] == 7) & (columns["dp_rank"] == 0))[:1]] = True
+    assert align(*coded(without(columns, lost))).steps.tolist() == [17, 27]
+
+
+def test_tensor_peers_are_judged_once(columns: Columns) -> None:
+    peers = {name: np.concatenate([values, values]) for name, values in columns.items()}
+    count = len(columns["rank"])
+    peers["rank"][:count] += 1
+    trace = align(*coded(peers))
+    assert trace.ranks.tolist() == [[0, 6, 12], [2, 8, 14], [4, 10, 16]]
+    assert "peers are recorded too" in trace.notes[0]
+    assert analyze(trace) == analyze(align(*coded(columns)))
+
+
+def test_steps_far_apart_are_steps(columns: Columns) -> None:
+    columns["step"] = columns["step"].astype(np.int64) * 10**12
+    assert align(*coded(columns)).steps.tolist() == [7 * 10**12, 17 * 10**12, 27 * 10**12]
+
+
+def spoiled(columns: Columns, name: str, row: int, value: Any) -> Columns:
+    columns[name] = columns[name].copy()
+    columns[name][row] = value
+    return columns
+
+
+def dropped(columns: Columns, optype: str, stage: int, sequence: int = 0) -> Columns:
+    return without(
+        columns,
+        (columns["optype"] == optype)
+        & (columns["stage"] == stage)
+        & (columns["seq_id"] == sequence),
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda c: without(c, np.ones(len(c["step"]), bool)), "no operation"),
+        (lambda c: spoiled(c, "duration", 5, np.nan), "duration has no number in 1 of"),
+        (lambda c: spoiled(c, "start_ts", 5, np.inf), "the first is row 5"),
+        (lambda c: spoiled(c, "optype", 5, "all-to-all"), "'all-to-all' is not one of"),
+        (lambda c: without(c, c["optype"] == "backward-compute"), "has no backward-compute"),
+        (lambda c: without(c, c["stage"] == 1), "none of stage 1"),
+        (lambda c: spoiled(c, "stage", 5, 2_000_000), "column stage goes from 0 to 2000000"),
+        (lambda c: spoiled(c, "dp_rank", 5, -1), "column dp_rank goes from -1"),
+        (
+            lambda c: without(c, (c["dp_rank"] == 1) & (c["seq_id"] == 0)),
+            "no step has the same operations on every dp rank",
+        ),
+        (lambda c: {**c, "duration": c["duration"] * 0, "start_ts": c["duration"] * 0}, "no time"),
+        (lambda c: {**c, "seq_id": np.zeros_like(c["seq_id"])}, "two operations of one type"),
+        (lambda c: dropped(dropped(c, "forward-recv", 1), "forward-recv", 1, 1), "2 forward-recv"),
+        (lambda c: dropped(c, "forward-send", 0), "to stage 1, which has 4 forward-recv"),
+    ],
+)
+def test_what_is_no_trace_is_refused(columns: Columns, spoil: Any, sentence: str) -> None:
+    with pytest.raises(TraceError, match=sentence):
+        analyze(align(*coded(spoil(columns))))
+
+
+def test_an_impossible_order_is_refused(columns: Columns) -> None:
+    """Stage 1 seems to run its first backward before any forward."""
+    first = (columns["optype"] == "backward-compute") & (columns["stage"] == 1)
+    columns["start_ts"] = np.where(
+        first & (columns["seq_id"] == 0), columns["start_ts"] - 1.0, columns["start_ts"]
+    )
+    with pytest.raises(TraceError, match="wait for each other in a circle"):
+        analyze(align(*coded(columns)))

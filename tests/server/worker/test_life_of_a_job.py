@@ -1,0 +1,67 @@
+"""A job from its request to its end, through a real server, with simulated nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from simulated_node import SimulatedNode, post_job, stop_all
+
+from paceline_wire.commands import ControlRanks, StartRanks, StopGeneration
+
+
+@pytest.fixture
+def nodes(server: Any) -> Iterator[list[SimulatedNode]]:
+    fleet = [SimulatedNode(f"node-{number}", server.url) for number in range(3)]
+    for node in fleet:
+        node.start()
+    yield fleet
+    stop_all(fleet)
+
+
+def get(server: Any, path: str) -> Any:
+    return server.client.get(f"/api/v1{path}").raise_for_status().json()
+
+
+def test_a_job_starts_trains_survives_a_crash_and_stops(
+    server: Any, nodes: list[SimulatedNode], wait_for: Callable[..., Any]
+) -> None:
+    job_id = post_job(server.url)
+    wait_for(lambda: get(server, f"/jobs/{job_id}")["state"] == "running", "training")
+    wait_for(lambda: (get(server, f"/jobs/{job_id}")["step"] or 0) >= 5, "steps")
+    ranks = get(server, f"/jobs/{job_id}/ranks")["items"]
+    assert [rank["state"] for rank in ranks] == ["attached", "attached"]
+    assert [cell["node"] for cell in get(server, f"/jobs/{job_id}/grid")["cells"]] == [
+        rank["node"] for rank in ranks
+    ]
+
+    home = next(node for node in nodes if node.agent_id == ranks[1]["node"])
+    home.crash(1)
+    wait_for(lambda: get(server, f"/jobs/{job_id}")["generation"] == 2, "the restart")
+    wait_for(lambda: get(server, f"/jobs/{job_id}")["state"] == "running", "training again")
+    incident = get(server, f"/incidents?job={job_id}")["items"][0]
+    assert (incident["kind"], incident["rank"], incident["state"]) == ("failure", 1, "resolved")
+    job = get(server, f"/jobs/{job_id}")
+    assert job["restarts"] == 1
+
+    server.client.post(f"/api/v1/jobs/{job_id}/stop").raise_for_status()
+    wait_for(lambda: get(server, f"/jobs/{job_id}")["state"] == "stopped", "the end")
+    assert all(not node.ranks for node in nodes)
+    assert all(node["job_id"] is None for node in get(server, "/nodes")["items"])
+    verbs = [record["verb"] for record in get(server, f"/audit?job={job_id}")["items"]]
+    assert verbs[-1] == "created"
+    assert "asked to stop" in verbs
+
+
+def test_commands_are_carried_out_once(
+    server: Any, nodes: list[SimulatedNode], wait_for: Callable[..., Any]
+) -> None:
+    job_id = post_job(server.url)
+    wait_for(lambda: (get(server, f"/jobs/{job_id}")["step"] or 0) >= 3, "steps")
+    server.client.post(f"/api/v1/jobs/{job_id}/stop").raise_for_status()
+    wait_for(lambda: get(server, f"/jobs/{job_id}")["state"] == "stopped", "the end")
+    kinds = [type(command) for node in nodes for command in node.carried_out]
+    assert kinds.count(StartRanks) == 2
+    assert kinds.count(StopGeneration) == 2
+    assert ControlRanks not in kinds

@@ -1,0 +1,102 @@
+"""The distribution itself: what a bare install gives, and that the documents speak of what is."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that holds nothing but `pip install .`."""
+    directory = tmp_path_factory.mktemp("bare")
+    venv.create(directory, with_pip=True)
+    python = directory / "bin" / "python"
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(ROOT)],
+        check=True,
+    )
+    return python
+
+
+def run(python: Path, code: str) -> str:
+    ended = subprocess.run(
+        [python, "-I", "-c", code], capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+def test_a_bare_install_imports_the_hooks_without_torch_fastapi_or_numpy(bare: Path) -> None:
+    code = (
+        "import importlib.util as u, paceline\n"
+        "wanted = 'torch fastapi numpy pynvml sqlalchemy'.split()\n"
+        "print([name for name in wanted if u.find_spec(name)])"
+    )
+    assert run(bare, code) == "[]"
+
+
+def test_a_bare_install_trains_with_inert_hooks(bare: Path) -> None:
+    code = (
+        "import paceline\npaceline.init()\n"
+        "print([batch for batch in paceline.steps([1, 2, 3])])\n"
+        "with paceline.section('x'): pass"
+    )
+    assert run(bare, code) == "[1, 2, 3]"
+
+
+def test_a_bare_install_has_the_command_and_its_types(bare: Path) -> None:
+    shown = subprocess.run([bare.parent / "paceline", "--help"], capture_output=True, text=True)
+    assert "Begin with `paceline demo`" in shown.stdout
+    code = (
+        "import pathlib, importlib.util as u\n"
+        "names = 'paceline paceline_wire paceline_trainer paceline_agent paceline_server "
+        "paceline_web paceline_cli'.split()\n"
+        "print(all((pathlib.Path(u.find_spec(n).origin).parent / 'py.typed').exists() "
+        "for n in names))"
+    )
+    assert run(bare, code) == "True"
+
+
+def documents() -> list[Path]:
+    return [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_of_a_document_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)", document.read_text())
+    local = [target for target in targets if not target.startswith("http")]
+    assert [target for target in local if not (document.parent / target).exists()] == []
+
+
+def test_every_make_target_that_is_spoken_of_exists() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    spoken = {
+        name
+        for document in documents()
+        for name in re.findall(r"`make ([a-z]+)", document.read_text())
+    }
+    assert spoken <= targets
+
+
+def test_every_collector_and_detector_has_its_row() -> None:
+    collectors = {path.stem for path in (ROOT / "agent/paceline_agent/collectors").glob("*.py")}
+    detectors = (ROOT / "server/paceline_server/detect/detectors").glob("*.py")
+    for document, names in (
+        ("docs/adding-a-collector.md", collectors - {"__init__", "contract"}),
+        ("docs/adding-a-detector.md", {path.name for path in detectors} - {"__init__.py"}),
+    ):
+        rows = re.findall(r"^\| `([\w.]+)`", (ROOT / document).read_text(), re.MULTILINE)
+        assert names
+        assert names - set(rows) == set()
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    assert "exec make test" in (ROOT / ".ci" / "run").read_text()
+    assert re.search(r"^make test ", (ROOT / "README.md").read_text(), re.MULTILINE)

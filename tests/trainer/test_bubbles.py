@@ -1,0 +1,169 @@
+"""What a pipeline idles on real runs is what its schedule's theory says.
+
+Kernels are emulated by sleeping, so four ranks need hardly any CPU; but the machine must have some
+to spare, which is why this is part of `make campaign` only. `-s` shows the table.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from paceline_server.steps.model import FinishedStep, StepModel
+from paceline_wire.batch import SpanBlock
+from paceline_wire.ring import GroupDefinition, RingReader
+from paceline_wire.spans import Op, to_columns
+from paceline_wire.topology import Topology
+
+pytestmark = pytest.mark.campaign
+
+STEPS = 7
+WARM_UP_STEPS = 2
+KERNELS_MS = "40,80"
+TOLERANCE = 0.01
+UNEXPLAINED = 0.05  # of the bubble's time may have no cause
+SHAPES = [  # schedule, stages, microbatches, chunks per stage
+    ("gpipe", 2, 4, 1),
+    ("gpipe", 4, 8, 1),
+    ("1f1b", 2, 4, 1),
+    ("1f1b", 4, 4, 1),
+    ("1f1b", 4, 8, 1),
+    ("interleaved", 2, 4, 2),
+    ("interleaved", 2, 4, 3),
+    ("interleaved", 4, 4, 2),
+    ("interleaved", 4, 8, 2),
+]
+
+
+def run(
+    directory: Path,
+    schedule: str,
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    *more: str,
+) -> None:
+    """One process per stage, as the agent starts them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = {
+        "--schedule": schedule,
+        "--virtual-stages": chunks,
+        "--steps": STEPS,
+        "--global-batch-size": microbatches,
+        "--microbatch-size": 1,
+        "--layers": stages * chunks,
+        "--width": 16,
+        "--sequence-length": 16,
+        "--evaluate-every": 0,
+        "--emulate-kernel-ms": KERNELS_MS,
+    }
+    arguments = [str(part) for option in options.items() for part in option]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "paceline_trainer", *arguments, *more],
+            env=os.environ
+            | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(stages),
+                "PACELINE_PP": str(stages),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "PACELINE_RING_DIRECTORY": str(directory),
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(stages)
+    ]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=150)
+            assert rank.returncode == 0, errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def steps(directory: Path, stages: int) -> list[FinishedStep]:
+    """What the server makes of the rings."""
+    model: StepModel | None = None
+    for rank in range(stages):
+        reader = RingReader(directory / f"local.g0.r{rank}.ring")
+        if model is None:
+            model = StepModel(0, Topology(1, stages, 1), reader.identity.metadata)
+        for definition in reader.new_definitions():
+            if isinstance(definition, GroupDefinition):
+                model.add_group(rank, definition)
+        model.add(SpanBlock("local", 0, rank, to_columns(reader.read()), 0))
+        assert not reader.lost
+        reader.close()
+    assert model is not None
+    return model.take_finished()
+
+
+def plain_idle(finished: FinishedStep, stages: int) -> list[float]:
+    """Without any model: the share of the phase in which no forward or backward was running."""
+    compute = finished.timing.compute
+    phase = int(compute.end_ns.max()) - int(compute.start_ns.min())
+    seconds = compute.end_ns - compute.start_ns
+    return [1 - float(seconds[compute.rank == stage].sum()) / phase for stage in range(stages)]
+
+
+@pytest.mark.parametrize(("schedule", "stages", "microbatches", "chunks"), SHAPES)
+def test_measured_bubbles_are_those_of_theory(
+    tmp_path: Path, schedule: str, stages: int, microbatches: int, chunks: int
+) -> None:
+    run(tmp_path, schedule, stages, microbatches, chunks)
+    finished = steps(tmp_path, stages)[WARM_UP_STEPS:]
+    assert len(finished) == STEPS - WARM_UP_STEPS
+    theory = (stages - 1) / (chunks * microbatches + stages - 1)
+    print(f"\n{schedule} p={stages} m={microbatches} v={chunks}: theory {theory:.2%}")
+    found = []
+    for stage in range(stages):
+        bubbles = [step.summary.bubbles[stage] for step in finished]
+        measured = median(bubble.measured_ratio for bubble in bubbles)
+        plain = median(plain_idle(step, stages)[stage] for step in finished)
+        unexplained = median(abs(bubble.other_ratio or 0.0) for bubble in bubbles)
+        found.append(measured)
+        print(
+            f"  stage {stage}: measured {measured:.2%} (no compute {plain:.2%}), of which without "
+            f"a cause {unexplained / measured:.2%}"
+        )
+        assert [bubble.theory_ratio for bubble in bubbles] == pytest.approx(
+            [theory] * len(bubbles), abs=TOLERANCE / 2
+        )
+        assert unexplained <= UNEXPLAINED * measured
+    assert found == pytest.approx([theory] * stages, rel=0, abs=TOLERANCE)
+
+
+def test_both_ends_of_every_transfer_are_matched(tmp_path: Path) -> None:
+    """Between two stages with chunks, activations and gradients go the same way."""
+    run(tmp_path, "interleaved", 2, 4, 3)
+    for finished in steps(tmp_path, 2):
+        sent = finished.timing.transfers
+        assert len(sent.op) == 2 * 4 * (2 * 3 - 1)
+        rows = zip(sent.source, sent.op, sent.microbatch, sent.chunk, strict=True)
+        assert len({tuple(map(int, row)) for row in rows}) == len(sent.op)
+        assert (sent.end_ns >= sent.send_start_ns).all()
+
+
+def test_long_sequences_take_long_and_say_so(tmp_path: Path) -> None:
+    run(tmp_path, "1f1b", 2, 8, 1, "--sequence-spread", "3", "--sequence-length", "64")
+    for finished in steps(tmp_path, 2)[WARM_UP_STEPS:]:
+        compute = finished.timing.compute
+        assert compute.tokens.min() < 40
+        assert compute.tokens.max() <= 64
+        assert (compute.squared_tokens == compute.tokens**2).all(), "one sequence per microbatch"
+        forward = compute.op == Op.FORWARD
+        part = compute.tokens[forward] / 64
+        expected = 0.040 * (part + part**2) / 2  # as `emulation.length_share` says
+        assert compute.self_seconds[forward] == pytest.approx(expected, abs=0.01)

@@ -1,0 +1,202 @@
+"""Commit, refuse, fall back: one rank's checkpoints, on a real gloo group of one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from paceline_trainer.checkpoint import (
+    COMMITTED,
+    MANIFEST,
+    Checkpointer,
+    Saved,
+    claim,
+    read_manifest,
+    saved_checkpoints,
+)
+from paceline_trainer.errors import CheckpointError, SettingsError
+
+State = dict[str, Tensor]
+Open = Callable[..., Checkpointer]
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    group = dist.new_group([0], backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    yield group
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def opened(group: dist.ProcessGroup, tmp_path: Path) -> Iterator[Open]:
+    """Opens a checkpointer of a generation; all are closed at the end."""
+    made: list[Checkpointer] = []
+
+    def open_one(generation: int = 0, *, keep: int = 3, seed: int = 0) -> Checkpointer:
+        made.append(Checkpointer(tmp_path, group, generation, run={"seed": seed}, keep=keep))
+        return made[-1]
+
+    yield open_one
+    for checkpointer in made:
+        checkpointer.close()
+
+
+def state(value: float) -> State:
+    flat = torch.full((6,), value)  # views of one storage, as the optimizer's are
+    return {"a/value": flat[:4].view(2, 2), "b@tp0/value": flat[4:]}
+
+
+def loaded(checkpointer: Checkpointer) -> tuple[int | None, set[float]]:
+    into = state(-1.0)
+    step = checkpointer.load(into)
+    return step, {element for tensor in into.values() for element in tensor.flatten().tolist()}
+
+
+def save(checkpointer: Checkpointer, *steps: int) -> None:
+    for step in steps:
+        checkpointer.save(step, state(float(step)))
+    assert checkpointer.wait()
+
+
+def test_what_was_saved_is_loaded_by_the_next_generation(opened: Open) -> None:
+    save(opened(0), 4, 8)
+    assert loaded(opened(1)) == (8, {8.0})
+
+
+def test_the_state_is_copied_before_save_returns(opened: Open) -> None:
+    checkpointer, values = opened(), state(1.0)
+    checkpointer.save(1, values)
+    for tensor in values.values():
+        tensor.fill_(99.0)
+    assert checkpointer.wait()
+    assert loaded(opened(1)) == (1, {1.0})
+
+
+def test_nothing_saved_is_nothing_loaded(opened: Open) -> None:
+    assert loaded(opened()) == (None, {-1.0})
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, cut_short, Path.unlink])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", MANIFEST, COMMITTED])
+def test_damage_is_found_and_the_one_before_is_loaded(
+    opened: Open,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], None],
+    name: str,
+) -> None:
+    save(opened(), 4, 8)
+    damage(tmp_path / Saved(0, 8).name / name)
+    assert loaded(opened(1)) == (4, {4.0})
+    if (name, damage) != (COMMITTED, Path.unlink):  # that one was simply never committed
+        (record,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+        assert record.getMessage().startswith("Passed over the checkpoint of step 8, which is")
+
+
+def test_all_damaged_leaves_the_state_alone(opened: Open, tmp_path: Path) -> None:
+    save(opened(), 4, 8)
+    for step in (4, 8):
+        flip_a_bit(tmp_path / Saved(0, step).name / "__0_0.distcp")
+    assert loaded(opened(1)) == (None, {-1.0})
+
+
+def test_a_checkpoint_without_its_marker_does_not_exist(opened: Open, tmp_path: Path) -> None:
+    save(opened(), 4, 8)
+    (tmp_path / Saved(0, 8).name / COMMITTED).unlink()
+    assert loaded(opened(1)) == (4, {4.0})
+    assert not (tmp_path / Saved(0, 8).name).exists(), "cleared away by the next generation"
+
+
+def test_a_zombie_may_not_commit(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    zombie = opened(0)
+    save(zombie, 4)
+    claim(tmp_path, 1)
+    zombie.save(8, state(8.0))
+    assert not zombie.wait()
+    assert "generation 1 has taken over" in caplog.text
+    assert loaded(opened(1)) == (4, {4.0})
+
+
+def test_a_newer_generation_outranks_a_later_step_of_a_zombie(opened: Open, tmp_path: Path) -> None:
+    zombie = opened(0)
+    save(zombie, 4, 8)
+    shutil.move(tmp_path / Saved(0, 8).name, tmp_path / "hidden")
+    newer = opened(1)
+    assert loaded(newer)[0] == 4
+    save(newer, 6)
+    shutil.move(tmp_path / "hidden", tmp_path / Saved(0, 8).name)  # slipped through the check
+    assert loaded(opened(2)) == (6, {6.0})
+
+
+def test_an_older_generation_cannot_open(opened: Open) -> None:
+    opened(5)
+    with pytest.raises(CheckpointError, match="generation 5 has taken over"):
+        opened(4)
+
+
+def test_only_the_last_few_are_kept(opened: Open, tmp_path: Path) -> None:
+    save(opened(keep=2), 1, 2, 3, 4)
+    assert saved_checkpoints(tmp_path) == [Saved(0, 4), Saved(0, 3)]
+    assert len(list(tmp_path.glob("step-*"))) == 2
+
+
+def test_a_step_already_committed_is_not_written_again(opened: Open, tmp_path: Path) -> None:
+    save(opened(), 4)
+    before = (tmp_path / Saved(0, 4).name / MANIFEST).stat().st_mtime_ns
+    again = opened()
+    assert loaded(again)[0] == 4
+    save(again, 4)
+    assert (tmp_path / Saved(0, 4).name / MANIFEST).stat().st_mtime_ns == before
+
+
+def test_another_run_is_refused(opened: Open) -> None:
+    save(opened(seed=0), 4)
+    with pytest.raises(SettingsError, match="give another directory"):
+        loaded(opened(seed=1))
+
+
+def test_a_shard_that_cannot_be_written_is_no_checkpoint_and_no_crash(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = opened()
+    save(checkpointer, 4)
+    (tmp_path / Saved(0, 8).name / "__0_0.distcp").mkdir(parents=True)  # in its way
+    checkpointer.save(8, state(8.0))
+    assert not checkpointer.wait()
+    assert "The checkpoint of step 8 was not committed" in caplog.text
+    save(checkpointer, 12)
+    assert loaded(opened(1)) == (12, {12.0})
+
+
+def test_the_manifest_lists_every_file_with_its_hash(opened: Open, tmp_path: Path) -> None:
+    save(opened(2), 4)
+    path = tmp_path / Saved(2, 4).name
+    manifest = read_manifest(path)
+    assert (manifest["step"], manifest["generation"], manifest["run"]) == (4, 2, {"seed": 0})
+    data = {file.name for file in path.iterdir()} - {MANIFEST, COMMITTED}
+    assert set(manifest["files"]) == data
+    assert all(len(entry["sha256"]) == 64 for entry in manifest["files"].values())
+    assert json.loads((path / MANIFEST).read_text()) == manifest

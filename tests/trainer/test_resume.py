@@ -1,0 +1,95 @@
+"""A run that stops and goes on is the run that never stopped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline_trainer.checkpoint import DAMAGED, saved_checkpoints
+from paceline_trainer.settings import Settings
+from paceline_wire.topology import Topology
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_settings: Settings) -> Settings:
+    return replace(tiny_settings, steps=12, evaluate_every=0, checkpoint_every=3)
+
+
+@pytest.fixture(scope="module")
+def unbroken(crew: Any, settings: Settings) -> list[float]:
+    losses: list[float] = crew.run(settings, Topology(2, 1, 2)).losses
+    return losses
+
+
+def test_a_resume_at_another_dp_size_continues_the_loss_curve(
+    crew: Any, settings: Settings, unbroken: list[float], tmp_path: Path
+) -> None:
+    settings = replace(settings, checkpoint_directory=tmp_path)
+    first = crew.run(replace(settings, steps=5), Topology(2, 1, 2))
+    smaller = crew.run(replace(settings, steps=8), Topology(1, 1, 2), generation=1)
+    larger = crew.run(settings, Topology(4, 1, 2), generation=2)
+    assert [first.first_step, smaller.first_step, larger.first_step] == [0, 5, 8]
+    together = first.losses + smaller.losses + larger.losses
+    assert together == pytest.approx(unbroken, rel=0, abs=1e-9)
+
+
+def test_a_resume_with_other_stages_chunks_and_zero_continues_the_loss_curve(
+    crew: Any, settings: Settings, tmp_path: Path
+) -> None:
+    settings = replace(settings, model=replace(settings.model, layers=4))
+    expected = crew.run(settings, Topology(1, 1, 1)).losses
+    settings = replace(settings, checkpoint_directory=tmp_path)
+    parts = [
+        (
+            Topology(2, 2, 1),
+            {"steps": 4, "schedule": "interleaved", "virtual_stages": 2, "zero": 1},
+        ),
+        (Topology(1, 4, 1), {"steps": 8}),
+        (Topology(4, 2, 1), {"stage_layers": (3, 1), "zero": 1}),
+    ]
+    losses: list[float] = []
+    for generation, (topology, how) in enumerate(parts):
+        outcome = crew.run(replace(settings, **how), topology, generation=generation)
+        assert outcome.first_step == len(losses)
+        losses += outcome.losses
+    assert losses == pytest.approx(expected, rel=0, abs=1e-9)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    crew: Any, settings: Settings, unbroken: list[float], tmp_path: Path
+) -> None:
+    settings = replace(settings, checkpoint_directory=tmp_path)
+    crew.run(replace(settings, steps=9), Topology(2, 1, 2))
+    newest = saved_checkpoints(tmp_path)[0]
+    assert newest.step == 9
+    shard = next((tmp_path / newest.name).glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+    outcome = crew.run(settings, Topology(2, 1, 2))
+    assert outcome.first_step == 6
+    assert outcome.losses == pytest.approx(unbroken[6:], rel=0, abs=1e-9)
+    assert (tmp_path / f"{DAMAGED}{newest.name}").is_dir()
+    assert [saved.step for saved in saved_checkpoints(tmp_path)] == [12, 9, 6]
+
+
+def test_a_generation_that_was_taken_over_is_refused(
+    crew: Any, settings: Settings, tmp_path: Path
+) -> None:
+    settings = replace(settings, checkpoint_directory=tmp_path, steps=1)
+    crew.run(settings, Topology(2, 1, 1), generation=3)
+    for failure in crew.start(settings, Topology(2, 1, 1), generation=2).failures():
+        assert "generation 3 has taken over" in failure
+
+
+def test_another_runs_checkpoints_are_refused(
+    crew: Any, settings: Settings, tmp_path: Path
+) -> None:
+    settings = replace(settings, checkpoint_directory=tmp_path, steps=1)
+    crew.run(settings, Topology(2, 1, 1))
+    for failure in crew.start(replace(settings, seed=9), Topology(2, 1, 1)).failures():
+        assert "give another directory or the same settings" in failure

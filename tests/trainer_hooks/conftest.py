@@ -1,0 +1,133 @@
+"""A ring directory per test, and the two-rank run that several tests read."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.recorder import Recorder
+from paceline_wire.ring import Identity, RingReader, create
+from paceline_wire.spans import Span, unpack
+from paceline_wire.topology import Coordinates, Topology
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def ring_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An environment as an agent sets it; whatever the test started is finished after it."""
+    monkeypatch.setenv("PACELINE_RING_DIRECTORY", str(tmp_path))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PACELINE_JOB", "PACELINE_GENERATION"):
+        monkeypatch.delenv(name, raising=False)
+    yield tmp_path
+    paceline.finish()
+
+
+@pytest.fixture
+def reader(ring_directory: Path) -> Iterator[RingReader]:
+    """Hooks that record, and the agent's end of their ring."""
+    paceline.init()
+    reader = RingReader(ring_directory / "local.g0.r0.ring")
+    yield reader
+    reader.close()
+
+
+Script = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    """Runs python source in a process of its own, with a ring directory unless told otherwise."""
+
+    def run(source: str, ring: Path | None = tmp_path) -> subprocess.CompletedProcess[str]:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+        if ring is not None:
+            environment["PACELINE_RING_DIRECTORY"] = str(ring)
+        return subprocess.run(
+            [sys.executable, "-c", source],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RingReader]]:
+    """Rings of two real gloo ranks that ran `two_ranks.py` to its end."""
+    directory = tmp_path_factory.mktemp("rings")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "two_ranks.py")],
+            env={
+                **os.environ,
+                "PACELINE_RING_DIRECTORY": str(directory),
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+    readers = [RingReader(directory / f"local.g0.r{rank}.ring") for rank in range(2)]
+    yield readers
+    for reader in readers:
+        reader.close()
+
+
+@pytest.fixture(scope="session")
+def two_rank_spans(two_ranks: list[RingReader]) -> list[list[Span]]:
+    return [list(unpack(reader.read())) for reader in two_ranks]
+
+
+@pytest.fixture
+def small(ring_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RingReader]:
+    """A ring of 64 records."""
+    monkeypatch.setenv("PACELINE_RING_CAPACITY", "64")
+    paceline.init()
+    reader = RingReader(ring_directory / "local.g0.r0.ring")
+    yield reader
+    reader.close()
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Recorder:
+    """A recorder by itself, without the process-wide hooks."""
+    identity = Identity(
+        job="j",
+        generation=0,
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        topology=Topology(),
+        coordinates=Coordinates(),
+        pid=1,
+        host="h",
+        clock_offset_ns=0,
+        started_ns=0,
+    )
+    return Recorder(create(tmp_path / "one.ring", identity))

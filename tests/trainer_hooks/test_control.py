@@ -1,0 +1,46 @@
+"""Commands from the agent, and answers to it."""
+
+from __future__ import annotations
+
+import paceline
+from paceline import AckStatus, ControlKind
+from paceline_wire.ring import Acknowledgement, RingReader
+
+
+def test_nothing_is_pending_at_first(reader: RingReader) -> None:
+    assert paceline.pending() is None
+    assert reader.acknowledgement() is None
+
+
+def test_a_command_is_pending_until_it_has_a_final_answer(reader: RingReader) -> None:
+    reader.command(7, ControlKind.CHECKPOINT_AND_STOP, 120)
+    command = paceline.pending()
+    assert command is not None
+    assert (command.command_id, command.kind, command.target_step) == (7, 2, 120)
+    paceline.acknowledge(7, AckStatus.SEEN, 118)
+    assert paceline.pending() == command
+    assert reader.acknowledgement() == Acknowledgement(7, AckStatus.SEEN, 118)
+    paceline.acknowledge(7, AckStatus.DONE, 120)
+    assert paceline.pending() is None
+    assert reader.acknowledgement() == Acknowledgement(7, AckStatus.DONE, 120)
+
+
+def test_a_newer_command_replaces_the_one_pending(reader: RingReader) -> None:
+    reader.command(7, ControlKind.CHECKPOINT, 120)
+    paceline.pending()
+    reader.command(8, ControlKind.STOP, 130)
+    command = paceline.pending()
+    assert command is not None
+    assert (command.command_id, command.kind) == (8, ControlKind.STOP)
+
+
+def test_the_same_command_written_again_stays_answered(reader: RingReader) -> None:
+    reader.command(7, ControlKind.CHECKPOINT, 120)
+    paceline.acknowledge(7, AckStatus.FAILED, 120)
+    reader.command(7, ControlKind.CHECKPOINT, 120)
+    assert paceline.pending() is None
+
+
+def test_an_answer_that_does_not_fit_is_not_raised(reader: RingReader) -> None:
+    paceline.acknowledge(-1, AckStatus.DONE, 1)
+    assert reader.acknowledgement() is None

@@ -1,0 +1,160 @@
+"""`paceline.steps`: boundaries, data waits, numbering, and loops that end early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline_wire.ring import RingReader, StateView
+from paceline_wire.spans import Op, Span, unpack
+
+
+def spans(reader: RingReader) -> list[Span]:
+    return list(unpack(reader.read()))
+
+
+def recorded(reader: RingReader) -> list[tuple[int, int]]:
+    """(op, step) of all but the garbage collector's, which comes when it likes."""
+    return [(span.op, span.step) for span in spans(reader) if span.op != Op.GC]
+
+
+def test_each_iteration_is_a_step_that_holds_its_data_wait(reader: RingReader) -> None:
+    batches = list(paceline.steps(["a", "b"]))
+    assert batches == ["a", "b"]
+    found = spans(reader)
+    assert [span.op for span in found if span.op != Op.GC] == [
+        Op.STARTUP,
+        Op.DATA_WAIT,
+        Op.STEP,
+        Op.DATA_WAIT,
+        Op.STEP,
+    ]
+    wait, step = (next(s for s in found if s.op == op) for op in (Op.DATA_WAIT, Op.STEP))
+    assert step.start_ns == wait.start_ns
+    assert wait.end_ns <= step.end_ns
+
+
+def test_startup_reaches_from_the_process_start_to_the_first_step(reader: RingReader) -> None:
+    list(paceline.steps([0]))
+    found = {span.op: span for span in spans(reader)}
+    assert found[Op.STARTUP].end_ns == found[Op.STEP].start_ns
+    assert found[Op.STARTUP].start_ns < reader.identity.started_ns
+
+
+def test_steps_count_from_start_and_go_on_in_the_next_loop(reader: RingReader) -> None:
+    list(paceline.steps([0, 0], start=40))
+    list(paceline.steps([0]))
+    assert [step for op, step in recorded(reader) if op == Op.STEP] == [40, 41, 42]
+
+
+def test_a_start_below_zero_counts_from_zero(reader: RingReader) -> None:
+    list(paceline.steps([0], start=-3))
+    assert [step for op, step in recorded(reader) if op == Op.STEP] == [0]
+
+
+def test_the_page_shows_the_step_and_the_wait_for_data(reader: RingReader) -> None:
+    def loader() -> Iterator[StateView]:
+        yield reader.view()
+
+    waiting, training = next(
+        (waiting, reader.view()) for waiting in paceline.steps(loader(), start=7)
+    )
+    assert (waiting.step, training.step) == (7, 7)
+    assert [frame.op for frame in waiting.frames] == [Op.STEP, Op.DATA_WAIT]
+    assert [frame.op for frame in training.frames] == [Op.STEP]
+    assert training.status == "running"
+    assert reader.view().frames == []
+
+
+def test_a_break_after_work_counts_the_step(reader: RingReader) -> None:
+    for batch in paceline.steps([0, 1, 2]):
+        with paceline.optimizer():
+            pass
+        if batch == 1:
+            break
+    assert [step for op, step in recorded(reader) if op == Op.STEP] == [0, 1]
+    assert reader.view().frames == []
+
+
+def test_a_break_before_any_work_counts_no_step(reader: RingReader) -> None:
+    for batch in paceline.steps([0, 1, 2]):
+        if batch == 1:
+            break
+    assert [step for op, step in recorded(reader) if op == Op.STEP] == [0]
+
+
+def test_an_error_in_the_loop_reaches_the_user_and_leaves_a_clean_page(
+    reader: RingReader,
+) -> None:
+    def train() -> None:
+        with paceline.section("outer"):
+            for _ in paceline.steps([0]):
+                with paceline.pipelining(paceline.Op.FORWARD, microbatch=3):
+                    raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        train()
+    view = reader.view()
+    assert view.frames == []
+    assert view.microbatch is None
+    list(paceline.steps([0]))
+    assert [step for op, step in recorded(reader) if op == Op.STEP] == [0, 1]
+
+
+def test_an_error_of_the_loader_reaches_the_user(reader: RingReader) -> None:
+    def loader() -> Iterator[int]:
+        yield 1
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        list(paceline.steps(loader()))
+    assert [step for op, step in recorded(reader) if op == Op.STEP] == [0]
+    assert reader.view().frames == []
+
+
+def test_a_loop_within_a_loop_is_no_step_of_its_own(reader: RingReader) -> None:
+    for _ in paceline.steps([0]):
+        assert list(paceline.steps([7, 8])) == [7, 8]
+    assert [step for op, step in recorded(reader) if op == Op.STEP] == [0]
+
+
+def test_it_has_the_length_of_its_loader(reader: RingReader) -> None:
+    assert len(paceline.steps([1, 2, 3])) == 3
+    with pytest.raises(TypeError, match="generator has no len"):
+        len(paceline.steps(x for x in [1]))
+
+
+def test_reported_values_stand_on_the_page_with_their_step(reader: RingReader) -> None:
+    for _ in paceline.steps([0], start=5):
+        paceline.report(loss=1.5, gradient_norm=0.25)
+        paceline.report(evaluation_loss=2.5)
+    view = reader.view()
+    assert (view.loss_step, view.loss, view.gradient_norm) == (5, 1.5, 0.25)
+    assert (view.evaluation_step, view.evaluation_loss) == (5, 2.5)
+
+
+def test_a_loss_without_a_norm_and_a_norm_that_overflowed(reader: RingReader) -> None:
+    for step in paceline.steps([0, 1]):
+        paceline.report(loss=float("nan"), gradient_norm=float("nan") if step else None)
+        expected = float("inf") if step else None
+        assert reader.view().gradient_norm == expected
+    loss = reader.view().loss
+    assert loss is not None
+    assert loss != loss
+
+
+def test_something_that_is_no_number_is_counted_not_raised(
+    reader: RingReader, caplog: pytest.LogCaptureFixture
+) -> None:
+    paceline.report(loss="high")
+    assert reader.view().loss is None
+
+
+def test_inert_steps_are_the_loader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PACELINE_RING_DIRECTORY", raising=False)
+    paceline.init()
+    assert list(paceline.steps([1, 2])) == [1, 2]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,245 @@
+"""Whole processes: no agent, no torch, a full disk, a fork, a crash."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline_wire.ring import RingReader
+from paceline_wire.spans import Op, unpack
+
+RING = "local.g0.r0.ring"
+LOOP = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
+import paceline
+paceline.init()
+trained = 0
+for batch in paceline.steps(range(3)):
+    with paceline.section("work"), paceline.pipelining(paceline.Op.FORWARD, microbatch=0):
+        trained += 1
+    with paceline.optimizer(), paceline.checkpoint(), paceline.evaluate():
+        paceline.report(loss=1.0)
+    paceline.name_group(None, "world")
+    assert paceline.pending() is None
+    paceline.acknowledge(1, 1, 1)
+print("trained", trained)
+"""
+
+
+def run(source: str, ring: Path | None) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+    if ring is not None:
+        environment["PACELINE_RING_DIRECTORY"] = str(ring)
+    return subprocess.run(
+        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_without_an_agent_it_says_so_once_and_does_nothing(tmp_path: Path) -> None:
+    finished = run(LOOP + "paceline.init()", None)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.splitlines() == [
+        "INFO paceline is inert: PACELINE_RING_DIRECTORY is not set",
+        "trained 3",
+    ]
+
+
+def test_it_neither_needs_nor_loads_torch(tmp_path: Path) -> None:
+    blocked = "import sys; sys.modules['torch'] = None\n"
+    finished = run(blocked + LOOP, tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == "trained 3\n"
+    loaded = run(LOOP + "print([m for m in sys.modules if m.startswith('torch')])", tmp_path)
+    assert loaded.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "complaint"),
+    [
+        ("PACELINE_RING_DIRECTORY", "/nonexistent/place", "No such file"),
+        ("PACELINE_RING_CAPACITY", "1000", "power of two"),
+        ("PACELINE_RING_CAPACITY", "many", "whole number"),
+        ("RANK", "three", "RANK must be a whole number"),
+    ],
+)
+def test_a_bad_setting_costs_a_warning_not_the_run(
+    tmp_path: Path, setting: str, value: str, complaint: str
+) -> None:
+    finished = run(f"import os; os.environ[{setting!r}] = {value!r}\n" + LOOP, tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    warning, trained = finished.stdout.splitlines()
+    assert warning.startswith("WARNING paceline is off in this process: ")
+    assert complaint in warning
+    assert trained == "trained 3"
+
+
+def test_a_full_tmpfs_costs_a_warning_not_the_run(tmp_path: Path) -> None:
+    """A real one, in a mount namespace of its own."""
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("no unshare here")
+    inside = f'mount -t tmpfs -o size=256k none {tmp_path} && exec "$0" -c "$1"'
+    command = [unshare, "--map-root-user", "--mount", "sh", "-c", inside]
+    if subprocess.run([*command, "true", ""], capture_output=True).returncode:
+        pytest.skip("this machine forbids mount namespaces")
+    finished = subprocess.run(
+        [*command, sys.executable, LOOP],
+        env={**os.environ, "PACELINE_RING_DIRECTORY": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "No space left" in finished.stdout
+    assert finished.stdout.splitlines()[-1] == "trained 3"
+
+
+def test_a_second_init_changes_nothing(tmp_path: Path) -> None:
+    finished = run(LOOP.replace("trained = 0", "paceline.init(dp_rank=7); trained = 0"), tmp_path)
+    assert "the first call stands" in finished.stdout
+    assert RingReader(tmp_path / RING).identity.coordinates.dp_rank == 0
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        ("", "finished"),
+        ("paceline.finish()", "finished"),
+        ("raise SystemExit(3)", "finished"),
+        ("raise ValueError('diverged')", "failed"),
+        ("import os; os._exit(1)", "running"),
+    ],
+)
+def test_the_page_tells_how_the_process_ended(tmp_path: Path, ending: str, status: str) -> None:
+    run(LOOP + ending, tmp_path)
+    assert RingReader(tmp_path / RING).view().status == status
+
+
+def test_after_sigkill_the_page_says_what_it_was_doing(tmp_path: Path) -> None:
+    finished = run(
+        """
+import os, signal, paceline
+paceline.init()
+for batch in paceline.steps(range(10)):
+    with paceline.pipelining(paceline.Op.FORWARD, microbatch=1):
+        with paceline.section("attention"):
+            if batch == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+""",
+        tmp_path,
+    )
+    assert finished.returncode == -signal.SIGKILL
+    reader = RingReader(tmp_path / RING)
+    view = reader.view()
+    assert (view.step, view.microbatch, view.status) == (4, 1, "running")
+    assert [frame.op for frame in view.frames] == [Op.STEP, Op.FORWARD, 1024]
+    complete = [span.step for span in unpack(reader.read()) if span.op == Op.STEP]
+    assert complete == [0, 1, 2, 3]
+
+
+def test_a_forked_child_leaves_the_ring_alone(tmp_path: Path) -> None:
+    finished = run(
+        """
+import os, sys, paceline
+paceline.init()
+kept = paceline.section("kept")
+for batch in paceline.steps(range(2)):
+    with paceline.section("around the fork"), paceline.pipelining(paceline.Op.FORWARD):
+        child = os.fork()
+        if child == 0:
+            for _ in range(100):
+                with kept, paceline.section("child"), paceline.optimizer():
+                    paceline.report(loss=99.0)
+                assert list(paceline.steps([1])) == [1]
+            if batch:
+                sys.exit(0)  # through every context manager and atexit
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+with kept:
+    paceline.report(loss=1.0)
+""",
+        tmp_path,
+    )
+    assert finished.returncode == 0, finished.stderr
+    reader = RingReader(tmp_path / RING)
+    spans = [span for span in unpack(reader.read()) if span.op != Op.GC]
+    assert len(spans) == 1 + 2 * 4 + 1  # startup; wait, forward, section, step; the last section
+    assert [span.index for span in spans] == list(range(len(spans)))
+    view = reader.view()
+    assert (view.loss, view.status, view.frames) == (1.0, "finished", [])
+
+
+def test_coordinates_come_from_the_environment_or_arguments(tmp_path: Path) -> None:
+    environment = "import os; os.environ.update(RANK='5', WORLD_SIZE='8', PACELINE_JOB='a/b', "
+    environment += "PACELINE_GENERATION='3', PACELINE_DP='2', PACELINE_PP='2', PACELINE_TP='2')\n"
+    run(environment + LOOP, tmp_path)
+    identity = RingReader(tmp_path / "a_b.g3.r5.ring").identity
+    assert (identity.job, identity.generation, identity.rank) == ("a/b", 3, 5)
+    assert identity.topology.coordinates(5) == identity.coordinates
+    run(environment + LOOP.replace("init()", "init(dp_rank=0, pp_rank=1, tp_rank=0)"), tmp_path)
+    identity = RingReader(tmp_path / "a_b.g3.r5.ring").identity
+    assert identity.coordinates.pp_rank == 1
+    assert identity.coordinates.tp_rank == 0
+
+
+def test_torch_loaded_after_init_is_timed_all_the_same(tmp_path: Path) -> None:
+    finished = run(
+        """
+import paceline
+paceline.init()
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for _ in paceline.steps([0]):
+    dist.all_reduce(torch.ones(4))
+dist.destroy_process_group()
+""",
+        tmp_path,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert Op.ALL_REDUCE in [span.op for span in unpack(RingReader(tmp_path / RING).read())]
+
+
+def test_the_compiler_sees_through_the_wrappers(tmp_path: Path) -> None:
+    """`fullgraph` refuses any function it cannot trace."""
+    finished = run(
+        """
+import torch, torch.distributed as dist, paceline
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+paceline.init()
+
+@torch.compile(backend="eager", fullgraph=True)
+def train(x):
+    y = x * 2
+    dist.all_reduce(y)
+    return y + 1
+
+print(train(torch.ones(2)).tolist())
+dist.destroy_process_group()
+""",
+        tmp_path,
+    )
+    assert finished.stdout == "[3.0, 3.0]\n", finished.stderr
+
+
+def test_finish_gives_torch_its_functions_back(tmp_path: Path) -> None:
+    finished = run(
+        """
+import torch.distributed as dist, paceline
+from torch.distributed import all_reduce as renamed
+before = dist.all_reduce, dist.isend, dist.batch_isend_irecv, dist.Work.wait
+paceline.init()
+assert dist.all_reduce is not before[0] and renamed is dist.all_reduce
+paceline.finish()
+assert (dist.all_reduce, dist.isend, dist.batch_isend_irecv, dist.Work.wait) == before
+assert renamed is before[0]
+""",
+        tmp_path,
+    )
+    assert finished.returncode == 0, finished.stderr

@@ -1,0 +1,483 @@
+"""The built page in Debian's Chromium, on the real server with a database that tells a story.
+
+The story stops where a person is asked: rank 2 throttles, a restart without its node is proposed.
+No worker runs (`Story` plays its part, row by row), so that nothing changes unless a test says so.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+import uvicorn
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from sqlalchemy.orm import Session
+
+from paceline_server.app import create_app
+from paceline_server.decide.types import ActionView, IncidentView, JobSpec, Phase, Policy, Restarted
+from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.engine.types import Placement
+from paceline_server.settings import Settings
+from paceline_server.steps.types import Ledger, RankStep, StageBubble, StepSummary
+from paceline_server.store import models
+from paceline_server.store.changes import Kind, record_change
+from paceline_server.store.database import Database
+from paceline_server.store.shares import rows_of
+from paceline_server.store.wake import Wakes
+from paceline_wire.batch import AgentHello, GpuInfo
+from paceline_wire.topology import Topology
+
+CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+SECOND = 1_000_000_000
+
+
+class Site:
+    """The API and the pages on a port of their own; can be stopped and started again."""
+
+    def __init__(self, database_url: str) -> None:
+        self._settings = Settings(database_url=database_url, role="api")
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        app = create_app(self._settings)
+        self.database: Database = app.state.program.database
+        self.wakes: Wakes = app.state.program.wakes
+        listener = socket.create_server(("127.0.0.1", self.port), backlog=128)
+        self.port = listener.getsockname()[1]
+        config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([listener],))
+        self._thread.start()
+        deadline = time.monotonic() + 10
+        while not self._server.started:  # its database is migrated then
+            assert time.monotonic() < deadline
+            assert self._thread.is_alive()
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        self.wakes.close()
+        self._server.should_exit = True
+        self._thread.join(timeout=10)
+        assert not self._thread.is_alive()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @contextmanager
+    def change(self) -> Iterator[Session]:
+        """A transaction after which streams look for changes."""
+        with self.database.write() as session:
+            yield session
+        self.wakes.changes.notify()
+
+
+@dataclass
+class Story:
+    """One job of the demo's kind, and what its worker would do next."""
+
+    site: Site
+    topology: Topology = field(default_factory=lambda: Topology(2, 2, 2))
+    job_id: str = "job-1a2b3c4d"
+    slow_rank: int = 2
+    incident_id: str = "inc-aaaa1111"
+    action_id: str = "act-bbbb2222"
+    slow_from: int = 100
+    step: int = 119
+
+    @property
+    def url(self) -> str:
+        return f"{self.site.url}/jobs/{self.job_id}"
+
+    def node(self, rank: int) -> str:
+        return f"node-{rank // 2}"
+
+    def begin(self, mode: str = "approve", steps: int = 120) -> None:
+        self.step = steps - 1
+        self.began_ns = time.time_ns() - (steps + 30) * SECOND // 2
+        with self.site.change() as session:
+            session.add(self._job(mode))
+            session.flush()
+            self._place(session)
+            for number in range(steps):
+                session.add_all(self._step_rows(number))
+            session.add(self._incident())
+            session.add(self._action(ActionView(**self._proposal())))
+            session.add(self._start())
+
+    def finish_step(self) -> None:
+        """The next step, told to streams."""
+        self.step += 1
+        with self.site.change() as session:
+            session.add_all(self._step_rows(self.step))
+            job = session.get_one(models.Job, self.job_id)
+            job.step = job.highest_step = self.step
+            self._tell(session, "step", f"{self.job_id}/{self.step}")
+            self._tell(session, "job", self.job_id)
+
+    def repair(self) -> None:
+        """The approved restart ran: generation 2, the incident resolved."""
+        now_ns = time.time_ns()
+        with self.site.change() as session:
+            action = session.get_one(models.Action, self.action_id)
+            done = msgspec.structs.replace(
+                action.view,
+                state="done",
+                finished_ns=now_ns,
+                resumed_step=self.step + 1,
+                lost_steps=0,
+                phases=[
+                    Phase("checkpoint", now_ns - 3 * SECOND, f"all ranks at step {self.step}"),
+                    Phase("start", now_ns - 2 * SECOND, "generation 2 on 4 nodes"),
+                    Phase("done", now_ns, "first step finished"),
+                ],
+            )
+            action.view, action.state, action.restart_of = done, "done", 1
+            incident = session.get_one(models.Incident, self.incident_id)
+            incident.view = msgspec.structs.replace(
+                incident.view, state="resolved", resolved_ns=now_ns
+            )
+            incident.state, incident.resolved_ns = "resolved", now_ns
+            session.get_one(models.Job, self.job_id).generation = 2
+            self._tell(session, "action", self.action_id)
+            self._tell(session, "incident", self.incident_id)
+            self._tell(session, "job", self.job_id)
+
+    def supersede_quietly(self) -> None:
+        """The action ends without a word to streams."""
+        with self.site.database.write() as session:
+            action = session.get_one(models.Action, self.action_id)
+            action.state = "superseded"
+            action.view = msgspec.structs.replace(action.view, state="superseded")
+
+    def action_state(self) -> str:
+        with self.site.database.read() as session:
+            return session.get_one(models.Action, self.action_id).state
+
+    def _tell(self, session: Session, kind: Kind, subject: str) -> None:
+        session.flush()
+        record_change(session, self.job_id, kind, subject)
+
+    def _job(self, mode: str) -> models.Job:
+        parts = {
+            "compute_seconds": 30.0,
+            "communication_seconds": 6.0,
+            "bubble_seconds": 8.0,
+            "data_wait_seconds": 1.0,
+            "optimizer_seconds": 4.0,
+            "checkpoint_seconds": 2.0,
+            "lost_seconds": 3.0,
+            "restart_seconds": 9.0,
+            "startup_seconds": 12.0,
+            "idle_seconds": 0.0,
+        }
+        wall = sum(parts.values())
+        return models.Job(
+            id=self.job_id,
+            name="gpt <b>stdlib</b>",
+            spec=JobSpec(name="gpt", argv=["python"], topology=self.topology),
+            policy=Policy(mode=mode),  # type: ignore[arg-type]
+            state="running",
+            generation=1,
+            topology=self.topology,
+            created_ns=self.began_ns,
+            started_ns=self.began_ns + 6 * SECOND,
+            stop_requested=False,
+            cursor=0,
+            step=self.step,
+            highest_step=self.step,
+            step_seconds=0.62,
+            loss=2.413,
+            evaluation_loss=2.61,
+            ledger=Ledger(
+                wall_seconds=wall, goodput_ratio=48 / wall, useful_steps=self.step, **parts
+            ),
+        )
+
+    def _place(self, session: Session) -> None:
+        ranks = range(self.topology.world_size)
+        for rank in ranks:
+            slow = rank == self.slow_rank
+            session.add(
+                models.Rank(
+                    job_id=self.job_id,
+                    rank=rank,
+                    generation=1,
+                    agent_id=self.node(rank),
+                    local_rank=rank % 2,
+                    gpu=rank % 2,
+                    pid=1000 + rank,
+                    state="attached",
+                    status="running",
+                    step=self.step,
+                    operation="forward 3" if slow else f"all_reduce tp#{118 + rank}",
+                    operation_seconds=0.25,
+                    process_state="S",
+                    commanded=False,
+                )
+            )
+        session.add(
+            models.Generation(
+                job_id=self.job_id,
+                generation=1,
+                cursor=0,
+                placement=Placement(
+                    generation=1,
+                    topology=self.topology,
+                    nodes={rank: self.node(rank) for rank in ranks},
+                    gpus={rank: rank % 2 for rank in ranks},
+                    started_ns=self.began_ns,
+                ),
+                restarted=Restarted(1, self.began_ns, 0),
+            )
+        )
+        nodes = (len(ranks) + 1) // 2
+        for number in range(nodes + 1):
+            session.add(self._node(number, spare=number == nodes))
+
+    def _node(self, number: int, spare: bool) -> models.Node:
+        name = f"node-{number}"
+        hot = not spare and name == self.node(self.slow_rank)
+        readings = {
+            gpu: models.GpuReading(
+                time_ns=time.time_ns(),
+                sm_clock_hertz=795e6 if hot and gpu == 0 else 1980e6,
+                temperature_celsius=91.0 if hot and gpu == 0 else 61.0,
+                power_watts=310.0 if hot and gpu == 0 else 640.0,
+                utilization_ratio=0.97,
+                throttle_reasons=["sw_thermal_slowdown"] if hot and gpu == 0 else [],
+            )
+            for gpu in range(2)
+        }
+        gpus = [GpuInfo(gpu, f"GPU-{number}-{gpu}", "NVIDIA H200", f"00:{gpu}") for gpu in range(2)]
+        return models.Node(
+            agent_id=name,
+            boot_id="boot",
+            sequence=0,
+            packed_ns=time.time_ns(),
+            last_seen_ns=time.time_ns() + 600 * SECOND,  # stays ready for as long as a test takes
+            hello=AgentHello(
+                time_ns=time.time_ns(),
+                hostname=name,
+                version="0.1.0",
+                address="127.0.0.1",
+                rendezvous_port=1,
+                slots=2,
+                gpus=gpus,
+            ),
+            readings=readings,
+            dropped_batches=0,
+            job_id=None if spare else self.job_id,
+        )
+
+    def _step_rows(self, number: int) -> list[models.Base]:
+        slow = number >= self.slow_from
+        duration = 1.05 if slow else 0.5
+        start_ns = self.began_ns + 6 * SECOND + number * SECOND // 2
+        summary = StepSummary(
+            generation=1,
+            step=number,
+            started_ns=start_ns,
+            duration_seconds=duration,
+            loss=1.9 + 3.6 * math.exp(-number / 60),
+            ranks=[self._share(rank, duration, slow) for rank in range(self.topology.world_size)],
+            bubbles=[StageBubble(stage, 0.13, 0.111) for stage in range(self.topology.pp)],
+            slowest_rank=self.slow_rank,
+        )
+        return [table(**row) for table, row in rows_of(self.job_id, summary).items()]
+
+    def _share(self, rank: int, duration: float, slow: bool) -> RankStep:
+        slowdown = 2.5 if slow and rank == self.slow_rank else 1.0 + 0.004 * (rank % 7)
+        return RankStep(
+            rank=rank,
+            step_seconds=duration,
+            self_seconds=0.3 * slowdown,
+            compute_seconds=0.3 * slowdown,
+            communication_seconds=0.05,
+            wait_seconds=0.02,
+            bubble_seconds=0.06,
+            data_wait_seconds=0.01,
+            optimizer_seconds=0.03,
+            checkpoint_seconds=0.0,
+            gc_seconds=0.0,
+            slowdown=slowdown,
+        )
+
+    def _incident(self) -> models.Incident:
+        now_ns = time.time_ns() - 8 * SECOND
+        node = self.node(self.slow_rank)
+        finding = Finding(
+            kind="straggler",
+            cause="thermal throttle",
+            fingerprint=f"straggler:{self.slow_rank}",
+            summary=f"Rank {self.slow_rank} on {node} is 2.5x slower: thermal throttle of gpu 0.",
+            detected_ns=now_ns,
+            generation=1,
+            rank=self.slow_rank,
+            node=node,
+            stage=0,
+            onset_step=100,
+            step=106,
+            slowdown=2.5,
+            cost_ratio=0.52,
+            evidence=[
+                Evidence(
+                    "SM clock fell at step 100", "DCGM_FI_DEV_SM_CLOCK", 795.0, expected=1980.0
+                ),
+                Evidence("GPU is hot", "DCGM_FI_DEV_GPU_TEMP", 91.0, expected=61.0),
+            ],
+            counter_evidence=[Evidence("Host CPU pressure did not change")],
+        )
+        view = IncidentView(
+            incident_id=self.incident_id,
+            finding=finding,
+            opened_ns=now_ns,
+            action_ids=[self.action_id],
+        )
+        return models.Incident(
+            id=self.incident_id,
+            job_id=self.job_id,
+            kind="straggler",
+            severity="warning",
+            state="open",
+            opened_ns=now_ns,
+            view=view,
+        )
+
+    def _proposal(self) -> dict[str, object]:
+        return {
+            "action_id": self.action_id,
+            "kind": "restart",
+            "state": "proposed",
+            "reason": "Checkpoint at one step, then restart without the node that throttles.",
+            "generation": 1,
+            "created_ns": time.time_ns() - 7 * SECOND,
+            "incident_id": self.incident_id,
+            "exclude_nodes": [self.node(self.slow_rank)],
+        }
+
+    def _start(self) -> models.Action:
+        return self._action(
+            ActionView(
+                action_id="act-00000000",
+                kind="start",
+                state="done",
+                reason="The job was created.",
+                generation=0,
+                created_ns=self.began_ns,
+                finished_ns=self.began_ns + 6 * SECOND,
+                phases=[Phase("start", self.began_ns, "8 ranks on 4 nodes")],
+            )
+        )
+
+    def _action(self, view: ActionView) -> models.Action:
+        return models.Action(
+            id=view.action_id,
+            job_id=self.job_id,
+            incident_id=view.incident_id,
+            kind=view.kind,
+            state=view.state,
+            created_ns=view.created_ns,
+            version=0,
+            noticed=True,
+            view=view,
+        )
+
+
+@dataclass
+class Watch:
+    """A page, and all it did that it should not have. A test that expects some removes it."""
+
+    page: Page
+    foreign: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
+
+    def attach(self, origin: str) -> None:
+        def requested(url: str) -> None:
+            if not url.startswith(f"{origin}/"):
+                self.foreign.append(url)
+
+        self.page.on("request", lambda request: requested(request.url))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda message: self._said(message.type, message.text))
+        self.page.on("response", lambda answer: self._answered(answer.status))
+
+    def _said(self, kind: str, text: str) -> None:
+        # Chromium's own line for each 4xx; `refused` has their numbers.
+        if kind in ("error", "warning") and not text.startswith("Failed to load resource"):
+            self.errors.append(text)
+
+    def _answered(self, status: int) -> None:
+        if status >= 400:
+            self.refused.append(status)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    found = Site(f"sqlite:///{tmp_path / 'paceline.db'}")
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def story(site: Site) -> Story:
+    return Story(site)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if not Path(CHROMIUM).is_file():
+        pytest.skip(
+            f"NO CHROMIUM AT {CHROMIUM}: THE DASHBOARD IS NOT TESTED (apt-get install chromium)"
+        )
+    expect.set_options(timeout=15_000)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+Open = Callable[..., Watch]
+
+
+@pytest.fixture
+def visit(browser: Browser, site: Site) -> Iterator[Open]:
+    """Open an address of the site. At the end, no page may have done what it should not."""
+    opened: list[Watch] = []
+
+    def go(url: str, **options: object) -> Watch:
+        page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})  # type: ignore[arg-type]
+        page.set_default_timeout(15_000)
+        watch = Watch(page)
+        watch.attach(site.url)
+        opened.append(watch)
+        page.goto(url)
+        return watch
+
+    yield go
+    for watch in opened:
+        watch.page.close()
+    for watch in opened:
+        assert watch.foreign == []
+        assert watch.errors == []
+        assert watch.refused == []

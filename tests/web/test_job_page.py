@@ -1,0 +1,286 @@
+"""The Job page in a browser: what is wrong, why, what to do, and that it stays current."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from paceline_server.store.tokens import create_token
+from paceline_wire.topology import Topology
+
+pytestmark = pytest.mark.browser
+
+
+def pixel(page: Page, x: float, y: float) -> list[int]:
+    """Colour of the heatmap at a point given in shares of its size."""
+    return page.locator(".heatmap canvas").evaluate(
+        """(canvas, [x, y]) => {
+            const copy = new OffscreenCanvas(canvas.width, canvas.height)
+                .getContext('2d', {willReadFrequently: true});
+            copy.drawImage(canvas, 0, 0);
+            return [...copy.getImageData(canvas.width * x, canvas.height * y, 1, 1).data];
+        }""",
+        [x, y],
+    )
+
+
+def live(page: Page) -> None:
+    expect(page.locator("article.job")).to_have_attribute("data-connection", "live")
+
+
+def test_one_sentence_on_top_says_what_is_wrong(story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    page = visit(story.url).page
+    banner = page.locator(".verdict")
+    expect(banner.get_by_role("heading")).to_have_text(
+        "Rank 2 on node-1 is 2.5x slower: thermal throttle of gpu 0."
+    )
+    expect(banner).to_have_class(re.compile("tone-warn"))
+    expect(page).to_have_title(re.compile("Rank 2 .*Paceline"))
+    expect(banner).to_contain_text("gpt <b>stdlib</b>")
+
+
+def test_the_job_in_figures(story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    stats = visit(story.url).page.locator(".stats")
+    for figure in (
+        "running",
+        "64.0",
+        "620",
+        "119",
+        "2.413",
+        "dp2 \N{MULTIPLICATION SIGN} pp2",
+        "approve",
+    ):
+        expect(stats).to_contain_text(figure)
+
+
+def test_the_slow_rank_stands_out_on_the_heatmap(story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    page = visit(story.url).page
+    live(page)
+    # Rank 2 is dp 1, stage 0, tp 0: second row, first of four columns.
+    red, _, blue, _ = pixel(page, 0.02, 0.55)
+    calm_red, _, calm_blue, _ = pixel(page, 0.02, 0.05)
+    assert red - blue > 80
+    assert abs(calm_red - calm_blue) < 30
+
+
+def test_hovering_a_cell_tells_who_and_what_it_is_doing(
+    story: Any, visit: Callable[..., Any]
+) -> None:
+    story.begin()
+    page = visit(story.url).page
+    live(page)
+    box = page.locator(".heatmap canvas").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.1, box["y"] + box["height"] * 0.75)
+    tooltip = page.locator(".tooltip")
+    for text in (
+        "Rank 2",
+        "node-1",
+        "dp 1 · stage 0 · tp 0",
+        "2.5\N{MULTIPLICATION SIGN}",
+        "forward 3 for 250",
+    ):
+        expect(tooltip).to_contain_text(text)
+
+
+def test_the_heatmap_can_be_read_without_a_mouse(story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    page = visit(story.url).page
+    live(page)
+    page.locator(".heatmap canvas").focus()
+    page.keyboard.press("ArrowRight")  # begins at the slowest
+    expect(page.get_by_role("status")).to_contain_text("Rank 2, node-1")
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("status")).to_contain_text("Rank 3, node-1")
+    page.get_by_text("Ranks as a table").click()
+    expect(page.locator(".heatmap tbody tr")).to_have_count(8)
+
+
+def test_an_incident_shows_its_evidence_and_what_speaks_against_it(
+    story: Any, visit: Callable[..., Any]
+) -> None:
+    story.begin()
+    incident = visit(story.url).page.locator(".incident")
+    expect(incident).to_have_count(1)
+    expect(incident).to_contain_text("straggler · thermal throttle")
+    expect(incident).to_contain_text("52 % of step time".replace(" ", "\u202f", 1))
+    expect(incident).to_contain_text("SM clock fell at step 100")
+    expect(incident).to_contain_text("795\u202fMHz vs 1,980\u202fMHz")
+    expect(incident).to_contain_text("Against it")
+    expect(incident).to_contain_text("Host CPU pressure did not change")
+
+
+def test_the_node_that_throttles_says_so(story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    node = visit(story.url).page.locator("[data-node=node-1]")
+    for text in ("ready", "2, 3", "795", "91", "sw thermal slowdown"):
+        expect(node).to_contain_text(text)
+
+
+def test_approving_goes_through_and_the_repair_shows_without_a_reload(
+    story: Any, visit: Callable[..., Any]
+) -> None:
+    story.begin()
+    page = visit(story.url).page
+    live(page)
+    page.evaluate("window.sameDocument = true")
+    action = page.locator(f"[data-action={story.action_id}]")
+    action.get_by_role("button", name="Approve restart").click()
+    expect(action).to_contain_text("approved")
+    assert story.action_state() == "approved"
+    expect(action.get_by_role("button")).to_have_count(0)
+
+    story.repair()
+    expect(page.locator(".verdict")).to_have_class(re.compile("tone-good"))
+    expect(page.locator(".incident .badge").first).to_contain_text("resolved")
+    expect(page.locator(".incident > summary")).to_contain_text("restart done, 0 steps lost")
+    page.locator(".incident > summary").click()
+    expect(action).to_contain_text("resumed at step 120")
+    expect(action.locator(".phases li")).to_have_count(3)
+    assert page.evaluate("window.sameDocument") is True
+
+
+def test_rejecting_goes_through(story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    page = visit(story.url).page
+    action = page.locator(f"[data-action={story.action_id}]")
+    action.get_by_role("button", name="Reject").click()
+    expect(action).to_contain_text("rejected")
+    assert story.action_state() == "rejected"
+
+
+def test_a_refused_decision_says_why(story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    watch = visit(story.url)
+    action = watch.page.locator(f"[data-action={story.action_id}]")
+    button = action.get_by_role("button", name="Approve restart")
+    expect(button).to_be_enabled()
+    story.supersede_quietly()
+    button.click()
+    expect(action.get_by_role("alert")).to_contain_text("no longer proposed")
+    watch.refused.remove(409)
+
+
+def test_outside_mode_approve_a_proposal_is_only_shown(
+    story: Any, visit: Callable[..., Any]
+) -> None:
+    story.begin(mode="observe")
+    action = visit(story.url).page.locator(f"[data-action={story.action_id}]")
+    expect(action).to_contain_text("the job's mode is observe")
+    expect(action.get_by_role("button")).to_have_count(0)
+
+
+def test_a_new_step_appears_by_itself(story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    page = visit(story.url).page
+    live(page)
+    expect(page.locator("#steps header")).to_contain_text("120 steps")
+    story.finish_step()
+    expect(page.locator("#steps header")).to_contain_text("121 steps")
+    expect(page.locator(".readout").first).to_contain_text("step 120")
+    # The grid is fetched again, not streamed.
+    expect(page.locator("#ranks header")).to_contain_text("101\N{EN DASH}120")
+
+
+def test_a_lost_connection_is_told_and_nothing_is_missed(
+    site: Any, story: Any, visit: Callable[..., Any]
+) -> None:
+    story.begin()
+    watch = visit(story.url)
+    live(watch.page)
+    site.stop()
+    banner = watch.page.locator(".banner")
+    expect(banner).to_contain_text("Connection lost")
+    expect(banner).to_contain_text(re.compile(r"from \d\d:\d\d:\d\d"))
+    story.finish_step()
+    site.start()
+    expect(banner).to_have_count(0, timeout=30_000)
+    expect(watch.page.locator("#steps header")).to_contain_text("121 steps")
+
+
+def test_a_hidden_tab_holds_no_connection(site: Any, story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    page = visit(story.url).page
+    live(page)
+    assert site.wakes.changes.subscribers == 1
+    show = """hidden => {
+        Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});
+        document.dispatchEvent(new Event('visibilitychange'));
+    }"""
+    page.evaluate(show, True)
+    # The server notices at its next write, so that it gets one.
+    for _ in range(100):
+        story.finish_step()
+        if site.wakes.changes.subscribers == 0:
+            break
+        page.wait_for_timeout(50)
+    assert site.wakes.changes.subscribers == 0
+    page.evaluate(show, False)
+    live(page)
+    expect(page.locator("#steps header")).to_contain_text(f"{story.step + 1} steps")
+
+
+def test_a_server_with_tokens_asks_for_one(
+    site: Any, story: Any, visit: Callable[..., Any]
+) -> None:
+    story.begin()
+    with site.database.write() as session:
+        secret = create_token(session, "eve", "viewer", 1)
+    watch = visit(story.url)
+    page = watch.page
+    page.get_by_label("Token").fill("wrong")
+    page.get_by_role("button", name="Go on").click()
+    expect(page.locator("form")).to_contain_text("refused")
+    page.get_by_label("Token").fill(secret)
+    page.get_by_role("button", name="Go on").click()
+    live(page)
+    page.reload()
+    live(page)
+    page.get_by_role("button", name="Approve restart").click()
+    expect(page.get_by_role("alert")).to_contain_text("scope operator")
+    assert story.action_state() == "proposed"
+    assert set(watch.refused) == {401, 403}
+    watch.refused.clear()
+
+
+def test_an_unknown_job_is_named_as_such(story: Any, visit: Callable[..., Any]) -> None:
+    watch = visit(f"{story.site.url}/jobs/job-00000000")
+    expect(watch.page.get_by_role("heading", name="No such job")).to_be_visible()
+    assert set(watch.refused) == {404}
+    watch.refused.clear()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_is_cut_off(story: Any, visit: Callable[..., Any], scheme: str, width: int) -> None:
+    story.begin()
+    page = visit(story.url, color_scheme=scheme, viewport={"width": width, "height": 800}).page
+    live(page)
+    widths = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    assert widths[0] <= widths[1]
+    panels = page.locator(".panel, .stats, .verdict").all()
+    assert len(panels) >= 7
+    for panel in panels:
+        inner, outer = panel.evaluate("panel => [panel.scrollWidth, panel.clientWidth]")
+        assert inner <= outer, panel.get_attribute("id")
+
+
+def test_ten_thousand_ranks_are_drawn(story: Any, visit: Callable[..., Any]) -> None:
+    story.topology = Topology(80, 16, 8)
+    story.slow_rank = story.topology.rank(40, 0, 0)
+    story.slow_from = 0
+    story.begin(steps=3)
+    page = visit(story.url, viewport={"width": 1440, "height": 900}).page
+    live(page)
+    expect(page.locator(".heatmap")).to_contain_text(f"Slowest: rank {story.slow_rank}")
+    red, _, blue, _ = pixel(page, 0.002, 40.5 / 80)
+    assert red - blue > 80
+    page.get_by_text("Ranks as a table").click()
+    expect(page.locator(".heatmap tbody tr")).to_have_count(100)
+    expect(page.locator(".heatmap tbody tr").first).to_contain_text(str(story.slow_rank))

@@ -1,0 +1,50 @@
+"""The list of jobs, and the ways from and to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+pytestmark = pytest.mark.browser
+
+
+def test_without_a_job_it_says_how_to_start_one(site: Any, visit: Callable[..., Any]) -> None:
+    page = visit(site.url).page
+    expect(page.get_by_role("heading", name="No jobs yet")).to_be_visible()
+    expect(page.locator("main")).to_contain_text("paceline run")
+    expect(page.locator("main")).to_contain_text("make demo")
+
+
+def test_the_first_job_appears_by_itself(site: Any, story: Any, visit: Callable[..., Any]) -> None:
+    page = visit(site.url).page
+    expect(page.get_by_role("heading", name="No jobs yet")).to_be_visible()
+    story.begin()
+    expect(page.locator("tbody tr")).to_have_count(1)
+    expect(page.locator("tbody tr")).to_contain_text("1 action to approve")
+
+
+def test_a_job_is_a_click_away_and_back(site: Any, story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    page = visit(site.url).page
+    page.get_by_role("link", name="gpt <b>stdlib</b>").click()
+    expect(page).to_have_url(story.url)
+    expect(page.locator(".verdict")).to_be_visible()
+    page.go_back()
+    expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
+
+
+def test_an_address_of_no_page_leads_home(site: Any, visit: Callable[..., Any]) -> None:
+    page = visit(f"{site.url}/nowhere").page
+    page.get_by_role("link", name="All jobs").click()
+    expect(page.get_by_role("heading", name="No jobs yet")).to_be_visible()
+
+
+def test_the_page_loads_nothing_but_its_own_few_files(site: Any, visit: Callable[..., Any]) -> None:
+    page = visit(site.url).page
+    expect(page.get_by_role("heading", name="No jobs yet")).to_be_visible()
+    loaded = page.evaluate("performance.getEntriesByType('resource').map(each => each.name)")
+    assert loaded
+    assert all(name.startswith(site.url) for name in loaded)

@@ -1,0 +1,213 @@
+"""Batches come back as they were sent; anything else is refused with its reason."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import msgspec
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline_wire import batch as wire
+from paceline_wire.batch import (
+    AgentHello,
+    Batch,
+    BatchError,
+    CollectorEvent,
+    CommandResult,
+    DeviceEvent,
+    GpuInfo,
+    RankAcknowledged,
+    RankDefined,
+    RankExited,
+    RankStarted,
+    Sample,
+    SpanBlock,
+    decode,
+    encode,
+)
+from paceline_wire.ring import GroupDefinition, SectionDefinition
+
+text = st.text(max_size=20)
+u63 = st.integers(0, 2**63 - 1)
+small = st.integers(0, 2**31)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+rank = {"time_ns": u63, "job": text, "generation": small, "rank": small}
+definitions = st.one_of(
+    st.builds(SectionDefinition, small, text),
+    st.builds(GroupDefinition, small, text, st.lists(small, max_size=4), st.none() | text),
+)
+events = st.one_of(
+    st.builds(
+        AgentHello,
+        time_ns=u63,
+        hostname=text,
+        version=text,
+        address=text,
+        rendezvous_port=small,
+        slots=small,
+        gpus=st.lists(st.builds(GpuInfo, small, text, text, text), max_size=2),
+        labels=st.dictionaries(text, text, max_size=2),
+    ),
+    st.builds(RankStarted, pid=small, **rank),
+    st.builds(RankDefined, definitions=st.lists(definitions, max_size=3), **rank),
+    st.builds(
+        RankExited,
+        pid=small,
+        exit_code=st.none() | st.integers(0, 255),
+        signal=st.none() | st.integers(1, 64),
+        commanded=st.booleans(),
+        log_tail=text,
+        **rank,
+    ),
+    st.builds(RankAcknowledged, command_id=u63, status=text, step=small, **rank),
+    st.builds(CommandResult, time_ns=u63, command_id=u63, ok=st.booleans(), detail=text),
+    st.builds(DeviceEvent, time_ns=u63, kind=text, device=text, detail=text),
+    st.builds(CollectorEvent, time_ns=u63, collector=text, kind=text, detail=text),
+)
+blocks = st.builds(
+    SpanBlock,
+    text,
+    small,
+    small,
+    st.integers(0, 5).flatmap(lambda n: st.binary(min_size=64 * n, max_size=64 * n)),
+    st.integers(-(2**62), 2**62),
+    small,
+)
+samples = st.builds(Sample, text, st.dictionaries(text, text, max_size=2), finite, u63)
+identifiers = st.text(min_size=1, max_size=128)
+batches = st.builds(
+    Batch,
+    agent_id=identifiers,
+    boot_id=identifiers,
+    sequence=u63,
+    packed_ns=u63,
+    events=st.lists(events, max_size=4),
+    spans=st.lists(blocks, max_size=3),
+    samples=st.lists(samples, max_size=4),
+    dropped_batches=small,
+)
+
+
+def packed(**changes: object) -> bytes:
+    """A payload whose fields need not make sense."""
+    fields: dict[str, object] = {
+        "version": wire.VERSION,
+        "agent_id": "node-0",
+        "boot_id": "boot",
+        "sequence": 0,
+        "packed_ns": 1,
+    }
+    content = msgspec.msgpack.encode({**fields, **changes})
+    return zstandard.ZstdCompressor().compress(content)
+
+
+def reason(payload: bytes) -> str:
+    with pytest.raises(BatchError) as caught:
+        decode(payload)
+    return caught.value.reason
+
+
+@settings(deadline=None)
+@given(batches)
+def test_a_batch_comes_back_as_it_was_sent(batch: Batch) -> None:
+    assert decode(encode(batch)) == batch
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=400))
+def test_noise_is_refused_with_a_reason(noise: bytes) -> None:
+    assert reason(noise) in {"compression", "malformed"}
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=400))
+def test_noise_inside_a_good_frame_is_refused(noise: bytes) -> None:
+    payload = zstandard.ZstdCompressor().compress(noise)
+    assert reason(payload) in {"malformed", "version", "compression"}
+
+
+@settings(deadline=None)
+@given(batches, st.data())
+def test_a_truncated_batch_is_refused(batch: Batch, data: st.DataObject) -> None:
+    payload = encode(batch)
+    length = data.draw(st.integers(0, len(payload) - 1))
+    assert reason(payload[:length]) == "compression"
+
+
+@settings(deadline=None)
+@given(batches, st.data())
+def test_a_flipped_bit_is_refused_or_still_a_batch(batch: Batch, data: st.DataObject) -> None:
+    payload = bytearray(encode(batch))
+    bit = data.draw(st.integers(0, len(payload) * 8 - 1))
+    payload[bit // 8] ^= 1 << bit % 8
+    with contextlib.suppress(BatchError):  # any other error fails the test
+        assert isinstance(decode(bytes(payload)), Batch)
+
+
+def test_another_version_says_so_before_anything_else() -> None:
+    assert reason(packed(version=2, agent_id=17)) == "version"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"agent_id": ""},
+        {"boot_id": ""},
+        {"sequence": -1},
+        {"agent_id": "x" * 129},
+        {"boot_id": "x" * 129},
+        {
+            "spans": [
+                {"job": "j", "generation": 0, "rank": 0, "columns": b"1", "clock_offset_ns": 0}
+            ]
+        },
+        {"samples": [["up", {}, math.nan, 0]]},
+        {"samples": [["up", {}, math.inf, 0]]},
+    ],
+)
+def test_a_batch_that_makes_no_sense_is_invalid(changes: dict[str, object]) -> None:
+    assert reason(packed(**changes)) == "invalid"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"agent_id": 3},
+        {"events": [{"type": "unheard_of"}]},
+        {"samples": [["up", {}]]},
+        {"spans": "none"},
+    ],
+)
+def test_a_batch_of_the_wrong_types_is_malformed(changes: dict[str, object]) -> None:
+    assert reason(packed(**changes)) == "malformed"
+
+
+def test_deep_nesting_is_malformed_not_a_crash() -> None:
+    deep = b"\x91" * 100_000 + b"\xc0"
+    assert reason(zstandard.ZstdCompressor().compress(deep)) == "malformed"
+
+
+def test_too_many_compressed_bytes_are_not_even_opened() -> None:
+    assert reason(bytes(wire.MAXIMUM_COMPRESSED_BYTES + 1)) == "oversized"
+
+
+def test_a_bomb_that_admits_its_size_is_not_opened() -> None:
+    bomb = zstandard.ZstdCompressor().compress(bytes(wire.MAXIMUM_BYTES + 1))
+    assert len(bomb) < 10_000
+    assert reason(bomb) == "oversized"
+
+
+def test_a_bomb_that_hides_its_size_is_cut_off() -> None:
+    compressor = zstandard.ZstdCompressor(write_content_size=False).compressobj()
+    bomb = b"".join(compressor.compress(bytes(1 << 20)) for _ in range(70)) + compressor.flush()
+    assert reason(bomb) == "oversized"
+
+
+def test_a_frame_that_lies_about_its_size_is_refused() -> None:
+    payload = bytearray(encode(Batch(agent_id="a", boot_id="b", sequence=0, packed_ns=0)))
+    payload[5] ^= 0x10  # the single byte of the content size
+    assert reason(bytes(payload)) == "compression"

@@ -1,0 +1,48 @@
+"""Watch a distributed training from inside each rank.
+
+    import paceline
+
+    paceline.init()
+    for batch in paceline.steps(loader):
+        ...
+
+is enough. Without an agent (no `PACELINE_RING_DIRECTORY`) everything here is inert and says so
+once. Nothing here does I/O, takes a lock or starts a thread while a step runs, and none of it
+raises into the training: what goes wrong is counted, and said once.
+"""
+
+from paceline.hooks import (
+    acknowledge,
+    checkpoint,
+    evaluate,
+    finish,
+    init,
+    name_group,
+    optimizer,
+    pending,
+    pipelining,
+    report,
+    section,
+    steps,
+)
+from paceline_wire.ring import AckStatus, Control, ControlKind
+from paceline_wire.spans import Op
+
+__all__ = [
+    "AckStatus",
+    "Control",
+    "ControlKind",
+    "Op",
+    "acknowledge",
+    "checkpoint",
+    "evaluate",
+    "finish",
+    "init",
+    "name_group",
+    "optimizer",
+    "pending",
+    "pipelining",
+    "report",
+    "section",
+    "steps",
+]

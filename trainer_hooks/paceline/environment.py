@@ -1,0 +1,194 @@
+"""What the hooks know of their surroundings: the environment, the device mesh, the process.
+
+The only place of the hooks that reads `os.environ`. Nothing here imports torch; where torch is
+already loaded, it is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline_wire.ring import DEFAULT_CAPACITY, SUFFIX, Identity
+from paceline_wire.topology import Coordinates, Topology
+
+# Names under which people write the three axes in `init_device_mesh`.
+AXES = {
+    "dp": "dp",
+    "data": "dp",
+    "dp_replicate": "dp",
+    "dp_shard": "dp",
+    "replicate": "dp",
+    "shard": "dp",
+    "fsdp": "dp",
+    "ddp": "dp",
+    "pp": "pp",
+    "pipeline": "pp",
+    "pipe": "pp",
+    "tp": "tp",
+    "tensor": "tp",
+    "model": "tp",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The `PACELINE_*` and torchrun variables of this rank."""
+
+    ring_directory: Path
+    job: str
+    generation: int
+    rank: int
+    local_rank: int
+    world_size: int
+    topology: Topology
+    capacity: int
+    gpu_uuid: str | None
+
+    @property
+    def ring_path(self) -> Path:
+        job = self.job.replace("/", "_")
+        return self.ring_directory / f"{job}.g{self.generation}.r{self.rank}{SUFFIX}"
+
+
+def read_surroundings(environment: Mapping[str, str]) -> Surroundings | None:
+    """None where no agent asked for a ring. Raises ValueError for a variable that is no number."""
+    directory = environment.get("PACELINE_RING_DIRECTORY")
+    if not directory:
+        return None
+    rank, world_size = _rank_and_world_size(environment)
+    sizes = [_integer(environment, f"PACELINE_{axis}", 1) for axis in ("DP", "PP", "TP")]
+    topology = Topology(*sizes)
+    if topology.world_size != world_size:
+        topology = Topology(dp=world_size)
+    return Surroundings(
+        ring_directory=Path(directory),
+        job=environment.get("PACELINE_JOB") or "local",
+        generation=_integer(environment, "PACELINE_GENERATION", 0),
+        rank=rank,
+        local_rank=_integer(environment, "LOCAL_RANK", 0),
+        world_size=world_size,
+        topology=topology,
+        capacity=_integer(environment, "PACELINE_RING_CAPACITY", DEFAULT_CAPACITY),
+        gpu_uuid=environment.get("PACELINE_GPU_UUID") or _current_gpu_uuid(),
+    )
+
+
+def identify(
+    surroundings: Surroundings,
+    topology: Topology,
+    coordinates: Coordinates,
+    metadata: Mapping[str, str],
+) -> Identity:
+    known = {"python": sys.version.split()[0]}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        known["torch"] = str(torch.__version__)
+    monotonic_ns = time.perf_counter_ns()
+    return Identity(
+        job=surroundings.job,
+        generation=surroundings.generation,
+        rank=surroundings.rank,
+        local_rank=surroundings.local_rank,
+        world_size=surroundings.world_size,
+        topology=topology,
+        coordinates=coordinates,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        clock_offset_ns=clock_offset_ns(),
+        started_ns=monotonic_ns,
+        gpu_uuid=surroundings.gpu_uuid,
+        metadata={**known, **{str(key): str(value) for key, value in metadata.items()}},
+    )
+
+
+def clock_offset_ns() -> int:
+    """CLOCK_REALTIME - CLOCK_MONOTONIC, from the tightest of a few readings."""
+    best: tuple[int, int] | None = None
+    for _ in range(5):
+        before = time.perf_counter_ns()
+        realtime = time.time_ns()
+        after = time.perf_counter_ns()
+        reading = (after - before, realtime - (before + after) // 2)
+        best = reading if best is None else min(best, reading)
+    assert best is not None
+    return best[1]
+
+
+def process_started_ns() -> int | None:
+    """CLOCK_MONOTONIC of the start of this process, or None where /proc does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        since_boot_ns = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+        suspended_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.perf_counter_ns()
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
+    return max(0, since_boot_ns - suspended_ns)
+
+
+def place(
+    rank: int,
+    topology: Topology,
+    mesh: Any | None,
+    given: Mapping[str, int | None],
+) -> tuple[Topology, Coordinates]:
+    """Sizes and coordinates: from a `DeviceMesh`, else arguments, else the layout of `topology`."""
+    sizes = {"dp": topology.dp, "pp": topology.pp, "tp": topology.tp}
+    if mesh is not None and mesh.mesh_dim_names:
+        sizes, found = _of_mesh(mesh)
+    elif rank < topology.world_size:
+        standing = topology.coordinates(rank)
+        found = {"dp": standing.dp_rank, "pp": standing.pp_rank, "tp": standing.tp_rank}
+    else:
+        found = {}
+    for axis, coordinate in given.items():
+        if coordinate is not None:
+            found[axis] = coordinate
+    coordinates = Coordinates(found.get("dp", 0), found.get("pp", 0), found.get("tp", 0))
+    return Topology(sizes["dp"], sizes["pp"], sizes["tp"]), coordinates
+
+
+def _of_mesh(mesh: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Several mesh dimensions of one axis (replicate x shard) multiply."""
+    sizes = {"dp": 1, "pp": 1, "tp": 1}
+    found = {"dp": 0, "pp": 0, "tp": 0}
+    for dimension, name in enumerate(mesh.mesh_dim_names):
+        axis = AXES.get(name)
+        if axis is None:
+            continue
+        size = int(mesh.size(dimension))
+        sizes[axis] *= size
+        found[axis] = found[axis] * size + int(mesh.get_local_rank(dimension))
+    return sizes, found
+
+
+def _rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
+    distributed = sys.modules.get("torch.distributed")
+    if "RANK" not in environment and distributed is not None and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return _integer(environment, "RANK", 0), _integer(environment, "WORLD_SIZE", 1)
+
+
+def _current_gpu_uuid() -> str | None:
+    """Asked only of a CUDA context that exists: making one here could land on the wrong GPU."""
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is None or not cuda.is_initialized():
+        return None
+    uuid = getattr(cuda.get_device_properties(cuda.current_device()), "uuid", None)
+    return None if uuid is None else f"GPU-{uuid}"
+
+
+def _integer(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name)
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number, got {text!r}") from None

@@ -1,0 +1,145 @@
+"""Emulated accelerators: each forward and backward of a microbatch takes at least so long.
+
+The given durations are those of a chunk of average size on sequences of full length: a chunk with
+more layers takes longer, shorter sequences take less (part of it goes with the length, as in the
+linear layers, and part with its square, as in attention).
+
+A GPU does not burn the host's CPU, so the rest of the time is slept away. What counts towards it
+is the host's own work, not its waiting for tensor-parallel peers: as on a GPU that comes on top.
+The durations hold at the GPU's maximum SM clock; NVML is asked for the present clock before each
+kernel, so a GPU that throttles makes its rank slow here as it would in earnest.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from paceline_trainer.errors import GpuLostError
+from paceline_trainer.faults import Faults
+from paceline_trainer.parallel import TensorParallel
+from paceline_trainer.settings import Place, Settings
+from paceline_wire.spans import Op
+
+try:
+    import pynvml
+except ImportError:  # optional: without it, emulated clocks never change
+    pynvml = None
+
+_log = logging.getLogger(__name__)
+
+ATTENTION_SHARE = 0.5  # of a full-length microbatch's time; so much goes with the length's square
+
+
+class Clock(Protocol):
+    def slowdown(self) -> float:
+        """Maximum over present SM clock, at least 1."""
+        ...
+
+
+class SteadyClock:
+    """For machines whose GPUs nobody can be asked about."""
+
+    def slowdown(self) -> float:
+        return 1.0
+
+
+class NvmlClock:
+    """The SM clock of one GPU. Raises pynvml.NVMLError if there is no driver or no such GPU."""
+
+    def __init__(self, index: int) -> None:
+        pynvml.nvmlInit()
+        self.index = index
+        self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        self._maximum_mhz = pynvml.nvmlDeviceGetMaxClockInfo(self._handle, pynvml.NVML_CLOCK_SM)
+        self._slowdown = 1.0
+
+    def slowdown(self) -> float:
+        """Raises GpuLostError when the GPU has gone, as its kernels would."""
+        try:
+            now_mhz = pynvml.nvmlDeviceGetClockInfo(self._handle, pynvml.NVML_CLOCK_SM)
+        except pynvml.NVMLError as error:
+            if error.value == pynvml.NVML_ERROR_GPU_IS_LOST:
+                raise GpuLostError(f"GPU {self.index} has fallen off the bus.") from error
+            return self._slowdown  # one reading missed: the clock as last seen
+        if now_mhz:
+            self._slowdown = max(1.0, self._maximum_mhz / now_mhz)
+        return self._slowdown
+
+
+class Emulation:
+    """`with emulation.kernel(op, share):` around the computation of one microbatch."""
+
+    def __init__(
+        self,
+        seconds: dict[Op, float],
+        clock: Clock,
+        parallel: TensorParallel,
+        faults: Faults | None = None,
+    ) -> None:
+        self.seconds = seconds
+        self.clock = clock
+        self.parallel = parallel
+        self.faults = faults or Faults()
+
+    @classmethod
+    def off(cls) -> Emulation:
+        return cls({}, SteadyClock(), TensorParallel())
+
+    @contextmanager
+    def kernel(self, op: Op, share: float = 1.0) -> Iterator[None]:
+        """`share`: of the duration that was given for the average."""
+        self.faults.before_kernel()
+        started = time.perf_counter() - self.parallel.blocked_seconds
+        yield
+        if op in self.seconds:
+            worked = time.perf_counter() - self.parallel.blocked_seconds - started
+            time.sleep(self.remaining_seconds(op, worked, share))
+
+    def remaining_seconds(self, op: Op, worked: float, share: float = 1.0) -> float:
+        slowdown = self.clock.slowdown() * self.faults.kernel_factor()
+        return max(0.0, self.seconds.get(op, 0.0) * share * slowdown - worked)
+
+
+def length_share(lengths: Sequence[int], longest: int) -> float:
+    """What sequences of these lengths cost, of what as many of the longest would."""
+    parts = [length / longest for length in lengths]
+    whole = sum((1 - ATTENTION_SHARE) * part + ATTENTION_SHARE * part**2 for part in parts)
+    return whole / len(parts)
+
+
+def start_emulation(settings: Settings, place: Place, parallel: TensorParallel) -> Emulation:
+    """The emulation this rank is to run under; says in the log what it is."""
+    if settings.emulated_kernel_seconds is None:
+        return Emulation.off()
+    if settings.device != "cpu":
+        if place.rank == 0:
+            _log.warning("Kernels run on %s: --emulate-kernel-ms is off.", settings.device)
+        return Emulation.off()
+    forward, backward = settings.emulated_kernel_seconds
+    if place.rank == 0:
+        _log.info(
+            "EMULATED kernels: each microbatch takes at least %g ms forward and %g ms backward.",
+            forward * 1000,
+            backward * 1000,
+        )
+    seconds = {Op.FORWARD: forward, Op.BACKWARD: backward}
+    return Emulation(seconds, _clock(place), parallel, Faults.on(place))
+
+
+def _clock(place: Place) -> Clock:
+    if place.gpu_index is None:
+        return SteadyClock()
+    if pynvml is None:
+        reason = "pynvml is not installed"
+    else:
+        try:
+            return NvmlClock(place.gpu_index)
+        except pynvml.NVMLError as error:
+            reason = f"NVML says {error}"
+    if place.local_rank == 0:
+        _log.warning("Emulated kernels keep their full clock: %s.", reason)
+    return SteadyClock()

@@ -1,0 +1,175 @@
+"""Faults on purpose, for emulated runs: what the demo and `paceline evaluate` do to a rank.
+
+`faults.json` in the node's directory holds a list of them. Each rank reads it at the start of each
+step, and does what is meant for it; delete the file, and all is well again. Write it whole, by
+rename. `rank` is the global one; `local_rank` in its place stays with the node, whichever rank is
+there. Only runs with emulated kernels obey.
+
+    {"kind": "slow_data", "rank": 5, "seconds": 0.4}         its loader needs so much longer
+    {"kind": "slow_compute", "rank": 5, "factor": 1.2}       its kernels take 1.2 times as long
+    {"kind": "slow_link", "ranks": [1, 3], "seconds": 0.05}  each pipeline transfer between these
+                                                             two needs so much longer
+    {"kind": "gc", "rank": 5, "seconds": 0.1}                once a step, garbage is collected for
+                                                             so long, from a heap of many objects
+    {"kind": "stall", "rank": 5, "seconds": 2, "id": "a"}    it sleeps, once per id
+    {"kind": "checkpoint_stall", "rank": 5, "seconds": 3}    each checkpoint blocks it for longer
+    {"kind": "noise", "rank": 5, "seconds": 0.02}            before each kernel it burns the CPU,
+                                                             for a random time of this mean
+    {"kind": "skip_collective", "rank": 5}                   it leaves the gradients' reduction out:
+                                                             the others wait for it for ever
+
+Several of one kind add up. On a GPU a host's pause need not hold up its kernels; here `gc`,
+`stall` and `noise` always come on top of them, within the forward or backward.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from paceline_trainer.settings import Place
+
+_log = logging.getLogger(__name__)
+
+FAULTS_FILE = "faults.json"
+HEAP_OBJECTS = 200_000  # a collection walks them in some 5 ms
+
+Kind = Literal[
+    "slow_data",
+    "slow_compute",
+    "slow_link",
+    "gc",
+    "stall",
+    "checkpoint_stall",
+    "noise",
+    "skip_collective",
+]
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One entry of the file."""
+
+    kind: Kind
+    rank: int | None = None
+    local_rank: int | None = None
+    ranks: tuple[int, int] | None = None
+    seconds: float = 0.0
+    factor: float = 1.0
+    id: str = ""
+
+
+class Faults:
+    """Those of one rank, carried out where the trainer calls."""
+
+    def __init__(self, path: Path | None = None, rank: int = 0, local_rank: int = 0) -> None:
+        """No `path`: there will never be any."""
+        self.path = path
+        self.rank = rank
+        self.local_rank = local_rank
+        self.present: list[Fault] = []  # that this rank has a part in
+        self._complaint = ""
+        self._stalled: set[str] = set()
+        self._pauses: list[Fault] = []  # of this step, not yet made
+        self._heap: list[list[object]] = []
+        self._chance = random.Random(rank)
+
+    @classmethod
+    def on(cls, place: Place) -> Faults:
+        directory = place.node_directory
+        path = None if directory is None else directory / FAULTS_FILE
+        return cls(path, place.rank, place.local_rank)
+
+    def read(self) -> None:
+        """At the start of a step."""
+        if self.path is None:
+            return
+        self.present = [fault for fault in self._read(self.path) if self._has_part(fault)]
+        if not any(fault.kind == "gc" for fault in self.present):
+            self._heap.clear()
+        self._pauses = [
+            fault
+            for fault in self.present
+            if fault.kind == "gc" or (fault.kind == "stall" and fault.id not in self._stalled)
+        ]
+
+    def before_batch(self) -> None:
+        self.read()
+        _sleep(self._seconds("slow_data"))
+
+    def before_kernel(self) -> None:
+        while self._pauses:
+            fault = self._pauses.pop()
+            if fault.kind == "gc":
+                _collect_garbage(self._heap, fault.seconds)
+            else:
+                self._stalled.add(fault.id)
+                _sleep(fault.seconds)
+        if mean := self._seconds("noise"):
+            _burn(self._chance.expovariate(1 / mean))
+
+    def kernel_factor(self) -> float:
+        factor = 1.0
+        for fault in self.present:
+            if fault.kind == "slow_compute":
+                factor *= fault.factor
+        return factor
+
+    def after_receive(self, peer: int) -> None:
+        """A transfer lasts from when both ends have entered it: the receiver holds it open."""
+        for fault in self.present:
+            if fault.kind == "slow_link" and fault.ranks is not None and peer in fault.ranks:
+                _sleep(fault.seconds)
+
+    def skips_collective(self) -> bool:
+        return any(fault.kind == "skip_collective" for fault in self.present)
+
+    def at_checkpoint(self) -> None:
+        _sleep(self._seconds("checkpoint_stall"))
+
+    def _seconds(self, kind: Kind) -> float:
+        return sum(fault.seconds for fault in self.present if fault.kind == kind)
+
+    def _has_part(self, fault: Fault) -> bool:
+        if fault.ranks is not None:
+            return self.rank in fault.ranks
+        return self.rank == fault.rank or self.local_rank == fault.local_rank
+
+    def _read(self, path: Path) -> list[Fault]:
+        """None, said once, from a file that is wrong or half-written."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=list[Fault])
+        except OSError:
+            self._complaint = ""
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                _log.warning("%s is not obeyed: %s.", path, error)
+        return []
+
+
+def _sleep(seconds: float) -> None:
+    if seconds > 0:
+        time.sleep(seconds)
+
+
+def _collect_garbage(heap: list[list[object]], seconds: float) -> None:
+    """As in a script that keeps many objects: each collection walks them all."""
+    if not heap:
+        heap += ([] for _ in range(HEAP_OBJECTS))
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        cycle: list[object] = []
+        cycle.append(cycle)
+        gc.collect()
+
+
+def _burn(seconds: float) -> None:
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        sum(range(1000))

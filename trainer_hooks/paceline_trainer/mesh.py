@@ -1,0 +1,102 @@
+"""Who talks to whom: the world, and one process group per parallel axis.
+
+Pipeline transfers use two groups, one for what a stage sends to a later stage and one for what it
+sends to an earlier one: between two ranks each then carries traffic in one direction only, in the
+order of sending, so that crossing sends cannot block each other, neither over gloo nor over NCCL's
+ordered channels.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not listed
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+import paceline
+from paceline_trainer.settings import Place, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """This rank's process groups. An axis of size 1 has no group: nothing to say to anyone."""
+
+    place: Place
+    device: torch.device
+    data: dist.ProcessGroup | None
+    tensor: dist.ProcessGroup | None
+    downstream: dist.ProcessGroup | None
+    upstream: dist.ProcessGroup | None
+    checkpoint: dist.ProcessGroup  # gloo, always: it works beside the training's collectives
+
+    def stage_peer(self, pp_rank: int) -> int:
+        """Global rank of the same (dp, tp) place in another stage."""
+        own = self.place.coordinates
+        return self.place.topology.rank(own.dp_rank, pp_rank, own.tp_rank)
+
+    def link(self, source: int, destination: int) -> dist.ProcessGroup | None:
+        """The group that carries what stage `source` sends to stage `destination`."""
+        return self.downstream if source < destination else self.upstream
+
+
+def connect(settings: Settings, place: Place, store: Store | None = None) -> Mesh:
+    """Join the process group of this generation; returns when every rank has joined."""
+    device = torch.device(settings.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    timeout = datetime.timedelta(seconds=settings.timeout_seconds)
+    world_size = place.topology.world_size
+    if store is None:
+        store = TCPStore(
+            place.master_address, place.master_port, world_size, place.rank == 0, timeout
+        )
+    # A rank of an older generation that is still alive must never meet this one's ranks.
+    store = PrefixStore(f"generation-{place.generation}", store)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=place.rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    return _groups(place, device)
+
+
+def disconnect() -> None:
+    dist.destroy_process_group()
+
+
+def _groups(place: Place, device: torch.device) -> Mesh:
+    own, topology = place.coordinates, place.topology
+    data = [topology.rank(dp, own.pp_rank, own.tp_rank) for dp in range(topology.dp)]
+    stages = [topology.rank(own.dp_rank, pp, own.tp_rank) for pp in range(topology.pp)]
+    tensor = [topology.rank(own.dp_rank, own.pp_rank, tp) for tp in range(topology.tp)]
+    checkpoint = _new_group(list(range(topology.world_size)), "checkpoint", None, "gloo")
+    paceline.name_group(dist.group.WORLD, "world", axis="world")
+    return Mesh(
+        place=place,
+        device=device,
+        data=_axis_group(data, "data", "dp"),
+        tensor=_axis_group(tensor, "tensor", "tp"),
+        downstream=_axis_group(stages, "pipeline downstream", "pp"),
+        upstream=_axis_group(stages, "pipeline upstream", "pp"),
+        checkpoint=checkpoint,
+    )
+
+
+def _axis_group(ranks: list[int], name: str, axis: str) -> dist.ProcessGroup | None:
+    return _new_group(ranks, name, axis, None) if len(ranks) > 1 else None
+
+
+def _new_group(
+    ranks: list[int], name: str, axis: str | None, backend: str | None
+) -> dist.ProcessGroup:
+    # Only the members take part, in the same order on each: no world-wide round per group.
+    group = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=name)
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member of its own groups"
+    paceline.name_group(group, name, axis=axis)
+    return group

@@ -1,0 +1,1 @@
+"""The web dashboard's built assets, under `static/`."""

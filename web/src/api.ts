@@ -1,0 +1,146 @@
+// The typed client of /api/v1. Types come from the server's OpenAPI document (`npm run generate`).
+import type { components, paths } from "./openapi";
+
+type Schemas = components["schemas"];
+export type Action = Schemas["Action"];
+export type Cause = Schemas["CauseModel"];
+export type Evidence = Schemas["EvidenceModel"];
+export type Gpu = Schemas["Gpu"];
+export type Grid = Schemas["Grid"];
+export type GridCell = Schemas["GridCell"];
+export type Incident = Schemas["Incident"];
+export type Job = Schemas["Job"];
+export type Ledger = Schemas["LedgerModel"];
+export type Node = Schemas["Node"];
+export type Rank = Schemas["Rank"];
+export type Step = Schemas["Step"];
+export type Topology = Schemas["TopologyModel"];
+export type Verdict = Schemas["Verdict"];
+
+type Problem = Partial<Schemas["Problem"]>;
+
+/** What went wrong, in the server's words (RFC 9457) where it said any. */
+export class ApiError extends Error {
+  /** `status` is null when no answer came at all. */
+  constructor(
+    readonly status: number | null,
+    readonly title: string,
+    readonly detail: string,
+  ) {
+    super(detail === "" ? title : `${title}: ${detail}`);
+  }
+
+  get unauthorized(): boolean {
+    return this.status === 401;
+  }
+
+  get missing(): boolean {
+    return this.status === 404;
+  }
+
+  /** Asking again the same way would not help. */
+  get refused(): boolean {
+    return this.unauthorized || this.missing || this.status === 403;
+  }
+}
+
+const TOKEN_KEY = "paceline.token";
+
+export const token = {
+  get: (): string | null => sessionStorage.getItem(TOKEN_KEY),
+  set: (value: string): void => {
+    sessionStorage.setItem(TOKEN_KEY, value);
+  },
+};
+
+/** `fetch` with the token; raises ApiError for anything but a 2xx. */
+export async function request(path: string, init: RequestInit = {}): Promise<Response> {
+  const headers = new Headers(init.headers);
+  const bearer = token.get();
+  if (bearer !== null) headers.set("Authorization", `Bearer ${bearer}`);
+  let response: Response;
+  try {
+    response = await fetch(path, { ...init, headers });
+  } catch (error) {
+    if (error instanceof DOMException && error.name === "AbortError") throw error;
+    throw new ApiError(null, "The server does not answer", "");
+  }
+  if (!response.ok) throw await failure(response);
+  return response;
+}
+
+export async function failure(response: Response): Promise<ApiError> {
+  let problem: Problem = {};
+  try {
+    problem = (await response.json()) as Problem;
+  } catch {
+    // Not a problem document: the status line has to do.
+  }
+  const title = problem.title ?? `${response.status} ${response.statusText}`;
+  return new ApiError(response.status, title, problem.detail ?? "");
+}
+
+async function get<T>(path: keyof paths, parameters: Parameters = {}): Promise<T> {
+  const response = await request(address(path, parameters));
+  return (await response.json()) as T;
+}
+
+/** All pages of a list, in order. */
+async function list<T>(path: keyof paths, parameters: Parameters = {}): Promise<T[]> {
+  const items: T[] = [];
+  let cursor: string | null = null;
+  do {
+    const page: { items: T[]; next_cursor?: string | null } = await get(path, {
+      ...parameters,
+      ...(cursor === null ? {} : { cursor }),
+    });
+    items.push(...page.items);
+    cursor = page.next_cursor ?? null;
+  } while (cursor !== null);
+  return items;
+}
+
+type Parameters = Readonly<Record<string, string | number>>;
+
+/** Fill `{name}` in the path; the other parameters become the query. */
+export function address(path: string, parameters: Parameters = {}): string {
+  const rest = new Map(Object.entries(parameters));
+  const filled = path.replace(/\{(\w+)\}/g, (_, name: string) => {
+    const value = rest.get(name);
+    if (value === undefined) throw new Error(`${path} needs ${name}`);
+    rest.delete(name);
+    return encodeURIComponent(value);
+  });
+  const query = new URLSearchParams([...rest].map(([name, value]) => [name, String(value)]));
+  return rest.size === 0 ? filled : `${filled}?${query}`;
+}
+
+async function decide(path: keyof paths, action_id: string): Promise<Action> {
+  const response = await request(address(path, { action_id }), {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ comment: "" }),
+  });
+  return (await response.json()) as Action;
+}
+
+/** How many steps a page keeps: at 0.5 s per step, the last 17 minutes. */
+export const STEPS_KEPT = 2000;
+const GRID_STEPS = 20;
+
+export const api = {
+  jobs: () => list<Job>("/api/v1/jobs"),
+  job: (job_id: string) => get<Job>("/api/v1/jobs/{job_id}", { job_id }),
+  ranks: (job_id: string) => list<Rank>("/api/v1/jobs/{job_id}/ranks", { job_id }),
+  // One page: without `after` it is the newest `limit` steps.
+  steps: async (job_id: string) =>
+    (
+      await get<{ items: Step[] }>("/api/v1/jobs/{job_id}/steps", { job_id, limit: STEPS_KEPT })
+    ).items,
+  grid: (job_id: string) => get<Grid>("/api/v1/jobs/{job_id}/grid", { job_id, steps: GRID_STEPS }),
+  nodes: () => list<Node>("/api/v1/nodes"),
+  incidents: (job: string) => list<Incident>("/api/v1/incidents", { job }),
+  actions: (job: string) => list<Action>("/api/v1/actions", { job }),
+  approve: (id: string) => decide("/api/v1/actions/{action_id}/approve", id),
+  reject: (id: string) => decide("/api/v1/actions/{action_id}/reject", id),
+};

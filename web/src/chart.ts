@@ -1,0 +1,136 @@
+// What the time charts draw, computed from the store's state. Pure.
+import type { Incident, Job, Step } from "./api";
+import { milliseconds } from "./format";
+import { lookOfIncident, type Tone } from "./tone";
+
+/** A moment worth a line across the chart. `until`: it lasted, and is a band. Epoch seconds. */
+export interface Mark {
+  at: number;
+  until: number | null;
+  label: string;
+  tone: Tone;
+  dashed: boolean;
+}
+
+export interface Points {
+  /** Ends of steps, epoch seconds, ascending. */
+  times: number[];
+  values: (number | null)[];
+  /** Of the point; null where the line is broken. */
+  steps: (Step | null)[];
+}
+
+/** Between two steps, this many medians (and seconds) of nothing break the line. */
+const BREAK_MEDIANS = 5;
+const BREAK_SECONDS = 2;
+
+export function points(steps: readonly Step[], value: (step: Step) => number | null): Points {
+  const result: Points = { times: [], values: [], steps: [] };
+  const typical = median(steps.map((step) => step.duration_seconds)) ?? 0;
+  const pause = Math.max(BREAK_SECONDS, BREAK_MEDIANS * typical);
+  let before: { step: Step; end: number } | null = null;
+  for (const step of steps) {
+    const start = milliseconds(step.started_at) / 1000;
+    // Time must ascend for the chart, whatever a restart or a clock did.
+    const end = Math.max(start + step.duration_seconds, (before?.end ?? 0) + 1e-6);
+    if (before !== null && (step.generation !== before.step.generation || start - before.end > pause)) {
+      result.times.push(before.end + 5e-7);
+      result.values.push(null);
+      result.steps.push(null);
+    }
+    result.times.push(end);
+    result.values.push(value(step));
+    result.steps.push(step);
+    before = { step, end };
+  }
+  return result;
+}
+
+/** Incidents as lines, and the time between two generations as bands. */
+export function marks(steps: readonly Step[], incidents: readonly Incident[]): Mark[] {
+  const result: Mark[] = [];
+  for (const [index, step] of steps.entries()) {
+    const before = steps[index - 1];
+    if (before === undefined || before.generation === step.generation) continue;
+    result.push({
+      at: milliseconds(before.started_at) / 1000 + before.duration_seconds,
+      until: milliseconds(step.started_at) / 1000,
+      label: `gen ${step.generation}`,
+      tone: "info",
+      dashed: true,
+    });
+  }
+  for (const incident of incidents) {
+    const open = incident.state === "resolved" ? { ...incident, state: "open" as const } : incident;
+    result.push({
+      at: milliseconds(incident.detected_at) / 1000,
+      until: null,
+      label: incident.kind,
+      tone: lookOfIncident(open).tone,
+      dashed: false,
+    });
+  }
+  return result.sort((a, b) => a.at - b.at);
+}
+
+export function median(values: readonly number[]): number | null {
+  const sorted = [...values].sort((a, b) => a - b);
+  return sorted[Math.floor(sorted.length / 2)] ?? null;
+}
+
+/** Upper end of an axis from 0 that a single outlier cannot flatten the rest with. */
+export function ceiling(values: readonly (number | null)[]): number {
+  const known = values.filter((value) => value !== null);
+  const most = known.reduce((a, b) => Math.max(a, b), 0);
+  const typical = median(known);
+  if (typical === null || most === 0) return 1;
+  return Math.min(most, 6 * typical) * 1.12;
+}
+
+export interface StageBubble {
+  stage: number;
+  measured: number;
+  theory: number | null;
+  /** What adds to theory, the largest first; empty where it is too little or unknown. */
+  why: { name: string; ratio: number }[];
+}
+
+/** The server's parts of a stage's excess, as people call them. */
+const PARTS = {
+  imbalance_ratio: "unequal stages",
+  straggler_ratio: "slow ranks",
+  variation_ratio: "uneven microbatches",
+  transfer_ratio: "transfers",
+  data_ratio: "data",
+  launch_ratio: "late host",
+  other_ratio: "unknown",
+} as const;
+/** Smaller parts explain nothing. */
+const SMALLEST_PART = 0.005;
+
+/** Mean bubble of each stage over the last `count` steps of the current generation. */
+export function bubbles(steps: readonly Step[], job: Job, count: number): StageBubble[] {
+  const recent = steps.filter((step) => step.generation === job.generation).slice(-count);
+  const stages = new Map<number, Step["bubbles"]>();
+  for (const bubble of recent.flatMap((step) => step.bubbles))
+    stages.set(bubble.stage, [...(stages.get(bubble.stage) ?? []), bubble]);
+  return [...stages]
+    .sort(([a], [b]) => a - b)
+    .map(([stage, seen]) => ({
+      stage,
+      measured: mean(seen.map(({ measured_ratio }) => measured_ratio)),
+      theory: seen.at(-1)?.theory_ratio ?? null,
+      why: parts(seen),
+    }));
+}
+
+function parts(seen: Step["bubbles"]): StageBubble["why"] {
+  return (Object.keys(PARTS) as (keyof typeof PARTS)[])
+    .map((part) => ({ name: PARTS[part], ratio: mean(seen.map((bubble) => bubble[part] ?? 0)) }))
+    .filter(({ ratio }) => ratio >= SMALLEST_PART)
+    .sort((a, b) => b.ratio - a.ratio);
+}
+
+function mean(values: readonly number[]): number {
+  return values.reduce((a, b) => a + b, 0) / values.length;
+}

@@ -1,0 +1,123 @@
+import { useState } from "preact/hooks";
+
+import { api, ApiError, type Action } from "../api";
+import * as format from "../format";
+import { lookOfAction } from "../tone";
+import { Badge } from "./Icon";
+
+interface Props {
+  action: Action;
+  /** The job's policy mode: only `approve` waits for somebody. */
+  mode: string;
+  onDecided: (action: Action) => void;
+}
+
+/** What is being done: its reason, its phases, and the decision where one is waited for. */
+export function ActionCard({ action, mode, onDecided }: Props) {
+  return (
+    <div class="action" data-action={action.id}>
+      <div class="action-head">
+        <strong>{actionTitle(action)}</strong>
+        <Badge look={lookOfAction(action.state)} text={action.state} />
+        <Outcome action={action} />
+      </div>
+      <p>{action.reason}</p>
+      {action.error !== null && <p class="problem">{action.error}</p>}
+      {action.phases.length > 0 && <Phases action={action} />}
+      {action.state === "proposed" &&
+        (mode === "approve" ? (
+          <Decision action={action} onDecided={onDecided} />
+        ) : (
+          <p class="muted">Only shown, not done: the job's mode is {mode}.</p>
+        ))}
+    </div>
+  );
+}
+
+function actionTitle({ kind, exclude_nodes }: Action): string {
+  const name = kind.charAt(0).toUpperCase() + kind.slice(1);
+  return exclude_nodes.length === 0 ? name : `${name} without ${exclude_nodes.join(", ")}`;
+}
+
+function Outcome({ action }: { action: Action }) {
+  const parts = [
+    action.resumed_step === null ? null : `resumed at step ${format.number(action.resumed_step)}`,
+    action.lost_steps === null ? null : `${format.plural(action.lost_steps, "step")} lost`,
+    action.finished_at === null ? null : `took ${format.seconds(duration(action))}`,
+  ].filter((part) => part !== null);
+  return <span class="muted">{parts.join(" · ")}</span>;
+}
+
+function duration({ created_at, finished_at }: Action): number | null {
+  if (finished_at === null) return null;
+  return (format.milliseconds(finished_at) - format.milliseconds(created_at)) / 1000;
+}
+
+function Phases({ action }: { action: Action }) {
+  const { phases, finished_at } = action;
+  return (
+    <ol class="phases">
+      {phases.map((phase, index) => {
+        const end = phases[index + 1]?.started_at ?? finished_at;
+        const start = format.milliseconds(phase.started_at);
+        const last = index === phases.length - 1;
+        return (
+          <li key={index} class={end === null ? "running" : ""}>
+            <time title={phase.started_at}>{format.clock(phase.started_at)}</time>
+            <span>{format.words(phase.name)}</span>
+            <span class="num muted">
+              {end === null ? "…" : last ? "" : format.seconds((format.milliseconds(end) - start) / 1000)}
+            </span>
+            <span class="muted">{phase.detail}</span>
+          </li>
+        );
+      })}
+    </ol>
+  );
+}
+
+function Decision({ action, onDecided }: { action: Action; onDecided: (action: Action) => void }) {
+  const [pending, setPending] = useState<"approve" | "reject" | null>(null);
+  const [error, setError] = useState<string | null>(null);
+
+  const decide = async (verb: "approve" | "reject"): Promise<void> => {
+    setPending(verb);
+    setError(null);
+    try {
+      onDecided(await api[verb](action.id));
+    } catch (problem) {
+      setError(problem instanceof ApiError ? problem.message : String(problem));
+    } finally {
+      setPending(null);
+    }
+  };
+
+  return (
+    <div class="decision">
+      <button
+        type="button"
+        class="primary"
+        disabled={pending !== null}
+        onClick={() => {
+          void decide("approve");
+        }}
+      >
+        {pending === "approve" ? "Approving…" : `Approve ${action.kind}`}
+      </button>
+      <button
+        type="button"
+        disabled={pending !== null}
+        onClick={() => {
+          void decide("reject");
+        }}
+      >
+        {pending === "reject" ? "Rejecting…" : "Reject"}
+      </button>
+      {error !== null && (
+        <span class="problem" role="alert">
+          {error}
+        </span>
+      )}
+    </div>
+  );
+}

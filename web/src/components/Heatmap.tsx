@@ -1,0 +1,295 @@
+import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+
+import type { Grid, GridCell, Rank } from "../api";
+import * as format from "../format";
+import * as heatmap from "../heatmap";
+import { useWidth } from "./size";
+import { colourOf, scheme, variable } from "./theme";
+
+const HEIGHT_MAXIMUM = 360;
+/** More rows than this make a table nobody reads; the slowest come first. */
+const TABLE_ROWS = 100;
+
+/** Slowdown of every rank: stages side by side, one row per data-parallel replica. */
+export function Heatmap({ grid, ranks }: { grid: Grid; ranks: readonly Rank[] }) {
+  const [frame, width] = useWidth<HTMLDivElement>();
+  const canvas = useRef<HTMLCanvasElement>(null);
+  const [chosen, setChosen] = useState<heatmap.Place | null>(null);
+  const { dp, pp, tp } = grid.topology;
+  const shape = useMemo(
+    () => heatmap.geometry({ dp, pp, tp }, Math.max(width, 1), HEIGHT_MAXIMUM),
+    [dp, pp, tp, width],
+  );
+  const cells = useMemo(() => new Map(grid.cells.map((cell) => [heatmap.key(cell), cell])), [grid]);
+  const colours = scheme.value;
+
+  useLayoutEffect(() => {
+    if (canvas.current !== null && width > 0) paint(canvas.current, shape, grid, chosen);
+  }, [shape, grid, chosen, colours, width]);
+
+  const cell = chosen === null ? undefined : cells.get(heatmap.key(chosen));
+  const rank = cell === undefined ? undefined : ranks.find((one) => one.rank === cell.rank);
+
+  const onPointer = (event: PointerEvent): void => {
+    setChosen(heatmap.placeAt(shape, event.offsetX, event.offsetY));
+  };
+  const onKey = (event: KeyboardEvent): void => {
+    const arrow = ARROWS[event.key];
+    if (event.key === "Escape") setChosen(null);
+    if (arrow === undefined) return;
+    event.preventDefault();
+    const start = chosen ?? heatmap.slowest(grid) ?? { dp_rank: 0, pp_rank: 0, tp_rank: 0 };
+    setChosen(chosen === null ? start : heatmap.neighbour(shape, chosen, ...arrow));
+  };
+
+  return (
+    <div class="heatmap" ref={frame}>
+      <StageLabels shape={shape} />
+      <div class="heatmap-frame">
+        <canvas
+          ref={canvas}
+          tabIndex={0}
+          role="img"
+          aria-label={`Slowdown of ${format.plural(grid.cells.length, "rank")}. ${slowestText(grid)} Arrow keys move between ranks.`}
+          aria-describedby="heatmap-cell"
+          style={{ width: `${shape.width}px`, height: `${shape.height}px` }}
+          onPointerMove={onPointer}
+          onPointerDown={onPointer}
+          onPointerLeave={() => {
+            setChosen(null);
+          }}
+          onKeyDown={onKey}
+          onBlur={() => {
+            setChosen(null);
+          }}
+        />
+        {cell !== undefined && chosen !== null && (
+          <Tooltip cell={cell} rank={rank} box={heatmap.box(shape, chosen)} width={shape.width} />
+        )}
+      </div>
+      <p id="heatmap-cell" role="status">
+        {cell === undefined ? slowestText(grid) : cellText(cell, rank)}
+      </p>
+      <Legend />
+      <RankTable grid={grid} ranks={ranks} />
+    </div>
+  );
+}
+
+const ARROWS: Readonly<Record<string, [right: number, down: number]>> = {
+  ArrowLeft: [-1, 0],
+  ArrowRight: [1, 0],
+  ArrowUp: [0, -1],
+  ArrowDown: [0, 1],
+};
+
+function slowestText(grid: Grid): string {
+  const worst = heatmap.slowest(grid);
+  if (worst === null) return "No finished step yet.";
+  return `Slowest: rank ${worst.rank}${worst.node === null ? "" : ` on ${worst.node}`}, ${format.slowdown(worst.slowdown)}.`;
+}
+
+function cellText(cell: GridCell, rank: Rank | undefined): string {
+  return [`Rank ${cell.rank}`, cell.node ?? "no node", placeText(cell), format.slowdown(cell.slowdown), operationText(rank)]
+    .filter((part) => part !== "")
+    .join(", ");
+}
+
+function placeText(place: heatmap.Place): string {
+  return `dp ${place.dp_rank} · stage ${place.pp_rank} · tp ${place.tp_rank}`;
+}
+
+function operationText(rank: Rank | undefined): string {
+  if (rank?.operation == null) return "";
+  return rank.operation_seconds === null
+    ? rank.operation
+    : `${rank.operation} for ${format.seconds(rank.operation_seconds)}`;
+}
+
+function Tooltip(props: { cell: GridCell; rank: Rank | undefined; box: heatmap.Box; width: number }) {
+  const { cell, rank, box, width } = props;
+  const left = Math.min(Math.max(box.x + box.width / 2, 90), Math.max(width - 90, 90));
+  return (
+    <div class="tooltip" style={{ left: `${left}px`, top: `${box.y + box.height + 6}px` }} aria-hidden>
+      <strong>
+        Rank {cell.rank} <span class="muted">{cell.node ?? "no node"}</span>
+      </strong>
+      <dl>
+        <dt>Place</dt>
+        <dd>{placeText(cell)}</dd>
+        <dt>Slowdown</dt>
+        <dd>{format.slowdown(cell.slowdown)}</dd>
+        <dt>Own work</dt>
+        <dd>{format.seconds(cell.self_seconds)} per step</dd>
+        <dt>State</dt>
+        <dd>{rank?.status ?? cell.state}</dd>
+        {rank?.operation != null && (
+          <>
+            <dt>In flight</dt>
+            <dd>{operationText(rank)}</dd>
+          </>
+        )}
+      </dl>
+    </div>
+  );
+}
+
+function StageLabels({ shape }: { shape: heatmap.Geometry }) {
+  const { pp, tp } = shape.topology;
+  if (shape.turned) return <p class="axis muted">rows: stages × tp, columns: {shape.topology.dp} dp replicas</p>;
+  const stageWidth = tp * shape.cellWidth;
+  if (stageWidth < 16) return <p class="axis muted">columns: {pp} stages × tp, rows: dp replicas</p>;
+  return (
+    <div class="stages muted" aria-hidden style={{ gap: `${shape.gap}px` }}>
+      {Array.from({ length: pp }, (_, stage) => (
+        <span key={stage} style={{ width: `${stageWidth}px` }}>
+          {stageWidth >= 60 ? `stage ${stage}` : stage}
+        </span>
+      ))}
+    </div>
+  );
+}
+
+function Legend() {
+  return (
+    <span class="legend muted">
+      1× <i class="heat-scale" /> {heatmap.HOTTEST}× and more <i class="heat-unknown" /> unknown
+    </span>
+  );
+}
+
+function RankTable({ grid, ranks }: { grid: Grid; ranks: readonly Rank[] }) {
+  const [open, setOpen] = useState(false);
+  return (
+    <details
+      onToggle={(event) => {
+        setOpen(event.currentTarget.open);
+      }}
+    >
+      <summary>Ranks as a table</summary>
+      {open && <RankRows grid={grid} ranks={ranks} />}
+    </details>
+  );
+}
+
+function RankRows({ grid, ranks }: { grid: Grid; ranks: readonly Rank[] }) {
+  const byRank = new Map(ranks.map((rank) => [rank.rank, rank]));
+  const few = grid.cells.length <= TABLE_ROWS;
+  const rows = few
+    ? [...grid.cells].sort((a, b) => a.rank - b.rank)
+    : [...grid.cells].sort((a, b) => (b.slowdown ?? 0) - (a.slowdown ?? 0)).slice(0, TABLE_ROWS);
+  return (
+    <div class="scroll">
+      <table>
+        {!few && <caption>The {TABLE_ROWS} slowest of {format.number(grid.cells.length)} ranks</caption>}
+        <thead>
+          <tr>
+            <th class="num">Rank</th>
+            <th>Node</th>
+            <th>Place</th>
+            <th class="num">Slowdown</th>
+            <th class="num">Step</th>
+            <th>State</th>
+            <th>In flight</th>
+          </tr>
+        </thead>
+        <tbody>
+          {rows.map((cell) => {
+            const rank = byRank.get(cell.rank);
+            return (
+              <tr key={cell.rank}>
+                <td class="num">{cell.rank}</td>
+                <td>{cell.node ?? format.UNKNOWN}</td>
+                <td class="nowrap">{placeText(cell)}</td>
+                <td class="num">{format.slowdown(cell.slowdown)}</td>
+                <td class="num">{format.number(rank?.step)}</td>
+                <td>{rank?.status ?? cell.state}</td>
+                <td class="nowrap">{operationText(rank)}</td>
+              </tr>
+            );
+          })}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function paint(
+  canvas: HTMLCanvasElement,
+  shape: heatmap.Geometry,
+  grid: Grid,
+  chosen: heatmap.Place | null,
+): void {
+  const ratio = devicePixelRatio;
+  canvas.width = Math.round(shape.width * ratio);
+  canvas.height = Math.round(shape.height * ratio);
+  const context = canvas.getContext("2d");
+  if (context === null) return;
+  context.scale(ratio, ratio);
+  context.imageSmoothingEnabled = false;
+  const stops = ["--heat-0", "--heat-1", "--heat-2", "--heat-3"].map(colourOf);
+  const image = heatmap.pixels(shape, grid.cells, stops, colourOf("--heat-unknown"));
+  paintStages(context, shape, image);
+  if (Math.min(shape.cellWidth, shape.cellHeight) >= 6) paintLines(context, shape);
+  if (shape.cellWidth >= 34 && shape.cellHeight >= 22) paintTexts(context, shape, grid.cells);
+  if (chosen !== null) {
+    const { x, y, width, height } = heatmap.box(shape, chosen);
+    context.strokeStyle = variable("--text");
+    context.lineWidth = 2;
+    context.strokeRect(x + 1, y + 1, width - 2, height - 2);
+  }
+}
+
+function paintStages(
+  context: CanvasRenderingContext2D,
+  shape: heatmap.Geometry,
+  image: ReturnType<typeof heatmap.pixels>,
+): void {
+  const small = new OffscreenCanvas(image.columns, image.rows);
+  small.getContext("2d")?.putImageData(new ImageData(image.data, image.columns, image.rows), 0, 0);
+  const { pp, tp, dp } = shape.topology;
+  for (let stage = 0; stage < pp; stage++) {
+    const { x, y } = heatmap.box(shape, { dp_rank: 0, pp_rank: stage, tp_rank: 0 });
+    if (shape.turned) context.drawImage(small, 0, stage * tp, dp, tp, x, y, shape.width, tp * shape.cellHeight);
+    else context.drawImage(small, stage * tp, 0, tp, dp, x, y, tp * shape.cellWidth, shape.height);
+  }
+}
+
+/** Thin lines between cells, in the panel's colour. */
+function paintLines(context: CanvasRenderingContext2D, shape: heatmap.Geometry): void {
+  const { dp, pp, tp } = shape.topology;
+  context.fillStyle = variable("--surface");
+  for (let dp_rank = 1; dp_rank < dp; dp_rank++) {
+    const { x, y } = heatmap.box(shape, { dp_rank, pp_rank: 0, tp_rank: 0 });
+    if (shape.turned) context.fillRect(x - 0.5, 0, 1, shape.height);
+    else context.fillRect(0, y - 0.5, shape.width, 1);
+  }
+  for (let pp_rank = 0; pp_rank < pp; pp_rank++) {
+    for (let tp_rank = 1; tp_rank < tp; tp_rank++) {
+      const { x, y } = heatmap.box(shape, { dp_rank: 0, pp_rank, tp_rank });
+      if (shape.turned) context.fillRect(0, y - 0.5, shape.width, 1);
+      else context.fillRect(x - 0.5, 0, 1, shape.height);
+    }
+  }
+}
+
+function paintTexts(
+  context: CanvasRenderingContext2D,
+  shape: heatmap.Geometry,
+  cells: readonly GridCell[],
+): void {
+  const [cold, hot] = [variable("--heat-text-cold"), variable("--heat-text-hot")];
+  context.textBaseline = "middle";
+  context.textAlign = "center";
+  const two = shape.cellHeight >= 34;
+  for (const cell of cells) {
+    const { x, y, width, height } = heatmap.box(shape, cell);
+    const middle = x + width / 2;
+    context.fillStyle = cell.slowdown !== null && heatmap.heat(cell.slowdown) > 0.45 ? hot : cold;
+    context.font = "600 12px system-ui, sans-serif";
+    context.fillText(format.slowdown(cell.slowdown), middle, y + height / 2 + (two ? 7 : 0.5));
+    if (!two) continue;
+    context.font = "10.5px system-ui, sans-serif";
+    context.fillText(`rank ${cell.rank}`, middle, y + height / 2 - 8);
+  }
+}

@@ -1,0 +1,181 @@
+import { useState } from "preact/hooks";
+
+import type { Action, Cause, Evidence, Incident } from "../api";
+import * as format from "../format";
+import { lookOfIncident } from "../tone";
+import { ActionCard } from "./ActionCard";
+import { Ago } from "./Ago";
+import { Badge, Icon } from "./Icon";
+
+interface Props {
+  incident: Incident;
+  actions: readonly Action[];
+  mode: string;
+  onDecided: (action: Action) => void;
+}
+
+/** One problem: what, why (and why perhaps not), what it costs, what is done about it. */
+export function IncidentCard({ incident, actions, mode, onDecided }: Props) {
+  const waiting = actions.some((action) => action.state === "proposed" || action.state === "running");
+  const [chosen, setChosen] = useState<boolean | null>(null);
+  // What is over folds away by itself, unless somebody opened it.
+  const open = chosen ?? (incident.state !== "resolved" || waiting);
+  const look = lookOfIncident(incident);
+  return (
+    <details
+      class={`incident tone-${look.tone}`}
+      id={incident.id}
+      open={open}
+      onToggle={(event) => {
+        if (event.currentTarget.open !== open) setChosen(event.currentTarget.open);
+      }}
+    >
+      <summary>
+        <Icon look={look} label={incident.state} />
+        <span class="incident-text">
+          <strong>{incident.summary}</strong>
+          <span class="muted">
+            {incident.kind} · {incident.cause} · detected <Ago time={incident.detected_at} />
+            {ending(incident, actions)}
+          </span>
+        </span>
+        <Badge look={look} text={incident.state} />
+      </summary>
+      <div class="incident-body">
+        <Facts incident={incident} />
+        {incident.advice != null && (
+          <p class="advice">
+            <b>What to do:</b> {incident.advice}
+          </p>
+        )}
+        {actions.map((action) => (
+          <ActionCard key={action.id} action={action} mode={mode} onDecided={onDecided} />
+        ))}
+        {incident.causes.length > 0 && <Causes causes={incident.causes} />}
+        <EvidenceList title="Evidence" empty="None recorded." items={incident.evidence} />
+        {incident.symptoms.length > 0 && <Symptoms symptoms={incident.symptoms} />}
+        {incident.counter_evidence.length > 0 && <Against items={incident.counter_evidence} />}
+      </div>
+    </details>
+  );
+}
+
+/** How it ended, for the folded line: " · over after 24.0 s · restart done, 6 steps lost". */
+function ending(incident: Incident, actions: readonly Action[]): string {
+  if (incident.resolved_at === null) return "";
+  const lasted = format.milliseconds(incident.resolved_at) - format.milliseconds(incident.detected_at);
+  const repair = actions.find(({ state, lost_steps }) => state === "done" && lost_steps !== null);
+  const how = repair === undefined ? "" : ` · ${repair.kind} done, ${format.plural(repair.lost_steps ?? 0, "step")} lost`;
+  return ` · over after ${format.seconds(lasted / 1000)}${how}`;
+}
+
+function Facts({ incident }: { incident: Incident }) {
+  const facts: [string, string][] = [
+    ["Rank", incident.rank === null ? "" : String(incident.rank)],
+    ["Ranks", incident.rank !== null || incident.ranks.length === 0 ? "" : format.ranges(incident.ranks)],
+    ["Link", incident.link == null ? "" : `rank ${incident.link.join(" to ")}`],
+    ["Node", incident.node ?? ""],
+    ["Stage", incident.stage === null || incident.rank !== null ? "" : String(incident.stage)],
+    ["Slowdown", incident.slowdown === null ? "" : format.slowdown(incident.slowdown)],
+    ["Costs", incident.cost_ratio === null ? "" : `${format.percent(incident.cost_ratio, 0)} of step time`],
+    ["Fixing it gives", incident.speedup == null ? "" : `${incident.speedup.toFixed(2)}×`],
+    ["Lasts", incident.persistence ?? ""],
+    ["Stuck on", incident.side ?? ""],
+    ["Began", incident.onset_step === null ? "" : `step ${format.number(incident.onset_step)}`],
+    ["Detected", detected(incident)],
+  ];
+  return (
+    <dl class="facts">
+      {facts
+        .filter(([, value]) => value !== "")
+        .map(([name, value]) => (
+          <div key={name}>
+            <dt>{name}</dt>
+            <dd>{value}</dd>
+          </div>
+        ))}
+    </dl>
+  );
+}
+
+function detected(incident: Incident): string {
+  const at = format.clock(incident.detected_at);
+  return incident.detected_step === null ? at : `step ${format.number(incident.detected_step)}, ${at}`;
+}
+
+interface EvidenceProps {
+  title: string;
+  empty: string;
+  items: readonly Evidence[];
+}
+
+function EvidenceList(props: EvidenceProps) {
+  return (
+    <div class="evidence">
+      <h3>{props.title}</h3>
+      {props.items.length === 0 ? (
+        <p class="muted">{props.empty}</p>
+      ) : (
+        <ul>
+          {props.items.map((item, index) => (
+            <li key={index}>
+              <span>{item.text}</span>
+              {item.value != null && (
+                <span class="values" title={item.metric ?? ""}>
+                  <b>{format.measured(item.metric, item.value)}</b>
+                  {item.expected != null && ` vs ${format.measured(item.metric, item.expected)}`}
+                </span>
+              )}
+            </li>
+          ))}
+        </ul>
+      )}
+    </div>
+  );
+}
+
+/** What was looked at and speaks against it or another cause: there for those who doubt. */
+function Against({ items }: { items: readonly Evidence[] }) {
+  return (
+    <details class="evidence muted">
+      <summary>Against it, or against other causes: {format.plural(items.length, "observation")}</summary>
+      <ul>
+        {items.map((item, index) => (
+          <li key={index}>{item.text}</li>
+        ))}
+      </ul>
+    </details>
+  );
+}
+
+/** What it may be, and how likely: what is left to a hundred is unknown. */
+function Causes({ causes }: { causes: readonly Cause[] }) {
+  return (
+    <div class="evidence">
+      <h3>Likely causes</h3>
+      <ul>
+        {causes.map((cause) => (
+          <li key={cause.name}>
+            <span>{cause.name}</span>
+            <span class="values">
+              <b>{format.percent(cause.likelihood, 0)}</b>
+            </span>
+          </li>
+        ))}
+      </ul>
+    </div>
+  );
+}
+
+function Symptoms({ symptoms }: { symptoms: readonly string[] }) {
+  return (
+    <div class="evidence">
+      <h3>Also seen</h3>
+      <ul>
+        {symptoms.map((symptom, index) => (
+          <li key={index}>{symptom}</li>
+        ))}
+      </ul>
+    </div>
+  );
+}

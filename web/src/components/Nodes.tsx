@@ -1,0 +1,133 @@
+import { useState } from "preact/hooks";
+
+import type { Gpu, Node } from "../api";
+import * as format from "../format";
+import { lookOfNode } from "../tone";
+import { Ago } from "./Ago";
+import { Badge } from "./Icon";
+
+/** More than this are shown on request, those in trouble first. */
+const SHOWN = 24;
+/** Reasons that say nothing of trouble. */
+const HARMLESS = new Set(["gpu_idle", "applications_clocks", "sync_boost", "display_clocks"]);
+
+/** The job's nodes and the spares: state, ranks, and what each GPU says of itself. */
+export function Nodes({ nodes }: { nodes: readonly Node[] }) {
+  const [all, setAll] = useState(false);
+  if (nodes.length === 0)
+    return (
+      <p class="empty">
+        No agent has reported. Start one on each node with <code>paceline agent</code>.
+      </p>
+    );
+  const shown =
+    all || nodes.length <= SHOWN
+      ? nodes
+      : [...nodes].sort((a, b) => Number(troubled(b)) - Number(troubled(a))).slice(0, SHOWN);
+  return (
+    <>
+      <div class="scroll">
+        <table class="nodes">
+          <thead>
+            <tr>
+              <th>Node</th>
+              <th>State</th>
+              <th>Ranks</th>
+              <th class="num">GPU</th>
+              <th class="num">SM clock</th>
+              <th class="num">Temp.</th>
+              <th class="num">Power</th>
+              <th class="num">Busy</th>
+              <th>Throttled by</th>
+              <th>Last seen</th>
+            </tr>
+          </thead>
+          {shown.map((node) => (
+            <NodeRows key={node.id} node={node} />
+          ))}
+        </table>
+      </div>
+      {shown.length < nodes.length && (
+        <button
+          type="button"
+          onClick={() => {
+            setAll(true);
+          }}
+        >
+          Show all {format.number(nodes.length)} nodes
+        </button>
+      )}
+    </>
+  );
+}
+
+function troubled(node: Node): boolean {
+  return node.state !== "ready" || node.gpus.some((gpu) => reasons(gpu).length > 0);
+}
+
+function reasons(gpu: Gpu): string[] {
+  return gpu.throttle_reasons.filter((reason) => !HARMLESS.has(reason));
+}
+
+function NodeRows({ node }: { node: Node }) {
+  const gpus: (Gpu | null)[] = node.gpus.length === 0 ? [null] : node.gpus;
+  const span = gpus.length;
+  return (
+    <tbody data-node={node.id}>
+      {gpus.map((gpu, index) => (
+        <tr key={gpu?.index ?? "none"}>
+          {index === 0 && (
+            <>
+              <th scope="rowgroup" rowSpan={span} title={node.hostname}>
+                {node.id}
+              </th>
+              <td rowSpan={span}>
+                <Badge look={lookOfNode(node.state)} text={node.state} />
+                {node.reason !== null && <div class="muted reason">{node.reason}</div>}
+              </td>
+              <td rowSpan={span}>{node.job_id === null ? <span class="muted">spare</span> : format.ranges(node.ranks)}</td>
+            </>
+          )}
+          <GpuCells gpu={gpu} />
+          {index === 0 && (
+            <td rowSpan={span} class="nowrap muted">
+              <Ago time={node.last_seen_at} />
+            </td>
+          )}
+        </tr>
+      ))}
+    </tbody>
+  );
+}
+
+function GpuCells({ gpu }: { gpu: Gpu | null }) {
+  if (gpu === null)
+    return (
+      <td colSpan={6} class="muted">
+        no GPU telemetry
+      </td>
+    );
+  const why = reasons(gpu);
+  return (
+    <>
+      <td class="num" title={`${gpu.name} ${gpu.pci_bus_id} ${gpu.uuid}`}>
+        {gpu.index}
+      </td>
+      <td class={`num ${why.length > 0 ? "tone-warn strong" : ""}`}>{format.hertz(gpu.sm_clock_hertz)}</td>
+      <td class="num">{format.celsius(gpu.temperature_celsius)}</td>
+      <td class="num">{format.watts(gpu.power_watts)}</td>
+      <td class="num">{format.percent(gpu.utilization_ratio, 0)}</td>
+      <td>
+        {why.length === 0 ? (
+          <span class="muted">{format.UNKNOWN}</span>
+        ) : (
+          why.map((reason) => (
+            <span key={reason} class="chip tone-warn">
+              {format.words(reason)}
+            </span>
+          ))
+        )}
+      </td>
+    </>
+  );
+}

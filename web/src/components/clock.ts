@@ -1,0 +1,8 @@
+// The present, for "12 s ago". One timer for the page.
+import { signal } from "@preact/signals";
+
+export const now = signal(Date.now());
+
+setInterval(() => {
+  if (!document.hidden) now.value = Date.now();
+}, 1000);

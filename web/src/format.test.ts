@@ -1,0 +1,56 @@
+import { describe, expect, it } from "vitest";
+
+import * as format from "./format";
+
+/** Thin spaces as plain ones, for readable expectations. */
+const plain = (text: string): string => text.replaceAll("\u202f", " ");
+
+describe("seconds", () => {
+  it.each([
+    [null, "–"],
+    [Number.NaN, "–"],
+    [0, "0 s"],
+    [0.00042, "0.42 ms"],
+    [0.0234, "23.4 ms"],
+    [0.4804, "480 ms"],
+    [0.9996, "1.00 s"],
+    [1.2345, "1.23 s"],
+    [59.96, "1 min 00 s"],
+    [245.2, "4 min 05 s"],
+    [3599.7, "1 h 00 min"],
+    [8000, "2 h 13 min"],
+    [273600, "3 d 04 h"],
+    [-1.5, "−1.50 s"],
+  ])("says %s as %s", (value, text) => {
+    expect(plain(format.seconds(value))).toBe(text);
+  });
+});
+
+it("says ratios in percent, and unknown as a dash", () => {
+  expect(plain(format.percent(0.9844))).toBe("98.4 %");
+  expect(format.percent(null)).toBe("–");
+});
+
+it("says slowdowns with the digits that matter", () => {
+  expect([1.02, 1.2, 2.54, 12.3].map(format.slowdown)).toEqual(["1.02×", "1.2×", "2.5×", "12×"]);
+});
+
+it("says a metric's value in the unit of its name", () => {
+  expect(plain(format.measured("DCGM_FI_DEV_SM_CLOCK", 1980))).toBe("1,980 MHz");
+  expect(plain(format.measured("DCGM_FI_DEV_GPU_TEMP", 91))).toBe("91 °C");
+  expect(format.measured("paceline_gpu_throttle_reason", 1)).toBe("on");
+  expect(format.measured(null, 0.0312)).toBe("0.0312");
+});
+
+it("says how long ago something was, also when the clocks disagree", () => {
+  const now = Date.parse("2026-01-02T03:00:00Z");
+  expect(plain(format.ago("2026-01-02T02:59:48Z", now))).toBe("12 s ago");
+  expect(plain(format.ago("2026-01-02T02:00:00Z", now))).toBe("60 min ago");
+  expect(format.ago("2026-01-02T03:00:09Z", now)).toBe("just now");
+});
+
+it("folds runs of ranks", () => {
+  expect(format.ranges([5, 0, 1, 2])).toBe("0–2, 5");
+  expect(format.ranges([2, 3])).toBe("2, 3");
+  expect(format.ranges([])).toBe("none");
+});

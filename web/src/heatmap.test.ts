@@ -1,0 +1,82 @@
+import { describe, expect, it } from "vitest";
+
+import type { GridCell, Topology } from "./api";
+import * as heatmap from "./heatmap";
+
+const TOPOLOGIES: Topology[] = [
+  { dp: 2, pp: 2, tp: 2 },
+  { dp: 1, pp: 1, tp: 1 },
+  { dp: 80, pp: 16, tp: 8 },
+  { dp: 512, pp: 1, tp: 8 },
+  { dp: 3, pp: 4, tp: 1 },
+];
+
+function places({ dp, pp, tp }: Topology): heatmap.Place[] {
+  const all: heatmap.Place[] = [];
+  for (let dp_rank = 0; dp_rank < dp; dp_rank++)
+    for (let pp_rank = 0; pp_rank < pp; pp_rank++)
+      for (let tp_rank = 0; tp_rank < tp; tp_rank++) all.push({ dp_rank, pp_rank, tp_rank });
+  return all;
+}
+
+describe.each(TOPOLOGIES)("dp $dp, pp $pp, tp $tp", (topology) => {
+  const shape = heatmap.geometry(topology, 480, 360);
+
+  it("finds each place under the middle of its own box, within the canvas", () => {
+    for (const place of places(topology)) {
+      const { x, y, width, height } = heatmap.box(shape, place);
+      expect(heatmap.placeAt(shape, x + width / 2, y + height / 2)).toEqual(place);
+      expect(x + width).toBeLessThanOrEqual(shape.width + 1e-6);
+      expect(y + height).toBeLessThanOrEqual(shape.height + 1e-6);
+    }
+  });
+
+  it("has nothing outside", () => {
+    for (const [x, y] of [[-1, 1], [1, -1], [shape.width + 1, 1], [1, shape.height + 1]] as const)
+      expect(heatmap.placeAt(shape, x, y)).toBeNull();
+  });
+});
+
+it("has nothing in the gap between stages", () => {
+  const shape = heatmap.geometry({ dp: 2, pp: 2, tp: 2 }, 480, 360);
+  const { x, width } = heatmap.box(shape, { dp_rank: 0, pp_rank: 0, tp_rank: 1 });
+  expect(heatmap.placeAt(shape, x + width + shape.gap / 2, 5)).toBeNull();
+});
+
+it("is turned when replicas are many, so that it stays wider than high", () => {
+  const shape = heatmap.geometry({ dp: 512, pp: 1, tp: 8 }, 480, 360);
+  expect(shape.turned).toBe(true);
+  expect(shape.width).toBeGreaterThan(shape.height);
+});
+
+it("moves with the arrow keys across stages and stops at the edges", () => {
+  const shape = heatmap.geometry({ dp: 2, pp: 2, tp: 2 }, 480, 360);
+  const start = { dp_rank: 0, pp_rank: 0, tp_rank: 1 };
+  expect(heatmap.neighbour(shape, start, 1, 0)).toEqual({ dp_rank: 0, pp_rank: 1, tp_rank: 0 });
+  expect(heatmap.neighbour(shape, start, 0, 1)).toEqual({ dp_rank: 1, pp_rank: 0, tp_rank: 1 });
+  expect(heatmap.neighbour(shape, start, 0, -1)).toEqual(start);
+});
+
+it("paints one pixel per rank at its place, the unknown in their own colour", () => {
+  const shape = heatmap.geometry({ dp: 2, pp: 2, tp: 2 }, 480, 360);
+  const slow: GridCell = {
+    rank: 2,
+    dp_rank: 1,
+    pp_rank: 0,
+    tp_rank: 0,
+    node: null,
+    state: "attached",
+    self_seconds: 1,
+    slowdown: heatmap.HOTTEST,
+  };
+  const { data, columns, rows } = heatmap.pixels(shape, [slow], [[0, 0, 0], [250, 0, 0]], [9, 9, 9]);
+  expect([columns, rows]).toEqual([4, 2]);
+  expect([...data.slice(16, 20)]).toEqual([250, 0, 0, 255]);
+  expect([...data.slice(0, 4)]).toEqual([9, 9, 9, 255]);
+});
+
+it("gives noise between ranks no colour, and saturates", () => {
+  expect([0.9, 1, 1.05].map(heatmap.heat)).toEqual([0, 0, 0]);
+  expect(heatmap.heat(2)).toBeGreaterThan(0.5);
+  expect([3, 50].map(heatmap.heat)).toEqual([1, 1]);
+});

@@ -1,0 +1,162 @@
+// Where a rank's cell lies on the heatmap, which rank lies under a point, and its colour. Pure.
+import type { Grid, GridCell, Topology } from "./api";
+
+/**
+ * One axis of the map is the model (stages side by side, each `tp` cells wide, a gap between
+ * them), the other the data-parallel replicas. The model runs across, unless there are so many
+ * more replicas than model cells that the map would be a thin tower: then it is turned.
+ */
+export interface Geometry {
+  topology: Topology;
+  turned: boolean;
+  cellWidth: number;
+  cellHeight: number;
+  /** Between pipeline stages. */
+  gap: number;
+  width: number;
+  height: number;
+}
+
+export interface Place {
+  dp_rank: number;
+  pp_rank: number;
+  tp_rank: number;
+}
+
+export interface Box {
+  x: number;
+  y: number;
+  width: number;
+  height: number;
+}
+
+const CELL_MINIMUM = 3;
+const CELL_WIDTH_MAXIMUM = 120;
+const CELL_HEIGHT_MAXIMUM = 44;
+
+export function geometry(topology: Topology, width: number, height: number): Geometry {
+  const model = topology.pp * topology.tp;
+  const turned = topology.dp > 3 * model;
+  const across = turned ? topology.dp : model;
+  const down = turned ? model : topology.dp;
+  const gap = topology.pp === 1 ? 0 : Math.min(10, Math.max(2, width / (across * 4)));
+  const gaps = gap * (topology.pp - 1);
+  const fit = (room: number, count: number, maximum: number): number => {
+    const cell = Math.min(maximum, Math.max(CELL_MINIMUM, room / count));
+    return cell > 8 ? Math.floor(cell) : cell;
+  };
+  const cellWidth = fit(width - (turned ? 0 : gaps), across, CELL_WIDTH_MAXIMUM);
+  const cellHeight = fit(height - (turned ? gaps : 0), down, Math.min(CELL_HEIGHT_MAXIMUM, cellWidth * 1.5));
+  return {
+    topology,
+    turned,
+    cellWidth,
+    cellHeight,
+    gap,
+    width: across * cellWidth + (turned ? 0 : gaps),
+    height: down * cellHeight + (turned ? gaps : 0),
+  };
+}
+
+/** Column and row of a place, not counting gaps. */
+function cell(shape: Geometry, place: Place): [column: number, row: number] {
+  const model = place.pp_rank * shape.topology.tp + place.tp_rank;
+  return shape.turned ? [place.dp_rank, model] : [model, place.dp_rank];
+}
+
+export function box(shape: Geometry, place: Place): Box {
+  const [column, row] = cell(shape, place);
+  const gaps = shape.gap * place.pp_rank;
+  return {
+    x: column * shape.cellWidth + (shape.turned ? 0 : gaps),
+    y: row * shape.cellHeight + (shape.turned ? gaps : 0),
+    width: shape.cellWidth,
+    height: shape.cellHeight,
+  };
+}
+
+/** The place under a point; null in a gap or outside. */
+export function placeAt(shape: Geometry, x: number, y: number): Place | null {
+  const { dp, pp, tp } = shape.topology;
+  const [along, replica] = shape.turned
+    ? [y, Math.floor(x / shape.cellWidth)]
+    : [x, Math.floor(y / shape.cellHeight)];
+  const size = shape.turned ? shape.cellHeight : shape.cellWidth;
+  const period = tp * size + shape.gap;
+  const pp_rank = Math.floor(along / period);
+  const tp_rank = Math.floor((along - pp_rank * period) / size);
+  const outside = (value: number, count: number): boolean => !(value >= 0 && value < count);
+  if (outside(replica, dp) || outside(pp_rank, pp) || outside(tp_rank, tp)) return null;
+  return { dp_rank: replica, pp_rank, tp_rank };
+}
+
+/** The neighbour in an arrow key's direction; the same place at an edge. */
+export function neighbour(shape: Geometry, place: Place, right: number, down: number): Place {
+  const { dp, pp, tp } = shape.topology;
+  const [along, across] = shape.turned ? [down, right] : [right, down];
+  const clamp = (value: number, count: number): number => Math.min(count - 1, Math.max(0, value));
+  const model = clamp(place.pp_rank * tp + place.tp_rank + along, pp * tp);
+  return {
+    dp_rank: clamp(place.dp_rank + across, dp),
+    pp_rank: Math.floor(model / tp),
+    tp_rank: model % tp,
+  };
+}
+
+export function key({ dp_rank, pp_rank, tp_rank }: Place): string {
+  return `${dp_rank}/${pp_rank}/${tp_rank}`;
+}
+
+export type Colour = readonly [red: number, green: number, blue: number];
+
+/** A slowdown of this and beyond has the last colour. */
+export const HOTTEST = 3;
+
+/** Ranks always differ by a few percent; that is no colour. */
+export const NOISE = 1.06;
+
+/** NOISE and faster -> 0, HOTTEST and slower -> 1, evenly in ratios between. */
+export function heat(slowdown: number): number {
+  return Math.min(1, Math.max(0, Math.log(slowdown / NOISE) / Math.log(HOTTEST / NOISE)));
+}
+
+export function colour(slowdown: number | null, stops: readonly Colour[], unknown: Colour): Colour {
+  if (slowdown === null || stops.length === 0) return unknown;
+  const position = heat(slowdown) * (stops.length - 1);
+  const index = Math.min(Math.floor(position), stops.length - 2);
+  const [low, high] = [stops[index] ?? unknown, stops[index + 1] ?? unknown];
+  const part = position - index;
+  const mix = (a: number, b: number): number => Math.round(a + (b - a) * part);
+  return [mix(low[0], high[0]), mix(low[1], high[1]), mix(low[2], high[2])];
+}
+
+/** One pixel per rank, stages without gaps: 10,000 cells cost one small image. */
+export function pixels(
+  shape: Geometry,
+  cells: readonly GridCell[],
+  stops: readonly Colour[],
+  unknown: Colour,
+): { data: Uint8ClampedArray<ArrayBuffer>; columns: number; rows: number } {
+  const model = shape.topology.pp * shape.topology.tp;
+  const [columns, rows] = shape.turned ? [shape.topology.dp, model] : [model, shape.topology.dp];
+  const data = new Uint8ClampedArray(columns * rows * 4);
+  for (let offset = 0; offset < data.length; offset += 4) data.set([...unknown, 255], offset);
+  for (const one of cells) {
+    const [column, row] = cell(shape, one);
+    if (column >= columns || row >= rows) continue;
+    const [red, green, blue] = colour(one.slowdown, stops, unknown);
+    const offset = (row * columns + column) * 4;
+    data[offset] = red;
+    data[offset + 1] = green;
+    data[offset + 2] = blue;
+  }
+  return { data, columns, rows };
+}
+
+/** The slowest rank, if any is known. */
+export function slowest(grid: Grid): GridCell | null {
+  return grid.cells.reduce<GridCell | null>(
+    (worst, one) => (one.slowdown !== null && one.slowdown > (worst?.slowdown ?? 0) ? one : worst),
+    null,
+  );
+}

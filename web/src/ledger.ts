@@ -1,0 +1,36 @@
+// The goodput ledger as the parts of one bar. Pure.
+import type { Ledger } from "./api";
+
+type Seconds = Exclude<Extract<keyof Ledger, `${string}_seconds`>, "wall_seconds">;
+
+export interface Part {
+  key: Seconds;
+  label: string;
+  /** What it is, for who meets the word for the first time. */
+  hint: string;
+  useful: boolean;
+  seconds: number;
+  ratio: number;
+}
+
+const PARTS: readonly Omit<Part, "seconds" | "ratio">[] = [
+  { key: "compute_seconds", label: "compute", hint: "forward and backward", useful: true },
+  { key: "optimizer_seconds", label: "optimizer", hint: "optimizer step", useful: true },
+  { key: "communication_seconds", label: "communication", hint: "exposed: the rank was blocked in it", useful: true },
+  { key: "bubble_seconds", label: "bubble", hint: "idle within the pipeline schedule", useful: true },
+  { key: "data_wait_seconds", label: "data wait", hint: "waiting for the next batch", useful: false },
+  { key: "checkpoint_seconds", label: "checkpoint", hint: "saving", useful: false },
+  { key: "lost_seconds", label: "lost steps", hint: "work thrown away by a restart", useful: false },
+  { key: "restart_seconds", label: "restart", hint: "from the end of progress to the first new step", useful: false },
+  { key: "startup_seconds", label: "startup", hint: "from creation to the first step", useful: false },
+  { key: "idle_seconds", label: "idle", hint: "everything else", useful: false },
+];
+
+/** Every part in a fixed order, so that a colour always means the same. */
+export function parts(ledger: Ledger): Part[] {
+  return PARTS.map((part) => ({
+    ...part,
+    seconds: ledger[part.key],
+    ratio: ledger.wall_seconds > 0 ? ledger[part.key] / ledger.wall_seconds : 0,
+  }));
+}

@@ -1,0 +1,170 @@
+// Keeps one job's state current: a snapshot, then the event stream, drawn once per frame.
+import { signal, type Signal } from "@preact/signals";
+
+import { api, ApiError } from "./api";
+import { apply, begin, decode, type Change, type JobState } from "./store";
+import { EventStream } from "./stream";
+
+export type Connection = "connecting" | "live" | "lost";
+
+/** The grid is no event (it is large); it is fetched again when steps came, at most this often. */
+const GRID_INTERVAL_MS = 1000;
+const GRID_MS_PER_CELL = 0.5;
+
+export class LiveJob {
+  readonly state: Signal<JobState | null> = signal(null);
+  readonly connection: Signal<Connection> = signal("connecting");
+  readonly error: Signal<ApiError | null> = signal(null);
+  /** Epoch milliseconds of this browser's clock. */
+  readonly lastDataAt: Signal<number | null> = signal(null);
+
+  private stream: EventStream | null = null;
+  private waiting: Change[] = [];
+  private frame: number | null = null;
+  private loads = 0;
+  private gridTimer: ReturnType<typeof setTimeout> | null = null;
+  private closed = false;
+
+  constructor(private readonly id: string) {
+    document.addEventListener("visibilitychange", this.onVisibility);
+    this.onVisibility();
+  }
+
+  close(): void {
+    this.closed = true;
+    document.removeEventListener("visibilitychange", this.onVisibility);
+    this.disconnect();
+  }
+
+  /** Take a change that came as an answer rather than as an event. */
+  push(change: Change): void {
+    this.waiting.push(change);
+    // Until the snapshot is there, changes wait: it may be older than they are.
+    if (this.loads === 0) this.frame ??= requestAnimationFrame(this.flush);
+  }
+
+  // A hidden tab holds no connection: browsers allow six per origin over HTTP/1.1.
+  private readonly onVisibility = (): void => {
+    if (document.hidden) this.disconnect();
+    else this.connect();
+  };
+
+  private connect(): void {
+    if (this.stream !== null || this.closed) return;
+    this.connection.value = "connecting";
+    this.stream = new EventStream(`/api/v1/events?job=${encodeURIComponent(this.id)}`, {
+      onOpen: (resumed) => {
+        this.error.value = null;
+        if (resumed) this.connection.value = "live";
+        else void this.load();
+      },
+      onMessage: ({ event, data }) => {
+        this.lastDataAt.value = Date.now();
+        const change = decode(event, data);
+        if (change === null) return;
+        this.push(change);
+        if (change.type === "step" || change.type === "ranks") this.scheduleGrid();
+      },
+      onError: (error) => this.onError(error),
+    });
+  }
+
+  private disconnect(): void {
+    this.stream?.close();
+    this.stream = null;
+    if (this.frame !== null) cancelAnimationFrame(this.frame);
+    this.frame = null;
+    if (this.gridTimer !== null) clearTimeout(this.gridTimer);
+    this.gridTimer = null;
+  }
+
+  private onError(error: unknown): boolean {
+    const refused = error instanceof ApiError && error.refused;
+    this.connection.value = "lost";
+    if (error instanceof ApiError) this.error.value = error;
+    if (refused) this.stream = null;
+    return !refused;
+  }
+
+  private async load(): Promise<void> {
+    const stream = this.stream;
+    this.loads++;
+    try {
+      const [job, incidents, actions] = await Promise.all([
+        api.job(this.id),
+        api.incidents(this.id),
+        api.actions(this.id),
+      ]);
+      if (stream !== this.stream) return;
+      this.state.value = begin(job, incidents, actions, this.state.value);
+      this.connection.value = "live";
+      this.error.value = null;
+      this.lastDataAt.value = Date.now();
+      void this.loadLarge();
+    } catch (error) {
+      if (stream !== this.stream) return;
+      // Begin anew rather than resume: without a snapshot, events have nothing to change.
+      this.disconnect();
+      if (this.onError(error)) setTimeout(this.onVisibility, 2000);
+    } finally {
+      this.loads--;
+      this.flush();
+    }
+  }
+
+  /** An event that came meanwhile may be undone for a moment: the next one sets it right. */
+  private async loadLarge(): Promise<void> {
+    const stream = this.stream;
+    const take = (change: Change): void => {
+      if (stream === this.stream) this.push(change);
+    };
+    const results = await Promise.allSettled([
+      api.nodes().then((nodes) => {
+        for (const data of nodes) take({ type: "node", data });
+      }),
+      api.ranks(this.id).then((data) => {
+        take({ type: "ranks", data });
+      }),
+      api.grid(this.id).then((data) => {
+        take({ type: "grid", data });
+      }),
+      api.steps(this.id).then((data) => {
+        take({ type: "steps", data });
+      }),
+    ]);
+    if (results.every(({ status }) => status === "fulfilled")) take({ type: "complete" });
+    else if (stream !== null && stream === this.stream) {
+      // Nothing of it is told again by itself, so begin anew.
+      this.disconnect();
+      this.connection.value = "lost";
+      setTimeout(this.onVisibility, 2000);
+    }
+  }
+
+  private readonly flush = (): void => {
+    this.frame = null;
+    if (this.state.value === null || this.waiting.length === 0) return;
+    const changes = this.waiting;
+    this.waiting = [];
+    this.state.value = apply(this.state.value, changes);
+  };
+
+  private scheduleGrid(): void {
+    const cells = this.state.value?.grid?.cells.length ?? 0;
+    this.gridTimer ??= setTimeout(
+      () => {
+        void this.fetchGrid();
+      },
+      Math.max(GRID_INTERVAL_MS, cells * GRID_MS_PER_CELL),
+    );
+  }
+
+  private async fetchGrid(): Promise<void> {
+    try {
+      this.push({ type: "grid", data: await api.grid(this.id) });
+    } catch {
+      // The stream says when the server is away; the next step asks again.
+    }
+    this.gridTimer = null;
+  }
+}

@@ -1,0 +1,258 @@
+import { useEffect, useMemo, useState } from "preact/hooks";
+
+import type { Action, Incident, Job } from "../api";
+import * as chart from "../chart";
+import { ActionCard } from "../components/ActionCard";
+import { Ago } from "../components/Ago";
+import { Bubbles } from "../components/Bubbles";
+import { Failure } from "../components/Failure";
+import { Heatmap } from "../components/Heatmap";
+import { Badge, Icon } from "../components/Icon";
+import { IncidentCard } from "../components/IncidentCard";
+import { LedgerBar } from "../components/LedgerBar";
+import { Nodes } from "../components/Nodes";
+import { Panel } from "../components/Panel";
+import { TimeChart } from "../components/TimeChart";
+import * as format from "../format";
+import { LiveJob, type Connection } from "../live";
+import type { JobState } from "../store";
+import { lookOfJob, lookOfVerdict } from "../tone";
+
+/** Bubbles are means over this many steps. */
+const BUBBLE_STEPS = 20;
+const LOADING = "Loading…";
+
+/** One job, live. */
+export function JobView({ id }: { id: string }) {
+  const [live, setLive] = useState<LiveJob | null>(null);
+  const [attempt, setAttempt] = useState(0);
+
+  useEffect(() => {
+    const job = new LiveJob(id);
+    setLive(job);
+    return () => {
+      job.close();
+    };
+  }, [id, attempt]);
+
+  const state = live?.state.value ?? null;
+  const error = live?.error.value ?? null;
+  if (live !== null && error !== null && (state === null || error.refused))
+    return (
+      <Failure
+        error={error}
+        onRetry={() => {
+          setAttempt(attempt + 1);
+        }}
+      />
+    );
+  if (live === null || state === null) return <p class="loading">Loading job…</p>;
+  return (
+    <>
+      <ConnectionBanner connection={live.connection.value} lastDataAt={live.lastDataAt.value} />
+      <JobPage
+        state={state}
+        connection={live.connection.value}
+        onDecided={(action) => {
+          live.push({ type: "action", data: action });
+        }}
+      />
+    </>
+  );
+}
+
+function ConnectionBanner(props: { connection: Connection; lastDataAt: number | null }) {
+  if (props.connection !== "lost") return null;
+  return (
+    <p class="banner tone-bad" role="alert">
+      <Icon look={{ tone: "bad", shape: "octagon" }} />
+      <span>
+        <strong>Connection lost, reconnecting.</strong>{" "}
+        {props.lastDataAt !== null && (
+          <>
+            What you see is from {format.clock(props.lastDataAt)} (<Ago time={props.lastDataAt} />).
+          </>
+        )}
+      </span>
+    </p>
+  );
+}
+
+interface PageProps {
+  state: JobState;
+  connection: Connection;
+  onDecided: (action: Action) => void;
+}
+
+function JobPage({ state, connection, onDecided }: PageProps) {
+  const { job, steps, incidents, grid, nodes } = state;
+  const times = useMemo(() => chart.points(steps, (step) => step.duration_seconds), [steps]);
+  const losses = useMemo(() => chart.points(steps, (step) => step.loss), [steps]);
+  const marks = useMemo(() => chart.marks(steps, incidents), [steps, incidents]);
+  const own = nodes.filter((node) => node.job_id === null || node.job_id === job.id);
+
+  useEffect(() => {
+    document.title = `${job.verdict.text} ${job.name} · Paceline`;
+  }, [job.verdict.text, job.name]);
+
+  return (
+    <article class="job" data-connection={connection}>
+      <VerdictBanner job={job} incidents={incidents} connection={connection} />
+      <Stats job={job} />
+      <div class="columns">
+        <div class="column">
+          <Panel id="steps" title="Steps" note={format.plural(steps.length, "step")}>
+            {steps.length === 0 ? (
+              <p class="empty">{state.complete ? "Shown with the first finished step." : LOADING}</p>
+            ) : (
+              <>
+                <TimeChart
+                  title="Step time"
+                  points={times}
+                  marks={marks}
+                  format={format.seconds}
+                  colour="--series-1"
+                  height={190}
+                  fromZero
+                  labels
+                />
+                <TimeChart
+                  title="Loss"
+                  points={losses}
+                  marks={marks}
+                  format={format.loss}
+                  axis={format.number}
+                  colour="--series-2"
+                  height={130}
+                  fromZero={false}
+                  labels={false}
+                />
+              </>
+            )}
+          </Panel>
+          <Incidents state={state} onDecided={onDecided} />
+        </div>
+        <div class="column">
+          <Panel id="ranks" title="Slowdown by rank" note={grid === null ? undefined : window(grid)}>
+            {grid === null || grid.cells.length === 0 ? (
+              <p class="empty">{state.complete ? "Shown when ranks are placed." : LOADING}</p>
+            ) : (
+              <Heatmap grid={grid} ranks={state.ranks} />
+            )}
+          </Panel>
+          <Panel id="bubble" title="Pipeline bubble" note={`mean of ${BUBBLE_STEPS} steps`}>
+            <Bubbles stages={chart.bubbles(steps, job, BUBBLE_STEPS)} />
+          </Panel>
+          <Panel
+            id="ledger"
+            title="Where the time went"
+            note={`${format.seconds(job.ledger.wall_seconds)} wall time`}
+          >
+            <LedgerBar ledger={job.ledger} />
+          </Panel>
+        </div>
+      </div>
+      <Panel id="nodes" title="Nodes" note={format.plural(own.length, "node")}>
+        {own.length === 0 && !state.complete ? <p class="empty">{LOADING}</p> : <Nodes nodes={own} />}
+      </Panel>
+    </article>
+  );
+}
+
+function window({ first_step, last_step }: { first_step: number | null; last_step: number | null }): string {
+  if (first_step === null || last_step === null) return "no step yet";
+  return `median of steps ${format.number(first_step)}–${format.number(last_step)}`;
+}
+
+function VerdictBanner(props: { job: Job; incidents: readonly Incident[]; connection: Connection }) {
+  const { job, incidents, connection } = props;
+  const incident = incidents.find(({ id }) => id === job.verdict.incident_id);
+  const look = lookOfVerdict(job.verdict, job, incident);
+  return (
+    <header class={`verdict tone-${look.tone}`}>
+      <Icon look={look} size={30} />
+      <div>
+        <h1>{job.verdict.text}</h1>
+        <p>
+          {job.name} <span class="mono">{job.id}</span>
+          <span class={`connection tone-${connection === "live" ? "good" : "muted"}`}>
+            <i /> {connection === "live" ? "live" : connection === "lost" ? "not live" : "connecting"}
+          </span>
+        </p>
+      </div>
+      {job.pending_actions > 0 && (
+        <a class="button primary" href="#incidents">
+          Review {format.plural(job.pending_actions, "action")}
+        </a>
+      )}
+    </header>
+  );
+}
+
+function Stats({ job }: { job: Job }) {
+  const shrunk = format.topology(job.topology) !== format.topology(job.requested_topology);
+  return (
+    <dl class="stats">
+      <Stat name="State">
+        <Badge look={lookOfJob(job.state)} text={job.state} />
+      </Stat>
+      <Stat name="Goodput" note={`${format.plural(job.ledger.lost_steps, "step")} lost`}>
+        {format.percent(job.ledger.goodput_ratio)}
+      </Stat>
+      <Stat name="Step time">{format.seconds(job.step_seconds)}</Stat>
+      <Stat name="Step">{format.number(job.step)}</Stat>
+      <Stat
+        name="Loss"
+        note={job.evaluation_loss === null ? undefined : `held back ${format.loss(job.evaluation_loss)}`}
+      >
+        {format.loss(job.loss)}
+      </Stat>
+      <Stat name="Generation" note={format.plural(job.restarts, "restart")}>
+        {job.generation}
+      </Stat>
+      <Stat name="Topology" note={shrunk ? `asked for ${format.topology(job.requested_topology)}` : undefined}>
+        {format.topology(job.topology)}
+      </Stat>
+      <Stat name="Mode">{job.mode}</Stat>
+    </dl>
+  );
+}
+
+function Stat(props: { name: string; note?: string | undefined; children: preact.ComponentChildren }) {
+  return (
+    <div>
+      <dt>{props.name}</dt>
+      <dd>{props.children}</dd>
+      {props.note !== undefined && <dd class="muted">{props.note}</dd>}
+    </div>
+  );
+}
+
+function Incidents({ state, onDecided }: { state: JobState; onDecided: (action: Action) => void }) {
+  const { job, incidents, actions } = state;
+  const open = incidents.filter((incident) => incident.state !== "resolved").length;
+  const known = new Set(incidents.map(({ id }) => id));
+  const others = actions.filter(({ incident_id }) => incident_id === null || !known.has(incident_id));
+  return (
+    <Panel id="incidents" title="Incidents" note={`${open} open of ${incidents.length}`}>
+      {incidents.length === 0 && <p class="empty">Nothing was found wrong with this job.</p>}
+      {incidents.map((incident) => (
+        <IncidentCard
+          key={incident.id}
+          incident={incident}
+          actions={actions.filter(({ incident_id }) => incident_id === incident.id)}
+          mode={job.mode}
+          onDecided={onDecided}
+        />
+      ))}
+      {others.length > 0 && (
+        <details class="others" open={others.some(({ state }) => state === "proposed")}>
+          <summary>{format.plural(others.length, "other action")}</summary>
+          {others.map((action) => (
+            <ActionCard key={action.id} action={action} mode={job.mode} onDecided={onDecided} />
+          ))}
+        </details>
+      )}
+    </Panel>
+  );
+}

@@ -1,0 +1,123 @@
+import { useCallback, useEffect, useState } from "preact/hooks";
+
+import { api, ApiError, type Job } from "../api";
+import { Ago } from "../components/Ago";
+import { Failure } from "../components/Failure";
+import { Badge } from "../components/Icon";
+import * as format from "../format";
+import { lookOfJob } from "../tone";
+
+const REFRESH_MS = 3000;
+
+/** Every job, newest first. */
+export function Jobs() {
+  const [jobs, setJobs] = useState<Job[] | null>(null);
+  const [error, setError] = useState<ApiError | null>(null);
+
+  const load = useCallback(async () => {
+    try {
+      const found = await api.jobs();
+      setJobs(found.sort((a, b) => Date.parse(b.created_at) - Date.parse(a.created_at)));
+      setError(null);
+    } catch (problem) {
+      setError(problem instanceof ApiError ? problem : new ApiError(null, String(problem), ""));
+    }
+  }, []);
+
+  useEffect(() => {
+    document.title = "Jobs · Paceline";
+    void load();
+    const timer = setInterval(() => {
+      if (!document.hidden) void load();
+    }, REFRESH_MS);
+    return () => {
+      clearInterval(timer);
+    };
+  }, [load]);
+
+  if (error !== null && (jobs === null || error.status !== null))
+    return (
+      <Failure
+        error={error}
+        onRetry={() => {
+          void load();
+        }}
+      />
+    );
+  if (jobs === null) return <p class="loading">Loading jobs…</p>;
+  if (jobs.length === 0) return <Empty />;
+  return (
+    <>
+      {error !== null && <p class="banner tone-bad">The server does not answer; this list may be out of date.</p>}
+      <section class="panel">
+        <header>
+          <h1>Jobs</h1>
+          <span class="muted">{format.plural(jobs.length, "job")}</span>
+        </header>
+        <div class="scroll">
+          <JobTable jobs={jobs} />
+        </div>
+      </section>
+    </>
+  );
+}
+
+function JobTable({ jobs }: { jobs: Job[] }) {
+  return (
+    <table class="jobs">
+      <thead>
+        <tr>
+          <th>Job</th>
+          <th>State</th>
+          <th>Verdict</th>
+          <th>Topology</th>
+          <th class="num">Step</th>
+          <th class="num">Step time</th>
+          <th class="num">Goodput</th>
+          <th class="num">Incidents</th>
+          <th>Created</th>
+        </tr>
+      </thead>
+      <tbody>
+        {jobs.map((job) => (
+          <tr key={job.id}>
+            <th scope="row">
+              <a href={`/jobs/${encodeURIComponent(job.id)}`}>{job.name}</a>
+              <div class="muted mono">{job.id}</div>
+            </th>
+            <td>
+              <Badge look={lookOfJob(job.state)} text={job.state} />
+            </td>
+            <td class="verdict-cell">
+              {job.verdict.text}
+              {job.pending_actions > 0 && (
+                <div class="tone-warn strong">{format.plural(job.pending_actions, "action")} to approve</div>
+              )}
+            </td>
+            <td class="nowrap">{format.topology(job.topology)}</td>
+            <td class="num">{format.number(job.step)}</td>
+            <td class="num">{format.seconds(job.step_seconds)}</td>
+            <td class="num">{format.percent(job.ledger.goodput_ratio)}</td>
+            <td class="num">{job.open_incidents === 0 ? <span class="muted">0</span> : job.open_incidents}</td>
+            <td class="nowrap muted">
+              <Ago time={job.created_at} />
+            </td>
+          </tr>
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
+function Empty() {
+  return (
+    <div class="notice">
+      <h1>No jobs yet</h1>
+      <p>Start your training under Paceline, from a machine that reaches this server:</p>
+      <pre>paceline run --dp 2 --pp 2 --tp 2 -- python train.py</pre>
+      <p>Or watch a whole story, faults and repairs included, on this machine alone:</p>
+      <pre>make demo</pre>
+      <p class="muted">This page shows the job as soon as there is one.</p>
+    </div>
+  );
+}

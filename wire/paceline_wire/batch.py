@@ -1,0 +1,309 @@
+"""Batches: what an agent sends, and how it is packed (msgpack inside one zstd frame).
+
+A batch is identified by (agent_id, boot_id, sequence). `boot_id` is new with each agent process
+that starts an empty spool; sequence counts from 0 without gaps except where the spool had to drop.
+Times are nanoseconds of the node's CLOCK_REALTIME unless a field says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import zstandard
+
+from paceline_wire.ring import (
+    Definition,
+    GroupDefinition,
+    Identity,
+    SectionDefinition,
+    StateView,
+)
+from paceline_wire.spans import RECORD_BYTES
+from paceline_wire.stacks import ThreadStack
+
+VERSION = 1
+CONTENT_TYPE = "application/x-paceline-batch"
+MAXIMUM_COMPRESSED_BYTES = 8 << 20
+MAXIMUM_BYTES = 64 << 20
+_LEVEL = 3
+
+
+class BatchError(Exception):
+    """A payload that is no batch. `reason` is a short stable word for the counter."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """One value of one metric, named as Prometheus would (base units in the name)."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+    time_ns: int
+
+
+class SpanBlock(msgspec.Struct, frozen=True):
+    """Records of one rank's ring, as `spans.to_columns` packs them; starts are CLOCK_MONOTONIC.
+
+    Add `clock_offset_ns` for the node's CLOCK_REALTIME. `lost` counts records overwritten unread
+    since the previous block.
+    """
+
+    job: str
+    generation: int
+    rank: int
+    columns: bytes
+    clock_offset_ns: int
+    lost: int = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.columns) // RECORD_BYTES
+
+
+class GpuInfo(msgspec.Struct, frozen=True):
+    index: int
+    uuid: str
+    name: str
+    pci_bus_id: str
+
+
+class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
+    """First event of each boot, and again whenever one of its fields changes."""
+
+    time_ns: int
+    hostname: str
+    version: str
+    address: str  # where other nodes reach a rank 0 that runs here
+    rendezvous_port: int  # free at `time_ns`; renewed after each use
+    slots: int  # ranks this node can hold
+    gpus: list[GpuInfo] = []
+    labels: dict[str, str] = {}
+
+
+class RankStarted(msgspec.Struct, frozen=True, kw_only=True, tag="rank_started"):
+    time_ns: int
+    job: str
+    generation: int
+    rank: int
+    pid: int
+
+
+class RankAttached(msgspec.Struct, frozen=True, kw_only=True, tag="rank_attached"):
+    """The agent found and opened a rank's ring."""
+
+    time_ns: int
+    identity: Identity
+
+
+class RankDefined(msgspec.Struct, frozen=True, kw_only=True, tag="rank_defined"):
+    time_ns: int
+    job: str
+    generation: int
+    rank: int
+    definitions: list[SectionDefinition | GroupDefinition]
+
+
+class RankExited(msgspec.Struct, frozen=True, kw_only=True, tag="rank_exited"):
+    """`exit_code` if it exited, `signal` if it was killed. `log_tail`: its last lines of output."""
+
+    time_ns: int
+    job: str
+    generation: int
+    rank: int
+    pid: int
+    exit_code: int | None = None
+    signal: int | None = None
+    commanded: bool = False  # by a stop_generation, or after a checkpoint_and_stop
+    log_tail: str = ""
+
+
+class RankState(msgspec.Struct, frozen=True, kw_only=True, tag="rank_state"):
+    """A rank's state page and process as seen at `time_ns` (its page's times: CLOCK_MONOTONIC)."""
+
+    time_ns: int
+    job: str
+    generation: int
+    rank: int
+    clock_offset_ns: int
+    view: StateView
+    process_state: str | None = None  # letter of /proc/PID/stat: R S D T Z; None: gone
+    cpu_seconds: float | None = None
+
+
+class RankAcknowledged(msgspec.Struct, frozen=True, kw_only=True, tag="rank_acknowledged"):
+    """A rank's answer on its control page; `status` is a name of `ring.AckStatus.NAMES`."""
+
+    time_ns: int
+    job: str
+    generation: int
+    rank: int
+    command_id: int
+    status: str
+    step: int
+
+
+class RankStacks(msgspec.Struct, frozen=True, kw_only=True, tag="rank_stacks"):
+    """What a rank's threads were in the middle of; `error` says why that could not be read."""
+
+    time_ns: int
+    job: str
+    generation: int
+    rank: int
+    pid: int | None = None
+    threads: list[ThreadStack] = []
+    error: str | None = None
+
+
+class CommandResult(msgspec.Struct, frozen=True, kw_only=True, tag="command_result"):
+    time_ns: int
+    command_id: int
+    ok: bool
+    detail: str = ""
+
+
+class DeviceEvent(msgspec.Struct, frozen=True, kw_only=True, tag="device_event"):
+    """Something a collector saw happen: `gpu_lost`, `gpu_back`, `xid`, `link_down`, ..."""
+
+    time_ns: int
+    kind: str
+    device: str  # "gpu0", "mlx5_1/1", "eth0"
+    detail: str = ""
+
+
+class CollectorEvent(msgspec.Struct, frozen=True, kw_only=True, tag="collector_event"):
+    """A collector changed its own state: `quarantined`, `recovered`, `unavailable`."""
+
+    time_ns: int
+    collector: str
+    kind: str
+    detail: str = ""
+
+
+Event = (
+    AgentHello
+    | RankStarted
+    | RankAttached
+    | RankDefined
+    | RankExited
+    | RankState
+    | RankAcknowledged
+    | RankStacks
+    | CommandResult
+    | DeviceEvent
+    | CollectorEvent
+)
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """One node's news. An empty one is a heartbeat."""
+
+    version: int = VERSION
+    agent_id: str
+    boot_id: str
+    sequence: int
+    packed_ns: int
+    events: list[Event] = []
+    spans: list[SpanBlock] = []
+    samples: list[Sample] = []
+    dropped_batches: int = 0  # lost by the spool since the boot began
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Batch)
+
+
+def encode(batch: Batch) -> bytes:
+    return zstandard.ZstdCompressor(level=_LEVEL).compress(_encoder.encode(batch))
+
+
+def decode(payload: bytes) -> Batch:
+    """Decode and check one payload.
+
+    Raises BatchError with reason `oversized`, `compression`, `malformed`, `version` or `invalid`;
+    never allocates more than MAXIMUM_BYTES for the content, whatever the frame claims.
+    """
+    if len(payload) > MAXIMUM_COMPRESSED_BYTES:
+        raise BatchError("oversized", f"more than {MAXIMUM_COMPRESSED_BYTES} bytes compressed")
+    batch = _decode_content(_decompress(payload))
+    if batch.sequence < 0 or not batch.agent_id or not batch.boot_id:
+        raise BatchError("invalid", "agent_id and boot_id must be set, sequence at least 0")
+    if len(batch.agent_id) > 128 or len(batch.boot_id) > 128:
+        raise BatchError("invalid", "agent_id and boot_id hold at most 128 characters")
+    for block in batch.spans:
+        if len(block.columns) % RECORD_BYTES:
+            raise BatchError("invalid", f"a span block of {len(block.columns)} bytes is torn")
+    if any(math.isinf(sample.value) or math.isnan(sample.value) for sample in batch.samples):
+        raise BatchError("invalid", "a sample is not finite; absent values are left out")
+    return batch
+
+
+def _decompress(payload: bytes) -> bytes:
+    try:
+        declared = zstandard.get_frame_parameters(payload).content_size
+        if declared != zstandard.CONTENTSIZE_UNKNOWN and declared > MAXIMUM_BYTES:
+            raise BatchError("oversized", f"content of {declared} bytes, limit {MAXIMUM_BYTES}")
+        decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+        if declared in (0, zstandard.CONTENTSIZE_UNKNOWN):
+            content = decompressor.stream_reader(payload).read(MAXIMUM_BYTES + 1)
+        else:
+            content = decompressor.decompress(payload)  # allocates what was declared
+    except zstandard.ZstdError as error:
+        raise BatchError("compression", f"not a zstd frame: {error}") from error
+    if len(content) > MAXIMUM_BYTES:
+        raise BatchError("oversized", f"content beyond {MAXIMUM_BYTES} bytes")
+    if declared != zstandard.CONTENTSIZE_UNKNOWN and len(content) != declared:
+        raise BatchError("compression", f"truncated: {len(content)} of {declared} bytes")
+    return content
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+def _decode_content(content: bytes) -> Batch:
+    try:
+        batch = _decoder.decode(content)
+        version = batch.version
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        version = _version(content)  # another one may well look otherwise
+        if version == VERSION:
+            raise BatchError("malformed", f"not a batch: {error}") from error
+    if version != VERSION:
+        raise BatchError("version", f"batch version {version}, this server reads {VERSION}")
+    return batch
+
+
+def _version(content: bytes) -> int:
+    try:
+        return msgspec.msgpack.decode(content, type=_Version).version
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BatchError("malformed", f"not a batch: {error}") from error
+
+
+__all__ = [
+    "AgentHello",
+    "Batch",
+    "BatchError",
+    "CollectorEvent",
+    "CommandResult",
+    "Definition",
+    "DeviceEvent",
+    "Event",
+    "GpuInfo",
+    "RankAcknowledged",
+    "RankAttached",
+    "RankDefined",
+    "RankExited",
+    "RankStacks",
+    "RankStarted",
+    "RankState",
+    "Sample",
+    "SpanBlock",
+    "decode",
+    "encode",
+]

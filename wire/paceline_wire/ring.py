@@ -1,0 +1,417 @@
+"""The ring file: how one rank tells its node's agent what it does, without I/O, locks or threads.
+
+One memory-mapped file per rank, under a tmpfs directory; the trainer writes everything but the
+command half of the control page, the agent reads everything.
+
+    page 0        identity     magic, layout version, capacity, then msgpack of `Identity`
+    page 1        state        512 words, see the `STATE_*` constants; survives SIGKILL
+    page 2        control      64 words: a command (agent -> trainer), its acknowledgement back
+    pages 3..18   definitions  append-only msgpack records: names of sections, process groups
+    pages 19..    spans        `capacity` records of `spans.RECORD_BYTES`
+
+Words are 64-bit little-endian and aligned, so each store is atomic on the machines we run on.
+A record is written first and `STATE_HEAD` after it. The reader copies records, reads the head
+again and drops what may have been overwritten meanwhile: an overrun is counted, never blocks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+
+import msgspec
+
+from paceline_wire.spans import RECORD_BYTES, SECTION_BASE
+from paceline_wire.topology import Coordinates, Topology
+
+MAGIC = b"PACELINE"
+LAYOUT_VERSION = 1
+PAGE = 4096
+STATE_OFFSET = PAGE
+CONTROL_OFFSET = 2 * PAGE
+DEFINITIONS_OFFSET = 3 * PAGE
+DEFINITIONS_BYTES = 16 * PAGE
+SPANS_OFFSET = DEFINITIONS_OFFSET + DEFINITIONS_BYTES
+DEFAULT_CAPACITY = 1 << 15  # 2 MiB; several seconds of a busy rank
+MAXIMUM_CAPACITY = 1 << 24
+SUFFIX = ".ring"
+
+# State page, in words.
+STATE_HEAD = 0  # records written since creation
+STATE_STEP = 1
+STATE_STEP_STARTED_NS = 2
+STATE_MICROBATCH = 3  # microbatch + 1; 0: none
+STATE_STATUS = 4  # a `Status`
+STATE_DEFINITIONS = 5  # bytes of the definitions area in use
+STATE_LOST_DEFINITIONS = 6
+STATE_LOSS_STEP = 7  # step + 1 of the values below; 0: none given
+STATE_LOSS = 8  # float64
+STATE_GRADIENT_NORM = 9  # float64, NaN: not given
+STATE_DEPTH = 10  # operations in flight, outermost first
+STATE_EVALUATION_STEP = 11  # step + 1 of the value below; 0: none given
+STATE_EVALUATION_LOSS = 12  # float64
+STATE_FRAMES = 16  # FRAMES x (op, start_ns, group << 32 | peer, sequence)
+FRAMES = 8
+FRAME_WORDS = 4
+STATE_GROUPS = 48  # GROUPS x (sequence entered, sequence left, entered_ns, bytes << 16 | op)
+GROUPS = 64
+GROUP_WORDS = 4
+GROUP_BYTES_SHIFT = 16
+STATE_PEERS = (
+    304  # PEERS x (peer + 1, send entered, send left, recv entered, recv left, entered_ns)
+)
+PEERS = 32
+PEER_WORDS = 6
+
+# Control page, in words. The command id is written last, and read first.
+CONTROL_COMMAND = 0  # id of the newest command; 0: none yet
+CONTROL_KIND = 1  # a `ControlKind`
+CONTROL_TARGET_STEP = 2
+ACK_COMMAND = 8  # written last
+ACK_STATUS = 9  # an `AckStatus`
+ACK_STEP = 10
+
+_HEADER = struct.Struct("<8sIIQI")  # magic, layout version, reserved, capacity, identity length
+
+
+class Status:
+    """Values of STATE_STATUS."""
+
+    STARTING, RUNNING, CHECKPOINTING, EVALUATING, FINISHED, FAILED = range(6)
+    NAMES = ("starting", "running", "checkpointing", "evaluating", "finished", "failed")
+
+
+class ControlKind:
+    """Values of CONTROL_KIND."""
+
+    CHECKPOINT, CHECKPOINT_AND_STOP, PROFILE, STOP = range(1, 5)
+    NAMES = (None, "checkpoint", "checkpoint_and_stop", "profile", "stop")
+
+
+class AckStatus:
+    """Values of ACK_STATUS. SEEN: the rank knows; DONE and FAILED are final."""
+
+    SEEN, DONE, FAILED = range(1, 4)
+    NAMES = (None, "seen", "done", "failed")
+
+
+class RingError(Exception):
+    """A ring file that cannot be used: not ours, another version, truncated or corrupt."""
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who writes this ring. Times are nanoseconds."""
+
+    job: str
+    generation: int
+    rank: int
+    local_rank: int
+    world_size: int
+    topology: Topology
+    coordinates: Coordinates
+    pid: int
+    host: str
+    clock_offset_ns: int  # CLOCK_REALTIME - CLOCK_MONOTONIC when the ring was created
+    started_ns: int  # CLOCK_MONOTONIC
+    gpu_uuid: str | None = None
+    metadata: dict[str, str] = {}  # framework versions, schedule, whether kernels are emulated
+
+
+class SectionDefinition(msgspec.Struct, frozen=True, tag="section"):
+    """The name behind op SECTION_BASE + id."""
+
+    id: int
+    name: str
+
+
+class GroupDefinition(msgspec.Struct, frozen=True, tag="group"):
+    """A process group, as its members know it. `ranks` are global."""
+
+    id: int
+    name: str
+    ranks: list[int]
+    axis: str | None = None  # "dp", "pp", "tp", "world" where it is known
+
+
+Definition = SectionDefinition | GroupDefinition
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """An operation in flight. `sequence` 0: not a communication. Clock: CLOCK_MONOTONIC."""
+
+    op: int
+    start_ns: int
+    group: int
+    peer: int | None
+    sequence: int
+
+
+class GroupProgress(msgspec.Struct, frozen=True):
+    """The last collective of a group this rank entered and left (sequence numbers from 1)."""
+
+    group: int
+    entered: int
+    left: int
+    entered_ns: int
+    op: int
+    bytes: int = 0  # payload of the one entered last; 0: not given
+
+
+class PeerProgress(msgspec.Struct, frozen=True):
+    """Transfers to and from one peer, entered and left (sequence numbers from 1)."""
+
+    peer: int
+    send_entered: int
+    send_left: int
+    recv_entered: int
+    recv_left: int
+    entered_ns: int
+
+
+class StateView(msgspec.Struct, frozen=True):
+    """The state page at one moment. Times: CLOCK_MONOTONIC. Unknown is None."""
+
+    head: int
+    step: int
+    step_started_ns: int
+    microbatch: int | None
+    status: str
+    loss_step: int | None
+    loss: float | None
+    gradient_norm: float | None
+    evaluation_step: int | None
+    evaluation_loss: float | None
+    frames: list[Frame]
+    groups: list[GroupProgress]
+    peers: list[PeerProgress]
+
+
+class Control(msgspec.Struct, frozen=True):
+    """A command as the trainer sees it at a step boundary."""
+
+    command_id: int
+    kind: int
+    target_step: int
+
+
+class Acknowledgement(msgspec.Struct, frozen=True):
+    command_id: int
+    status: int
+    step: int
+
+
+class RingFile:
+    """The mapped file and its pages; base of the two ends."""
+
+    def __init__(self, path: Path, mapping: mmap.mmap, capacity: int) -> None:
+        self.path = path
+        self.capacity = capacity
+        self.map = mapping
+        view = memoryview(mapping)
+        self.state = view[STATE_OFFSET:CONTROL_OFFSET].cast("Q")
+        self.state_floats = view[STATE_OFFSET:CONTROL_OFFSET].cast("d")
+        self.control = view[CONTROL_OFFSET : CONTROL_OFFSET + 512].cast("Q")
+        self.definitions = view[DEFINITIONS_OFFSET:SPANS_OFFSET]
+        self.spans = view[SPANS_OFFSET : SPANS_OFFSET + capacity * RECORD_BYTES]
+        self._views = (self.state, self.state_floats, self.control, self.definitions, self.spans)
+        self._view = view
+
+    def close(self) -> None:
+        for view in self._views:
+            view.release()
+        self._view.release()
+        self.map.close()
+
+
+def create(path: Path, identity: Identity, capacity: int = DEFAULT_CAPACITY) -> RingFile:
+    """Create `path` (it appears complete, by rename) and map it for the writer.
+
+    Raises ValueError for a capacity that is no power of two or too large, OSError where the
+    directory cannot be written.
+    """
+    if capacity < 64 or capacity > MAXIMUM_CAPACITY or capacity & (capacity - 1):
+        raise ValueError(f"capacity must be a power of two in 64..{MAXIMUM_CAPACITY}: {capacity}")
+    encoded = msgspec.msgpack.encode(identity)
+    if _HEADER.size + len(encoded) > PAGE:
+        raise ValueError(f"identity takes {len(encoded)} bytes, more than one page holds")
+    size = SPANS_OFFSET + capacity * RECORD_BYTES
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)  # a full tmpfs says so now, not as SIGBUS later
+        mapping = mmap.mmap(descriptor, size)
+        mapping[: _HEADER.size] = _HEADER.pack(MAGIC, LAYOUT_VERSION, 0, capacity, len(encoded))
+        mapping[_HEADER.size : _HEADER.size + len(encoded)] = encoded
+        os.rename(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    finally:
+        os.close(descriptor)
+    return RingFile(path, mapping, capacity)
+
+
+def define(ring: RingFile, definition: Definition) -> bool:
+    """Append a definition (writer's end). False, and counted, if the area is full."""
+    encoded = msgspec.msgpack.encode(definition)
+    used = ring.state[STATE_DEFINITIONS]
+    end = used + 4 + len(encoded)
+    if end > DEFINITIONS_BYTES:
+        ring.state[STATE_LOST_DEFINITIONS] += 1
+        return False
+    ring.definitions[used:end] = len(encoded).to_bytes(4, "little") + encoded
+    ring.state[STATE_DEFINITIONS] = end
+    return True
+
+
+class RingReader(RingFile):
+    """The agent's end. One reader per ring; it remembers how far it has read."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises RingError for anything that is not a whole ring of this layout version."""
+        try:
+            descriptor = os.open(path, os.O_RDWR)
+        except OSError as error:
+            raise RingError(f"{path}: {error.strerror}") from error
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < SPANS_OFFSET:
+                raise RingError(f"{path}: {size} bytes is too short for a ring")
+            mapping = mmap.mmap(descriptor, size)
+        except OSError as error:
+            raise RingError(f"{path}: {error}") from error
+        finally:
+            os.close(descriptor)
+        try:
+            magic, version, _, capacity, length = _HEADER.unpack_from(mapping)
+            if magic != MAGIC:
+                raise RingError(f"{path}: not a Paceline ring")
+            if version != LAYOUT_VERSION:
+                raise RingError(f"{path}: layout {version}, this agent reads {LAYOUT_VERSION}")
+            if size != SPANS_OFFSET + capacity * RECORD_BYTES or capacity & (capacity - 1):
+                raise RingError(f"{path}: {size} bytes do not fit a capacity of {capacity}")
+            try:
+                self.identity = msgspec.msgpack.decode(
+                    mapping[_HEADER.size : min(_HEADER.size + length, PAGE)], type=Identity
+                )
+            except (msgspec.DecodeError, ValueError) as error:
+                raise RingError(f"{path}: corrupt identity page: {error}") from error
+        except RingError:
+            mapping.close()
+            raise
+        super().__init__(path, mapping, capacity)
+        self.position = 0  # index of the next record to read
+        self.lost = 0  # records overwritten before they were read, or torn
+        self._defined = 0
+
+    def read(self, limit: int = 1 << 14) -> bytes:
+        """At most `limit` new records, row-major, oldest first. Adds overruns to `lost`.
+
+        Raises RingError if the head went backwards or is absurd (a corrupt state page).
+        """
+        head = self.state[STATE_HEAD]
+        if head < self.position or head >> 60:
+            raise RingError(f"{self.path}: head {head} behind position {self.position}")
+        # One slot of slack: the record at `head` may be half written over the oldest one.
+        oldest = max(0, head - self.capacity + 1)
+        if self.position < oldest:
+            self.lost += oldest - self.position
+            self.position = oldest
+        count = min(head - self.position, limit)
+        if not count:
+            return b""
+        first = self.position & (self.capacity - 1)
+        split = min(count, self.capacity - first)
+        records = bytes(self.spans[first * RECORD_BYTES : (first + split) * RECORD_BYTES])
+        if split < count:
+            records += bytes(self.spans[: (count - split) * RECORD_BYTES])
+        overwritten = max(0, self.state[STATE_HEAD] - self.capacity + 1 - self.position)
+        self.position += count
+        if overwritten:
+            dropped = min(overwritten, count)
+            self.lost += dropped
+            records = records[dropped * RECORD_BYTES :]
+        return records
+
+    def new_definitions(self) -> list[Definition]:
+        """Definitions appended since the last call. Raises RingError on a corrupt area."""
+        used = self.state[STATE_DEFINITIONS]
+        if used > DEFINITIONS_BYTES:
+            raise RingError(f"{self.path}: definitions claim {used} bytes")
+        found: list[Definition] = []
+        while self._defined < used:
+            start = self._defined + 4
+            end = start + int.from_bytes(self.definitions[self._defined : start], "little")
+            if end > used:
+                raise RingError(f"{self.path}: a definition overruns its area")
+            try:
+                found.append(msgspec.msgpack.decode(self.definitions[start:end], type=Definition))
+            except (msgspec.DecodeError, ValueError) as error:
+                raise RingError(f"{self.path}: corrupt definition: {error}") from error
+            self._defined = end
+        return found
+
+    def view(self) -> StateView:
+        """Decode the state page as it is now."""
+        words = self.state[:].tolist()
+        floats = self.state_floats
+        frames = []
+        for depth in range(min(words[STATE_DEPTH], FRAMES)):
+            op, start_ns, place, sequence = words[STATE_FRAMES + depth * FRAME_WORDS :][
+                :FRAME_WORDS
+            ]
+            peer = place & 0xFFFF_FFFF
+            frames.append(
+                Frame(op, start_ns, place >> 32, None if peer == 0xFFFF_FFFF else peer, sequence)
+            )
+        groups = []
+        for group in range(GROUPS):
+            entered, left, entered_ns, what = words[STATE_GROUPS + group * GROUP_WORDS :][
+                :GROUP_WORDS
+            ]
+            if entered:
+                op, size = what & 0xFFFF, what >> GROUP_BYTES_SHIFT
+                groups.append(GroupProgress(group, entered, left, entered_ns, op, size))
+        peers = []
+        for slot in range(PEERS):
+            peer_plus_one, *rest = words[STATE_PEERS + slot * PEER_WORDS :][:PEER_WORDS]
+            if peer_plus_one:
+                peers.append(PeerProgress(peer_plus_one - 1, *rest))
+        has_loss = bool(words[STATE_LOSS_STEP])
+        norm = floats[STATE_GRADIENT_NORM]
+        status = words[STATE_STATUS]
+        evaluated = words[STATE_EVALUATION_STEP]
+        return StateView(
+            head=words[STATE_HEAD],
+            step=words[STATE_STEP],
+            step_started_ns=words[STATE_STEP_STARTED_NS],
+            microbatch=words[STATE_MICROBATCH] - 1 if words[STATE_MICROBATCH] else None,
+            status=Status.NAMES[status] if status < len(Status.NAMES) else "unknown",
+            loss_step=words[STATE_LOSS_STEP] - 1 if has_loss else None,
+            loss=floats[STATE_LOSS] if has_loss else None,
+            gradient_norm=norm if has_loss and norm == norm else None,
+            evaluation_step=evaluated - 1 if evaluated else None,
+            evaluation_loss=floats[STATE_EVALUATION_LOSS] if evaluated else None,
+            frames=frames,
+            groups=groups,
+            peers=peers,
+        )
+
+    def command(self, command_id: int, kind: int, target_step: int) -> None:
+        """Hand a command to the trainer; it sees the newest one at its next step boundary."""
+        self.control[CONTROL_KIND] = kind
+        self.control[CONTROL_TARGET_STEP] = target_step
+        self.control[CONTROL_COMMAND] = command_id
+
+    def acknowledgement(self) -> Acknowledgement | None:
+        """What the trainer last said of a command, or None."""
+        command_id = self.control[ACK_COMMAND]
+        if not command_id:
+            return None
+        return Acknowledgement(command_id, self.control[ACK_STATUS], self.control[ACK_STEP])
+
+
+def section_op(definition_id: int) -> int:
+    return SECTION_BASE + definition_id

@@ -1,0 +1,177 @@
+"""Spans: the fixed-size records that a rank writes about what it did.
+
+A record is eight 64-bit little-endian words, so that columns can be cut out of a block of
+records with a plain strided slice (no numpy in the trainer or the agent):
+
+    word 0   index       position in the ring since its creation, from 0
+    word 1   op u16 | group u16 | chunk u16 | flags u16
+    word 2   step u32 | microbatch u32
+    word 3   peer u32 | reserved u32
+    word 4   bytes       payload of a communication; 0 otherwise
+    word 5   sequence    of the collective in its group, or of the transfer to/from its peer, from 1
+    word 6   start_ns    CLOCK_MONOTONIC of the node (time.perf_counter_ns)
+    word 7   duration_ns
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import sys
+from array import array
+from collections.abc import Iterator
+
+import msgspec
+
+WORDS = 8
+RECORD_BYTES = WORDS * 8
+RECORD = struct.Struct("<QHHHHIIIIQQQQ")
+NONE_16 = 0xFFFF  # chunk unknown
+NONE_32 = 0xFFFF_FFFF  # microbatch or peer unknown
+
+if sys.byteorder != "little":  # pragma: no cover
+    raise ImportError("paceline needs a little-endian machine")
+
+
+class Op(enum.IntEnum):
+    """What a span measured. Ids are part of the format: never reuse one."""
+
+    FORWARD = 1
+    BACKWARD = 2
+    BACKWARD_WEIGHT = 3
+    FORWARD_SEND = 4
+    FORWARD_RECV = 5
+    BACKWARD_SEND = 6
+    BACKWARD_RECV = 7
+
+    ALL_REDUCE = 16
+    ALL_GATHER = 17
+    REDUCE_SCATTER = 18
+    BROADCAST = 19
+    BARRIER = 20
+    ALL_TO_ALL = 21
+    REDUCE = 22
+    GATHER = 23
+    SCATTER = 24
+    SEND = 25  # a transfer outside any pipeline action
+    RECV = 26
+
+    STEP = 32  # the whole optimizer step
+    DATA_WAIT = 33  # the loop waited for its next batch
+    OPTIMIZER = 34
+    CHECKPOINT = 35  # time the loop was blocked by a checkpoint
+    GC = 36
+    EVALUATE = 37
+    STARTUP = 38  # from process start to the first step
+
+
+SECTION_BASE = 1024  # a user's `section("name")` has op SECTION_BASE + its definition id
+
+COMPUTE_OPS = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT})
+PIPELINE_TRANSFER_OPS = frozenset(
+    {Op.FORWARD_SEND, Op.FORWARD_RECV, Op.BACKWARD_SEND, Op.BACKWARD_RECV}
+)
+TRANSFER_OPS = PIPELINE_TRANSFER_OPS | {Op.SEND, Op.RECV}
+RECEIVE_OPS = frozenset({Op.FORWARD_RECV, Op.BACKWARD_RECV, Op.RECV})
+COLLECTIVE_OPS = frozenset(
+    {
+        Op.ALL_REDUCE,
+        Op.ALL_GATHER,
+        Op.REDUCE_SCATTER,
+        Op.BROADCAST,
+        Op.BARRIER,
+        Op.ALL_TO_ALL,
+        Op.REDUCE,
+        Op.GATHER,
+        Op.SCATTER,
+    }
+)
+COMMUNICATION_OPS = TRANSFER_OPS | COLLECTIVE_OPS
+
+
+class Flag(enum.IntFlag):
+    """How a communication span was measured.
+
+    A blocking call writes one span with no flag. An async call writes an ASYNC span (launch to
+    completion as seen by the host) and, if the host had to wait for it, a WAIT span with the same
+    op, group and sequence: only that one took the host's time.
+    What a thread beside the training's does on the host is ASYNC too: it holds nobody up.
+    """
+
+    NONE = 0
+    ASYNC = 1
+    WAIT = 2
+    DEVICE = 4  # start and duration come from device events, mapped to the host clock
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """One record, decoded. Unknown is None. `op` is an `Op` or SECTION_BASE + definition id."""
+
+    index: int
+    op: int
+    group: int  # definition id of the process group; 0: none or the default group
+    chunk: int | None
+    flags: int
+    step: int
+    microbatch: int | None
+    peer: int | None  # global rank
+    bytes: int
+    sequence: int
+    start_ns: int
+    duration_ns: int
+
+    @property
+    def end_ns(self) -> int:
+        return self.start_ns + self.duration_ns
+
+
+def op_name(op: int) -> str:
+    """`forward_send` for Op.FORWARD_SEND; `section:3` for a user's section with definition 3."""
+    if op >= SECTION_BASE:
+        return f"section:{op - SECTION_BASE}"
+    try:
+        return Op(op).name.lower()
+    except ValueError:
+        return f"op:{op}"
+
+
+def unpack(records: bytes | memoryview) -> Iterator[Span]:
+    """Decode whole records in row order. Raises ValueError on a trailing fragment."""
+    if len(records) % RECORD_BYTES:
+        raise ValueError(f"records must be a multiple of {RECORD_BYTES} bytes, got {len(records)}")
+    for row in RECORD.iter_unpack(records):
+        index, op, group, chunk, flags, step, micro, peer, _, size, seq, start, duration = row
+        yield Span(
+            index,
+            op,
+            group,
+            None if chunk == NONE_16 else chunk,
+            flags,
+            step,
+            None if micro == NONE_32 else micro,
+            None if peer == NONE_32 else peer,
+            size,
+            seq,
+            start,
+            duration,
+        )
+
+
+def to_columns(records: bytes) -> bytes:
+    """Row-major records to column-major words (word 0 of all, word 1 of all, ...)."""
+    words = array("Q")
+    words.frombytes(records)
+    return b"".join(words[column::WORDS].tobytes() for column in range(WORDS))
+
+
+def from_columns(columns: bytes) -> bytes:
+    """Inverse of `to_columns`. Raises ValueError on a length that is no whole number of records."""
+    if len(columns) % RECORD_BYTES:
+        raise ValueError(f"columns must be a multiple of {RECORD_BYTES} bytes, got {len(columns)}")
+    words = array("Q")
+    words.frombytes(columns)
+    count = len(words) // WORDS
+    rows = array("Q", bytes(len(columns)))
+    for column in range(WORDS):
+        rows[column::WORDS] = words[column * count : (column + 1) * count]
+    return rows.tobytes()
