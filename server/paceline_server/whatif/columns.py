@@ -18,6 +18,9 @@ Floats = npt.NDArray[np.float64]
 MOST_MICROBATCHES = 1 << 16
 MOST_CHUNKS = 1 << 10
 
+# The host's clock and the device's timed the same rank: they agree to this much.
+CLOCK_TOLERANCE_NS = 50_000
+
 _SENDS = sorted(TRANSFER_OPS - RECEIVE_OPS)
 
 
@@ -141,6 +144,61 @@ def transfer_columns(timings: Sequence[StepTiming], layout: Layout) -> Columns:
     found = Columns(columns, seconds, cell, len(tables) * layout.replicas)
     along = layout.replica[source] == layout.replica[target]
     return found.where(along & (columns["source"] != columns["target"]))
+
+
+def without_repeats(transfers: Columns, compute: Columns) -> Columns:
+    """Of transfers that are alike within a step, the first since what it carries was computed.
+
+    An evaluation within the step numbers its microbatches as training does.
+    """
+    ways = ("source", "target", "op", "chunk", "microbatch")
+    (code,) = _codes([(transfers.cell, *(transfers[name] for name in ways))])
+    in_order = np.sort(code)
+    twice = in_order[1:][in_order[1:] == in_order[:-1]]
+    if not twice.size:
+        return transfers
+    repeated = np.flatnonzero(np.isin(code, twice) & (transfers["microbatch"] >= 0))
+    sent_ns = transfers["send_start_ns"][repeated]
+    early = sent_ns < _computed_ns(transfers, repeated, compute) - CLOCK_TOLERANCE_NS
+    order = np.lexsort((sent_ns, early, code[repeated]))
+    ordered = code[repeated][order]
+    kept = np.ones(len(transfers), np.bool_)
+    kept[repeated[order[1:][ordered[1:] == ordered[:-1]]]] = False
+    return transfers.where(kept)
+
+
+def _computed_ns(transfers: Columns, rows: Ints, compute: Columns) -> Ints:
+    """When the sender had computed what it sends; the distant past where that was not seen."""
+    op = transfers["op"][rows]
+    forwards = (op == Op.FORWARD_SEND) | (
+        (op != Op.BACKWARD_SEND) & (transfers["target"][rows] > transfers["source"][rows])
+    )
+    wanted, made = _codes(
+        [
+            (
+                transfers.cell[rows],
+                transfers["source"][rows],
+                np.where(forwards, int(Op.FORWARD), int(Op.BACKWARD)),
+                transfers["chunk"][rows],
+                transfers["microbatch"][rows],
+            ),
+            (compute.cell, *(compute[name] for name in ("stage", "op", "chunk", "microbatch"))),
+        ]
+    )
+    if not made.size:
+        return np.full(rows.size, -(1 << 62))
+    order = np.argsort(made)
+    found = order[np.minimum(np.searchsorted(made[order], wanted), made.size - 1)]
+    return np.where(made[found] == wanted, compute["end_ns"][found], -(1 << 62))
+
+
+def _codes(tables: Sequence[tuple[Ints, ...]]) -> list[Ints]:
+    """One number per row, the same for rows that are alike; -1 is a value like any other."""
+    codes = [np.zeros(table[0].size, np.int64) for table in tables]
+    for columns in zip(*tables, strict=True):
+        size = 2 + max(int(column.max(initial=0)) for column in columns)
+        codes = [code * size + column + 1 for code, column in zip(codes, columns, strict=True)]
+    return codes
 
 
 def _join(tables: Sequence[object], names: Sequence[str]) -> dict[str, Ints]:

@@ -18,11 +18,9 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from paceline_server.whatif import operations as ops
+from paceline_server.whatif.columns import CLOCK_TOLERANCE_NS
 from paceline_server.whatif.dependencies import Dependencies
 from paceline_wire.spans import Op
-
-# The host's clock and the device's timed the same rank: they agree to this much.
-CLOCK_TOLERANCE_NS = 50_000
 
 COMPUTE_OPTYPES = {
     Op.FORWARD: ops.FORWARD_COMPUTE,

@@ -13,7 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline_server.steps.timing import StepTiming
-from paceline_server.whatif.columns import Columns, Layout, compute_columns, transfer_columns
+from paceline_server.whatif.columns import (
+    Columns,
+    Layout,
+    compute_columns,
+    transfer_columns,
+    without_repeats,
+)
 from paceline_server.whatif.example import learn_order
 from paceline_server.whatif.lost import fill, fill_from_own
 from paceline_server.whatif.order import Order
@@ -54,7 +60,7 @@ def align(timings: Sequence[StepTiming], layout: Layout) -> Window | None:
     if not timings:
         return None
     compute = compute_columns(timings, layout)
-    transfers = transfer_columns(timings, layout)
+    transfers = without_repeats(transfer_columns(timings, layout), compute)
     order = learn_order(compute, transfers, layout)
     if order is None:
         return None

@@ -10,6 +10,7 @@ from played_run import PlayedRun
 from paceline_server.steps.timing import CollectiveTimes, ComputeTimes, StepTiming, TransferTimes
 from paceline_server.whatif.online import RunReplay
 from paceline_server.whatif.schedules import actions
+from paceline_wire.spans import Op
 from paceline_wire.topology import Topology
 
 PIPELINE = Topology(dp=2, pp=4, tp=1)
@@ -46,6 +47,21 @@ def without_ranks(timing: StepTiming, *lost: int) -> StepTiming:
         compute=rows_of(timing.compute, ~np.isin(timing.compute.rank, lost)),
         transfers=rows_of(transfers, ~gone),
     )
+
+
+def with_evaluation(timing: StepTiming, shift_ns: int) -> StepTiming:
+    """Its forwards are no training, and hooked as little: their transfers are all that is seen."""
+    transfers = timing.transfers
+    evaluated = (transfers.op == Op.FORWARD_SEND) & (transfers.microbatch < 4)
+    more = rows_of(transfers, evaluated)
+    columns = {name.name: getattr(more, name.name) for name in fields(more)}
+    for name in ("send_start_ns", "receive_start_ns", "end_ns"):
+        columns[name] = columns[name] + shift_ns
+    columns["transfer_seconds"] = columns["transfer_seconds"] + 0.5
+    joined = {
+        name: np.concatenate([getattr(transfers, name), values]) for name, values in columns.items()
+    }
+    return replace(timing, transfers=TransferTimes(**joined))
 
 
 RUNS = [
@@ -218,6 +234,25 @@ def test_clock_skew_and_lost_spans_change_little(topology: Topology, seed: int) 
     ).play()
     replay = RunReplay([losing(timing, 0.03, seed) for timing in timings], topology, {})
     assert replay.speedup(ranks=[slow]) == pytest.approx(seconds.mean() / healthy, rel=0.03)
+
+
+@pytest.mark.parametrize("shift_ns", [10_000_000_000, -10_000_000_000])
+@pytest.mark.parametrize(
+    ("topology", "schedule"),
+    [(PIPELINE, "1f1b"), (PIPELINE, "gpipe"), (ALL_AXES, "1f1b"), (Topology(pp=3), "zero_bubble")],
+)
+def test_an_evaluation_within_a_step_is_no_training(
+    topology: Topology, schedule: str, shift_ns: int
+) -> None:
+    """After the training of a step, or before it."""
+    slow = topology.world_size - 1
+    timings, seconds = PlayedRun(topology, schedule, slow={slow: 1.4}).play()
+    _, healthy = PlayedRun(topology, schedule).play()
+    timings[1] = with_evaluation(timings[1], shift_ns)
+    replay = RunReplay(timings, topology, {})
+    assert replay.speedup(ranks=[slow]) == pytest.approx(seconds.mean() / healthy.mean(), rel=0.01)
+    assert replay.analysis is not None
+    assert replay.analysis.original_seconds == pytest.approx(seconds.mean(), rel=1e-3)
 
 
 def test_a_rank_that_never_reported_counts_as_its_peers() -> None:
