@@ -24,3 +24,15 @@ def process_status(procfs_root: Path, pid: int) -> ProcessStatus | None:
     except (OSError, ValueError, IndexError):
         return None
     return ProcessStatus(fields[0].decode(), ticks / _TICKS_PER_SECOND)
+
+
+def namespace_pids(procfs_root: Path, pid: int) -> list[int]:
+    """What a process is numbered here, and then in each PID namespace within; one if unknown."""
+    try:
+        status = (procfs_root / str(pid) / "status").read_text(errors="replace")
+    except OSError:
+        return [pid]
+    for line in status.splitlines():
+        if line.startswith("NSpid:"):
+            return [int(word) for word in line.split()[1:] if word.isdecimal()] or [pid]
+    return [pid]

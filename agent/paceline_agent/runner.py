@@ -18,7 +18,7 @@ from paceline_agent.collectors.contract import (
     Context,
 )
 from paceline_agent.lanes import Lane, lane_of
-from paceline_wire.batch import CollectorEvent, Sample
+from paceline_wire.batch import CollectorEvent, GpuInfo, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ class _Seat:
         self._not_taken = 0
         self._refused = 0
         self._lasting = 0  # series that need not be brought each time
+        self._brought_gpus = False
         self._hurries_until = 0.0
         self._rest: asyncio.Future[None] | None = None
 
@@ -147,14 +148,17 @@ class _Seat:
         try:
             collected = call.result()
         except CollectorUnavailable as unavailable:
-            return self._retry("unavailable", str(unavailable), started)
+            none_left: list[GpuInfo] | None = [] if self._brought_gpus else None
+            return self._retry("unavailable", str(unavailable), started, none_left)
         except Exception as error:
             if late:
                 return self._retry("quarantined", str(error), started)
             logger.warning("collector %s failed", self.name, exc_info=error)
             return self._retry("unavailable", f"{type(error).__name__}: {error}", started)
         if late:  # what it read is of unknown age
-            collected = Collected(events=collected.events, gpus=collected.gpus)
+            collected = Collected(
+                events=collected.events, gpus=collected.gpus, gpu_of_pid=collected.gpu_of_pid
+            )
         return self._report_success(collected, started)
 
     async def _see_opened(self, call: asyncio.Future[Collected]) -> None:
@@ -178,20 +182,25 @@ class _Seat:
             self.lane.abandon()
             await asyncio.wait({call})  # let be what cannot be killed: never a second one
 
-    def _retry(self, kind: str, detail: str, started: float) -> float:
-        self._report_trouble(kind, detail, started)
+    def _retry(
+        self, kind: str, detail: str, started: float, gpus: list[GpuInfo] | None = None
+    ) -> float:
+        self._report_trouble(kind, detail, started, gpus)
         pause = self._patience.retry_seconds * 2.0**self._failures
         self._failures = min(self._failures + 1, 30)
         return min(pause, self._patience.retry_maximum_seconds)
 
-    def _report_trouble(self, kind: str, detail: str, started: float) -> None:
+    def _report_trouble(
+        self, kind: str, detail: str, started: float, gpus: list[GpuInfo] | None = None
+    ) -> None:
         events = []
         if self._trouble != kind:
             logger.info("collector %s is %s: %s", self.name, kind, detail)
             events.append(self._event(kind, detail))
         self._trouble = kind
         self._lasting = 0
-        self._deliver(Collected(samples=self._health(started), lasting=[], events=[*events]))
+        health = self._health(started)
+        self._deliver(Collected(samples=health, lasting=[], events=[*events], gpus=gpus))
 
     def _report_success(self, collected: Collected, started: float) -> float:
         events = list(collected.events)
@@ -201,7 +210,10 @@ class _Seat:
         self._trouble = None
         self._failures = 0
         if collected.gpus is not None:
+            self._brought_gpus = True
             self._context.inventory.gpus = tuple(collected.gpus)
+        if collected.gpu_of_pid is not None:
+            self._context.inventory.gpu_of_pid = collected.gpu_of_pid
         collected, refused = bounded(self._type, collected)
         self._refused += refused
         if collected.lasting is not None:

@@ -262,7 +262,8 @@ class Supervisor:
             "PACELINE_GPU_UUID": self._gpu_uuid(spec.gpu),
         }
         # What a rank prints last before it dies must not be lost in a buffer.
-        inherited = {"PYTHONUNBUFFERED": "1", **self._environment, "PATH": self._path()}
+        defaults = {"PYTHONUNBUFFERED": "1", **self._visible_gpus(command)}
+        inherited = {**defaults, **self._environment, "PATH": self._path()}
         inherited |= command.environment
         return inherited | {name: str(value) for name, value in own.items() if value is not None}
 
@@ -270,6 +271,17 @@ class Supervisor:
         """`python` is the one this agent runs on, whether its environment is activated or not."""
         own = os.path.dirname(sys.executable)
         return os.pathsep.join((own, self._environment.get("PATH", os.defpath)))
+
+    def _visible_gpus(self, command: StartRanks) -> dict[str, str]:
+        """So that `cuda:LOCAL_RANK` is the GPU a rank was given, also where one before it is lost.
+
+        All that this node's ranks were given, for peers on one node reach each other's memory.
+        """
+        specs = sorted(command.ranks, key=lambda spec: spec.local_rank)
+        uuids = [self._gpu_uuid(spec.gpu) for spec in specs]
+        if None in uuids or [spec.local_rank for spec in specs] != list(range(len(specs))):
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, uuids))}
 
     def _gpu_uuid(self, index: int | None) -> str | None:
         return next((gpu.uuid for gpu in self._inventory.gpus if gpu.index == index), None)

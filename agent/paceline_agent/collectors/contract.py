@@ -8,7 +8,7 @@ it cannot read is left out: never 0, never -1.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import msgspec
 
+from paceline_agent.visible_gpus import visible_gpu
 from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo, Sample
 
 
@@ -40,10 +41,14 @@ class LocalRank:
 
 
 class Inventory:
-    """What the node holds, as last reported by a collector. The runner writes, anyone reads."""
+    """What the node holds, as last reported by a collector. The runner writes, anyone reads.
+
+    `gpu_of_pid`: index of the GPU that a rank's process computes on, as the driver told it.
+    """
 
     def __init__(self) -> None:
         self.gpus: tuple[GpuInfo, ...] = ()
+        self.gpu_of_pid: Mapping[int, int] = {}
 
 
 def no_ranks() -> Sequence[LocalRank]:
@@ -69,11 +74,13 @@ class Context:
     inventory: Inventory = field(default_factory=Inventory)
 
     def gpu_of(self, rank: LocalRank) -> GpuInfo | None:
-        """As the rank itself told it; None if it did not, or no such GPU is known here."""
-        for gpu in self.inventory.gpus:
-            if gpu.index == rank.gpu_index or gpu.uuid == rank.gpu_uuid:
+        """As the driver lists its process, else as the rank told it or its environment does."""
+        gpus = self.inventory.gpus
+        listed = self.inventory.gpu_of_pid.get(rank.pid, rank.gpu_index)
+        for gpu in gpus:
+            if gpu.index == listed or (listed is None and gpu.uuid == rank.gpu_uuid):
                 return gpu
-        return None
+        return visible_gpu(gpus, self.procfs_root, rank.pid, rank.local_rank)
 
     def excludes_rdma(self, name: str) -> bool:
         """Whether a device, or a port written `mlx5_1/1`, is to be left alone."""
@@ -81,7 +88,8 @@ class Context:
 
 
 class Collected(msgspec.Struct, frozen=True):
-    """What one call brought. `gpus` is None unless the collector knows the node's GPUs.
+    """What one call brought. `gpus` is None unless the collector knows the node's GPUs; so is
+    `gpu_of_pid` (see Inventory), also where it was not looked up this time.
 
     `samples` are what is the case now: /metrics shows those of the last call and no others.
     `lasting` is for what hardly ever changes: it is shown until a later call brings another list,
@@ -93,6 +101,7 @@ class Collected(msgspec.Struct, frozen=True):
     lasting: list[Sample] | None = None
     events: list[DeviceEvent | CollectorEvent] = []
     gpus: list[GpuInfo] | None = None
+    gpu_of_pid: dict[int, int] | None = None
     more: bool = False
     collector: str = ""
 

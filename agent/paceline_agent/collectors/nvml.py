@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
+import msgspec
+
 from paceline_agent.collectors.contract import (
     Collected,
     Collector,
@@ -19,7 +21,7 @@ from paceline_agent.collectors.contract import (
 )
 from paceline_agent.nvml import fields, instances, occupants, readings
 from paceline_agent.nvml.driver import address, optional, pynvml, versions
-from paceline_agent.nvml.gpu import Gpu, Value
+from paceline_agent.nvml.gpu import Gpu, Trouble, Value
 from paceline_agent.nvml.links import Links
 from paceline_agent.nvml.watch import Watch
 from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo, Sample
@@ -31,6 +33,8 @@ _SLOW_NS = 10 * _SECOND_NS  # links, row remapping, processes, limits
 _REOPEN_NS = 60 * _SECOND_NS
 _REOPEN_AT_MOST_NS = 3600 * _SECOND_NS
 _XIDS_AT_MOST = 64  # a sweep
+# A driver that is busy with another GPU may be silent for seconds: no reason yet to do without it.
+_HUNG_NS = 10 * _SECOND_NS
 _EVENTS = "events"
 
 # A GPU that does not answer within a second is left behind; with the others' turn that stays
@@ -49,6 +53,7 @@ class NvmlCollector(Collector):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._gpus: list[Gpu] = []
+        self._most_gpus = 0
         self._versions: dict[str, str] = {}
         self._events: Any = None
         self._opened = False
@@ -94,6 +99,7 @@ class NvmlCollector(Collector):
         self._reopen_ns = now_ns + self._reopen_pause_ns
         self._slow_ns = None
         known = {gpu.index: gpu for gpu in self._gpus}
+        self._most_gpus = max(count, self._most_gpus)
         self._gpus = [known.get(index) or _gpu(index) for index in range(count)]
         for gpu in self._gpus:
             gpu.handle = None
@@ -108,7 +114,8 @@ class NvmlCollector(Collector):
             self._open(now_ns)
 
     def _should_reopen(self, now_ns: int) -> bool:
-        if all(gpu.trouble != "lost" for gpu in self._gpus):
+        some_vanished = len(self._gpus) < self._most_gpus  # the driver may number them anew
+        if not some_vanished and all(gpu.trouble != "lost" for gpu in self._gpus):
             self._reopen_pause_ns = _REOPEN_NS
             self._reopen_ns = now_ns + _REOPEN_NS
         return now_ns >= self._reopen_ns
@@ -211,14 +218,26 @@ class NvmlCollector(Collector):
             gpu.last_xid = xid
             gpu.xid_counts[xid] = gpu.xid_counts.get(xid, 0) + 1
             events.append(gpu.event("xid", f"XID {xid}", now_ns))
-        known = [gpu.info for gpu in self._gpus if gpu.info is not None]
         return Collected(
-            samples=samples, lasting=lasting if is_slow else None, events=events, gpus=known
+            samples=samples,
+            lasting=lasting if is_slow else None,
+            events=events,
+            gpus=[told for gpu in self._ours() if (told := _told(gpu, now_ns)) is not None],
+            gpu_of_pid=occupants.gpu_of_pid(self._ours()) if is_slow else None,
         )
 
 
 def _gpu(index: int) -> Gpu:
     return Gpu(index, fields.Fields(fields.FAST), fields.Fields(fields.SLOW))
+
+
+def _told(gpu: Gpu, now_ns: int) -> GpuInfo | None:
+    """None: nothing is known of it yet."""
+    hung = gpu.trouble == "hung" and now_ns - gpu.troubled_ns >= _HUNG_NS
+    if gpu.trouble != "lost" and not hung:
+        return gpu.info
+    info = gpu.info or GpuInfo(index=gpu.index, uuid="", name="", pci_bus_id="")
+    return msgspec.structs.replace(info, trouble=gpu.trouble)
 
 
 def _values_of(gpu: Gpu, batch: fields.Fields) -> list[Value]:
@@ -237,12 +256,15 @@ def _xid_values(gpu: Gpu) -> list[Value]:
 
 def _news(gpu: Gpu, answer: Any, is_stuck: bool, now_ns: int) -> list[DeviceEvent | CollectorEvent]:
     """What changed about a GPU. One that hangs is also a collector that is partly quarantined."""
-    trouble = "lost" if isinstance(answer, Exception) else "hung" if is_stuck else None
+    trouble: Trouble | None = (
+        "lost" if isinstance(answer, Exception) else "hung" if is_stuck else None
+    )
     if answer is None and not is_stuck:  # it came back just now: the next sweep tells
         trouble = gpu.trouble
     before, gpu.trouble = gpu.trouble, trouble
     if trouble == before:
         return []
+    gpu.troubled_ns = now_ns
     events: list[DeviceEvent | CollectorEvent] = []
     if before == "hung":
         events.append(_of_collector("recovered", f"gpu{gpu.index} answers again", now_ns))

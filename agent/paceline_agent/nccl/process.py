@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline_agent.processes import namespace_pids
+
 _SETTINGS = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "UCX_", "FI_EFA_")
 _SETTINGS_AT_MOST = 64
 _VALUE_CHARACTERS = 128
@@ -98,7 +100,7 @@ def read_process(procfs_root: Path, pid: int) -> NcclProcess | None:
     working = directory / "cwd"
     return NcclProcess(
         environment=environment,
-        pids=_pids(directory, pid),
+        pids=frozenset({pid, *namespace_pids(procfs_root, pid)}),
         version=library_version(directory, root),
         root=root,
         directory=working if os.path.exists(working) else None,
@@ -124,15 +126,3 @@ def library_version(directory: Path, root: Path) -> str | None:
         if named := _VERSION.search(wheel.name):
             return named[1]
     return None
-
-
-def _pids(directory: Path, pid: int) -> frozenset[int]:
-    """In a container a process knows itself by another number."""
-    try:
-        status = (directory / "status").read_text(errors="replace")
-    except OSError:
-        return frozenset({pid})
-    for line in status.splitlines():
-        if line.startswith("NSpid:"):
-            return frozenset({pid, *(int(word) for word in line.split()[1:] if word.isdecimal())})
-    return frozenset({pid})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from paceline_agent.nvml.driver import GONE, UNSUPPORTED, pynvml
 from paceline_agent.nvml.fields import Fields
@@ -19,6 +19,7 @@ class Value(NamedTuple):
     extra: tuple[tuple[str, str], ...] | None = None
 
 
+Trouble = Literal["lost", "hung"]
 Reading = Callable[[Any], Iterable[Value]]
 
 
@@ -39,15 +40,18 @@ class Gpu:
     links: Any = None  # links.Links, once it is known to have any
     mig_mode: int | None = None
     is_ours: bool = True  # False: this container may not use it
-    trouble: str | None = None  # "lost" or "hung": said once, until it answers again
+    trouble: Trouble | None = None  # said once, until it answers again
+    troubled_ns: int = 0  # when `trouble` last changed
     answered: bool = False  # anything since `begin`
     last_error: Exception | None = None
     last_xid: int | None = None
     xid_counts: dict[int, int] = field(default_factory=dict)
+    rank_bytes: dict[int, int] = field(default_factory=dict)  # memory that ranks use, by their pid
     _labels_with: dict[object, dict[str, str]] = field(default_factory=dict)
 
     def name(self, info: GpuInfo, hostname: str) -> None:
         if self.info is not None and self.info.uuid != info.uuid:  # numbered anew
+            self.trouble = None
             self.last_xid = None
             self.xid_counts.clear()
         self.info = info

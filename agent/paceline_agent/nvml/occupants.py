@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline_agent.collectors.contract import LocalRank
 from paceline_agent.nvml.driver import pynvml
 from paceline_agent.nvml.gpu import Gpu, Value
+from paceline_agent.process_environment import read_environment
+from paceline_agent.processes import namespace_pids
 
 _PROCESSES_AT_MOST = 32  # of one GPU: those that use most
 _GENERATIONS = 8  # between a process and the rank it belongs to
@@ -29,6 +31,7 @@ def read(gpu: Gpu, ranks: Sequence[LocalRank], procfs_root: Path) -> Iterator[Va
         used_bytes[process.pid] = used_bytes.get(process.pid, 0) + (process.usedGpuMemory or 0)
     by_pid = {rank.pid: rank for rank in ranks}
     largest = sorted(used_bytes, key=used_bytes.__getitem__, reverse=True)[:_PROCESSES_AT_MOST]
+    rank_bytes: dict[int, int] = {}
     yield Value("paceline_gpu_processes", len(used_bytes))
     for pid in largest:
         own = (("pid", str(pid)),)
@@ -36,20 +39,48 @@ def read(gpu: Gpu, ranks: Sequence[LocalRank], procfs_root: Path) -> Iterator[Va
             yield Value("paceline_gpu_process_memory_bytes", used_bytes[pid], own)
         rank = _rank_of(pid, by_pid, procfs_root)
         if rank is not None:
+            rank_bytes[rank.pid] = rank_bytes.get(rank.pid, 0) + used_bytes[pid]
             labels = (("job", rank.job), ("rank", str(rank.rank)), *own)
             yield Value("paceline_gpu_process_info", 1.0, labels)
+    gpu.rank_bytes = rank_bytes
 
 
-def _rank_of(pid: int, by_pid: dict[int, LocalRank], procfs_root: Path) -> LocalRank | None:
-    """The rank a process is, or descends from."""
+def gpu_of_pid(gpus: Iterable[Gpu]) -> dict[int, int]:
+    """Index of the GPU on which a rank, by its pid, has most memory.
+
+    Ranks often hold a little on their node's first GPU too. Where the driver does not tell how
+    much, one that is on several GPUs is left out.
+    """
+    found: dict[int, list[tuple[int, int]]] = {}
+    for gpu in gpus:
+        for pid, used in gpu.rank_bytes.items():
+            found.setdefault(pid, []).append((used, gpu.index))
+    return {
+        pid: max(places)[1] for pid, places in found.items() if len(places) == 1 or max(places)[0]
+    }
+
+
+def _rank_of(pid: int, by_pid: Mapping[int, LocalRank], procfs_root: Path) -> LocalRank | None:
+    """The rank a process is, or descends from; the driver gives its pid as this node counts."""
+    at = pid
     for _ in range(_GENERATIONS):
-        if pid in by_pid:
-            return by_pid[pid]
-        if pid <= 1 or not by_pid:
-            return None
+        if at in by_pid:
+            return by_pid[at]
+        if at <= 1 or not by_pid:
+            break
         try:
-            stat = (procfs_root / str(pid) / "stat").read_bytes()
-            pid = int(stat[stat.rindex(b")") + 2 :].split()[1])
+            stat = (procfs_root / str(at) / "stat").read_bytes()
+            at = int(stat[stat.rindex(b")") + 2 :].split()[1])
         except (OSError, ValueError, IndexError):  # gone, or in another PID namespace
-            return None
+            break
+    return _rank_within(pid, by_pid, procfs_root)
+
+
+def _rank_within(pid: int, by_pid: Mapping[int, LocalRank], procfs_root: Path) -> LocalRank | None:
+    """A rank in a container says its pid as the container counts; another's may be the same."""
+    for inner in namespace_pids(procfs_root, pid)[1:]:
+        rank = by_pid.get(inner)
+        if rank is not None:
+            told = read_environment(procfs_root, pid, ("RANK",)) or {}
+            return rank if told.get("RANK", str(rank.rank)) == str(rank.rank) else None
     return None

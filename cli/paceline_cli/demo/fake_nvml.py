@@ -192,6 +192,13 @@ class FakeGpus:
         for slot, (pid, used) in enumerate(slots):
             self.set(gpu, **{f"process_pid_{slot}": pid, f"process_bytes_{slot}": used})
 
+    def drop(self, gpu: int) -> None:
+        """Take one off the bus: whoever asks the driver anew sees those after it one place up."""
+        self._gpu(gpu)
+        for index in range(gpu, self.count - 1):
+            self._state.gpus[index] = self._state.gpus[index + 1]
+        self._state.gpu_count -= 1
+
     def set(self, gpu: int, **values: float | Iterable[str]) -> None:
         """Write fields of `FIELDS`; `throttle_reasons` and those of CALLS' bits also take names.
 

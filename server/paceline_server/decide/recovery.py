@@ -242,7 +242,8 @@ def _place(draft: Draft, action: ActionView) -> None:
         return
     without = _excluded(draft, action)
     unsure = stopping.unconfirmed(draft, course.stop_commands)
-    for welcome in (set[str](), set(course.lost)):
+    back = set(course.lost)
+    for welcome in (set[str](), back, back | _degraded(draft)):
         nodes = usable_nodes(draft, without - welcome | unsure)
         placement = place(draft.view.spec.topology, nodes, draft.ranks)
         if placement is not None:
@@ -273,6 +274,11 @@ def _excluded(draft: Draft, action: ActionView) -> set[str]:
         for one in live_findings(incident)
         if one.suspects_node and one.node is not None and is_fatal(one)
     }
+
+
+def _degraded(draft: Draft) -> set[str]:
+    """Nodes that lost a GPU and offer the others: better than to wait for a repair."""
+    return {node.agent_id for node in draft.view.nodes if node.is_degraded}
 
 
 def _shortage(draft: Draft, nodes: list[NodeView]) -> str:

@@ -61,7 +61,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     rendezvous_port: int
     slots: int
-    gpus: list[int]  # NVML indices
+    gpus: list[int]  # NVML indices of those that can hold a rank
+    is_degraded: bool = False  # some of its GPUs cannot
     last_seen_ns: int
     boot_id: str
     quarantined: bool = False

@@ -131,9 +131,11 @@ async def test_a_lost_gpu_is_told_once_and_again_when_it_is_back(lane, gpus, ser
         assert of_gpu(found, "DCGM_FI_DEV_SM_CLOCK", 1) == []
         assert of_gpu(found, "paceline_gpu_lost", 1) == [1]
     assert [(event.kind, event.device) for event in events] == [("gpu_lost", "gpu1")]
+    assert [gpu.trouble for gpu in collected.gpus] == [None, "lost"]
     gpus.set(1, lost=0)
     collected = await lane.collect(120 * SECOND_NS)  # past the fresh initialization
     assert [event.kind for event in collected.events] == ["gpu_back"]
+    assert [gpu.trouble for gpu in collected.gpus] == [None, None]
     assert of_gpu(series(collected), "DCGM_FI_DEV_SM_CLOCK", 1) == [1980]
 
 
@@ -141,7 +143,7 @@ async def test_a_gpu_that_is_lost_from_the_start_does_not_hide_the_others(lane, 
     gpus.set(0, lost=1)
     collected = await lane.collect(SECOND_NS)
     assert [(event.kind, event.device) for event in collected.events] == [("gpu_lost", "gpu0")]
-    assert [gpu.index for gpu in collected.gpus or []] == [1]
+    assert [(gpu.index, gpu.trouble) for gpu in collected.gpus] == [(0, "lost"), (1, None)]
 
 
 async def test_a_gpu_of_another_container_is_not_lost(lane, gpus, series):
@@ -211,6 +213,28 @@ async def test_one_gpu_that_hangs_silences_no_other(lane, gpus, series):
         await asyncio.sleep(0.05)
     assert [event.kind for event in events] == ["recovered", "gpu_back"]
     assert of_gpu(series(collected), "DCGM_FI_DEV_SM_CLOCK", 1) == [1980]
+
+
+async def test_a_gpu_that_hangs_for_long_can_hold_no_rank(lane, gpus):
+    await lane.collect(SECOND_NS)
+    gpus.set(1, hang_seconds=600)
+    troubles = {
+        second: [gpu.trouble for gpu in (await lane.collect(second * SECOND_NS)).gpus]
+        for second in (2, 11, 12)
+    }
+    assert troubles == {2: [None, None], 11: [None, None], 12: [None, "hung"]}
+    gpus.set(1, hang_seconds=0)
+
+
+async def test_gpus_that_are_numbered_anew_are_not_mistaken(lane, gpus):
+    """The driver drops the lost one at a fresh initialization: another has its index."""
+    uuids = [gpu.uuid for gpu in (await lane.collect(SECOND_NS)).gpus]
+    gpus.set(0, lost=1)
+    await lane.collect(2 * SECOND_NS)
+    gpus.drop(0)
+    collected = await lane.collect(120 * SECOND_NS)
+    assert collected.events == [], "the one that moved up is not the lost one, back"
+    assert [(gpu.index, gpu.uuid, gpu.trouble) for gpu in collected.gpus] == [(0, uuids[1], None)]
 
 
 async def test_a_library_that_comes_later_is_picked_up(
@@ -363,6 +387,24 @@ async def test_processes_are_joined_to_ranks(context, gpus, series, write):
 
 
 FAMILY = {100: 1, 101: 100, 102: 101, 200: 1}  # pid: its parent
+
+
+async def test_the_gpu_of_a_rank_is_where_it_has_most_memory(context, gpus, write):
+    """Also in a container, which counts pids anew; each rank holds a little on the first GPU."""
+    ranks = [LocalRank(job="llm", generation=0, rank=9, local_rank=1, pid=7)]
+    for host_pid, rank in ((500, 8), (600, 9)):
+        inside = {
+            f"{host_pid}/status": f"Name:\tpython\nNSpid:\t{host_pid}\t7\n",
+            f"{host_pid}/environ": f"HOME=/root\0RANK={rank}\0",
+        }
+        write(context.procfs_root, inside)
+    gpus.set_processes(0, {600: 1 << 28})
+    gpus.set_processes(1, {600: 60 << 30, 700: 1 << 30})
+    lane = ProcessLane(NvmlCollector, dataclasses.replace(context, local_ranks=lambda: ranks))
+    collected = await lane.collect(SECOND_NS)
+    assert collected.gpu_of_pid == {7: 1}
+    assert (await lane.collect(2 * SECOND_NS)).gpu_of_pid is None, "not looked up each second"
+    await lane.close()
 
 
 async def test_what_hardly_changes_is_read_every_ten_seconds(lane, gpus):

@@ -51,6 +51,7 @@ class Process:
 class Node:
     agent_id: str
     slots: int = 2
+    lost_gpus: set[int] = field(default_factory=set)
     heard: bool = True  # its batches arrive
     obeys_stop: bool = True
     was_deaf: bool = False
@@ -176,6 +177,13 @@ class World:
         self.nodes[agent_id].heard = False
         self.nodes[agent_id].processes = []
 
+    def lose_gpu(self, agent_id: str, gpu: int) -> None:
+        """Whoever runs on it can do no more; the node says so and offers the others."""
+        self.nodes[agent_id].lost_gpus.add(gpu)
+        for rank in self.ranks:
+            if (rank.agent_id, rank.gpu) == (agent_id, gpu):
+                self.hang(rank.rank)
+
     def people(self, action: ActionView, state: str) -> None:
         self.actions[action.action_id] = replace(action, state=state)
 
@@ -237,8 +245,9 @@ class World:
                     agent_id=node.agent_id,
                     address=f"10.0.0.{index}",
                     rendezvous_port=29500 + index,
-                    slots=node.slots,
-                    gpus=list(range(node.slots)),
+                    slots=node.slots - len(node.lost_gpus),
+                    gpus=[gpu for gpu in range(node.slots) if gpu not in node.lost_gpus],
+                    is_degraded=bool(node.lost_gpus),
                     last_seen_ns=node.last_seen_ns,
                     boot_id="boot",
                     quarantined=node.quarantined,
@@ -370,6 +379,11 @@ class World:
             if rank.state == "exited" and not rank.commanded and rank.exit_code != 0:
                 cause = f"killed by signal {rank.signal}"
                 found.append(self._fatal("failure", cause, rank.rank, rank.agent_id))
+        found += [
+            self._fatal("failure", "GPU lost", None, rank.agent_id, node=True)
+            for rank in self.ranks
+            if rank.gpu in self.nodes[rank.agent_id].lost_gpus
+        ]
         for agent_id in {rank.agent_id for rank in self.ranks}:
             node = self.nodes[agent_id]
             if self.now_ns - node.last_seen_ns > self.policy.node_lease_seconds * SECOND:
@@ -432,7 +446,8 @@ class World:
         assert agent_id not in decision.quarantine
         lapsed = self.now_ns - node.last_seen_ns > self.policy.node_lease_seconds * SECOND
         assert not lapsed, f"{agent_id} was given ranks though nothing is heard of it"
-        assert len(command.ranks) <= node.slots
+        assert len(command.ranks) <= node.slots - len(node.lost_gpus)
+        assert not node.lost_gpus & {one.gpu for one in command.ranks}, "ranks on a lost GPU"
         assert [one.local_rank for one in command.ranks] == list(range(len(command.ranks)))
         alive = [one for one in node.processes if one.generation < command.generation]
         assert not alive, f"{agent_id} still runs {alive}"

@@ -157,6 +157,28 @@ def test_a_lost_node_is_replaced_once_its_lease_has_lapsed(world: World) -> None
     assert world.home(0) == "node-0"
 
 
+def test_ranks_of_a_lost_gpu_go_elsewhere(world: World) -> None:
+    world.lose_gpu("node-2", 1)
+    world.until_running(2)
+    assert world.home(4) == world.home(5) == "node-4"
+    assert world.topology == Topology(2, 2, 2)
+
+
+def test_a_node_with_a_lost_gpu_is_used_for_the_rest_where_there_is_no_other() -> None:
+    world = World(nodes=1, topology=Topology(2, 2, 2), slots=8)
+    world.until_running(1)
+    world.lose_gpu("node-0", 2)
+    world.until_running(2)
+    assert world.topology == Topology(1, 2, 2)
+    assert [rank.gpu for rank in world.ranks] == [0, 1, 3, 4]
+    assert not world.nodes["node-0"].quarantined
+    world.nodes["node-0"].lost_gpus.clear()
+    world.run(5.0)
+    world.crash(0)
+    world.until_running(3)
+    assert world.topology == Topology(2, 2, 2), "the GPU is back, and so is its slot"
+
+
 def test_ranks_of_a_lost_node_wait_for_its_lease_even_if_their_peers_crash_first(
     world: World,
 ) -> None:
