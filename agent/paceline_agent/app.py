@@ -91,6 +91,7 @@ class Agent:
             flush_seconds=settings.flush_seconds,
             heartbeat_seconds=HEARTBEAT_SECONDS,
             packed=self._remember_positions,
+            greet=lambda: self._greeter.greet(first=True),
         )
         self._positions = Positions(directory / "positions.json")
         self._rings = Rings(directory / "rings", self._outbox, settings.procfs_root)
@@ -116,7 +117,9 @@ class Agent:
             lambda: self._supervisor.has_ranks,
             lambda: self._supervisor.stop_all(0.0),
         )
-        self._forwarder = Forwarder(self._link, self._spool, self._lease.renew)
+        self._forwarder = Forwarder(
+            self._link, self._spool, self._lease.renew, self._packer.overtake
+        )
         self._greeter = Greeter(settings, self._outbox)
         self._stream = CommandStream(
             self._link,

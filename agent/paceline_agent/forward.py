@@ -1,4 +1,10 @@
-"""Packs news into batches and sends them, oldest first, until the server says it has each."""
+"""Packs news into batches and sends them until the server says it has each.
+
+They go oldest first. After an outage the news of the node itself, which need no order, would wait
+behind hours of old ones: they go into batches of a new boot, which overtake the backlog. What
+belongs to a rank's ring stays in the old boot and in order, for a step means nothing without those
+before it. Once the backlog is sent the new boot takes over everything.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,6 @@ import logging
 import math
 import random
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -17,7 +22,7 @@ import msgspec
 
 from paceline_agent.clock import timeline_ns, until_next
 from paceline_agent.errors import LinkError
-from paceline_agent.outbox import Outbox
+from paceline_agent.outbox import Outbox, is_of_rank
 from paceline_agent.server_link import Answer, ServerLink
 from paceline_agent.spool import Entry, Spool
 from paceline_wire.batch import CONTENT_TYPE, Batch, Event, Sample, SpanBlock
@@ -27,6 +32,8 @@ log = logging.getLogger(__name__)
 PHASE_SECONDS = 0.2  # after the ticks at which collectors and rings are read
 BACKOFF_FIRST_SECONDS = 0.1
 BACKOFF_MAXIMUM_SECONDS = 5.0
+BACKLOG = 8  # batches that wait when the server answers; fewer are sent in a moment
+OUTDATED = 64  # of those that overtake: they have become a backlog themselves
 LONGEST_ASKED_SECONDS = 3.0  # a node that is silent for longer might be taken for lost
 # Not the batch's fault: the token may be replaced, the server upgraded, the proxy mended.
 _TRY_AGAIN = frozenset({401, 403, 404, 408, 425, 429})
@@ -50,15 +57,26 @@ class ForwardCounts:
     retries: int = 0
 
 
+@dataclass(slots=True)
+class _Boot:
+    boot_id: str
+    sequence: int = 0  # of the next batch
+
+
 def _nobody_asks(boot_id: str, sequence: int) -> None:
+    pass
+
+
+def _nobody_greets() -> None:
     pass
 
 
 class Packer:
     """Cuts batches from the outbox into the spool: at an interval, and at once for the urgent.
 
-    `packed` is called with the boot and the number of the last batch once all news are in the
-    spool and before any of it can be sent.
+    `packed` is called with the boot and the number of the last batch with news of ranks, once all
+    news are in the spool and before any of it can be sent; `greet` when a boot begins to overtake,
+    which must begin by saying who we are.
     """
 
     def __init__(
@@ -70,13 +88,13 @@ class Packer:
         flush_seconds: float,
         heartbeat_seconds: float,
         packed: Callable[[str, int], None] = _nobody_asks,
+        greet: Callable[[], None] = _nobody_greets,
     ) -> None:
-        self.boot_id = uuid.uuid4().hex
         self._packed = packed
+        self._greet = greet
         self._agent_id = agent_id
-        # Ours go after those of an agent whose clock was ahead.
-        self._boot_ns = max(timeline_ns(), spool.newest_boot_ns + 1)
-        self._sequence = 0
+        self._boot = _Boot(spool.begin_boot())
+        self._overtaking: _Boot | None = None
         self._outbox = outbox
         self._spool = spool
         self._flush_seconds = flush_seconds
@@ -102,45 +120,76 @@ class Packer:
         if math.isfinite(seconds):
             self._asked_seconds = min(max(seconds, 0.0), LONGEST_ASKED_SECONDS)
 
+    def overtake(self) -> None:
+        """The server answers and a backlog waits: from now on, the node's own news go first."""
+        if self._overtaking is None or self._spool.overtaking >= OUTDATED:
+            self._overtaking = _Boot(self._spool.begin_boot())
+            self._spool.overtake(self._overtaking.boot_id)
+            self._greet()
+
     def flush(self) -> None:
         """Pack all there is; if that is nothing for a second and nothing waits, a heartbeat."""
+        if self._overtaking is not None and not self._spool.backlog:
+            self._boot, self._overtaking = self._overtaking, None
+            self._spool.overtake(None)
         for events, spans, samples in self._outbox.take():
-            self._pack(events, spans, samples)
-        quiet_seconds = time.monotonic() - self._packed_at
-        if quiet_seconds >= self._heartbeat_seconds - self._flush_seconds / 2 and not len(
-            self._spool
-        ):
-            self._pack([], [], [])
-        self._packed(self.boot_id, self._sequence - 1)
+            if self._overtaking is None:
+                self._pack(self._boot, events, spans, samples)
+                continue
+            of_ranks = [event for event in events if is_of_rank(event)]
+            others = [event for event in events if not is_of_rank(event)]
+            if others or samples:
+                self._pack(self._overtaking, others, [], samples)
+            if of_ranks or spans:
+                self._pack(self._boot, of_ranks, spans, [])
+        self._beat()
+        self._packed(self._boot.boot_id, self._boot.sequence - 1)
 
-    def _pack(self, events: list[Event], spans: list[SpanBlock], samples: list[Sample]) -> None:
+    def _beat(self) -> None:
+        quiet_seconds = time.monotonic() - self._packed_at
+        waiting = len(self._spool) if self._overtaking is None else self._spool.overtaking
+        if quiet_seconds >= self._heartbeat_seconds - self._flush_seconds / 2 and not waiting:
+            self._pack(self._overtaking or self._boot, [], [], [])
+
+    def _pack(
+        self, boot: _Boot, events: list[Event], spans: list[SpanBlock], samples: list[Sample]
+    ) -> None:
         batch = Batch(
             agent_id=self._agent_id,
-            boot_id=self.boot_id,
-            sequence=self._sequence,
+            boot_id=boot.boot_id,
+            sequence=boot.sequence,
             packed_ns=timeline_ns(),
             events=events,
             spans=spans,
             samples=samples,
             dropped_batches=self._spool.counts.dropped,
+            overtakes=boot is self._overtaking,
         )
-        self._sequence += 1
-        self._packed_at = time.monotonic()
-        self._spool.append(batch, self._boot_ns)
+        boot.sequence += 1
+        if boot is (self._overtaking or self._boot):
+            self._packed_at = time.monotonic()
+        self._spool.append(batch)
 
 
 class Forwarder:
     """Sends the spool's head until it is gone; `contact` is called when the server has answered.
 
     Contact means that the server has our news or says itself that it cannot store (503): only
-    then can it not take us for lost meanwhile.
+    then can it not take us for lost meanwhile. `overtake` is called when it has one and more wait.
     """
 
-    def __init__(self, link: ServerLink, spool: Spool, contact: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        link: ServerLink,
+        spool: Spool,
+        contact: Callable[[], None],
+        overtake: Callable[[], None],
+    ) -> None:
         self.counts = ForwardCounts()
         self._link = link
         self._spool = spool
         self._contact = contact
+        self._overtake = overtake
         self._trouble: str | None = None
         self._rejections: set[int] = set()
 
@@ -182,6 +231,8 @@ class Forwarder:
         self.counts.batches_sent += 1
         self.counts.duplicates += duplicate
         self._spool.remove(entry)
+        if self._spool.backlog >= BACKLOG:
+            self._overtake()
 
     def _reject(self, entry: Entry, answer: Answer) -> None:
         self._spool.reject(entry)

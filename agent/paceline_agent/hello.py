@@ -9,10 +9,9 @@ import socket
 
 from paceline_agent.clock import timeline_ns
 from paceline_agent.collectors.contract import Collected
-from paceline_agent.gpus import Gpus
 from paceline_agent.outbox import Outbox
 from paceline_agent.settings import AgentSettings
-from paceline_wire.batch import AgentHello, CollectorEvent
+from paceline_wire.batch import AgentHello, CollectorEvent, GpuInfo
 from paceline_wire.commands import StartRanks
 
 INVENTORY_SECONDS = 5.0
@@ -54,7 +53,7 @@ class Greeter:
     def __init__(self, settings: AgentSettings, outbox: Outbox) -> None:
         self._settings = settings
         self._outbox = outbox
-        self._gpus = Gpus()
+        self._gpus: list[GpuInfo] = []
         self._greeted = False
         self._inventory_known = asyncio.Event()
         self._port = RendezvousPort()
@@ -63,10 +62,13 @@ class Greeter:
         """Wait a moment for the GPUs: a node is to be given ranks only when it knows them."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._inventory_known.wait(), INVENTORY_SECONDS)
-        self.greet()
+        self.greet(first=True)
 
-    def greet(self) -> None:
-        """The lease goes along, so that the server knows how long a silent node may still run."""
+    def greet(self, *, first: bool = False) -> None:
+        """The lease goes along, so that the server knows how long a silent node may still run.
+
+        `first`: before all that waits to be packed.
+        """
         settings = self._settings
         hello = AgentHello(
             time_ns=timeline_ns(),
@@ -74,24 +76,25 @@ class Greeter:
             version=importlib.metadata.version("paceline"),
             address=settings.reachable_address,
             rendezvous_port=self._port.number,
-            slots=self._gpus.slots(settings.slots),
-            gpus=self._gpus.all,
+            slots=settings.slots if settings.slots is not None else max(1, len(self._gpus)),
+            gpus=self._gpus,
             labels={"lease_seconds": f"{settings.lease_seconds:g}", **settings.labels},
         )
-        self._outbox.put_hello(hello, first=not self._greeted)
+        self._outbox.put_hello(hello, first=first)
         self._greeted = True
 
     def learn(self, collected: Collected) -> None:
         """Look for news of the node's GPUs in what a collector brought."""
-        if collected.gpus is None and not any(
+        if collected.gpus is not None:
+            changed = list(collected.gpus) != self._gpus
+            self._gpus = list(collected.gpus)
+            if changed and self._greeted:
+                self.greet()
+        elif not any(
             isinstance(event, CollectorEvent) and event.collector == "nvml"
             for event in collected.events
         ):
             return
-        before = self._gpus.all
-        self._outbox.put_events(self._gpus.learn(collected, timeline_ns()))
-        if self._gpus.all != before and self._greeted:
-            self.greet()
         self._inventory_known.set()  # or known not to be had
 
     def before_start(self, command: StartRanks) -> None:

@@ -14,9 +14,12 @@ from paceline_wire.batch import (
     DeviceEvent,
     Event,
     RankAcknowledged,
+    RankAttached,
+    RankDefined,
     RankExited,
     RankStacks,
     RankStarted,
+    RankState,
     Sample,
     SpanBlock,
 )
@@ -30,11 +33,17 @@ URGENT = (
     CommandResult,
     DeviceEvent,
 )
+_OF_RANK = (RankStarted, RankAttached, RankDefined, RankState, RankAcknowledged, RankExited)
 SPAN_BYTES_PER_BATCH = 4 << 20  # packed, well below what the server takes
 SAMPLES_PER_BATCH = 20_000
 EVENTS_PER_BATCH = 2_000
 
 T = TypeVar("T")
+
+
+def is_of_rank(event: Event) -> bool:
+    """It means something only after what the rank's ring said before."""
+    return isinstance(event, _OF_RANK)
 
 
 class Outbox:

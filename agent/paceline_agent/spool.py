@@ -1,9 +1,11 @@
 """The spool: batches on disk until the server has committed them.
 
-One file per batch, `BOOT_TIME.BOOT_ID.SEQUENCE.batch`, appearing whole by rename, so that the
-order of names is the order of sending, across restarts of the agent too. There is no fsync: a
-batch survives the agent's death, SIGKILL included; after a loss of power the newest may be
-missing or torn, which the checksum in front tells, and the node's ranks are gone then anyhow.
+One file per batch, `BOOT_ID.SEQUENCE.batch`, appearing whole by rename, so that the order of names
+is the order of sending, across restarts of the agent too. There is no fsync: a batch survives the
+agent's death, SIGKILL included; after a loss of power the newest may be missing or torn, which the
+checksum in front tells, and the node's ranks are gone then anyhow.
+
+One boot at a time may overtake: its batches and those of the backlog then leave in turns.
 
 When the limit is reached, the oldest batches lose their spans and state pages first; once none has
 any, the oldest lose their samples; then the oldest go wholly, with the events in them. When the
@@ -16,17 +18,18 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import struct
 import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import islice
 from pathlib import Path
 
 import msgspec
 
+from paceline_agent.clock import timeline_ns
 from paceline_wire.batch import Batch, BatchError, Event, RankState, decode, encode
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,8 @@ log = logging.getLogger(__name__)
 SUFFIX = ".batch"
 MEMORY_BYTES = 16 << 20
 REJECTED_KEPT = 16
+_NEWEST_BOOT = "newest-boot"  # the file that outlives the batches
+_WRITING = ".writing"
 _HEADER = struct.Struct("<4sII")  # magic, crc32, length
 _MAGIC = b"PLB1"
 
@@ -80,35 +85,60 @@ class Spool:
         self._limit_bytes = limit_bytes
         self._memory_limit_bytes = min(memory_bytes, limit_bytes)
         self._memory_bytes = 0
-        self._entries: deque[Entry] = deque()
+        self._backlog: deque[Entry] = deque()
+        self._overtaking: deque[Entry] = deque()
+        self._overtaker: str | None = None  # the boot whose batches are put into the latter
+        self._overtook = False  # the last one that left
+        self._leaving: Entry | None = None
+        self._newest_boot = ""
         self._filled = asyncio.Event()
         self._load()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._backlog) + len(self._overtaking)
 
     @property
-    def newest_boot_ns(self) -> int:
-        """Of the batches that wait; 0 if none does."""
-        return int(self._entries[-1].name.split(".", 1)[0]) if self._entries else 0
+    def backlog(self) -> int:
+        return len(self._backlog)
 
-    def append(self, batch: Batch, boot_ns: int) -> None:
+    @property
+    def overtaking(self) -> int:
+        return len(self._overtaking)
+
+    def begin_boot(self) -> str:
+        """A new boot's id. Ids sort in the order of the boots, however the clock was set."""
+        after_ns = _began_ns(self._newest_boot)
+        self._newest_boot = f"{max(timeline_ns(), after_ns + 1):016x}-{secrets.token_hex(8)}"
+        with contextlib.suppress(OSError):  # a disk that takes nothing shows with the first batch
+            self._write(_NEWEST_BOOT, self._newest_boot.encode())
+        return self._newest_boot
+
+    def overtake(self, boot_id: str | None) -> None:
+        """Whatever waits is backlog now, and this boot's batches overtake it; None: none do."""
+        self._backlog.extend(self._overtaking)
+        self._overtaking.clear()
+        self._overtaker = boot_id
+
+    def append(self, batch: Batch) -> None:
         """Never fails: what the disk does not take stays in memory."""
         payload = encode(batch)
-        name = f"{boot_ns:020d}.{batch.boot_id}.{batch.sequence:012d}{SUFFIX}"
+        name = f"{batch.boot_id}.{batch.sequence:012d}{SUFFIX}"
         entry = Entry(name, len(payload), detail=_detail(batch))
         self._store(entry, payload)
-        self._entries.append(entry)
+        overtakes = batch.boot_id == self._overtaker
+        (self._overtaking if overtakes else self._backlog).append(entry)
         self._count(entry, 1)
         self._make_room()
         self._filled.set()
 
     async def head(self) -> Entry:
-        """The oldest batch; waits for one."""
-        while not self._entries:
+        """The batch to be sent next, which from now on is left alone; waits for one."""
+        while not len(self):
             self._filled.clear()
             await self._filled.wait()
-        return self._entries[0]
+        self._overtook = bool(self._overtaking) and not (self._overtook and self._backlog)
+        self._leaving = (self._overtaking if self._overtook else self._backlog)[0]
+        return self._leaving
 
     def read(self, entry: Entry) -> bytes | None:
         """The packed batch, or None: the file was damaged, is counted and gone."""
@@ -125,12 +155,10 @@ class Spool:
         return payload
 
     def batches_after(self, boot_id: str, sequence: int) -> Iterator[Batch]:
-        """Those of one boot that still wait, in order."""
-        for entry in list(self._entries):
-            _, boot, number, _ = entry.name.rsplit(".", 3)
-            if boot != boot_id or int(number) <= sequence:
-                continue
-            payload = self.read(entry)
+        """Those of this boot and of later ones that still wait, in order."""
+        last = f"{boot_id}.{sequence:012d}{SUFFIX}"
+        for entry in self._all():
+            payload = self.read(entry) if entry.name > last else None
             with contextlib.suppress(BatchError):
                 if payload is not None:
                     yield decode(payload)
@@ -154,38 +182,52 @@ class Spool:
         except OSError:
             self._unlink(entry)
 
+    def _all(self) -> list[Entry]:
+        return [*self._backlog, *self._overtaking]
+
     def _load(self) -> None:
+        remembered = ""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             for found in sorted(os.scandir(self._directory), key=lambda entry: entry.name):
                 if found.name.endswith(SUFFIX):
                     entry = Entry(found.name, found.stat().st_size)
-                    self._entries.append(entry)
+                    self._backlog.append(entry)
                     self._count(entry, 1)
-                elif found.name.startswith(".writing"):
+                    self._newest_boot = found.name.rsplit(".", 2)[0]
+                elif found.name == _WRITING:
                     os.unlink(found.path)
+                elif found.name == _NEWEST_BOOT:
+                    remembered = Path(found.path).read_text(errors="replace")
+            self._newest_boot = max(self._newest_boot, remembered, key=_began_ns)
         except OSError as error:
             self._disk_failed(error)
         self._make_room()
 
     def _store(self, entry: Entry, payload: bytes) -> None:
         """To disk, or to memory if that fails."""
-        temporary = self._directory / ".writing"
+        header = _HEADER.pack(_MAGIC, zlib.crc32(payload), len(payload))
         try:
-            with open(temporary, "wb") as file:
-                file.write(_HEADER.pack(_MAGIC, zlib.crc32(payload), len(payload)))
-                file.write(payload)
-            os.rename(temporary, self._directory / entry.name)
+            self._write(entry.name, header + payload)
         except OSError as error:
             entry.payload = payload
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             self._disk_failed(error)
             return
         entry.payload = None
         if self.disk_error is not None:
             log.warning("the spool at %s can be written again", self._directory)
             self.disk_error = None
+
+    def _write(self, name: str, content: bytes) -> None:
+        """All of it or, with an OSError, nothing."""
+        temporary = self._directory / _WRITING
+        try:
+            temporary.write_bytes(content)
+            os.rename(temporary, self._directory / name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
 
     def _disk_failed(self, error: OSError) -> None:
         reason = error.strerror or str(error)
@@ -199,14 +241,14 @@ class Spool:
         self.disk_error = reason
 
     def _make_room(self) -> None:
-        """Oldest detail first, then the oldest. The head may be on its way: it is left alone."""
+        """Oldest detail first, then the oldest."""
         for kept in (Detail.SAMPLES, Detail.EVENTS, None):
             if not self._is_full():
                 return
-            for entry in list(islice(self._entries, 1, None)):
+            for entry in self._all():
                 if not self._is_full():
                     return
-                if kept is None or entry.detail > kept:
+                if entry is not self._leaving and (kept is None or entry.detail > kept):
                     self._cut(entry, kept)
 
     def _is_full(self) -> bool:
@@ -262,12 +304,12 @@ class Spool:
 
     def _forget(self, entry: Entry) -> bool:
         """False if it was dropped meanwhile."""
-        try:
-            self._entries.remove(entry)
-        except ValueError:
-            return False
-        self._count(entry, -1)
-        return True
+        for lane in (self._backlog, self._overtaking):
+            with contextlib.suppress(ValueError):
+                lane.remove(entry)
+                self._count(entry, -1)
+                return True
+        return False
 
     def _unlink(self, entry: Entry) -> None:
         if entry.payload is None:
@@ -275,6 +317,14 @@ class Spool:
                 (self._directory / entry.name).unlink(missing_ok=True)
             except OSError as error:
                 self._disk_failed(error)
+
+
+def _began_ns(boot_id: str) -> int:
+    """0 for an id that is none of ours."""
+    try:
+        return int(boot_id.partition("-")[0], 16)
+    except ValueError:
+        return 0
 
 
 def _unframe(content: bytes) -> bytes | None:

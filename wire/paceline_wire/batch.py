@@ -1,14 +1,14 @@
 """Batches: what an agent sends, and how it is packed (msgpack inside one zstd frame).
 
-A batch is identified by (agent_id, boot_id, sequence). `boot_id` is new with each agent process
-that starts an empty spool; sequence counts from 0 without gaps except where the spool had to drop.
+A batch is identified by (agent_id, boot_id, sequence). `boot_id` is new with each agent process, and
+when its news overtake a backlog; an agent's boots sort in the order in which they began. `sequence`
+counts from 0 without gaps except where the spool had to drop.
 Times are nanoseconds of the node's CLOCK_REALTIME unless a field says otherwise.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import msgspec
 import zstandard
@@ -67,13 +67,10 @@ class SpanBlock(msgspec.Struct, frozen=True):
 
 
 class GpuInfo(msgspec.Struct, frozen=True):
-    """One GPU of a node. Without an answer since the agent began all its texts are empty."""
-
     index: int
     uuid: str
     name: str
     pci_bus_id: str
-    trouble: Literal["lost", "hung"] | None = None  # it can hold no rank
 
 
 class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
@@ -84,7 +81,7 @@ class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
     version: str
     address: str  # where other nodes reach a rank 0 that runs here
     rendezvous_port: int  # free at `time_ns`; renewed after each use
-    slots: int  # ranks this node can hold now: none on a GPU that is in trouble
+    slots: int  # ranks this node can hold
     gpus: list[GpuInfo] = []
     labels: dict[str, str] = {}
 
@@ -171,7 +168,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, tag="command_resu
 
 
 class DeviceEvent(msgspec.Struct, frozen=True, kw_only=True, tag="device_event"):
-    """Something a collector saw happen: `gpu_lost`, `gpu_hung`, `gpu_back`, `xid`, ..."""
+    """Something a collector saw happen: `gpu_lost`, `gpu_back`, `xid`, `link_down`, ..."""
 
     time_ns: int
     kind: str
@@ -215,6 +212,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     spans: list[SpanBlock] = []
     samples: list[Sample] = []
     dropped_batches: int = 0  # lost by the spool since the boot began
+    overtakes: bool = False  # older news of the node's ranks still wait there
 
 
 _encoder = msgspec.msgpack.Encoder()

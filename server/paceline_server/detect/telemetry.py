@@ -146,9 +146,11 @@ class Series:
         if index and flat[index - 2] == at:
             return
         held = 0 < index < len(flat) and flat[index - 1] == value == flat[index + 1]
-        if not held and len(flat) < 2 * POINTS_PER_SERIES:
+        if not held:
             flat.insert(index, value)
             flat.insert(index, at)
+            if len(flat) > 2 * POINTS_PER_SERIES:
+                self._thin()
 
     def _thin(self) -> None:
         """Of the older half, keep what is far enough apart: the older, the farther."""
