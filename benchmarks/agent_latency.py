@@ -30,21 +30,21 @@ def measure() -> Iterator[Result]:
         command = [sys.executable, "-m", "paceline_cli", "server", "--port", str(port)]
         command += ["--database-url", f"sqlite:///{node.directory / 'server.db'}"]
         with node.running("server", command), node.agent(url):
-            _await_shown(url, None)
+            await_shown(url, None)
             taken = []
             for number in range(CHANGES):
                 time.sleep(chance.random())
                 celsius = 40 + number % 40
                 node.gpus.set(0, temperature_celsius=celsius)
                 started = time.monotonic()
-                _await_shown(url, celsius)
+                await_shown(url, celsius)
                 taken.append(time.monotonic() - started)
     name = "a GPU's change queryable, sweep included"
     yield Result(f"{name}: median", median(taken), "s")
     yield Result(f"{name}: p99", sorted(taken)[-1], "s", None, GOAL_SECONDS)
 
 
-def _await_shown(url: str, celsius: int | None) -> None:
+def await_shown(url: str, celsius: int | None) -> None:
     """Until the API shows that temperature of GPU 0; None: any."""
     deadline = time.monotonic() + LONGEST_SECONDS
     while time.monotonic() < deadline:

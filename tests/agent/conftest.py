@@ -21,8 +21,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from paceline_wire import ring
 from paceline_wire.batch import Batch, Event, decode
 from paceline_wire.commands import Command, Ping, encode_line
+from paceline_wire.ring import Identity
+from paceline_wire.spans import NONE_16, NONE_32, RECORD, RECORD_BYTES, Op, from_columns, unpack
+from paceline_wire.topology import Coordinates, Topology
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 20.0, what: str = "") -> Any:
@@ -183,6 +187,71 @@ def start_agent(server: StubServer, tmp_path: Path) -> Iterator[StartAgent]:
     yield start
     for agent in agents:
         agent.stop()
+
+
+class RankRing:
+    """What a rank that others started leaves in the agent's directory: spans 0, 1, 2, ..."""
+
+    def __init__(self, directory: Path, rank: int = 0, pid: int | None = None) -> None:
+        identity = Identity(
+            job="j",
+            generation=0,
+            rank=rank,
+            local_rank=rank,
+            world_size=8,
+            topology=Topology(dp=8),
+            coordinates=Coordinates(dp_rank=rank),
+            pid=os.getpid() if pid is None else pid,
+            host="here",
+            clock_offset_ns=0,
+            started_ns=time.monotonic_ns(),
+        )
+        self.written = 0
+        self._file = ring.create(directory / "rings" / f"j.g0.r{rank}.ring", identity)
+
+    def write(self, spans: int) -> None:
+        """Started now, 10 ns long."""
+        capacity = self._file.capacity
+        for index in range(self.written, self.written + spans):
+            place = (index & (capacity - 1)) * RECORD_BYTES
+            start_ns = time.monotonic_ns()
+            self._file.spans[place : place + RECORD_BYTES] = RECORD.pack(
+                index, Op.FORWARD, 0, NONE_16, 0, 5, NONE_32, NONE_32, 0, 0, 0, start_ns, 10
+            )
+        self.written += spans
+        self._file.state[ring.STATE_HEAD] = self.written
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@pytest.fixture
+def make_rank() -> Iterator[Callable[..., RankRing]]:
+    made: list[RankRing] = []
+
+    def make(directory: Path, rank: int = 0, pid: int | None = None) -> RankRing:
+        made.append(RankRing(directory, rank, pid))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def spans_of() -> Callable[..., list[int]]:
+    """The indices of a rank's spans in the order in which a server got them."""
+
+    def spans_of(server: StubServer, rank: int = 0) -> list[int]:
+        return [
+            span.index
+            for batch in list(server.batches)
+            for block in batch.spans
+            if block.rank == rank
+            for span in unpack(from_columns(block.columns))
+        ]
+
+    return spans_of
 
 
 def is_alive(pid: int) -> bool:

@@ -16,6 +16,7 @@ from paceline_wire.batch import Batch, DeviceEvent, Sample, SpanBlock, decode
 from paceline_wire.spans import RECORD_BYTES, to_columns
 
 LIMIT = 1 << 20
+HOUR_NS = 3600 * 10**9
 
 
 def batch(sequence: int, *, samples: int = 0, event: bool = False, boot: str = "boot") -> Batch:
@@ -50,19 +51,55 @@ def drain(spool: Spool) -> list[Batch]:
 def test_batches_outlive_the_agent_and_keep_their_order(tmp_path: Path) -> None:
     first = Spool(tmp_path, LIMIT)
     for sequence in range(12):
-        first.append(batch(sequence, boot="old"), boot_ns=5)
+        first.append(batch(sequence, boot="old"))
     second = Spool(tmp_path, LIMIT)
-    second.append(batch(0, boot="new"), boot_ns=40)
+    second.append(batch(0, boot="younger"))
     sent = [(one.boot_id, one.sequence) for one in drain(second)]
-    assert sent == [("old", sequence) for sequence in range(12)] + [("new", 0)]
+    assert sent == [("old", sequence) for sequence in range(12)] + [("younger", 0)]
     assert not list(tmp_path.iterdir())
     assert second.size_bytes == 0
+
+
+def test_a_boot_that_overtakes_takes_turns_with_the_backlog(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, LIMIT)
+    for sequence in range(4):
+        spool.append(batch(sequence, boot="1"))
+    spool.overtake("2")
+    for sequence in range(2):
+        spool.append(batch(sequence, boot="2"))
+    spool.append(batch(4, boot="1"))
+    sent = [(one.boot_id, one.sequence) for one in drain(spool)]
+    assert sent == [("2", 0), ("1", 0), ("2", 1), ("1", 1), ("1", 2), ("1", 3), ("1", 4)]
+
+
+def test_what_overtook_is_backlog_to_the_next(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, LIMIT)
+    spool.append(batch(0, boot="1"))
+    spool.overtake("2")
+    spool.append(batch(0, boot="2"))
+    spool.overtake("3")
+    spool.append(batch(0, boot="3"))
+    assert [one.boot_id for one in drain(spool)] == ["3", "1", "2"]
+
+
+def test_boots_sort_in_order_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boots = []
+    for hours in (0, 1, -3, -3, 2):
+        monkeypatch.setattr("paceline_agent.spool.timeline_ns", lambda h=hours: (500 + h) * HOUR_NS)
+        boots += [Spool(tmp_path, LIMIT).begin_boot(), Spool(tmp_path, LIMIT).begin_boot()]
+    assert boots == sorted(set(boots))
+    (tmp_path / "newest-boot").write_bytes(b"\xff torn")
+    spool = Spool(tmp_path, LIMIT)
+    spool.append(batch(0, boot=boots[-1]))
+    assert Spool(tmp_path, LIMIT).begin_boot() > boots[-1], "the batches tell as well"
 
 
 def test_a_full_spool_drops_the_oldest_detail_and_keeps_events(tmp_path: Path) -> None:
     spool = Spool(tmp_path, 64 << 10)
     for sequence in range(40):
-        spool.append(batch(sequence, samples=200, event=True), boot_ns=1)
+        spool.append(batch(sequence, samples=200, event=True))
     assert spool.size_bytes <= 64 << 10
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= (64 << 10) + 40 * 16
     kept = drain(spool)
@@ -82,12 +119,12 @@ def test_spans_go_before_samples_and_samples_before_events(tmp_path: Path) -> No
     spool = Spool(tmp_path, 64 << 10)
     for sequence in range(30):
         whole = batch(sequence, samples=20, event=True)
-        spool.append(msgspec.structs.replace(whole, spans=[block()]), boot_ns=1)
+        spool.append(msgspec.structs.replace(whole, spans=[block()]))
     kept = drain(spool)
     assert [one.sequence for one in kept] == list(range(30))
     assert all(one.samples and one.events for one in kept), "spans were enough to give up"
     without = [one.sequence for one in kept if not one.spans]
-    assert without == list(range(1, 1 + len(without))), "the oldest first"
+    assert without == list(range(len(without))), "the oldest first"
     assert spool.counts.dropped == len(without) > 0
     assert spool.counts.lost_spans == 64 * len(without)
     assert spool.counts.lost_samples == spool.counts.lost_events == 0
@@ -95,10 +132,12 @@ def test_spans_go_before_samples_and_samples_before_events(tmp_path: Path) -> No
 
 def test_a_spool_full_of_events_drops_the_oldest(tmp_path: Path) -> None:
     spool = Spool(tmp_path, 64 << 10)
-    for sequence in range(1500):
-        spool.append(batch(sequence, event=True), boot_ns=1)
+    spool.append(batch(0, event=True))
+    asyncio.run(spool.head())
+    for sequence in range(1, 1500):
+        spool.append(batch(sequence, event=True))
     kept = [one.sequence for one in drain(spool)]
-    assert kept[0] == 0, "the head may be on its way"
+    assert kept[0] == 0, "it may be on its way"
     assert kept[1:] == list(range(1500 - len(kept) + 1, 1500))
     assert spool.counts.dropped == spool.counts.lost_events == 1500 - len(kept)
 
@@ -107,7 +146,7 @@ def test_a_spool_full_of_events_drops_the_oldest(tmp_path: Path) -> None:
 def test_a_damaged_file_is_skipped_and_counted(tmp_path: Path, damage: str) -> None:
     first = Spool(tmp_path, LIMIT)
     for sequence in range(3):
-        first.append(batch(sequence, samples=5), boot_ns=1)
+        first.append(batch(sequence, samples=5))
     victim = sorted(tmp_path.iterdir())[1]
     content = bytearray(victim.read_bytes())
     content[-1] ^= 1
@@ -126,8 +165,8 @@ def test_a_damaged_file_is_skipped_and_counted(tmp_path: Path, damage: str) -> N
 
 def test_a_file_that_vanishes_is_skipped(tmp_path: Path) -> None:
     spool = Spool(tmp_path, LIMIT)
-    spool.append(batch(0), boot_ns=1)
-    spool.append(batch(1), boot_ns=1)
+    spool.append(batch(0))
+    spool.append(batch(1))
     sorted(tmp_path.iterdir())[0].unlink()
     assert [one.sequence for one in drain(spool)] == [1]
 
@@ -137,7 +176,7 @@ def test_rejected_batches_are_set_aside_and_few_are_kept(tmp_path: Path) -> None
 
     async def reject_all() -> None:
         for sequence in range(30):
-            spool.append(batch(sequence), boot_ns=1)
+            spool.append(batch(sequence))
             spool.reject(await spool.head())
 
     asyncio.run(reject_all())
@@ -155,7 +194,7 @@ def test_an_unwritable_directory_keeps_batches_in_bounded_memory(
     in_the_way.write_text("a file where the directory should be")
     spool = Spool(in_the_way, LIMIT, memory_bytes=64 << 10)
     for sequence in range(60):
-        spool.append(batch(sequence, samples=100, event=True), boot_ns=1)
+        spool.append(batch(sequence, samples=100, event=True))
     assert spool.size_bytes <= 64 << 10
     assert len([one for one in caplog.records if one.levelname == "ERROR"]) == 1
     assert [one.sequence for one in drain(spool)] == list(range(60))
@@ -178,11 +217,11 @@ def test_a_full_disk_loses_nothing_and_heals(
 ) -> None:
     spool = Spool(small_disk / "spool", 8 << 20)
     for sequence in range(40):
-        spool.append(batch(sequence, samples=200), boot_ns=1)
+        spool.append(batch(sequence, samples=200))
     assert spool.disk_error == "No space left on device"
     assert len([one for one in caplog.records if one.levelname == "ERROR"]) == 1
     assert not list(small_disk.glob("spool/.writing")), "a torn file takes room"
     assert [one.sequence for one in drain(spool)] == list(range(40))
-    spool.append(batch(40), boot_ns=1)
+    spool.append(batch(40))
     assert spool.disk_error is None
     assert len(list(small_disk.glob("spool/*.batch"))) == 1

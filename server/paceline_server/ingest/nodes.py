@@ -13,6 +13,7 @@ from paceline_server.store.models import Boot, GpuReading, Node
 from paceline_wire.batch import AgentHello, Batch, Sample
 
 _GPU_SHOWN_NS = 1_000_000_000  # a node's readings are announced this often at most
+_SILENT_NS = 5_000_000_000  # longer than any living agent's pause
 
 
 def hear(session: Session, heard: Sequence[tuple[Batch, int]]) -> None:
@@ -39,13 +40,20 @@ def hear(session: Session, heard: Sequence[tuple[Batch, int]]) -> None:
             node = nodes[batch.agent_id] = _new(batch, received_ns)
             session.add(node)
         elif node.boot_id != batch.boot_id:
-            if not is_new_boot or (batch.sequence > 0 and batch.packed_ns <= node.packed_ns):
+            if not (
+                batch.boot_id > node.boot_id or (is_new_boot and _began(node, batch, received_ns))
+            ):
                 continue
             node.boot_id, node.sequence = batch.boot_id, -1
         if _apply(node, batch, received_ns):
             announced.add(batch.agent_id)
     session.flush()
     record_changes(session, None, "node", sorted(announced))
+
+
+def _began(node: Node, batch: Batch, received_ns: int) -> bool:
+    """Boots sort in order, but for a node that lost its disk and had its clock set back."""
+    return batch.sequence == 0 and received_ns - node.last_seen_ns > _SILENT_NS
 
 
 def _rows_of(agents: set[str]) -> Select[Node]:

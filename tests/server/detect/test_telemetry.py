@@ -68,6 +68,19 @@ def test_late_samples_take_their_place_and_repeated_ones_none():
     assert [value for _, value in found.points] == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
+def test_an_outage_that_is_told_after_what_came_later_is_kept_as_well():
+    """Live samples overtake those of the outage; its causes are looked for in the latter."""
+    found = series([1980.0] * 3)
+    found.add(START_NS + 1000 * SECOND_NS, 1990.0)
+    for second in range(10, 900):
+        found.add(START_NS + second * SECOND_NS, 700.0 + second % 7)
+    assert len(found) <= POINTS_PER_SERIES
+    assert found.latest() == 1990.0
+    assert found.typical_since(START_NS + 100 * SECOND_NS) == pytest.approx(703, abs=5)
+    newest = [time_ns for time_ns, value in found.points if value < 800][-1]
+    assert newest == START_NS + 899 * SECOND_NS
+
+
 def test_rates_of_a_counter_and_of_one_that_is_reset():
     found = series([10.0 * index for index in range(20)])
     onset_ns = START_NS + 10 * SECOND_NS

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from simulated_node import hello
 from sqlalchemy import func, select
 
+from paceline_server.ingest.nodes import hear
 from paceline_server.store.models import HotLog, Node
 from paceline_server.store.tokens import create_token
 from paceline_wire import batch as wire
@@ -116,6 +117,30 @@ def test_old_news_never_makes_a_node_older(ingest: Ingest) -> None:
     assert (node.hello.slots, node.dropped_batches) == (4, 0)
     assert node.last_seen_ns >= now.last_seen_ns
     assert ingest.stored() == 5
+
+
+def test_a_boot_that_overtakes_its_backlog_stays_the_node(ingest: Ingest) -> None:
+    now_ns = time.time_ns()
+    ingest.send(batch(0, boot="2", packed_ns=now_ns, events=[hello(slots=4)]))
+    ingest.send(batch(0, boot="1", packed_ns=now_ns + 1, events=[hello(slots=2)]))  # old, unheard
+    ingest.send(batch(1, boot="1", packed_ns=now_ns + 2))
+    ingest.send(batch(1, boot="2", packed_ns=now_ns - 1, dropped_batches=3))
+    node = ingest.node()
+    assert (node.boot_id, node.sequence, node.dropped_batches) == ("2", 1, 3)
+    assert node.hello is not None
+    assert node.hello.slots == 4
+    assert ingest.stored() == 4
+
+
+def test_a_node_that_lost_its_disk_and_its_time_is_heard_after_a_silence(ingest: Ingest) -> None:
+    ingest.send(batch(0, boot="2", events=[hello()]))
+    silent_ns = ingest.node().last_seen_ns + 6_000_000_000
+    reborn = batch(0, boot="1", packed_ns=1, events=[hello(slots=4)])
+    with ingest.server.program.database.write() as session:
+        hear(session, [(reborn, silent_ns)])
+    assert ingest.node().boot_id == "1"
+    ingest.send(batch(1, boot="1", packed_ns=2))
+    assert ingest.node().sequence == 1
 
 
 def test_gpu_values_show_on_the_node_in_base_units(ingest: Ingest) -> None:

@@ -8,8 +8,10 @@ from paceline_wire.batch import Batch
 SECOND = 1_000_000_000
 
 
-def batch(agent: str, packed_ns: int) -> Batch:
-    return Batch(agent_id=agent, boot_id="boot", sequence=0, packed_ns=packed_ns)
+def batch(agent: str, packed_ns: int, *, overtakes: bool = False) -> Batch:
+    return Batch(
+        agent_id=agent, boot_id="boot", sequence=0, packed_ns=packed_ns, overtakes=overtakes
+    )
 
 
 def test_a_job_without_ranks_is_settled_at_once() -> None:
@@ -30,6 +32,23 @@ def test_a_node_that_stays_silent_is_judged_after_its_grace() -> None:
     settling = Settling(0, 6 * SECOND)
     assert not settling.settled({"a"}, 6 * SECOND)
     assert settling.settled({"a"}, 6 * SECOND + 1)
+
+
+def test_news_that_overtake_a_backlog_do_not_settle() -> None:
+    """Its ranks' news are still those of an hour ago: judged by them, they would look stuck."""
+    settling = Settling(0, 6 * SECOND)
+    for second in range(30):
+        settling.hear(batch("a", second * SECOND, overtakes=True), second * SECOND)
+        assert not settling.settled({"a"}, second * SECOND)
+    settling.hear(batch("a", 30 * SECOND), 30 * SECOND)
+    assert settling.settled({"a"}, 30 * SECOND)
+
+
+def test_a_node_that_never_gets_through_its_backlog_is_judged_all_the_same() -> None:
+    settling = Settling(0, 6 * SECOND)
+    for second in range(66):
+        settling.hear(batch("a", second * SECOND, overtakes=True), second * SECOND)
+    assert settling.settled({"a"}, 66 * SECOND)
 
 
 def test_a_pause_begins_anew() -> None:
