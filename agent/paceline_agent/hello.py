@@ -9,9 +9,10 @@ import socket
 
 from paceline_agent.clock import timeline_ns
 from paceline_agent.collectors.contract import Collected
+from paceline_agent.gpus import Gpus
 from paceline_agent.outbox import Outbox
 from paceline_agent.settings import AgentSettings
-from paceline_wire.batch import AgentHello, CollectorEvent, GpuInfo
+from paceline_wire.batch import AgentHello, CollectorEvent
 from paceline_wire.commands import StartRanks
 
 INVENTORY_SECONDS = 5.0
@@ -53,7 +54,7 @@ class Greeter:
     def __init__(self, settings: AgentSettings, outbox: Outbox) -> None:
         self._settings = settings
         self._outbox = outbox
-        self._gpus: list[GpuInfo] = []
+        self._gpus = Gpus()
         self._greeted = False
         self._inventory_known = asyncio.Event()
         self._port = RendezvousPort()
@@ -76,8 +77,8 @@ class Greeter:
             version=importlib.metadata.version("paceline"),
             address=settings.reachable_address,
             rendezvous_port=self._port.number,
-            slots=settings.slots if settings.slots is not None else max(1, len(self._gpus)),
-            gpus=self._gpus,
+            slots=self._gpus.slots(settings.slots),
+            gpus=self._gpus.all,
             labels={"lease_seconds": f"{settings.lease_seconds:g}", **settings.labels},
         )
         self._outbox.put_hello(hello, first=first)
@@ -85,16 +86,15 @@ class Greeter:
 
     def learn(self, collected: Collected) -> None:
         """Look for news of the node's GPUs in what a collector brought."""
-        if collected.gpus is not None:
-            changed = list(collected.gpus) != self._gpus
-            self._gpus = list(collected.gpus)
-            if changed and self._greeted:
-                self.greet()
-        elif not any(
+        if collected.gpus is None and not any(
             isinstance(event, CollectorEvent) and event.collector == "nvml"
             for event in collected.events
         ):
             return
+        before = self._gpus.all
+        self._outbox.put_events(self._gpus.learn(collected, timeline_ns()))
+        if self._gpus.all != before and self._greeted:
+            self.greet()
         self._inventory_known.set()  # or known not to be had
 
     def before_start(self, command: StartRanks) -> None:

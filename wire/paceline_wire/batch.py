@@ -9,6 +9,7 @@ Times are nanoseconds of the node's CLOCK_REALTIME unless a field says otherwise
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 import zstandard
@@ -67,10 +68,13 @@ class SpanBlock(msgspec.Struct, frozen=True):
 
 
 class GpuInfo(msgspec.Struct, frozen=True):
+    """One GPU of a node. Without an answer since the agent began all its texts are empty."""
+
     index: int
     uuid: str
     name: str
     pci_bus_id: str
+    trouble: Literal["lost", "hung"] | None = None  # it can hold no rank
 
 
 class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
@@ -81,7 +85,7 @@ class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
     version: str
     address: str  # where other nodes reach a rank 0 that runs here
     rendezvous_port: int  # free at `time_ns`; renewed after each use
-    slots: int  # ranks this node can hold
+    slots: int  # ranks this node can hold now: none on a GPU that is in trouble
     gpus: list[GpuInfo] = []
     labels: dict[str, str] = {}
 
@@ -168,7 +172,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, tag="command_resu
 
 
 class DeviceEvent(msgspec.Struct, frozen=True, kw_only=True, tag="device_event"):
-    """Something a collector saw happen: `gpu_lost`, `gpu_back`, `xid`, `link_down`, ..."""
+    """Something a collector saw happen: `gpu_lost`, `gpu_hung`, `gpu_back`, `xid`, ..."""
 
     time_ns: int
     kind: str
