@@ -1,7 +1,7 @@
 """Whether the agent's memory grows: thousands of sweeps as fast as they go.
 
 The real agent, its pauses between sweeps cut short at the one seam they go through
-(`SystemClock.sleep`); everything else, sending included, is as always. PACELINE_BENCH_SECONDS is
+(`SystemClock.call_later`); everything else, sending included, is as always. PACELINE_BENCH_SECONDS is
 for how long: a day's 86,400 sweeps take about half an hour.
 """
 
@@ -22,9 +22,9 @@ _FAST = """
 import asyncio
 from paceline_agent import clock
 from paceline_agent.__main__ import main
-async def sleep(self, seconds):
-    await asyncio.sleep(min(seconds, 0.001))
-clock.SystemClock.sleep = sleep
+def call_later(self, seconds, callback):
+    return asyncio.get_running_loop().call_later(min(seconds, 0.001), callback)
+clock.SystemClock.call_later = call_later
 main(prog_name="paceline agent")
 """
 _EACH_SWEEP = "node_infiniband_state_id"  # of nine ports

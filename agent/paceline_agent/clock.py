@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # counts on while suspended
@@ -33,10 +34,11 @@ class Clock(Protocol):
 
     def monotonic_seconds(self) -> float: ...
 
-    async def sleep(self, seconds: float) -> None: ...
+    def call_later(self, seconds: float, callback: Callable[[], object]) -> asyncio.Handle:
+        """In the running loop."""
 
 
-_TICKS = ((0.75, 1.0), (0.25, 0.125))  # of sleeps from so long on: their ends fall on multiples
+_TICKS = ((0.75, 1.0), (0.25, 0.125))  # of pauses from so long on: their ends fall on multiples
 
 
 def until_next(period_seconds: float, phase_seconds: float = 0.0) -> float:
@@ -47,7 +49,7 @@ def until_next(period_seconds: float, phase_seconds: float = 0.0) -> float:
 class SystemClock:
     """The machine's own clocks.
 
-    A longer sleep ends at the nearest tick. What is due at about the same time then wakes the
+    A longer pause ends at the nearest tick. What is due at about the same time then wakes the
     process once: each wake-up costs as much as many a collector, and what was read together
     belongs together.
     """
@@ -58,10 +60,10 @@ class SystemClock:
     def monotonic_seconds(self) -> float:
         return time.monotonic()
 
-    async def sleep(self, seconds: float) -> None:
+    def call_later(self, seconds: float, callback: Callable[[], object]) -> asyncio.Handle:
         now = time.monotonic()
         for least_seconds, tick_seconds in _TICKS:
             if seconds >= least_seconds:
                 seconds = round((now + seconds) / tick_seconds) * tick_seconds - now
                 break
-        await asyncio.sleep(seconds)
+        return asyncio.get_running_loop().call_later(seconds, callback)

@@ -1,4 +1,4 @@
-"""The process an isolated collector lives in: reads calls from a pipe, answers on another.
+"""The process an isolated collector lives in: reads calls from a socket and answers there.
 
 Frames are a 4-byte little-endian length and msgpack. It is small on purpose (no event loop, no
 network) and dies with the agent that started it.
@@ -13,8 +13,8 @@ import signal
 import struct
 import sys
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -25,8 +25,10 @@ from paceline_agent.collectors.contract import (
     Context,
     LocalRank,
 )
+from paceline_agent.sample_columns import ColumnReader, Columns, ColumnWriter
 
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
+_READ_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -51,7 +53,11 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Answered(msgspec.Struct, tag="answered"):
+    """`collected` without its samples, which are columns."""
+
     collected: Collected
+    samples: Columns
+    lasting: Columns | None
 
 
 class Unavailable(msgspec.Struct, tag="unavailable"):
@@ -62,11 +68,38 @@ class Failed(msgspec.Struct, tag="failed"):
     error: str
 
 
-Answer = Answered | Unavailable | Failed
-
 _encoder = msgspec.msgpack.Encoder()
 _call_decoder = msgspec.msgpack.Decoder(Call)
-_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_answer_decoder: msgspec.msgpack.Decoder[Answered | Unavailable | Failed]
+_answer_decoder = msgspec.msgpack.Decoder(Answered | Unavailable | Failed)
+
+
+class Answers:
+    """Those of one worker, decoded in the order they come."""
+
+    def __init__(self) -> None:
+        self._samples, self._lasting = ColumnReader(), ColumnReader()
+
+    def decode(self, payload: memoryview) -> Collected | Unavailable | Failed:
+        answer = _answer_decoder.decode(payload)
+        if not isinstance(answer, Answered):
+            return answer
+        lasting = None if answer.lasting is None else self._lasting.read(answer.lasting)
+        return msgspec.structs.replace(
+            answer.collected, samples=self._samples.read(answer.samples), lasting=lasting
+        )
+
+
+class _Answering:
+    """The worker's side of it."""
+
+    def __init__(self) -> None:
+        self._samples, self._lasting = ColumnWriter(), ColumnWriter()
+
+    def answered(self, collected: Collected) -> Answered:
+        lasting = None if collected.lasting is None else self._lasting.write(collected.lasting)
+        bare = msgspec.structs.replace(collected, samples=[], lasting=None)
+        return Answered(bare, self._samples.write(collected.samples), lasting)
 
 
 def encode_setup(collector_type: type[Collector], context: Context) -> bytes:
@@ -86,21 +119,16 @@ def encode_call(now_ns: int, ranks: Sequence[LocalRank]) -> bytes:
     return _encoder.encode(Call(now_ns, list(ranks)))
 
 
-def decode_answer(payload: bytes) -> Answer:
-    return _answer_decoder.decode(payload)
-
-
 def main() -> None:
     _die_with(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle
-    calls = sys.stdin.buffer
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a driver library that prints must not tear a frame
-    setup = msgspec.msgpack.decode(_read(calls) or sys.exit(0), type=Setup)
-    serve(setup, calls, answers)
+    os.dup2(2, 1)  # what a driver library prints is no output of the agent's
+    with FileIO(int(sys.argv[2]), "r+") as agent:
+        setup = msgspec.msgpack.decode(_read(agent) or sys.exit(0), type=Setup)
+        serve(setup, agent)
 
 
-def serve(setup: Setup, calls: BinaryIO, answers: BinaryIO) -> None:
+def serve(setup: Setup, agent: FileIO) -> None:
     collector_type = getattr(importlib.import_module(setup.module), setup.collector)
     context = Context(
         node_directory=Path(setup.node_directory),
@@ -111,18 +139,20 @@ def serve(setup: Setup, calls: BinaryIO, answers: BinaryIO) -> None:
     )
     ranks: list[LocalRank] = []
     collector: Collector | None = None
-    _write(answers, Ready())
-    while received := _read(calls):
+    answering = _Answering()
+    _write(agent, Ready())
+    while received := _read(agent):
         call = _call_decoder.decode(received)
         ranks = call.ranks
         try:
             if collector is None:
                 collector = collector_type(context)
-            _write(answers, Answered(collector.collect(call.now_ns)))
+            _write(agent, answering.answered(collector.collect(call.now_ns)))
         except CollectorUnavailable as unavailable:
-            _write(answers, Unavailable(str(unavailable)))
+            _write(agent, Unavailable(str(unavailable)))
         except Exception as error:
-            _write(answers, Failed(f"{type(error).__name__}: {error}"))
+            answering = _Answering()
+            _write(agent, Failed(f"{type(error).__name__}: {error}"))
 
 
 def _die_with(parent_pid: int) -> None:
@@ -132,15 +162,22 @@ def _die_with(parent_pid: int) -> None:
         sys.exit(0)
 
 
-def _read(stream: BinaryIO) -> bytes:
-    header = stream.read(_LENGTH.size)
-    if len(header) < _LENGTH.size:
-        return b""
-    (length,) = _LENGTH.unpack(header)
-    return stream.read(length)
+def _read(agent: FileIO) -> bytes:
+    """One frame; empty at the end."""
+    received = b""
+    length = LENGTH.size
+    while len(received) < length:
+        more = agent.read(_READ_BYTES)
+        if not more:
+            return b""
+        received += more
+        if len(received) >= LENGTH.size:
+            length = LENGTH.size + LENGTH.unpack_from(received)[0]
+    return received[LENGTH.size :]
 
 
-def _write(stream: BinaryIO, message: Ready | Answer) -> None:
+def _write(agent: FileIO, message: Ready | Answered | Unavailable | Failed) -> None:
     payload = _encoder.encode(message)
-    stream.write(_LENGTH.pack(len(payload)) + payload)
-    stream.flush()
+    left = memoryview(LENGTH.pack(len(payload)) + payload)
+    while left:
+        left = left[agent.write(left) :]

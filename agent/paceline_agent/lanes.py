@@ -9,17 +9,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import queue
 import signal
-import struct
+import socket
 import sys
 import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from paceline_agent import collector_worker
+from paceline_agent.collector_worker import (
+    LENGTH,
+    Answers,
+    Failed,
+    Unavailable,
+    encode_call,
+    encode_setup,
+)
 from paceline_agent.collectors.contract import (
     Collected,
     Collector,
@@ -27,7 +38,11 @@ from paceline_agent.collectors.contract import (
     Context,
 )
 
-_LENGTH = struct.Struct("<I")
+_READ_BYTES = 1 << 18
+_PATIENCE_SECONDS = 0.5  # before those behind a call that takes long go on without it
+_LONG_SECONDS = 0.02  # a call that took so long is told of before the next one begins
+
+T = TypeVar("T")
 
 
 class WorkerDied(Exception):  # noqa: N818 - what happened, in the error tree of the runner
@@ -40,8 +55,9 @@ class WorkerFailed(Exception):  # noqa: N818
 
 class Lane(Protocol):
     opened: asyncio.Event  # set while a call need not start anything first
+    took_seconds: float | None  # by the last call, without what it had to wait for; None: not told
 
-    async def collect(self, now_ns: int) -> Collected: ...
+    def collect(self, now_ns: int) -> Awaitable[Collected]: ...
 
     def abandon(self) -> None:
         """End the call in progress if anything can. `collect` then raises."""
@@ -49,65 +65,188 @@ class Lane(Protocol):
     async def close(self) -> None: ...
 
 
-class ThreadLane:
-    """A daemon thread that makes the collector and calls it."""
+class Crew:
+    """A thread that makes the calls of many lanes, one after another.
 
-    def __init__(self, collector_type: type[Collector], context: Context) -> None:
+    All that is due at one moment costs one awakening of the thread and one of the loop. A call
+    that takes longer than the patience keeps its thread, and those behind it go on in a new one:
+    as many threads hang as calls, never more. All methods belong to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._shift: _Shift | None = None
+        self._look: asyncio.TimerHandle | None = None
+
+    def call(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        try:
+            self._put([_Call(work, future)])
+        except RuntimeError as error:  # no thread can be started
+            future.set_exception(error)
+        return future
+
+    def _put(self, calls: Sequence[_Call]) -> None:
+        loop = asyncio.get_running_loop()
+        if self._shift is None:
+            self._shift = _Shift(loop, self._settled)
+        self._shift.put(calls)
+        if self._look is None:
+            self._look = loop.call_later(_PATIENCE_SECONDS, self._look_after)
+
+    def _settled(self, shift: _Shift) -> None:
+        if shift is self._shift and shift.is_idle and self._look is not None:
+            self._look.cancel()
+            self._look = None
+
+    def _look_after(self) -> None:
+        self._look = None
+        shift = self._shift
+        if shift is None:
+            return
+        shift.settle()
+        if shift.is_idle:
+            return
+        behind = shift.leave_late()
+        if behind is not None:
+            self._shift = None
+        if behind is None or behind:
+            self._put(behind or ())
+
+    def close(self) -> None:
+        """Once the calls are made the thread ends; one that is stuck dies with the process."""
+        if self._shift is not None:
+            self._shift.end()
+        if self._look is not None:
+            self._look.cancel()
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call on its way to a thread, and its answer on the way back."""
+
+    work: Callable[[], Any]
+    future: asyncio.Future[Any]
+    answer: Any = None
+    error: Exception | None = None
+
+    def make(self) -> None:
+        try:
+            self.answer = self.work()
+        except Exception as error:
+            self.error = error
+
+    def settle(self) -> None:
+        if self.future.done():
+            return
+        if self.error is None:
+            self.future.set_result(self.answer)
+        else:
+            self.future.set_exception(self.error)
+
+
+class _Shift:
+    """One thread of a crew, what it has still to do and what it has done."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, settled: Callable[[_Shift], None]) -> None:
+        self._loop = loop
+        self._settled = settled
+        self._waiting: deque[_Call] = deque()
+        self._done: deque[_Call] = deque()
+        self._state = threading.Condition()
+        self._began: float | None = None  # the call under way; None: there is none
+        self._ends = False
+        threading.Thread(target=self._serve, name="collectors", daemon=True).start()
+
+    @property
+    def is_idle(self) -> bool:
+        with self._state:
+            return not self._waiting and self._began is None
+
+    def put(self, calls: Sequence[_Call]) -> None:
+        with self._state:
+            self._waiting.extend(calls)
+            self._state.notify()
+
+    def leave_late(self) -> list[_Call] | None:
+        """The calls behind one that takes too long, which is then the last; None: none does."""
+        with self._state:
+            if self._began is None or time.monotonic() - self._began < _PATIENCE_SECONDS:
+                return None
+            self._ends = True
+            behind = list(self._waiting)
+            self._waiting.clear()
+            return behind
+
+    def end(self) -> None:
+        with self._state:
+            self._ends = True
+            self._state.notify()
+
+    def settle(self) -> None:
+        while self._done:
+            self._done.popleft().settle()
+        self._settled(self)
+
+    def _serve(self) -> None:
+        while True:
+            with self._state:
+                while not self._waiting:
+                    if self._ends:
+                        return
+                    self._state.wait()
+                call = self._waiting.popleft()
+                began = self._began = time.monotonic()
+            call.make()
+            self._done.append(call)
+            with self._state:
+                self._began = None
+                tells = not self._waiting or time.monotonic() - began > _LONG_SECONDS
+            if tells:
+                with contextlib.suppress(RuntimeError):  # the loop closed meanwhile
+                    self._loop.call_soon_threadsafe(self.settle)
+
+
+class ThreadLane:
+    """Has a crew make the collector and call it."""
+
+    def __init__(
+        self, collector_type: type[Collector], context: Context, crew: Crew | None = None
+    ) -> None:
         self.opened = asyncio.Event()
         self.opened.set()
         self._type = collector_type
         self._context = context
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._crew = crew or Crew()
+        self._is_shared = crew is not None
+        self.took_seconds: float | None = None
+        self._collector: Collector | None = None
+        self._is_busy = False
 
-    async def collect(self, now_ns: int) -> Collected:
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._serve, name=f"collector-{self._type.name}", daemon=True
-            )
-            self._thread.start()
-        loop = asyncio.get_running_loop()
-        call = _Call(now_ns, loop, loop.create_future())
-        self._calls.put(call)
-        return await call.future
+    def collect(self, now_ns: int) -> asyncio.Future[Collected]:
+        self.took_seconds = None
+        return self._crew.call(partial(self._collect, now_ns))
 
-    def _serve(self) -> None:
-        collector: Collector | None = None
-        while (call := self._calls.get()) is not None:
-            try:
-                collector = collector or self._type(self._context)
-                call.answer(collector.collect(call.now_ns))
-            except Exception as error:
-                call.answer(error)
-        if collector is not None:
-            collector.close()
+    def _collect(self, now_ns: int) -> Collected:
+        self._is_busy = True
+        began = time.monotonic()
+        try:
+            self._collector = self._collector or self._type(self._context)
+            return self._collector.collect(now_ns)
+        finally:
+            self.took_seconds = time.monotonic() - began
+            self._is_busy = False
+
+    def _let_go(self) -> None:
+        if self._collector is not None and not self._is_busy:  # stuck in another thread
+            self._collector.close()
 
     def abandon(self) -> None:
         """Nothing ends a thread: the call comes back, or the lane stays taken."""
 
     async def close(self) -> None:
-        self._calls.put(None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call on its way to a thread and its answer's way back to the loop."""
-
-    now_ns: int
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Collected]
-
-    def answer(self, answer: Collected | Exception) -> None:
-        def settle() -> None:
-            if self.future.done():
-                return
-            if isinstance(answer, Collected):
-                self.future.set_result(answer)
-            else:
-                self.future.set_exception(answer)
-
-        with contextlib.suppress(RuntimeError):  # the loop closed while the call was stuck
-            self.loop.call_soon_threadsafe(settle)
+        self._crew.call(self._let_go)
+        if not self._is_shared:
+            self._crew.close()
 
 
 class ProcessLane:
@@ -120,84 +259,119 @@ class ProcessLane:
     def __init__(self, collector_type: type[Collector], context: Context) -> None:
         self._type = collector_type
         self._context = context
-        self._process: asyncio.subprocess.Process | None = None
+        self._worker: _Worker | None = None
         self.opened = asyncio.Event()
+        self.took_seconds: float | None = None
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process else None
+        return self._worker.process.pid if self._worker else None
 
     async def collect(self, now_ns: int) -> Collected:
-        process = self._process or await self._start()
+        self.took_seconds = None
+        worker = self._worker or await self._start()
+        began = time.monotonic()
         try:
-            self._send(process, collector_worker.encode_call(now_ns, self._context.local_ranks()))
-            answer = collector_worker.decode_answer(await self._receive(process))
-        except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError) as error:
-            raise WorkerDied(f"its process ended: {await self._bury(process)}") from error
-        if isinstance(answer, collector_worker.Unavailable):
+            await worker.send(encode_call(now_ns, self._context.local_ranks()))
+            answer = worker.answers.decode(await worker.receive())
+        except (EOFError, OSError, msgspec.DecodeError) as error:
+            raise WorkerDied(f"its process ended: {await self._bury(worker)}") from error
+        self.took_seconds = time.monotonic() - began
+        if isinstance(answer, Unavailable):
             await self.close()
             raise CollectorUnavailable(answer.reason)
-        if isinstance(answer, collector_worker.Failed):
+        if isinstance(answer, Failed):
             raise WorkerFailed(answer.error)
-        return answer.collected
+        return answer
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        module = collector_worker.__name__
-        self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            f"from {module} import main; main()",
-            str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
+    async def _start(self) -> _Worker:
+        self._worker = worker = await _Worker.start()
         try:
-            self._send(process, collector_worker.encode_setup(self._type, self._context))
-            await self._receive(process)
-        except (asyncio.IncompleteReadError, OSError) as error:
-            raise WorkerDied(f"its process did not start: {await self._bury(process)}") from error
+            await worker.send(encode_setup(self._type, self._context))
+            await worker.receive()
+        except (EOFError, OSError) as error:
+            raise WorkerDied(f"its process did not start: {await self._bury(worker)}") from error
         self.opened.set()
-        return process
+        return worker
 
-    @staticmethod
-    def _send(process: asyncio.subprocess.Process, payload: bytes) -> None:
-        assert process.stdin is not None
-        process.stdin.write(_LENGTH.pack(len(payload)) + payload)
-
-    @staticmethod
-    async def _receive(process: asyncio.subprocess.Process) -> bytes:
-        assert process.stdout is not None
-        (length,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
-        return await process.stdout.readexactly(length)
-
-    async def _bury(self, process: asyncio.subprocess.Process) -> str:
-        self._process = None
+    async def _bury(self, worker: _Worker) -> str:
+        self._worker = None
         self.opened.clear()
-        _kill(process)
-        status = await process.wait()
+        worker.end()
+        status = await worker.process.wait()
         return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
 
     def abandon(self) -> None:
-        if self._process is not None:
-            _kill(self._process)
+        if self._worker is not None:
+            self._worker.kill()
 
     async def close(self) -> None:
-        process, self._process = self._process, None
+        worker, self._worker = self._worker, None
         self.opened.clear()
-        if process is None:
+        if worker is None:
             return
-        _kill(process)
+        worker.end()
         with contextlib.suppress(TimeoutError):  # stuck in the driver: it dies when that lets go
-            await asyncio.wait_for(process.wait(), 1.0)
+            await asyncio.wait_for(worker.process.wait(), 1.0)
 
 
-def _kill(process: asyncio.subprocess.Process) -> None:
-    """Not `process.kill()`: that polls, and so may take the status from asyncio's own waiter."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+class _Worker:
+    """The agent's end of a worker process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, ours: socket.socket) -> None:
+        self.process = process
+        self.answers = Answers()
+        self._socket = ours
+
+    @classmethod
+    async def start(cls) -> _Worker:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-c",
+                f"from {collector_worker.__name__} import main; main()",
+                str(os.getpid()),
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        return cls(process, ours)
+
+    async def send(self, payload: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(self._socket, LENGTH.pack(len(payload)) + payload)
+
+    async def receive(self) -> memoryview:
+        """One frame. Raises EOFError if the process has ended."""
+        loop = asyncio.get_running_loop()
+        received = b""
+        while True:
+            more = await loop.sock_recv(self._socket, _READ_BYTES)
+            if not more:
+                raise EOFError
+            received = received + more if received else more
+            if len(received) >= LENGTH.size:
+                (length,) = LENGTH.unpack_from(received)
+                if len(received) >= LENGTH.size + length:
+                    return memoryview(received)[LENGTH.size :]
+
+    def kill(self) -> None:
+        """Not `process.kill()`: that polls, and may take the status from asyncio's own waiter."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        self.kill()
+        self._socket.close()
 
 
-def lane_of(collector_type: type[Collector], context: Context) -> ThreadLane | ProcessLane:
-    lane_type = ProcessLane if collector_type.isolated else ThreadLane
-    return lane_type(collector_type, context)
+def lane_of(
+    collector_type: type[Collector], context: Context, crew: Crew | None = None
+) -> ThreadLane | ProcessLane:
+    """Lanes of one crew share a thread while none of them is stuck."""
+    if collector_type.isolated:
+        return ProcessLane(collector_type, context)
+    return ThreadLane(collector_type, context, crew)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -17,7 +17,7 @@ from paceline_agent.collectors.contract import (
     CollectorUnavailable,
     Context,
 )
-from paceline_agent.lanes import Lane, lane_of
+from paceline_agent.lanes import Crew, Lane, lane_of
 from paceline_wire.batch import CollectorEvent, GpuInfo, Sample
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ class Runner:
     """Each collector at its own pace, none able to hold up another.
 
     `collectors` are classes (see `collectors.discover`): the runner makes them where they run,
-    in a thread of their own or, if isolated, in a child process. At most one call of a collector
-    is ever under way.
+    in a thread that they share while none of them is stuck or, if isolated, in a child process. At
+    most one call of a collector is ever under way.
     """
 
     def __init__(
@@ -61,14 +61,28 @@ class Runner:
 
     async def run(self, emit: Callable[[Collected], None]) -> None:
         """Collect until cancelled. `emit` is called in the event loop's thread."""
-        self._seats = seats = [self._seat(collector, emit) for collector in self._collectors]
+        crew = Crew()
+        self._seats = [
+            _Seat(
+                collector,
+                lane_of(collector, self._context, crew),
+                self._context,
+                self._clock,
+                self._patience,
+                emit,
+            )
+            for collector in self._collectors
+        ]
         try:
-            async with asyncio.TaskGroup() as group:
-                for seat in seats:
-                    group.create_task(seat.run(), name=f"collector {seat.name}")
+            for seat in self._seats:
+                seat.begin()
+            await asyncio.get_running_loop().create_future()
         finally:
-            for seat in seats:
+            for seat in self._seats:
+                seat.stop()
+            for seat in self._seats:
                 await seat.lane.close()
+            crew.close()
 
     def burst(self, names: Sequence[str], seconds: float) -> str | None:
         """Let these collectors (none named: all) hurry for a while. None, or why not."""
@@ -82,10 +96,6 @@ class Runner:
             if not names or seat.name in names:
                 seat.hurry(seconds)
         return None
-
-    def _seat(self, collector: type[Collector], emit: Callable[[Collected], None]) -> _Seat:
-        lane = lane_of(collector, self._context)
-        return _Seat(collector, lane, self._context, self._clock, self._patience, emit)
 
 
 class _Seat:
@@ -114,95 +124,101 @@ class _Seat:
         self._lasting = 0  # series that need not be brought each time
         self._brought_gpus = False
         self._hurries_until = 0.0
-        self._rest: asyncio.Future[None] | None = None
+        self._started = 0.0
+        self._late = False  # the call under way is past its deadline
+        self._call: asyncio.Future[Collected] | None = None  # None: it rests
+        self._opening: asyncio.Task[None] | None = None
+        self._next: asyncio.Handle | None = None  # what comes if nothing else does
 
-    async def run(self) -> None:
-        while True:
-            started = self._clock.monotonic_seconds()
-            call = asyncio.ensure_future(self.lane.collect(self._clock.realtime_ns()))
-            try:
-                pause = await self._attend(call, started)
-            finally:
-                call.cancel()
-            self._rest = asyncio.ensure_future(self._clock.sleep(pause))
-            try:
-                await asyncio.wait({self._rest})
-            finally:
-                self._rest.cancel()
+    def begin(self) -> None:
+        """Make a call, and the next ones each in its time."""
+        self._started = self._clock.monotonic_seconds()
+        self._late = False
+        self._call = asyncio.ensure_future(self.lane.collect(self._clock.realtime_ns()))
+        self._call.add_done_callback(self._answered)
+        if self.lane.opened.is_set():
+            self._grant_deadline()
+        else:
+            self._opening = asyncio.get_running_loop().create_task(self._see_opened())
+
+    def stop(self) -> None:
+        self._expect_nothing()
+        if self._call is not None:
+            self._call.remove_done_callback(self._answered)
+            self._call.cancel()
 
     def hurry(self, seconds: float) -> None:
         """Collect at BURST_INTERVAL_SECONDS from now on; one in trouble keeps its pause."""
         self._hurries_until = self._clock.monotonic_seconds() + seconds
-        if self._rest is not None and self._trouble is None:
-            self._rest.cancel()
+        if self._call is None and self._trouble is None:
+            self._expect_nothing()
+            self.begin()
 
-    async def _attend(self, call: asyncio.Future[Collected], started: float) -> float:
-        """See one call through; returns the seconds until the next."""
+    def _expect_nothing(self) -> None:
+        for expected in (self._next, self._opening):
+            if expected is not None:
+                expected.cancel()
+        self._next = self._opening = None
+
+    async def _see_opened(self) -> None:
+        """Let a worker process start: what that takes is not the collector's."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._patience.start_seconds):
+                await self.lane.opened.wait()
+        self._grant_deadline()
+
+    def _grant_deadline(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._next = loop.call_later(self._type.deadline_seconds, self._overdue)
+
+    def _overdue(self) -> None:
+        """Let be what cannot be killed: never a second one."""
+        self._late = True
         deadline = self._type.deadline_seconds
-        await self._see_opened(call)
-        await asyncio.wait({call}, timeout=deadline)
-        late = not call.done()
-        if late:
-            self._report_trouble("quarantined", f"no answer within {deadline:g} s", started)
-            await self._outwait(call)
+        self._report_trouble("quarantined", f"no answer within {deadline:g} s")
+        loop = asyncio.get_running_loop()
+        self._next = loop.call_later(self._patience.hung_seconds, self.lane.abandon)
+
+    def _answered(self, call: asyncio.Future[Collected]) -> None:
+        self._expect_nothing()
+        self._call = None
+        self._next = self._clock.call_later(self._judge(call), self.begin)
+
+    def _judge(self, call: asyncio.Future[Collected]) -> float:
+        """Tell what came of a call; returns the seconds until the next."""
         try:
             collected = call.result()
+            if self._late:  # what it read is of unknown age
+                collected = Collected(
+                    events=collected.events, gpus=collected.gpus, gpu_of_pid=collected.gpu_of_pid
+                )
+            return self._report_success(collected)
         except CollectorUnavailable as unavailable:
             none_left: list[GpuInfo] | None = [] if self._brought_gpus else None
-            return self._retry("unavailable", str(unavailable), started, none_left)
+            return self._retry("unavailable", str(unavailable), none_left)
         except Exception as error:
-            if late:
-                return self._retry("quarantined", str(error), started)
+            if self._late:
+                return self._retry("quarantined", str(error))
             logger.warning("collector %s failed", self.name, exc_info=error)
-            return self._retry("unavailable", f"{type(error).__name__}: {error}", started)
-        if late:  # what it read is of unknown age
-            collected = Collected(
-                events=collected.events, gpus=collected.gpus, gpu_of_pid=collected.gpu_of_pid
-            )
-        return self._report_success(collected, started)
+            return self._retry("unavailable", f"{type(error).__name__}: {error}")
 
-    async def _see_opened(self, call: asyncio.Future[Collected]) -> None:
-        """Let a worker process start: what that takes is not the collector's."""
-        if self.lane.opened.is_set():
-            return
-        opened = asyncio.ensure_future(self.lane.opened.wait())
-        either: set[asyncio.Future[Any]] = {call, opened}
-        try:
-            await asyncio.wait(
-                either,
-                timeout=self._patience.start_seconds,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-        finally:
-            opened.cancel()
-
-    async def _outwait(self, call: asyncio.Future[Collected]) -> None:
-        await asyncio.wait({call}, timeout=self._patience.hung_seconds)
-        if not call.done():
-            self.lane.abandon()
-            await asyncio.wait({call})  # let be what cannot be killed: never a second one
-
-    def _retry(
-        self, kind: str, detail: str, started: float, gpus: list[GpuInfo] | None = None
-    ) -> float:
-        self._report_trouble(kind, detail, started, gpus)
+    def _retry(self, kind: str, detail: str, gpus: list[GpuInfo] | None = None) -> float:
+        self._report_trouble(kind, detail, gpus)
         pause = self._patience.retry_seconds * 2.0**self._failures
         self._failures = min(self._failures + 1, 30)
         return min(pause, self._patience.retry_maximum_seconds)
 
-    def _report_trouble(
-        self, kind: str, detail: str, started: float, gpus: list[GpuInfo] | None = None
-    ) -> None:
+    def _report_trouble(self, kind: str, detail: str, gpus: list[GpuInfo] | None = None) -> None:
         events = []
         if self._trouble != kind:
             logger.info("collector %s is %s: %s", self.name, kind, detail)
             events.append(self._event(kind, detail))
         self._trouble = kind
         self._lasting = 0
-        health = self._health(started)
+        health = self._health()
         self._deliver(Collected(samples=health, lasting=[], events=[*events], gpus=gpus))
 
-    def _report_success(self, collected: Collected, started: float) -> float:
+    def _report_success(self, collected: Collected) -> float:
         events = list(collected.events)
         if self._trouble is not None:
             logger.info("collector %s is collecting again", self.name)
@@ -219,13 +235,13 @@ class _Seat:
         if collected.lasting is not None:
             self._lasting = len(collected.lasting)
         brought = len(collected.samples) + self._lasting
-        samples = collected.samples + self._health(started, brought=brought)
+        samples = collected.samples + self._health(brought=brought)
         self._deliver(msgspec.structs.replace(collected, samples=samples, events=events))
         now = self._clock.monotonic_seconds()
         interval = self._type.interval_seconds
         if now < self._hurries_until:
             interval = min(interval, BURST_INTERVAL_SECONDS)
-        return max(0.0, interval - (now - started))
+        return max(0.0, interval - (now - self._started))
 
     def _deliver(self, collected: Collected) -> None:
         try:
@@ -239,9 +255,11 @@ class _Seat:
             time_ns=self._clock.realtime_ns(), collector=self.name, kind=kind, detail=detail
         )
 
-    def _health(self, started: float, *, brought: int | None = None) -> list[Sample]:
+    def _health(self, *, brought: int | None = None) -> list[Sample]:
         now_ns = self._clock.realtime_ns()
-        duration = self._clock.monotonic_seconds() - started
+        duration = self.lane.took_seconds
+        if duration is None:
+            duration = self._clock.monotonic_seconds() - self._started
         not_taken = Sample(
             "paceline_collector_not_taken_total", {"collector": self.name}, self._not_taken, now_ns
         )

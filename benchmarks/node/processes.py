@@ -15,6 +15,14 @@ class RunningProcess:
         return _status_kib(self.pid, "VmRSS") / 1024
 
     @property
+    def pss_mib(self) -> float:
+        """Resident, each page divided by the number of processes that share it."""
+        for line in Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) / 1024
+        raise ValueError(f"process {self.pid} has no proportional size")
+
+    @property
     def cpu_ms(self) -> float:
         """Of all its threads, to the nanosecond: /proc/PID/stat counts ticks of 10 ms."""
         spent_ns = 0
@@ -49,6 +57,10 @@ class Family:
     @property
     def cpu_ms(self) -> float:
         return sum(member.cpu_ms for member in self.members)
+
+    @property
+    def pss_mib(self) -> float:
+        return sum(member.pss_mib for member in self.members)
 
     def having(self, text: str) -> tuple[RunningProcess, ...]:
         """The descendants with `text` in their command line."""

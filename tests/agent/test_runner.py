@@ -163,13 +163,47 @@ async def test_a_thread_that_hangs_is_quarantined_and_never_piled_up(context):
         before = log.count("steady")
         await log.until(lambda: log.count("steady") > before + 30)
         assert len(calls) == 1
-        assert threading.active_count() < 10
+        assert threading.active_count() < 4
         release.set()
         await log.until(lambda: len(log.events) > 1)
     assert log.events == [("stuck", "quarantined"), ("stuck", "recovered")]
     assert log.samples[0].time_ns > 0
     first = calls[0]
     assert not any(s.name == "stale" and s.time_ns == first for s in log.samples)
+
+
+async def test_those_behind_a_call_that_hangs_lose_no_sweep(context):
+    """All share a thread until one of them keeps it."""
+    release = threading.Event()
+    calls: list[str] = []
+
+    class Stuck(Steady):
+        name: ClassVar[str] = "stuck"
+        interval_seconds: ClassVar[float] = 60.0
+
+        def collect(self, now_ns: int) -> Collected:
+            calls.append(self.name)
+            release.wait(60)
+            return Collected()
+
+    class Behind(Stuck):
+        name: ClassVar[str] = "behind"
+
+        def collect(self, now_ns: int) -> Collected:
+            calls.append(self.name)
+            return Collected(samples=[Sample("behind", {}, 1.0, now_ns)])
+
+    class AlsoStuck(Stuck):
+        name: ClassVar[str] = "also stuck"
+
+    collectors = (Steady, Stuck, AlsoStuck, Behind)
+    async with running(*collectors, context=context) as log:
+        await log.until(lambda: log.count("behind") == 1)
+        assert sorted(calls) == ["also stuck", "behind", "stuck"]
+        assert log.events == [], "nobody was late"
+        release.set()
+        await log.until(lambda: log.count("paceline_collector_success") > 50)
+        await log.until(lambda: threading.active_count() <= 2)
 
 
 async def test_what_emit_refuses_is_counted_and_collecting_goes_on(context):
@@ -239,7 +273,7 @@ async def test_a_driver_that_hangs_from_the_start_is_told_as_soon(context, gpus)
 
 
 class FakeClock:
-    """Time that passes by sleeping only."""
+    """Time that passes by waiting for the next call only."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -251,10 +285,13 @@ class FakeClock:
     def monotonic_seconds(self) -> float:
         return self.now
 
-    async def sleep(self, seconds: float) -> None:
+    def call_later(self, seconds: float, callback: Callable[[], object]) -> asyncio.Handle:
+        def passed() -> None:
+            self.now += seconds
+            callback()
+
         self.pauses.append(seconds)
-        await asyncio.sleep(0)
-        self.now += seconds
+        return asyncio.get_running_loop().call_soon(passed)
 
 
 async def test_a_burst_ends(context):
