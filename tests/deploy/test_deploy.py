@@ -2,110 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from benchmarks.node import FakeNode, free_port
-
 DEPLOY = Path(__file__).parents[2] / "deploy"
-DASHBOARD = json.loads((DEPLOY / "grafana/paceline.json").read_text())
 SCRIPTS = sorted((DEPLOY / "slurm").glob("*.sh"))
-RING_WRITER = Path(__file__).parents[1] / "agent/ring_writer.py"
-_NAME = re.compile(r"\b(?:paceline|node|DCGM)_[A-Za-z0-9_]+")
-_SECONDS = 20.0
-
-
-def queries() -> list[str]:
-    return [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
-
-
-def names() -> set[str]:
-    return {name for query in queries() for name in _NAME.findall(query)}
-
-
-@pytest.fixture(scope="module")
-def scraped() -> Iterator[str]:
-    """What a real agent, with GPUs, HCAs and a rank, and a real server say on /metrics."""
-    server, agent = free_port(), free_port()
-    with FakeNode() as node:
-        rings = node.directory / "node" / "rings"
-        rings.mkdir(parents=True)
-        data = f"sqlite:///{node.directory / 'server.db'}"
-        command = [sys.executable, "-m", "paceline_cli", "server"]
-        command += ["--host", "127.0.0.1", "--port", str(server), "--database-url", data]
-        rank = {"RANK": "0", "WORLD_SIZE": "1", "PACELINE_JOB": "j", "PACELINE_GENERATION": "0"}
-        rank["PACELINE_RING_DIRECTORY"] = str(rings)
-        program = [sys.executable, str(RING_WRITER), "100"]
-        with (
-            node.running("server", command),
-            node.running("rank", program, os.environ | rank),
-            node.agent(f"http://127.0.0.1:{server}", "--metrics-port", str(agent)),
-        ):
-            yield _scrape(server, agent)
-
-
-def _scrape(*ports: int) -> str:
-    """Once everything that is asked for is there, or after some seconds."""
-    deadline = time.monotonic() + _SECONDS
-    while True:
-        text = "".join(map(_get, ports))
-        if names() <= exposed(text) or time.monotonic() > deadline:
-            return text
-        time.sleep(0.2)
-
-
-def _get(port: int) -> str:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-            return str(answer.read().decode())
-    except OSError:
-        return ""  # not up yet
-
-
-def exposed(text: str) -> set[str]:
-    """Samples; and families without any yet, as of a server that has no job."""
-    found = set(re.findall(r"^([A-Za-z_:][A-Za-z0-9_:]*)[{ ]", text, re.MULTILINE))
-    for name, kind in re.findall(r"^# TYPE (\S+) (\S+)", text, re.MULTILINE):
-        found.add(f"{name}_total" if kind == "counter" and not name.endswith("_total") else name)
-    return found
-
-
-def test_every_metric_of_the_dashboard_is_exposed(scraped: str) -> None:
-    assert len(names()) > 25
-    assert names() - exposed(scraped) == set()
-
-
-def test_labels_the_dashboard_joins_and_sums_by_are_there(scraped: str) -> None:
-    (rank,) = re.findall(r"^paceline_rank_info\{(.*)\} 1", scraped, re.MULTILINE)
-    assert 'job="j"' in rank
-    assert 'rank="0"' in rank
-    assert re.search(r"^DCGM_FI_DEV_SM_CLOCK\{.*UUID=", scraped, re.MULTILINE)
-    assert re.search(r"^paceline_collector_success\{.*collector=", scraped, re.MULTILINE)
-
-
-def test_the_dashboard_is_one_that_grafana_takes() -> None:
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(ids) == len(set(ids))
-    for panel in DASHBOARD["panels"]:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24, panel["title"]
-    variables = {each["name"] for each in DASHBOARD["templating"]["list"]}
-    used = set(re.findall(r"\$\{?(\w+)", " ".join(queries()) + "${datasource}"))
-    assert used <= variables
-    for query in queries():
-        assert query.count("(") == query.count(")"), query
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy import func, select
+from sqlalchemy.orm import Session
 
 from paceline_server.steps.types import Ledger, StepSummary
 from paceline_server.store import queries
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.log import FINISHED
 from paceline_server.store.models import Incident, Job
+from paceline_server.store.shares import medians, newest_shares
 
 _JOBS = 200
 _INCIDENTS = 200
@@ -57,11 +59,13 @@ class JobCollector(Collector):
                     .order_by(Incident.opened_ns.desc())
                     .limit(_INCIDENTS)
                 ).all()
+                detailed = jobs[:_DETAILED_JOBS]
                 newest = {
                     job.id: row.summary
-                    for job in jobs[:_DETAILED_JOBS]
+                    for job in detailed
                     for row in queries.steps(session, job.id, None, 1)
                 }
+                slowdowns = {job.id: _slowdowns(session, job) for job in detailed}
         except UNAVAILABLE:
             return
         yield _jobs(states)
@@ -69,7 +73,8 @@ class JobCollector(Collector):
         yield from _each(jobs)
         yield _ledgers(jobs)
         yield _verdicts(open_incidents)
-        yield from _newest_steps(jobs, newest)
+        yield _slowest_ranks(detailed, slowdowns)
+        yield _bubbles(detailed, newest)
 
 
 def _jobs(states: dict[str, int]) -> Metric:
@@ -144,28 +149,35 @@ def _verdicts(incidents: Iterable[Incident]) -> Metric:
     return family
 
 
-def _newest_steps(jobs: Sequence[Job], newest: dict[str, StepSummary]) -> Iterator[Metric]:
-    labels = ["job_id", "job"]
-    slowdown = GaugeMetricFamily(
+def _slowdowns(session: Session, job: Job) -> list[float | None]:
+    """Of each rank, in the newest step."""
+    shares = newest_shares(session, job.id, job.generation, job.topology.world_size, 1)
+    return medians(shares.slowdown)
+
+
+def _slowest_ranks(jobs: Sequence[Job], slowdowns: Mapping[str, Sequence[float | None]]) -> Metric:
+    family = GaugeMetricFamily(
         "paceline_job_rank_slowdown_ratio",
         "Self time of a rank in the newest step over its peers'; of a large job the slowest ranks.",
-        labels=[*labels, "rank"],
-    )
-    bubble = GaugeMetricFamily(
-        "paceline_job_stage_bubble_ratio",
-        "Idle share of a stage in the newest step, as measured and as the schedule has it.",
-        labels=[*labels, "stage", "kind"],
+        labels=["job_id", "job", "rank"],
     )
     for job in jobs:
-        summary = newest.get(job.id)
-        if summary is None:
-            continue
+        known = [(value, rank) for rank, value in enumerate(slowdowns[job.id]) if value is not None]
+        for value, rank in sorted(known, reverse=True)[:_RANKS]:
+            family.add_metric([job.id, job.name, str(rank)], value)
+    return family
+
+
+def _bubbles(jobs: Sequence[Job], newest: Mapping[str, StepSummary]) -> Metric:
+    family = GaugeMetricFamily(
+        "paceline_job_stage_bubble_ratio",
+        "Idle share of a stage in the newest step, as measured and as the schedule has it.",
+        labels=["job_id", "job", "stage", "kind"],
+    )
+    for job in jobs:
         of = [job.id, job.name]
-        ranked = [(rank.slowdown, rank.rank) for rank in summary.ranks if rank.slowdown is not None]
-        for value, rank in sorted(ranked, reverse=True)[:_RANKS]:
-            slowdown.add_metric([*of, str(rank)], value)
-        for stage in summary.bubbles:
-            bubble.add_metric([*of, str(stage.stage), "measured"], stage.measured_ratio)
+        for stage in newest[job.id].bubbles if job.id in newest else ():
+            family.add_metric([*of, str(stage.stage), "measured"], stage.measured_ratio)
             if stage.theory_ratio is not None:
-                bubble.add_metric([*of, str(stage.stage), "theory"], stage.theory_ratio)
-    yield from (slowdown, bubble)
+                family.add_metric([*of, str(stage.stage), "theory"], stage.theory_ratio)
+    return family

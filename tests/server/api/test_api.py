@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from simulated_node import hello, post_job
 from sqlalchemy import select
 
@@ -326,6 +327,28 @@ def test_metrics_show_jobs_and_incidents(server: Any, client: httpx.Client) -> N
     ledger = rf'paceline_job_ledger_seconds{{job="[^"]*",job_id="{job_id}",part="(\w+)'
     parts = re.findall(ledger, text)
     assert {"compute", "communication", "bubble", "lost", "restart", "idle"} <= set(parts)
+
+
+def test_metrics_show_the_newest_step_of_each_job(server: Any, client: httpx.Client) -> None:
+    job_id, started = post_job(server.url, dp=2), post_job(server.url, dp=2)
+    for number, slowdown in ((3, 9.0), (4, 1.5)):
+        put(server, *step(job_id, number, generation=0, slowdown=slowdown))
+    text = client.get("/metrics").text
+    told = rf'paceline_job_rank_slowdown_ratio{{job="[^"]*",job_id="{job_id}",rank="(\d)"}} (\S+)'
+    assert dict(re.findall(told, text)) == {"0": "1.0", "1": "1.5"}
+    bubble = (
+        rf'paceline_job_stage_bubble_ratio{{[^}}]*job_id="{job_id}",kind="measured",stage="0"}}'
+    )
+    assert re.search(rf"{bubble} 0\.2$", text, re.MULTILINE)
+    assert not re.search(rf'^paceline_job_rank_slowdown.*"{started}"', text, re.MULTILINE)
+
+
+def test_metrics_are_openmetrics_for_those_who_ask(client: httpx.Client) -> None:
+    asked = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    answer = client.get("/metrics", headers=asked)
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert {family.name for family in openmetrics(answer.text)} >= {"paceline_jobs"}
+    assert "# EOF" not in client.get("/metrics").text
 
 
 def test_ready_says_what_is_missing(client: httpx.Client) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import choose_encoder
 
 from paceline_server.api.dependencies import PartsDep
 from paceline_server.store.database import UNAVAILABLE
@@ -30,5 +30,6 @@ def readyz(of: PartsDep) -> JSONResponse:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-def metrics(of: PartsDep) -> Response:
-    return Response(generate_latest(of.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+def metrics(of: PartsDep, request: Request) -> Response:
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(of.metrics.registry), media_type=content_type)
