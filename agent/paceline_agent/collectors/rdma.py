@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -111,10 +111,16 @@ _HARDWARE_COUNTERS = {
     "cnpHandled": "rp_cnp_packets_handled_total",
     "cnpIgnored": "rp_cnp_ignored_packets_received_total",
     "cnpSent": "np_cnp_packets_sent_total",
+    # drivers/infiniband/hw/efa/efa_verbs.c, and bnxt_re again: they have no classic counters
+    "rx_bytes": "port_data_received_bytes_total",
+    "rx_drops": "port_discards_received_total",
+    "rx_pkts": "port_packets_received_total",
+    "tx_bytes": "port_data_transmitted_bytes_total",
+    "tx_pkts": "port_packets_transmitted_total",
 }
 _NO_COUNTER = re.compile(r"^(active|watermark)_")  # resources in use
 _TELLING = re.compile(
-    r"err|drop|discard|retr|timeout|nak|cnp|[bf]?ecn|seq|pause|wait|bytes|pkts|packets|recover",
+    r"err|drop|discard|retr|timeout|nak|cnp|[bf]?ecn|seq|pause|wait|bytes|pkts|packets|recover|event",
     re.IGNORECASE,
 )
 _RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,4})?) Gb/sec")
@@ -215,7 +221,9 @@ class RdmaCollector(Collector):
         for file in _present(extended, _EXTENDED_COUNTERS):
             metric = _EXTENDED_COUNTERS[file]
             port.counters.append(_classic_counter(extended, file, metric, labels, None))
-        port.counters += _hardware_counters(os.path.join(directory, "hw_counters"), labels)
+        hardware = os.path.join(directory, "hw_counters")
+        told = {counter.metric for counter in port.counters}
+        port.counters += _hardware_counters(hardware, labels, told)
         if number == min(entries(os.path.dirname(directory)), default=number):
             # Of the whole device (efa, and i40iw, which has no other): told with its first port.
             own = os.path.join(self._root, device, "hw_counters")
@@ -304,17 +312,23 @@ def _classic_counter(
 
 
 def _hardware_counters(
-    directory: str, labels: dict[str, str], known: dict[str, str] = _HARDWARE_COUNTERS
+    directory: str,
+    labels: dict[str, str],
+    told: Collection[str] = (),
+    known: dict[str, str] = _HARDWARE_COUNTERS,
 ) -> Iterator[_Counter]:
-    """Those with a name of their own, and some of the others: never hundreds of series."""
+    """Those with a name of their own, and some of the others: never hundreds of series.
+
+    `told`: metrics that the port has from elsewhere.
+    """
     others = []
-    taken = set()
+    taken = set(told)
     for file in entries(directory):
-        metric = known.get(file)
+        metric = f"node_infiniband_{known[file]}" if file in known else None
         if metric is not None and metric not in taken:
             taken.add(metric)
             path = os.path.join(directory, file)
-            yield _Counter(path, f"node_infiniband_{metric}", labels, file)
+            yield _Counter(path, metric, labels, file)
         elif file == "lifespan":  # milliseconds for which a value read is repeated
             path = os.path.join(directory, file)
             yield _Counter(path, "node_infiniband_lifespan_seconds", labels, file, 1e-3)

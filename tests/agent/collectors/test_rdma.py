@@ -177,6 +177,7 @@ OTHER_VENDORS = {
     f"{EFA}/ports/1/state": "4: ACTIVE\n",
     f"{EFA}/ports/1/rate": "200 Gb/sec (4X HDR)\n",
     f"{EFA}/ports/1/hw_counters/rx_drops": "3\n",
+    f"{EFA}/ports/1/hw_counters/rx_bytes": "9000\n",
     f"{EFA}/hw_counters/no_completion_cmds": "4\n",
     f"{HFI}/state": "garbage\n",
     f"{HFI}/counters/symbol_error": "N/A (no PMA)\n",
@@ -209,7 +210,9 @@ def test_other_vendors_drivers(context, sysfs, write, infiniband, series):
     assert f"node_infiniband_rate_bytes_per_second{{{irdma}}}" not in found
     assert found[f"node_infiniband_rp_cnp_packets_handled_total{{{irdma}}}"] == 5
     assert found[f"{other}{{counter=tcpRetransSegs,{irdma}}}"] == 6
-    assert found[f"{other}{{counter=rx_drops,device=rdmap16s27,port=1}}"] == 3
+    efa = "device=rdmap16s27,port=1"
+    assert found[f"node_infiniband_port_discards_received_total{{{efa}}}"] == 3
+    assert found[f"node_infiniband_port_data_received_bytes_total{{{efa}}}"] == 9000
     assert found[f"{other}{{counter=no_completion_cmds,device=rdmap16s27}}"] == 4
     hfi = "device=hfi1_0,port=1"
     assert f"node_infiniband_state_id{{{hfi}}}" not in found
