@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -151,14 +152,18 @@ def server() -> Iterator[StubServer]:
 class AgentProcess:
     """`python -m paceline_agent` with everything in a directory of the test."""
 
-    def __init__(self, url: str, directory: Path, *options: str) -> None:
+    def __init__(
+        self, url: str, directory: Path, *options: str, environment: Mapping[str, str]
+    ) -> None:
         self.directory = directory
         self.log = directory.with_suffix(".log")
         command = [sys.executable, "-m", "paceline_agent", "--server", url]
         command += ["--agent-id", directory.name, "--node-directory", str(directory)]
         command += ["--no-metrics", *options]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, **environment}
+            )
 
     @property
     def pid(self) -> int:
@@ -180,8 +185,14 @@ StartAgent = Callable[..., AgentProcess]
 def start_agent(server: StubServer, tmp_path: Path) -> Iterator[StartAgent]:
     agents: list[AgentProcess] = []
 
-    def start(*options: str, name: str = "node-0") -> AgentProcess:
-        agents.append(AgentProcess(server.url, tmp_path / name, *options))
+    def start(
+        *options: str,
+        name: str = "node-0",
+        url: str | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> AgentProcess:
+        target = server.url if url is None else url
+        agents.append(AgentProcess(target, tmp_path / name, *options, environment=environment))
         return agents[-1]
 
     yield start
