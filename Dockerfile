@@ -7,7 +7,7 @@ ARG WITH_TORCH=0
 RUN [ "$WITH_TORCH" = 0 ] || pip install --no-cache-dir numpy torch==2.13.0
 
 WORKDIR /opt/paceline
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY wire wire
 COPY trainer_hooks trainer_hooks
 COPY agent agent

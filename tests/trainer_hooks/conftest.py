@@ -61,9 +61,11 @@ def script(tmp_path: Path) -> Script:
     return run
 
 
-@pytest.fixture(scope="session")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RingReader]]:
-    """Rings of two real gloo ranks that ran `two_ranks.py` to its end."""
+@pytest.fixture(scope="session", params=["", "1"], ids=["built", "pure"])
+def two_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[RingReader]]:
+    """Rings of two real gloo ranks that ran `two_ranks.py` to its end, of either hot path."""
     directory = tmp_path_factory.mktemp("rings")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -73,6 +75,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RingRea
             env={
                 **os.environ,
                 "PACELINE_RING_DIRECTORY": str(directory),
+                "PACELINE_PURE_PYTHON": request.param,
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1",

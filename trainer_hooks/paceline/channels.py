@@ -8,10 +8,11 @@ Process groups are known by identity and never kept alive.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, TypeGuard
 
 from paceline.environment import AXES
 from paceline.recorder import Recorder
+from paceline.writer import Channel
 from paceline_wire.ring import (
     GROUP_WORDS,
     GROUPS,
@@ -24,59 +25,13 @@ from paceline_wire.ring import (
 from paceline_wire.spans import NONE_16, NONE_32
 
 
-class Channel:
-    """One stream of communications, numbered from 1.
-
-    `entered`, `left`, `since` and `latest` are positions in `words`: those of the state page, or
-    of private memory for a channel that found no room there.
-    """
-
-    __slots__ = ("entered", "latest", "left", "sequence", "since", "words")
-
-    def __init__(self, words: memoryview, entered: int, left: int, since: int, latest: int) -> None:
-        self.words = words
-        self.entered = entered
-        self.left = left
-        self.since = since
-        self.latest = latest
-        self.sequence = 0
-
-    def enter(self, what: int, now: int) -> int:
-        """`what`: `size << GROUP_BYTES_SHIFT | op`."""
-        self.sequence = sequence = self.sequence + 1
-        words = self.words
-        words[self.latest] = what  # a peer keeps no op: there it is the same word as `since`
-        words[self.since] = now
-        words[self.entered] = sequence
-        return sequence
-
-    def leave(self, sequence: int) -> None:
-        """Asynchronous ones may complete out of order; the newest stands."""
-        words = self.words
-        if words[self.left] < sequence:
-            words[self.left] = sequence
-
-
-class Group:
-    """A process group as this rank's ring knows it. `word1` and `place` are ready to be or-ed."""
-
-    __slots__ = ("channel", "identifier", "place", "reference", "word1")
-
-    def __init__(self, identifier: int, channel: Channel, reference: weakref.ref[Any]) -> None:
-        self.identifier = identifier
-        self.channel = channel
-        self.reference = reference
-        self.word1 = identifier << 16
-        self.place = identifier << 32
-
-
 class Channels:
     """Groups and peers of one ring, defined there at first sight. The default group has id 0."""
 
     def __init__(self, recorder: Recorder, c10d: Any) -> None:
         self._recorder = recorder
         self._c10d = c10d
-        self.known: dict[int, Group] = {}  # by id() of the process group, which may have died
+        self.known: dict[int, Channel] = {}  # by id() of the process group, which may have died
         self._names: dict[int, tuple[weakref.ref[Any], str, str | None]] = {}
         self._peers: dict[tuple[int, bool], Channel] = {}
         self._slots: dict[int, int] = {}  # peer: position of its words
@@ -84,12 +39,12 @@ class Channels:
         self._nobody = c10d.GroupMember.NON_GROUP_MEMBER
         self._scratch = memoryview(bytearray(64)).cast("Q")
 
-    def group(self, process_group: Any | None) -> Group | None:
+    def group(self, process_group: Any | None) -> Channel | None:
         """None for a group this rank is no member of."""
         if process_group is None:
             process_group = self._c10d.GroupMember.WORLD
         known = self.known.get(id(process_group))
-        if known is not None and known.reference() is process_group:
+        if _is_of(known, process_group):
             return known
         if process_group is None or process_group is self._nobody:
             return None
@@ -102,8 +57,8 @@ class Channels:
             return
         self._names[id(process_group)] = (weakref.ref(process_group), name, axis)
         known = self.known.get(id(process_group))
-        if known is not None and known.reference() is process_group:
-            self._define(known.identifier, process_group)
+        if _is_of(known, process_group):
+            self._define(known.group, process_group)
 
     def peer(self, rank: int, receives: bool) -> Channel:
         """The channel of transfers from (`receives`) or to the global rank."""
@@ -122,23 +77,21 @@ class Channels:
             return in_group
         return int(self._c10d.get_global_rank(process_group, in_group))
 
-    def _first_sight(self, process_group: Any) -> Group:
+    def _first_sight(self, process_group: Any) -> Channel:
         default = process_group is self._c10d._get_default_group()
-        if default and not any(group.identifier == 0 for group in self.known.values()):
+        if default and not any(group.group == 0 for group in self.known.values()):
             identifier = 0
         else:
             identifier = min(self._next_identifier, NONE_16)
             self._next_identifier += 1
-        group = Group(identifier, self._group_channel(identifier), weakref.ref(process_group))
-        self.known[id(process_group)] = group
-        self._define(identifier, process_group)
-        return group
-
-    def _group_channel(self, identifier: int) -> Channel:
+        words, base = self._recorder.state, STATE_GROUPS + identifier * GROUP_WORDS
         if identifier >= GROUPS:
-            return Channel(self._scratch, 0, 1, 2, 3)
-        base = STATE_GROUPS + identifier * GROUP_WORDS
-        return Channel(self._recorder.state, base, base + 1, base + 2, base + 3)
+            words, base = self._scratch, 0
+        reference = weakref.ref(process_group)
+        channel = Channel(words, base, base + 1, base + 2, base + 3, identifier, reference)
+        self.known[id(process_group)] = channel
+        self._define(identifier, process_group)
+        return channel
 
     def _define(self, identifier: int, process_group: Any) -> None:
         given = self._names.get(id(process_group))
@@ -168,3 +121,10 @@ class Channels:
         state[base] = rank + 1
         entered = base + (3 if receives else 1)
         return Channel(state, entered, entered + 1, base + 5, base + 5)
+
+
+def _is_of(channel: Channel | None, process_group: Any) -> TypeGuard[Channel]:
+    """Whether it still is that group's: another may have got the id() of one that died."""
+    if channel is None or channel.reference is None:
+        return False
+    return channel.reference() is process_group

@@ -8,34 +8,22 @@ torch's own functions make inside it belong to it.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import weakref
 from _thread import get_ident
 from collections.abc import Callable, Mapping
+from functools import partial, wraps
 from time import perf_counter_ns
 from typing import Any
 
-from paceline.channels import Channel, Channels, Group
+from paceline.channels import Channels
 from paceline.device import Event, on_device
-from paceline.recorder import (
-    NO_CHUNK,
-    NO_MICROBATCH,
-    NO_PLACE,
-    RECORD_SHIFT,
-    Recorder,
-    pack_record,
-)
+from paceline.pure_writer import NO_CHUNK, NO_MICROBATCH
+from paceline.recorder import Recorder
 from paceline.sections import Transfer
-from paceline_wire.ring import (
-    FRAME_WORDS,
-    FRAMES,
-    GROUP_BYTES_SHIFT,
-    STATE_DEPTH,
-    STATE_FRAMES,
-    STATE_HEAD,
-)
+from paceline.writer import Channel, Collective
+from paceline_wire.ring import GROUP_BYTES_SHIFT
 from paceline_wire.spans import NONE_32, Flag, Op
 
 # Function: (op, the argument whose size is the payload: the larger side, as nccl-tests count).
@@ -113,7 +101,7 @@ class Call:
         self,
         recorder: Recorder,
         op: int,
-        group: Group,
+        group: int,
         channel: Channel,
         peer: int,
         payload: Any,
@@ -139,8 +127,8 @@ class Call:
             self.word2 = recorder.step | NO_MICROBATCH
             chunk = NO_CHUNK
         self.op = op
-        self.word1 = op | group.word1 | chunk << 32
-        self.place = group.place | peer
+        self.word1 = op | group << 16 | chunk << 32
+        self.place = group << 32 | peer
         self.begun = None if self.timer is None else self.timer.mark()
         self.waited: Event | None = None
         self.waited_since_ns: int | None = None
@@ -298,10 +286,10 @@ class Wrapped:
             if group is None:
                 return None
             if peer is None:
-                return Call(recorder, op, group, group.channel, NONE_32, payload)
+                return Call(recorder, op, group.group, group, NONE_32, payload)
             rank = self.channels.global_rank(process_group, *peer)
             channel = self.channels.peer(rank, op == Op.RECV)
-            return Call(recorder, op, group, channel, rank, payload)
+            return Call(recorder, op, group.group, channel, rank, payload)
         except Exception:
             recorder.failures += 1
             return None
@@ -364,85 +352,29 @@ class Wrapped:
         async_of = Argument(original, "async_op")
         payload_of = Argument(original, payload)
 
-        group_at, async_at, payload_at = (
-            argument.position for argument in (group_of, async_of, payload_of)
-        )
+        general = partial(self._general, op, group_of, async_of, payload_of, original)
         is_compiling = self._is_compiling
-        known_groups = self.channels.known
-        groups = self._c10d.GroupMember
+        common = Collective and Collective(
+            recorder=self._recorder,
+            op=op,
+            original=original,
+            general=general,
+            known=self.channels.known,
+            find=self.channels.group,
+            members=self._c10d.GroupMember,
+            payload=payload,
+            group_at=group_of.position,
+            async_at=async_of.position,
+            payload_at=payload_of.position,
+        )
 
-        @functools.wraps(original)
+        @wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            recorder = self._recorder
-            if recorder is None or is_compiling():
+            if is_compiling() or self._recorder is None:
                 return original(*args, **kwargs)
-            if (
-                recorder.owner != get_ident()
-                or recorder.timer is not None
-                or (args[async_at] if len(args) > async_at else kwargs.get("async_op"))
-            ):
-                return self._general(op, group_of, async_of, payload_of, original, args, kwargs)
-            if recorder.calling:
-                return original(*args, **kwargs)
-            # What follows is `_general` for the common case, without a call of our own: between
-            # kernels the caches are cold, and each function we enter costs as much as its work.
-            try:
-                named = args[group_at] if len(args) > group_at else kwargs.get("group")
-                if named is None:
-                    named = groups.WORLD
-                group = known_groups.get(id(named))
-                if group is None or group.reference() is not named:
-                    group = self.channels.group(named)
-                    if group is None:
-                        return original(*args, **kwargs)
-                load = args[payload_at] if len(args) > payload_at else kwargs.get(payload)
-                size = _size(load) if load is None or type(load) is list else load.nbytes
-                channel, state, depth = group.channel, recorder.state, recorder.depth
-                words = channel.words
-                channel.sequence = sequence = channel.sequence + 1
-                started_ns = perf_counter_ns()
-                words[channel.latest] = op | size << GROUP_BYTES_SHIFT
-                words[channel.since] = started_ns
-                words[channel.entered] = sequence
-                if depth < FRAMES:
-                    base = STATE_FRAMES + depth * FRAME_WORDS
-                    state[base] = op
-                    state[base + 1] = started_ns
-                    state[base + 2] = group.place | NONE_32
-                    state[base + 3] = sequence
-                state[STATE_DEPTH] = recorder.depth = depth + 1
-            except Exception:
-                recorder.failures += 1
-                return original(*args, **kwargs)
-            recorder.calling = True
-            try:
-                result = original(*args, **kwargs)
-            except BaseException:
-                recorder.calling = False
-                recorder.pop(depth)
-                raise
-            duration_ns = perf_counter_ns() - started_ns
-            recorder.calling = False
-            words[channel.left] = sequence
-            state[STATE_DEPTH] = recorder.depth = depth
-            if depth < FRAMES:
-                state[base + 2] = NO_PLACE
-                state[base + 3] = 0
-            head = recorder.head
-            pack_record(
-                recorder.spans,
-                (head & recorder.mask) << RECORD_SHIFT,
-                head,
-                op | group.word1 | recorder.chunk << 32,
-                recorder.word2,
-                NONE_32,
-                size,
-                sequence,
-                started_ns,
-                duration_ns,
-            )
-            state[STATE_HEAD] = recorder.head = head + 1
-            return result
+            if common is None:
+                return general(args, kwargs)
+            return common(*args, **kwargs)
 
         return timed
 
@@ -484,7 +416,7 @@ class Wrapped:
         group_peer_of = Argument(original, group_peer)
         blocking = not original.__name__.startswith("i")
 
-        @functools.wraps(original)
+        @wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._is_compiling() or self._is_inside():
                 return original(*args, **kwargs)
@@ -512,7 +444,7 @@ class Wrapped:
     def _timed_batch(self, original: Original) -> Original:
         """Transfers of a batch are seen by the functions in it; some backends return one Work."""
 
-        @functools.wraps(original)
+        @wraps(original)
         def timed(operations: Any) -> Any:
             if self._recorder is None or self._is_compiling():
                 return original(operations)
@@ -536,7 +468,7 @@ class Wrapped:
     def _timed_wait(self) -> Original:
         original = self._wait
 
-        @functools.wraps(original)
+        @wraps(original)
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             calls = self._works.pop(id(work), None)
             if calls is None or self._recorder is None:

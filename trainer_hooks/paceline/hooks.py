@@ -24,11 +24,11 @@ from paceline.sections import (
     INERT,
     ElsewhereSection,
     Pipelining,
-    Section,
     StatusSection,
     Timed,
     Transfer,
 )
+from paceline.writer import Section
 from paceline_wire.ring import (
     ACK_COMMAND,
     ACK_STATUS,
@@ -73,7 +73,7 @@ class Session:
         self.optimizer = Section(recorder, Op.OPTIMIZER)
         self.checkpoint = StatusSection(recorder, Op.CHECKPOINT, Status.CHECKPOINTING)
         self.evaluate = StatusSection(recorder, Op.EVALUATE, Status.EVALUATING)
-        self.made: list[Section] = [self.optimizer, self.checkpoint, self.evaluate]
+        self.made = 0  # sections and actions
         self.command: Control | None = None
         self.answered = 0  # id of the last command with a final answer
 
@@ -97,7 +97,7 @@ class Session:
             made: Section = DeviceSection(self.recorder, op, self.timer)
         else:
             made = Section(self.recorder, op)
-        self.made.append(made)
+        self.made += 1
         return made
 
     def action(self, op: int, microbatch: int | None, chunk: int, peer: int | None) -> Pipelining:
@@ -108,7 +108,7 @@ class Session:
             made: Pipelining = device(*place, self.timer)
         else:
             made = Transfer(*place) if transfers else Pipelining(*place)
-        self.made.append(made)
+        self.made += 1
         return made
 
     def at_boundary(self) -> None:
@@ -131,8 +131,6 @@ class Session:
     def detach(self) -> None:
         """In a forked child: the ring is the parent's."""
         self.recorder.detach()
-        for timed in self.made:
-            timed.detach()
         if self.wrapped is not None:
             self.wrapped.uninstall()
 
@@ -329,7 +327,7 @@ def _new_action(
         _check("microbatch", microbatch or 0, 0, NONE_32 - 1)
         _check("chunk", chunk, 0, NONE_16 - 1)
         _check("peer", peer or 0, 0, NONE_32 - 1)
-        if len(session.made) >= MAXIMUM_SECTIONS + MAXIMUM_ACTIONS:
+        if session.made >= MAXIMUM_SECTIONS + MAXIMUM_ACTIONS:
             raise ValueError(f"more than {MAXIMUM_ACTIONS} different actions")
     except Exception as error:
         session.recorder.failures += 1
@@ -385,7 +383,11 @@ def report(
     session = _session
     if session is None or get_ident() != _owner:
         return
-    _guard(session, session.report, loss, gradient_norm, evaluation_loss)
+    try:
+        session.report(loss, gradient_norm, evaluation_loss)
+    except Exception as error:
+        session.recorder.failures += 1
+        _say_once("report", "paceline.report failed: %s", error)
 
 
 def pending() -> Control | None:

@@ -7,7 +7,8 @@ from time import perf_counter_ns
 from typing import Generic, TypeVar
 
 from paceline.environment import process_started_ns
-from paceline.recorder import NO_PLACE, Recorder
+from paceline.pure_writer import NO_PLACE
+from paceline.recorder import Recorder
 from paceline_wire.spans import Op
 
 Batch = TypeVar("Batch")

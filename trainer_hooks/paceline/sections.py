@@ -1,8 +1,7 @@
 """The context managers around what a training loop does: the hot path.
 
 Objects are made once per name and reused. A section reads the clock twice, puts itself on the
-state page on the way in and writes one record on the way out; it allocates nothing but integers.
-`detach` moves an object to private memory in a forked child.
+state page on the way in and writes one record on the way out.
 """
 
 from __future__ import annotations
@@ -11,23 +10,10 @@ from time import perf_counter_ns
 from types import TracebackType
 from typing import Protocol
 
-from paceline.recorder import (
-    NO_CHUNK,
-    NO_MICROBATCH,
-    NO_TRANSFER,
-    RECORD_SHIFT,
-    Recorder,
-    pack_record,
-    pack_section,
-)
-from paceline_wire.ring import (
-    FRAME_WORDS,
-    FRAMES,
-    STATE_DEPTH,
-    STATE_FRAMES,
-    STATE_HEAD,
-    STATE_MICROBATCH,
-)
+from paceline.pure_writer import NO_CHUNK, NO_MICROBATCH
+from paceline.recorder import Recorder
+from paceline.writer import Section
+from paceline_wire.ring import FRAME_WORDS, FRAMES, STATE_FRAMES, STATE_MICROBATCH
 from paceline_wire.spans import NONE_32, RECEIVE_OPS
 
 
@@ -58,68 +44,6 @@ class Inert:
 
 
 INERT = Inert()
-_CLOSED = (0, 0)  # start and depth of a section that is not open
-
-
-class Section:
-    """A named part of the step. Belongs to the thread that owns the ring; may nest in itself."""
-
-    __slots__ = ("depth", "op", "outer", "recorder", "spans", "start", "state")
-
-    def __init__(self, recorder: Recorder, op: int) -> None:
-        self.recorder = recorder
-        self.state = recorder.state
-        self.spans = recorder.spans
-        self.op = int(op)
-        self.start = 0
-        self.depth = 0
-        self.outer: list[tuple[int, int]] = []  # (start, depth) of the same section further out
-
-    def __enter__(self) -> None:
-        if self.start:
-            self.outer.append((self.start, self.depth))
-        state = self.state
-        recorder = self.recorder
-        self.depth = depth = recorder.depth
-        self.start = start = perf_counter_ns()
-        if depth < FRAMES:
-            base = STATE_FRAMES + depth * FRAME_WORDS
-            state[base] = self.op
-            state[base + 1] = start
-        state[STATE_DEPTH] = recorder.depth = depth + 1
-
-    def __exit__(self, kind: object, error: object, trace: object, /) -> None:
-        start = self.start
-        duration = perf_counter_ns() - start
-        recorder = self.recorder
-        head = recorder.head
-        pack_section(
-            self.spans,
-            (head & recorder.mask) << RECORD_SHIFT,
-            head,
-            self.op,
-            recorder.chunk,
-            recorder.word2,
-            NO_TRANSFER,
-            start,
-            duration,
-        )
-        state = self.state
-        state[STATE_HEAD] = recorder.head = head + 1
-        state[STATE_DEPTH] = recorder.depth = self.depth
-        if self.outer:
-            self.start, self.depth = self.outer.pop()
-        else:
-            self.start = 0
-
-    def close(self) -> None:
-        """Leave without a record."""
-        self.recorder.pop(self.depth)
-        self.start, self.depth = self.outer.pop() if self.outer else _CLOSED
-
-    def detach(self) -> None:
-        self.state = self.recorder.state
-        self.spans = self.recorder.spans
 
 
 class StatusSection(Section):
@@ -186,52 +110,23 @@ class Pipelining(Section):
         microbatch = self.microbatch
         recorder.word2 = recorder.step | microbatch << 32
         recorder.chunk = self.chunk
-        if self.start:
-            self.outer.append((self.start, self.depth))
-        state = self.state
-        state[STATE_MICROBATCH] = microbatch + 1 & NONE_32
-        self.depth = depth = recorder.depth
-        self.start = start = perf_counter_ns()
-        if depth < FRAMES:
-            base = STATE_FRAMES + depth * FRAME_WORDS
-            state[base] = self.op
-            state[base + 1] = start
-        state[STATE_DEPTH] = recorder.depth = depth + 1
+        recorder.state[STATE_MICROBATCH] = microbatch + 1 & NONE_32
+        super().__enter__()
 
     def __exit__(self, kind: object, error: object, trace: object, /) -> None:
-        start = self.start
-        duration = perf_counter_ns() - start
-        recorder = self.recorder
-        head = recorder.head
-        pack_record(
-            self.spans,
-            (head & recorder.mask) << RECORD_SHIFT,
-            head,
-            self.op | self.chunk << 32,
-            recorder.word2,
-            self.peer,
-            self.size,
-            self.sequence,
-            start,
-            duration,
-        )
-        state = self.state
-        state[STATE_HEAD] = recorder.head = head + 1
-        state[STATE_DEPTH] = recorder.depth = self.depth
-        word2, recorder.chunk, recorder.action = recorder.outer.pop()
-        recorder.word2 = word2
-        state[STATE_MICROBATCH] = (word2 >> 32) + 1 & NONE_32
-        if self.outer:
-            self.start, self.depth = self.outer.pop()
-        else:
-            self.start = 0
+        word1, word2 = self.op | self.chunk << 32, self.recorder.word2
+        self.leave(word1, word2, self.peer, self.size, self.sequence)
+        self._leave_microbatch()
 
     def close(self) -> None:
+        super().close()
+        self._leave_microbatch()
+
+    def _leave_microbatch(self) -> None:
         recorder = self.recorder
         word2, recorder.chunk, recorder.action = recorder.outer.pop()
         recorder.word2 = word2
-        self.state[STATE_MICROBATCH] = (word2 >> 32) + 1 & NONE_32
-        super().close()
+        recorder.state[STATE_MICROBATCH] = (word2 >> 32) + 1 & NONE_32
 
 
 class Transfer(Pipelining):
@@ -273,8 +168,8 @@ class Transfer(Pipelining):
         """Name on the state page the transfer this action is blocked in."""
         if self.depth < FRAMES:
             base = STATE_FRAMES + self.depth * FRAME_WORDS
-            self.state[base + 2] = place
-            self.state[base + 3] = sequence
+            self.recorder.state[base + 2] = place
+            self.recorder.state[base + 3] = sequence
 
     def carries(self, peer: int, size: int, sequence: int) -> None:
         """A transfer of this action has completed inside it."""

@@ -1,0 +1,53 @@
+"""Compiles the hooks' hot path, where there is a compiler; everything works without it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+PACKAGE = Path("trainer_hooks", "paceline")
+LIBRARY = PACKAGE / "_writer.abi3.so"  # of the stable ABI: one for every Python from 3.11
+
+
+class WriterBuildHook(BuildHookInterface):  # type: ignore[misc]
+    """Of the wheel, editable ones too: then the library lies beside its source."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        trouble = self._compile() if sys.platform == "linux" else "not on this system"
+        if trouble:
+            self.app.display_warning(f"paceline's hooks stay in Python: {trouble}")
+            return
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["pure_python"] = False
+        build_data["tag"] = f"cp311-abi3-{platform}"
+        build_data["artifacts"].append(f"/{LIBRARY}")
+
+    def _compile(self) -> str | None:
+        """What kept it from being built, if anything did."""
+        compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+        if shutil.which(compiler[0]) is None:
+            compiler = ["cc"]
+        library = Path(self.root, LIBRARY)
+        # Never written in place: a training may have it mapped.
+        made = library.with_suffix(f".{os.getpid()}")
+        command = [
+            *(*compiler, "-O2", "-shared", "-fPIC", "-fvisibility=hidden"),
+            *("-I", sysconfig.get_path("include"), "-o", str(made)),
+            str(Path(self.root, PACKAGE, "_writer.c")),
+        ]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            return str(error)
+        if ended.returncode:
+            return ended.stderr.strip() or f"{command[0]} ended with {ended.returncode}"
+        made.replace(library)
+        return None

@@ -1,0 +1,48 @@
+"""The hot path: `_writer.c` where it was built for this version, else the same in Python.
+
+`PACELINE_PURE_PYTHON=1` asks for the latter. A build of another layout, as an editable install may
+keep, is not used. `Collective` is there only where it was built: in Python a collective is timed
+the general way.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from paceline.pure_writer import Channel, Section, Writer
+from paceline_wire.ring import (
+    FRAME_WORDS,
+    FRAMES,
+    GROUP_BYTES_SHIFT,
+    STATE_DEPTH,
+    STATE_FRAMES,
+    STATE_HEAD,
+    STATE_MICROBATCH,
+    STATE_STEP,
+    STATE_STEP_STARTED_NS,
+)
+from paceline_wire.spans import WORDS, Op
+
+__all__ = ["Channel", "Collective", "Section", "Writer"]
+
+LAYOUT = (
+    *(STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS, STATE_MICROBATCH, STATE_DEPTH, STATE_FRAMES),
+    *(FRAMES, FRAME_WORDS, GROUP_BYTES_SHIFT, WORDS, int(Op.STEP)),
+)
+
+
+def _built() -> Any | None:
+    if os.environ.get("PACELINE_PURE_PYTHON"):
+        return None
+    try:
+        from paceline import _writer  # type: ignore[attr-defined]  # noqa: PLC0415
+    except ImportError:
+        return None
+    return _writer if _writer.LAYOUT == LAYOUT else None
+
+
+Collective: Any = None
+if not TYPE_CHECKING and (_writer := _built()) is not None:
+    Channel, Section, Writer = _writer.Channel, _writer.Section, _writer.Writer
+    Collective = _writer.Collective
