@@ -39,6 +39,7 @@ from paceline_server.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
 _SHUTDOWN_SECONDS = 2
+_KEEP_ALIVE_SECONDS = 75  # beyond any client's pause: a close that meets a request is an error
 
 
 class StartError(Exception):
@@ -94,6 +95,7 @@ def compose(settings: Settings) -> Program:
     rules = Rules(
         lease_ns=int(settings.lease_seconds * 1e9),
         batches=settings.batches_per_tick,
+        batch_bytes=settings.bytes_per_tick,
         receivers=Receivers(
             incidents=tuple(target.name for target in targets if target.takes_incidents),
             actions=tuple(target.name for target in targets if target.takes_actions),
@@ -154,6 +156,7 @@ def serve(settings: Settings) -> None:
         access_log=False,
         log_level="warning",
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         server_header=False,
     )
     Server(config, app.state.program.wakes).run(sockets=[listener])

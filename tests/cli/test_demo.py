@@ -16,6 +16,8 @@ import pytest
 from paceline_cli.demo.cluster import MARK
 from paceline_cli.demo.faults import descendants
 
+pytestmark = pytest.mark.alone
+
 DEMO = (sys.executable, "-m", "paceline_cli", "demo", "--port", "0")
 LEDGER_PARTS = (
     *("compute", "communication", "bubble", "data_wait", "optimizer", "checkpoint"),

@@ -14,6 +14,8 @@ import pytest
 
 from paceline_cli.demo.cluster import Cluster
 
+pytestmark = pytest.mark.alone
+
 TRAINER = """
 import os, threading
 import torch
@@ -53,7 +55,7 @@ def cluster() -> Iterator[Cluster]:
     assert orphans == 0
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what}"
@@ -61,7 +63,7 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> 
     return found
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_the_stack_of_the_culprit_is_taken_before_the_restart(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -78,7 +80,11 @@ def test_the_stack_of_the_culprit_is_taken_before_the_restart(
         def get(path: str) -> Any:
             return client.get(path).raise_for_status().json()
 
-        (listed,) = wait_for(lambda: get(f"/incidents?job={job_id}")["items"], "the hang", 120)
+        def hangs() -> list[Any]:
+            items = get(f"/incidents?job={job_id}")["items"]
+            return [item for item in items if item["kind"] == "hang"]
+
+        (listed,) = wait_for(hangs, "the hang")
         wait_for(lambda: get(f"/jobs/{job_id}")["generation"] == 2, "the restart")
         incident = get(f"/incidents/{listed['id']}")
         client.post(f"/jobs/{job_id}/stop").raise_for_status()
