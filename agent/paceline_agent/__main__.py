@@ -18,7 +18,7 @@ import click
 
 from paceline_agent.app import run
 from paceline_agent.check import run as check_node
-from paceline_agent.errors import SettingsError
+from paceline_agent.errors import OutputError, SettingsError
 from paceline_agent.guard import open_pidfd
 from paceline_agent.once import run as sweep_once
 from paceline_agent.settings import (
@@ -187,10 +187,13 @@ def main(
         settings = _settings(metrics, labels, options)
     except SettingsError as error:
         raise click.UsageError(str(error)) from error
-    if once:
-        sys.exit(sweep_once(settings, as_json=as_json, as_openmetrics=openmetrics))
-    if check:
-        sys.exit(check_node(settings, json=as_json))
+    try:
+        if once:
+            sys.exit(sweep_once(settings, as_json=as_json, as_openmetrics=openmetrics))
+        if check:
+            sys.exit(check_node(settings, json=as_json))
+    except OutputError as error:
+        raise click.ClickException(str(error)) from error
     sys.exit(run(settings))
 
 

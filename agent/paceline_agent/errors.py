@@ -4,7 +4,8 @@ AgentError
 ├── SettingsError        the user asked for something impossible
 ├── DirectoryInUseError  another agent holds this node's directory
 ├── GuardLostError       the process that holds the ranks is gone
-└── LinkError            the server could not be reached, or not understood
+├── LinkError            the server could not be reached, or not understood
+└── OutputError          what was asked for could not be printed
 """
 
 
@@ -25,4 +26,8 @@ class GuardLostError(AgentError):
 
 
 class LinkError(AgentError):
+    pass
+
+
+class OutputError(AgentError):
     pass

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from paceline_agent import catalogue, frozen
+from paceline_agent import catalogue, frozen, standard_output
 from paceline_agent.collectors import discover
 from paceline_agent.collectors.contract import (
     Collected,
@@ -44,7 +44,7 @@ class Outcome:
 
 
 def run(settings: AgentSettings, *, as_json: bool, as_openmetrics: bool) -> int:
-    """Print one sweep; 0 if at least one collector brought something."""
+    """Print one sweep; 0 if at least one collector brought something. Raises OutputError."""
     with frozen.sysfs_of(settings.sysfs_root) as sysfs_root:
         outcomes = asyncio.run(sweep(discover(), context_of(settings, sysfs_root)))
     for outcome in outcomes:
@@ -58,10 +58,10 @@ def run(settings: AgentSettings, *, as_json: bool, as_openmetrics: bool) -> int:
     samples = list(completed(brought, settings.procfs_root))
     if as_json:
         report = _report(settings, outcomes, samples)
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+        standard_output.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
     else:
         label = settings.hostname_label
-        print(render(samples, hostname_label=label, as_openmetrics=as_openmetrics), end="")
+        standard_output.write(render(samples, hostname_label=label, as_openmetrics=as_openmetrics))
     return 0 if any(outcome.series for outcome in outcomes) else 1
 
 

@@ -36,6 +36,27 @@ def once(tmp_path: Path) -> Once:
     return run
 
 
+@pytest.mark.parametrize(
+    ("option", "stdout", "said"),
+    [
+        ("--once", ">/dev/full", "not everything could be printed: No space left on device"),
+        ("--check", "| false", "not everything could be printed: Broken pipe"),
+        ("--once", ">&-", "standard output is closed: there is nowhere to print to"),
+    ],
+)
+def test_a_stdout_that_takes_nothing_is_said_in_a_sentence(
+    tmp_path: Path, option: str, stdout: str, said: str
+) -> None:
+    command = [sys.executable, "-m", "paceline_agent", option, "--sysfs", str(tmp_path)]
+    command += ["--node-directory", str(tmp_path / "node"), "--server", "http://127.0.0.1:9"]
+    shell = f'set -o pipefail; "$@" {stdout}; echo "status $?" >&2'
+    done = subprocess.run(
+        ["bash", "-c", shell, "bash", *command], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.splitlines()[-2:] == [f"Error: {said}", "status 1"]
+    assert "Traceback" not in done.stderr
+
+
 def values(text: str) -> dict[str, float]:
     return {
         f"{sample.name}{sorted(sample.labels.items())}": sample.value

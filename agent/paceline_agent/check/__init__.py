@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from paceline_agent import frozen, once
+from paceline_agent import frozen, once, standard_output
 from paceline_agent.check import devices, node, privileges
 from paceline_agent.check.report import Row, as_json, as_table, status
 from paceline_agent.collectors import discover
@@ -22,7 +22,10 @@ _WITH_OWN_ROWS = {"nvml", "rdma", "kmsg", "timex"}
 
 
 def run(settings: AgentSettings, *, json: bool) -> int:
-    """Print the table; 1 if something is missing that the agent cannot work without."""
+    """Print the table; 1 if something is missing that the agent cannot work without.
+
+    Raises OutputError.
+    """
     with frozen.sysfs_of(settings.sysfs_root) as sysfs_root:
         context = once.context_of(settings, sysfs_root)
         outcomes = asyncio.run(once.sweep(discover(), context))
@@ -32,7 +35,7 @@ def run(settings: AgentSettings, *, json: bool) -> int:
             )
             for row in check(settings, context, outcomes)
         ]
-    print(as_json(rows) if json else as_table(rows))
+    standard_output.write((as_json(rows) if json else as_table(rows)) + "\n")
     return status(rows)
 
 

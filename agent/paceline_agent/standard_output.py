@@ -1,0 +1,27 @@
+"""What a command was asked for goes to stdout whole, or the command fails in a sentence."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from paceline_agent.errors import OutputError
+
+
+def write(text: str) -> None:
+    """Raises OutputError."""
+    if sys.stdout is None:
+        raise OutputError("standard output is closed: there is nowhere to print to")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        _discard_the_rest()
+        raise OutputError(f"not everything could be printed: {error.strerror}") from error
+
+
+def _discard_the_rest() -> None:
+    """What is still buffered would fail once more when the interpreter ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
