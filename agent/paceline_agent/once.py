@@ -22,6 +22,7 @@ from paceline_agent.collectors.contract import (
 )
 from paceline_agent.exposition import printable, render
 from paceline_agent.lanes import lane_of
+from paceline_agent.rings import ranks_in
 from paceline_agent.runner import Patience, bounded, health
 from paceline_agent.scrape import completed
 from paceline_agent.settings import AgentSettings
@@ -66,8 +67,10 @@ def run(settings: AgentSettings, *, as_json: bool, as_openmetrics: bool) -> int:
 
 
 def context_of(settings: AgentSettings, sysfs_root: Path) -> Context:
-    """As the agent gives it to its collectors, without ranks: nobody reads rings here."""
+    """As the agent gives it to its collectors; ranks are those whose rings lie on the node."""
+    ranks = ranks_in(settings.directory / "rings", settings.procfs_root)
     return Context(
+        local_ranks=lambda: ranks,
         node_directory=settings.directory,
         sysfs_root=sysfs_root,
         procfs_root=settings.procfs_root,

@@ -31,7 +31,14 @@ from paceline_wire.batch import (
     RankState,
     SpanBlock,
 )
-from paceline_wire.ring import Acknowledgement, AckStatus, ControlKind, RingError, RingReader
+from paceline_wire.ring import (
+    Acknowledgement,
+    AckStatus,
+    ControlKind,
+    Identity,
+    RingError,
+    RingReader,
+)
 from paceline_wire.spans import to_columns
 
 log = logging.getLogger(__name__)
@@ -156,17 +163,7 @@ class Rings:
 
     def local_ranks(self) -> list[LocalRank]:
         """A snapshot, for collectors in other threads."""
-        return [
-            LocalRank(
-                job=attached.key.job,
-                generation=attached.key.generation,
-                rank=attached.key.rank,
-                local_rank=attached.reader.identity.local_rank,
-                pid=attached.reader.identity.pid,
-                gpu_uuid=attached.reader.identity.gpu_uuid,
-            )
-            for attached in list(self._attached.values())
-        ]
+        return [_local_rank(each.reader.identity) for each in list(self._attached.values())]
 
     def close(self) -> None:
         for attached in list(self._attached.values()):
@@ -321,6 +318,32 @@ class Rings:
         attached.reader.close()
         if delete:
             attached.reader.path.unlink(missing_ok=True)
+
+
+def ranks_in(directory: Path, procfs_root: Path) -> list[LocalRank]:
+    """Who lives here by the rings in `directory`; nothing else is read, and nothing written."""
+    found: list[LocalRank] = []
+    for path in sorted(directory.glob(f"*{ring.SUFFIX}")):
+        try:
+            reader = RingReader(path)
+        except RingError:
+            continue
+        identity = reader.identity
+        reader.close()
+        if process_status(procfs_root, identity.pid) is not None:
+            found.append(_local_rank(identity))
+    return sorted(found, key=lambda rank: (rank.job, rank.rank))
+
+
+def _local_rank(identity: Identity) -> LocalRank:
+    return LocalRank(
+        job=identity.job,
+        generation=identity.generation,
+        rank=identity.rank,
+        local_rank=identity.local_rank,
+        pid=identity.pid,
+        gpu_uuid=identity.gpu_uuid,
+    )
 
 
 def _version(status: os.stat_result) -> tuple[int, int]:

@@ -15,13 +15,19 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import NAMESPACE_URL, uuid5
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
 from paceline_agent import catalogue
 from paceline_cli.demo.fake_nvml import CompilerMissing, FakeGpus, build, environment
+from paceline_wire import ring
+from paceline_wire.ring import Identity
+from paceline_wire.topology import Coordinates, Topology
 
+GPUS = 8
+RANKS = {0: (8, 4242), 7: (15, 4249)}  # GPU: rank, pid
 FIXTURES = Path(__file__).parent / "fixtures"
 NODES = FIXTURES / "nodes"
 WRITE = "PACELINE_WRITE_GOLDEN"
@@ -46,7 +52,8 @@ def unpack(tree: Path, root: Path) -> None:
             continue
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join(content) + "\n")
+            ends = "\0" if path.name == "environ" else "\n"
+            path.write_text(ends.join(content) + ends)
         path, content = None, []
         match line.split():
             case ["=", name]:
@@ -104,9 +111,34 @@ def gpus(node: str, library: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
     if node != "h200":
         yield {"LD_LIBRARY_PATH": str(tmp_path)}
         return
-    fake = FakeGpus.create(tmp_path / "gpus", 2, "h200")
+    fake = FakeGpus.create(tmp_path / "gpus", GPUS, "h200")
+    fake.set(3, nvlink_links_active=17, throttle_reasons=["sw_power_cap"], sm_clock_mhz=1650)
+    for gpu, (rank, pid) in RANKS.items():
+        fake.set_processes(gpu, {pid: 30 << 30})
+        write_ring(tmp_path, rank, gpu, pid)
     yield environment(library, fake.path)
     fake.close()
+
+
+def write_ring(root: Path, rank: int, gpu: int, pid: int) -> None:
+    """As a rank would that says which GPU it has; its process is in the frozen tree."""
+    uuid = uuid5(NAMESPACE_URL, f"{(root / 'gpus').resolve()}#{gpu}")
+    identity = Identity(
+        job="pretrain",
+        generation=2,
+        rank=rank,
+        local_rank=gpu,
+        world_size=16,
+        topology=Topology(dp=16),
+        coordinates=Coordinates(dp_rank=rank),
+        pid=pid,
+        host="node-0",
+        clock_offset_ns=0,
+        started_ns=0,
+        gpu_uuid=f"GPU-{uuid}",
+    )
+    (root / "rings").mkdir(exist_ok=True)
+    ring.create(root / "rings" / f"pretrain.g2.r{rank}.ring", identity, capacity=64).close()
 
 
 def test_a_frozen_node_is_told_value_by_value(

@@ -18,6 +18,10 @@ DCGM_EXPORTER = (
     'sum(max(DCGM_FI_DEV_POWER_USAGE{Hostname=~"$Hostname", gpu=~"$gpu"}) by (gpu))',
     'max(DCGM_FI_DEV_SM_CLOCK{Hostname=~"$Hostname", gpu=~"$gpu"} * 1000000)'
     " by (Hostname, UUID, gpu)",
+    'max(DCGM_FI_PROF_GR_ENGINE_ACTIVE{Hostname=~"$Hostname", gpu=~"$gpu"})'
+    " by (Hostname, gpu, GPU_I_ID, GPU_I_PROFILE)",
+    'max(DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{Hostname=~"$Hostname", gpu=~"$gpu"})'
+    " by (Hostname, gpu, GPU_I_ID, GPU_I_PROFILE)",
     'max(DCGM_FI_DEV_FB_USED{Hostname=~"$Hostname", gpu=~"$gpu"})'
     " by (Hostname, gpu, GPU_I_ID, GPU_I_PROFILE)",
     'DCGM_FI_DEV_GPU_UTIL{instance=~"$instance", gpu=~"$gpu"}',

@@ -75,6 +75,7 @@ class GpuInfo(msgspec.Struct, frozen=True):
     name: str
     pci_bus_id: str
     trouble: Literal["lost", "hung"] | None = None  # it can hold no rank
+    nvlinks: dict[str, int] = {}  # active links by PCI bus id of the other end, or "switch"
 
 
 class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):

@@ -20,6 +20,7 @@ from paceline_agent.collectors.contract import (
     Context,
 )
 from paceline_agent.nvml import fields, instances, occupants, readings
+from paceline_agent.nvml.activity import Activity
 from paceline_agent.nvml.driver import address, optional, pynvml, versions
 from paceline_agent.nvml.gpu import Gpu, Trouble, Value
 from paceline_agent.nvml.links import Links
@@ -158,6 +159,9 @@ class NvmlCollector(Collector):
         values += _values_of(gpu, gpu.slow_fields)
         gpu.links = gpu.links or Links()
         values += gpu.links.read(gpu)
+        gpu.info = gpu.info and msgspec.structs.replace(gpu.info, nvlinks=gpu.links.ends)
+        gpu.activity = gpu.activity or Activity()
+        values += gpu.activity.read(gpu)
         values += occupants.read(gpu, self.context.local_ranks(), self.context.procfs_root)
         return values
 

@@ -1,8 +1,9 @@
 """GPU, NIC, CPU and NUMA node: what is next to what, and which NIC each rank has.
 
 Distances are those of `nvidia-smi topo -m`, from the PCI tree of sysfs; their values grow with the
-way (nvml.h, nvmlGpuTopologyLevel_t: PIX 10, PXB 20, PHB 30, NODE 40, SYS 50). A rank's NIC is the
-nearest of those that its NCCL settings allow, which is also NCCL's choice.
+way (nvml.h, nvmlGpuTopologyLevel_t: PIX 10, PXB 20, PHB 30, NODE 40, SYS 50). GPUs that are linked
+by NVLink have their links instead: NV18, of value 5. A rank's NIC is the nearest of those that its
+NCCL settings allow, which is also NCCL's choice.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import ClassVar
 
 from paceline_agent.collectors.contract import (
@@ -21,12 +23,21 @@ from paceline_agent.collectors.contract import (
 )
 from paceline_agent.kept_files import KeptFiles, entries
 from paceline_agent.nic_choice import SETTINGS, allowed
-from paceline_agent.pci_topology import Distance, PciDevice, distance, find, find_gpu
+from paceline_agent.nvml.links import SWITCH
+from paceline_agent.pci_topology import (
+    Distance,
+    PciDevice,
+    distance,
+    find,
+    find_gpu,
+    sysfs_address,
+)
 from paceline_agent.process_environment import read_environment
-from paceline_wire.batch import Sample
+from paceline_wire.batch import GpuInfo, Sample
 
 _DEVICES_AT_MOST = 64
 _NICS_OF_A_RANK_AT_MOST = 4
+_BY_NVLINK = 5.0  # nearer than any way over PCI
 _ACTIVE = "4:"  # ib_verbs.h, IB_PORT_ACTIVE
 
 
@@ -56,13 +67,13 @@ class TopologyCollector(Collector):
             if found is not None:
                 gpus[gpu.index] = found
         nics = [*self._rdma(now_ns), *self._network(now_ns)]
-        if not gpus and not nics:
-            raise CollectorUnavailable("no GPU or network device on PCI")
         samples = [_affinity(f"gpu{index}", "gpu", pci, now_ns) for index, pci in gpus.items()]
         samples += [_affinity(nic.name, nic.kind, nic.pci, now_ns) for nic in nics]
         samples += self._between_gpus(gpus, now_ns)
         samples += self._to_nics(gpus, _of_one_kind(nics), now_ns)
         samples += self._ranks(gpus, nics, now_ns)
+        if not samples:
+            raise CollectorUnavailable("no GPU or network device on PCI")
         return Collected(samples=samples)
 
     def close(self) -> None:
@@ -104,12 +115,16 @@ class TopologyCollector(Collector):
 
     def _between_gpus(self, gpus: dict[int, PciDevice], now_ns: int) -> Iterator[Sample]:
         numa_nodes = self._numa_nodes()
-        for index, gpu in gpus.items():
-            for other, peer in gpus.items():
-                far = distance(gpu, peer, numa_nodes) if index < other else None
-                if far is not None:
-                    labels = {"gpu": str(index), "peer": str(other), "class": far.name}
-                    yield Sample("paceline_gpu_gpu_distance", labels, float(far), now_ns)
+        for gpu, peer in combinations(self.context.inventory.gpus, 2):
+            name, far = "", 0.0
+            if links := _nvlinks(gpu, peer):
+                name, far = f"NV{links}", _BY_NVLINK
+            elif gpu.index in gpus and peer.index in gpus:
+                way = distance(gpus[gpu.index], gpus[peer.index], numa_nodes)
+                name, far = (way.name, float(way)) if way is not None else ("", 0.0)
+            if name:
+                labels = {"gpu": str(gpu.index), "peer": str(peer.index), "class": name}
+                yield Sample("paceline_gpu_gpu_distance", labels, far, now_ns)
 
     def _to_nics(
         self, gpus: dict[int, PciDevice], nics: Sequence[_Nic], now_ns: int
@@ -149,6 +164,13 @@ class TopologyCollector(Collector):
         if known is not None:
             return known
         return read_environment(self.context.procfs_root, key[2], SETTINGS) or {}
+
+
+def _nvlinks(gpu: GpuInfo, peer: GpuInfo) -> int:
+    """Links from one to the other, straight or through NVSwitches (all of those a GPU has)."""
+    ends = {sysfs_address(end): links for end, links in gpu.nvlinks.items() if end != SWITCH}
+    straight = ends.get(sysfs_address(peer.pci_bus_id), 0)
+    return straight or min(gpu.nvlinks.get(SWITCH, 0), peer.nvlinks.get(SWITCH, 0))
 
 
 def _key(rank: LocalRank) -> tuple[str, int, int]:

@@ -37,7 +37,8 @@ class Gpu:
     info: GpuInfo | None = None
     labels: dict[str, str] = field(default_factory=dict)
     refused: set[object] = field(default_factory=set)  # calls it does not support
-    links: Any = None  # links.Links, once it is known to have any
+    links: Any = None  # links.Links, once it was asked for them
+    activity: Any = None  # activity.Activity, likewise
     mig_mode: int | None = None
     is_ours: bool = True  # False: this container may not use it
     trouble: Trouble | None = None  # said once, until it answers again
@@ -100,6 +101,7 @@ class Gpu:
         self.fast_fields.reset()
         self.slow_fields.reset()
         self.links = None
+        self.activity = None
 
     def samples(self, values: Iterable[Value], now_ns: int) -> list[Sample]:
         labels = self.labels

@@ -1,4 +1,4 @@
-"""NVLink: which links are up, what they moved and what went wrong on each.
+"""NVLink: which links are up and where to, what they moved and what went wrong on each.
 
 Drivers and generations count in different places. Every place is asked once, those that answer
 are kept, and of two that count the same the first is told.
@@ -6,10 +6,11 @@ are kept, and of two that count the same the first is told.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from paceline_agent.nvml.driver import pynvml
+from paceline_agent.nvml.driver import function, pynvml
 from paceline_agent.nvml.fields import ALL_LINKS, Answer, FieldRow, Fields
 from paceline_agent.nvml.gpu import Gpu, Value
 
@@ -55,6 +56,8 @@ _SUMMED = {
     _RECEIVED: _RECEIVED,
 }
 _ALL = (("link", "all"),)
+SWITCH = "switch"
+_ENDS = {1: "cpu", 2: SWITCH}  # nvml.h, nvmlIntNvLinkDeviceType_t; 0: a GPU, 255: unknown
 
 
 class Links:
@@ -65,9 +68,13 @@ class Links:
         self._counters: Fields | None = None
         self._totals = Fields(_TOTALS)
         self._moved: tuple[float, float] | None = None  # bytes, seconds of the driver's clock
+        self._ends = {link: _end_of(link) for link in self._states}
+        self._active: list[int] = []
+        self.ends: dict[str, int] = {}  # active links by PCI bus id, SWITCH or "cpu"
 
     def read(self, gpu: Gpu) -> Iterator[Value]:
         up = self._up(gpu)
+        self._look_at_ends(gpu, [link for link, active in up.items() if active])
         if self._counters is None:
             return
         if up:
@@ -98,6 +105,13 @@ class Links:
         if self._counters is None and self._states:
             self._counters = Fields(_rows(list(self._states)))
         return {link: answer for link, answer in answers.items() if answer is not None}
+
+    def _look_at_ends(self, gpu: Gpu, active: list[int]) -> None:
+        """Where a link goes changes with its state only."""
+        if active != self._active:
+            self._active = active
+            ends = (gpu.ask(self._ends[link]) for link in active)
+            self.ends = dict(Counter(end for end in ends if end is not None))
 
     def _rate(self, moved_bytes: float, seconds: float) -> Iterator[Value]:
         """As DCGM makes it of the same counters: thousands of KiB per second, both directions."""
@@ -144,5 +158,18 @@ def _state_of(link: int) -> Callable[[Any], int]:
     def read(handle: Any) -> int:
         active: int = pynvml.nvmlDeviceGetNvLinkState(handle, link)
         return active
+
+    return read
+
+
+def _end_of(link: int) -> Callable[[Any], str]:
+    """The PCI bus id of a GPU; NVLink 5 tells no bus id of a switch, and nobody asks for it."""
+
+    def read(handle: Any) -> str:
+        kind = function("nvmlDeviceGetNvLinkRemoteDeviceType")(handle, link)
+        if kind in _ENDS:
+            return _ENDS[kind]
+        bus_id = pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId
+        return bus_id.decode() if isinstance(bus_id, bytes) else bus_id
 
     return read

@@ -630,6 +630,50 @@ EXPORT int nvmlDeviceGetNvLinkState(device handle, unsigned int link, unsigned i
     return SUCCESS;
 }
 
+enum { END_GPU = 0, END_SWITCH = 2 };
+
+/* The GPU at the other end of a link, or STATE_GPUS for a switch. */
+static int end_of(volatile struct gpu *gpu, unsigned int link, unsigned int *other)
+{
+    ABLE(CALL_NVLINK | CALL_NVLINK_ENDS);
+    if (link >= gpu->nvlink_links)
+        return INVALID_ARGUMENT;
+    *other = STATE_GPUS;
+    if (gpu->nvlink_links_per_peer) {
+        *other = link / gpu->nvlink_links_per_peer;
+        *other += *other >= (unsigned int)(gpu - state->gpus);
+        if (*other >= state->gpu_count)
+            return NOT_SUPPORTED;
+    }
+    return SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetNvLinkRemoteDeviceType(device handle, unsigned int link, int *type)
+{
+    unsigned int other;
+    REACH(handle);
+    int found = end_of(gpu, link, &other);
+    if (found == SUCCESS)
+        *type = other < STATE_GPUS ? END_GPU : END_SWITCH;
+    return found;
+}
+
+EXPORT int nvmlDeviceGetNvLinkRemotePciInfo_v2(
+    device handle, unsigned int link, struct pci_info *info)
+{
+    unsigned int other;
+    REACH(handle);
+    int found = end_of(gpu, link, &other);
+    if (found != SUCCESS)
+        return found;
+    memset(info, 0, sizeof(*info));
+    if (other < STATE_GPUS)
+        copy_text(info->bus_id, sizeof(info->bus_id), state->gpus[other].pci_bus_id);
+    else
+        snprintf(info->bus_id, sizeof(info->bus_id), "00000000:%02X:00.0", 0xE0 + link / 5);
+    return SUCCESS;
+}
+
 /* Many values at once. */
 
 struct field_value {
@@ -751,6 +795,91 @@ EXPORT int nvmlDeviceGetFieldValues(device handle, int count, struct field_value
         values[i].value = 0;
         values[i].timestamp_us = (int64_t)milliseconds() * 1000;
         values[i].result = read_field(gpu, &values[i]);
+    }
+    return SUCCESS;
+}
+
+/* How busy its units were between two samples. */
+
+struct activity_sample {
+    unsigned int gpu;
+    uint64_t milliseconds;
+};
+
+struct activity_metric {
+    unsigned int metric;
+    int result;
+    double value;
+    char *names[3];
+};
+
+struct activity_question {
+    unsigned int version, count;
+    struct activity_sample *first, *second;
+    struct activity_metric metrics[];
+};
+
+struct activity_support {
+    unsigned int version, supported;
+};
+
+EXPORT int nvmlGpmQueryDeviceSupport(device handle, struct activity_support *support)
+{
+    REACH(handle);
+    support->supported = !(gpu->unsupported & CALL_ACTIVITY);
+    return SUCCESS;
+}
+
+EXPORT int nvmlGpmSampleAlloc(struct activity_sample **sample)
+{
+    *sample = calloc(1, sizeof(**sample));
+    return *sample ? SUCCESS : UNKNOWN;
+}
+
+EXPORT int nvmlGpmSampleFree(struct activity_sample *sample)
+{
+    free(sample);
+    return SUCCESS;
+}
+
+EXPORT int nvmlGpmSampleGet(device handle, struct activity_sample *sample)
+{
+    REACH(handle);
+    if (gpu->mig_mode)
+        return NOT_SUPPORTED;
+    ABLE(CALL_ACTIVITY);
+    *sample = (struct activity_sample){(unsigned int)(gpu - state->gpus), milliseconds()};
+    return SUCCESS;
+}
+
+static double activity(volatile struct gpu *gpu, unsigned int metric)
+{
+    switch (metric) {
+    case 1: return gpu->utilization_percent;
+    case 2: return gpu->sm_active_percent;
+    case 3: return gpu->sm_occupancy_percent;
+    case 5: return gpu->tensor_active_percent;
+    case 10: return gpu->memory_utilization_percent;
+    case 11: return gpu->fp64_active_percent;
+    case 12: return gpu->fp32_active_percent;
+    case 13: return gpu->fp16_active_percent;
+    case 20: return gpu->pcie_transmitted_kb_per_second / 1024.0;
+    case 21: return gpu->pcie_received_kb_per_second / 1024.0;
+    default: return -1;
+    }
+}
+
+EXPORT int nvmlGpmMetricsGet(struct activity_question *question)
+{
+    if (!state)
+        return UNINITIALIZED;
+    if (question->version != 1 || question->first->gpu != question->second->gpu
+        || question->first->milliseconds > question->second->milliseconds)
+        return INVALID_ARGUMENT;
+    for (unsigned int i = 0; i < question->count; i++) {
+        struct activity_metric *asked = &question->metrics[i];
+        asked->value = activity(&state->gpus[question->second->gpu], asked->metric);
+        asked->result = asked->value < 0 ? NOT_SUPPORTED : SUCCESS;
     }
     return SUCCESS;
 }

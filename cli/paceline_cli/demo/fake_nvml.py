@@ -33,7 +33,7 @@ from paceline_cli.demo.fake_nvml_models import DRIVERS, MODELS
 STATE_ENVIRONMENT = "PACELINE_FAKE_NVML_STATE"
 LIBRARY = "libnvidia-ml.so.1"
 MAGIC = 0x564E4650  # "PFNV"
-VERSION = 2
+VERSION = 3
 MAXIMUM_GPUS = 16
 
 

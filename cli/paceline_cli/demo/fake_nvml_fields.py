@@ -72,6 +72,14 @@ FIELDS: tuple[tuple[str, Kind, float], ...] = (
     ("nvlink_links_active", u32, 18),
     ("nvlink_error_link", u32, 0),  # the one link that has the errors
     ("nvlink_megabytes_per_second", u32, 26_562),  # of each link
+    ("nvlink_links_per_peer", u32, 0),  # straight to each other GPU; 0: all to NVSwitches
+    ("padding", u32, 0),
+    ("sm_active_percent", f64, 88.0),
+    ("sm_occupancy_percent", f64, 31.0),
+    ("tensor_active_percent", f64, 57.0),
+    ("fp64_active_percent", f64, 0.0),
+    ("fp32_active_percent", f64, 9.0),
+    ("fp16_active_percent", f64, 3.0),
     ("remap_pending", u32, 0),
     ("retired_pages_sbe", u32, 0),
     ("retired_pages_dbe", u32, 0),
@@ -109,7 +117,7 @@ CALLS = {
             "encoder", "pcie_throughput", "pcie_counters", "throttle_counters", "thresholds",
             "margins", "remapped_rows", "video_clock", "utilization", "violations", "energy",
             "events", "nvlink_counters", "persistence", "power_limits", "vbios", "link_scopes",
-            "handle",
+            "handle", "nvlink_ends", "activity",
         )
     )
 }  # fmt: skip

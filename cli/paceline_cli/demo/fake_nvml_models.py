@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _H200_UNSUPPORTED = ("retired_pages",)
-_L40S_UNSUPPORTED = ("retired_pages", "nvlink", "memory_temperature", "mig")
+_L40S_UNSUPPORTED = ("retired_pages", "nvlink", "memory_temperature", "mig", "activity")
 
 MODELS: dict[str, dict[str, float | Iterable[str] | str]] = {
     "demo": {"unsupported": ("retired_pages",)},

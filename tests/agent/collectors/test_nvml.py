@@ -327,6 +327,38 @@ async def test_links_have_series_of_their_own(lane, gpus, series):
     assert {value for _, value in speeds} == {26.562e9}
 
 
+async def test_where_links_go(lane, gpus):
+    """To switches; or straight, as between GPUs of a board without any; or nobody tells."""
+    gpus.set(0, nvlink_links_active=17)
+    told = (await lane.collect(SECOND_NS)).gpus
+    assert [gpu.nvlinks for gpu in told] == [{"switch": 17}, {"switch": 18}]
+    for gpu in (0, 1):
+        gpus.set(gpu, nvlink_links=12, nvlink_links_active=12, nvlink_links_per_peer=12)
+    gpus.set_driver(loaded=False)
+    with pytest.raises(CollectorUnavailable):
+        await lane.collect(2 * SECOND_NS)
+    gpus.set_driver(loaded=True)
+    told = (await lane.collect(80 * SECOND_NS)).gpus
+    assert [gpu.nvlinks for gpu in told] == [{told[1].pci_bus_id: 12}, {told[0].pci_bus_id: 12}]
+    gpus.set(1, nvlink_links_active=11, unsupported=["nvlink_ends"])
+    told = (await lane.collect(100 * SECOND_NS)).gpus
+    assert told[1].nvlinks == {}
+
+
+async def test_activity_is_the_mean_between_two_looks(lane, gpus, series):
+    gpus.set(0, tensor_active_percent=57.5, sm_active_percent=float("nan"))
+    gpus.set(1, unsupported=["activity"])
+    first = series(await lane.collect(SECOND_NS))
+    assert not any("PROF" in name for name in first)
+    found = series(await lane.collect(20 * SECOND_NS))
+    assert of_gpu(found, "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", 0) == [0.575]
+    assert of_gpu(found, "DCGM_FI_PROF_GR_ENGINE_ACTIVE", 0) == [0.97]
+    assert of_gpu(found, "DCGM_FI_PROF_PCIE_TX_BYTES", 0) == [pytest.approx(4_217 * 1024)]
+    assert of_gpu(found, "DCGM_FI_PROF_SM_ACTIVE", 0) == [], "no number"
+    assert of_gpu(found, "DCGM_FI_PROF_NVLINK_TX_BYTES", 0) == [], "not of this GPU"
+    assert of_gpu(found, "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", 1) == []
+
+
 async def test_a_total_that_the_driver_lacks_is_summed(lane, gpus, series):
     gpus.set(0, unsupported=["link_scopes"], nvlink_transmitted_kib=18_000)
     found = series(await lane.collect(SECOND_NS))

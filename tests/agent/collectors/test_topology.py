@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from paceline_agent.collectors.contract import CollectorUnavailable, LocalRank
@@ -86,6 +87,33 @@ def test_distances_are_named_as_nvidia_smi_does(node, distances):
     }  # fmt: skip
     assert distances(collector, metric, "gpu=2")["mlx5_3"] == "PIX"
     assert distances(collector, "paceline_gpu_gpu_distance", "gpu=0") == {"1": "NODE", "2": "SYS"}
+
+
+def with_links(context, *links: dict[str, int]) -> TopologyCollector:
+    context.inventory.gpus = tuple(
+        msgspec.structs.replace(gpu, nvlinks=ends)
+        for gpu, ends in zip(context.inventory.gpus, links, strict=True)
+    )
+    return TopologyCollector(context)
+
+
+def test_links_are_nearer_than_any_way_over_pci(node, distances, series):
+    collector = with_links(node, {"switch": 18}, {"switch": 17}, {})
+    metric = "paceline_gpu_gpu_distance"
+    assert distances(collector, metric, "gpu=0") == {"1": "NV17", "2": "SYS"}
+    collector = with_links(node, {BUS_IDS[2]: 4, "cpu": 2}, {}, {BUS_IDS[0]: 4, BUS_IDS[1]: 1})
+    assert distances(collector, metric, "gpu=0") == {"1": "NODE", "2": "NV4"}
+    assert distances(collector, metric, "gpu=1") == {"2": "SYS"}, "one end alone is up"
+    assert series(collector.collect(1))["paceline_gpu_gpu_distance{class=NV4,gpu=0,peer=2}"] == 5
+
+
+def test_links_need_no_place_on_pci(context, series):
+    context.inventory.gpus = tuple(
+        GpuInfo(index, f"GPU-{index}", "B200", BUS_IDS[index], nvlinks={"switch": 18})
+        for index in range(2)
+    )
+    found = series(TopologyCollector(context).collect(1))
+    assert found == {"paceline_gpu_gpu_distance{class=NV18,gpu=0,peer=1}": 5}
 
 
 def test_the_nearest(node, series):
