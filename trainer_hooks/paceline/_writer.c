@@ -615,26 +615,27 @@ typedef struct {
     PyObject *general;  /* (args, kwargs): times what is not timed here */
     PyObject *known;    /* dict: id() of a process group to its Channel */
     PyObject *find;     /* (process group or None): its Channel, or None */
-    PyObject *members;  /* torch's GroupMember, whose WORLD is the default group */
-    PyObject *payload, *group_name, *async_name, *nbytes_name, *world_name;
+    PyObject *holder;   /* what has the default group, as its attribute `default_name` */
+    PyObject *default_name, *payload, *group_name, *async_name, *nbytes_name;
     Py_ssize_t group_at, async_at, payload_at;
     uint64_t op;
 } Collective;
 
 static int collective_init(Collective *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"recorder", "op",     "original", "general",  "known",      "find",
-                            "members",  "payload", "group_at", "async_at", "payload_at", NULL};
-    PyObject *given[7];
+    static char *names[] = {"recorder", "op",       "original", "general",  "known",      "find",
+                            "holder",   "default",  "payload",  "group_at", "async_at",
+                            "payload_at", NULL};
+    PyObject *given[8];
     unsigned long long op;
     if (self->recorder != NULL)
         return PyErr_SetString(PyExc_RuntimeError, "already made"), -1;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!KOOO!OOUnnn", names, writer_type, &given[0], &op, &given[1], &given[2],
-            &PyDict_Type, &given[3], &given[4], &given[5], &given[6], &self->group_at,
-            &self->async_at, &self->payload_at))
+            args, kwargs, "O!KOOO!OOUUnnn", names, writer_type, &given[0], &op, &given[1],
+            &given[2], &PyDict_Type, &given[3], &given[4], &given[5], &given[6], &given[7],
+            &self->group_at, &self->async_at, &self->payload_at))
         return -1;
-    for (int i = 0; i < 7; i++)
+    for (int i = 0; i < 8; i++)
         Py_INCREF(given[i]);
     self->op = op;
     self->recorder = (Writer *)given[0];
@@ -642,13 +643,13 @@ static int collective_init(Collective *self, PyObject *args, PyObject *kwargs)
     self->general = given[2];
     self->known = given[3];
     self->find = given[4];
-    self->members = given[5];
-    self->payload = given[6];
+    self->holder = given[5];
+    self->default_name = given[6];
+    self->payload = given[7];
     self->group_name = PyUnicode_InternFromString("group");
     self->async_name = PyUnicode_InternFromString("async_op");
     self->nbytes_name = PyUnicode_InternFromString("nbytes");
-    self->world_name = PyUnicode_InternFromString("WORLD");
-    return self->group_name && self->async_name && self->nbytes_name && self->world_name ? 0 : -1;
+    return self->group_name && self->async_name && self->nbytes_name ? 0 : -1;
 }
 
 static int collective_traverse(Collective *self, visitproc visit, void *arg)
@@ -659,7 +660,7 @@ static int collective_traverse(Collective *self, visitproc visit, void *arg)
     Py_VISIT(self->general);
     Py_VISIT(self->known);
     Py_VISIT(self->find);
-    Py_VISIT(self->members);
+    Py_VISIT(self->holder);
     return 0;
 }
 
@@ -670,7 +671,7 @@ static int collective_clear(Collective *self)
     Py_CLEAR(self->general);
     Py_CLEAR(self->known);
     Py_CLEAR(self->find);
-    Py_CLEAR(self->members);
+    Py_CLEAR(self->holder);
     return 0;
 }
 
@@ -682,7 +683,7 @@ static void collective_dealloc(Collective *self)
     Py_CLEAR(self->group_name);
     Py_CLEAR(self->async_name);
     Py_CLEAR(self->nbytes_name);
-    Py_CLEAR(self->world_name);
+    Py_CLEAR(self->default_name);
     free_object((PyObject *)self);
 }
 
@@ -702,7 +703,7 @@ static Channel *channel_of(Collective *self, PyObject *args, PyObject *kwargs)
         return NULL;
     PyObject *named;
     if (given == NULL || given == Py_None)
-        named = PyObject_GetAttr(self->members, self->world_name);
+        named = PyObject_GetAttr(self->holder, self->default_name);
     else
         Py_INCREF(named = given);
     PyObject *key = named == NULL ? NULL : PyLong_FromVoidPtr(named);

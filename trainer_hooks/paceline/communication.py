@@ -354,6 +354,10 @@ class Wrapped:
 
         general = partial(self._general, op, group_of, async_of, payload_of, original)
         is_compiling = self._is_compiling
+        # `GroupMember.WORLD` is this attribute behind two properties, as dear as all the rest.
+        holder, default = getattr(self._c10d, "_world", None), "_default_pg"
+        if not hasattr(holder, default):
+            holder, default = self._c10d.GroupMember, "WORLD"
         common = Collective and Collective(
             recorder=self._recorder,
             op=op,
@@ -361,7 +365,8 @@ class Wrapped:
             general=general,
             known=self.channels.known,
             find=self.channels.group,
-            members=self._c10d.GroupMember,
+            holder=holder,
+            default=default,
             payload=payload,
             group_at=group_of.position,
             async_at=async_of.position,
