@@ -9,7 +9,8 @@ One boot at a time may overtake: its batches and those of the backlog then leave
 
 When the limit is reached, the oldest batches lose their spans and state pages first; once none has
 any, the oldest lose their samples; then the oldest go wholly, with the events in them. When the
-disk fails, batches are kept in memory instead, within a smaller limit and by the same rule.
+disk fails, batches are kept in memory instead, within a smaller limit and by the same rule, until
+it takes them again.
 """
 
 from __future__ import annotations
@@ -128,7 +129,11 @@ class Spool:
         overtakes = batch.boot_id == self._overtaker
         (self._overtaking if overtakes else self._backlog).append(entry)
         self._count(entry, 1)
+        if entry.payload is None and self._memory_bytes:
+            self._spill()
         self._make_room()
+        if entry.payload is None:
+            self._disk_works()
         self._filled.set()
 
     async def head(self) -> Entry:
@@ -214,9 +219,6 @@ class Spool:
             self._disk_failed(error)
             return
         entry.payload = None
-        if self.disk_error is not None:
-            log.warning("the spool at %s can be written again", self._directory)
-            self.disk_error = None
 
     def _write(self, name: str, content: bytes) -> None:
         """All of it or, with an OSError, nothing."""
@@ -228,6 +230,22 @@ class Spool:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
+
+    def _spill(self) -> None:
+        """Move what memory holds to disk, the oldest first, as far as that takes it."""
+        for entry in self._all():
+            if entry.payload is not None:
+                self._count(entry, -1)
+                self._store(entry, entry.payload)
+                self._count(entry, 1)
+                if entry.payload is not None:
+                    return
+
+    def _disk_works(self) -> None:
+        """It took the newest batch; while others have no room there, a small one says little."""
+        if self.disk_error is not None and not self._memory_bytes:
+            log.warning("the spool at %s can be written again", self._directory)
+            self.disk_error = None
 
     def _disk_failed(self, error: OSError) -> None:
         reason = error.strerror or str(error)
@@ -249,7 +267,10 @@ class Spool:
                 if not self._is_full():
                     return
                 if entry is not self._leaving and (kept is None or entry.detail > kept):
+                    was_on_disk = entry.payload is None
                     self._cut(entry, kept)
+                    if was_on_disk and self._memory_bytes:
+                        self._spill()
 
     def _is_full(self) -> bool:
         if self.size_bytes > self._limit_bytes:
@@ -281,6 +302,8 @@ class Spool:
             entry.payload = bare
         else:
             self._store(entry, bare)
+            if entry.payload is not None:  # the disk has no room for both
+                self._delete(entry)
         self._count(entry, 1)
 
     def _count_losses(self, entry: Entry, before: Batch, left: Batch | None) -> None:
@@ -313,10 +336,13 @@ class Spool:
 
     def _unlink(self, entry: Entry) -> None:
         if entry.payload is None:
-            try:
-                (self._directory / entry.name).unlink(missing_ok=True)
-            except OSError as error:
-                self._disk_failed(error)
+            self._delete(entry)
+
+    def _delete(self, entry: Entry) -> None:
+        try:
+            (self._directory / entry.name).unlink(missing_ok=True)
+        except OSError as error:
+            self._disk_failed(error)
 
 
 def _began_ns(boot_id: str) -> int:

@@ -178,6 +178,26 @@ class AgentProcess:
         return self.log.read_text()
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """A tmpfs of so many bytes ("1m")."""
+    disk = tmp_path / "disk"
+
+    def mount(size: str) -> Path:
+        disk.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+        if (
+            os.geteuid() != 0
+            or subprocess.run(command, check=False, capture_output=True).returncode
+        ):
+            pytest.skip("A FULL DISK IS NOT TESTED: mounting a small tmpfs needs root")
+        return disk
+
+    yield mount
+    if disk.is_mount():
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
 StartAgent = Callable[..., AgentProcess]
 
 

@@ -40,7 +40,7 @@ def once(tmp_path: Path) -> Once:
     ("option", "stdout", "said"),
     [
         ("--once", ">/dev/full", "not everything could be printed: No space left on device"),
-        ("--check", "| false", "not everything could be printed: Broken pipe"),
+        ("--check", "| true", "not everything could be printed: Broken pipe"),
         ("--once", ">&-", "standard output is closed: there is nowhere to print to"),
     ],
 )
