@@ -20,6 +20,7 @@ class Line:
 
     `ranks`, `begin_ns` and `end_ns` have one row per rank: when it worked on the step, from
     waiting for its data to the end of its STEP span. `owner` has one per span: its rank's row.
+    `first` has one per rank and one more: where its spans begin, and those of the next.
     """
 
     def __init__(self, spans: Spans) -> None:
@@ -27,7 +28,8 @@ class Line:
         rank = spans.rank
         changes = np.flatnonzero(np.diff(rank)) + 1
         first = np.concatenate([[0], changes])
-        sizes = np.diff(np.concatenate([first, [rank.size]]))
+        self.first: Ints = np.concatenate([first, [rank.size]])
+        sizes = np.diff(self.first)
         self.ranks: Ints = rank[first]
         self.owner: Ints = np.repeat(np.arange(first.size), sizes)
         start, end = spans.start_ns, spans.end_ns

@@ -27,11 +27,14 @@ class Coordinates:
 @dataclass(frozen=True, slots=True)
 class Phases:
     """When each rank's pipeline was busy: from the first microbatch's start to the last one's end
-    on any stage of its replica. On the line; 0 to 0 for a rank that has no pipeline.
+    on any stage of its replica. Empty, at the end of its step, for a rank that has no pipeline.
     """
 
-    begin: Ints
-    end: Ints
+    begin_ns: Ints
+    end_ns: Ints
+
+    def of_rows(self, rows: slice) -> Phases:
+        return Phases(self.begin_ns[rows], self.end_ns[rows])
 
     @staticmethod
     def of(
@@ -39,8 +42,7 @@ class Phases:
     ) -> Phases:
         """`compute`: the rows of the microbatches."""
         if topology.pp == 1:
-            nowhere = np.zeros(len(line), dtype=np.int64)
-            return Phases(nowhere, nowhere)
+            return Phases(line.end_ns, line.end_ns)
         longest = np.iinfo(np.int64).max
         begin_ns = np.full(topology.dp, longest, dtype=np.int64)
         end_ns = np.zeros(topology.dp, dtype=np.int64)
@@ -48,7 +50,7 @@ class Phases:
         np.minimum.at(begin_ns, replica, spans.start_ns[compute])
         np.maximum.at(end_ns, replica, spans.end_ns[compute])
         known = (begin_ns != longest)[places.dp_rank]
-        everyone = np.arange(len(line))
-        begin = line.place(everyone, begin_ns[places.dp_rank])
-        end = line.place(everyone, end_ns[places.dp_rank])
-        return Phases(np.where(known, begin, 0), np.where(known, end, 0))
+        return Phases(
+            np.where(known, begin_ns[places.dp_rank], line.end_ns),
+            np.where(known, end_ns[places.dp_rank], line.end_ns),
+        )

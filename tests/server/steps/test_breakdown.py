@@ -40,10 +40,9 @@ def parts_of(
     """Seconds by part; the rows hold a STEP. `waits_ms`: of each row."""
     one = spans(*rows, flags=flags)
     line = Line(one)
-    nobody, alone = np.zeros(1, np.int64), Phases(np.zeros(1, np.int64), np.zeros(1, np.int64))
+    alone = Phases(line.end_ns, line.end_ns)
     if phase_ms is not None:
-        begin, end = (line.place(nobody, np.array([moment * MS])) for moment in phase_ms)
-        alone = Phases(begin, end)
+        alone = Phases(*(np.array([moment * MS]) for moment in phase_ms))
     waits = np.array(waits_ms or [0] * len(rows)) * MS
     painted = break_down(one, waits, line, alone, compute_rows(one, line))
     times = rank_times(one, line, painted)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline_server.steps.breakdown import Part, break_down, compute_rows
+from paceline_server.steps.breakdown import SPANS_AT_A_TIME, Part, break_down, compute_rows
 from paceline_server.steps.columns import FIELDS, Spans, concatenate
 from paceline_server.steps.groups import Groups
 from paceline_server.steps.line import Line
@@ -137,8 +137,11 @@ def training(own: list[tuple[int, ...]]) -> list[range]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(step, rows), min_size=4, max_size=4))
-def test_parts_and_waits_are_those_of_each_rank_moment_by_moment(played):
+@given(
+    st.lists(st.tuples(step, rows), min_size=4, max_size=4),
+    st.sampled_from([1, 5, SPANS_AT_A_TIME]),
+)
+def test_parts_and_waits_are_those_of_each_rank_moment_by_moment(played, at_a_time):
     ends = [start + length for (start, length), _ in played]
     per_rank = [
         table(rank, [*own, (Op.STEP, *whole, 0, 0, 0, 0)])
@@ -150,7 +153,7 @@ def test_parts_and_waits_are_those_of_each_rank_moment_by_moment(played):
     compute = compute_rows(spans, line)
     phases = Phases.of(spans, line, compute, places, TOPOLOGY)
     met = communication(spans, known)
-    painted = break_down(spans, met.wait_ns, line, phases, compute)
+    painted = break_down(spans, met.wait_ns, line, phases, compute, at_a_time)
 
     waits = obvious_waits(spans, known)
     assert met.wait_ns.tolist() == waits
