@@ -35,7 +35,8 @@ class Settings(BaseSettings):
     # a second leaves room for it.
     tick_minimum_seconds: float = Field(0.1, gt=0)
     tick_seconds: float = Field(0.2, gt=0, description="Longest pause between two looks at a job.")
-    batches_per_tick: int = Field(256, ge=1, description="Read from the log at once.")
+    batches_per_tick: int = Field(1024, ge=1, description="Read from the log at once.")
+    bytes_per_tick: int = Field(16 << 20, ge=1, description="Of these, at most so many bytes.")
 
     log_retention_seconds: float = Field(900.0, gt=0, description="Hot log kept for rebuilding.")
     log_retention_bytes: int = Field(1 << 30, ge=1 << 20)

@@ -275,14 +275,14 @@ class Telemetry:
             known = self._nodes[node] = _Node()
         metrics = known.metrics
         for sample in samples:
-            names = KEPT.get(sample.name)
+            name = sample.name
+            names = KEPT.get(name)
             if names is None:
                 continue
-            of_metric = metrics.get(sample.name)
+            of_metric = metrics.get(name)
             if of_metric is None:
-                of_metric = metrics[sample.name] = {}
-            labels = sample.labels
-            key: Labels = tuple([labels.get(name) for name in names])
+                of_metric = metrics[name] = {}
+            key: Labels = tuple(map(sample.labels.get, names))
             series = of_metric.get(key)
             if series is None:
                 if known.series >= SERIES_PER_NODE:

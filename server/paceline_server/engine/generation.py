@@ -68,6 +68,8 @@ class RunningGeneration:
             gpus=dict(placement.gpus),
             started_ns=placement.started_ns,
         )
+        self._name = job_id, placement.generation
+        self._world_size = placement.topology.world_size
         self.model = StepModel(placement.generation, placement.topology, placement.metadata)
         self._detectors = [detector(settings, self.generation) for detector in detectors]
         self._ranks: dict[int, LiveRank] = {}
@@ -117,10 +119,6 @@ class RunningGeneration:
                 self.model.add(block, clock_shift_ns)
                 self._records.add(block)
 
-    @property
-    def _name(self) -> tuple[str, int]:
-        return self.generation.job, self.generation.number
-
     def _is_ours(
         self, event: RankState | RankDefined | RankExited | RankStacks, agent_id: str
     ) -> bool:
@@ -128,9 +126,9 @@ class RunningGeneration:
 
     def _holds(self, rank: int, agent_id: str) -> bool:
         """Only the node a rank was placed on can speak for it."""
-        if not 0 <= rank < self.generation.topology.world_size:
+        if not 0 <= rank < self._world_size:
             return False
-        return self.generation.nodes.get(rank, agent_id) == agent_id
+        return self.placement.nodes.get(rank, agent_id) == agent_id
 
     def _see_state(self, state: RankState, received_ns: int) -> None:
         self._ranks.setdefault(state.rank, LiveRank(state.rank)).see(state, received_ns)

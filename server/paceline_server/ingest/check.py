@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from paceline_wire.batch import (
     AgentHello,
     Batch,
@@ -17,6 +15,7 @@ from paceline_wire.batch import (
     RankStacks,
     RankStarted,
     RankState,
+    SpanBlock,
 )
 
 _LIMIT = 1 << 63  # of a signed 64-bit column
@@ -30,53 +29,67 @@ def check(batch: Batch) -> None:
         raise BatchError("invalid", "agent_id and boot_id hold no NUL")
     if len(batch.events) > _EVENTS:
         raise BatchError("invalid", f"{len(batch.events)} events, at most {_EVENTS}")
-    for name, value, limit in _numbers(batch):
+    _within(_batch_numbers(batch))
+    for event in batch.events:
+        _within(_event_numbers(event))
+    for block in batch.spans:
+        _within(_block_numbers(block))
+    for sample in batch.samples:
+        # The most numerous by far.
+        if not 0 <= sample.time_ns < _LIMIT:
+            _within((("time_ns", sample.time_ns, _LIMIT),))
+
+
+_Numbers = tuple[tuple[str, int, int], ...]  # name, value, limit
+
+
+def _within(numbers: _Numbers) -> None:
+    for name, value, limit in numbers:
         if not 0 <= value < limit:
             raise BatchError("invalid", f"{name} of {value} is not in 0..{limit - 1}")
 
 
-def _numbers(batch: Batch) -> Iterator[tuple[str, int, int]]:
-    yield "sequence", batch.sequence, _LIMIT
-    yield "packed_ns", batch.packed_ns, _LIMIT
-    yield "dropped_batches", batch.dropped_batches, _LIMIT
-    for event in batch.events:
-        yield "time_ns", event.time_ns, _LIMIT
-        yield from _event_numbers(event)
-    for block in batch.spans:
-        yield "generation", block.generation, _LIMIT_32
-        yield "rank", block.rank, _LIMIT_32
-        yield "clock_offset_ns", block.clock_offset_ns, _LIMIT
-        yield "lost", block.lost, _LIMIT
-    for sample in batch.samples:
-        yield "time_ns", sample.time_ns, _LIMIT
+def _batch_numbers(batch: Batch) -> _Numbers:
+    return (
+        ("sequence", batch.sequence, _LIMIT),
+        ("packed_ns", batch.packed_ns, _LIMIT),
+        ("dropped_batches", batch.dropped_batches, _LIMIT),
+    )
 
 
-def _event_numbers(event: Event) -> Iterator[tuple[str, int, int]]:
+def _block_numbers(block: SpanBlock) -> _Numbers:
+    return (
+        ("generation", block.generation, _LIMIT_32),
+        ("rank", block.rank, _LIMIT_32),
+        ("clock_offset_ns", block.clock_offset_ns, _LIMIT),
+        ("lost", block.lost, _LIMIT),
+    )
+
+
+def _event_numbers(event: Event) -> _Numbers:
+    at = ("time_ns", event.time_ns, _LIMIT)
     match event:
+        case RankState() | RankDefined():
+            return (at, *_rank(event.generation, event.rank))
         case AgentHello():
-            yield "slots", event.slots, 1 << 16
-            yield "rendezvous_port", event.rendezvous_port, 1 << 16
-            for gpu in event.gpus:
-                yield "gpu index", gpu.index, 1 << 16
+            gpus = (("gpu index", gpu.index, 1 << 16) for gpu in event.gpus)
+            port = ("rendezvous_port", event.rendezvous_port, 1 << 16)
+            return (at, ("slots", event.slots, 1 << 16), port, *gpus)
         case RankStarted() | RankExited():
-            yield from _rank(event.generation, event.rank)
-            yield "pid", event.pid, _LIMIT_32
-        case RankAttached():
-            yield from _rank(event.identity.generation, event.identity.rank)
-            yield "pid", event.identity.pid, _LIMIT_32
-        case RankDefined() | RankState():
-            yield from _rank(event.generation, event.rank)
+            return (at, *_rank(event.generation, event.rank), ("pid", event.pid, _LIMIT_32))
+        case RankAttached(identity=identity):
+            rank = _rank(identity.generation, identity.rank)
+            return (at, *rank, ("pid", identity.pid, _LIMIT_32))
         case RankStacks():
-            yield from _rank(event.generation, event.rank)
-            yield "pid", event.pid or 0, _LIMIT_32
+            return (at, *_rank(event.generation, event.rank), ("pid", event.pid or 0, _LIMIT_32))
         case RankAcknowledged():
-            yield from _rank(event.generation, event.rank)
-            yield "command_id", event.command_id, _LIMIT
-            yield "step", event.step, _LIMIT
+            command = ("command_id", event.command_id, _LIMIT), ("step", event.step, _LIMIT)
+            return (at, *_rank(event.generation, event.rank), *command)
         case CommandResult():
-            yield "command_id", event.command_id, _LIMIT
+            return (at, ("command_id", event.command_id, _LIMIT))
+        case _:
+            return (at,)
 
 
-def _rank(generation: int, rank: int) -> Iterator[tuple[str, int, int]]:
-    yield "generation", generation, _LIMIT_32
-    yield "rank", rank, _LIMIT_32
+def _rank(generation: int, rank: int) -> _Numbers:
+    return ("generation", generation, _LIMIT_32), ("rank", rank, _LIMIT_32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import lru_cache
 
 from sqlalchemy import Select, select
 from sqlalchemy.orm import Session, defer
@@ -97,14 +98,17 @@ def _read_gpus(node: Node, samples: list[Sample]) -> bool:
     known = node.readings
     fresh: dict[int, GpuReading] = {}
     for sample in samples:
-        if not _is_shown(sample):
+        name = sample.name
+        if name not in _SHOWN and name != _THROTTLE:
             continue
-        gpu = sample.labels.get("gpu", "")
-        if gpu.isascii() and gpu.isdigit() and len(gpu) < 5:
-            number = int(gpu)
-            if number not in fresh:
-                fresh[number] = copy(known.get(number, GpuReading()))
-            _read(fresh[number], sample)
+        number = _gpu_number(sample.labels.get("gpu", ""))
+        if number is None:
+            continue
+        reading = fresh.get(number)
+        if reading is None:
+            reading = fresh[number] = copy(known.get(number)) or GpuReading()
+        if sample.time_ns >= reading.time_ns:
+            _read(reading, sample)
     readings = {**known, **fresh}
     oldest = max((reading.time_ns for reading in known.values()), default=0)
     newest = max((reading.time_ns for reading in readings.values()), default=0)
@@ -114,6 +118,11 @@ def _read_gpus(node: Node, samples: list[Sample]) -> bool:
     node_changed = throttles != [reading.throttle_reasons for reading in readings.values()]
     node.readings = readings
     return node_changed or newest // _GPU_SHOWN_NS != oldest // _GPU_SHOWN_NS
+
+
+@lru_cache(maxsize=1024)
+def _gpu_number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 5 else None
 
 
 _SHOWN = {
@@ -126,13 +135,7 @@ _SHOWN = {
 _THROTTLE = "paceline_gpu_throttle_reason"
 
 
-def _is_shown(sample: Sample) -> bool:
-    return sample.name in _SHOWN or sample.name == _THROTTLE
-
-
 def _read(reading: GpuReading, sample: Sample) -> None:
-    if sample.time_ns < reading.time_ns:
-        return
     reading.time_ns = sample.time_ns
     if sample.name == _THROTTLE:
         reason = sample.labels.get("reason", "unknown")

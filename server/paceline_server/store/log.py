@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
 from paceline_server.store.database import insert_into
@@ -84,6 +85,28 @@ def read_log(session: Session, after: int, limit: int) -> list[HotLog]:
     return list(session.scalars(query))
 
 
+def read_log_part(
+    session: Session, after: int, limit: int, most_bytes: int
+) -> tuple[list[HotLog], bool]:
+    """The next up to `limit` entries, of up to `most_bytes` together (or one larger entry).
+
+    Also whether there are more.
+    """
+    sizes = session.execute(
+        select(HotLog.id, HotLog.size_bytes)
+        .where(HotLog.id > after)
+        .order_by(HotLog.id)
+        .limit(limit + 1)
+    ).all()
+    taken, total = 0, 0
+    for _, size_bytes in sizes[:limit]:
+        total += size_bytes
+        if taken and total > most_bytes:
+            break
+        taken += 1
+    return read_log(session, after, taken) if taken else [], taken < len(sizes)
+
+
 def walk_log(session: Session, after: int, most: int) -> Iterator[HotLog]:
     """Up to `most` entries after a position, a few in memory at a time."""
     while most > 0:
@@ -107,33 +130,75 @@ def oldest_unread_ns(session: Session, cursor: int) -> int | None:
     return session.scalar(query)
 
 
-def prune_log(session: Session, before_ns: int, keep_bytes: int) -> int:
-    """Drop what is older than `before_ns`, and more if there is too much; never the unread.
+class LogSizes:
+    """How much of the log lies behind its entries, without reading all of it at each look.
 
-    Returns how many batches were dropped. What was dropped is remembered as duplicate.
+    What was stored since the last look is added up in parts of some entries each: a gigabyte of
+    log, read once, is a few hundred KB here. Other processes may store and drop meanwhile.
     """
-    last = _last_to_drop(session, before_ns, keep_bytes)
-    if last is None:
-        return 0
-    dropped = session.execute(
-        select(HotLog.agent_id, HotLog.boot_id, func.max(HotLog.sequence), func.count())
-        .where(HotLog.id <= last)
-        .group_by(HotLog.agent_id, HotLog.boot_id)
-    ).all()
-    for agent_id, boot_id, sequence, _count in dropped:
-        boot = session.get_one(Boot, (agent_id, boot_id))
-        boot.pruned_sequence = max(boot.pruned_sequence or 0, sequence)
-    session.execute(delete(HotLog).where(HotLog.id <= last))
-    return sum(count for _, _, _, count in dropped)
+
+    def __init__(self, entries_per_part: int = 64) -> None:
+        self._entries_per_part = entries_per_part
+        self._parts: deque[tuple[int, int]] = deque()  # its last id, its bytes; oldest first
+        self._bytes = 0
+        self._seen = 0
+
+    def last_in_excess(self, session: Session, keep_bytes: int) -> int:
+        """The last entry that may go so that `keep_bytes` are kept, or a part more; 0: none."""
+        oldest = session.scalar(select(func.min(HotLog.id))) or 0
+        last, size = func.max(HotLog.id), func.sum(HotLog.size_bytes)
+        part = HotLog.id // self._entries_per_part
+        news = select(last, size).where(HotLog.id > self._seen).group_by(part).order_by(last)
+        for last_id, size_bytes in session.execute(news):
+            self._parts.append((last_id, int(size_bytes)))
+            self._bytes += int(size_bytes)
+            self._seen = last_id
+        while self._parts and self._parts[0][0] < oldest:
+            self._bytes -= self._parts.popleft()[1]
+        excess, kept = 0, self._bytes
+        for last_id, size_bytes in self._parts:
+            kept -= size_bytes
+            if kept < keep_bytes:
+                break
+            excess = last_id
+        return excess
 
 
-def _last_to_drop(session: Session, before_ns: int, keep_bytes: int) -> int | None:
+def last_to_drop(session: Session, before_ns: int, in_excess: int) -> int | None:
+    """The last entry older than `before_ns` or up to `in_excess`; never one that is unread."""
     old = session.scalar(select(func.max(HotLog.id)).where(HotLog.received_ns < before_ns)) or 0
-    behind = func.sum(HotLog.size_bytes).over(order_by=HotLog.id.desc())
-    sizes = select(HotLog.id, behind.label("newer_bytes")).subquery()
-    excess = session.scalar(select(func.max(sizes.c.id)).where(sizes.c.newer_bytes > keep_bytes))
-    last = max(old, excess or 0)
+    last = max(old, in_excess)
     unread = session.scalar(select(func.min(Job.cursor)).where(Job.state.not_in(FINISHED)))
     if unread is not None:
         last = min(last, unread)
     return last or None
+
+
+def drop_log(session: Session, last: int, most: int) -> int:
+    """Drop up to `most` of the oldest entries up to `last`, and remember them as duplicates.
+
+    Returns how many.
+    """
+    oldest = select(HotLog.id).where(HotLog.id <= last).order_by(HotLog.id).limit(most).subquery()
+    count, until = session.execute(select(func.count(), func.max(oldest.c.id))).one()
+    if not count:
+        return 0
+    dropped = (
+        select(HotLog.agent_id, HotLog.boot_id, func.max(HotLog.sequence).label("sequence"))
+        .where(HotLog.id <= until)
+        .group_by(HotLog.agent_id, HotLog.boot_id)
+        .subquery()
+    )
+    known = func.coalesce(Boot.pruned_sequence, -1)
+    session.execute(
+        update(Boot)
+        .where(
+            Boot.agent_id == dropped.c.agent_id,
+            Boot.boot_id == dropped.c.boot_id,
+            dropped.c.sequence > known,
+        )
+        .values(pruned_sequence=dropped.c.sequence)
+        .execution_options(synchronize_session=False)
+    )
+    session.execute(delete(HotLog).where(HotLog.id <= until))
+    return int(count)

@@ -65,7 +65,7 @@ def brief(summary: StepSummary) -> StepSummary:
         ranks=[],
         means=StepMeans(
             *(
-                fmean(getattr(share, name) for share in summary.ranks)
+                fmean([getattr(share, name) for share in summary.ranks])
                 for name in StepMeans.__struct_fields__
             )
         ),

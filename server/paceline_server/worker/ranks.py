@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from paceline_server.decide.types import RankView
@@ -11,8 +11,7 @@ from paceline_server.store.models import Rank
 from paceline_wire.batch import Event, RankAttached, RankExited, RankStarted
 
 _ORDER = ("assigned", "started", "attached", "exited")
-_LIFE = ("pid", "state", "exit_code", "signal", "commanded")
-_SHOWN = (*_LIFE, "step", "status", "process_state")
+_SHOWN = ("pid", "state", "exit_code", "signal", "commanded", "step", "status", "process_state")
 SEEN = (*_SHOWN, "operation", "operation_seconds")  # what changes within a generation
 COLUMNS = tuple(column.key for column in Rank.__table__.columns)
 
@@ -29,6 +28,7 @@ class Ranks:
         # Heard of since `views` and `committed`: of thousands of ranks most are as they were.
         self._unseen: set[int] = set()
         self._uncommitted: set[int] = set()
+        self._advanced = False  # one of them, since `committed`
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -73,6 +73,7 @@ class Ranks:
             return
         if _ORDER.index(state) > _ORDER.index(row["state"]):
             row.update(values, state=state)
+            self._advanced = True
             self._touch(rank)
 
     def _touch(self, rank: int) -> None:
@@ -102,23 +103,21 @@ class Ranks:
 
     def changed_visibly(self) -> bool:
         """More than how long an operation has been running."""
-        return self._differs(_SHOWN)
-
-    def changed_life(self) -> bool:
-        """More than how far they are, which their next news tell again."""
-        return self._differs(_LIFE)
-
-    def _differs(self, names: Sequence[str]) -> bool:
         return any(
             self._rows[rank][name] != self._committed[rank][name]
             for rank in self._uncommitted
-            for name in names
+            for name in _SHOWN
         )
+
+    def changed_life(self) -> bool:
+        """More than how far they are, which their next news tell again."""
+        return self._advanced
 
     def committed(self) -> None:
         for rank in self._uncommitted:
             self._committed[rank] = dict(self._rows[rank])
         self._uncommitted.clear()
+        self._advanced = False
 
 
 def _text(value: str | None, length: int) -> str | None:

@@ -43,10 +43,11 @@ _RANK_PAUSE_NS = 400_000  # of each rank: 10,240 are kept every 4 s, 128 at each
 
 @dataclass(frozen=True)
 class Rules:
-    """`batches` is how many are read at once."""
+    """`batches` and `batch_bytes` are how much of the log is read at once."""
 
     lease_ns: int
     batches: int
+    batch_bytes: int
     receivers: Receivers
 
 
@@ -68,6 +69,7 @@ class Looked:
     goes_on: bool  # the job is not over
     wrote: bool  # others have something to read
     commanded: bool  # agents have something to do
+    behind: bool  # more of the log waits than was read
 
 
 def lease_name(job_id: str) -> str:
@@ -114,7 +116,13 @@ class JobWork:
         """One pass. Raises whatever keeps it from being committed."""
         self._settling.look(now_ns)
         with self._database.read() as session:
-            known = know(session, self._mine.job_id, self._cursor, self._rules.batches)
+            known = know(
+                session,
+                self._mine.job_id,
+                self._cursor,
+                self._rules.batches,
+                self._rules.batch_bytes,
+            )
             batches = list(self._decoded(known))
             heard = self._hear(known.job, batches)
             new = genuine(session, known.job.id, known.job.generation, heard)
@@ -164,9 +172,7 @@ class JobWork:
 
     def _as_of_ns(self, known: Known, now_ns: int) -> int:
         """While more is waiting in the log than was read, who seems silent may be in the rest."""
-        if len(known.log) < self._rules.batches:
-            return now_ns
-        return min(now_ns, known.log[-1].received_ns)
+        return min(now_ns, known.log[-1].received_ns) if known.behind else now_ns
 
     def _conclude(self, now_ns: int, as_of_ns: int) -> Outcome | None:
         """None: too early to judge."""
@@ -247,7 +253,10 @@ class JobWork:
             self._committed(job, news, now_ns)
         self._suspend(known, decision)
         return Looked(
-            goes_on=job.state not in FINISHED, wrote=wrote, commanded=bool(decision.commands)
+            goes_on=job.state not in FINISHED,
+            wrote=wrote,
+            commanded=bool(decision.commands),
+            behind=known.behind,
         )
 
     def _apply(self, job: models.Job, decision: Decision, now_ns: int) -> Placement | None:

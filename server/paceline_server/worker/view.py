@@ -18,7 +18,7 @@ from paceline_server.decide.types import (
     RankView,
     Restarted,
 )
-from paceline_server.store.log import read_log
+from paceline_server.store.log import read_log_part
 from paceline_server.store.models import (
     Acknowledgement,
     Action,
@@ -38,6 +38,7 @@ class Known:
 
     job: Job
     log: list[HotLog]
+    behind: bool  # there is more of it
     nodes: list[NodeView]
     incidents: list[IncidentView]
     actions: list[ActionView]
@@ -67,8 +68,9 @@ class Known:
         )
 
 
-def know(session: Session, job_id: str, cursor: int, batches: int) -> Known:
+def know(session: Session, job_id: str, cursor: int, batches: int, batch_bytes: int) -> Known:
     job = session.get_one(Job, job_id)
+    log, behind = read_log_part(session, cursor, batches, batch_bytes)
     actions = session.scalars(
         select(Action)
         .where(
@@ -82,7 +84,8 @@ def know(session: Session, job_id: str, cursor: int, batches: int) -> Known:
     ).all()
     return Known(
         job=job,
-        log=read_log(session, cursor, batches),
+        log=log,
+        behind=behind,
         nodes=_nodes(session),
         incidents=_incidents(session, job_id),
         actions=[row.view for row in actions],
@@ -107,29 +110,36 @@ def _nodes(session: Session) -> list[NodeView]:
         .where(Node.hello.is_not(None))
         .order_by(Node.agent_id)
     )
-    found = []
-    for agent_id, text, last_seen_ns, boot_id, quarantine_reason, job_id in rows:
-        hello = _hello(text)
-        found.append(
-            NodeView(
-                agent_id=agent_id,
-                address=hello.address,
-                rendezvous_port=hello.rendezvous_port,
-                slots=hello.slots,
-                gpus=[gpu.index for gpu in hello.gpus if gpu.trouble is None],
-                is_degraded=any(gpu.trouble is not None for gpu in hello.gpus),
-                last_seen_ns=last_seen_ns,
-                boot_id=boot_id,
-                quarantined=quarantine_reason is not None,
-                job=job_id,
-            )
-        )
-    return found
+    return [_node(*row) for row in rows]
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 13)
+def _node(
+    agent_id: str,
+    hello: str,
+    last_seen_ns: int,
+    boot_id: str,
+    quarantine_reason: str | None,
+    job_id: str | None,
+) -> NodeView:
+    """All are asked for at each look, and of a thousand few have spoken since the last one."""
+    said = _hello(hello)
+    return NodeView(
+        agent_id=agent_id,
+        address=said.address,
+        rendezvous_port=said.rendezvous_port,
+        slots=said.slots,
+        gpus=[gpu.index for gpu in said.gpus if gpu.trouble is None],
+        is_degraded=any(gpu.trouble is not None for gpu in said.gpus),
+        last_seen_ns=last_seen_ns,
+        boot_id=boot_id,
+        quarantined=quarantine_reason is not None,
+        job=job_id,
+    )
+
+
+@lru_cache(maxsize=1 << 13)
 def _hello(text: str) -> AgentHello:
-    """Nodes rarely say who they are, and are asked for at each look."""
     hello: AgentHello = msgspec.json.decode(text, type=AgentHello)
     return hello
 

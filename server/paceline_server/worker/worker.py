@@ -19,7 +19,7 @@ from paceline_server.metrics import Metrics
 from paceline_server.store.changes import prune_changes
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.leases import LeaseLostError, acquire, is_held
-from paceline_server.store.log import FINISHED, oldest_unread_ns, prune_log
+from paceline_server.store.log import FINISHED, LogSizes, drop_log, last_to_drop, oldest_unread_ns
 from paceline_server.store.models import Job
 from paceline_server.store.shares import prune_steps
 from paceline_server.store.wake import Wakes
@@ -27,12 +27,13 @@ from paceline_server.worker.keep import ConflictError
 from paceline_server.worker.tick import JobWork, Ownership, Rules, lease_name
 
 _log = logging.getLogger(__name__)
-_PRUNE_SECONDS = 30.0
+_PRUNE_NS = 10_000_000_000
+_DROPPED_TOGETHER = 1024
 _STALLED_SECONDS = 15.0
-# After a pass the loop rests for this share of it: the more comes in, the fewer passes it is
-# taken in with, and those who write the log get their turn.
-_REST = 0.5
-_LONGEST_REST_SECONDS = 0.2  # whoever takes longer is behind already
+# After a pass the loop rests for so many times as long: the more comes in, the fewer passes it is
+# taken in with (each looks at all nodes and ranks), and those who write the log get their turn.
+_REST = 2.0
+_LONGEST_REST_SECONDS = 0.5  # a quarter of what an alert may take
 _AGAIN_NS = 1_000_000_000  # a job that failed for no known reason is taken up again after
 
 
@@ -79,7 +80,8 @@ class Worker:
         self._not_before_ns: dict[str, int] = {}
         self._stop = threading.Event()
         self._passed = time.monotonic()
-        self._pruned = 0.0
+        self._pruned_ns = 0
+        self._log_sizes = LogSizes()
         self._trouble: str | None = None
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
 
@@ -104,30 +106,36 @@ class Worker:
         seen = 0
         while not self._stop.is_set():
             began = time.monotonic()
-            self._pass()
+            behind = self.look_at_jobs()
             self._passed = time.monotonic()
             took = self._passed - began
-            rest = min(_REST * took, _LONGEST_REST_SECONDS)
+            rest = 0.0 if behind else min(_REST * took, _LONGEST_REST_SECONDS)
             self._stop.wait(max(self._pace.tick_minimum_seconds - took, rest))
             seen = self._wakes.work.wait(seen, self._pace.tick_seconds)
         for job_id in list(self._works):
             self._release(job_id)
 
-    def _pass(self) -> None:
+    def look_at_jobs(self) -> bool:
+        """One pass of the loop: all unfinished jobs that are ours or nobody's.
+
+        Returns whether more of the log waits than was read.
+        """
         try:
             self._prune()
             jobs = self._unfinished()
         except UNAVAILABLE as error:
             self._away(error)
-            return
+            return False
         self._trouble = None
+        behind = False
         for job_id in jobs:
             if self._stop.is_set():
-                return
-            self._look(job_id)
+                return False
+            behind |= self._look(job_id)
         for job_id in set(self._works) - set(jobs):
             self._release(job_id)
         self._metrics.leases.set(len(self._works))
+        return behind
 
     def _unfinished(self) -> list[str]:
         with self._database.read() as session:
@@ -139,14 +147,14 @@ class Worker:
         self._metrics.lag_seconds.set(0.0 if oldest is None else max(0, now_ns - oldest) / 1e9)
         return jobs
 
-    def _look(self, job_id: str) -> None:
+    def _look(self, job_id: str) -> bool:
         now_ns = self._now_ns()
         if now_ns < self._not_before_ns.get(job_id, 0):
-            return
+            return False
         try:
             work = self._works.get(job_id) or self._take_up(job_id, now_ns)
             if work is None:
-                return
+                return False
             with self._metrics.tick_seconds.time():
                 looked = work.look(now_ns)
         except (LeaseLostError, ConflictError) as error:
@@ -166,6 +174,8 @@ class Worker:
                 self._wakes.commands.notify()
             if not looked.goes_on:
                 self._release(job_id)
+            return looked.behind
+        return False
 
     def _take_up(self, job_id: str, now_ns: int) -> JobWork | None:
         name = lease_name(job_id)
@@ -207,13 +217,23 @@ class Worker:
         self._trouble = "the database does not answer"
 
     def _prune(self) -> None:
-        if time.monotonic() - self._pruned < _PRUNE_SECONDS:
+        now_ns = self._now_ns()
+        if 0 <= now_ns - self._pruned_ns < _PRUNE_NS:
             return
-        self._pruned = time.monotonic()
-        before_ns = self._now_ns() - int(self._pace.log_retention_seconds * 1e9)
+        self._pruned_ns = now_ns
+        self._prune_log(now_ns - int(self._pace.log_retention_seconds * 1e9))
         with self._database.write() as session:
-            prune_log(session, before_ns, self._pace.log_retention_bytes)
             prune_changes(session, self._pace.changes_kept)
             for job_id in self._works:
                 prune_steps(session, job_id, self._pace.steps_kept, self._pace.step_shares_kept)
         self._database.give_back_space()
+
+    def _prune_log(self, before_ns: int) -> None:
+        """In transactions so short that whoever stores batches hardly waits."""
+        with self._database.read() as session:
+            excess = self._log_sizes.last_in_excess(session, self._pace.log_retention_bytes)
+            last = last_to_drop(session, before_ns, excess)
+        while last is not None:
+            with self._database.write() as session:
+                if drop_log(session, last, _DROPPED_TOGETHER) < _DROPPED_TOGETHER:
+                    return

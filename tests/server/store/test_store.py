@@ -18,7 +18,7 @@ from paceline_server.store.changes import changes_after, prune_changes, record_c
 from paceline_server.store.commands import reserve_command_ids
 from paceline_server.store.database import Database, Turns
 from paceline_server.store.leases import LeaseLostError, acquire, fence, release
-from paceline_server.store.log import append, prune_log
+from paceline_server.store.log import LogSizes, append, drop_log, last_to_drop, read_log_part
 from paceline_server.store.models import AuditRow, Base, Boot, HotLog, Job
 from paceline_wire.batch import Batch
 from paceline_wire.topology import Topology
@@ -146,7 +146,9 @@ def kept(database: Database) -> list[int]:
 
 def prune(database: Database, before_ns: int, keep_bytes: int = 1 << 30) -> int:
     with database.write() as session:
-        return prune_log(session, before_ns, keep_bytes)
+        excess = LogSizes(entries_per_part=1).last_in_excess(session, keep_bytes)
+        last = last_to_drop(session, before_ns, excess)
+        return 0 if last is None else drop_log(session, last, most=100)
 
 
 def test_the_log_is_pruned_by_age_and_still_knows_duplicates(database: Database) -> None:
@@ -166,7 +168,51 @@ def test_the_log_is_pruned_by_size(database: Database) -> None:
     for sequence in range(5):
         store(database, sequence, received_ns=sequence, size=100)
     prune(database, before_ns=0, keep_bytes=250)
-    assert kept(database) == [3, 4]
+    assert kept(database) == [2, 3, 4]
+
+
+def test_log_sizes_follow_what_others_store_and_drop(database: Database) -> None:
+    sizes = LogSizes(entries_per_part=4)
+
+    def excess(keep_bytes: int) -> int:
+        with database.read() as session:
+            return sizes.last_in_excess(session, keep_bytes)
+
+    assert excess(0) == 0
+    for sequence in range(10):  # ids 1 to 10, in parts of 1..3, 4..7 and 8..10
+        store(database, sequence, received_ns=sequence, size=100)
+    assert [excess(kept) for kept in (1000, 700, 699, 300, 0)] == [0, 3, 3, 7, 10]
+    with database.write() as session:
+        assert drop_log(session, 5, most=100) == 5
+    assert excess(300) == 7
+    for sequence in range(10, 14):
+        store(database, sequence, received_ns=sequence, size=100)
+    assert [excess(kept) for kept in (700, 400, 200)] == [7, 10, 11]
+
+
+def test_the_log_is_dropped_a_part_at_a_time(database: Database) -> None:
+    for sequence in range(5):
+        store(database, sequence, received_ns=sequence)
+    with database.write() as session:
+        assert [drop_log(session, 4, most=3) for _ in range(3)] == [3, 1, 0]
+    assert kept(database) == [4]
+    assert not store(database, 3, received_ns=9)
+
+
+def test_the_log_is_read_by_number_and_by_size(database: Database) -> None:
+    for sequence, size in enumerate([100, 100, 100, 900, 50]):
+        store(database, sequence, received_ns=sequence, size=size)
+
+    def part(after: int, limit: int, most_bytes: int) -> tuple[list[int], bool]:
+        with database.read() as session:
+            entries, behind = read_log_part(session, after, limit, most_bytes)
+            return [entry.sequence for entry in entries], behind
+
+    assert part(0, 2, 1 << 20) == ([0, 1], True)
+    assert part(0, 5, 1 << 20) == ([0, 1, 2, 3, 4], False)
+    assert part(0, 5, 250) == ([0, 1], True)
+    assert part(3, 5, 250) == ([3], True), "one that is larger is read all the same"
+    assert part(5, 5, 250) == ([], False)
 
 
 def test_what_a_job_has_not_read_is_never_pruned(database: Database) -> None:
