@@ -25,6 +25,13 @@ _MACHINE_CHECK = re.compile(
 )
 _UNCORRECTED = 1 << 61  # Intel SDM vol. 3B, 17.3.2.2; AMD APM vol. 2, 9.3.2: MCi_STATUS.UC
 _DIMM = re.compile(r" on (\S+)")
+# Said once of each GPU, before its first XID: what it is replaced by. NVML no longer tells of one
+# that is lost.
+_GPU_IS = re.compile(r"NVRM: GPU at (?:PCI:)?([0-9a-fA-F:.]+): (GPU-[0-9a-f-]{36})")
+_SERIAL = re.compile(
+    r"NVRM: GPU (?:(?P<of>[0-9a-fA-F:.]+): GPU serial number is|Board Serial Number:) (?P<is>\w+)"
+)
+_GPUS_AT_MOST = 64
 # Without a device: the driver speaks of it in three messages, or in one of three lines.
 _OFF_BUS_BEGINS = re.compile(r"NVRM: The NVIDIA GPU ([0-9a-fA-F:.]+)$")
 _OFF_BUS_ENDS = re.compile(r"NVRM: fallen off the bus")
@@ -53,6 +60,8 @@ class Recognizer:
         self._lines = 0
         self._xid_79_at: dict[str, int] = {}  # PCI address: line
         self._off_bus: tuple[str, int] | None = None  # PCI address, line it began in
+        self._identities: dict[str, dict[str, str]] = {}  # PCI address: UUID, serial number
+        self._introduced = ""  # PCI address of the GPU whose serial number comes next
 
     def recognize(self, message: str, times: int = 1) -> KernelEvent | None:
         event = self._recognize(message[:_MESSAGE_CHARACTERS])
@@ -62,6 +71,7 @@ class Recognizer:
 
     def _recognize(self, message: str) -> KernelEvent | None:
         self._lines += 1
+        self._introduce(message)
         for special in (self._xid, self._sxid, self._machine_check, self._three_lines):
             event = special(message)
             if event is not None:
@@ -81,6 +91,24 @@ class Recognizer:
             if rule.kind is not None:
                 yield _event(rule, rule.kind, match.groupdict(), message)
             return
+
+    def _introduce(self, message: str) -> None:
+        if not message.startswith("NVRM: GPU "):
+            return
+        if gpu := _GPU_IS.match(message):
+            self._introduced = pci_address(gpu[1])
+            self._identity(self._introduced)["uuid"] = gpu[2]
+        elif serial := _SERIAL.match(message):
+            whose = pci_address(serial["of"]) if serial["of"] else self._introduced
+            self._identity(whose)["serial"] = f"serial number {serial['is']}"
+
+    def _identity(self, device: str) -> dict[str, str]:
+        if device not in self._identities and len(self._identities) >= _GPUS_AT_MOST:
+            self._identities.clear()
+        return self._identities.setdefault(device, {})
+
+    def _known_as(self, device: str) -> str:
+        return "".join(f"; {part}" for part in self._identities.get(device, {}).values())
 
     def _xid(self, message: str) -> KernelEvent | None:
         match = _XID.match(message) if "Xid" in message else None
@@ -102,7 +130,7 @@ class Recognizer:
         who = "" if pid is None else f"; pid {pid}" + (f" ({process})" if process else "")
         instance = match[2] or ""
         said = f"; {rest}" if rest else ""
-        detail = f"XID {code}{instance}: {xid.meaning}; {advice}{who}{said}"
+        detail = f"XID {code}{instance}: {xid.meaning}; {advice}{who}{self._known_as(device)}{said}"
         return KernelEvent(
             "xid", severity, str(code), device, detail[:_DETAIL_CHARACTERS], _number(pid),
             process,
@@ -145,7 +173,8 @@ class Recognizer:
             return None
         self._xid_79_at[device] = self._lines
         xid = explain(79)
-        detail = f"XID 79: {xid.meaning}; {xid.action}: {xid.advice}; {said}"
+        who = self._known_as(device)
+        detail = f"XID 79: {xid.meaning}; {xid.action}: {xid.advice}{who}; {said}"
         return KernelEvent("xid", xid.severity, "79", device, detail[:_DETAIL_CHARACTERS])
 
     def _told_as_xid(self, device: str) -> bool:

@@ -212,6 +212,10 @@ RULES: tuple[Rule, ...] = (
         "mlx5_health", "critical", "internal error",
         rf"{_MLX5}.*(?:Fatal error|internal error|Firmware over) ", "internal_error",
     ),
+    _rule(
+        "mlx5_health", "critical", "error state",
+        rf"{_MLX5_CALL}(?:Driver|device) is in error state", "error_state",
+    ),
     _rule(None, "info", "recovered after timeout", rf"{_MLX5_CALL}"),
     _rule(
         "mlx5_command_timeout", "critical", "cmd[",
@@ -239,6 +243,11 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "transmit_timeout", "critical", "TX timeout", r"mlx5_core \S+ (?P<device>\S+): TX timeout"
     ),
+    _rule(
+        "mlx4_health", "critical", "nternal error",
+        rf"mlx4_core {_PCI}: (?:Internal error detected|device is going to be reset)",
+        "internal_error",
+    ),
     # Links of any NIC
     _rule(
         "transmit_timeout", "critical", "Keep alive watchdog",
@@ -264,8 +273,8 @@ RULES: tuple[Rule, ...] = (
         r"\w+: (?P<device>[\w.-]+) NIC Link is Down",
     ),
     _rule(
-        "nic_link_down", "warning", "Link down",
-        r"\w+ [0-9a-f]{4}:\S+ (?P<device>[\w.-]+): Link down",
+        "nic_link_down", "warning", "ink ",
+        r"(?:\w+ [0-9a-f]{4}:\S+|mlx4_en:) (?P<device>[\w.-]+): Link down",
     ),
     # File systems and disks
     _rule(

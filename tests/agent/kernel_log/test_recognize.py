@@ -268,6 +268,12 @@ def test_no_news(message):
          ("filesystem_error", "lustre", "host", "warning")),
         ("ena 0000:00:05.0 eth0: Keep alive watchdog timeout.",
          ("transmit_timeout", "", "0000:00:05.0", "critical")),
+        ("mlx5_core 0000:18:00.0: mlx5_fw_fatal_reporter_err_work:642:(pid 1): Driver is in error"
+         " state. Unloading", ("mlx5_health", "error_state", "0000:18:00.0", "critical")),
+        ("mlx4_core 0000:04:00.0: Internal error detected:",
+         ("mlx4_health", "internal_error", "0000:04:00.0", "critical")),
+        ("cxgb4 0000:03:00.4 enp3s0f4: link down", ("nic_link_down", "", "enp3s0f4", "warning")),
+        ("mlx4_en: eth2: Link Down", ("nic_link_down", "", "eth2", "warning")),
         ("Kernel panic - not syncing: Fatal machine check",
          ("kernel_bug", "", "host", "critical")),
     ],
@@ -343,6 +349,28 @@ def test_off_the_bus_is_told_once_with_its_xid():
         ("xid", "0000:83:00.0"),
         ("xid", "0000:84:00.0"),
     ]
+
+
+GPU_UUID = "GPU-b850f46d-d5ea-c752-ddf3-c1e8f1a2b3c4"
+
+
+def test_an_xid_names_the_board_that_is_to_be_replaced():
+    """The driver says it once, before the first; of a GPU that is lost NVML says it no more."""
+    first, second, other = recognize(
+        f"NVRM: GPU at PCI:0000:3b:00: {GPU_UUID}",
+        "NVRM: GPU Board Serial Number: 1654922000123",
+        "NVRM: Xid (PCI:0000:3b:00): 48, pid=12, name=python, DBE (double bit error)",
+        "NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus.",
+        "NVRM: Xid (PCI:0000:5e:00): 31, pid=12, Ch 00000010",
+    )
+    for event in (first, second):
+        assert f"; {GPU_UUID}; serial number 1654922000123; " in event.detail
+    assert "GPU-" not in other.detail
+    (event,) = recognize(
+        "NVRM: GPU 0000:5e:00.0: GPU serial number is 1320220000007.",
+        "NVRM: Xid (PCI:0000:5e:00): 79, GPU has fallen off the bus.",
+    )
+    assert "; serial number 1320220000007; GPU has fallen" in event.detail
 
 
 def test_every_xid_of_the_catalogue_is_explained():

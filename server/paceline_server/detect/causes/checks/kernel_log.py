@@ -37,6 +37,7 @@ MESSAGES: Mapping[str, Symptom] = {
     "nvlink_error": _message("NVLink errors", "messages of NVLink errors"),
     "sxid": _message("NVLink errors", "errors of an NVSwitch (SXid)"),
     "mlx5_health": _message(_NIC, "failed health checks of the adapter's firmware"),
+    "mlx4_health": _message(_NIC, "internal errors of the adapter"),
     "mlx5_command_timeout": _message(_NIC, "commands that the adapter did not answer"),
     "mlx5_command_error": _message(_NIC, "commands that the adapter refused", 1.0),
     "mlx5_cq_error": _message(_NIC, "errors of a completion queue"),
