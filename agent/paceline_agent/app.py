@@ -125,7 +125,12 @@ class Agent:
             self._link,
             settings.agent_id,
             Commands(
-                self._supervisor, self._rings, self._outbox, self._before_start, self._burst
+                self._supervisor,
+                self._rings,
+                self._outbox,
+                self._before_start,
+                self._burst,
+                settings.procfs_root,
             ).take,
             self._packer.pace,
         )

@@ -12,21 +12,25 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
 import tenacity
+from msgspec.structs import replace
 
 from paceline_agent import stacks
 from paceline_agent.clock import timeline_ns
 from paceline_agent.errors import LinkError
+from paceline_agent.nccl import flight_recorder
+from paceline_agent.nccl.process import read_process
 from paceline_agent.outbox import Outbox
 from paceline_agent.rings import Rings
 from paceline_agent.server_clock import ServerClock
 from paceline_agent.server_link import ServerLink
 from paceline_agent.supervise import Supervisor
 from paceline_wire import ring
-from paceline_wire.batch import CommandResult, RankStacks
+from paceline_wire.batch import CommandResult, RankDump, RankStacks
 from paceline_wire.commands import (
     Burst,
     Command,
@@ -35,6 +39,7 @@ from paceline_wire.commands import (
     Ping,
     StartRanks,
     StopGeneration,
+    TakeDumps,
     TakeStacks,
     decode_line,
 )
@@ -57,12 +62,14 @@ class Commands:
         outbox: Outbox,
         before_start: Callable[[StartRanks], None],
         burst: Callable[[Sequence[str], float], str | None],
+        procfs_root: Path = Path("/proc"),
     ) -> None:
         self._supervisor = supervisor
         self._rings = rings
         self._outbox = outbox
         self._before_start = before_start
         self._burst = burst
+        self._procfs_root = procfs_root
         self._results: OrderedDict[int, CommandResult | None] = OrderedDict()  # None: under way
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -111,6 +118,8 @@ class Commands:
                 return await self._control(command)
             case TakeStacks():
                 return await self._take_stacks(command)
+            case TakeDumps():
+                return await self._take_dumps(command)
             case Burst():
                 return self._burst(command.collectors, command.seconds)
 
@@ -138,6 +147,29 @@ class Commands:
         taken = [self._tell_stacks(command, rank) for rank in sorted(set(command.ranks))]
         errors = [error for error in await asyncio.gather(*taken) if error is not None]
         return "; ".join(errors) or None
+
+    async def _take_dumps(self, command: TakeDumps) -> str | None:
+        """Each rank is told of as soon as it was read, as with stacks."""
+        taken = [self._tell_dump(command, rank) for rank in sorted(set(command.ranks))]
+        errors = [error for error in await asyncio.gather(*taken) if error is not None]
+        return "; ".join(errors) or None
+
+    async def _tell_dump(self, command: TakeDumps, rank: int) -> str | None:
+        told = RankDump(
+            time_ns=timeline_ns(), job=command.job, generation=command.generation, rank=rank
+        )
+        try:
+            pid = self._rings.pid(command.job, command.generation, rank)
+            process = None if pid is None else read_process(self._procfs_root, pid)
+            if process is None:
+                raise flight_recorder.DumpError(f"rank {rank} has no process on this node")
+            dump = await flight_recorder.take(process, rank)
+            told = replace(told, content=dump.content, written_ns=dump.written_ns)
+        except flight_recorder.DumpError as failure:
+            silent = isinstance(failure, flight_recorder.NoAnswerError)
+            told = replace(told, error=str(failure), was_asked=silent)
+        self._outbox.put_events([replace(told, time_ns=timeline_ns())])
+        return told.error
 
     async def _tell_stacks(self, command: TakeStacks, rank: int) -> str | None:
         pid = self._rings.pid(command.job, command.generation, rank)

@@ -16,6 +16,7 @@ from paceline_wire.batch import (
     RankAcknowledged,
     RankAttached,
     RankDefined,
+    RankDump,
     RankExited,
     RankStacks,
     RankStarted,
@@ -30,6 +31,7 @@ URGENT = (
     RankExited,
     RankAcknowledged,
     RankStacks,
+    RankDump,
     CommandResult,
     DeviceEvent,
 )
@@ -86,10 +88,20 @@ class Outbox:
                 spans.append(self._spans.popleft())
                 room -= len(spans[-1].columns)
             yield (
-                _first(self._events, EVENTS_PER_BATCH),
+                _first_events(self._events),
                 spans,
                 _first(self._samples, SAMPLES_PER_BATCH),
             )
+
+
+def _first_events(queue: deque[Event]) -> list[Event]:
+    """No more than one dump, which is large."""
+    events: list[Event] = []
+    while queue and len(events) < EVENTS_PER_BATCH:
+        events.append(queue.popleft())
+        if isinstance(events[-1], RankDump):
+            break
+    return events
 
 
 def _first(queue: deque[T], count: int) -> list[T]:

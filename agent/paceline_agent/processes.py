@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,3 +37,14 @@ def namespace_pids(procfs_root: Path, pid: int) -> list[int]:
         if line.startswith("NSpid:"):
             return [int(word) for word in line.split()[1:] if word.isdecimal()] or [pid]
     return [pid]
+
+
+def started_ns(procfs_root: Path, pid: int) -> int | None:
+    """When it was started, by CLOCK_REALTIME as it is set now; None if it is gone."""
+    try:
+        content = (procfs_root / str(pid) / "stat").read_bytes()
+        ticks = int(content[content.rindex(b")") + 2 :].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+    up_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // _TICKS_PER_SECOND
+    return time.time_ns() - up_ns

@@ -165,6 +165,22 @@ class RankStacks(msgspec.Struct, frozen=True, kw_only=True, tag="rank_stacks"):
     error: str | None = None
 
 
+class RankDump(msgspec.Struct, frozen=True, kw_only=True, tag="rank_dump"):
+    """A rank's Flight Recorder dump as `dumps.pack` packs it, or in `error` why there is none.
+
+    `was_asked`: the rank was told to write one, so that it did not says something of it.
+    """
+
+    time_ns: int
+    job: str
+    generation: int
+    rank: int
+    content: bytes = b""
+    written_ns: int | None = None
+    error: str | None = None
+    was_asked: bool = False
+
+
 class CommandResult(msgspec.Struct, frozen=True, kw_only=True, tag="command_result"):
     time_ns: int
     command_id: int
@@ -199,6 +215,7 @@ Event = (
     | RankState
     | RankAcknowledged
     | RankStacks
+    | RankDump
     | CommandResult
     | DeviceEvent
     | CollectorEvent
@@ -305,6 +322,7 @@ __all__ = [
     "RankAcknowledged",
     "RankAttached",
     "RankDefined",
+    "RankDump",
     "RankExited",
     "RankStacks",
     "RankStarted",

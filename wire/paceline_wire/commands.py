@@ -70,6 +70,15 @@ class TakeStacks(msgspec.Struct, frozen=True, kw_only=True, tag="take_stacks"):
     ranks: list[int]
 
 
+class TakeDumps(msgspec.Struct, frozen=True, kw_only=True, tag="take_dumps"):
+    """Have local ranks write their Flight Recorder dumps; each is told as `RankDump`."""
+
+    command_id: int
+    job: str
+    generation: int
+    ranks: list[int]
+
+
 class Burst(msgspec.Struct, frozen=True, kw_only=True, tag="burst"):
     """Let collectors collect ten times a second, for at most 30 s; done once they have begun.
 
@@ -91,7 +100,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     flush_seconds: float = 0.0
 
 
-Order = StartRanks | StopGeneration | ControlRanks | TakeStacks | Burst
+Order = StartRanks | StopGeneration | ControlRanks | TakeStacks | TakeDumps | Burst
 Command = Order | Ping
 
 

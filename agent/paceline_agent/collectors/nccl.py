@@ -15,7 +15,7 @@ from typing import ClassVar
 from paceline_agent.collectors.contract import Collected, Collector, Context, LocalRank
 from paceline_agent.kept_files import entries
 from paceline_agent.nccl.debug_log import DebugLog
-from paceline_agent.nccl.flight_recorder import DumpWatch, dump_name
+from paceline_agent.nccl.flight_recorder import DumpWatch, dump_names
 from paceline_agent.nccl.inspector import Performance
 from paceline_agent.nccl.process import NcclProcess, read_process
 from paceline_agent.nccl.tail import Tail
@@ -116,8 +116,9 @@ class _Rank:
         self.inspected: _Inspected | None = None
         self._log: Tail | None = None
         self._said = DebugLog()
-        dump = process.seen_from_here(dump_name(process.environment, rank.rank))
-        self._dump = None if dump is None else DumpWatch(dump)
+        named = dump_names(process.environment, rank.rank)
+        places = [process.seen_from_here(name) for name in named]
+        self._dumps = [DumpWatch(place) for place in places if place is not None]
         self._sweep = 0
         self._warned_seconds: float | None = None
         self._warned = 0
@@ -138,9 +139,9 @@ class _Rank:
     def events(self, now_ns: int) -> Iterator[DeviceEvent]:
         if (warning := self._newest_warning()) is not None:
             yield self._event("nccl_warning", warning, now_ns)
-        if self._dump is not None and (size := self._dump.new_bytes()) is not None:
-            detail = f"{self._dump.path}, {size} bytes"
-            yield self._event("flight_recorder_dump", detail, now_ns)
+        for dump in self._dumps:
+            if (size := dump.new_bytes()) is not None:
+                yield self._event("flight_recorder_dump", f"{dump.path}, {size} bytes", now_ns)
 
     def _event(self, kind: str, detail: str, now_ns: int) -> DeviceEvent:
         device = f"rank{self._rank.rank}"

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline_agent.processes import namespace_pids
+from paceline_agent.processes import namespace_pids, started_ns
 
 _SETTINGS = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "UCX_", "FI_EFA_")
+_OTHERS = ("SLURM_JOBID", "HOME", "XDG_CACHE_HOME")
 _SETTINGS_AT_MOST = 64
 _VALUE_CHARACTERS = 128
 _ENVIRON_BYTES = 1 << 20
@@ -22,11 +23,13 @@ _VERSION = re.compile(r"(?:libnccl\.so\.|nvidia_nccl_cu\d+-)(\d+\.\d+\.\d+)")
 class NcclProcess:
     """`version`: of the library's file; None where its name does not tell."""
 
-    environment: Mapping[str, str]  # what concerns NCCL, and SLURM_JOBID
+    environment: Mapping[str, str]  # what concerns NCCL, and where it writes
     pids: frozenset[int]  # as this and the namespaces within number it
     version: str | None
     root: Path  # of its file system, as we see it
     directory: Path | None  # its working directory
+    user: int = 0
+    started_ns: int = 0  # CLOCK_REALTIME
 
     @property
     def settings(self) -> dict[str, str]:
@@ -86,13 +89,12 @@ def read_process(procfs_root: Path, pid: int) -> NcclProcess | None:
     try:
         with open(directory / "environ", "rb") as file:
             content = file.read(_ENVIRON_BYTES)
+            user = os.fstat(file.fileno()).st_uid
     except OSError:
         return None
     pairs = (entry.partition("=") for entry in content.decode(errors="replace").split("\0"))
     environment = {
-        name: value
-        for name, _, value in pairs
-        if name.startswith(_SETTINGS) or name == "SLURM_JOBID"
+        name: value for name, _, value in pairs if name.startswith(_SETTINGS) or name in _OTHERS
     }
     root = directory / "root"
     if not os.path.exists(root):  # also where it may not be looked at
@@ -104,6 +106,8 @@ def read_process(procfs_root: Path, pid: int) -> NcclProcess | None:
         version=library_version(directory, root),
         root=root,
         directory=working if os.path.exists(working) else None,
+        user=user,
+        started_ns=started_ns(procfs_root, pid) or 0,
     )
 
 

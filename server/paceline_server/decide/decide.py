@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paceline_server.decide.draft import Draft
-from paceline_server.decide.evidence import ask_for_stacks
+from paceline_server.decide.evidence import ask_for_dumps, ask_for_stacks
 from paceline_server.decide.incidents import group, resolve
 from paceline_server.decide.policy import propose
 from paceline_server.decide.recovery import advance, finish
@@ -43,6 +43,7 @@ def decide(
         _end_if_finished(draft)
         group(draft, findings)
         ask_for_stacks(draft)
+        ask_for_dumps(draft)
         _advance(draft)
         propose(draft)
         _end_if_dead(draft)

@@ -1,4 +1,4 @@
-"""Python stacks of a job that hangs, asked for before its processes are killed.
+"""Python stacks and Flight Recorder dumps of a job that hangs, asked for before it is killed.
 
 A restart waits for them, but only so long: a hung job costs all its GPUs each second.
 """
@@ -11,10 +11,12 @@ from msgspec.structs import replace
 
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.types import IncidentView
-from paceline_wire.commands import Command, TakeStacks
+from paceline_wire.commands import Command, TakeDumps, TakeStacks
 
 # A reading takes 0.1 s of an idle machine, and commands and answers as long again.
 GRACE_SECONDS = 1.0
+# Longer than agents wait for a rank that was told to write one. Ranks that cannot say so at once.
+DUMP_GRACE_SECONDS = 5.0
 MAXIMUM_RANKS = 8  # per incident
 
 
@@ -44,15 +46,34 @@ def _ask(draft: Draft, incident: IncidentView, wanted: list[int], agents: dict[i
     draft.put_incident(replace(incident, stacks_asked=asked, stacks_asked_ns=draft.now_ns))
 
 
+def ask_for_dumps(draft: Draft) -> None:
+    """Once for each incident: what one rank launched tells only beside what the others did."""
+    by_agent: dict[str, list[int]] = defaultdict(list)
+    for rank in draft.ranks:
+        if rank.state != "exited":
+            by_agent[rank.agent_id].append(rank.rank)
+    for incident in draft.incidents():
+        finding = incident.finding
+        wanted = finding.dumps_wanted and finding.generation == draft.generation
+        if not wanted or incident.dumps_asked_ns is not None:
+            continue
+        for agent, ranks in sorted(by_agent.items()):
+            draft.issue(agent, incident.incident_id, _Reading(draft, ranks, TakeDumps))
+        draft.put_incident(replace(incident, dumps_asked_ns=draft.now_ns))
+
+
 class _Reading:
     """The command that reads `ranks` of one node."""
 
-    def __init__(self, draft: Draft, ranks: list[int]) -> None:
+    def __init__(
+        self, draft: Draft, ranks: list[int], what: type[TakeStacks | TakeDumps] = TakeStacks
+    ) -> None:
         self._draft = draft
         self._ranks = ranks
+        self._what = what
 
     def __call__(self, command_id: int) -> Command:
-        return TakeStacks(
+        return self._what(
             command_id=command_id,
             job=self._draft.view.job_id,
             generation=self._draft.generation,
@@ -60,13 +81,26 @@ class _Reading:
         )
 
 
-def awaits_stacks(draft: Draft, incident: IncidentView) -> bool:
+def awaits_evidence(draft: Draft, incident: IncidentView) -> bool:
     """Whether killing the ranks now would destroy what is about to be read.
 
     Never for an incident that was acted on before: it is acted on again at once, or not at all.
     """
+    if incident.action_ids:
+        return False
+    return _awaits_stacks(draft, incident) or _awaits_dumps(draft, incident)
+
+
+def _awaits_dumps(draft: Draft, incident: IncidentView) -> bool:
+    asked_ns = incident.dumps_asked_ns
+    if asked_ns is None or incident.finding.dumps_told:
+        return False
+    return draft.now_ns - asked_ns < DUMP_GRACE_SECONDS * NANOSECONDS
+
+
+def _awaits_stacks(draft: Draft, incident: IncidentView) -> bool:
     asked_ns = incident.stacks_asked_ns
-    if incident.action_ids or asked_ns is None:
+    if asked_ns is None:
         return False
     if draft.now_ns - asked_ns >= GRACE_SECONDS * NANOSECONDS:
         return False

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from paceline_server.decide import budget, recovery
 from paceline_server.decide.course import Course, course_of
 from paceline_server.decide.draft import Draft
-from paceline_server.decide.evidence import awaits_stacks
+from paceline_server.decide.evidence import awaits_evidence
 from paceline_server.decide.incidents import SLOW_KINDS, is_fatal, live_findings, strength
 from paceline_server.decide.placement import place
 from paceline_server.decide.stopping import begin_stop
@@ -131,7 +131,7 @@ def _treat(draft: Draft, incident: IncidentView) -> None:
     escalated = incident.incident_id in draft.escalated
     if incident.action_ids and not escalated:
         return
-    remedy = None if awaits_stacks(draft, incident) else _remedy(draft, incident)
+    remedy = None if awaits_evidence(draft, incident) else _remedy(draft, incident)
     if remedy is not None:
         _act(draft, incident, remedy)
 

@@ -102,6 +102,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     action_ids: list[str] = []
     stacks_asked: list[int] = []  # ranks whose Python stacks were asked for ...
     stacks_asked_ns: int | None = None  # ... last at
+    dumps_asked_ns: int | None = None  # Flight Recorder dumps of all ranks were asked for
 
 
 class ActionView(msgspec.Struct, frozen=True, kw_only=True):

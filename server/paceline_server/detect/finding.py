@@ -66,3 +66,5 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     counter_evidence: list[Evidence] = []
     stacks_wanted: list[int] = []  # ranks whose Python stacks would tell more, most wanted first
     stacks: list[RankStacks] = []  # those that were taken
+    dumps_wanted: bool = False  # Flight Recorder dumps of all ranks would tell more ...
+    dumps_told: bool = False  # ... and what came of them is among the evidence

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline_server.detect.recent import RecentRecords
 from paceline_server.detect.telemetry import Telemetry
+from paceline_server.flight_recorder.received import Received
 from paceline_server.steps.groups import Groups
 from paceline_server.steps.timing import StepTiming
 from paceline_server.steps.types import StepSummary
@@ -153,6 +154,7 @@ class Observation:
     metadata: Mapping[str, str] = field(default_factory=dict)  # schedule, microbatches, ...
     records: RecentRecords | None = None  # newest of each rank
     stacks: Mapping[int, RankStacks] = field(default_factory=dict)  # newest taken of each rank
+    dumps: Mapping[int, Received] = field(default_factory=dict)  # newest of each rank
     stragglers: frozenset[int] = frozenset()  # ranks named by earlier detectors of this tick
     # agent_id -> how much longer that batch was under way than its fastest one
     lateness_ns: Mapping[str, int] = field(default_factory=dict)

@@ -25,6 +25,8 @@ from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.telemetry import Telemetry
 from paceline_server.engine.losses import LossJoin
 from paceline_server.engine.types import Placement, RankProgress
+from paceline_server.flight_recorder import received
+from paceline_server.flight_recorder.received import Received
 from paceline_server.steps.model import StepModel
 from paceline_server.steps.timing import StepTiming
 from paceline_server.steps.types import StepSummary
@@ -34,6 +36,7 @@ from paceline_wire.batch import (
     DeviceEvent,
     RankAttached,
     RankDefined,
+    RankDump,
     RankExited,
     RankStacks,
     RankState,
@@ -75,6 +78,7 @@ class RunningGeneration:
         self._ranks: dict[int, LiveRank] = {}
         self._exited: dict[int, RankExited] = {}
         self._stacks: dict[int, RankStacks] = {}
+        self._dumps: dict[int, Received] = {}
         self._records = RecentRecords(placement.topology.world_size)
         self._new_exits: list[SeenExit] = []
         self._new_device_events: list[SeenDeviceEvent] = []
@@ -101,6 +105,9 @@ class RunningGeneration:
                 case RankExited():
                     if self._is_ours(event, batch.agent_id):
                         self._see_exit(event, batch.agent_id, received_ns)
+                case RankDump():
+                    if self._is_ours(event, batch.agent_id):
+                        self._dumps[event.rank] = received.read(event)
                 case RankStacks():
                     if self._is_ours(event, batch.agent_id):
                         self._see_stacks(event)
@@ -120,7 +127,9 @@ class RunningGeneration:
                 self._records.add(block)
 
     def _is_ours(
-        self, event: RankState | RankDefined | RankExited | RankStacks, agent_id: str
+        self,
+        event: RankState | RankDefined | RankExited | RankStacks | RankDump,
+        agent_id: str,
     ) -> bool:
         return (event.job, event.generation) == self._name and self._holds(event.rank, agent_id)
 
@@ -216,6 +225,7 @@ class RunningGeneration:
             step_seconds_p99=self._step_seconds_p99(),
             steps_finished=self._steps_finished,
             stacks=self._stacks,
+            dumps=self._dumps,
             records=self._records,
             timings=timings,
             replay=self._replay,

@@ -66,14 +66,15 @@ def _read(path: Path, rank: int) -> Dump:
         if path.stat().st_size > FILE_BYTES_LIMIT:
             raise MalformedDumpError(f"is larger than {FILE_BYTES_LIMIT} bytes, no dump is")
         data = path.read_bytes()
-        return dump_from(_load(data), rank)
+        return dump_from(load(data), rank)
     except FlightRecorderError as error:
         raise type(error)(f"{path.name} {error}") from error
     except OSError as error:
         raise MalformedDumpError(f"{path.name} cannot be read: {error.strerror}") from error
 
 
-def _load(data: bytes) -> object:
+def load(data: bytes) -> object:
+    """A dump's content. Raises HostileDumpError or MalformedDumpError."""
     if data.lstrip()[:1] != b"{":
         return plain_pickle.load(data)
     try:

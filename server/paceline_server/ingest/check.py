@@ -11,12 +11,14 @@ from paceline_wire.batch import (
     RankAcknowledged,
     RankAttached,
     RankDefined,
+    RankDump,
     RankExited,
     RankStacks,
     RankStarted,
     RankState,
     SpanBlock,
 )
+from paceline_wire.dumps import MAXIMUM_PACKED_BYTES
 
 _LIMIT = 1 << 63  # of a signed 64-bit column
 _LIMIT_32 = 1 << 31  # ranks, generations, pids, ports
@@ -82,6 +84,13 @@ def _event_numbers(event: Event) -> _Numbers:
             return (at, *rank, ("pid", identity.pid, _LIMIT_32))
         case RankStacks():
             return (at, *_rank(event.generation, event.rank), ("pid", event.pid or 0, _LIMIT_32))
+        case RankDump():
+            return (
+                at,
+                *_rank(event.generation, event.rank),
+                ("written_ns", event.written_ns or 0, _LIMIT),
+                ("packed dump", len(event.content), MAXIMUM_PACKED_BYTES + 1),
+            )
         case RankAcknowledged():
             command = ("command_id", event.command_id, _LIMIT), ("step", event.step, _LIMIT)
             return (at, *_rank(event.generation, event.rank), *command)

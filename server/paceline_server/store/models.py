@@ -27,7 +27,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from paceline_server.decide.types import ActionView, IncidentView, JobSpec, Policy, Restarted
 from paceline_server.engine.types import Placement
 from paceline_server.steps.types import Ledger, StepSummary
-from paceline_wire.batch import AgentHello
+from paceline_wire.batch import AgentHello, RankDump, RankStacks
 from paceline_wire.topology import Topology
 
 
@@ -232,6 +232,19 @@ class Rank(Base):
     exit_code: Mapped[int | None]
     signal: Mapped[int | None]
     commanded: Mapped[bool]
+
+
+class RankEvidence(Base):
+    """The newest stacks and the newest dump of a rank. Ingest writes it."""
+
+    __tablename__ = "rank_evidence"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    rank: Mapped[int] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16), primary_key=True)  # tag of the event
+    generation: Mapped[int]
+    received_ns: Mapped[int]
+    body: Mapped[RankStacks | RankDump] = mapped_column(PackedColumn(RankStacks | RankDump))
 
 
 class Step(Base):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from paceline_server.decide.evidence import GRACE_SECONDS
+from paceline_server.decide.evidence import DUMP_GRACE_SECONDS, GRACE_SECONDS
 from paceline_server.decide.types import Policy
 from paceline_server.detect.finding import Finding
 from paceline_wire.batch import RankStacks
-from paceline_wire.commands import StopGeneration, TakeStacks
+from paceline_wire.commands import StopGeneration, TakeDumps, TakeStacks
 from paceline_wire.stacks import StackFrame, ThreadStack
 
 from .simulator import World
@@ -89,3 +90,24 @@ def test_stacks_are_taken_even_where_nothing_is_to_be_done() -> None:
     world.run(5.0)
     assert len(asked(world)) == 2
     assert not stops(world)
+
+
+def test_dumps_of_all_ranks_are_asked_for_once_and_waited_for_until_told(world: World) -> None:
+    wants = replace(hang(world, 5, 0), dumps_wanted=True)
+    world.tick((wants,))
+    world.tick((wants,))
+    asked = [one.command.ranks for one in world.commands if isinstance(one.command, TakeDumps)]
+    assert sorted(rank for ranks in asked for rank in ranks) == list(range(8))
+    world.run(GRACE_SECONDS)
+    assert not stops(world)
+    world.tick((replace(wants, dumps_told=True),))
+    world.run(0.5)
+    assert stops(world)
+
+
+def test_the_restart_does_not_wait_for_dumps_that_never_come(world: World) -> None:
+    world.tick((replace(hang(world, 5, 0), dumps_wanted=True),))
+    world.run(DUMP_GRACE_SECONDS - 0.5)
+    assert not stops(world)
+    world.run(1.0)
+    assert stops(world)

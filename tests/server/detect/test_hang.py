@@ -4,7 +4,7 @@ import pytest
 from simulated_job import DP, TP, SimulatedJob
 
 from paceline_server.detect.finding import Finding
-from paceline_wire.batch import RankDefined, RankStacks, RankState, Sample
+from paceline_wire.batch import RankDefined, RankDump, RankStacks, RankState, Sample
 from paceline_wire.ring import Frame, GroupProgress, SectionDefinition, section_op
 from paceline_wire.spans import Op
 from paceline_wire.stacks import StackFrame, ThreadStack
@@ -289,6 +289,36 @@ def test_stacks_of_an_earlier_hang_are_not_told_again():
     stuck.states = standing
     [found] = stuck.wait(3)
     assert not found.stacks
+
+
+def send_dump(stuck: StuckJob, rank: int, error: str) -> None:
+    job = stuck.job
+    told = RankDump(time_ns=job.now_ns, job="job-simulated", generation=0, rank=rank, error=error)
+    job.engine.feed(job.batch(job.node(rank), events=[told]), job.now_ns)
+
+
+def test_what_the_flight_recorder_says_is_told_when_all_have_answered():
+    stuck = StuckJob()
+    everyone_waits_for(stuck, 2)
+    [found] = stuck.wait(3)
+    assert found.dumps_wanted
+    for rank in stuck.job.ranks[1:]:
+        send_dump(stuck, rank, error="its environment offers none")
+    assert stuck.wait(0.5) == []
+    send_dump(stuck, 0, error="its environment offers none")
+    [told] = stuck.wait(0.5)
+    assert told.dumps_told
+    assert told.evidence[-1].text == "No Flight Recorder dump: its environment offers none."
+    assert stuck.wait(5) == []  # told once
+
+
+def test_dumps_that_never_come_are_not_waited_for():
+    stuck = StuckJob()
+    everyone_waits_for(stuck, 2)
+    stuck.wait(3)
+    send_dump(stuck, 0, error="its environment offers none")
+    [told] = stuck.wait(5)
+    assert told.dumps_told
 
 
 def test_the_only_idle_device_of_a_collective_has_not_begun_it():

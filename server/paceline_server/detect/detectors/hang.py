@@ -4,7 +4,8 @@ Still means: every living rank's state page was seen unchanged for long enough, 
 Long enough is three times what the culprit's operation usually takes; short when a process is
 found stopped or gone, which is no guess; and long while starting, evaluating or checkpointing.
 The culprit comes from the wait-for graph over the state pages. Once told, Python stacks of the
-culprit and of one that waits for it are asked for, and told when they come.
+culprit and of one that waits for it are asked for, and told when they come; so are all ranks'
+Flight Recorder dumps, and what they say of the culprits.
 """
 
 from __future__ import annotations
@@ -33,9 +34,12 @@ from paceline_server.detect.stuck import (
     telling_frame,
 )
 from paceline_server.detect.waiting import innermost_op
+from paceline_server.flight_recorder.received import Received, conclude
 from paceline_wire.batch import RankStacks
 from paceline_wire.ring import StateView
 
+MOST_DUMPS = 512  # of ranks; reading each takes some milliseconds of the job's worker
+DUMP_NS = 4_000_000_000  # PyTorch looks for the request once a second, and then writes
 _RANKS_MEASURED = 8  # of a large group: what an operation usually takes is much the same for all
 
 
@@ -71,18 +75,26 @@ class HangDetector(Detector):
         self._active: Finding | None = None
         self._known = _Known()
         self._stacks_before: dict[int, RankStacks] = {}  # taken for an earlier hang
+        self._dumps_before: dict[int, Received] = {}
+        self._found_ns = 0
 
     def update(self, seen: Observation) -> list[Finding]:
         standing = self._standing(seen)
         if standing is None:
             return []
         if self._active is not None:
-            return self._clear_if_moving(standing, seen) or self._add_stacks(seen)
+            return (
+                self._clear_if_moving(standing, seen)
+                or self._add_stacks(seen)
+                or self._add_dumps(standing, seen)
+            )
         culprit = self._stopped(standing, seen) or self._stuck(standing, seen)
         if culprit is None:
             return []
         self._active = self._finding(culprit, standing, seen)
         self._stacks_before = dict(seen.stacks)
+        self._dumps_before = dict(seen.dumps)
+        self._found_ns = seen.now_ns
         return [self._active]
 
     def _standing(self, seen: Observation) -> _Standing | None:
@@ -235,6 +247,7 @@ class HangDetector(Detector):
             evidence=[evidence, *culprit.evidence, *node.evidence],
             counter_evidence=[*culprit.counter_evidence, *_normal(node)],
             stacks_wanted=list(culprit.stacks_wanted),
+            dumps_wanted=self.generation.topology.world_size <= MOST_DUMPS,
         )
 
     def _on_node(
@@ -279,6 +292,33 @@ class HangDetector(Detector):
             detected_ns=seen.now_ns,
             stacks=stacks,
             evidence=[*active.evidence, *(text for one in new for text in stack_evidence(one))],
+        )
+        return [self._active]
+
+    def _add_dumps(self, standing: _Standing, seen: Observation) -> list[Finding]:
+        """Tell what the Flight Recorder says, once all have answered or had time enough."""
+        active = self._active
+        assert active is not None
+        if active.dumps_told or not active.dumps_wanted:
+            return []
+        new = {
+            rank: dump
+            for rank, dump in seen.dumps.items()
+            if dump is not self._dumps_before.get(rank)
+        }
+        expected = {rank.rank for rank in standing.live} | standing.unseen
+        if not new or (expected - new.keys() and seen.now_ns - self._found_ns < DUMP_NS):
+            return []
+        report, told = conclude(new, expected)
+        evidence, against = [*active.evidence], [*active.counter_evidence]
+        agrees = report is None or not report.culprits or set(report.culprits) & set(active.ranks)
+        (evidence if agrees else against).append(Evidence(told))
+        self._active = msgspec.structs.replace(
+            active,
+            detected_ns=seen.now_ns,
+            dumps_told=True,
+            evidence=evidence,
+            counter_evidence=against,
         )
         return [self._active]
 

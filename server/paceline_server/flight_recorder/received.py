@@ -1,0 +1,61 @@
+"""Dumps that agents took of running ranks: read, and concluded from as far as they are complete."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from paceline_server.flight_recorder.dump import Dump, dump_from
+from paceline_server.flight_recorder.errors import FlightRecorderError
+from paceline_server.flight_recorder.folder import load
+from paceline_server.flight_recorder.report import Report, analyse
+from paceline_wire.batch import RankDump
+from paceline_wire.dumps import unpack
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What came of one rank: a dump, or why there is none.
+
+    `was_asked`: it was told to write one and did not, as a rank whose host stands still.
+    """
+
+    dump: Dump | None
+    error: str | None = None
+    was_asked: bool = False
+
+
+def read(event: RankDump) -> Received:
+    if event.error is not None:
+        return Received(None, event.error, event.was_asked)
+    try:
+        return Received(dump_from(load(unpack(event.content)), event.rank))
+    except (FlightRecorderError, ValueError) as error:
+        return Received(None, f"the dump of rank {event.rank} {error}")
+
+
+def conclude(
+    received: Mapping[int, Received], expected: Collection[int]
+) -> tuple[Report | None, str]:
+    """The report, or None, and a sentence.
+
+    A rank without a dump counts as standing still on its host only if it was told to write one:
+    of others nothing is known, and then nothing is said.
+    """
+    dumps = {rank: one.dump for rank, one in received.items() if one.dump is not None}
+    errors = {rank: one.error for rank, one in received.items() if one.error is not None}
+    unknown = [rank for rank in expected if rank not in received]
+    unknown += [rank for rank in errors if not received[rank].was_asked]
+    if not dumps:
+        told = Counter(errors.values()).most_common(1)
+        why = told[0][0] if told else "no rank has answered"
+        return None, f"No Flight Recorder dump: {why}."
+    if unknown:
+        why = errors.get(min(unknown)) or f"rank {min(unknown)} has not answered"
+        return None, (
+            f"Flight Recorder dumps of {len(dumps)} of {len(expected)} ranks, "
+            f"too few to conclude from: {why}."
+        )
+    found = analyse(dumps)
+    return found, f"Flight Recorder, {len(dumps)} dumps: {found.verdict}"

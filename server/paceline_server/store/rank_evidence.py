@@ -1,0 +1,109 @@
+"""What was taken of ranks on demand or at a hang: stacks and Flight Recorder dumps, the newest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from paceline_server.decide.types import IssuedCommand
+from paceline_server.store.commands import issue, reserve_command_ids
+from paceline_server.store.models import CommandRow, Job, Rank, RankEvidence
+from paceline_wire.batch import RankDump, RankStacks
+from paceline_wire.commands import TakeDumps, TakeStacks
+
+_TAGS: dict[type, str] = {RankStacks: "rank_stacks", RankDump: "rank_dump"}
+_ON_DEMAND = "on-demand"  # in place of the action that a command belongs to
+
+
+_Event = TypeVar("_Event", RankStacks, RankDump)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken(Generic[_Event]):
+    event: _Event
+    received_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The newest request for one rank; `ok` is None until it was answered."""
+
+    at_ns: int
+    ok: bool | None
+    detail: str | None
+
+
+def keep(session: Session, agent_id: str, event: RankStacks | RankDump, received_ns: int) -> None:
+    """What a node says of ranks that are not on it, or of another generation, changes nothing."""
+    rank = session.get(Rank, (event.job, event.rank)) if "\0" not in event.job else None
+    if rank is None or (rank.agent_id, rank.generation) != (agent_id, event.generation):
+        return
+    session.merge(
+        RankEvidence(
+            job_id=event.job,
+            rank=event.rank,
+            kind=_TAGS[type(event)],
+            generation=event.generation,
+            received_ns=received_ns,
+            body=event,
+        )
+    )
+
+
+def newest_stacks(session: Session, job_id: str, rank: int) -> Taken[RankStacks] | None:
+    row = session.get(RankEvidence, (job_id, rank, _TAGS[RankStacks]))
+    if row is None or not isinstance(row.body, RankStacks):
+        return None
+    return Taken(row.body, row.received_ns)
+
+
+def newest_dumps(session: Session, job_id: str, generation: int) -> list[Taken[RankDump]]:
+    """Of the ranks of one generation, in their order."""
+    query = select(RankEvidence).where(
+        RankEvidence.job_id == job_id,
+        RankEvidence.kind == _TAGS[RankDump],
+        RankEvidence.generation == generation,
+    )
+    rows = session.scalars(query.order_by(RankEvidence.rank))
+    return [Taken(row.body, row.received_ns) for row in rows if isinstance(row.body, RankDump)]
+
+
+def ask(
+    session: Session,
+    job: Job,
+    ranks: Sequence[Rank],
+    what: type[TakeStacks | TakeDumps],
+    now_ns: int,
+) -> None:
+    """Have the agents of these ranks take something of them; one command per node."""
+    by_agent: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_agent.setdefault(rank.agent_id, []).append(rank.rank)
+    ids = reserve_command_ids(session, len(by_agent))
+    for command_id, (agent_id, own) in zip(ids, sorted(by_agent.items()), strict=True):
+        command = what(command_id=command_id, job=job.id, generation=job.generation, ranks=own)
+        asked = IssuedCommand(agent_id=agent_id, action_id=_name(own), command=command)
+        issue(session, job.id, asked, now_ns)
+
+
+def asked_for_stacks(session: Session, job_id: str, rank: int) -> Asked | None:
+    query = (
+        select(CommandRow)
+        .where(
+            CommandRow.job_id == job_id,
+            CommandRow.action_id == _name([rank]),
+            CommandRow.kind == "take_stacks",
+        )
+        .order_by(CommandRow.id.desc())
+        .limit(1)
+    )
+    row = session.scalar(query)
+    return None if row is None else Asked(row.created_ns, row.ok, row.detail)
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"{_ON_DEMAND}-{ranks[0]}" if len(ranks) == 1 else _ON_DEMAND

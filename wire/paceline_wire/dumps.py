@@ -1,0 +1,23 @@
+"""A rank's Flight Recorder dump on its way: the file as it is, compressed, never unpickled."""
+
+from __future__ import annotations
+
+import zstandard
+
+MAXIMUM_FILE_BYTES = 64 << 20
+MAXIMUM_PACKED_BYTES = 4 << 20  # a batch holds one of these beside all else
+
+
+def pack(content: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=3).compress(content)
+
+
+def unpack(packed: bytes) -> bytes:
+    """Raises ValueError for what `pack` did not make, whatever size it claims to have."""
+    try:
+        declared = zstandard.get_frame_parameters(packed).content_size
+        if not 0 <= declared <= MAXIMUM_FILE_BYTES:
+            raise ValueError(f"a dump of {declared} bytes, at most {MAXIMUM_FILE_BYTES}")
+        return zstandard.ZstdDecompressor().decompress(packed) if declared else b""
+    except zstandard.ZstdError as error:
+        raise ValueError(f"not a packed dump: {error}") from error
