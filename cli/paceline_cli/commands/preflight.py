@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from paceline_cli import render
+from paceline_cli.client import Client
 from paceline_cli.preflight import benchmark, nccl_tests, report, speeds, survey
 from paceline_cli.preflight.checks import all_checks
 from paceline_cli.preflight.collect import collect
@@ -22,6 +23,8 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 @click.command()
 @click.option("--nodes", metavar="A,B,...", help="Ask these too. Default: this node alone.")
+@click.option("--server", metavar="URL", help="Ask the nodes that this server hears of.")
+@click.option("--token", envvar="PACELINE_TOKEN", help="Bearer token.  [env: PACELINE_TOKEN]")
 @click.option("--exec", "template", metavar="COMMAND", help=f"Way to a node. Default: '{SSH}'.")
 @click.option("--launcher", metavar="COMMAND", help="One that runs on all nodes: 'srun -N 16'.")
 @click.option("--python", default=sys.executable, help="On the nodes. Default: this one's path.")
@@ -42,6 +45,8 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 def preflight(
     context: click.Context,
     nodes: str | None,
+    server: str | None,
+    token: str | None,
     template: str | None,
     launcher: str | None,
     python: str,
@@ -66,6 +71,10 @@ def preflight(
         told = collect([Path(each) for each in checkpoint])
         sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
         return
+    if server is not None:
+        if nodes is not None or launcher is not None:
+            raise click.UsageError("--server knows the nodes: no --nodes or --launcher")
+        nodes = ",".join(_nodes_of(server, token))
     reach = _reach(nodes, template, launcher)
     prefix = survey.forwarded(os.environ, dict(_pair(each) for each in environment))
     commands = Commands()
@@ -112,6 +121,19 @@ def _reach(nodes: str | None, template: str | None, launcher: str | None) -> Rea
     if template is not None and "{node}" not in template:
         raise click.UsageError("--exec needs {node} where the node's name goes")
     return EachNode(names, template or SSH, quoted=template is None)
+
+
+def _nodes_of(server: str, token: str | None) -> list[str]:
+    """Host names of those that live, in the order of their names; a lost one is only told."""
+    with Client(server, token) as client:
+        found = client.items("/nodes")
+    lost = [f"{each['id']} ({each['hostname']})" for each in found if each["state"] == "lost"]
+    if lost:
+        _tell(f"the server does not hear of {', '.join(lost)}: left out")
+    names = sorted({each["hostname"] for each in found if each["state"] != "lost"})
+    if not names:
+        raise click.ClickException(f"{server} hears of no node: is paceline agent running there?")
+    return names
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 import pytest
@@ -49,6 +52,50 @@ def test_nodes_that_are_alike_end_with_zero(files: list[Path]) -> None:
     assert invoke(*options(files[:2])).exit_code == 0
 
 
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Answers /api/v1/nodes with nodes in the states that are asked for."""
+    items = [
+        {"id": f"agent-{number}", "hostname": f"node-{number}", "state": state}
+        for number, state in enumerate(request.param)
+    ]
+
+    class Nodes(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = self.path.startswith("/api/v1/nodes")
+            self.send_response(200 if found else 404)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps({"items": items, "next_cursor": None}).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Nodes) as listening:
+        thread = Thread(target=listening.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}"
+        listening.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("server", [("ready", "lost", "quarantined")], indirect=True)
+def test_nodes_are_taken_from_the_server(server: str, files: list[Path]) -> None:
+    there = f"sh -c 'cat {files[0].parent}/{{node}}.json'"
+    result = invoke("--server", server, "--exec", there, "--no-benchmarks", "--json")
+    told = json.loads(result.stdout)
+    assert [each["node"] for each in told["nodes"]] == ["node-0", "node-2"]
+    assert "agent-1 (node-1): left out" in result.stderr
+    assert told["verdict"] == "fail", "node-2 has an MTU of its own"
+
+
+@pytest.mark.parametrize("server", [("lost",)], indirect=True)
+def test_a_server_without_nodes_is_told(server: str) -> None:
+    result = invoke("--server", server)
+    assert result.exit_code == 1
+    assert "hears of no node" in result.stderr
+
+
 def test_json_holds_checks_nodes_and_verdict(files: list[Path]) -> None:
     told = json.loads(invoke("--json", *options(files)).stdout)
     assert (told["schema"], told["verdict"]) == (1, "fail")
@@ -74,6 +121,7 @@ def test_output_of_nccl_tests_is_judged_too(files: list[Path], tmp_path: Path) -
         (("--nodes", "a,b", "--exec", "ssh"), "--exec needs {node}"),
         (("--nodes", "a", "--launcher", "srun"), "--launcher knows its nodes itself"),
         (("--nodes", ","), "--nodes takes names"),
+        (("--nodes", "a", "--server", "http://localhost:1"), "--server knows the nodes"),
         (("--env", "NCCL_DEBUG"), "expected NAME=VALUE"),
         (("--nccl-tests", "/nonexistent"), "does not exist"),
     ],
