@@ -33,7 +33,9 @@ PHASE_SECONDS = 0.2  # after the ticks at which collectors and rings are read
 BACKOFF_FIRST_SECONDS = 0.1
 BACKOFF_MAXIMUM_SECONDS = 5.0
 BACKLOG = 8  # batches that wait when the server answers; fewer are sent in a moment
+TROUBLES_TOLD = 8  # different ones in a row
 OUTDATED = 64  # of those that overtake: they have become a backlog themselves
+LONGEST_PAUSE_SECONDS = 30.0  # however long the server says it should be
 LONGEST_ASKED_SECONDS = 3.0  # a node that is silent for longer might be taken for lost
 # Not the batch's fault: the token may be replaced, the server upgraded, the proxy mended.
 _TRY_AGAIN = frozenset({401, 403, 404, 408, 425, 429})
@@ -190,7 +192,7 @@ class Forwarder:
         self._spool = spool
         self._contact = contact
         self._overtake = overtake
-        self._trouble: str | None = None
+        self._troubles: set[str] = set()  # that were told since the last success
         self._rejections: set[int] = set()
 
     async def run(self) -> None:
@@ -215,12 +217,12 @@ class Forwarder:
             raise _Again(str(error)) from error
         if answer.status == 200:
             self._stored(entry, answer)
-        elif answer.status in _TRY_AGAIN or not 400 <= answer.status < 500:
-            if answer.status == 503 and _is_problem(answer):
-                self._contact()
-            raise _Again(_in_words(answer), _retry_after(answer))
-        else:
+        elif _is_final(answer):
             self._reject(entry, answer)
+        else:
+            if answer.status == 503 and answer.is_problem:
+                self._contact()
+            raise _Again(answer.in_words(), _retry_after(answer))
 
     def _stored(self, entry: Entry, answer: Answer) -> None:
         try:
@@ -238,18 +240,18 @@ class Forwarder:
         self._spool.reject(entry)
         if answer.status not in self._rejections:
             self._rejections.add(answer.status)
-            log.error("the server rejects batch %s: %s", entry.name, _in_words(answer))
+            log.error("the server rejects batch %s: %s", entry.name, answer.in_words())
 
     def _note(self, again: _Again) -> None:
         self.counts.retries += 1
-        if self._trouble is None:
+        if str(again) not in self._troubles and len(self._troubles) < TROUBLES_TOLD:
+            self._troubles.add(str(again))
             log.warning("cannot send to the server, trying on: %s", again)
-        self._trouble = str(again)
 
     def _recovered(self) -> None:
-        if self._trouble is not None:
+        if self._troubles:
             log.warning("sending to the server again, %d batches wait", len(self._spool))
-        self._trouble = None
+        self._troubles.clear()
 
 
 def _pause_seconds(again: _Again, tries: int) -> float:
@@ -258,17 +260,16 @@ def _pause_seconds(again: _Again, tries: int) -> float:
     return max(again.after_seconds, random.uniform(0.0, longest_seconds))
 
 
-def _is_problem(answer: Answer) -> bool:
-    """Our server's own answer, rather than that of a proxy in front of it."""
-    return "application/problem+json" in answer.headers.get("content-type", "")
+def _is_final(answer: Answer) -> bool:
+    """What a proxy says may change, but for what is too large for it."""
+    if not 400 <= answer.status < 500 or answer.status in _TRY_AGAIN:
+        return False
+    return answer.is_problem or answer.status == 413
 
 
 def _retry_after(answer: Answer) -> float:
     try:
-        return min(float(answer.headers["retry-after"]), 30.0)
+        seconds = float(answer.headers["retry-after"])
     except (KeyError, ValueError):
         return 0.0
-
-
-def _in_words(answer: Answer) -> str:
-    return f"{answer.status} {answer.content[:200].decode(errors='replace')}".rstrip()
+    return min(seconds, LONGEST_PAUSE_SECONDS) if math.isfinite(seconds) else 0.0

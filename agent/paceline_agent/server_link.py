@@ -21,12 +21,18 @@ from typing import NamedTuple, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+import msgspec
+
 from paceline_agent.errors import LinkError
+from paceline_agent.exposition import printable
 
 CONNECT_SECONDS = 2.0
-ANSWER_SECONDS = 10.0
+ANSWER_SECONDS = 10.0  # without a byte
+EXCHANGE_SECONDS = 30.0  # for a whole answer, however many bytes trickle in
 MAXIMUM_ANSWER_BYTES = 1 << 20
 MAXIMUM_LINE_BYTES = 8 << 20
+
+_FAILURES = (OSError, HTTPException, ValueError)  # the last: a host's name that is none
 
 T = TypeVar("T")
 
@@ -35,6 +41,26 @@ class Answer(NamedTuple):
     status: int
     headers: Mapping[str, str]  # names in small letters
     content: bytes
+
+    @property
+    def is_problem(self) -> bool:
+        """Our server's own words, rather than those of a proxy in front of it."""
+        return "application/problem+json" in self.headers.get("content-type", "")
+
+    def in_words(self) -> str:
+        """Why it is not what was asked for."""
+        if not self.is_problem:
+            kind = printable(self.headers.get("content-type", "no content"))
+            return f"{self.status} with {kind}, as from something in front of the server"
+        with contextlib.suppress(msgspec.MsgspecError):
+            problem = msgspec.json.decode(self.content, type=_Problem)
+            return printable(f"{self.status} {problem.detail or problem.title}")
+        return f"{self.status}"
+
+
+class _Problem(msgspec.Struct):
+    title: str = ""
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +86,7 @@ class Target:
             with contextlib.closing(self.connect()) as connection:
                 self.request(connection, "GET", path)
                 return _read(connection.getresponse())
-        except (OSError, HTTPException) as error:
+        except _FAILURES as error:
             raise _link_error(error) from error
 
     def request(self, connection: HTTPConnection, method: str, path: str, **more: object) -> None:
@@ -111,7 +137,7 @@ class ServerLink:
         self._thread: threading.Thread | None = None
 
     async def post(self, path: str, content: bytes, content_type: str) -> Answer:
-        """One at a time."""
+        """One at a time. Raises LinkError."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="batches", daemon=True)
             self._thread.start()
@@ -119,20 +145,27 @@ class ServerLink:
         future: asyncio.Future[Answer] = loop.create_future()
 
         def exchange() -> None:
+            if future.done():
+                return
             try:
-                answer = self._exchange(path, content, content_type)
-            except (OSError, HTTPException) as error:
+                answer = self._exchange(path, content, content_type, future.done)
+            except _FAILURES as error:
                 _hand_over(loop, _fail, future, _link_error(error))
             else:
                 _hand_over(loop, _settle, future, answer)
 
         self._calls.put(exchange)
-        return await future
+        try:
+            async with asyncio.timeout(EXCHANGE_SECONDS):
+                return await future
+        except TimeoutError:
+            self._hang_up()
+            raise LinkError(f"no whole answer within {EXCHANGE_SECONDS:g} s") from None
 
     async def lines(self, path: str, silence_seconds: float) -> AsyncGenerator[bytes, None]:
         """The lines of a GET that does not end; the first item, empty, says that it is open.
 
-        Raises LinkError for an answer other than 200, and after so long without a line.
+        Raises LinkError for an answer other than 200, and after so long without a whole line.
         """
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[bytes | LinkError | None] = asyncio.Queue()
@@ -143,7 +176,7 @@ class ServerLink:
             try:
                 for line in self._stream(path, silence_seconds, sockets):
                     _hand_over(loop, arrived.put_nowait, line)
-            except (OSError, HTTPException) as error:
+            except _FAILURES as error:
                 last = _link_error(error)
             except LinkError as error:
                 last = error
@@ -151,10 +184,13 @@ class ServerLink:
 
         threading.Thread(target=read, name="commands", daemon=True).start()
         try:
-            while (line := await arrived.get()) is not None:
+            patience = CONNECT_SECONDS + silence_seconds
+            while (line := await asyncio.wait_for(arrived.get(), patience)) is not None:
                 if isinstance(line, LinkError):
                     raise line
                 yield line
+        except TimeoutError:
+            raise LinkError(f"no whole line within {patience:g} s") from None
         finally:
             for opened in sockets:  # wakes the thread
                 _shut(opened)
@@ -162,6 +198,9 @@ class ServerLink:
     def close(self) -> None:
         """Without waiting: an exchange under way ends as a failure that nobody awaits."""
         self._calls.put(None)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         connection = self._connection
         if connection is not None and isinstance(connection.sock, socket.socket):
             _shut(connection.sock)
@@ -172,12 +211,14 @@ class ServerLink:
         if self._connection is not None:
             self._connection.close()
 
-    def _exchange(self, path: str, content: bytes, content_type: str) -> Answer:
+    def _exchange(
+        self, path: str, content: bytes, content_type: str, given_up: Callable[[], bool]
+    ) -> Answer:
         kept = self._connection is not None
         try:
             return self._try_exchange(path, content, content_type)
-        except (OSError, HTTPException):
-            if not kept:
+        except _FAILURES:
+            if not kept or given_up():
                 raise
         # The server may close a kept connection at any time; what it had stored, it knows again.
         return self._try_exchange(path, content, content_type)
@@ -207,7 +248,7 @@ class ServerLink:
             self._target.request(connection, "GET", path)
             with connection.getresponse() as response:
                 if response.status != 200:
-                    raise LinkError(f"{response.status} {_text(response)}")
+                    raise LinkError(_read(response).in_words())
                 yield b""
                 while line := response.readline(MAXIMUM_LINE_BYTES):
                     yield line
@@ -230,8 +271,8 @@ def _hand_over(loop: asyncio.AbstractEventLoop, take: Callable[..., object], *wh
         loop.call_soon_threadsafe(take, *what)
 
 
-def _link_error(error: OSError | HTTPException) -> LinkError:
-    return LinkError(f"{type(error).__name__} {error}".rstrip())
+def _link_error(error: OSError | HTTPException | ValueError) -> LinkError:
+    return LinkError(printable(f"{type(error).__name__} {error}".strip()[:200]))
 
 
 def _shut(opened: socket.socket) -> None:
@@ -245,10 +286,6 @@ def _read(response: HTTPResponse) -> Answer:
     if not response.isclosed():
         raise HTTPException("the answer is longer than any of ours")
     return answer
-
-
-def _text(response: HTTPResponse) -> str:
-    return response.read(200).decode(errors="replace")
 
 
 def _credentials(proxy: SplitResult) -> dict[str, str]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -153,11 +153,16 @@ class AgentProcess:
     """`python -m paceline_agent` with everything in a directory of the test."""
 
     def __init__(
-        self, url: str, directory: Path, *options: str, environment: Mapping[str, str]
+        self,
+        url: str,
+        directory: Path,
+        *options: str,
+        environment: Mapping[str, str],
+        under: Sequence[str],
     ) -> None:
         self.directory = directory
         self.log = directory.with_suffix(".log")
-        command = [sys.executable, "-m", "paceline_agent", "--server", url]
+        command = [*under, sys.executable, "-m", "paceline_agent", "--server", url]
         command += ["--agent-id", directory.name, "--node-directory", str(directory)]
         command += ["--no-metrics", *options]
         with self.log.open("ab") as log:
@@ -210,9 +215,13 @@ def start_agent(server: StubServer, tmp_path: Path) -> Iterator[StartAgent]:
         name: str = "node-0",
         url: str | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
+        under: Sequence[str] = (),
     ) -> AgentProcess:
+        """`under`: a command that runs another."""
         target = server.url if url is None else url
-        agents.append(AgentProcess(target, tmp_path / name, *options, environment=environment))
+        agents.append(
+            AgentProcess(target, tmp_path / name, *options, environment=environment, under=under)
+        )
         return agents[-1]
 
     yield start

@@ -67,7 +67,8 @@ def test_a_rejected_batch_is_set_aside_and_the_others_go_on(
 ) -> None:
     def refuse_some(batch: Batch) -> Response | None:
         refused = batch.sequence in (1, 2)
-        return JSONResponse({"title": "no"}, status_code=422) if refused else None
+        kind = "application/problem+json"
+        return JSONResponse({"title": "no"}, 422, media_type=kind) if refused else None
 
     server.refuse = refuse_some
     agent = start_agent()

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import socket
+import subprocess
+import threading
+import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from paceline_wire.batch import RankAttached
+from paceline_agent import server_link
+from paceline_agent.errors import LinkError
+from paceline_agent.server_link import ServerLink, Target
+from paceline_wire.batch import AgentHello, Batch, RankAttached
 
 Fixture = Callable[..., Any]
 
@@ -42,6 +53,7 @@ class Metrics:
         return value
 
 
+@pytest.mark.campaign
 def test_a_full_disk_costs_the_oldest_detail_which_is_counted_and_heals(
     start_agent: Fixture,
     server: Any,
@@ -81,4 +93,190 @@ def test_a_full_disk_costs_the_oldest_detail_which_is_counted_and_heals(
     assert len(server.events(RankAttached)) == 1, "facts stay"
     assert agent.log_text().count("cannot be written (No space left on device)") == 1
     assert agent.log_text().count("can be written again") == 1
+    assert "Traceback" not in agent.log_text()
+
+
+PROBLEM = "application/problem+json"
+PAGE = "<html>\n<body>\x1b[2J nginx</body></html>"
+ANSWERS: list[tuple[Callable[[], Response], str]] = [
+    (lambda: Response(status_code=500), "500 with no content, as from something in front"),
+    (lambda: HTMLResponse(PAGE, 502), "502 with text/html; charset=utf-8, as from something"),
+    (lambda: HTMLResponse(PAGE, 400), "400 with text/html; charset=utf-8, as from something"),
+    (lambda: HTMLResponse(PAGE, 407), "407 with text/html; charset=utf-8, as from something"),
+    (lambda: HTMLResponse(PAGE, 200), "the server's answer is not an ingest answer"),
+    (lambda: RedirectResponse("http://127.0.0.1:9/"), "307 with no content, as from something"),
+    (
+        lambda: Response(
+            '{"title": "Too many", "detail": "Come back later."}',
+            429,
+            {"Retry-After": "0.2"},
+            media_type=PROBLEM,
+        ),
+        "429 Come back later.",
+    ),
+    (
+        lambda: Response("{}", 503, {"Retry-After": "nan"}, media_type=PROBLEM),
+        "503",
+    ),
+]
+
+
+def test_whatever_is_answered_loses_nothing_and_is_told_once(
+    start_agent: Fixture, server: Any, wait_for: Fixture
+) -> None:
+    attempts: list[tuple[str, int]] = []
+
+    def refuse(batch: Batch) -> Response | None:
+        attempts.append((batch.boot_id, batch.sequence))
+        number = len(attempts) - 1
+        return ANSWERS[number][0]() if number < len(ANSWERS) else None
+
+    server.refuse = refuse
+    metrics = Metrics()
+    agent = start_agent(*metrics.options)
+    wait_for(lambda: len(server.batches) >= 3, seconds=60)
+    assert metrics["send_retries_total"] == len(ANSWERS)
+    assert metrics["batches_rejected_total"] == 0
+    agent.stop()
+    assert len(set(attempts[: len(ANSWERS)])) == 1, "nothing overtakes what is being sent"
+    log = agent.log_text()
+    told = [line for line in log.splitlines() if "cannot send to the server" in line]
+    assert len(told) == len(ANSWERS)
+    for (_, said), line in zip(ANSWERS, told, strict=True):
+        assert said in line
+    assert log.count("sending to the server again") == 1
+    assert "\x1b" not in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.campaign
+def test_what_is_too_large_for_a_proxy_is_set_aside_and_the_rest_goes_on(
+    start_agent: Fixture, server: Any, wait_for: Fixture
+) -> None:
+    server.refuse = lambda batch: HTMLResponse(PAGE, 413) if batch.sequence == 1 else None
+    metrics = Metrics()
+    agent = start_agent(*metrics.options)
+    wait_for(lambda: len(server.batches) >= 2)
+    assert metrics["batches_rejected_total"] == 1
+    agent.stop()
+    assert [batch.sequence for batch in server.batches][:2] == [0, 2]
+    assert "413 with text/html; charset=utf-8, as from something in front" in agent.log_text()
+
+
+@contextmanager
+def answering(port: int, pieces: Callable[[], Iterator[bytes]]) -> Iterator[None]:
+    """A server that reads a little and answers with these bytes, whatever was asked."""
+    listener = socket.create_server(("127.0.0.1", port))
+    ended = threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        with connection:
+            try:
+                connection.recv(1 << 16)
+                for piece in pieces():
+                    if ended.is_set():
+                        return
+                    connection.sendall(piece)
+            except OSError:
+                return
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    yield
+    ended.set()
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+
+
+@pytest.mark.campaign
+def test_an_answer_that_is_no_http_is_a_printable_sentence(
+    start_agent: Fixture, server: Any, wait_for: Fixture
+) -> None:
+    server.stop()
+    with answering(server.port, lambda: iter([b"\x15\x03\x01\x00\x02\x02\x16\x1b[2J\r\n\r\n"])):
+        agent = start_agent()
+        wait_for(lambda: "cannot send to the server" in agent.log_text())
+    server.start()
+    wait_for(lambda: server.batches)
+    agent.stop()
+    assert server.batches[0].sequence == 0
+    assert "BadStatusLine" in agent.log_text()
+    assert "\x1b" not in agent.log_text()
+    assert "Traceback" not in agent.log_text()
+
+
+def test_an_answer_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte by byte no single wait is ever too long."""
+    monkeypatch.setattr(server_link, "EXCHANGE_SECONDS", 0.5)
+    monkeypatch.setattr(server_link, "CONNECT_SECONDS", 0.25)
+
+    def trickle() -> Iterator[bytes]:
+        yield b"HTTP/1.1 200 OK\r\nX: "
+        while True:
+            yield b"x"
+            time.sleep(0.05)
+
+    async def ask(url: str) -> None:
+        link = ServerLink(Target(url))
+        for _ in range(2):
+            with pytest.raises(LinkError, match=r"no whole answer within 0\.5 s"):
+                await link.post("/api/v1/ingest", b"x", "y")
+        with pytest.raises(LinkError, match="no whole line within"):
+            async for _ in link.lines("/api/v1/agents/a/commands", 0.25):
+                pass
+        link.close()
+
+    port = free_port()
+    with answering(port, trickle):
+        asyncio.run(ask(f"http://127.0.0.1:{port}"))
+
+
+@pytest.mark.campaign
+def test_a_host_that_nobody_knows_is_a_sentence_and_work_goes_on(
+    start_agent: Fixture, wait_for: Fixture
+) -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("A MISSING NAME SERVER IS NOT TESTED: a network namespace needs root")
+    agent = start_agent(url="http://server.example:8470", under=["unshare", "--net"])
+    wait_for(lambda: len(list((agent.directory / "spool").glob("*.batch"))) >= 3)
+    assert agent.stop() == 0
+    told = [line for line in agent.log_text().splitlines() if "cannot send" in line]
+    assert len(told) == 1
+    assert "name resolution" in told[0] or "not known" in told[0]
+    assert "Traceback" not in agent.log_text()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("trouble", ["read-only", "of another user"])
+def test_a_spool_that_cannot_be_used_is_a_sentence_and_work_goes_on(
+    start_agent: Fixture,
+    server: Any,
+    wait_for: Fixture,
+    small_disk: Callable[[str], Path],
+    trouble: str,
+) -> None:
+    disk = small_disk("1m")
+    under: list[str] = []
+    spool = disk / "spool"
+    spool.mkdir(mode=0o755)
+    if trouble == "read-only":
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    else:
+        under = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
+        os.chown(spool, 65534, 65534)
+    agent = start_agent("--spool-directory", str(spool), under=under)
+    wait_for(lambda: len(server.batches) >= 3)
+    assert agent.stop() == 0
+    said = "Read-only file system" if trouble == "read-only" else "Permission denied"
+    assert agent.log_text().count(f"cannot be written ({said})") == 1
+    assert len(server.events(AgentHello)) == 1
     assert "Traceback" not in agent.log_text()
