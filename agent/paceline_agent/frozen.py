@@ -29,6 +29,12 @@ def sysfs_of(directory: Path) -> Iterator[Path]:
         yield Path(made)
 
 
+def procfs_of(directory: Path) -> Path:
+    """`directory` may be a copy of `/proc`, or of a node's `/`."""
+    inside = directory / "proc"
+    return inside if inside.is_dir() and not (directory / "stat").exists() else directory
+
+
 def _class_of(directory: Path) -> tuple[str, Path] | None:
     """Where in a root the directory belongs, if it is only a part of one."""
     if any((directory / name).is_dir() for name in ("class", "devices", "bus", "sys")):

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,14 @@ class Outcome:
 
 def run(settings: AgentSettings, *, as_json: bool, as_openmetrics: bool) -> int:
     """Print one sweep; 0 if at least one collector brought something. Raises OutputError."""
+    settings = replace(settings, procfs_root=frozen.procfs_of(settings.procfs_root))
     with frozen.sysfs_of(settings.sysfs_root) as sysfs_root:
         outcomes = asyncio.run(sweep(discover(), context_of(settings, sysfs_root)))
     for outcome in outcomes:
         if outcome.trouble is not None:
-            told = outcome.trouble.replace(str(sysfs_root), str(settings.sysfs_root))
+            told = outcome.trouble
+            if settings.sysfs_root not in sysfs_root.parents:  # else it is one that was made
+                told = told.replace(str(sysfs_root), str(settings.sysfs_root))
             print(printable(f"{outcome.collector}: {told}"), file=sys.stderr)
         for event in outcome.collected.events if outcome.collected is not None else ():
             what = f"{event.kind} {event.device}" if isinstance(event, DeviceEvent) else event.kind

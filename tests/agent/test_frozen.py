@@ -22,7 +22,15 @@ def test_a_tree_is_found_whatever_part_of_sys_it_is(tmp_path: Path, layout: str)
     assert state.exists()
 
 
+@pytest.mark.parametrize("layout", ["proc", "."])
+def test_proc_is_found_below_a_nodes_root(tmp_path: Path, layout: str) -> None:
+    (tmp_path / layout).mkdir(exist_ok=True)
+    (tmp_path / layout / "stat").touch()
+    assert frozen.procfs_of(tmp_path) == tmp_path / layout
+
+
 def test_what_is_no_tree_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert frozen.procfs_of(tmp_path) == tmp_path
     with frozen.sysfs_of(tmp_path) as root:
         assert root == tmp_path
     with frozen.sysfs_of(tmp_path / "absent") as root:

@@ -99,7 +99,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(str(missing))
 
 
-@pytest.fixture(params=["h200", "roce", "edr"])
+@pytest.fixture(params=["h200", "roce", "edr", "grace"])
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     unpack(NODES / f"{request.param}.tree", tmp_path)
     return str(request.param)
