@@ -91,3 +91,12 @@ def percent(ratio: float | None) -> str | None:
 
 def topology(axes: dict[str, int]) -> str:
     return f"dp{axes['dp']} x pp{axes['pp']} x tp{axes['tp']}"
+
+
+def show_stacks(stacks: dict[str, Any]) -> None:
+    """As Python prints a traceback, but innermost first."""
+    for thread in stacks["threads"]:
+        holds = ", holds the GIL" if thread["holds_gil"] else ""
+        click.echo(f"Rank {stacks['rank']}, thread {thread['name']}{holds}:")
+        for frame in thread["frames"]:
+            click.echo(f"    {frame['function']}  {frame['file']}:{frame['line']}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from paceline_cli import render
@@ -79,17 +77,8 @@ def show(client: Client, incident: str, as_json: bool) -> None:
             for item in found[key]:
                 click.echo(f"  - {item['text']}")
     for stacks in found["stacks"]:
-        _show_stacks(stacks)
+        render.show_stacks(stacks)
     for symptom in found["symptoms"]:
         click.echo(f"Symptom: {symptom}")
     for action in found["action_ids"]:
         click.echo(f"Action: {action}")
-
-
-def _show_stacks(stacks: dict[str, Any]) -> None:
-    """As Python prints a traceback, but innermost first."""
-    for thread in stacks["threads"]:
-        holds = ", holds the GIL" if thread["holds_gil"] else ""
-        click.echo(f"Rank {stacks['rank']}, thread {thread['name']}{holds}:")
-        for frame in thread["frames"]:
-            click.echo(f"    {frame['function']}  {frame['file']}:{frame['line']}")

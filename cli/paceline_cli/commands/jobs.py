@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from paceline_cli.client import Client
 from paceline_cli.options import json_option, server_options, steps_option
 from paceline_cli.trace import fetch_trace
 
+STACKS_SECONDS = 10.0  # py-spy takes up to 5 of them on a busy machine
+DUMPS_SECONDS = 10.0  # PyTorch is asked once a second
 LEDGER_PARTS = (
     "compute",
     "communication",
@@ -37,6 +40,9 @@ def jobs(ctx: click.Context, server: str, token: str | None, as_json: bool) -> N
     paceline jobs                 every job, newest first
     paceline jobs show JOB        verdict, ranks and where the time went
     paceline jobs stop JOB        end it
+    paceline jobs stacks JOB      what its ranks are in the middle of
+    paceline jobs flight-recorder JOB
+                                  what their collectives wait for
     paceline jobs export JOB -o FILE
                                   its last steps as a trace, for `paceline analyze`
     """
@@ -126,6 +132,60 @@ def stop(client: Client, job: str) -> None:
     """End a job: its ranks are stopped on every node."""
     client.post(f"/jobs/{job}/stop")
     click.echo(f"{job} is being stopped")
+
+
+@jobs.command()
+@click.argument("job")
+@click.option("--rank", "ranks", type=int, multiple=True, help="This one; default: all.")
+@json_option
+@click.pass_obj
+def stacks(client: Client, job: str, ranks: tuple[int, ...], as_json: bool) -> None:
+    """Read the Python stacks of a job's ranks now, without stopping them."""
+    chosen = ranks or tuple(rank["rank"] for rank in client.items(f"/jobs/{job}/ranks"))
+    for rank in chosen:
+        client.post(f"/jobs/{job}/ranks/{rank}/stacks")
+    found = [_await_stacks(client, f"/jobs/{job}/ranks/{rank}/stacks") for rank in chosen]
+    if as_json:
+        render.show_json(found)
+        return
+    for answer in found:
+        if answer["state"] == "taken" and answer["stacks"] is not None:
+            render.show_stacks(answer["stacks"])
+        else:
+            why = answer["error"] or f"no answer within {STACKS_SECONDS:.0f} s"
+            click.echo(f"Rank {answer['rank']}: {why}")
+
+
+def _await_stacks(client: Client, path: str) -> Any:
+    deadline = time.monotonic() + STACKS_SECONDS
+    while (answer := client.get(path))["state"] == "asked" and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return answer
+
+
+@jobs.command("flight-recorder")
+@click.argument("job")
+@json_option
+@click.pass_obj
+def flight_recorder(client: Client, job: str, as_json: bool) -> None:
+    """Have all ranks write their Flight Recorder dumps now, and say what they tell."""
+    path = f"/jobs/{job}/flight-recorder"
+    before = {dump["rank"]: dump["received_at"] for dump in client.post(path)["dumps"]}
+    alive = [one for one in client.items(f"/jobs/{job}/ranks") if one["state"] != "exited"]
+    deadline = time.monotonic() + DUMPS_SECONDS
+    while True:
+        found = client.get(path)
+        new = [one for one in found["dumps"] if one["received_at"] != before.get(one["rank"])]
+        if len(new) >= len(alive) or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    if as_json:
+        render.show_json(found)
+        return
+    click.echo(found["text"])
+    for dump in found["dumps"]:
+        if dump["error"]:
+            click.echo(f"  rank {dump['rank']}: {dump['error']}")
 
 
 @jobs.command()

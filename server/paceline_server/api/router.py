@@ -26,9 +26,10 @@ from paceline_server.api.routes import (
     jobs,
     nodes,
     trace,
+    what_if,
 )
 
-_RESOURCES = (ingest, agents, jobs, trace, nodes, incidents, actions, audit, events)
+_RESOURCES = (ingest, agents, jobs, trace, what_if, nodes, incidents, actions, audit, events)
 _DECODERS = 4
 
 

@@ -1,0 +1,138 @@
+"""What is taken of a running job's ranks on demand: Python stacks, Flight Recorder dumps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from fastapi import APIRouter
+from fastapi import Path as InPath
+from sqlalchemy.orm import Session
+
+from paceline_server.api import problems, resources, schemas
+from paceline_server.api.auth import Operator, viewer
+from paceline_server.api.dependencies import PartsDep, ReadDep
+from paceline_server.api.problems import Problem, not_found
+from paceline_server.api.routes.jobs import find
+from paceline_server.decide.types import AuditEntry
+from paceline_server.flight_recorder.received import conclude, read
+from paceline_server.store import audit, models, queries, rank_evidence
+from paceline_server.store.log import FINISHED
+from paceline_wire.commands import TakeDumps, TakeStacks
+
+router = APIRouter(prefix="/jobs", tags=["jobs"])
+_READ = problems.responses(401, 403, 404, 422, 503)
+_ASK = {**_READ, **problems.responses(409)}
+RankNumber = Annotated[int, InPath(ge=0, lt=1 << 31)]
+
+
+@router.post(
+    "/{job_id}/ranks/{rank}/stacks",
+    status_code=202,
+    response_model=schemas.RankStacks,
+    responses=_ASK,
+)
+def take_stacks(
+    job_id: str, rank: RankNumber, of: PartsDep, caller: Operator
+) -> schemas.RankStacks:
+    """Have the rank's node read its Python stacks without stopping it; GET tells them."""
+    now_ns = of.now_ns()
+    with of.database.write() as session:
+        job = find(session, job_id)
+        row = _rank(session, job_id, rank)
+        _ask(session, job, _alive(job, [row]), TakeStacks, caller.name, f"rank {rank}", now_ns)
+        asked = resources.rank_stacks(session, job_id, rank)
+    of.wakes.commands.notify()
+    return asked
+
+
+@router.get(
+    "/{job_id}/ranks/{rank}/stacks",
+    dependencies=[viewer],
+    response_model=schemas.RankStacks,
+    responses=_READ,
+)
+def get_stacks(job_id: str, rank: RankNumber, session: ReadDep) -> schemas.RankStacks:
+    """The newest stacks of the rank, whether taken on demand or at a hang."""
+    find(session, job_id)
+    _rank(session, job_id, rank)
+    return resources.rank_stacks(session, job_id, rank)
+
+
+@router.post(
+    "/{job_id}/flight-recorder",
+    status_code=202,
+    response_model=schemas.FlightRecorder,
+    responses=_ASK,
+)
+def take_dumps(job_id: str, of: PartsDep, caller: Operator) -> schemas.FlightRecorder:
+    """Have every rank write its Flight Recorder dump, and its node send it."""
+    now_ns = of.now_ns()
+    with of.database.write() as session:
+        job = find(session, job_id)
+        ranks = _alive(job, queries.ranks(session, job_id))
+        _ask(session, job, ranks, TakeDumps, caller.name, "all ranks", now_ns)
+        known = _flight_recorder(session, job)
+    of.wakes.commands.notify()
+    return known
+
+
+@router.get(
+    "/{job_id}/flight-recorder",
+    dependencies=[viewer],
+    response_model=schemas.FlightRecorder,
+    responses=_READ,
+)
+def get_dumps(job_id: str, session: ReadDep) -> schemas.FlightRecorder:
+    """What the newest dumps of the current generation say; see docs/flight-recorder.md."""
+    return _flight_recorder(session, find(session, job_id))
+
+
+def _rank(session: Session, job_id: str, rank: int) -> models.Rank:
+    row = session.get(models.Rank, (job_id, rank))
+    if row is None:
+        raise not_found("rank", str(rank))
+    return row
+
+
+def _alive(job: models.Job, ranks: Sequence[models.Rank]) -> list[models.Rank]:
+    alive = [rank for rank in ranks if rank.state != "exited"]
+    if job.state in FINISHED or not alive:
+        raise Problem(409, f"The job is {job.state} and no such rank runs: nothing can be taken.")
+    return alive
+
+
+def _ask(
+    session: Session,
+    job: models.Job,
+    ranks: Sequence[models.Rank],
+    what: type[TakeStacks | TakeDumps],
+    actor: str,
+    whose: str,
+    now_ns: int,
+) -> None:
+    rank_evidence.ask(session, job, ranks, what, now_ns)
+    verb = "asked for stacks" if what is TakeStacks else "asked for Flight Recorder dumps"
+    entry = AuditEntry(actor=actor, verb=verb, subject=job.id, detail=whose)
+    audit.record(session, job.id, entry, now_ns)
+    session.flush()
+
+
+def _flight_recorder(session: Session, job: models.Job) -> schemas.FlightRecorder:
+    taken = rank_evidence.newest_dumps(session, job.id, job.generation)
+    received = {one.event.rank: read(one.event) for one in taken}
+    report, text = conclude(received, range(job.topology.world_size))
+    return schemas.FlightRecorder(
+        job_id=job.id,
+        generation=job.generation,
+        text=text,
+        dumps=[
+            schemas.RankDumpModel(
+                rank=one.event.rank,
+                received_at=resources.time_of(one.received_ns),
+                error=received[one.event.rank].error,
+            )
+            for one in taken
+        ],
+        report=None if report is None else report.as_json(),
+    )
