@@ -37,6 +37,7 @@ from paceline_wire.commands import StartRanks
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.25
+IDLE_POLL_SECONDS = 0.5  # while no rank runs here
 PAUSE_SECONDS = 1.0  # after a part of the agent broke
 HOUSEKEEPING_SECONDS = 10.0
 RANKS_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL of the ranks of a draining node
@@ -215,7 +216,8 @@ class Agent:
     async def _read_rings(self) -> None:
         while True:
             self._rings.poll()
-            await asyncio.sleep(until_next(POLL_SECONDS))
+            is_idle = not len(self._rings) and not self._supervisor.has_ranks
+            await asyncio.sleep(until_next(IDLE_POLL_SECONDS if is_idle else POLL_SECONDS))
 
     async def _collect(self) -> None:
         await self._runner.run(self._emit)

@@ -104,17 +104,23 @@ class Packer:
         self._asked_seconds = 0.0
         self._place = random.random()
         self._packed_at = time.monotonic()
+        self._has_ranks = False  # the last flush had news of any
 
     async def run(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._outbox.urgent.wait(), self._pause_seconds())
+                async with asyncio.timeout(self._pause_seconds()):
+                    await self._outbox.urgent.wait()
             self.flush()
 
     def _pause_seconds(self) -> float:
-        """Asked by the server of many, each node goes at a moment of its own."""
+        """Asked by the server of many, each node goes at a moment of its own.
+
+        Half as often while no rank has anything to tell: collectors bring theirs each second.
+        """
         if self._asked_seconds <= self._flush_seconds:
-            return until_next(self._flush_seconds, PHASE_SECONDS)
+            idle = 1 if self._has_ranks else 2
+            return until_next(self._flush_seconds * idle, PHASE_SECONDS)
         return until_next(self._asked_seconds, self._place * self._asked_seconds)
 
     def pace(self, seconds: float) -> None:
@@ -134,7 +140,9 @@ class Packer:
         if self._overtaking is not None and not self._spool.backlog:
             self._boot, self._overtaking = self._overtaking, None
             self._spool.overtake(None)
+        self._has_ranks = False
         for events, spans, samples in self._outbox.take():
+            self._has_ranks |= bool(spans) or any(map(is_of_rank, events))
             if self._overtaking is None:
                 self._pack(self._boot, events, spans, samples)
                 continue

@@ -32,7 +32,7 @@ class Lease:
         while self._lease_seconds > 0:
             left_seconds = self._renewed_at + self._lease_seconds - time.monotonic()
             if left_seconds > 0 or not self._has_ranks():
-                await asyncio.sleep(min(max(left_seconds, 0.1), 1.0))
+                await asyncio.sleep(left_seconds if left_seconds > 0 else 1.0)
                 continue
             self.lapses += 1
             log.error(

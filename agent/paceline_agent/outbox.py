@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
 
 from paceline_wire.batch import (
     AgentHello,
@@ -40,8 +39,6 @@ SPAN_BYTES_PER_BATCH = 4 << 20  # packed, well below what the server takes
 SAMPLES_PER_BATCH = 20_000
 EVENTS_PER_BATCH = 2_000
 
-T = TypeVar("T")
-
 
 def is_of_rank(event: Event) -> bool:
     """It means something only after what the rank's ring said before."""
@@ -55,7 +52,7 @@ class Outbox:
         self.urgent = asyncio.Event()
         self._events: deque[Event] = deque()
         self._spans: deque[SpanBlock] = deque()
-        self._samples: deque[Sample] = deque()
+        self._samples: list[Sample] = []
 
     def put_events(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -76,7 +73,7 @@ class Outbox:
 
     def put_samples(self, samples: Sequence[Sample]) -> None:
         """A value that is not finite is left out: the server would refuse the whole batch."""
-        self._samples.extend(sample for sample in samples if math.isfinite(sample.value))
+        self._samples += [sample for sample in samples if math.isfinite(sample.value)]
 
     def take(self) -> Iterator[tuple[list[Event], list[SpanBlock], list[Sample]]]:
         """Everything, cut into pieces that each fit a batch."""
@@ -87,11 +84,9 @@ class Outbox:
             while self._spans and (not spans or len(self._spans[0].columns) <= room):
                 spans.append(self._spans.popleft())
                 room -= len(spans[-1].columns)
-            yield (
-                _first_events(self._events),
-                spans,
-                _first(self._samples, SAMPLES_PER_BATCH),
-            )
+            samples = self._samples[:SAMPLES_PER_BATCH]
+            del self._samples[:SAMPLES_PER_BATCH]
+            yield _first_events(self._events), spans, samples
 
 
 def _first_events(queue: deque[Event]) -> list[Event]:
@@ -102,7 +97,3 @@ def _first_events(queue: deque[Event]) -> list[Event]:
         if isinstance(events[-1], RankDump):
             break
     return events
-
-
-def _first(queue: deque[T], count: int) -> list[T]:
-    return [queue.popleft() for _ in range(min(count, len(queue)))]

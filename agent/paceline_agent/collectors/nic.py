@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar
 
 from paceline_agent.collectors.contract import Collected, Collector, Context
@@ -76,6 +77,7 @@ class NicCollector(Collector):
         self._root = os.path.join(context.sysfs_root, "class", "net")
         # Patient: a link that is down answers EINVAL for now.
         self._files = KeptFiles(patient=True, bytes_at_most=1 << 14, share=0.2)
+        self._protocols_root = os.path.join(context.procfs_root, "net")
         self._devices: dict[str, _Device] = {}
 
     def collect(self, now_ns: int) -> Collected:
@@ -110,6 +112,7 @@ class NicCollector(Collector):
                 numbers = [
                     (os.path.join(directory, file), f"node_network_{metric}")
                     for file, metric in _NUMBERS.items()
+                    if os.path.exists(os.path.join(directory, file))  # each kernel has its own
                 ]
                 known = _Device(name, directory, inode, {"device": name}, numbers)
             found[name] = known
@@ -146,20 +149,26 @@ class NicCollector(Collector):
         self, file: str, protocols: dict[str, tuple[str, ...]], now_ns: int
     ) -> Iterator[Sample]:
         """Of /proc/net/snmp: a line of names and one of values for each protocol."""
-        text = self._files.read_text(self.context.procfs_root / "net" / file, now_ns) or ""
-        lines: dict[str, list[list[str]]] = {}
-        for line in text.splitlines():
-            protocol, _, rest = line.partition(": ")
-            lines.setdefault(protocol, []).append(rest.split())
-        for protocol, names in protocols.items():
-            pair = lines.get(protocol, [])
-            if len(pair) != 2:
+        text = self._files.read_text(f"{self._protocols_root}/{file}", now_ns) or ""
+        lines = text.splitlines()
+        for names, values in zip(lines[::2], lines[1::2], strict=False):
+            protocol, _, rest = values.partition(": ")
+            if protocol not in protocols or not names.startswith(f"{protocol}: "):
                 continue
-            values = dict(zip(*pair, strict=False))
-            for name in names:
-                value = values.get(name, "")
+            words = rest.split()
+            for metric, position in _positions(names, protocols[protocol]):
+                value = words[position] if position < len(words) else ""
                 if value.isdecimal() and len(value) <= _DIGITS:
-                    yield Sample(f"node_netstat_{protocol}_{name}", {}, float(value), now_ns)
+                    yield Sample(metric, {}, float(value), now_ns)
+
+
+@lru_cache(maxsize=16)
+def _positions(line: str, wanted: tuple[str, ...]) -> list[tuple[str, int]]:
+    """Metrics, and where their values stand, by the line of names."""
+    protocol, *names = line.replace(":", "").split()
+    return [
+        (f"node_netstat_{protocol}_{name}", names.index(name)) for name in wanted if name in names
+    ]
 
 
 def _link_events(device: _Device, carrier: float | None, now_ns: int) -> list[DeviceEvent]:

@@ -22,6 +22,7 @@ from paceline_agent.collectors.contract import (
 from paceline_agent.nvml import fields, instances, occupants, readings
 from paceline_agent.nvml.activity import Activity
 from paceline_agent.nvml.driver import address, optional, pynvml, versions
+from paceline_agent.nvml.fields import Answer
 from paceline_agent.nvml.gpu import Gpu, Trouble, Value
 from paceline_agent.nvml.links import Links
 from paceline_agent.nvml.watch import Watch
@@ -145,18 +146,18 @@ class NvmlCollector(Collector):
         if not gpu.is_ours:
             return [], []
         gpu.begin()
-        values = list(gpu.read(readings.EACH_SWEEP))
-        values += _values_of(gpu, gpu.fast_fields)
+        values: list[Value | Answer] = [*gpu.read(readings.EACH_SWEEP)]
+        values += gpu.ask(gpu.fast_fields) or ()
         if not gpu.answered and gpu.last_error is not None:
             raise gpu.last_error
         lasting = self._seldom(gpu) if is_slow else []
         values += _xid_values(gpu)
         return gpu.samples(values, now_ns), gpu.samples(lasting, now_ns)
 
-    def _seldom(self, gpu: Gpu) -> list[Value]:
-        values = list(instances.read(gpu))
+    def _seldom(self, gpu: Gpu) -> list[Value | Answer]:
+        values: list[Value | Answer] = [*instances.read(gpu)]
         values += gpu.read(readings.SELDOM)
-        values += _values_of(gpu, gpu.slow_fields)
+        values += gpu.ask(gpu.slow_fields) or ()
         gpu.links = gpu.links or Links()
         values += gpu.links.read(gpu)
         gpu.info = gpu.info and msgspec.structs.replace(gpu.info, nvlinks=gpu.links.ends)
@@ -242,10 +243,6 @@ def _told(gpu: Gpu, now_ns: int) -> GpuInfo | None:
         return gpu.info
     info = gpu.info or GpuInfo(index=gpu.index, uuid="", name="", pci_bus_id="")
     return msgspec.structs.replace(info, trouble=gpu.trouble)
-
-
-def _values_of(gpu: Gpu, batch: fields.Fields) -> list[Value]:
-    return [Value(a.row.name, a.number, a.row.extra) for a in gpu.ask(batch) or ()]
 
 
 def _xid_values(gpu: Gpu) -> list[Value]:

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar
 
 from paceline_agent.collectors.contract import (
@@ -133,7 +134,7 @@ class _Counter:
     labels: dict[str, str]
     file: str
     unit: float = 1
-    width: int | None = None  # bits; None: more than will ever be reached
+    end: int | None = None  # where it stops; None: beyond what will ever be reached
 
 
 @dataclass(slots=True)
@@ -143,6 +144,7 @@ class _Port:
     inode: int  # another one: the device was taken away and came back
     labels: dict[str, str]
     counters: list[_Counter] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)  # of the counters
     information: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     active: bool | None = None
 
@@ -228,6 +230,7 @@ class RdmaCollector(Collector):
             # Of the whole device (efa, and i40iw, which has no other): told with its first port.
             own = os.path.join(self._root, device, "hw_counters")
             port.counters += _hardware_counters(own, {"device": device}, known={})
+        port.paths = [counter.path for counter in port.counters]
         return port
 
     def _information(
@@ -272,30 +275,41 @@ class RdmaCollector(Collector):
             if value is not None:
                 yield Sample(name, port.labels, value, now_ns)
 
-    def _counters(self, port: _Port, now_ns: int) -> Iterator[Sample]:
-        read = self._files.read_number
-        for counter in port.counters:
-            count = read(counter.path, now_ns)
+    def _counters(self, port: _Port, now_ns: int) -> list[Sample]:
+        samples: list[Sample] = []
+        counts = self._files.read_numbers(port.paths, now_ns)
+        for counter, count in zip(port.counters, counts, strict=True):
             if count is None or not 0 <= count < _UNKNOWN:
                 continue
-            if counter.width is not None:
-                end = (1 << counter.width) - 1
-                if count > end:
-                    counter.width = None  # this adapter's counter is wider
-                elif count == end:
+            if count and counter.end is not None and count >= counter.end:
+                if count > counter.end:
+                    counter.end = None  # this adapter's counter is wider
+                else:
                     labels = {**port.labels, "counter": counter.file}
-                    yield Sample("paceline_rdma_counter_saturated", labels, 1.0, now_ns)
-            yield Sample(counter.metric, counter.labels, float(count * counter.unit), now_ns)
+                    samples.append(Sample("paceline_rdma_counter_saturated", labels, 1.0, now_ns))
+            value = float(count * counter.unit)
+            samples.append(Sample(counter.metric, counter.labels, value, now_ns))
+        return samples
 
     def _leading_number(self, path: str, now_ns: int) -> float | None:
-        """4 of `4: ACTIVE`."""
-        number = (self._files.read_text(path, now_ns) or "").partition(":")[0]
-        return float(number) if number.isdecimal() and len(number) < 4 else None
+        return leading_number(self._files.read(path, now_ns))
 
     def _rate(self, port: _Port, now_ns: int) -> float | None:
-        """5e10 of `400 Gb/sec (4X NDR)`."""
-        match = _RATE.match(self._files.read_text(f"{port.directory}/rate", now_ns) or "")
-        return float(match[1]) * 1e9 / 8 if match else None
+        return rate_bytes(self._files.read(f"{port.directory}/rate", now_ns))
+
+
+@lru_cache(maxsize=64)
+def leading_number(content: bytes | None) -> float | None:
+    """4 of `4: ACTIVE`."""
+    number = (content or b"").decode(errors="replace").strip().partition(":")[0]
+    return float(number) if number.isdecimal() and len(number) < 4 else None
+
+
+@lru_cache(maxsize=64)
+def rate_bytes(content: bytes | None) -> float | None:
+    """5e10 of `400 Gb/sec (4X NDR)`."""
+    match = _RATE.match((content or b"").decode(errors="replace").strip())
+    return float(match[1]) * 1e9 / 8 if match else None
 
 
 def _present(directory: str, names: Iterable[str]) -> list[str]:
@@ -308,7 +322,8 @@ def _classic_counter(
 ) -> _Counter:
     unit = _WORD_BYTES if metric.endswith("_bytes_total") else 1
     path = os.path.join(directory, file)
-    return _Counter(path, f"node_infiniband_{metric}", labels, file, unit, width)
+    end = None if width is None else (1 << width) - 1
+    return _Counter(path, f"node_infiniband_{metric}", labels, file, unit, end)
 
 
 def _hardware_counters(

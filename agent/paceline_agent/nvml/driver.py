@@ -12,7 +12,8 @@ except ImportError:  # an agent installed without its extra
     pynvml = None
 
 __all__ = [
-    "GONE", "NOTHING_THERE", "UNSUPPORTED", "address", "function", "optional", "pynvml", "versions",
+    "GONE", "NOTHING_THERE", "UNSUPPORTED", "address", "field_values", "function", "optional",
+    "pynvml", "versions",
 ]  # fmt: skip
 
 # This GPU, driver or user will never have it: asked once. An unknown number of a field, clock or
@@ -44,6 +45,20 @@ def function(name: str) -> Callable[..., Any]:
     if found is None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
     return found
+
+
+def field_values(handle: Any, count: int, values: ctypes.Array[ctypes.c_char]) -> None:
+    """Have the driver fill in `count` nvmlFieldValue_t, whose fields and scopes are set.
+
+    pynvml's own function builds that array anew each time, which costs several times the answer.
+    """
+    try:
+        call = pynvml.nvmlLib.nvmlDeviceGetFieldValues
+    except AttributeError:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND) from None
+    result = call(handle, ctypes.c_int(count), values)
+    if result:
+        raise pynvml.NVMLError(result)
 
 
 def optional(call: Callable[[], Any]) -> Any:

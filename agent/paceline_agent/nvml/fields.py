@@ -5,11 +5,12 @@ Each field of a batch has a result of its own: one that is not supported is left
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from paceline_agent.nvml.driver import GONE, pynvml
+from paceline_agent.nvml.driver import GONE, field_values, pynvml
 
 ALL_LINKS = 0xFFFFFFFF  # nvml.h: a scope of UINT_MAX sums over the links
 # nvmlFieldValue_t: field, scope, timestamp, latency, type, result, value. Unpacked at once, for
@@ -18,6 +19,7 @@ _VALUE = struct.Struct("=IIqqIi8s")
 _TYPES = tuple(struct.Struct(code) for code in ("=d", "=I", "=Q", "=Q", "=q", "=i", "=H"))
 _NO_VALUE = b"\xff" * 8  # nvml.h, NVML_VALUE_NOT_AVAILABLE
 _UNSIGNED = (2, 3)
+_NOTHING = (0, 0, 0, 0, bytes(8))  # of all but field and scope
 _PERMANENT = frozenset({2, 3, 4, 13, 25, 26})  # nvmlReturn_t of driver.UNSUPPORTED
 
 
@@ -32,8 +34,10 @@ class FieldRow(NamedTuple):
 
 
 class Answer(NamedTuple):
-    row: FieldRow
+    name: str
     number: float
+    extra: tuple[tuple[str, str], ...] | None
+    scope: int
     time_us: int  # CLOCK_REALTIME of the driver's reading; 0: not told
 
 
@@ -49,19 +53,22 @@ class Fields:
 
     def _keep(self, rows: Sequence[FieldRow]) -> None:
         self._rows = rows
-        self._requests = [(row.field, row.scope) for row in rows]
+        self._asked = b"".join(_VALUE.pack(row.field, row.scope, *_NOTHING) for row in rows)
+        self._told = ctypes.create_string_buffer(self._asked, len(self._asked))
 
     def __call__(self, handle: Any) -> list[Answer]:
         if not self._rows:
             return []
-        values = pynvml.nvmlDeviceGetFieldValues(handle, self._requests)
+        self._told.raw = self._asked
+        field_values(handle, len(self._rows), self._told)
         answers, kept, failed = [], [], None
-        told = _VALUE.iter_unpack(values)
+        told = _VALUE.iter_unpack(self._told)
         for row, (_, _, time_us, _, kind, result, content) in zip(self._rows, told, strict=True):
             if result == 0:
                 if content != _NO_VALUE or kind not in _UNSIGNED:
+                    name, _, scale, scope, extra = row
                     (number,) = _TYPES[kind].unpack_from(content)
-                    answers.append(Answer(row, number * row.scale, time_us))
+                    answers.append(Answer(name, number * scale, extra, scope, time_us))
             elif result not in _PERMANENT:
                 failed = pynvml.NVMLError(result)
                 if isinstance(failed, GONE):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from paceline_agent.nvml.driver import GONE, UNSUPPORTED, pynvml
-from paceline_agent.nvml.fields import Fields
+from paceline_agent.nvml.fields import Answer, Fields
 from paceline_wire.batch import DeviceEvent, GpuInfo, Sample
 
 
@@ -103,16 +103,11 @@ class Gpu:
         self.links = None
         self.activity = None
 
-    def samples(self, values: Iterable[Value], now_ns: int) -> list[Sample]:
+    def samples(self, values: Iterable[Value | Answer], now_ns: int) -> list[Sample]:
         labels = self.labels
         return [
-            Sample(
-                value.name,
-                labels if value.extra is None else self._with(value.extra),
-                float(value.number),
-                now_ns,
-            )
-            for value in values
+            Sample(name, labels if extra is None else self._with(extra), float(number), now_ns)
+            for name, number, extra, *_ in values
         ]
 
     def _with(self, extra: tuple[tuple[str, str], ...]) -> dict[str, str]:

@@ -82,7 +82,7 @@ class Links:
         for link, active in up.items():
             yield Value("paceline_gpu_nvlink_up", active, _of(link))
         totals: list[Answer] = gpu.ask(self._totals) or []
-        told = {answer.row.name: answer.number for answer in totals}
+        told = {answer.name: answer.number for answer in totals}
         by_link = _by_link(gpu.ask(self._counters) or [], told)
         for name, links in by_link.items():
             for link, number in links.items():
@@ -142,8 +142,7 @@ def _by_link(answers: list[Answer], totals: dict[str, float]) -> dict[str, dict[
     """
     found: dict[str, dict[int, float]] = {}
     for answer in answers:
-        assert answer.row.extra is not None
-        found.setdefault(answer.row.name, {}).setdefault(answer.row.scope, answer.number)
+        found.setdefault(answer.name, {}).setdefault(answer.scope, answer.number)
     for name, total in totals.items():
         if sum(found.get(name, {}).values()) > 1.5 * total > 0:
             del found[name]

@@ -7,6 +7,7 @@ returned: as many threads hang as jobs, never more.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -18,11 +19,13 @@ _LEAST_SECONDS = 0.3  # for a job whose round is over budget
 
 
 class _Crew:
-    """A thread that does jobs in turn until it is dismissed."""
+    """A thread that does jobs in turn until it is dismissed. `finished` is put once a round."""
 
     def __init__(self) -> None:
-        self.done: queue.SimpleQueue[tuple[Hashable, Any]] = queue.SimpleQueue()
+        self.finished: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.answers: dict[Hashable, Any] = {}  # of the round
         self.at: Hashable | None = None  # the job it is in
+        self._began = 0.0  # when it began that
         self._orders: queue.SimpleQueue[list[tuple[Hashable, Callable[[], Any]]] | None]
         self._orders = queue.SimpleQueue()
         self._dismissed = False
@@ -30,7 +33,13 @@ class _Crew:
         threading.Thread(target=self._work, name="nvml", daemon=True).start()
 
     def take(self, jobs: list[tuple[Hashable, Callable[[], Any]]]) -> None:
+        self.answers = {}
         self._orders.put(jobs)
+
+    @property
+    def seconds_in_job(self) -> float:
+        with self._lock:
+            return 0.0 if self.at is None else time.monotonic() - self._began
 
     def dismiss(self) -> Hashable | None:
         """The job it is stuck in, None if it was between two. It begins no other."""
@@ -45,14 +54,16 @@ class _Crew:
                 with self._lock:
                     if self._dismissed:
                         return
-                    self.at = key
+                    self.at, self._began = key, time.monotonic()
                 try:
                     answer = job()
                 except Exception as error:  # the caller's to judge
                     answer = error
                 with self._lock:
                     self.at = None
-                    self.done.put((key, answer))
+                    if not self._dismissed:
+                        self.answers[key] = answer
+            self.finished.put(None)
 
 
 class Watch:
@@ -79,32 +90,26 @@ class Watch:
         while waiting:
             crew = self._crew = self._crew or _Crew()
             crew.take(list(waiting.items()))
-            while waiting:
-                left = max(_LEAST_SECONDS, deadline - time.monotonic())
-                try:
-                    key, answer = crew.done.get(timeout=min(self._patience_seconds, left))
-                except queue.Empty:
-                    self._leave(crew, waiting, answers)
-                    break
-                answers[key] = answer
-                del waiting[key]
+            if not self._see_finished(crew, deadline):
+                self._crew = None
+                left_in = crew.dismiss()
+                if left_in is not None:
+                    self._stuck[left_in] = crew
+                    waiting.pop(left_in, None)
+            answers |= crew.answers
+            waiting = {key: job for key, job in waiting.items() if key not in answers}
         return answers
 
-    def _leave(
-        self,
-        crew: _Crew,
-        waiting: dict[Hashable, Callable[[], Any]],
-        answers: dict[Hashable, Any],
-    ) -> None:
-        self._crew = None
-        stuck = crew.dismiss()
-        while not crew.done.empty():  # it came back at the last moment
-            key, answer = crew.done.get()
-            answers[key] = answer
-            del waiting[key]
-        if stuck is not None:
-            self._stuck[stuck] = crew
-            waiting.pop(stuck, None)
+    def _see_finished(self, crew: _Crew, deadline: float) -> bool:
+        """False if it is in one job for too long."""
+        while True:
+            least = max(_LEAST_SECONDS, deadline - time.monotonic())
+            left = min(self._patience_seconds, least) - crew.seconds_in_job
+            if left <= 0:
+                return False
+            with contextlib.suppress(queue.Empty):
+                crew.finished.get(timeout=left)
+                return True
 
     def wait(self) -> None:
         """Until one of the stuck jobs has returned."""
