@@ -33,7 +33,7 @@ def measure() -> Iterator[Result]:
     with FakeNode() as node:
         directory = node.directory / "node" / "spool"
         spool = Spool(directory, 64 << 20)
-        boot_id = _fill(spool)
+        boot_id = fill(spool)
         waiting, mebibytes = len(spool), spool.size_bytes / (1 << 20)
         yield Result("outage: an hour in the spool", mebibytes, "MiB", None, GOAL_MIB)
         yield Result("outage: batches that lost something", spool.counts.dropped, "", None, 0)
@@ -100,7 +100,7 @@ class _Delays:
             self._ended.wait(chance.random())
 
 
-def _fill(spool: Spool) -> str:
+def fill(spool: Spool) -> str:
     """Returns the hour's boot."""
     chance = random.Random(1)
     labels = [{"gpu": str(number % 8), "UUID": f"GPU-{number % 8}"} for number in range(SERIES)]

@@ -74,7 +74,7 @@ class FakeNode:
             process = subprocess.Popen(command, stdout=output, stderr=output, env=dict(variables))
         try:
             yield RunningProcess(process.pid)
-            if process.poll() is not None:
+            if process.poll():
                 raise RuntimeError(f"{name} ended by itself: {log.read_text()[-400:]}")
         finally:
             process.send_signal(signal.SIGTERM)

@@ -31,6 +31,14 @@ class RunningProcess:
         return spent_ns / 1e6
 
     @property
+    def is_alive(self) -> bool:
+        """A zombie is not."""
+        try:
+            return bool(self.command)
+        except OSError:
+            return False
+
+    @property
     def command(self) -> str:
         return Path(f"/proc/{self.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 
 from paceline_wire.batch import decode
-from paceline_wire.commands import Ping, encode_line
+from paceline_wire.commands import Order, Ping, encode_line
 
 
 class Sink(ThreadingHTTPServer):
@@ -24,6 +24,8 @@ class Sink(ThreadingHTTPServer):
         self.samples: Counter[str] = Counter()  # by metric
         self.series: set[tuple[str, ...]] = set()
         self.batches = self.spans = self.lost_spans = 0
+        self.answer_seconds = 0.0  # that each answer takes
+        self.orders: list[Order] = []  # given to each agent that listens
         self.closing = threading.Event()
         self._thread = threading.Thread(target=self.serve_forever, daemon=True)
 
@@ -64,6 +66,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         sequence = self.server.take(self.rfile.read(int(self.headers["content-length"])))
+        if self.server.closing.wait(self.server.answer_seconds):
+            self.close_connection = True
+            return
         answer = json.dumps({"status": "stored", "sequence": sequence}).encode()
         self.send_response(200)
         self.send_header("content-type", "application/json")
@@ -76,6 +81,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("connection", "close")
         self.end_headers()
         try:
+            for order in self.server.orders:
+                self.wfile.write(encode_line(order))
             while not self.server.closing.wait(1.0):
                 self.wfile.write(encode_line(Ping(time.time_ns())))
         except OSError:  # the agent has gone
