@@ -84,7 +84,7 @@ export function lookOfAction(state: Action["state"]): Look {
   return ACTION[state];
 }
 
-const NODE: Record<Node["state"], Look> = { ready: GOOD, quarantined: WARNING, lost: BAD };
+const NODE: Record<Node["state"], Look> = { ready: GOOD, degraded: WARNING, quarantined: WARNING, lost: BAD };
 
 export function lookOfNode(state: Node["state"]): Look {
   return NODE[state];
