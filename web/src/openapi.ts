@@ -236,6 +236,30 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/jobs/{job_id}/flight-recorder": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Dumps
+         * @description What the newest dumps of the current generation say; see docs/flight-recorder.md.
+         */
+        get: operations["get_dumps"];
+        put?: never;
+        /**
+         * Take Dumps
+         * @description Have every rank write its Flight Recorder dump, and its node send it.
+         */
+        post: operations["take_dumps"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/jobs/{job_id}/grid": {
         parameters: {
             query?: never;
@@ -270,6 +294,30 @@ export interface paths {
         get: operations["list_ranks"];
         put?: never;
         post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job_id}/ranks/{rank}/stacks": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Stacks
+         * @description The newest stacks of the rank, whether taken on demand or at a hang.
+         */
+        get: operations["get_stacks"];
+        put?: never;
+        /**
+         * Take Stacks
+         * @description Have the rank's node read its Python stacks without stopping it; GET tells them.
+         */
+        post: operations["take_stacks"];
         delete?: never;
         options?: never;
         head?: never;
@@ -328,29 +376,6 @@ export interface paths {
          * @description The last steps of the current generation in the trace layout, one row per operation.
          */
         get: operations["get_trace"];
-        put?: never;
-        post?: never;
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
-    "/api/v1/jobs/{job_id}/what-if": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        /**
-         * Get What If
-         * @description The last steps replayed with parts of them as fast as their peers: slowdowns, what fixing
-         *     each part gives, and what another schedule would. See docs/what-if.md.
-         *
-         *     `verdict.kind` is `unknown`, and its text says what to do, where they cannot be replayed yet.
-         */
-        get: operations["get_what_if"];
         put?: never;
         post?: never;
         delete?: never;
@@ -682,22 +707,34 @@ export interface components {
             value?: number | null;
         };
         /**
-         * FixModel
-         * @description One part as fast as its peers, all else as it was. Parts overlap, their gains do not add.
+         * FlightRecorder
+         * @description The Flight Recorder dumps of a job's ranks, and what they say together.
+         * @example {
+         *       "dumps": [
+         *         {
+         *           "error": "its environment offers no Flight Recorder dump",
+         *           "rank": 2,
+         *           "received_at": "2026-11-20T20:16:02.300000Z"
+         *         }
+         *       ],
+         *       "generation": 1,
+         *       "job_id": "job-ec83bfc8",
+         *       "text": "No Flight Recorder dump: its environment offers no Flight Recorder dump."
+         *     }
          */
-        FixModel: {
-            /**
-             * Kind
-             * @enum {string}
-             */
-            kind: "rank" | "worker" | "stage" | "dp_rank" | "optype";
-            /** Speedup */
-            speedup: number;
-            /**
-             * Target
-             * @example rank 2
-             */
-            target: string;
+        FlightRecorder: {
+            /** Dumps */
+            dumps: components["schemas"]["RankDumpModel"][];
+            /** Generation */
+            generation: number;
+            /** Job Id */
+            job_id: string;
+            /** Report */
+            report?: {
+                [key: string]: unknown;
+            } | null;
+            /** Text */
+            text: string;
         };
         /** FrameModel */
         FrameModel: {
@@ -727,6 +764,8 @@ export interface components {
              * @default []
              */
             throttle_reasons: string[];
+            /** Trouble */
+            trouble?: ("lost" | "hung") | null;
             /** Utilization Ratio */
             utilization_ratio?: number | null;
             /** Uuid */
@@ -1312,7 +1351,7 @@ export interface components {
              * State
              * @enum {string}
              */
-            state: "ready" | "quarantined" | "lost";
+            state: "ready" | "degraded" | "quarantined" | "lost";
             /** Version */
             version: string;
         };
@@ -1369,28 +1408,6 @@ export interface components {
              * Format: date-time
              */
             started_at: string;
-        };
-        /**
-         * PipelineAdviceModel
-         * @description Another way through the pipeline, simulated. Ratios are to how it is now.
-         */
-        PipelineAdviceModel: {
-            /** Bubble Ratio */
-            bubble_ratio: number;
-            /** Bubble Ratio Now */
-            bubble_ratio_now: number;
-            /** Change */
-            change: string;
-            /** Memory Ratio */
-            memory_ratio: number;
-            /** Microbatches */
-            microbatches: number;
-            /** Schedule */
-            schedule: string;
-            /** Speedup */
-            speedup: number;
-            /** Virtual Stages */
-            virtual_stages: number;
         };
         /**
          * Problem
@@ -1474,6 +1491,18 @@ export interface components {
             /** Tp Rank */
             tp_rank: number;
         };
+        /** RankDumpModel */
+        RankDumpModel: {
+            /** Error */
+            error?: string | null;
+            /** Rank */
+            rank: number;
+            /**
+             * Received At
+             * Format: date-time
+             */
+            received_at: string;
+        };
         /**
          * RankPage
          * @example {
@@ -1502,6 +1531,55 @@ export interface components {
             items: components["schemas"]["Rank"][];
             /** Next Cursor */
             next_cursor?: string | null;
+        };
+        /**
+         * RankStacks
+         * @description The newest stacks of a rank, and the newest request for them.
+         *
+         *     `state`: of the request, or of what was taken at a hang; `asked` until the node has answered.
+         * @example {
+         *       "asked_at": "2026-11-20T20:16:02.000000Z",
+         *       "job_id": "job-ec83bfc8",
+         *       "rank": 2,
+         *       "received_at": "2026-11-20T20:16:02.300000Z",
+         *       "stacks": {
+         *         "rank": 2,
+         *         "taken_at": "2026-11-20T20:16:02.200000Z",
+         *         "threads": [
+         *           {
+         *             "frames": [
+         *               {
+         *                 "file": "train/data.py",
+         *                 "function": "__next__",
+         *                 "line": 88
+         *               }
+         *             ],
+         *             "holds_gil": false,
+         *             "is_running": false,
+         *             "name": "MainThread"
+         *           }
+         *         ]
+         *       },
+         *       "state": "taken"
+         *     }
+         */
+        RankStacks: {
+            /** Asked At */
+            asked_at?: string | null;
+            /** Error */
+            error?: string | null;
+            /** Job Id */
+            job_id: string;
+            /** Rank */
+            rank: number;
+            /** Received At */
+            received_at?: string | null;
+            stacks?: components["schemas"]["StacksModel"] | null;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "none" | "asked" | "taken" | "failed";
         };
         /**
          * StacksModel
@@ -1698,171 +1776,6 @@ export interface components {
              * Text
              * @example Rank 2 is 2.5x slower: thermal throttle on node-1.
              */
-            text: string;
-        };
-        /**
-         * WhatIf
-         * @description The last steps, replayed with parts of them as fast as their peers.
-         *
-         *     Slowdowns are to the ideal run, 1.0 is none; `..._by_...` have only this group as it was. Null
-         *     or empty where the steps cannot be replayed: the verdict says why.
-         * @example {
-         *       "advice": [
-         *         {
-         *           "bubble_ratio": 0.08,
-         *           "bubble_ratio_now": 0.13,
-         *           "change": "a zero-bubble schedule (ZB-H1)",
-         *           "memory_ratio": 1,
-         *           "microbatches": 8,
-         *           "schedule": "zero_bubble",
-         *           "speedup": 1.05,
-         *           "virtual_stages": 1
-         *         }
-         *       ],
-         *       "first_step": 19,
-         *       "fixes": [
-         *         {
-         *           "kind": "rank",
-         *           "speedup": 2.21,
-         *           "target": "rank 2"
-         *         }
-         *       ],
-         *       "generation": 1,
-         *       "ideal_step_seconds": 0.74,
-         *       "job_id": "job-ec83bfc8",
-         *       "last_step": 26,
-         *       "launch_slowdown": 1,
-         *       "m_s": 0.02,
-         *       "m_w": 0.97,
-         *       "slowdown": 1.79,
-         *       "slowdown_by_dp_rank": {
-         *         "0": 1,
-         *         "1": 1.79
-         *       },
-         *       "slowdown_by_optype": {
-         *         "backward-compute": 1.49,
-         *         "forward-compute": 1.25
-         *       },
-         *       "slowdown_by_stage": {
-         *         "0": 1.76,
-         *         "1": 1
-         *       },
-         *       "slowdown_by_step": {
-         *         "19": 1.78,
-         *         "26": 1.8
-         *       },
-         *       "slowdown_by_worker": {
-         *         "0": 1,
-         *         "2": 1.76,
-         *         "4": 1,
-         *         "6": 1
-         *       },
-         *       "slowest_workers": [
-         *         2
-         *       ],
-         *       "step_seconds": 1.33,
-         *       "topology": {
-         *         "dp": 2,
-         *         "pp": 2,
-         *         "tp": 2
-         *       },
-         *       "verdict": {
-         *         "kind": "slow_worker",
-         *         "target": "rank 2",
-         *         "text": "Stragglers cost 44.1% of each step; rank 2 (dp rank 1, stage 0) explains 97% of it (fixing it gives 1.75x): look at the node."
-         *       }
-         *     }
-         */
-        WhatIf: {
-            /**
-             * Advice
-             * @default []
-             */
-            advice: components["schemas"]["PipelineAdviceModel"][];
-            /** First Step */
-            first_step?: number | null;
-            /**
-             * Fixes
-             * @default []
-             */
-            fixes: components["schemas"]["FixModel"][];
-            /** Generation */
-            generation: number;
-            /** Ideal Step Seconds */
-            ideal_step_seconds?: number | null;
-            /** Job Id */
-            job_id: string;
-            /** Last Step */
-            last_step?: number | null;
-            /** Launch Slowdown */
-            launch_slowdown?: number | null;
-            /** M S */
-            m_s?: number | null;
-            /** M W */
-            m_w?: number | null;
-            /** Slowdown */
-            slowdown?: number | null;
-            /**
-             * Slowdown By Dp Rank
-             * @default {}
-             */
-            slowdown_by_dp_rank: {
-                [key: string]: number;
-            };
-            /**
-             * Slowdown By Optype
-             * @default {}
-             */
-            slowdown_by_optype: {
-                [key: string]: number;
-            };
-            /**
-             * Slowdown By Stage
-             * @default {}
-             */
-            slowdown_by_stage: {
-                [key: string]: number;
-            };
-            /**
-             * Slowdown By Step
-             * @default {}
-             */
-            slowdown_by_step: {
-                [key: string]: number;
-            };
-            /**
-             * Slowdown By Worker
-             * @default {}
-             */
-            slowdown_by_worker: {
-                [key: string]: number;
-            };
-            /**
-             * Slowest Workers
-             * @default []
-             */
-            slowest_workers: number[];
-            /** Step Seconds */
-            step_seconds?: number | null;
-            topology: components["schemas"]["TopologyModel"];
-            verdict: components["schemas"]["WhatIfVerdict"];
-        };
-        /**
-         * WhatIfVerdict
-         * @description The answer in a sentence; `kind` as in docs/what-if.md, `unknown` without a replay.
-         */
-        WhatIfVerdict: {
-            /**
-             * Kind
-             * @example slow_worker
-             */
-            kind: string;
-            /**
-             * Target
-             * @example rank 2
-             */
-            target: string | null;
-            /** Text */
             text: string;
         };
     };
@@ -2759,6 +2672,149 @@ export interface operations {
             };
         };
     };
+    get_dumps: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                job_id: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FlightRecorder"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    take_dumps: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                job_id: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            202: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FlightRecorder"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     get_grid: {
         parameters: {
             query?: {
@@ -2868,6 +2924,151 @@ export interface operations {
             };
             /** @description Not Found */
             404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    get_stacks: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                job_id: string;
+                rank: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["RankStacks"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    take_stacks: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                job_id: string;
+                rank: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            202: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["RankStacks"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
                 headers: {
                     [name: string]: unknown;
                 };
@@ -3099,76 +3300,6 @@ export interface operations {
             };
             /** @description Conflict */
             409: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/problem+json": components["schemas"]["Problem"];
-                };
-            };
-            /** @description Unprocessable Entity */
-            422: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/problem+json": components["schemas"]["Problem"];
-                };
-            };
-            /** @description Service Unavailable */
-            503: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/problem+json": components["schemas"]["Problem"];
-                };
-            };
-        };
-    };
-    get_what_if: {
-        parameters: {
-            query?: {
-                /** @description How many of the newest, fewer of a large job. */
-                steps?: number;
-            };
-            header?: never;
-            path: {
-                job_id: string;
-            };
-            cookie?: never;
-        };
-        requestBody?: never;
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["WhatIf"];
-                };
-            };
-            /** @description Unauthorized */
-            401: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/problem+json": components["schemas"]["Problem"];
-                };
-            };
-            /** @description Forbidden */
-            403: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/problem+json": components["schemas"]["Problem"];
-                };
-            };
-            /** @description Not Found */
-            404: {
                 headers: {
                     [name: string]: unknown;
                 };

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,11 +12,9 @@ from sqlalchemy.orm import Session
 from paceline_server.api import schemas
 from paceline_server.api.verdict import verdict
 from paceline_server.detect.finding import Cause, Evidence
-from paceline_server.detect.pipeline_advice import Advice
 from paceline_server.steps.types import Ledger, StepMeans, StepSummary
-from paceline_server.store import models, queries
+from paceline_server.store import models, queries, rank_evidence
 from paceline_server.store.shares import brief, medians, newest_shares
-from paceline_server.whatif.online import RunReplay
 from paceline_wire.batch import AgentHello, RankStacks
 from paceline_wire.topology import Topology
 
@@ -115,44 +112,6 @@ def step(summary: StepSummary) -> schemas.Step:
     )
 
 
-def what_if(row: models.Job, replay: RunReplay, advice: Sequence[Advice]) -> schemas.WhatIf | None:
-    """None: the steps cannot be replayed."""
-    analysis, answer = replay.analysis, replay.verdict()
-    if analysis is None or answer is None:
-        return None
-    return schemas.WhatIf(
-        job_id=row.id,
-        generation=row.generation,
-        topology=topology(replay.topology),
-        first_step=min(analysis.slowdown_by_step),
-        last_step=max(analysis.slowdown_by_step),
-        step_seconds=analysis.original_seconds,
-        ideal_step_seconds=analysis.ideal_seconds,
-        slowdown=analysis.slowdown,
-        slowdown_by_step=analysis.slowdown_by_step,
-        slowdown_by_optype=analysis.slowdown_by_optype,
-        slowdown_by_dp_rank=analysis.slowdown_by_dp_rank,
-        slowdown_by_stage=analysis.slowdown_by_stage,
-        slowdown_by_worker=analysis.slowdown_by_worker,
-        m_s=analysis.m_s,
-        m_w=analysis.m_w,
-        launch_slowdown=analysis.launch_slowdown,
-        slowest_workers=list(analysis.slowest_workers),
-        verdict=schemas.WhatIfVerdict(kind=answer.kind, target=answer.target, text=answer.text),
-        fixes=[schemas.FixModel.model_validate(fix) for fix in replay.fixes()],
-        advice=[schemas.PipelineAdviceModel.model_validate(each) for each in advice],
-    )
-
-
-def unknown_what_if(row: models.Job, why: str) -> schemas.WhatIf:
-    return schemas.WhatIf(
-        job_id=row.id,
-        generation=row.generation,
-        topology=topology(row.topology),
-        verdict=schemas.WhatIfVerdict(kind="unknown", target=None, text=why),
-    )
-
-
 def grid(session: Session, row: models.Job, window_steps: int) -> schemas.Grid:
     world_size = row.topology.world_size
     shares = newest_shares(session, row.id, row.generation, world_size, window_steps)
@@ -198,7 +157,7 @@ def node(session: Session, row: models.Node, now_ns: int) -> schemas.Node:
         hostname=hello.hostname if hello else row.agent_id,
         version=hello.version if hello else "",
         state=_node_state(row, now_ns),  # type: ignore[arg-type]  # pydantic checks it
-        reason=row.quarantine_reason,
+        reason=row.quarantine_reason or _trouble(hello),
         slots=hello.slots if hello else 0,
         job_id=row.job_id,
         ranks=queries.ranks_on(session, row.agent_id, row.job_id),
@@ -210,7 +169,16 @@ def node(session: Session, row: models.Node, now_ns: int) -> schemas.Node:
 def _node_state(row: models.Node, now_ns: int) -> str:
     if now_ns - row.last_seen_ns > _NODE_LEASE_NS:
         return "lost"
-    return "quarantined" if row.quarantine_reason is not None else "ready"
+    if row.quarantine_reason is not None:
+        return "quarantined"
+    return "ready" if _trouble(row.hello) is None else "degraded"
+
+
+def _trouble(hello: AgentHello | None) -> str | None:
+    """`gpu3 is lost, gpu5 is hung`."""
+    told = [f"gpu{gpu.index} is {gpu.trouble}" for gpu in (hello.gpus if hello else [])
+            if gpu.trouble is not None]  # fmt: skip
+    return ", ".join(told) or None
 
 
 def _gpus(hello: AgentHello | None, readings: dict[int, models.GpuReading]) -> list[schemas.Gpu]:
@@ -220,6 +188,7 @@ def _gpus(hello: AgentHello | None, readings: dict[int, models.GpuReading]) -> l
             uuid=gpu.uuid,
             name=gpu.name,
             pci_bus_id=gpu.pci_bus_id,
+            trouble=gpu.trouble,
             **_reading(readings.get(gpu.index)),
         )
         for gpu in (hello.gpus if hello else [])
@@ -277,6 +246,23 @@ def _cause(value: Cause) -> schemas.CauseModel:
         likelihood=value.likelihood,
         evidence=[_evidence(each) for each in value.evidence],
         counter_evidence=[_evidence(each) for each in value.counter_evidence],
+    )
+
+
+def rank_stacks(session: Session, job_id: str, rank: int) -> schemas.RankStacks:
+    asked = rank_evidence.asked_for_stacks(session, job_id, rank)
+    found = rank_evidence.newest_stacks(session, job_id, rank)
+    state = "none" if found is None else "taken"
+    if asked is not None:
+        state = "asked" if asked.ok is None else "taken" if asked.ok else "failed"
+    return schemas.RankStacks(
+        job_id=job_id,
+        rank=rank,
+        state=state,  # type: ignore[arg-type]  # pydantic checks it
+        asked_at=optional_time(asked.at_ns if asked else None),
+        received_at=optional_time(found.received_ns if found else None),
+        error=asked.detail or None if asked and asked.ok is False else None,
+        stacks=_stacks(found.event) if found else None,
     )
 
 

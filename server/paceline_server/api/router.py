@@ -20,16 +20,16 @@ from paceline_server.api.routes import (
     agents,
     audit,
     events,
+    evidence,
     health,
     incidents,
     ingest,
     jobs,
     nodes,
     trace,
-    what_if,
 )
 
-_RESOURCES = (ingest, agents, jobs, trace, what_if, nodes, incidents, actions, audit, events)
+_RESOURCES = (ingest, agents, jobs, trace, evidence, nodes, incidents, actions, audit, events)
 _DECODERS = 4
 
 

@@ -140,64 +140,6 @@ class Step(Resource):
     bubbles: list[StageBubbleModel]
 
 
-class WhatIfVerdict(Resource):
-    """The answer in a sentence; `kind` as in docs/what-if.md, `unknown` without a replay."""
-
-    kind: str = Field(examples=["slow_worker"])
-    target: str | None = Field(examples=["rank 2"])
-    text: str
-
-
-class FixModel(Resource):
-    """One part as fast as its peers, all else as it was. Parts overlap, their gains do not add."""
-
-    kind: Literal["rank", "worker", "stage", "dp_rank", "optype"]
-    target: str = Field(examples=["rank 2"])
-    speedup: float  # step time now over step time then
-
-
-class PipelineAdviceModel(Resource):
-    """Another way through the pipeline, simulated. Ratios are to how it is now."""
-
-    change: str
-    schedule: str
-    microbatches: int
-    virtual_stages: int
-    speedup: float  # step time now over step time then
-    bubble_ratio: float
-    bubble_ratio_now: float
-    memory_ratio: float  # activations held by the stage that holds most
-
-
-class WhatIf(Resource):
-    """The last steps, replayed with parts of them as fast as their peers.
-
-    Slowdowns are to the ideal run, 1.0 is none; `..._by_...` have only this group as it was. Null
-    or empty where the steps cannot be replayed: the verdict says why.
-    """
-
-    job_id: str
-    generation: int
-    topology: TopologyModel
-    first_step: int | None = None
-    last_step: int | None = None
-    step_seconds: float | None = None  # as replayed
-    ideal_step_seconds: float | None = None
-    slowdown: float | None = None
-    slowdown_by_step: dict[int, float] = {}
-    slowdown_by_optype: dict[str, float] = {}
-    slowdown_by_dp_rank: dict[int, float] = {}
-    slowdown_by_stage: dict[int, float] = {}
-    slowdown_by_worker: dict[int, float] = {}  # by the lowest rank of each
-    m_s: float | None = None  # share of the loss that the last stage explains
-    m_w: float | None = None  # share that the slowest 3 % of workers explain
-    launch_slowdown: float | None = None
-    slowest_workers: list[int] = []  # those of `m_w`, slowest first
-    verdict: WhatIfVerdict
-    fixes: list[FixModel] = []  # the best first
-    advice: list[PipelineAdviceModel] = []  # the best first
-
-
 class GridCell(Resource):
     rank: int
     dp_rank: int
@@ -225,6 +167,7 @@ class Gpu(Resource):
     uuid: str
     name: str
     pci_bus_id: str
+    trouble: Literal["lost", "hung"] | None = None  # it holds no rank until it is back
     sm_clock_hertz: float | None = None
     temperature_celsius: float | None = None
     power_watts: float | None = None
@@ -236,9 +179,9 @@ class Node(Resource):
     id: str  # agent_id
     hostname: str
     version: str
-    state: Literal["ready", "quarantined", "lost"]
-    reason: str | None  # of the quarantine
-    slots: int
+    state: Literal["ready", "degraded", "quarantined", "lost"]
+    reason: str | None  # of the quarantine, or what is the matter with its GPUs
+    slots: int  # ranks it can hold now
     job_id: str | None
     ranks: list[int]
     gpus: list[Gpu]
@@ -283,6 +226,37 @@ class StacksModel(Resource):
     taken_at: datetime
     threads: list[ThreadModel]
     error: str | None = None  # why they could not be taken
+
+
+class RankStacks(Resource):
+    """The newest stacks of a rank, and the newest request for them.
+
+    `state`: of the request, or of what was taken at a hang; `asked` until the node has answered.
+    """
+
+    job_id: str
+    rank: int
+    state: Literal["none", "asked", "taken", "failed"]
+    asked_at: datetime | None = None
+    received_at: datetime | None = None
+    error: str | None = None
+    stacks: StacksModel | None = None
+
+
+class RankDumpModel(Resource):
+    rank: int
+    received_at: datetime
+    error: str | None = None  # why there is no dump
+
+
+class FlightRecorder(Resource):
+    """The Flight Recorder dumps of a job's ranks, and what they say together."""
+
+    job_id: str
+    generation: int
+    text: str  # the verdict, or why there is none
+    dumps: list[RankDumpModel]  # of those ranks that have answered
+    report: dict[str, Any] | None = None  # as `paceline analyze --flight-recorder --json` has it
 
 
 class Incident(Resource):
