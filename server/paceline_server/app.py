@@ -148,7 +148,7 @@ def serve(settings: Settings) -> None:
         _work(settings)
         return
     app = create_app(settings)
-    _tune_interpreter()
+    tune_interpreter()
     _check_exposure(settings, app.state.program.database)
     listener = listen(settings)
     config = uvicorn.Config(
@@ -180,7 +180,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _tune_interpreter() -> None:
+def tune_interpreter() -> None:
     """For threads that share one interpreter, and batches that make many objects and few cycles.
 
     Python's own pace would spend a third on looking for cycles; what is loaded by now stays, and
@@ -196,7 +196,7 @@ def _tune_interpreter() -> None:
 def _work(settings: Settings) -> None:
     """A worker without an interface, until SIGTERM or SIGINT."""
     program = compose(settings)
-    _tune_interpreter()
+    tune_interpreter()
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
