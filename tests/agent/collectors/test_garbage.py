@@ -50,6 +50,7 @@ FILES = {
     f"{FUNCTION}/current_link_width": "16",
     f"{FUNCTION}/current_link_speed": "32.0 GT/s PCIe",
     f"{FUNCTION}/aer_dev_fatal": "TOTAL_ERR_FATAL 1",
+    "sys/class/cxi/cxi0/device/telemetry/pct_sct_timeouts": "7@1683033431.5",
     "proc/stat": "cpu  1 2 3 4\nctxt 1",
     "proc/loadavg": "1 2 3 4/5 6",
     "proc/meminfo": "MemTotal: 1 kB",
