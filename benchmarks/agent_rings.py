@@ -1,7 +1,8 @@
 """Spans through the agent: from rings of a node's ranks to batches in the spool.
 
 One core's worth of reading, cutting into columns, packing and writing, for eight ranks at a time;
-also for ranks that live a fraction of a second, whose ring is attached, read and removed.
+also for ranks that live a fraction of a second, whose ring is attached, read and removed. Then a
+real agent, beside all its other work, for some seconds of ranks that write more than the goal.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.harness import Result
+from benchmarks.node import FakeNode, Sink
 from paceline_agent.forward import Packer
 from paceline_agent.outbox import Outbox
 from paceline_agent.rings import Rings
@@ -29,6 +31,8 @@ CAPACITY = 1 << 16
 ROUNDS = 40  # of a quarter of a second at the goal
 GOAL = 200_000
 SHORT_LIVES, SHORT_SPANS = 200, 2_000
+LIVE_SECONDS, LIVE_RATE = 8, 220_000
+LONGEST_SECONDS = 60
 
 
 def measure() -> Iterator[Result]:
@@ -44,6 +48,7 @@ def measure() -> Iterator[Result]:
         name = f"agent: spans of {SHORT_LIVES} short-lived ranks"
         yield Result(name, rate, "/CPU s", None, GOAL, more_is_better=True)
         yield Result("agent: spans of short-lived ranks lost", missing, "", None, 0)
+    yield from _live()
 
 
 def _memory() -> str | None:
@@ -101,6 +106,39 @@ def _short_lived(node: _Node) -> tuple[float, int]:
         time.sleep(0.1)
     found = node.rings.counts.spans
     return found / spent_ns * 1e9, SHORT_LIVES * SHORT_SPANS - found
+
+
+def _live() -> Iterator[Result]:
+    """The rings are filled beforehand; from then on only their heads move."""
+    with FakeNode() as node, Sink() as sink, node.agent(sink.url) as agent:
+        directory = node.directory / "node" / "rings"
+        _await(lambda: sink.batches > 0)
+        files = [_ring(directory, rank, os.getpid()) for rank in range(RANKS)]
+        for file in files:
+            _write(file, 0, CAPACITY)
+            file.state[ring.STATE_HEAD] = 0
+        started, before_ms, head = time.monotonic(), agent.cpu_ms, 0
+        while (passed := time.monotonic() - started) < LIVE_SECONDS:
+            head = int(passed * LIVE_RATE / RANKS)
+            for file in files:
+                file.state[ring.STATE_HEAD] = head
+            time.sleep(0.01)
+        written = head * RANKS
+        _await(lambda: sink.spans + sink.lost_spans >= written)
+        cpu_ms = agent.cpu_ms - before_ms
+        for file in files:
+            file.close()
+    yield Result("agent: spans of 8 ranks, live", written / LIVE_SECONDS, "/s")
+    yield Result("agent: spans lost, live", written - sink.spans, "", None, 0)
+    yield Result("agent: its CPU meanwhile, all it does", cpu_ms / 10 / LIVE_SECONDS, "% of a core")
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONGEST_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"waited {LONGEST_SECONDS} s in vain")
+        time.sleep(0.05)
 
 
 def _timed(node: _Node) -> int:

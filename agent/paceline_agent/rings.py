@@ -217,8 +217,13 @@ class Rings:
         elif process_status(self._procfs_root, pid) is not None:
             attached.seen_alive = True
             self._read(attached, state_is_due)
-        elif attached.seen_alive:
+        elif attached.seen_alive or self._says_it_ended(attached):
             self._finish_foreign(attached)
+
+    def _says_it_ended(self, attached: _Attached) -> bool:
+        """Of a rank that was never seen: it was too short-lived, or is where we see no pid."""
+        status = attached.reader.state[ring.STATE_STATUS] if self._is_whole(attached) else None
+        return status in (ring.Status.FINISHED, ring.Status.FAILED)
 
     def _finish_foreign(self, attached: _Attached) -> None:
         """A rank that somebody else started is gone; nobody could tell us its exit code."""

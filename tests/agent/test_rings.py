@@ -229,6 +229,22 @@ def test_a_rank_that_others_started_is_told_when_it_is_gone(bench: Bench) -> Non
     assert indices(blocks) == [0, 1, 2]
 
 
+def test_a_rank_that_ended_before_it_was_seen_is_told_if_it_says_so(bench: Bench) -> None:
+    """One that does not may run where its pid cannot be seen, in a container."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    process.wait()
+    ended, silent = (Writer(bench.directory, rank=rank, pid=process.pid) for rank in range(2))
+    ended.write(3)
+    silent.write(2)
+    ended.ring.state[ring.STATE_STATUS] = ring.Status.FINISHED
+    events, blocks = bench.poll()  # looks at processes, each half a second
+    more_events, more_blocks = bench.poll()
+    exits = [event for event in events + more_events if isinstance(event, RankExited)]
+    assert [(event.rank, event.exit_code) for event in exits] == [(0, 0)]
+    assert sorted(indices(blocks + more_blocks)) == [0, 0, 1, 1, 2]
+    assert [path.name for path in bench.directory.iterdir()] == [silent.path.name]
+
+
 def test_rings_left_by_the_dead_are_cleaned_and_the_living_joined_at_their_head(
     bench: Bench,
 ) -> None:
