@@ -250,7 +250,7 @@ class RankRing:
         self._file = ring.create(directory / "rings" / f"j.g0.r{rank}.ring", identity)
 
     def write(self, spans: int) -> None:
-        """Started now, 10 ns long."""
+        """Started now, 10 ns long. More than a ring holds are an overrun."""
         capacity = self._file.capacity
         for index in range(self.written, self.written + spans):
             place = (index & (capacity - 1)) * RECORD_BYTES
