@@ -21,6 +21,7 @@ from benchmarks.node import FakeNode, free_port
 CHANGES = 40
 GOAL_SECONDS = 2.0
 LONGEST_SECONDS = 20.0
+START_SECONDS = 120.0  # of the server and the agent, on a busy machine
 
 
 def measure() -> Iterator[Result]:
@@ -30,7 +31,7 @@ def measure() -> Iterator[Result]:
         command = [sys.executable, "-m", "paceline_cli", "server", "--port", str(port)]
         command += ["--database-url", f"sqlite:///{node.directory / 'server.db'}"]
         with node.running("server", command), node.agent(url):
-            await_shown(url, None)
+            await_shown(url, None, START_SECONDS)
             taken = []
             for number in range(CHANGES):
                 time.sleep(chance.random())
@@ -44,15 +45,15 @@ def measure() -> Iterator[Result]:
     yield Result(f"{name}: p99", sorted(taken)[-1], "s", None, GOAL_SECONDS)
 
 
-def await_shown(url: str, celsius: int | None) -> None:
+def await_shown(url: str, celsius: int | None, seconds: float = LONGEST_SECONDS) -> None:
     """Until the API shows that temperature of GPU 0; None: any."""
-    deadline = time.monotonic() + LONGEST_SECONDS
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         shown = _shown(url)
         if shown is not None and (celsius is None or shown == celsius):
             return
         time.sleep(0.01)
-    raise RuntimeError(f"GPU 0 was not shown at {celsius} within {LONGEST_SECONDS:.0f} s")
+    raise RuntimeError(f"GPU 0 was not shown at {celsius} within {seconds:.0f} s")
 
 
 def _shown(url: str) -> float | None:

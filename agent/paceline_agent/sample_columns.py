@@ -22,6 +22,8 @@ class Columns(msgspec.Struct, array_like=True):
 
 
 class ColumnWriter:
+    """Labels that were handed out are never changed in place: new ones are another dictionary."""
+
     def __init__(self) -> None:
         self._names: list[str] = []
         self._labels: list[dict[str, str]] = []
