@@ -90,7 +90,7 @@ def _scrape(ports: dict[str, int]) -> Scraped:
         )
         if wanted <= exposed(found.text) or time.monotonic() > deadline:
             return found
-        time.sleep(0.2)
+        time.sleep(1.0)
 
 
 def _get(port: int, accept: str) -> str:
