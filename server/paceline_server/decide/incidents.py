@@ -1,6 +1,7 @@
 """Findings grouped into incidents: one problem, however many symptoms.
 
-- A finding with a known fingerprint updates its incident.
+- A finding with a known fingerprint updates its incident; one with the same verdict and other
+  evidence refreshes what is shown, which nobody is told of.
 - A job that hangs or has failed drags everything with it: later findings are symptoms.
 - What appears while an incident is being repaired is a symptom of it.
 - A pipeline bubble next to a straggler is its symptom, and so is a straggler on the same node.
@@ -21,7 +22,18 @@ _SEVERITIES = {"info": 0, "warning": 1, "critical": 2}
 _KINDS = {"bubble": 0, "hang": 2, "failure": 3}  # any other: 1
 # What a rank, its node or its network is to blame for.
 SLOW_KINDS = frozenset({"straggler", "slow_data", "slow_link"})
-_NOTABLE_SLOWDOWN = 0.25  # smaller changes are not worth a new row and an event
+_NOTABLE_SLOWDOWN = 0.25  # smaller changes are not worth an event
+# What a finding shows beside its verdict.
+_SHOWN = (
+    "summary",
+    "slowdown",
+    "cost_ratio",
+    "speedup",
+    "advice",
+    "causes",
+    "evidence",
+    "counter_evidence",
+)
 
 
 def group(draft: Draft, findings: Sequence[Finding]) -> None:
@@ -153,7 +165,10 @@ def _update(draft: Draft, incident: IncidentView, finding: Finding) -> None:
     before = next(
         one for one in (incident.finding, *incident.symptoms) if _key(one) == _key(finding)
     )
-    if not _says_more(finding, before):
+    if not before.cleared and _says_less(finding, before):
+        return
+    if not before.cleared and not _says_news(finding, before):
+        _refresh(draft, incident, before, finding)
         return
     # When it was first noticed is what detection is measured by.
     after = replace(
@@ -169,13 +184,20 @@ def _update(draft: Draft, incident: IncidentView, finding: Finding) -> None:
     draft.audit(f"detector:{finding.kind}", "updated", incident.incident_id, finding.summary)
 
 
-def _says_more(finding: Finding, before: Finding) -> bool:
-    if before.cleared:
-        return True
+def _refresh(draft: Draft, incident: IncidentView, before: Finding, finding: Finding) -> None:
+    """The same verdict, better known: no alert, no line of the audit, no reason to act."""
+    after = replace(before, **{name: getattr(finding, name) for name in _SHOWN})
+    if after != before:
+        draft.put_incident(_map(incident, lambda one: after if one is before else one))
+
+
+def _says_less(finding: Finding, before: Finding) -> bool:
     if strength(finding)[0] < strength(before)[0]:
-        return False
-    if finding.cause == "unknown" and before.cause != "unknown":
-        return False
+        return True
+    return finding.cause == "unknown" and before.cause != "unknown"
+
+
+def _says_news(finding: Finding, before: Finding) -> bool:
     return _verdict(finding) != _verdict(before) or (
         abs((finding.slowdown or 0.0) - (before.slowdown or 0.0)) >= _NOTABLE_SLOWDOWN
     )
