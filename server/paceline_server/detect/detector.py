@@ -20,9 +20,13 @@ Each = TypeVar("Each")
 
 
 class Detector(ABC):
-    """`order`: those that explain others come first (the bubble asks who straggles)."""
+    """`order`: those that explain others come first (the bubble asks who straggles).
+
+    `warmup_steps`: how many of its first steps a detector leaves out.
+    """
 
     order: ClassVar[int] = 50
+    warmup_steps: ClassVar[int | None] = None  # None: as the settings say
 
     def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
         self.settings = settings
@@ -31,8 +35,9 @@ class Detector(ABC):
 
     def after_warmup(self, steps: Iterable[Each]) -> Iterator[Each]:
         """Without the first `warmup_steps` that were ever asked about."""
+        skipped = self.settings.warmup_steps if self.warmup_steps is None else self.warmup_steps
         for step in steps:
-            if self._skipped < self.settings.warmup_steps:
+            if self._skipped < skipped:
                 self._skipped += 1
             else:
                 yield step

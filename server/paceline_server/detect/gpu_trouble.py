@@ -2,6 +2,7 @@
 
 The kernel's log says how bad an XID is and what NVIDIA advises ("critical: XID 95: uncontained
 memory error; RESET_GPU: drain the node ..."); NVML says the number only, and a table here the rest.
+A GPU that does not answer NVML is no failure yet: drivers are busy at times.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class GpuTrouble:
     short: str
     is_fatal: bool
     is_lost: bool = False
+    is_hung: bool = False  # its ranks may go on, or stand still: then they are found to hang
     is_of_node: bool = False  # of what all its GPUs share
     advice: str | None = None
     is_plain: bool = False  # NVML's: the kernel's log says more of it
@@ -57,6 +59,10 @@ def trouble_of(event: DeviceEvent) -> GpuTrouble | None:
     """None: no news of a GPU, or nothing to worry about."""
     if event.kind == "gpu_lost":
         return GpuTrouble("79", "is lost", "lost", is_fatal=True, is_lost=True)
+    if event.kind == "gpu_hung":
+        return GpuTrouble(
+            "hung", "does not answer its driver", "hung", is_fatal=False, is_hung=True
+        )
     if event.kind == "xid":
         return _xid(event.detail)
     if event.kind == "sxid" and event.detail.startswith("critical: "):

@@ -17,6 +17,11 @@ class DetectionSettings(msgspec.Struct, frozen=True, kw_only=True):
     # Expected per step of healthy, normal noise over all ranks. A hundredth of what is allowed (one
     # in 10,000 steps): tails are heavier than normal, and the scatter itself is only estimated.
     straggler_false_alarms: float = 1e-6
+    # What a rank may lose little by little before it is told: GPUs of one node drift apart by a few
+    # percent as it gets warm, whole nodes by more ...
+    creep_slowdown: float = 1.08
+    # ... and two nodes whose drifts are opposite by up to a tenth.
+    creep_slowdown_of_node: float = 1.2
     # Mild and constant differences between peers are the model's (an extra embedding, the logging
     # rank), not a fault: from here on they are worth advice ...
     chronic_slowdown: float = 1.15
@@ -84,7 +89,8 @@ class DetectionSettings(msgspec.Struct, frozen=True, kw_only=True):
     gc_share: float = 0.025
     gc_window: int = 48
     gc_pauses: int = 5  # steps with a pause that long: a few are an accident ...
-    gc_least_pauses: int = 3  # ... but not when they cost so many times that:
+    gc_least_pauses: int = 3  # ... but not when in so many steps they cost so many times that:
+    gc_recent_steps: int = 8
     gc_obvious: float = 2.5
 
     # A checkpoint is slow when it takes this many times what others or earlier ones take ...
@@ -149,5 +155,7 @@ class DetectionSettings(msgspec.Struct, frozen=True, kw_only=True):
     exit_kernel_log_seconds: float = 0.8
     # A warning of a GPU that goes on stands for so long after its last error.
     gpu_error_told_seconds: float = 600.0
+    # Drivers are busy for seconds at times: a GPU that does not answer is told after so long.
+    gpu_hung_seconds: float = 10.0
     # The ticks stood still for longer: the silence since is our own, and starts anew.
     own_pause_seconds: float = 2.0

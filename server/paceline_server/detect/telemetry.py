@@ -54,6 +54,7 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     "paceline_gpu_pcie_generation_max": _GPU,
     "paceline_gpu_nvlink_active_links": _GPU,
     "paceline_gpu_lost": _GPU,
+    "paceline_gpu_hung": _GPU,
     "node_infiniband_rate_bytes_per_second": _PORT,
     "node_infiniband_state_id": _PORT,
     "node_infiniband_link_downed_total": _PORT,

@@ -157,3 +157,39 @@ def test_what_is_told_late_of_the_generation_before_is_not_this_ones(job):
 def test_garbage_is_no_news(job, detail):
     job.device_event(NODE, "xid", GPU, detail)
     assert tick(job) == []
+
+
+def test_a_gpu_that_stays_hung_is_a_warning_until_it_answers(job):
+    job.device_event(NODE, "gpu_hung", GPU, "does not answer")
+    assert tick(job, 5) == []
+    [found] = tick(job, 6)
+    assert (found.kind, found.cause, found.severity) == ("gpu_error", "GPU hung", "warning")
+    assert (found.rank, found.node) == (3, NODE)
+    assert not found.suspects_node
+    assert "does not answer its driver" in found.summary
+    assert "reset the GPU" in found.advice
+    assert tick(job, 700) == []
+    job.device_event(NODE, "gpu_back", GPU)
+    [over] = tick(job)
+    assert (over.cleared, over.fingerprint) == (True, found.fingerprint)
+
+
+def test_a_gpu_that_is_silent_for_a_moment_is_no_news(job):
+    job.device_event(NODE, "gpu_hung", GPU, "does not answer")
+    assert tick(job, 5) == []
+    job.device_event(NODE, "gpu_back", GPU)
+    assert tick(job, 30) == []
+
+
+def test_a_hung_gpu_that_is_lost_after_all_is_a_failure(job):
+    job.device_event(NODE, "gpu_hung", GPU, "does not answer")
+    [warned] = tick(job, 12)
+    job.device_event(NODE, "gpu_lost", GPU, "GPU is lost")
+    lost, over = tick(job)
+    assert (lost.kind, lost.cause) == ("failure", "GPU lost")
+    assert (over.cleared, over.fingerprint) == (True, warned.fingerprint)
+
+
+def test_a_hung_gpu_of_nobody_here_is_no_news(job):
+    job.device_event(NODE, "gpu_hung", "gpu7", "does not answer")
+    assert tick(job, 30) == []

@@ -87,8 +87,14 @@ CAUSES: Mapping[str, CauseInfo] = {
     "GPU lost": CauseInfo(
         "lost GPU",
         True,
-        {"straggler": 0.005, "hang": 0.12},
+        {"straggler": 0.003, "hang": 0.08},
         "drain the node, power-cycle it, reseat or replace the GPU",
+    ),
+    "GPU hung": CauseInfo(
+        "hung GPU",
+        True,
+        {"straggler": 0.002, "hang": 0.06},
+        "read the kernel's log for XIDs and GSP timeouts; reset the GPU, or power-cycle the node",
     ),
     "NVLink errors": CauseInfo(
         "NVLink",

@@ -8,6 +8,7 @@ step costs one pause for all; that difference is what is told, with how to get i
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import ClassVar
 
 import msgspec
@@ -26,12 +27,26 @@ Floats = npt.NDArray[np.float64]
 CAUSE = "garbage collection"
 # A rank with this share of all pauses is not one of many: it alone leaves so much garbage.
 _MAINLY = 0.8
+_ALIKE = 0.25  # a cost that differs by less is not told again
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """The newest steps: what their pauses cost beyond the same ones taken together."""
+
+    longest: Floats  # pause of each step, in seconds
+    paused: npt.NDArray[np.bool_]  # which of them count
+    cost: float  # share of the steps' time
+    together: float  # share of the steps' time that stays if all pause at once
 
 
 class GcDetector(Detector):
     """Finding kind `gc`, fingerprint `gc`; `rank` where one alone pauses. Never acted on."""
 
     order: ClassVar[int] = 13
+    # Pauses are measured, not inferred: slow first steps do not blur them. Only what the first one
+    # collects is what was left of the start.
+    warmup_steps: ClassVar[int | None] = 1
 
     def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
         super().__init__(settings, generation)
@@ -42,6 +57,7 @@ class GcDetector(Detector):
         self._pauses: deque[Floats] = deque(maxlen=window)
         self._steps: deque[int] = deque(maxlen=window)
         self._active: Finding | None = None
+        self._is_rough = False  # told from few steps, and not corrected yet
 
     def update(self, seen: Observation) -> list[Finding]:
         findings = []
@@ -62,46 +78,74 @@ class GcDetector(Detector):
 
     def _judge(self, now_ns: int) -> list[Finding]:
         settings = self.settings
-        longest = np.array(self._longest)
-        total = max(sum(self._seconds), 1e-9)
-        # Together: each step's pause is the typical rank's; what one rank has more it keeps.
-        typical = float(np.median(np.mean(self._pauses, axis=0))) * len(longest)
-        if self.generation.topology.world_size == 1:
-            typical = 0.0
-        cost = min(max(float(longest.sum()) - typical, 0.0) / total, 1.0)
-        paused = longest >= settings.gc_share * np.array(self._seconds)
         if self._active is not None:
-            if len(longest) == settings.gc_window and cost < settings.gc_share / 2:
-                cleared = msgspec.structs.replace(
-                    self._active,
-                    cleared=True,
-                    detected_ns=now_ns,
-                    step=self._steps[-1],
-                    summary="Garbage collections no longer slow the steps.",
-                )
-                self._active = None
-                return [cleared]
+            return self._follow(self._active, now_ns)
+        obvious = settings.gc_obvious * settings.gc_share
+        for steps, least, pauses in (
+            (settings.gc_recent_steps, obvious, settings.gc_least_pauses),
+            (settings.gc_window, settings.gc_share, settings.gc_pauses),
+        ):
+            if sum(list(self._longest)[-steps:]) < least * sum(list(self._seconds)[-steps:]):
+                continue
+            look = self._look(steps)
+            if look.cost >= least and look.paused.sum() >= pauses:
+                self._active = self._finding(look, now_ns)
+                self._is_rough = True
+                return [self._active]
+        return []
+
+    def _follow(self, active: Finding, now_ns: int) -> list[Finding]:
+        """Over, or better known: what was told early was told from few steps."""
+        window, since = self.settings.gc_window, self._steps[-1] - (active.step or 0)
+        if len(self._longest) < window:
             return []
-        obvious = cost >= settings.gc_obvious * settings.gc_share
-        needed = settings.gc_least_pauses if obvious else settings.gc_pauses
-        if cost < settings.gc_share or paused.sum() < needed:
+        look = self._look(window)
+        if look.cost < self.settings.gc_share / 2:
+            return [self._cleared(active, now_ns)]
+        if not self._is_rough or since < window // 2:
             return []
-        self._active = self._finding(cost, typical / total, longest, paused, now_ns)
+        self._is_rough = False
+        told = active.cost_ratio or 0.0
+        if abs(look.cost - told) <= _ALIKE * told:
+            return []
+        corrected = self._finding(look, now_ns)
+        self._active = msgspec.structs.replace(corrected, onset_step=active.onset_step)
         return [self._active]
 
-    def _finding(
-        self,
-        cost: float,
-        together: float,
-        longest: Floats,
-        paused: npt.NDArray[np.bool_],
-        now_ns: int,
-    ) -> Finding:
-        blamed = np.bincount(np.array(self._blamed), weights=longest)
+    def _look(self, steps: int) -> _Look:
+        longest = np.array(self._longest)[-steps:]
+        seconds = np.array(self._seconds)[-steps:]
+        total = max(float(seconds.sum()), 1e-9)
+        # Together: each step's pause is the typical rank's; what one rank has more it keeps.
+        typical = 0.0
+        if self.generation.topology.world_size > 1:
+            means = np.mean(list(self._pauses)[-steps:], axis=0)
+            typical = float(np.median(means)) * len(longest)
+        return _Look(
+            longest,
+            longest >= self.settings.gc_share * seconds,
+            min(max(float(longest.sum()) - typical, 0.0) / total, 1.0),
+            typical / total,
+        )
+
+    def _cleared(self, active: Finding, now_ns: int) -> Finding:
+        self._active = None
+        return msgspec.structs.replace(
+            active,
+            cleared=True,
+            detected_ns=now_ns,
+            step=self._steps[-1],
+            summary="Garbage collections no longer slow the steps.",
+        )
+
+    def _finding(self, look: _Look, now_ns: int) -> Finding:
+        longest, paused, cost, steps = look.longest, look.paused, look.cost, len(look.longest)
+        culprits = np.array(self._blamed)[-steps:]
+        blamed = np.bincount(culprits, weights=longest)
         worst = int(blamed.argmax())
         alone = blamed[worst] >= _MAINLY * blamed.sum() and self.generation.topology.world_size > 1
         rank = worst if alone else None
-        ranks = np.unique(np.array(self._blamed)[paused]).tolist()
+        ranks = np.unique(culprits[paused]).tolist()
         pause = float(np.median(longest[paused]))
         who = (
             f"{self.generation.subject(rank)} collects garbage"
@@ -109,6 +153,7 @@ class GcDetector(Detector):
             else f"Ranks collect garbage at different moments ({len(ranks)} of them)"
         )
         speedup = gain(cost)
+        together = look.together * float(np.mean(list(self._seconds)[-steps:]))
         return Finding(
             kind="gc",
             cause=CAUSE,
@@ -123,20 +168,20 @@ class GcDetector(Detector):
             node=self.generation.node(rank),
             stage=self.generation.stage(rank),
             ranks=[] if rank is not None else ranks,
-            onset_step=self._steps[int(np.flatnonzero(paused)[0])],
+            onset_step=list(self._steps)[-steps:][int(np.flatnonzero(paused)[0])],
             step=self._steps[-1],
             cost_ratio=cost,
             speedup=speedup,
             persistence="persistent",
             severity="info",
-            advice=_ADVICE.format(gain=speedup, left=together * 100),
+            advice=_ADVICE.format(gain=speedup, left=look.together * 100),
             evidence=[
                 Evidence(
                     f"the longest pause of a step is {longest.mean() * 1e3:.1f} ms on average, a "
-                    f"rank's own {together * sum(self._seconds) / len(longest) * 1e3:.1f} ms",
+                    f"rank's own {together * 1e3:.1f} ms",
                     "gc_seconds",
                     float(longest.mean()),
-                    together * sum(self._seconds) / len(longest),
+                    together,
                 )
             ],
         )

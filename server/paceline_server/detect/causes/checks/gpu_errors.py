@@ -35,6 +35,9 @@ _NAMES = {
 SYMPTOMS = (
     Symptom("GPU lost", LOST, Scope.GPU, "lost state", "flag", "level", 0.2, normal=0.0),
     Symptom(
+        "GPU hung", "paceline_gpu_hung", Scope.GPU, "hung state", "flag", "level", 0.2, normal=0.0
+    ),
+    Symptom(
         "NVLink errors", "DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL", Scope.GPU,
         "NVLink CRC errors", "", "events", 20.0,
     ),
