@@ -56,16 +56,27 @@ class ShiftMonitor:
 
     Values are logarithms of ratios: a shift of 0.1 is 10 %. `smallest` is the least shift that
     is told, `false_alarms` how many are expected per step of healthy, normal noise, over all
-    series together. `resolution`: no scatter below it is believed.
+    series together. `resolution`: no scatter below it is believed. `is_spiky`: single values far
+    out are usual and no sign of bursts; whoever asks must judge how many of them make a shift.
     """
 
     def __init__(
-        self, series: int, *, smallest: float, false_alarms: float, resolution: float
+        self,
+        series: int,
+        *,
+        smallest: float,
+        false_alarms: float,
+        resolution: float,
+        is_spiky: bool = False,
     ) -> None:
         self.smallest = smallest
+        self._is_spiky = is_spiky
         self._resolution = resolution
-        self._needed = -NormalDist().inv_cdf(false_alarms / max(series, 1) / len(NEWEST))
+        self.needed = -NormalDist().inv_cdf(false_alarms / max(series, 1) / len(NEWEST))
         self._rows = np.full((2 * KEPT, series), np.nan)
+        # Of the clipped offsets from the centers, and of how many are known, before each row.
+        self._sums = np.zeros((2 * KEPT + 1, series))
+        self._counts = np.zeros((2 * KEPT + 1, series))
         self._end = 0  # rows in use
         self._pushed = 0
         self._center = np.full(series, np.nan)
@@ -91,12 +102,16 @@ class ShiftMonitor:
     def push(self, values: Floats) -> None:
         if self._end == len(self._rows):
             self._rows[:KEPT] = self._rows[KEPT:]
+            self._sums[: KEPT + 1] = self._sums[KEPT:]
+            self._counts[: KEPT + 1] = self._counts[KEPT:]
             self._end = KEPT
         self._rows[self._end] = values
         self._end += 1
         self._pushed += 1
         if self._pushed <= 2 * STEPS_BETWEEN_RENEWALS or not self._pushed % STEPS_BETWEEN_RENEWALS:
             self._renew()
+        else:
+            self._add_up(self._end - 1)
 
     def replace(self, newest: Floats) -> None:
         """What was pushed last is now understood differently: `newest` takes its place."""
@@ -114,7 +129,7 @@ class ShiftMonitor:
         if len(values) < LEAST_PAST + NEWEST[0]:
             return []
         score, steps = self._scores(values)
-        suspects = np.flatnonzero(score >= self._needed * self._doubt)
+        suspects = np.flatnonzero(score >= self.needed * self._doubt)
         found = []
         for series in suspects.tolist():
             shift = self._confirmed(series, int(steps[series]), float(score[series]))
@@ -134,19 +149,14 @@ class ShiftMonitor:
 
     def _scores(self, values: Floats) -> tuple[Floats, Ints]:
         """Per series the highest score over all splits, and its number of newest steps."""
-        reach = np.maximum(CLIP_SIGMAS * self._sigma, 2.0 * CLIP_SIGMAS * self._drift)
-        reach = np.maximum(reach, 2.0 * self.smallest)
-        offset = np.clip(values - self._center, -reach, reach)
-        known = ~np.isnan(offset)
-        sums = _cumulated(np.where(known, offset, 0.0))
-        counts = _cumulated(known)
         best = np.full(values.shape[1], -np.inf)
         best_steps = np.zeros(values.shape[1], dtype=np.int64)
-        total = len(values)
+        sums, counts, total = self._sums, self._counts, self._end
+        start = total - len(values)
         for steps in NEWEST:
-            if total - steps < LEAST_PAST:
+            if total - steps - start < LEAST_PAST:
                 break
-            split, first = total - steps, max(total - steps - PAST, 0)
+            split, first = total - steps, max(total - steps - PAST, start)
             after, before = counts[total] - counts[split], counts[split] - counts[first]
             enough = (after >= max(NEWEST[0], AGREEING * steps)) & (before >= LEAST_PAST)
             after, before = np.maximum(after, 1), np.maximum(before, 1)
@@ -198,10 +208,25 @@ class ShiftMonitor:
         noisier = enough & (own > 1.3 * pooled)
         self._sigma = np.maximum(np.where(noisier, own, pooled), self._resolution)
         self._drift = np.full(values.shape[1], self._scatter_of_means(past))
+        self._add_up(self._end - len(values))
+
+    def _add_up(self, first: int) -> None:
+        """The rows from `first` on."""
+        reach = np.maximum(CLIP_SIGMAS * self._sigma, 2.0 * CLIP_SIGMAS * self._drift)
+        reach = np.maximum(reach, 2.0 * self.smallest)
+        offset = np.clip(self._rows[first : self._end] - self._center, -reach, reach)
+        known = ~np.isnan(offset)
+        offset[~known] = 0.0
+        for rows, sums in ((offset, self._sums), (known, self._counts)):
+            np.cumsum(rows, axis=0, out=sums[first + 1 : self._end + 1])
+            sums[first + 1 : self._end + 1] += sums[first]
 
     def _scatter_of_means(self, past: Floats) -> float:
         """How much more the means of some steps differ than white noise lets them."""
         white = float(np.median(self._sigma))
+        if self._is_spiky:
+            reach = np.maximum(CLIP_SIGMAS * self._sigma, 2.0 * self.smallest)
+            past = np.clip(past, self._center - reach, self._center + reach)
         beyond = 0.0
         for length in (4, 16):
             blocks = len(past) // length
@@ -228,12 +253,6 @@ def column_medians(values: Floats) -> Floats:
     columns = np.arange(values.shape[1])
     medians = (ordered[low, columns] + ordered[np.minimum(high, len(values) - 1), columns]) / 2.0
     return np.where(counts > 0, medians, np.nan)
-
-
-def _cumulated(values: npt.NDArray[np.generic]) -> Floats:
-    sums = np.zeros((len(values) + 1, values.shape[1]))
-    np.cumsum(values, axis=0, out=sums[1:])
-    return sums
 
 
 def _median_sigma(steps: Floats) -> float:

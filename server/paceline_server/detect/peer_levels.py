@@ -32,9 +32,12 @@ Floats = npt.NDArray[np.float64]
 USUAL_STEPS = 64
 FOLLOWED_STEPS = 5  # the newest, by which a rise is judged
 CORRECTED_STEPS = 64  # from which its size is told
+YOUNG_STEPS = 32  # of the generation, by which slow change is judged
 # Series beside one that rose have risen with it when they show this share of it, so surely.
 JOINING_SHARE = 0.5
 JOINING_SCORE = 2.5
+
+MEDIAN_VARIANCE = math.pi / 2.0  # of a median over that of a mean, in normal noise
 
 Course = Literal["lasts", "milder", "over"]
 
@@ -51,14 +54,25 @@ class Rise:
 
 class PeerLevels:
     def __init__(
-        self, series: int, *, smallest: float, false_alarms: float, resolution: float
+        self,
+        series: int,
+        *,
+        smallest: float,
+        false_alarms: float,
+        resolution: float,
+        is_spiky: bool = False,
     ) -> None:
         self._monitor = ShiftMonitor(
-            series, smallest=smallest, false_alarms=false_alarms, resolution=resolution
+            series,
+            smallest=smallest,
+            false_alarms=false_alarms,
+            resolution=resolution,
+            is_spiky=is_spiky,
         )
         self._levels: deque[Floats] = deque(maxlen=KEPT)
         self._explained: deque[Floats] = deque(maxlen=KEPT)  # of them, by what was told
         self._usual = np.zeros(series)
+        self._young = np.full(series, np.nan)  # levels when the generation was
         self.pushed = 0
 
     def push(self, levels: Floats) -> None:
@@ -70,6 +84,13 @@ class PeerLevels:
             self._renew_usual()
         self._monitor.push(self._own(levels - explained))
         self.pushed += 1
+        if self.pushed == YOUNG_STEPS:
+            self._young = column_medians(self._monitor.values)
+
+    @property
+    def needed(self) -> float:
+        """Standard errors that a change must have, so that hardly any is an accident."""
+        return self._monitor.needed
 
     @property
     def explained(self) -> Floats:
@@ -87,8 +108,41 @@ class PeerLevels:
         return np.array(rows) - np.array(list(self._explained)[-len(rows) :])
 
     def rises(self) -> list[Shift]:
-        """New ones, the surest first."""
+        """New ones, the surest first; see `ShiftMonitor.rises`."""
         return sorted(self._monitor.rises(), key=lambda one: -one.score)
+
+    def moved(self, steps_ago: int = 0) -> tuple[Floats, Floats]:
+        """How far each is from where it was when the generation was young, and in standard errors.
+
+        NaN where that is not known; without what was told.
+        """
+        values = self._monitor.values
+        newest = values[max(len(values) - steps_ago - FOLLOWED_STEPS, 0) : len(values) - steps_ago]
+        moved = column_medians(newest) - self._young
+        known = 1.0 / FOLLOWED_STEPS + 1.0 / YOUNG_STEPS
+        error: Floats = self._monitor.sigma * math.sqrt(MEDIAN_VARIANCE * known)
+        return moved, moved / error
+
+    def steps_above(self, series: int, size: float) -> int:
+        """For how many of the newest steps it has been so far from its young level."""
+        below = self._monitor.values[:, series] < self._young[series] + size
+        # Half of some steps in a row: one of them is noise.
+        block = np.convolve(below, np.ones(FOLLOWED_STEPS), "valid") > FOLLOWED_STEPS / 2.0
+        places = np.flatnonzero(block)
+        return len(below) - (int(places[-1]) + FOLLOWED_STEPS // 2 if places.size else 0)
+
+    def accidents(self, shift: Shift) -> float:
+        """How many such rises are expected per step of single spikes that fall together.
+
+        Spikes are as frequent as in all series before it, and one is half of its size at least.
+        """
+        values, half = self._monitor.values, shift.before + shift.size / 2.0
+        changed = values[-shift.steps :, shift.series]
+        times = int((changed >= half).sum())
+        past = values[: -shift.steps] - self._monitor.center
+        spikes = int((past >= half - self._monitor.center[shift.series]).sum())
+        share = (spikes + 1) / max(int((~np.isnan(past)).sum()), 1)
+        return float(values.shape[1] * math.comb(shift.steps, times) * share**times)
 
     def joined(self, series: Sequence[int], shift: Shift) -> list[int]:
         """Those of `series` that rose with it."""
@@ -134,6 +188,11 @@ class PeerLevels:
         error = self._beyond(rise, min(steps, CORRECTED_STEPS))
         rise.size += error
         self._explain(rise.series, steps, error)
+
+    def grow(self, rise: Rise) -> None:
+        """It changes all the time: its size is what the newest steps show."""
+        rise.since = self.pushed - FOLLOWED_STEPS
+        self.correct(rise)
 
     def _beyond(self, rise: Rise, steps: int) -> float:
         """How far the newest levels are from what was before and what is told."""

@@ -2,7 +2,10 @@
 
 A *lane* is a pair of ranks (both directions) or a process group's collective of one kind. The two
 directions of a pair are added up, because the error of two nodes' clocks, which makes one look
-longer and the other shorter, then cancels out. Lanes are those seen in the first steps.
+longer and the other shorter, then cancels out.
+
+Lanes that appear together make a *family*, with a past that counts only the steps in which it was
+seen: so those that come later (another phase of the job, a rare collective) are measured as well.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 LEARNING_STEPS = 4  # until all lanes were seen, even when some spans are lost
+OFTEN = 0.75  # of the steps in which its family is seen
+MOST_FAMILIES = 8  # what sends to anyone at any time has no past to be judged by
 _RANKS = 1 << 20
 _OPS = 1 << 8
 
@@ -34,53 +39,90 @@ class Lane:
         return (self.ranks[0], self.ranks[1]) if len(self.ranks) == 2 else None
 
 
-class Traffic:
-    """Learns the lanes of a generation, then measures them."""
+class Family:
+    """Lanes that came up in the same steps; `lanes` is empty until they are known."""
 
     def __init__(self) -> None:
         self.lanes: list[Lane] = []
-        self._keys: Ints = np.empty(0, dtype=np.int64)
-        self._rows: Ints = np.empty(0, dtype=np.int64)  # per lane and step, when none is lost
-        self._seen = 0
         self._found: dict[int, Lane] = {}
+        self._sightings: dict[int, int] = {}
+        self._seen = 0
 
-    @property
-    def is_known(self) -> bool:
-        return self._seen >= LEARNING_STEPS
-
-    def learn(self, timing: StepTiming) -> None:
-        for key in np.unique(_pair_keys(timing.transfers)).tolist():
-            self._found.setdefault(key, Lane((key // _RANKS, key % _RANKS)))
-        for key in np.unique(_group_keys(timing.collectives)).tolist():
-            group, op = divmod(-key - 1, _OPS)
-            members = timing.groups.get(group, ())
-            if len(members) > 1:
-                self._found.setdefault(key, Lane(tuple(members), op))
+    def learn(self, keys: Ints, timing: StepTiming) -> None:
+        """One step in which `keys`, of no other family, were seen."""
+        for key in np.unique(keys).tolist():
+            if key not in self._found:
+                self._found[key] = _lane(key, timing)
+            self._sightings[key] = self._sightings.get(key, 0) + 1
         self._seen += 1
-        if self.is_known:
-            self._keys = np.array(sorted(self._found), dtype=np.int64)
-            self.lanes = [self._found[key] for key in self._keys.tolist()]
-            self._rows = np.zeros(len(self.lanes), dtype=np.int64)
 
-    def seconds(self, timing: StepTiming) -> Floats:
-        """Of each lane in this step; NaN where nothing was seen of it."""
+    def settle(self) -> Ints | None:
+        """Its keys, once enough was seen; lanes that are seen less often belong to another."""
+        if self._seen < LEARNING_STEPS:
+            return None
+        often = [key for key, times in self._sightings.items() if times >= OFTEN * self._seen]
+        kept = sorted(key for key in often if len(self._found[key].ranks) > 1)
+        self.lanes = [self._found[key] for key in kept]
+        return np.array(kept, dtype=np.int64)
+
+
+class Traffic:
+    """Learns the families of a generation, then measures them."""
+
+    def __init__(self) -> None:
+        self.families: list[Family] = []
+        self._forming, self._formed = Family(), 0
+        self._keys: Ints = np.empty(0, dtype=np.int64)  # of all families, ascending
+        self._places: Ints = np.empty(0, dtype=np.int64)  # of each among all lanes
+        self._rows: Ints = np.empty(0, dtype=np.int64)  # per lane and step, when none is lost
+
+    def seconds(self, timing: StepTiming) -> list[Floats]:
+        """Of each lane of each family in this step; NaN where nothing was seen of it."""
         keys = np.concatenate([_pair_keys(timing.transfers), _group_keys(timing.collectives)])
         taken = np.concatenate(
             [timing.transfers.transfer_seconds, timing.collectives.transfer_seconds]
         )
-        count = len(self.lanes)
-        if not keys.size or not count:
-            return np.full(count, np.nan)
-        place = np.minimum(np.searchsorted(self._keys, keys), count - 1)
-        known = self._keys[place] == keys
-        place, taken = place[known], taken[known]
+        at = np.minimum(np.searchsorted(self._keys, keys), max(self._keys.size - 1, 0))
+        known = self._keys[at] == keys if self._keys.size else np.zeros(keys.size, dtype=np.bool_)
+        found = self._measured(self._places[at[known]], taken[known])
+        if self._formed < MOST_FAMILIES and not known.all():
+            self._learn(keys[~known], timing)
+        return found
+
+    def _measured(self, place: Ints, taken: Floats) -> list[Floats]:
+        count = self._rows.size
         rows = np.bincount(place, minlength=count)
         self._rows = np.maximum(self._rows, rows)
         sums = np.bincount(place, taken, count)
         # Of spans that were lost, the others tell.
         mean = np.divide(sums, rows, out=np.full(count, np.nan), where=rows > 0)
-        found: Floats = mean * self._rows
-        return found
+        ends = np.cumsum([len(family.lanes) for family in self.families])
+        return np.split(mean * self._rows, ends[:-1]) if self.families else []
+
+    def _learn(self, keys: Ints, timing: StepTiming) -> None:
+        self._forming.learn(keys, timing)
+        settled = self._forming.settle()
+        if settled is None:
+            return
+        if settled.size:
+            self._add(self._forming, settled)
+        self._forming, self._formed = Family(), self._formed + 1
+
+    def _add(self, family: Family, keys: Ints) -> None:
+        first = self._rows.size
+        together = np.concatenate([self._keys, keys])
+        places = np.concatenate([self._places, np.arange(first, first + keys.size)])
+        order = np.argsort(together)
+        self._keys, self._places = together[order], places[order]
+        self._rows = np.concatenate([self._rows, np.zeros(keys.size, dtype=np.int64)])
+        self.families.append(family)
+
+
+def _lane(key: int, timing: StepTiming) -> Lane:
+    if key >= 0:
+        return Lane((key // _RANKS, key % _RANKS))
+    group, op = divmod(-key - 1, _OPS)
+    return Lane(tuple(timing.groups.get(group, ())), op)
 
 
 def _pair_keys(transfers: TransferTimes) -> Ints:

@@ -1,10 +1,16 @@
 """Slow links: found by what transfers take once both ends are ready, and named."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 from timed_run import Noise, TimedRun
 
 from paceline_server.detect.detectors.slow_link import SlowLinkDetector
 from paceline_server.detect.finding import Finding
+from paceline_server.detect.traffic import MOST_FAMILIES, Lane, Traffic
+from paceline_server.steps.timing import TransferTimes
+from paceline_wire.spans import Op
 from paceline_wire.topology import Topology
 
 PIPELINE = Topology(2, 4, 2)
@@ -100,3 +106,42 @@ def test_a_link_that_is_slower_and_costs_nothing_is_no_finding():
     run.advance(40)
     run.slow_links = both_ways((2, 6), 1.3)
     assert run.advance(60) == []
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, 5), (3, 13)])
+def test_a_group_that_is_first_seen_late_is_watched_from_then_on(every, steps):
+    run = watched(Topology(4, 2, 2), 10)
+    run.late_from, run.late_every = 20, every
+    run.advance(20 + 20 * every)
+    run.slow_late_groups = {1: 20.0}
+    [found] = run.advance(steps)
+    assert found.ranks == [1, 3, 5, 7]
+    assert "The all_gather of ranks 1, 3, 5, 7" in found.summary
+    assert found.onset_step == 20 + 20 * every
+    # What is seldom costs seldom: of nine steps' time a third, or all of it.
+    assert found.cost_ratio == pytest.approx(19 * 0.01 / 0.6 / every, rel=0.5)
+    run.slow_late_groups = {}
+    assert named(run.advance(10 * every)) == [(None, found.node, True)]
+
+
+def test_groups_that_are_first_seen_late_are_healthy():
+    run = watched(Topology(4, 2, 2), 11)
+    run.late_from, run.late_every = 30, 2
+    assert run.advance(150) == []
+
+
+def test_who_talks_to_anyone_at_any_time_is_not_watched_for_ever():
+    traffic, run = Traffic(), TimedRun(Topology(16, 1, 1), 12)
+    for _ in range(200):
+        timing = run.timing()
+        pair = np.sort(run.chance.choice(16, 2, replace=False))
+        one = {"source": pair[:1], "destination": pair[1:]}
+        rest = {
+            name: np.zeros(1, dtype=np.int64)
+            for name in TransferTimes.__dataclass_fields__
+            if name not in one
+        }
+        traffic.seconds(dataclasses.replace(timing, transfers=TransferTimes(**one, **rest)))
+        run.step += 1
+    assert len(traffic.families) <= MOST_FAMILIES
+    assert traffic.families[0].lanes == [Lane(tuple(range(16)), int(Op.ALL_REDUCE))]

@@ -1,7 +1,7 @@
 """Stragglers: found within five steps of their onset when real, never when it is noise."""
 
 import pytest
-from timed_run import Noise, TimedRun, told
+from timed_run import FORWARD_SECONDS, Noise, TimedRun, told
 
 from paceline_server.detect.detectors.straggler import StragglerDetector
 from paceline_server.detect.finding import Finding
@@ -144,12 +144,80 @@ def test_a_short_stall_is_no_straggler(steps):
         assert run.advance(30) == []
 
 
-def test_a_slow_drift_is_no_straggler():
+def test_a_slow_drift_of_a_whole_node_is_no_straggler():
     run = watched(DEMO, 11)
     run.advance(40)
     for step in range(120):
-        run.slow = {4: 1.0 + 0.001 * step}
+        run.slow = dict.fromkeys((4, 5), 1.0 + 0.001 * step)
         assert not [one for one in run.advance(1) if one.persistence == "persistent"]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("topology", "growth"), [(DEMO, 0.005), (Topology(8, 1, 1), 0.003)])
+def test_a_rank_that_gets_slower_little_by_little_is_found_before_it_is_far_gone(
+    topology, growth, seed
+):
+    run = watched(topology, 20 + seed)
+    run.advance(50)
+    found: list[Finding] = []
+    slowdown = 1.0
+    while not found and slowdown < 1.3:
+        slowdown += growth
+        run.slow = {4: slowdown}
+        found = run.advance(1)
+    assert told(found) == [("straggler", 4, "node-2")]
+    assert 1.06 < slowdown <= 1.13
+    assert "little by little" in found[0].summary
+    if growth == 0.005:
+        assert found[0].onset_step == pytest.approx(50, abs=10)
+    for step in range(60):
+        run.slow = {4: min(slowdown + growth * step, 1.3)}
+        run.advance(1)
+    assert {one.fingerprint for one in run.findings} == {"straggler:4"}
+    if growth == 0.005:
+        assert 1.18 < run.findings[-1].slowdown < 1.33
+        assert len(run.findings) <= 6
+    run.slow = {}
+    assert run.advance(40)[-1].cleared
+
+
+def test_a_node_that_gets_much_slower_little_by_little_is_one_finding():
+    run = watched(Topology(4, 2, 2), 22, ranks_per_node=4)
+    run.advance(50)
+    for step in range(60):
+        run.slow = dict.fromkeys(range(4, 8), 1.0 + 0.005 * step)
+        run.advance(1)
+    assert {(one.node, tuple(one.ranks)) for one in run.findings} == {("node-1", (4, 5, 6, 7))}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("lengths", [1.0, 3.0])
+def test_one_microbatch_that_stalls_in_every_step_is_found_within_five(seed, lengths):
+    run = watched(DEMO, 30 + seed, lengths=lengths, noise=Noise(outliers=0.0006))
+    run.advance(50)
+    run.stalled = {5: 0.12 * 1.25 * 24 * FORWARD_SECONDS}
+    [found] = run.advance(5)
+    assert (found.rank, found.node, found.fingerprint) == (5, "node-2", "straggler:stalls:5")
+    assert abs(found.onset_step - 50) <= 3
+    assert found.slowdown == pytest.approx(1.15, abs=0.06)
+    assert "single microbatches" in found.summary
+    assert run.advance(40) == []
+    run.stalled = {}
+    assert [(one.rank, one.cleared) for one in run.advance(12)] == [(5, True)]
+
+
+def test_where_operations_stall_often_and_anywhere_one_rank_needs_more_steps():
+    run = watched(DEMO, 34, noise=Noise(outliers=0.005))  # in one of thirteen steps of each rank
+    assert run.advance(150) == []
+    run.stalled = {5: 0.15 * 1.25 * 24 * FORWARD_SECONDS}
+    assert told(run.advance(14)) == [("straggler", 5, "node-2")]
+
+
+def test_a_rank_that_is_slow_in_all_microbatches_does_not_stall_in_single_ones():
+    run = watched(DEMO, 33)
+    run.advance(50)
+    run.slow = {2: 1.4}
+    assert [one.fingerprint for one in run.advance(40)] == ["straggler:2"]
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,9 @@ class TimedRun:
         self.slow: dict[int, float] = {}
         self.slow_links: dict[tuple[int, int], float] = {}
         self.slow_groups: dict[int, float] = {}
+        self.late_from: int | None = None  # the step in which each group's second reduction begins
+        self.late_every = 1
+        self.slow_late_groups: dict[int, float] = {}
         self.stalled: dict[int, float] = {}  # seconds added to one operation of a step
         self.lost = 0.0  # share of the compute rows that are missing
         self.silent: set[int] = set()  # ranks of which nothing comes
@@ -240,18 +243,23 @@ class TimedRun:
         )
 
     def _collectives(self) -> CollectiveTimes:
-        groups = self.groups() if self.topology.dp > 1 else []
-        count = len(groups)
-        factor = np.array([self.slow_groups.get(group, 1.0) for group in range(count)])
-        zero = np.zeros(count, dtype=np.int64)
+        count = len(self.groups()) if self.topology.dp > 1 else 0
+        first = self.late_from
+        is_due = first is not None and self.step >= first
+        is_due = is_due and not (self.step - (first or 0)) % self.late_every
+        kinds = [(Op.ALL_REDUCE, self.slow_groups)]
+        kinds += [(Op.ALL_GATHER, self.slow_late_groups)] if is_due else []
+        factor = np.array([slow.get(group, 1.0) for _, slow in kinds for group in range(count)])
+        rows = len(kinds) * count
+        zero = np.zeros(rows, dtype=np.int64)
         return CollectiveTimes(
-            group=np.arange(count),
-            op=zero + int(Op.ALL_REDUCE),
+            group=np.tile(np.arange(count), len(kinds)),
+            op=np.repeat([int(op) for op, _ in kinds], count),
             sequence=zero + self.step + 1,
             bytes=zero + (1 << 28),
             participants=zero + self.topology.dp,
             last_rank=zero,
-            transfer_seconds=REDUCTION_SECONDS * factor * self._jitter(0.05, count),
+            transfer_seconds=REDUCTION_SECONDS * factor * self._jitter(0.05, rows),
             spread_seconds=zero.astype(np.float64),
         )
 

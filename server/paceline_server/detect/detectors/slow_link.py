@@ -25,8 +25,8 @@ from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.peer_levels import FOLLOWED_STEPS, PeerLevels, Rise
 from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.slow_route import SlowRoute, name_route
-from paceline_server.detect.telling import cost_text
-from paceline_server.detect.traffic import Traffic
+from paceline_server.detect.telling import SHOWN_AGAIN_NS, cost_text, weighs_differently
+from paceline_server.detect.traffic import Lane, Traffic
 from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
@@ -48,6 +48,15 @@ class _Active:
     finding: Finding
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One in which the family was seen."""
+
+    number: int
+    started_ns: int
+    seconds: float
+
+
 class SlowLinkDetector(Detector):
     """Finding kind `slow_link`, fingerprints `slow_link:RANK-RANK`, `slow_link:NODE` and
     `slow_link:OP:RANKS`.
@@ -58,101 +67,116 @@ class SlowLinkDetector(Detector):
     def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
         super().__init__(settings, generation)
         self._traffic = Traffic()
-        self._levels: PeerLevels | None = None  # None: the lanes are not known yet
-        self._seconds: deque[Floats] = deque(maxlen=KEPT)
-        self._negligible_seconds = math.inf
-        self._steps: deque[tuple[int, int, float]] = deque(maxlen=KEPT)  # number, start, seconds
-        self._usual_step_seconds = math.nan
-        self._active: dict[str, _Active] = {}
+        self._watches: list[_Watch] = []
 
     def update(self, seen: Observation) -> list[Finding]:
         findings = []
         for timing in seen.timings:
             if not timing.ranks.rank.size:
                 continue
-            if not self._traffic.is_known:
-                self._learn(timing)
-                continue
-            if self._levels is None:
-                self._levels = PeerLevels(
-                    len(self._traffic.lanes),
-                    smallest=math.log(self.settings.link_slowdown),
-                    false_alarms=self.settings.straggler_false_alarms,
-                    resolution=RESOLUTION,
-                )
-            if self._traffic.lanes:
-                self._remember(timing, self._levels)
-                findings += self._new(self._levels, seen)
-                for active in list(self._active.values()):
-                    findings += self._follow(active, self._levels, seen)
+            seconds = self._traffic.seconds(timing)
+            for watch, taken in zip(self._watches, seconds, strict=True):
+                if not np.isnan(taken).all():
+                    findings += watch.look(timing, taken, seen)
+            for family in self._traffic.families[len(self._watches) :]:
+                step_seconds = float(np.median(timing.ranks.step_seconds))
+                watch = _Watch(family.lanes, self.settings, self.generation, step_seconds)
+                self._watches.append(watch)
         return findings
 
-    def _learn(self, timing: StepTiming) -> None:
-        self._traffic.learn(timing)
-        seconds = NEGLIGIBLE_SHARE * float(np.median(timing.ranks.step_seconds))
-        self._negligible_seconds = max(min(self._negligible_seconds, seconds), 1e-6)
 
-    def _remember(self, timing: StepTiming, levels: PeerLevels) -> None:
+class _Watch:
+    """The lanes of one family, in the steps in which it was seen."""
+
+    def __init__(
+        self,
+        lanes: list[Lane],
+        settings: DetectionSettings,
+        generation: Generation,
+        step_seconds: float,
+    ) -> None:
+        self.settings, self.generation = settings, generation
+        self._lanes = lanes
+        self._levels = PeerLevels(
+            len(lanes),
+            smallest=math.log(settings.link_slowdown),
+            false_alarms=settings.straggler_false_alarms,
+            resolution=RESOLUTION,
+        )
+        self._seconds: deque[Floats] = deque(maxlen=KEPT)
+        self._negligible_seconds = max(NEGLIGIBLE_SHARE * step_seconds, 1e-6)
+        self._steps: deque[_Step] = deque(maxlen=KEPT)
+        self._usual_step_seconds = math.nan
+        self._active: dict[str, _Active] = {}
+
+    def look(self, timing: StepTiming, seconds: Floats, seen: Observation) -> list[Finding]:
+        self._remember(timing, seconds)
+        findings = self._new(seen)
+        for active in list(self._active.values()):
+            findings += self._follow(active, seen)
+        return findings
+
+    def _remember(self, timing: StepTiming, seconds: Floats) -> None:
         step_seconds = float(np.median(timing.ranks.step_seconds))
-        started_ns = int(timing.ranks.start_ns.min())
-        self._steps.append((timing.step, started_ns, step_seconds))
+        self._steps.append(_Step(timing.step, int(timing.ranks.start_ns.min()), step_seconds))
         if len(self._steps) <= BASELINE_STEPS:
-            self._usual_step_seconds = float(np.median([step[2] for step in self._steps]))
-        seconds = self._traffic.seconds(timing)
+            self._usual_step_seconds = float(np.median([step.seconds for step in self._steps]))
         self._seconds.append(seconds)
-        levels.push(np.log(seconds + self._negligible_seconds))
+        self._levels.push(np.log(seconds + self._negligible_seconds))
+
+    def _share(self, seconds: float, step_seconds: float) -> float:
+        """Of the job's time, in whose steps not all see this family."""
+        steps = self._steps[-1].number - self._steps[0].number + 1
+        return seconds / max(step_seconds, 1e-9) * min(len(self._steps) / max(steps, 1), 1.0)
 
     # What is new
 
-    def _new(self, levels: PeerLevels, seen: Observation) -> list[Finding]:
+    def _new(self, seen: Observation) -> list[Finding]:
         told: dict[str, _Active] = {}
         done: set[int] = set()
-        shifts = {shift.series: shift for shift in levels.rises()}
+        shifts = {shift.series: shift for shift in self._levels.rises()}
         for shift in shifts.values():
-            if shift.series in done or not self._matters(levels, shift.series, shift.steps):
+            if shift.series in done or not self._matters(shift.series, shift.steps):
                 continue
-            active = self._begin(levels, shift, shifts)
+            active = self._begin(shift, shifts)
             done.update(active.route.lanes)
             told[active.route.fingerprint] = active
         return [self._tell(active, seen) for active in told.values()]
 
-    def _begin(self, levels: PeerLevels, shift: Shift, shifts: dict[int, Shift]) -> _Active:
-        lanes = self._traffic.lanes
+    def _begin(self, shift: Shift, shifts: dict[int, Shift]) -> _Active:
         others = [place for place in shifts if place != shift.series]
-        beside = [place for place in others if self._matters(levels, place, shift.steps)]
+        beside = [place for place in others if self._matters(place, shift.steps)]
         slow = [shift.series, *beside]
-        route = name_route(slow, lanes, shift.series, self.generation)
+        route = name_route(slow, self._lanes, shift.series, self.generation)
         before = self._active.get(route.fingerprint)
         if before is not None:
-            levels.worsen(before.rise, shift.steps)
+            self._levels.worsen(before.rise, shift.steps)
             return before
-        usual, _ = self._before_and_after(levels, route.lanes, shift.steps)
-        rise = levels.begin(route.lanes, shift.steps)
-        number, started_ns, _ = self._steps[-min(shift.steps, len(self._steps))]
-        finding = self._blank(route, number)
-        active = _Active(route, rise, usual, started_ns, finding)
+        usual, _ = self._before_and_after(route.lanes, shift.steps)
+        rise = self._levels.begin(route.lanes, shift.steps)
+        onset = self._steps[-min(shift.steps, len(self._steps))]
+        finding = self._blank(route, onset.number)
+        active = _Active(route, rise, usual, onset.started_ns, finding)
         self._active[route.fingerprint] = active
         return active
 
-    def _matters(self, levels: PeerLevels, lane: int, steps: int) -> bool:
+    def _matters(self, lane: int, steps: int) -> bool:
         """Whether it costs enough, by seconds per step."""
-        usual, now = self._before_and_after(levels, (lane,), steps)
-        share = (now - usual) / max(self._usual_step_seconds, 1e-9)
+        usual, now = self._before_and_after((lane,), steps)
+        share = self._share(now - usual, self._usual_step_seconds)
         return share >= self.settings.link_cost and now >= self.settings.link_slowdown * usual
 
-    def _before_and_after(
-        self, levels: PeerLevels, lanes: tuple[int, ...], steps: int
-    ) -> tuple[float, float]:
+    def _before_and_after(self, lanes: tuple[int, ...], steps: int) -> tuple[float, float]:
         """Seconds per step of the typical one of them, without what was told of them before."""
-        rows = levels.recent(lanes, steps + BASELINE_STEPS)
+        rows = self._levels.recent(lanes, steps + BASELINE_STEPS)
         rows = np.maximum(np.exp(rows) - self._negligible_seconds, 0.0)
         before, after = column_medians(rows[:-steps]), column_medians(rows[-steps:])
         return float(np.nan_to_num(np.median(before))), float(np.nan_to_num(np.median(after)))
 
     # What becomes of it
 
-    def _follow(self, active: _Active, levels: PeerLevels, seen: Observation) -> list[Finding]:
-        course = levels.follow(active.rise)
+    def _follow(self, active: _Active, seen: Observation) -> list[Finding]:
+        course = self._levels.follow(active.rise)
         if course == "over":
             del self._active[active.route.fingerprint]
             subject = active.route.subject(self.generation)
@@ -161,13 +185,13 @@ class SlowLinkDetector(Detector):
                     active.finding,
                     summary=f"{subject} is as fast as before again.",
                     detected_ns=seen.now_ns,
-                    step=self._steps[-1][0],
+                    step=self._steps[-1].number,
                     cleared=True,
                 )
             ]
         if course == "milder":
             return [self._tell(active, seen)]
-        before, step = active.finding, self._steps[-1][0]
+        before, step = active.finding, self._steps[-1].number
         is_due = step - (before.step or step) >= STEPS_BETWEEN_UPDATES
         if step == before.step or not (is_due or before.cause == UNKNOWN):
             return []
@@ -177,7 +201,9 @@ class SlowLinkDetector(Detector):
         if diagnosis.cause == UNKNOWN and before.cause != UNKNOWN:
             return []
         if diagnosis.cause == before.cause and _alike(slowdown, before.slowdown):
-            return []
+            is_old = is_due and seen.now_ns - before.detected_ns >= SHOWN_AGAIN_NS
+            if not (is_old and weighs_differently(diagnosis, before)):
+                return []
         return [self._tell(active, seen)]
 
     # How it is said
@@ -230,7 +256,7 @@ class SlowLinkDetector(Detector):
                 f"it {cost_text(cost_ratio, speedup)}."
             ),
             detected_ns=seen.now_ns,
-            step=self._steps[-1][0],
+            step=self._steps[-1].number,
             slowdown=slowdown,
             cost_ratio=cost_ratio,
             speedup=speedup,
@@ -246,7 +272,8 @@ class SlowLinkDetector(Detector):
         return now, now / active.usual_seconds if active.usual_seconds > 0 else None
 
     def _speedup(self, route: SlowRoute, seen: Observation, onset_step: int | None) -> float | None:
-        pairs = [pair for lane in route.lanes if (pair := self._traffic.lanes[lane].pair)]
+        transfers = [self._lanes[lane] for lane in route.lanes if self._lanes[lane].op is None]
+        pairs = [pair for lane in transfers if (pair := lane.pair)]
         if seen.replay is None or not pairs:
             return None
         return seen.replay.speedup(links=pairs, since_step=onset_step)
@@ -254,8 +281,8 @@ class SlowLinkDetector(Detector):
     def _cost_ratio(self, extra_seconds: float, speedup: float | None) -> float:
         if speedup is not None and speedup > 0:
             return min(max(1.0 - 1.0 / speedup, 0.0), 1.0)
-        recent = [seconds for _, _, seconds in list(self._steps)[-FOLLOWED_STEPS:]]
-        return min(max(extra_seconds / max(float(np.median(recent)), 1e-9), 0.0), 1.0)
+        recent = [step.seconds for step in list(self._steps)[-FOLLOWED_STEPS:]]
+        return min(max(self._share(extra_seconds, float(np.median(recent))), 0.0), 1.0)
 
     def _diagnosis(self, active: _Active, slowdown: float | None, seen: Observation) -> Diagnosis:
         route = active.route

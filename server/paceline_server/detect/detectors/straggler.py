@@ -4,14 +4,19 @@ Each microbatch of a step is one sample of its rank; the trimmed mean of their l
 what their data lets expect, is the rank's level in that step. What all ranks share is taken off
 (a slow host is no straggler). A level that rises and stays is a straggler, and when it rose is
 its onset. A level that was always high is no fault but the model's, unless no model explains it.
+
+Two ways to be slow never make a level rise: one microbatch of each step that stalls is trimmed
+away, so what a rank's whole compute has beyond its typical microbatch is watched like a level;
+and a slow creep has no moment, so levels are compared with those of the first steps (`creep`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -20,13 +25,14 @@ import numpy.typing as npt
 from paceline_server.detect.causes import UNKNOWN, Diagnosis, diagnose
 from paceline_server.detect.change_point import KEPT, Shift, column_medians
 from paceline_server.detect.compute_load import ComputeLoads
+from paceline_server.detect.creep import Creep
 from paceline_server.detect.detector import Detector
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.peer_levels import FOLLOWED_STEPS, PeerLevels, Rise
 from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.slow_unit import SlowUnit, SlowUnits
-from paceline_server.detect.telling import cost_text
+from paceline_server.detect.telling import SHOWN_AGAIN_NS, cost_text, weighs_differently
 from paceline_server.steps.peers import medians_of_others
 from paceline_server.steps.timing import StepTiming
 
@@ -38,11 +44,29 @@ STEPS_BETWEEN_CHRONIC_LOOKS = 8
 ALIKE = 0.2  # a slowdown that changed by less is no news
 
 
+Way = Literal["steady", "stalls", "creeps"]
+_WAYS: dict[Way, str] = {
+    "steady": "is {slowdown:.2f}x slower than {whom} since step {onset}",
+    "stalls": (
+        "is {slowdown:.2f}x slower than {whom} since step {onset}, by single microbatches that "
+        "stall in each step"
+    ),
+    "creeps": (
+        "has become {slowdown:.2f}x slower than {whom}, little by little since about step {onset}"
+    ),
+}
+# The share of a creep's size by which its onset is placed.
+_CREPT_EARLY = 0.3
+_GROWN = 1.5  # times what was told: then a creep is told again
+
+
 @dataclass(slots=True)
 class _Active:
     """A straggler that was reported and has not recovered."""
 
     unit: SlowUnit
+    way: Way
+    levels: PeerLevels  # in which it rose
     rise: Rise
     onset_ns: int
     finding: Finding
@@ -57,7 +81,8 @@ class _Step:
 
 class StragglerDetector(Detector):
     """Finding kind `straggler`, fingerprints `straggler:RANK`, `straggler:node:NODE` and
-    `straggler:stage:STAGE`; `straggler:chronic:RANK` is advice.
+    `straggler:stage:STAGE`, with `straggler:stalls:` for those that stall in single microbatches;
+    `straggler:chronic:RANK` is advice.
     """
 
     order: ClassVar[int] = 10
@@ -68,12 +93,17 @@ class StragglerDetector(Detector):
         self._stages = topology.pp
         self._units = SlowUnits(generation)
         self._loads = ComputeLoads(topology)
-        self._levels = PeerLevels(
-            topology.world_size,
-            smallest=math.log(settings.straggler_slowdown),
-            false_alarms=settings.straggler_false_alarms,
-            resolution=RESOLUTION,
+        self._levels, self._stalls = (
+            PeerLevels(
+                topology.world_size,
+                smallest=math.log(settings.straggler_slowdown),
+                false_alarms=settings.straggler_false_alarms,
+                resolution=RESOLUTION,
+                is_spiky=is_spiky,
+            )
+            for is_spiky in (False, True)
         )
+        self._creep = Creep(settings, generation)
         # Against the others of the stage, for what is so from the first step on.
         self._against_peers: deque[Floats] = deque(maxlen=KEPT)
         self._self_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS)
@@ -95,6 +125,7 @@ class StragglerDetector(Detector):
         load = self._loads.take(timing)
         typical = load.typical()
         self._levels.push(typical)
+        self._stalls.push(load.total - typical)
         self._against_peers.append(self._compared(typical))
         self._self_seconds.append(load.self_seconds)
         ranks = timing.ranks
@@ -115,28 +146,58 @@ class StragglerDetector(Detector):
 
     def _new(self, seen: Observation) -> list[Finding]:
         told: dict[str, _Active] = {}
-        done: set[int] = set()
-        for shift in self._levels.rises():
-            if shift.series not in done:
-                active = self._begin(shift)
-                done.update(active.unit.ranks)
-                told[active.unit.fingerprint] = active
+        for active in (*self._risen("steady", self._levels), *self._crept()):
+            told[active.unit.fingerprint] = active
+        for active in self._risen("stalls", self._stalls):
+            told[active.unit.fingerprint] = active
         return [self._tell(active, seen) for active in told.values()]
 
-    def _begin(self, shift: Shift) -> _Active:
+    def _risen(self, way: Way, levels: PeerLevels) -> Iterator[_Active]:
+        done: set[int] = set()
+        for shift in levels.rises():
+            if shift.series not in done and (way != "stalls" or self._lasts(shift)):
+                active = self._begin(way, levels, shift)
+                done.update(active.unit.ranks)
+                yield active
+
+    def _lasts(self, shift: Shift) -> bool:
+        """Whether stalls come in too many steps to be chance, and nothing told explains them."""
+        accidents = self._stalls.accidents(shift)
+        return (
+            not self._levels.explained[shift.series]
+            and accidents <= self.settings.straggler_false_alarms
+        )
+
+    def _begin(self, way: Way, levels: PeerLevels, shift: Shift) -> _Active:
         beside = self._units.beside(shift.series)
-        slow = {shift.series, *self._levels.joined(beside, shift)}
+        slow = {shift.series, *levels.joined(beside, shift)}
         unit = self._units.name(shift.series, slow)
+        if way == "stalls":
+            name = unit.fingerprint.removeprefix("straggler:")
+            unit = replace(unit, fingerprint=f"straggler:stalls:{name}")
         before = self._active.get(unit.fingerprint)
         if before is not None:
-            self._levels.worsen(before.rise, shift.steps)
+            levels.worsen(before.rise, shift.steps)
             return before
-        return self._activate(unit, self._levels.begin(unit.ranks, shift.steps), shift.steps)
+        rise = levels.begin(unit.ranks, shift.steps)
+        return self._activate(unit, way, levels, rise, shift.steps)
 
-    def _activate(self, unit: SlowUnit, rise: Rise, steps: int) -> _Active:
+    def _crept(self) -> Iterator[_Active]:
+        for ranks, size in self._creep.found(self._levels):
+            unit = self._units.name(ranks[0], ranks)
+            if unit.fingerprint in self._active:
+                continue
+            early = self._levels.steps_above(ranks[0], _CREPT_EARLY * size)
+            rise = self._levels.assume(unit.ranks, FOLLOWED_STEPS, size)
+            steps = round(early / (1.0 - _CREPT_EARLY))
+            yield self._activate(unit, "creeps", self._levels, rise, steps)
+
+    def _activate(
+        self, unit: SlowUnit, way: Way, levels: PeerLevels, rise: Rise, steps: int
+    ) -> _Active:
         onset = self._steps[-min(steps, len(self._steps))]
         finding = self._blank(unit, onset.number)
-        active = _Active(unit, rise, onset.started_ns, finding)
+        active = _Active(unit, way, levels, rise, onset.started_ns, finding)
         self._active[unit.fingerprint] = active
         return active
 
@@ -173,7 +234,8 @@ class StragglerDetector(Detector):
         if size >= math.log(self.settings.chronic_fault):
             steps = self._levels.pushed
             rise = self._levels.assume(unit.ranks, steps, size)
-            return self._tell(self._activate(unit, rise, steps), seen)
+            active = self._activate(unit, "steady", self._levels, rise, steps)
+            return self._tell(active, seen)
         slowdown = math.exp(size)
         return msgspec.structs.replace(
             self._blank(unit, None),
@@ -207,7 +269,7 @@ class StragglerDetector(Detector):
 
     def _follow(self, active: _Active, seen: Observation) -> list[Finding]:
         """News of a known straggler: recovered, explained, or much changed."""
-        course = self._levels.follow(active.rise)
+        course = active.levels.follow(active.rise)
         if course == "over":
             del self._active[active.unit.fingerprint]
             return [self._cleared(active, seen)]
@@ -215,8 +277,10 @@ class StragglerDetector(Detector):
             return [self._tell(active, seen)]
         before, step = active.finding, self._steps[-1].number
         is_due = step - (before.step or step) >= STEPS_BETWEEN_UPDATES
-        if is_due:
-            self._levels.correct(active.rise)
+        if is_due and active.way == "creeps":
+            active.levels.grow(active.rise)
+        elif is_due:
+            active.levels.correct(active.rise)
         elif before.cause != UNKNOWN or step == before.step:
             return []
         # The replay is asked only for what is told: it costs more than all else in a step.
@@ -224,8 +288,12 @@ class StragglerDetector(Detector):
         diagnosis = self._diagnosis(active, slowdown, seen)
         if diagnosis.cause == UNKNOWN and before.cause != UNKNOWN:
             return []  # the telemetry may have aged out; what was known stays
+        if active.way == "creeps" and slowdown - 1.0 >= _GROWN * ((before.slowdown or 1.0) - 1.0):
+            return [self._tell(active, seen)]
         if diagnosis.cause == before.cause and _alike(slowdown, before.slowdown):
-            return []
+            is_old = is_due and seen.now_ns - before.detected_ns >= SHOWN_AGAIN_NS
+            if not (is_old and weighs_differently(diagnosis, before)):
+                return []
         return [self._tell(active, seen)]
 
     def _cleared(self, active: _Active, seen: Observation) -> Finding:
@@ -267,6 +335,7 @@ class StragglerDetector(Detector):
         cost_ratio = self._cost_ratio(self_seconds * (1.0 - 1.0 / slowdown), speedup)
         diagnosis = self._diagnosis(active, slowdown, seen)
         whom = "its peers" if self.generation.topology.world_size > 1 else "before"
+        how = _WAYS[active.way].format(slowdown=slowdown, whom=whom, onset=before.onset_step)
         measured = Evidence(
             f"computes {self_seconds * 1e3:.0f} ms per step since step {before.onset_step}, "
             f"{self_seconds / slowdown * 1e3:.0f} ms if it were as fast as {whom}",
@@ -280,8 +349,7 @@ class StragglerDetector(Detector):
             causes=diagnosis.causes,
             advice=diagnosis.advice,
             summary=(
-                f"{unit.subject(self.generation)} is {slowdown:.2f}x slower than {whom} "
-                f"since step {before.onset_step}, {because(diagnosis)}; "
+                f"{unit.subject(self.generation)} {how}, {because(diagnosis)}; "
                 f"it {cost_text(cost_ratio, speedup)}."
             ),
             detected_ns=seen.now_ns,
