@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline_cli.evaluate.faults import Fault
+from paceline_cli.evaluate.faults import Fault, Ints, Traffic
 from paceline_cli.evaluate.program import Program
 from paceline_cli.evaluate.shape import Shape
 from paceline_cli.evaluate.timeline import Durations, Floats
@@ -119,15 +119,19 @@ class Conditions:
             world=0.0005 * self._jitter((steps,), 0.2),
             optimizer=shape.optimizer_seconds * self._jitter((steps, *self.grid), 0.03),
             checkpoint=self._checkpoints(first, steps),
+            extra=np.full((steps, self.grid[0], 1, self.grid[2]), np.nan),
         )
         self._lengthen(durations.data, noise.late_batches, 20.0)
         for tensor in durations.tensor:
             self._lengthen(tensor, noise.late_messages, 10.0)
         self._collections(durations, busy)
+        number = np.arange(first, first + steps)
         for fault in self.faults:
-            held = np.array([fault.holds(step) for step in range(first, first + steps)])
+            if fault.traffic is not None:
+                self._carry(fault.traffic, number, durations)
+            held = np.array([fault.holds(step) for step in number.tolist()])
             if held.any():
-                self._apply(fault, held, durations)
+                self._apply(fault, held, number, durations)
         return durations
 
     def _base(self, stage: int) -> Floats:
@@ -233,8 +237,15 @@ class Conditions:
         durations.gc_place[here] = place[here]
         durations.gc[here] = seconds * self.chance.uniform(0.5, 1.5, durations.gc.shape)[here]
 
-    def _apply(self, fault: Fault, held: np.ndarray, durations: Durations) -> None:
-        """`held`: in which of the steps."""
+    def _carry(self, traffic: Traffic, number: Ints, durations: Durations) -> None:
+        """The reduction that comes late, a tenth of the usual one."""
+        flows = traffic.flows(number)
+        durations.extra[flows] = (
+            0.1 * self.shape.reduction_seconds * self._jitter(durations.extra.shape, 0.05)[flows]
+        )
+
+    def _apply(self, fault: Fault, held: np.ndarray, number: Ints, durations: Durations) -> None:
+        """`held`: in which of the steps `number`."""
         where = np.zeros(self.shape.world_size, dtype=bool)
         where[list(fault.ranks)] = True
         if fault.kind in ("slow_rank", "slow_node"):
@@ -243,7 +254,14 @@ class Conditions:
                 compute[:, held] *= factor[stage]
         elif fault.kind == "data_stall":
             durations.data[held] += np.where(where, fault.seconds, 0.0).reshape(self.grid)
-        elif fault.kind == "transient_stall":
+        elif fault.kind == "slow_creep":
+            growth = 1.0 + (fault.factor - 1.0) * fault.share(number)
+            place = self.shape.topology.coordinates(fault.ranks[0])
+            durations.compute[place.pp_rank][..., place.dp_rank, place.tp_rank] *= growth
+        elif fault.kind == "late_link":
+            place = self.shape.topology.coordinates(fault.ranks[0])
+            durations.extra[held, place.pp_rank, 0, place.tp_rank] *= fault.factor
+        elif fault.kind in ("transient_stall", "stalled_microbatch"):
             self._stall(fault, held, durations)
         elif fault.kind == "slow_link":
             self._slow_transfers(fault, held, durations)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from paceline_cli.evaluate.program import DATA, TENSOR, WORLD, Program, Row
+from paceline_cli.evaluate.program import DATA, EXTRA, TENSOR, WORLD, Program, Row
 from paceline_cli.evaluate.shape import Shape
 from paceline_cli.evaluate.timeline import Timeline
 from paceline_wire.batch import RankDefined, RankState, SpanBlock
@@ -67,6 +67,7 @@ class Emission:
                 GroupDefinition(TENSOR, "tp", tensor, axis="tp"),
                 GroupDefinition(DATA, "dp", data, axis="dp"),
                 GroupDefinition(WORLD, "world", everyone, axis="world"),
+                GroupDefinition(EXTRA, "averages", data, axis="dp"),
             ],
         )
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline_cli.evaluate.shape import Lengths, Shape
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 KINDS = (
     "none",
@@ -21,6 +27,9 @@ KINDS = (
     "two_faults",
     "hang",
     "crash",
+    "stalled_microbatch",
+    "slow_creep",
+    "late_link",
 )
 CHRONIC = ("stage_imbalance", "sequence_variance", "gc")  # part of the job from its first step
 # Below this, a fault is reported apart: nobody restarts a job for it.
@@ -30,7 +39,21 @@ RANK_CAUSES = ("thermal", "power", "pcie", "numa", "cpu", "memory", "ecc", "unkn
 NODE_CAUSES = ("thermal", "power", "cpu", "memory", "unknown")
 LINK_CAUSES = ("nic errors", "nic rate", "congestion", "unknown")
 DATA_CAUSES = ("disk", "unknown")
+STALL_CAUSES = ("cpu", "memory", "unknown")
+LATE_LINK_PAST = 16  # times that it was seen before it became slow, at least
 HANG_CAUSES = ("host", "device", "mismatch")  # the side it is stuck on
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A reduction among replicas that nobody sees in the first steps: an average, a copy."""
+
+    first_step: int
+    every: int  # steps
+
+    def flows(self, steps: Ints) -> Bools:
+        due: Bools = (steps >= self.first_step) & ((steps - self.first_step) % self.every == 0)
+        return due
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +71,29 @@ class Fault:
     cause: str = "unknown"  # what the node's measurements show
     factor: float = 1.0  # what its operations' durations are multiplied by
     seconds: float = 0.0  # what is added to them
+    ramp_steps: int = 0  # that it takes to come to its full size, evenly
+    traffic: Traffic | None = None  # what a late link carries
 
     def holds(self, step: int) -> bool:
         after = self.steps is None or step < self.onset_step + self.steps
         return self.onset_step <= step and after
 
+    def share(self, steps: Ints) -> Floats:
+        """How much of it there is in each of the steps, 0..1."""
+        ramp = (steps - self.onset_step + 1) / max(self.ramp_steps, 1)
+        return np.clip(ramp, 0.0, 1.0)
+
     @property
     def counts(self) -> bool:
         return self.magnitude >= COUNTED_MAGNITUDE
+
+    @property
+    def counted_step(self) -> int:
+        """The first step in which it is large enough to be told of."""
+        if not self.ramp_steps:
+            return self.onset_step
+        share = COUNTED_MAGNITUDE / self.magnitude
+        return self.onset_step + max(math.ceil(share * self.ramp_steps) - 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +170,52 @@ def transient_stall(chance: np.random.Generator, shape: Shape, onset: int) -> Fa
         steps=int(chance.integers(1, 4)),
         ranks=(rank,),
         node=shape.node_number(rank),
+    )
+
+
+def stalled_microbatch(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
+    """One operation of each step, another each time; tuned to its cost."""
+    rank, magnitude = some_rank(chance, shape), float(chance.uniform(0.12, 0.5))
+    return Fault(
+        "stalled_microbatch",
+        onset,
+        magnitude,
+        ranks=(rank,),
+        node=shape.node_number(rank),
+        cause=str(chance.choice(STALL_CAUSES)),
+    )
+
+
+def slow_creep(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
+    """A rank that gets slower by half a percent in each step, to 30 %."""
+    rank, magnitude = some_rank(chance, shape), 0.3
+    return Fault(
+        "slow_creep",
+        onset,
+        magnitude,
+        ranks=(rank,),
+        node=shape.node_number(rank),
+        factor=1.0 + magnitude,
+        ramp_steps=round(magnitude / float(chance.uniform(0.004, 0.006))),
+    )
+
+
+def late_link(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
+    """A group of replicas whose reduction is first seen late, and slow later still."""
+    topology = shape.topology
+    place = topology.coordinates(some_rank(chance, shape))
+    ranks = tuple(
+        topology.rank(replica, place.pp_rank, place.tp_rank) for replica in range(topology.dp)
+    )
+    every = int(chance.choice([1, 1, 2]))
+    first = int(chance.integers(6, max(7, onset - LATE_LINK_PAST * every)))
+    return Fault(
+        "late_link",
+        onset,
+        float(chance.uniform(0.12, 0.5)),
+        ranks=ranks,
+        stage=place.pp_rank,
+        traffic=Traffic(first, every),
     )
 
 

@@ -9,13 +9,15 @@ import numpy as np
 
 from paceline_cli.evaluate import faults
 from paceline_cli.evaluate.conditions import QUIET, Conditions
-from paceline_cli.evaluate.faults import COUNTED_MAGNITUDE, Fault, Plan
+from paceline_cli.evaluate.faults import COUNTED_MAGNITUDE, Fault, Plan, Traffic
 from paceline_cli.evaluate.program import build
 from paceline_cli.evaluate.shape import Shape, draw_shape
 from paceline_cli.evaluate.timeline import play
 
 _LARGEST_FACTOR = 10_000.0
 _TRIES = 50
+_STALL_ROUNDS = 3
+_STEPS_OF_STALLS = 16  # over which it evens out where in the schedule they are
 _STEPS_OF_LENGTHS = 64  # over which the cost of uneven lengths evens out
 
 
@@ -33,7 +35,7 @@ def draw_plan(kind: str, chance: np.random.Generator, onset: int, largest: int) 
 
 def step_seconds(shape: Shape, plan_faults: tuple[Fault, ...] = (), steps: int = 1) -> float:
     """The mean step without noise (but for sequence lengths), every fault present throughout."""
-    program = build(shape)
+    program = build(shape, extra=has_late_traffic(plan_faults))
     lasting = tuple(replace(fault, onset_step=0, steps=None) for fault in plan_faults)
     conditions = Conditions(shape, program, QUIET, np.random.default_rng(0), lasting)
     durations = conditions.draw(1, steps)
@@ -42,12 +44,18 @@ def step_seconds(shape: Shape, plan_faults: tuple[Fault, ...] = (), steps: int =
     return float(play(shape, program, durations, carry).step_seconds.mean())
 
 
+def has_late_traffic(plan_faults: tuple[Fault, ...]) -> bool:
+    return any(fault.traffic is not None for fault in plan_faults)
+
+
 def _draw(kind: str, chance: np.random.Generator, shape: Shape, onset: int) -> Plan | None:
     """None: this job cannot have such a fault."""
     if kind == "none":
         return Plan(shape)
     if kind == "slow_node" and shape.node_count < 2:
         return None  # a node is slow among others
+    if kind == "late_link" and shape.topology.dp < 2:
+        return None  # a reduction needs replicas
     if kind == "stage_imbalance":
         return _stage_imbalance(chance, shape)
     if kind == "sequence_variance":
@@ -79,22 +87,46 @@ _SINGLE: dict[str, Callable[[np.random.Generator, Shape, int], Fault]] = {
     "slow_link": faults.slow_link,
     "data_stall": faults.data_stall,
     "transient_stall": faults.transient_stall,
+    "stalled_microbatch": faults.stalled_microbatch,
+    "slow_creep": faults.slow_creep,
+    "late_link": faults.late_link,
     "gc": lambda chance, shape, _: faults.gc_pauses(chance, shape, 0),
 }
 
 
 def _tuned(shape: Shape, fault: Fault) -> Fault | None:
     """With the factor or seconds that make the step take `magnitude` longer."""
-    if fault.kind in ("slow_rank", "slow_node"):
+    if fault.kind in ("slow_rank", "slow_node", "slow_creep"):
         return fault
+    if fault.kind == "late_link":
+        return _tuned_late(shape, fault)
     normal = step_seconds(shape)
     if fault.kind in ("data_stall", "transient_stall"):
         return replace(fault, seconds=fault.magnitude * normal)
+    if fault.kind == "stalled_microbatch":
+        return _tuned_stall(shape, fault, normal)
     if fault.kind == "gc":
         # On average one of the ranks pauses in each step: all wait for it.
         share = min(1.0, 1.5 / shape.world_size)
         return replace(fault, factor=share, seconds=1.5 * fault.magnitude * normal)
     return _solved(shape, fault, normal)
+
+
+def _tuned_stall(shape: Shape, fault: Fault, normal: float) -> Fault | None:
+    """Part of a stall hides in the pipeline's slack: the more, the later the schedule needs it."""
+    seconds = fault.magnitude * normal
+    for _ in range(_STALL_ROUNDS):
+        cost = step_seconds(shape, (replace(fault, seconds=seconds),), _STEPS_OF_STALLS) / normal
+        seconds *= fault.magnitude / max(cost - 1.0, 0.1 * fault.magnitude)
+    return replace(fault, seconds=seconds)
+
+
+def _tuned_late(shape: Shape, fault: Fault) -> Fault | None:
+    """Its mean cost over the steps, of which not all have such a reduction."""
+    assert fault.traffic is not None
+    always = replace(fault, traffic=Traffic(0, 1), magnitude=fault.magnitude * fault.traffic.every)
+    solved = _solved(shape, always, step_seconds(shape))
+    return None if solved is None else replace(fault, factor=solved.factor)
 
 
 def _solved(shape: Shape, fault: Fault, normal: float) -> Fault | None:

@@ -14,7 +14,7 @@ from paceline_trainer import schedule
 from paceline_trainer.schedule import Action
 from paceline_wire.spans import RECEIVE_OPS, Op
 
-TENSOR, DATA, WORLD = 1, 2, 3  # the ranks' own ids of their groups
+TENSOR, DATA, WORLD, EXTRA = 1, 2, 3, 4  # the ranks' own ids of their groups
 
 
 @dataclass(slots=True)
@@ -53,17 +53,18 @@ class Program:
     counts: dict[tuple[int, int], int] = field(default_factory=dict)  # transfers between stages
 
 
-def build(shape: Shape) -> Program:
+def build(shape: Shape, *, extra: bool = False) -> Program:
+    """`extra`: with a second reduction among the replicas, which need not be in every step."""
     topology = shape.topology
     made_for = schedule.Shape(topology.pp, shape.microbatches, shape.virtual)
     order = schedule.SCHEDULES[shape.schedule]
     todo = [schedule.plan(order, stage, made_for) for stage in range(topology.pp)]
-    return _Builder(shape, todo).build()
+    return _Builder(shape, todo, extra).build()
 
 
 class _Builder:
-    def __init__(self, shape: Shape, todo: Sequence[Sequence[Action]]) -> None:
-        self.shape = shape
+    def __init__(self, shape: Shape, todo: Sequence[Sequence[Action]], extra: bool) -> None:
+        self.shape, self.extra = shape, extra
         self.pp = shape.topology.pp
         self.todo = todo
         self.program = Program([[] for _ in todo], [], [[] for _ in todo], 0)
@@ -144,6 +145,9 @@ class _Builder:
         zero = self.shape.zero
         for stage, rows in enumerate(self.program.rows):
             named = self.program.named[stage]
+            if self.extra:
+                named["extra"] = len(rows)
+                rows.append(Row(Op.ALL_REDUCE, group=EXTRA, sequence=1))
             if self.shape.topology.dp > 1:
                 named["reduce"] = len(rows)
                 rows.append(

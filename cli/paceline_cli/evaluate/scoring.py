@@ -4,8 +4,9 @@ A fault is *detected* by a finding of its kind (`EXPECTED`), not cleared, given 
 begun. It is a *hit* if one of those names the right subject: the rank, the node (or nothing but
 ranks of it), the stage, both ends of the link; jobs' own troubles (sequence lengths, GC) have no
 subject. *Top-1*: the first finding of that kind named the right one. *Latency*: the newest step
-the engine had been fed when it gave the first hit, minus the step of the onset. A trial with two
-faults is a hit if both are, and as late as the later one.
+the engine had been fed when it gave the first hit, minus the step of the onset; of a fault that
+grows, minus the first step in which it was 10 %. A trial with two faults is a hit if both are, and
+as late as the later one.
 
 The *cause* is judged on hits of faults that the telemetry shows, and of those it does not show
 (then "unknown" is the right answer): the newest finding's cause must contain one of `CAUSE_WORDS`.
@@ -41,6 +42,9 @@ EXPECTED = {
     "transient_stall": "transient_stall",
     "hang": "hang",
     "crash": "failure",
+    "stalled_microbatch": "straggler",
+    "slow_creep": "straggler",
+    "late_link": "slow_link",
 }
 # Over before anyone could act: reported by kind, and not part of the overall figures.
 FLEETING = frozenset({"transient_stall"})
@@ -60,6 +64,9 @@ CAUSE_WORDS = {
     "disk": ("disk", "i/o", "storage"),
     "unknown": ("unknown", "slow data loading"),
 }
+_CAUSED = frozenset(
+    {"slow_rank", "slow_node", "slow_link", "data_stall", "stalled_microbatch", "slow_creep"}
+)
 _Z95 = 1.959964
 
 
@@ -137,7 +144,7 @@ class _Part:
             hit=True,
             top1=_names(mine[0].finding, fault),
             cause_right=_cause_right(hits[-1].finding, fault),
-            latency_steps=max(0, hits[0].step - fault.onset_step),
+            latency_steps=max(0, hits[0].step - fault.counted_step),
             latency_seconds=None if onset_seconds is None else hits[0].seconds - onset_seconds,
         )
 
@@ -158,7 +165,7 @@ def _names(finding: Finding, fault: Fault) -> bool:
     named = {finding.rank} if finding.rank is not None else set(finding.ranks)
     if fault.link is not None:
         return finding.link is not None and set(finding.link) == set(fault.link)
-    if fault.stage is not None:
+    if fault.stage is not None and not fault.ranks:
         return finding.stage == fault.stage
     if fault.kind == "slow_node":
         return finding.node == _node(fault) and named <= set(fault.ranks)
@@ -174,7 +181,7 @@ def _node(fault: Fault) -> str:
 def _cause_right(finding: Finding, fault: Fault) -> bool | None:
     if fault.kind == "hang" and fault.cause in HANG_CAUSES:
         return finding.side == fault.cause or fault.cause in finding.cause.lower()
-    if fault.kind not in ("slow_rank", "slow_node", "slow_link", "data_stall"):
+    if fault.kind not in _CAUSED:
         return None
     return any(word in finding.cause.lower() for word in CAUSE_WORDS[fault.cause])
 

@@ -36,6 +36,7 @@ class Durations:
     optimizer: Floats
     after_pipeline: Floats  # between the last microbatch and the reduction: nothing, usually
     checkpoint: Floats  # (steps,)
+    extra: Floats  # as `reduction`: another one before it; NaN where there is none
 
 
 @dataclass(slots=True)
@@ -119,6 +120,8 @@ class _Player:
         made = self.durations
         for stage, named in enumerate(self.program.named):
             self.free[stage] = self.free[stage] + made.after_pipeline[:, stage]
+            if "extra" in named:
+                self._extra(stage, named["extra"])
             if "reduce" in named:
                 self.start[stage][named["reduce"]] = self.free[stage]
                 done = self.free[stage].max(axis=1, keepdims=True) + made.reduction[:, stage]
@@ -129,6 +132,14 @@ class _Player:
         for stage, named in enumerate(self.program.named):
             self._end_of_step(stage, named, exchanged[:, None, None])
         return Timeline(self.start, self.end, exchanged, self.tail[-1])
+
+    def _extra(self, stage: int, row: int) -> None:
+        taken = self.durations.extra[:, stage]
+        flows = ~np.isnan(taken)
+        done = self.free[stage].max(axis=1, keepdims=True) + taken
+        self.start[stage][row] = np.where(flows, self.free[stage], np.inf)
+        self.free[stage] = np.where(flows, done, self.free[stage])
+        self.end[stage][row] = np.where(flows, self.free[stage], np.inf)
 
     def _end_of_step(self, stage: int, named: dict[str, int], exchanged: Floats) -> None:
         start, end, made = self.start[stage], self.end[stage], self.durations

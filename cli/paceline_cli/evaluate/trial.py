@@ -16,7 +16,7 @@ from paceline_cli.evaluate.emission import (
 )
 from paceline_cli.evaluate.endings import crash, hang
 from paceline_cli.evaluate.faults import CHRONIC, Plan
-from paceline_cli.evaluate.plans import draw_plan
+from paceline_cli.evaluate.plans import draw_plan, has_late_traffic
 from paceline_cli.evaluate.program import build
 from paceline_cli.evaluate.record import Seen, TrialRecord
 from paceline_cli.evaluate.standstill import Moment, view_at
@@ -53,7 +53,8 @@ def run_trial(kind: str, seed: tuple[int, int, int], largest: int, length: Lengt
     chance = np.random.default_rng(seed)
     onset = int(chance.integers(*length.healthy))
     plan = draw_plan(kind, chance, onset, largest)
-    steps = draw_steps(kind, chance, onset, length, plan.shape.world_size)
+    grows = max((fault.counted_step - fault.onset_step for fault in plan.faults), default=0)
+    steps = draw_steps(kind, chance, onset + grows, length, plan.shape.world_size)
     record = Trial(kind, plan, steps, chance).run()
     record.number = seed[-1]
     return record
@@ -83,7 +84,7 @@ class Trial:
         self.plan, self.chance = plan, chance
         shape = plan.shape
         self.shape = shape
-        self.program = build(shape)
+        self.program = build(shape, extra=has_late_traffic(plan.faults))
         self.record = TrialRecord(kind, plan.faults, steps, job=shape.text)
         lost = float(chance.choice([0.0, 0.0, 0.002]))
         self.emission = Emission(shape, self.program, chance, lost)
@@ -125,7 +126,7 @@ class Trial:
             self.onsets[ending.onset_step] = self.seconds
             (hang if ending.kind == "hang" else crash)(self, ending)
         self.record.onset_seconds = tuple(
-            self.onsets.get(fault.onset_step, 0.0) for fault in self.plan.faults
+            self.onsets.get(fault.counted_step, 0.0) for fault in self.plan.faults
         )
         return self.record
 
