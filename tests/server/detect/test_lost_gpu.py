@@ -127,7 +127,35 @@ def test_the_kernels_log_is_preferred_where_it_is_read_and_nvml_is_enough_where_
     job.device_event("node-0", "xid", "gpu0", "XID 95")
     assert tick(job) == []
     job.device_event("node-0", "xid", "gpu0", told(95))
-    assert [each.rank for each in tick(job)] == [0]
+    [found] = tick(job)
+    assert found.rank == 0
+    assert [each.text.partition(" reported ")[0] for each in found.evidence] == [
+        "node-0",
+        "NVML of node-0",
+    ]
+
+
+def test_the_second_witness_of_an_xid_adds_itself_once(job):
+    job.device_event("node-0", "xid", "gpu0", told(95))
+    [found] = tick(job)
+    read = Sample("paceline_kernel_log_lost_total", {}, 0.0, job.now_ns)
+    job.engine.feed(job.batch("node-0", samples=[read]), job.now_ns)
+    job.device_event("node-0", "xid", "gpu0", "XID 95")
+    job.device_event("node-0", "xid", "gpu0", "XID 95")
+    [joined] = tick(job)
+    assert joined.fingerprint == found.fingerprint
+    assert joined.evidence[1].text == "NVML of node-0 reported XID 95 of gpu0 as well"
+    job.device_event("node-0", "xid", "gpu0", "XID 95")
+    assert tick(job, 5) == []
+
+
+def test_an_xid_that_the_kernels_log_never_tells_is_not_lost(job):
+    read = Sample("paceline_kernel_log_lost_total", {}, 0.0, job.now_ns)
+    job.engine.feed(job.batch("node-0", samples=[read]), job.now_ns)
+    job.device_event("node-0", "xid", "gpu0", "XID 95")
+    assert tick(job, 1) == []
+    [found] = tick(job, 3)
+    assert (found.kind, found.rank) == ("failure", 0)
 
 
 def test_a_gpu_that_nobody_can_name_is_a_warning_of_its_node(job):

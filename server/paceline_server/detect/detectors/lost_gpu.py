@@ -99,7 +99,7 @@ class LostGpuDetector(Detector):
         if known is None:
             finding = self._finding(one, trouble, ranks, now_ns, [])
             self._sick[place] = _Sick(finding, now_ns, {trouble.code})
-            return [finding, *self._join(place, trouble.code, now_ns)]
+            return self._join(place, trouble.code, now_ns) or [finding]
         known.last_ns = now_ns
         if trouble.code in known.codes or len(known.codes) >= _TROUBLES_KEPT:
             return []
