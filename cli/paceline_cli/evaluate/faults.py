@@ -93,7 +93,7 @@ class Fault:
         if not self.ramp_steps:
             return self.onset_step
         share = COUNTED_MAGNITUDE / self.magnitude
-        return self.onset_step + max(math.ceil(share * self.ramp_steps) - 1, 0)
+        return self.onset_step + math.ceil(round(share * self.ramp_steps, 6)) - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ import pytest
 
 from paceline_cli.evaluate.conditions import QUIET, Conditions, Noise
 from paceline_cli.evaluate.emission import Emission
-from paceline_cli.evaluate.faults import CHRONIC, COUNTED_MAGNITUDE, KINDS, Fault, Plan
+from paceline_cli.evaluate.faults import CHRONIC, COUNTED_MAGNITUDE, KINDS, Fault, Plan, Traffic
 from paceline_cli.evaluate.plans import draw_plan, step_seconds
-from paceline_cli.evaluate.program import build
+from paceline_cli.evaluate.program import EXTRA, build
 from paceline_cli.evaluate.shape import Shape, draw_shape
 from paceline_cli.evaluate.timeline import Timeline, play
 from paceline_cli.evaluate.trial import Length, Trial, draw_steps
@@ -169,8 +169,9 @@ def test_faults_do_what_they_are_tuned_to():
         plan = draw_plan(kind, chance, 20, largest=16)
         if kind in CHRONIC:
             assert [fault.onset_step for fault in plan.faults] == [0]
-        if kind in ("slow_link", "data_stall"):
-            cost = step_seconds(plan.shape, plan.faults) / step_seconds(plan.shape) - 1.0
+        if kind in ("slow_link", "data_stall", "stalled_microbatch"):
+            slow = step_seconds(plan.shape, plan.faults, steps=16)
+            cost = slow / step_seconds(plan.shape) - 1.0
             assert cost == pytest.approx(plan.faults[0].magnitude, rel=0.35)
         if kind not in ("none", "slow_rank"):
             assert all(fault.counts for fault in plan.faults)
@@ -185,6 +186,34 @@ def test_however_large_a_job_its_fault_is_played(kind: str):
             steps = draw_steps(kind, chance, onset, Length(), world_size)
             assert kind in CHRONIC or kind == "none" or steps >= onset + 16
             assert steps <= (500 if world_size <= 256 else 180)
+
+
+def test_a_creep_grows_evenly_and_counts_from_a_tenth_on():
+    fault = Fault("slow_creep", 10, 0.3, ranks=(1,), factor=1.3, ramp_steps=60)
+    assert fault.share(np.array([9, 10, 39, 69, 90])).tolist() == pytest.approx(
+        [0.0, 1 / 60, 0.5, 1.0, 1.0]
+    )
+    assert fault.counted_step == 29  # the twentieth of the sixty
+    assert replace(fault, ramp_steps=0).counted_step == 10
+
+
+def test_a_late_reduction_comes_when_it_is_due_and_its_fault_makes_one_group_slow():
+    shape = SHAPES[3]  # dp 2, pp 2, tp 2
+    fault = Fault("late_link", 6, 0.2, ranks=(4, 6), stage=1, factor=1000.0, traffic=Traffic(3, 2))
+    trial = Watched(Plan(shape, (fault,)), 9, QUIET)
+    trial.run()
+    lengths: dict[int, dict[int, list[int]]] = {}
+    for batch in trial.sent:
+        for block in batch.spans:
+            for span in unpack(from_columns(block.columns)):
+                if span.group == EXTRA:
+                    lengths.setdefault(span.step, {}).setdefault(block.rank, []).append(
+                        span.duration_ns
+                    )
+    assert sorted(lengths) == [3, 5, 7]
+    assert all(sorted(of_step) == list(range(8)) for of_step in lengths.values())
+    assert min(lengths[7][4] + lengths[7][6]) > 100 * max(lengths[5][4] + lengths[5][6])
+    assert len(trial.steps) == 9
 
 
 def test_a_hung_rank_leaves_the_others_waiting_for_it():

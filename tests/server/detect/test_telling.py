@@ -1,0 +1,46 @@
+"""What a standing verdict is told again for."""
+
+import pytest
+
+from paceline_server.detect.causes.diagnose import Diagnosis
+from paceline_server.detect.finding import Cause, Evidence, Finding
+from paceline_server.detect.telling import weighs_differently
+
+CLOCK, POWER = Evidence("clock fell", "clock"), Evidence("power is as before", "power")
+BEFORE = Finding(
+    kind="straggler",
+    cause="thermal throttle",
+    fingerprint="straggler:2",
+    summary="",
+    detected_ns=0,
+    generation=0,
+    causes=[Cause("thermal throttle", 0.6)],
+    evidence=[CLOCK],
+    counter_evidence=[POWER],
+)
+
+
+def diagnosis(likelihood: float = 0.6, *against: Evidence) -> Diagnosis:
+    return Diagnosis(
+        cause=BEFORE.cause,
+        causes=[Cause(BEFORE.cause, likelihood)],
+        evidence=[CLOCK],
+        counter_evidence=list(against or (POWER,)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (diagnosis(), False),
+        (diagnosis(0.65), False),
+        (diagnosis(0.75), True),
+        (diagnosis(0.6, Evidence("power is 1 W higher", "power")), False),
+        (diagnosis(0.6, POWER, Evidence("no swap", "swap")), True),
+        (Diagnosis(), True),
+    ],
+)
+def test_other_likelihoods_or_other_things_ruled_out_are_told_and_other_numbers_are_not(
+    found: Diagnosis, expected: bool
+):
+    assert weighs_differently(found, BEFORE) is expected
