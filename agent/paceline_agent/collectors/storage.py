@@ -1,7 +1,7 @@
 """Space of the file systems that a training fills: checkpoints, rings, shared memory, temporary.
 
-In a thread of its own: asking a network file system whose server is gone can block for hours. Of
-NFS also how long its operations take; of local disks `host.py` tells that.
+Asking a network file system whose server is gone can block for hours: the thread is lost to it, no
+other collector is. Of NFS also how long its operations take; of local disks `host.py` tells that.
 """
 
 from __future__ import annotations
