@@ -69,7 +69,7 @@ class Client:
             time.sleep(1.0)
 
     def download(self, path: str, **parameters: Any) -> httpx.Response:
-        """What is no JSON, and may take the server a while to put together."""
+        """What may take the server a while to put together."""
         return self._answer("GET", path, params=parameters, timeout=httpx.Timeout(10.0, read=120.0))
 
     def _call(self, method: str, path: str, **options: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from paceline_cli.commands.analyze import BadRecording
-from paceline_server.whatif.analysis import Analysis, analyze, prepare
+from paceline_server.whatif.analysis import Analysis, Step, analyze, prepare
 from paceline_server.whatif.errors import WhatIfError
 from paceline_server.whatif.reader import read_metadata, read_trace
 from paceline_server.whatif.timeline import ideal_timeline
@@ -22,9 +22,8 @@ from paceline_server.whatif.verdict import Verdict, judge
 
 
 def show(path: Path, metadata: Path | None, timeline: Path | None, as_json: bool) -> None:
+    trace, step = _read(path, metadata)
     try:
-        trace = read_trace(path, read_metadata(metadata) if metadata else None)
-        step = prepare(trace)
         analysis = analyze(trace, step)
     except WhatIfError as error:
         raise BadRecording(str(error)) from error
@@ -33,20 +32,45 @@ def show(path: Path, metadata: Path | None, timeline: Path | None, as_json: bool
     for note in trace.notes:
         click.echo(f"Note: {note}.", err=True)
     if timeline is not None:
-        try:
-            timeline.write_text(json.dumps(ideal_timeline(step, trace)))
-        except OSError as error:
-            raise BadRecording(f"cannot write {timeline}: {error.strerror}") from error
-    verdict = judge(analysis)
+        _write_timeline(timeline, step, trace)
+    found = as_resource(analysis, judge(analysis))
     if as_json:
-        click.echo(json.dumps(as_resource(analysis, verdict), indent=2))
-    else:
-        report = importlib.import_module("paceline_cli.whatif_report")
-        report.show(trace, _sizes(trace), analysis, verdict)
+        click.echo(json.dumps(found, indent=2))
+        return
+    report = importlib.import_module("paceline_cli.whatif_report")
+    places = analysis.places
+    report.show(
+        found,
+        _sizes(trace),
+        lambda rank: f"rank {rank} (dp {places[rank][0]}, stage {places[rank][1]})",
+    )
+
+
+def show_timeline(path: Path, metadata: Path, timeline: Path) -> None:
+    """Only the ideal step, for Perfetto."""
+    trace, step = _read(path, metadata)
+    _write_timeline(timeline, step, trace)
+
+
+def _read(path: Path, metadata: Path | None) -> tuple[Trace, Step]:
+    try:
+        trace = read_trace(path, read_metadata(metadata) if metadata else None)
+        return trace, prepare(trace)
+    except WhatIfError as error:
+        raise BadRecording(str(error)) from error
+
+
+def _write_timeline(path: Path, step: Step, trace: Trace) -> None:
+    try:
+        path.write_text(json.dumps(ideal_timeline(step, trace)))
+    except OSError as error:
+        raise BadRecording(f"cannot write {path}: {error.strerror}") from error
 
 
 def as_resource(analysis: Analysis, verdict: Verdict) -> dict[str, Any]:
     return {
+        "step_seconds": analysis.original_seconds,
+        "ideal_step_seconds": analysis.ideal_seconds,
         "slowdown": analysis.slowdown,
         "slowdown_by_step": analysis.slowdown_by_step,
         "slowdown_by_optype": analysis.slowdown_by_optype,
@@ -56,6 +80,7 @@ def as_resource(analysis: Analysis, verdict: Verdict) -> dict[str, Any]:
         "m_s": analysis.m_s,
         "m_w": analysis.m_w,
         "launch_slowdown": analysis.launch_slowdown,
+        "slowest_workers": list(analysis.slowest_workers),
         "verdict": {"kind": verdict.kind, "target": verdict.target, "text": verdict.text},
     }
 

@@ -2,44 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
-
-from paceline_server.whatif.analysis import Analysis
-from paceline_server.whatif.trace import Trace
-from paceline_server.whatif.verdict import Verdict
 
 WORST = 5  # of each kind are listed; --json has all
 
 
-def show(trace: Trace, sizes: str, analysis: Analysis, verdict: Verdict) -> None:
+def show(found: Mapping[str, Any], sizes: str, worker: Callable[[int], str]) -> None:
+    """`found`: what --json prints. `worker`: how the one of this lowest rank is called."""
     console = Console(highlight=False)
-    console.print(verdict.text, style="bold", markup=False)
+    by_step = found["slowdown_by_step"]
+    console.print(found["verdict"]["text"], style="bold", markup=False)
     console.print(
-        f"\n{len(trace.steps)} steps, {sizes}. Ideal step {analysis.ideal_seconds:.4g} s, "
-        f"as it ran {analysis.original_seconds:.4g} s: slowdown S = {analysis.slowdown:.3f} "
-        f"(launch delays, not counted in it: {analysis.launch_slowdown:.3f})."
+        f"\n{_count(len(by_step), 'step')} ({min(map(int, by_step))}-{max(map(int, by_step))}), "
+        f"{sizes}. Ideal step {found['ideal_step_seconds']:.4g} s, as it ran "
+        f"{found['step_seconds']:.4g} s: slowdown S = {found['slowdown']:.3f} "
+        f"(launch delays, not counted in it: {found['launch_slowdown']:.3f})."
     )
+    workers = len(found["slowest_workers"])
     console.print(
-        f"The last stage explains {_share(analysis.m_s)} of it (M_S), the slowest "
-        f"{_count(len(analysis.slowest_workers), 'worker')} {_share(analysis.m_w)} (M_W)."
+        f"The last stage explains {_share(found['m_s'])} of it (M_S), the slowest "
+        f"{'worker' if workers == 1 else f'{workers} workers'} {_share(found['m_w'])} (M_W)."
     )
-    places = analysis.places
+    if found.get("fixes"):
+        console.print()
+        console.print(_fixes(found["fixes"]))
+    if found.get("advice"):
+        console.print()
+        console.print(_advice(found["advice"]))
     for title, slowdowns in (
-        ("operation type", analysis.slowdown_by_optype),
-        ("stage", analysis.slowdown_by_stage),
-        ("dp rank", analysis.slowdown_by_dp_rank),
+        ("operation type", found["slowdown_by_optype"]),
+        ("stage", found["slowdown_by_stage"]),
+        ("dp rank", found["slowdown_by_dp_rank"]),
         (
             "worker",
-            {
-                f"rank {rank} (dp {places[rank][0]}, stage {places[rank][1]})": slowdown
-                for rank, slowdown in analysis.slowdown_by_worker.items()
-            },
+            {worker(int(rank)): value for rank, value in found["slowdown_by_worker"].items()},
         ),
-        ("step", analysis.slowdown_by_step),
+        ("step", by_step),
     ):
         console.print()
         console.print(_table(title, {str(key): value for key, value in slowdowns.items()}))
+
+
+def _fixes(fixes: list[Any]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("IF ONLY THIS WERE AS FAST AS ITS PEERS", min_width=32)
+    table.add_column("STEPS", justify="right")
+    for fix in fixes:
+        table.add_row(fix["target"], f"{fix['speedup']:.2f}x as fast")
+    return table
+
+
+def _advice(advice: list[Any]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("ANOTHER WAY THROUGH THE PIPELINE", min_width=32)
+    for title in ("STEPS", "BUBBLE", "ACTIVATION MEMORY"):
+        table.add_column(title, justify="right")
+    for each in advice:
+        table.add_row(
+            each["change"],
+            f"{each['speedup']:.2f}x as fast",
+            f"{each['bubble_ratio_now']:.0%} to {each['bubble_ratio']:.0%}",
+            f"{each['memory_ratio']:.2f}x",
+        )
+    return table
 
 
 def _table(title: str, slowdowns: dict[str, float]) -> Table:
@@ -60,4 +89,4 @@ def _share(ratio: float | None) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    return noun if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -58,7 +58,7 @@ class Site:
         self.start()
 
     def start(self) -> None:
-        app = create_app(self._settings)
+        self.app = app = create_app(self._settings)
         self.database: Database = app.state.program.database
         self.wakes: Wakes = app.state.program.wakes
         listener = socket.create_server(("127.0.0.1", self.port), backlog=128)

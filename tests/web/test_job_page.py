@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
+from paceline_server.api.examples import EXAMPLES
+from paceline_server.api.schemas import WhatIf
 from paceline_server.store.tokens import create_token
 from paceline_wire.topology import Topology
 
@@ -284,3 +286,31 @@ def test_ten_thousand_ranks_are_drawn(story: Any, visit: Callable[..., Any]) -> 
     page.get_by_text("Ranks as a table").click()
     expect(page.locator(".heatmap tbody tr")).to_have_count(100)
     expect(page.locator(".heatmap tbody tr").first).to_contain_text(str(story.slow_rank))
+
+
+def test_what_fixing_it_would_give_is_told_with_its_price(
+    story: Any, visit: Callable[..., Any]
+) -> None:
+    """The page shows the API's own example."""
+    story.begin()
+    story.site.app.state.parts.what_ifs.of = lambda *_: WhatIf(**EXAMPLES["WhatIf"])
+    page = visit(story.url).page
+    panel = page.locator("#what-if")
+    expect(panel.locator("header")).to_contain_text("replay of steps 19\N{EN DASH}26")
+    expect(panel).to_contain_text("rank 2 (dp rank 1, stage 0) explains 97% of it")
+    row = panel.locator(".gains tbody tr")
+    expect(row).to_have_count(1)
+    expect(row).to_contain_text("rank 2")
+    expect(row).to_contain_text("2.21\N{MULTIPLICATION SIGN}")
+    advised = panel.locator(".advised tbody tr")
+    expect(advised).to_contain_text("zero-bubble")
+    expect(advised).to_contain_text("1.05\N{MULTIPLICATION SIGN}")
+    expect(advised).to_contain_text("13\u202f% → 8\u202f%")
+    panel.get_by_text("All slowdowns").click()
+    expect(panel.locator(".slowdowns")).to_contain_text("every backward")
+
+
+def test_without_a_replay_the_page_says_what_to_do(story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    panel = visit(story.url).page.locator("#what-if")
+    expect(panel).to_contain_text("PACELINE_SERVER_LOG_RETENTION_SECONDS")

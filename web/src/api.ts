@@ -16,6 +16,7 @@ export type Rank = Schemas["Rank"];
 export type Step = Schemas["Step"];
 export type Topology = Schemas["TopologyModel"];
 export type Verdict = Schemas["Verdict"];
+export type WhatIf = Schemas["WhatIf"];
 
 type Problem = Partial<Schemas["Problem"]>;
 
@@ -138,6 +139,7 @@ export const api = {
       await get<{ items: Step[] }>("/api/v1/jobs/{job_id}/steps", { job_id, limit: STEPS_KEPT })
     ).items,
   grid: (job_id: string) => get<Grid>("/api/v1/jobs/{job_id}/grid", { job_id, steps: GRID_STEPS }),
+  whatIf: (job_id: string) => get<WhatIf>("/api/v1/jobs/{job_id}/what-if", { job_id }),
   nodes: () => list<Node>("/api/v1/nodes"),
   incidents: (job: string) => list<Incident>("/api/v1/incidents", { job }),
   actions: (job: string) => list<Action>("/api/v1/actions", { job }),

@@ -91,7 +91,7 @@ export interface StageBubble {
   stage: number;
   measured: number;
   theory: number | null;
-  /** What adds to theory, the largest first; empty where it is too little or unknown. */
+  /** What adds to theory (or takes from it), the largest first; empty where that is too little. */
   why: { name: string; ratio: number }[];
 }
 
@@ -105,8 +105,9 @@ const PARTS = {
   launch_ratio: "late host",
   other_ratio: "unknown",
 } as const;
-/** Smaller parts explain nothing. */
+/** Smaller parts explain nothing, and a smaller excess needs no explanation. */
 const SMALLEST_PART = 0.005;
+const SMALLEST_EXCESS = 0.01;
 
 /** Mean bubble of each stage over the last `count` steps of the current generation. */
 export function bubbles(steps: readonly Step[], job: Job, count: number): StageBubble[] {
@@ -116,18 +117,18 @@ export function bubbles(steps: readonly Step[], job: Job, count: number): StageB
     stages.set(bubble.stage, [...(stages.get(bubble.stage) ?? []), bubble]);
   return [...stages]
     .sort(([a], [b]) => a - b)
-    .map(([stage, seen]) => ({
-      stage,
-      measured: mean(seen.map(({ measured_ratio }) => measured_ratio)),
-      theory: seen.at(-1)?.theory_ratio ?? null,
-      why: parts(seen),
-    }));
+    .map(([stage, seen]) => {
+      const measured = mean(seen.map(({ measured_ratio }) => measured_ratio));
+      const theory = seen.at(-1)?.theory_ratio ?? null;
+      const excess = theory === null ? 0 : measured - theory;
+      return { stage, measured, theory, why: excess >= SMALLEST_EXCESS ? parts(seen) : [] };
+    });
 }
 
 function parts(seen: Step["bubbles"]): StageBubble["why"] {
   return (Object.keys(PARTS) as (keyof typeof PARTS)[])
     .map((part) => ({ name: PARTS[part], ratio: mean(seen.map((bubble) => bubble[part] ?? 0)) }))
-    .filter(({ ratio }) => ratio >= SMALLEST_PART)
+    .filter(({ ratio }) => Math.abs(ratio) >= SMALLEST_PART)
     .sort((a, b) => b.ratio - a.ratio);
 }
 

@@ -35,6 +35,14 @@ it("says slowdowns with the digits that matter", () => {
   expect([1.02, 1.2, 2.54, 12.3].map(format.slowdown)).toEqual(["1.02×", "1.2×", "2.5×", "12×"]);
 });
 
+it("calls nothing certain or impossible", () => {
+  expect([0.9997, 0.62, 0.001].map(format.likelihood).map(plain)).toEqual(["> 99 %", "62 %", "< 1 %"]);
+});
+
+it("says a gain in hundredths", () => {
+  expect([1.214, 0.5, null].map(format.speedup)).toEqual(["1.21×", "0.50×", "–"]);
+});
+
 it("says a metric's value in the unit of its name", () => {
   expect(plain(format.measured("DCGM_FI_DEV_SM_CLOCK", 1980))).toBe("1,980 MHz");
   expect(plain(format.measured("DCGM_FI_DEV_GPU_TEMP", 91))).toBe("91 °C");

@@ -37,10 +37,21 @@ export function percent(ratio: Maybe<number>, digits = 1): string {
   return unit((ratio * 100).toFixed(digits), "%");
 }
 
+/** 0.62 -> "62 %"; nothing is certain. */
+export function likelihood(ratio: number): string {
+  if (ratio > 0.99) return `> ${unit("99", "%")}`;
+  return ratio < 0.01 ? `< ${unit("1", "%")}` : percent(ratio, 0);
+}
+
 /** 2.5 -> "2.5×". */
 export function slowdown(value: Maybe<number>): string {
   if (value == null || !Number.isFinite(value)) return UNKNOWN;
   return `${value.toFixed(value < 9.95 ? (value < 1.095 ? 2 : 1) : 0)}×`;
+}
+
+/** 1.2134 -> "1.21×". */
+export function speedup(value: Maybe<number>): string {
+  return value == null || !Number.isFinite(value) ? UNKNOWN : `${value.toFixed(2)}×`;
 }
 
 /** 12345.678 -> "12,346"; small numbers keep three significant digits. */

@@ -10,6 +10,8 @@ export type Connection = "connecting" | "live" | "lost";
 /** The grid is no event (it is large); it is fetched again when steps came, at most this often. */
 const GRID_INTERVAL_MS = 1000;
 const GRID_MS_PER_CELL = 0.5;
+/** So is the what-if replay, which the server makes when it is asked. */
+const WHAT_IF_INTERVAL_MS = 5000;
 
 export class LiveJob {
   readonly state: Signal<JobState | null> = signal(null);
@@ -23,6 +25,7 @@ export class LiveJob {
   private frame: number | null = null;
   private loads = 0;
   private gridTimer: ReturnType<typeof setTimeout> | null = null;
+  private whatIfTimer: ReturnType<typeof setTimeout> | null = null;
   private closed = false;
 
   constructor(private readonly id: string) {
@@ -64,6 +67,7 @@ export class LiveJob {
         if (change === null) return;
         this.push(change);
         if (change.type === "step" || change.type === "ranks") this.scheduleGrid();
+        if (change.type === "step") this.scheduleWhatIf(WHAT_IF_INTERVAL_MS);
       },
       onError: (error) => this.onError(error),
     });
@@ -76,6 +80,8 @@ export class LiveJob {
     this.frame = null;
     if (this.gridTimer !== null) clearTimeout(this.gridTimer);
     this.gridTimer = null;
+    if (this.whatIfTimer !== null) clearTimeout(this.whatIfTimer);
+    this.whatIfTimer = null;
   }
 
   private onError(error: unknown): boolean {
@@ -101,6 +107,7 @@ export class LiveJob {
       this.error.value = null;
       this.lastDataAt.value = Date.now();
       void this.loadLarge();
+      this.scheduleWhatIf(0);
     } catch (error) {
       if (stream !== this.stream) return;
       // Begin anew rather than resume: without a snapshot, events have nothing to change.
@@ -166,5 +173,20 @@ export class LiveJob {
       // The stream says when the server is away; the next step asks again.
     }
     this.gridTimer = null;
+  }
+
+  private scheduleWhatIf(after: number): void {
+    this.whatIfTimer ??= setTimeout(() => {
+      void this.fetchWhatIf();
+    }, after);
+  }
+
+  private async fetchWhatIf(): Promise<void> {
+    try {
+      this.push({ type: "what-if", data: await api.whatIf(this.id) });
+    } catch {
+      // As with the grid.
+    }
+    this.whatIfTimer = null;
   }
 }

@@ -384,6 +384,29 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/jobs/{job_id}/what-if": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get What If
+         * @description The last steps replayed with parts of them as fast as their peers: slowdowns, what fixing
+         *     each part gives, and what another schedule would. See docs/what-if.md.
+         *
+         *     `verdict.kind` is `unknown`, and its text says what to do, where they cannot be replayed yet.
+         */
+        get: operations["get_what_if"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/nodes": {
         parameters: {
             query?: never;
@@ -705,6 +728,24 @@ export interface components {
             text: string;
             /** Value */
             value?: number | null;
+        };
+        /**
+         * FixModel
+         * @description One part as fast as its peers, all else as it was. Parts overlap, their gains do not add.
+         */
+        FixModel: {
+            /**
+             * Kind
+             * @enum {string}
+             */
+            kind: "rank" | "worker" | "stage" | "dp_rank" | "optype";
+            /** Speedup */
+            speedup: number;
+            /**
+             * Target
+             * @example rank 2
+             */
+            target: string;
         };
         /**
          * FlightRecorder
@@ -1410,6 +1451,28 @@ export interface components {
             started_at: string;
         };
         /**
+         * PipelineAdviceModel
+         * @description Another way through the pipeline, simulated. Ratios are to how it is now.
+         */
+        PipelineAdviceModel: {
+            /** Bubble Ratio */
+            bubble_ratio: number;
+            /** Bubble Ratio Now */
+            bubble_ratio_now: number;
+            /** Change */
+            change: string;
+            /** Memory Ratio */
+            memory_ratio: number;
+            /** Microbatches */
+            microbatches: number;
+            /** Schedule */
+            schedule: string;
+            /** Speedup */
+            speedup: number;
+            /** Virtual Stages */
+            virtual_stages: number;
+        };
+        /**
          * Problem
          * @description RFC 9457.
          * @example {
@@ -1776,6 +1839,171 @@ export interface components {
              * Text
              * @example Rank 2 is 2.5x slower: thermal throttle on node-1.
              */
+            text: string;
+        };
+        /**
+         * WhatIf
+         * @description The last steps, replayed with parts of them as fast as their peers.
+         *
+         *     Slowdowns are to the ideal run, 1.0 is none; `..._by_...` have only this group as it was. Null
+         *     or empty where the steps cannot be replayed: the verdict says why.
+         * @example {
+         *       "advice": [
+         *         {
+         *           "bubble_ratio": 0.08,
+         *           "bubble_ratio_now": 0.13,
+         *           "change": "a zero-bubble schedule (ZB-H1)",
+         *           "memory_ratio": 1,
+         *           "microbatches": 8,
+         *           "schedule": "zero_bubble",
+         *           "speedup": 1.05,
+         *           "virtual_stages": 1
+         *         }
+         *       ],
+         *       "first_step": 19,
+         *       "fixes": [
+         *         {
+         *           "kind": "rank",
+         *           "speedup": 2.21,
+         *           "target": "rank 2"
+         *         }
+         *       ],
+         *       "generation": 1,
+         *       "ideal_step_seconds": 0.74,
+         *       "job_id": "job-ec83bfc8",
+         *       "last_step": 26,
+         *       "launch_slowdown": 1,
+         *       "m_s": 0.02,
+         *       "m_w": 0.97,
+         *       "slowdown": 1.79,
+         *       "slowdown_by_dp_rank": {
+         *         "0": 1,
+         *         "1": 1.79
+         *       },
+         *       "slowdown_by_optype": {
+         *         "backward-compute": 1.49,
+         *         "forward-compute": 1.25
+         *       },
+         *       "slowdown_by_stage": {
+         *         "0": 1.76,
+         *         "1": 1
+         *       },
+         *       "slowdown_by_step": {
+         *         "19": 1.78,
+         *         "26": 1.8
+         *       },
+         *       "slowdown_by_worker": {
+         *         "0": 1,
+         *         "2": 1.76,
+         *         "4": 1,
+         *         "6": 1
+         *       },
+         *       "slowest_workers": [
+         *         2
+         *       ],
+         *       "step_seconds": 1.33,
+         *       "topology": {
+         *         "dp": 2,
+         *         "pp": 2,
+         *         "tp": 2
+         *       },
+         *       "verdict": {
+         *         "kind": "slow_worker",
+         *         "target": "rank 2",
+         *         "text": "Steps take 1.79x as long as with the same work spread evenly; rank 2 (dp rank 1, stage 0) explains 97% of it (fixing it gives 2.21x): look at the node."
+         *       }
+         *     }
+         */
+        WhatIf: {
+            /**
+             * Advice
+             * @default []
+             */
+            advice: components["schemas"]["PipelineAdviceModel"][];
+            /** First Step */
+            first_step?: number | null;
+            /**
+             * Fixes
+             * @default []
+             */
+            fixes: components["schemas"]["FixModel"][];
+            /** Generation */
+            generation: number;
+            /** Ideal Step Seconds */
+            ideal_step_seconds?: number | null;
+            /** Job Id */
+            job_id: string;
+            /** Last Step */
+            last_step?: number | null;
+            /** Launch Slowdown */
+            launch_slowdown?: number | null;
+            /** M S */
+            m_s?: number | null;
+            /** M W */
+            m_w?: number | null;
+            /** Slowdown */
+            slowdown?: number | null;
+            /**
+             * Slowdown By Dp Rank
+             * @default {}
+             */
+            slowdown_by_dp_rank: {
+                [key: string]: number;
+            };
+            /**
+             * Slowdown By Optype
+             * @default {}
+             */
+            slowdown_by_optype: {
+                [key: string]: number;
+            };
+            /**
+             * Slowdown By Stage
+             * @default {}
+             */
+            slowdown_by_stage: {
+                [key: string]: number;
+            };
+            /**
+             * Slowdown By Step
+             * @default {}
+             */
+            slowdown_by_step: {
+                [key: string]: number;
+            };
+            /**
+             * Slowdown By Worker
+             * @default {}
+             */
+            slowdown_by_worker: {
+                [key: string]: number;
+            };
+            /**
+             * Slowest Workers
+             * @default []
+             */
+            slowest_workers: number[];
+            /** Step Seconds */
+            step_seconds?: number | null;
+            topology: components["schemas"]["TopologyModel"];
+            verdict: components["schemas"]["WhatIfVerdict"];
+        };
+        /**
+         * WhatIfVerdict
+         * @description The answer in a sentence; `kind` as in docs/what-if.md, `unknown` without a replay.
+         */
+        WhatIfVerdict: {
+            /**
+             * Kind
+             * @example slow_worker
+             */
+            kind: string;
+            /**
+             * Target
+             * @example rank 2
+             */
+            target: string | null;
+            /** Text */
             text: string;
         };
     };
@@ -3300,6 +3528,76 @@ export interface operations {
             };
             /** @description Conflict */
             409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    get_what_if: {
+        parameters: {
+            query?: {
+                /** @description How many of the newest, fewer of a large job. */
+                steps?: number;
+            };
+            header?: never;
+            path: {
+                job_id: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["WhatIf"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/problem+json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
                 headers: {
                     [name: string]: unknown;
                 };

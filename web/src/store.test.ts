@@ -102,8 +102,29 @@ it("does not let one outlier flatten the chart", () => {
   expect(chart.ceiling([0.5, 0.5, 1.1])).toBeGreaterThan(1.1);
 });
 
+const bubble = (stage: number, measured_ratio: number) => ({ stage, measured_ratio, theory_ratio: 0.1 });
+
+it("splits an excess over its causes, what shortens it included, and leaves a small one alone", () => {
+  const excess = { straggler_ratio: 0.12, imbalance_ratio: -0.02, data_ratio: 0.001 };
+  const steps = [
+    step(1, 1, {
+      bubbles: [
+        { ...bubble(0, 0.2), ...excess },
+        { ...bubble(1, 0.105), ...excess },
+      ],
+    }),
+  ];
+  const stages = chart.bubbles(steps, JOB, 20);
+  expect(stages.map(({ why }) => why)).toEqual([
+    [
+      { name: "slow ranks", ratio: 0.12 },
+      { name: "unequal stages", ratio: -0.02 },
+    ],
+    [],
+  ]);
+});
+
 it("takes bubbles of the current generation only", () => {
-  const bubble = (stage: number, measured_ratio: number) => ({ stage, measured_ratio, theory_ratio: 0.1 });
   const steps = [
     step(1, 1, { bubbles: [bubble(0, 0.9)] }),
     step(2, 2, { bubbles: [bubble(1, 0.4), bubble(0, 0.2)] }),

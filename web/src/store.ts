@@ -1,5 +1,5 @@
 // What a job's page knows, and how a change of the server changes it. Pure: no clock, no network.
-import { STEPS_KEPT, type Action, type Grid, type Incident, type Job, type Node, type Rank, type Step } from "./api";
+import { STEPS_KEPT, type Action, type Grid, type Incident, type Job, type Node, type Rank, type Step, type WhatIf } from "./api";
 
 export interface JobState {
   job: Job;
@@ -7,6 +7,7 @@ export interface JobState {
   steps: readonly Step[];
   ranks: readonly Rank[];
   grid: Grid | null;
+  whatIf: WhatIf | null;
   /** Newest first. */
   incidents: readonly Incident[];
   /** Newest first. */
@@ -26,6 +27,7 @@ export type Change =
   | { type: "action"; data: Action }
   | { type: "node"; data: Node }
   | { type: "grid"; data: Grid }
+  | { type: "what-if"; data: WhatIf }
   | { type: "steps"; data: Step[] }
   | { type: "complete" };
 
@@ -54,6 +56,7 @@ export function begin(
     steps: before?.steps ?? [],
     ranks: before?.ranks ?? [],
     grid: before?.grid ?? null,
+    whatIf: before?.whatIf ?? null,
     nodes: before?.nodes ?? [],
     complete: before?.complete ?? false,
   };
@@ -81,6 +84,9 @@ export function apply(state: JobState, changes: readonly Change[]): JobState {
         break;
       case "grid":
         next = { ...next, grid: change.data };
+        break;
+      case "what-if":
+        next = { ...next, whatIf: change.data };
         break;
       case "incident":
         next = { ...next, incidents: put(next.incidents, change.data, newestFirst("detected_at")) };

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from paceline_server.api.pending import PendingCommands
 from paceline_server.api.problems import Problem
+from paceline_server.api.what_if import WhatIfs
 from paceline_server.ingest.writer import LogWriter
 from paceline_server.metrics import Metrics
 from paceline_server.store.database import Database
@@ -34,6 +35,7 @@ class Parts:
     stream_poll_seconds: float = 0.25
     ping_seconds: float = 1.0
     heartbeat_seconds: float = field(default=10.0)
+    what_ifs: WhatIfs = field(default_factory=WhatIfs)
 
 
 async def parts(request: Request) -> Parts:

@@ -102,6 +102,44 @@ _GRID = {
         }
     ],
 }
+_WHAT_IF = {
+    "job_id": "job-ec83bfc8",
+    "generation": 1,
+    "topology": _TOPOLOGY,
+    "first_step": 19,
+    "last_step": 26,
+    "step_seconds": 1.33,
+    "ideal_step_seconds": 0.74,
+    "slowdown": 1.79,
+    "slowdown_by_step": {"19": 1.78, "26": 1.8},
+    "slowdown_by_optype": {"forward-compute": 1.25, "backward-compute": 1.49},
+    "slowdown_by_dp_rank": {"0": 1.0, "1": 1.79},
+    "slowdown_by_stage": {"0": 1.76, "1": 1.0},
+    "slowdown_by_worker": {"0": 1.0, "2": 1.76, "4": 1.0, "6": 1.0},
+    "m_s": 0.02,
+    "m_w": 0.97,
+    "launch_slowdown": 1.0,
+    "slowest_workers": [2],
+    "verdict": {
+        "kind": "slow_worker",
+        "target": "rank 2",
+        "text": "Steps take 1.79x as long as with the same work spread evenly; rank 2 (dp rank 1, "
+        "stage 0) explains 97% of it (fixing it gives 2.21x): look at the node.",
+    },
+    "fixes": [{"kind": "rank", "target": "rank 2", "speedup": 2.21}],
+    "advice": [
+        {
+            "change": "a zero-bubble schedule (ZB-H1)",
+            "schedule": "zero_bubble",
+            "microbatches": 8,
+            "virtual_stages": 1,
+            "speedup": 1.05,
+            "bubble_ratio": 0.08,
+            "bubble_ratio_now": 0.13,
+            "memory_ratio": 1.0,
+        }
+    ],
+}
 _NODE = {
     "id": "node-1",
     "hostname": "gpu-0117",
@@ -252,6 +290,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "Step": _STEP,
     "StepPage": _page(_STEP),
     "Grid": _GRID,
+    "WhatIf": _WHAT_IF,
     "RankStacks": _STACKS,
     "FlightRecorder": _FLIGHT_RECORDER,
     "Node": _NODE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,9 +13,11 @@ from sqlalchemy.orm import Session
 from paceline_server.api import schemas
 from paceline_server.api.verdict import verdict
 from paceline_server.detect.finding import Cause, Evidence
+from paceline_server.detect.pipeline_advice import Advice
 from paceline_server.steps.types import Ledger, StepMeans, StepSummary
 from paceline_server.store import models, queries, rank_evidence
 from paceline_server.store.shares import brief, medians, newest_shares
+from paceline_server.whatif.online import RunReplay
 from paceline_wire.batch import AgentHello, RankStacks
 from paceline_wire.topology import Topology
 
@@ -109,6 +112,44 @@ def step(summary: StepSummary) -> schemas.Step:
         slowest_slowdown=finite(summary.slowest_slowdown),
         bubbles=[schemas.StageBubbleModel(**msgspec.to_builtins(b)) for b in summary.bubbles],
         **{name: means.get(name, 0.0) for name in StepMeans.__struct_fields__},
+    )
+
+
+def what_if(row: models.Job, replay: RunReplay, advice: Sequence[Advice]) -> schemas.WhatIf | None:
+    """None: the steps cannot be replayed."""
+    analysis, answer = replay.analysis, replay.verdict()
+    if analysis is None or answer is None:
+        return None
+    return schemas.WhatIf(
+        job_id=row.id,
+        generation=row.generation,
+        topology=topology(replay.topology),
+        first_step=min(analysis.slowdown_by_step),
+        last_step=max(analysis.slowdown_by_step),
+        step_seconds=analysis.original_seconds,
+        ideal_step_seconds=analysis.ideal_seconds,
+        slowdown=analysis.slowdown,
+        slowdown_by_step=analysis.slowdown_by_step,
+        slowdown_by_optype=analysis.slowdown_by_optype,
+        slowdown_by_dp_rank=analysis.slowdown_by_dp_rank,
+        slowdown_by_stage=analysis.slowdown_by_stage,
+        slowdown_by_worker=analysis.slowdown_by_worker,
+        m_s=analysis.m_s,
+        m_w=analysis.m_w,
+        launch_slowdown=analysis.launch_slowdown,
+        slowest_workers=list(analysis.slowest_workers),
+        verdict=schemas.WhatIfVerdict(kind=answer.kind, target=answer.target, text=answer.text),
+        fixes=[schemas.FixModel.model_validate(fix) for fix in replay.fixes()],
+        advice=[schemas.PipelineAdviceModel.model_validate(each) for each in advice],
+    )
+
+
+def unknown_what_if(row: models.Job, why: str) -> schemas.WhatIf:
+    return schemas.WhatIf(
+        job_id=row.id,
+        generation=row.generation,
+        topology=topology(row.topology),
+        verdict=schemas.WhatIfVerdict(kind="unknown", target=None, text=why),
     )
 
 

@@ -27,9 +27,22 @@ from paceline_server.api.routes import (
     jobs,
     nodes,
     trace,
+    what_if,
 )
 
-_RESOURCES = (ingest, agents, jobs, trace, evidence, nodes, incidents, actions, audit, events)
+_RESOURCES = (
+    ingest,
+    agents,
+    jobs,
+    trace,
+    what_if,
+    evidence,
+    nodes,
+    incidents,
+    actions,
+    audit,
+    events,
+)
 _DECODERS = 4
 
 

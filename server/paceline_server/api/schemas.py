@@ -140,6 +140,64 @@ class Step(Resource):
     bubbles: list[StageBubbleModel]
 
 
+class WhatIfVerdict(Resource):
+    """The answer in a sentence; `kind` as in docs/what-if.md, `unknown` without a replay."""
+
+    kind: str = Field(examples=["slow_worker"])
+    target: str | None = Field(examples=["rank 2"])
+    text: str
+
+
+class FixModel(Resource):
+    """One part as fast as its peers, all else as it was. Parts overlap, their gains do not add."""
+
+    kind: Literal["rank", "worker", "stage", "dp_rank", "optype"]
+    target: str = Field(examples=["rank 2"])
+    speedup: float  # step time now over step time then
+
+
+class PipelineAdviceModel(Resource):
+    """Another way through the pipeline, simulated. Ratios are to how it is now."""
+
+    change: str
+    schedule: str
+    microbatches: int
+    virtual_stages: int
+    speedup: float  # step time now over step time then
+    bubble_ratio: float
+    bubble_ratio_now: float
+    memory_ratio: float  # activations held by the stage that holds most
+
+
+class WhatIf(Resource):
+    """The last steps, replayed with parts of them as fast as their peers.
+
+    Slowdowns are to the ideal run, 1.0 is none; `..._by_...` have only this group as it was. Null
+    or empty where the steps cannot be replayed: the verdict says why.
+    """
+
+    job_id: str
+    generation: int
+    topology: TopologyModel
+    first_step: int | None = None
+    last_step: int | None = None
+    step_seconds: float | None = None  # as replayed
+    ideal_step_seconds: float | None = None
+    slowdown: float | None = None
+    slowdown_by_step: dict[int, float] = {}
+    slowdown_by_optype: dict[str, float] = {}
+    slowdown_by_dp_rank: dict[int, float] = {}
+    slowdown_by_stage: dict[int, float] = {}
+    slowdown_by_worker: dict[int, float] = {}  # by the lowest rank of each
+    m_s: float | None = None  # share of the loss that the last stage explains
+    m_w: float | None = None  # share that the slowest 3 % of workers explain
+    launch_slowdown: float | None = None
+    slowest_workers: list[int] = []  # those of `m_w`, slowest first
+    verdict: WhatIfVerdict
+    fixes: list[FixModel] = []  # the best first
+    advice: list[PipelineAdviceModel] = []  # the best first
+
+
 class GridCell(Resource):
     rank: int
     dp_rank: int

@@ -170,6 +170,14 @@ class Fixes:
             gain = shared[:, :, dp_rank] - np.median(others, axis=2)
             self.seconds[rows, :, dp_rank] -= np.maximum(gain, 0.0)
 
+    def idealise_optypes(self, optypes: Collection[str]) -> None:
+        """Operations of these types, wherever they are, take what is usual for their type."""
+        for optype in sorted(set(self._order.optype)):
+            if ops.group(optype) in optypes:
+                mine = [op for op, other in enumerate(self._order.optype) if other == optype]
+                figure = np.median if optype in ops.IDEAL_IS_MEDIAN else np.mean
+                self.seconds[mine] = figure(self._recorded[mine])
+
     def take_away(self, excess_seconds: Mapping[int, float]) -> None:
         """Per rank and step: from its wait for data first, then from what comes after the
         exchange, then from its longest compute operations, at last from all of them alike."""

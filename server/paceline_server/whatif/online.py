@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from paceline_server.steps.timing import StepTiming
@@ -19,27 +19,31 @@ from paceline_server.whatif.model import Model, lay_out
 from paceline_server.whatif.order import COMPUTE_OPTYPES
 from paceline_server.whatif.replay import Seconds, replay, step_seconds
 from paceline_server.whatif.schedules import Action, Actions
-from paceline_server.whatif.verdict import judge
+from paceline_server.whatif.verdict import Repairs, Verdict, judge
 from paceline_server.whatif.window import Window, align
 from paceline_wire.topology import Topology
 
 # A replay that takes so many times what was recorded, or so much less, is of another job.
 MISFIT = 1.5
 
+# Of each kind of part so many are tried, and a repair that gives less is not worth naming.
+PARTS_TRIED = 3
+WORTH_NAMING = 1.01
+# A part whose repair gives so much of what that of a larger one gives is the one to name.
+AS_MUCH = 0.9
 
-class WhatIf(msgspec.Struct, frozen=True):
-    """Where the recent steps' slowness comes from; 1.0 is none. See docs/what-if.md."""
+KINDS = ("rank", "worker", "stage", "dp_rank", "optype")  # the smallest first
 
-    slowdown: float
-    by_optype: dict[str, float]
-    by_stage: dict[int, float]
-    by_dp_rank: dict[int, float]
-    m_s: float | None  # share of the loss that the last stage explains
-    m_w: float | None  # share that the slowest workers explain
-    slowest_workers: tuple[int, ...]  # their lowest ranks, slowest first
-    first_step: int
-    last_step: int
-    verdict: str
+Part = TypeVar("Part", int, str)
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A part of the job as fast as its peers, all else as it was."""
+
+    kind: str  # of KINDS; a worker is all its tensor-parallel ranks
+    target: str  # "rank 5", "ranks 4-5", "stage 1", "dp rank 0", "forward-compute"
+    speedup: float  # step time now over step time then
 
 
 class RunReplay:
@@ -66,11 +70,13 @@ class RunReplay:
         ranks: Collection[int] = (),
         stages: Collection[int] = (),
         links: Collection[tuple[int, int]] = (),
+        optypes: Collection[str] = (),
         excess_seconds: Mapping[int, float] | None = None,
         since_step: int | None = None,
     ) -> float | None:
         """Step time now over step time with these idealised: 1.21 is 21 % gained.
 
+        `optypes`: as in `Analysis.slowdown_by_optype`.
         `excess_seconds`: per rank, time per step to take away outside of the model's operations
         (data wait, GC, checkpoint). `since_step`: leave out earlier steps, in which it was not yet
         so; all steps count if none is left. None: the steps cannot be replayed, or what is asked
@@ -83,6 +89,7 @@ class RunReplay:
         fixes.idealise_ranks(ranks)
         fixes.idealise_stages(stages)
         fixes.idealise_links(links)
+        fixes.idealise_optypes(optypes)
         fixes.take_away(excess_seconds or {})
         if fixes.without_peers:
             return None
@@ -106,23 +113,68 @@ class RunReplay:
             for chain in order.compute
         ]
 
-    def summary(self) -> WhatIf | None:
-        """Everything at once, for the Job page; None: the steps cannot be replayed."""
-        found, built = self.analysis, self.built
-        if found is None or built is None:
+    def verdict(self) -> Verdict | None:
+        """Who slows the job, in one sentence; None: the steps cannot be replayed."""
+        found = self.analysis
+        if found is None:
             return None
-        return WhatIf(
-            slowdown=found.slowdown,
-            by_optype=found.slowdown_by_optype,
-            by_stage=found.slowdown_by_stage,
-            by_dp_rank=found.slowdown_by_dp_rank,
-            m_s=found.m_s,
-            m_w=found.m_w,
-            slowest_workers=found.slowest_workers,
-            first_step=min(built.window.steps),
-            last_step=max(built.window.steps),
-            verdict=judge(found).text,
+        tp = self.topology.tp
+        ranks = [rank + at for rank in found.slowest_workers for at in range(tp)]
+        repairs = Repairs(
+            {rank: self._fix_worker(rank).target for rank in found.slowest_workers[:PARTS_TRIED]},
+            self.speedup(ranks=ranks),
+            self.speedup(stages=[self.topology.pp - 1]),
         )
+        return judge(found, repairs)
+
+    def fixes(self) -> list[Fix]:
+        """What repairing one part gives, the best first; empty if nothing is worth it.
+
+        Parts overlap, a slow rank is also part of a slow stage: of those that give about as much
+        the smallest comes first. Of each kind those are tried that alone make the step longest.
+        """
+        found = self.analysis
+        if found is None:
+            return []
+        topology = self.topology
+        tried = [self._fix_worker(rank) for rank in _slowest(found.slowdown_by_worker)]
+        if topology.pp > 1:
+            tried += [
+                Fix("stage", f"stage {stage}", self._gain(stages=[stage]))
+                for stage in _slowest(found.slowdown_by_stage)
+            ]
+        if topology.dp > 1:
+            ranks = np.arange(topology.world_size).reshape(topology.pp, topology.dp, topology.tp)
+            tried += [
+                Fix(
+                    "dp_rank",
+                    f"dp rank {dp_rank}",
+                    self._gain(ranks=ranks[:, dp_rank].ravel().tolist()),
+                )
+                for dp_rank in _slowest(found.slowdown_by_dp_rank)
+            ]
+        tried += [
+            Fix("optype", optype, self._gain(optypes=[optype]))
+            for optype in _slowest(found.slowdown_by_optype)
+        ]
+        return _in_order([fix for fix in tried if fix.speedup >= WORTH_NAMING])
+
+    def _fix_worker(self, lowest: int) -> Fix:
+        """Its one slow rank, if it has just one."""
+        assert self.built is not None
+        place = self.topology.coordinates(lowest)
+        ranks = list(range(lowest, lowest + self.topology.tp))
+        together = self._gain(ranks=ranks)
+        own = self.built.window.own[self.built.window.order.compute[place.pp_rank]]
+        slowest = ranks[int(own[:, :, place.dp_rank].sum(axis=(0, 1)).argmax())]
+        alone = together if len(ranks) == 1 else self._gain(ranks=[slowest])
+        if alone - 1.0 >= AS_MUCH * (together - 1.0):
+            return Fix("rank", f"rank {slowest}", alone)
+        return Fix("worker", f"ranks {ranks[0]}-{ranks[-1]}", together)
+
+    def _gain(self, **parts: Any) -> float:
+        """1.0: none, as far as one can tell."""
+        return self.speedup(**parts) or 1.0
 
     @cached_property
     def analysis(self) -> Analysis | None:
@@ -192,3 +244,20 @@ class Built:
     def step_seconds(self, seconds: Seconds) -> Seconds:
         """[step]: step times if operations take so long."""
         return step_seconds(self.model, replay(self.model, seconds[self.model.order]))
+
+
+def _slowest(slowdowns: Mapping[Part, float]) -> list[Part]:
+    """Those that alone make the step longest, the worst first."""
+    worst = sorted(slowdowns, key=lambda part: -slowdowns[part])
+    return [part for part in worst[:PARTS_TRIED] if slowdowns[part] >= WORTH_NAMING]
+
+
+def _in_order(fixes: list[Fix]) -> list[Fix]:
+    left = sorted(fixes, key=lambda fix: -fix.speedup)
+    result: list[Fix] = []
+    while left:
+        enough = AS_MUCH * (left[0].speedup - 1.0)
+        as_good = [fix for fix in left if fix.speedup - 1.0 >= enough]
+        result.append(min(as_good, key=lambda fix: KINDS.index(fix.kind)))
+        left.remove(result[-1])
+    return result

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from paceline_server.whatif import operations as ops
 from paceline_server.whatif.analysis import Analysis
@@ -25,41 +26,65 @@ class Verdict:
     text: str
 
 
-def judge(analysis: Analysis) -> Verdict:
-    if analysis.slowdown < SLOW or analysis.m_s is None or analysis.m_w is None:
+@dataclass(frozen=True, slots=True)
+class Repairs:
+    """What the replay of a running job says of the parts that a verdict may name.
+
+    There a repaired part is as fast as its peers; in the ideal run of an analysis it takes the mean
+    of all, the slow one included.
+    """
+
+    workers: Mapping[int, str] = field(default_factory=dict)  # lowest rank -> its name
+    workers_speedup: float | None = None  # all of them repaired
+    last_stage_speedup: float | None = None
+
+
+def judge(analysis: Analysis, repairs: Repairs | None = None) -> Verdict:
+    """`repairs`: of a running job."""
+    found = _judge(analysis, repairs or Repairs())
+    if found.kind == "none":
         loss = max(0.0, 1 - 1 / analysis.slowdown)
-        return Verdict(
-            "none", None, f"No straggler: all of them together cost {loss:.1%} of a step."
-        )
+        return replace(found, text=f"No straggler: all of them together cost {loss:.1%} of a step.")
+    if repairs is None:
+        lost = f"Stragglers cost {1 - 1 / analysis.slowdown:.1%} of each step"
+    else:
+        lost = f"Steps take {analysis.slowdown:.2f}x as long as with the same work spread evenly"
+    return replace(found, text=f"{lost}; {found.text}.")
+
+
+def _judge(analysis: Analysis, repairs: Repairs) -> Verdict:
+    """`text` is why."""
+    if analysis.slowdown < SLOW or analysis.m_s is None or analysis.m_w is None:
+        return Verdict("none", None, "")
     last = max(analysis.slowdown_by_stage)
     # With a single dp rank the last stage is a worker: imbalance is the likelier reason.
     one_pipeline = len(analysis.slowdown_by_dp_rank) == 1
     if analysis.m_w >= EXPLAINS and not (one_pipeline and analysis.m_s >= EXPLAINS):
-        return _slow_workers(analysis, analysis.m_w)
+        return _slow_workers(analysis, analysis.m_w, repairs)
     if analysis.m_s >= EXPLAINS:
-        return _verdict(
-            analysis,
+        share = _explained(analysis, analysis.m_s, repairs.last_stage_speedup)
+        return Verdict(
             "stage_imbalance",
             f"stage {last}",
-            f"the last stage, {last}, has more to do than the others and explains "
-            f"{_explained(analysis, analysis.m_s)}: move layers away from it",
+            f"the last stage, {last}, has more to do than the others and explains {share}: move "
+            "layers away from it",
         )
     return _bright(analysis) or _by_operation(analysis)
 
 
-def _slow_workers(analysis: Analysis, share: float) -> Verdict:
+def _slow_workers(analysis: Analysis, share: float, repairs: Repairs) -> Verdict:
     ranks = analysis.slowest_workers
+    names = [repairs.workers.get(rank, f"rank {rank}") for rank in ranks]
     places = "; ".join(
-        f"rank {rank} (dp rank {analysis.places[rank][0]}, stage {analysis.places[rank][1]})"
-        for rank in ranks[:3]
+        f"{name} (dp rank {analysis.places[rank][0]}, stage {analysis.places[rank][1]})"
+        for name, rank in zip(names[:3], ranks, strict=False)
     )
     rest = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
     verb = "explains" if len(ranks) == 1 else "explain"
-    return _verdict(
-        analysis,
-        "slow_worker",
-        "rank " + ",".join(str(rank) for rank in ranks),
-        f"{places}{rest} {verb} {_explained(analysis, share)}: {_look_at(analysis)}",
+    explained = _explained(analysis, share, repairs.workers_speedup)
+    target = ", ".join(names) if repairs.workers else "rank " + ",".join(map(str, ranks))
+    return Verdict(
+        "slow_worker", target, f"{places}{rest} {verb} {explained}: {_look_at(analysis)}"
     )
 
 
@@ -79,8 +104,7 @@ def _bright(analysis: Analysis) -> Verdict | None:
         share = _alone(analysis, slowdowns[worst])
         if others and share >= EXPLAINS and _alone(analysis, slowdowns[others[0]]) < share / 2:
             target = f"{name} {worst}"
-            why = f"{target} alone costs {_part(share)} of it: {advice}"
-            return _verdict(analysis, kind, target, why)
+            return Verdict(kind, target, f"{target} alone costs {_part(share)} of it: {advice}")
     return None
 
 
@@ -99,7 +123,7 @@ def _by_operation(analysis: Analysis) -> Verdict:
             "no worker, stage or operation type explains half of it, the most is "
             f"{worst} with {_part(share)}"
         )
-        return _verdict(analysis, "unexplained", None, why)
+        return Verdict("unexplained", None, why)
     elif worst in (ops.GC, ops.OPTIMIZER):
         kind = "host_pauses"
         why = (
@@ -112,7 +136,7 @@ def _by_operation(analysis: Analysis) -> Verdict:
             f"{worst} takes longer at times than it usually does ({_part(share)} of it alone): "
             "look at the network"
         )
-    return _verdict(analysis, kind, worst, why)
+    return Verdict(kind, worst, why)
 
 
 def _alone(analysis: Analysis, slowdown: float) -> float:
@@ -120,17 +144,13 @@ def _alone(analysis: Analysis, slowdown: float) -> float:
     return (slowdown - 1) / (analysis.slowdown - 1)
 
 
-def _explained(analysis: Analysis, share: float) -> str:
-    """`82% of it (fixing it gives 1.17x)`."""
-    lost = analysis.original_seconds - analysis.ideal_seconds
-    gain = analysis.original_seconds / (analysis.original_seconds - share * lost)
+def _explained(analysis: Analysis, share: float, gain: float | None) -> str:
+    """`82% of it (fixing it gives 1.17x)`. `gain`: where a replay said it."""
+    if gain is None:
+        lost = analysis.original_seconds - analysis.ideal_seconds
+        gain = analysis.original_seconds / (analysis.original_seconds - share * lost)
     return f"{_part(share)} of it (fixing it gives {gain:.2f}x)"
 
 
 def _part(share: float) -> str:
     return "all" if share >= 0.995 else f"{max(share, 0.0):.0%}"
-
-
-def _verdict(analysis: Analysis, kind: str, target: str | None, why: str) -> Verdict:
-    loss = 1 - 1 / analysis.slowdown
-    return Verdict(kind, target, f"Stragglers cost {loss:.1%} of each step; {why}.")

@@ -10,6 +10,7 @@ from played_run import PlayedRun
 from paceline_server.steps.timing import CollectiveTimes, ComputeTimes, StepTiming, TransferTimes
 from paceline_server.whatif.online import RunReplay
 from paceline_server.whatif.schedules import actions
+from paceline_server.whatif.verdict import judge
 from paceline_wire.spans import Op
 from paceline_wire.topology import Topology
 
@@ -129,11 +130,15 @@ def test_a_stage_with_more_to_do_costs_what_sharing_it_would_save() -> None:
     replay, seconds = measured(PIPELINE, stage_pace={3: 1.5})
     _, shared = measured(PIPELINE, stage_pace={3: 1.125})
     assert replay.speedup(stages=[3]) == pytest.approx(seconds / shared, rel=0.01)
-    summary = replay.summary()
-    assert summary is not None
-    assert summary.m_s is not None
-    assert summary.m_s > 0.9
-    assert max(summary.by_stage, key=lambda stage: summary.by_stage[stage]) == 3
+    analysis = replay.analysis
+    assert analysis is not None
+    assert analysis.m_s is not None
+    assert analysis.m_s > 0.9
+    by_stage = analysis.slowdown_by_stage
+    assert max(by_stage, key=lambda stage: by_stage[stage]) == 3
+    best = replay.fixes()[0]
+    assert (best.kind, best.target) == ("stage", "stage 3")
+    assert best.speedup == pytest.approx(seconds / shared, rel=0.01)
 
 
 def test_a_rank_without_peers_is_held_against_other_stages() -> None:
@@ -193,23 +198,48 @@ def test_microbatches_of_different_length_stay_what_they_are(seed: int) -> None:
 
 
 def test_the_slow_worker_is_the_one_named() -> None:
-    summary = measured(Topology(dp=8, pp=4), jitter=0.02, slow={13: 1.5})[0].summary()
-    assert summary is not None
-    assert summary.slowest_workers[:1] == (13,)
-    assert summary.m_w is not None
-    assert summary.m_w > 0.8
-    assert summary.slowdown > 1.1
-    assert (summary.first_step, summary.last_step) == (0, 3)
+    analysis = measured(Topology(dp=8, pp=4), jitter=0.02, slow={13: 1.5})[0].analysis
+    assert analysis is not None
+    assert analysis.slowest_workers[:1] == (13,)
+    assert analysis.m_w is not None
+    assert analysis.m_w > 0.8
+    assert analysis.slowdown > 1.1
+    assert list(analysis.slowdown_by_step) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("slow", "kind", "target"),
+    [
+        ({5: 1.5}, "rank", "rank 5"),
+        ({4: 1.5, 5: 1.45}, "worker", "ranks 4-5"),
+        ({0: 1.4, 1: 1.4, 4: 1.4, 5: 1.4}, "dp_rank", "dp rank 0"),
+    ],
+)
+def test_the_smallest_part_is_named_whose_repair_gives_most(
+    slow: dict[int, float], kind: str, target: str
+) -> None:
+    _, healthy = measured(ALL_AXES, jitter=0.02)
+    replay, seconds = measured(ALL_AXES, jitter=0.02, slow=slow)
+    best = replay.fixes()[0]
+    assert (best.kind, best.target) == (kind, target)
+    assert best.speedup == pytest.approx(seconds / healthy, rel=0.03)
+
+
+def test_a_type_of_operation_is_repaired_everywhere() -> None:
+    _, healthy = measured(PIPELINE)
+    replay, seconds = measured(PIPELINE, link_seconds={(0, 0): 0.03, (1, 2): 0.03})
+    gain = replay.speedup(optypes=["forward-pp-comm", "backward-pp-comm"])
+    assert gain == pytest.approx(seconds / healthy, rel=0.01)
 
 
 def test_a_worker_whose_data_comes_late_is_told_from_a_slow_node() -> None:
     topology = Topology(dp=8, pp=2)
-    late = measured(topology, data_seconds={3: 0.2})[0].summary()
-    slow = measured(topology, slow={3: 1.5})[0].summary()
+    late = measured(topology, data_seconds={3: 0.2})[0].analysis
+    slow = measured(topology, slow={3: 1.5})[0].analysis
     assert late is not None
     assert slow is not None
-    assert late.verdict.endswith("data comes late there, look at the loader.")
-    assert slow.verdict.endswith("look at the node.")
+    assert judge(late).text.endswith("data comes late there, look at the loader.")
+    assert judge(slow).text.endswith("look at the node.")
 
 
 def test_a_healthy_run_has_nothing_to_gain() -> None:
@@ -219,6 +249,7 @@ def test_a_healthy_run_has_nothing_to_gain() -> None:
     assert slowdown < 1.03
     for rank in range(16):
         assert replay.speedup(ranks=[rank]) == pytest.approx(1.0, abs=0.01)
+    assert all(fix.speedup < 1.03 for fix in replay.fixes())
 
 
 @pytest.mark.parametrize("topology", [PIPELINE, ALL_AXES, Topology(dp=8, pp=4)])
@@ -267,7 +298,7 @@ def test_without_a_whole_stage_nothing_is_claimed() -> None:
     replay = RunReplay([without_ranks(timing, 2, 3) for timing in timings], PIPELINE, {})
     assert replay.slowdown() is None
     assert replay.speedup(ranks=[5]) is None
-    assert replay.summary() is None
+    assert replay.fixes() == []
 
 
 def test_nothing_recorded_is_nothing_known() -> None:
@@ -432,7 +463,7 @@ def test_garbage_is_never_more_than_unknown(seed: int) -> None:
         replay.speedup(ranks=[0], stages=[0], links=[(0, 4)], excess_seconds={1: 1e9}),
     ):
         assert answer is None or np.isfinite(answer)
-    replay.summary()
+    replay.fixes()
     replay.actions()
 
 

@@ -7,6 +7,8 @@ import { ActionCard } from "./ActionCard";
 import { Ago } from "./Ago";
 import { Badge, Icon } from "./Icon";
 
+const SMALLEST_UNKNOWN = 0.01;
+
 interface Props {
   incident: Incident;
   actions: readonly Action[];
@@ -148,22 +150,30 @@ function Against({ items }: { items: readonly Evidence[] }) {
   );
 }
 
-/** What it may be, and how likely: what is left to a hundred is unknown. */
+/** What it may be, and how likely. */
 function Causes({ causes }: { causes: readonly Cause[] }) {
+  const unknown = 1 - causes.reduce((sum, { likelihood }) => sum + likelihood, 0);
   return (
     <div class="evidence">
       <h3>Likely causes</h3>
       <ul>
-        {causes.map((cause) => (
-          <li key={cause.name}>
-            <span>{cause.name}</span>
-            <span class="values">
-              <b>{format.percent(cause.likelihood, 0)}</b>
-            </span>
-          </li>
+        {causes.map(({ name, likelihood }) => (
+          <Likelihood key={name} name={name} ratio={likelihood} />
         ))}
+        {unknown >= SMALLEST_UNKNOWN && <Likelihood name="something else" ratio={unknown} />}
       </ul>
     </div>
+  );
+}
+
+function Likelihood({ name, ratio }: { name: string; ratio: number }) {
+  return (
+    <li>
+      <span>{name}</span>
+      <span class="values">
+        <b>{format.likelihood(ratio)}</b>
+      </span>
+    </li>
   );
 }
 

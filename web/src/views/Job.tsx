@@ -1,6 +1,6 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 
-import type { Action, Incident, Job } from "../api";
+import type { Action, Incident, Job, WhatIf as Replay } from "../api";
 import * as chart from "../chart";
 import { ActionCard } from "../components/ActionCard";
 import { Ago } from "../components/Ago";
@@ -13,6 +13,7 @@ import { LedgerBar } from "../components/LedgerBar";
 import { Nodes } from "../components/Nodes";
 import { Panel } from "../components/Panel";
 import { TimeChart } from "../components/TimeChart";
+import { WhatIf } from "../components/WhatIf";
 import * as format from "../format";
 import { LiveJob, type Connection } from "../live";
 import type { JobState } from "../store";
@@ -131,6 +132,9 @@ function JobPage({ state, connection, onDecided }: PageProps) {
             )}
           </Panel>
           <Incidents state={state} onDecided={onDecided} />
+          <Panel id="what-if" title="What would make it faster" note={replayed(state.whatIf)}>
+            {state.whatIf === null ? <p class="empty">{LOADING}</p> : <WhatIf replay={state.whatIf} />}
+          </Panel>
         </div>
         <div class="column">
           <Panel id="ranks" title="Slowdown by rank" note={grid === null ? undefined : window(grid)}>
@@ -157,6 +161,11 @@ function JobPage({ state, connection, onDecided }: PageProps) {
       </Panel>
     </article>
   );
+}
+
+function replayed(whatIf: Replay | null): string | undefined {
+  if (whatIf?.first_step == null || whatIf.last_step == null) return undefined;
+  return `replay of steps ${format.number(whatIf.first_step)}–${format.number(whatIf.last_step)}`;
 }
 
 function window({ first_step, last_step }: { first_step: number | null; last_step: number | null }): string {

@@ -1,0 +1,148 @@
+"""What fixing each thing would give: from what the agents sent, as the API and the CLI tell it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from recorded_job import SLOW_RANK, STEPS, TOPOLOGY, Recorded
+from simulated_job import JOB
+from sqlalchemy import delete
+
+from paceline_server.api import what_if
+from paceline_server.api.recorded import recorded_steps
+from paceline_server.api.what_if import WhatIfs
+from paceline_server.store.models import HotLog, Job
+
+# What is read of a database, test_trace.py reads of each kind.
+pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+
+PATH = f"/api/v1/jobs/{JOB}/what-if"
+
+
+def asked(recorded: Recorded, **parameters: Any) -> dict[str, Any]:
+    answer = recorded.server.client.get(PATH, params=parameters)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_the_slow_rank_is_named_with_what_fixing_it_gives(recorded: Recorded) -> None:
+    found = asked(recorded)
+    assert (found["first_step"], found["last_step"]) == (STEPS - 8, STEPS - 1)
+    assert found["verdict"]["kind"] == "slow_worker"
+    assert found["verdict"]["target"] == f"rank {SLOW_RANK}"
+    assert found["slowdown"] == pytest.approx(
+        found["step_seconds"] / found["ideal_step_seconds"], rel=1e-3
+    )
+    best = found["fixes"][0]
+    # The worker is ranks 4 and 5; it is 5 alone that is slow.
+    assert (best["kind"], best["target"]) == ("rank", f"rank {SLOW_RANK}")
+    assert 1.1 < best["speedup"] < 1.6
+    assert f"fixing it gives {best['speedup']:.2f}x" in found["verdict"]["text"]
+    assert len(found["slowdown_by_step"]) == 8
+    assert set(found["slowdown_by_worker"]) == {"0", "2", "4", "6"}
+    assert max(found["slowdown_by_worker"], key=found["slowdown_by_worker"].get) == "4"
+    assert found["m_w"] > 0.5
+
+
+def test_another_schedule_is_told_with_its_gain_and_what_it_takes(recorded: Recorded) -> None:
+    with recorded.server.program.database.write() as session:
+        job = session.get_one(Job, JOB)
+        job.spec = replace(job.spec, metadata={"schedule": "gpipe"})
+    advice = asked(recorded)["advice"]
+    other = next(each for each in advice if each["schedule"] == "1f1b")
+    assert other["microbatches"] == 4
+    assert other["memory_ratio"] == pytest.approx(0.5)
+    finer = next(each for each in advice if each["microbatches"] == 8)
+    assert finer["speedup"] > 1.02
+    assert finer["bubble_ratio"] < finer["bubble_ratio_now"]
+    assert finer["memory_ratio"] == pytest.approx(1.0)
+
+
+def test_the_cli_says_the_same(recorded: Recorded) -> None:
+    shown = recorded.paceline("analyze", JOB, "--json", "--steps", "8")
+    assert shown.exit_code == 0, shown.output
+    found = asked(recorded)
+    assert json.loads(shown.stdout) == found
+    report = recorded.paceline("analyze", JOB)
+    assert report.exit_code == 0, report.output
+    assert found["verdict"]["text"].split(";")[0] in report.output.replace("\n", " ")
+    for text in (f"rank {SLOW_RANK}", "ranks 4-5 (dp 0, stage 1)", "backward-compute", "x as fast"):
+        assert text in report.output
+
+
+def test_without_a_step_it_says_what_to_wait_for(run_server: Callable[..., Any]) -> None:
+    recorded = Recorded(run_server(role="api"), steps=0)
+    found = asked(recorded)
+    assert found["slowdown"] is None
+    assert found["verdict"] == {"kind": "unknown", "target": None, "text": what_if.NO_STEP}
+    shown = recorded.paceline("analyze", JOB)
+    assert shown.exit_code == 1
+    assert what_if.NO_STEP in shown.output
+
+
+def test_what_was_pruned_is_told(recorded: Recorded) -> None:
+    with recorded.server.program.database.write() as session:
+        session.execute(delete(HotLog))
+    assert asked(recorded)["verdict"]["text"] == what_if.NOTHING_KEPT
+
+
+def test_what_cannot_be_replayed_is_told(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_strange_ranks(*arguments: Any) -> Any:
+        found = recorded_steps(*arguments)
+        assert found is not None
+        for timing in found.timings:
+            timing.compute.rank[:] = -1
+        return found
+
+    monkeypatch.setattr(what_if, "recorded_steps", of_strange_ranks)
+    assert asked(recorded)["verdict"]["text"] == what_if.NO_REPLAY
+
+
+def test_a_job_that_is_not_there_is_told(recorded: Recorded) -> None:
+    for job in ("nope", "a%00b"):
+        assert recorded.server.client.get(f"/api/v1/jobs/{job}/what-if").status_code == 404
+    assert "There is no job 'nope'" in recorded.paceline("analyze", "nope").output
+
+
+def test_an_answer_stands_for_as_long_as_it_was_dear(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many ask, and however short the steps are."""
+    made = []
+
+    def counted(*arguments: Any) -> Any:
+        made.append(arguments[2])
+        return recorded_steps(*arguments)
+
+    monkeypatch.setattr(what_if, "recorded_steps", counted)
+    now = [0.0]
+    answers = WhatIfs(lambda: now[0])
+    database = recorded.server.program.database
+    first = answers.of(database, JOB, 8)
+    assert first.last_step == STEPS - 1
+    assert answers.of(database, JOB, 8) is first
+    recorded.play(STEPS)
+    now[0] = what_if.LEAST_SECONDS - 0.1
+    assert answers.of(database, JOB, 8) is first
+    now[0] = 1e6
+    later = answers.of(database, JOB, 8)
+    assert later.last_step == STEPS
+    now[0] = 2e6
+    assert answers.of(database, JOB, 8) is later  # nothing new, however old
+    assert made == [8, 8]
+
+
+def test_a_large_job_is_asked_for_fewer_steps(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(what_if, "MOST_RANK_STEPS", 3 * TOPOLOGY.world_size)
+    assert asked(recorded)["first_step"] == STEPS - 3
+    monkeypatch.setattr(what_if, "MOST_RANK_STEPS", 1)
+    assert asked(recorded, steps=2)["first_step"] == STEPS - 1
