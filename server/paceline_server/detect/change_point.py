@@ -26,6 +26,7 @@ LEAST_PAST = 6  # a mean of fewer is no past
 # How many of the newest values may have changed. Fewer than four steps may be a passing stall;
 # more than 64 a step at a time is drift.
 NEWEST = (4, 5, 6, 7, 8, 10, 12, 16, 20, 26, 32, 48, 64)
+_NEWEST = np.array(NEWEST)
 STEPS_BETWEEN_RENEWALS = 8
 CLIP_SIGMAS = 4.0  # what lies further out counts as if it did not
 MAD_TO_SIGMA = 1.4826
@@ -149,25 +150,21 @@ class ShiftMonitor:
 
     def _scores(self, values: Floats) -> tuple[Floats, Ints]:
         """Per series the highest score over all splits, and its number of newest steps."""
-        best = np.full(values.shape[1], -np.inf)
-        best_steps = np.zeros(values.shape[1], dtype=np.int64)
         sums, counts, total = self._sums, self._counts, self._end
         start = total - len(values)
-        for steps in NEWEST:
-            if total - steps - start < LEAST_PAST:
-                break
-            split, first = total - steps, max(total - steps - PAST, start)
-            after, before = counts[total] - counts[split], counts[split] - counts[first]
-            enough = (after >= max(NEWEST[0], AGREEING * steps)) & (before >= LEAST_PAST)
-            after, before = np.maximum(after, 1), np.maximum(before, 1)
-            rise = (sums[total] - sums[split]) / after - (sums[split] - sums[first]) / before
-            variance = self._sigma**2 * (1.0 / after + 1.0 / before) + self._drift**2
-            score = np.where(
-                enough & (rise >= 0.9 * self.smallest), rise / np.sqrt(variance), -np.inf
-            )
-            better = score > best
-            best[better], best_steps[better] = score[better], steps
-        return best, best_steps
+        steps = _NEWEST[total - _NEWEST - start >= LEAST_PAST]
+        split = total - steps
+        first = np.maximum(split - PAST, start)
+        after, before = counts[total] - counts[split], counts[split] - counts[first]
+        least = np.maximum(NEWEST[0], AGREEING * steps)[:, None]
+        enough = (after >= least) & (before >= LEAST_PAST)
+        after, before = np.maximum(after, 1), np.maximum(before, 1)
+        rise = (sums[total] - sums[split]) / after - (sums[split] - sums[first]) / before
+        enough &= rise >= 0.9 * self.smallest
+        variance = self._sigma**2 * (1.0 / after + 1.0 / before) + self._drift**2
+        score = np.where(enough, rise / np.sqrt(variance), -np.inf)
+        best = score.argmax(axis=0)
+        return score[best, np.arange(best.size)], steps[best]
 
     def _confirmed(self, series: int, steps: int, score: float) -> Shift | None:
         """The change's exact place, and whether it is one that stayed."""
