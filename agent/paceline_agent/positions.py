@@ -31,7 +31,7 @@ class Positions:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._saved: dict[RankKey, int] = {}
+        self._saved: dict[RankKey, int] | None = None
 
     def save(self, boot_id: str, sequence: int, read: Mapping[RankKey, int]) -> None:
         if read == self._saved:
@@ -47,12 +47,12 @@ class Positions:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
 
-    def load(self, spool: Spool) -> dict[RankKey, int]:
-        """Empty if nothing is known."""
+    def load(self, spool: Spool) -> dict[RankKey, int] | None:
+        """Of a ring that is not named nothing was packed; None: of no ring is anything known."""
         try:
             record = msgspec.json.decode(self._path.read_bytes(), type=_Record)
         except (OSError, msgspec.MsgspecError):
-            return {}
+            return None
         read = {
             RankKey(job, generation, rank): count for job, generation, rank, count in record.read
         }

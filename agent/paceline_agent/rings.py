@@ -97,11 +97,10 @@ class Rings:
     def clean(self, read: Mapping[RankKey, int] | None = None) -> None:
         """Before the first poll: delete rings of dead processes, go on with those of the living.
 
-        `read` is how much of each ring an earlier agent had packed. Where that is not known, a
-        ring is joined at its head: sending a span twice would count it twice. A rank that was
+        `read` is how much of each ring an earlier agent had packed. Where that is not known (None),
+        rings are joined at their heads: sending a span twice would count it twice. A rank that was
         adopted may have ended meanwhile: its supervisor will finish its ring.
         """
-        read = read or {}
         self._discover()
         for attached in list(self._attached.values()):
             reader = attached.reader
@@ -110,7 +109,7 @@ class Rings:
                 self._drop(attached, delete=True)
             else:
                 head = reader.state[ring.STATE_HEAD]
-                reader.position = min(read.get(attached.key, head), head)
+                reader.position = head if read is None else min(read.get(attached.key, 0), head)
 
     @property
     def positions(self) -> dict[RankKey, int]:
