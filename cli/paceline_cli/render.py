@@ -89,6 +89,13 @@ def percent(ratio: float | None) -> str | None:
     return None if ratio is None else f"{ratio * 100:.1f} %"
 
 
+def likelihood(ratio: float) -> str:
+    """Nothing is certain, and nothing impossible."""
+    if ratio > 0.99:
+        return ">99%"
+    return "<1%" if ratio < 0.01 else f"{ratio:.0%}"
+
+
 def topology(axes: dict[str, int]) -> str:
     return f"dp{axes['dp']} x pp{axes['pp']} x tp{axes['tp']}"
 

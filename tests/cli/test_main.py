@@ -91,6 +91,11 @@ def test_seconds_are_readable(value: float | None, shown: str | None) -> None:
     assert render.seconds(value) == shown
 
 
+def test_no_cause_is_certain() -> None:
+    shown = [render.likelihood(ratio) for ratio in (0.9997, 0.62, 0.001)]
+    assert shown == [">99%", "62%", "<1%"]
+
+
 def test_an_empty_table_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     render.show_table(("A",), [], "Nothing yet. Start one.")
     assert capsys.readouterr().out == "Nothing yet. Start one.\n"

@@ -262,8 +262,10 @@ def test_an_unknown_job_is_named_as_such(story: Any, visit: Callable[..., Any]) 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_is_cut_off(story: Any, visit: Callable[..., Any], scheme: str, width: int) -> None:
     story.begin()
+    story.site.app.state.parts.what_ifs.of = lambda *_: WhatIf(**EXAMPLES["WhatIf"])
     page = visit(story.url, color_scheme=scheme, viewport={"width": width, "height": 800}).page
     live(page)
+    expect(page.locator("#what-if tbody tr").first).to_be_visible()
     widths = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     assert widths[0] <= widths[1]
     panels = page.locator(".panel, .stats, .verdict").all()

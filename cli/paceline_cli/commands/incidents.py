@@ -64,13 +64,13 @@ def show(client: Client, incident: str, as_json: bool) -> None:
     click.echo(found["summary"])
     click.echo(f"{found['kind']}, {found['state']}, detected {render.clock(found['detected_at'])}")
     if found["speedup"] is not None:
-        click.echo(f"Without it a step would be {found['speedup']:.2f}x as fast (what-if replay).")
+        click.echo(f"Fixing it gives {found['speedup']:.2f}x (what-if replay).")
     if found["advice"]:
         click.echo(f"Advice: {found['advice']}")
     if found["causes"]:
         click.echo("Likely causes:")
         for cause in found["causes"]:
-            click.echo(f"  {cause['likelihood']:4.0%}  {cause['name']}")
+            click.echo(f"  {render.likelihood(cause['likelihood']):>5}  {cause['name']}")
     for title, key in (("Evidence", "evidence"), ("Against it", "counter_evidence")):
         if found[key]:
             click.echo(f"{title}:")

@@ -40,7 +40,7 @@ export function Bubbles({ stages }: { stages: readonly StageBubble[] }) {
                 <tr>
                   <td />
                   <td class="why muted" colSpan={4}>
-                    {why.map(({ name, ratio }) => `${name} ${format.percent(ratio)}`).join(", ")}
+                    {why.map(({ name, ratio }) => `${name} ${ratio < 0 ? signed(ratio) : format.percent(ratio)}`).join(", ")}
                   </td>
                 </tr>
               )}

@@ -132,9 +132,6 @@ function JobPage({ state, connection, onDecided }: PageProps) {
             )}
           </Panel>
           <Incidents state={state} onDecided={onDecided} />
-          <Panel id="what-if" title="What would make it faster" note={replayed(state.whatIf)}>
-            {state.whatIf === null ? <p class="empty">{LOADING}</p> : <WhatIf replay={state.whatIf} />}
-          </Panel>
         </div>
         <div class="column">
           <Panel id="ranks" title="Slowdown by rank" note={grid === null ? undefined : window(grid)}>
@@ -143,6 +140,9 @@ function JobPage({ state, connection, onDecided }: PageProps) {
             ) : (
               <Heatmap grid={grid} ranks={state.ranks} />
             )}
+          </Panel>
+          <Panel id="what-if" title="What would make it faster" note={replayed(state.whatIf)}>
+            {state.whatIf === null ? <p class="empty">{LOADING}</p> : <WhatIf replay={state.whatIf} />}
           </Panel>
           <Panel id="bubble" title="Pipeline bubble" note={`mean of ${BUBBLE_STEPS} steps`}>
             <Bubbles stages={chart.bubbles(steps, job, BUBBLE_STEPS)} />
