@@ -1,8 +1,8 @@
 """Whether the agent's memory grows: thousands of sweeps as fast as they go.
 
 The real agent, its pauses between sweeps cut short at the one seam they go through
-(`SystemClock.call_later`); everything else, sending included, is as always. PACELINE_BENCH_SECONDS is
-for how long: a day's 86,400 sweeps take about half an hour.
+(`SystemClock.call_later`); everything else, sending included, is as always.
+PACELINE_BENCH_SECONDS is for how long: a day's 86,400 sweeps take about half an hour.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Batches: what an agent sends, and how it is packed (msgpack inside one zstd frame).
 
-A batch is identified by (agent_id, boot_id, sequence). `boot_id` is new with each agent process, and
-when its news overtake a backlog; an agent's boots sort in the order in which they began. `sequence`
-counts from 0 without gaps except where the spool had to drop.
+A batch is identified by (agent_id, boot_id, sequence). `boot_id` is new with each agent process,
+and when its news overtake a backlog; an agent's boots sort in the order in which they began.
+`sequence` counts from 0 without gaps except where the spool had to drop.
 Times are nanoseconds of the node's CLOCK_REALTIME unless a field says otherwise.
 """
 
