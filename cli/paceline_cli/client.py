@@ -16,6 +16,7 @@ class Client:
 
     def __init__(self, server: str, token: str | None = None) -> None:
         self.server = server.rstrip("/")
+        self.token = token
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(
             base_url=f"{self.server}/api/v1", headers=headers, timeout=httpx.Timeout(10.0)

@@ -11,8 +11,10 @@ from urllib.parse import parse_qs, urlparse
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from paceline_cli.client import Client
+from paceline_cli.main import main
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -30,6 +32,8 @@ class Handler(BaseHTTPRequestHandler):
             type(self).event_requests.append(self.headers.get("Last-Event-ID"))
             body = b': hello\n\nid: 7\nevent: job\ndata: {"state":\ndata: "running"}\n\n'
             self._send(200, body, "text/event-stream")
+        elif url.path == "/api/v1/incidents/i":
+            self._answer(200, {"id": "i", "as": self.headers.get("Authorization")})
         elif url.path == "/api/v1/locked":
             self._answer(401, {"detail": "a token is needed"})
         else:
@@ -81,6 +85,20 @@ def test_a_missing_token_is_named_with_its_remedy(client: Client) -> None:
 def test_an_answer_that_is_not_ours_is_shown(client: Client) -> None:
     with pytest.raises(click.ClickException, match="500: <html>boom"):
         client.get("/elsewhere")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "incidents --server URL --token t --json show i",
+        "incidents show i --json --server URL --token t",
+        "incidents --server http://127.0.0.1:9 --token other show --token t --json --server URL i",
+    ],
+)
+def test_options_stand_before_or_after_the_subcommand(client: Client, words: str) -> None:
+    result = CliRunner().invoke(main, words.replace("URL", client.server).split())
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output) == {"id": "i", "as": "Bearer t"}
 
 
 def test_no_server_says_how_to_start_one() -> None:

@@ -6,10 +6,10 @@ import click
 
 from paceline_cli import render
 from paceline_cli.client import Client
-from paceline_cli.options import json_option, server_options
+from paceline_cli.options import ClientGroup, json_option, server_options
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=ClientGroup, invoke_without_command=True)
 @click.option("--job", help="Of one job only.")
 @click.option("--state", help="proposed, running, done, failed, ...")
 @server_options

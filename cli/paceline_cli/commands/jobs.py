@@ -10,7 +10,7 @@ import click
 
 from paceline_cli import render
 from paceline_cli.client import Client
-from paceline_cli.options import json_option, server_options, steps_option
+from paceline_cli.options import ClientGroup, json_option, server_options, steps_option
 from paceline_cli.trace import fetch_trace
 
 STACKS_SECONDS = 10.0  # py-spy takes up to 5 of them on a busy machine
@@ -29,7 +29,7 @@ LEDGER_PARTS = (
 )
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=ClientGroup, invoke_without_command=True)
 @server_options
 @json_option
 @click.pass_context
@@ -46,7 +46,7 @@ def jobs(ctx: click.Context, server: str, token: str | None, as_json: bool) -> N
     paceline jobs export JOB -o FILE
                                   its last steps as a trace, for `paceline analyze`
     """
-    ctx.obj = ctx.with_resource(Client(server, token))
+    ctx.obj = Client(server, token)
     if ctx.invoked_subcommand is not None:
         return
     found = ctx.obj.items("/jobs")
