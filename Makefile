@@ -27,7 +27,7 @@ web: $(WEB_READY)
 	cd web && npm run --silent check && npm run --silent lint && npm run --silent test && npm run --silent verify
 
 unit: $(READY) browser
-	$(BIN)/pytest -m "not campaign and not alone" -n 2 --dist loadfile
+	$(BIN)/pytest -m "not campaign and not alone" -n 3 --dist loadfile
 	$(BIN)/pytest -m "alone and not campaign"
 
 bench: $(READY)

@@ -24,6 +24,8 @@ def analyze(*arguments: str) -> Result:
 def test_json_has_the_documented_keys() -> None:
     shown = json.loads(analyze(TRACE, "--meta", META, "--json").stdout)
     assert list(shown) == [
+        "step_seconds",
+        "ideal_step_seconds",
         "slowdown",
         "slowdown_by_step",
         "slowdown_by_optype",
@@ -33,6 +35,7 @@ def test_json_has_the_documented_keys() -> None:
         "m_s",
         "m_w",
         "launch_slowdown",
+        "slowest_workers",
         "verdict",
     ]
     assert list(shown["verdict"]) == ["kind", "target", "text"]

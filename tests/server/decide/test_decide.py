@@ -305,7 +305,7 @@ def test_detection_keeps_the_time_and_step_of_the_first_finding(world: World) ->
 def test_an_unchanged_finding_changes_nothing(world: World) -> None:
     world.policy = Policy(mode="observe")
     world.tick((world.finding(),))
-    decision = world.tick((world.finding(slowdown=2.51),))
+    decision = world.tick((world.finding(),))
     assert not decision.incidents
     assert not decision.audit
 
