@@ -6,7 +6,8 @@ import click
 
 from paceline_cli import render
 from paceline_cli.client import Client
-from paceline_cli.options import ClientGroup, json_option, server_options
+from paceline_cli.client_group import ClientGroup
+from paceline_cli.options import json_option, server_options
 
 
 @click.group(cls=ClientGroup, invoke_without_command=True)

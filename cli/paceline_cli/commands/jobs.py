@@ -10,7 +10,8 @@ import click
 
 from paceline_cli import render
 from paceline_cli.client import Client
-from paceline_cli.options import ClientGroup, json_option, server_options, steps_option
+from paceline_cli.client_group import ClientGroup
+from paceline_cli.options import json_option, server_options, steps_option
 from paceline_cli.trace import fetch_trace
 
 STACKS_SECONDS = 10.0  # py-spy takes up to 5 of them on a busy machine
