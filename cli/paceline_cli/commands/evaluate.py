@@ -10,7 +10,7 @@ import click
 
 from paceline_cli.evaluate import report
 from paceline_cli.evaluate.campaign import Campaign
-from paceline_cli.evaluate.faults import KINDS
+from paceline_cli.evaluate.faults import KINDS, SYNTHETIC
 from paceline_cli.evaluate.real import RealArm
 from paceline_cli.evaluate.scoring import Verdict, figures
 
@@ -58,17 +58,24 @@ def evaluate(
     """Measure how well faults are found, named and explained.
 
     Plays jobs with known faults and judges what the engine says: see docs/evaluation.md. The real
-    arm trains on this machine, with real processes, and takes minutes per kind.
+    arm trains on this machine, with real processes, and takes minutes per kind; it leaves out the
+    kinds that only the synthetic arm can make.
     """
     chosen_arms = _names(ARMS, "--arms", arms)
     chosen = _names(KINDS, "--kinds", kinds)
+    real = tuple(kind for kind in chosen if kind not in SYNTHETIC)
+    if chosen_arms == ("real",):
+        chosen = real
+    if not chosen:
+        raise click.BadParameter("the real arm knows none of these", param_hint="--kinds")
+    asked = {"synthetic": len(chosen), "real": len(real)}
     verdicts: list[Verdict] = []
-    tell = _Progress(len(chosen) * trials * len(chosen_arms), misses)
+    tell = _Progress(trials * sum(asked[arm] for arm in chosen_arms), misses)
     if "synthetic" in chosen_arms:
         campaign = Campaign(seed, trials, chosen, largest)
         verdicts += campaign.run(jobs, tell)
     if "real" in chosen_arms:
-        verdicts += RealArm(chosen, trials, seed).run(tell)
+        verdicts += RealArm(real, trials, seed).run(tell)
     found = figures(verdicts, chosen)
     text = json.dumps(found, indent=2)
     if output is not None:

@@ -31,6 +31,7 @@ KINDS = (
     "slow_creep",
     "late_link",
 )
+SYNTHETIC = ("stalled_microbatch", "slow_creep", "late_link")  # not of the real arm
 CHRONIC = ("stage_imbalance", "sequence_variance", "gc")  # part of the job from its first step
 # Below this, a fault is reported apart: nobody restarts a job for it.
 COUNTED_MAGNITUDE = 0.10
