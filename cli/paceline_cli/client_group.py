@@ -32,6 +32,7 @@ def _other_client(ctx: click.Context, option: click.Parameter, value: str | None
     if value is not None:
         before: Client = ctx.obj
         if option.name == "server":
-            ctx.obj = Client(value, before.token)
+            other = Client(value, before.token)
         else:
-            ctx.obj = Client(before.server, value)
+            other = Client(before.server, value)
+        ctx.obj = ctx.with_resource(other)

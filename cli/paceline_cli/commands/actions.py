@@ -31,7 +31,7 @@ def actions(
     paceline actions approve ACTION
     paceline actions reject ACTION --comment "known, node is being drained"
     """
-    ctx.obj = Client(server, token)
+    ctx.obj = ctx.with_resource(Client(server, token))
     if ctx.invoked_subcommand is not None:
         return
     found = ctx.obj.items("/actions", job=job, state=state)

@@ -25,7 +25,7 @@ def incidents(
     as_json: bool,
 ) -> None:
     """List incidents; `paceline incidents show ID` prints the evidence."""
-    ctx.obj = Client(server, token)
+    ctx.obj = ctx.with_resource(Client(server, token))
     if ctx.invoked_subcommand is not None:
         return
     found = ctx.obj.items("/incidents", job=job, state=state)

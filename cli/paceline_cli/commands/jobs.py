@@ -47,7 +47,7 @@ def jobs(ctx: click.Context, server: str, token: str | None, as_json: bool) -> N
     paceline jobs export JOB -o FILE
                                   its last steps as a trace, for `paceline analyze`
     """
-    ctx.obj = Client(server, token)
+    ctx.obj = ctx.with_resource(Client(server, token))
     if ctx.invoked_subcommand is not None:
         return
     found = ctx.obj.items("/jobs")

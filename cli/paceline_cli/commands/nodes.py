@@ -16,7 +16,7 @@ from paceline_cli.options import json_option, server_options
 @click.pass_context
 def nodes(ctx: click.Context, server: str, token: str | None, as_json: bool) -> None:
     """List nodes; `paceline nodes release NODE` puts a quarantined one back to use."""
-    ctx.obj = Client(server, token)
+    ctx.obj = ctx.with_resource(Client(server, token))
     if ctx.invoked_subcommand is not None:
         return
     found = ctx.obj.items("/nodes")
