@@ -16,8 +16,6 @@ import pytest
 from paceline_cli.demo.cluster import MARK
 from paceline_cli.demo.faults import descendants
 
-pytestmark = pytest.mark.alone
-
 DEMO = (sys.executable, "-m", "paceline_cli", "demo", "--port", "0")
 LEDGER_PARTS = (
     *("compute", "communication", "bubble", "data_wait", "optimizer", "checkpoint"),
@@ -38,6 +36,7 @@ def run_demo(report: Path, *options: str) -> dict[str, object]:
     return written
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(660)
 def test_every_fault_is_found_named_and_repaired(tmp_path: Path) -> None:
     report = run_demo(tmp_path / "demo.json", "--faults", "throttle:1,crash:5,hang:0")
