@@ -94,7 +94,7 @@ def running_demo() -> Iterator[tuple[subprocess.Popen[str], bytes]]:
         process.stdout.close()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_is_left_however_the_demo_ends(
     running_demo: tuple[subprocess.Popen[str], bytes], number: signal.Signals
