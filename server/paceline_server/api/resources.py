@@ -217,8 +217,8 @@ def _node_state(row: models.Node, now_ns: int) -> str:
 
 def _trouble(hello: AgentHello | None) -> str | None:
     """`gpu3 is lost, gpu5 is hung`."""
-    told = [f"gpu{gpu.index} is {gpu.trouble}" for gpu in (hello.gpus if hello else [])
-            if gpu.trouble is not None]  # fmt: skip
+    gpus = hello.gpus if hello else []
+    told = [f"gpu{gpu.index} is {gpu.trouble}" for gpu in gpus if gpu.trouble is not None]
     return ", ".join(told) or None
 
 
