@@ -40,7 +40,6 @@ POLL_SECONDS = 0.25
 IDLE_POLL_SECONDS = 0.5  # while no rank runs here
 PAUSE_SECONDS = 1.0  # after a part of the agent broke
 HOUSEKEEPING_SECONDS = 10.0
-END_SECONDS = 0.5  # for a task to end before it is cancelled again
 RANKS_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL of the ranks of a draining node
 DRAIN_SECONDS = 4.0  # and what closing takes makes no more than five
 KERNEL_LOG_SECONDS = 0.5  # read often after a rank was killed
@@ -184,7 +183,8 @@ class Agent:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(DRAIN_SECONDS):
                         await self._drain()
-                await _end([listening, *tasks])
+                for task in tasks:
+                    task.cancel()
         finally:
             await self._close()
 
@@ -324,12 +324,3 @@ def _lock(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-async def _end(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancel until they are done: a cancellation that meets a result may be lost on its way."""
-    while tasks:
-        for task in tasks:
-            task.cancel()
-        _, left = await asyncio.wait(tasks, timeout=END_SECONDS)
-        tasks = list(left)

@@ -185,12 +185,8 @@ class ServerLink:
         threading.Thread(target=read, name="commands", daemon=True).start()
         try:
             patience = CONNECT_SECONDS + silence_seconds
-            while (line := await asyncio.wait_for(arrived.get(), patience)) is not None:
-                if isinstance(line, LinkError):
-                    raise line
+            while (line := await _next_line(arrived, patience)) is not None:
                 yield line
-        except TimeoutError:
-            raise LinkError(f"no whole line within {patience:g} s") from None
         finally:
             for opened in sockets:  # wakes the thread
                 _shut(opened)
@@ -273,6 +269,20 @@ def _hand_over(loop: asyncio.AbstractEventLoop, take: Callable[..., object], *wh
 
 def _link_error(error: OSError | HTTPException | ValueError) -> LinkError:
     return LinkError(printable(f"{type(error).__name__} {error}".strip()[:200]))
+
+
+async def _next_line(
+    arrived: asyncio.Queue[bytes | LinkError | None], patience_seconds: float
+) -> bytes | None:
+    """Not `asyncio.wait_for`: in Python 3.11 it forgets a cancellation that meets a line."""
+    try:
+        async with asyncio.timeout(patience_seconds):
+            line = await arrived.get()
+    except TimeoutError:
+        raise LinkError(f"no whole line within {patience_seconds:g} s") from None
+    if isinstance(line, LinkError):
+        raise line
+    return line
 
 
 def _shut(opened: socket.socket) -> None:

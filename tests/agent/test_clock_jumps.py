@@ -107,7 +107,6 @@ def jump(clocks: Clocks, go_on: Callable[[], object]) -> None:
     go_on()
 
 
-@pytest.mark.campaign
 def test_no_sample_is_out_of_order_or_twice_when_the_clock_is_set(
     start_agent: Fixture,
     server: Any,
