@@ -1,23 +1,24 @@
-"""What the hooks add to a training step of 20 ms and more, paired with the same loop without.
+"""What the hooks add to a training step of 20 ms and more, paired with the same step without.
 
 The host of the step waits for its accelerator (sleeps) for 22 ms, as a training host does: three
 sections, 12 gradient all-reduces, the boundary, the wait for data, the poll and the report of a
 loss. Then the same time as a pipelined step of 8 microbatches: 16 actions of two sections each and
 12 all-reduces, 60 timed calls; and a step that computes on the host, a few thousand short torch
-operations. Blocks of a few steps with the hooks and without take turns (`init` and `finish` between
-them, so that without means untouched functions). A block counts by its median step; what is told is
-the median over pairs of blocks of the CPU time which the training thread needed more, as a share
-of the step's wall time, with its standard error. Where the error is more than half the goal, the
-goal is neither met nor missed.
+operations. Steps with the hooks and without take turns one by one, which goes first too: a
+shared machine changes its pace within tenths of a second. Without, the loop calls torch's own
+functions and empty context managers. What is told is the median over pairs of steps of the CPU time
+which the training thread needed more, as a share of the step's wall time, with its standard
+error. Where the error is more than half the goal, the goal is neither met nor missed.
 
 The agent's end of the ring is a process that reads, packs and stores as an agent does; then it is
-stopped, killed, and its disk full (/dev/full). First the same loop against itself, which shows
-what noise alone makes of it; last, torch.profiler over every step.
+stopped, killed, and its disk full (/dev/full). First the same step against itself, which shows
+what noise alone makes of it; last, torch.profiler around every step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -29,8 +30,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter_ns, thread_time_ns
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,9 +43,9 @@ import paceline
 from benchmarks.harness import Result
 from paceline import Op
 
-PAIRS = 50
-WARM_STEPS = 2
-STEPS = 6  # of a block, after those
+PAIRS = 500
+PROFILED_PAIRS = 25
+WARM_PAIRS = 10
 MICROBATCHES = 8
 LAYERS = 32
 WIDTH = 64
@@ -73,21 +76,67 @@ while True:
 Condition = Callable[[str], AbstractContextManager[None]]
 
 
+@dataclass(frozen=True)
+class Calls:
+    """What a loop calls, with the hooks or without."""
+
+    section: Callable[[str], AbstractContextManager[None]]
+    pipelining: Callable[..., AbstractContextManager[None]]
+    optimizer: Callable[[], AbstractContextManager[None]]
+    report: Callable[..., None]
+    pending: Callable[[], Any]
+    all_reduce: Callable[..., Any]
+
+
+NOTHING = nullcontext()
+PLAIN = Calls(
+    section=lambda name: NOTHING,
+    pipelining=lambda op, microbatch: NOTHING,
+    optimizer=lambda: NOTHING,
+    report=lambda loss: None,
+    pending=lambda: None,
+    all_reduce=dist.all_reduce,
+)
+
+
 def measure() -> Iterator[Result]:
     logging.disable()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         os.environ["PACELINE_RING_DIRECTORY"] = directory
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        yield from _compare("none, the same loop twice", WaitingStep(), _run_block, goal=None)
+        yield from _compare("none, the same step twice", WaitingStep(), goal=None)
         for name, condition in CONDITIONS.items():
-            with condition(directory):
-                yield from _compare(name, WaitingStep(), _hooked)
-        yield from _compare("no collectives", WaitingSectionsStep(), _hooked)
-        yield from _compare("60 calls", WaitingPipelinedStep(), _hooked)
-        yield from _compare("computing host", DataParallelStep(), _hooked)
-        yield from _compare("torch.profiler, every step", DataParallelStep(), _profiled, goal=None)
+            with condition(directory), _hooks() as hooked:
+                yield from _compare(name, WaitingStep(), hooked)
+        with _hooks() as hooked:
+            yield from _compare("no collectives", WaitingSectionsStep(), hooked)
+            yield from _compare("60 calls", WaitingPipelinedStep(), hooked)
+            yield from _compare("computing host", DataParallelStep(), hooked)
+        yield from _compare(
+            "torch.profiler, every step",
+            DataParallelStep(),
+            around=lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+            pairs=PROFILED_PAIRS,
+            goal=None,
+        )
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _hooks() -> Iterator[Calls]:
+    paceline.init()
+    try:
+        yield Calls(
+            paceline.section,
+            paceline.pipelining,
+            paceline.optimizer,
+            paceline.report,
+            paceline.pending,
+            dist.all_reduce,
+        )
+    finally:
+        paceline.finish()
 
 
 class Step(ABC):
@@ -96,15 +145,15 @@ class Step(ABC):
     def __init__(self) -> None:
         self.buckets = [torch.ones(WIDTH * WIDTH) for _ in range(12)]
 
-    def run(self) -> None:
-        self.train()
-        with paceline.optimizer():
+    def run(self, calls: Calls) -> None:
+        self.train(calls)
+        with calls.optimizer():
             self.update()
-        paceline.report(loss=1.0)
-        paceline.pending()
+        calls.report(loss=1.0)
+        calls.pending()
 
     @abstractmethod
-    def train(self) -> None: ...
+    def train(self, calls: Calls) -> None: ...
 
     @abstractmethod
     def update(self) -> None: ...
@@ -133,16 +182,16 @@ class DataParallelStep(Step):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def train(self) -> None:
+    def train(self, calls: Calls) -> None:
         for _ in range(MICROBATCHES - 1):
             self.second(self.first(self.batch)).square().mean().backward()
-        with paceline.section("forward"):
+        with calls.section("forward"):
             loss = self.second(self.first(self.batch)).square().mean()
-        with paceline.section("backward"):
+        with calls.section("backward"):
             loss.backward()
             for bucket in self.buckets:
-                dist.all_reduce(bucket)
-        with paceline.section("clip"):
+                calls.all_reduce(bucket)
+        with calls.section("clip"):
             nn.utils.clip_grad_norm_(self.parameters, 1.0)
 
 
@@ -152,79 +201,66 @@ class WaitingStep(Step):
     def update(self) -> None:
         """The accelerator's, too."""
 
-    def train(self) -> None:
-        with paceline.section("forward"):
+    def train(self, calls: Calls) -> None:
+        with calls.section("forward"):
             time.sleep(WAITING_SECONDS / 3)
-        with paceline.section("backward"):
+        with calls.section("backward"):
             for bucket in self.buckets:
                 time.sleep(WAITING_SECONDS * 2 / 3 / len(self.buckets))
-                dist.all_reduce(bucket)
-        with paceline.section("clip"):
+                calls.all_reduce(bucket)
+        with calls.section("clip"):
             pass
 
 
 class WaitingSectionsStep(WaitingStep):
     """Without collectives: the two lines and three sections."""
 
-    def train(self) -> None:
+    def train(self, calls: Calls) -> None:
         for name in ("forward", "backward", "clip"):
-            with paceline.section(name):
+            with calls.section(name):
                 time.sleep(WAITING_SECONDS / 3)
 
 
 class WaitingPipelinedStep(WaitingStep):
-    def train(self) -> None:
+    def train(self, calls: Calls) -> None:
         for action in range(2 * MICROBATCHES):
             op = Op.BACKWARD if action % 2 else Op.FORWARD
-            with paceline.pipelining(op, microbatch=action // 2):
+            with calls.pipelining(op, microbatch=action // 2):
                 for _ in range(2):
-                    with paceline.section("layer"):
+                    with calls.section("layer"):
                         time.sleep(WAITING_SECONDS / 4 / MICROBATCHES)
                 if action < len(self.buckets):
-                    dist.all_reduce(self.buckets[action])
-
-
-def _run_block(step: Step) -> list[tuple[int, int]]:
-    """(wall, CPU) nanoseconds of each step; the boundary belongs to the step it begins."""
-    costs = []
-    started = (perf_counter_ns(), thread_time_ns())
-    for _ in paceline.steps(range(WARM_STEPS + STEPS)):
-        step.run()
-        ended = (perf_counter_ns(), thread_time_ns())
-        costs.append((ended[0] - started[0], ended[1] - started[1]))
-        started = ended
-    return costs[WARM_STEPS:]
-
-
-def _hooked(step: Step) -> list[tuple[int, int]]:
-    paceline.init()
-    try:
-        return _run_block(step)
-    finally:
-        paceline.finish()
-
-
-def _profiled(step: Step) -> list[tuple[int, int]]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        return _run_block(step)
+                    calls.all_reduce(self.buckets[action])
 
 
 def _compare(
     name: str,
     step: Step,
-    watched: Callable[[Step], list[tuple[int, int]]],
+    hooked: Calls = PLAIN,
+    *,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    pairs: int = PAIRS,
     goal: float | None = GOAL_PERCENT,
 ) -> Iterator[Result]:
-    percent: list[float] = []
-    for pair in range(PAIRS):
-        if pair % 2:
-            costs, baseline = watched(step), _run_block(step)
-        else:
-            baseline = _run_block(step)
-            costs = watched(step)
-        wall_ns, cpu_ns = (median(cost[clock] for cost in baseline) for clock in (0, 1))
-        added_ns = median(cost[1] for cost in costs) - cpu_ns
-        percent.append(added_ns / wall_ns * 100)
+    batches: Iterator[None] = itertools.repeat(None)
+    ways = {
+        True: (hooked, batches if hooked is PLAIN else iter(paceline.steps(batches)), around),
+        False: (PLAIN, batches, nullcontext),
+    }
+    added, walls = [], []
+    for pair in range(WARM_PAIRS + pairs):
+        wall, cpu = {}, {}
+        for watched in (True, False) if pair % 2 else (False, True):
+            calls, boundaries, surrounding = ways[watched]
+            with surrounding():
+                wall_ns, cpu_ns = perf_counter_ns(), thread_time_ns()
+                next(boundaries)
+                step.run(calls)
+                cpu[watched] = thread_time_ns() - cpu_ns
+                wall[watched] = perf_counter_ns() - wall_ns
+        added.append(cpu[True] - cpu[False])
+        walls.append(wall[False])
+    percent = [each / median(walls) * 100 for each in added[WARM_PAIRS:]]
     value = median(percent)
     # Of a median, from the median absolute deviation (normal errors assumed).
     spread = 1.4826 * median(abs(each - value) for each in percent)

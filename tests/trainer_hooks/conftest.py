@@ -55,7 +55,7 @@ def script(tmp_path: Path) -> Script:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=150,
         )
 
     return run

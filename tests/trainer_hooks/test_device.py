@@ -157,10 +157,10 @@ def test_anchors_stay_within_what_the_host_has_seen(
 def test_a_loss_on_the_device_is_told_when_it_arrives(
     device: Device, timer: DeviceTimer, ring: Recorder
 ) -> None:
-    ring.begin_step(4, 0)
+    ring.begin_step(4)
     device.kernel(1.0)
     timer.report((2.5, None, None))
-    ring.begin_step(5, 0)
+    ring.begin_step(5)
     timer.resolve()
     reader = RingReader(ring.ring.path)
     assert reader.view().loss is None

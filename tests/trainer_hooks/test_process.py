@@ -38,7 +38,7 @@ def run(source: str, ring: Path | None) -> subprocess.CompletedProcess[str]:
     if ring is not None:
         environment["PACELINE_RING_DIRECTORY"] = str(ring)
     return subprocess.run(
-        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=150
     )
 
 
@@ -94,7 +94,7 @@ def test_a_full_tmpfs_costs_a_warning_not_the_run(tmp_path: Path) -> None:
         env={**os.environ, "PACELINE_RING_DIRECTORY": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert finished.returncode == 0, finished.stderr
     assert "No space left" in finished.stdout

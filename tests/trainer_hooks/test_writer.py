@@ -17,7 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import pure_writer, writer
-from paceline_wire.ring import FRAME_WORDS, FRAMES, STATE_DEPTH, STATE_FRAMES, STATE_GROUPS
+from paceline_wire.ring import (
+    FRAME_WORDS,
+    FRAMES,
+    STATE_DEPTH,
+    STATE_FRAMES,
+    STATE_GROUPS,
+    STATE_STEP_STARTED_NS,
+)
 from paceline_wire.spans import NONE_32, RECORD_BYTES, Op, unpack
 
 CAPACITY = 16
@@ -61,24 +68,36 @@ class Kind:
         self.state = memoryview(bytearray(4096)).cast("Q")
         self.spans = memoryview(bytearray(CAPACITY * RECORD_BYTES))
         self.writer = module.Writer(self.state, self.spans)
-        self.sections = [module.Section(self.writer, 1024 + number) for number in range(2)]
+        self.sections = [
+            *(module.Section(self.writer, 1024 + number) for number in range(2)),
+            module.Pipelining(self.writer, Op.FORWARD, 3, 1, None),
+            module.Pipelining(self.writer, Op.BACKWARD_SEND, None, 0, 7),
+        ]
         base = STATE_GROUPS
         self.channel = module.Channel(self.state, base, base + 1, base + 2, base + 3, 5)
         self.open: list[Any] = []
 
     def do(self, name: str, words: tuple[int, ...]) -> object:
         if name == "enter":
-            section = self.sections[words[0] % 2]
+            section = self.sections[words[0] % 4]
             section.__enter__()
             self.open.append(section)
             return None
-        if name in ("exit", "leave", "close"):
+        if name in ("exit", "close"):
             if not self.open:
                 return None
             section = self.open.pop()
-            if name == "exit":
-                return section.__exit__(None, None, None)
-            return section.close() if name == "close" else section.leave(*words[:5])
+            return section.__exit__(None, None, None) if name == "exit" else section.close()
+        if name == "size":
+            for section in self.sections[2:]:
+                section.size, section.sequence, section.peer = words[:3]
+            return None
+        if name == "report":
+            floats = struct.unpack("<3d", struct.pack("<3Q", *words[:3]))
+            values = [
+                number if word % 3 else None for word, number in zip(words, floats, strict=False)
+            ]
+            return self.writer.report(words[3] & NONE_32, *values)
         if name == "channel enter":
             return self.channel.enter(*words[:2])
         if name == "channel leave":
@@ -88,18 +107,18 @@ class Kind:
             return None
         if name == "pop":
             return self.writer.pop(words[0] % 12)
-        count = {"write": 7, "write_simple": 3, "push": 4, "begin_step": 2}.get(name, 0)
+        count = {"write": 7, "write_simple": 3, "push": 4, "begin_step": 1}.get(name, 0)
         given = words[:count]
         if name == "write_simple":  # time goes on
             given = (words[0] & 0xFFFF, *sorted(words[1:3]))
         if name == "begin_step":
-            given = (words[0] & NONE_32, words[1])
-            self.open.clear()
+            given = (words[0] & NONE_32,)
         return getattr(self.writer, name)(*given)
 
     def words(self) -> tuple[list[int], list[list[int]], tuple[int, ...]]:
         """All but what a clock was read for."""
         state = self.state.tolist()
+        state[STATE_STEP_STARTED_NS] = 0
         for depth in range(FRAMES):
             state[STATE_FRAMES + depth * FRAME_WORDS + 1] = 0
         words = self.spans.cast("Q").tolist()
@@ -110,8 +129,9 @@ class Kind:
 
 WORD = st.one_of(st.integers(0, 20), st.integers(0, 2**64 - 1))
 NAMES = (
-    *("enter", "enter", "exit", "exit", "leave", "close", "push", "pop", "write", "write_simple"),
-    *("begin_step", "clear_place", "clear_frames", "place", "channel enter", "channel leave"),
+    *("enter", "enter", "exit", "exit", "close", "push", "pop", "write", "write_simple"),
+    *("begin_step", "end_data_wait", "end_step", "size", "report", "clear_place", "clear_frames"),
+    *("place", "channel enter", "channel leave"),
 )
 CALLS = st.tuples(st.sampled_from(NAMES), st.tuples(*[WORD] * 7))
 

@@ -8,6 +8,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+#include <string.h>
 #include <structmember.h>
 #include <time.h>
 
@@ -17,15 +18,22 @@ enum {
     STATE_STEP = 1,
     STATE_STEP_STARTED_NS = 2,
     STATE_MICROBATCH = 3,
+    STATE_LOSS_STEP = 7,
+    STATE_LOSS = 8,
+    STATE_GRADIENT_NORM = 9,
     STATE_DEPTH = 10,
+    STATE_EVALUATION_STEP = 11,
+    STATE_EVALUATION_LOSS = 12,
     STATE_FRAMES = 16,
     FRAMES = 8,
     FRAME_WORDS = 4,
     GROUP_BYTES_SHIFT = 16,
     WORDS = 8,
     OP_STEP = 32,
+    OP_DATA_WAIT = 33,
 };
 static const uint64_t NO_CHUNK = 0xFFFF, NONE_32 = 0xFFFFFFFF, NO_MICROBATCH = 0xFFFFFFFFull << 32;
+static const uint64_t INFINITY_BITS = 0x7FFull << 52, NAN_BITS = 0xFFFull << 51;
 
 static uint64_t nowhere[512]; /* the state page of a writer that has none */
 
@@ -84,8 +92,9 @@ static int get_words(PyObject *object, Py_buffer *view, Py_ssize_t least)
 typedef struct {
     PyObject_HEAD
     uint64_t *state, *spans;
-    uint64_t mask, head, depth, chunk, word2, step, owner, failures;
-    PyObject *timer; /* of a device; NULL: none */
+    uint64_t mask, head, depth, chunk, word2, step, step_started_ns, owner, failures;
+    PyObject *timer;  /* of a device; NULL: none */
+    PyObject *action; /* the transfer action we are in; NULL: none */
     char calling;
     Py_buffer state_view, spans_view;
 } Writer;
@@ -141,12 +150,14 @@ static int writer_traverse(Writer *self, visitproc visit, void *arg)
 {
     Py_VISIT((PyObject *)Py_TYPE((PyObject *)self));
     Py_VISIT(self->timer);
+    Py_VISIT(self->action);
     return 0;
 }
 
 static int writer_clear(Writer *self)
 {
     Py_CLEAR(self->timer);
+    Py_CLEAR(self->action);
     return 0;
 }
 
@@ -220,13 +231,18 @@ static PyObject *writer_write(Writer *self, PyObject *const *args, Py_ssize_t co
     Py_RETURN_NONE;
 }
 
+static void write_simple(Writer *self, uint64_t op, uint64_t start_ns, uint64_t end_ns)
+{
+    write_record(self, op | NO_CHUNK << 32, self->step | NO_MICROBATCH, NONE_32, 0, 0, start_ns,
+                 end_ns - start_ns);
+}
+
 static PyObject *writer_write_simple(Writer *self, PyObject *const *args, Py_ssize_t count)
 {
     uint64_t w[3];
     if (as_words(args, count, 3, w) < 0)
         return NULL;
-    write_record(self, w[0] | NO_CHUNK << 32, self->step | NO_MICROBATCH, NONE_32, 0, 0, w[1],
-                 w[2] - w[1]);
+    write_simple(self, w[0], w[1], w[2]);
     Py_RETURN_NONE;
 }
 
@@ -259,19 +275,76 @@ static PyObject *writer_clear_frames(Writer *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *writer_begin_step(Writer *self, PyObject *const *args, Py_ssize_t count)
+static PyObject *writer_begin_step(Writer *self, PyObject *step)
 {
-    uint64_t w[2];
-    if (as_words(args, count, 2, w) < 0)
+    uint64_t word;
+    if (as_word(step, &word) < 0)
         return NULL;
-    self->step = w[0];
-    self->word2 = w[0] | NO_MICROBATCH;
+    uint64_t now = self->step_started_ns = now_ns();
+    self->step = word;
+    self->word2 = word | NO_MICROBATCH;
     self->chunk = NO_CHUNK;
-    self->state[STATE_STEP] = w[0];
-    self->state[STATE_STEP_STARTED_NS] = w[1];
+    Py_CLEAR(self->action);
+    self->state[STATE_STEP] = word;
+    self->state[STATE_STEP_STARTED_NS] = now;
     self->state[STATE_MICROBATCH] = 0;
     clear_all_frames(self);
-    push_frame(self, OP_STEP, w[1], NONE_32, 0);
+    push_frame(self, OP_STEP, now, NONE_32, 0);
+    push_frame(self, OP_DATA_WAIT, now, NONE_32, 0);
+    Py_RETURN_NONE;
+}
+
+static PyObject *writer_end_data_wait(Writer *self, PyObject *unused)
+{
+    pop_frame(self, 1);
+    write_simple(self, OP_DATA_WAIT, self->step_started_ns, now_ns());
+    Py_RETURN_NONE;
+}
+
+static PyObject *writer_end_step(Writer *self, PyObject *unused)
+{
+    write_simple(self, OP_STEP, self->step_started_ns, now_ns());
+    Py_RETURN_NONE;
+}
+
+/* The bits of a value that was given. Returns -1 with an exception set, 0 if it was not. */
+static int as_bits(PyObject *given, uint64_t *bits)
+{
+    if (given == Py_None)
+        return 0;
+    PyObject *number = PyNumber_Float(given);
+    if (number == NULL)
+        return -1;
+    double value = PyFloat_AsDouble(number);
+    Py_DECREF(number);
+    memcpy(bits, &value, sizeof value);
+    return 1;
+}
+
+static PyObject *writer_report(Writer *self, PyObject *const *args, Py_ssize_t count)
+{
+    uint64_t step, loss = 0, norm = 0, evaluation = 0;
+    if (count != 4)
+        return PyErr_SetString(PyExc_TypeError, "expected a step and three values"), NULL;
+    if (as_word(args[0], &step) < 0)
+        return NULL;
+    int has_loss, has_norm, has_evaluation;
+    if ((has_loss = as_bits(args[1], &loss)) < 0 || (has_norm = as_bits(args[2], &norm)) < 0 ||
+        (has_evaluation = as_bits(args[3], &evaluation)) < 0)
+        return NULL;
+    if (!has_norm)
+        norm = NAN_BITS;
+    else if ((norm & INFINITY_BITS) == INFINITY_BITS) /* an infinity, or NaN */
+        norm = INFINITY_BITS; /* NaN says "not given" on the page */
+    if (has_loss) {
+        self->state[STATE_LOSS] = loss;
+        self->state[STATE_GRADIENT_NORM] = norm;
+        self->state[STATE_LOSS_STEP] = step + 1;
+    }
+    if (has_evaluation) {
+        self->state[STATE_EVALUATION_LOSS] = evaluation;
+        self->state[STATE_EVALUATION_STEP] = step + 1;
+    }
     Py_RETURN_NONE;
 }
 
@@ -290,7 +363,10 @@ static PyMethodDef writer_methods[] = {
     {"pop", (PyCFunction)writer_pop, METH_O, NULL},
     {"clear_place", (PyCFunction)writer_clear_place, METH_NOARGS, NULL},
     {"clear_frames", (PyCFunction)writer_clear_frames, METH_NOARGS, NULL},
-    {"begin_step", (PyCFunction)(void (*)(void))writer_begin_step, METH_FASTCALL, NULL},
+    {"begin_step", (PyCFunction)writer_begin_step, METH_O, NULL},
+    {"end_data_wait", (PyCFunction)writer_end_data_wait, METH_NOARGS, NULL},
+    {"end_step", (PyCFunction)writer_end_step, METH_NOARGS, NULL},
+    {"report", (PyCFunction)(void (*)(void))writer_report, METH_FASTCALL, NULL},
     {"rebind", (PyCFunction)writer_rebind, METH_VARARGS, NULL},
     {NULL},
 };
@@ -305,6 +381,8 @@ static PyMemberDef writer_members[] = {
     {"failures", T_ULONGLONG, offsetof(Writer, failures), 0},
     {"calling", T_BOOL, offsetof(Writer, calling), 0},
     {"timer", T_OBJECT, offsetof(Writer, timer), 0},
+    {"action", T_OBJECT, offsetof(Writer, action), 0},
+    {"step_started_ns", T_ULONGLONG, offsetof(Writer, step_started_ns), READONLY},
     {NULL},
 };
 
@@ -328,7 +406,8 @@ typedef struct {
     PyObject_HEAD
     Writer *recorder;
     uint64_t op, start, depth;
-    PyObject *outer; /* list of (start, depth) of the same section further out; NULL: never nested */
+    uint64_t word2, chunk; /* of the recorder, around a pipeline action */
+    PyObject *outer; /* list of these four of the same section further out; NULL: never nested */
 } Section;
 
 static PyTypeObject *writer_type;
@@ -379,9 +458,9 @@ static int remember_outer(Section *self)
 {
     if (self->outer == NULL && (self->outer = PyList_New(0)) == NULL)
         return -1;
-    PyObject *pair = Py_BuildValue("KK", self->start, self->depth);
-    int failed = pair == NULL || PyList_Append(self->outer, pair) < 0;
-    Py_XDECREF(pair);
+    PyObject *kept = Py_BuildValue("KKKK", self->start, self->depth, self->word2, self->chunk);
+    int failed = kept == NULL || PyList_Append(self->outer, kept) < 0;
+    Py_XDECREF(kept);
     return failed ? -1 : 0;
 }
 
@@ -392,20 +471,23 @@ static int restore_outer(Section *self)
     self->start = 0;
     if (count == 0)
         return 0;
-    PyObject *pair = PyList_GetItem(self->outer, count - 1);
-    unsigned long long start, depth;
-    if (!PyArg_ParseTuple(pair, "KK", &start, &depth))
+    PyObject *kept = PyList_GetItem(self->outer, count - 1);
+    unsigned long long w[4];
+    if (!PyArg_ParseTuple(kept, "KKKK", &w[0], &w[1], &w[2], &w[3]))
         return -1;
-    self->start = start;
-    self->depth = depth;
+    self->start = w[0], self->depth = w[1], self->word2 = w[2], self->chunk = w[3];
     return PyList_SetSlice(self->outer, count - 1, count, NULL);
 }
 
-static PyObject *section_enter(Section *self, PyObject *unused)
+/* Returns the recorder; NULL with an exception set. */
+static Writer *begin(Section *self)
 {
     Writer *recorder = recorder_of(self);
-    if (recorder == NULL || (self->start && remember_outer(self) < 0))
-        return NULL;
+    return recorder == NULL || (self->start && remember_outer(self) < 0) ? NULL : recorder;
+}
+
+static PyObject *enter(Section *self, Writer *recorder)
+{
     self->depth = recorder->depth;
     self->start = now_ns();
     if (self->depth < FRAMES) { /* a free frame has no place and no sequence */
@@ -418,15 +500,10 @@ static PyObject *section_enter(Section *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *leave(Section *self, uint64_t word1, uint64_t word2, uint64_t peer, uint64_t size,
-                       uint64_t sequence)
+static PyObject *section_enter(Section *self, PyObject *unused)
 {
-    Writer *recorder = self->recorder;
-    write_record(recorder, word1, word2, peer, size, sequence, self->start, now_ns() - self->start);
-    recorder->state[STATE_DEPTH] = recorder->depth = self->depth;
-    if (restore_outer(self) < 0)
-        return NULL;
-    Py_RETURN_NONE;
+    Writer *recorder = begin(self);
+    return recorder == NULL ? NULL : enter(self, recorder);
 }
 
 static PyObject *section_exit(Section *self, PyObject *const *args, Py_ssize_t count)
@@ -434,15 +511,12 @@ static PyObject *section_exit(Section *self, PyObject *const *args, Py_ssize_t c
     Writer *recorder = recorder_of(self);
     if (recorder == NULL)
         return NULL;
-    return leave(self, self->op | recorder->chunk << 32, recorder->word2, NONE_32, 0, 0);
-}
-
-static PyObject *section_leave(Section *self, PyObject *const *args, Py_ssize_t count)
-{
-    uint64_t w[5];
-    if (recorder_of(self) == NULL || as_words(args, count, 5, w) < 0)
+    write_record(recorder, self->op | recorder->chunk << 32, recorder->word2, NONE_32, 0, 0,
+                 self->start, now_ns() - self->start);
+    recorder->state[STATE_DEPTH] = recorder->depth = self->depth;
+    if (restore_outer(self) < 0)
         return NULL;
-    return leave(self, w[0], w[1], w[2], w[3], w[4]);
+    Py_RETURN_NONE;
 }
 
 static PyObject *section_close(Section *self, PyObject *unused)
@@ -459,7 +533,6 @@ static PyObject *section_close(Section *self, PyObject *unused)
 static PyMethodDef section_methods[] = {
     {"__enter__", (PyCFunction)section_enter, METH_NOARGS, NULL},
     {"__exit__", (PyCFunction)(void (*)(void))section_exit, METH_FASTCALL, NULL},
-    {"leave", (PyCFunction)(void (*)(void))section_leave, METH_FASTCALL, NULL},
     {"close", (PyCFunction)section_close, METH_NOARGS, NULL},
     {NULL},
 };
@@ -484,6 +557,107 @@ static PyType_Spec section_spec = {
     .basicsize = sizeof(Section),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = section_slots,
+};
+
+/* Pipelining */
+
+typedef struct {
+    Section section;
+    uint64_t microbatch, chunk, peer, size, sequence;
+} Pipelining;
+
+static int word_or_none(PyObject *object, uint64_t *word)
+{
+    *word = NONE_32;
+    return object == Py_None ? 0 : as_word(object, word);
+}
+
+static int pipelining_init(Pipelining *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *recorder, *op, *microbatch, *chunk, *peer;
+    if (!PyArg_ParseTuple(args, "OOOOO", &recorder, &op, &microbatch, &chunk, &peer) ||
+        word_or_none(microbatch, &self->microbatch) < 0 || as_word(chunk, &self->chunk) < 0 ||
+        word_or_none(peer, &self->peer) < 0)
+        return -1;
+    PyObject *rest = PyTuple_Pack(2, recorder, op);
+    int failed = rest == NULL || section_init(&self->section, rest, NULL) < 0;
+    Py_XDECREF(rest);
+    return failed ? -1 : 0;
+}
+
+static PyObject *pipelining_enter(Pipelining *self, PyObject *unused)
+{
+    Section *section = &self->section;
+    Writer *recorder = begin(section);
+    if (recorder == NULL)
+        return NULL;
+    section->word2 = recorder->word2;
+    section->chunk = recorder->chunk;
+    recorder->word2 = recorder->step | self->microbatch << 32;
+    recorder->chunk = self->chunk;
+    recorder->state[STATE_MICROBATCH] = (self->microbatch + 1) & NONE_32;
+    return enter(section, recorder);
+}
+
+static void leave_microbatch(Section *section, Writer *recorder)
+{
+    recorder->word2 = section->word2;
+    recorder->chunk = section->chunk;
+    recorder->state[STATE_MICROBATCH] = ((section->word2 >> 32) + 1) & NONE_32;
+}
+
+static PyObject *pipelining_exit(Pipelining *self, PyObject *const *args, Py_ssize_t count)
+{
+    Section *section = &self->section;
+    Writer *recorder = recorder_of(section);
+    if (recorder == NULL)
+        return NULL;
+    write_record(recorder, section->op | self->chunk << 32, recorder->word2, self->peer, self->size,
+                 self->sequence, section->start, now_ns() - section->start);
+    recorder->state[STATE_DEPTH] = recorder->depth = section->depth;
+    leave_microbatch(section, recorder);
+    if (restore_outer(section) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *pipelining_close(Pipelining *self, PyObject *unused)
+{
+    Writer *recorder = recorder_of(&self->section);
+    if (recorder == NULL)
+        return NULL;
+    leave_microbatch(&self->section, recorder);
+    return section_close(&self->section, NULL);
+}
+
+static PyMethodDef pipelining_methods[] = {
+    {"__enter__", (PyCFunction)pipelining_enter, METH_NOARGS, NULL},
+    {"__exit__", (PyCFunction)(void (*)(void))pipelining_exit, METH_FASTCALL, NULL},
+    {"close", (PyCFunction)pipelining_close, METH_NOARGS, NULL},
+    {NULL},
+};
+
+static PyMemberDef pipelining_members[] = {
+    {"microbatch", T_ULONGLONG, offsetof(Pipelining, microbatch), READONLY},
+    {"chunk", T_ULONGLONG, offsetof(Pipelining, chunk), READONLY},
+    {"peer", T_ULONGLONG, offsetof(Pipelining, peer), 0},
+    {"size", T_ULONGLONG, offsetof(Pipelining, size), 0},
+    {"sequence", T_ULONGLONG, offsetof(Pipelining, sequence), 0},
+    {NULL},
+};
+
+static PyType_Slot pipelining_slots[] = {
+    {Py_tp_init, pipelining_init},       {Py_tp_traverse, section_traverse},
+    {Py_tp_clear, section_clear},        {Py_tp_dealloc, section_dealloc},
+    {Py_tp_methods, pipelining_methods}, {Py_tp_members, pipelining_members},
+    {0, NULL},
+};
+
+static PyType_Spec pipelining_spec = {
+    .name = "paceline._writer.Pipelining",
+    .basicsize = sizeof(Pipelining),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = pipelining_slots,
 };
 
 /* Channel */
@@ -828,9 +1002,9 @@ static PyType_Spec collective_spec = {
 
 /* Module */
 
-static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
+static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec, PyTypeObject *base)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, (PyObject *)base);
     if (type != NULL && PyModule_AddType(module, (PyTypeObject *)type) < 0)
         Py_CLEAR(type);
     return (PyTypeObject *)type;
@@ -845,14 +1019,18 @@ PyMODINIT_FUNC PyInit__writer(void)
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL)
         return NULL;
-    writer_type = add_type(module, &writer_spec);
-    channel_type = add_type(module, &channel_spec);
-    PyTypeObject *section = add_type(module, &section_spec);
-    PyTypeObject *collective = add_type(module, &collective_spec);
-    PyObject *layout = Py_BuildValue("(iiiiiiiiiii)", STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS,
-                                     STATE_MICROBATCH, STATE_DEPTH, STATE_FRAMES, FRAMES,
-                                     FRAME_WORDS, GROUP_BYTES_SHIFT, WORDS, OP_STEP);
-    if (writer_type == NULL || channel_type == NULL || section == NULL || collective == NULL ||
+    writer_type = add_type(module, &writer_spec, NULL);
+    channel_type = add_type(module, &channel_spec, NULL);
+    PyTypeObject *section = add_type(module, &section_spec, NULL);
+    PyTypeObject *pipelining =
+        section == NULL ? NULL : add_type(module, &pipelining_spec, section);
+    PyTypeObject *collective = add_type(module, &collective_spec, NULL);
+    PyObject *layout = Py_BuildValue(
+        "(iiiiiiiiiiiiiiiii)", STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS, STATE_MICROBATCH,
+        STATE_LOSS_STEP, STATE_LOSS, STATE_GRADIENT_NORM, STATE_DEPTH, STATE_EVALUATION_STEP,
+        STATE_EVALUATION_LOSS, STATE_FRAMES, FRAMES, FRAME_WORDS, GROUP_BYTES_SHIFT, WORDS, OP_STEP,
+        OP_DATA_WAIT);
+    if (writer_type == NULL || channel_type == NULL || pipelining == NULL || collective == NULL ||
         layout == NULL || PyModule_AddObject(module, "LAYOUT", layout) < 0)
         Py_CLEAR(module);
     return module;

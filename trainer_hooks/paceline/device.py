@@ -14,8 +14,8 @@ from time import perf_counter_ns
 from typing import Any, Protocol, SupportsFloat
 
 from paceline.recorder import Recorder
-from paceline.sections import Pipelining, Transfer
-from paceline.writer import Section
+from paceline.sections import Transfer
+from paceline.writer import Pipelining, Section
 from paceline_wire.spans import NONE_32, Flag
 
 MAXIMUM_QUEUED = 1 << 14  # pairs the device has not passed yet

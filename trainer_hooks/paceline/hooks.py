@@ -23,12 +23,11 @@ from paceline.recorder import Recorder
 from paceline.sections import (
     INERT,
     ElsewhereSection,
-    Pipelining,
     StatusSection,
     Timed,
     Transfer,
 )
-from paceline.writer import Section
+from paceline.writer import Pipelining, Section
 from paceline_wire.ring import (
     ACK_COMMAND,
     ACK_STATUS,
@@ -85,12 +84,6 @@ class Session:
             self.recorder.define(SectionDefinition(identifier, str(name)))
             op = self.operations[name] = section_op(identifier)
         return op
-
-    def report(self, *values: Any) -> None:
-        if self.timer is not None and any(map(on_device, values)):
-            self.timer.report(values)
-        else:
-            self.recorder.report(self.recorder.step, *values)
 
     def section(self, op: int) -> Section:
         if self.timer is not None:
@@ -384,7 +377,11 @@ def report(
     if session is None or get_ident() != _owner:
         return
     try:
-        session.report(loss, gradient_norm, evaluation_loss)
+        values, recorder = (loss, gradient_norm, evaluation_loss), session.recorder
+        if session.timer is not None and any(map(on_device, values)):
+            session.timer.report(values)
+        else:
+            recorder.report(recorder.step, *values)
     except Exception as error:
         session.recorder.failures += 1
         _say_once("report", "paceline.report failed: %s", error)

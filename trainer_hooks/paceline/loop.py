@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from time import perf_counter_ns
 from typing import Generic, TypeVar
 
 from paceline.environment import process_started_ns
-from paceline.pure_writer import NO_PLACE
 from paceline.recorder import Recorder
+from paceline_wire.ring import Status
 from paceline_wire.spans import Op
 
 Batch = TypeVar("Batch")
@@ -58,32 +57,34 @@ class Loop:
         while True:
             if self.at_boundary is not None:
                 self.at_boundary()
-            started_ns = perf_counter_ns()
-            recorder.begin_step(self._next_step, started_ns)
+            recorder.begin_step(self._next_step)
             if not self._started:
-                self._record_startup(started_ns)
-            depth = recorder.push(Op.DATA_WAIT, started_ns, NO_PLACE, 0)
+                self._record_startup()
+            if recorder.status != Status.RUNNING:
+                recorder.set_status(Status.RUNNING)
             try:
                 batch = next(batches)
             except StopIteration:
                 return
-            fetched_ns = perf_counter_ns()
-            recorder.pop(depth)
-            recorder.write_simple(Op.DATA_WAIT, started_ns, fetched_ns)
+            recorder.end_data_wait()
             head = recorder.head
             try:
                 yield batch
             except GeneratorExit:
                 # Left by break or an error: it was a step if anything was measured in it.
                 if recorder.head > head:
-                    recorder.end_step(started_ns, perf_counter_ns())
-                    self._next_step += 1
+                    self._end_step()
                 raise
-            recorder.end_step(started_ns, perf_counter_ns())
-            self._next_step += 1
+            self._end_step()
 
-    def _record_startup(self, now: int) -> None:
+    def _end_step(self) -> None:
+        self._recorder.end_step()
+        if self._recorder.queue:
+            self._recorder.drain()
+        self._next_step += 1
+
+    def _record_startup(self) -> None:
         self._started = True
-        process_ns = process_started_ns()
+        process_ns, now = process_started_ns(), self._recorder.step_started_ns
         if process_ns is not None and process_ns < now:
             self._recorder.write_simple(Op.STARTUP, process_ns, now)

@@ -6,18 +6,24 @@ lock is needed. A record is written before the head that announces it, a frame b
 
 from __future__ import annotations
 
+import math
 import struct
 import weakref
 from _thread import get_ident
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from paceline_wire.ring import (
     FRAME_WORDS,
     FRAMES,
     STATE_DEPTH,
+    STATE_EVALUATION_LOSS,
+    STATE_EVALUATION_STEP,
     STATE_FRAMES,
+    STATE_GRADIENT_NORM,
     STATE_HEAD,
+    STATE_LOSS,
+    STATE_LOSS_STEP,
     STATE_MICROBATCH,
     STATE_STEP,
     STATE_STEP_STARTED_NS,
@@ -26,12 +32,15 @@ from paceline_wire.spans import NONE_16, NONE_32, RECORD_BYTES, WORDS, Op
 
 if TYPE_CHECKING:
     from paceline.device import DeviceTimer
+    from paceline.sections import Transfer
 
 NO_CHUNK = NONE_16  # upper half of word 1: chunk, and no flags
 NO_MICROBATCH = NONE_32 << 32  # in word 2
 NO_PLACE = NONE_32  # a frame's `group << 32 | peer`: no group, no peer
 
 _pack_record = struct.Struct(f"<{WORDS}Q").pack_into
+_pack_float = struct.Struct("<d").pack
+_float_bits = struct.Struct("<Q").unpack
 
 
 class Writer:
@@ -43,19 +52,21 @@ class Writer:
     """
 
     __slots__ = (
-        *("_spans", "_state", "calling", "chunk", "depth", "failures", "head", "mask"),
-        *("owner", "step", "timer", "word2"),
+        *("_spans", "_state", "action", "calling", "chunk", "depth", "failures", "head", "mask"),
+        *("owner", "step", "step_started_ns", "timer", "word2"),
     )
 
     def __init__(self, state: memoryview, spans: memoryview) -> None:
         self.head = 0
         self.depth = 0
         self.step = 0
+        self.step_started_ns = 0
         self.chunk = NO_CHUNK
         self.word2 = NO_MICROBATCH
         self.owner = get_ident()
         self.calling = False  # the owner's thread is inside a timed torch.distributed function
         self.timer: DeviceTimer | None = None
+        self.action: Transfer | None = None  # the transfer action we are in
         self.failures = 0  # exceptions of our own that were kept from the training
         self.rebind(state, spans)
 
@@ -110,16 +121,53 @@ class Writer:
             self.pop(depth)
         self._state[STATE_DEPTH] = self.depth = 0
 
-    def begin_step(self, step: int, now: int) -> None:
+    def begin_step(self, step: int) -> None:
+        """A step begins with the wait for its data."""
         state = self._state
+        self.step_started_ns = now = perf_counter_ns()
         self.step = step
         self.word2 = step | NO_MICROBATCH
         self.chunk = NO_CHUNK
+        self.action = None
         state[STATE_STEP] = step
         state[STATE_STEP_STARTED_NS] = now
         state[STATE_MICROBATCH] = 0
         self.clear_frames()
         self.push(Op.STEP, now, NO_PLACE, 0)
+        self.push(Op.DATA_WAIT, now, NO_PLACE, 0)
+
+    def end_data_wait(self) -> None:
+        self.pop(1)
+        self.write_simple(Op.DATA_WAIT, self.step_started_ns, perf_counter_ns())
+
+    def end_step(self) -> None:
+        self.write_simple(Op.STEP, self.step_started_ns, perf_counter_ns())
+
+    def report(
+        self,
+        step: int,
+        loss: SupportsFloat | None,
+        gradient_norm: SupportsFloat | None,
+        evaluation_loss: SupportsFloat | None,
+    ) -> None:
+        """Show these values of `step` on the state page."""
+        state = self._state
+        lost, evaluated = _bits(loss), _bits(evaluation_loss)
+        norm = math.nan if gradient_norm is None else float(gradient_norm)
+        if gradient_norm is not None and not math.isfinite(norm):
+            norm = math.inf  # NaN says "not given" on the page
+        if lost is not None:
+            state[STATE_LOSS] = lost
+            state[STATE_GRADIENT_NORM] = _bits(norm)
+            state[STATE_LOSS_STEP] = step + 1
+        if evaluated is not None:
+            state[STATE_EVALUATION_LOSS] = evaluated
+            state[STATE_EVALUATION_STEP] = step + 1
+
+
+def _bits(value: SupportsFloat | None) -> Any:
+    """A float as a word of the page; None for None."""
+    return None if value is None else _float_bits(_pack_float(float(value)))[0]
 
 
 class Section:
@@ -149,10 +197,9 @@ class Section:
 
     def __exit__(self, kind: object, error: object, trace: object, /) -> None:
         recorder = self.recorder
-        self.leave(self.op | recorder.chunk << 32, recorder.word2, NONE_32, 0, 0)
+        self._leave(self.op | recorder.chunk << 32, recorder.word2, NONE_32, 0, 0)
 
-    def leave(self, word1: int, word2: int, peer: int, size: int, sequence: int) -> None:
-        """Leave with this record."""
+    def _leave(self, word1: int, word2: int, peer: int, size: int, sequence: int) -> None:
         recorder = self.recorder
         start = self.start
         duration = perf_counter_ns() - start
@@ -170,6 +217,48 @@ class Section:
             self.start, self.depth = self._outer.pop()
         else:
             self.start = 0
+
+
+class Pipelining(Section):
+    """One pipeline action: the work on one microbatch of one chunk of the model.
+
+    Whatever is recorded inside carries its microbatch and chunk.
+    """
+
+    __slots__ = ("_around", "chunk", "microbatch", "peer", "sequence", "size")
+
+    def __init__(
+        self, recorder: Any, op: int, microbatch: int | None, chunk: int, peer: int | None
+    ) -> None:
+        super().__init__(recorder, op)
+        self.microbatch = NONE_32 if microbatch is None else microbatch
+        self.chunk = chunk
+        self.peer = NONE_32 if peer is None else peer
+        self.size = 0
+        self.sequence = 0
+        self._around: list[tuple[int, int]] = []  # (word2, chunk) outside of each time it is open
+
+    def __enter__(self) -> None:
+        recorder = self.recorder
+        self._around.append((recorder.word2, recorder.chunk))
+        recorder.word2 = recorder.step | self.microbatch << 32
+        recorder.chunk = self.chunk
+        recorder._state[STATE_MICROBATCH] = self.microbatch + 1 & NONE_32
+        super().__enter__()
+
+    def __exit__(self, kind: object, error: object, trace: object, /) -> None:
+        word1, word2 = self.op | self.chunk << 32, self.recorder.word2
+        self._leave(word1, word2, self.peer, self.size, self.sequence)
+        self._leave_microbatch()
+
+    def close(self) -> None:
+        super().close()
+        self._leave_microbatch()
+
+    def _leave_microbatch(self) -> None:
+        recorder = self.recorder
+        recorder.word2, recorder.chunk = self._around.pop()
+        recorder._state[STATE_MICROBATCH] = (recorder.word2 >> 32) + 1 & NONE_32
 
 
 class Channel:

@@ -7,11 +7,9 @@ atomic under the interpreter's lock) and written at the owner's next step bounda
 from __future__ import annotations
 
 import gc
-import math
 import struct
 from collections import deque
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, SupportsFloat
 
 from paceline.pure_writer import NO_CHUNK, NO_PLACE
 from paceline.writer import Writer
@@ -19,12 +17,7 @@ from paceline_wire.ring import (
     FRAME_WORDS,
     FRAMES,
     PAGE,
-    STATE_EVALUATION_LOSS,
-    STATE_EVALUATION_STEP,
     STATE_FRAMES,
-    STATE_GRADIENT_NORM,
-    STATE_LOSS,
-    STATE_LOSS_STEP,
     STATE_STATUS,
     Definition,
     RingFile,
@@ -32,9 +25,6 @@ from paceline_wire.ring import (
     define,
 )
 from paceline_wire.spans import NONE_32, RECORD_BYTES, Op
-
-if TYPE_CHECKING:
-    from paceline.sections import Transfer
 
 SHORTEST_GC_PAUSE_NS = 100_000  # young collections take microseconds, several per millisecond
 QUEUE_LENGTH = 4096
@@ -47,9 +37,7 @@ class Recorder(Writer):
 
     __slots__ = (
         "_gc_started_ns",
-        "action",
         "lost",
-        "outer",
         "queue",
         "ring",
         "state",
@@ -60,8 +48,6 @@ class Recorder(Writer):
         super().__init__(ring.state, ring.spans)
         self.ring = ring
         self.state = ring.state
-        self.action: Transfer | None = None  # the transfer action we are in
-        self.outer: list[tuple[int, int, Transfer | None]] = []  # word2, chunk, action around it
         self.status = Status.STARTING
         self.queue: deque[Row] = deque(maxlen=QUEUE_LENGTH)
         self.lost = 0  # rows of other threads that found the queue full
@@ -93,17 +79,6 @@ class Recorder(Writer):
 
     # Steps
 
-    def begin_step(self, step: int, now: int) -> None:
-        super().begin_step(step, now)
-        self.action = None
-        self.outer.clear()
-        self.set_status(Status.RUNNING)
-
-    def end_step(self, started_ns: int, now: int) -> None:
-        self.write_simple(Op.STEP, started_ns, now)
-        if self.queue:
-            self.drain()
-
     def leave_loop(self) -> None:
         self.clear_frames()
         self.drain()
@@ -112,25 +87,6 @@ class Recorder(Writer):
         if status != self.status:
             self.status = status
             self.state[STATE_STATUS] = status
-
-    def report(
-        self,
-        step: int,
-        loss: SupportsFloat | None,
-        gradient_norm: SupportsFloat | None,
-        evaluation_loss: SupportsFloat | None,
-    ) -> None:
-        state, floats = self.state, self.ring.state_floats
-        if loss is not None:
-            floats[STATE_LOSS] = float(loss)
-            norm = math.nan if gradient_norm is None else float(gradient_norm)
-            if gradient_norm is not None and math.isnan(norm):
-                norm = math.inf  # NaN says "not given" on the page
-            floats[STATE_GRADIENT_NORM] = norm
-            state[STATE_LOSS_STEP] = step + 1
-        if evaluation_loss is not None:
-            floats[STATE_EVALUATION_LOSS] = float(evaluation_loss)
-            state[STATE_EVALUATION_STEP] = step + 1
 
     # Garbage collection
 

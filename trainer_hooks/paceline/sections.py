@@ -12,8 +12,8 @@ from typing import Protocol
 
 from paceline.pure_writer import NO_CHUNK, NO_MICROBATCH
 from paceline.recorder import Recorder
-from paceline.writer import Section
-from paceline_wire.ring import FRAME_WORDS, FRAMES, STATE_FRAMES, STATE_MICROBATCH
+from paceline.writer import Pipelining, Section
+from paceline_wire.ring import FRAME_WORDS, FRAMES, STATE_FRAMES
 from paceline_wire.spans import NONE_32, RECEIVE_OPS
 
 
@@ -86,49 +86,6 @@ class ElsewhereSection:
         recorder.enqueue((self.word1, word2, NONE_32, 0, 0, self.start, duration))
 
 
-class Pipelining(Section):
-    """One pipeline action: the work on one microbatch of one chunk of the model.
-
-    Whatever is recorded inside carries its microbatch and chunk.
-    """
-
-    __slots__ = ("chunk", "microbatch", "peer", "sequence", "size")
-
-    def __init__(
-        self, recorder: Recorder, op: int, microbatch: int | None, chunk: int, peer: int | None
-    ) -> None:
-        super().__init__(recorder, op)
-        self.microbatch = NONE_32 if microbatch is None else microbatch
-        self.chunk = chunk
-        self.peer = NONE_32 if peer is None else peer
-        self.size = 0
-        self.sequence = 0
-
-    def __enter__(self) -> None:
-        recorder = self.recorder
-        recorder.outer.append((recorder.word2, recorder.chunk, recorder.action))
-        microbatch = self.microbatch
-        recorder.word2 = recorder.step | microbatch << 32
-        recorder.chunk = self.chunk
-        recorder.state[STATE_MICROBATCH] = microbatch + 1 & NONE_32
-        super().__enter__()
-
-    def __exit__(self, kind: object, error: object, trace: object, /) -> None:
-        word1, word2 = self.op | self.chunk << 32, self.recorder.word2
-        self.leave(word1, word2, self.peer, self.size, self.sequence)
-        self._leave_microbatch()
-
-    def close(self) -> None:
-        super().close()
-        self._leave_microbatch()
-
-    def _leave_microbatch(self) -> None:
-        recorder = self.recorder
-        word2, recorder.chunk, recorder.action = recorder.outer.pop()
-        recorder.word2 = word2
-        recorder.state[STATE_MICROBATCH] = (word2 >> 32) + 1 & NONE_32
-
-
 class Transfer(Pipelining):
     """A pipeline action that sends or receives.
 
@@ -137,12 +94,13 @@ class Transfer(Pipelining):
     which are still under way when it ends writes nothing: each is recorded when it completes.
     """
 
-    __slots__ = ("completed", "given_peer", "launched", "receives")
+    __slots__ = ("around", "completed", "given_peer", "launched", "receives")
 
     def __init__(
         self, recorder: Recorder, op: int, microbatch: int | None, chunk: int, peer: int | None
     ) -> None:
         super().__init__(recorder, op, microbatch, chunk, peer)
+        self.around: list[Transfer | None] = []
         self.given_peer = self.peer
         self.receives = op in RECEIVE_OPS
         self.launched = 0
@@ -150,6 +108,7 @@ class Transfer(Pipelining):
 
     def __enter__(self) -> None:
         super().__enter__()
+        self.around.append(self.recorder.action)
         self.recorder.action = self
         self.peer = self.given_peer
         self.size = self.sequence = self.launched = self.completed = 0
@@ -161,8 +120,13 @@ class Transfer(Pipelining):
             self.close()
             return
         super().__exit__(kind, error, trace)
+        self.recorder.action = self.around.pop()
         if self.peer != NONE_32:
             self.recorder.clear_place()
+
+    def close(self) -> None:
+        super().close()
+        self.recorder.action = self.around.pop()
 
     def shows(self, place: int, sequence: int) -> None:
         """Name on the state page the transfer this action is blocked in."""

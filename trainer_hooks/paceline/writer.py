@@ -10,25 +10,32 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from paceline.pure_writer import Channel, Section, Writer
+from paceline.pure_writer import Channel, Pipelining, Section, Writer
 from paceline_wire.ring import (
     FRAME_WORDS,
     FRAMES,
     GROUP_BYTES_SHIFT,
     STATE_DEPTH,
+    STATE_EVALUATION_LOSS,
+    STATE_EVALUATION_STEP,
     STATE_FRAMES,
+    STATE_GRADIENT_NORM,
     STATE_HEAD,
+    STATE_LOSS,
+    STATE_LOSS_STEP,
     STATE_MICROBATCH,
     STATE_STEP,
     STATE_STEP_STARTED_NS,
 )
 from paceline_wire.spans import WORDS, Op
 
-__all__ = ["Channel", "Collective", "Section", "Writer"]
+__all__ = ["Channel", "Collective", "Pipelining", "Section", "Writer"]
 
 LAYOUT = (
-    *(STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS, STATE_MICROBATCH, STATE_DEPTH, STATE_FRAMES),
-    *(FRAMES, FRAME_WORDS, GROUP_BYTES_SHIFT, WORDS, int(Op.STEP)),
+    *(STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS, STATE_MICROBATCH),
+    *(STATE_LOSS_STEP, STATE_LOSS, STATE_GRADIENT_NORM, STATE_DEPTH),
+    *(STATE_EVALUATION_STEP, STATE_EVALUATION_LOSS, STATE_FRAMES),
+    *(FRAMES, FRAME_WORDS, GROUP_BYTES_SHIFT, WORDS, int(Op.STEP), int(Op.DATA_WAIT)),
 )
 
 
@@ -44,5 +51,5 @@ def _built() -> Any | None:
 
 Collective: Any = None
 if not TYPE_CHECKING and (_writer := _built()) is not None:
-    Channel, Section, Writer = _writer.Channel, _writer.Section, _writer.Writer
-    Collective = _writer.Collective
+    Channel, Collective, Writer = _writer.Channel, _writer.Collective, _writer.Writer
+    Pipelining, Section = _writer.Pipelining, _writer.Section
