@@ -26,7 +26,8 @@ LEAST_PAST = 6  # a mean of fewer is no past
 # How many of the newest values may have changed. Fewer than four steps may be a passing stall;
 # more than 64 a step at a time is drift.
 NEWEST = (4, 5, 6, 7, 8, 10, 12, 16, 20, 26, 32, 48, 64)
-_NEWEST = np.array(NEWEST)
+# Values that lie some steps apart are no passing stall; fewer than three have no robust middle.
+NEWEST_APART = (3, *NEWEST)
 STEPS_BETWEEN_RENEWALS = 8
 CLIP_SIGMAS = 4.0  # what lies further out counts as if it did not
 MAD_TO_SIGMA = 1.4826
@@ -59,6 +60,7 @@ class ShiftMonitor:
     is told, `false_alarms` how many are expected per step of healthy, normal noise, over all
     series together. `resolution`: no scatter below it is believed. `is_spiky`: single values far
     out are usual and no sign of bursts; whoever asks must judge how many of them make a shift.
+    `newest`: how many of the newest values may have changed, ascending.
     """
 
     def __init__(
@@ -69,11 +71,14 @@ class ShiftMonitor:
         false_alarms: float,
         resolution: float,
         is_spiky: bool = False,
+        newest: Sequence[int] = NEWEST,
     ) -> None:
         self.smallest = smallest
         self._is_spiky = is_spiky
         self._resolution = resolution
-        self.needed = -NormalDist().inv_cdf(false_alarms / max(series, 1) / len(NEWEST))
+        self._newest = np.array(newest)
+        self._least = newest[0]
+        self.needed = -NormalDist().inv_cdf(false_alarms / max(series, 1) / len(newest))
         self._rows = np.full((2 * KEPT, series), np.nan)
         # Of the clipped offsets from the centers, and of how many are known, before each row.
         self._sums = np.zeros((2 * KEPT + 1, series))
@@ -127,7 +132,7 @@ class ShiftMonitor:
     def rises(self) -> list[Shift]:
         """All series whose level is higher now, and surely; the surest split of each."""
         values = self.values
-        if len(values) < LEAST_PAST + NEWEST[0]:
+        if len(values) < LEAST_PAST + self._least:
             return []
         score, steps = self._scores(values)
         suspects = np.flatnonzero(score >= self.needed * self._doubt)
@@ -152,11 +157,11 @@ class ShiftMonitor:
         """Per series the highest score over all splits, and its number of newest steps."""
         sums, counts, total = self._sums, self._counts, self._end
         start = total - len(values)
-        steps = _NEWEST[total - _NEWEST - start >= LEAST_PAST]
+        steps = self._newest[total - self._newest - start >= LEAST_PAST]
         split = total - steps
         first = np.maximum(split - PAST, start)
         after, before = counts[total] - counts[split], counts[split] - counts[first]
-        least = np.maximum(NEWEST[0], AGREEING * steps)[:, None]
+        least = np.maximum(self._least, AGREEING * steps)[:, None]
         enough = (after >= least) & (before >= LEAST_PAST)
         after, before = np.maximum(after, 1), np.maximum(before, 1)
         rise = (sums[total] - sums[split]) / after - (sums[split] - sums[first]) / before
@@ -174,7 +179,7 @@ class ShiftMonitor:
         # A spike must not pull the split to itself.
         reach = max(CLIP_SIGMAS * float(self._sigma[series]), 1.5 * abs(new - usual))
         steps = _split(np.clip(column[first:], usual - reach, usual + reach))
-        if steps < NEWEST[0]:
+        if steps < self._least:
             return None
         before = _median(column[max(len(column) - steps - PAST, 0) : -steps])
         changed = column[-steps:]

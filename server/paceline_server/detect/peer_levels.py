@@ -61,6 +61,7 @@ class PeerLevels:
         false_alarms: float,
         resolution: float,
         is_spiky: bool = False,
+        newest: Sequence[int] = NEWEST,
     ) -> None:
         self._monitor = ShiftMonitor(
             series,
@@ -68,6 +69,7 @@ class PeerLevels:
             false_alarms=false_alarms,
             resolution=resolution,
             is_spiky=is_spiky,
+            newest=newest,
         )
         self._levels: deque[Floats] = deque(maxlen=KEPT)
         self._explained: deque[Floats] = deque(maxlen=KEPT)  # of them, by what was told

@@ -40,13 +40,18 @@ class Lane:
 
 
 class Family:
-    """Lanes that came up in the same steps; `lanes` is empty until they are known."""
+    """Lanes that came up in the same steps; `lanes` is empty until they are known.
+
+    `every`: steps from one sighting to the next.
+    """
 
     def __init__(self) -> None:
         self.lanes: list[Lane] = []
+        self.every = 1.0
         self._found: dict[int, Lane] = {}
         self._sightings: dict[int, int] = {}
         self._seen = 0
+        self._first_step, self._last_step = 0, 0
 
     def learn(self, keys: Ints, timing: StepTiming) -> None:
         """One step in which `keys`, of no other family, were seen."""
@@ -54,6 +59,9 @@ class Family:
             if key not in self._found:
                 self._found[key] = _lane(key, timing)
             self._sightings[key] = self._sightings.get(key, 0) + 1
+        if not self._seen:
+            self._first_step = timing.step
+        self._last_step = timing.step
         self._seen += 1
 
     def settle(self) -> Ints | None:
@@ -63,6 +71,7 @@ class Family:
         often = [key for key, times in self._sightings.items() if times >= OFTEN * self._seen]
         kept = sorted(key for key in often if len(self._found[key].ranks) > 1)
         self.lanes = [self._found[key] for key in kept]
+        self.every = (self._last_step - self._first_step) / (self._seen - 1)
         return np.array(kept, dtype=np.int64)
 
 

@@ -51,6 +51,18 @@ def test_what_the_start_left_behind_is_no_news():
     assert watched.findings == []
 
 
+def test_pauses_of_a_job_from_its_first_step_on_are_told_at_the_third():
+    watched = Watched(GcDetector, JOB.topology)
+    watched.show(played(lambda step: {step % 8: 0.15}, 10))
+    assert watched.findings[0].step == 2
+
+
+def test_a_start_that_leaves_more_behind_than_the_steps_after_it_is_no_evidence():
+    watched = Watched(GcDetector, JOB.topology)
+    watched.show(played(lambda step: {step % 8: 0.15 if step else 0.6}, 10))
+    assert watched.findings[0].step == 3
+
+
 def test_pauses_together_are_healthy():
     watched = Watched(GcDetector, JOB.topology)
     watched.show(played(lambda step: dict.fromkeys(range(8), 0.3) if step % 10 == 0 else {}))

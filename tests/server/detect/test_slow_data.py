@@ -87,6 +87,18 @@ def test_data_that_is_late_for_all_blames_the_storage():
     assert not found.suspects_node
 
 
+@pytest.mark.parametrize("topology", [Topology(4, 2, 1), Topology(1, 1, 1), Topology(1, 2, 1)])
+def test_what_stays_slow_is_not_told_to_be_over(topology):
+    job = a_job(topology)
+    watched = Watched(SlowDataDetector, topology)
+    watched.show(played(job, 20))
+    late = dict.fromkeys(range(topology.world_size), 0.3)
+    watched.show(played(job, 120, 20, late_data=late))
+    assert [found.cleared for found in watched.findings] == [False]
+    watched.show(played(job, 20, 140))
+    assert [found.cleared for found in watched.findings] == [False, True]
+
+
 def test_ranks_of_one_node_are_one_finding():
     job = a_job()
     watched = Watched(SlowDataDetector, job.topology)

@@ -44,8 +44,8 @@ class GcDetector(Detector):
     """Finding kind `gc`, fingerprint `gc`; `rank` where one alone pauses. Never acted on."""
 
     order: ClassVar[int] = 13
-    # Pauses are measured, not inferred: slow first steps do not blur them. Only what the first one
-    # collects is what was left of the start.
+    # Pauses are measured, not inferred: slow first steps do not blur them. The first one collects
+    # what was left of the start.
     warmup_steps: ClassVar[int | None] = 1
 
     def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
@@ -56,11 +56,14 @@ class GcDetector(Detector):
         self._seconds: deque[float] = deque(maxlen=window)
         self._pauses: deque[Floats] = deque(maxlen=window)
         self._steps: deque[int] = deque(maxlen=window)
+        self._at_start: float | None = None  # longest pause of the very first step
         self._active: Finding | None = None
         self._is_rough = False  # told from few steps, and not corrected yet
 
     def update(self, seen: Observation) -> list[Finding]:
         findings = []
+        if self._at_start is None and seen.timings:
+            self._at_start = float(seen.timings[0].ranks.gc_seconds.max(initial=0.0))
         for timing in self.after_warmup(seen.timings):
             if timing.ranks.rank.size:
                 self._remember(timing)
@@ -88,11 +91,19 @@ class GcDetector(Detector):
             if sum(list(self._longest)[-steps:]) < least * sum(list(self._seconds)[-steps:]):
                 continue
             look = self._look(steps)
-            if look.cost >= least and look.paused.sum() >= pauses:
+            if look.cost >= least and self._pauses_of(look) >= pauses:
                 self._active = self._finding(look, now_ns)
                 self._is_rough = True
                 return [self._active]
         return []
+
+    def _pauses_of(self, look: _Look) -> int:
+        """The first step's counts where it was as those after it, and they are all there are."""
+        alike = look.longest[look.paused]
+        is_all = len(look.longest) == len(self._longest) < self.settings.gc_recent_steps
+        at_start = self._at_start or 0.0
+        as_later = is_all and alike.size > 0 and alike.min() / 2 <= at_start <= alike.max()
+        return alike.size + as_later
 
     def _follow(self, active: Finding, now_ns: int) -> list[Finding]:
         """Over, or better known: what was told early was told from few steps."""

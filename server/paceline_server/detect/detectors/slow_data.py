@@ -295,7 +295,9 @@ class _Past:
         self.counts = np.zeros(series, dtype=np.int64)
 
     def add(self, waits: Floats) -> None:
-        self._rows[self._added % PAST_STEPS] = waits
+        row = self._rows[self._added % PAST_STEPS]
+        # Slow steps do not push out what was normal: a stall that stays would become it.
+        np.copyto(row, waits, where=~np.isnan(waits))
         self._added += 1
         if self._added < PAST_STEPS or not self._added % STEPS_BETWEEN_MEDIANS:
             rows = self._rows[: self._added]

@@ -18,7 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline_server.detect.causes import UNKNOWN, Diagnosis, diagnose
-from paceline_server.detect.change_point import KEPT, Shift, column_medians
+from paceline_server.detect.change_point import (
+    KEPT,
+    NEWEST,
+    NEWEST_APART,
+    Shift,
+    column_medians,
+)
 from paceline_server.detect.detector import Detector
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.observation import Generation, Observation
@@ -26,7 +32,7 @@ from paceline_server.detect.peer_levels import FOLLOWED_STEPS, PeerLevels, Rise
 from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.slow_route import SlowRoute, name_route
 from paceline_server.detect.telling import SHOWN_AGAIN_NS, cost_text, weighs_differently
-from paceline_server.detect.traffic import Lane, Traffic
+from paceline_server.detect.traffic import Family, Lane, Traffic
 from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
@@ -36,6 +42,7 @@ NEGLIGIBLE_SHARE = 0.01
 RESOLUTION = 0.01
 BASELINE_STEPS = 64  # before the onset, by which a lane's usual seconds are known
 STEPS_BETWEEN_UPDATES = 10
+APART = 1.5  # steps from one sighting to the next: three of them are four steps and more
 ALIKE = 0.25
 
 
@@ -80,7 +87,7 @@ class SlowLinkDetector(Detector):
                     findings += watch.look(timing, taken, seen)
             for family in self._traffic.families[len(self._watches) :]:
                 step_seconds = float(np.median(timing.ranks.step_seconds))
-                watch = _Watch(family.lanes, self.settings, self.generation, step_seconds)
+                watch = _Watch(family, self.settings, self.generation, step_seconds)
                 self._watches.append(watch)
         return findings
 
@@ -90,18 +97,19 @@ class _Watch:
 
     def __init__(
         self,
-        lanes: list[Lane],
+        family: Family,
         settings: DetectionSettings,
         generation: Generation,
         step_seconds: float,
     ) -> None:
         self.settings, self.generation = settings, generation
-        self._lanes = lanes
+        self._lanes: list[Lane] = family.lanes
         self._levels = PeerLevels(
-            len(lanes),
+            len(self._lanes),
             smallest=math.log(settings.link_slowdown),
             false_alarms=settings.straggler_false_alarms,
             resolution=RESOLUTION,
+            newest=NEWEST_APART if family.every >= APART else NEWEST,
         )
         self._seconds: deque[Floats] = deque(maxlen=KEPT)
         self._negligible_seconds = max(NEGLIGIBLE_SHARE * step_seconds, 1e-6)
