@@ -151,8 +151,6 @@ class DeviceSection(Section):
 class DevicePipelining(Pipelining):
     """A pipeline action measured by device events."""
 
-    __slots__ = ("begun", "timer")
-
     def __init__(
         self,
         recorder: Recorder,
@@ -172,44 +170,22 @@ class DevicePipelining(Pipelining):
 
     def __exit__(self, kind: object, error: object, trace: object, /) -> None:
         begun, ended = self.begun.pop(), self.timer.mark()
-        if begun is None or ended is None:
+        if begun is None or ended is None or self._is_under_way():
             super().__exit__(kind, error, trace)
             return
         word1, word2 = self.op | self.chunk << 32, self.recorder.word2
         self.timer.enqueue((word1, word2, self.peer, self.size, self.sequence, begun, ended))
         self.close()
 
+    def _is_under_way(self) -> bool:
+        return False
 
-class DeviceTransfer(Transfer):
+
+class DeviceTransfer(DevicePipelining, Transfer):
     """A sending or receiving action measured by device events."""
 
-    __slots__ = ("begun", "timer")
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        op: int,
-        microbatch: int | None,
-        chunk: int,
-        peer: int | None,
-        timer: DeviceTimer,
-    ) -> None:
-        super().__init__(recorder, op, microbatch, chunk, peer)
-        self.timer = timer
-        self.begun: list[Event | None] = []
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self.begun.append(self.timer.mark())
-
-    def __exit__(self, kind: object, error: object, trace: object, /) -> None:
-        begun, ended = self.begun.pop(), self.timer.mark()
-        if begun is None or ended is None or (self.launched and not self.completed):
-            super().__exit__(kind, error, trace)
-            return
-        word1, word2 = self.op | self.chunk << 32, self.recorder.word2
-        self.timer.enqueue((word1, word2, self.peer, self.size, self.sequence, begun, ended))
-        self.close()
+    def _is_under_way(self) -> bool:
+        return self.is_under_way
 
 
 def on_device(value: object) -> bool:

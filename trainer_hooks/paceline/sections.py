@@ -116,7 +116,7 @@ class Transfer(Pipelining):
             self.shows(self.peer, 0)
 
     def __exit__(self, kind: object, error: object, trace: object, /) -> None:
-        if self.launched and not self.completed:
+        if self.is_under_way:
             self.close()
             return
         super().__exit__(kind, error, trace)
@@ -127,6 +127,11 @@ class Transfer(Pipelining):
     def close(self) -> None:
         super().close()
         self.recorder.action = self.around.pop()
+
+    @property
+    def is_under_way(self) -> bool:
+        """It launched transfers, and none has completed."""
+        return self.launched > 0 and not self.completed
 
     def shows(self, place: int, sequence: int) -> None:
         """Name on the state page the transfer this action is blocked in."""
