@@ -9,8 +9,9 @@ it starts together with (`groups`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from paceline_server.whatif import operations as ops
 from paceline_server.whatif.errors import TraceError
@@ -47,6 +48,7 @@ class _Finder:
         self.start: list[float] = operations.start_seconds.tolist()
         self.end: list[float] = operations.end_seconds.tolist()
         stage: list[int] = operations.stage.tolist()
+        self.stage = stage
         self.stages = max(stage) + 1
         chunks = max(self.chunk[op] for op in range(len(stage)) if self.optype[op] in ops.COMPUTE)
         self.last_global_chunk = self.stages * (chunks + 1) - 1
@@ -73,15 +75,16 @@ class _Finder:
             self._data_parallel(stage)
             self._after_compute(stage)
         groups = self._pairs(partners)
-        clip = [op for stage in range(self.stages) for op in self._of(ops.CLIP, stage)]
-        ends = {0, self.stages - 1}
-        embedding = [
-            op for stage in sorted(ends) for op in self._of(ops.EMBEDDING_ALL_REDUCE, stage)
-        ]
-        groups += [group for group in (clip, embedding) if group]
+        groups += self._together(ops.CLIP, range(self.stages))
+        groups += self._together(ops.EMBEDDING_ALL_REDUCE, sorted({0, self.stages - 1}))
         grouped = {op for group in groups for op in group}
         groups += [[op] for op in range(len(self.optype)) if op not in grouped]
         return Dependencies(self.predecessors, groups)
+
+    def _together(self, optype: str, stages: Iterable[int]) -> list[list[int]]:
+        """The n-th one of each of these stages."""
+        of_stages = (self._numbered(optype, stage) for stage in stages)
+        return [[op for op in turn if op is not None] for turn in zip_longest(*of_stages)]
 
     def _of(self, optype: str, stage: int) -> list[int]:
         """In recorded order."""
@@ -118,26 +121,44 @@ class _Finder:
         first_end = min(self.end[op] for op in computes) - CLOCK_TOLERANCE_SECONDS
         sends = [op for op in self._of(send, stage) if self.end[op] >= first_end]
         receives = [op for op in self._of(receive, stage) if self.start[op] <= last_start]
-        for name, real in ((send, sends), (receive, receives)):
+        for name in (send, receive):
             self._chain(self._of(name, stage))
-            if len(real) not in (0, len(computes) - 1, len(computes)):
-                raise TraceError(
-                    f"stage {stage} has {len(real)} {name} operations for {len(computes)} {compute}"
-                )
+        meets = [0 <= self.global_chunk[op] + forward <= self.last_global_chunk for op in computes]
         partners[send, stage] = []
-        for op, source in zip(sends, computes, strict=False):
-            self.predecessors[op].append(source)
-            if 0 <= self.global_chunk[source] + forward <= self.last_global_chunk:
+        for index, op in self._owners(computes, sends, meets, -1):
+            self.predecessors[op].append(computes[index])
+            if meets[index]:
                 partners[send, stage].append(op)
-        # The first receive of the model's first chunk has no sender and may not be recorded.
-        missing = 1 if len(receives) == len(computes) - 1 else 0
+        meets = [0 <= self.global_chunk[op] - forward <= self.last_global_chunk for op in computes]
         partners[receive, stage] = []
-        for index, op in enumerate(receives, start=missing):
+        for index, op in self._owners(computes, receives, meets, 0):
             self.predecessors[computes[index]].append(op)
             if index:
                 self.predecessors[op].append(computes[index - 1])
-            if 0 <= self.global_chunk[computes[index]] - forward <= self.last_global_chunk:
+            if meets[index]:
                 partners[receive, stage].append(op)
+
+    def _owners(
+        self, computes: list[int], transfers: list[int], meets: list[bool], spare: int
+    ) -> list[tuple[int, int]]:
+        """Each transfer with the index of the compute operation it belongs to.
+
+        Those without a peer may not be recorded, or only the one at the model's end (`spare`).
+        """
+        every = list(range(len(computes)))
+        for indexes in (
+            every,
+            [index for index in every if meets[index]],
+            [index for index in every if index != every[spare]],
+            [],
+        ):
+            if len(indexes) == len(transfers):
+                return list(zip(indexes, transfers, strict=True))
+        op = transfers[0]
+        raise TraceError(
+            f"stage {self.stage[op]} has {len(transfers)} {self.optype[op]} operations for "
+            f"{len(computes)} {self.optype[computes[0]]}, of which {sum(meets)} have a peer"
+        )
 
     def _pairs(self, partners: dict[tuple[str, int], list[int]]) -> list[list[int]]:
         """The n-th real send of a stage meets the n-th real receive of its neighbour."""

@@ -16,17 +16,18 @@ from paceline_server.whatif.errors import MetadataError, TraceError
 from paceline_server.whatif.trace import COLUMNS, Trace, align
 
 NO_CHUNK = -1  # as the layout itself writes it
+_MAY_BE_NULL = ("mc", "mb_id", "gmc")
 
 
 class Metadata(msgspec.Struct, frozen=True):
-    """Sizes of the job. `dsp_size` counts ranks that share a sequence."""
+    """Sizes of the job; None: not said. `dsp_size` counts ranks that share a sequence."""
 
     dp_size: int
     pp_size: int
-    tp_size: int
-    world_size: int
-    dsp_size: int = 1
-    vpp_size: int = 1
+    tp_size: int | None = None
+    world_size: int | None = None
+    dsp_size: int | None = None
+    vpp_size: int | None = None
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -39,17 +40,23 @@ def read_metadata(path: Path) -> Metadata:
         raise MetadataError(f"{path} is not YAML") from error
     except msgspec.ValidationError as error:
         raise MetadataError(f"{path} is no metadata of a trace: {error}") from error
-    sizes = msgspec.structs.asdict(metadata)
-    for name, size in sizes.items():
-        if size < 1:
+    for name, size in msgspec.structs.asdict(metadata).items():
+        if size is not None and size < 1:
             raise MetadataError(f"{path}: {name} is {size}, expected 1 or more")
-    product = metadata.dp_size * metadata.pp_size * metadata.tp_size * metadata.dsp_size
-    if product != metadata.world_size:
+    _check_world(path, metadata)
+    return metadata
+
+
+def _check_world(path: Path, metadata: Metadata) -> None:
+    """Ranks that share a sequence are counted beside the dp ranks, or among them."""
+    if metadata.world_size is None or metadata.tp_size is None:
+        return
+    product = metadata.dp_size * metadata.pp_size * metadata.tp_size
+    if metadata.world_size not in (product, product * (metadata.dsp_size or 1)):
         raise MetadataError(
             f"{path}: world_size is {metadata.world_size}, but dp_size x pp_size x tp_size x "
-            f"dsp_size is {product}"
+            f"dsp_size is {product * (metadata.dsp_size or 1)}"
         )
-    return metadata
 
 
 def read_trace(path: Path, metadata: Metadata | None = None) -> Trace:
@@ -116,13 +123,15 @@ def _numbers(column: Any, name: str, path: Path) -> npt.NDArray[Any]:
 
 def _integers(column: Any, name: str, path: Path) -> npt.NDArray[Any]:
     """A chunk or microbatch may be null where there is none; anything else has to be there."""
+    if pyarrow.types.is_null(column.type) and name in _MAY_BE_NULL:
+        return np.full(len(column), NO_CHUNK)
     values: npt.NDArray[Any] = column.to_numpy()
     if values.dtype.kind in "iu":
         return values
     if values.dtype.kind != "f":
         raise TraceError(f"{path}: column {name} holds {column.type}, expected whole numbers")
     empty = np.isnan(values)
-    if name in ("mc", "mb_id", "gmc"):
+    if name in _MAY_BE_NULL:
         values = np.where(empty, NO_CHUNK, values)
     elif empty.any():
         raise TraceError(f"{path}: column {name} has no value in {empty.sum()} rows")
@@ -134,7 +143,7 @@ def _integers(column: Any, name: str, path: Path) -> npt.NDArray[Any]:
 def _check_sizes(trace: Trace, metadata: Metadata) -> None:
     """Where a sequence is shared, its ranks may be counted as dp ranks of their own."""
     dp_ranks, stages = trace.ranks.shape
-    if dp_ranks not in (metadata.dp_size, metadata.dp_size * metadata.dsp_size):
+    if dp_ranks not in (metadata.dp_size, metadata.dp_size * (metadata.dsp_size or 1)):
         raise MetadataError(
             f"the metadata says dp_size {metadata.dp_size}, the trace has {dp_ranks} dp ranks"
         )
@@ -143,7 +152,7 @@ def _check_sizes(trace: Trace, metadata: Metadata) -> None:
             f"the metadata says pp_size {metadata.pp_size}, the trace has {stages} stages"
         )
     chunks = int(trace.operations.chunk.max()) + 1
-    if chunks != metadata.vpp_size:
+    if metadata.vpp_size not in (None, chunks):
         raise MetadataError(
             f"the metadata says vpp_size {metadata.vpp_size}, the trace has {chunks} chunks a stage"
         )

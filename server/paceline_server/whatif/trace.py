@@ -23,6 +23,12 @@ Floats = npt.NDArray[np.floating[Any]]
 # More is no rank but a column that was mixed up.
 MOST_RANKS = 1_000_000
 
+# More is no operation of a step but another unit.
+LONGEST_SECONDS = 1e5
+
+# Moments that lie further apart than this are rounded, not measured.
+COARSEST_SECONDS = 0.01
+
 # A trace whose table would be emptier than this has no two dp ranks or steps alike.
 LEAST_FILLED_RATIO = 0.01
 
@@ -99,6 +105,7 @@ def align(columns: Mapping[str, npt.NDArray[Any]], optypes: tuple[str, ...]) -> 
     sequences, sequence_index = _dense(columns["seq_id"])
     code = (columns["optype"].astype(np.int64) * len(sequences) + sequence_index) * stages + stage
 
+    ranks = _ranks(columns, dp_ranks, dp_index, stages)
     rows = _template_rows(columns, step_index, dp_index, code)
     place = np.full(len(optypes) * len(sequences) * stages, -1)
     place[code[rows]] = np.arange(len(rows))
@@ -117,7 +124,7 @@ def align(columns: Mapping[str, npt.NDArray[Any]], optypes: tuple[str, ...]) -> 
         _template(columns, rows, optypes),
         steps[whole],
         dp_ranks,
-        _ranks(columns, dp_index, stage, (len(dp_ranks), stages)),
+        ranks,
         start_seconds=times[0],
         end_seconds=times[1],
         duration_seconds=times[2],
@@ -135,9 +142,24 @@ def _check_values(columns: Mapping[str, npt.NDArray[Any]], optypes: tuple[str, .
                 f"column {name} has no number in {len(wrong)} of {len(columns[name])} rows, "
                 f"the first is row {wrong[0]}"
             )
+    latest = np.abs(columns["start_ts"]).max()
+    if np.spacing(latest) > COARSEST_SECONDS:
+        raise TraceError(
+            f"column start_ts goes up to {latest:.4g} in {latest.dtype}, which tells moments "
+            f"{np.spacing(latest):.4g} s apart: record it as double"
+        )
+    longest = float(columns["duration"].max())
+    if longest > LONGEST_SECONDS:
+        raise TraceError(
+            f"column duration goes up to {longest:.4g}, expected seconds: was it recorded in "
+            "another unit?"
+        )
     used = {optypes[code] for code in np.flatnonzero(np.bincount(columns["optype"]))}
     if strange := sorted(used - operations.KNOWN):
-        raise TraceError(f"operation type {strange[0]!r} is not one of a training step's")
+        raise TraceError(
+            f"operation type {strange[0]!r} is not one of a training step's, expected "
+            f"{', '.join(sorted(operations.KNOWN))}"
+        )
     if missing := [optype for optype in operations.COMPUTE[:2] if optype not in used]:
         raise TraceError(f"the trace has no {missing[0]} operation")
     for name in ("stage", "dp_rank"):
@@ -262,11 +284,15 @@ def _template(
 
 
 def _ranks(
-    columns: Mapping[str, npt.NDArray[Any]], dp: Integers, stage: Integers, shape: tuple[int, int]
+    columns: Mapping[str, npt.NDArray[Any]], dp_ranks: Integers, dp_index: Integers, stages: int
 ) -> Integers:
-    ranks = np.full(shape, -1)
-    ranks[dp, stage] = columns["rank"]
-    if (ranks < 0).any():
-        missing = np.argwhere(ranks < 0)[0]
-        raise TraceError(f"the trace has nothing of dp rank {missing[0]} in stage {missing[1]}")
+    ranks = np.full((len(dp_ranks), stages), -1)
+    ranks[dp_index, columns["stage"]] = columns["rank"]
+    missing = np.argwhere(ranks < 0)
+    if len(missing):
+        replica, stage = missing[0]
+        raise TraceError(
+            f"the trace has nothing of dp rank {dp_ranks[replica]} in stage {stage}, expected the "
+            "operations of each stage of each dp rank"
+        )
     return ranks

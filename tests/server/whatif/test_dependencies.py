@@ -107,3 +107,28 @@ def test_transfers_recorded_though_nothing_was_sent_change_nothing(columns: Colu
     for changed in (surplus, early):
         found = analyze(align(*coded(changed)))
         assert found.original_seconds == pytest.approx(expected.original_seconds, abs=1e-9)
+
+
+def test_transfers_without_a_peer_may_not_be_recorded() -> None:
+    columns = SyntheticRun(dp=2, pp=2, chunks=2, microbatches=4).columns()
+    expected = analyze(align(*coded(columns)))
+    sent = columns["duration"] > 1e-5
+    found = analyze(align(*coded({name: values[sent] for name, values in columns.items()})))
+    assert sent.sum() < len(sent)
+    assert found.original_seconds == pytest.approx(expected.original_seconds, abs=1e-4)
+    assert found.slowdown == pytest.approx(expected.slowdown, abs=1e-4)
+
+
+def test_collectives_of_several_parts_meet_part_by_part(columns: Columns) -> None:
+    clip = np.flatnonzero(columns["optype"] == "optimizer-clip-main-grad")
+    again = {name: values[clip] for name, values in columns.items()}
+    again["seq_id"], again["start_ts"] = again["seq_id"] + 1, again["start_ts"] + 0.01
+    found = operations(
+        {name: np.concatenate([values, again[name]]) for name, values in columns.items()}
+    )
+    groups = [sorted(group) for group in dependencies.find(found).groups]
+    for part in (0, 1):
+        assert (
+            sorted(at(found, "optimizer-clip-main-grad", stage, part) for stage in range(3))
+            in groups
+        )

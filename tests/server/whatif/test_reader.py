@@ -54,16 +54,33 @@ def test_chunks_that_are_not_there_may_be_null(tmp_path: Path) -> None:
     assert analyze(trace) == analyze(read_trace(written(tmp_path, table())))
 
 
+def test_a_column_of_nothing_is_no_chunk(tmp_path: Path) -> None:
+    content = table()
+    for name in ("mb_id", "gmc"):
+        at = content.schema.get_field_index(name)
+        content = content.set_column(at, name, pa.nulls(len(content)))
+    assert analyze(read_trace(written(tmp_path, content))) == analyze(
+        read_trace(written(tmp_path, table()))
+    )
+
+
 def test_metadata_of_the_trace_is_accepted(tmp_path: Path) -> None:
     sizes = read_metadata(metadata(tmp_path, trial_name="x", run_id=1))
     assert read_trace(written(tmp_path, table()), sizes).ranks.shape == (2, 2)
 
 
-@pytest.mark.parametrize("sizes", [{"dp_size": 1}, {"dp_size": 2, "world_size": 16}])
+@pytest.mark.parametrize(
+    "sizes", [{"dp_size": 1}, {"dp_size": 2, "world_size": 16}, {"dp_size": 2, "world_size": 8}]
+)
 def test_ranks_that_share_a_sequence_may_be_dp_ranks_or_not(
     tmp_path: Path, sizes: dict[str, int]
 ) -> None:
     read = read_metadata(metadata(tmp_path, dsp_size=2, **sizes))
+    assert read_trace(written(tmp_path, table()), read).ranks.shape == (2, 2)
+
+
+def test_sizes_that_are_not_said_are_not_checked(tmp_path: Path) -> None:
+    read = read_metadata(metadata(tmp_path, tp_size=None, world_size=None, vpp_size="null"))
     assert read_trace(written(tmp_path, table()), read).ranks.shape == (2, 2)
 
 

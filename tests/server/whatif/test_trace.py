@@ -87,6 +87,15 @@ def dropped(columns: Columns, optype: str, stage: int, sequence: int = 0) -> Col
         (lambda c: spoiled(c, "optype", 5, "all-to-all"), "'all-to-all' is not one of"),
         (lambda c: without(c, c["optype"] == "backward-compute"), "has no backward-compute"),
         (lambda c: without(c, c["stage"] == 1), "none of stage 1"),
+        (
+            lambda c: without(c, (c["stage"] == 1) & (c["dp_rank"] == 2)),
+            "nothing of dp rank 2 in stage 1",
+        ),
+        (lambda c: {**c, "duration": c["duration"] * 1e9}, "expected seconds"),
+        (
+            lambda c: {**c, "start_ts": (c["start_ts"] + 1.7e9).astype(np.float32)},
+            "in float32, which tells moments 128 s apart: record it as double",
+        ),
         (lambda c: spoiled(c, "stage", 5, 2_000_000), "column stage goes from 0 to 2000000"),
         (lambda c: spoiled(c, "dp_rank", 5, -1), "column dp_rank goes from -1"),
         (
