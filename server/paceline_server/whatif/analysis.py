@@ -81,7 +81,7 @@ def prepare(trace: Trace) -> Step:
 def ideal_seconds(optype: npt.NDArray[np.str_], recorded: Seconds) -> Seconds:
     """[place]: what an operation takes that is no straggler."""
     ideal = np.empty(len(optype))
-    for name in np.unique(optype).tolist():
+    for name in dict.fromkeys(optype.tolist()):
         chosen = optype == name
         figure = np.median if name in ops.IDEAL_IS_MEDIAN else np.mean
         ideal[chosen] = figure(recorded[chosen])

@@ -217,12 +217,14 @@ def _template_rows(
     ]
     if not len(rows):
         raise TraceError("no step has operations of the first dp rank")
-    if len(np.unique(code[rows])) < len(rows):
-        twice = np.bincount(code[rows]).argmax()
+    times_recorded = np.bincount(code[rows])  # not np.unique, which imports numpy.ma
+    if times_recorded.max() > 1:
+        twice = times_recorded.argmax()
         row = rows[(code[rows] == twice).argmax()]
         raise TraceError(
             f"stage {columns['stage'][row]} of dp rank {columns['dp_rank'][row]} has two operations"
-            f" of one type with seq_id {columns['seq_id'][row]} in step {columns['step'][row]}"
+            f" of one type with seq_id {columns['seq_id'][row]} in step {columns['step'][row]}: "
+            "are its rows in the file twice?"
         )
     return rows
 
