@@ -83,9 +83,15 @@ def ideal_seconds(optype: npt.NDArray[np.str_], recorded: Seconds) -> Seconds:
     ideal = np.empty(len(optype))
     for name in dict.fromkeys(optype.tolist()):
         chosen = optype == name
-        figure = np.median if name in ops.IDEAL_IS_MEDIAN else np.mean
+        figure = _median if name in ops.IDEAL_IS_MEDIAN else np.mean
         ideal[chosen] = figure(recorded[chosen])
     return ideal
+
+
+def _median(values: Seconds) -> float:
+    """That of numpy, which imports numpy.ma for it: a twentieth of `paceline analyze`."""
+    middle = [(values.size - 1) // 2, values.size // 2]
+    return float(np.partition(values, middle, axis=None)[middle].mean())
 
 
 def _without_waiting(model: Model, optype: npt.NDArray[np.str_], trace: Trace) -> Seconds:
