@@ -1,4 +1,4 @@
-"""Small files of /sys and /proc that are read over and over.
+"""Small files of /sys and /proc, most of them read over and over.
 
 A kept file descriptor and `pread` cost a fourth of open, read and close. A file whose read fails
 is left alone for long: on some devices each try costs a line in the kernel log.
@@ -17,6 +17,13 @@ _GONE = {errno.ENOENT, errno.ESRCH, errno.ENODEV, errno.ENXIO}  # may come back:
 _OURS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}  # no fault of the file's
 
 _NUMBER_BYTES = 32
+# Of a file that it makes record by record (vmstat, diskstats), the kernel gives no more than a page
+# at once, less the record that did not fit (fs/seq_file.c).
+_PERHAPS_A_PAGE_BYTES = 2048
+
+# A FIFO, as a copied tree may hold one, must not make us wait for whoever writes to it.
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+_ONCE_BYTES = 8 << 20
 
 Location = str | os.PathLike[str]
 
@@ -46,11 +53,11 @@ class KeptFiles:
         try:
             descriptor = self._descriptors.get(path)
             if descriptor is None:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                descriptor = os.open(path, _FLAGS)
                 if len(self._descriptors) >= self._kept_at_most:
                     return self._read_once(descriptor)
                 self._descriptors[path] = descriptor
-            return os.pread(descriptor, self._bytes_at_most, 0)
+            return self._read_whole(descriptor)
         except OSError as error:
             self._forget(path)
             passing = self._patient and not isinstance(error, PermissionError)
@@ -98,15 +105,42 @@ class KeptFiles:
 
     def _read_once(self, descriptor: int) -> bytes:
         try:
-            return os.pread(descriptor, self._bytes_at_most, 0)
+            return self._read_whole(descriptor)
         finally:
             os.close(descriptor)
+
+    def _read_whole(self, descriptor: int) -> bytes:
+        content = os.pread(descriptor, self._bytes_at_most, 0)
+        while _PERHAPS_A_PAGE_BYTES <= len(content) < self._bytes_at_most:
+            more = os.pread(descriptor, self._bytes_at_most - len(content), len(content))
+            if not more:
+                break
+            content += more
+        return content
 
     def _forget(self, path: str) -> None:
         descriptor = self._descriptors.pop(path, None)
         if descriptor is not None:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+
+
+def read_once(location: Location, bytes_at_most: int = _ONCE_BYTES) -> bytes:
+    """A file's content, or the beginning of it. Never waits. Raises OSError."""
+    descriptor = os.open(location, _FLAGS)
+    try:
+        parts: list[bytes] = []
+        while more := os.read(descriptor, bytes_at_most):
+            parts.append(more)
+            bytes_at_most -= len(more)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
+
+
+def read_text_once(location: Location, bytes_at_most: int = _ONCE_BYTES) -> str:
+    """The same as text. Raises OSError."""
+    return read_once(location, bytes_at_most).decode(errors="replace")
 
 
 def entries(directory: Location) -> list[str]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from paceline_agent.kept_files import read_text_once
+
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 _NUMBER_DIGITS = 6
 _FUNCTION = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -102,6 +104,6 @@ def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(errors="replace").strip()
+        return read_text_once(path).strip()
     except OSError:
         return ""

@@ -6,6 +6,8 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from paceline_agent.kept_files import read_once
+
 _BYTES_AT_MOST = 1 << 20
 
 
@@ -15,8 +17,7 @@ def read_environment(procfs_root: Path, pid: int, names: Collection[str]) -> dic
     What it set itself after its start is not there.
     """
     try:
-        with open(procfs_root / str(pid) / "environ", "rb") as file:
-            content = file.read(_BYTES_AT_MOST)
+        content = read_once(procfs_root / str(pid) / "environ", _BYTES_AT_MOST)
     except OSError:
         return None
     pairs = (entry.partition("=") for entry in os.fsdecode(content).split("\0"))

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline_agent.kept_files import read_once, read_text_once
+
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -19,7 +21,7 @@ class ProcessStatus:
 def process_status(procfs_root: Path, pid: int) -> ProcessStatus | None:
     """None if it is gone."""
     try:
-        content = (procfs_root / str(pid) / "stat").read_bytes()
+        content = read_once(procfs_root / str(pid) / "stat")
         fields = content[content.rindex(b")") + 2 :].split()
         ticks = int(fields[11]) + int(fields[12])
     except (OSError, ValueError, IndexError):
@@ -30,7 +32,7 @@ def process_status(procfs_root: Path, pid: int) -> ProcessStatus | None:
 def namespace_pids(procfs_root: Path, pid: int) -> list[int]:
     """What a process is numbered here, and then in each PID namespace within; one if unknown."""
     try:
-        status = (procfs_root / str(pid) / "status").read_text(errors="replace")
+        status = read_text_once(procfs_root / str(pid) / "status")
     except OSError:
         return [pid]
     for line in status.splitlines():
@@ -42,7 +44,7 @@ def namespace_pids(procfs_root: Path, pid: int) -> list[int]:
 def started_ns(procfs_root: Path, pid: int) -> int | None:
     """When it was started, by CLOCK_REALTIME as it is set now; None if it is gone."""
     try:
-        content = (procfs_root / str(pid) / "stat").read_bytes()
+        content = read_once(procfs_root / str(pid) / "stat")
         ticks = int(content[content.rindex(b")") + 2 :].split()[19])
     except (OSError, ValueError, IndexError):
         return None

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from paceline_agent.kept_files import read_text_once
 from paceline_wire.batch import Sample
 
 _MODES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
@@ -72,6 +73,6 @@ def _uname(procfs_root: Path, now_ns: int) -> Iterator[Sample]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return read_text_once(path)
     except OSError:
         return ""

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
     reason="the values are for ticks of 10 ms and pages of 4 KiB",
 )
 OF_THIS_MACHINE = re.compile(
-    r"^(paceline_collector_duration_seconds|node_timex_\w+|node_filesystem_\w+"
+    r"^(paceline_collector_duration_seconds|node_timex_\w+"
     r"|DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION|paceline_gpu_pcie_\w+_bytes_total)(\{.*\})? .*$"
 )
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from paceline_agent.kept_files import KeptFiles
+import pytest
+
+from paceline_agent.kept_files import KeptFiles, read_once
 
 CONTENTS = {
     "counter": b"18446744073709551615\n",
@@ -30,3 +32,22 @@ def test_numbers_of_many_files_are_those_of_each(tmp_path: Path) -> None:
     assert many.read_numbers(paths, 1) == [7, -1, None, None, None, 8, None]
     one.close()
     many.close()
+
+
+def test_a_file_that_the_kernel_gives_page_by_page_is_read_whole() -> None:
+    """As /proc/vmstat and /proc/diskstats of a large node are."""
+    files = KeptFiles(bytes_at_most=1 << 20)
+    for _ in range(2):
+        content = files.read("/proc/self/maps", 1) or b""
+        assert len(content) > os.sysconf("SC_PAGE_SIZE")
+        assert b"[stack]" in content
+        assert content.endswith(b"\n")
+    files.close()
+
+
+def test_nothing_is_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    assert read_once(tmp_path / "fifo") == b""
+    assert len(read_once("/dev/zero", 100)) == 100
+    with pytest.raises(IsADirectoryError):
+        read_once(tmp_path)

@@ -110,6 +110,13 @@ def test_a_long_log_is_read_to_its_end(once: Once, tmp_path: Path) -> None:
     assert {name: value for name, value in told.items() if "kernel_events" in name} == xids
 
 
+def test_a_tree_of_fifos_is_not_waited_for(once: Once, tmp_path: Path) -> None:
+    for name in ("stat", "loadavg", "self/mountinfo", "sys/kernel/hostname"):
+        (tmp_path / "proc" / name).parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(tmp_path / "proc" / name)
+    assert "host: " in once("--procfs", str(tmp_path / "proc")).stderr
+
+
 def test_json_has_units(once: Once, tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "infiniband", tmp_path / "tree" / "infiniband")
     done = once("--sysfs", str(tmp_path / "tree"), "--json")

@@ -12,7 +12,7 @@ from paceline_agent import catalogue
 from paceline_agent.check.report import NO, PARTLY, YES, Row
 from paceline_agent.collectors.contract import Context
 from paceline_agent.exposition import printable
-from paceline_agent.kept_files import entries
+from paceline_agent.kept_files import entries, read_text_once
 from paceline_agent.once import Outcome
 from paceline_wire.batch import GpuInfo
 
@@ -22,6 +22,7 @@ _GPU_PREFIXES = ("DCGM_FI_DEV_", "paceline_gpu_")
 _NOT_ALWAYS = re.compile(
     r"XID_ERRORS|_process_|_processes|_mig_|_distance$|nearest_nic|NVLINK_BANDWIDTH_TOTAL"
 )
+_COUNTER_BYTES = 4096  # a file of sysfs is a page at most
 _A_FAMILY = 4  # signals, from which on a family that is absent altogether is named as one
 _REASONS = {
     errno.EACCES: ("access denied", "run the agent as root"),
@@ -135,7 +136,7 @@ def _port(name: str, directory: Path) -> Row:
 def _why_unread(path: Path) -> tuple[str, str] | None:
     """Reason and remedy; None for a counter that can be read."""
     try:
-        text = path.read_text(errors="replace").strip()
+        text = read_text_once(path, _COUNTER_BYTES).strip()
     except OSError as error:
         told = error.strerror or "cannot be read"
         return _REASONS.get(error.errno or 0, (told, ""))
@@ -146,7 +147,7 @@ def _why_unread(path: Path) -> tuple[str, str] | None:
 
 def _first_line(path: Path) -> str:
     try:
-        return printable(path.read_text(errors="replace").strip().partition("\n")[0])
+        return printable(read_text_once(path, _COUNTER_BYTES).strip().partition("\n")[0])
     except OSError:
         return ""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from paceline_agent import clock_sync
 from paceline_agent.check.report import NO, PARTLY, YES, Row
 from paceline_agent.errors import LinkError
+from paceline_agent.kept_files import read_text_once
 from paceline_agent.server_link import Target
 from paceline_agent.settings import AgentSettings
 
@@ -93,7 +94,7 @@ def clock() -> Row:
 def file_system(path: Path, procfs: Path = Path("/proc")) -> str | None:
     """Type of the file system a directory lies on: that of the longest mount point above it."""
     try:
-        lines = (procfs / "self/mounts").read_text().splitlines()
+        lines = read_text_once(procfs / "self/mounts").splitlines()
     except OSError:
         return None
     resolved = path.resolve()

@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 
 from paceline_agent.check.report import NO, PARTLY, YES, Row
+from paceline_agent.kept_files import read_once, read_text_once
 
 _CAP_SYS_PTRACE = 19  # linux/capability.h
 _HIDING = re.compile(r"\bhidepid=(\w+)")
@@ -74,8 +75,7 @@ def _proc_mount(procfs: Path) -> str:
 
 def _reads(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
-            file.read(1)
+        read_once(path, 1)
     except OSError:
         return False
     return True
@@ -83,6 +83,6 @@ def _reads(path: Path) -> bool:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace").strip()
+        return read_text_once(path).strip()
     except OSError:
         return ""

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from paceline_agent.collectors.contract import Collected, Collector, CollectorUnavailable, Context
 from paceline_agent.ethtool import Driver, Ethtool
-from paceline_agent.kept_files import entries
+from paceline_agent.kept_files import entries, read_text_once
 from paceline_wire.batch import Sample
 
 _DEVICES_AT_MOST = 64
@@ -111,7 +111,7 @@ class EthtoolCollector(Collector):
 
     def _read(self, name: str, now_ns: int) -> Iterator[Sample]:
         try:
-            text = (self._root / name / "ethtool_statistics").read_text(errors="replace")
+            text = read_text_once(self._root / name / "ethtool_statistics")
         except OSError:
             return
         lines = _LINE.findall(text)

@@ -21,7 +21,7 @@ from paceline_agent.collectors.contract import (
     LocalRank,
 )
 from paceline_agent.cpu_lists import parse_cpu_list
-from paceline_agent.kept_files import KeptFiles, entries
+from paceline_agent.kept_files import KeptFiles, entries, read_text_once
 from paceline_agent.pci_topology import sysfs_address
 from paceline_wire.batch import Sample
 
@@ -180,7 +180,7 @@ def _device_sample(device: str, kind: str, node: int | None, now_ns: int) -> Ite
 def process_lists(procfs_root: Path, pid: int) -> dict[str, str]:
     """`Cpus_allowed_list` and `Mems_allowed_list`; empty if the process is gone."""
     try:
-        status = (procfs_root / str(pid) / "status").read_text(errors="replace")
+        status = read_text_once(procfs_root / str(pid) / "status")
     except OSError:
         return {}
     pairs = (line.partition(":") for line in status.splitlines())
@@ -190,8 +190,7 @@ def process_lists(procfs_root: Path, pid: int) -> dict[str, str]:
 def read_memory_maps(procfs_root: Path, pid: int) -> MemoryMaps | None:
     """None if it is gone, not ours to read, or the kernel has no NUMA."""
     try:
-        with open(procfs_root / str(pid) / "numa_maps", "rb", buffering=0) as file:
-            lines = file.read(_MAPS_BYTES).decode(errors="replace").splitlines()
+        lines = read_text_once(procfs_root / str(pid) / "numa_maps", _MAPS_BYTES).splitlines()
     except OSError:
         return None
     policies: Counter[tuple[str, str]] = Counter()

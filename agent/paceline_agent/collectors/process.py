@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from paceline_agent.collectors.contract import Collected, Collector, Context
+from paceline_agent.kept_files import read_once, read_text_once
 from paceline_wire.batch import Sample
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -47,14 +48,14 @@ class ProcessCollector(Collector):
 def accounts_delays(procfs_root: Path) -> bool:
     """Whether the kernel counts what tasks wait for I/O; off by default since Linux 5.14."""
     try:
-        return (procfs_root / "sys/kernel/task_delayacct").read_text().strip() != "0"
+        return read_once(procfs_root / "sys/kernel/task_delayacct").strip() != b"0"
     except OSError:  # an older kernel, which does
         return True
 
 
 def _process(directory: Path, *, accounts_delays: bool) -> Values:
-    yield from _stat((directory / "stat").read_text(), accounts_delays)
-    for line in (directory / "status").read_text().splitlines():
+    yield from _stat(read_text_once(directory / "stat"), accounts_delays)
+    for line in read_text_once(directory / "status").splitlines():
         name, _, value = line.partition(":")
         if name.endswith("voluntary_ctxt_switches"):
             kind = {"kind": "involuntary" if name.startswith("non") else "voluntary"}
@@ -84,7 +85,7 @@ def _stat(text: str, accounts_delays: bool) -> Values:
 def _run_queue(directory: Path) -> Values:
     """How long the main thread was ready to run and had no CPU: the kernel's own account."""
     try:
-        _, waited_ns, _ = (directory / "schedstat").read_text().split()
+        _, waited_ns, _ = read_once(directory / "schedstat").split()
     except (FileNotFoundError, ValueError):  # a kernel without CONFIG_SCHED_INFO
         return
     yield "run_queue_wait_seconds_total", {}, int(waited_ns) / 1e9
@@ -93,7 +94,7 @@ def _run_queue(directory: Path) -> Values:
 def _storage(directory: Path) -> Values:
     """What it caused to be fetched from and sent to storage; not of another user's process."""
     try:
-        lines = (directory / "io").read_text().splitlines()
+        lines = read_text_once(directory / "io").splitlines()
     except (PermissionError, FileNotFoundError):
         return
     for line in lines:

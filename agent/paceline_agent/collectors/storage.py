@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from paceline_agent.collectors.contract import Collected, Collector, Context, LocalRank
+from paceline_agent.kept_files import read_text_once
 from paceline_agent.process_environment import read_environment
 from paceline_wire.batch import Sample
 
@@ -44,13 +45,12 @@ class StorageCollector(Collector):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
+        self._is_this_machine = context.procfs_root == Path("/proc")
         self._directories: dict[tuple[str, int, int], str | None] = {}  # of a rank's process
 
     def collect(self, now_ns: int) -> Collected:
         mounts = read_mounts(self.context.procfs_root)
-        own = [str(self.context.node_directory)]
-        if self.context.procfs_root == Path("/proc"):  # else it is another node's tree
-            own += _DIRECTORIES
+        own = [str(self.context.node_directory), *(_DIRECTORIES if self._is_this_machine else ())]
         samples: list[Sample] = []
         found: dict[str, Mount] = {}
         for directory in own:
@@ -62,8 +62,9 @@ class StorageCollector(Collector):
             disk = disk_of(mount, self.context.sysfs_root)
             labels = {"job": job, "directory": directory, "disk": disk, **mount.labels}
             samples.append(Sample("paceline_checkpoint_directory_info", labels, 1.0, now_ns))
-        for mount in found.values():
-            samples += _space(mount, now_ns)
+        if self._is_this_machine:  # else it is another node's tree
+            for mount in found.values():
+                samples += _space(mount, now_ns)
         if any(mount.fstype.startswith("nfs") for mount in found.values()):
             samples += _nfs(self.context.procfs_root, found, now_ns)
         return Collected(samples=samples)
@@ -109,7 +110,7 @@ def _nfs(procfs_root: Path, wanted: Container[str], now_ns: int) -> Iterator[Sam
     """Of /proc/self/mountstats. An operation's line: requests, transmissions, timeouts, bytes sent,
     bytes received, and milliseconds queued, on the way, and in all (net/sunrpc/stats.c)."""
     try:
-        lines = (procfs_root / "self" / "mountstats").read_text(errors="replace").splitlines()
+        lines = read_text_once(procfs_root / "self" / "mountstats").splitlines()
     except OSError:
         return
     mountpoint = None
@@ -159,7 +160,7 @@ def disk_of(mount: Mount, sysfs_root: Path) -> str:
 def read_mounts(procfs_root: Path) -> dict[str, Mount]:
     """By mount point; of several mounts on one, the last, which hides the others."""
     try:
-        lines = (procfs_root / "self" / "mountinfo").read_text(errors="replace").splitlines()
+        lines = read_text_once(procfs_root / "self" / "mountinfo").splitlines()
     except OSError:
         return {}
     found = {}

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline_agent.kept_files import read_once, read_text_once
 from paceline_agent.processes import namespace_pids, started_ns
 
 _SETTINGS = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "UCX_", "FI_EFA_")
@@ -87,9 +88,8 @@ def read_process(procfs_root: Path, pid: int) -> NcclProcess | None:
     """None if it is gone or not ours to read."""
     directory = procfs_root / str(pid)
     try:
-        with open(directory / "environ", "rb") as file:
-            content = file.read(_ENVIRON_BYTES)
-            user = os.fstat(file.fileno()).st_uid
+        content = read_once(directory / "environ", _ENVIRON_BYTES)
+        user = os.stat(directory / "environ").st_uid
     except OSError:
         return None
     pairs = (entry.partition("=") for entry in content.decode(errors="replace").split("\0"))
@@ -114,7 +114,7 @@ def read_process(procfs_root: Path, pid: int) -> NcclProcess | None:
 def library_version(directory: Path, root: Path) -> str | None:
     """From the name of the mapped file, or of the wheel it came in: nothing is opened or run."""
     try:
-        maps = (directory / "maps").read_text(errors="replace")
+        maps = read_text_once(directory / "maps")
     except OSError:
         return None
     found = _LIBRARY.search(maps)

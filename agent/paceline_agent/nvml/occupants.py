@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline_agent.collectors.contract import LocalRank
+from paceline_agent.kept_files import read_once
 from paceline_agent.nvml.driver import pynvml
 from paceline_agent.nvml.gpu import Gpu, Value
 from paceline_agent.process_environment import read_environment
@@ -69,7 +70,7 @@ def _rank_of(pid: int, by_pid: Mapping[int, LocalRank], procfs_root: Path) -> Lo
         if at <= 1 or not by_pid:
             break
         try:
-            stat = (procfs_root / str(at) / "stat").read_bytes()
+            stat = read_once(procfs_root / str(at) / "stat")
             at = int(stat[stat.rindex(b")") + 2 :].split()[1])
         except (OSError, ValueError, IndexError):  # gone, or in another PID namespace
             break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import random
 import shutil
 from pathlib import Path
@@ -103,6 +104,8 @@ def spoil(path: Path, number: int, refusing: Path) -> None:
         path.mkdir()
     elif number == len(GARBAGE) + 1:
         path.symlink_to(refusing)
+    elif number == len(GARBAGE) + 2:
+        os.mkfifo(path)
 
 
 def collectors():
@@ -131,7 +134,7 @@ def test_garbage_costs_no_collector(node, tmp_path, refusing, seed):
     for collector in running:
         check(collector)
     for name in chance.sample(sorted(FILES), len(FILES)):
-        spoil(tmp_path / name, chance.randrange(len(GARBAGE) + 3), refusing)
+        spoil(tmp_path / name, chance.randrange(len(GARBAGE) + 4), refusing)
         fresh = [each(node) for each in collectors()]
         for collector in (*running, *fresh):
             check(collector)
