@@ -219,4 +219,4 @@ def pci_address(text: str) -> str:
     if text.count(":") == 1:
         text = f"0000:{text}"
     domain, _, rest = text.partition(":")
-    return f"{domain[-4:]}:{rest}" + ("" if "." in rest else ".0")
+    return f"{domain.lstrip('0'):0>4}:{rest}" + ("" if "." in rest else ".0")

@@ -6,6 +6,7 @@ since boot of a clock that stands still during suspend; text has what its writer
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Iterator
@@ -35,10 +36,12 @@ class Record:
 
 _RAW = re.compile(r"(\d+),(\d{1,18}),(\d{1,18}),[^;]*;(.*)", re.DOTALL)
 _ESCAPE = re.compile(r"\\x([0-9a-f]{2})")
-_BOOT_SECONDS = re.compile(r"\[\s*(\d{1,12})\.(\d{1,9})\]\s?")
-_CTIME = re.compile(r"\[(\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4})\] ?")
+_DELTA = r"(?: <\s*\d+\.\d+>)?"  # dmesg -d
+_BOOT_SECONDS = re.compile(rf"\[\s*(\d{{1,12}})\.(\d{{1,9}}){_DELTA}\]\s?")
+_CTIME = re.compile(rf"\[(\w{{3}} \w{{3}} [ \d]\d \d\d:\d\d:\d\d \d{{4}}){_DELTA}\] ?")
 _ISO = re.compile(
-    r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,9}))?(Z|[+-]\d\d:?\d\d)?\s+(?=\S)"
+    r"(?:\w{3} )?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,9}))?(Z| UTC|[+-]\d\d:?\d\d)?"
+    r"\s+(?=\S)"
 )
 _UNIX = re.compile(r"(\d{9,11})\.(\d{6}) (?=\S+ kernel: )")
 _REPEATED = re.compile(r"message repeated (\d{1,6}) times: \[ ?(?:\[ *\d+\.\d+\] )?(.*)\]")
@@ -47,8 +50,9 @@ _ORNAMENTS = re.compile(
     r"|\w+ *: ?\w+ *: (?=\[)"  # dmesg -x
     r"|\[(?:\w{3} ?\d+ \d\d:\d\d|\s*\+\d+\.\d+|\.\.\.)\] ?"  # dmesg -e
     r"|\[\s*[TC]\d+\]:? ?"  # the caller, CONFIG_PRINTK_CALLER
-    r"|\w{3} [ \d]\d \d\d:\d\d:\d\d "  # syslog: no year
-    r"|(?:\S+ )?kernel(?:\[\d+\])?: ?"
+    r"|\w{3} [ \d]\d \d\d:\d\d:\d\d(?:\.\d+)? "  # syslog: no year
+    r"|\d (?=\d{4}-)"  # its version, RFC 5424
+    r"|(?:\S+ )?kernel(?:(?:\[\d+\])?: ?| - \S+ - )"
 )
 
 
@@ -101,6 +105,9 @@ def _of_journal(line: str) -> Iterator[Record]:
         return
     message, stamp = fields.get("MESSAGE"), fields.get("__REALTIME_TIMESTAMP")
     wall_ns = int(stamp) * 1000 if isinstance(stamp, str) and stamp.isdecimal() else None
+    if isinstance(message, list):  # of what is no UTF-8 the journal writes the bytes
+        with contextlib.suppress(TypeError, ValueError):
+            message = bytes(message).decode(errors="replace")
     if isinstance(message, str):
         for part in message.split("\n"):
             yield Record(_of_text(part).message, wall_ns=wall_ns)
@@ -116,7 +123,7 @@ def _local_ns(text: str) -> int | None:
 
 def _iso_ns(text: str, fraction: str | None, zone: str | None) -> int | None:
     try:
-        seconds = datetime.fromisoformat(text + (zone or "")).timestamp()
+        seconds = datetime.fromisoformat(text + (zone or "").replace(" UTC", "Z")).timestamp()
     except (ValueError, OverflowError):
         return None
     return int(seconds) * 1_000_000_000 + int((fraction or "0").ljust(9, "0"))

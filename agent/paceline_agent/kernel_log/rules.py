@@ -53,7 +53,7 @@ RULES: tuple[Rule, ...] = (
     _rule(OFF_BUS, "critical", "fallen off the bus", r"NVRM: GPU has fallen off the bus"),
     _rule(
         "gpu_init_failed", "critical", "RmInitAdapter failed",
-        rf"NVRM: GPU (?:PCI:)?{_PCI}: RmInitAdapter failed",
+        rf"NVRM: (?:GPU (?:PCI:)?{_PCI}: )?RmInitAdapter failed",
     ),
     _rule("gpu_locked", "critical", "GPU is probably locked", r"NVRM: .*GPU is probably locked"),
     _rule("peermem_error", "warning", "peermem", r"nvidia[-_]peermem .*ERROR"),
@@ -99,12 +99,20 @@ RULES: tuple[Rule, ...] = (
         rf"\S+ {_PCI}: (?:pciehp: )?Slot\([^)]*\): (?:Link Down|Card not present)",
     ),
     _rule(
+        "pcie_link_down", "critical", "DPC: containment", rf"\S+ {_PCI}: DPC: containment event",
+        "contained",
+    ),
+    _rule(
         "pcie_bandwidth_limited", "warning", "limited by",
         rf"\S+ {_PCI}: .*available PCIe bandwidth, limited by",
     ),
     _rule(
         "iommu_fault", "warning", "DMAR:",
         r"DMAR: .*Request device \[?(?P<device>(?:\w+:)?\w\w:\w\w\.\d)\]? .*fault",
+    ),
+    _rule(
+        "iommu_fault", "warning", "IO_PAGE_FAULT device=",
+        rf"AMD-Vi: Event logged \[IO_PAGE_FAULT device={_ANY_PCI}",
     ),
     _rule(
         "iommu_fault", "warning", "IO_PAGE_FAULT",
@@ -125,7 +133,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "memory_failure", "critical", "hardware memory corruption",
-        rf"(?:MCE|Memory failure): 0x\w+: Killing {_TASK}:(?P<pid>\d+) due to hardware memory",
+        rf"(?:MCE|Memory failure): 0x\w+: (?:Killing|Sending SIGBUS to) {_TASK}:(?P<pid>\d+)"
+        r" (?:early )?due to hardware memory",
         "killed",
     ),
     _rule("memory_failure", "warning", "Memory failure", r"Memory failure: 0x\w+: recovery action"),
@@ -163,8 +172,8 @@ RULES: tuple[Rule, ...] = (
         rf"traps: {_TASK}\[(?P<pid>\d+)\] (?:general protection|trap)",
     ),
     _rule(
-        "hung_task", "warning", "blocked for more than",
-        r"INFO: task (?P<process>.+):(?P<pid>\d+) blocked for more than \d+ seconds",
+        "hung_task", "warning", "for more than",
+        r"INFO: task (?P<process>.+):(?P<pid>\d+) blocked (?:in I/O wait )?for more than \d+ sec",
     ),
     _rule(
         "soft_lockup", "critical", "soft lockup",
@@ -184,7 +193,12 @@ RULES: tuple[Rule, ...] = (
         r"clocksource: .*Marking clocksource '(?P<device>[\w-]+)' as unstable",
     ),
     _rule("conntrack_full", "warning", "table full", r"nf_conntrack: .*table full"),
-    _rule("kernel_bug", "critical", "BUG", r"(?:kernel BUG at|BUG: unable to handle)"),
+    _rule("kernel_bug", "critical", "BUG", r"kernel BUG at|BUG: (?:unable to handle|kernel NULL)"),
+    _rule(  # on ARM
+        "kernel_bug", "critical", "Unable to handle kernel", r"Unable to handle kernel \w+",
+    ),
+    _rule("kernel_bug", "critical", "Internal error", r"Internal error: Oops"),
+    _rule("kernel_bug", "critical", "general protection", r"general protection fault: "),
     _rule("kernel_bug", "critical", "Oops", r"Oops: "),
     _rule("kernel_bug", "critical", "panic", r"Kernel panic"),
     # Heat
@@ -241,7 +255,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule("mlx5_cq_error", "warning", "CQ error", rf"{_MLX5}.*CQ error on CQN"),
     _rule(
-        "transmit_timeout", "critical", "TX timeout", r"mlx5_core \S+ (?P<device>\S+): TX timeout"
+        "transmit_timeout", "critical", "TX timeout",
+        r"(?:mlx5_core|bnxt_en) \S+ (?P<device>\S+): TX timeout",
     ),
     _rule(
         "mlx4_health", "critical", "nternal error",
@@ -258,11 +273,16 @@ RULES: tuple[Rule, ...] = (
         r"NETDEV WATCHDOG: (?:CPU: \d+: )?(?P<device>\S+) \([^)]*\): transmit queue",
     ),
     _rule(
-        "rdma_link_down", "critical", "Link DOWN", r"(?P<device>\w+_\d+): Port: \d+ Link DOWN"
+        "rdma_link_down", "critical", "Link DOWN",
+        r"(?:infiniband )?(?P<device>\w+_\d+): Port: \d+ Link DOWN",
     ),
     _rule(
         "nic_link_down", "warning", "link status",
         r"\S+: \(slave (?P<device>\S+)\): link status definitely down",
+    ),
+    _rule(  # before Linux 5.2
+        "nic_link_down", "warning", "link status",
+        r"(?:bonding: )?\S+: link status definitely down for interface (?P<device>[^ ,]+)",
     ),
     _rule(
         "nic_link_down", "warning", "ink",
@@ -310,7 +330,12 @@ RULES: tuple[Rule, ...] = (
         "lustre_connection_lost", "warning", "was lost",
         r"Lustre: .*Connection to (?P<device>\S+) \(at [^)]*\) was lost",
     ),
-    _rule("filesystem_error", "warning", "LustreError", r"LustreError: ", "lustre"),
+    _rule("filesystem_error", "warning", "Error: ", r"(?:Lustre|LNet)Error: ", "lustre"),
+    _rule(
+        "filesystem_error", "warning", "ceph: ",
+        r"(?:lib)?ceph: (?P<device>(?:mon|osd|mds)\d+) .*(?:socket (?:closed|error)|hung|lost)",
+        "ceph",
+    ),
     _rule(
         "nfs_not_responding", "warning", "nfs: server",
         r"nfs: server (?P<device>\S+) (?:not responding|timed out)",
@@ -325,7 +350,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "disk_error", "warning", "I/O error on dev",
-        r"Buffer I/O error on dev(?:ice)? (?P<device>\w+),", "buffer",
+        r"Buffer I/O error on dev(?:ice)? (?P<device>[\w-]+),", "buffer",
     ),
     _rule(
         "nvme_timeout", "warning", "timeout",

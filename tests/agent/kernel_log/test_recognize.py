@@ -128,6 +128,8 @@ def test_no_news(message):
     [
         ("NVRM: GPU 0000:9b:00.0: RmInitAdapter failed! (0x23:0x65:1401)",
          ("gpu_init_failed", "", "0000:9b:00.0", "critical")),
+        ("NVRM: RmInitAdapter failed! (0x31:0x40:2490)",
+         ("gpu_init_failed", "", "host", "critical")),
         ("NVRM: API mismatch: the client has the version 550.54.15, but",
          ("driver_mismatch", "", "host", "critical")),
         ("NVRM: knvlinkTrainP2pLinks: NVLink training failed",
@@ -154,11 +156,15 @@ def test_no_news(message):
          ("pcie_aer", "unknown_source", "0000:00:1c.5", "warning")),
         ("pcieport 0000:96:01.0: pciehp: Slot(2): Link Down",
          ("pcie_link_down", "", "0000:96:01.0", "critical")),
+        ("pcieport 10000:e0:06.0: DPC: containment event, status:0x1f01 source:0x0000",
+         ("pcie_link_down", "contained", "10000:e0:06.0", "critical")),
         ("pci 0000:9b:00.0: 63.008 Gb/s available PCIe bandwidth, limited by 16.0 GT/s PCIe x4 "
          "link at 0000:97:00.0 (capable of 504.112 Gb/s with 32.0 GT/s PCIe x16 link)",
          ("pcie_bandwidth_limited", "", "0000:9b:00.0", "warning")),
         ("DMAR: [DMA Write NO_PASID] Request device [9b:00.0] fault addr 0x0 [fault reason 0x05]",
          ("iommu_fault", "", "0000:9b:00.0", "warning")),
+        ("AMD-Vi: Event logged [IO_PAGE_FAULT device=c1:00.0 domain=0x0036 address=0x1]",
+         ("iommu_fault", "", "0000:c1:00.0", "warning")),
         ("mce: [Hardware Error]: Machine check events logged",
          ("machine_check", "logged", "host", "info")),
         ("mce: [Hardware Error]: CPU 4: Machine Check: 0 Bank 7: 8c00004000010091",
@@ -173,7 +179,11 @@ def test_no_news(message):
          ("hardware_error", "uncorrected", "host", "critical")),
         ("Memory failure: 0x1234: Killing python:4242 due to hardware memory corruption",
          ("memory_failure", "killed", "host", "critical")),
+        ("Memory failure: 0x1234: Sending SIGBUS to python:4242 due to hardware memory corruption",
+         ("memory_failure", "killed", "host", "critical")),
         ("INFO: task kworker/13:2:4055883 blocked for more than 120 seconds.",
+         ("hung_task", "", "host", "warning")),
+        ("INFO: task nvidia-smi:4445 blocked in I/O wait for more than 122 seconds.",
          ("hung_task", "", "host", "warning")),
         ("watchdog: BUG: soft lockup - CPU#12 stuck for 22s! [python:1234]",
          ("soft_lockup", "", "cpu12", "critical")),
@@ -214,7 +224,12 @@ def test_no_news(message):
         ("tg3 0000:04:00.0 eth0: Link is down", ("nic_link_down", "", "eth0", "warning")),
         ("bond0: (slave eth1): link status definitely down, disabling slave",
          ("nic_link_down", "", "eth1", "warning")),
+        ("bonding: bond0: link status definitely down for interface eth1, disabling it",
+         ("nic_link_down", "", "eth1", "warning")),
         ("mlx4_0: Port: 1 Link DOWN", ("rdma_link_down", "", "mlx4_0", "critical")),
+        ("infiniband mlx5_3: Port: 1 Link DOWN", ("rdma_link_down", "", "mlx5_3", "critical")),
+        ("bnxt_en 0000:18:00.0 ens1f0np0: TX timeout detected, starting reset task!",
+         ("transmit_timeout", "", "ens1f0np0", "critical")),
         ("NETDEV WATCHDOG: eth0 (mlx5_core): transmit queue 3 timed out",
          ("transmit_timeout", "", "eth0", "critical")),
         ("EXT4-fs error (device nvme0n1p1): ext4_lookup:1855: inode #2: comm ls: iget: checksum",
@@ -236,6 +251,8 @@ def test_no_news(message):
          ("disk_error", "medium", "sda", "critical")),
         ("Buffer I/O error on dev sda1, logical block 5, async page read",
          ("disk_error", "buffer", "sda1", "warning")),
+        ("Buffer I/O error on dev dm-0, logical block 1, async page read",
+         ("disk_error", "buffer", "dm-0", "warning")),
         ("nvme nvme0: I/O 123 QID 4 timeout, aborting",
          ("nvme_timeout", "", "nvme0", "warning")),
         ("nvme nvme2: I/O tag 12 (0xc00c) opcode 0x2 (Read) QID 3 timeout, aborting req_op:READ(0)",
@@ -266,6 +283,10 @@ def test_no_news(message):
          ("lustre_connection_lost", "", "fs-OST0003", "warning")),
         ("LustreError: 11-0: fs-MDT0000-mdc: operation ldlm_enqueue to node 10@o2ib failed",
          ("filesystem_error", "lustre", "host", "warning")),
+        ("LNetError: 123:0:(o2iblnd_cb.c:3333:kiblnd_check_txs_locked()) Timed out tx: active_txs",
+         ("filesystem_error", "lustre", "host", "warning")),
+        ("libceph: osd3 (1)10.0.0.3:6801 socket closed (con state OPEN)",
+         ("filesystem_error", "ceph", "osd3", "warning")),
         ("ena 0000:00:05.0 eth0: Keep alive watchdog timeout.",
          ("transmit_timeout", "", "0000:00:05.0", "critical")),
         ("mlx5_core 0000:18:00.0: mlx5_fw_fatal_reporter_err_work:642:(pid 1): Driver is in error"
@@ -274,6 +295,12 @@ def test_no_news(message):
          ("mlx4_health", "internal_error", "0000:04:00.0", "critical")),
         ("cxgb4 0000:03:00.4 enp3s0f4: link down", ("nic_link_down", "", "enp3s0f4", "warning")),
         ("mlx4_en: eth2: Link Down", ("nic_link_down", "", "eth2", "warning")),
+        ("BUG: kernel NULL pointer dereference, address: 0000000000000000",
+         ("kernel_bug", "", "host", "critical")),
+        ("Unable to handle kernel paging request at virtual address dead000000000108",
+         ("kernel_bug", "", "host", "critical")),
+        ("Internal error: Oops: 0000000096000004 [#1] SMP", ("kernel_bug", "", "host", "critical")),
+        ("general protection fault: 0000 [#1] SMP", ("kernel_bug", "", "host", "critical")),
         ("Kernel panic - not syncing: Fatal machine check",
          ("kernel_bug", "", "host", "critical")),
     ],
@@ -382,6 +409,7 @@ def test_every_xid_of_the_catalogue_is_explained():
 def test_pci_addresses():
     assert pci_address("00000000:9B:00.0") == "0000:9b:00.0"
     assert pci_address("9b:00") == "0000:9b:00.0"
+    assert pci_address("10000:E0:06.0") == "10000:e0:06.0"  # behind a VMD
 
 
 WORDS = [

@@ -35,6 +35,11 @@ MESSAGE = "NVRM: Xid (PCI:0000:9b:00): 79, GPU has fallen off the bus."
         "[12345.678901] gpu-7 kernel: ",
         "[Sun Dec  1 14:54:40 2024] gpu-7 kernel: ",
         "1753012800.123456 gpu-7 kernel: ",
+        "Feb 23 16:24:18.123456 gpu-7 kernel: ",
+        "Sun 2025-02-23 16:24:18 UTC gpu-7 kernel: ",
+        "<4>1 2025-02-23T16:24:18.123456Z gpu-7 kernel - - - ",
+        "[12345.678901 <    0.000003>] ",
+        "[Sun Feb 23 16:24:18 2025 <    0.000003>] ",
         "kernel: ",
         "gpu-7 kernel: ",
         "6,1234,5678,-;",
@@ -71,6 +76,8 @@ def test_times():
     assert boot.boot_us == 12345678901
     (wall,) = records_of("2025-02-23T16:24:18.5+01:00 host kernel: x")
     assert wall.wall_ns == 1740324258_500000000
+    (utc,) = records_of("Sun 2025-02-23 15:24:18 UTC host kernel: x")
+    assert utc.wall_ns == 1740324258_000000000
     (unix,) = records_of("1753012800.123456 host kernel: x")
     assert unix.wall_ns == 1753012800_123456000
 
@@ -85,7 +92,11 @@ def test_the_journal_as_json():
     fields = {"__REALTIME_TIMESTAMP": "1753012800000000", "MESSAGE": MESSAGE, "PRIORITY": "3"}
     line = json.dumps(fields)
     assert list(records_of(line)) == [Record(MESSAGE, wall_ns=1753012800_000000000)]
-    assert not list(records_of('{"MESSAGE":[1,2]}'))
+    fields["MESSAGE"] = [*MESSAGE.encode(), 0xFF]  # what is no UTF-8
+    assert next(records_of(json.dumps(fields))).message == f"{MESSAGE}\ufffd"
+    assert not list(records_of('{"MESSAGE":[1,256]}'))
+    assert not list(records_of('{"MESSAGE":["x"]}'))
+    assert not list(records_of('{"MESSAGE":null}'))
     assert not list(records_of("{not json}"))
 
 
