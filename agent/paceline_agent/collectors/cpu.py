@@ -40,6 +40,8 @@ class CpuCollector(Collector):
             for name in entries(self._directory)
             if name.startswith("cpu") and name[3:].isdecimal()
         }
+        online = parse_cpu_list(self._files.read_text(f"{self._directory}/online", now_ns) or "")
+        cpus = (cpus & online) or cpus
         if not cpus:
             raise CollectorUnavailable(f"no CPUs in {self._directory}")
         classes = self._classes(cpus, now_ns)

@@ -45,6 +45,11 @@ def test_a_server(context, sysfs, write, series):
     }
 
 
+def test_a_cpu_that_is_offline_is_none(context, sysfs, write, series):
+    write(sysfs, SERVER | {f"{CPU}/online": "0-1,3\n"})
+    assert series(CpuCollector(context).collect(1))["paceline_cpus{class=all}"] == 3
+
+
 STAT = """cpu  10 0 0 90 0 0 0 0 0 0
 cpu0 100 1 2 3 4 5 6 7 0 0
 cpu1 100 1 2 3 4 5 6 7 0 0
