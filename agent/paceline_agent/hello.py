@@ -62,7 +62,8 @@ class Greeter:
     async def greet_first(self) -> None:
         """Wait a moment for the GPUs: a node is to be given ranks only when it knows them."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._inventory_known.wait(), INVENTORY_SECONDS)
+            async with asyncio.timeout(INVENTORY_SECONDS):
+                await self._inventory_known.wait()
         self.greet(first=True)
 
     def greet(self, *, first: bool = False) -> None:

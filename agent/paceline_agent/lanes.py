@@ -312,7 +312,8 @@ class ProcessLane:
             return
         worker.end()
         with contextlib.suppress(TimeoutError):  # stuck in the driver: it dies when that lets go
-            await asyncio.wait_for(worker.process.wait(), 1.0)
+            async with asyncio.timeout(1.0):
+                await worker.process.wait()
 
 
 class _Worker:

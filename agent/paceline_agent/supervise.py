@@ -142,7 +142,8 @@ class Supervisor:
         self._newest[job] = generation
         await self._clear_older(job, generation)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._link_ready.wait(), START_SECONDS)
+            async with asyncio.timeout(START_SECONDS):
+                await self._link_ready.wait()
         if refusal := self._refusal(job, generation):  # stopped or overtaken while we waited
             return refusal
         prune_logs(self._directory / "logs")
