@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 KEPT = 160  # steps
 PAST = 64  # of them, at most, are compared with
@@ -88,7 +89,7 @@ class ShiftMonitor:
         self._center = np.full(series, np.nan)
         self._sigma = np.full(series, resolution)
         self._doubt = math.inf  # how much more is needed while the scatter itself is uncertain
-        self._drift = np.zeros(series)  # scatter of means that averaging does not remove
+        self._drift = 0.0  # scatter of means that averaging does not remove
 
     @property
     def values(self) -> Floats:
@@ -134,8 +135,17 @@ class ShiftMonitor:
         values = self.values
         if len(values) < LEAST_PAST + self._least:
             return []
-        score, steps = self._scores(values)
-        suspects = np.flatnonzero(score >= self.needed * self._doubt)
+        score, steps = self._scores(values, self._drift)
+        if self._drift and not self._is_sure(score).any():
+            # A step that was not told at once must not pass for drift of its own past: where it is
+            # all that the means scatter, it is none.
+            unhindered, places = self._scores(values, 0.0)
+            surest = int(unhindered.argmax())
+            if self._is_sure(unhindered)[surest]:
+                flat = self._without_step(values, surest, int(places[surest]))
+                if not self._scatter_of_means(flat):
+                    score, steps = unhindered, places
+        suspects = np.flatnonzero(self._is_sure(score))
         found = []
         for series in suspects.tolist():
             shift = self._confirmed(series, int(steps[series]), float(score[series]))
@@ -150,10 +160,14 @@ class ShiftMonitor:
         after = column_medians(values[-steps:])
         before = column_medians(values[max(len(values) - steps - PAST, 0) : -steps])
         counts = np.maximum((~np.isnan(values[-steps:])).sum(axis=0), 1)
-        error = np.sqrt(self._sigma[columns] ** 2 / counts + self._drift[columns] ** 2)
+        error = np.sqrt(self._sigma[columns] ** 2 / counts + self._drift**2)
         return after - before, (after - before) / error
 
-    def _scores(self, values: Floats) -> tuple[Floats, Ints]:
+    def _is_sure(self, score: Floats) -> Bools:
+        sure: Bools = score >= self.needed * self._doubt
+        return sure
+
+    def _scores(self, values: Floats, drift: float) -> tuple[Floats, Ints]:
         """Per series the highest score over all splits, and its number of newest steps."""
         sums, counts, total = self._sums, self._counts, self._end
         start = total - len(values)
@@ -166,7 +180,7 @@ class ShiftMonitor:
         after, before = np.maximum(after, 1), np.maximum(before, 1)
         rise = (sums[total] - sums[split]) / after - (sums[split] - sums[first]) / before
         enough &= rise >= 0.9 * self.smallest
-        variance = self._sigma**2 * (1.0 / after + 1.0 / before) + self._drift**2
+        variance = self._sigma**2 * (1.0 / after + 1.0 / before) + drift**2
         score = np.where(enough, rise / np.sqrt(variance), -np.inf)
         best = score.argmax(axis=0)
         return score[best, np.arange(best.size)], steps[best]
@@ -174,11 +188,7 @@ class ShiftMonitor:
     def _confirmed(self, series: int, steps: int, score: float) -> Shift | None:
         """The change's exact place, and whether it is one that stayed."""
         column = self.values[:, series]
-        first = max(len(column) - steps - PAST, 0)
-        usual, new = _median(column[first:-steps]), _median(column[-steps:])
-        # A spike must not pull the split to itself.
-        reach = max(CLIP_SIGMAS * float(self._sigma[series]), 1.5 * abs(new - usual))
-        steps = _split(np.clip(column[first:], usual - reach, usual + reach))
+        steps = self._place(column, steps, float(self._sigma[series]))
         if steps < self._least:
             return None
         before = _median(column[max(len(column) - steps - PAST, 0) : -steps])
@@ -193,6 +203,14 @@ class ShiftMonitor:
         if size < self.smallest or not (lasting and still and _is_sharp(column, steps, size)):
             return None
         return Shift(series, steps, size, before, score)
+
+    def _place(self, column: Floats, steps: int, sigma: float) -> int:
+        """How many of the newest values are of the new level, of which some `steps` are."""
+        first = max(len(column) - steps - PAST, 0)
+        usual, new = _median(column[first:-steps]), _median(column[-steps:])
+        # A spike must not pull the split to itself.
+        reach = max(CLIP_SIGMAS * sigma, 1.5 * abs(new - usual))
+        return _split(np.clip(column[first:], usual - reach, usual + reach))
 
     def _renew(self) -> None:
         """Centers and scatter, from the past; the newest steps may be no past already."""
@@ -209,7 +227,7 @@ class ShiftMonitor:
         enough = (~np.isnan(steps)).sum(axis=0) >= 24
         noisier = enough & (own > 1.3 * pooled)
         self._sigma = np.maximum(np.where(noisier, own, pooled), self._resolution)
-        self._drift = np.full(values.shape[1], self._scatter_of_means(past))
+        self._drift = self._scatter_of_means(past)
         self._add_up(self._end - len(values))
 
     def _add_up(self, first: int) -> None:
@@ -222,6 +240,13 @@ class ShiftMonitor:
         for rows, sums in ((offset, self._sums), (known, self._counts)):
             np.cumsum(rows, axis=0, out=sums[first + 1 : self._end + 1])
             sums[first + 1 : self._end + 1] += sums[first]
+
+    def _without_step(self, values: Floats, series: int, steps: int) -> Floats:
+        """As if no level had changed when that of `series` did."""
+        steps = max(self._place(values[:, series], steps, float(self._sigma[series])), 1)
+        before = column_medians(values[max(len(values) - steps - PAST, 0) : -steps])
+        rise = np.nan_to_num(column_medians(values[-steps:]) - before)
+        return np.concatenate([values[:-steps], values[-steps:] - rise])
 
     def _scatter_of_means(self, past: Floats) -> float:
         """How much more the means of some steps differ than white noise lets them."""

@@ -261,3 +261,12 @@ def test_a_rank_that_falls_silent_hides_nobody():
     assert [one.rank for one in run.advance(5)] == [2]
     run.silent = {1, 2, 6}  # even the straggler itself: nothing new is known of it
     assert run.advance(20) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_that_noise_hid_at_first_does_not_become_drift(seed):
+    """Of two noisy ranks one gets slower: what its level scatters since then is the step itself."""
+    run = watched(Topology(2, 1, 1), seed, noise=Noise(step=0.025, drift=0.0))
+    assert run.advance(28) == []
+    run.slow = {1: 1.2}
+    assert told(run.advance(20)) == [("straggler", 1, "node-0")]
