@@ -45,13 +45,12 @@ RANKS_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL of the ranks of a drain
 DRAIN_SECONDS = 4.0  # and what closing takes makes no more than five
 KERNEL_LOG_SECONDS = 0.5  # read often after a rank was killed
 COLLECT_AFTER_OBJECTS = 20_000
-_MALLOC_ARENAS, _MALLOC_TRIM = -8, -1  # malloc.h: M_ARENA_MAX, M_TRIM_THRESHOLD
-_SPARE_BYTES = 128 << 10
+_M_ARENA_MAX = -8  # malloc.h
 
 
 def run(settings: AgentSettings) -> int:
     """Run until SIGTERM or SIGINT; the exit status."""
-    _spare_memory()
+    _share_heap()
     try:
         asyncio.run(_until_signalled(settings))
     except AgentError as error:
@@ -297,16 +296,14 @@ class Agent:
         return [OwnMetric(f"paceline_agent_{name}", read) for name, read in named]
 
 
-def _spare_memory() -> None:
-    """What one thread frees is there for all others, and goes back to the node.
+def _share_heap() -> None:
+    """What one thread frees is there for all others.
 
-    Left to itself glibc gives each thread a heap of its own, and keeps more of what was freed the
-    larger that was: batches, which one thread makes and another sends, leave holes in each heap.
+    Left to itself glibc gives each thread a heap of its own, and batches, which one thread makes
+    and another sends, leave holes in each of them.
     """
     with contextlib.suppress(AttributeError):  # another C library
-        allocator = ctypes.CDLL(None)
-        allocator.mallopt(_MALLOC_ARENAS, 1)
-        allocator.mallopt(_MALLOC_TRIM, _SPARE_BYTES)
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def _spare_collections() -> None:
