@@ -20,6 +20,7 @@ import numpy.typing as npt
 from paceline_server.detect.change_point import (
     KEPT,
     NEWEST,
+    PAST,
     STEPS_BETWEEN_RENEWALS,
     Shift,
     ShiftMonitor,
@@ -97,7 +98,7 @@ class PeerLevels:
     @property
     def explained(self) -> Floats:
         """What is told of each series now: 0 where nothing is."""
-        return self._explained[-1]
+        return np.maximum(self._explained[-1], 0.0)
 
     def recent(self, series: Sequence[int], steps: int) -> Floats:
         """What was pushed for them in the newest steps, without what was told."""
@@ -107,11 +108,45 @@ class PeerLevels:
 
     def unexplained_rows(self, rows: Sequence[Floats]) -> Floats:
         """The newest steps of another measure of the same series, without what was told."""
-        return np.array(rows) - np.array(list(self._explained)[-len(rows) :])
+        return np.array(rows) - np.maximum(list(self._explained)[-len(rows) :], 0.0)
 
     def rises(self) -> list[Shift]:
-        """New ones, the surest first; see `ShiftMonitor.rises`."""
+        """New ones, the surest first; see `ShiftMonitor.rises`.
+
+        Of few series one that falls lifts all others against it. That is its recovery, and from
+        then on what is usual for it.
+        """
+        found = self._surest_first()
+        fallen = [(shift.steps, self._fallen_instead(shift)) for shift in found]
+        steps, falls = next((one for one in fallen if one[1]), (0, {}))
+        if not falls:
+            return found
+        for series, fall in falls.items():
+            self._explain((series,), steps, fall)
+        return [shift for shift in self._surest_first() if not self._fallen_instead(shift)]
+
+    def _surest_first(self) -> list[Shift]:
         return sorted(self._monitor.rises(), key=lambda one: -one.score)
+
+    def _fallen_instead(self, shift: Shift) -> dict[int, float]:
+        """Series that fell when this one seemed to rise, and by how much (below 0).
+
+        Where most others fell it is what they share, and this one did not follow.
+        """
+        least = shift.size / 2.0
+        if self._changed([shift.series], shift.steps)[0] >= least:
+            return {}
+        changed = self._changed(range(self._usual.size), shift.steps)
+        fallen = np.flatnonzero(changed <= -least).tolist()
+        others = int((~np.isnan(changed)).sum()) - 1
+        if others > 1 and 2 * len(fallen) > others:
+            return {}
+        return {series: float(changed[series]) for series in fallen if series != shift.series}
+
+    def _changed(self, series: Sequence[int], steps: int) -> Floats:
+        """How far their own levels are, in the newest steps, from those before."""
+        rows = self.recent(series, steps + PAST)
+        return column_medians(rows[-steps:]) - column_medians(rows[:-steps])
 
     def moved(self, steps_ago: int = 0) -> tuple[Floats, Floats]:
         """How far each is from where it was when the generation was young, and in standard errors.

@@ -31,7 +31,7 @@ class DetectionSettings(msgspec.Struct, frozen=True, kw_only=True):
     # began. Believed after so many steps.
     chronic_fault: float = 1.4
     chronic_fault_steps: int = 6
-    # One other may itself be the odd one: who is slow from the start is told by at least two.
+    # One other may itself be the odd one: below two, what was so from the start is advice only.
     chronic_peers: int = 2
     # A link counts as slow when its transfers, once both ends are ready, take this many times what
     # they took before ...

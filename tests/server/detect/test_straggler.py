@@ -70,6 +70,36 @@ def test_differences_between_peers_that_were_always_there_are_advice():
     assert all(one.advice for one in found)
 
 
+def test_advice_about_a_difference_is_over_when_there_is_none_any_more():
+    run = watched(DEMO, 5)
+    run.slow = {6: 1.25}
+    assert [one.rank for one in run.advance(60)] == [6]
+    run.slow = {}
+    assert [(one.rank, one.persistence, one.cleared) for one in run.advance(60)] == [
+        (6, "chronic", True)
+    ]
+
+
+def test_of_two_peers_the_one_that_was_always_slower_is_advice():
+    run = watched(Topology(2, 2, 1), 6)
+    run.slow = {1: 1.6}
+    [found] = run.advance(50)
+    assert (found.rank, found.persistence, found.severity, found.step) == (1, "chronic", "info", 8)
+    assert "its only peer" in found.summary
+
+
+@pytest.mark.parametrize("slowdown", [1.2, 1.6])
+@pytest.mark.parametrize("topology", [Topology(2, 1, 1), Topology(1, 2, 1), Topology(3, 1, 1)])
+def test_who_was_always_slow_and_recovers_makes_no_straggler_of_its_peers(topology, slowdown):
+    run = watched(topology, 3)
+    run.slow = {0: slowdown}
+    run.advance(50)
+    run.slow = {}
+    assert all(one.cleared for one in run.advance(40))
+    run.slow = {1: 1.3}
+    assert [one.rank for one in run.advance(6)] == [1]
+
+
 def test_slow_first_steps_are_warm_up():
     run = watched(DEMO, 5)
     run.slow = {3: 4.0}

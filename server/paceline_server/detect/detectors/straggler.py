@@ -109,7 +109,7 @@ class StragglerDetector(Detector):
         self._self_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS)
         self._steps: deque[_Step] = deque(maxlen=KEPT)
         self._active: dict[str, _Active] = {}
-        self._chronic: set[int] = set()
+        self._chronic: dict[int, Finding] = {}
 
     def update(self, seen: Observation) -> list[Finding]:
         findings = []
@@ -138,7 +138,7 @@ class StragglerDetector(Detector):
         compared = np.full((self._stages, levels.size // self._stages), np.nan)
         for stage, own in enumerate(levels.reshape(self._stages, -1)):
             known = np.flatnonzero(~np.isnan(own))
-            if known.size > self.settings.chronic_peers:
+            if known.size > 1:
                 compared[stage, known] = own[known] - medians_of_others(own[known])
         return compared.ravel()
 
@@ -221,17 +221,33 @@ class StragglerDetector(Detector):
         rows = self._levels.unexplained_rows(self._against_peers)
         # Three of four steps, so that noise around the bar does not make one.
         level = np.sort(np.where(np.isnan(rows), -np.inf, rows), axis=0)[len(rows) // 4]
-        findings = []
+        findings = self._no_longer(rows, seen)
         for rank in np.flatnonzero(level >= math.log(least)).tolist():
             if rank not in self._chronic and not self._levels.explained[rank]:
-                self._chronic.add(rank)
                 typical = float(column_medians(rows[:, [rank]])[0])
-                findings.append(self._always_slow(rank, typical, seen))
+                self._chronic[rank] = self._always_slow(rank, typical, seen)
+                findings.append(self._chronic[rank])
         return findings
+
+    def _no_longer(self, rows: Floats, seen: Observation) -> list[Finding]:
+        """Advice about ranks that have been as fast as their peers for long."""
+        settings = self.settings
+        recent = column_medians(rows[-settings.chronic_steps :])
+        over = [
+            rank
+            for rank, finding in self._chronic.items()
+            if finding.persistence == "chronic"
+            and recent[rank] < math.log(settings.chronic_slowdown) / 2.0
+        ]
+        return [
+            self._cleared(self._chronic.pop(rank), self._units.name(rank, {rank}), seen)
+            for rank in over
+        ]
 
     def _always_slow(self, rank: int, size: float, seen: Observation) -> Finding:
         unit = self._units.name(rank, {rank})
-        if size >= math.log(self.settings.chronic_fault):
+        peers = self._against_peers[0].size // self._stages - 1
+        if peers >= self.settings.chronic_peers and size >= math.log(self.settings.chronic_fault):
             steps = self._levels.pushed
             rise = self._levels.assume(unit.ranks, steps, size)
             active = self._activate(unit, "steady", self._levels, rise, steps)
@@ -247,8 +263,9 @@ class StragglerDetector(Detector):
             step=self._steps[-1].number,
             detected_ns=seen.now_ns,
             summary=(
-                f"{unit.subject(self.generation)} has been {slowdown:.2f}x slower than its peers "
-                "from the first step on: an uneven share of work or a weaker device."
+                f"{unit.subject(self.generation)} has been {slowdown:.2f}x slower than its "
+                f"{'peers' if peers > 1 else 'only peer'} from the first step on: an uneven share "
+                "of work or a weaker device."
             ),
             advice=(
                 f"Give rank {rank} less work, or another device at the next start: "
@@ -272,7 +289,7 @@ class StragglerDetector(Detector):
         course = active.levels.follow(active.rise)
         if course == "over":
             del self._active[active.unit.fingerprint]
-            return [self._cleared(active, seen)]
+            return [self._cleared(active.finding, active.unit, seen)]
         if course == "milder":
             return [self._tell(active, seen)]
         before, step = active.finding, self._steps[-1].number
@@ -296,10 +313,10 @@ class StragglerDetector(Detector):
                 return []
         return [self._tell(active, seen)]
 
-    def _cleared(self, active: _Active, seen: Observation) -> Finding:
+    def _cleared(self, finding: Finding, unit: SlowUnit, seen: Observation) -> Finding:
         return msgspec.structs.replace(
-            active.finding,
-            summary=f"{active.unit.subject(self.generation)} is as fast as its peers again.",
+            finding,
+            summary=f"{unit.subject(self.generation)} is as fast as its peers again.",
             detected_ns=seen.now_ns,
             step=self._steps[-1].number,
             cleared=True,
