@@ -111,11 +111,13 @@ class Story:
     def node(self, rank: int) -> str:
         return f"node-{rank // 2}"
 
-    def begin(self, mode: str = "approve", steps: int = 120) -> None:
+    def begin(
+        self, mode: str = "approve", steps: int = 120, name: str = "gpt <b>stdlib</b>"
+    ) -> None:
         self.step = steps - 1
         self.began_ns = time.time_ns() - (steps + 30) * SECOND // 2
         with self.site.change() as session:
-            session.add(self._job(mode))
+            session.add(self._job(mode, name))
             session.flush()
             self._place(session)
             for number in range(steps):
@@ -133,6 +135,23 @@ class Story:
             job.step = job.highest_step = self.step
             self._tell(session, "step", f"{self.job_id}/{self.step}")
             self._tell(session, "job", self.job_id)
+
+    def add_resolved_incidents(self, count: int) -> None:
+        """All newer than the one that is open."""
+        with self.site.change() as session:
+            for number in range(count):
+                row = self._incident()
+                row.id, row.state = f"inc-{number:08x}", "resolved"
+                row.opened_ns = row.resolved_ns = row.opened_ns + SECOND
+                row.view = msgspec.structs.replace(
+                    row.view,
+                    incident_id=row.id,
+                    state="resolved",
+                    opened_ns=row.opened_ns,
+                    resolved_ns=row.opened_ns,
+                    action_ids=[],
+                )
+                session.add(row)
 
     def repair(self) -> None:
         """The approved restart ran: generation 2, the incident resolved."""
@@ -177,7 +196,7 @@ class Story:
         session.flush()
         record_change(session, self.job_id, kind, subject)
 
-    def _job(self, mode: str) -> models.Job:
+    def _job(self, mode: str, name: str) -> models.Job:
         parts = {
             "compute_seconds": 30.0,
             "communication_seconds": 6.0,
@@ -193,7 +212,7 @@ class Story:
         wall = sum(parts.values())
         return models.Job(
             id=self.job_id,
-            name="gpt <b>stdlib</b>",
+            name=name,
             spec=JobSpec(name="gpt", argv=["python"], topology=self.topology),
             policy=Policy(mode=mode),  # type: ignore[arg-type]
             state="running",

@@ -97,9 +97,9 @@ def test_the_heatmap_can_be_read_without_a_mouse(story: Any, visit: Callable[...
     live(page)
     page.locator(".heatmap canvas").focus()
     page.keyboard.press("ArrowRight")  # begins at the slowest
-    expect(page.get_by_role("status")).to_contain_text("Rank 2, node-1")
+    expect(page.get_by_role("status")).to_contain_text("Rank 2, 2.5")
     page.keyboard.press("ArrowRight")
-    expect(page.get_by_role("status")).to_contain_text("Rank 3, node-1")
+    expect(page.get_by_role("status")).to_contain_text("Rank 3, 1.01")
     page.get_by_text("Ranks as a table").click()
     expect(page.locator(".heatmap tbody tr")).to_have_count(8)
 
@@ -187,7 +187,7 @@ def test_a_new_step_appears_by_itself(story: Any, visit: Callable[..., Any]) -> 
     expect(page.locator("#steps header")).to_contain_text("121 steps")
     expect(page.locator(".readout").first).to_contain_text("step 120")
     # The grid is fetched again, not streamed.
-    expect(page.locator("#ranks header")).to_contain_text("101\N{EN DASH}120")
+    expect(page.locator("#ranks header")).to_contain_text("116\N{EN DASH}120")
 
 
 def test_a_lost_connection_is_told_and_nothing_is_missed(
@@ -316,3 +316,66 @@ def test_without_a_replay_the_page_says_what_to_do(story: Any, visit: Callable[.
     story.begin()
     panel = visit(story.url).page.locator("#what-if")
     expect(panel).to_contain_text("PACELINE_SERVER_LOG_RETENTION_SECONDS")
+
+
+def test_of_many_incidents_the_open_ones_come_first(story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    story.add_resolved_incidents(200)
+    page = visit(story.url).page
+    incidents = page.locator(".incident")
+    expect(page.locator("#incidents header")).to_contain_text("1 open of 201")
+    expect(incidents).to_have_count(11)
+    expect(incidents.first).to_have_attribute("id", story.incident_id)
+    expect(incidents.first.get_by_role("button", name="Approve restart")).to_be_visible()
+    page.get_by_role("button", name="Show all 201 incidents").click()
+    expect(incidents).to_have_count(201)
+
+
+def test_the_heatmap_shows_a_slow_rank_as_soon_as_it_is_told(
+    story: Any, visit: Callable[..., Any]
+) -> None:
+    """Three slow steps are enough."""
+    story.slow_from = 117
+    story.begin()
+    page = visit(story.url).page
+    live(page)
+    expect(page.locator("#heatmap-cell")).to_contain_text("Slowest: rank 2, 2.5")
+
+
+def test_a_decision_can_be_made_with_the_keyboard(story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    page = visit(story.url).page
+    live(page)
+    page.get_by_role("link", name="Review 1 action").focus()
+    page.keyboard.press("Enter")
+    button = page.get_by_role("button", name="Reject restart")
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if button.evaluate("button => button === document.activeElement"):
+            break
+    page.keyboard.press("Enter")
+    expect(page.locator(f"[data-action={story.action_id}]")).to_contain_text("rejected")
+    assert story.action_state() == "rejected"
+
+
+def test_a_job_without_a_pipeline_shows_none(story: Any, visit: Callable[..., Any]) -> None:
+    story.topology = Topology(8, 1, 1)
+    story.begin()
+    page = visit(story.url).page
+    live(page)
+    expect(page.locator("#ranks .axis")).to_have_text("columns: 8 dp replicas")
+    expect(page.locator("#ledger")).to_be_visible()
+    expect(page.locator("#bubble")).to_have_count(0)
+
+
+def test_long_names_are_wrapped(site: Any, story: Any, visit: Callable[..., Any]) -> None:
+    story.node = lambda rank: f"rack-{rank // 2}" + ".a-very-long-domain" * 8
+    story.begin(name="a_name_without_a_space" * 10)
+    for url, width, part in ((story.url, 390, ".incident"), (site.url, 1280, "tbody tr")):
+        page = visit(url, viewport={"width": width, "height": 800}).page
+        expect(page.locator(part)).to_be_visible()
+        overflow = page.locator(f".panel:has({part})").evaluate(
+            "panel => Math.max(...[panel, ...panel.querySelectorAll('.scroll')]"
+            ".map(each => each.scrollWidth - each.clientWidth))"
+        )
+        assert overflow <= 0

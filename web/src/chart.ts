@@ -1,5 +1,5 @@
 // What the time charts draw, computed from the store's state. Pure.
-import type { Incident, Job, Step } from "./api";
+import type { Action, Incident, Job, Step } from "./api";
 import { milliseconds } from "./format";
 import { lookOfIncident, type Tone } from "./tone";
 
@@ -46,9 +46,17 @@ export function points(steps: readonly Step[], value: (step: Step) => number | n
   return result;
 }
 
-/** Incidents as lines, and the time between two generations as bands. */
-export function marks(steps: readonly Step[], incidents: readonly Incident[]): Mark[] {
+/** Incidents as lines, and the time between two generations as bands, also while it lasts. */
+export function marks(steps: readonly Step[], incidents: readonly Incident[], actions: readonly Action[]): Mark[] {
   const result: Mark[] = [];
+  const last = steps.at(-1);
+  const restart = actions.find(({ kind, state }) => kind === "restart" && state === "running");
+  if (last !== undefined && restart !== undefined) {
+    const end = milliseconds(last.started_at) / 1000 + last.duration_seconds;
+    const told = milliseconds(restart.phases.at(-1)?.started_at ?? restart.created_at) / 1000;
+    // The checkpoint before it still belongs to the steps.
+    if (told > end) result.push({ at: end, until: told, label: "restarting", tone: "info", dashed: true });
+  }
   for (const [index, step] of steps.entries()) {
     const before = steps[index - 1];
     if (before === undefined || before.generation === step.generation) continue;

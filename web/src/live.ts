@@ -126,8 +126,8 @@ export class LiveJob {
       if (stream === this.stream) this.push(change);
     };
     const results = await Promise.allSettled([
-      api.nodes().then((nodes) => {
-        for (const data of nodes) take({ type: "node", data });
+      api.nodes().then((data) => {
+        take({ type: "nodes", data });
       }),
       api.ranks(this.id).then((data) => {
         take({ type: "ranks", data });

@@ -60,8 +60,9 @@ it("replaces an incident in place and puts a new one first", () => {
 
 it("lists nodes as people count", () => {
   const node = (id: string): Node => ({ id }) as Node;
-  const state = apply(begin(JOB, [], []), ["node-10", "node-2"].map((id) => ({ type: "node", data: node(id) })));
-  expect(state.nodes.map((one) => one.id)).toEqual(["node-2", "node-10"]);
+  let state = apply(begin(JOB, [], []), [{ type: "nodes", data: ["node-10", "node-2"].map(node) }]);
+  state = apply(state, [{ type: "node", data: node("node-3") }]);
+  expect(state.nodes.map((one) => one.id)).toEqual(["node-2", "node-3", "node-10"]);
 });
 
 it("is not changed by another job's news", () => {
@@ -87,9 +88,20 @@ it("breaks the chart's line between generations and marks the restart", () => {
   const points = chart.points(steps, (one) => one.duration_seconds);
   expect(points.values).toEqual([0.5, 0.5, null, 0.5, 0.5]);
   expect([...points.times].sort((a, b) => a - b)).toEqual(points.times);
-  const [mark] = chart.marks(steps, []);
+  const [mark] = chart.marks(steps, [], []);
   expect([mark?.label, mark?.dashed]).toEqual(["gen 2", true]);
   expect(mark?.until).toBeGreaterThan(mark?.at ?? Infinity);
+});
+
+it("marks a restart while it lasts, from the last step on", () => {
+  const last = step(2);
+  const at = (seconds: number): string => new Date(Date.parse(last.started_at) + seconds * 1000).toISOString();
+  const restart = { kind: "restart", state: "running", created_at: at(0.1) };
+  const marks = (phases: string[]) =>
+    chart.marks([step(1), last], [], [{ ...restart, phases: phases.map((started_at) => ({ started_at })) } as Action]);
+  expect(marks([at(0.2)])).toEqual([]); // a checkpoint is being taken, within the step
+  const [mark] = marks([at(0.2), at(3)]);
+  expect([mark?.label, mark?.at, mark?.until]).toEqual(["restarting", Date.parse(at(0.5)) / 1000, Date.parse(at(3)) / 1000]);
 });
 
 it("keeps the chart's time ascending when a clock goes back", () => {

@@ -28,6 +28,7 @@ export type Change =
   | { type: "node"; data: Node }
   | { type: "grid"; data: Grid }
   | { type: "what-if"; data: WhatIf }
+  | { type: "nodes"; data: Node[] }
   | { type: "steps"; data: Step[] }
   | { type: "complete" };
 
@@ -93,6 +94,9 @@ export function apply(state: JobState, changes: readonly Change[]): JobState {
         break;
       case "action":
         next = { ...next, actions: put(next.actions, change.data, newestFirst("created_at")) };
+        break;
+      case "nodes":
+        next = { ...next, nodes: [...change.data].sort(byId) };
         break;
       case "node":
         next = { ...next, nodes: put(next.nodes, change.data, byId) };

@@ -15,27 +15,47 @@ _EVEN_RATIO = 0.15  # a wider spread reads like trouble, which the detectors wou
 def verdict(session: Session, job: models.Job) -> schemas.Verdict:
     match job.state:
         case "finished":
-            return _plain("finished", f"Finished{_at_step(job)}.")
+            return _told("finished", f"Finished{_at_step(job)}.")
         case "stopped":
-            return _plain("stopped", f"Stopped{_at_step(job)}.")
+            return _told("stopped", f"Stopped{_at_step(job)}.")
         case "pending":
-            text = f"Waiting for {job.topology.world_size} free rank slots on ready nodes."
-            return _plain("starting", text)
+            return _told("starting", _waiting(job))
     worst = queries.newest_open_incident(session, job.id)
+    if job.state == "failed":
+        return _told("failed", _failed(session, job, worst), worst)
     if worst is not None:
         finding = worst.view.finding
-        return schemas.Verdict(kind=finding.kind, text=finding.summary, incident_id=worst.id)
-    if job.state == "failed":
-        return _plain("failed", f"Failed{_at_step(job)}; the audit log says why.")
+        restarting = "Restarting. " if job.state == "recovering" else ""
+        return _told(finding.kind, restarting + finding.summary, worst)
     if job.state == "recovering":
-        return _plain("recovering", f"Restarting as generation {job.generation}.")
+        return _told("recovering", f"Restarting after generation {job.generation}.")
     if job.state == "starting" or job.step is None:
-        return _plain("starting", _starting(session, job))
-    return _plain("healthy", _healthy(session, job))
+        return _told("starting", _starting(session, job))
+    return _told("healthy", _healthy(session, job))
 
 
-def _plain(kind: str, text: str) -> schemas.Verdict:
-    return schemas.Verdict(kind=kind, text=text)
+def _told(kind: str, text: str, worst: models.Incident | None = None) -> schemas.Verdict:
+    incident_id = None if worst is None else worst.id
+    return schemas.Verdict(kind=kind, text=text, incident_id=incident_id)
+
+
+def _waiting(job: models.Job) -> str:
+    slots = "1 free rank slot on a ready node"
+    if job.topology.world_size > 1:
+        slots = f"{job.topology.world_size} free rank slots on ready nodes"
+    return f"Waiting for {slots}: start `paceline agent` on more nodes, or stop another job."
+
+
+def _failed(session: Session, job: models.Job, worst: models.Incident | None) -> str:
+    """With the reason why no restart followed."""
+    stop = queries.newest_action(session, job.id, "stop")
+    if stop is not None:
+        why = stop.view.reason
+    elif worst is not None:
+        why = worst.view.finding.summary
+    else:
+        why = "All ranks ended, and none is to be restarted."
+    return f"Failed{_at_step(job)}. {why}"
 
 
 def _at_step(job: models.Job) -> str:
@@ -54,10 +74,10 @@ def _healthy(session: Session, job: models.Job) -> str:
     shares = newest_shares(session, job.id, job.generation, world_size, _WINDOW_STEPS)
     slowdowns = [value for value in medians(shares.slowdown) if value is not None]
     spread = max(slowdowns) - 1.0 if slowdowns else None
-    if spread is None:
+    if spread is None or world_size == 1:
         return f"No trouble found{pace}."
     if spread > _EVEN_RATIO:
-        return f"No rank is slow for long{pace}."
+        return f"No rank stays behind the others{pace}."
     spread = max(spread, 0.0)
-    count = job.topology.world_size
+    count = world_size
     return f"All {count} ranks within {max(1, round(spread * 100))} % of their peers{pace}."

@@ -2,7 +2,7 @@
 
 Reading and replaying the steps of a large job takes about a second of one core. So an answer stands
 until there is a newer step, and at least as long as keeps the cost below 5 % of a core however many
-ask; a large job is asked for fewer steps.
+ask, unless an incident opens or ends meanwhile; a large job is asked for fewer steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REST = 20.0
 LEAST_SECONDS = 2.0
 JOBS_KEPT = 64
 
-NO_STEP = "No step of this generation is finished yet; ask again when one is."
+NO_STEP = "No step of this generation is finished yet: the first one brings the answer."
 NOTHING_KEPT = (
     "Of the last steps not enough is kept: some rank sent nothing, or what was sent is pruned. Ask "
     "while the job runs, or let the server keep more: PACELINE_SERVER_LOG_RETENTION_SECONDS."
@@ -43,9 +43,15 @@ NO_REPLAY = (
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Moment:
     generation: int
-    step: int | None  # the newest when it was made
+    step: int | None  # the newest
+    incident_id: str | None  # the newest that is open
+
+
+@dataclass(frozen=True)
+class _Answer:
+    moment: _Moment  # when it was made
     stands_until: float
     resource: schemas.WhatIf
 
@@ -67,31 +73,35 @@ class WhatIfs:
             if job is None:
                 raise not_found("job", job_id)
             newest = queries.steps(session, job_id, None, 1, job.generation)
-            step = newest[0].step if newest else None
-            generation = job.generation
+            incident = queries.newest_open_incident(session, job_id)
+            now = _Moment(
+                generation=job.generation,
+                step=newest[0].step if newest else None,
+                incident_id=None if incident is None else incident.id,
+            )
         known = self._answers.get(key)
-        if known is not None and self._stands(known, generation, step):
+        if known is not None and self._stands(known, now):
             return known.resource
         # Who finds one being made has no need of another, unless it is of another generation.
-        alike = known is not None and known.generation == generation
+        alike = known is not None and known.moment.generation == now.generation
         if not self._making.acquire(blocking=not alike):
             assert known is not None
             return known.resource
         try:
-            return self._make(database, key, generation, step)
+            return self._make(database, key, now)
         finally:
             self._making.release()
 
-    def _stands(self, answer: _Answer, generation: int, step: int | None) -> bool:
-        if answer.generation != generation:
+    def _stands(self, answer: _Answer, now: _Moment) -> bool:
+        made = answer.moment
+        # What was replayed before an incident began would contradict it.
+        if (made.generation, made.incident_id) != (now.generation, now.incident_id):
             return False
-        return answer.step == step or self._clock() < answer.stands_until
+        return made.step == now.step or self._clock() < answer.stands_until
 
-    def _make(
-        self, database: Database, key: tuple[str, int], generation: int, step: int | None
-    ) -> schemas.WhatIf:
+    def _make(self, database: Database, key: tuple[str, int], now: _Moment) -> schemas.WhatIf:
         known = self._answers.get(key)  # made while this one waited
-        if known is not None and self._stands(known, generation, step):
+        if known is not None and self._stands(known, now):
             return known.resource
         began = time.thread_time()
         job_id, steps = key
@@ -102,7 +112,7 @@ class WhatIfs:
             )
         resource = what_if(job, recorded)
         rest = max(REST * (time.thread_time() - began), LEAST_SECONDS)
-        self._answers[key] = _Answer(generation, step, self._clock() + rest, resource)
+        self._answers[key] = _Answer(now, self._clock() + rest, resource)
         self._answers.move_to_end(key)
         while len(self._answers) > JOBS_KEPT:
             self._answers.popitem(last=False)

@@ -64,6 +64,11 @@ def actions(
     return session.scalars(query.limit(limit)).all()
 
 
+def newest_action(session: Session, job_id: str, kind: str) -> Action | None:
+    query = select(Action).where(Action.job_id == job_id, Action.kind == kind)
+    return session.scalar(query.order_by(Action.created_ns.desc(), Action.id.desc()).limit(1))
+
+
 def _equal(*wanted: tuple[Any, str | None]) -> list[ColumnElement[bool]]:
     return [column == value for column, value in wanted if value is not None]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from simulated_node import hello, post_job
 from sqlalchemy import select
@@ -217,6 +218,42 @@ def test_the_verdict_is_the_newest_open_incident(server: Any, client: httpx.Clie
     verdict = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]
     assert verdict["incident_id"] == "inc-2"
     assert verdict["text"].startswith("Rank 2 is 2.5x slower")
+
+
+def test_the_verdict_says_what_became_of_the_job(server: Any, client: httpx.Client) -> None:
+    job_id = post_job(server.url)
+
+    def verdict(state: str) -> tuple[str, str | None]:
+        with server.program.database.write() as session:
+            job = session.get_one(Job, job_id)
+            job.state, job.step, job.generation = state, 5, 1  # type: ignore[assignment]
+        found = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]
+        return found["text"], found["incident_id"]
+
+    waiting, _ = verdict("pending")
+    assert waiting.startswith("Waiting for 2 free rank slots on ready nodes: start `paceline a")
+    assert verdict("recovering") == ("Restarting after generation 1.", None)
+    all_ended = "Failed at step 5. All ranks ended, and none is to be restarted."
+    assert verdict("failed") == (all_ended, None)
+    put(server, incident(job_id, 1))
+    summary = "Rank 2 is 2.5x slower: thermal throttle on node-1."
+    assert verdict("recovering") == (f"Restarting. {summary}", "inc-1")
+    assert verdict("failed") == (f"Failed at step 5. {summary}", "inc-1")
+    stop = action(job_id)
+    stop.kind = "stop"
+    stop.view = replace(stop.view, kind="stop", reason="Gave up: 10 restarts within an hour.")
+    put(server, stop)
+    assert verdict("failed") == ("Failed at step 5. Gave up: 10 restarts within an hour.", "inc-1")
+
+
+def test_the_verdict_does_not_compare_a_rank_with_itself(server: Any, client: httpx.Client) -> None:
+    job_id = post_job(server.url, dp=1)
+    put(server, *(row for number in range(5) for row in step(job_id, number, generation=0)))
+    with server.program.database.write() as session:
+        job = session.get_one(Job, job_id)
+        job.state, job.step, job.step_seconds = "running", 5, 0.5
+    text = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]["text"]
+    assert text == "No trouble found; 0.50 s per step."
 
 
 def test_an_action_is_decided_once(server: Any, client: httpx.Client) -> None:

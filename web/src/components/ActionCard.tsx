@@ -106,6 +106,7 @@ function Decision({ action, onDecided }: { action: Action; onDecided: (action: A
       </button>
       <button
         type="button"
+        aria-label={`Reject ${action.kind}`}
         disabled={pending !== null}
         onClick={() => {
           void decide("reject");

@@ -86,11 +86,11 @@ const ARROWS: Readonly<Record<string, [right: number, down: number]>> = {
 function slowestText(grid: Grid): string {
   const worst = heatmap.slowest(grid);
   if (worst === null) return "No finished step yet.";
-  return `Slowest: rank ${worst.rank}${worst.node === null ? "" : ` on ${worst.node}`}, ${format.slowdown(worst.slowdown)}.`;
+  return `Slowest: rank ${worst.rank}, ${format.slowdown(worst.slowdown)}${worst.node === null ? "" : `, on ${worst.node}`}.`;
 }
 
 function cellText(cell: GridCell, rank: Rank | undefined): string {
-  return [`Rank ${cell.rank}`, cell.node ?? "no node", placeText(cell), format.slowdown(cell.slowdown), operationText(rank)]
+  return [`Rank ${cell.rank}`, format.slowdown(cell.slowdown), placeText(cell), operationText(rank), cell.node ?? "no node"]
     .filter((part) => part !== "")
     .join(", ");
 }
@@ -135,10 +135,15 @@ function Tooltip(props: { cell: GridCell; rank: Rank | undefined; box: heatmap.B
 }
 
 function StageLabels({ shape }: { shape: heatmap.Geometry }) {
-  const { pp, tp } = shape.topology;
-  if (shape.turned) return <p class="axis muted">rows: stages × tp, columns: {shape.topology.dp} dp replicas</p>;
+  const { dp, pp, tp } = shape.topology;
+  const model = [pp > 1 && format.plural(pp, "stage"), tp > 1 && format.plural(tp, "tp rank")].filter(Boolean).join(" × ");
+  const replicas = dp > 1 ? format.plural(dp, "dp replica") : "";
   const stageWidth = tp * shape.cellWidth;
-  if (stageWidth < 16) return <p class="axis muted">columns: {pp} stages × tp, rows: dp replicas</p>;
+  if (shape.turned || pp === 1 || stageWidth < 16) {
+    const [columns, rows] = shape.turned ? [replicas, model] : [model, replicas];
+    const axes = [columns && `columns: ${columns}`, rows && `rows: ${rows}`].filter(Boolean).join(", ");
+    return axes === "" ? null : <p class="axis muted">{axes}</p>;
+  }
   return (
     <div class="stages muted" aria-hidden style={{ gap: `${shape.gap}px` }}>
       {Array.from({ length: pp }, (_, stage) => (

@@ -43,21 +43,23 @@ export function IncidentCard({ incident, actions, mode, onDecided }: Props) {
         </span>
         <Badge look={look} text={incident.state} />
       </summary>
-      <div class="incident-body">
-        <Facts incident={incident} />
-        {incident.advice != null && (
-          <p class="advice">
-            <b>What to do:</b> {incident.advice}
-          </p>
-        )}
-        {actions.map((action) => (
-          <ActionCard key={action.id} action={action} mode={mode} onDecided={onDecided} />
-        ))}
-        {incident.causes.length > 0 && <Causes causes={incident.causes} />}
-        <EvidenceList title="Evidence" empty="None recorded." items={incident.evidence} />
-        {incident.symptoms.length > 0 && <Symptoms symptoms={incident.symptoms} />}
-        {incident.counter_evidence.length > 0 && <Against items={incident.counter_evidence} />}
-      </div>
+      {open && (
+        <div class="incident-body">
+          <Facts incident={incident} />
+          {incident.advice != null && (
+            <p class="advice">
+              <b>What to do:</b> {incident.advice}
+            </p>
+          )}
+          {actions.map((action) => (
+            <ActionCard key={action.id} action={action} mode={mode} onDecided={onDecided} />
+          ))}
+          {incident.causes.length > 0 && <Causes causes={incident.causes} />}
+          <EvidenceList title="Evidence" empty="None recorded." items={incident.evidence} />
+          {incident.symptoms.length > 0 && <Symptoms symptoms={incident.symptoms} />}
+          {incident.counter_evidence.length > 0 && <Against items={incident.counter_evidence} />}
+        </div>
+      )}
     </details>
   );
 }

@@ -6,8 +6,8 @@ import { lookOfNode } from "../tone";
 import { Ago } from "./Ago";
 import { Badge } from "./Icon";
 
-/** More than this are shown on request, those in trouble first. */
-const SHOWN = 24;
+/** Of more rows (GPUs) than this, the rest is shown on request, those in trouble first. */
+const ROWS_SHOWN = 48;
 /** Reasons that say nothing of trouble. */
 const HARMLESS = new Set(["gpu_idle", "applications_clocks", "sync_boost", "display_clocks"]);
 
@@ -20,10 +20,7 @@ export function Nodes({ nodes }: { nodes: readonly Node[] }) {
         No agent has reported. Start one on each node with <code>paceline agent</code>.
       </p>
     );
-  const shown =
-    all || nodes.length <= SHOWN
-      ? nodes
-      : [...nodes].sort((a, b) => Number(troubled(b)) - Number(troubled(a))).slice(0, SHOWN);
+  const shown = all ? nodes : first(nodes);
   return (
     <>
       <div class="scroll">
@@ -36,8 +33,8 @@ export function Nodes({ nodes }: { nodes: readonly Node[] }) {
               <th class="num">GPU</th>
               <th class="num">SM clock</th>
               <th class="num">Temp.</th>
-              <th class="num">Power</th>
-              <th class="num">Busy</th>
+              <th class="num roomy">Power</th>
+              <th class="num roomy">Busy</th>
               <th>Throttled by</th>
               <th>Last seen</th>
             </tr>
@@ -61,8 +58,21 @@ export function Nodes({ nodes }: { nodes: readonly Node[] }) {
   );
 }
 
-function troubled(node: Node): boolean {
+/** As many as fit, in their order; the worst ones where not all do. */
+function first(nodes: readonly Node[]): readonly Node[] {
+  const rows = (node: Node): number => Math.max(1, node.gpus.length);
+  if (nodes.reduce((sum, node) => sum + rows(node), 0) <= ROWS_SHOWN) return nodes;
+  const worst = [...nodes].sort((a, b) => Number(troubled(b)) - Number(troubled(a)));
+  let left = ROWS_SHOWN;
+  return worst.filter((node, index) => (left -= rows(node)) >= 0 || index === 0);
+}
+
+export function troubled(node: Node): boolean {
   return node.state !== "ready" || node.gpus.some((gpu) => reasons(gpu).length > 0);
+}
+
+function free(node: Node): string {
+  return node.state === "ready" || node.state === "degraded" ? "free" : "none";
 }
 
 function reasons(gpu: Gpu): string[] {
@@ -85,7 +95,7 @@ function NodeRows({ node }: { node: Node }) {
                 <Badge look={lookOfNode(node.state)} text={node.state} />
                 {node.reason !== null && <div class="muted reason">{node.reason}</div>}
               </td>
-              <td rowSpan={span}>{node.job_id === null ? <span class="muted">spare</span> : format.ranges(node.ranks)}</td>
+              <td rowSpan={span}>{node.job_id === null ? <span class="muted">{free(node)}</span> : format.ranges(node.ranks)}</td>
             </>
           )}
           <GpuCells gpu={gpu} />
@@ -115,8 +125,8 @@ function GpuCells({ gpu }: { gpu: Gpu | null }) {
       </td>
       <td class={`num ${why.length > 0 ? "tone-warn strong" : ""}`}>{format.hertz(gpu.sm_clock_hertz)}</td>
       <td class="num">{format.celsius(gpu.temperature_celsius)}</td>
-      <td class="num">{format.watts(gpu.power_watts)}</td>
-      <td class="num">{format.percent(gpu.utilization_ratio, 0)}</td>
+      <td class="num roomy">{format.watts(gpu.power_watts)}</td>
+      <td class="num roomy">{format.percent(gpu.utilization_ratio, 0)}</td>
       <td>
         {why.length === 0 ? (
           <span class="muted">{format.UNKNOWN}</span>

@@ -20,6 +20,9 @@ interface Props {
   labels: boolean;
 }
 
+/** Between two labels of the time axis: it tells no fraction of a second. */
+const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 604800];
+
 /** One series over wall time. Charts of one page share their cursor. */
 export function TimeChart(props: Props) {
   const { points, marks, colour, height } = props;
@@ -77,18 +80,18 @@ function create(
     legend: { show: false },
     cursor: { sync: { key: "job" }, drag: { x: false, y: false }, points: { size: 6 }, y: false },
     scales: {
-      x: { time: true },
+      x: { time: true, range: (_, low, high) => [low, Math.max(high, lastMark(latest.current.marks))] },
       y: {
         range: (_, low, high): uPlot.Range.MinMax =>
           latest.current.fromZero ? [0, ceiling(latest.current.points.values)] : spread(low, high),
       },
     },
     axes: [
-      { ...axis, space: 70, size: 28, values: (_, splits) => times(splits) },
+      { ...axis, space: 70, size: 28, incrs: SECONDS, values: (_, splits) => times(splits) },
       {
         ...axis,
         size: 58,
-        space: 24,
+        space: height < 150 ? 16 : 24,
         values: (_, splits) => splits.map(latest.current.axis ?? latest.current.format),
       },
     ],
@@ -107,6 +110,11 @@ function create(
   const chart = new uPlot(options, [points.times, points.values], target);
   tell(chart, latest.current, readout.current);
   return chart;
+}
+
+/** A hang or a restart lies behind the last step. */
+function lastMark(marks: readonly Mark[]): number {
+  return marks.reduce((last, { at, until }) => Math.max(last, until ?? at), -Infinity);
 }
 
 function spread(low: number | null, high: number | null): uPlot.Range.MinMax {

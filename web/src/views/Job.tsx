@@ -1,6 +1,6 @@
 import { useEffect, useMemo, useState } from "preact/hooks";
 
-import type { Action, Incident, Job, WhatIf as Replay } from "../api";
+import type { Action, Incident, Job, Node, WhatIf as Replay } from "../api";
 import * as chart from "../chart";
 import { ActionCard } from "../components/ActionCard";
 import { Ago } from "../components/Ago";
@@ -10,7 +10,7 @@ import { Heatmap } from "../components/Heatmap";
 import { Badge, Icon } from "../components/Icon";
 import { IncidentCard } from "../components/IncidentCard";
 import { LedgerBar } from "../components/LedgerBar";
-import { Nodes } from "../components/Nodes";
+import { Nodes, troubled } from "../components/Nodes";
 import { Panel } from "../components/Panel";
 import { TimeChart } from "../components/TimeChart";
 import { WhatIf } from "../components/WhatIf";
@@ -86,10 +86,10 @@ interface PageProps {
 }
 
 function JobPage({ state, connection, onDecided }: PageProps) {
-  const { job, steps, incidents, grid, nodes } = state;
+  const { job, steps, incidents, actions, grid, nodes } = state;
   const times = useMemo(() => chart.points(steps, (step) => step.duration_seconds), [steps]);
   const losses = useMemo(() => chart.points(steps, (step) => step.loss), [steps]);
-  const marks = useMemo(() => chart.marks(steps, incidents), [steps, incidents]);
+  const marks = useMemo(() => chart.marks(steps, incidents, actions), [steps, incidents, actions]);
   const own = nodes.filter((node) => node.job_id === null || node.job_id === job.id);
 
   useEffect(() => {
@@ -144,9 +144,11 @@ function JobPage({ state, connection, onDecided }: PageProps) {
           <Panel id="what-if" title="What would make it faster" note={replayed(state.whatIf)}>
             {state.whatIf === null ? <p class="empty">{LOADING}</p> : <WhatIf replay={state.whatIf} />}
           </Panel>
-          <Panel id="bubble" title="Pipeline bubble" note={`mean of ${BUBBLE_STEPS} steps`}>
-            <Bubbles stages={chart.bubbles(steps, job, BUBBLE_STEPS)} />
-          </Panel>
+          {job.topology.pp > 1 && (
+            <Panel id="bubble" title="Pipeline bubble" note={`mean of ${BUBBLE_STEPS} steps`}>
+              <Bubbles stages={chart.bubbles(steps, job, BUBBLE_STEPS)} />
+            </Panel>
+          )}
           <Panel
             id="ledger"
             title="Where the time went"
@@ -156,11 +158,16 @@ function JobPage({ state, connection, onDecided }: PageProps) {
           </Panel>
         </div>
       </div>
-      <Panel id="nodes" title="Nodes" note={format.plural(own.length, "node")}>
+      <Panel id="nodes" title="Nodes" note={counted(own)}>
         {own.length === 0 && !state.complete ? <p class="empty">{LOADING}</p> : <Nodes nodes={own} />}
       </Panel>
     </article>
   );
+}
+
+function counted(nodes: readonly Node[]): string {
+  const bad = nodes.filter(troubled).length;
+  return format.plural(nodes.length, "node") + (bad === 0 ? "" : `, ${format.number(bad)} in trouble`);
 }
 
 function replayed(whatIf: Replay | null): string | undefined {
@@ -212,7 +219,7 @@ function Stats({ job }: { job: Job }) {
       <Stat name="Step">{format.number(job.step)}</Stat>
       <Stat
         name="Loss"
-        note={job.evaluation_loss === null ? undefined : `held back ${format.loss(job.evaluation_loss)}`}
+        note={job.evaluation_loss === null ? undefined : `held out ${format.loss(job.evaluation_loss)}`}
       >
         {format.loss(job.loss)}
       </Stat>
@@ -237,15 +244,21 @@ function Stat(props: { name: string; note?: string | undefined; children: preact
   );
 }
 
+/** More than this many that are over are shown on request. */
+const RESOLVED_SHOWN = 10;
+
 function Incidents({ state, onDecided }: { state: JobState; onDecided: (action: Action) => void }) {
   const { job, incidents, actions } = state;
-  const open = incidents.filter((incident) => incident.state !== "resolved").length;
+  const [all, setAll] = useState(false);
+  const open = incidents.filter((incident) => incident.state !== "resolved");
+  const resolved = incidents.filter((incident) => incident.state === "resolved");
+  const shown = [...open, ...(all ? resolved : resolved.slice(0, RESOLVED_SHOWN))];
   const known = new Set(incidents.map(({ id }) => id));
   const others = actions.filter(({ incident_id }) => incident_id === null || !known.has(incident_id));
   return (
-    <Panel id="incidents" title="Incidents" note={`${open} open of ${incidents.length}`}>
+    <Panel id="incidents" title="Incidents" note={`${open.length} open of ${incidents.length}`}>
       {incidents.length === 0 && <p class="empty">Nothing was found wrong with this job.</p>}
-      {incidents.map((incident) => (
+      {shown.map((incident) => (
         <IncidentCard
           key={incident.id}
           incident={incident}
@@ -254,6 +267,16 @@ function Incidents({ state, onDecided }: { state: JobState; onDecided: (action: 
           onDecided={onDecided}
         />
       ))}
+      {shown.length < incidents.length && (
+        <button
+          type="button"
+          onClick={() => {
+            setAll(true);
+          }}
+        >
+          Show all {format.number(incidents.length)} incidents
+        </button>
+      )}
       {others.length > 0 && (
         <details class="others" open={others.some(({ state }) => state === "proposed")}>
           <summary>{format.plural(others.length, "other action")}</summary>

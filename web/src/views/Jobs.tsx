@@ -94,12 +94,22 @@ function JobTable({ jobs }: { jobs: Job[] }) {
                 <div class="tone-warn strong">{format.plural(job.pending_actions, "action")} to approve</div>
               )}
             </td>
-            <td class="nowrap">{format.topology(job.topology)}</td>
-            <td class="num">{format.number(job.step)}</td>
-            <td class="num">{format.seconds(job.step_seconds)}</td>
-            <td class="num">{format.percent(job.ledger.goodput_ratio)}</td>
-            <td class="num">{job.open_incidents === 0 ? <span class="muted">0</span> : job.open_incidents}</td>
-            <td class="nowrap muted">
+            <td class="nowrap" data-name="Topology">
+              {format.topology(job.topology)}
+            </td>
+            <td class="num" data-name="Step">
+              {format.number(job.step)}
+            </td>
+            <td class="num" data-name="Step time">
+              {format.seconds(job.step_seconds)}
+            </td>
+            <td class="num" data-name="Goodput">
+              {format.percent(job.ledger.goodput_ratio)}
+            </td>
+            <td class="num" data-name="Incidents">
+              {job.open_incidents === 0 ? <span class="muted">0</span> : job.open_incidents}
+            </td>
+            <td class="nowrap muted" data-name="Created">
               <Ago time={job.created_at} />
             </td>
           </tr>
