@@ -63,6 +63,7 @@ class TransferTimes:
     chunk: Ints  # the sender's
     bytes: Ints
     send_start_ns: Ints
+    send_end_ns: Ints  # from when on it held its sender up no longer: of an async send, its start
     receive_start_ns: Ints
     end_ns: Ints  # the receiver's
     # After both had entered it: the shorter of the two ends' durations. Of an async send, until

@@ -103,6 +103,10 @@ class _End:
         self.entered_ns: Ints = _least(spans.start_ns[where], first)  # an async one: launched
         self.whole: Ints = _least(np.where(is_wait, _LONGEST, where), first)  # its span, if seen
         self.waited: Bools = _least((~is_wait).astype(np.int64), first) == 0
+        held = (spans.flags[where] & Flag.ASYNC) == 0
+        self.left_ns: Ints = _greatest(
+            np.where(held, spans.end_ns[where], spans.start_ns[where]), first
+        )
 
     def __len__(self) -> int:
         return int(self.keys.size)
@@ -133,10 +137,13 @@ def _transfers(spans: Spans, wait_ns: Ints) -> TransferTimes:
     place = place[known]
     sent, received, waited = send.whole[known], receive.whole[place], receive.waited[place]
     both = (sent != _LONGEST) & (received != _LONGEST)
-    return _transfer_times(spans, sent[both], received[both], waited[both])
+    left_ns = send.left_ns[known]
+    return _transfer_times(spans, sent[both], left_ns[both], received[both], waited[both])
 
 
-def _transfer_times(spans: Spans, sent: Ints, received: Ints, waited: Bools) -> TransferTimes:
+def _transfer_times(
+    spans: Spans, sent: Ints, left_ns: Ints, received: Ints, waited: Bools
+) -> TransferTimes:
     return TransferTimes(
         source=spans.rank[sent],
         destination=spans.rank[received],
@@ -145,6 +152,7 @@ def _transfer_times(spans: Spans, sent: Ints, received: Ints, waited: Bools) -> 
         chunk=spans.row(CHUNK)[sent],
         bytes=np.maximum(spans.bytes[sent], spans.bytes[received]),
         send_start_ns=spans.start_ns[sent],
+        send_end_ns=left_ns,
         receive_start_ns=spans.start_ns[received],
         end_ns=spans.end_ns[received],
         transfer_seconds=_transfer_seconds(spans, sent, received, waited),
@@ -177,3 +185,9 @@ def _least(values: Ints, first: Ints) -> Ints:
     """Of each run."""
     least: Ints = np.minimum.reduceat(values, first) if first.size else values
     return least
+
+
+def _greatest(values: Ints, first: Ints) -> Ints:
+    """Of each run."""
+    greatest: Ints = np.maximum.reduceat(values, first) if first.size else values
+    return greatest

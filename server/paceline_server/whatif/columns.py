@@ -128,7 +128,7 @@ def transfer_columns(timings: Sequence[StepTiming], layout: Layout) -> Columns:
     """Those along a pipeline: from stage to stage of one dp and tp rank."""
     tables = [timing.transfers for timing in timings]
     names = ("source", "destination", "op", "microbatch", "chunk")
-    moments = ("send_start_ns", "receive_start_ns", "end_ns")
+    moments = ("send_start_ns", "send_end_ns", "receive_start_ns", "end_ns")
     columns = _join(tables, (*names, *moments))
     step = np.repeat(np.arange(len(tables)), [table.source.size for table in tables])
     seconds = np.concatenate([table.transfer_seconds for table in tables])

@@ -48,7 +48,7 @@ def learn_order(compute: Columns, transfers: Columns, layout: Layout) -> Order |
             chains = [
                 _completed(mine, theirs) for mine, theirs in zip(chains, donated, strict=True)
             ]
-    moments = ("send_start_ns", "receive_start_ns", "end_ns")
+    moments = ("send_start_ns", "send_end_ns", "receive_start_ns", "end_ns")
     transferred = transfers.rows(best).tuples("source", "target", *_NAMES, *moments)
     return learn(chains, [Transferred(*row) for row in transferred])
 

@@ -53,6 +53,7 @@ class Transferred(NamedTuple):
     chunk: int
     microbatch: int
     send_start_ns: int
+    send_end_ns: int
     receive_start_ns: int
     end_ns: int
 
@@ -79,6 +80,8 @@ class Order:
     transfer_of: dict[tuple[int, ...], int] = field(default_factory=dict)
     needs: dict[int, list[int]] = field(default_factory=dict)  # compute -> its transfers
     untimed: set[int] = field(default_factory=set)  # compute whose transfer was not seen
+    # compute or reduction -> sends that held its rank up until then
+    held_by: dict[int, list[int]] = field(default_factory=dict)
 
     def dependencies(self) -> Dependencies:
         grouped = set(self.exchange)
@@ -122,6 +125,8 @@ def learn(chains: Sequence[Sequence[Computed]], transferred: Sequence[Transferre
     for transfer in transferred:
         way = (transfer.source, transfer.target, _compute_op(transfer), transfer.chunk)
         _tie(order, sides, transfer, reached.get(way))
+    for transfer in transferred:
+        _post_after_sends(order, sides[transfer.target], transfer)
     came_from = {
         (target, to_chunk, op): (source, chunk)
         for (source, target, op, chunk), to_chunk in reached.items()
@@ -140,6 +145,8 @@ class _Side:
         self.starts = [one.start_ns for one in chain]
         self.ends = list(accumulate((one.end_ns for one in chain), max))
         self.index = {one.key[1:]: index for index, one in enumerate(chain)}
+        # Sends that held it up, by what it did next: (end, operation).
+        self.sends: dict[int, list[tuple[int, int]]] = {}
 
     def done_by(self, time_ns: int) -> int:
         """How many compute operations had ended."""
@@ -211,6 +218,41 @@ def _tie(order: Order, sides: Sequence[_Side], transfer: Transferred, chunk: int
         consumer = target.places[needed + 1]
         order.predecessors[consumer].append(number)
         order.needs.setdefault(consumer, []).append(number)
+    if transfer.send_end_ns - transfer.send_start_ns > CLOCK_TOLERANCE_NS:
+        _hold(order, source, transfer, number, sent_after)
+
+
+def _hold(order: Order, source: _Side, transfer: Transferred, number: int, sent_after: int) -> None:
+    """What the sender did next, another computation or the reduction, had to wait for the send.
+
+    One that let go before the receiver came (the data was copied) does not depend on it.
+    """
+    freed = source.first_from(transfer.send_end_ns)
+    if freed is not None and freed < sent_after:
+        return
+    held = _following(order, source, freed)
+    order.held_by.setdefault(held, []).append(number)
+    if transfer.send_end_ns >= transfer.receive_start_ns:
+        order.predecessors[held].append(number)
+        source.sends.setdefault(held, []).append((transfer.send_end_ns, number))
+
+
+def _following(order: Order, side: _Side, index: int | None) -> int:
+    """The computation at that place, or what comes after all of them."""
+    if index is None or index >= len(side.chain):
+        return order.reduction[side.stage]
+    return side.places[index + 1]
+
+
+def _post_after_sends(order: Order, target: _Side, transfer: Transferred) -> None:
+    """A receive is posted once the sends before it have let go."""
+    number = order.transfer_of[transfer.key]
+    following = _following(order, target, target.done_by(transfer.receive_start_ns))
+    order.predecessors[number] += [
+        send
+        for end_ns, send in target.sends.get(following, ())
+        if end_ns <= transfer.receive_start_ns + CLOCK_TOLERANCE_NS and send != number
+    ]
 
 
 def _tie_unseen(

@@ -92,6 +92,7 @@ class _Tables:
         at = _places(
             order.transfer_of, transfers, ("source", "target", "op", "chunk", "microbatch")
         )
+        self.let_go = self._moments(transfers, at, "send_end_ns")
         self.posted = self._moments(transfers, at, "receive_start_ns")
         self.received = self._moments(transfers, at, "end_ns")
         self.transfer_seconds = self._scatter(transfers, at, transfers.seconds)
@@ -205,6 +206,8 @@ class _Tables:
         for index, op in enumerate(chain):
             for transfer in order.needs.get(op, ()):
                 ready[index] = np.maximum(ready[index], self.received[transfer])
+            for transfer in order.held_by.get(op, ()):
+                ready[index] = np.maximum(ready[index], self.let_go[transfer])
             if op in order.untimed:
                 ready[index] = self.start[op]
         return np.maximum(self.start[chain] - ready, 0.0)
@@ -225,6 +228,8 @@ class _Tables:
             own[order.data_wait[stage]] = np.maximum(first - self.begun[stage], 0.0)
             own[order.optimizer[stage]] = self.alone[stage]
             computed = self._last_end(chain, own[chain] + shared[chain][..., None])
+            for transfer in order.held_by.get(order.reduction[stage], ()):
+                computed = np.fmax(computed, self.let_go[transfer])
             after[stage] = self.ended[stage] - computed - self.alone[stage]
         for ops in (order.data_wait, order.optimizer):
             own[ops] = fill(own[ops])

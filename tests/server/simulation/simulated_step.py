@@ -167,6 +167,7 @@ class SimulatedStep:
             chunk=np.tile(pipeline.chunk[sources], count),
             bytes=np.zeros_like(arrived),
             send_start_ns=arrived,
+            send_end_ns=arrived,
             receive_start_ns=arrived,
             end_ns=arrived,
             transfer_seconds=np.zeros(arrived.size),

@@ -237,6 +237,7 @@ class TimedRun:
             chunk=zero,
             bytes=zero + (1 << 24),
             send_start_ns=zero + T0,
+            send_end_ns=zero + T0,
             receive_start_ns=zero + T0,
             end_ns=zero + T0,
             transfer_seconds=seconds,

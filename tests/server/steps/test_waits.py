@@ -143,6 +143,21 @@ def test_an_async_send_that_the_host_asked_about_much_later_lasts_until_the_rece
     assert transfer_seconds(late_clock, {"start": 20, "duration": 95}) == [0]
 
 
+def test_a_send_holds_its_sender_up_for_as_long_as_the_host_was_in_it():
+    launched = {"start": 100, "duration": 900, "flags": Flag.ASYNC}
+    waited = {"start": 300, "duration": 50, "flags": Flag.WAIT}
+    for sends, end_ns in (
+        ([{"start": 100, "duration": 400}], 500),
+        ([launched], 100),
+        ([launched, waited], 350),
+    ):
+        ranks = {
+            0: spans(*({"op": Op.FORWARD_SEND, "peer": 1, **one} for one in sends)),
+            1: spans({"op": Op.FORWARD_RECV, "peer": 0, "start": 90, "duration": 60}),
+        }
+        assert met(ranks, Groups(2)).transfers.send_end_ns.tolist() == [end_ns]
+
+
 def test_a_transfer_that_nobody_waited_for_cost_nothing():
     send = {"start": 100, "duration": 9000, "flags": Flag.ASYNC}
     receive = {"start": 0, "duration": 5000, "flags": Flag.ASYNC}

@@ -54,6 +54,7 @@ class PlayedRun:
     data_seconds: dict[int, float] = field(default_factory=dict)
     # (rank, microbatch) -> seconds that its forward takes longer
     pauses: dict[tuple[int, int], float] = field(default_factory=dict)
+    blocking_sends: bool = False  # until the receiver has it; of GPipe, others would stand still
     skew_seconds: Callable[[int], float] = lambda rank: 0.0
     seed: int = 1
 
@@ -72,6 +73,7 @@ class PlayedRun:
         data = [self._per_rank(self.data_seconds, stage, DATA_SECONDS) for stage in self._stages]
         self.free = [self._zeros() + each for each in data]
         self.done: dict[tuple[int, int, int], Times] = {}
+        self.sending: set[int] = set()  # stages
         orders = actions(self.schedule, topology.pp, self.microbatches, self.chunks)
         position = [0] * topology.pp
         moved = True
@@ -100,6 +102,8 @@ class PlayedRun:
         part = usual_part(stage, action.chunk, stages)
         last = stages * self.chunks - 1
         source = {Op.FORWARD: part - 1, Op.BACKWARD: part + 1}.get(action.op, -1)
+        if stage in self.sending:
+            return False
         ready = self.free[stage]
         if 0 <= source <= last:
             if (action.op, source, action.microbatch) not in self.done:
@@ -124,6 +128,9 @@ class PlayedRun:
             end = alone.max(axis=2, keepdims=True) + self.tensor_parallel_seconds + self._zeros()
         self.free[stage] = end
         self.done[action.op, part, action.microbatch] = end
+        target = {Op.FORWARD: part + 1, Op.BACKWARD: part - 1}.get(action.op, -1)
+        if self.blocking_sends and 0 <= target <= last:
+            self.sending.add(stage)
         self.computed.append((stage, action, start, end, own))
         return True
 
@@ -135,6 +142,9 @@ class PlayedRun:
             if stage == min(source, target):
                 seconds[:, dp_rank] = slow
         end = np.maximum(sent, posted) + seconds
+        if self.blocking_sends:
+            self.free[source] = end
+            self.sending.remove(source)
         self.transferred.append(
             (source, target, action._replace(chunk=chunk), sent, posted, end, seconds)
         )
@@ -206,7 +216,7 @@ class PlayedRun:
 
     def _transfers(self, step, moment, constant) -> TransferTimes:  # type: ignore[no-untyped-def]
         names = ("source", "destination", "op", "microbatch", "chunk", "bytes")
-        moments = ("send_start_ns", "receive_start_ns", "end_ns")
+        moments = ("send_start_ns", "send_end_ns", "receive_start_ns", "end_ns")
         columns: dict[str, list[npt.NDArray[np.int64]]] = {name: [] for name in (*names, *moments)}
         seconds = []
         for source, target, action, sent, posted, end, took in self.transferred:
@@ -220,6 +230,7 @@ class PlayedRun:
                     constant(action.chunk),
                     constant(1 << 20),
                     moment(sent, source),
+                    moment(end if self.blocking_sends else sent, source),
                     moment(posted, target),
                     moment(end, target),
                 ),

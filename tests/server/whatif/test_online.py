@@ -126,6 +126,28 @@ def test_a_slow_link_costs_what_the_replay_says() -> None:
     assert replay.speedup(links=[(0, PIPELINE.rank(0, 1, 0))]) == pytest.approx(1.0, abs=0.001)
 
 
+@pytest.mark.parametrize("skew_seconds", [0.0, 0.005])
+@pytest.mark.parametrize("topology", [Topology(dp=2, pp=4), Topology(pp=4), Topology(2, 2, 2)])
+def test_who_is_held_by_a_slow_receiver_is_not_slow(
+    topology: Topology, skew_seconds: float
+) -> None:
+    run: dict[str, Any] = {
+        "schedule": "gpipe",
+        "blocking_sends": True,
+        "skew_seconds": lambda rank: skew_seconds * (rank % 2),
+    }
+    receiver = topology.rank(0, topology.pp - 1, 0)
+    sender = topology.rank(0, topology.pp - 2, 0)
+    _, healthy = measured(topology, **run)
+    replay, seconds = measured(topology, slow={receiver: 1.5}, **run)
+    assert seconds / healthy > 1.15
+    assert replay.speedup(ranks=[receiver]) == pytest.approx(seconds / healthy, rel=0.001)
+    assert replay.speedup(ranks=[sender]) == pytest.approx(1.0, abs=0.015)
+    analysis = replay.analysis
+    assert analysis is not None
+    assert analysis.original_seconds == pytest.approx(seconds, rel=0.001)
+
+
 def test_a_stage_with_more_to_do_costs_what_sharing_it_would_save() -> None:
     replay, seconds = measured(PIPELINE, stage_pace={3: 1.5})
     _, shared = measured(PIPELINE, stage_pace={3: 1.125})
