@@ -38,7 +38,8 @@ class Analysis:
     """Slowdowns against the ideal run, in which each operation takes what its peers take.
 
     `m_s` and `m_w` are the shares of the loss that the last stage, and the slowest 3 % of workers,
-    explain; None where nothing was lost.
+    explain; None where nothing was lost. `by_microbatch` is the share of how a worker's compute
+    times vary that its microbatches explain; None where that is not known.
     """
 
     slowdown: float
@@ -54,6 +55,7 @@ class Analysis:
     original_seconds: float
     slowest_workers: tuple[int, ...]  # ranks, slowest first: those of m_w
     places: dict[int, tuple[int, int]]  # rank -> (dp rank, stage)
+    by_microbatch: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class Step:
     model: Model
     optype: npt.NDArray[np.str_]
     stage: npt.NDArray[np.int64]
+    chunk: npt.NDArray[np.int64]
+    microbatch: npt.NDArray[np.int64]
     recorded: Seconds  # [place, step, dp rank]: durations without waiting
     ideal: Seconds  # [place]
 
@@ -74,7 +78,13 @@ def prepare(trace: Trace) -> Step:
     optype = np.array(operations.optype)[model.order]
     recorded = _without_waiting(model, optype, trace)
     return Step(
-        model, optype, operations.stage[model.order], recorded, ideal_seconds(optype, recorded)
+        model,
+        optype,
+        operations.stage[model.order],
+        operations.chunk[model.order],
+        operations.microbatch[model.order],
+        recorded,
+        ideal_seconds(optype, recorded),
     )
 
 
@@ -166,7 +176,44 @@ def judge_step(
             int(rank): (int(dp_ranks[at]), int(stage))
             for (at, stage), rank in np.ndenumerate(ranks)
         },
+        by_microbatch=_by_microbatch(step),
     )
+
+
+def _by_microbatch(step: Step) -> float | None:
+    """Squared correlation of forward and backward times of the same microbatch and worker.
+
+    A long sequence takes long both ways; a pause or a busy host does not. Differences between
+    workers, and between steps of one, are left out. Source: "Understanding Stragglers in Large
+    Model Training Using What-if Analysis", OSDI 2025, section 5.3.
+    """
+    found = []
+    for stage, chunk in sorted(set(zip(step.stage.tolist(), step.chunk.tolist(), strict=True))):
+        mine = (step.stage == stage) & (step.chunk == chunk)
+        places = [
+            _numbered(step.microbatch, np.flatnonzero(mine & (step.optype == op)))
+            for op in (ops.FORWARD_COMPUTE, ops.BACKWARD_COMPUTE)
+        ]
+        both = sorted(places[0].keys() & places[1].keys())
+        if len(both) > 1:
+            seconds = np.array(
+                [step.recorded[[where[one] for one in both]] for where in places], dtype=np.float64
+            )
+            means = seconds.mean(axis=1, keepdims=True)
+            found.append((seconds / np.maximum(means, 1e-12) - 1.0).reshape(2, -1))
+    if not found:
+        return None
+    forward, backward = np.concatenate(found, axis=1)
+    varies = float((forward @ forward) * (backward @ backward))
+    return float((forward @ backward) ** 2 / varies) if varies > 0 else 0.0
+
+
+def _numbered(microbatch: Integers, places: npt.NDArray[np.intp]) -> dict[int, int]:
+    """Microbatch -> place; those without a number are counted in their order."""
+    numbers = microbatch[places]
+    if (numbers < 0).all():
+        numbers = np.arange(places.size)
+    return dict(zip(numbers.tolist(), places.tolist(), strict=True))
 
 
 def _by(keys: npt.NDArray[np.int64], values: Seconds) -> dict[int, float]:

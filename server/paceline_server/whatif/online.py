@@ -186,7 +186,10 @@ class RunReplay:
         optype = np.array(window.order.optype)[model.order]
         recorded = built.seconds[model.order]
         stage = np.array(window.order.stage)[model.order]
-        step = Step(model, optype, stage, recorded, ideal_seconds(optype, recorded))
+        chunk = np.array(window.order.chunk)[model.order]
+        microbatch = np.array(window.order.microbatch)[model.order]
+        ideal = ideal_seconds(optype, recorded)
+        step = Step(model, optype, stage, chunk, microbatch, recorded, ideal)
         topology = self.topology
         ranks = np.arange(0, topology.world_size, topology.tp).reshape(topology.pp, topology.dp).T
         return judge_step(

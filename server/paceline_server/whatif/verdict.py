@@ -112,6 +112,13 @@ def _by_operation(analysis: Analysis) -> Verdict:
     slowdowns = analysis.slowdown_by_optype
     worst = max(slowdowns, key=lambda name: slowdowns[name])
     share = _alone(analysis, slowdowns[worst])
+    if worst in ops.COMPUTE and (analysis.by_microbatch or 0.0) < EXPLAINS:
+        why = (
+            f"no worker or stage explains it, {worst} varies everywhere ({_part(share)} of it "
+            "alone), and not by microbatch, so it is not the sequence lengths: look at what else "
+            "the hosts do"
+        )
+        return Verdict("unexplained", worst, why)
     if worst in ops.COMPUTE:
         kind = "sequence_variance"
         why = (

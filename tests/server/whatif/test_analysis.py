@@ -136,6 +136,30 @@ def test_uneven_sequences_are_nobodys_fault() -> None:
     assert (verdict.kind, verdict.target) == ("sequence_variance", "backward-compute")
 
 
+def test_compute_that_varies_with_equal_sequences_is_not_theirs() -> None:
+    found = analyze(recorded(dp=8, pp=4, microbatches=16, jitter=0.4))
+    assert found.by_microbatch == pytest.approx(0.0, abs=0.02)
+    verdict = judge(found)
+    assert (verdict.kind, verdict.target) == ("unexplained", "backward-compute")
+    assert "not the sequence lengths" in verdict.text
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.1])
+def test_uneven_sequences_show_in_noise_and_with_virtual_stages(jitter: float) -> None:
+    lengths = np.random.default_rng(7).lognormal(0, 0.4, (8, 3, 4))
+    found = analyze(
+        recorded(
+            dp=4,
+            pp=2,
+            chunks=2,
+            microbatches=8,
+            jitter=jitter,
+            pace=lambda stage, microbatch: lengths[microbatch],
+        )
+    )
+    assert judge(found).kind == "sequence_variance"
+
+
 def test_congested_transfers_are_the_network() -> None:
     run = SyntheticRun(dp=4, pp=2, microbatches=8, steps=6)
     run._noise = lambda sigma: np.where(  # type: ignore[method-assign]
