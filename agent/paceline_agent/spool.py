@@ -3,7 +3,8 @@
 One file per batch, `BOOT_ID.SEQUENCE.batch`, appearing whole by rename, so that the order of names
 is the order of sending, across restarts of the agent too. There is no fsync: a batch survives the
 agent's death, SIGKILL included; after a loss of power the newest may be missing or torn, which the
-checksum in front tells, and the node's ranks are gone then anyhow.
+checksum in front tells, and the node's ranks are gone then anyhow. While none waits, a small batch
+goes through a file that is kept instead (`spool_slot`).
 
 One boot at a time may overtake: its batches and those of the backlog then leave in turns.
 
@@ -31,6 +32,7 @@ from pathlib import Path
 import msgspec
 
 from paceline_agent.clock import timeline_ns
+from paceline_agent.spool_slot import ROOM_BYTES, Slot
 from paceline_wire.batch import Batch, BatchError, Event, RankState, decode, encode
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ MEMORY_BYTES = 16 << 20
 REJECTED_KEPT = 16
 _NEWEST_BOOT = "newest-boot"  # the file that outlives the batches
 _WRITING = ".writing"
+_SLOT = ".slot"
 _HEADER = struct.Struct("<4sII")  # magic, crc32, length
 _MAGIC = b"PLB1"
 
@@ -54,13 +57,17 @@ class Detail(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One batch that waits. `payload` is set while the disk does not hold it."""
+    """One batch that waits. `payload` is set while the disk does not hold it.
+
+    `in_slot`: no file of this name holds it.
+    """
 
     name: str
     size_bytes: int
     payload: bytes | None = None
     detail: Detail = Detail.SPANS  # what may still be in it; known only once it was looked at
     is_cut: bool = False
+    in_slot: bool = False
 
 
 @dataclass(slots=True)
@@ -92,6 +99,7 @@ class Spool:
         self._overtook = False  # the last one that left
         self._leaving: Entry | None = None
         self._newest_boot = ""
+        self._slot = Slot(directory / _SLOT)
         self._filled = asyncio.Event()
         self._load()
 
@@ -123,9 +131,9 @@ class Spool:
     def append(self, batch: Batch) -> None:
         """Never fails: what the disk does not take stays in memory."""
         payload = encode(batch)
-        name = f"{batch.boot_id}.{batch.sequence:012d}{SUFFIX}"
-        entry = Entry(name, len(payload), detail=_detail(batch))
-        self._store(entry, payload)
+        entry = Entry(_name(batch), len(payload), detail=_detail(batch))
+        if len(self) or not self._pass_through(entry, payload):
+            self._store(entry, payload)
         overtakes = batch.boot_id == self._overtaker
         (self._overtaking if overtakes else self._backlog).append(entry)
         self._count(entry, 1)
@@ -150,7 +158,7 @@ class Spool:
         if entry.payload is not None:
             return entry.payload
         try:
-            content = (self._directory / entry.name).read_bytes()
+            content = self._content(entry)
         except OSError as error:
             self._skip(entry, error.strerror or "unreadable")
             return None
@@ -181,7 +189,11 @@ class Spool:
         aside = self._directory / "rejected"
         try:
             aside.mkdir(exist_ok=True)
-            os.rename(self._directory / entry.name, aside / entry.name)
+            if entry.in_slot:
+                (aside / entry.name).write_bytes(self._content(entry))
+                self._delete(entry)
+            else:
+                os.rename(self._directory / entry.name, aside / entry.name)
             for old in sorted(aside.iterdir())[:-REJECTED_KEPT]:
                 old.unlink(missing_ok=True)
         except OSError:
@@ -194,26 +206,59 @@ class Spool:
         remembered = ""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            for found in sorted(os.scandir(self._directory), key=lambda entry: entry.name):
+            waiting = []
+            for found in os.scandir(self._directory):
                 if found.name.endswith(SUFFIX):
-                    entry = Entry(found.name, found.stat().st_size)
-                    self._backlog.append(entry)
-                    self._count(entry, 1)
-                    self._newest_boot = found.name.rsplit(".", 2)[0]
+                    waiting.append(Entry(found.name, found.stat().st_size))
                 elif found.name == _WRITING:
                     os.unlink(found.path)
                 elif found.name == _NEWEST_BOOT:
                     remembered = Path(found.path).read_text(errors="replace")
+            waiting += self._in_slot({entry.name for entry in waiting})
+            for entry in sorted(waiting, key=lambda entry: entry.name):
+                self._backlog.append(entry)
+                self._count(entry, 1)
+                self._newest_boot = entry.name.rsplit(".", 2)[0]
             self._newest_boot = max(self._newest_boot, remembered, key=_began_ns)
         except OSError as error:
             self._disk_failed(error)
         self._make_room()
 
-    def _store(self, entry: Entry, payload: bytes) -> None:
-        """To disk, or to memory if that fails."""
-        header = _HEADER.pack(_MAGIC, zlib.crc32(payload), len(payload))
+    def _in_slot(self, names: set[str]) -> Iterator[Entry]:
+        """What an earlier agent left there, unless it was in the middle of moving it to a file."""
+        content = self._slot.read() if (self._directory / _SLOT).exists() else b""
+        payload = _unframe(content)
         try:
-            self._write(entry.name, header + payload)
+            batch = None if payload is None else decode(payload)
+        except BatchError:
+            batch = None
+        if batch is not None and payload is not None and _name(batch) not in names:
+            yield Entry(_name(batch), len(payload), in_slot=True)
+        elif content:
+            self.counts.corrupt += batch is None
+            self._slot.clear()
+
+    def _pass_through(self, entry: Entry, payload: bytes) -> bool:
+        """Whether the slot has taken it."""
+        if len(payload) > ROOM_BYTES:
+            return False
+        try:
+            self._slot.put(_frame(payload), payload)
+        except OSError:
+            return False
+        entry.in_slot = True
+        return True
+
+    def _content(self, entry: Entry) -> bytes:
+        """With its frame. Raises OSError."""
+        if entry.in_slot:
+            return self._slot.read()
+        return (self._directory / entry.name).read_bytes()
+
+    def _store(self, entry: Entry, payload: bytes) -> None:
+        """To a file, or to memory if that fails."""
+        try:
+            self._write(entry.name, _frame(payload) + payload)
         except OSError as error:
             entry.payload = payload
             self._disk_failed(error)
@@ -302,7 +347,7 @@ class Spool:
             entry.payload = bare
         else:
             self._store(entry, bare)
-            if entry.payload is not None:  # the disk has no room for both
+            if entry.in_slot or entry.payload is not None:  # the disk has no room for both
                 self._delete(entry)
         self._count(entry, 1)
 
@@ -340,7 +385,11 @@ class Spool:
 
     def _delete(self, entry: Entry) -> None:
         try:
-            (self._directory / entry.name).unlink(missing_ok=True)
+            if entry.in_slot:
+                entry.in_slot = False
+                self._slot.clear()
+            else:
+                (self._directory / entry.name).unlink(missing_ok=True)
         except OSError as error:
             self._disk_failed(error)
 
@@ -353,11 +402,19 @@ def _began_ns(boot_id: str) -> int:
         return 0
 
 
+def _name(batch: Batch) -> str:
+    return f"{batch.boot_id}.{batch.sequence:012d}{SUFFIX}"
+
+
+def _frame(payload: bytes) -> bytes:
+    return _HEADER.pack(_MAGIC, zlib.crc32(payload), len(payload))
+
+
 def _unframe(content: bytes) -> bytes | None:
     if len(content) < _HEADER.size:
         return None
     magic, checksum, length = _HEADER.unpack_from(content)
-    payload = content[_HEADER.size :]
+    payload = content[_HEADER.size : _HEADER.size + length]  # the slot has more behind it
     whole = magic == _MAGIC and len(payload) == length and zlib.crc32(payload) == checksum
     return payload if whole else None
 

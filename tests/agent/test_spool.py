@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -55,7 +56,7 @@ def test_batches_outlive_the_agent_and_keep_their_order(tmp_path: Path) -> None:
     second.append(batch(0, boot="younger"))
     sent = [(one.boot_id, one.sequence) for one in drain(second)]
     assert sent == [("old", sequence) for sequence in range(12)] + [("younger", 0)]
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.batch"))
     assert second.size_bytes == 0
 
 
@@ -100,7 +101,7 @@ def test_a_full_spool_drops_the_oldest_detail_and_keeps_events(tmp_path: Path) -
     for sequence in range(40):
         spool.append(batch(sequence, samples=200, event=True))
     assert spool.size_bytes <= 64 << 10
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= (64 << 10) + 40 * 16
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.batch")) <= (64 << 10) + 40 * 16
     kept = drain(spool)
     assert [one.sequence for one in kept] == list(range(40)), "no event may be lost"
     assert all(one.events for one in kept)
@@ -142,11 +143,12 @@ def test_a_spool_full_of_events_drops_the_oldest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "garbage"])
-def test_a_damaged_file_is_skipped_and_counted(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("which", [0, 1])  # the slot, a file
+def test_a_damaged_file_is_skipped_and_counted(tmp_path: Path, damage: str, which: int) -> None:
     first = Spool(tmp_path, LIMIT)
     for sequence in range(3):
         first.append(batch(sequence, samples=5))
-    victim = sorted(tmp_path.iterdir())[1]
+    victim = sorted(tmp_path.iterdir())[which]
     content = bytearray(victim.read_bytes())
     content[-1] ^= 1
     victim.write_bytes(
@@ -158,16 +160,85 @@ def test_a_damaged_file_is_skipped_and_counted(tmp_path: Path, damage: str) -> N
         }[damage]
     )
     spool = Spool(tmp_path, LIMIT)
-    assert [one.sequence for one in drain(spool)] == [0, 2]
-    assert spool.counts.corrupt == 1
+    assert [one.sequence for one in drain(spool)] == [each for each in range(3) if each != which]
+    assert spool.counts.corrupt == (damage != "empty" or which == 1)
+
+
+def test_while_the_server_keeps_up_no_file_is_made(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, LIMIT)
+    for sequence, samples in enumerate((200, 3, 50)):  # what a longer one leaves does not matter
+        spool.append(batch(sequence, samples=samples))
+        assert [path.name for path in tmp_path.iterdir()] == [".slot"]
+        found = drain(Spool(tmp_path, LIMIT)) if samples == 50 else drain(spool)
+        assert [(one.sequence, len(one.samples)) for one in found] == [(sequence, samples)]
+    assert len(Spool(tmp_path, LIMIT)) == 0
+
+
+@pytest.mark.parametrize(
+    ("writes", "part", "sent", "left"),
+    [
+        (0, 0, [], []),
+        (0, 99, [], []),
+        (1, 0, [], []),
+        (2, 0, [0], [0]),  # the server will know it
+        (2, 12, [0], []),
+        (3, 99, [0], []),
+        (4, 0, [0], []),
+        (5, 0, [0, 1], [1]),
+    ],
+)
+def test_an_agent_that_is_killed_leaves_a_whole_batch_or_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    writes: int,
+    part: int,
+    sent: list[int],
+    left: list[int],
+) -> None:
+    """In its last moment it has made so many writes, and a part of the next."""
+
+    class Killed(BaseException):
+        pass
+
+    real, made = os.pwrite, count()
+
+    def pwrite(descriptor: int, content: bytes, offset: int) -> int:
+        if next(made) == writes:
+            real(descriptor, content[:part], offset)
+            raise Killed
+        return real(descriptor, content, offset)
+
+    async def send(spool: Spool) -> None:
+        for sequence in range(2):
+            spool.append(batch(sequence, samples=40 * (2 - sequence)))
+            entry = await spool.head()
+            found.append(decode(spool.read(entry) or b"").sequence)
+            spool.remove(entry)
+
+    found: list[int] = []
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(Killed):
+        asyncio.run(send(Spool(tmp_path, LIMIT)))
+    following = Spool(tmp_path, LIMIT)
+    assert found == sent
+    assert [one.sequence for one in drain(following)] == left
+    assert following.counts.corrupt == 0
+
+
+def test_a_batch_on_its_way_out_of_the_slot_is_not_sent_twice(tmp_path: Path) -> None:
+    Spool(tmp_path, LIMIT).append(batch(0, samples=5))
+    slot = (tmp_path / ".slot").read_bytes()
+    (tmp_path / f"boot.{0:012d}.batch").write_bytes(slot)
+    assert [one.sequence for one in drain(Spool(tmp_path, LIMIT))] == [0]
+    assert len(Spool(tmp_path, LIMIT)) == 0
 
 
 def test_a_file_that_vanishes_is_skipped(tmp_path: Path) -> None:
     spool = Spool(tmp_path, LIMIT)
     spool.append(batch(0))
     spool.append(batch(1))
-    sorted(tmp_path.iterdir())[0].unlink()
-    assert [one.sequence for one in drain(spool)] == [1]
+    next(tmp_path.glob("*.batch")).unlink()
+    assert [one.sequence for one in drain(spool)] == [0]
 
 
 def test_rejected_batches_are_set_aside_and_few_are_kept(tmp_path: Path) -> None:
@@ -212,7 +283,7 @@ def test_a_full_disk_loses_nothing_and_heals(
     assert [one.sequence for one in drain(spool)] == list(range(40))
     spool.append(batch(40))
     assert spool.disk_error is None
-    assert len(list(disk.glob("spool/*.batch"))) == 1
+    assert [one.sequence for one in drain(Spool(disk / "spool", 8 << 20))] == [40]
 
 
 def test_a_disk_and_a_memory_that_are_full_lose_the_oldest_detail(
@@ -222,7 +293,7 @@ def test_a_disk_and_a_memory_that_are_full_lose_the_oldest_detail(
     spool = Spool(disk / "spool", 8 << 20, memory_bytes=64 << 10)
     for sequence in range(40):
         spool.append(batch(sequence, samples=400, event=True))
-        on_disk = sum(path.stat().st_size for path in disk.glob("spool/*.batch"))
+        on_disk = sum(path.stat().st_size for path in (disk / "spool").iterdir())
         assert spool.size_bytes - on_disk <= 64 << 10
     assert spool.disk_error is not None
     kept = drain(spool)
@@ -247,6 +318,6 @@ def test_memory_goes_to_disk_as_soon_as_there_is_room(
     assert len(caplog.records) == 1, "that a small one still fits is no news"
     filler.unlink()
     spool.append(batch(20))
-    assert len(list(disk.glob("spool/*.batch"))) == 21
+    assert len(list(disk.glob("spool/*.batch"))) == 20, "and one is in the slot"
     assert spool.disk_error is None
     assert [one.sequence for one in drain(Spool(disk / "spool", 8 << 20))] == list(range(21))
