@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,11 +11,26 @@ from typing import Any
 import click
 import httpx
 
+# What a 404 names, and where to look for those that there are.
+_LISTED_BY = {
+    "job": "`paceline jobs` lists all.",
+    "incident": "`paceline incidents` lists all.",
+    "action": "`paceline actions` lists all.",
+    "node": "`paceline nodes` lists all.",
+    "rank": "`paceline jobs show JOB` lists its ranks.",
+}
+
 
 class Client:
     """Calls under `/api/v1`. Every failure is a click.ClickException that says what to do."""
 
     def __init__(self, server: str, token: str | None = None) -> None:
+        if not re.fullmatch(r"https?://[^/\s].*", server):
+            raise click.UsageError(f"--server: expected http://HOST:PORT, got {server!r}")
+        if token is not None and not re.fullmatch(r"[!-~]+", token):
+            raise click.UsageError(
+                "--token: expected what `paceline server token create` printed, got other letters"
+            )
         self.server = server.rstrip("/")
         self.token = token
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -61,7 +77,7 @@ class Client:
                 ) as response:
                     if response.status_code >= 400:
                         response.read()
-                        raise _refused(response)
+                        raise self._refused(response)
                     for identifier, event, data in _parse_events(response.iter_lines()):
                         last_id = identifier or last_id
                         yield event, data
@@ -74,7 +90,11 @@ class Client:
         return self._answer("GET", path, params=parameters, timeout=httpx.Timeout(10.0, read=120.0))
 
     def _call(self, method: str, path: str, **options: Any) -> Any:
-        return self._answer(method, path, **options).json()
+        response = self._answer(method, path, **options)
+        try:
+            return response.json()
+        except ValueError as error:
+            raise self._strange(response) from error
 
     def _answer(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
@@ -85,17 +105,30 @@ class Client:
                 "Name another with --server or PACELINE_SERVER."
             ) from error
         if response.status_code >= 400:
-            raise _refused(response)
+            raise self._refused(response)
         return response
 
+    def _refused(self, response: httpx.Response) -> click.ClickException:
+        try:
+            detail = str(response.json()["detail"])
+        except (ValueError, KeyError, TypeError):
+            return self._strange(response)
+        hint = ""
+        if response.status_code == 401 and self.token:
+            hint = " It does not know the one given with --token or PACELINE_TOKEN."
+        elif response.status_code == 401:
+            hint = " Give one with --token or PACELINE_TOKEN."
+        elif named := re.match(r"There is no (\w+) ", detail):
+            hint = f" {_LISTED_BY[named[1]]}" if named[1] in _LISTED_BY else ""
+        return click.ClickException(f"the server answered {response.status_code}: {detail}{hint}")
 
-def _refused(response: httpx.Response) -> click.ClickException:
-    try:
-        detail = response.json()["detail"]
-    except (ValueError, KeyError, TypeError):
-        detail = response.text[:200]
-    hint = " Give one with --token or PACELINE_TOKEN." if response.status_code == 401 else ""
-    return click.ClickException(f"the server answered {response.status_code}: {detail}{hint}")
+    def _strange(self, response: httpx.Response) -> click.ClickException:
+        kind = response.headers.get("content-type", "no content type")
+        return click.ClickException(
+            f"{self.server} answered {response.status_code} with {kind}, not as `paceline server` "
+            "does. Is something else at this address? Name another with --server or "
+            "PACELINE_SERVER."
+        )
 
 
 def _parse_events(lines: Iterator[str]) -> Iterator[tuple[str | None, str, Any]]:

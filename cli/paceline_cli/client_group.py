@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from paceline_cli.client import Client
 
@@ -26,6 +27,16 @@ class ClientGroup(click.Group):
         if ctx.params.get("as_json"):
             ctx.default_map = {name: {"as_json": True} for name in self.commands}
         return super().invoke(ctx)
+
+
+def server_option(ctx: click.Context, client: Client) -> str:
+    """` --server URL` if a command must say it to reach the same server as this one, else empty."""
+    named = ctx
+    while "server" not in named.params and named.parent is not None:
+        named = named.parent
+    given = named.get_parameter_source("server") is ParameterSource.COMMANDLINE
+    other = client.server != str(named.params["server"]).rstrip("/")
+    return f" --server {client.server}" if given or other else ""
 
 
 def _other_client(ctx: click.Context, option: click.Parameter, value: str | None) -> None:

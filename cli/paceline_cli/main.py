@@ -87,7 +87,8 @@ class LazyCommands(click.Group):
     cls=LazyCommands,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Begin with `paceline demo`. Then: `paceline server` on one machine, `paceline agent "
-    "--server URL` on every node, and `paceline run -- python train.py` to train.",
+    "--server URL` on every node, and `paceline run -- python train.py` to train. Exit "
+    "status: 0 if all was well, 1 if not, 2 if the command was wrong.",
 )
 @click.version_option(package_name="paceline", prog_name="paceline")
 def main() -> None:

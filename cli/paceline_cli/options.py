@@ -28,9 +28,7 @@ def server_options(command: Decorated) -> Decorated:
 
 def json_option(command: Decorated) -> Decorated:
     """Add --json, handed to the command as `as_json`."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")(
-        command
-    )
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
 
 
 def steps_option(command: Decorated) -> Decorated:

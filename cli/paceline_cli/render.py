@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.cells import cell_len, set_cell_size
 
-_UNLIMITED = 100_000  # characters
-STATE_STYLES = {
+_BELOW = "    "
+STATE_COLOURS = {
     "running": "green",
     "finished": "green",
     "done": "green",
@@ -34,31 +35,77 @@ def show_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
-def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str) -> None:
+def show_table(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str, *, sentence: bool = False
+) -> None:
     """A table, or the sentence `empty` that says what to do when there is nothing.
 
-    One line per row, however long, so that it can be piped to grep.
+    One line per row, however long, so that it can be piped to grep. On a terminal that is too
+    narrow, the last column of a table with a `sentence` stands below each row.
     """
     if not rows:
         click.echo(empty)
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        table.add_row(*(cell(value) for value in row))
-    console = Console()
-    unlimited = console.options.update(width=_UNLIMITED)
-    console.width = console.measure(table, options=unlimited).maximum
-    console.print(table)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in table_lines(columns, rows, width if sentence else None):
+        click.echo(line)
+
+
+def table_lines(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int | None
+) -> list[str]:
+    """`width`: in characters; if a row takes more, its last column stands below it."""
+    texts = [list(columns), *([cell(value) for value in row] for row in rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
+    if width is None or sum(widths) + 2 * (len(widths) - 1) <= width:
+        return [_line(row, widths, header=row is texts[0]) for row in texts]
+    lines = [_line(texts[0][:-1], widths, header=True)]
+    for *row, last in texts[1:]:
+        lines.append(_line(row, widths))
+        lines += textwrap.wrap(last, width, initial_indent=_BELOW, subsequent_indent=_BELOW)
+    return lines
+
+
+def _line(texts: Sequence[str], widths: Sequence[int], *, header: bool = False) -> str:
+    padded = [set_cell_size(text, size) for text, size in zip(texts, widths, strict=False)]
+    padded[-1] = padded[-1].rstrip()
+    return "  ".join(_styled(text, header) for text in padded)
+
+
+def _styled(text: str, header: bool) -> str:
+    if header:
+        return click.style(text, bold=True)
+    colour = STATE_COLOURS.get(text.rstrip())
+    return click.style(text, fg=colour) if colour else text
 
 
 def cell(value: Any) -> str:
+    """On one line, without what a terminal would take for a command."""
     if value is None:
         return "-"
-    text = escape(str(value))
-    style = STATE_STYLES.get(text)
-    return f"[{style}]{text}[/]" if style else text
+    text = "".join(letter if letter.isprintable() else " " for letter in str(value))
+    return " ".join(text.split())
+
+
+def ranges(numbers: Iterable[int]) -> str | None:
+    """`0-3, 5`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs) or None
+
+
+def show_next(commands: Mapping[str, str]) -> None:
+    """What can be done next: command -> what it tells."""
+    if not commands:
+        return
+    width = max(map(len, commands))
+    click.echo("Next:")
+    for command, text in commands.items():
+        click.echo(f"  {command:<{width}}  {text}")
 
 
 def clock(timestamp: str | None) -> str | None:
@@ -98,6 +145,11 @@ def likelihood(ratio: float) -> str:
 
 def topology(axes: dict[str, int]) -> str:
     return f"dp{axes['dp']} x pp{axes['pp']} x tp{axes['tp']}"
+
+
+def sizes(axes: dict[str, int]) -> str:
+    """Under `DPxPPxTP`."""
+    return f"{axes['dp']}x{axes['pp']}x{axes['tp']}"
 
 
 def show_stacks(stacks: dict[str, Any]) -> None:

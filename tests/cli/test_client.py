@@ -36,6 +36,8 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, {"id": "i", "as": self.headers.get("Authorization")})
         elif url.path == "/api/v1/locked":
             self._answer(401, {"detail": "a token is needed"})
+        elif url.path == "/api/v1/page":
+            self._send(200, b"<html>hello</html>", "text/html")
         else:
             self._send(500, b"<html>boom</html>", "text/html")
 
@@ -82,9 +84,26 @@ def test_a_missing_token_is_named_with_its_remedy(client: Client) -> None:
         client.get("/locked")
 
 
-def test_an_answer_that_is_not_ours_is_shown(client: Client) -> None:
-    with pytest.raises(click.ClickException, match="500: <html>boom"):
-        client.get("/elsewhere")
+def test_an_answer_that_is_not_ours_is_told(client: Client) -> None:
+    for path in ("/elsewhere", "/page"):
+        with pytest.raises(click.ClickException, match="text/html, not as `paceline server` does"):
+            client.get(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--server", "node-1:8470"), "expected http://HOST:PORT, got 'node-1:8470'"),
+        (("--server", "http://"), "expected http://HOST:PORT, got 'http://'"),
+        (("--token", "gl\xfcck"), "expected what `paceline server token create` printed"),
+    ],
+)
+def test_what_no_server_can_be_asked_with_is_refused(
+    options: tuple[str, str], expected: str
+) -> None:
+    result = CliRunner().invoke(main, ["jobs", *options])
+    assert result.exit_code == 2
+    assert expected in result.output
 
 
 @pytest.mark.parametrize(

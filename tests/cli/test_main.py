@@ -101,6 +101,32 @@ def test_an_empty_table_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "Nothing yet. Start one.\n"
 
 
-def test_markup_in_data_is_shown_as_it_is() -> None:
-    assert render.cell("[red]x[/red]") == "\\[red]x\\[/red]"
-    assert isinstance(main, click.Group)
+def test_data_cannot_command_the_terminal() -> None:
+    assert render.cell("[red]x[/red]\x1b[31m\ny") == "[red]x[/red] [31m y"
+
+
+def test_on_a_narrow_terminal_the_sentence_stands_below_its_row() -> None:
+    columns = ("JOB", "STATE", "VERDICT")
+    rows = [("job-1", "running", "All 8 ranks are even."), ("job-22", None, "Finished at step 9.")]
+    wide = [click.unstyle(line) for line in render.table_lines(columns, rows, None)]
+    assert wide == [
+        "JOB     STATE    VERDICT",
+        "job-1   running  All 8 ranks are even.",
+        "job-22  -        Finished at step 9.",
+    ]
+    assert [click.unstyle(line) for line in render.table_lines(columns, rows, 38)] == wide
+    narrow = [click.unstyle(line) for line in render.table_lines(columns, rows, 20)]
+    assert narrow == [
+        "JOB     STATE",
+        "job-1   running",
+        "    All 8 ranks are",
+        "    even.",
+        "job-22  -",
+        "    Finished at step",
+        "    9.",
+    ]
+
+
+def test_numbers_in_a_row_are_a_range() -> None:
+    assert render.ranges([5, 0, 1, 2]) == "0-2, 5"
+    assert render.ranges([]) is None

@@ -318,34 +318,17 @@ def test_without_a_replay_the_page_says_what_to_do(story: Any, visit: Callable[.
     expect(panel).to_contain_text("PACELINE_SERVER_LOG_RETENTION_SECONDS")
 
 
-def test_of_many_incidents_the_open_ones_come_first(story: Any, visit: Callable[..., Any]) -> None:
+def test_of_many_incidents_the_open_one_comes_first_and_is_decided_by_keyboard(
+    story: Any, visit: Callable[..., Any]
+) -> None:
     story.begin()
     story.add_resolved_incidents(200)
     page = visit(story.url).page
+    live(page)
     incidents = page.locator(".incident")
     expect(page.locator("#incidents header")).to_contain_text("1 open of 201")
     expect(incidents).to_have_count(11)
     expect(incidents.first).to_have_attribute("id", story.incident_id)
-    expect(incidents.first.get_by_role("button", name="Approve restart")).to_be_visible()
-    page.get_by_role("button", name="Show all 201 incidents").click()
-    expect(incidents).to_have_count(201)
-
-
-def test_the_heatmap_shows_a_slow_rank_as_soon_as_it_is_told(
-    story: Any, visit: Callable[..., Any]
-) -> None:
-    """Three slow steps are enough."""
-    story.slow_from = 117
-    story.begin()
-    page = visit(story.url).page
-    live(page)
-    expect(page.locator("#heatmap-cell")).to_contain_text("Slowest: rank 2, 2.5")
-
-
-def test_a_decision_can_be_made_with_the_keyboard(story: Any, visit: Callable[..., Any]) -> None:
-    story.begin()
-    page = visit(story.url).page
-    live(page)
     page.get_by_role("link", name="Review 1 action").focus()
     page.keyboard.press("Enter")
     button = page.get_by_role("button", name="Reject restart")
@@ -356,13 +339,20 @@ def test_a_decision_can_be_made_with_the_keyboard(story: Any, visit: Callable[..
     page.keyboard.press("Enter")
     expect(page.locator(f"[data-action={story.action_id}]")).to_contain_text("rejected")
     assert story.action_state() == "rejected"
+    page.get_by_role("button", name="Show all 201 incidents").click()
+    expect(incidents).to_have_count(201)
 
 
-def test_a_job_without_a_pipeline_shows_none(story: Any, visit: Callable[..., Any]) -> None:
+def test_without_a_pipeline_too_a_slow_rank_is_seen_as_soon_as_it_is_told(
+    story: Any, visit: Callable[..., Any]
+) -> None:
+    """Three slow steps are enough."""
     story.topology = Topology(8, 1, 1)
+    story.slow_from = 117
     story.begin()
     page = visit(story.url).page
     live(page)
+    expect(page.locator("#heatmap-cell")).to_contain_text("Slowest: rank 2, 2.5")
     expect(page.locator("#ranks .axis")).to_have_text("columns: 8 dp replicas")
     expect(page.locator("#ledger")).to_be_visible()
     expect(page.locator("#bubble")).to_have_count(0)

@@ -6,13 +6,15 @@ import click
 
 from paceline_cli import render
 from paceline_cli.client import Client
-from paceline_cli.client_group import ClientGroup
+from paceline_cli.client_group import ClientGroup, server_option
 from paceline_cli.options import json_option, server_options
+
+STATES = ("proposed", "approved", "running", "done", "failed", "rejected", "superseded")
 
 
 @click.group(cls=ClientGroup, invoke_without_command=True)
 @click.option("--job", help="Of one job only.")
-@click.option("--state", help="proposed, running, done, failed, ...")
+@click.option("--state", type=click.Choice(STATES), help="In this state only.")
 @server_options
 @json_option
 @click.pass_context
@@ -24,16 +26,19 @@ def actions(
     token: str | None,
     as_json: bool,
 ) -> None:
-    """List actions; approve or reject those that wait for it.
+    """List repairs; approve or reject those that wait for it.
 
     \b
-    paceline actions --state proposed
+    paceline actions --state proposed        those that wait for you
+    paceline actions show ACTION             its reason and phases
     paceline actions approve ACTION
     paceline actions reject ACTION --comment "known, node is being drained"
     """
     ctx.obj = ctx.with_resource(Client(server, token))
     if ctx.invoked_subcommand is not None:
         return
+    if job is not None:
+        ctx.obj.get(f"/jobs/{job}")  # or it says that there is none
     found = ctx.obj.items("/actions", job=job, state=state)
     if as_json:
         render.show_json(found)
@@ -53,16 +58,18 @@ def actions(
             )
             for action in found
         ],
-        "No action yet: nothing had to be repaired.",
+        "No action yet: nothing had to be repaired." if state is None else f"No action is {state}.",
+        sentence=True,
     )
 
 
 @actions.command()
 @click.argument("action")
 @json_option
-@click.pass_obj
-def show(client: Client, action: str, as_json: bool) -> None:
-    """One action and what it went through."""
+@click.pass_context
+def show(ctx: click.Context, action: str, as_json: bool) -> None:
+    """One action: its reason and what it went through."""
+    client: Client = ctx.obj
     found = client.get(f"/actions/{action}")
     if as_json:
         render.show_json(found)
@@ -73,23 +80,39 @@ def show(client: Client, action: str, as_json: bool) -> None:
         click.echo(f"  {render.clock(phase['started_at'])}  {phase['name']:<12} {phase['detail']}")
     if found["error"]:
         click.echo(f"Error: {found['error']}")
+    server = server_option(ctx, client)
+    if found["state"] == "proposed":
+        render.show_next(
+            {
+                f"paceline actions approve {action}{server}": "let it run",
+                f"paceline actions reject {action}{server}": "refuse it",
+            }
+        )
 
 
 @actions.command()
 @click.argument("action")
 @click.option("--comment", default="", help="For the audit log.")
+@json_option
 @click.pass_obj
-def approve(client: Client, action: str, comment: str) -> None:
+def approve(client: Client, action: str, comment: str, as_json: bool) -> None:
     """Let a proposed action run."""
-    client.post(f"/actions/{action}/approve", {"comment": comment})
-    click.echo(f"{action} is approved")
+    _decide(client, action, "approve", comment, as_json)
 
 
 @actions.command()
 @click.argument("action")
 @click.option("--comment", default="", help="For the audit log.")
+@json_option
 @click.pass_obj
-def reject(client: Client, action: str, comment: str) -> None:
+def reject(client: Client, action: str, comment: str, as_json: bool) -> None:
     """Refuse a proposed action."""
-    client.post(f"/actions/{action}/reject", {"comment": comment})
-    click.echo(f"{action} is rejected")
+    _decide(client, action, "reject", comment, as_json)
+
+
+def _decide(client: Client, action: str, verb: str, comment: str, as_json: bool) -> None:
+    decided = client.post(f"/actions/{action}/{verb}", {"comment": comment})
+    if as_json:
+        render.show_json(decided)
+    else:
+        click.echo(f"{action} is {decided['state']}")

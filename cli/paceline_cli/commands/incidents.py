@@ -6,13 +6,15 @@ import click
 
 from paceline_cli import render
 from paceline_cli.client import Client
-from paceline_cli.client_group import ClientGroup
+from paceline_cli.client_group import ClientGroup, server_option
 from paceline_cli.options import json_option, server_options
 
 
 @click.group(cls=ClientGroup, invoke_without_command=True)
 @click.option("--job", help="Of one job only.")
-@click.option("--state", type=click.Choice(["open", "mitigating", "resolved"]))
+@click.option(
+    "--state", type=click.Choice(["open", "mitigating", "resolved"]), help="In this state only."
+)
 @server_options
 @json_option
 @click.pass_context
@@ -24,16 +26,24 @@ def incidents(
     token: str | None,
     as_json: bool,
 ) -> None:
-    """List incidents; `paceline incidents show ID` prints the evidence."""
+    """List incidents, or look at one.
+
+    \b
+    paceline incidents                       all, newest first
+    paceline incidents --job JOB --state open
+    paceline incidents show INCIDENT         causes, evidence, what speaks against it
+    """
     ctx.obj = ctx.with_resource(Client(server, token))
     if ctx.invoked_subcommand is not None:
         return
+    if job is not None:
+        ctx.obj.get(f"/jobs/{job}")  # or it says that there is none
     found = ctx.obj.items("/incidents", job=job, state=state)
     if as_json:
         render.show_json(found)
         return
     render.show_table(
-        ("INCIDENT", "JOB", "STATE", "DETECTED", "KIND", "RANK", "NODE", "CAUSE", "SUMMARY"),
+        ("INCIDENT", "JOB", "STATE", "DETECTED", "KIND", "SUMMARY"),
         [
             (
                 incident["id"],
@@ -41,23 +51,24 @@ def incidents(
                 incident["state"],
                 render.clock(incident["detected_at"]),
                 incident["kind"],
-                incident["rank"],
-                incident["node"],
-                incident["cause"],
                 incident["summary"],
             )
             for incident in found
         ],
-        "No incident: nothing was found to be wrong.",
+        "No incident: nothing was found to be wrong."
+        if state is None
+        else f"No incident is {state}.",
+        sentence=True,
     )
 
 
 @incidents.command()
 @click.argument("incident")
 @json_option
-@click.pass_obj
-def show(client: Client, incident: str, as_json: bool) -> None:
-    """One incident with its evidence, counter-evidence and actions."""
+@click.pass_context
+def show(ctx: click.Context, incident: str, as_json: bool) -> None:
+    """One incident: causes, evidence, what speaks against it, repairs."""
+    client: Client = ctx.obj
     found = client.get(f"/incidents/{incident}")
     if as_json:
         render.show_json(found)
@@ -81,5 +92,13 @@ def show(client: Client, incident: str, as_json: bool) -> None:
         render.show_stacks(stacks)
     for symptom in found["symptoms"]:
         click.echo(f"Symptom: {symptom}")
+    server = server_option(ctx, client)
+    proposed = [
+        action["id"]
+        for action in client.items("/actions", job=found["job_id"], state="proposed")
+        if action["id"] in found["action_ids"]
+    ]
+    commands = {f"paceline actions approve {one}{server}": "let the repair run" for one in proposed}
     for action in found["action_ids"]:
-        click.echo(f"Action: {action}")
+        commands[f"paceline actions show {action}{server}"] = "what is done about it"
+    render.show_next(commands)

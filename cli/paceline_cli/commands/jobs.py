@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import click
 
 from paceline_cli import render
 from paceline_cli.client import Client
-from paceline_cli.client_group import ClientGroup
+from paceline_cli.client_group import ClientGroup, server_option
 from paceline_cli.options import json_option, server_options, steps_option
 from paceline_cli.trace import fetch_trace
 
@@ -55,14 +56,13 @@ def jobs(ctx: click.Context, server: str, token: str | None, as_json: bool) -> N
         render.show_json(found)
         return
     render.show_table(
-        ("JOB", "NAME", "STATE", "GEN", "TOPOLOGY", "STEP", "STEP TIME", "GOODPUT", "VERDICT"),
+        ("JOB", "NAME", "STATE", "DPxPPxTP", "STEP", "STEP TIME", "GOODPUT", "VERDICT"),
         [
             (
                 job["id"],
                 job["name"],
                 job["state"],
-                job["generation"],
-                render.topology(job["topology"]),
+                render.sizes(job["topology"]),
                 job["step"],
                 render.seconds(job["step_seconds"]),
                 render.percent(job["ledger"]["goodput_ratio"]),
@@ -70,27 +70,25 @@ def jobs(ctx: click.Context, server: str, token: str | None, as_json: bool) -> N
             )
             for job in found
         ],
-        "No job yet. Start one: paceline run -- python -m paceline_trainer",
+        "No job yet. Start one: paceline run -- python train.py",
+        sentence=True,
     )
 
 
 @jobs.command()
 @click.argument("job")
 @json_option
-@click.pass_obj
-def show(client: Client, job: str, as_json: bool) -> None:
-    """One job: verdict, ranks, ledger."""
+@click.pass_context
+def show(ctx: click.Context, job: str, as_json: bool) -> None:
+    """One job: verdict, where its time went, its ranks."""
+    client: Client = ctx.obj
     found = client.get(f"/jobs/{job}")
     ranks = client.items(f"/jobs/{job}/ranks")
     if as_json:
         render.show_json({**found, "ranks": ranks})
         return
     click.echo(found["verdict"]["text"])
-    click.echo(
-        f"{found['name']} ({found['id']}) is {found['state']}, generation {found['generation']}, "
-        f"{render.topology(found['topology'])}, step {found['step']}, "
-        f"{render.seconds(found['step_seconds']) or 'no step time yet'} per step"
-    )
+    click.echo(_summary(found))
     show_ledger(found["ledger"])
     render.show_table(
         ("RANK", "DP", "PP", "TP", "NODE", "PID", "STATE", "STEP", "IN FLIGHT", "FOR"),
@@ -111,6 +109,35 @@ def show(client: Client, job: str, as_json: bool) -> None:
         ],
         "No rank has been placed yet: `paceline nodes` shows which nodes are ready.",
     )
+    render.show_next(_next(found, server_option(ctx, client)))
+
+
+def _summary(job: dict[str, Any]) -> str:
+    parts = [f"{job['name']} ({job['id']}): {job['state']}", render.topology(job["topology"])]
+    if job["generation"]:
+        parts.append(f"generation {job['generation']}")
+    if job["step"] is not None:
+        parts.append(f"step {job['step']}")
+    if job["step_seconds"] is not None:
+        parts.append(f"{render.seconds(job['step_seconds'])} per step")
+    return ", ".join(parts)
+
+
+def _next(job: dict[str, Any], server: str) -> dict[str, str]:
+    """Commands that tell more, the most urgent first. `server`: the option they need, if any."""
+    name, incident = job["id"], job["verdict"]["incident_id"]
+    commands = {}
+    if job["pending_actions"]:
+        count = job["pending_actions"]
+        waits = "1 repair waits" if count == 1 else f"{count} repairs wait"
+        commands[f"paceline actions --job {name} --state proposed{server}"] = f"{waits} for you"
+    if incident is not None:
+        commands[f"paceline incidents show {incident}{server}"] = "causes and evidence"
+    if job["step"] is not None:
+        commands[f"paceline analyze {name}{server}"] = "what would make it faster"
+    if job["state"] == "running":
+        commands[f"paceline jobs stacks {name}{server}"] = "what its ranks are in the middle of"
+    return commands
 
 
 def show_ledger(ledger: dict[str, Any]) -> None:
@@ -128,20 +155,30 @@ def show_ledger(ledger: dict[str, Any]) -> None:
 
 @jobs.command()
 @click.argument("job")
+@json_option
 @click.pass_obj
-def stop(client: Client, job: str) -> None:
+def stop(client: Client, job: str, as_json: bool) -> None:
     """End a job: its ranks are stopped on every node."""
-    client.post(f"/jobs/{job}/stop")
-    click.echo(f"{job} is being stopped")
+    found = client.post(f"/jobs/{job}/stop")
+    if as_json:
+        render.show_json(found)
+    else:
+        click.echo(f"{job} is being stopped")
 
 
 @jobs.command()
 @click.argument("job")
-@click.option("--rank", "ranks", type=int, multiple=True, help="This one; default: all.")
+@click.option(
+    "--rank", "ranks", type=int, multiple=True, help="Of this rank; may be repeated. [default: all]"
+)
 @json_option
 @click.pass_obj
 def stacks(client: Client, job: str, ranks: tuple[int, ...], as_json: bool) -> None:
-    """Read the Python stacks of a job's ranks now, without stopping them."""
+    """Read its ranks' Python stacks now, without stopping them.
+
+    \b
+    paceline jobs stacks JOB --rank 3 --rank 7
+    """
     chosen = ranks or tuple(rank["rank"] for rank in client.items(f"/jobs/{job}/ranks"))
     for rank in chosen:
         client.post(f"/jobs/{job}/ranks/{rank}/stacks")
@@ -169,7 +206,11 @@ def _await_stacks(client: Client, path: str) -> Any:
 @json_option
 @click.pass_obj
 def flight_recorder(client: Client, job: str, as_json: bool) -> None:
-    """Have all ranks write their Flight Recorder dumps now, and say what they tell."""
+    """Read its ranks' Flight Recorder dumps now: who waits for whom.
+
+    Exit status 1 if no rank wrote one; PyTorch must have been told to record, see
+    docs/flight-recorder.md.
+    """
     path = f"/jobs/{job}/flight-recorder"
     before = {dump["rank"]: dump["received_at"] for dump in client.post(path)["dumps"]}
     alive = [one for one in client.items(f"/jobs/{job}/ranks") if one["state"] != "exited"]
@@ -182,11 +223,20 @@ def flight_recorder(client: Client, job: str, as_json: bool) -> None:
         time.sleep(0.2)
     if as_json:
         render.show_json(found)
-        return
+    else:
+        _show_dumps(found)
+    if all(dump["error"] for dump in found["dumps"]):
+        sys.exit(1)
+
+
+def _show_dumps(found: dict[str, Any]) -> None:
     click.echo(found["text"])
+    without: dict[str, list[int]] = {}
     for dump in found["dumps"]:
         if dump["error"]:
-            click.echo(f"  rank {dump['rank']}: {dump['error']}")
+            without.setdefault(dump["error"], []).append(dump["rank"])
+    for error, ranks in without.items():
+        click.echo(f"  rank{'s' if len(ranks) > 1 else ''} {render.ranges(ranks)}: {error}")
 
 
 @jobs.command()
@@ -202,7 +252,12 @@ def flight_recorder(client: Client, job: str, as_json: bool) -> None:
 @steps_option
 @click.pass_obj
 def export(client: Client, job: str, output: Path, steps: int) -> None:
-    """Write the operations of a job's last steps: see docs/what-if.md."""
+    """Write its last steps as a trace, for `paceline analyze`.
+
+    \b
+    paceline jobs export JOB -o trace.parquet
+    paceline analyze trace.parquet --meta trace.yaml
+    """
     trace = fetch_trace(client, job, steps)
     metadata = output.with_suffix(".yaml")
     try:

@@ -32,7 +32,7 @@ def nodes(ctx: click.Context, server: str, token: str | None, as_json: bool) -> 
                 node["state"],
                 node["slots"],
                 node["job_id"],
-                " ".join(map(str, node["ranks"])) or None,
+                render.ranges(node["ranks"]),
                 len(node["gpus"]) or None,
                 render.clock(node["last_seen_at"]),
                 node["reason"],
@@ -40,6 +40,7 @@ def nodes(ctx: click.Context, server: str, token: str | None, as_json: bool) -> 
             for node in found
         ],
         "No node yet. On each one: paceline agent --server URL",
+        sentence=True,
     )
 
 

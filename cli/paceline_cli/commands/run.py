@@ -11,22 +11,28 @@ import click
 
 from paceline_cli import render
 from paceline_cli.client import Client
+from paceline_cli.client_group import server_option
 from paceline_cli.options import json_option, server_options
 
 ENDED = ("finished", "failed", "stopped")
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.option("--dp", default=1, show_default=True, help="Data-parallel replicas.")
-@click.option("--pp", default=1, show_default=True, help="Pipeline stages.")
-@click.option("--tp", default=1, show_default=True, help="Tensor-parallel ranks.")
+@click.option(
+    "--dp", default=1, type=click.IntRange(1), show_default=True, help="Data-parallel replicas."
+)
+@click.option("--pp", default=1, type=click.IntRange(1), show_default=True, help="Pipeline stages.")
+@click.option(
+    "--tp", default=1, type=click.IntRange(1), show_default=True, help="Tensor-parallel ranks."
+)
 @click.option("--name", help="For people; default: the script's name.")
 @click.option(
     "--mode",
     type=click.Choice(["observe", "dry-run", "approve", "auto"]),
     default="auto",
     show_default=True,
-    help="Who decides on repairs.",
+    help="Who decides on repairs: nobody (observe only reports, dry-run says what it would do), "
+    "you (approve) or Paceline (auto).",
 )
 @click.option(
     "--checkpoint-directory",
@@ -44,7 +50,9 @@ ENDED = ("finished", "failed", "stopped")
 @server_options
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+@click.pass_context
 def run(
+    ctx: click.Context,
     dp: int,
     pp: int,
     tp: int,
@@ -64,7 +72,8 @@ def run(
     paceline run --dp 2 --pp 2 --tp 2 -- python -m paceline_trainer --schedule 1f1b
 
     Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment.
-    Ctrl-C stops following; the job goes on (`paceline jobs stop JOB` ends it).
+    Ctrl-C stops following; the job goes on (`paceline jobs stop JOB` ends it). Exit status 0 only
+    if the job has finished.
     """
     body = {
         "name": name or _default_name(command),
@@ -89,7 +98,8 @@ def run(
         try:
             ended = _follow(client, job["id"])
         except KeyboardInterrupt:
-            click.echo(f"\nThe job goes on; end it with: paceline jobs stop {job['id']}", err=True)
+            stop = f"paceline jobs stop {job['id']}{server_option(ctx, client)}"
+            click.echo(f"\nThe job goes on; end it with: {stop}", err=True)
             return
     if as_json:
         render.show_json(ended)

@@ -8,10 +8,13 @@ between versions and tests, so they are found by their names:
          8388608       2097152     float     sum      -1    151.1   55.52  104.10      0 ...
     # Out of bounds values : 0 OK
     # Avg bus bandwidth    : 83.1
+
+The JSON file that `-J FILE` makes them write is read as well.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +29,9 @@ _DIP_FROM_BYTES = 1 << 20
 _OUT_OF_BOUNDS = re.compile(r"Out of bounds values\s*:\s*(\d+)\s*(\S+)")
 _AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*([0-9.]+)")
 _TEST = re.compile(r"\b([a-z]+(?:_[a-z]+)*_perf)\b")
+# What launchers put before a line: `[1,0]<stdout>:`, `[job@1,0]<stdout>:`, `0: `, `node-1: `, a time.
+_PREFIX = re.compile(r"^\s*(?:(?:\[[^\]]*\]|<std\w+>:?|[\w.@-]+:(?=\s)|\d+-\d\d-\d\dT\S+)\s*)+")
+_TIMES = ("time", "cputime")
 _FAILURE = re.compile(r"Test (?:NCCL|CUDA) failure.*|.*Test failure.*|.*NCCL WARN.*")
 
 
@@ -53,8 +59,75 @@ class Output(msgspec.Struct, frozen=True):
         return sum(row.wrong or 0 for row in self.rows) + (self.out_of_bounds or 0)
 
 
+class _Timing(msgspec.Struct, frozen=True):
+    bus_bw: float | str  # "nan"
+    time: float | str | None = None
+    cpu_time: float | str | None = None
+    nwrong: float | None = None
+
+    def row(self, size_bytes: int, in_place: bool) -> Row:
+        return Row(
+            size_bytes=size_bytes,
+            in_place=in_place,
+            time_seconds=float(self.time or self.cpu_time or "nan") / 1e6,
+            bus_gigabytes_per_second=float(self.bus_bw),
+            wrong=None if self.nwrong is None else int(self.nwrong),
+        )
+
+
+class _Size(msgspec.Struct, frozen=True):
+    size: int
+    out_of_place: _Timing | None = None
+    in_place: _Timing | None = None
+
+
+class _OutOfBounds(msgspec.Struct, frozen=True):
+    count: int
+
+
+class _Average(msgspec.Struct, frozen=True):
+    bandwidth: float | str
+
+
+class _File(msgspec.Struct, frozen=True):
+    """What `-J` writes; `NVIDIA/nccl-tests`, src/util.cu."""
+
+    results: list[_Size]
+    args: list[str | None] = []
+    out_of_bounds: _OutOfBounds | None = None
+    average_bus_bandwidth: _Average | None = None
+    errors: list[str | None] = []
+
+
 def parse(text: str) -> Output:
     """Whatever of it is there: a log may be cut short, and ranks may write into each other."""
+    if text.lstrip().startswith("{"):
+        try:
+            return _from_json(msgspec.json.decode(text, type=_File))
+        except (msgspec.DecodeError, ValueError, OverflowError) as error:
+            return Output(None, [], None, None, [f"is no JSON of nccl-tests: {error}"])
+    return _from_tables(text)
+
+
+def _from_json(file: _File) -> Output:
+    rows = [
+        timing.row(each.size, bool(in_place))
+        for each in file.results
+        for in_place, timing in enumerate((each.out_of_place, each.in_place))
+        if timing is not None
+    ]
+    test = _TEST.search(" ".join(filter(None, file.args[:1])))
+    average = file.average_bus_bandwidth
+    return Output(
+        test=test[1] if test else None,
+        rows=[row for row in rows if math.isfinite(row.bus_gigabytes_per_second)],
+        out_of_bounds=file.out_of_bounds.count if file.out_of_bounds else None,
+        average_gigabytes_per_second=float(average.bandwidth) if average else None,
+        failures=[each for each in file.errors if each],
+    )
+
+
+def _from_tables(text: str) -> Output:
     columns: list[str] = []
     rows: list[Row] = []
     for line in text.splitlines():
@@ -74,14 +147,12 @@ def parse(text: str) -> Output:
 
 
 def _after_prefix(line: str) -> list[str]:
-    """Without what `mpirun --tag-output` (`[1,0]<stdout>:`) or `srun -l` (`0: `) put before it."""
-    line = re.sub(r"^\s*(?:\[[\d,]+\]\s*<std\w+>:|\d+:\s)", "", line)
-    return line.replace("#wrong", "wrong").lstrip("# ").split()
+    return _PREFIX.sub("", line).replace("#wrong", "wrong").lstrip("# ").split()
 
 
 def _rows(columns: Sequence[str], words: Sequence[str]) -> Iterator[Row]:
-    """Out of place first, in place second: each begins with its `time`."""
-    starts = [position for position, name in enumerate(columns) if name == "time"]
+    """Out of place first, in place second: each begins with its time."""
+    starts = [position for position, name in enumerate(columns) if name in _TIMES]
     for number, start in enumerate(starts):
         end = starts[number + 1] if number + 1 < len(starts) else len(columns)
         named = dict(zip(columns[start:end], words[start:end], strict=False))
@@ -89,7 +160,7 @@ def _rows(columns: Sequence[str], words: Sequence[str]) -> Iterator[Row]:
             yield Row(
                 size_bytes=int(words[0]),
                 in_place=number == 1,
-                time_seconds=float(named["time"]) / 1e6,
+                time_seconds=float(named[columns[start]]) / 1e6,
                 bus_gigabytes_per_second=float(named["busbw"]),
                 wrong=_count(named.get("wrong") or named.get("error")),
             )
@@ -135,9 +206,12 @@ def _dips(outputs: Mapping[str, Output]) -> Check:
 
 def _dips_of(output: Output) -> Iterator[str]:
     for in_place in (False, True):
-        best = 0.0
+        best, size_bytes = 0.0, 0
         for row in (each for each in output.rows if each.in_place == in_place):
             speed = row.bus_gigabytes_per_second
+            if row.size_bytes < size_bytes:
+                best = 0.0  # another table begins
+            size_bytes = row.size_bytes
             if row.size_bytes >= _DIP_FROM_BYTES and speed < _DIP_RATIO * best:
                 where = "in place" if in_place else "out of place"
                 yield f"{speed:g} GB/s at {row.size_bytes} bytes {where}, {best:g} before"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tarfile
 import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from simulated_node import SimulatedNode, post_job, stop_all
 
+from paceline_cli.main import main
 from paceline_wire import dumps
 from paceline_wire.batch import RankDump, RankStacks
 from paceline_wire.commands import TakeDumps, TakeStacks
@@ -84,3 +88,44 @@ def test_stacks_and_dumps_on_demand(server, nodes, wait_for):
     wait_for(lambda: get(f"/jobs/{job}")["state"] == "stopped", "the end")
     assert post(stacks).status_code == 409
     assert post(recorder).status_code == 409
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_the_cli_waits_for_the_nodes_and_shows_what_came(server, nodes, wait_for):
+    started: list[subprocess.Popen[str]] = []
+
+    def paceline(*words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "paceline_cli", "jobs", *words, "--server", server.url]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
+
+    job = post_job(server.url)
+    path = f"/api/v1/jobs/{job}"
+    wait_for(lambda: server.client.get(path).json()["state"] == "running", "training")
+    ranks = server.client.get(f"{path}/ranks").json()["items"]
+    home = {rank["rank"]: nodes[rank["node"]] for rank in ranks}
+    try:
+        asking = paceline("stacks", job, "--rank", "1")
+        wait_for(lambda: orders(home[1], TakeStacks), "the command")
+        home[1].say(RankStacks(**of(job, 1), threads=[STACK]))
+        shown, _ = asking.communicate(timeout=60)
+        assert asking.returncode == 0
+        assert shown == "Rank 1, thread MainThread:\n    __next__  data.py:88\n"
+
+        asking = paceline("flight-recorder", job)
+        wait_for(lambda: all(orders(node, TakeDumps) for node in nodes.values()), "the commands")
+        for rank, node in home.items():
+            node.say(RankDump(**of(job, rank), error="no pipe", was_asked=True))
+        shown, _ = asking.communicate(timeout=60)
+        assert asking.returncode == 1  # no rank has a dump
+        assert shown.splitlines() == ["No Flight Recorder dump: no pipe.", "  ranks 0-1: no pipe"]
+
+        words = ["jobs", "stacks", job, "--rank", "7", "--server", server.url]
+        refused = CliRunner().invoke(main, words)
+        assert refused.exit_code == 1
+        assert "no rank '7'. `paceline jobs show JOB` lists its ranks." in refused.stderr
+    finally:
+        for each in started:
+            each.kill()
+            each.communicate()

@@ -1,0 +1,139 @@
+"""What `paceline jobs`, `incidents` and `actions` show of a real server, and what to do next."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from recorded_job import Recorded
+from simulated_job import JOB
+
+from paceline_server.decide.types import ActionView, IncidentView
+from paceline_server.detect.finding import Cause, Finding
+from paceline_server.store import models
+from paceline_server.store.tokens import create_token
+
+pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+SUMMARY = "Rank 5 on node-2 is 1.6x slower than its peers."
+
+
+@pytest.fixture
+def troubled(recorded: Recorded) -> Recorded:
+    """Rank 5 is slow, and a restart is proposed."""
+    finding = Finding(
+        kind="straggler",
+        cause="thermal throttle",
+        fingerprint="f",
+        summary=SUMMARY,
+        detected_ns=1,
+        generation=1,
+        causes=[Cause("thermal throttle", 0.9)],
+    )
+    incident = IncidentView(incident_id="inc-1", finding=finding, opened_ns=1, action_ids=["act-1"])
+    action = ActionView(
+        action_id="act-1",
+        kind="restart",
+        state="proposed",
+        reason="Restart without node-2.",
+        generation=1,
+        created_ns=1,
+        incident_id="inc-1",
+    )
+    with recorded.server.program.database.write() as session:
+        session.get_one(models.Job, JOB).step = 7
+        session.add(
+            models.Incident(
+                id="inc-1",
+                job_id=JOB,
+                kind="straggler",
+                severity="warning",
+                state="open",
+                opened_ns=1,
+                view=incident,
+            )
+        )
+        session.add(
+            models.Action(
+                id="act-1",
+                job_id=JOB,
+                incident_id="inc-1",
+                kind="restart",
+                state="proposed",
+                created_ns=1,
+                version=0,
+                noticed=True,
+                view=action,
+            )
+        )
+    return recorded
+
+
+def lines(recorded: Recorded, *words: str) -> list[str]:
+    result = recorded.paceline(*words)
+    assert result.exit_code == 0, result.output
+    return [line.strip() for line in result.stdout.splitlines()]
+
+
+def refusal(recorded: Recorded, *words: str) -> str:
+    result = recorded.paceline(*words)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    return result.stderr.strip()
+
+
+def test_each_command_leads_to_the_next_and_speaks_json(troubled: Recorded) -> None:
+    def told(*words: str) -> Any:
+        return json.loads(troubled.paceline(*words, "--json").stdout)
+
+    server = f"--server {troubled.server.url}"
+    job = lines(troubled, "jobs", "show", JOB)
+    assert job[0] == SUMMARY
+    following = job[job.index("Next:") + 1 :]
+    assert [line.split("  ")[0] for line in following] == [
+        f"paceline actions --job {JOB} --state proposed {server}",
+        f"paceline incidents show inc-1 {server}",
+        f"paceline analyze {JOB} {server}",
+        f"paceline jobs stacks {JOB} {server}",
+    ]
+    assert told("incidents", "--job", JOB)[0]["id"] == "inc-1"
+    incident = lines(troubled, "incidents", "show", "inc-1")
+    assert "90%  thermal throttle" in incident
+    approve = f"paceline actions approve act-1 {server}"
+    assert any(line.startswith(approve) for line in incident)
+    assert any(line.startswith(approve) for line in lines(troubled, "actions", "show", "act-1"))
+    assert lines(troubled, "actions", "approve", "act-1") == ["act-1 is approved"]
+    assert "Next:" not in lines(troubled, "actions", "show", "act-1")
+    assert "no longer proposed" in refusal(troubled, "actions", "reject", "act-1")
+    assert told("actions", "--state", "approved")[0]["id"] == "act-1"
+    assert [job["id"] for job in told("jobs")] == [JOB]
+    assert told("jobs", "stop", JOB)["verdict"]["text"] == SUMMARY
+
+
+def test_what_is_not_there_is_told(recorded: Recorded) -> None:
+    shown = lines(recorded, "jobs", "show", JOB)
+    assert not any("None" in line for line in shown)  # no step is finished
+    assert not any(line.startswith("paceline analyze") for line in shown)
+    assert lines(recorded, "incidents", "--state", "resolved") == ["No incident is resolved."]
+    assert lines(recorded, "incidents") == ["No incident: nothing was found to be wrong."]
+    for words, lister in (
+        ("jobs show nope", "jobs"),
+        ("jobs stop nope", "jobs"),
+        ("incidents --job nope", "jobs"),
+        ("actions --job nope", "jobs"),
+        ("incidents show nope", "incidents"),
+        ("actions approve nope", "actions"),
+    ):
+        told = refusal(recorded, *words.split())
+        assert told.startswith("Error: the server answered 404: There is no ")
+        assert told.endswith(f"`paceline {lister}` lists all.")
+
+
+def test_a_token_that_is_not_known_is_told_from_a_missing_one(recorded: Recorded) -> None:
+    with recorded.server.program.database.write() as session:
+        secret = create_token(session, "eve", "viewer", 1)
+    assert refusal(recorded, "jobs").endswith("Give one with --token or PACELINE_TOKEN.")
+    assert "does not know the one given" in refusal(recorded, "jobs", "--token", "wrong")
+    assert lines(recorded, "jobs", "--token", secret)[0].startswith("JOB ")
+    told = refusal(recorded, "jobs", "--token", secret, "stop", JOB)
+    assert "403: This needs a token of scope operator; 'eve' is viewer." in told
