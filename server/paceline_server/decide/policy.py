@@ -55,6 +55,7 @@ def propose(draft: Draft) -> None:
         _start_when_possible(draft)
     else:
         _tidy(draft)
+        _retell_proposals(draft)
         _run_approved(draft)
         _go_on_after_failed(draft)
         for incident in sorted(draft.incidents(), key=_urgency, reverse=True):
@@ -90,6 +91,19 @@ def _tidy(draft: Draft) -> None:
             draft.end_action(action, "superseded", error="Another restart came first.")
         elif action.incident_id is not None and action.incident_id not in standing:
             draft.end_action(action, "superseded", error="The incident is over.")
+
+
+def _retell_proposals(draft: Draft) -> None:
+    """What waits for a person tells what its incident tells now."""
+    standing = {incident.incident_id: incident.finding for incident in draft.incidents()}
+    for action in draft.actions("proposed"):
+        finding, course = standing.get(action.incident_id or ""), course_of(action)
+        if finding is None or not course.why or course.why.startswith(finding.summary):
+            continue
+        why = _why(draft, finding)
+        parameters = to_builtins(replace(course, why=why))
+        reason = action.reason.replace(course.why, why)
+        draft.put_action(replace(action, reason=reason, parameters=parameters))
 
 
 def _run_approved(draft: Draft) -> None:
@@ -148,9 +162,18 @@ def _remedy(draft: Draft, incident: IncidentView) -> Remedy | None:
     return Remedy(kind="notify", why=finding.summary)
 
 
+def _why(draft: Draft, finding: Finding) -> str:
+    """How slow something is changes after it was acted on."""
+    step = draft.view.highest_step
+    if finding.kind not in SLOW_KINDS or step is None:
+        return finding.summary
+    return f"{finding.summary} (Figures of step {step}.)"
+
+
 def _remedy_for_slow(draft: Draft, finding: Finding) -> Remedy | None:
+    told = _why(draft, finding)
     if finding.persistence in _NOT_HELPED:
-        return Remedy(kind="notify", why=f"{finding.summary} A restart would change nothing.")
+        return Remedy(kind="notify", why=f"{told} A restart would change nothing.")
     # Of a link that is slow for no known reason nobody knows which end, if any, to do without.
     unexplained = (
         finding.severity == "critical"
@@ -160,16 +183,16 @@ def _remedy_for_slow(draft: Draft, finding: Finding) -> Remedy | None:
     if unexplained and not finding.suspects_node and not _persists(draft, finding):
         return None  # it may go by itself, or its cause may yet be found
     if finding.node is None or not (finding.suspects_node or unexplained):
-        return Remedy(kind="notify", why=f"{finding.summary} The node itself is not suspected.")
+        return Remedy(kind="notify", why=f"{told} The node itself is not suspected.")
     if not finding.can_checkpoint:
-        return Remedy(kind="notify", why=f"{finding.summary} It cannot save a checkpoint now.")
+        return Remedy(kind="notify", why=f"{told} It cannot save a checkpoint now.")
     obstacle = _obstacle_without(draft, finding)
     if obstacle is not None:
-        return Remedy(kind="notify", why=f"{finding.summary} {obstacle}")
+        return Remedy(kind="notify", why=f"{told} {obstacle}")
     return Remedy(
         kind="restart",
         planned=True,
-        why=finding.summary,
+        why=told,
         exclude=[finding.node],
         node=finding.node,
     )

@@ -102,7 +102,8 @@ def test_a_throttled_node_is_left_by_an_agreed_checkpoint_and_no_step_is_lost(
     action = world.one_action("restart")
     assert action.reason == (
         f"Checkpoint at step {world.highest_step + 3} and restart without node-1: "  # type: ignore[operator]
-        "Rank 2 is 2.5x slower: thermal throttle on node-1."
+        "Rank 2 is 2.5x slower: thermal throttle on node-1. "
+        f"(Figures of step {world.highest_step}.)"
     )
     assert world.state == "recovering"
     world.until_running(2)
@@ -419,6 +420,23 @@ def test_dry_run_says_what_it_would_have_done_once(world: World) -> None:
     assert action.reason.startswith("Dry run, not done: Checkpoint and restart without node-1")
     assert world.generation == 1
     assert world.state == "running"
+
+
+def test_a_proposal_tells_the_figures_that_its_incident_tells(world: World) -> None:
+    world.policy = Policy(mode="approve")
+    world.tick((world.finding(),))
+    assert "2.5x slower" in world.one_action("restart").reason
+    world.run(5.0)
+    worse = world.finding(slowdown=3.5, summary="Rank 2 is 3.5x slower: it got worse.")
+    world.run(1.0, (worse,))
+    action = world.one_action("restart")
+    assert action.state == "proposed"
+    assert action.reason.startswith(
+        "Checkpoint and restart without node-1: Rank 2 is 3.5x slower: it got worse. (Figures of"
+    )
+    world.people(action, "approved")
+    world.until(lambda: world.state == "recovering")
+    assert "3.5x slower" in world.one_action("restart").reason
 
 
 def test_approve_waits_for_a_person_and_then_acts(world: World) -> None:
