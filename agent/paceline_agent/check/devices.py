@@ -124,11 +124,12 @@ def _port(name: str, directory: Path) -> Row:
                 unread[reason] += 1
     state = [_first_line(directory / file) for file in ("link_layer", "state", "rate")]
     told = ", ".join(text for text in state if text)
-    reasons = "; ".join(f"{count} not: {reason}" for (reason, _), count in unread.items())
+    counters = [f"{readable} counters"]
+    counters += [f"{count} not: {reason}" for (reason, _), count in unread.items()]
     return Row(
         f"  {name}",
         YES if readable and not unread else PARTLY if readable or told else NO,
-        f"{told}; {readable} counters" + (f", {reasons}" if reasons else ""),
+        "; ".join([told, *counters] if told else counters),
         "; ".join(sorted({remedy for _, remedy in unread if remedy})),
     )
 

@@ -112,6 +112,29 @@ _HARDWARE_COUNTERS = {
     "cnpHandled": "rp_cnp_packets_handled_total",
     "cnpIgnored": "rp_cnp_ignored_packets_received_total",
     "cnpSent": "np_cnp_packets_sent_total",
+    # drivers/infiniband/hw/hns/hns_roce_main.c
+    "rx_cnp_pkt": "rp_cnp_packets_handled_total",
+    "tx_cnp_pkt": "np_cnp_packets_sent_total",
+    # drivers/infiniband/hw/mana/counters.c
+    "received_cnps": "rp_cnp_packets_handled_total",
+    "requester_implicit_nak": "implied_nak_seq_errors_total",
+    "requester_oos_nak": "packet_sequence_errors_total",
+    "requester_rnr_nak": "rnr_nak_retry_packets_total",
+    "requester_timeout": "local_ack_timeout_errors_total",
+    "responder_dup_request": "duplicate_requests_packets_total",
+    "responder_oos": "out_of_sequence_packets_received_total",
+    # drivers/infiniband/hw/ionic/ionic_hw_stats.c
+    "req_rx_impl_nak_seq_err": "implied_nak_seq_errors_total",
+    "req_rx_pkt_seq_err": "packet_sequence_errors_total",
+    "resp_rx_dup_request": "duplicate_requests_packets_total",
+    "rx_rdma_cnp_pkts": "rp_cnp_packets_handled_total",
+    "rx_rdma_ecn_pkts": "np_ecn_marked_roce_packets_received_total",
+    "rx_rdma_ucast_bytes": "port_data_received_bytes_total",
+    "rx_rdma_ucast_pkts": "port_packets_received_total",
+    "tx_rdma_ack_timeout": "local_ack_timeout_errors_total",
+    "tx_rdma_cnp_pkts": "np_cnp_packets_sent_total",
+    "tx_rdma_ucast_bytes": "port_data_transmitted_bytes_total",
+    "tx_rdma_ucast_pkts": "port_packets_transmitted_total",
     # drivers/infiniband/hw/efa/efa_verbs.c, and bnxt_re again: they have no classic counters
     "rx_bytes": "port_data_received_bytes_total",
     "rx_drops": "port_discards_received_total",
@@ -119,9 +142,13 @@ _HARDWARE_COUNTERS = {
     "tx_bytes": "port_data_transmitted_bytes_total",
     "tx_pkts": "port_packets_transmitted_total",
 }
-_NO_COUNTER = re.compile(r"^(active|watermark)_")  # resources in use
+_NO_COUNTER = re.compile(r"^(active|watermark)_|^num_qps_congested$|^current_rate$")  # in use
 _TELLING = re.compile(
     r"err|drop|discard|retr|timeout|nak|cnp|[bf]?ecn|seq|pause|wait|bytes|pkts|packets|recover|event",
+    re.IGNORECASE,
+)
+_OF_THE_LINK = re.compile(
+    r"cnp|[bf]?ecn|wait|retr|replay|drop|discard|crc|lnk|link|timeout|pause|seq|nak|words|pkt",
     re.IGNORECASE,
 )
 _RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,4})?) Gb/sec")
@@ -191,6 +218,7 @@ class RdmaCollector(Collector):
                 continue
             ports = os.path.join(self._root, device, "ports")
             places = {f"{device}/{number}": (ports, number) for number in entries(ports)}
+            is_first = True
             for name, (parent, number) in places.items():
                 directory = os.path.join(parent, number)
                 inode = _inode(directory)
@@ -199,8 +227,9 @@ class RdmaCollector(Collector):
                 known = self._ports.get(name)
                 if known is None or known.inode != inode:
                     self._files.forget_below(directory)
-                    known = self._port(device, number, directory, inode, now_ns)
+                    known = self._port(device, number, directory, inode, now_ns, is_first)
                 found[name] = known
+                is_first = False
         gone = [port for name, port in self._ports.items() if name not in found]
         for port in gone:
             self._files.forget_below(port.directory)
@@ -211,10 +240,13 @@ class RdmaCollector(Collector):
             if port.active
         ]
 
-    def _port(self, device: str, number: str, directory: str, inode: int, now_ns: int) -> _Port:
+    def _port(
+        self, device: str, number: str, directory: str, inode: int, now_ns: int, is_first: bool
+    ) -> _Port:
+        """What there is of the device as a whole is told with its first port."""
         labels = {"device": device, "port": number}
         port = _Port(f"{device}/{number}", directory, inode, labels)
-        port.information = list(self._information(device, number, directory, now_ns))
+        port.information.append(self._port_information(device, number, now_ns))
         classic = os.path.join(directory, "counters")
         for file in _present(classic, _COUNTERS):
             metric, width = _COUNTERS[file]
@@ -226,28 +258,31 @@ class RdmaCollector(Collector):
         hardware = os.path.join(directory, "hw_counters")
         told = {counter.metric for counter in port.counters}
         port.counters += _hardware_counters(hardware, labels, told)
-        if number == min(entries(os.path.dirname(directory)), default=number):
-            # Of the whole device (efa, and i40iw, which has no other): told with its first port.
+        if is_first:
+            port.information.append(self._device_information(device, now_ns))
+            # Of efa, and of i40iw, which has no other.
             own = os.path.join(self._root, device, "hw_counters")
             port.counters += _hardware_counters(own, {"device": device}, known={})
         port.paths = [counter.path for counter in port.counters]
         return port
 
-    def _information(
-        self, device: str, number: str, directory: str, now_ns: int
-    ) -> Iterator[tuple[str, dict[str, str]]]:
-        def read(*parts: str) -> str:
-            return self._files.read_text(os.path.join(self._root, device, *parts), now_ns) or ""
-
+    def _device_information(self, device: str, now_ns: int) -> tuple[str, dict[str, str]]:
         named = {"board_id": "board_id", "firmware_version": "fw_ver", "hca_type": "hca_type"}
-        about = {label: read(file) for label, file in named.items()}
-        yield "node_infiniband_info", {"device": device, **about}
-        port = ("ports", number)
+        about = {label: self._text(now_ns, device, file) for label, file in named.items()}
+        return "node_infiniband_info", {"device": device, **about}
+
+    def _port_information(
+        self, device: str, number: str, now_ns: int
+    ) -> tuple[str, dict[str, str]]:
+        port = (device, "ports", number)
         about = {
-            "link_layer": read(*port, "link_layer"),
-            "netdev": read(*port, "gid_attrs", "ndevs", "0"),
+            "link_layer": self._text(now_ns, *port, "link_layer"),
+            "netdev": self._text(now_ns, *port, "gid_attrs", "ndevs", "0"),
         }
-        yield "paceline_rdma_port_info", {"device": device, "port": number, **about}
+        return "paceline_rdma_port_info", {"device": device, "port": number, **about}
+
+    def _text(self, now_ns: int, *parts: str) -> str:
+        return self._files.read_text(os.path.join(self._root, *parts), now_ns) or ""
 
     def _state(
         self, port: _Port, events: list[DeviceEvent | CollectorEvent], now_ns: int
@@ -350,11 +385,16 @@ def _hardware_counters(
         elif not _NO_COUNTER.search(file):
             others.append(file)
     if len(others) > _OTHERS_AT_MOST:
-        others = [file for file in others if _TELLING.search(file)][:_OTHERS_AT_MOST]
+        others = sorted(filter(_TELLING.search, others), key=_how_far_down)[:_OTHERS_AT_MOST]
     for file in others:
         path = os.path.join(directory, file)
         own = {**labels, "counter": file}
         yield _Counter(path, "paceline_rdma_hardware_counter_total", own, file)
+
+
+def _how_far_down(file: str) -> tuple[bool, bool]:
+    """What the link tells goes first, what there is one of for each lane or context last."""
+    return not _OF_THE_LINK.search(file), file[-1:].isdecimal()
 
 
 def _inode(path: str) -> int | None:

@@ -159,6 +159,7 @@ BNXT = "class/infiniband/bnxt_re0/ports/1"
 IRDMA = "class/infiniband/irdma0/ports/1"
 EFA = "class/infiniband/rdmap16s27"
 HFI = "class/infiniband/hfi1_0/ports/1"
+MANA = "class/infiniband/mana_0/ports"
 OTHER_VENDORS = {
     f"{BNXT}/state": "4: ACTIVE\n",
     f"{BNXT}/phys_state": "5: LinkUp\n",
@@ -183,6 +184,10 @@ OTHER_VENDORS = {
     f"{HFI}/counters/symbol_error": "N/A (no PMA)\n",
     f"{HFI}/counters/link_downed": "1\n",
     f"{HFI}/counters_ext/port_xmit_data_64": "1000\n",
+    f"{HFI}/hw_counters/TxWait": "11\n",
+    f"{MANA}/1/hw_counters/received_cnps": "12\n",
+    f"{MANA}/2/hw_counters/requester_timeout": "13\n",
+    f"{MANA}/2/hw_counters/num_qps_congested": "14\n",
     **{f"{HFI}/hw_counters/RxErr{number}": "1\n" for number in range(300)},
     **{f"{HFI}/hw_counters/Other{number}": "1\n" for number in range(300)},
 }
@@ -191,7 +196,9 @@ OTHER_VENDORS = {
 def test_other_vendors_drivers(context, sysfs, write, infiniband, series):
     write(sysfs, OTHER_VENDORS)
     (sysfs / "class/infiniband/not_a_device").write_text("")
-    found = series(RdmaCollector(context).collect(1))
+    collected = RdmaCollector(context).collect(1)
+    found = series(collected)
+    assert len(found) == len(collected.samples), "no series is told twice"
     other = "paceline_rdma_hardware_counter_total"
     of_bnxt = {name: value for name, value in found.items() if "device=bnxt_re0" in name}
     bnxt = "device=bnxt_re0,port=1"
@@ -219,7 +226,11 @@ def test_other_vendors_drivers(context, sysfs, write, infiniband, series):
     assert f"node_infiniband_symbol_error_total{{{hfi}}}" not in found
     assert found[f"node_infiniband_link_downed_total{{{hfi}}}"] == 1
     assert found[f"node_infiniband_legacy_data_transmitted_bytes_total{{{hfi}}}"] == 4000
-    assert sum("counter=RxErr" in name for name in found) == 64
+    assert sum("counter=RxErr" in name for name in found) == 63
+    assert found[f"{other}{{counter=TxWait,{hfi}}}"] == 11
+    assert found["node_infiniband_rp_cnp_packets_handled_total{device=mana_0,port=1}"] == 12
+    assert found["node_infiniband_local_ack_timeout_errors_total{device=mana_0,port=2}"] == 13
+    assert not any("num_qps_congested" in name for name in found)
     assert found["node_infiniband_state_id{device=mlx5_bond_0,port=1}"] == 4
 
 
