@@ -26,7 +26,7 @@ from paceline_agent.rings import ranks_in
 from paceline_agent.runner import Patience, bounded, health
 from paceline_agent.scrape import completed
 from paceline_agent.settings import AgentSettings
-from paceline_wire.batch import DeviceEvent, Sample
+from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +99,22 @@ async def sweep(collectors: Sequence[type[Collector]], context: Context) -> list
 
 
 async def _call(collector: type[Collector], context: Context) -> Outcome:
-    """One call, and as many more as its backlog takes."""
+    """One call, and as many more as its backlog takes: each has its deadline, all have none."""
     lane = lane_of(collector, context)
     patience = collector.deadline_seconds
     if collector.isolated:
         patience += Patience().start_seconds
+    events: list[DeviceEvent | CollectorEvent] = []
     started = time.monotonic()
     collected: Collected | None = None
     trouble: str | None = None
     try:
-        async with asyncio.timeout(patience):
-            collected = await lane.collect(time.time_ns())
-            while collected.more:
+        while collected is None or collected.more:
+            async with asyncio.timeout(patience):
                 following = await lane.collect(time.time_ns())
-                collected = msgspec.structs.replace(
-                    following,
-                    events=[*collected.events, *following.events],
-                    lasting=following.lasting or collected.lasting,
-                )
+            events += following.events
+            lasting = following.lasting or (collected and collected.lasting)
+            collected = msgspec.structs.replace(following, events=events, lasting=lasting)
     except TimeoutError:
         trouble = f"no answer within {patience:g} s"
     except CollectorUnavailable as unavailable:
