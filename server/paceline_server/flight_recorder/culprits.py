@@ -10,14 +10,14 @@ still is a circle was launched in different orders on different ranks.
 
 Two culprits, one of which also waits for the other: a rank that lags behind a participant of the
 very operations it waits in is not held up by them, since they did not hold up the other. It is a
-culprit by itself.
+culprit by itself; and where one of several devices stopped, it is that one's rank (`narrowed`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from paceline_server.flight_recorder.components import final_components
@@ -46,8 +46,23 @@ class Culprit:
     is_certain: bool
 
 
+def narrowed(waits: Iterable[Wait]) -> list[Wait]:
+    """Of the devices on which an operation may not end: those whose host stopped too.
+
+    A device that dies takes its host with it: the next call fails.
+    """
+    waits = list(waits)
+    lagging = set(_held_by_nothing(waits, _queues(waits)))
+    return [
+        replace(wait, targets=wait.targets & lagging, is_certain=True)
+        if wait.reason is Reason.DEVICE and not wait.is_certain and wait.targets & lagging
+        else wait
+        for wait in waits
+    ]
+
+
 def culprits_of(waits: Iterable[Wait], dumps: Mapping[int, Dump]) -> list[Culprit]:
-    """The ranks to look at, by rank; none if nobody waits."""
+    """The ranks to look at, by rank; none if nobody waits. `waits`: `narrowed`."""
     waits = sorted(waits, key=lambda wait: wait.operation.launched_ns())
     queues = _queues(waits)
     lagging = set(_held_by_nothing(waits, queues))
@@ -97,11 +112,11 @@ def _edges(current: Mapping[int, Wait]) -> dict[int, list[int]]:
 
 
 def _held_by_nothing(waits: Iterable[Wait], queues: Mapping[int, list[Wait]]) -> Iterator[int]:
-    """Ranks that lag for a reason of their own, though they also wait."""
+    """Ranks that lag for a reason of their own, even if they also wait."""
     for wait in waits:
         if wait.reason is Reason.HOST and not wait.operation.is_p2p:
             for rank in wait.targets:
-                if queues.get(rank) and _others_went_on(wait.operation, queues[rank], queues):
+                if _others_went_on(wait.operation, queues.get(rank, ()), queues):
                     yield rank
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline_server.flight_recorder.culprits import Culprit, culprits_of
+from paceline_server.flight_recorder.culprits import Culprit, culprits_of, narrowed
 from paceline_server.flight_recorder.dump import Dump
 from paceline_server.flight_recorder.folder import read_folder
 from paceline_server.flight_recorder.operations import (
@@ -92,7 +92,7 @@ def report(directory: Path) -> Report:
 def analyse(dumps: Mapping[int, Dump], notes: Iterable[str] = ()) -> Report:
     """The analysis alone: no files, no clock."""
     operations = unfinished_operations(dumps)
-    waits = waits_of(operations, dumps)
+    waits = narrowed(waits_of(operations, dumps))
     culprits = culprits_of(waits, dumps)
     ranks = tuple(culprit.rank for culprit in culprits)
     first = _first(culprits)

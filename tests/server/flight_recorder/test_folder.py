@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import pickle
 from pathlib import Path
@@ -61,9 +62,11 @@ def write(directory: Path, name: str = "_dump_{}", *, without: int | None = None
         "trace{}.pkl",
         "{}",
         "2025.09.22_rank_{}.json",
+        "trace_rank{}_20250922.pickle",
+        "rank={}.dump",
     ],
 )
-def test_the_rank_is_the_number_at_the_end_of_the_name(tmp_path: Path, name: str) -> None:
+def test_the_rank_is_in_the_name(tmp_path: Path, name: str) -> None:
     write(tmp_path, name)
     found = report(tmp_path)
     assert (found.culprits, found.kind, found.notes) == ((CULPRIT,), "host", ())
@@ -95,6 +98,51 @@ def test_an_empty_file_is_a_rank_without_a_dump(tmp_path: Path) -> None:
     found = report(tmp_path)
     assert (found.culprits, found.kind, found.without_dump) == ((CULPRIT,), "host", (CULPRIT,))
     assert f"rank {CULPRIT} counts as without a dump" in found.notes[0]
+
+
+@pytest.mark.parametrize("name", ["_dump_{}", "trace_rank_{}.json"])
+def test_dumps_may_be_compressed(tmp_path: Path, name: str) -> None:
+    write(tmp_path, name)
+    for path in list(tmp_path.iterdir()):
+        path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    assert report(tmp_path).culprits == (CULPRIT,)
+
+
+def test_dumps_may_lie_in_folders_of_nodes(tmp_path: Path) -> None:
+    write(tmp_path)
+    for path in list(tmp_path.iterdir()):
+        node = tmp_path / f"node-{path.name[-1]}"
+        node.mkdir()
+        path.rename(node / path.name)
+    assert report(tmp_path).culprits == (CULPRIT,)
+
+
+def test_several_incidents_are_not_mixed(tmp_path: Path) -> None:
+    for incident in ("first", "second"):
+        (tmp_path / incident).mkdir()
+        write(tmp_path / incident)
+    with pytest.raises(MalformedDumpError, match="second/_dump_0 is another dump of rank 0"):
+        report(tmp_path)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_dump_that_is_cut_off_does_not_hide_the_others(tmp_path: Path, compressed: bool) -> None:
+    write(tmp_path)
+    path = tmp_path / f"_dump_{CULPRIT}"
+    data = path.read_bytes()
+    path.write_bytes((gzip.compress(data) if compressed else data)[:-9])
+    found = report(tmp_path)
+    assert (found.culprits, found.without_dump) == ((CULPRIT,), (CULPRIT,))
+    assert found.notes[0].startswith(f"_dump_{CULPRIT} is not whole") or not compressed
+    assert found.notes[0].endswith(f": rank {CULPRIT} counts as without a dump")
+
+
+def test_one_hostile_dump_is_enough_to_refuse_them_all(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "_dump_2").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(HostileDumpError, match="_dump_2 imports a global"):
+        report(tmp_path)
 
 
 @pytest.mark.parametrize("make", [False, True])
@@ -130,7 +178,6 @@ def test_a_folder_without_dumps(tmp_path: Path, make: bool) -> None:
 def test_a_bad_dump_is_one_sentence_that_names_the_file(
     tmp_path: Path, content: bytes, error: type[Exception], says: str
 ) -> None:
-    write(tmp_path)
     (tmp_path / "_dump_2").write_bytes(content)
     with pytest.raises(error, match=r"^_dump_2 ") as caught:
         report(tmp_path)

@@ -83,9 +83,9 @@ def test_of_several_stopped_ranks_only_such_are_named_and_all_that_are_waited_fo
     assert found.kind == "host"
     assert set(found.culprits) <= job.reached_stall()
     waited_for = {r for standing in found.ranks for r in standing.waits_for}
-    assert {r for r in job.reached_stall() & waited_for if job.ranks[r].idle()} <= set(
-        found.culprits
-    )
+    # One whose send nobody receives also waits, for all that the dumps can say.
+    idle = {r for r in job.reached_stall() if all(e.completed for e in job.ranks[r].launched)}
+    assert idle & waited_for <= set(found.culprits)
 
 
 @several
@@ -140,6 +140,31 @@ def test_a_device_that_stops_is_told_from_a_host(
         assert found.culprits == (rank.number,)
     else:
         assert found.is_certain is (len(found.culprits) == 1)
+
+
+@settings(several, max_examples=60)
+@given(**INCIDENT, ahead=st.integers(0, 3))
+def test_a_host_that_stops_with_its_device_tells_which_device(
+    shape: Shape, seed: int, active_only: bool, ahead: int
+) -> None:
+    """As after a device-side assertion: the next call of the host fails."""
+    job = Job(shape, seed)
+    rank = any_rank(job)
+    shared = [
+        position
+        for position, i in enumerate(rank.program)
+        if i.kind == "collective" and size_of(job, i) > 1
+    ]
+    position = job.random.choice(shared)
+    rank.device_stalls_at = sum(i.kind != "sync" for i in rank.program[:position])
+    rank.stalls_at = position + 1 + ahead
+    found = judged(job, active_only=active_only)
+    assert found.kind == "device"
+    assert rank.number in found.culprits
+    if found.is_certain:
+        assert found.culprits == (rank.number,)
+        waiting = [standing for standing in found.ranks if standing.state == "waiting"]
+        assert any(standing.waits_for == (rank.number,) for standing in waiting)
 
 
 @several
@@ -205,6 +230,22 @@ def test_two_culprits_in_a_chain_are_both_named() -> None:
     assert found.culprits == (0, 3)
     assert found.first_missing is not None
     assert found.first_missing.process_group.ranks == (0, 1, 2, 3)
+
+
+def test_a_culprit_that_waits_for_nobody_is_named_before_anybody_comes_to_wait_for_it() -> None:
+    """Rank 0 waits for the other stage first, and for rank 1 only after that."""
+    job = Job(Shape(1, 2, 2, microbatches=1), seed=3)
+    for rank in job.ranks:
+        rank.program = [i for i in rank.program if i.kind != "sync"]
+    job.ranks[1].stalls_at = next(
+        n for n, i in enumerate(job.ranks[1].program) if (i.kind, i.tag) == ("recv", 1000)
+    )
+    # In the backward whose result rank 1 would receive.
+    job.ranks[3].stalls_at = -2 + next(
+        n for n, i in enumerate(job.ranks[3].program) if (i.kind, i.tag) == ("send", 1000)
+    )
+    found = judged(job)
+    assert (found.culprits, found.kind) == ((1, 3), "host")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
