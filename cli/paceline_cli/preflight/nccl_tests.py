@@ -29,7 +29,7 @@ _DIP_FROM_BYTES = 1 << 20
 _OUT_OF_BOUNDS = re.compile(r"Out of bounds values\s*:\s*(\d+)\s*(\S+)")
 _AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*([0-9.]+)")
 _TEST = re.compile(r"\b([a-z]+(?:_[a-z]+)*_perf)\b")
-# What launchers put before a line: `[1,0]<stdout>:`, `[job@1,0]<stdout>:`, `0: `, `node-1: `, a time.
+# What launchers put before a line: `[1,0]<stdout>:`, `[job@1,0]<stdout>:`, `0: `, `node: `, a time.
 _PREFIX = re.compile(r"^\s*(?:(?:\[[^\]]*\]|<std\w+>:?|[\w.@-]+:(?=\s)|\d+-\d\d-\d\dT\S+)\s*)+")
 _TIMES = ("time", "cputime")
 _FAILURE = re.compile(r"Test (?:NCCL|CUDA) failure.*|.*Test failure.*|.*NCCL WARN.*")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from paceline_cli.preflight.nccl_tests import Output, checks, parse
+from paceline_cli.preflight.nccl_tests import Output, Row, checks, parse
 from paceline_cli.preflight.verdict import Check
 
 HEADER = """\
@@ -43,10 +45,72 @@ def test_a_table_is_read() -> None:
     assert all(check.status == "pass" for check in judged(a=WHOLE).values())
 
 
-@pytest.mark.parametrize("prefix", ["[1,0]<stdout>:", "0: ", ""])
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "[1,0]<stdout>:",
+        "[prterun-node-1-4711@1,0]<stdout>: ",
+        "0: ",
+        "node-1: ",
+        "2025-09-22T10:11:12.131415Z ",
+        "",
+    ],
+)
 def test_launchers_prefixes_are_left_out(prefix: str) -> None:
     text = "\n".join(prefix + each for each in WHOLE.splitlines())
     assert parse(text).rows == parse(WHOLE).rows
+
+
+def test_the_json_file_says_what_the_table_says() -> None:
+    table = parse(WHOLE)
+
+    def timing(row: Row) -> dict[str, float]:
+        return {
+            "time": row.time_seconds * 1e6,
+            "alg_bw": row.bus_gigabytes_per_second / 2,
+            "bus_bw": row.bus_gigabytes_per_second,
+            "nwrong": 0.0,
+        }
+
+    pairs = zip(table.rows[::2], table.rows[1::2], strict=True)
+    file = {
+        "version": 2,
+        "args": ["/opt/nccl-tests/build/all_reduce_perf", "-g", "8"],
+        "results": [
+            {"size": out.size_bytes, "out_of_place": timing(out), "in_place": timing(inside)}
+            for out, inside in pairs
+        ],
+        "out_of_bounds": {"count": 0, "okay": "true"},
+        "average_bus_bandwidth": {"bandwidth": 228.174, "okay": "unchecked"},
+        "errors": [],
+    }
+    read = parse(json.dumps(file))
+    assert (read.test, read.out_of_bounds, read.failures) == ("all_reduce_perf", 0, [])
+    assert read.average_gigabytes_per_second == table.average_gigabytes_per_second
+    assert [each.bus_gigabytes_per_second for each in read.rows] == [
+        each.bus_gigabytes_per_second for each in table.rows
+    ]
+    assert [each.in_place for each in read.rows] == [each.in_place for each in table.rows]
+
+
+def test_json_that_is_cut_short_is_said() -> None:
+    check = judged(a='{"version": 2, "results": [{"size": 8')["nccl-tests read"]
+    assert check.status == "fail"
+    assert "is no JSON of nccl-tests" in check.evidence
+
+
+def test_the_time_may_be_the_processors() -> None:
+    assert parse(HEADER.replace(" time ", " cputime ") + ROWS).rows == parse(WHOLE).rows
+
+
+def test_figures_of_each_iteration_may_stand_between() -> None:
+    rows = [line.split() for line in ROWS.splitlines()]
+    longer = "".join(" ".join([*row[:9], "70.1", *row[9:], "70.2"]) + "\n" for row in rows)
+    assert parse(HEADER.replace("#wrong", "#wrong i_max") + longer).rows == parse(WHOLE).rows
+
+
+def test_a_second_table_is_no_dip() -> None:
+    assert judged(a=WHOLE + WHOLE)["nccl-tests curve"].status == "pass"
 
 
 def test_columns_are_found_by_name() -> None:
