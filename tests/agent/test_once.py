@@ -99,6 +99,13 @@ def test_what_a_log_tells_is_said_beside_the_values_and_in_the_report(once: Once
     assert [event["kind"] for event in events].count("xid") == len(told) - 1 == 3
 
 
+def test_a_log_that_was_cut_is_read_to_its_last_byte(once: Once, tmp_path: Path) -> None:
+    log = b"6,1,2,-;NVRM: Xid (PCI:0000:3b:00): 31, \xff\n6,2,3,-;NVRM: Xid (PCI:0000:3c:00): 79, p"
+    (tmp_path / "cut").write_bytes(log)
+    events = json.loads(once("--kmsg", str(tmp_path / "cut"), "--json").stdout)["events"]
+    assert [event["device"] for event in events] == ["0000:3b:00.0", "0000:3c:00.0"]
+
+
 @pytest.mark.parametrize(
     "lines",
     [5000, pytest.param(200_000, marks=pytest.mark.campaign)],  # more than one deadline's

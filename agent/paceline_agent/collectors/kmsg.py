@@ -54,6 +54,9 @@ class KmsgCollector(Collector):
         self._remember_ranks()
         was_caught_up = self._log.caught_up
         lines = self._read()
+        ends = self.context.replays_kmsg and self._log.drained
+        if ends:
+            lines += self._log.last_line()
         boot_ns = self.boot_ns()
         for line in lines:
             records = list(records_of(line))
@@ -65,7 +68,6 @@ class KmsgCollector(Collector):
         gpus = self.context.inventory.gpus
         samples = list(self._ledger.samples(now_ns, gpus))
         samples.append(Sample("paceline_kernel_log_lost_total", {}, float(self._lost), now_ns))
-        ends = self.context.replays_kmsg and self._log.drained
         return Collected(
             samples=samples,
             events=[*self._ledger.events(math.inf if ends else boot_ns / 1e9)],

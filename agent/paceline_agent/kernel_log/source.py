@@ -52,6 +52,11 @@ class KernelLogFile:
             lines += self._lines(content)
         return lines
 
+    def last_line(self) -> list[str]:
+        """What stands behind the last line break, if anything: the end of a log that was cut."""
+        rest, self._partial = self._partial, b""
+        return [rest.decode(errors="replace")] if rest else []
+
     def close(self) -> None:
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
