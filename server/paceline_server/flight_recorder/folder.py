@@ -11,6 +11,7 @@ import codecs
 import json
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ class Folder:
 
     dumps: dict[int, Dump]
     notes: tuple[str, ...]
+    unreadable: frozenset[int]  # ranks whose file is named like the dumps and is none
 
 
 def read_folder(directory: Path) -> Folder:
@@ -64,6 +66,7 @@ def read_folder(directory: Path) -> Folder:
 def _read_all(directory: Path, paths: Iterable[Path]) -> Folder:
     notes: list[str] = []
     dumps: dict[int, Dump] = {}
+    written: dict[str, set[int]] = defaultdict(set)  # by the name without its number
     malformed: list[MalformedDumpError] = []
     for path in sorted(paths, key=lambda path: (len(path.name), path.name, path)):
         name = str(path.relative_to(directory))
@@ -71,7 +74,9 @@ def _read_all(directory: Path, paths: Iterable[Path]) -> Folder:
         if named is None or not path.is_file():
             notes.append(f"{name} is not named like a dump: ignored")
             continue
-        rank = int(named[1] or named[2])
+        first, last = named.span(1 if named[1] else 2)
+        rank = int(path.name[first:last])
+        written[path.name[:first] + path.name[last:]].add(rank)
         if path.stat().st_size == 0:
             notes.append(f"{name} is empty: rank {rank} counts as without a dump")
         elif rank in dumps and path.parent != directory:
@@ -89,7 +94,8 @@ def _read_all(directory: Path, paths: Iterable[Path]) -> Folder:
                 notes.append(f"{error}: rank {rank} counts as without a dump")
     if malformed and not dumps:
         raise malformed[0]
-    return Folder(dumps, tuple(notes))
+    alike = [ranks for ranks in written.values() if ranks & dumps.keys()]
+    return Folder(dumps, tuple(notes), frozenset().union(*alike) - dumps.keys())
 
 
 def _read(path: Path, name: str, rank: int) -> Dump:

@@ -40,9 +40,9 @@ class Operation:
         return min(entry.created_ns for entry in self.arrivals.values())
 
 
-def known_ranks(dumps: Mapping[int, Dump]) -> set[int]:
-    """Every rank that a dump is from, or that a dump's groups name."""
-    ranks = set(dumps)
+def known_ranks(dumps: Mapping[int, Dump], expected: Iterable[int] = ()) -> set[int]:
+    """Every rank that a dump is from, or that a dump's groups name, and those expected."""
+    ranks = {*dumps, *expected}
     for dump in dumps.values():
         for group in dump.groups.values():
             ranks.update(group.ranks)
@@ -52,15 +52,17 @@ def known_ranks(dumps: Mapping[int, Dump]) -> set[int]:
     return set(range(world_size)) if world_size <= 2 * len(ranks) else ranks
 
 
-def unfinished_operations(dumps: Mapping[int, Dump]) -> list[Operation]:
-    groups = _Groups(dumps)
+def unfinished_operations(
+    dumps: Mapping[int, Dump], expected: Iterable[int] = ()
+) -> list[Operation]:
+    groups = _Groups(dumps, known_ranks(dumps, expected))
     return [*_collectives(dumps, groups), *_messages(dumps, groups)]
 
 
 class _Groups:
     """The group that an entry of a rank belongs to, with its ranks, whoever knows them."""
 
-    def __init__(self, dumps: Mapping[int, Dump]) -> None:
+    def __init__(self, dumps: Mapping[int, Dump], world: set[int]) -> None:
         self._own: dict[tuple[int, str], Group] = {}
         self._listed: dict[str, set[Group]] = defaultdict(set)
         users: dict[str, set[int]] = defaultdict(set)
@@ -72,7 +74,7 @@ class _Groups:
             for entry in dump.entries:
                 users[entry.group].add(rank)
         self._users = users
-        self._world = known_ranks(dumps)
+        self._world = world
         self._derived: dict[str, Group] = {}
 
     def of(self, rank: int, entry: Entry) -> Group:

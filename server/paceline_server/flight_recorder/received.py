@@ -57,5 +57,5 @@ def conclude(
             f"Flight Recorder dumps of {len(dumps)} of {len(expected)} ranks, "
             f"too few to conclude from: {why}."
         )
-    found = analyse(dumps)
+    found = analyse(dumps, expected=expected)
     return found, f"Flight Recorder, {len(dumps)} dumps: {found.verdict}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,17 +86,22 @@ class Report:
 def report(directory: Path) -> Report:
     """Read and analyse a folder of dumps. Raises FlightRecorderError."""
     folder = read_folder(directory)
-    return analyse(folder.dumps, folder.notes)
+    return analyse(folder.dumps, folder.notes, folder.unreadable)
 
 
-def analyse(dumps: Mapping[int, Dump], notes: Iterable[str] = ()) -> Report:
-    """The analysis alone: no files, no clock."""
-    operations = unfinished_operations(dumps)
+def analyse(
+    dumps: Mapping[int, Dump], notes: Iterable[str] = (), expected: Collection[int] = ()
+) -> Report:
+    """The analysis alone: no files, no clock.
+
+    `expected`: ranks of the job, with or without a dump, where more is known than the dumps say.
+    """
+    operations = unfinished_operations(dumps, expected)
     waits = narrowed(waits_of(operations, dumps))
     culprits = culprits_of(waits, dumps)
     ranks = tuple(culprit.rank for culprit in culprits)
     first = _first(culprits)
-    without_dump = tuple(sorted(known_ranks(dumps) - set(dumps)))
+    without_dump = tuple(sorted(known_ranks(dumps, expected) - set(dumps)))
     return Report(
         culprits=ranks,
         kind=_kind(culprits, first),

@@ -126,6 +126,22 @@ def test_several_incidents_are_not_mixed(tmp_path: Path) -> None:
         report(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["_dump_2", "notes_2"])
+def test_a_rank_that_only_a_cut_off_dump_tells_of_is_one_of_the_job(
+    tmp_path: Path, name: str
+) -> None:
+    """Gloo lists no groups, and rank 2 is the last."""
+    job = Job(SHAPE, seed=1)
+    job.ranks[2].stalls_at = 7
+    job.run()
+    for rank in (0, 1):
+        data = pickle.dumps(job.document(rank) | {"pg_config": {}})
+        (tmp_path / f"_dump_{rank}").write_bytes(data)
+    (tmp_path / name).write_bytes(b"\x80\x02}")
+    found = report(tmp_path)
+    assert found.without_dump == ((2,) if name == "_dump_2" else ())
+
+
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_dump_that_is_cut_off_does_not_hide_the_others(tmp_path: Path, compressed: bool) -> None:
     write(tmp_path)
