@@ -19,7 +19,7 @@ ARMS = ("synthetic", "real")
 
 def _names(known: tuple[str, ...], what: str, text: str) -> tuple[str, ...]:
     """`a,b` in the order of `known`; a name that is none is told with those that are."""
-    asked = [name.strip() for name in text.split(",") if name.strip()]
+    asked = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
     for name in asked:
         if name not in known:
             raise click.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=what)
@@ -61,6 +61,8 @@ def evaluate(
     arm trains on this machine, with real processes, and takes minutes per kind; it leaves out the
     kinds that only the synthetic arm can make.
     """
+    if output is not None and not output.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {output.parent}", param_hint="--output")
     chosen_arms = _names(ARMS, "--arms", arms)
     chosen = _names(KINDS, "--kinds", kinds)
     real = tuple(kind for kind in chosen if kind not in SYNTHETIC)

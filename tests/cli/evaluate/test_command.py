@@ -72,6 +72,7 @@ def test_json_has_the_promised_keys(tmp_path: Path):
         (["--kinds", ","], "name at least one"),
         (["--arms", "imaginary"], "'imaginary' is none of synthetic, real"),
         (["--trials", "0"], "0 is not in the range"),
+        (["--output", "/nowhere/found.json"], "there is no folder /nowhere"),
         (["--arms", "real", "--kinds", "late_link"], "the real arm knows none of these"),
     ],
 )
