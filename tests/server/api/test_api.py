@@ -246,6 +246,16 @@ def test_the_verdict_says_what_became_of_the_job(server: Any, client: httpx.Clie
     assert verdict("failed") == ("Failed at step 5. Gave up: 10 restarts within an hour.", "inc-1")
 
 
+def test_what_is_large_is_compressed_and_streams_are_not(client: httpx.Client) -> None:
+    assert client.get("/openapi.json").headers["content-encoding"] == "gzip"
+    assert "content-encoding" not in client.get("/api/v1/jobs").headers
+    plain = client.get("/openapi.json", headers={"Accept-Encoding": "identity"})
+    assert "content-encoding" not in plain.headers
+    with client.stream("GET", "/api/v1/events") as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        assert "content-encoding" not in stream.headers
+
+
 def test_the_verdict_does_not_compare_a_rank_with_itself(server: Any, client: httpx.Client) -> None:
     job_id = post_job(server.url, dp=1)
     put(server, *(row for number in range(5) for row in step(job_id, number, generation=0)))
