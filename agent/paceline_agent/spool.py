@@ -214,7 +214,8 @@ class Spool:
                     os.unlink(found.path)
                 elif found.name == _NEWEST_BOOT:
                     remembered = Path(found.path).read_text(errors="replace")
-            waiting += self._in_slot({entry.name for entry in waiting})
+            with contextlib.suppress(OSError):  # a disk that is read-only
+                waiting += self._in_slot({entry.name for entry in waiting})
             for entry in sorted(waiting, key=lambda entry: entry.name):
                 self._backlog.append(entry)
                 self._count(entry, 1)
@@ -347,7 +348,7 @@ class Spool:
             entry.payload = bare
         else:
             self._store(entry, bare)
-            if entry.in_slot or entry.payload is not None:  # the disk has no room for both
+            if entry.in_slot or entry.payload is not None:  # no longer there; no room for both
                 self._delete(entry)
         self._count(entry, 1)
 

@@ -321,3 +321,14 @@ def test_memory_goes_to_disk_as_soon_as_there_is_room(
     assert len(list(disk.glob("spool/*.batch"))) == 20, "and one is in the slot"
     assert spool.disk_error is None
     assert [one.sequence for one in drain(Spool(disk / "spool", 8 << 20))] == list(range(21))
+
+
+def test_a_slot_that_cannot_be_used_holds_up_nothing(tmp_path: Path) -> None:
+    Spool(tmp_path, LIMIT).append(batch(0, samples=5))
+    (tmp_path / ".slot").rename(tmp_path / f"boot.{0:012d}.batch")
+    (tmp_path / ".slot").mkdir()
+    spool = Spool(tmp_path, LIMIT)
+    assert [one.sequence for one in drain(spool)] == [0]
+    spool.append(batch(1))
+    assert spool.disk_error is None
+    assert [one.sequence for one in drain(Spool(tmp_path, LIMIT))] == [1]
