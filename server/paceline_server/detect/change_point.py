@@ -89,7 +89,7 @@ class ShiftMonitor:
         self._center = np.full(series, np.nan)
         self._sigma = np.full(series, resolution)
         self._doubt = math.inf  # how much more is needed while the scatter itself is uncertain
-        self._drift = 0.0  # scatter of means that averaging does not remove
+        self._drift = 0.0
 
     @property
     def values(self) -> Floats:
@@ -105,6 +105,11 @@ class ShiftMonitor:
     def sigma(self) -> Floats:
         """The scatter of each series from step to step."""
         return self._sigma
+
+    @property
+    def drift(self) -> float:
+        """The scatter of means of several steps beyond that, which averaging does not remove."""
+        return self._drift
 
     def push(self, values: Floats) -> None:
         if self._end == len(self._rows):

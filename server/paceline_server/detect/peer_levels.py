@@ -157,8 +157,8 @@ class PeerLevels:
         newest = values[max(len(values) - steps_ago - FOLLOWED_STEPS, 0) : len(values) - steps_ago]
         moved = column_medians(newest) - self._young
         known = 1.0 / FOLLOWED_STEPS + 1.0 / YOUNG_STEPS
-        error: Floats = self._monitor.sigma * math.sqrt(MEDIAN_VARIANCE * known)
-        return moved, moved / error
+        white = self._monitor.sigma**2 * (MEDIAN_VARIANCE * known)
+        return moved, moved / np.sqrt(white + self._monitor.drift**2)
 
     def steps_above(self, series: int, size: float) -> int:
         """For how many of the newest steps it has been so far from its young level."""

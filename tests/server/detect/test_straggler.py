@@ -1,5 +1,6 @@
 """Stragglers: found within five steps of their onset when real, never when it is noise."""
 
+import numpy as np
 import pytest
 from timed_run import FORWARD_SECONDS, Noise, TimedRun, told
 
@@ -57,6 +58,18 @@ def test_on_a_very_noisy_machine_a_throttled_rank_is_found_within_ten_steps():
         assert run.advance(30) == []
         run.slow = {2: 2.5}
         assert named(run.advance(10)) == [(2, [], False)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_levels_that_wander_on_a_busy_host_do_not_creep(seed):
+    """Each rank by itself, 7 % from its mean, over some ten steps."""
+    run = watched(Topology(2, 2, 1), seed, noise=Noise(step=0.02, drift=0.0))
+    chance, level = np.random.default_rng(seed + 51), np.zeros(4)
+    for _ in range(80):
+        level = 0.9 * level + chance.normal(0.0, 0.03, 4)
+        run.slow = dict(enumerate(np.exp(level).tolist()))
+        run.advance(1)
+    assert [found for found in run.findings if found.severity != "info"] == []
 
 
 def test_differences_between_peers_that_were_always_there_are_advice():

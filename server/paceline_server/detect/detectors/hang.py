@@ -79,6 +79,9 @@ class HangDetector(Detector):
         self._found_ns = 0
 
     def update(self, seen: Observation) -> list[Finding]:
+        if self._active is None and self._moves(seen):
+            self._known = _Known()
+            return []
         standing = self._standing(seen)
         if standing is None:
             return []
@@ -97,6 +100,21 @@ class HangDetector(Detector):
         self._found_ns = seen.now_ns
         return [self._active]
 
+    def _moves(self, seen: Observation) -> bool:
+        """Whether a rank was seen to: while all is well, one of the first that are asked."""
+        fresh_since_ns = self._fresh_since_ns(seen)
+        return any(
+            one.state is not None
+            and one.surely_frozen_seconds == 0
+            and one.received_ns >= fresh_since_ns
+            and one.state.view.status != "finished"
+            and rank not in seen.exited
+            for rank, one in seen.ranks.items()
+        )
+
+    def _fresh_since_ns(self, seen: Observation) -> int:
+        return seen.now_ns - int(self.settings.hang_freshness_seconds * 1e9)
+
     def _standing(self, seen: Observation) -> _Standing | None:
         """None where stillness cannot be judged.
 
@@ -105,7 +123,7 @@ class HangDetector(Detector):
         """
         if any(event.exit_code != 0 for event in seen.exited.values()):
             return None
-        fresh_since_ns = seen.now_ns - int(self.settings.hang_freshness_seconds * 1e9)
+        fresh_since_ns = self._fresh_since_ns(seen)
         live, unseen = [], set()
         for rank in range(self.generation.topology.world_size):
             known = seen.ranks.get(rank)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from paceline_server.detect.causes import UNKNOWN, Diagnosis, diagnose
 from paceline_server.detect.change_point import KEPT, Shift, column_medians
 from paceline_server.detect.compute_load import ComputeLoads
-from paceline_server.detect.creep import Creep
+from paceline_server.detect.creep import STEP_STEPS, Creep
 from paceline_server.detect.detector import Detector
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.observation import Generation, Observation
@@ -188,6 +188,8 @@ class StragglerDetector(Detector):
             if unit.fingerprint in self._active:
                 continue
             early = self._levels.steps_above(ranks[0], _CREPT_EARLY * size)
+            if early < STEP_STEPS:
+                continue  # a step, or it passes
             rise = self._levels.assume(unit.ranks, FOLLOWED_STEPS, size)
             steps = round(early / (1.0 - _CREPT_EARLY))
             yield self._activate(unit, "creeps", self._levels, rise, steps)
