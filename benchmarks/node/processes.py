@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,8 @@ class RunningProcess:
         """Of all its threads, to the nanosecond: /proc/PID/stat counts ticks of 10 ms."""
         spent_ns = 0
         for task in Path(f"/proc/{self.pid}/task").iterdir():
-            spent_ns += int((task / "schedstat").read_text().split()[0])
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                spent_ns += int((task / "schedstat").read_text().split()[0])
         return spent_ns / 1e6
 
     @property
