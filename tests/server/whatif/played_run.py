@@ -55,6 +55,7 @@ class PlayedRun:
     # (rank, microbatch) -> seconds that its forward takes longer
     pauses: dict[tuple[int, int], float] = field(default_factory=dict)
     blocking_sends: bool = False  # until the receiver has it; of GPipe, others would stand still
+    awaited_sends: bool = False  # asynchronous ones, asked for after the last computation
     skew_seconds: Callable[[int], float] = lambda rank: 0.0
     seed: int = 1
 
@@ -152,6 +153,9 @@ class PlayedRun:
 
     def _finish(self, data: list[Times]) -> tuple[list[StepTiming], Times]:
         dp = self.topology.dp
+        if self.awaited_sends:
+            for source, _, _, _, _, end, _ in self.transferred:
+                self.free[source] = np.maximum(self.free[source], end)
         reduced = [
             free.max(axis=1, keepdims=True) + REDUCTION_SECONDS + self._zeros() if dp > 1 else free
             for free in self.free
@@ -230,7 +234,7 @@ class PlayedRun:
                     constant(action.chunk),
                     constant(1 << 20),
                     moment(sent, source),
-                    moment(end if self.blocking_sends else sent, source),
+                    moment(self._let_go(source, sent, end), source),
                     moment(posted, target),
                     moment(end, target),
                 ),
@@ -245,6 +249,11 @@ class PlayedRun:
         return TransferTimes(
             **joined, transfer_seconds=np.concatenate(seconds) if seconds else np.empty(0)
         )
+
+    def _let_go(self, source: int, sent: Times, end: Times) -> Times:
+        if self.awaited_sends:
+            return self.free[source]
+        return end if self.blocking_sends else sent
 
     def _collectives(self) -> tuple[dict[int, tuple[int, ...]], CollectiveTimes]:
         groups = {0: tuple(self.ranks.ravel().tolist())}

@@ -148,6 +148,19 @@ def test_who_is_held_by_a_slow_receiver_is_not_slow(
     assert analysis.original_seconds == pytest.approx(seconds, rel=0.001)
 
 
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_sends_that_are_asked_for_in_the_end_hold_nobody_up_before(
+    schedule: str, chunks: int
+) -> None:
+    run: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "awaited_sends": True}
+    _, healthy = measured(PIPELINE, **run)
+    replay, seconds = measured(PIPELINE, slow={6: 1.5}, **run)
+    assert replay.speedup(ranks=[6]) == pytest.approx(seconds / healthy, rel=0.001)
+    assert replay.speedup(ranks=[4]) == pytest.approx(1.0, abs=0.001)
+    assert replay.analysis is not None
+    assert replay.analysis.original_seconds == pytest.approx(seconds, rel=0.001)
+
+
 def test_a_stage_with_more_to_do_costs_what_sharing_it_would_save() -> None:
     replay, seconds = measured(PIPELINE, stage_pace={3: 1.5})
     _, shared = measured(PIPELINE, stage_pace={3: 1.125})
