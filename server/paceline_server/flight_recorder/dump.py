@@ -156,12 +156,17 @@ def _number(value: object) -> int:
 
 
 def _text(value: object) -> str:
-    """A name from the dump, safe to print."""
+    """A name from the dump, safe to print.
+
+    No `str` of anything else: of lists that hold one list twice it is exponential in their depth.
+    """
+    if not isinstance(value, str | int):
+        raise TypeError("not a name")
     return "".join(c for c in str(value)[:_NAME_LIMIT] if c.isprintable())
 
 
 def _entry(item: Mapping[str, Any], order: int) -> Entry:
-    local = str(item.get("pg_id", ""))
+    local = _text(item.get("pg_id", ""))
     name, description = (*item.get("process_group", (local, "")), "")[:2]
     backend, _, op = _text(item["profiling_name"]).rpartition(":")
     is_p2p = bool(item.get("is_p2p", False))
@@ -229,7 +234,7 @@ def _groups(config: Mapping[Any, Any]) -> dict[str, Group]:
         if len(ranks) > _RANKS_LIMIT:
             raise ValueError("too many ranks")
         if name:
-            members = tuple(int(str(rank)) for rank in ranks)
+            members = tuple(_number(rank) for rank in ranks)
             if any(rank < 0 for rank in members):
                 raise ValueError("a negative rank")
             groups[name] = Group(name, _text(value.get("desc", "")), members)

@@ -42,6 +42,14 @@ def as_json(document: Any) -> bytes:
     return json.dumps(document).encode()
 
 
+def twice_in_itself(depth: int) -> list[Any]:
+    """Small as a pickle, 2**depth words long as text."""
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found, found]
+    return found
+
+
 def write(directory: Path, name: str = "_dump_{}", *, without: int | None = None) -> None:
     job = stalled()
     for rank in range(SHAPE.world_size):
@@ -182,6 +190,16 @@ def test_a_folder_without_dumps(tmp_path: Path, make: bool) -> None:
         (b"{}", MalformedDumpError, "expected 2.4 to 2.10, found None"),
         (b'{"version": "1.5", "entries": []}', MalformedDumpError, "found 1.5"),
         (b'{"version": "2.9", "entries": [1]}', MalformedDumpError, "dump of version 2.9"),
+        (
+            pickle.dumps({"version": "2.9", "pg_config": {"0": {"name": twice_in_itself(16)}}}),
+            MalformedDumpError,
+            "TypeError in it",
+        ),
+        (
+            pickle.dumps({"version": "2.9", "pg_config": {"0": {"ranks": twice_in_itself(16)}}}),
+            MalformedDumpError,
+            "TypeError in it",
+        ),
         (b'{"version": "2.9", "entries": 1}', MalformedDumpError, "has no entries"),
         (b'{"version": "2.9", "pg_status": {"0": 7}}', MalformedDumpError, "of version 2.9"),
         (
