@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -111,8 +111,19 @@ def analyse(
         verdict=_verdict(culprits, first, without_dump),
         ranks=tuple(_standings(dumps, operations, waits, set(ranks), without_dump)),
         without_dump=without_dump,
-        notes=tuple(notes),
+        notes=(*notes, *_doubts(first, dumps)),
     )
+
+
+def _doubts(first: Wait | None, dumps: Mapping[int, Dump]) -> Iterator[str]:
+    if first is None or first.reason is not Reason.DEVICE:
+        return
+    name = first.operation.group.name
+    if not any(name in dump.groups and dump.groups[name].ranks for dump in dumps.values()):
+        yield (
+            f"no dump lists the ranks of group {name}: if the job has ranks after {max(dumps)}, "
+            "which left no dump, look at those first"
+        )
 
 
 def _first(culprits: Iterable[Culprit]) -> Wait | None:

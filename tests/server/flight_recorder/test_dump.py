@@ -84,6 +84,14 @@ def test_a_gap_in_the_ranks_is_a_rank_without_a_dump_where_groups_are_not_listed
     assert (found.culprits, found.without_dump) == ((1,), (1,))
 
 
+def test_ranks_after_the_last_dump_are_asked_for_where_groups_are_not_listed() -> None:
+    stuck = entry(1, "all_reduce", 2, profiling_name="gloo:all_reduce")
+    found = judged(dump(0, stuck, pg_config={}), dump(1, stuck, pg_config={}))
+    assert (found.kind, found.is_certain) == ("device", False)
+    assert "if the job has ranks after 1, which left no dump, look at those" in found.notes[0]
+    assert judged(dump(0, stuck), dump(1, stuck), dump(2, stuck)).notes == ()
+
+
 def test_the_status_tells_who_is_past_when_only_active_entries_are_left() -> None:
     """Rank 1 finished the broadcast, and its dump does not hold it; rank 2 never launched it."""
     stuck = entry(7, "broadcast", 4)
