@@ -80,7 +80,7 @@ function create(
     legend: { show: false },
     cursor: { sync: { key: "job" }, drag: { x: false, y: false }, points: { size: 6 }, y: false },
     scales: {
-      x: { time: true, range: (_, low, high) => [low, Math.max(high, lastMark(latest.current.marks))] },
+      x: { time: true, range: (_, low, high) => [low, Math.max(high, lastMark(latest.current.marks), low + 1)] },
       y: {
         range: (_, low, high): uPlot.Range.MinMax =>
           latest.current.fromZero ? [0, ceiling(latest.current.points.values)] : spread(low, high),

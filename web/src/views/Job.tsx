@@ -177,6 +177,7 @@ function replayed(whatIf: Replay | null): string | undefined {
 
 function window({ first_step, last_step }: { first_step: number | null; last_step: number | null }): string {
   if (first_step === null || last_step === null) return "no step yet";
+  if (first_step === last_step) return `step ${format.number(last_step)}`;
   return `median of steps ${format.number(first_step)}–${format.number(last_step)}`;
 }
 
