@@ -122,7 +122,8 @@ class PeerLevels:
         if not falls:
             return found
         for series, fall in falls.items():
-            self._explain((series,), steps, fall)
+            if not self.explained[series]:  # of what was told, `follow` sees the end
+                self._explain((series,), steps, fall)
         return [shift for shift in self._surest_first() if not self._fallen_instead(shift)]
 
     def _surest_first(self) -> list[Shift]:
