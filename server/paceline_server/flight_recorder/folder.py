@@ -41,6 +41,7 @@ class Folder:
     dumps: dict[int, Dump]
     notes: tuple[str, ...]
     unreadable: frozenset[int]  # ranks whose file is named like the dumps and is none
+    malformed: tuple[MalformedDumpError, ...]
 
 
 def read_folder(directory: Path) -> Folder:
@@ -53,8 +54,9 @@ def read_folder(directory: Path) -> Folder:
         raise NoDumpsError(f"{directory} is not a folder of Flight Recorder dumps")
     found = _read_all(directory, directory.iterdir())
     if not found.dumps:
-        below = (path for path in directory.rglob("*") if path.parent != directory)
-        found = _read_all(directory, below)
+        found = _read_all(directory, directory.rglob("*"))
+    if not found.dumps and found.malformed:
+        raise found.malformed[0]
     if not found.dumps:
         raise NoDumpsError(
             f"{directory} holds no Flight Recorder dump: expected one file per rank, whose name "
@@ -92,10 +94,9 @@ def _read_all(directory: Path, paths: Iterable[Path]) -> Folder:
             except MalformedDumpError as error:
                 malformed.append(error)
                 notes.append(f"{error}: rank {rank} counts as without a dump")
-    if malformed and not dumps:
-        raise malformed[0]
     alike = [ranks for ranks in written.values() if ranks & dumps.keys()]
-    return Folder(dumps, tuple(notes), frozenset().union(*alike) - dumps.keys())
+    unreadable = frozenset().union(*alike) - dumps.keys()
+    return Folder(dumps, tuple(notes), unreadable, tuple(malformed))
 
 
 def _read(path: Path, name: str, rank: int) -> Dump:

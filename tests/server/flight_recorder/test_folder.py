@@ -123,6 +123,7 @@ def test_dumps_may_lie_in_folders_of_nodes(tmp_path: Path) -> None:
         node = tmp_path / f"node-{path.name[-1]}"
         node.mkdir()
         path.rename(node / path.name)
+    (tmp_path / "notes_7").write_text("not of a rank\n")
     assert report(tmp_path).culprits == (CULPRIT,)
 
 
