@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from sqlalchemy import Select, select
-from sqlalchemy.orm import Session, defer
+from sqlalchemy import BindParameter, Connection, Table, bindparam, insert, select, update
+from sqlalchemy.orm import Session
 
 from paceline_server.store.changes import record_changes
 from paceline_server.store.models import Boot, GpuReading, Node
@@ -17,29 +18,56 @@ _GPU_SHOWN_NS = 1_000_000_000  # a node's readings are announced this often at m
 _SILENT_NS = 5_000_000_000  # longer than any living agent's pause
 
 
+@dataclass(slots=True)
+class _Heard:
+    """A node's row, but for who it is (`hello`), which only a new hello changes."""
+
+    agent_id: str
+    boot_id: str
+    sequence: int
+    packed_ns: int
+    last_seen_ns: int
+    readings: dict[int, GpuReading]
+    dropped_batches: int
+    hello: AgentHello | None = None
+
+
+# Over the bare tables: of a thousand nodes mapped objects would cost more than all else here.
+_NODES: Table = Node.__table__  # type: ignore[assignment]  # is a Table
+_BOOTS: Table = Boot.__table__  # type: ignore[assignment]
+_FIELDS = tuple(field.name for field in fields(_Heard) if field.name != "hello")
+_AGENTS: BindParameter[str] = bindparam("agents", expanding=True)
+_KNOWN_NODES = select(*(_NODES.c[name] for name in _FIELDS)).where(_NODES.c.agent_id.in_(_AGENTS))
+_KNOWN_BOOTS = select(_BOOTS.c.agent_id, _BOOTS.c.boot_id).where(_BOOTS.c.agent_id.in_(_AGENTS))
+_CHANGE = update(_NODES).where(_NODES.c.agent_id == bindparam("of_agent"))
+
+
 def hear(session: Session, heard: Sequence[tuple[Batch, int]]) -> None:
     """Update the nodes' rows from batches that were new, given with when they were received.
 
     An old boot's batch changes nothing here, so a node's freshness never goes backwards.
     """
-    agents = {batch.agent_id for batch, _ in heard}
-    nodes = {node.agent_id: node for node in session.scalars(_rows_of(agents))}
-    boots = session.execute(
-        select(Boot.agent_id, Boot.boot_id).where(Boot.agent_id.in_(agents))
-    ).all()
-    known = {(agent_id, boot_id) for agent_id, boot_id in boots}
+    connection = session.connection()
+    asked = {"agents": sorted({batch.agent_id for batch, _ in heard})}
+    stored = {row.agent_id: _Heard(*row) for row in connection.execute(_KNOWN_NODES, asked)}
+    nodes = dict(stored)
+    known = {tuple(row) for row in connection.execute(_KNOWN_BOOTS, asked)}
+    boots = []
     announced = set()
     for batch, received_ns in heard:
         is_new_boot = (batch.agent_id, batch.boot_id) not in known
         if is_new_boot:
             known.add((batch.agent_id, batch.boot_id))
-            session.add(
-                Boot(agent_id=batch.agent_id, boot_id=batch.boot_id, first_seen_ns=received_ns)
+            boots.append(
+                {
+                    "agent_id": batch.agent_id,
+                    "boot_id": batch.boot_id,
+                    "first_seen_ns": received_ns,
+                }
             )
         node = nodes.get(batch.agent_id)
         if node is None:
             node = nodes[batch.agent_id] = _new(batch, received_ns)
-            session.add(node)
         elif node.boot_id != batch.boot_id:
             if not (
                 batch.boot_id > node.boot_id or (is_new_boot and _began(node, batch, received_ns))
@@ -48,22 +76,37 @@ def hear(session: Session, heard: Sequence[tuple[Batch, int]]) -> None:
             node.boot_id, node.sequence = batch.boot_id, -1
         if _apply(node, batch, received_ns):
             announced.add(batch.agent_id)
-    session.flush()
+    if boots:
+        connection.execute(insert(_BOOTS), boots)
+    _keep(connection, nodes, stored)
     record_changes(session, None, "node", sorted(announced))
 
 
-def _began(node: Node, batch: Batch, received_ns: int) -> bool:
+def _keep(connection: Connection, nodes: dict[str, _Heard], stored: Collection[str]) -> None:
+    rows = {
+        agent_id: {name: getattr(node, name) for name in _FIELDS}
+        for agent_id, node in nodes.items()
+    }
+    if new := [row for agent_id, row in rows.items() if agent_id not in stored]:
+        connection.execute(insert(_NODES), new)
+    if known := [{"of_agent": agent_id, **rows[agent_id]} for agent_id in stored]:
+        connection.execute(_CHANGE, known)
+    hellos = [
+        {"of_agent": agent_id, "hello": node.hello}
+        for agent_id, node in nodes.items()
+        if node.hello is not None
+    ]
+    if hellos:
+        connection.execute(_CHANGE, hellos)
+
+
+def _began(node: _Heard, batch: Batch, received_ns: int) -> bool:
     """Boots sort in order, but for a node that lost its disk and had its clock set back."""
     return batch.sequence == 0 and received_ns - node.last_seen_ns > _SILENT_NS
 
 
-def _rows_of(agents: set[str]) -> Select[Node]:
-    """Without who they are, which only a new hello changes."""
-    return select(Node).where(Node.agent_id.in_(agents)).options(defer(Node.hello))
-
-
-def _new(batch: Batch, received_ns: int) -> Node:
-    return Node(
+def _new(batch: Batch, received_ns: int) -> _Heard:
+    return _Heard(
         agent_id=batch.agent_id,
         boot_id=batch.boot_id,
         sequence=-1,
@@ -74,7 +117,7 @@ def _new(batch: Batch, received_ns: int) -> Node:
     )
 
 
-def _apply(node: Node, batch: Batch, received_ns: int) -> bool:
+def _apply(node: _Heard, batch: Batch, received_ns: int) -> bool:
     """Returns whether those who look at the node should hear of it."""
     returned = received_ns - node.last_seen_ns > _GPU_SHOWN_NS
     node.last_seen_ns = max(node.last_seen_ns, received_ns)
@@ -94,7 +137,7 @@ def _newest_hello(batch: Batch) -> AgentHello | None:
     return hellos[-1] if hellos else None
 
 
-def _read_gpus(node: Node, samples: list[Sample]) -> bool:
+def _read_gpus(node: _Heard, samples: list[Sample]) -> bool:
     known = node.readings
     fresh: dict[int, GpuReading] = {}
     for sample in samples:

@@ -20,7 +20,7 @@ from typing import Any
 import sqlalchemy.exc
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, create_engine, event, text
+from sqlalchemy import Connection, Table, create_engine, event, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -153,7 +153,7 @@ class Turns:
                 self._taken = False
 
 
-def insert_into(session: Session, table: type[Any]) -> Any:
+def insert_into(session: Session, table: type[Any] | Table) -> Any:
     """The dialect's own insert; both know `on_conflict_do_nothing` and `..._do_update`."""
     is_sqlite = session.get_bind().dialect.name == "sqlite"
     return sqlite.insert(table) if is_sqlite else postgresql.insert(table)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import Table, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from paceline_server.store.database import insert_into
@@ -16,6 +16,10 @@ from paceline_wire.batch import Batch
 FINISHED = ("finished", "failed", "stopped")
 
 _WALKED_TOGETHER = 100
+_TABLE: Table = HotLog.__table__  # type: ignore[assignment]  # is a Table
+_PRUNED = select(Boot.agent_id, Boot.boot_id, Boot.pruned_sequence).where(
+    Boot.agent_id.in_(bindparam("agents", expanding=True)), Boot.pruned_sequence.is_not(None)
+)
 
 
 class Entry(NamedTuple):
@@ -43,11 +47,12 @@ def append_all(session: Session, entries: Sequence[Entry]) -> list[bool]:
     if new:
         columns = HotLog.agent_id, HotLog.boot_id, HotLog.sequence
         statement = (
-            insert_into(session, HotLog)
+            insert_into(session, _TABLE)
             .on_conflict_do_nothing(index_elements=["agent_id", "boot_id", "sequence"])
             .returning(*columns)
         )
-        stored = {tuple(row) for row in session.execute(statement, [_row(one) for one in new])}
+        rows = session.connection().execute(statement, [_row(one) for one in new])
+        stored = {tuple(row) for row in rows}
     answers = []
     for entry in entries:
         answers.append(entry.key in stored)
@@ -69,11 +74,9 @@ def _row(entry: Entry) -> dict[str, object]:
 
 def _pruned(session: Session, entries: Sequence[Entry]) -> dict[tuple[str, str], int]:
     """By boot, the last sequence number that was stored once and is no longer here."""
-    agents = {entry.batch.agent_id for entry in entries}
-    boots = session.scalars(
-        select(Boot).where(Boot.agent_id.in_(agents), Boot.pruned_sequence.is_not(None))
-    )
-    return {(boot.agent_id, boot.boot_id): boot.pruned_sequence or 0 for boot in boots}
+    asked = {"agents": sorted({entry.batch.agent_id for entry in entries})}
+    rows = session.connection().execute(_PRUNED, asked)
+    return {(agent_id, boot_id): sequence or 0 for agent_id, boot_id, sequence in rows}
 
 
 def newest_log_id(session: Session) -> int:
