@@ -48,15 +48,20 @@ def _ask(draft: Draft, incident: IncidentView, wanted: list[int], agents: dict[i
 
 def ask_for_dumps(draft: Draft) -> None:
     """Once for each incident: what one rank launched tells only beside what the others did."""
+    asking = [
+        incident
+        for incident in draft.incidents()
+        if incident.dumps_asked_ns is None
+        and incident.finding.dumps_wanted
+        and incident.finding.generation == draft.generation
+    ]
+    if not asking:
+        return
     by_agent: dict[str, list[int]] = defaultdict(list)
     for rank in draft.ranks:
         if rank.state != "exited":
             by_agent[rank.agent_id].append(rank.rank)
-    for incident in draft.incidents():
-        finding = incident.finding
-        wanted = finding.dumps_wanted and finding.generation == draft.generation
-        if not wanted or incident.dumps_asked_ns is not None:
-            continue
+    for incident in asking:
         for agent, ranks in sorted(by_agent.items()):
             draft.issue(agent, incident.incident_id, _Reading(draft, ranks, TakeDumps))
         draft.put_incident(replace(incident, dumps_asked_ns=draft.now_ns))

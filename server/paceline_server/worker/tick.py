@@ -158,11 +158,13 @@ class JobWork:
             for event in batch.events:
                 if not _is_of(job, event):
                     continue
+                if isinstance(event, RankState):  # the most numerous by far
+                    if event.view.evaluation_loss is not None:
+                        self._evaluation = event.view.evaluation_loss
+                    continue
                 self._ranks.hear(batch.agent_id, event)
                 if isinstance(event, RankAcknowledged):
                     heard.append((batch.agent_id, event))
-                elif isinstance(event, RankState) and event.view.evaluation_loss is not None:
-                    self._evaluation = event.view.evaluation_loss
                 elif isinstance(event, RankAttached):
                     said = event.identity.metadata
                     job.spec = replace(job.spec, metadata={**job.spec.metadata, **said})
