@@ -42,8 +42,8 @@ GROWTH_GOAL_MIB = 64.0
 CPU_GOAL_RATIO = 0.4  # of a step: of two cores that leaves room for what is not of every step
 
 LOADS = (
-    Load("1,024 ranks", Topology(32, 4, 8), 12, 1.0, 100, 0.5, 16, 12),
-    Load("10,240 ranks", Topology(160, 8, 8), 12, 5.0, 24, 2.5, 10, 8),
+    Load("1,024 ranks", Topology(32, 4, 8), 12, 1.0, 60, 0.5, 16, 12),
+    Load("10,240 ranks", Topology(160, 8, 8), 12, 5.0, 12, 2.5, 4, 6),
 )
 
 
