@@ -157,6 +157,27 @@ def test_what_fits_no_record_is_refused_whole(module: Any, row: tuple[Any, ...])
 
 
 @built
+@pytest.mark.parametrize("module", [writer, pure_writer])
+def test_the_short_ways_are_the_owners(module: Any) -> None:
+    kind = Kind(module)
+    kind.writer.sections["x"] = kind.sections[0]
+
+    def ways() -> list[Any]:
+        known = [kind.writer.known(name) for name in ("x", "y", [])]
+        return [*known, kind.writer.report_here(1.0, None, None)]
+
+    assert ways() == [kind.sections[0], None, None, True]
+    assert kind.writer.report_here("high", None, None) is False
+    elsewhere: list[Any] = []
+    thread = threading.Thread(target=lambda: elsewhere.extend(ways()))
+    thread.start()
+    thread.join()
+    assert elsewhere == [None, None, None, False]
+    kind.writer.timer = object()
+    assert ways() == [kind.sections[0], None, None, False]
+
+
+@built
 def test_memory_that_is_no_ring_is_refused() -> None:
     state = memoryview(bytearray(4096)).cast("Q")
     for spans in (bytearray(63), bytearray(3 * RECORD_BYTES), bytes(RECORD_BYTES)):

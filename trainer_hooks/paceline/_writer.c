@@ -95,6 +95,7 @@ typedef struct {
     uint64_t mask, head, depth, chunk, word2, step, step_started_ns, owner, failures;
     PyObject *timer;  /* of a device; NULL: none */
     PyObject *action; /* the transfer action we are in; NULL: none */
+    PyObject *sections; /* dict: the owner's, by name */
     char calling;
     Py_buffer state_view, spans_view;
 } Writer;
@@ -108,6 +109,8 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         self->chunk = NO_CHUNK;
         self->word2 = NO_MICROBATCH;
         self->owner = PyThread_get_thread_ident();
+        if ((self->sections = PyDict_New()) == NULL)
+            Py_CLEAR(self);
     }
     return (PyObject *)self;
 }
@@ -151,6 +154,7 @@ static int writer_traverse(Writer *self, visitproc visit, void *arg)
     Py_VISIT((PyObject *)Py_TYPE((PyObject *)self));
     Py_VISIT(self->timer);
     Py_VISIT(self->action);
+    Py_VISIT(self->sections);
     return 0;
 }
 
@@ -158,6 +162,7 @@ static int writer_clear(Writer *self)
 {
     Py_CLEAR(self->timer);
     Py_CLEAR(self->action);
+    Py_CLEAR(self->sections);
     return 0;
 }
 
@@ -321,17 +326,14 @@ static int as_bits(PyObject *given, uint64_t *bits)
     return 1;
 }
 
-static PyObject *writer_report(Writer *self, PyObject *const *args, Py_ssize_t count)
+/* `values`: loss, gradient norm, evaluation loss. Returns -1 with an exception set. */
+static int show_values(Writer *self, uint64_t step, PyObject *const *values)
 {
-    uint64_t step, loss = 0, norm = 0, evaluation = 0;
-    if (count != 4)
-        return PyErr_SetString(PyExc_TypeError, "expected a step and three values"), NULL;
-    if (as_word(args[0], &step) < 0)
-        return NULL;
+    uint64_t loss = 0, norm = 0, evaluation = 0;
     int has_loss, has_norm, has_evaluation;
-    if ((has_loss = as_bits(args[1], &loss)) < 0 || (has_norm = as_bits(args[2], &norm)) < 0 ||
-        (has_evaluation = as_bits(args[3], &evaluation)) < 0)
-        return NULL;
+    if ((has_loss = as_bits(values[0], &loss)) < 0 || (has_norm = as_bits(values[1], &norm)) < 0 ||
+        (has_evaluation = as_bits(values[2], &evaluation)) < 0)
+        return -1;
     if (!has_norm)
         norm = NAN_BITS;
     else if ((norm & INFINITY_BITS) == INFINITY_BITS) /* an infinity, or NaN */
@@ -344,6 +346,48 @@ static PyObject *writer_report(Writer *self, PyObject *const *args, Py_ssize_t c
     if (has_evaluation) {
         self->state[STATE_EVALUATION_LOSS] = evaluation;
         self->state[STATE_EVALUATION_STEP] = step + 1;
+    }
+    return 0;
+}
+
+static PyObject *writer_report(Writer *self, PyObject *const *args, Py_ssize_t count)
+{
+    uint64_t step;
+    if (count != 4)
+        return PyErr_SetString(PyExc_TypeError, "expected a step and three values"), NULL;
+    if (as_word(args[0], &step) < 0 || show_values(self, step, args + 1) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static int is_owners(Writer *self)
+{
+    return self->owner == PyThread_get_thread_ident();
+}
+
+static int has_timer(Writer *self)
+{
+    return self->timer != NULL && self->timer != Py_None;
+}
+
+static PyObject *writer_report_here(Writer *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 3 || !is_owners(self) || has_timer(self))
+        Py_RETURN_FALSE;
+    if (show_values(self, self->step, args) < 0) {
+        PyErr_Clear(); /* whoever does it the general way meets it again */
+        Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
+static PyObject *writer_known(Writer *self, PyObject *name)
+{
+    if (is_owners(self)) {
+        PyObject *section = PyDict_GetItemWithError(self->sections, name);
+        if (section != NULL)
+            return Py_NewRef(section);
+        PyErr_Clear(); /* no name */
     }
     Py_RETURN_NONE;
 }
@@ -367,6 +411,8 @@ static PyMethodDef writer_methods[] = {
     {"end_data_wait", (PyCFunction)writer_end_data_wait, METH_NOARGS, NULL},
     {"end_step", (PyCFunction)writer_end_step, METH_NOARGS, NULL},
     {"report", (PyCFunction)(void (*)(void))writer_report, METH_FASTCALL, NULL},
+    {"report_here", (PyCFunction)(void (*)(void))writer_report_here, METH_FASTCALL, NULL},
+    {"known", (PyCFunction)writer_known, METH_O, NULL},
     {"rebind", (PyCFunction)writer_rebind, METH_VARARGS, NULL},
     {NULL},
 };
@@ -382,6 +428,7 @@ static PyMemberDef writer_members[] = {
     {"calling", T_BOOL, offsetof(Writer, calling), 0},
     {"timer", T_OBJECT, offsetof(Writer, timer), 0},
     {"action", T_OBJECT, offsetof(Writer, action), 0},
+    {"sections", T_OBJECT_EX, offsetof(Writer, sections), READONLY},
     {"step_started_ns", T_ULONGLONG, offsetof(Writer, step_started_ns), READONLY},
     {NULL},
 };
@@ -928,9 +975,7 @@ static int add_size(Collective *self, PyObject *load, uint64_t *size)
 static int is_common(Collective *self, PyObject *args, PyObject *kwargs)
 {
     Writer *recorder = self->recorder;
-    if (recorder->owner != PyThread_get_thread_ident())
-        return 0;
-    if (recorder->timer != NULL && recorder->timer != Py_None)
+    if (!is_owners(recorder) || has_timer(recorder))
         return 0;
     PyObject *is_async = argument(args, kwargs, self->async_at, self->async_name);
     if (is_async == NULL)

@@ -52,6 +52,8 @@ MAXIMUM_ACTIONS = 1 << 14  # distinct (op, microbatch, chunk, peer)
 
 LARGEST_SQUARES = 1 << 62  # a sum of squared lengths that a reader takes for one
 
+OPTIMIZER = object()  # among the names of sections
+
 Batch = TypeVar("Batch")
 Actions = list[dict[tuple[int | None, int, int | None], Pipelining]]
 
@@ -69,7 +71,7 @@ class Session:
         # By op, then by place; an Op itself hashes slowly.
         self.actions: Actions = [{} for _ in range(Op.BACKWARD_RECV + 1)]
         self.sized: Actions = [{} for _ in range(Op.BACKWARD_RECV + 1)]  # that have lengths
-        self.optimizer = Section(recorder, Op.OPTIMIZER)
+        recorder.sections[OPTIMIZER] = Section(recorder, Op.OPTIMIZER)
         self.checkpoint = StatusSection(recorder, Op.CHECKPOINT, Status.CHECKPOINTING)
         self.evaluate = StatusSection(recorder, Op.EVALUATE, Status.EVALUATING)
         self.made = 0  # sections and actions
@@ -112,8 +114,8 @@ class Session:
             self.timer = self.recorder.timer = DeviceTimer(cuda, self.recorder)
             for actions in (*self.actions, *self.sized):
                 actions.clear()
-            _sections.clear()
-            self.optimizer = self.section(Op.OPTIMIZER)
+            self.recorder.sections.clear()
+            self.recorder.sections[OPTIMIZER] = self.section(Op.OPTIMIZER)
 
     def end(self, status: int) -> None:
         self.recorder.leave_loop()
@@ -128,9 +130,15 @@ class Session:
             self.wrapped.uninstall()
 
 
+def _nothing(*_: object) -> None:
+    """What is found, and done, at once while there is no session."""
+
+
 _session: Session | None = None
 _owner = get_ident()
-_sections: dict[str, Section] = {}  # the owner thread's, by name
+# The short ways, of the session's recorder.
+_known: Callable[[object], Timed | None] = _nothing
+_report_here: Callable[..., bool | None] = _nothing
 _said: set[str] = set()
 
 
@@ -167,7 +175,7 @@ def _start(
     topology: Topology | None,
     metadata: Mapping[str, str],
 ) -> None:
-    global _session, _owner
+    global _owner
     if _session is not None:
         _say_once("twice", "paceline.init() was called again; the first call stands")
         return
@@ -179,10 +187,19 @@ def _start(
     identity = identify(surroundings, sizes, coordinates, metadata)
     ring = create(surroundings.ring_path, identity, surroundings.capacity)
     _owner = get_ident()
-    _sections.clear()
-    _session = Session(Recorder(ring))
-    _session.recorder.watch_gc()
-    _guard(_session, _wrap_torch, _session, mesh)
+    session = Session(Recorder(ring))
+    _exchange(session)
+    session.recorder.watch_gc()
+    _guard(session, _wrap_torch, session, mesh)
+
+
+def _exchange(session: Session | None) -> Session | None:
+    """Make it the process's. Returns the one before."""
+    global _session, _known, _report_here
+    before, _session = _session, session
+    _known = _nothing if session is None else session.recorder.known
+    _report_here = _nothing if session is None else session.recorder.report_here
+    return before
 
 
 def _wrap_torch(session: Session, mesh: Any | None) -> None:
@@ -218,12 +235,7 @@ def steps(loader: Iterable[Batch], *, start: int | None = None) -> Steps[Batch]:
 
 def section(name: str) -> Timed:
     """A context manager that times a part of the step under a name. Names are few and fixed."""
-    if get_ident() != _owner:
-        return _elsewhere(name)
-    try:
-        return _sections[name]
-    except (KeyError, TypeError):
-        return _new_section(name)
+    return _known(name) or _new_section(name)
 
 
 def _new_section(name: str) -> Timed:
@@ -231,7 +243,9 @@ def _new_section(name: str) -> Timed:
     op = None if session is None else _operation(session, name)
     if session is None or op is None:
         return INERT
-    section = _sections[name] = session.section(op)
+    if get_ident() != _owner:
+        return ElsewhereSection(session.recorder, op)
+    section = session.recorder.sections[name] = session.section(op)
     return section
 
 
@@ -246,14 +260,6 @@ def _operation(session: Session, name: str) -> int | None:
     if op is None:
         _say_once("names", "more than %d section names: the rest is not recorded", MAXIMUM_SECTIONS)
     return op
-
-
-def _elsewhere(name: str) -> Timed:
-    session = _session
-    op = None if session is None else _operation(session, name)
-    if session is None or op is None:
-        return INERT
-    return ElsewhereSection(session.recorder, op)
 
 
 def pipelining(
@@ -337,7 +343,7 @@ def _check(name: str, value: int, least: int, most: int) -> None:
 
 def optimizer() -> Timed:
     """A context manager around the optimizer's step."""
-    return INERT if _session is None or get_ident() != _owner else _session.optimizer
+    return _known(OPTIMIZER) or INERT
 
 
 def checkpoint() -> Timed:
@@ -373,15 +379,19 @@ def report(
     evaluation_loss: Any | None = None,
 ) -> None:
     """Values of the current step: numbers, or tensors of one element."""
+    if not _report_here(loss, gradient_norm, evaluation_loss):
+        _report(loss, gradient_norm, evaluation_loss)
+
+
+def _report(*values: Any) -> None:
     session = _session
     if session is None or get_ident() != _owner:
         return
     try:
-        values, recorder = (loss, gradient_norm, evaluation_loss), session.recorder
         if session.timer is not None and any(map(on_device, values)):
             session.timer.report(values)
         else:
-            recorder.report(recorder.step, *values)
+            session.recorder.report(session.recorder.step, *values)
     except Exception as error:
         session.recorder.failures += 1
         _say_once("report", "paceline.report failed: %s", error)
@@ -431,9 +441,7 @@ def finish() -> None:
 
 def _stop() -> None:
     """Back to inert. The ring file stays: the agent reads it to its end."""
-    global _session
-    session, _session = _session, None
-    _sections.clear()
+    session = _exchange(None)
     if session is None:
         return
     session.recorder.unwatch_gc()
@@ -449,11 +457,9 @@ def _at_exit() -> None:
 
 
 def _in_child() -> None:
-    global _session
-    session, _session = _session, None
+    session = _exchange(None)
     if session is not None:
         session.detach()
-    _sections.clear()
 
 
 def _say_once(topic: str, message: str, *values: object, info: bool = False) -> None:

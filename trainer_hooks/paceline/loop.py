@@ -47,43 +47,41 @@ class Loop:
             self._next_step = start
         self.running = True
         try:
-            yield from self._steps(iter(loader))
+            recorder, batches = self._recorder, iter(loader)
+            at_boundary, is_first = self.at_boundary, True
+            while True:
+                if at_boundary is not None:
+                    at_boundary()
+                recorder.begin_step(self._next_step)
+                if is_first:
+                    is_first = False
+                    self._begin()
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                recorder.end_data_wait()
+                head = recorder.head
+                try:
+                    yield batch
+                except GeneratorExit:
+                    # Left by break or an error: it was a step if anything was measured in it.
+                    if recorder.head > head:
+                        recorder.end_step()
+                        self._next_step += 1
+                    raise
+                recorder.end_step()
+                if recorder.queue:
+                    recorder.drain()
+                self._next_step += 1
         finally:
             self.running = False
             self._recorder.leave_loop()
 
-    def _steps(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        recorder = self._recorder
-        while True:
-            if self.at_boundary is not None:
-                self.at_boundary()
-            recorder.begin_step(self._next_step)
-            if not self._started:
-                self._record_startup()
-            if recorder.status != Status.RUNNING:
-                recorder.set_status(Status.RUNNING)
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            recorder.end_data_wait()
-            head = recorder.head
-            try:
-                yield batch
-            except GeneratorExit:
-                # Left by break or an error: it was a step if anything was measured in it.
-                if recorder.head > head:
-                    self._end_step()
-                raise
-            self._end_step()
-
-    def _end_step(self) -> None:
-        self._recorder.end_step()
-        if self._recorder.queue:
-            self._recorder.drain()
-        self._next_step += 1
-
-    def _record_startup(self) -> None:
+    def _begin(self) -> None:
+        self._recorder.set_status(Status.RUNNING)
+        if self._started:
+            return
         self._started = True
         process_ns, now = process_started_ns(), self._recorder.step_started_ns
         if process_ns is not None and process_ns < now:

@@ -53,7 +53,7 @@ class Writer:
 
     __slots__ = (
         *("_spans", "_state", "action", "calling", "chunk", "depth", "failures", "head", "mask"),
-        *("owner", "step", "step_started_ns", "timer", "word2"),
+        *("owner", "sections", "step", "step_started_ns", "timer", "word2"),
     )
 
     def __init__(self, state: memoryview, spans: memoryview) -> None:
@@ -67,6 +67,7 @@ class Writer:
         self.calling = False  # the owner's thread is inside a timed torch.distributed function
         self.timer: DeviceTimer | None = None
         self.action: Transfer | None = None  # the transfer action we are in
+        self.sections: dict[object, Section] = {}  # the owner's, by name
         self.failures = 0  # exceptions of our own that were kept from the training
         self.rebind(state, spans)
 
@@ -163,6 +164,31 @@ class Writer:
         if evaluated is not None:
             state[STATE_EVALUATION_LOSS] = evaluated
             state[STATE_EVALUATION_STEP] = step + 1
+
+    def report_here(
+        self,
+        loss: SupportsFloat | None,
+        gradient_norm: SupportsFloat | None,
+        evaluation_loss: SupportsFloat | None,
+    ) -> bool:
+        """Whether these values of the current step are shown: not by another thread, nor where a
+        device may still compute them, nor what is no number."""
+        if get_ident() != self.owner or self.timer is not None:
+            return False
+        try:
+            self.report(self.step, loss, gradient_norm, evaluation_loss)
+        except Exception:  # whoever does it the general way meets it again
+            return False
+        return True
+
+    def known(self, name: object) -> Section | None:
+        """The section of this name, in the owner's thread."""
+        if get_ident() != self.owner:
+            return None
+        try:
+            return self.sections.get(name)
+        except TypeError:  # no name
+            return None
 
 
 def _bits(value: SupportsFloat | None) -> Any:
