@@ -4,6 +4,7 @@
 |---|---|
 | failure or hang, critical | restart at once; without the node if that is suspected |
 | straggler, slow data or slow link whose node is suspected | checkpoint, restart without the node |
+| the same by load of the node's host, for 20 steps | the same |
 | straggler or slow data of unknown cause, critical for 20 steps | the same |
 | what is transient or chronic, above severity info | notify: a restart changes nothing |
 | any other, of severity warning or critical | notify |
@@ -26,6 +27,7 @@ from paceline_server.decide.incidents import SLOW_KINDS, is_fatal, live_findings
 from paceline_server.decide.placement import place
 from paceline_server.decide.stopping import begin_stop
 from paceline_server.decide.types import ActionKind, ActionState, ActionView, IncidentView
+from paceline_server.detect.causes.catalogue import may_pass
 from paceline_server.detect.finding import Finding
 
 PERSISTENT_STEPS = 20
@@ -180,8 +182,9 @@ def _remedy_for_slow(draft: Draft, finding: Finding) -> Remedy | None:
         and finding.cause == "unknown"
         and finding.kind != "slow_link"
     )
-    if unexplained and not finding.suspects_node and not _persists(draft, finding):
-        return None  # it may go by itself, or its cause may yet be found
+    may_go = may_pass(finding.cause) or (unexplained and not finding.suspects_node)
+    if may_go and not _persists(draft, finding):
+        return None  # by itself, or its cause may yet be found
     if finding.node is None or not (finding.suspects_node or unexplained):
         return Remedy(kind="notify", why=f"{told} The node itself is not suspected.")
     if not finding.can_checkpoint:

@@ -219,11 +219,18 @@ def test_a_bubble_is_advice_and_no_action(world: World) -> None:
     assert len(world.open_incidents()) == 1
 
 
-def test_a_straggler_without_a_known_cause_is_left_behind_only_if_it_persists(
-    world: World,
+@pytest.mark.parametrize(
+    ("cause", "suspects_node", "severity"),
+    [("unknown", False, "critical"), ("CPU contention", True, "warning")],
+)
+def test_what_may_go_by_itself_leads_away_from_its_node_only_if_it_persists(
+    world: World, cause: str, suspects_node: bool, severity: str
 ) -> None:
     first = world.finding(
-        cause="unknown", suspects_node=False, severity="critical", onset_step=world.highest_step
+        cause=cause,
+        suspects_node=suspects_node,
+        severity=severity,
+        onset_step=world.highest_step,
     )
     world.tick((first,))
     world.run(5.0)

@@ -21,12 +21,16 @@ UNKNOWN_PRIOR = 0.25
 
 @dataclass(frozen=True, slots=True)
 class CauseInfo:
-    """`subject`: what was ruled out when it was not this. `on_node`: the node, not the process."""
+    """`subject`: what was ruled out when it was not this. `on_node`: the node, not the process.
+
+    `may_pass`: it is load, which can end as it began.
+    """
 
     subject: str
     on_node: bool
     priors: Mapping[str, float]  # kind of finding -> share; kinds that are not there: never
     advice: str
+    may_pass: bool = False
 
 
 CAUSES: Mapping[str, CauseInfo] = {
@@ -191,6 +195,7 @@ CAUSES: Mapping[str, CauseInfo] = {
             "checkpoint_stall": 0.03,
         },
         "find what else runs there; reserve CPUs for the ranks, or lower the loader's workers",
+        may_pass=True,
     ),
     "memory pressure": CauseInfo(
         "memory pressure",
@@ -203,6 +208,7 @@ CAUSES: Mapping[str, CauseInfo] = {
             "checkpoint_stall": 0.08,
         },
         "free host memory: pinned buffers, loader workers and page cache compete for it",
+        may_pass=True,
     ),
     "swapping": CauseInfo(
         "swapping",
@@ -215,6 +221,7 @@ CAUSES: Mapping[str, CauseInfo] = {
             "checkpoint_stall": 0.04,
         },
         "turn swap off on training nodes and free host memory",
+        may_pass=True,
     ),
     "slow disk": CauseInfo(
         "disk",
@@ -239,5 +246,11 @@ CAUSES: Mapping[str, CauseInfo] = {
         True,
         {"straggler": 0.02, "slow_data": 0.10, "hang": 0.12, "checkpoint_stall": 0.10},
         "look at the file system it waits for (`cat /proc/PID/stack`, dmesg)",
+        may_pass=True,
     ),
 }
+
+
+def may_pass(cause: str) -> bool:
+    info = CAUSES.get(cause)
+    return info is not None and info.may_pass
