@@ -24,6 +24,7 @@ _PERHAPS_A_PAGE_BYTES = 2048
 # A FIFO, as a copied tree may hold one, must not make us wait for whoever writes to it.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _ONCE_BYTES = 8 << 20
+_CHUNK_BYTES = 64 << 10  # the files of /proc/sys refuse to be asked for 4 MiB and more at once
 
 Location = str | os.PathLike[str]
 
@@ -130,7 +131,7 @@ def read_once(location: Location, bytes_at_most: int = _ONCE_BYTES) -> bytes:
     descriptor = os.open(location, _FLAGS)
     try:
         parts: list[bytes] = []
-        while more := os.read(descriptor, bytes_at_most):
+        while more := os.read(descriptor, min(bytes_at_most, _CHUNK_BYTES)):
             parts.append(more)
             bytes_at_most -= len(more)
         return b"".join(parts)

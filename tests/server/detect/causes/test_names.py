@@ -6,6 +6,7 @@ import ast
 import contextlib
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from paceline_agent.collectors import discover
 from paceline_agent.collectors.contract import CollectorUnavailable, Context, LocalRank
 from paceline_agent.collectors.nvml import NvmlCollector
+from paceline_agent.collectors.storage import StorageCollector
 from paceline_agent.lanes import ProcessLane
 from paceline_cli.demo.fake_nvml import CompilerMissing, FakeGpus, build, environment
 from paceline_server.detect.causes import CAUSES
@@ -163,6 +165,8 @@ async def test_every_metric_that_is_read_is_emitted_by_a_collector(context, tmp_
         if not collector.isolated:
             with contextlib.suppress(CollectorUnavailable):
                 samples += collector(context).collect(1).samples
+    here = replace(context, procfs_root=Path("/proc"))  # no other tree's file systems are looked at
+    samples += StorageCollector(here).collect(1).samples
     emitted = {sample.name: sample.labels.keys() for sample in samples}
     assert KEPT.keys() - emitted.keys() == set()
     for name, labels in KEPT.items():
