@@ -423,7 +423,7 @@ static PyMemberDef writer_members[] = {
     {"chunk", T_ULONGLONG, offsetof(Writer, chunk), 0},
     {"word2", T_ULONGLONG, offsetof(Writer, word2), 0},
     {"step", T_ULONGLONG, offsetof(Writer, step), READONLY},
-    {"owner", T_ULONGLONG, offsetof(Writer, owner), READONLY},
+    {"owner", T_ULONGLONG, offsetof(Writer, owner), 0},
     {"failures", T_ULONGLONG, offsetof(Writer, failures), 0},
     {"calling", T_BOOL, offsetof(Writer, calling), 0},
     {"timer", T_OBJECT, offsetof(Writer, timer), 0},

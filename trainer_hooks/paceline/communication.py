@@ -265,6 +265,8 @@ class Wrapped:
 
     def uninstall(self) -> None:
         """Wrappers that someone still holds pass calls through."""
+        if self._recorder is not None:
+            self._recorder.owner = 0  # so that all go the general way, which looks for a recorder
         self._recorder = None
         _rebind({wrapper: original for original, wrapper in self._replaced.items()})
         self._c10d._check_op = self._check
@@ -352,13 +354,33 @@ class Wrapped:
         async_of = Argument(original, "async_op")
         payload_of = Argument(original, payload)
 
-        general = partial(self._general, op, group_of, async_of, payload_of, original)
+        common = self._common(original, op, payload, group_of, async_of, payload_of)
         is_compiling = self._is_compiling
+
+        @wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            return (original if is_compiling() else common)(*args, **kwargs)
+
+        return timed
+
+    def _common(
+        self,
+        original: Original,
+        op: int,
+        payload: str,
+        group_of: Argument,
+        async_of: Argument,
+        payload_of: Argument,
+    ) -> Original:
+        """Times the common calls in C where that was built, all others the general way."""
+        general = partial(self._general, op, group_of, async_of, payload_of, original)
+        if Collective is None:
+            return lambda *args, **kwargs: general(args, kwargs)
         # `GroupMember.WORLD` is this attribute behind two properties, as dear as all the rest.
         holder, default = getattr(self._c10d, "_world", None), "_default_pg"
         if not hasattr(holder, default):
             holder, default = self._c10d.GroupMember, "WORLD"
-        common = Collective and Collective(
+        made: Original = Collective(
             recorder=self._recorder,
             op=op,
             original=original,
@@ -372,16 +394,7 @@ class Wrapped:
             async_at=async_of.position,
             payload_at=payload_of.position,
         )
-
-        @wraps(original)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or self._recorder is None:
-                return original(*args, **kwargs)
-            if common is None:
-                return general(args, kwargs)
-            return common(*args, **kwargs)
-
-        return timed
+        return made
 
     def _general(
         self,
