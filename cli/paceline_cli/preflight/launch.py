@@ -40,6 +40,7 @@ class Commands:
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[str]] = set()
+        self._interrupted = False
 
     def run(self, commands: Mapping[str, Sequence[str]], seconds: float) -> dict[str, Ended]:
         """Raises OSError where the program of a command is not to be had."""
@@ -53,6 +54,7 @@ class Commands:
             try:
                 return {name: end.result() for name, end in ends.items()}
             except BaseException:
+                self._interrupted = True
                 for child in list(self._running):
                     _end(child)
                 raise
@@ -69,6 +71,8 @@ class Commands:
             errors="replace",
         )
         self._running.add(child)
+        if self._interrupted:  # while it began
+            _end(child)
         status: int | None = None
         try:
             output, errors = child.communicate(timeout=seconds)

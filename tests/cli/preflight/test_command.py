@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from typing import Any
 
 import msgspec
 import pytest
@@ -151,6 +155,22 @@ def test_who_does_not_answer_in_time_is_ended_with_its_children() -> None:
     reach = EachNode(("slow",), "sh -c 'sleep 60 & wait'  {node}")
     survey = ask(reach, [], Commands(), 0.3)
     assert survey.complaints == {"slow": "no answer in time"}
+
+
+def test_an_end_by_signal_meets_what_is_just_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands, started, start = Commands(), [], subprocess.Popen
+
+    def interrupted(*args: Any, **kwargs: Any) -> subprocess.Popen[str]:
+        started.append(start(*args, **kwargs))
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not commands._interrupted:
+            Event().wait(0.01)
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        commands.run({"node": ["sleep", "60"]}, 60)
+    assert [child.returncode for child in started] == [-signal.SIGKILL]
 
 
 def test_a_launcher_tells_of_all_its_nodes_once() -> None:
