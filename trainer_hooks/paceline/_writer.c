@@ -553,14 +553,19 @@ static PyObject *section_enter(Section *self, PyObject *unused)
     return recorder == NULL ? NULL : enter(self, recorder);
 }
 
+static void leave(Section *self, Writer *recorder, uint64_t peer, uint64_t size, uint64_t sequence)
+{
+    write_record(recorder, self->op | recorder->chunk << 32, recorder->word2, peer, size, sequence,
+                 self->start, now_ns() - self->start);
+    recorder->state[STATE_DEPTH] = recorder->depth = self->depth;
+}
+
 static PyObject *section_exit(Section *self, PyObject *const *args, Py_ssize_t count)
 {
     Writer *recorder = recorder_of(self);
     if (recorder == NULL)
         return NULL;
-    write_record(recorder, self->op | recorder->chunk << 32, recorder->word2, NONE_32, 0, 0,
-                 self->start, now_ns() - self->start);
-    recorder->state[STATE_DEPTH] = recorder->depth = self->depth;
+    leave(self, recorder, NONE_32, 0, 0);
     if (restore_outer(self) < 0)
         return NULL;
     Py_RETURN_NONE;
@@ -659,9 +664,8 @@ static PyObject *pipelining_exit(Pipelining *self, PyObject *const *args, Py_ssi
     Writer *recorder = recorder_of(section);
     if (recorder == NULL)
         return NULL;
-    write_record(recorder, section->op | self->chunk << 32, recorder->word2, self->peer, self->size,
-                 self->sequence, section->start, now_ns() - section->start);
-    recorder->state[STATE_DEPTH] = recorder->depth = section->depth;
+    recorder->chunk = self->chunk; /* whatever was done inside */
+    leave(section, recorder, self->peer, self->size, self->sequence);
     leave_microbatch(section, recorder);
     if (restore_outer(section) < 0)
         return NULL;

@@ -79,5 +79,4 @@ def _healthy(session: Session, job: models.Job) -> str:
     if spread > _EVEN_RATIO:
         return f"No rank stays behind the others{pace}."
     spread = max(spread, 0.0)
-    count = world_size
-    return f"All {count} ranks within {max(1, round(spread * 100))} % of their peers{pace}."
+    return f"All {world_size} ranks within {max(1, round(spread * 100))} % of their peers{pace}."
