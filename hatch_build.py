@@ -39,7 +39,7 @@ class WriterBuildHook(BuildHookInterface):  # type: ignore[misc]
         # Never written in place: a training may have it mapped.
         made = library.with_suffix(f".{os.getpid()}")
         command = [
-            *(*compiler, "-O2", "-shared", "-fPIC", "-fvisibility=hidden"),
+            *(*compiler, "-O2", "-fno-plt", "-shared", "-fPIC", "-fvisibility=hidden"),
             *("-I", sysconfig.get_path("include"), "-o", str(made)),
             str(Path(self.root, PACKAGE, "_writer.c")),
         ]

@@ -124,7 +124,8 @@ class Kind:
         words = self.spans.cast("Q").tolist()
         records = [words[at : at + 6] for at in range(0, len(words), 8)]
         kept = self.writer
-        return state, records, (kept.head, kept.depth, kept.step, kept.word2, kept.chunk)
+        counted = (kept.head, kept.depth, kept.step, kept.step_head)
+        return state, records, (*counted, kept.word2, kept.chunk)
 
 
 WORD = st.one_of(st.integers(0, 20), st.integers(0, 2**64 - 1))
@@ -197,6 +198,12 @@ class Group:
 
 
 class Load:
+    @property
+    def nbytes(self) -> int:
+        return 400
+
+
+class OtherLoad:
     nbytes = 400
 
 
@@ -207,6 +214,7 @@ class Timed:
         self.kind = Kind(writer)
         self.kind.writer.clear_place()  # as a recorder does
         self.world, self.other = Group(), Group()
+        self.holder = types.SimpleNamespace(WORLD=self.world)
         self.general: list[tuple[Any, Any]] = []
         self.sought: list[Any] = []
         self.channel = writer.Channel(
@@ -222,9 +230,10 @@ class Timed:
             general=self._general,
             known={id(self.world): self.channel},
             find=self._find,
-            holder=types.SimpleNamespace(WORLD=self.world),
+            holder=self.holder,
             default="WORLD",
             payload="tensor",
+            tensor=Load,
             group_at=1,
             async_at=2,
             payload_at=0,
@@ -252,7 +261,7 @@ class Timed:
     [
         ((Load(),), {}, 400),
         ((), {"tensor": Load(), "group": None, "async_op": False}, 400),
-        (([Load(), Load()],), {}, 800),
+        (([Load(), OtherLoad()],), {}, 800),
         ((None,), {}, 0),
     ],
 )
@@ -323,6 +332,19 @@ def test_a_group_that_is_not_ours_is_asked_for_and_not_timed() -> None:
     assert timed.call(Load(), group=timed.other) == "original"
     assert timed.sought == [timed.other, timed.other]
     assert (timed.spans(), timed.kind.writer.failures) == ([], 0)
+
+
+@built
+def test_a_group_at_the_place_of_one_that_died_is_another() -> None:
+    timed = Timed(lambda *args, **kwargs: "original")
+    place = id(timed.world)
+    assert timed.call(Load(), timed.world) == "original"
+    assert (len(timed.spans()), timed.sought) == (1, [])
+    timed.world = timed.holder.WORLD = Group()
+    groups = [Group() for _ in range(1000)]
+    other = next(group for group in groups if id(group) == place)
+    assert timed.call(Load(), other) == "original"
+    assert (len(timed.spans()), timed.sought) == (1, [other])
 
 
 class Broken:

@@ -12,8 +12,10 @@
 #include <structmember.h>
 #include <time.h>
 
-/* As in paceline_wire.ring and paceline_wire.spans; LAYOUT tells Python, which compares. */
+/* LAYOUT tells Python, which compares: INTERFACE is one more with each change of what Python calls
+ * here, the rest is as in paceline_wire.ring and paceline_wire.spans. */
 enum {
+    INTERFACE = 2,
     STATE_HEAD = 0,
     STATE_STEP = 1,
     STATE_STEP_STARTED_NS = 2,
@@ -47,11 +49,15 @@ static uint64_t now_ns(void)
 /* A word of a record or page from any Python integer. Returns -1 with an exception set. */
 static int as_word(PyObject *object, uint64_t *word)
 {
-    PyObject *number = PyNumber_Index(object);
-    if (number == NULL)
-        return -1;
-    *word = PyLong_AsUnsignedLongLong(number);
-    Py_DECREF(number);
+    if (PyLong_CheckExact(object)) {
+        *word = PyLong_AsUnsignedLongLong(object);
+    } else {
+        PyObject *number = PyNumber_Index(object);
+        if (number == NULL)
+            return -1;
+        *word = PyLong_AsUnsignedLongLong(number);
+        Py_DECREF(number);
+    }
     return *word == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
 }
 
@@ -92,7 +98,7 @@ static int get_words(PyObject *object, Py_buffer *view, Py_ssize_t least)
 typedef struct {
     PyObject_HEAD
     uint64_t *state, *spans;
-    uint64_t mask, head, depth, chunk, word2, step, step_started_ns, owner, failures;
+    uint64_t mask, head, depth, chunk, word2, step, step_started_ns, step_head, owner, failures;
     PyObject *timer;  /* of a device; NULL: none */
     PyObject *action; /* the transfer action we are in; NULL: none */
     PyObject *sections; /* dict: the owner's, by name */
@@ -303,6 +309,7 @@ static PyObject *writer_end_data_wait(Writer *self, PyObject *unused)
 {
     pop_frame(self, 1);
     write_simple(self, OP_DATA_WAIT, self->step_started_ns, now_ns());
+    self->step_head = self->head;
     Py_RETURN_NONE;
 }
 
@@ -423,6 +430,7 @@ static PyMemberDef writer_members[] = {
     {"chunk", T_ULONGLONG, offsetof(Writer, chunk), 0},
     {"word2", T_ULONGLONG, offsetof(Writer, word2), 0},
     {"step", T_ULONGLONG, offsetof(Writer, step), READONLY},
+    {"step_head", T_ULONGLONG, offsetof(Writer, step_head), READONLY},
     {"owner", T_ULONGLONG, offsetof(Writer, owner), 0},
     {"failures", T_ULONGLONG, offsetof(Writer, failures), 0},
     {"calling", T_BOOL, offsetof(Writer, calling), 0},
@@ -842,25 +850,29 @@ typedef struct {
     PyObject *find;     /* (process group or None): its Channel, or None */
     PyObject *holder;   /* what has the default group, as its attribute `default_name` */
     PyObject *default_name, *payload, *group_name, *async_name, *nbytes_name;
+    PyObject *tensor, *nbytes; /* the class of tensors and its attribute */
+    descrgetfunc get_nbytes; /* NULL: no property */
+    PyObject *latest; /* group of the latest call, borrowed: only to be compared */
+    Channel *channel; /* and its channel; NULL: no call yet */
     Py_ssize_t group_at, async_at, payload_at;
     uint64_t op;
 } Collective;
 
 static int collective_init(Collective *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"recorder", "op",       "original", "general",  "known",      "find",
-                            "holder",   "default",  "payload",  "group_at", "async_at",
+    static char *names[] = {"recorder", "op",      "original", "general",  "known",    "find",
+                            "holder",   "default", "payload",  "tensor",   "group_at", "async_at",
                             "payload_at", NULL};
-    PyObject *given[8];
+    PyObject *given[9];
     unsigned long long op;
     if (self->recorder != NULL)
         return PyErr_SetString(PyExc_RuntimeError, "already made"), -1;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!KOOO!OOUUnnn", names, writer_type, &given[0], &op, &given[1],
+            args, kwargs, "O!KOOO!OOUUO!nnn", names, writer_type, &given[0], &op, &given[1],
             &given[2], &PyDict_Type, &given[3], &given[4], &given[5], &given[6], &given[7],
-            &self->group_at, &self->async_at, &self->payload_at))
+            &PyType_Type, &given[8], &self->group_at, &self->async_at, &self->payload_at))
         return -1;
-    for (int i = 0; i < 8; i++)
+    for (int i = 0; i < 9; i++)
         Py_INCREF(given[i]);
     self->op = op;
     self->recorder = (Writer *)given[0];
@@ -871,10 +883,17 @@ static int collective_init(Collective *self, PyObject *args, PyObject *kwargs)
     self->holder = given[5];
     self->default_name = given[6];
     self->payload = given[7];
+    self->tensor = given[8];
     self->group_name = PyUnicode_InternFromString("group");
     self->async_name = PyUnicode_InternFromString("async_op");
     self->nbytes_name = PyUnicode_InternFromString("nbytes");
-    return self->group_name && self->async_name && self->nbytes_name ? 0 : -1;
+    if (!self->group_name || !self->async_name || !self->nbytes_name)
+        return -1;
+    self->nbytes = PyObject_GetAttr(self->tensor, self->nbytes_name);
+    if (self->nbytes == NULL)
+        return -1;
+    self->get_nbytes = (descrgetfunc)PyType_GetSlot(Py_TYPE(self->nbytes), Py_tp_descr_get);
+    return 0;
 }
 
 static int collective_traverse(Collective *self, visitproc visit, void *arg)
@@ -886,6 +905,9 @@ static int collective_traverse(Collective *self, visitproc visit, void *arg)
     Py_VISIT(self->known);
     Py_VISIT(self->find);
     Py_VISIT(self->holder);
+    Py_VISIT(self->tensor);
+    Py_VISIT(self->nbytes);
+    Py_VISIT(self->channel);
     return 0;
 }
 
@@ -897,6 +919,9 @@ static int collective_clear(Collective *self)
     Py_CLEAR(self->known);
     Py_CLEAR(self->find);
     Py_CLEAR(self->holder);
+    Py_CLEAR(self->tensor);
+    Py_CLEAR(self->nbytes);
+    Py_CLEAR(self->channel);
     return 0;
 }
 
@@ -912,48 +937,69 @@ static void collective_dealloc(Collective *self)
     free_object((PyObject *)self);
 }
 
-/* Borrowed; NULL where it was not given, or with an exception set. */
-static PyObject *argument(PyObject *args, PyObject *kwargs, Py_ssize_t at, PyObject *name)
+/* Borrowed; NULL where it was not given. Returns -1 with an exception set. */
+static int argument(PyObject *args, PyObject *kwargs, Py_ssize_t at, PyObject *name,
+                    PyObject **found)
 {
+    *found = NULL;
     if (PyTuple_Size(args) > at)
-        return PyTuple_GetItem(args, at);
-    return kwargs == NULL ? NULL : PyDict_GetItemWithError(kwargs, name);
+        *found = PyTuple_GetItem(args, at);
+    else if (kwargs != NULL && (*found = PyDict_GetItemWithError(kwargs, name)) == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    return 0;
 }
 
-/* A new reference to the group's Channel. NULL: no member of it, or with an exception set. */
-static Channel *channel_of(Collective *self, PyObject *args, PyObject *kwargs)
+static int is_of(PyObject *channel, PyObject *group)
 {
-    PyObject *given = argument(args, kwargs, self->group_at, self->group_name);
-    if (given == NULL && PyErr_Occurred())
-        return NULL;
-    PyObject *named;
-    if (given == NULL || given == Py_None)
-        named = PyObject_GetAttr(self->holder, self->default_name);
-    else
-        Py_INCREF(named = given);
-    PyObject *key = named == NULL ? NULL : PyLong_FromVoidPtr(named);
+    return channel != NULL && PyObject_TypeCheck(channel, channel_type) &&
+           ((Channel *)channel)->reference != NULL &&
+           PyWeakref_GetObject(((Channel *)channel)->reference) == group;
+}
+
+/* A new reference to the Channel of a group. NULL: no member of it, or with an exception set. */
+static PyObject *find_channel(Collective *self, PyObject *group)
+{
+    PyObject *key = PyLong_FromVoidPtr(group);
     PyObject *known = key == NULL ? NULL : PyDict_GetItemWithError(self->known, key);
     Py_XDECREF(key);
-    if (known != NULL && PyObject_TypeCheck(known, channel_type) &&
-        ((Channel *)known)->reference != NULL &&
-        PyWeakref_GetObject(((Channel *)known)->reference) == named) {
-        Py_INCREF(known);
-    } else if (named != NULL && !PyErr_Occurred()) {
-        known = PyObject_CallFunctionObjArgs(self->find, named, NULL);
-        if (known != NULL && !PyObject_TypeCheck(known, channel_type))
-            Py_CLEAR(known);
-    } else {
-        known = NULL;
+    if (is_of(known, group))
+        return Py_NewRef(known);
+    if (PyErr_Occurred())
+        return NULL;
+    known = PyObject_CallFunctionObjArgs(self->find, group, NULL);
+    if (known != NULL && !PyObject_TypeCheck(known, channel_type))
+        Py_CLEAR(known);
+    return known;
+}
+
+/* A new reference to the Channel of this call. NULL: as above. */
+static Channel *channel_of(Collective *self, PyObject *args, PyObject *kwargs)
+{
+    PyObject *group;
+    if (argument(args, kwargs, self->group_at, self->group_name, &group) < 0)
+        return NULL;
+    if (group == NULL || group == Py_None)
+        group = PyObject_GetAttr(self->holder, self->default_name);
+    else
+        Py_INCREF(group);
+    if (group == NULL)
+        return NULL;
+    if (group != self->latest || !is_of((PyObject *)self->channel, group)) {
+        PyObject *found = find_channel(self, group), *before = (PyObject *)self->channel;
+        self->latest = group;
+        self->channel = (Channel *)found;
+        Py_XDECREF(before);
     }
-    Py_XDECREF(named);
-    return (Channel *)known;
+    Py_DECREF(group);
+    Py_XINCREF((PyObject *)self->channel);
+    return self->channel;
 }
 
 /* Bytes of a tensor or of a list of them. Returns -1 with an exception set. */
 static int add_size(Collective *self, PyObject *load, uint64_t *size)
 {
     if (load == NULL || load == Py_None)
-        return PyErr_Occurred() ? -1 : 0;
+        return 0;
     if (PyList_CheckExact(load) || PyTuple_CheckExact(load)) {
         Py_ssize_t count = PySequence_Size(load);
         for (Py_ssize_t i = 0; i < count; i++) {
@@ -965,7 +1011,11 @@ static int add_size(Collective *self, PyObject *load, uint64_t *size)
         }
         return 0;
     }
-    PyObject *number = PyObject_GetAttr(load, self->nbytes_name);
+    /* Not by name where the type is known: a third of what all else here costs. */
+    int is_plain = (PyObject *)Py_TYPE(load) == self->tensor && self->get_nbytes != NULL;
+    PyObject *number = is_plain
+                           ? self->get_nbytes(self->nbytes, load, self->tensor)
+                           : PyObject_GetAttr(load, self->nbytes_name);
     uint64_t bytes;
     int failed = number == NULL || as_word(number, &bytes) < 0;
     Py_XDECREF(number);
@@ -981,15 +1031,19 @@ static int is_common(Collective *self, PyObject *args, PyObject *kwargs)
     Writer *recorder = self->recorder;
     if (!is_owners(recorder) || has_timer(recorder))
         return 0;
-    PyObject *is_async = argument(args, kwargs, self->async_at, self->async_name);
-    if (is_async == NULL)
-        return PyErr_Occurred() ? -1 : 1;
+    PyObject *is_async;
+    if (argument(args, kwargs, self->async_at, self->async_name, &is_async) < 0)
+        return -1;
+    if (is_async == NULL || is_async == Py_False)
+        return 1;
     int truth = PyObject_IsTrue(is_async);
     return truth < 0 ? -1 : !truth;
 }
 
 static PyObject *collective_call(Collective *self, PyObject *args, PyObject *kwargs)
 {
+    if (kwargs != NULL && PyDict_Size(kwargs) == 0)
+        kwargs = NULL;
     Writer *recorder = self->recorder;
     int common = is_common(self, args, kwargs);
     if (common == 0) {
@@ -1007,8 +1061,9 @@ static PyObject *collective_call(Collective *self, PyObject *args, PyObject *kwa
     if (common > 0)
         channel = channel_of(self, args, kwargs);
     if (channel != NULL) {
-        PyObject *load = argument(args, kwargs, self->payload_at, self->payload);
-        if (add_size(self, load, &size) < 0)
+        PyObject *load;
+        if (argument(args, kwargs, self->payload_at, self->payload, &load) < 0 ||
+            add_size(self, load, &size) < 0)
             Py_CLEAR(channel);
     }
     if (channel == NULL) {
@@ -1075,7 +1130,7 @@ PyMODINIT_FUNC PyInit__writer(void)
         section == NULL ? NULL : add_type(module, &pipelining_spec, section);
     PyTypeObject *collective = add_type(module, &collective_spec, NULL);
     PyObject *layout = Py_BuildValue(
-        "(iiiiiiiiiiiiiiiii)", STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS, STATE_MICROBATCH,
+        "(iiiiiiiiiiiiiiiiii)", INTERFACE, STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS, STATE_MICROBATCH,
         STATE_LOSS_STEP, STATE_LOSS, STATE_GRADIENT_NORM, STATE_DEPTH, STATE_EVALUATION_STEP,
         STATE_EVALUATION_LOSS, STATE_FRAMES, FRAMES, FRAME_WORDS, GROUP_BYTES_SHIFT, WORDS, OP_STEP,
         OP_DATA_WAIT);

@@ -232,11 +232,13 @@ class Wrapped:
     def __init__(self, recorder: Recorder) -> None:
         # Imported here: torch is optional, and slow to load for who does not use it.
         import torch.distributed as distributed  # noqa: PLC0415
+        from torch import Tensor  # noqa: PLC0415
         from torch.compiler import is_dynamo_compiling  # noqa: PLC0415
         from torch.distributed import distributed_c10d  # noqa: PLC0415
 
         self._recorder: Recorder | None = recorder
         self._work_class: Any = distributed.Work
+        self._tensor = Tensor
         self._c10d: Any = distributed_c10d
         # Dynamo folds it to true while it traces us; `is_compiling` asks more, and costs 10x.
         self._is_compiling = is_dynamo_compiling
@@ -390,6 +392,7 @@ class Wrapped:
             holder=holder,
             default=default,
             payload=payload,
+            tensor=self._tensor,
             group_at=group_of.position,
             async_at=async_of.position,
             payload_at=payload_of.position,

@@ -43,39 +43,36 @@ class Loop:
         self.running = False
 
     def run(self, loader: Iterable[Batch], start: int | None) -> Iterator[Batch]:
-        if start is not None:
-            self._next_step = start
+        step = self._next_step if start is None else start
         self.running = True
         try:
+            # Names of what each step needs: between two kernels the caches are cold.
             recorder, batches = self._recorder, iter(loader)
-            at_boundary, is_first = self.at_boundary, True
-            while True:
-                if at_boundary is not None:
-                    at_boundary()
-                recorder.begin_step(self._next_step)
-                if is_first:
-                    is_first = False
-                    self._begin()
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
+            queue, at_boundary = recorder.queue, self.at_boundary
+            if at_boundary is not None:
+                at_boundary()
+            recorder.begin_step(step)
+            self._begin()
+            for batch in batches:
                 recorder.end_data_wait()
-                head = recorder.head
                 try:
                     yield batch
                 except GeneratorExit:
                     # Left by break or an error: it was a step if anything was measured in it.
-                    if recorder.head > head:
+                    if recorder.head > recorder.step_head:
                         recorder.end_step()
-                        self._next_step += 1
+                        step += 1
                     raise
                 recorder.end_step()
-                if recorder.queue:
+                step += 1
+                if queue:
                     recorder.drain()
-                self._next_step += 1
+                if at_boundary is not None:
+                    at_boundary()
+                recorder.begin_step(step)
         finally:
             self.running = False
+            self._next_step = step
             self._recorder.leave_loop()
 
     def _begin(self) -> None:

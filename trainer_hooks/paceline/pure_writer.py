@@ -53,7 +53,7 @@ class Writer:
 
     __slots__ = (
         *("_spans", "_state", "action", "calling", "chunk", "depth", "failures", "head", "mask"),
-        *("owner", "sections", "step", "step_started_ns", "timer", "word2"),
+        *("owner", "sections", "step", "step_head", "step_started_ns", "timer", "word2"),
     )
 
     def __init__(self, state: memoryview, spans: memoryview) -> None:
@@ -61,6 +61,7 @@ class Writer:
         self.depth = 0
         self.step = 0
         self.step_started_ns = 0
+        self.step_head = 0  # records at the end of the step's data wait
         self.chunk = NO_CHUNK
         self.word2 = NO_MICROBATCH
         self.owner = get_ident()
@@ -140,6 +141,7 @@ class Writer:
     def end_data_wait(self) -> None:
         self.pop(1)
         self.write_simple(Op.DATA_WAIT, self.step_started_ns, perf_counter_ns())
+        self.step_head = self.head
 
     def end_step(self) -> None:
         self.write_simple(Op.STEP, self.step_started_ns, perf_counter_ns())

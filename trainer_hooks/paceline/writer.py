@@ -1,8 +1,8 @@
 """The hot path: `_writer.c` where it was built for this version, else the same in Python.
 
-`PACELINE_PURE_PYTHON=1` asks for the latter. A build of another layout, as an editable install may
-keep, is not used. `Collective` is there only where it was built: in Python a collective is timed
-the general way.
+`PACELINE_PURE_PYTHON=1` asks for the latter. A build of another interface or layout, as an
+editable install may keep, is not used. `Collective` is there only where it was built: in Python a
+collective is timed the general way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from paceline_wire.spans import WORDS, Op
 
 __all__ = ["Channel", "Collective", "Pipelining", "Section", "Writer"]
 
+INTERFACE = 2
 LAYOUT = (
+    INTERFACE,
     *(STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS, STATE_MICROBATCH),
     *(STATE_LOSS_STEP, STATE_LOSS, STATE_GRADIENT_NORM, STATE_DEPTH),
     *(STATE_EVALUATION_STEP, STATE_EVALUATION_LOSS, STATE_FRAMES),
