@@ -3,12 +3,13 @@
 The host of the step waits for its accelerator (sleeps) for 22 ms, as a training host does: three
 sections, 12 gradient all-reduces, the boundary, the wait for data, the poll and the report of a
 loss. Then the same time as a pipelined step of 8 microbatches: 16 actions of two sections each and
-12 all-reduces, 60 timed calls, denser than the goal speaks of; and a step that computes on the host, a few thousand short torch
-operations. Steps with the hooks and without take turns one by one, which goes first too: a
-shared machine changes its pace within tenths of a second. Without, the loop calls torch's own
-functions and empty context managers. What is told is the median over pairs of steps of the CPU time
-which the training thread needed more, as a share of the step's wall time, with its standard
-error. Where the error is more than half the goal, the goal is neither met nor missed.
+12 all-reduces, 60 timed calls, denser than the goal speaks of; and a step that computes on the
+host, a few thousand short torch operations. Steps with the hooks and without take turns one by one,
+which goes first too: a shared machine changes its pace within tenths of a second. Without, the loop
+calls torch's own functions and empty context managers. What is told is the median over pairs of
+steps of the CPU time which the training thread needed more, as a share of the step's wall time,
+with its standard error. Where the error is more than half the goal, the goal is neither met nor
+missed.
 
 The agent's end of the ring is a process that reads, packs and stores as an agent does; then it is
 stopped, killed, and its disk full (/dev/full). First the same step against itself, which shows
