@@ -52,7 +52,7 @@ def test_the_report_begins_with_the_verdict(dumps: Path) -> None:
     lines = result.stdout.splitlines()
     assert lines[0].startswith("Ranks 9, 14 stopped on the host, before launching all_to_all")
     assert sum(line.split()[1:2] == ["culprit"] for line in lines) == 2
-    assert result.stderr == "Note: fault_injection.log is not named like a dump: ignored.\n"
+    assert result.stderr == "Note: fault_injection.log: no dumps of a rank, ignored.\n"
 
 
 @pytest.mark.parametrize(

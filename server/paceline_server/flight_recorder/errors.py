@@ -3,7 +3,9 @@
 FlightRecorderError
 ├── NoDumpsError      nothing to read in the folder
 ├── HostileDumpError  a pickle asks for more than data; it was not executed
+├── NotADumpError     a file that is empty or does not begin like a dump
 └── MalformedDumpError  a dump that is cut off, too large, or of another format
+    └── MisnamedDumpError  a dump of another rank than its name says
 """
 
 from __future__ import annotations
@@ -21,5 +23,13 @@ class HostileDumpError(FlightRecorderError):
     """A pickle that is not plain data."""
 
 
+class NotADumpError(FlightRecorderError):
+    """A file beside the dumps that is something else."""
+
+
 class MalformedDumpError(FlightRecorderError):
     """A dump that cannot be understood."""
+
+
+class MisnamedDumpError(MalformedDumpError):
+    """A dump of some other rank than its name says."""

@@ -1,37 +1,48 @@
 """The dumps of a folder: which files are dumps, and of which rank.
 
-The rank is in the name, after the word (`rank_3_dump`) or at the end (`_dump_3`,
-`comm_lib_trace_3`, `trace_rank_3.json.gz`): the dump itself does not say. Whether a file is JSON or
-a pickle, compressed or not, is seen from its first bytes.
+PyTorch ends a name in the rank (`nccl_trace_rank_3`); people add suffixes and folders. The dump
+itself does not say its rank, so the name has to. Whether a file is a dump, of which format, and
+compressed or not, is seen from its first bytes.
 """
 
 from __future__ import annotations
 
-import codecs
+import gzip
+import io
 import json
 import re
 import zlib
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+import zstandard
 
 from paceline_server.flight_recorder import plain_pickle
 from paceline_server.flight_recorder.dump import Dump, dump_from
 from paceline_server.flight_recorder.errors import (
     FlightRecorderError,
     MalformedDumpError,
+    MisnamedDumpError,
     NoDumpsError,
+    NotADumpError,
 )
 
 # A full ring of 20,000 entries with 30 frames each is below this.
 FILE_BYTES_LIMIT = 256 * 1024 * 1024
+_IGNORED_SHOWN = 8
 
-_RANK_IN_NAME = re.compile(
-    r"rank[-_=]*(\d{1,7})(?!\d)"
-    r"|(?:^|[^0-9.])(\d{1,7})(?:\.(?:json|pkl|pickle|bin|dump|trace))?(?:\.gz)?$"
+_RANK = re.compile(
+    # After the word, unless that counts within a node, or nodes ...
+    r"(?<!local)(?<!local[-_])(?<!node)(?<!node[-_])rank[-_=. ]*(\d{1,7})(?!\d)"
+    # ... or at the end, before the suffixes. `1.5` and `2025.09.22` are no ranks.
+    r"|(?:^|[^\d.]|(?:^|\D)\.)(\d{1,7})(?:\.[a-z]\w*)*$",
+    re.IGNORECASE,
 )
-_GZIP = b"\x1f\x8b"
+_JSON = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{")
+# Of protocols 2 and above, then of a dict in 0 and 1; the last imports something.
+_PICKLE = re.compile(rb"\x80[\2-\5]|\(dp?\d*\n|\}q|c[\w.]+\n[\w.]+\n")
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,14 @@ class Folder:
     malformed: tuple[MalformedDumpError, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    name: str  # in the folder that is read
+    rank: int
+    form: str  # the name without the rank
+
+
 def read_folder(directory: Path) -> Folder:
     """Read every dump in `directory`; where it holds none, those in the folders below it.
 
@@ -52,82 +71,120 @@ def read_folder(directory: Path) -> Folder:
     """
     if not directory.is_dir():
         raise NoDumpsError(f"{directory} is not a folder of Flight Recorder dumps")
-    found = _read_all(directory, directory.iterdir())
-    if not found.dumps:
-        found = _read_all(directory, directory.rglob("*"))
+    try:
+        found = _read_all(directory, directory.iterdir())
+        if not found.dumps:
+            below = (path for path in directory.rglob("*") if not path.is_dir())
+            found = _read_all(directory, below)
+    except OSError as error:
+        raise NoDumpsError(f"{error.filename} cannot be read: {error.strerror}") from error
     if not found.dumps and found.malformed:
         raise found.malformed[0]
     if not found.dumps:
         raise NoDumpsError(
-            f"{directory} holds no Flight Recorder dump: expected one file per rank, whose name "
-            "ends in the rank, such as _dump_0 or trace_rank_0.json"
+            f"{directory} holds no Flight Recorder dump: expected one file per rank, whose name, "
+            "or else its folder's, ends in the rank, such as _dump_0, trace_rank_0.json or "
+            "rank_0/dump"
         )
     return found
 
 
 def _read_all(directory: Path, paths: Iterable[Path]) -> Folder:
-    notes: list[str] = []
     dumps: dict[int, Dump] = {}
-    written: dict[str, set[int]] = defaultdict(set)  # by the name without its number
-    malformed: list[MalformedDumpError] = []
+    files: dict[int, _File] = {}
+    failed: list[tuple[_File, FlightRecorderError]] = []
+    notes: list[str] = []
+    ignored: list[str] = []
     for path in sorted(paths, key=lambda path: (len(path.name), path.name, path)):
-        name = str(path.relative_to(directory))
-        named = _RANK_IN_NAME.search(path.name)
-        if named is None or not path.is_file():
-            notes.append(f"{name} is not named like a dump: ignored")
+        file = _named(path, directory)
+        if file is None or not path.is_file():
+            ignored.append(str(path.relative_to(directory)))
             continue
-        first, last = named.span(1 if named[1] else 2)
-        rank = int(path.name[first:last])
-        written[path.name[:first] + path.name[last:]].add(rank)
-        if path.stat().st_size == 0:
-            notes.append(f"{name} is empty: rank {rank} counts as without a dump")
-        elif rank in dumps and path.parent != directory:
-            raise MalformedDumpError(
-                f"{name} is another dump of rank {rank}: {directory} holds several incidents, "
-                "analyze one of the folders in it"
-            )
-        elif rank in dumps:
-            notes.append(f"{name} is a second dump of rank {rank}: ignored")
+        try:
+            dump = _read(file)
+        except (MalformedDumpError, NotADumpError) as error:
+            failed.append((file, error))
+            continue
+        first = files.setdefault(file.rank, file)
+        if first is file:
+            dumps[file.rank] = dump
+        elif first.path.parent == path.parent:
+            notes.append(f"{file.name} is a second dump of rank {file.rank}: ignored")
         else:
-            try:
-                dumps[rank] = _read(path, name, rank)
-            except MalformedDumpError as error:
-                malformed.append(error)
-                notes.append(f"{error}: rank {rank} counts as without a dump")
-    alike = [ranks for ranks in written.values() if ranks & dumps.keys()]
-    unreadable = frozenset().union(*alike) - dumps.keys()
-    return Folder(dumps, tuple(notes), unreadable, tuple(malformed))
+            raise MalformedDumpError(
+                f"{file.name} is another dump of rank {file.rank} than {first.name}: {directory} "
+                "holds several incidents, analyze one of the folders in it"
+            )
+    forms = {file.form for file in files.values()}
+    unreadable = {
+        file.rank
+        for file, error in failed
+        if file.form in forms and not isinstance(error, MisnamedDumpError)
+    } - dumps.keys()
+    for file, why in failed:
+        if file.form in forms and file.rank in unreadable:
+            notes.append(f"{why}: rank {file.rank} counts as without a dump")
+        elif isinstance(why, NotADumpError):
+            ignored.append(file.name)
+        else:
+            notes.append(f"{why}: ignored")
+    if ignored:
+        more = len(ignored) - _IGNORED_SHOWN
+        shown = ", ".join(ignored[:_IGNORED_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        notes.append(f"{shown}: no dumps of a rank, ignored")
+    malformed = tuple(error for _, error in failed if isinstance(error, MalformedDumpError))
+    return Folder(dumps, tuple(notes), frozenset(unreadable), malformed)
 
 
-def _read(path: Path, name: str, rank: int) -> Dump:
+def _named(path: Path, directory: Path) -> _File | None:
+    """The rank is in the name of the file, or else of the folder it is in."""
+    relative = path.relative_to(directory)
+    for part, rest in ((path.name, ""), (relative.parent.name, f"/{path.name}")):
+        found = _RANK.search(part)
+        if found is not None:
+            first, last = found.span(found.lastindex or 0)
+            form = part[:first] + part[last:] + rest
+            return _File(path, str(relative), int(part[first:last]), form)
+    return None
+
+
+def _read(file: _File) -> Dump:
     try:
-        if path.stat().st_size > FILE_BYTES_LIMIT:
+        if file.path.stat().st_size > FILE_BYTES_LIMIT:
             raise MalformedDumpError(f"is larger than {FILE_BYTES_LIMIT} bytes, no dump is")
-        return dump_from(load(_unpacked(path.read_bytes())), rank)
+        dump = dump_from(load(_unpacked(file.path.read_bytes())), file.rank)
+        listed = [group.ranks for group in dump.groups.values() if group.ranks]
+        if listed and not any(file.rank in ranks for ranks in listed):
+            raise MisnamedDumpError(f"is not of rank {file.rank}: no group in it has that rank")
     except FlightRecorderError as error:
-        raise type(error)(f"{name} {error}") from error
+        raise type(error)(f"{file.name} {error}") from error
     except OSError as error:
-        raise MalformedDumpError(f"{name} cannot be read: {error.strerror}") from error
+        raise MalformedDumpError(f"{file.name} cannot be read: {error.strerror}") from error
+    return dump
 
 
 def _unpacked(data: bytes) -> bytes:
-    if not data.startswith(_GZIP):
-        return data
-    stream = zlib.decompressobj(wbits=31)
+    """What is compressed, or was not. Raises NotADumpError or MalformedDumpError."""
+    packed = io.BytesIO(data)
     try:
-        unpacked = stream.decompress(data, FILE_BYTES_LIMIT + 1)
-    except zlib.error as error:
-        raise MalformedDumpError("is not whole gzip") from error
-    if len(unpacked) > FILE_BYTES_LIMIT:
+        if data.startswith(_GZIP):
+            with gzip.open(packed) as stream:
+                data = stream.read(FILE_BYTES_LIMIT + 1)
+        elif data.startswith(_ZSTD):
+            with zstandard.open(packed) as stream:
+                data = stream.read(FILE_BYTES_LIMIT + 1)
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise MalformedDumpError("is not whole where it is compressed") from error
+    if len(data) > FILE_BYTES_LIMIT:
         raise MalformedDumpError(f"is larger than {FILE_BYTES_LIMIT} bytes, no dump is")
-    if not stream.eof:
-        raise MalformedDumpError("is not whole gzip")
-    return unpacked
+    if not _JSON.match(data) and not _PICKLE.match(data):
+        raise NotADumpError("does not begin like a dump" if data else "is empty")
+    return data
 
 
 def load(data: bytes) -> object:
     """A dump's content. Raises HostileDumpError or MalformedDumpError."""
-    if data.removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"{":
+    if not _JSON.match(data):
         return plain_pickle.load(data)
     try:
         return json.loads(data)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from simulated_incident import Job, Shape
 
 from paceline_server.flight_recorder import report
@@ -56,7 +59,9 @@ def write(directory: Path, name: str = "_dump_{}", *, without: int | None = None
         if rank != without:
             document = job.document(rank)
             data = as_json(document) if name.endswith("json") else pickle.dumps(document, 2)
-            (directory / name.format(rank)).write_bytes(data)
+            path = directory / name.format(rank, rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +77,17 @@ def write(directory: Path, name: str = "_dump_{}", *, without: int | None = None
         "2025.09.22_rank_{}.json",
         "trace_rank{}_20250922.pickle",
         "rank={}.dump",
+        "dump.{}",
+        "nccl-dump-{}",
+        "Rank{}.BIN",
+        "trace{}.dump.pt",
+        "node7_local_rank_5_dump_{}",
+        "rank_{}/dump",
+        "rank_{}/nccl_trace.json",
+        "{}/dump.pkl",
+        "job_2025.09/node0/rank_{}.bin",
+        "node-{}/rank_{}.bin",
+        "worker{}/dump_20250922",
     ],
 )
 def test_the_rank_is_in_the_name(tmp_path: Path, name: str) -> None:
@@ -83,13 +99,25 @@ def test_the_rank_is_in_the_name(tmp_path: Path, name: str) -> None:
 def test_other_files_are_named_and_ignored(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "fault_injection.log").write_text("Fault ranks: [0]\n")
+    (tmp_path / "rank_1.log").write_text("cannot go on\n")
+    (tmp_path / "empty_1").touch()
+    (tmp_path / "dump_v1.5").write_bytes((tmp_path / "_dump_0").read_bytes())
     (tmp_path / "folder_1").mkdir()
+    os.mkfifo(tmp_path / "rank_1.pipe")
     found = report(tmp_path)
     assert found.culprits == (CULPRIT,)
-    assert sorted(found.notes) == [
-        "fault_injection.log is not named like a dump: ignored",
-        "folder_1 is not named like a dump: ignored",
-    ]
+    assert found.notes == (
+        "folder_1, dump_v1.5, rank_1.pipe, fault_injection.log, empty_1, rank_1.log: "
+        "no dumps of a rank, ignored",
+    )
+
+
+def test_of_many_other_files_some_are_named(tmp_path: Path) -> None:
+    write(tmp_path)
+    for number in range(100):
+        (tmp_path / f"{number}.txt").write_text("Fault ranks: [0]\n")
+    (note,) = report(tmp_path).notes
+    assert note.endswith("6.txt, 7.txt and 92 more: no dumps of a rank, ignored")
 
 
 def test_two_dumps_of_one_rank_count_once(tmp_path: Path) -> None:
@@ -98,6 +126,14 @@ def test_two_dumps_of_one_rank_count_once(tmp_path: Path) -> None:
     found = report(tmp_path)
     assert found.culprits == (CULPRIT,)
     assert "trace_rank_0.json is a second dump of rank 0: ignored" in found.notes
+
+
+def test_a_name_that_the_groups_of_the_dump_belie_is_not_believed(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "_dump_0").rename(tmp_path / "_dump_4711")
+    found = report(tmp_path)
+    assert found.without_dump == (0,)
+    assert found.notes == ("_dump_4711 is not of rank 4711: no group in it has that rank: ignored",)
 
 
 def test_an_empty_file_is_a_rank_without_a_dump(tmp_path: Path) -> None:
@@ -109,10 +145,15 @@ def test_an_empty_file_is_a_rank_without_a_dump(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["_dump_{}", "trace_rank_{}.json"])
-def test_dumps_may_be_compressed(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "compress"), [(".gz", gzip.compress), (".zst", zstandard.compress)]
+)
+def test_dumps_may_be_compressed(
+    tmp_path: Path, name: str, suffix: str, compress: Callable[[bytes], bytes]
+) -> None:
     write(tmp_path, name)
     for path in list(tmp_path.iterdir()):
-        path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.with_name(path.name + suffix).write_bytes(compress(path.read_bytes()))
         path.unlink()
     assert report(tmp_path).culprits == (CULPRIT,)
 
@@ -131,7 +172,7 @@ def test_several_incidents_are_not_mixed(tmp_path: Path) -> None:
     for incident in ("first", "second"):
         (tmp_path / incident).mkdir()
         write(tmp_path / incident)
-    with pytest.raises(MalformedDumpError, match="second/_dump_0 is another dump of rank 0"):
+    with pytest.raises(MalformedDumpError, match=r"second/_dump_0 .* rank 0 than first/_dump_0"):
         report(tmp_path)
 
 
