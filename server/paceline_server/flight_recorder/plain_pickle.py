@@ -10,6 +10,8 @@ are there. Opcodes: `pickletools` in the standard library.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 from paceline_server.flight_recorder.errors import HostileDumpError, MalformedDumpError
@@ -20,46 +22,27 @@ _OPEN_MARKS_LIMIT = 64
 _INTEGER_BYTES_LIMIT = 9
 _INTEGER_DIGITS_LIMIT = 20
 
-_CONSTANTS = {b"N": None, b"\x88": True, b"\x89": False}
-_EMPTY = {b"]": list, b"}": dict, b")": tuple}
-# opcode -> (format of the number that follows, as `struct` writes it)
-_NUMBERS = {b"J": "<i", b"K": "<B", b"M": "<H", b"G": ">d"}
-# opcode -> (format of the length that precedes the bytes, whether they are text)
-_STRINGS = {
-    b"X": ("<I", True),
-    b"\x8c": ("<B", True),
-    b"\x8d": ("<Q", True),
-    b"T": ("<i", True),
-    b"U": ("<B", True),
-    b"B": ("<I", False),
-    b"C": ("<B", False),
-    b"\x8e": ("<Q", False),
-}
-_LONGS = {b"\x8a": "<B", b"\x8b": "<i"}
-_GETS = {b"h": "<B", b"j": "<I"}
-_PUTS = {b"q": "<B", b"r": "<I"}
-_TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 # What only a pickle of objects holds, by name for the sentence that refuses it.
 _REFUSED = {
-    b"c": "imports a global (GLOBAL)",
-    b"\x93": "imports a global (STACK_GLOBAL)",
-    b"i": "makes an instance (INST)",
-    b"o": "makes an instance (OBJ)",
-    b"\x81": "makes an instance (NEWOBJ)",
-    b"\x92": "makes an instance (NEWOBJ_EX)",
-    b"R": "calls a function (REDUCE)",
-    b"b": "sets an object's state (BUILD)",
-    b"P": "asks for a persistent object (PERSID)",
-    b"Q": "asks for a persistent object (BINPERSID)",
-    b"\x82": "asks for an extension (EXT1)",
-    b"\x83": "asks for an extension (EXT2)",
-    b"\x84": "asks for an extension (EXT4)",
-    b"\x8f": "makes a set (EMPTY_SET)",
-    b"\x90": "makes a set (ADDITEMS)",
-    b"\x91": "makes a set (FROZENSET)",
-    b"\x96": "makes a byte array (BYTEARRAY8)",
-    b"\x97": "asks for an outside buffer (NEXT_BUFFER)",
-    b"\x98": "asks for an outside buffer (READONLY_BUFFER)",
+    0x63: "imports a global (GLOBAL)",
+    0x93: "imports a global (STACK_GLOBAL)",
+    0x69: "makes an instance (INST)",
+    0x6F: "makes an instance (OBJ)",
+    0x81: "makes an instance (NEWOBJ)",
+    0x92: "makes an instance (NEWOBJ_EX)",
+    0x52: "calls a function (REDUCE)",
+    0x62: "sets an object's state (BUILD)",
+    0x50: "asks for a persistent object (PERSID)",
+    0x51: "asks for a persistent object (BINPERSID)",
+    0x82: "asks for an extension (EXT1)",
+    0x83: "asks for an extension (EXT2)",
+    0x84: "asks for an extension (EXT4)",
+    0x8F: "makes a set (EMPTY_SET)",
+    0x90: "makes a set (ADDITEMS)",
+    0x91: "makes a set (FROZENSET)",
+    0x96: "makes a byte array (BYTEARRAY8)",
+    0x97: "asks for an outside buffer (NEXT_BUFFER)",
+    0x98: "asks for an outside buffer (READONLY_BUFFER)",
 }
 
 
@@ -71,94 +54,128 @@ def load(data: bytes) -> Any:
     """
     try:
         return _Machine(data).run()
-    except (IndexError, struct.error, ValueError, TypeError, KeyError) as error:
+    except (StopIteration, IndexError, struct.error, ValueError, TypeError, KeyError) as error:
         raise MalformedDumpError("is not a whole pickle") from error
 
 
 class _Machine:
     def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._at = 0
+        self._bytes = iter(data)  # a third of the time that indexing takes
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []  # the stacks under each open mark
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        data = self._data
-        while True:
-            opcode = data[self._at : self._at + 1]
-            self._at += 1
-            if opcode == b".":
-                if self._below or len(self._stack) != 1:
+        """Most of a dump's opcodes are handled here, the frequent ones first."""
+        following, memo, stack = self._bytes, self._memo, self._stack
+        for opcode in following:
+            if opcode == 0x68:  # BINGET
+                stack.append(memo[next(following)])
+            elif opcode == 0x4B:  # BININT1
+                stack.append(next(following))
+            elif opcode == 0x28:  # MARK
+                self._open_mark()
+                stack = self._stack
+            elif opcode == 0x5D:  # EMPTY_LIST
+                stack.append([])
+            elif opcode == 0x65:  # APPENDS
+                self._extend(self._close_mark())
+                stack = self._stack
+            elif opcode == 0x7D:  # EMPTY_DICT
+                stack.append({})
+            elif opcode == 0x75:  # SETITEMS
+                self._set(self._close_mark())
+                stack = self._stack
+            elif opcode == 0x72:  # LONG_BINPUT
+                self.put(self.number(4))
+            elif opcode == 0x4E:  # NONE
+                stack.append(None)
+            elif opcode in _VALUES:
+                stack.append(_VALUES[opcode](self))
+            elif opcode in _CHANGES:
+                _CHANGES[opcode](self)
+                stack = self._stack
+            elif opcode == 0x2E:  # STOP
+                if self._below or len(stack) != 1:
                     raise ValueError("values left over")
-                return self._stack[0]
-            self._step(opcode)
+                return stack[0]
+            elif opcode in _REFUSED:
+                raise HostileDumpError(
+                    f"{_REFUSED[opcode]}, which no dump does: refused, not executed"
+                )
+            else:
+                raise ValueError(f"no such opcode: {opcode:#x}")
+        raise IndexError("no STOP")
 
-    def _step(self, opcode: bytes) -> None:
-        # Ordered by how often a dump holds them.
-        stack = self._stack
-        if opcode in _GETS:
-            stack.append(self._memo[self._number(_GETS[opcode])])
-        elif opcode in _NUMBERS:
-            stack.append(self._number(_NUMBERS[opcode]))
-        elif opcode in _STRINGS:
-            stack.append(self._string(*_STRINGS[opcode]))
-        elif opcode in _PUTS:
-            self._memo[self._number(_PUTS[opcode])] = stack[-1]
-        elif opcode == b"\x94":
-            self._memo[len(self._memo)] = stack[-1]
-        elif opcode in _CONSTANTS:
-            stack.append(_CONSTANTS[opcode])
-        elif opcode in _EMPTY:
-            stack.append(_EMPTY[opcode]())
-        elif opcode == b"(":
-            self._open_mark()
-        elif opcode in _TUPLES:
-            count = _TUPLES[opcode]
-            if len(stack) < count:
-                raise IndexError("nothing to put into a tuple")
-            stack[-count:] = [tuple(stack[-count:])]
-        elif opcode in _LONGS:
-            stack.append(self._long(_LONGS[opcode]))
-        elif opcode in _COLLECT:
-            _COLLECT[opcode](self)
-        elif opcode in _REFUSED:
-            raise HostileDumpError(f"{_REFUSED[opcode]}, which no dump does: refused, not executed")
-        else:
-            raise ValueError(f"no such opcode: {opcode!r}")
-
-    def _take(self, size: int) -> bytes:
-        if size < 0 or self._at + size > len(self._data):
+    def take(self, size: int) -> bytes:
+        taken = bytes(islice(self._bytes, size))
+        if len(taken) < size:
             raise IndexError("past the end")
-        taken = self._data[self._at : self._at + size]
-        self._at += size
         return taken
 
-    def _line(self) -> bytes:
-        end = self._data.index(b"\n", self._at)
-        return self._take(end + 1 - self._at)[:-1]
+    def line(self) -> bytes:
+        return bytes(iter(self._bytes.__next__, 0x0A))
 
-    def _number(self, form: str) -> Any:
-        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+    def number(self, size: int, *, signed: bool = False) -> int:
+        # One that the data's end cuts off is no harm: the opcode after it is missing.
+        return int.from_bytes(islice(self._bytes, size), "little", signed=signed)
 
-    def _string(self, form: str, text: bool) -> str | bytes:
-        taken = self._take(self._number(form))
-        return taken.decode("utf-8", "replace") if text else taken
+    def text(self, size: int) -> str:
+        return self.take(size).decode("utf-8", "replace")
 
-    def _long(self, form: str) -> int:
-        size = self._number(form)
+    def quoted(self) -> str:
+        line = self.line().strip()
+        if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
+            raise ValueError("a string without quotes")
+        return line[1:-1].decode("utf-8", "replace")
+
+    def long(self, size: int) -> int:
         if size > _INTEGER_BYTES_LIMIT:
             raise HostileDumpError(f"holds an integer of {size} bytes, which no dump does: refused")
-        return int.from_bytes(self._take(size), "little", signed=True)
+        return self.number(size, signed=True)
 
-    def _decimal(self) -> None:
+    def decimal(self) -> int:
         """INT and LONG of protocol 0; `I01` and `I00` are how it writes booleans."""
-        line = self._line().rstrip(b"L")
+        line = self.line().rstrip(b"L")
         if len(line) > _INTEGER_DIGITS_LIMIT:
             raise HostileDumpError(
                 f"holds an integer of {len(line)} digits, which no dump does: refused"
             )
-        self._stack.append({b"01": True, b"00": False}.get(line, int(line)))
+        return {b"01": True, b"00": False}.get(line, int(line))
+
+    def gotten(self, index: int) -> Any:
+        return self._memo[index]
+
+    def put(self, index: int | None = None) -> None:
+        self._memo[len(self._memo) if index is None else index] = self._stack[-1]
+
+    def pop(self) -> None:
+        self._stack.pop()
+
+    def pop_mark(self) -> None:
+        self._close_mark()
+
+    def tuple_of(self, count: int) -> None:
+        if len(self._stack) < count:
+            raise IndexError("nothing to put into a tuple")
+        self._stack[-count:] = [tuple(self._stack[-count:])]
+
+    def gather(self, kind: type[tuple[Any, ...]] | type[list[Any]]) -> None:
+        items = self._close_mark()
+        self._stack.append(kind(items))
+
+    def append(self) -> None:
+        item = self._stack.pop()
+        self._extend([item])
+
+    def set_one(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._set([key, value])
+
+    def new_dict(self) -> None:
+        items = self._close_mark()
+        self._stack.append({})
+        self._set(items)
 
     def _open_mark(self) -> None:
         if len(self._below) >= _OPEN_MARKS_LIMIT:
@@ -172,14 +189,6 @@ class _Machine:
         items, self._stack = self._stack, self._below.pop()
         return items
 
-    def _gather(self, kind: type[tuple[Any, ...]] | type[list[Any]]) -> None:
-        items = self._close_mark()
-        self._stack.append(kind(items))
-
-    def _append(self) -> None:
-        item = self._stack.pop()
-        self._extend([item])
-
     def _extend(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) is not list:
@@ -190,49 +199,55 @@ class _Machine:
         target = self._stack[-1]
         if type(target) is not dict or len(items) % 2:
             raise TypeError("sets items of what is not a dict")
-        for key, value in zip(items[::2], items[1::2], strict=True):
+        following = iter(items)
+        for key in following:
             # A tuple as a key would be hashed, which is exponential in its nesting.
-            if type(key) not in (str, int, bytes):
+            if type(key) is not str and type(key) not in (int, bytes):
                 raise HostileDumpError("has a key that is no string or number: refused")
-            target[key] = value
-
-    def _set_one(self) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self._set([key, value])
-
-    def _new_dict(self) -> None:
-        items = self._close_mark()
-        self._stack.append({})
-        self._set(items)
-
-    def _text_line(self) -> None:
-        self._stack.append(self._line().decode("raw-unicode-escape"))
-
-    def _quoted_line(self) -> None:
-        line = self._line().strip()
-        if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
-            raise ValueError("a string without quotes")
-        self._stack.append(line[1:-1].decode("utf-8", "replace"))
+            target[key] = next(following)
 
 
-# The opcodes that gather, or that only protocol 0 writes.
-_COLLECT = {
-    b"\x80": lambda m: m._take(1),  # PROTO
-    b"\x95": lambda m: m._take(8),  # FRAME: only a hint to readers of streams
-    b"a": lambda m: m._append(),
-    b"e": lambda m: m._extend(m._close_mark()),
-    b"s": lambda m: m._set_one(),
-    b"u": lambda m: m._set(m._close_mark()),
-    b"t": lambda m: m._gather(tuple),
-    b"l": lambda m: m._gather(list),
-    b"d": lambda m: m._new_dict(),
-    b"0": lambda m: m._stack.pop(),
-    b"1": lambda m: m._close_mark(),
-    b"I": lambda m: m._decimal(),
-    b"L": lambda m: m._decimal(),
-    b"F": lambda m: m._stack.append(float(m._line())),
-    b"V": lambda m: m._text_line(),
-    b"S": lambda m: m._quoted_line(),
-    b"p": lambda m: m._memo.__setitem__(int(m._line()), m._stack[-1]),
-    b"g": lambda m: m._stack.append(m._memo[int(m._line())]),
+# The opcodes that put a value on the stack, and what each reads for it.
+_VALUES: Mapping[int, Callable[[_Machine], Any]] = {
+    0x88: lambda m: True,  # NEWTRUE
+    0x89: lambda m: False,  # NEWFALSE
+    0x29: lambda m: (),  # EMPTY_TUPLE
+    0x4D: lambda m: m.number(2),  # BININT2
+    0x4A: lambda m: m.number(4, signed=True),  # BININT
+    0x8A: lambda m: m.long(m.number(1)),  # LONG1
+    0x8B: lambda m: m.long(m.number(4, signed=True)),  # LONG4
+    0x47: lambda m: struct.unpack(">d", m.take(8))[0],  # BINFLOAT
+    0x58: lambda m: m.text(m.number(4)),  # BINUNICODE
+    0x8C: lambda m: m.text(m.number(1)),  # SHORT_BINUNICODE
+    0x8D: lambda m: m.text(m.number(8)),  # BINUNICODE8
+    0x54: lambda m: m.text(m.number(4)),  # BINSTRING
+    0x55: lambda m: m.text(m.number(1)),  # SHORT_BINSTRING
+    0x42: lambda m: m.take(m.number(4)),  # BINBYTES
+    0x43: lambda m: m.take(m.number(1)),  # SHORT_BINBYTES
+    0x8E: lambda m: m.take(m.number(8)),  # BINBYTES8
+    0x6A: lambda m: m.gotten(m.number(4)),  # LONG_BINGET
+    0x67: lambda m: m.gotten(int(m.line())),  # GET
+    0x49: lambda m: m.decimal(),  # INT
+    0x4C: lambda m: m.decimal(),  # LONG
+    0x46: lambda m: float(m.line()),  # FLOAT
+    0x56: lambda m: m.line().decode("raw-unicode-escape"),  # UNICODE
+    0x53: lambda m: m.quoted(),  # STRING
+}
+# The opcodes that do something with what is there.
+_CHANGES: Mapping[int, Callable[[_Machine], object]] = {
+    0x71: lambda m: m.put(m.number(1)),  # BINPUT
+    0x94: lambda m: m.put(),  # MEMOIZE
+    0x70: lambda m: m.put(int(m.line())),  # PUT
+    0x61: lambda m: m.append(),  # APPEND
+    0x73: lambda m: m.set_one(),  # SETITEM
+    0x85: lambda m: m.tuple_of(1),  # TUPLE1
+    0x86: lambda m: m.tuple_of(2),  # TUPLE2
+    0x87: lambda m: m.tuple_of(3),  # TUPLE3
+    0x74: lambda m: m.gather(tuple),  # TUPLE
+    0x6C: lambda m: m.gather(list),  # LIST
+    0x64: lambda m: m.new_dict(),  # DICT
+    0x30: lambda m: m.pop(),  # POP
+    0x31: lambda m: m.pop_mark(),  # POP_MARK
+    0x80: lambda m: m.take(1),  # PROTO
+    0x95: lambda m: m.take(8),  # FRAME: only a hint to readers of streams
 }
