@@ -45,6 +45,7 @@ LOADS = (
     Load("1,024 ranks", Topology(32, 4, 8), 12, 1.0, 60, 0.5, 16, 12),
     Load("10,240 ranks", Topology(160, 8, 8), 12, 5.0, 12, 2.5, 4, 6),
 )
+OWN_WORKER_RANKS = 4096  # from here on the worker is a process of its own
 
 
 def measure() -> Iterator[Result]:
@@ -116,7 +117,8 @@ class Run:
 
 def _run(load: Load, scratch: Path) -> Run:
     run = Run(load)
-    with _Webhook(run) as webhook, _Server(scratch, webhook.url) as server:
+    split = load.topology.world_size >= OWN_WORKER_RANKS
+    with _Webhook(run) as webhook, _Server(scratch, webhook.url, split) as server:
         asyncio.run(_play(load, run, server, scratch))
         run.steps_known = server.get(f"/api/v1/jobs/{server.job}")["step"]
     return run
@@ -157,7 +159,13 @@ async def _beat(connections: Connections, nodes: list[Node], planned: asyncio.Ev
         for node in nodes:
             node.beats += 1
         await asyncio.gather(
-            *(connections.send(node, node.batch(node.beats, time.time())) for node in nodes)
+            *(
+                connections.send(
+                    node,
+                    node.batch(node.beats, time.time(), events=connections.take_results(node)),
+                )
+                for node in nodes
+            )
         )
         await asyncio.sleep(1.0)
 
@@ -197,38 +205,53 @@ class _Webhook:
 
 
 class _Server:
-    def __init__(self, scratch: Path, webhook: str) -> None:
-        self._output = (scratch / "output").open("w+")
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "paceline_server", "server", "--port", "0"),
-                *("--database-url", f"sqlite:///{scratch / 'server.db'}"),
-            ],
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PACELINE_SERVER_WEBHOOK_URL": webhook},
-        )
+    """The server's processes: one that serves and works, or one for each."""
+
+    def __init__(self, scratch: Path, webhook: str, split: bool) -> None:
         self._text = scratch / "output"
+        self._output = self._text.open("w+")
+        self._database_url = f"sqlite:///{scratch / 'server.db'}"
+        self._environment = {**os.environ, "PACELINE_SERVER_WEBHOOK_URL": webhook}
+        self._split = split
+        self._processes: list[subprocess.Popen[bytes]] = []
         self.job = ""
 
     def __enter__(self) -> _Server:
-        deadline = time.monotonic() + 60
-        while "Listening on " not in self._text.read_text():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not start: {self._text.read_text()}")
-            time.sleep(0.05)
-        self.url = self._text.read_text().split("Listening on ")[1].split()[0]
+        role = "api" if self._split else "all"
+        self.url = self._start("Listening on ", "--port", "0", "--role", role)
+        if self._split:
+            self._start("Working", "--role", "worker")
         self._client = httpx.Client(base_url=self.url, timeout=60.0)
         return self
 
+    def _start(self, sign: str, *options: str) -> str:
+        """Returns the word after the sign that it runs."""
+        command = [sys.executable, "-m", "paceline_server", "server", *options]
+        process = subprocess.Popen(
+            [*command, "--database-url", self._database_url],
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+        )
+        self._processes.append(process)
+        deadline = time.monotonic() + 60
+        while sign not in self._text.read_text():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server did not start: {self._text.read_text()}")
+            time.sleep(0.05)
+        return self._text.read_text().partition(sign)[2].partition("\n")[0]
+
     def __exit__(self, *_: object) -> None:
         self._client.close()
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-        trouble = [line for line in self._text.read_text().splitlines() if "Listening" not in line]
+        for process in reversed(self._processes):
+            process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        lines = self._text.read_text().splitlines()
+        trouble = [line for line in lines if not line.startswith(("Listening", "Working"))]
         print("\n".join(trouble[-20:]), file=sys.stderr)
         self._output.close()
 
@@ -264,15 +287,23 @@ class _Server:
         raise RuntimeError(f"the job was not placed: {job}")
 
     def memory_mib(self) -> float:
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
-        return int(status.split("VmRSS:")[1].split()[0]) / 1024
+        return sum(map(_memory_mib, self._processes))
 
     def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return sum(map(_cpu_seconds, self._processes))
 
     def lag_seconds(self) -> float:
         for line in self._client.get("/metrics").text.splitlines():
             if line.startswith("paceline_worker_lag_seconds"):
                 return float(line.split()[1])
         raise RuntimeError("the server tells no lag")
+
+
+def _memory_mib(process: subprocess.Popen[bytes]) -> float:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+
+def _cpu_seconds(process: subprocess.Popen[bytes]) -> float:
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

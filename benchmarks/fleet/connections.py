@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from urllib.parse import urlsplit
 
 from benchmarks.fleet.nodes import Node
 from benchmarks.fleet.plan import Planned
+from paceline_wire.batch import CommandResult, Event
 
 _AGAIN_SECONDS = 0.1
 
@@ -58,6 +60,22 @@ class _Requests(asyncio.Protocol):
             self._transport.close()
 
 
+class _Commands(asyncio.Protocol):
+    """A stream of commands. Each is done at once; `done` says so in the node's next batch."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+        self.done: list[Event] = []
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            found = re.search(rb'"command_id":(\d+)', line)
+            if found is not None:
+                at = time.time_ns()
+                self.done.append(CommandResult(time_ns=at, command_id=int(found[1]), ok=True))
+
+
 class Connections:
     """`acknowledged`: when a step's last batch was, by step."""
 
@@ -66,6 +84,7 @@ class Connections:
         self._address = parts.hostname, parts.port
         self._open: dict[int, _Requests] = defaultdict(_Requests)
         self._streams: list[asyncio.BaseTransport] = []
+        self._commands: dict[int, _Commands] = defaultdict(_Commands)
         self.acknowledged: dict[int, float] = defaultdict(float)
         self.seconds: list[float] = []  # each request's
         self.refused = 0
@@ -92,11 +111,16 @@ class Connections:
     async def listen(self, node: Node) -> None:
         """Hold a stream of commands open, as each agent does; there are none but to start ranks."""
         transport, _ = await asyncio.get_running_loop().create_connection(
-            asyncio.Protocol, *self._address
+            lambda: self._commands[node.number], *self._address
         )
         path = f"/api/v1/agents/{node.agent_id}/commands"
         transport.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
         self._streams.append(transport)
+
+    def take_results(self, node: Node) -> list[Event]:
+        commands = self._commands[node.number]
+        done, commands.done = commands.done, []
+        return done
 
     async def follow(self, node: Node, plan: Iterable[Planned]) -> None:
         for planned in plan:

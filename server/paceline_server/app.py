@@ -88,7 +88,8 @@ def compose(settings: Settings) -> Program:
         timeout_seconds=settings.database_timeout_seconds,
         synchronous=settings.sqlite_synchronous,
     )
-    wakes, metrics, recent = Wakes(), Metrics(), RecentBatches()
+    wakes, metrics = Wakes(), Metrics()
+    recent = RecentBatches() if settings.role == "all" else RecentBatches(0)
     targets = receivers(settings)
     metrics.registry.register(JobCollector(database))
     owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"

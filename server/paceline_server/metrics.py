@@ -42,11 +42,6 @@ class Metrics:
             "Batches that the engine could not take.",
             registry=self.registry,
         )
-        self.lag_seconds = Gauge(
-            "paceline_worker_lag_seconds",
-            "Age of the oldest batch that a job's worker has not read.",
-            registry=self.registry,
-        )
         self.leases = Gauge(
             "paceline_worker_leases", "Jobs this process works on.", registry=self.registry
         )

@@ -9,6 +9,8 @@ Times are nanoseconds of the node's CLOCK_REALTIME unless a field says otherwise
 from __future__ import annotations
 
 import math
+import threading
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
@@ -39,7 +41,7 @@ class BatchError(Exception):
         self.reason = reason
 
 
-class Sample(msgspec.Struct, frozen=True, array_like=True):
+class Sample(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One value of one metric, named as Prometheus would (base units in the name)."""
 
     name: str
@@ -48,7 +50,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     time_ns: int
 
 
-class SpanBlock(msgspec.Struct, frozen=True):
+class SpanBlock(msgspec.Struct, frozen=True, gc=False):
     """Records of one rank's ring, as `spans.to_columns` packs them; starts are CLOCK_MONOTONIC.
 
     Add `clock_offset_ns` for the node's CLOCK_REALTIME. `lost` counts records overwritten unread
@@ -128,7 +130,7 @@ class RankExited(msgspec.Struct, frozen=True, kw_only=True, tag="rank_exited"):
     log_tail: str = ""
 
 
-class RankState(msgspec.Struct, frozen=True, kw_only=True, tag="rank_state"):
+class RankState(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="rank_state"):
     """A rank's state page and process as seen at `time_ns` (its page's times: CLOCK_MONOTONIC)."""
 
     time_ns: int
@@ -237,12 +239,22 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     overtakes: bool = False  # older news of the node's ranks still wait there
 
 
+class _Contexts(threading.local):
+    """Making one costs as much as what it is used for; two threads must not share one."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=_LEVEL)
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+
+
+_contexts = _Contexts()
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Batch)
+_value = attrgetter("value")
 
 
 def encode(batch: Batch) -> bytes:
-    return zstandard.ZstdCompressor(level=_LEVEL).compress(_encoder.encode(batch))
+    return _contexts.compressor.compress(_encoder.encode(batch))
 
 
 def decode(payload: bytes) -> Batch:
@@ -261,7 +273,9 @@ def decode(payload: bytes) -> Batch:
     for block in batch.spans:
         if len(block.columns) % RECORD_BYTES:
             raise BatchError("invalid", f"a span block of {len(block.columns)} bytes is torn")
-    if any(math.isinf(sample.value) or math.isnan(sample.value) for sample in batch.samples):
+    # The sum of finite values may be infinite; that of one that is not never is finite.
+    values = map(_value, batch.samples)
+    if not math.isfinite(sum(values)) and not all(map(math.isfinite, map(_value, batch.samples))):
         raise BatchError("invalid", "a sample is not finite; absent values are left out")
     return batch
 
@@ -271,7 +285,7 @@ def _decompress(payload: bytes) -> bytes:
         declared = zstandard.get_frame_parameters(payload).content_size
         if declared != zstandard.CONTENTSIZE_UNKNOWN and declared > MAXIMUM_BYTES:
             raise BatchError("oversized", f"content of {declared} bytes, limit {MAXIMUM_BYTES}")
-        decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+        decompressor = _contexts.decompressor
         if declared in (0, zstandard.CONTENTSIZE_UNKNOWN):
             content = decompressor.stream_reader(payload).read(MAXIMUM_BYTES + 1)
         else:

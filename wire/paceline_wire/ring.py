@@ -138,7 +138,7 @@ class GroupDefinition(msgspec.Struct, frozen=True, tag="group"):
 Definition = SectionDefinition | GroupDefinition
 
 
-class Frame(msgspec.Struct, frozen=True):
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """An operation in flight. `sequence` 0: not a communication. Clock: CLOCK_MONOTONIC."""
 
     op: int
@@ -148,7 +148,7 @@ class Frame(msgspec.Struct, frozen=True):
     sequence: int
 
 
-class GroupProgress(msgspec.Struct, frozen=True):
+class GroupProgress(msgspec.Struct, frozen=True, gc=False):
     """The last collective of a group this rank entered and left (sequence numbers from 1)."""
 
     group: int
@@ -159,7 +159,7 @@ class GroupProgress(msgspec.Struct, frozen=True):
     bytes: int = 0  # payload of the one entered last; 0: not given
 
 
-class PeerProgress(msgspec.Struct, frozen=True):
+class PeerProgress(msgspec.Struct, frozen=True, gc=False):
     """Transfers to and from one peer, entered and left (sequence numbers from 1)."""
 
     peer: int
@@ -170,7 +170,7 @@ class PeerProgress(msgspec.Struct, frozen=True):
     entered_ns: int
 
 
-class StateView(msgspec.Struct, frozen=True):
+class StateView(msgspec.Struct, frozen=True, gc=False):
     """The state page at one moment. Times: CLOCK_MONOTONIC. Unknown is None."""
 
     head: int

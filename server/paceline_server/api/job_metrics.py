@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -13,7 +14,7 @@ from sqlalchemy.orm import Session
 from paceline_server.steps.types import Ledger, StepSummary
 from paceline_server.store import queries
 from paceline_server.store.database import UNAVAILABLE, Database
-from paceline_server.store.log import FINISHED
+from paceline_server.store.log import FINISHED, oldest_unread_ns
 from paceline_server.store.models import Incident, Job
 from paceline_server.store.shares import medians, newest_shares
 
@@ -59,6 +60,10 @@ class JobCollector(Collector):
                     .order_by(Incident.opened_ns.desc())
                     .limit(_INCIDENTS)
                 ).all()
+                cursor = session.scalar(
+                    select(func.min(Job.cursor)).where(Job.state.not_in(FINISHED))
+                )
+                unread_ns = None if cursor is None else oldest_unread_ns(session, cursor)
                 detailed = jobs[:_DETAILED_JOBS]
                 newest = {
                     job.id: row.summary
@@ -68,6 +73,7 @@ class JobCollector(Collector):
                 slowdowns = {job.id: _slowdowns(session, job) for job in detailed}
         except UNAVAILABLE:
             return
+        yield _lag(unread_ns)
         yield _jobs(states)
         yield _incidents(incidents)
         yield from _each(jobs)
@@ -75,6 +81,15 @@ class JobCollector(Collector):
         yield _verdicts(open_incidents)
         yield _slowest_ranks(detailed, slowdowns)
         yield _bubbles(detailed, newest)
+
+
+def _lag(unread_ns: int | None) -> Metric:
+    seconds = 0.0 if unread_ns is None else max(0, time.time_ns() - unread_ns) / 1e9
+    return GaugeMetricFamily(
+        "paceline_worker_lag_seconds",
+        "Age of the oldest batch that a job's worker has not read.",
+        value=seconds,
+    )
 
 
 def _jobs(states: dict[str, int]) -> Metric:

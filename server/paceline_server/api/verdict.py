@@ -63,9 +63,9 @@ def _at_step(job: models.Job) -> str:
 
 
 def _starting(session: Session, job: models.Job) -> str:
-    ranks = queries.ranks(session, job.id)
-    ready = sum(rank.state == "attached" for rank in ranks)
-    return f"Generation {job.generation} is starting: {ready} of {len(ranks)} ranks are up."
+    states = queries.rank_states(session, job.id)
+    ready, count = states.get("attached", 0), sum(states.values())
+    return f"Generation {job.generation} is starting: {ready} of {count} ranks are up."
 
 
 def _healthy(session: Session, job: models.Job) -> str:

@@ -20,12 +20,15 @@ class RecentBatches:
     """Never change what is in here: several jobs' workers may look at one batch."""
 
     def __init__(self, limit_bytes: int = _BYTES) -> None:
+        """`limit_bytes`: 0 where no worker is in the process."""
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._batches: OrderedDict[Key, tuple[Batch, int]] = OrderedDict()
         self._bytes = 0
 
     def put(self, batch: Batch) -> None:
+        if not self._limit_bytes:
+            return
         size = _size(batch)
         with self._lock:
             if (batch.agent_id, batch.boot_id, batch.sequence) in self._batches:

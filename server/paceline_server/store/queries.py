@@ -88,6 +88,12 @@ def ranks(session: Session, job_id: str) -> Sequence[Rank]:
     return session.scalars(select(Rank).where(Rank.job_id == job_id).order_by(Rank.rank)).all()
 
 
+def rank_states(session: Session, job_id: str) -> dict[str, int]:
+    """How many ranks are in each state."""
+    query = select(Rank.state, func.count()).where(Rank.job_id == job_id).group_by(Rank.state)
+    return dict(session.execute(query).all())
+
+
 def nodes(session: Session, limit: int, after: str | None) -> Sequence[Node]:
     query = select(Node).order_by(Node.agent_id).limit(limit)
     if after is not None:

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 
 from paceline_server.ingest.recent import RecentBatches
 from paceline_server.metrics import Metrics
 from paceline_server.store.changes import prune_changes
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.leases import LeaseLostError, acquire, is_held
-from paceline_server.store.log import FINISHED, LogSizes, drop_log, last_to_drop, oldest_unread_ns
+from paceline_server.store.log import FINISHED, LogSizes, drop_log, last_to_drop
 from paceline_server.store.models import Job
 from paceline_server.store.shares import prune_steps
 from paceline_server.store.wake import Wakes
@@ -140,12 +140,7 @@ class Worker:
     def _unfinished(self) -> list[str]:
         with self._database.read() as session:
             query = select(Job.id).where(Job.state.not_in(FINISHED)).order_by(Job.created_ns)
-            jobs = list(session.scalars(query))
-            cursor = session.scalar(select(func.min(Job.cursor)).where(Job.id.in_(jobs)))
-            oldest = None if cursor is None else oldest_unread_ns(session, cursor)
-        now_ns = self._now_ns()
-        self._metrics.lag_seconds.set(0.0 if oldest is None else max(0, now_ns - oldest) / 1e9)
-        return jobs
+            return list(session.scalars(query))
 
     def _look(self, job_id: str) -> bool:
         now_ns = self._now_ns()

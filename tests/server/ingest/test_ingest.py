@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated_node import hello
+from simulated_node import hello, post_job
 from sqlalchemy import func, select
 
 from paceline_server.ingest.nodes import hear
@@ -83,6 +84,31 @@ def test_a_batch_is_stored_once_however_often_it_comes(ingest: Ingest) -> None:
     assert ingest.send(first) == "duplicate"
     assert ingest.send(batch(boot="boot-2")) == "stored"
     assert ingest.stored() == 2
+
+
+def test_how_long_a_batch_waits_for_a_worker_is_told_by_a_server_without_one(
+    run_server: Callable[..., Any], wait_for: Callable[..., Any]
+) -> None:
+    def lag(server: Any) -> float:
+        lines = httpx.get(f"{server.url}/metrics", timeout=20.0).text.splitlines()
+        (value,) = [line.split()[1] for line in lines if line.startswith("paceline_worker_lag_s")]
+        return float(value)
+
+    def send(sequence: int) -> None:
+        content = wire.encode(batch(sequence))
+        assert httpx.post(
+            f"{server.url}/api/v1/ingest", content=content, headers=HEADERS
+        ).is_success
+
+    server = run_server(role="api")
+    send(0)
+    assert lag(server) == 0.0, "no job: nobody is to read it"
+    post_job(server.url)
+    send(1)
+    waited = lag(server)
+    assert 0.0 < waited < lag(server)
+    worker = run_server(role="all")
+    wait_for(lambda: lag(worker) == 0.0, "the worker")
 
 
 def test_concurrent_repeats_are_stored_once(ingest: Ingest) -> None:
