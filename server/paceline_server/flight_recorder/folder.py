@@ -109,7 +109,9 @@ def _read_all(directory: Path, paths: Iterable[Path]) -> Folder:
         if first is file:
             dumps[file.rank] = dump
         elif first.path.parent == path.parent:
-            notes.append(f"{file.name} is a second dump of rank {file.rank}: ignored")
+            notes.append(
+                f"{file.name} is a second dump of rank {file.rank} beside {first.name}: ignored"
+            )
         else:
             raise MalformedDumpError(
                 f"{file.name} is another dump of rank {file.rank} than {first.name}: {directory} "

@@ -125,7 +125,7 @@ def test_two_dumps_of_one_rank_count_once(tmp_path: Path) -> None:
     write(tmp_path, "trace_rank_{}.json")
     found = report(tmp_path)
     assert found.culprits == (CULPRIT,)
-    assert "trace_rank_0.json is a second dump of rank 0: ignored" in found.notes
+    assert "trace_rank_0.json is a second dump of rank 0 beside _dump_0: ignored" in found.notes
 
 
 def test_a_name_that_the_groups_of_the_dump_belie_is_not_believed(tmp_path: Path) -> None:
