@@ -15,9 +15,11 @@ culprit by itself; and where one of several devices stopped, it is that one's ra
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations
 
 from paceline_server.flight_recorder.components import final_components
@@ -112,40 +114,41 @@ def _edges(current: Mapping[int, Wait]) -> dict[int, list[int]]:
 
 
 def _held_by_nothing(waits: Iterable[Wait], queues: Mapping[int, list[Wait]]) -> Iterator[int]:
-    """Ranks that lag for a reason of their own, even if they also wait."""
+    """Ranks that lag for a reason of their own, even if they also wait.
+
+    Some participant has launched what they missed after all that they wait in, unfinished.
+    """
+    launched = {rank: _orders(rank, queue) for rank, queue in queues.items()}
+
+    @cache
+    def caught_up(rank: int, other: int) -> float:
+        """From where in its own order the other had launched all that the rank waits in."""
+        orders = launched.get(other, {})
+        return max((orders.get(place, math.inf) for place in launched.get(rank, ())), default=-1)
+
     for wait in waits:
         if wait.reason is Reason.HOST and not wait.operation.is_p2p:
             for rank in wait.targets:
-                if _others_went_on(wait.operation, queues.get(rank, ()), queues):
+                arrivals = wait.operation.arrivals.items()
+                if any(arrival.order > caught_up(rank, other) for other, arrival in arrivals):
                     yield rank
 
 
-def _others_went_on(
-    missed: Operation, own: Iterable[Wait], queues: Mapping[int, list[Wait]]
-) -> bool:
-    """Whether some participant launched `missed` after all that the rank waits in, unfinished."""
-    for other, arrival in missed.arrivals.items():
-        before = [
-            wait.operation
-            for wait in queues.get(other, ())
-            if wait.operation.arrivals[other].order < arrival.order
-        ]
-        if all(any(_is_same_place(wait.operation, o) for o in before) for wait in own):
-            return True
-    return False
+def _orders(rank: int, queue: Iterable[Wait]) -> dict[Hashable, int]:
+    """When the rank first launched each place in the program that it waits in."""
+    orders: dict[Hashable, int] = {}
+    for wait in queue:
+        orders.setdefault(_program_place(wait.operation), wait.operation.arrivals[rank].order)
+    return orders
 
 
-def _is_same_place(one: Operation, another: Operation) -> bool:
-    """The same operation, or the message of the same place in the program of a peer."""
-    if one is another:
-        return True
-    if not (one.is_p2p and another.is_p2p) or one.sequence != another.sequence:
-        return False
-    return (
-        one.group.description == another.group.description
-        and one.sends_only == another.sends_only
-        and one.members[1] - one.members[0] == another.members[1] - another.members[0]
-    )
+def _program_place(operation: Operation) -> Hashable:
+    """Collectives are the same for all; a message has its like among the peers' messages."""
+    if not operation.is_p2p:
+        return id(operation)
+    distance = operation.members[1] - operation.members[0]
+    description = operation.group.description
+    return operation.sequence, description, operation.sends_only, distance
 
 
 def _open_at_sends(circle: frozenset[int], queues: dict[int, list[Wait]]) -> bool:

@@ -18,8 +18,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from paceline_server.flight_recorder.errors import MalformedDumpError
 
@@ -41,8 +43,7 @@ class Group:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(msgspec.Struct, frozen=True, gc=False):
     """What the participants of one operation have to agree on."""
 
     op: str
@@ -51,8 +52,7 @@ class Signature:
     dtype: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Peers:
+class Peers(msgspec.Struct, frozen=True, gc=False):
     """Who sends to whom, as positions in the group; `sends` says which of the two this rank is."""
 
     sender: int
@@ -60,8 +60,7 @@ class Peers:
     sends: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One operation that this rank has launched (enqueued)."""
 
     order: int  # position in this rank's own order of launches
@@ -77,6 +76,10 @@ class Entry:
     created_ns: int  # CLOCK_REALTIME of the rank's node
     started: bool
     completed: bool
+
+    @property
+    def is_collective(self) -> bool:
+        return not self.is_p2p and self.peers is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ def dump_from(document: object, rank: int) -> Dump:
         ) from error
     names = _local_names(entries, groups, local_status)
     status = {names[local]: known for local, known in local_status.items() if local in names}
-    is_timed = any(entry.started for entry in entries)
+    is_timed = any(map(_is_seen_started, raw))
     return Dump(rank, version, tuple(_settled(entries, status)), is_timed, groups, status)
 
 
@@ -148,6 +151,8 @@ def _by_record(raw: list[Any]) -> list[Any]:
 
 
 def _number(value: object) -> int:
+    if type(value) is int:
+        return value
     if isinstance(value, str):  # the JSON form writes the numbers of `pg_status` as strings
         return int(value[:20])
     if not isinstance(value, int):
@@ -162,7 +167,8 @@ def _text(value: object) -> str:
     """
     if not isinstance(value, str | int):
         raise TypeError("not a name")
-    return "".join(c for c in str(value)[:_NAME_LIMIT] if c.isprintable())
+    text = str(value)[:_NAME_LIMIT]
+    return text if text.isprintable() else "".join(filter(str.isprintable, text))
 
 
 def _entry(item: Mapping[str, Any], order: int) -> Entry:
@@ -170,7 +176,10 @@ def _entry(item: Mapping[str, Any], order: int) -> Entry:
     name, description = (*item.get("process_group", (local, "")), "")[:2]
     backend, _, op = _text(item["profiling_name"]).rpartition(":")
     is_p2p = bool(item.get("is_p2p", False))
-    state = item.get("state")
+    # NCCL also retires what it aborts, and its state is true.
+    completed = item.get("state") == "completed" or (
+        bool(item.get("retired")) and backend != "nccl"
+    )
     sequences = _number(item["collective_seq_id"]), _number(item.get("p2p_seq_id", 0))
     return Entry(
         order=order,
@@ -184,10 +193,13 @@ def _entry(item: Mapping[str, Any], order: int) -> Entry:
         peers=_peers(op),
         signature=_signature(item, "p2p" if is_p2p and _PEERS.match(op) else op),
         created_ns=_number(item.get("time_created_ns") or 0),
-        started=state == "started" or bool(item.get("time_discovered_started_ns")),
-        # NCCL also retires what it aborts, and its state is true.
-        completed=state == "completed" or (bool(item.get("retired")) and backend != "nccl"),
+        started=completed or _is_seen_started(item),
+        completed=completed,
     )
+
+
+def _is_seen_started(item: Mapping[str, Any]) -> bool:
+    return item.get("state") == "started" or bool(item.get("time_discovered_started_ns"))
 
 
 def _peers(op: str) -> Peers | None:
@@ -212,7 +224,7 @@ def _signature(item: Mapping[str, Any], op: str) -> Signature:
 def _elements(sizes: list[list[int]]) -> int:
     if len(sizes) > _TENSORS_LIMIT:
         raise ValueError("too many tensors")
-    return sum(math.prod(_number(d) for d in dimensions[:64]) for dimensions in sizes)
+    return sum(math.prod(map(_number, dimensions[:64])) for dimensions in sizes)
 
 
 def _status(value: Mapping[str, Any]) -> Status:
@@ -306,4 +318,6 @@ def _settle(
         or (entry.is_p2p and is_batching and batch is None)
     )
     started = entry.started or completed or (batch is not None and batch.started)
-    return replace(entry, completed=completed, started=started)
+    if (started, completed) == (entry.started, entry.completed):
+        return entry
+    return msgspec.structs.replace(entry, completed=completed, started=started)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from paceline_server.flight_recorder.dump import Dump, Entry, Group
 
@@ -71,8 +72,8 @@ class _Groups:
                 if group.ranks:
                     self._own[rank, name] = group
                     self._listed[name].add(group)
-            for entry in dump.entries:
-                users[entry.group].add(rank)
+            for used in {entry.group for entry in dump.entries}:
+                users[used].add(rank)
         self._users = users
         self._world = world
         self._derived: dict[str, Group] = {}
@@ -93,10 +94,17 @@ class _Groups:
 
 
 def _collectives(dumps: Mapping[int, Dump], groups: _Groups) -> list[Operation]:
+    # Almost all are finished everywhere, so those are left out before anything is joined.
+    unfinished = {
+        (entry.group, entry.sequence)
+        for dump in dumps.values()
+        for entry in dump.entries
+        if not entry.completed and entry.is_collective
+    }
     operations: dict[tuple[str, tuple[int, ...], int], Operation] = {}
     for rank, dump in dumps.items():
         for entry in dump.entries:
-            if entry.is_p2p or entry.peers is not None:
+            if not entry.is_collective or (entry.group, entry.sequence) not in unfinished:
                 continue
             group = groups.of(rank, entry)
             key = (group.name, group.ranks, entry.sequence)
@@ -140,20 +148,31 @@ class _Progress:
 
     def __init__(self, dumps: Mapping[int, Dump]) -> None:
         self._dumps = dumps
-        self._last: dict[tuple[int, str], int] = {}
-        self._messages: dict[str, set[int]] = defaultdict(set)
-        for rank, dump in dumps.items():
+        self._last_of: dict[int, dict[str, int]] = {}
+
+    def _last(self, rank: int) -> Mapping[str, int]:
+        """The last collective that it has an entry of, by group."""
+        if rank not in self._last_of:
+            last = self._last_of[rank] = {}
+            for entry in self._dumps[rank].entries:
+                if not entry.is_p2p:
+                    last[entry.group] = max(last.get(entry.group, 0), entry.sequence)
+        return self._last_of[rank]
+
+    @cached_property
+    def _messages(self) -> Mapping[str, set[int]]:
+        """The numbers of all messages, by group."""
+        messages: dict[str, set[int]] = defaultdict(set)
+        for dump in self._dumps.values():
             for entry in dump.entries:
                 if entry.is_p2p:
-                    self._messages[entry.group].add(entry.sequence)
-                else:
-                    key = (rank, entry.group)
-                    self._last[key] = max(self._last.get(key, 0), entry.sequence)
+                    messages[entry.group].add(entry.sequence)
+        return messages
 
     def is_past(self, rank: int, operation: Operation) -> bool:
         """Whether a rank without an entry of this collective has launched it all the same."""
         name, sequence = operation.group.name, operation.sequence
-        if self._last.get((rank, name), 0) >= sequence:
+        if self._last(rank).get(name, 0) >= sequence:
             return True
         backend = next(iter(operation.arrivals.values())).backend
         status = self._dumps[rank].status.get(name)

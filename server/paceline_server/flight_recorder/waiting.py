@@ -12,6 +12,7 @@ import enum
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from paceline_server.flight_recorder.dump import Dump, Entry, Signature
 from paceline_server.flight_recorder.operations import Operation
@@ -101,11 +102,19 @@ class _Votes:
     """What the participants of an operation launched, and what most of them did."""
 
     def __init__(self, dumps: Mapping[int, Dump]) -> None:
-        # Groups of one purpose (all tensor groups, say) mostly run the same program.
-        self._elsewhere: dict[Hashable, Counter[Hashable]] = defaultdict(Counter)
-        for dump in dumps.values():
+        self._dumps = dumps
+
+    @cached_property
+    def _elsewhere(self) -> Mapping[Hashable, Counter[Hashable]]:
+        """What all launched in each place.
+
+        Groups of one purpose (all tensor groups, say) mostly run the same program.
+        """
+        launched: dict[Hashable, Counter[Hashable]] = defaultdict(Counter)
+        for dump in self._dumps.values():
             for entry in dump.entries:
-                self._elsewhere[_place(entry)][_claim(entry.signature, True)] += 1
+                launched[_place(entry)][_claim(entry.signature, True)] += 1
+        return launched
 
     def odd_ones(self, operation: Operation) -> set[int]:
         """Who launched something else than the majority; everybody where there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -169,3 +170,15 @@ def test_what_nccl_aborted_is_not_finished() -> None:
     aborted = entry(1, "all_reduce", 1, retired=True)
     found = judged(dump(0, aborted), dump(1, aborted), dump(2))
     assert (found.culprits, found.kind) == ((2,), "host")
+
+
+def test_launches_far_ahead_of_a_stall_cost_no_more_than_their_number() -> None:
+    def cpu_seconds(launched: int) -> float:
+        ahead = [entry(n, "all_reduce", 1 + n) for n in range(launched)]
+        dumps = [dump(0, *ahead), dump(1, *ahead[: launched // 2]), dump(2, *ahead)]
+        began = time.process_time()
+        assert judged(*dumps).culprits == (1,)
+        return time.process_time() - began
+
+    few = min(cpu_seconds(200) for _ in range(3))
+    assert cpu_seconds(2_000) < 50 * few  # a thousandfold if it grew with the cube
