@@ -7,30 +7,19 @@ from typing import Any
 
 import pytest
 from recorded_job import Recorded
+from simulated_finding import SUMMARY, open_incident
 from simulated_job import JOB
 
-from paceline_server.decide.types import ActionView, IncidentView
-from paceline_server.detect.finding import Cause, Finding
+from paceline_server.decide.types import ActionView
 from paceline_server.store import models
 from paceline_server.store.tokens import create_token
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-SUMMARY = "Rank 5 on node-2 is 1.6x slower than its peers."
 
 
 @pytest.fixture
 def troubled(recorded: Recorded) -> Recorded:
     """Rank 5 is slow, and a restart is proposed."""
-    finding = Finding(
-        kind="straggler",
-        cause="thermal throttle",
-        fingerprint="f",
-        summary=SUMMARY,
-        detected_ns=1,
-        generation=1,
-        causes=[Cause("thermal throttle", 0.9)],
-    )
-    incident = IncidentView(incident_id="inc-1", finding=finding, opened_ns=1, action_ids=["act-1"])
     action = ActionView(
         action_id="act-1",
         kind="restart",
@@ -42,17 +31,7 @@ def troubled(recorded: Recorded) -> Recorded:
     )
     with recorded.server.program.database.write() as session:
         session.get_one(models.Job, JOB).step = 7
-        session.add(
-            models.Incident(
-                id="inc-1",
-                job_id=JOB,
-                kind="straggler",
-                severity="warning",
-                state="open",
-                opened_ns=1,
-                view=incident,
-            )
-        )
+        session.add(open_incident("act-1"))
         session.add(
             models.Action(
                 id="act-1",

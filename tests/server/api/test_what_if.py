@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from recorded_job import SLOW_RANK, STEPS, TOPOLOGY, Recorded
+from simulated_finding import open_incident
 from simulated_job import JOB
 from sqlalchemy import delete
 
 from paceline_server.api import what_if
 from paceline_server.api.recorded import recorded_steps
 from paceline_server.api.what_if import WhatIfs
-from paceline_server.decide.types import IncidentView
-from paceline_server.detect.finding import Finding
-from paceline_server.store.models import HotLog, Incident, Job
+from paceline_server.store.models import HotLog, Job
 
 # What is read of a database, test_trace.py reads of each kind.
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -146,27 +145,8 @@ def test_an_answer_from_before_an_incident_does_not_stand(recorded: Recorded) ->
     database = recorded.server.program.database
     assert answers.of(database, JOB, 8).last_step == STEPS - 1
     recorded.play(STEPS)
-    finding = Finding(
-        kind="straggler",
-        cause="unknown",
-        fingerprint="f",
-        summary="Rank 5 is slow.",
-        detected_ns=1,
-        generation=1,
-    )
-    view = IncidentView(incident_id="inc-1", finding=finding, opened_ns=1)
     with database.write() as session:
-        session.add(
-            Incident(
-                id="inc-1",
-                job_id=JOB,
-                kind="straggler",
-                severity="warning",
-                state="open",
-                opened_ns=1,
-                view=view,
-            )
-        )
+        session.add(open_incident())
     told = answers.of(database, JOB, 8)
     assert told.last_step == STEPS
     recorded.play(STEPS + 1)

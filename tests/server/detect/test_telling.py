@@ -1,23 +1,14 @@
 """What a standing verdict is told again for."""
 
 import pytest
+from simulated_finding import straggler
 
 from paceline_server.detect.causes.diagnose import Diagnosis
-from paceline_server.detect.finding import Cause, Evidence, Finding
+from paceline_server.detect.finding import Cause, Evidence
 from paceline_server.detect.telling import weighs_differently
 
 CLOCK, POWER = Evidence("clock fell", "clock"), Evidence("power is as before", "power")
-BEFORE = Finding(
-    kind="straggler",
-    cause="thermal throttle",
-    fingerprint="straggler:2",
-    summary="",
-    detected_ns=0,
-    generation=0,
-    causes=[Cause("thermal throttle", 0.6)],
-    evidence=[CLOCK],
-    counter_evidence=[POWER],
-)
+BEFORE = straggler(0.6, evidence=[CLOCK], counter_evidence=[POWER])
 
 
 def diagnosis(likelihood: float = 0.6, *against: Evidence) -> Diagnosis:
