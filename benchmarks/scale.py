@@ -5,9 +5,10 @@ which send what real ones do: spans, state pages and samples, each node at its o
 become slow and recover again and again; each of the alerts at the webhook names the step it is
 based on, and its delay counts from when the last batch of that step was acknowledged.
 
-The server shares the machine's processors with what feeds it. A thousand agents send every 2.5 s,
-as the server asks of so many (`api.routes.agents.flush_seconds`): a request costs it about a third
-of a millisecond of CPU, whatever is in it.
+The server is two processes, one that serves and one that works (`--role`): in one, threads would
+take turns on one processor. It shares the processors with what feeds it. A thousand agents send
+every 2.5 s, as the server asks of so many (`api.routes.agents.flush_seconds`): a request costs it a
+third of a millisecond of CPU and more, whatever is in it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ LOADS = (
     Load("1,024 ranks", Topology(32, 4, 8), 12, 1.0, 60, 0.5, 16, 12),
     Load("10,240 ranks", Topology(160, 8, 8), 12, 5.0, 12, 2.5, 4, 6),
 )
-OWN_WORKER_RANKS = 4096  # from here on the worker is a process of its own
 
 
 def measure() -> Iterator[Result]:
@@ -117,8 +117,7 @@ class Run:
 
 def _run(load: Load, scratch: Path) -> Run:
     run = Run(load)
-    split = load.topology.world_size >= OWN_WORKER_RANKS
-    with _Webhook(run) as webhook, _Server(scratch, webhook.url, split) as server:
+    with _Webhook(run) as webhook, _Server(scratch, webhook.url) as server:
         asyncio.run(_play(load, run, server, scratch))
         run.steps_known = server.get(f"/api/v1/jobs/{server.job}")["step"]
     return run
@@ -205,22 +204,19 @@ class _Webhook:
 
 
 class _Server:
-    """The server's processes: one that serves and works, or one for each."""
+    """The server as two processes, one that serves and one that works."""
 
-    def __init__(self, scratch: Path, webhook: str, split: bool) -> None:
+    def __init__(self, scratch: Path, webhook: str) -> None:
         self._text = scratch / "output"
         self._output = self._text.open("w+")
         self._database_url = f"sqlite:///{scratch / 'server.db'}"
         self._environment = {**os.environ, "PACELINE_SERVER_WEBHOOK_URL": webhook}
-        self._split = split
         self._processes: list[subprocess.Popen[bytes]] = []
         self.job = ""
 
     def __enter__(self) -> _Server:
-        role = "api" if self._split else "all"
-        self.url = self._start("Listening on ", "--port", "0", "--role", role)
-        if self._split:
-            self._start("Working", "--role", "worker")
+        self.url = self._start("Listening on ", "--port", "0", "--role", "api")
+        self._start("Working", "--role", "worker")
         self._client = httpx.Client(base_url=self.url, timeout=60.0)
         return self
 

@@ -34,11 +34,17 @@ def main() -> None:
     """Paceline's control plane."""
 
 
+_ROLES = (
+    "Serve (api), work on jobs (worker) or both in one process (all): for jobs of a thousand ranks"
+    " and more start one of each.  [default: all]"
+)
+
+
 @main.group(invoke_without_command=True)
 @_database
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on, 0 for any.  [default: 8470]")
-@click.option("--role", type=click.Choice(get_args(Role)), help="What to do.  [default: all]")
+@click.option("--role", type=click.Choice(get_args(Role)), help=_ROLES)
 @click.option("--webhook-url", metavar="URL", help="Where incidents are posted.")
 @click.option("--action-webhook-url", metavar="URL", help="Where actions are posted.")
 @click.option("--alertmanager-url", metavar="URL", help="Base URL of an Alertmanager.")
