@@ -265,7 +265,8 @@ def _percent(
                 wall[watched] = perf_counter_ns() - wall_ns
         added.append(cpu[True] - cpu[False])
         walls.append(wall[False])
-    return [each / median(walls) * 100 for each in added[WARM_PAIRS:]]
+    wall_ns = median(walls)
+    return [each / wall_ns * 100 for each in added[WARM_PAIRS:]]
 
 
 def _told(name: str, percent: list[float], goal: float | None = GOAL_PERCENT) -> Iterator[Result]:

@@ -221,7 +221,7 @@ class _Server:
         return self
 
     def _start(self, sign: str, *options: str) -> str:
-        """Returns the word after the sign that it runs."""
+        """Returns the rest of the line with the sign that it runs."""
         command = [sys.executable, "-m", "paceline_server", "server", *options]
         process = subprocess.Popen(
             [*command, "--database-url", self._database_url],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from urllib.parse import urlsplit
 from benchmarks.fleet.nodes import Node
 from benchmarks.fleet.plan import Planned
 from paceline_wire.batch import CommandResult, Event
+from paceline_wire.commands import Ping, decode_line
 
 _AGAIN_SECONDS = 0.1
 
@@ -70,10 +70,12 @@ class _Commands(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
-            found = re.search(rb'"command_id":(\d+)', line)
-            if found is not None:
-                at = time.time_ns()
-                self.done.append(CommandResult(time_ns=at, command_id=int(found[1]), ok=True))
+            if not line.startswith(b"{"):  # of HTTP
+                continue
+            command = decode_line(line)
+            if not isinstance(command, Ping):
+                at, of = time.time_ns(), command.command_id
+                self.done.append(CommandResult(time_ns=at, command_id=of, ok=True))
 
 
 class Connections:

@@ -851,9 +851,8 @@ typedef struct {
     PyObject *holder;   /* what has the default group, as its attribute `default_name` */
     PyObject *default_name, *payload, *group_name, *async_name, *nbytes_name;
     PyObject *tensor, *nbytes; /* the class of tensors and its attribute */
-    descrgetfunc get_nbytes; /* NULL: no property */
-    PyObject *latest; /* group of the latest call, borrowed: only to be compared */
-    Channel *channel; /* and its channel; NULL: no call yet */
+    descrgetfunc get_nbytes;   /* NULL: no property */
+    Channel *channel;          /* of the latest call; NULL: none yet */
     Py_ssize_t group_at, async_at, payload_at;
     uint64_t op;
 } Collective;
@@ -984,9 +983,8 @@ static Channel *channel_of(Collective *self, PyObject *args, PyObject *kwargs)
         Py_INCREF(group);
     if (group == NULL)
         return NULL;
-    if (group != self->latest || !is_of((PyObject *)self->channel, group)) {
+    if (!is_of((PyObject *)self->channel, group)) {
         PyObject *found = find_channel(self, group), *before = (PyObject *)self->channel;
-        self->latest = group;
         self->channel = (Channel *)found;
         Py_XDECREF(before);
     }
@@ -1011,7 +1009,7 @@ static int add_size(Collective *self, PyObject *load, uint64_t *size)
         }
         return 0;
     }
-    /* Not by name where the type is known: a third of what all else here costs. */
+    /* A lookup by name is dear while the caches are cold. */
     int is_plain = (PyObject *)Py_TYPE(load) == self->tensor && self->get_nbytes != NULL;
     PyObject *number = is_plain
                            ? self->get_nbytes(self->nbytes, load, self->tensor)
@@ -1130,10 +1128,10 @@ PyMODINIT_FUNC PyInit__writer(void)
         section == NULL ? NULL : add_type(module, &pipelining_spec, section);
     PyTypeObject *collective = add_type(module, &collective_spec, NULL);
     PyObject *layout = Py_BuildValue(
-        "(iiiiiiiiiiiiiiiiii)", INTERFACE, STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS, STATE_MICROBATCH,
-        STATE_LOSS_STEP, STATE_LOSS, STATE_GRADIENT_NORM, STATE_DEPTH, STATE_EVALUATION_STEP,
-        STATE_EVALUATION_LOSS, STATE_FRAMES, FRAMES, FRAME_WORDS, GROUP_BYTES_SHIFT, WORDS, OP_STEP,
-        OP_DATA_WAIT);
+        "(iiiiiiiiiiiiiiiiii)", INTERFACE, STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS,
+        STATE_MICROBATCH, STATE_LOSS_STEP, STATE_LOSS, STATE_GRADIENT_NORM, STATE_DEPTH,
+        STATE_EVALUATION_STEP, STATE_EVALUATION_LOSS, STATE_FRAMES, FRAMES, FRAME_WORDS,
+        GROUP_BYTES_SHIFT, WORDS, OP_STEP, OP_DATA_WAIT);
     if (writer_type == NULL || channel_type == NULL || pipelining == NULL || collective == NULL ||
         layout == NULL || PyModule_AddObject(module, "LAYOUT", layout) < 0)
         Py_CLEAR(module);

@@ -60,10 +60,7 @@ class JobCollector(Collector):
                     .order_by(Incident.opened_ns.desc())
                     .limit(_INCIDENTS)
                 ).all()
-                cursor = session.scalar(
-                    select(func.min(Job.cursor)).where(Job.state.not_in(FINISHED))
-                )
-                unread_ns = None if cursor is None else oldest_unread_ns(session, cursor)
+                unread_ns = oldest_unread_ns(session)
                 detailed = jobs[:_DETAILED_JOBS]
                 newest = {
                     job.id: row.summary

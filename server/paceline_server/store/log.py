@@ -128,7 +128,16 @@ def position_at(session: Session, received_ns: int) -> int:
     return session.scalar(query) or 0
 
 
-def oldest_unread_ns(session: Session, cursor: int) -> int | None:
+def _least_cursor(session: Session) -> int | None:
+    """What all unfinished jobs have read; None: there are none."""
+    return session.scalar(select(func.min(Job.cursor)).where(Job.state.not_in(FINISHED)))
+
+
+def oldest_unread_ns(session: Session) -> int | None:
+    """When the first batch came that some unfinished job has not read."""
+    cursor = _least_cursor(session)
+    if cursor is None:
+        return None
     query = select(HotLog.received_ns).where(HotLog.id > cursor).order_by(HotLog.id).limit(1)
     return session.scalar(query)
 
@@ -171,7 +180,7 @@ def last_to_drop(session: Session, before_ns: int, in_excess: int) -> int | None
     """The last entry older than `before_ns` or up to `in_excess`; never one that is unread."""
     old = session.scalar(select(func.max(HotLog.id)).where(HotLog.received_ns < before_ns)) or 0
     last = max(old, in_excess)
-    unread = session.scalar(select(func.min(Job.cursor)).where(Job.state.not_in(FINISHED)))
+    unread = _least_cursor(session)
     if unread is not None:
         last = min(last, unread)
     return last or None
