@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from paceline_cli.demo.cluster import MARK
-from paceline_cli.demo.faults import descendants
 
 DEMO = (sys.executable, "-m", "paceline_cli", "demo", "--port", "0")
 LEDGER_PARTS = (
@@ -58,12 +57,12 @@ def test_every_fault_is_found_named_and_repaired(tmp_path: Path) -> None:
     assert parts == pytest.approx(ledger["wall_seconds"], rel=1e-6)  # type: ignore[index]
 
 
-def marked(mark: bytes) -> list[int]:
+def marked(mark: str) -> list[int]:
     """Live processes whose environment carries `mark`."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
+            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
         except OSError:
             continue
@@ -71,37 +70,42 @@ def marked(mark: bytes) -> list[int]:
 
 
 @pytest.fixture
-def running_demo() -> Iterator[tuple[subprocess.Popen[str], bytes]]:
+def running_demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A demo whose ranks are up, and the mark of its processes."""
-    process = subprocess.Popen([*DEMO, "--faults", "none"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    mark = b""
-    try:
-        for line in process.stdout:
-            if "training:" in line:
-                break
-        child = descendants(process.pid)[0]
-        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        mark = next(item for item in environment if item.startswith(MARK.encode()))
-        yield process, mark
-    finally:
-        for pid in (process.pid, *(marked(mark) if mark else ())):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        process.wait()
-        process.stdout.close()
+    mark = f"PACELINE_TEST={uuid.uuid4().hex}"
+    environment = {**os.environ, **dict([mark.split("=")])}
+    with (tmp_path / "errors").open("w+") as errors:
+        process = subprocess.Popen(
+            [*DEMO, "--faults", "none"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        assert process.stdout is not None
+        try:
+            is_training = any("training:" in line for line in process.stdout)
+            errors.seek(0)
+            assert is_training, f"the demo ended with {process.wait()}: {errors.read()}"
+            yield process, mark
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+            for pid in marked(mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_is_left_however_the_demo_ends(
-    running_demo: tuple[subprocess.Popen[str], bytes], number: signal.Signals
+    running_demo: tuple[subprocess.Popen[str], str], number: signal.Signals
 ) -> None:
     process, mark = running_demo
     assert len(marked(mark)) > 10  # server, agents, guards, ranks
     process.send_signal(number)
+    process.wait()
     deadline = time.monotonic() + 30
     while (left := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
