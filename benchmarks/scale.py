@@ -5,10 +5,10 @@ which send what real ones do: spans, state pages and samples, each node at its o
 become slow and recover again and again; each of the alerts at the webhook names the step it is
 based on, and its delay counts from when the last batch of that step was acknowledged.
 
-The server is two processes, one that serves and one that works (`--role`): in one, threads would
-take turns on one processor. It shares the processors with what feeds it. A thousand agents send
-every 2.5 s, as the server asks of so many (`api.routes.agents.flush_seconds`): a request costs it a
-third of a millisecond of CPU and more, whatever is in it.
+The server is started by its command, without options but the database's; it shares the processors
+with what feeds it. A thousand agents send every 2.5 s, as the server asks of so many
+(`api.routes.agents.flush_seconds`): a request costs it a third of a millisecond of CPU and more,
+whatever is in it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,6 +35,7 @@ from benchmarks.fleet.load import Load
 from benchmarks.fleet.nodes import Node
 from benchmarks.fleet.plan import made
 from benchmarks.harness import Result
+from benchmarks.node.processes import RunningProcess
 from paceline_wire.topology import Topology
 
 ALERT_GOAL_SECONDS = 2.0
@@ -204,52 +205,45 @@ class _Webhook:
 
 
 class _Server:
-    """The server as two processes, one that serves and one that works."""
+    """`paceline server`, both of its processes."""
 
     def __init__(self, scratch: Path, webhook: str) -> None:
         self._text = scratch / "output"
-        self._output = self._text.open("w+")
-        self._database_url = f"sqlite:///{scratch / 'server.db'}"
-        self._environment = {**os.environ, "PACELINE_SERVER_WEBHOOK_URL": webhook}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        command = [sys.executable, "-m", "paceline_server", "server", "--port", "0"]
+        with self._text.open("w") as output:
+            self._process = subprocess.Popen(
+                [*command, "--database-url", f"sqlite:///{scratch / 'server.db'}"],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PACELINE_SERVER_WEBHOOK_URL": webhook},
+            )
         self.job = ""
 
     def __enter__(self) -> _Server:
-        self.url = self._start("Listening on ", "--port", "0", "--role", "api")
-        self._start("Working", "--role", "worker")
+        sign = "Listening on "
+        self._await("listens", lambda: sign in self._text.read_text())
+        self.url = self._text.read_text().partition(sign)[2].partition("\n")[0]
         self._client = httpx.Client(base_url=self.url, timeout=60.0)
+        self._await("is ready", lambda: self._client.get("/readyz").is_success)
+        self._pids = [each.pid for each in RunningProcess(self._process.pid).family().members]
         return self
 
-    def _start(self, sign: str, *options: str) -> str:
-        """Returns the rest of the line with the sign that it runs."""
-        command = [sys.executable, "-m", "paceline_server", "server", *options]
-        process = subprocess.Popen(
-            [*command, "--database-url", self._database_url],
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            env=self._environment,
-        )
-        self._processes.append(process)
+    def _await(self, what: str, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
-        while sign not in self._text.read_text():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not start: {self._text.read_text()}")
+        while not holds():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._process.kill()
+                raise RuntimeError(f"no server that {what}: {self._text.read_text()}")
             time.sleep(0.05)
-        return self._text.read_text().partition(sign)[2].partition("\n")[0]
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
-        for process in reversed(self._processes):
-            process.terminate()
-        for process in self._processes:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        lines = self._text.read_text().splitlines()
-        trouble = [line for line in lines if not line.startswith(("Listening", "Working"))]
-        print("\n".join(trouble[-20:]), file=sys.stderr)
-        self._output.close()
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        print("\n".join(self._text.read_text().splitlines()[1:][-20:]), file=sys.stderr)
 
     def get(self, path: str) -> Any:
         answer = self._client.get(path)
@@ -283,10 +277,10 @@ class _Server:
         raise RuntimeError(f"the job was not placed: {job}")
 
     def memory_mib(self) -> float:
-        return sum(map(_memory_mib, self._processes))
+        return sum(map(_memory_mib, self._pids))
 
     def cpu_seconds(self) -> float:
-        return sum(map(_cpu_seconds, self._processes))
+        return sum(map(_cpu_seconds, self._pids))
 
     def lag_seconds(self) -> float:
         for line in self._client.get("/metrics").text.splitlines():
@@ -295,11 +289,11 @@ class _Server:
         raise RuntimeError("the server tells no lag")
 
 
-def _memory_mib(process: subprocess.Popen[bytes]) -> float:
-    status = Path(f"/proc/{process.pid}/status").read_text()
+def _memory_mib(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
-def _cpu_seconds(process: subprocess.Popen[bytes]) -> float:
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

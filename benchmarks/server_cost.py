@@ -20,18 +20,18 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+from prometheus_client import CollectorRegistry
 from sqlalchemy import func, select
 
 from benchmarks.fleet.load import Load
 from benchmarks.fleet.nodes import Node
 from benchmarks.fleet.plan import Plan, made
 from benchmarks.harness import Result
-from paceline_server.app import tune_interpreter
 from paceline_server.decide.types import JobSpec, Policy
 from paceline_server.ingest.check import check
-from paceline_server.ingest.recent import RecentBatches
 from paceline_server.ingest.writer import LogWriter, Status
-from paceline_server.metrics import Metrics
+from paceline_server.interpreter import tune_interpreter
+from paceline_server.metrics import BackgroundMetrics, ServingMetrics
 from paceline_server.settings import Settings
 from paceline_server.steps.types import Ledger
 from paceline_server.store.database import Database
@@ -113,7 +113,7 @@ class Server:
         self.scratch = scratch
         self.database = Database(f"sqlite:///{scratch / 'server.db'}")
         self.database.migrate()
-        wakes, metrics, recent = Wakes(), Metrics(), RecentBatches()
+        wakes, registry = Wakes(), CollectorRegistry()
         settings = Settings(log_retention_bytes=LOG_BYTES)
         rules = Rules(
             lease_ns=int(settings.lease_seconds * 1e9),
@@ -121,10 +121,16 @@ class Server:
             batch_bytes=settings.bytes_per_tick,
             receivers=Receivers((), ()),
         )
-        self._log = LogWriter(self.database, wakes, metrics, recent)
+        self._log = LogWriter(self.database, wakes, ServingMetrics(registry))
         self._log.start()
         self.worker = Worker(
-            self.database, wakes, metrics, recent, "owner", rules, settings, lambda: self.now_ns
+            self.database,
+            wakes,
+            BackgroundMetrics(registry),
+            "owner",
+            rules,
+            settings,
+            lambda: self.now_ns,
         )
 
     def take(self, payload: bytes) -> Future[Status]:

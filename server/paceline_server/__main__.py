@@ -35,8 +35,8 @@ def main() -> None:
 
 
 _ROLES = (
-    "Serve (api), work on jobs (worker) or both in one process (all): for jobs of a thousand ranks"
-    " and more start one of each.  [default: all]"
+    "Serve (api), work on jobs (worker) or both, in two processes (all). By themselves they may be"
+    " on several machines with one PostgreSQL.  [default: all]"
 )
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
-import logging
-import os
-import secrets
 import signal
 import socket
 import sys
@@ -16,28 +12,26 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 
-from paceline_server.alerts.outbox import Outbox
-from paceline_server.alerts.receivers import receivers
 from paceline_server.api import router
 from paceline_server.api.dependencies import Parts
 from paceline_server.api.job_metrics import JobCollector
 from paceline_server.api.pending import PendingCommands
-from paceline_server.ingest.recent import RecentBatches
+from paceline_server.background import Background, database_of
+from paceline_server.background_process import BackgroundProcess
 from paceline_server.ingest.writer import LogWriter
-from paceline_server.metrics import Metrics
+from paceline_server.interpreter import tune_interpreter
+from paceline_server.metrics import ServingMetrics
 from paceline_server.settings import Settings, is_loopback
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.tokens import any_token
 from paceline_server.store.wake import Wakes
-from paceline_server.worker.keep import Receivers
-from paceline_server.worker.tick import Rules
-from paceline_server.worker.worker import Worker
 
-_log = logging.getLogger(__name__)
 _SHUTDOWN_SECONDS = 2
 _KEEP_ALIVE_SECONDS = 75  # beyond any client's pause: a close that meets a request is an error
 
@@ -46,80 +40,63 @@ class StartError(Exception):
     """The server cannot start; the message is one sentence with the fix."""
 
 
+class Works(Protocol):
+    """The job worker and the outbox, wherever they run."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def unready(self) -> list[str]: ...
+
+
 @dataclass(frozen=True)
 class Program:
     """Everything that runs, and what it runs on."""
 
-    settings: Settings
     database: Database
     wakes: Wakes
     log: LogWriter
-    worker: Worker
-    outbox: Outbox
-    metrics: Metrics
-
-    @property
-    def works(self) -> bool:
-        return self.settings.role in ("all", "worker")
+    background: Works | None  # None: other processes work on the jobs
+    metrics: ServingMetrics
 
     def start(self) -> None:
         self.database.migrate()
         self.log.start()
-        if self.works:
-            self.worker.start()
-            self.outbox.start()
+        if self.background is not None:
+            self.background.start()
 
     def stop(self) -> None:
         """What is under way is finished first, and leases are given back."""
         self.wakes.close()
-        self.worker.stop()
-        self.outbox.stop()
+        if self.background is not None:
+            self.background.stop()
         self.log.stop()
         self.database.close()
 
     def unready(self) -> list[str]:
-        return self.worker.unready() if self.works else []
+        return [] if self.background is None else self.background.unready()
 
 
-def compose(settings: Settings) -> Program:
-    """Build the parts; opens nothing yet."""
-    database = Database(
-        settings.database_url,
-        timeout_seconds=settings.database_timeout_seconds,
-        synchronous=settings.sqlite_synchronous,
-    )
-    wakes, metrics = Wakes(), Metrics()
-    recent = RecentBatches() if settings.role == "all" else RecentBatches(0)
-    targets = receivers(settings)
-    metrics.registry.register(JobCollector(database))
-    owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
-    rules = Rules(
-        lease_ns=int(settings.lease_seconds * 1e9),
-        batches=settings.batches_per_tick,
-        batch_bytes=settings.bytes_per_tick,
-        receivers=Receivers(
-            incidents=tuple(target.name for target in targets if target.takes_incidents),
-            actions=tuple(target.name for target in targets if target.takes_actions),
-        ),
-    )
-    return Program(
-        settings=settings,
-        database=database,
-        wakes=wakes,
-        log=LogWriter(database, wakes, metrics, recent),
-        worker=Worker(database, wakes, metrics, recent, owner, rules, settings, time.time_ns),
-        outbox=Outbox(database, wakes, metrics, owner, targets, settings, time.time_ns),
-        metrics=metrics,
-    )
+def compose(settings: Settings, *, apart: bool) -> Program:
+    """Build the parts; opens nothing yet. `apart`: the background in a process of its own."""
+    database, wakes, registry = database_of(settings), Wakes(), CollectorRegistry()
+    registry.register(JobCollector(database))
+    background: Works | None = None
+    if settings.role == "all" and apart:
+        background = BackgroundProcess(settings, wakes)
+        registry.register(background)
+    elif settings.role == "all":
+        background = Background(settings, database, wakes, registry)
+    metrics = ServingMetrics(registry)
+    return Program(database, wakes, LogWriter(database, wakes, metrics), background, metrics)
 
 
-def create_app(settings: Settings) -> FastAPI:
-    """The ASGI application; its threads live as long as its lifespan."""
-    program = compose(settings)
+def create_app(settings: Settings, *, apart: bool = False) -> FastAPI:
+    """The ASGI application; its threads and processes live as long as its lifespan."""
+    program = compose(settings, apart=apart)
     app = router.build(settings.static_directory or _built_in_pages())
     app.state.program = program
-    # What this process works on wakes its streams; other processes' commits must be looked for.
-    poll_seconds = 1.0 if settings.role == "all" else 0.2
+    # Our own background wakes the streams; what others commit must be looked for.
+    poll_seconds = 0.2 if program.background is None else 1.0
     app.state.parts = Parts(
         database=program.database,
         log=program.log,
@@ -148,7 +125,7 @@ def serve(settings: Settings) -> None:
     if settings.role == "worker":
         _work(settings)
         return
-    app = create_app(settings)
+    app = create_app(settings, apart=True)
     tune_interpreter()
     _check_exposure(settings, app.state.program.database)
     listener = listen(settings)
@@ -181,42 +158,29 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def tune_interpreter() -> None:
-    """For threads that share one interpreter, and batches that make many objects and few cycles.
-
-    Python's own pace would spend a third on looking for cycles; what is loaded by now stays, and
-    need not be looked at at all. sqlite3 lets go of the interpreter at each row: a thread that
-    reads a thousand would wait as often for a busy one, 5 ms each time.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
-    sys.setswitchinterval(0.0005)
-
-
 def _work(settings: Settings) -> None:
-    """A worker without an interface, until SIGTERM or SIGINT."""
-    program = compose(settings)
+    """The background alone, until SIGTERM or SIGINT."""
+    database, wakes = database_of(settings), Wakes()
+    background = Background(settings, database, wakes, CollectorRegistry())
     tune_interpreter()
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    _start(program)
+    try:
+        database.migrate()
+    except UNAVAILABLE as error:
+        raise _unopened(error) from error
+    background.start()
     _say("Working")
     ended.wait()
-    program.stop()
+    wakes.close()
+    background.stop()
+    database.close()
 
 
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def _start(program: Program) -> None:
-    try:
-        program.start()
-    except UNAVAILABLE as error:
-        raise StartError(f"The database cannot be opened: {_first_line(error)}.") from error
 
 
 def _check_exposure(settings: Settings, database: Database) -> None:
@@ -226,7 +190,7 @@ def _check_exposure(settings: Settings, database: Database) -> None:
         with database.read() as session:
             guarded = any_token(session)
     except UNAVAILABLE as error:
-        raise StartError(f"The database cannot be opened: {_first_line(error)}.") from error
+        raise _unopened(error) from error
     if not guarded and not is_loopback(settings.host):
         raise StartError(
             f"Without tokens this server listens on loopback only, not on {settings.host}: make"
@@ -255,8 +219,9 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _first_line(error: Exception) -> str:
-    return str(getattr(error, "orig", error)).strip().splitlines()[0].rstrip(".")
+def _unopened(error: Exception) -> StartError:
+    detail = str(getattr(error, "orig", error)).strip().splitlines()[0].rstrip(".")
+    return StartError(f"The database cannot be opened: {detail}.")
 
 
 def _built_in_pages() -> Path | None:

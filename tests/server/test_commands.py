@@ -47,10 +47,13 @@ def test_openapi_is_complete_enough_to_generate_clients() -> None:
     assert references <= known, references - known
 
 
-def test_a_server_starts_answers_and_ends(run_process: Callable[..., Any]) -> None:
+def test_a_server_starts_answers_and_ends(
+    run_process: Callable[..., Any], wait_for: Callable[..., Any]
+) -> None:
     process = run_process("--port", "0")
-    answer = httpx.get(f"{process.url()}/readyz", timeout=20.0)
-    assert answer.json() == {"ready": True, "missing": []}
+    ready = f"{process.url()}/readyz"
+    wait_for(lambda: httpx.get(ready, timeout=20.0).is_success, "the worker")
+    assert httpx.get(ready, timeout=20.0).json() == {"ready": True, "missing": []}
     process.signal(signal.SIGTERM)
     process.process.wait(20)
     assert process.log.read_text().count("\n") == 1, "nothing but its address"

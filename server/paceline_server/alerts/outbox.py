@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from paceline_server.act.announce import IncidentAlert, Notice
 from paceline_server.alerts.receivers import DeliveryError, Receiver, RefusedError
-from paceline_server.metrics import Metrics
+from paceline_server.metrics import BackgroundMetrics
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.leases import LeaseLostError, acquire, fence, is_held, release
 from paceline_server.store.models import Incident, Job, OutboxRow
@@ -44,7 +44,7 @@ class Outbox:
         self,
         database: Database,
         wakes: Wakes,
-        metrics: Metrics,
+        metrics: BackgroundMetrics,
         owner: str,
         targets: Sequence[Receiver],
         pace: Pace,

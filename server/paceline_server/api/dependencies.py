@@ -15,7 +15,7 @@ from paceline_server.api.pending import PendingCommands
 from paceline_server.api.problems import Problem
 from paceline_server.api.what_if import WhatIfs
 from paceline_server.ingest.writer import LogWriter
-from paceline_server.metrics import Metrics
+from paceline_server.metrics import ServingMetrics
 from paceline_server.store.database import Database
 from paceline_server.store.wake import Wakes
 
@@ -27,7 +27,7 @@ class Parts:
     database: Database
     log: LogWriter
     wakes: Wakes
-    metrics: Metrics
+    metrics: ServingMetrics
     pending: PendingCommands
     now_ns: Callable[[], int]
     unready: Callable[[], list[str]]

@@ -20,8 +20,7 @@ from sqlalchemy.orm import Session
 
 from paceline_server.ingest.errors import BusyError, IngestError, UnavailableError, UnstorableError
 from paceline_server.ingest.nodes import hear
-from paceline_server.ingest.recent import RecentBatches
-from paceline_server.metrics import Metrics
+from paceline_server.metrics import ServingMetrics
 from paceline_server.store import rank_evidence
 from paceline_server.store.commands import finish_command
 from paceline_server.store.database import UNAVAILABLE, Database
@@ -52,13 +51,10 @@ class Arrival:
 
 
 class LogWriter:
-    def __init__(
-        self, database: Database, wakes: Wakes, metrics: Metrics, recent: RecentBatches
-    ) -> None:
+    def __init__(self, database: Database, wakes: Wakes, metrics: ServingMetrics) -> None:
         self._database = database
         self._wakes = wakes
         self._metrics = metrics
-        self._recent = recent
         self._waiting: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._waiting_bytes = 0
         self._counting = threading.Lock()
@@ -127,9 +123,6 @@ class LogWriter:
             _log.error("a batch of %s cannot be stored: %s", group[0].batch.agent_id, error)
             _fail(group, UnstorableError("the database refuses this batch"))
         else:
-            for arrival, status in zip(group, statuses, strict=True):
-                if status == "stored":
-                    self._recent.put(arrival.batch)
             self._wakes.work.notify()
             for arrival, status in zip(group, statuses, strict=True):
                 self._metrics.batches.labels(status).inc()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -17,6 +18,7 @@ class Wake:
         self._condition = threading.Condition()
         self._count = 0
         self._subscriptions: set[Subscription] = set()
+        self._listeners: list[Callable[[], None]] = []
         self.closed = False
 
     @property
@@ -31,6 +33,8 @@ class Wake:
             subscriptions = list(self._subscriptions)
         for subscription in subscriptions:
             subscription.wake()
+        for listener in self._listeners:
+            listener()
 
     def close(self) -> None:
         """Everybody who waits stops waiting, now and later."""
@@ -42,6 +46,10 @@ class Wake:
         with self._condition:
             self._condition.wait_for(lambda: self.closed or self._count != seen, timeout_seconds)
             return self._count
+
+    def tell(self, listener: Callable[[], None]) -> None:
+        """Call it at each notification from now on, in whatever thread; it must not block."""
+        self._listeners.append(listener)
 
     def subscribe(self) -> Subscription:
         """For the running event loop. Close it, or it is kept for ever."""

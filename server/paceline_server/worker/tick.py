@@ -18,8 +18,7 @@ from sqlalchemy.orm import Session
 from paceline_server.decide.decide import decide
 from paceline_server.decide.types import Acknowledged, Decision
 from paceline_server.engine.types import Outcome, Placement
-from paceline_server.ingest.recent import RecentBatches
-from paceline_server.metrics import Metrics
+from paceline_server.metrics import BackgroundMetrics
 from paceline_server.store import models, queries
 from paceline_server.store.commands import reserve_command_ids
 from paceline_server.store.database import Database
@@ -82,8 +81,7 @@ class JobWork:
     def __init__(
         self,
         database: Database,
-        metrics: Metrics,
-        recent: RecentBatches,
+        metrics: BackgroundMetrics,
         rules: Rules,
         mine: Ownership,
         clock: Callable[[], int],
@@ -92,7 +90,6 @@ class JobWork:
         self._database = database
         self._clock = clock
         self._metrics = metrics
-        self._recent = recent
         self._rules = rules
         self._mine = mine
         self._renewed_ns = clock()
@@ -141,8 +138,7 @@ class JobWork:
     def _decoded(self, known: Known) -> Iterator[Batch]:
         for entry in known.log:
             self._cursor = entry.id
-            known_batch = self._recent.get((entry.agent_id, entry.boot_id, entry.sequence))
-            batch = known_batch or wire.decode(entry.payload)  # was checked when it came
+            batch = wire.decode(entry.payload)  # was checked when it came
             self._settling.hear(batch, entry.received_ns)
             try:
                 self._engine.feed(batch, entry.received_ns)

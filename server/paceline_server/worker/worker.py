@@ -14,8 +14,7 @@ from typing import Protocol
 
 from sqlalchemy import select
 
-from paceline_server.ingest.recent import RecentBatches
-from paceline_server.metrics import Metrics
+from paceline_server.metrics import BackgroundMetrics
 from paceline_server.store.changes import prune_changes
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.leases import LeaseLostError, acquire, is_held
@@ -61,21 +60,22 @@ class Worker:
         self,
         database: Database,
         wakes: Wakes,
-        metrics: Metrics,
-        recent: RecentBatches,
+        metrics: BackgroundMetrics,
         owner: str,
         rules: Rules,
         pace: Pace,
         now_ns: Callable[[], int],
+        is_deaf: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`is_deaf`: whether nobody takes batches in, so that all nodes only seem silent."""
         self._database = database
         self._wakes = wakes
         self._metrics = metrics
-        self._recent = recent
         self._owner = owner
         self._rules = rules
         self._pace = pace
         self._now_ns = now_ns
+        self._is_deaf = is_deaf
         self._works: dict[str, JobWork] = {}
         self._not_before_ns: dict[str, int] = {}
         self._stop = threading.Event()
@@ -106,7 +106,7 @@ class Worker:
         seen = 0
         while not self._stop.is_set():
             began = time.monotonic()
-            behind = self.look_at_jobs()
+            behind = False if self._is_deaf() else self.look_at_jobs()
             self._passed = time.monotonic()
             took = self._passed - began
             rest = 0.0 if behind else min(_REST * took, _LONGEST_REST_SECONDS)
@@ -183,7 +183,7 @@ class Worker:
             return None
         _log.info("working on %s in epoch %d", job_id, epoch)
         mine = Ownership(job_id, self._owner, epoch)
-        work = JobWork(self._database, self._metrics, self._recent, self._rules, mine, self._now_ns)
+        work = JobWork(self._database, self._metrics, self._rules, mine, self._now_ns)
         self._works[job_id] = work
         return work
 

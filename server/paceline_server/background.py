@@ -1,0 +1,72 @@
+"""What works without being asked, the job worker and the outbox, in this process."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from paceline_server.alerts.outbox import Outbox
+from paceline_server.alerts.receivers import receivers
+from paceline_server.metrics import BackgroundMetrics
+from paceline_server.settings import Settings
+from paceline_server.store.database import Database
+from paceline_server.store.wake import Wakes
+from paceline_server.worker.keep import Receivers
+from paceline_server.worker.tick import Rules
+from paceline_server.worker.worker import Worker
+
+
+def database_of(settings: Settings) -> Database:
+    """Opened at its first use."""
+    return Database(
+        settings.database_url,
+        timeout_seconds=settings.database_timeout_seconds,
+        synchronous=settings.sqlite_synchronous,
+    )
+
+
+class Background:
+    """On a migrated database, which whoever made it closes."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        wakes: Wakes,
+        registry: CollectorRegistry,
+        is_deaf: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_deaf`: whether nobody takes batches in at the moment."""
+        metrics = BackgroundMetrics(registry)
+        owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+        targets = receivers(settings)
+        rules = Rules(
+            lease_ns=int(settings.lease_seconds * 1e9),
+            batches=settings.batches_per_tick,
+            batch_bytes=settings.bytes_per_tick,
+            receivers=Receivers(
+                incidents=tuple(target.name for target in targets if target.takes_incidents),
+                actions=tuple(target.name for target in targets if target.takes_actions),
+            ),
+        )
+        self._worker = Worker(
+            database, wakes, metrics, owner, rules, settings, time.time_ns, is_deaf
+        )
+        self._outbox = Outbox(database, wakes, metrics, owner, targets, settings, time.time_ns)
+
+    def start(self) -> None:
+        self._worker.start()
+        self._outbox.start()
+
+    def stop(self) -> None:
+        """What is under way is finished first, and leases are given back."""
+        self._worker.stop()
+        self._outbox.stop()
+
+    def unready(self) -> list[str]:
+        return self._worker.unready()

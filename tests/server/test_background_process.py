@@ -1,0 +1,139 @@
+"""The server as started by its command: one process that serves, one that works on the jobs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from simulated_node import SimulatedNode, post_job, stop_all
+from sqlalchemy import select
+
+from paceline_server.background_process import BackgroundProcess
+from paceline_server.settings import Settings
+from paceline_server.store.database import Database
+from paceline_server.store.models import Lease
+
+
+@pytest.fixture
+def database_url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/test.db"
+
+
+@pytest.fixture
+def process(run_process: Callable[..., Any], wait_for: Callable[..., Any]) -> Any:
+    started = run_process("--port", "0")
+    wait_for(lambda: is_ready(started), "the worker")
+    return started
+
+
+@pytest.fixture
+def nodes(process: Any) -> Iterator[list[SimulatedNode]]:
+    fleet = [SimulatedNode(f"node-{number}", process.url()) for number in range(2)]
+    for node in fleet:
+        node.start()
+    yield fleet
+    stop_all(fleet)
+
+
+def is_ready(process: Any) -> bool:
+    return httpx.get(f"{process.url()}/readyz", timeout=20.0).is_success
+
+
+def worker_of(process: Any) -> int:
+    children = [
+        int(child)
+        for task in Path(f"/proc/{process.process.pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+    (worker,) = children
+    return worker
+
+
+def test_a_worker_that_dies_is_started_again_and_its_jobs_go_on(
+    process: Any, nodes: list[SimulatedNode], wait_for: Callable[..., Any]
+) -> None:
+    job = f"{process.url()}/api/v1/jobs/{post_job(process.url())}"
+
+    def step() -> int:
+        return httpx.get(job, timeout=20.0).json()["step"] or 0
+
+    wait_for(lambda: step() >= 3, "steps")
+    os.kill(worker_of(process), signal.SIGKILL)
+    wait_for(lambda: not is_ready(process), "the server to notice")
+    wait_for(lambda: is_ready(process), "another worker")
+    reached = step()
+    wait_for(lambda: step() > reached + 3, "steps again")
+    assert httpx.get(job, timeout=20.0).json()["generation"] == 1
+
+
+def test_the_worker_ends_with_a_server_that_is_killed(
+    process: Any, wait_for: Callable[..., Any]
+) -> None:
+    worker = Path(f"/proc/{worker_of(process)}")
+    process.signal(signal.SIGKILL)
+    wait_for(lambda: not worker.exists(), "the worker's end")
+
+
+def test_a_server_that_ends_gives_its_leases_back(
+    process: Any, nodes: list[SimulatedNode], database: Database, wait_for: Callable[..., Any]
+) -> None:
+    def leases() -> list[Lease]:
+        with database.read() as session:
+            return list(session.scalars(select(Lease)))
+
+    post_job(process.url())
+    wait_for(leases, "a lease")
+    worker = Path(f"/proc/{worker_of(process)}")
+    process.signal(signal.SIGTERM)
+    process.process.wait(20)
+    assert not worker.exists()
+    assert [lease.expires_ns for lease in leases()] == [0]
+
+
+def test_prometheus_sees_what_the_worker_counts(
+    process: Any, nodes: list[SimulatedNode], wait_for: Callable[..., Any]
+) -> None:
+    post_job(process.url())
+
+    def value(name: str) -> float:
+        """Of the only sample of this name."""
+        text = httpx.get(f"{process.url()}/metrics", timeout=20.0).text
+        samples = [
+            each for family in text_string_to_metric_families(text) for each in family.samples
+        ]
+        (found,) = [sample.value for sample in samples if sample.name == name]
+        return found
+
+    wait_for(lambda: value("paceline_worker_leases") == 1.0, "the lease")
+    assert value("paceline_worker_tick_seconds_count") > 0
+    assert value("paceline_streams") == 2.0
+
+
+def test_each_process_tells_the_other_what_it_has_committed(
+    run_server: Callable[..., Any], database_url: str, wait_for: Callable[..., Any]
+) -> None:
+    """The worker would look by itself in an hour, and nobody else notifies of its commits."""
+    server = run_server(role="api")
+    settings = Settings(database_url=database_url, tick_seconds=3600.0)
+    background = BackgroundProcess(settings, server.program.wakes)
+    background.start()
+    nodes = [SimulatedNode(f"node-{number}", server.url) for number in range(2)]
+    try:
+        wait_for(lambda: background.unready() == [], "the worker")
+        for node in nodes:
+            node.start()
+        job = f"{server.url}/api/v1/jobs/{post_job(server.url)}"
+        wait_for(lambda: (httpx.get(job, timeout=20.0).json()["step"] or 0) >= 3, "steps")
+        assert server.program.wakes.commands.count > 0
+        changes = server.program.wakes.changes
+        seen = changes.count
+        wait_for(lambda: changes.count > seen, "news")
+    finally:
+        stop_all(nodes)
+        background.stop()
