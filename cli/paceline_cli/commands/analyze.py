@@ -6,6 +6,7 @@ what the others need.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -60,6 +61,8 @@ def analyze(
     if trace is None:
         raise click.UsageError("name a TRACE or a JOB to analyze, or --flight-recorder DIR")
     if not _is_job(trace):
+        # Threads for linear algebra, which nothing here needs, cost as much as the analysis.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         load("paceline_cli.whatif", "analyze", "server").show(trace, meta, timeline, as_json)
         return
     if meta is not None:

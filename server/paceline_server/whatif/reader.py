@@ -72,7 +72,8 @@ def _read_columns(path: Path) -> tuple[dict[str, npt.NDArray[Any]], tuple[str, .
     if not path.is_file():
         raise TraceError(f"there is no file {path}")
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        # To encode it later would cost more than all the rest of reading.
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=["optype"]) as file:
             missing = [name for name in COLUMNS if name not in file.schema_arrow.names]
             if missing:
                 raise TraceError(f"{path} has no column {', '.join(missing)}")
@@ -110,7 +111,7 @@ def _codes(column: Any, path: Path) -> tuple[npt.NDArray[Any], tuple[str, ...]]:
     if encoded.null_count:
         raise TraceError(f"{path}: column optype has no value in {encoded.null_count} rows")
     if not all(isinstance(name, str) for name in names):
-        raise TraceError(f"{path}: column optype holds {column.type}, expected text")
+        raise TraceError(f"{path}: column optype holds {encoded.type.value_type}, expected text")
     return encoded.indices.to_numpy(zero_copy_only=False), names
 
 
