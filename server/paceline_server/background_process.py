@@ -122,8 +122,12 @@ class BackgroundProcess(Collector):
             with theirs:
                 command = [sys.executable, "-m", __spec__.name, str(theirs.fileno())]
                 # In a session of its own: signals to a group are for the process that serves.
+                # Threads for linear algebra wait busily, and what there is of it is small.
                 self._process = subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], start_new_session=True
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    env={"OPENBLAS_NUM_THREADS": "1", **os.environ},
                 )
             with contextlib.suppress(OSError):
                 ours.send(self._settings.model_dump_json().encode())

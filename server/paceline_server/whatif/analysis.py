@@ -204,8 +204,9 @@ def _by_microbatch(step: Step) -> float | None:
     if not found:
         return None
     forward, backward = np.concatenate(found, axis=1)
-    varies = float((forward @ forward) * (backward @ backward))
-    return float((forward @ backward) ** 2 / varies) if varies > 0 else 0.0
+    # Sums of products: threads for linear algebra would cost more than all the rest.
+    varies = float((forward * forward).sum() * (backward * backward).sum())
+    return float((forward * backward).sum() ** 2 / varies) if varies > 0 else 0.0
 
 
 def _numbered(microbatch: Integers, places: npt.NDArray[np.intp]) -> dict[int, int]:
