@@ -109,9 +109,12 @@ class BackgroundProcess(Collector):
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            ended = self._run_once()
+            try:
+                why = f"ended with {self._run_once()}"
+            except OSError as error:  # no memory, or no descriptors, for another process
+                why = f"cannot be started: {error}"
             if not self._stopping.is_set():
-                _log.error("the worker's process ended with %d; starting it again", ended)
+                _log.error("the worker's process %s; starting it again", why)
                 self._report = Report(["worker: not running"], "# EOF\n")
             self._stopping.wait(_AGAIN_SECONDS)
 
