@@ -181,6 +181,7 @@ class RealArm:
                 job.until(lambda: self._fatal_found(job, known), _FATAL_SECONDS)
             else:
                 job.steps_pass(_FAULTY_STEPS)
+            faults = _begun(job, faults, started)
             record = self._record(job, kind, faults, known, first)
             record.onset_seconds = (started.timestamp(),) * len(faults)
         finally:
@@ -233,6 +234,14 @@ class RealArm:
         return record
 
 
+def _begun(job: _Job, faults: tuple[Fault, ...], at: datetime) -> tuple[Fault, ...]:
+    """From the first step that began after `at`: what the server knew then was a second old."""
+    steps = job.client.items(f"/jobs/{job.job_id}/steps")
+    later = [one["step"] for one in steps if datetime.fromisoformat(one["started_at"]) >= at]
+    onset = min(later, default=job.step + 1)
+    return tuple(replace(fault, onset_step=onset) for fault in faults)
+
+
 def _finding(incident: dict[str, Any]) -> Finding:
     """What opened the incident; its fields have the finding's names."""
     link = incident.get("link")
@@ -243,4 +252,5 @@ def _finding(incident: dict[str, Any]) -> Finding:
         **{name: incident[name] for name in ("rank", "node", "stage", "onset_step")},
         ranks=incident.get("ranks") or [],
         link=None if link is None else (link[0], link[1]),
+        side=incident.get("side"),
     )

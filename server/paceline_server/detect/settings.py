@@ -92,6 +92,8 @@ class DetectionSettings(msgspec.Struct, frozen=True, kw_only=True):
     gc_least_pauses: int = 3  # ... but not when in so many steps they cost so many times that:
     gc_recent_steps: int = 8
     gc_obvious: float = 2.5
+    # Taken together in the same steps, as is advised, they are told when they take this share.
+    gc_together_share: float = 0.1
 
     # A checkpoint is slow when it takes this many times what others or earlier ones take ...
     checkpoint_ratio: float = 2.0

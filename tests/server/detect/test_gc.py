@@ -69,6 +69,18 @@ def test_pauses_together_are_healthy():
     assert watched.findings == []
 
 
+def test_pauses_together_that_take_a_tenth_of_the_time_are_too_many():
+    watched = Watched(GcDetector, JOB.topology)
+    watched.show(played(lambda step: dict.fromkeys(range(8), 0.1) if step >= 20 else {}, 100))
+    found = watched.findings[0]
+    assert (found.rank, found.onset_step) == (None, 20)
+    assert found.step <= 25
+    assert found.cost_ratio == pytest.approx(0.1 / 0.65, rel=0.35)  # a usual step takes 0.55 s
+    assert "same steps" in found.summary
+    assert "less often" in found.advice
+    assert watched.findings[-1].cost_ratio == pytest.approx(0.1 / 0.65, rel=0.1)
+
+
 def test_one_rank_that_leaves_much_garbage_is_named():
     watched = Watched(GcDetector, JOB.topology)
     watched.show(played(lambda step: {5: 0.1} if step % 2 else {}))

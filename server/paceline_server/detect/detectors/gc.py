@@ -1,8 +1,9 @@
-"""Flags garbage collections that happen at another moment on every rank.
+"""Flags garbage collections that happen at another moment on every rank, or far too often.
 
 A pause of one rank makes all others wait for it. If each of a hundred ranks collects once in a
 hundred steps, but each when it pleases, every step has a pause in it. All collecting in the same
-step costs one pause for all; that difference is what is told, with how to get it.
+step costs one pause for all; that difference is what is told, with how to get it. What takes a
+tenth of the time although all collect together is told as a whole.
 """
 
 from __future__ import annotations
@@ -36,8 +37,13 @@ class _Look:
 
     longest: Floats  # pause of each step, in seconds
     paused: npt.NDArray[np.bool_]  # which of them count
-    cost: float  # share of the steps' time
+    apart: float  # share of the steps' time
     together: float  # share of the steps' time that stays if all pause at once
+    too_often: bool  # together already, and that is most of what they cost
+
+    @property
+    def cost(self) -> float:
+        return self.apart + self.together if self.too_often else self.apart
 
 
 class GcDetector(Detector):
@@ -91,7 +97,8 @@ class GcDetector(Detector):
             if sum(list(self._longest)[-steps:]) < least * sum(list(self._seconds)[-steps:]):
                 continue
             look = self._look(steps)
-            if look.cost >= least and self._pauses_of(look) >= pauses:
+            wanted = settings.gc_pauses if look.too_often else pauses
+            if (look.too_often or look.apart >= least) and self._pauses_of(look) >= wanted:
                 self._active = self._finding(look, now_ns)
                 self._is_rough = True
                 return [self._active]
@@ -132,11 +139,14 @@ class GcDetector(Detector):
         if self.generation.topology.world_size > 1:
             means = np.mean(list(self._pauses)[-steps:], axis=0)
             typical = float(np.median(means)) * len(longest)
+        whole, together = float(longest.sum()) / total, typical / total
+        apart = min(max(whole - together, 0.0), 1.0)
         return _Look(
             longest,
             longest >= self.settings.gc_share * seconds,
-            min(max(float(longest.sum()) - typical, 0.0) / total, 1.0),
-            typical / total,
+            apart,
+            together,
+            whole >= self.settings.gc_together_share and apart < together,
         )
 
     def _cleared(self, active: Finding, now_ns: int) -> Finding:
@@ -154,15 +164,18 @@ class GcDetector(Detector):
         culprits = np.array(self._blamed)[-steps:]
         blamed = np.bincount(culprits, weights=longest)
         worst = int(blamed.argmax())
-        alone = blamed[worst] >= _MAINLY * blamed.sum() and self.generation.topology.world_size > 1
+        alone = blamed[worst] >= _MAINLY * blamed.sum() and not look.too_often
+        alone &= self.generation.topology.world_size > 1
         rank = worst if alone else None
         ranks = np.unique(culprits[paused]).tolist()
         pause = float(np.median(longest[paused]))
-        who = (
-            f"{self.generation.subject(rank)} collects garbage"
-            if rank is not None
-            else f"Ranks collect garbage at different moments ({len(ranks)} of them)"
-        )
+        advice = _ADVICE
+        if look.too_often:
+            who, advice = "All ranks collect garbage in the same steps", _LESS_OFTEN
+        elif rank is not None:
+            who = f"{self.generation.subject(rank)} collects garbage"
+        else:
+            who = f"Ranks collect garbage at different moments ({len(ranks)} of them)"
         speedup = gain(cost)
         together = look.together * float(np.mean(list(self._seconds)[-steps:]))
         return Finding(
@@ -185,7 +198,7 @@ class GcDetector(Detector):
             speedup=speedup,
             persistence="persistent",
             severity="info",
-            advice=_ADVICE.format(gain=speedup, left=look.together * 100),
+            advice=advice.format(gain=speedup, left=look.together * 100),
             evidence=[
                 Evidence(
                     f"the longest pause of a step is {longest.mean() * 1e3:.1f} ms on average, a "
@@ -202,4 +215,8 @@ _ADVICE = (
     "Collect in the same step on all ranks: gc.freeze() after the model is built, gc.disable(), "
     "and gc.collect() every so many steps. Predicted: {gain:.2f}x; {left:.1f} % of step time "
     "stays with the collections themselves."
+)
+_LESS_OFTEN = (
+    "Leave less to collect, or collect less often: gc.freeze() after the model is built, "
+    "gc.disable(), and gc.collect() every so many steps. Predicted without any: {gain:.2f}x."
 )
