@@ -71,3 +71,15 @@ def test_the_note_goes_when_it_does_not_come_back():
     found = run.advance(70)
     assert [(one.rank, one.cleared) for one in found] == [(5, False), (5, True)]
     assert found[0].fingerprint == found[1].fingerprint
+
+
+def test_a_stall_like_one_before_is_told_until_the_job_is_used_to_it():
+    run = watched(DEMO, 9, noise=Noise(outliers=0.0))
+    run.advance(40)
+    notes = []
+    for rank in (5, 2, 5, 3):
+        run.stalled = {rank: 0.5 * STEP_SECONDS}
+        run.advance(1)
+        run.stalled = {}
+        notes += [one.rank for one in run.advance(55) if not one.cleared]
+    assert notes == [5, 2, 5]

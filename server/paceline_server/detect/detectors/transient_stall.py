@@ -3,7 +3,8 @@
 Such a stall (a page-out, a retried transfer, a moment of another process) may hit one microbatch
 only, so all of a rank's compute of a step counts, not the typical microbatch. It is told once it
 is over, or not at all when it stays: then it is a straggler. What the job shows all the time
-anyway is no news: a stall must exceed the worst of the recent steps by far.
+anyway is no news: a stall must exceed the worst of the recent steps by far, and most of the newest
+stalls that were told.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ Floats = npt.NDArray[np.float64]
 
 PAST_STEPS = 32  # by which a rank's usual level is known
 WORST_STEPS = 512  # of which the worst is remembered
+TOLD_STEPS = 256  # in which so many of a size are what the job shows anyway:
+TOLD_BEFORE = 3
 
 
 @dataclass(slots=True)
@@ -57,6 +60,7 @@ class TransientStallDetector(Detector):
         self._worst: deque[float] = deque(maxlen=WORST_STEPS)  # excess share of each step
         self._stalls: dict[int, _Stall] = {}
         self._told: dict[int, Finding] = {}  # the newest of each rank
+        self._told_shares: deque[tuple[int, float]] = deque(maxlen=TOLD_STEPS)  # step, share
 
     def update(self, seen: Observation) -> list[Finding]:
         findings = []
@@ -87,9 +91,8 @@ class TransientStallDetector(Detector):
     def _note(self, step: int, rise: Floats, excess: Floats, share: Floats) -> set[int]:
         """Begin or prolong stalls; returns who is in one."""
         settings = self.settings
-        least = max(
-            settings.stall_share, settings.stall_over_worst * max(self._worst, default=np.inf)
-        )
+        worst = max(max(self._worst, default=np.inf), self._often_told(step))
+        least = max(settings.stall_share, settings.stall_over_worst * worst)
         stuck = set(np.flatnonzero(share >= least).tolist())
         if len(stuck) > max(1.0, settings.stall_ranks * share.size):
             stuck = set()  # the host, the network, the file system: no rank's own
@@ -102,6 +105,11 @@ class TransientStallDetector(Detector):
         self._worst.append(float(np.delete(share, list(stuck)).max(initial=0.0)))
         return stuck
 
+    def _often_told(self, step: int) -> float:
+        """The share of a step that so many of the newest stalls took at least."""
+        shares = sorted(share for told, share in self._told_shares if step - told < TOLD_STEPS)
+        return shares[-TOLD_BEFORE] if len(shares) >= TOLD_BEFORE else 0.0
+
     def _over(self, stuck: set[int], step: int, seen: Observation) -> list[Finding]:
         findings = []
         for rank in sorted(self._stalls.keys() - stuck):
@@ -109,7 +117,7 @@ class TransientStallDetector(Detector):
             if stall.steps < NEWEST[0] and rank not in seen.stragglers:
                 self._told[rank] = self._finding(rank, stall, step, seen)
                 findings.append(self._told[rank])
-                self._worst.append(stall.share)  # what the job has shown once is no news again
+                self._told_shares.append((step, stall.share))
         return findings
 
     def _forget(self, step: int, seen: Observation) -> list[Finding]:
