@@ -2,7 +2,9 @@
 
 | finding | action |
 |---|---|
-| failure or hang, critical | restart at once; without the node if that is suspected |
+| failure, critical | restart at once; without the node if that is suspected |
+| hang of a process that is stopped or gone, or by a mismatch | the same |
+| any other hang | the same once it has stood for ten seconds: it may go on by itself |
 | straggler, slow data or slow link whose node is suspected | checkpoint, restart without the node |
 | the same by load of the node's host, for 20 steps | the same |
 | straggler or slow data of unknown cause, critical for 20 steps | the same |
@@ -21,7 +23,7 @@ from msgspec.structs import replace
 
 from paceline_server.decide import budget, recovery
 from paceline_server.decide.course import Course, course_of
-from paceline_server.decide.draft import Draft
+from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.evidence import awaits_evidence
 from paceline_server.decide.incidents import SLOW_KINDS, is_fatal, live_findings, strength
 from paceline_server.decide.placement import place
@@ -29,6 +31,7 @@ from paceline_server.decide.stopping import begin_stop
 from paceline_server.decide.types import ActionKind, ActionState, ActionView, IncidentView
 from paceline_server.detect.causes.catalogue import may_pass
 from paceline_server.detect.finding import Finding
+from paceline_server.detect.stuck import STANDS_STILL
 
 PERSISTENT_STEPS = 20
 # How often a node may have been to blame within an hour before a restart is done without it. A
@@ -155,6 +158,8 @@ def _treat(draft: Draft, incident: IncidentView) -> None:
 def _remedy(draft: Draft, incident: IncidentView) -> Remedy | None:
     finding = incident.finding
     if is_fatal(finding):
+        if _may_go_on(draft, incident):
+            return None
         exclude = _broken_nodes(draft, finding.node, _FAILURES)
         return Remedy(kind="restart", why=finding.summary, exclude=exclude, node=finding.node)
     if finding.kind in SLOW_KINDS:
@@ -162,6 +167,16 @@ def _remedy(draft: Draft, incident: IncidentView) -> Remedy | None:
     if finding.kind == "bubble":
         return None
     return Remedy(kind="notify", why=finding.summary)
+
+
+def _may_go_on(draft: Draft, incident: IncidentView) -> bool:
+    """A young hang of processes that run, unless a restart was begun for it before."""
+    finding = incident.finding
+    if finding.kind != "hang" or incident.action_ids:
+        return False
+    if finding.side == "mismatch" or finding.cause in STANDS_STILL:
+        return False
+    return draft.now_ns - incident.opened_ns < draft.policy.hang_patience_seconds * NANOSECONDS
 
 
 def _why(draft: Draft, finding: Finding) -> str:

@@ -39,6 +39,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     cycles_without_progress: int = 3
     quarantine_share: float = 0.34  # at most this share of the nodes
     node_lease_seconds: float = 5.0  # silent for longer: the node counts as lost
+    # A restart costs more than to wait for a link that flaps or storage that hiccups.
+    hang_patience_seconds: float = 10.0
     checkpoint_timeout_seconds: float = 60.0
     stop_timeout_seconds: float = 15.0
     start_timeout_seconds: float = 120.0

@@ -13,6 +13,8 @@ from paceline_wire.ring import StateView
 from paceline_wire.spans import COMPUTE_OPS, SECTION_BASE, Op, op_name
 from paceline_wire.stacks import StackFrame, ThreadStack
 
+STOPPED_CAUSE, GONE_CAUSE = "process stopped (SIGSTOP)", "process gone"
+STANDS_STILL = (STOPPED_CAUSE, GONE_CAUSE)  # and does not go on by itself
 STOPPED = ("T", "t")
 GONE = (None, "Z", "X")
 BUSY_CPU_SHARE = 0.5
@@ -49,10 +51,10 @@ def process_cause(live: LiveRank) -> tuple[str, list[Evidence]] | None:
     state = live.state.process_state if live.state else None
     evidence = [Evidence(f"its process state is {state or 'gone'}")]
     if state in STOPPED:
-        return "process stopped (SIGSTOP)", evidence
+        return STOPPED_CAUSE, evidence
     if state == "D":
         return "blocked in uninterruptible I/O", evidence
-    return ("process gone", evidence) if state in GONE else None
+    return (GONE_CAUSE, evidence) if state in GONE else None
 
 
 def host_cause(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline_server.decide.types import Policy
+from paceline_server.detect.finding import Finding
 from paceline_wire.commands import ControlRanks, StartRanks, StopGeneration
 from paceline_wire.topology import Topology
 
@@ -149,6 +150,45 @@ def test_a_hanging_rank_is_restarted_in_place(world: World) -> None:
     [incident] = world.incidents.values()
     assert incident.finding.kind == "hang"
     assert incident.state == "resolved"
+
+
+def stuck(world: World, **changes: object) -> Finding:
+    return world.finding(
+        "hang",
+        **{
+            "cause": "stuck in all_reduce data#7",
+            "rank": 5,
+            "node": world.home(5),
+            "severity": "critical",
+            "can_checkpoint": False,
+            **changes,
+        },
+    )
+
+
+def test_a_hang_that_may_go_on_by_itself_is_given_time(world: World) -> None:
+    patience = world.policy.hang_patience_seconds
+    world.tick((stuck(world),))
+    world.run(patience - 0.5)
+    assert world.state == "running"
+    world.run(1.0)
+    assert world.state == "recovering"
+    world.until_running(2)
+
+
+def test_a_hang_that_has_gone_on_by_itself_restarts_nothing(world: World) -> None:
+    world.tick((stuck(world),))
+    world.run(5.0)
+    world.tick((stuck(world, cleared=True),))
+    world.run(10.0)
+    assert (world.state, world.generation) == ("running", 1)
+    assert [action.kind for action in world.actions.values()] == ["start"]
+
+
+def test_a_mismatch_never_goes_on(world: World) -> None:
+    world.tick((stuck(world, side="mismatch"),))
+    world.run(0.2)
+    assert world.state == "recovering"
 
 
 def test_a_lost_node_is_replaced_once_its_lease_has_lapsed(world: World) -> None:

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from paceline_server.decide.evidence import DUMP_GRACE_SECONDS, GRACE_SECONDS
 from paceline_server.decide.types import Policy
 from paceline_server.detect.finding import Finding
+from paceline_server.detect.stuck import STOPPED_CAUSE
 from paceline_wire.batch import RankStacks
 from paceline_wire.commands import StopGeneration, TakeDumps, TakeStacks
 from paceline_wire.stacks import StackFrame, ThreadStack
@@ -30,6 +31,7 @@ def hang(world: World, *read: int) -> Finding:
     stacks = [RankStacks(time_ns=1, job="j", generation=1, rank=r, threads=[STACKS]) for r in read]
     return world.finding(
         "hang",
+        cause=STOPPED_CAUSE,
         rank=5,
         node=world.home(5),
         severity="critical",
@@ -78,7 +80,7 @@ def test_the_restart_does_not_wait_for_long(world: World) -> None:
 
 
 def test_a_hang_that_wants_no_stacks_is_restarted_at_once(world: World) -> None:
-    world.tick((world.finding("hang", rank=5, severity="critical", can_checkpoint=False),))
+    world.tick((replace(hang(world), stacks_wanted=[]),))
     assert stops(world)
 
 
