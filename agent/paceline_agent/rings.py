@@ -119,9 +119,11 @@ class Rings:
     def poll(self) -> None:
         """Look for new rings and read all of them."""
         self._discover()
-        state_is_due = time.monotonic() >= self._state_due
+        now = time.monotonic()
+        state_is_due = now >= self._state_due
         if state_is_due:
-            self._state_due = time.monotonic() + STATE_SECONDS
+            # Looks come a little early or late: the one meant is not to be missed by a millisecond.
+            self._state_due = now + 0.75 * STATE_SECONDS
         for attached in list(self._attached.values()):
             self._tend(attached, state_is_due)
 
