@@ -10,9 +10,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from paceline_wire.batch import Batch, CommandResult, RankExited
+from paceline_wire.batch import Batch, CommandResult, RankExited, RankStarted
 from paceline_wire.commands import RankSpec, StartRanks
 from paceline_wire.topology import Topology
 
@@ -35,12 +36,18 @@ def start_ranks(server: Any, wait_for: Fixture, program: str) -> None:
     wait_for(lambda: server.events(CommandResult))
 
 
+def ignores_sigterm(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.split("SigIgn:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def test_a_dead_server_holds_nobody_up_and_all_is_kept(
     start_agent: Fixture, server: Any, wait_for: Fixture, processes_with: Fixture
 ) -> None:
     agent = start_agent()
     wait_for(lambda: server.batches)
     start_ranks(server, wait_for, STUBBORN)
+    wait_for(lambda: [ignores_sigterm(e.pid) for e in server.events(RankStarted)] == [True, True])
     server.stop()
     seen = len(server.batches)
     assert agent.stop() == 0
