@@ -47,11 +47,11 @@ class Commands:
         if not commands:
             return {}
         with _terminated_as_interrupted(), ThreadPoolExecutor(max_workers=len(commands)) as threads:
-            ends = {
-                name: threads.submit(self._one, command, seconds)
-                for name, command in commands.items()
-            }
             try:
+                ends = {
+                    name: threads.submit(self._one, command, seconds)
+                    for name, command in commands.items()
+                }
                 return {name: end.result() for name, end in ends.items()}
             except BaseException:
                 self._interrupted = True

@@ -170,7 +170,7 @@ def test_an_end_by_signal_meets_what_is_just_being_started(monkeypatch: pytest.M
     monkeypatch.setattr(subprocess, "Popen", interrupted)
     with pytest.raises(KeyboardInterrupt):
         commands.run({"node": ["sleep", "60"]}, 60)
-    assert [child.returncode for child in started] == [-signal.SIGKILL]
+    assert [child.wait(30) for child in started] == [-signal.SIGKILL]
 
 
 def test_a_launcher_tells_of_all_its_nodes_once() -> None:
