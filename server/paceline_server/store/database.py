@@ -78,6 +78,9 @@ class Database:
     def migrate(self) -> None:
         """Bring the schema to this version; safe to call from several replicas at once."""
         with self._writer.begin() as connection:
+            if not self.is_sqlite:  # it takes what it takes, and this process may be slow meanwhile
+                connection.execute(text("SET LOCAL statement_timeout = 0"))
+                connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = '60s'"))
             self._be_the_writer(connection)
             command.upgrade(alembic_config(connection), "head")
 
