@@ -169,5 +169,6 @@ def test_long_sequences_take_long_and_say_so(tmp_path: Path) -> None:
         part = compute.tokens[forward] / 64
         expected = 0.100 * (part + part**2) / 2  # as `emulation.length_share` says
         # The half that is nearest: a machine that others use delays one or another.
-        errors = np.abs(compute.self_seconds[forward] - expected)
-        assert np.median(errors) < 0.01
+        late = compute.self_seconds[forward] - expected
+        assert late.min() > -0.01
+        assert np.median(np.abs(late)) < 0.01
