@@ -204,7 +204,7 @@ RULES: tuple[Rule, ...] = (
     # Heat
     _rule(
         "thermal_throttle", "warning", "above threshold",
-        r"(?:mce: )?CPU\d+: (?P<code>core|package) (?:temperature|power) above threshold",
+        r"(?:mce: )?CPU\d+: (?P<code>core|package) (?:temperature|power) (?:is )?above threshold",
     ),
     _rule(
         "thermal_throttle", "critical", "critical temperature", r"thermal .*critical temperature"
@@ -272,9 +272,13 @@ RULES: tuple[Rule, ...] = (
         "transmit_timeout", "critical", "NETDEV WATCHDOG",
         r"NETDEV WATCHDOG: (?:CPU: \d+: )?(?P<device>\S+) \([^)]*\): transmit queue",
     ),
+    _rule(  # since Linux 6.9
+        "transmit_timeout", "critical", "NETDEV WATCHDOG",
+        r"(?:\S+ \S+ )?(?P<device>\S+): NETDEV WATCHDOG: CPU: \d+: transmit queue",
+    ),
     _rule(
         "rdma_link_down", "critical", "Link DOWN",
-        r"(?:infiniband )?(?P<device>\w+_\d+): Port: \d+ Link DOWN",
+        r"(?:infiniband |\w+ [0-9a-f]{4}:\S+ )?(?P<device>[\w-]+): Port: \d+ Link DOWN",
     ),
     _rule(
         "nic_link_down", "warning", "link status",

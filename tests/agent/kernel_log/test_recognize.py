@@ -196,6 +196,8 @@ def test_no_news(message):
          ("thermal_throttle", "core", "host", "warning")),
         ("CPU3: Package temperature above threshold, cpu clock throttled (total events = 9)",
          ("thermal_throttle", "package", "host", "warning")),
+        ("CPU7: Core temperature is above threshold, cpu clock is throttled (total events = 219)",
+         ("thermal_throttle", "core", "host", "warning")),
         ("mlx5_core 0000:0d:00.0: poll_health:801:(pid 0): device's health compromised - reached "
          "miss count", ("mlx5_health", "compromised", "0000:0d:00.0", "critical")),
         ("mlx5_core 0000:0d:00.0: print_health_info:431:(pid 0): Health issue observed, firmware "
@@ -230,10 +232,14 @@ def test_no_news(message):
          ("nic_link_down", "", "eth1", "warning")),
         ("mlx4_0: Port: 1 Link DOWN", ("rdma_link_down", "", "mlx4_0", "critical")),
         ("infiniband mlx5_3: Port: 1 Link DOWN", ("rdma_link_down", "", "mlx5_3", "critical")),
+        ("mlx5_core 0000:08:00.0 rdmap8s0f0: Port: 2 Link DOWN",
+         ("rdma_link_down", "", "rdmap8s0f0", "critical")),
         ("bnxt_en 0000:18:00.0 ens1f0np0: TX timeout detected, starting reset task!",
          ("transmit_timeout", "", "ens1f0np0", "critical")),
         ("NETDEV WATCHDOG: eth0 (mlx5_core): transmit queue 3 timed out",
          ("transmit_timeout", "", "eth0", "critical")),
+        ("ice 0000:b1:00.0 ens801f0np0: NETDEV WATCHDOG: CPU: 38: transmit queue 1 timed out 80 ms",
+         ("transmit_timeout", "", "ens801f0np0", "critical")),
         ("EXT4-fs error (device nvme0n1p1): ext4_lookup:1855: inode #2: comm ls: iget: checksum",
          ("filesystem_error", "ext4", "nvme0n1p1", "critical")),
         ("EXT4-fs (sda1): Remounting filesystem read-only",
