@@ -18,6 +18,8 @@ _ANY_PCI = r"(?P<device>(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?)"
 OFF_BUS = "gpu_off_bus"  # which is XID 79 in other words
 _MLX5 = rf"mlx5_core {_PCI}:? "
 _MLX5_CALL = rf"{_MLX5}.*?\w+:\d+:\(pid \d+\): "
+_AMDGPU = rf"amdgpu {_PCI}: (?:amdgpu: )?"
+_NEW_ERRORS = r"(?:(?P<count>\d{1,9}) new|[1-9]\d*)"  # without "new": in all
 _BROKEN = r"(?:\bfail|error|fatal|degraded|(?:link|lane) down)"
 _TASK = r"(?P<process>.+?)"
 _KILLED = r"Killed process (?P<pid>\d+),? (?:UID \d+, )?\((?P<process>.+)\)(?:,| |$)"
@@ -59,9 +61,39 @@ RULES: tuple[Rule, ...] = (
     _rule("peermem_error", "warning", "peermem", r"nvidia[-_]peermem .*ERROR"),
     _rule(
         "gpu_reset", "critical", "GPU reset begin",
-        rf"amdgpu {_PCI}: (?:amdgpu: )?GPU reset begin",
+        rf"{_AMDGPU}GPU reset begin",
     ),
     _rule("driver_mismatch", "critical", "API mismatch", r"NVRM: API mismatch"),
+    # AMD's
+    _rule(
+        "gpu_ecc", "info", "correctable hardware errors",
+        rf"{_AMDGPU}.*?{_NEW_ERRORS} correctable hardware errors detected in \w+ block",
+        "corrected",
+    ),
+    _rule(
+        "gpu_ecc", "warning", "deferred hardware errors",
+        rf"{_AMDGPU}.*?{_NEW_ERRORS} deferred hardware errors detected in \w+ block",
+        "deferred",
+    ),
+    _rule(
+        "gpu_ecc", "critical", "uncorrectable hardware error",
+        rf"{_AMDGPU}.*?{_NEW_ERRORS} uncorrectable hardware errors detected in \w+ block",
+        "uncorrected",
+    ),
+    _rule(
+        "gpu_ecc", "critical", "ncorrectable hardware error(",
+        rf"{_AMDGPU}(?:\{{\d+\}} ?)?uncorrectable hardware error\(\w+\) detected", "uncorrected",
+    ),
+    _rule(
+        "gpu_page_fault", "warning", "page fault (src_id:",
+        rf"{_AMDGPU}\[\w+\] (?:no-retry |retry )?page fault \(src_id:"
+        r"(?:.* for process (?P<process>\S.*?) pid (?P<pid>[1-9]\d*))?",
+    ),
+    _rule(
+        "gpu_ring_timeout", "critical", "timeout, signaled seq",
+        rf"(?:{_AMDGPU}|\[drm:amdgpu_job_timedout \[amdgpu\]\] \*ERROR\* )"
+        r"ring (?P<code>\S+) timeout, signaled seq",
+    ),
     _rule(
         "nvlink_error", "warning", "ink",  # nvlink, NVLink
         r"NVRM: (?:GPU ?(?P<device>[0-9a-f]+(?:[:.][0-9a-f]+)*):? )?.*nvlink"

@@ -114,6 +114,11 @@ def test_nvlink5_errors_say_whether_they_are_fatal():
         "EXT4-fs (sda1): re-mounted. Opts: errors=remount-ro",
         "XFS (nvme1n1): Mounting V5 Filesystem",
         "nfs: server 10.0.0.1 OK",
+        "amdgpu 0000:c1:00.0: amdgpu: socket: 4, die: 0 1 uncorrectable hardware errors detected "
+        "in total in gfx block",
+        "amdgpu 0000:c1:00.0: amdgpu: no uncorrectable hardware errors detected in umc block",
+        "amdgpu 0000:c1:00.0: amdgpu: ring gfx_0.0.0 timeout, but soft recovered",
+        "amdgpu 0000:c1:00.0: amdgpu: GPU reset(1) succeeded!",
         "oom_reaper: reaped process 4242 (python), now anon-rss:0kB, file-rss:0kB",
         "python invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0",
         "usb 1-1: new high-speed USB device number 2 using xhci_hcd",
@@ -273,6 +278,20 @@ def test_no_news(message):
          ("peermem_error", "", "host", "warning")),
         ("amdgpu 0000:c1:00.0: amdgpu: GPU reset begin!",
          ("gpu_reset", "", "0000:c1:00.0", "critical")),
+        ("amdgpu 0000:c1:00.0: amdgpu: 2 correctable hardware errors detected in umc block",
+         ("gpu_ecc", "corrected", "0000:c1:00.0", "info")),
+        ("amdgpu 0000:c1:00.0: {1}socket: 0, die: 4, 3 new deferred hardware errors detected in "
+         "umc block", ("gpu_ecc", "deferred", "0000:c1:00.0", "warning")),
+        ("amdgpu 0000:c1:00.0: amdgpu: socket: 0, die: 1, 1 new uncorrectable hardware errors "
+         "detected in gfx block", ("gpu_ecc", "uncorrected", "0000:c1:00.0", "critical")),
+        ("amdgpu 0000:15:00.0: {1}uncorrectable hardware error(ERREVENT_ATHUB_INTERRUPT) detected!",
+         ("gpu_ecc", "uncorrected", "0000:15:00.0", "critical")),
+        ("amdgpu 0000:c1:00.0: amdgpu: [gfxhub0] no-retry page fault (src_id:0 ring:24 vmid:8 "
+         "pasid:32770)", ("gpu_page_fault", "", "0000:c1:00.0", "warning")),
+        ("amdgpu 0000:c4:00.0: ring comp_1.1.0 timeout, signaled seq=5131, emitted seq=5132",
+         ("gpu_ring_timeout", "comp_1.1.0", "0000:c4:00.0", "critical")),
+        ("[drm:amdgpu_job_timedout [amdgpu]] *ERROR* ring sdma0 timeout, signaled seq=1, emitted",
+         ("gpu_ring_timeout", "sdma0", "host", "critical")),
         ("[Hardware Error]: Corrected error, no action required.",
          ("machine_check", "corrected", "host", "info")),
         ("[Hardware Error]: Uncorrected, software restartable error.",
@@ -343,6 +362,18 @@ def test_a_segfault_names_the_library():
 def test_edac_counts_what_the_line_counts():
     (event,) = recognize("EDAC MC0: 12 CE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0 (x)")
     assert event.count == 12
+
+
+def test_an_amd_gpu_names_whose_access_was_wrong_and_how_many_errors_are_new():
+    fault, errors, total = recognize(
+        "amdgpu 0000:04:00.0: amdgpu: [gfxhub0] no-retry page fault (src_id:0 ring:0 vmid:3 "
+        "pasid:32769, for process python3 pid 778 thread python3 pid 783)",
+        "amdgpu 0000:c1:00.0: socket: 0, die: 1, 7 new correctable hardware errors detected in umc"
+        " block",
+        "amdgpu 0000:c1:00.0: amdgpu: 1048560 correctable hardware errors detected in umc block",
+    )
+    assert (fault.pid, fault.process) == (778, "python3")
+    assert (errors.count, total.count) == (7, 1)
 
 
 def test_details_of_an_sxid_are_not_counted_again():
