@@ -46,7 +46,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         OFF_BUS, "critical", "fallen off the bus",
-        rf"NVRM: GPU (?:at )?(?:PCI:)?{_ANY_PCI}: GPU has fallen off the bus",
+        rf"NVRM: GPU (?:at )?(?:PCI:)?{_ANY_PCI}(?:: GPU)? has fallen off the bus",
     ),
     _rule(
         OFF_BUS, "critical", "fallen off the bus",
@@ -56,6 +56,14 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "gpu_init_failed", "critical", "RmInitAdapter failed",
         rf"NVRM: (?:GPU (?:PCI:)?{_PCI}: )?RmInitAdapter failed",
+    ),
+    _rule(
+        "gpu_init_failed", "critical", "probe routine failed",
+        r"NVRM: The NVIDIA probe routine failed", "probe",
+    ),
+    _rule(
+        "gpu_reboot_required", "critical", "requiring os reboot",
+        r"NVRM: .*uvm encountered global fatal error \w+, requiring os reboot",
     ),
     _rule("gpu_locked", "critical", "GPU is probably locked", r"NVRM: .*GPU is probably locked"),
     _rule("peermem_error", "warning", "peermem", r"nvidia[-_]peermem .*ERROR"),
@@ -246,6 +254,10 @@ RULES: tuple[Rule, ...] = (
         "mlx5_health", "critical", "health compromised",
         rf"{_MLX5_CALL}device's health compromised", "compromised",
     ),
+    _rule(  # syslog's severities: warning and less
+        "mlx5_health", "warning", "Health issue",
+        rf"{_MLX5_CALL}Health issue observed, (?P<code>[^,]+), severity\([4-7]\)",
+    ),
     _rule(
         "mlx5_health", "critical", "Health issue", rf"{_MLX5_CALL}Health issue observed, "
         r"(?P<code>[^,]+)",
@@ -255,8 +267,11 @@ RULES: tuple[Rule, ...] = (
         rf"{_MLX5_CALL}health recovery (?:flow aborted|failed)", "not_recovered",
     ),
     _rule(
-        "mlx5_health", "critical", "internal error",
-        rf"{_MLX5}.*(?:Fatal error|internal error|Firmware over) ", "internal_error",
+        "mlx5_health", "critical", "Fatal error", rf"{_MLX5_CALL}Fatal error \d+ detected",
+        "fatal_error",
+    ),
+    _rule(
+        "mlx5_health", "critical", "internal error", rf"{_MLX5}.*internal error ", "internal_error"
     ),
     _rule(
         "mlx5_health", "critical", "error state",

@@ -100,6 +100,7 @@ def test_nvlink5_errors_say_whether_they_are_fatal():
         "NVRM:      0    4115 NVLINK_INBAND_RECEIVE 0x0000000000000000 0x0000000000000000",
         "IPv6: ADDRCONF(NETDEV_CHANGE): eth0: link becomes ready",
         "nvidia-nvswitch2: open (major=510)",
+        "NVRM: The NVIDIA probe routine was not called for 1 device(s).",
         "nvidia-nvlink: Nvlink Core is being initialized, major device number 511",
         "perf: interrupt took too long (2509 > 2500), lowering kernel.perf_event_max_sample_rate",
         "CPU: 17 PID: 2024380 Comm: nvidia-smi Tainted: P           OE     5.15.0-112-generic",
@@ -135,6 +136,10 @@ def test_no_news(message):
          ("gpu_init_failed", "", "0000:9b:00.0", "critical")),
         ("NVRM: RmInitAdapter failed! (0x31:0x40:2490)",
          ("gpu_init_failed", "", "host", "critical")),
+        ("NVRM: The NVIDIA probe routine failed for 1 device(s).",
+         ("gpu_init_failed", "probe", "host", "critical")),
+        ("NVRM: nvGpuOpsReportFatalError: uvm encountered global fatal error 0x60, requiring os "
+         "reboot to recover.", ("gpu_reboot_required", "", "host", "critical")),
         ("NVRM: API mismatch: the client has the version 550.54.15, but",
          ("driver_mismatch", "", "host", "critical")),
         ("NVRM: knvlinkTrainP2pLinks: NVLink training failed",
@@ -208,6 +213,11 @@ def test_no_news(message):
         ("mlx5_core 0000:0d:00.0: print_health_info:431:(pid 0): Health issue observed, firmware "
          "internal error, severity(3) ERROR:",
          ("mlx5_health", "firmware_internal_error", "0000:0d:00.0", "critical")),
+        ("mlx5_core 0000:0d:00.0: print_health_info:431:(pid 0): Health issue observed, High "
+         "temperature, severity(4) WARNING:",
+         ("mlx5_health", "high_temperature", "0000:0d:00.0", "warning")),
+        ("mlx5_core 0000:0d:00.0: poll_health:800:(pid 0): Fatal error 3 detected",
+         ("mlx5_health", "fatal_error", "0000:0d:00.0", "critical")),
         ("mlx5_core 0000:06:00.0: wait_func_handle_exec_timeout:1128:(pid 185911): cmd[-22]: "
          "CREATE_UCTX(0xa04) No done completion",
          ("mlx5_command_timeout", "create_uctx", "0000:06:00.0", "critical")),
@@ -400,6 +410,9 @@ def test_off_the_bus_in_one_line_without_an_xid():
     ]
     assert short("NVRM: GPU 0000:09:00.0: GPU has fallen off the bus.") == [
         ("xid", "79", "0000:09:00.0", "critical")
+    ]
+    assert short("NVRM: GPU at 0000:01:00.0 has fallen off the bus.") == [
+        ("xid", "79", "0000:01:00.0", "critical")
     ]
     assert short("NVRM: GPU has fallen off the bus.") == [("xid", "79", "host", "critical")]
 
