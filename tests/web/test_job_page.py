@@ -190,6 +190,18 @@ def test_a_new_step_appears_by_itself(story: Any, visit: Callable[..., Any]) -> 
     expect(page.locator("#ranks header")).to_contain_text("116\N{EN DASH}120")
 
 
+def test_a_grid_that_could_not_be_fetched_is_asked_for_again(
+    story: Any, visit: Callable[..., Any]
+) -> None:
+    story.begin()
+    page = visit(story.url).page
+    ranks = page.locator("#ranks header")
+    expect(ranks).to_contain_text("115\N{EN DASH}119")
+    page.route("**/grid*", lambda route: route.abort(), times=1)
+    story.finish_step()
+    expect(ranks).to_contain_text("116\N{EN DASH}120")
+
+
 def test_a_lost_connection_is_told_and_nothing_is_missed(
     site: Any, story: Any, visit: Callable[..., Any]
 ) -> None:

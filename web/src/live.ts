@@ -1,16 +1,16 @@
 // Keeps one job's state current: a snapshot, then the event stream, drawn once per frame.
 import { signal, type Signal } from "@preact/signals";
 
-import { api, ApiError } from "./api";
+import { api, ApiError, type Grid, type WhatIf } from "./api";
+import { Refetch } from "./refetch";
 import { apply, begin, decode, type Change, type JobState } from "./store";
 import { EventStream } from "./stream";
 
 export type Connection = "connecting" | "live" | "lost";
 
-/** The grid is no event (it is large); it is fetched again when steps came, at most this often. */
+/** The grid and the what-if replay are fetched again when steps came, at most this often. */
 const GRID_INTERVAL_MS = 1000;
 const GRID_MS_PER_CELL = 0.5;
-/** So is the what-if replay, which the server makes when it is asked. */
 const WHAT_IF_INTERVAL_MS = 5000;
 
 export class LiveJob {
@@ -24,11 +24,25 @@ export class LiveJob {
   private waiting: Change[] = [];
   private frame: number | null = null;
   private loads = 0;
-  private gridTimer: ReturnType<typeof setTimeout> | null = null;
-  private whatIfTimer: ReturnType<typeof setTimeout> | null = null;
+  private readonly grid: Refetch<Grid>;
+  private readonly whatIf: Refetch<WhatIf>;
   private closed = false;
 
   constructor(private readonly id: string) {
+    this.grid = new Refetch(
+      () => api.grid(id),
+      (data) => {
+        this.push({ type: "grid", data });
+      },
+      isRefused,
+    );
+    this.whatIf = new Refetch(
+      () => api.whatIf(id),
+      (data) => {
+        this.push({ type: "what-if", data });
+      },
+      isRefused,
+    );
     document.addEventListener("visibilitychange", this.onVisibility);
     this.onVisibility();
   }
@@ -66,8 +80,8 @@ export class LiveJob {
         const change = decode(event, data);
         if (change === null) return;
         this.push(change);
-        if (change.type === "step" || change.type === "ranks") this.scheduleGrid();
-        if (change.type === "step") this.scheduleWhatIf(WHAT_IF_INTERVAL_MS);
+        if (change.type === "step" || change.type === "ranks") this.grid.ask(this.gridInterval());
+        if (change.type === "step") this.whatIf.ask(WHAT_IF_INTERVAL_MS);
       },
       onError: (error) => this.onError(error),
     });
@@ -78,14 +92,12 @@ export class LiveJob {
     this.stream = null;
     if (this.frame !== null) cancelAnimationFrame(this.frame);
     this.frame = null;
-    if (this.gridTimer !== null) clearTimeout(this.gridTimer);
-    this.gridTimer = null;
-    if (this.whatIfTimer !== null) clearTimeout(this.whatIfTimer);
-    this.whatIfTimer = null;
+    this.grid.stop();
+    this.whatIf.stop();
   }
 
   private onError(error: unknown): boolean {
-    const refused = error instanceof ApiError && error.refused;
+    const refused = isRefused(error);
     this.connection.value = "lost";
     if (error instanceof ApiError) this.error.value = error;
     if (refused) this.stream = null;
@@ -107,7 +119,8 @@ export class LiveJob {
       this.error.value = null;
       this.lastDataAt.value = Date.now();
       void this.loadLarge();
-      this.scheduleWhatIf(0);
+      this.grid.ask(0);
+      this.whatIf.ask(0);
     } catch (error) {
       if (stream !== this.stream) return;
       // Begin anew rather than resume: without a snapshot, events have nothing to change.
@@ -132,9 +145,6 @@ export class LiveJob {
       api.ranks(this.id).then((data) => {
         take({ type: "ranks", data });
       }),
-      api.grid(this.id).then((data) => {
-        take({ type: "grid", data });
-      }),
       api.steps(this.id).then((data) => {
         take({ type: "steps", data });
       }),
@@ -156,37 +166,12 @@ export class LiveJob {
     this.state.value = apply(this.state.value, changes);
   };
 
-  private scheduleGrid(): void {
+  private gridInterval(): number {
     const cells = this.state.value?.grid?.cells.length ?? 0;
-    this.gridTimer ??= setTimeout(
-      () => {
-        void this.fetchGrid();
-      },
-      Math.max(GRID_INTERVAL_MS, cells * GRID_MS_PER_CELL),
-    );
+    return Math.max(GRID_INTERVAL_MS, cells * GRID_MS_PER_CELL);
   }
+}
 
-  private async fetchGrid(): Promise<void> {
-    try {
-      this.push({ type: "grid", data: await api.grid(this.id) });
-    } catch {
-      // The stream says when the server is away; the next step asks again.
-    }
-    this.gridTimer = null;
-  }
-
-  private scheduleWhatIf(after: number): void {
-    this.whatIfTimer ??= setTimeout(() => {
-      void this.fetchWhatIf();
-    }, after);
-  }
-
-  private async fetchWhatIf(): Promise<void> {
-    try {
-      this.push({ type: "what-if", data: await api.whatIf(this.id) });
-    } catch {
-      // As with the grid.
-    }
-    this.whatIfTimer = null;
-  }
+function isRefused(error: unknown): boolean {
+  return error instanceof ApiError && error.refused;
 }

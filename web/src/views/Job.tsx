@@ -136,7 +136,7 @@ function JobPage({ state, connection, onDecided }: PageProps) {
         <div class="column">
           <Panel id="ranks" title="Slowdown by rank" note={grid === null ? undefined : window(grid)}>
             {grid === null || grid.cells.length === 0 ? (
-              <p class="empty">{state.complete ? "Shown when ranks are placed." : LOADING}</p>
+              <p class="empty">{grid === null ? LOADING : "Shown when ranks are placed."}</p>
             ) : (
               <Heatmap grid={grid} ranks={state.ranks} />
             )}
