@@ -143,6 +143,11 @@ RULES: tuple[Rule, ...] = (
         "contained",
     ),
     _rule(
+        "pcie_link_down", "critical", "device inaccessible",
+        rf"\S+ {_PCI}: Unable to change power state from \S+ to \S+, device inaccessible",
+        "inaccessible",
+    ),
+    _rule(
         "pcie_bandwidth_limited", "warning", "limited by",
         rf"\S+ {_PCI}: .*available PCIe bandwidth, limited by",
     ),
@@ -157,6 +162,14 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "iommu_fault", "warning", "IO_PAGE_FAULT",
         rf"(?:\S+ {_PCI}: )?AMD-Vi: Event logged \[IO_PAGE_FAULT",
+    ),
+    _rule(
+        "iommu_fault", "warning", "arm-smmu",
+        r"arm-smmu-v3 (?P<device>\S+): event 0x\w+ received:",
+    ),
+    _rule(
+        "iommu_fault", "warning", "arm-smmu",
+        r"arm-smmu (?P<device>\S+): (?:Unhandled context fault|Unexpected global fault)",
     ),
     # Machine checks and memory
     _rule(
@@ -234,10 +247,11 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule("conntrack_full", "warning", "table full", r"nf_conntrack: .*table full"),
     _rule("kernel_bug", "critical", "BUG", r"kernel BUG at|BUG: (?:unable to handle|kernel NULL)"),
+    _rule("kernel_bug", "critical", "BUG", r"BUG: Bad page (?:state|map) in process", "bad_page"),
     _rule(  # on ARM
         "kernel_bug", "critical", "Unable to handle kernel", r"Unable to handle kernel \w+",
     ),
-    _rule("kernel_bug", "critical", "Internal error", r"Internal error: Oops"),
+    _rule("kernel_bug", "critical", "Internal error", r"Internal error: .+ \[#\d+\]"),
     _rule("kernel_bug", "critical", "general protection", r"general protection fault: "),
     _rule("kernel_bug", "critical", "Oops", r"Oops: "),
     _rule("kernel_bug", "critical", "panic", r"Kernel panic"),
