@@ -21,6 +21,8 @@ _MLX5_CALL = rf"{_MLX5}.*?\w+:\d+:\(pid \d+\): "
 _AMDGPU = rf"amdgpu {_PCI}: (?:amdgpu: )?"
 _NEW_ERRORS = r"(?:(?P<count>\d{1,9}) new|[1-9]\d*)"  # without "new": in all
 _BROKEN = r"(?:\bfail|error|fatal|degraded|(?:link|lane) down)"
+_BTRFS = r"\(device (?P<device>[^): ]+)"
+_DISK = r"(?P<device>(?!(?:fd|sr)\d)[\w-]+)"  # a drive without a medium is no broken disk
 _TASK = r"(?P<process>.+?)"
 _KILLED = r"Killed process (?P<pid>\d+),? (?:UID \d+, )?\((?P<process>.+)\)(?:,| |$)"
 
@@ -368,8 +370,12 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "filesystem_read_only", "critical", "read-only",
-        r"(?:EXT4-fs|EXT3-fs|XFS|BTRFS\w* ?\w*) \((?:device )?(?P<device>[^):]+)[^)]*\):"
+        r"(?:EXT4-fs|EXT3-fs|XFS) \((?P<device>[^):]+)[^)]*\):"
         r" .*(?:Remounting filesystem|forced|remounting).*read-?only",
+    ),
+    _rule(
+        "filesystem_read_only", "critical", "forced readonly",
+        rf"BTRFS:? \w+ {_BTRFS}.*forced readonly",
     ),
     _rule(
         "filesystem_error", "critical", "Aborting journal",
@@ -389,7 +395,15 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "filesystem_error", "critical", "BTRFS",
-        r"BTRFS:? (?:error|critical) \(device (?P<device>[^):]+)", "btrfs",
+        rf"BTRFS:? (?:error|critical) {_BTRFS}", "btrfs",
+    ),
+    _rule(  # what was read is not what was written
+        "filesystem_error", "critical", "BTRFS warning",
+        rf"BTRFS warning {_BTRFS}.*: (?:csum failed|checksum verify failed)", "btrfs",
+    ),
+    _rule(
+        "filesystem_error", "critical", "GPFS Deadman",
+        r"GPFS Deadman Switch timer .*expired", "gpfs",
     ),
     _rule(
         "lustre_connection_lost", "warning", "was lost",
@@ -407,15 +421,15 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "disk_error", "critical", "I/O error, dev",
-        r"(?:\w+: )?I/O error, dev (?P<device>[\w-]+), sector", "io",
+        rf"(?:\w+: )?I/O error, dev {_DISK}, sector", "io",
     ),
     _rule(
         "disk_error", "critical", "error, dev",
-        r"(?:\w+: )?critical (?P<code>\w+) error, dev (?P<device>[\w-]+), sector",
+        rf"(?:\w+: )?critical (?P<code>\w+) error, dev {_DISK}, sector",
     ),
     _rule(
         "disk_error", "warning", "I/O error on dev",
-        r"Buffer I/O error on dev(?:ice)? (?P<device>[\w-]+),", "buffer",
+        rf"Buffer I/O error on dev(?:ice)? {_DISK},", "buffer",
     ),
     _rule(
         "nvme_timeout", "warning", "timeout",
