@@ -20,6 +20,7 @@ _MLX5 = rf"mlx5_core {_PCI}:? "
 _MLX5_CALL = rf"{_MLX5}.*?\w+:\d+:\(pid \d+\): "
 _AMDGPU = rf"amdgpu {_PCI}: (?:amdgpu: )?"
 _NEW_ERRORS = r"(?:(?P<count>\d{1,9}) new|[1-9]\d*)"  # without "new": in all
+_CXI = r"cxi_\w+ \S+ (?P<device>cxi\d+)\[\w*\]"
 _BROKEN = r"(?:\bfail|error|fatal|degraded|(?:link|lane) down)"
 _BTRFS = r"\(device (?P<device>[^): ]+)"
 _DISK = r"(?P<device>(?!(?:fd|sr)\d)[\w-]+)"  # a drive without a medium is no broken disk
@@ -322,9 +323,44 @@ RULES: tuple[Rule, ...] = (
         r"(?:mlx5_core|bnxt_en) \S+ (?P<device>\S+): TX timeout",
     ),
     _rule(
-        "mlx4_health", "critical", "nternal error",
-        rf"mlx4_core {_PCI}: (?:Internal error detected|device is going to be reset)",
+        "mlx4_health", "critical", "nternal error", rf"mlx4_core {_PCI}: Internal error detected",
         "internal_error",
+    ),
+    # Other NICs
+    _rule(
+        "nic_command_timeout", "critical", "Error (timeout: ",
+        r"bnxt_en \S+ (?P<device>\S+): Error \(timeout: \d+\) msg ",
+    ),
+    _rule(
+        "nic_command_timeout", "critical", "timedout (",
+        rf"bnxt_en {_PCI}: cmdq\[\w+\]=\w+ timedout",
+    ),
+    _rule(  # ena, efa, erdma
+        "nic_command_timeout", "critical", "(polling) timeout",
+        r"\w+ [0-9a-f]{4}:\S+ (?P<device>\S+): Wait for completion \(polling\) timeout",
+    ),
+    _rule(
+        "nic_command_timeout", "critical", "any completion for admin cmd",
+        r"\w+ [0-9a-f]{4}:\S+ (?P<device>\S+): The device didn't send any completion for admin cmd",
+    ),
+    _rule(
+        "nic_firmware_error", "critical", "irmware",
+        r"bnxt_en \S+ (?P<device>\S+): "
+        r"(?:Firmware )?(?P<code>(?:non-)?fatal) (?:firmware )?reset event",
+    ),
+    _rule(
+        "rdma_link_down", "critical", "CXI_EVENT_LINK_DOWN", rf"{_CXI} CXI_EVENT_LINK_DOWN"
+    ),
+    _rule(
+        "rdma_link_down", "critical", "new OFFLINE",
+        r"hfi\d \S+ (?P<device>hfi\d_\d+).*set_link_state: current (?:ACTIVE|ARMED), new OFFLINE",
+    ),
+    _rule(None, "info", "pri_rbyp_abort", rf"{_CXI}"),  # corrected
+    _rule(
+        "cxi_error", "critical", "C_EC_CRIT", rf"{_CXI}: C_EC_CRIT: \w+ error: (?P<code>\w+)",
+    ),
+    _rule(
+        "cxi_error", "warning", "C_EC_UNCOR", rf"{_CXI}: C_EC_UNCOR_\w+: \w+ error: (?P<code>\w+)",
     ),
     # Links of any NIC
     _rule(
