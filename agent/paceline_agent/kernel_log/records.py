@@ -38,7 +38,9 @@ _RAW = re.compile(r"(\d+),(\d{1,18}),(\d{1,18}),[^;]*;(.*)", re.DOTALL)
 _ESCAPE = re.compile(r"\\x([0-9a-f]{2})")
 _DELTA = r"(?: <\s*\d+\.\d+>)?"  # dmesg -d
 _BOOT_SECONDS = re.compile(rf"\[\s*(\d{{1,12}})\.(\d{{1,9}}){_DELTA}\]\s?")
-_CTIME = re.compile(rf"\[(\w{{3}} \w{{3}} [ \d]\d \d\d:\d\d:\d\d \d{{4}}){_DELTA}\] ?")
+_CTIME = re.compile(  # in the words of whichever language
+    rf"\[(\w+\.? \w+\.? [ \d]\d \d\d:\d\d:\d\d \d{{4}}){_DELTA}\] ?"
+)
 _ISO = re.compile(
     r"(?:\w{3} )?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,9}))?(Z| UTC|[+-]\d\d:?\d\d)?"
     r"\s+(?=\S)"
@@ -47,7 +49,7 @@ _UNIX = re.compile(r"(\d{9,11})\.(\d{6}) (?=\S+ kernel: )")
 _REPEATED = re.compile(r"message repeated (\d{1,6}) times: \[ ?(?:\[ *\d+\.\d+\] )?(.*)\]")
 _ORNAMENTS = re.compile(
     r"<\d+>"  # priority
-    r"|\w+ *: ?\w+ *: (?=\[)"  # dmesg -x
+    r"|\w+ *: ?(?:emerg|alert|crit|err|warn|notice|info|debug) *: "  # dmesg -x
     r"|\[(?:\w{3} ?\d+ \d\d:\d\d|\s*\+\d+\.\d+|\.\.\.)\] ?"  # dmesg -e
     r"|\[\s*[TC]\d+\]:? ?"  # the caller, CONFIG_PRINTK_CALLER
     r"|\w{3} [ \d]\d \d\d:\d\d:\d\d(?:\.\d+)? "  # syslog: no year
