@@ -3,7 +3,7 @@
 Names are node_exporter's; what another vendor's driver calls differently and means alike (bnxt_re,
 irdma) has the same name here, all else is `paceline_rdma_hardware_counter_total`. The kernel counts
 port data in 4-byte words; here it is bytes. Counters of the classic performance attributes stop at
-their width instead of wrapping: one that stands at its end says so in
+their width instead of wrapping (some adapters' are wider): one that stands at its end says so in
 `paceline_rdma_counter_saturated`, for it counts no more. An excluded port is never opened.
 """
 
@@ -28,7 +28,8 @@ from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
 _ACTIVE = 4  # ib_verbs.h, IB_PORT_ACTIVE
 _WORD_BYTES = 4
 _LOOK_AGAIN_SECONDS = 30  # for devices that came
-_UNKNOWN = (1 << 64) - 1  # -1 of a driver that has no such counter
+_BEYOND = (1 << 63) - 1  # what no counter reaches: -1 and the like of a driver that has none
+_ENDS = (15, 255, 65_535, 4_294_967_295)
 _OTHERS_AT_MOST = 64  # counters of a port that no name is known for; hfi1 has hundreds
 
 # file: (metric without its prefix, width in bits where it stops; InfiniBand 1.x, PortCounters).
@@ -135,6 +136,14 @@ _HARDWARE_COUNTERS = {
     "tx_rdma_cnp_pkts": "np_cnp_packets_sent_total",
     "tx_rdma_ucast_bytes": "port_data_transmitted_bytes_total",
     "tx_rdma_ucast_pkts": "port_packets_transmitted_total",
+    # drivers/infiniband/hw/erdma/erdma_verbs.c
+    "rx_bytes_cnt": "port_data_received_bytes_total",
+    "rx_packets_cnt": "port_packets_received_total",
+    "tx_bytes_cnt": "port_data_transmitted_bytes_total",
+    "tx_packets_cnt": "port_packets_transmitted_total",
+    # drivers/infiniband/sw/rxe/rxe_hw_counters.c
+    "rcvd_pkts": "port_packets_received_total",
+    "sent_pkts": "port_packets_transmitted_total",
     # drivers/infiniband/hw/efa/efa_verbs.c, and bnxt_re again: they have no classic counters
     "rx_bytes": "port_data_received_bytes_total",
     "rx_drops": "port_discards_received_total",
@@ -217,7 +226,8 @@ class RdmaCollector(Collector):
             if self.context.excludes_rdma(device):
                 continue
             ports = os.path.join(self._root, device, "ports")
-            places = {f"{device}/{number}": (ports, number) for number in entries(ports)}
+            numbers = filter(str.isdecimal, entries(ports))
+            places = {f"{device}/{number}": (ports, number) for number in numbers}
             is_first = True
             for name, (parent, number) in places.items():
                 directory = os.path.join(parent, number)
@@ -314,14 +324,13 @@ class RdmaCollector(Collector):
         samples: list[Sample] = []
         counts = self._files.read_numbers(port.paths, now_ns)
         for counter, count in zip(port.counters, counts, strict=True):
-            if count is None or not 0 <= count < _UNKNOWN:
+            if count is None or not 0 <= count < _BEYOND:
                 continue
-            if count and counter.end is not None and count >= counter.end:
-                if count > counter.end:
-                    counter.end = None  # this adapter's counter is wider
-                else:
-                    labels = {**port.labels, "counter": counter.file}
-                    samples.append(Sample("paceline_rdma_counter_saturated", labels, 1.0, now_ns))
+            if counter.end is not None and count > counter.end:  # this adapter's is wider
+                counter.end = next((end for end in _ENDS if end >= count), None)
+            if count == counter.end:
+                labels = {**port.labels, "counter": counter.file}
+                samples.append(Sample("paceline_rdma_counter_saturated", labels, 1.0, now_ns))
             value = float(count * counter.unit)
             samples.append(Sample(counter.metric, counter.labels, value, now_ns))
         return samples

@@ -155,11 +155,27 @@ def test_each_width_has_its_end(context, infiniband, series, counter, end, metri
     assert flag not in series(collector.collect(1))
 
 
+@pytest.mark.parametrize("value", [255, 65_535, 4_294_967_295])
+def test_a_wider_counter_stops_as_well(context, infiniband, series, value):
+    (infiniband / "mlx5_1/ports/1/counters/link_downed").write_text(f"{value}\n")
+    found = series(RdmaCollector(context).collect(1))
+    assert found[f"node_infiniband_link_downed_total{{{PORT}}}"] == value
+    assert found[f"paceline_rdma_counter_saturated{{counter=link_downed,{PORT}}}"] == 1
+
+
+@pytest.mark.parametrize("value", [2**63 - 1, 2**64 - 2, 2**64 - 1, -1])
+def test_what_no_counter_can_reach_is_absent(context, infiniband, series, value):
+    (infiniband / "mlx5_1/ports/1/counters/port_rcv_data").write_text(f"{value}\n")
+    found = series(RdmaCollector(context).collect(1))
+    assert f"node_infiniband_port_data_received_bytes_total{{{PORT}}}" not in found
+
+
 BNXT = "class/infiniband/bnxt_re0/ports/1"
 IRDMA = "class/infiniband/irdma0/ports/1"
 EFA = "class/infiniband/rdmap16s27"
 HFI = "class/infiniband/hfi1_0/ports/1"
 MANA = "class/infiniband/mana_0/ports"
+ERDMA = "class/infiniband/erdma_0/ports"
 OTHER_VENDORS = {
     f"{BNXT}/state": "4: ACTIVE\n",
     f"{BNXT}/phys_state": "5: LinkUp\n",
@@ -188,6 +204,8 @@ OTHER_VENDORS = {
     f"{MANA}/1/hw_counters/received_cnps": "12\n",
     f"{MANA}/2/hw_counters/requester_timeout": "13\n",
     f"{MANA}/2/hw_counters/num_qps_congested": "14\n",
+    f"{ERDMA}/1/hw_counters/tx_bytes_cnt": "15\n",
+    f"{ERDMA}/.DS_Store": "no port\n",
     **{f"{HFI}/hw_counters/RxErr{number}": "1\n" for number in range(300)},
     **{f"{HFI}/hw_counters/Other{number}": "1\n" for number in range(300)},
 }
@@ -231,6 +249,9 @@ def test_other_vendors_drivers(context, sysfs, write, infiniband, series):
     assert found["node_infiniband_rp_cnp_packets_handled_total{device=mana_0,port=1}"] == 12
     assert found["node_infiniband_local_ack_timeout_errors_total{device=mana_0,port=2}"] == 13
     assert not any("num_qps_congested" in name for name in found)
+    erdma = {name for name in found if "device=erdma_0" in name}
+    assert "node_infiniband_port_data_transmitted_bytes_total{device=erdma_0,port=1}" in erdma
+    assert len(erdma) == 3  # and what it is
     assert found["node_infiniband_state_id{device=mlx5_bond_0,port=1}"] == 4
 
 
