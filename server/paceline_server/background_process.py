@@ -39,6 +39,7 @@ _REPORT_SECONDS = 1.0
 _BEAT_SECONDS = 0.25
 _DEAF_SECONDS = 1.0
 _SILENT_SECONDS = 15.0
+_HUNG_SECONDS = 60.0  # so long silent, a process will not speak again
 _STOP_SECONDS = 10.0  # a pass over a large job, and an alert's delivery
 _AGAIN_SECONDS = 1.0
 _LONGEST_MESSAGE = 1 << 17
@@ -63,10 +64,11 @@ Message = Woken | Beat | Report
 
 
 class BackgroundProcess(Collector):
-    """Runs it, and runs it again if it dies. As a collector it gives what the process counts."""
+    """Runs it, and runs it again if it dies or hangs. As a collector it gives what it counts."""
 
     def __init__(self, settings: Settings, wakes: Wakes) -> None:
         self._settings = settings
+        self._silent_beats = 0  # of ours, so that a halt of our own is not held against it
         self._wakes = wakes
         self._stopping = threading.Event()
         self._socket: socket.socket | None = None
@@ -106,6 +108,11 @@ class BackgroundProcess(Collector):
     def _beat(self) -> None:
         while not self._stopping.wait(_BEAT_SECONDS):
             _tell(self._socket, Beat())
+            self._silent_beats += 1
+            if self._silent_beats * _BEAT_SECONDS >= _HUNG_SECONDS and self._process:
+                _log.error("the worker's process says nothing: it is killed")
+                self._silent_beats = 0
+                self._process.kill()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -134,6 +141,7 @@ class BackgroundProcess(Collector):
                 )
             with contextlib.suppress(OSError):
                 ours.send(self._settings.model_dump_json().encode())
+            self._silent_beats = 0
             self._socket = ours
             if self._stopping.is_set():
                 _end(ours)
@@ -148,6 +156,7 @@ class BackgroundProcess(Collector):
         elif isinstance(message, Report):
             self._report = message
             self._reported = time.monotonic()
+            self._silent_beats = 0
 
 
 def main() -> None:

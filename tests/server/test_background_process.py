@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from simulated_node import SimulatedNode, post_job, stop_all
 from sqlalchemy import select
 
+from paceline_server import background_process
 from paceline_server.background_process import BackgroundProcess
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
@@ -45,13 +46,16 @@ def is_ready(process: Any) -> bool:
     return httpx.get(f"{process.url()}/readyz", timeout=20.0).is_success
 
 
-def worker_of(process: Any) -> int:
-    children = [
+def children_of(pid: int) -> list[int]:
+    return [
         int(child)
-        for task in Path(f"/proc/{process.process.pid}/task").iterdir()
+        for task in Path(f"/proc/{pid}/task").iterdir()
         for child in (task / "children").read_text().split()
     ]
-    (worker,) = children
+
+
+def worker_of(process: Any) -> int:
+    (worker,) = children_of(process.process.pid)
     return worker
 
 
@@ -70,6 +74,29 @@ def test_a_worker_that_dies_is_started_again_and_its_jobs_go_on(
     reached = step()
     wait_for(lambda: step() > reached + 3, "steps again")
     assert httpx.get(job, timeout=20.0).json()["generation"] == 1
+
+
+def test_a_worker_that_hangs_is_replaced(
+    run_server: Callable[..., Any],
+    database_url: str,
+    wait_for: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = run_server(role="api")
+    background = BackgroundProcess(Settings(database_url=database_url), server.program.wakes)
+    others = set(children_of(os.getpid()))
+    background.start()
+    try:
+        wait_for(lambda: background.unready() == [], "the worker")
+        (first,) = set(children_of(os.getpid())) - others
+        os.kill(first, signal.SIGSTOP)
+        with monkeypatch.context() as hurried:
+            hurried.setattr(background_process, "_HUNG_SECONDS", 2.0)
+            wait_for(lambda: background.unready() == ["worker: not running"], "its end")
+        wait_for(lambda: background.unready() == [], "another one")
+        assert first not in children_of(os.getpid())
+    finally:
+        background.stop()
 
 
 def test_the_worker_ends_with_a_server_that_is_killed(
