@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from paceline_agent.kept_files import read_text_once
+from paceline_agent.kept_files import Location, read_text_once
 
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 _NUMBER_DIGITS = 6
@@ -40,6 +41,21 @@ class PciDevice:
     @property
     def address(self) -> str:
         return self.way[-1]
+
+
+def cards_first(directory: Location, names: Iterable[str]) -> list[str]:
+    """Devices of a class: cards, then what is no card (a bond), then virtual functions (SR-IOV).
+
+    Where there is room for some only, the node's own come before those made for its guests.
+    """
+
+    def standing(name: str) -> int:
+        device = os.path.join(directory, name, "device")
+        if not os.path.exists(device):
+            return 1
+        return 2 if os.path.exists(os.path.join(device, "physfn")) else 0
+
+    return sorted(names, key=standing)
 
 
 def find(sysfs_path: Path) -> PciDevice | None:

@@ -16,6 +16,7 @@ from typing import ClassVar
 from paceline_agent.collectors.contract import Collected, Collector, CollectorUnavailable, Context
 from paceline_agent.ethtool import Driver, Ethtool
 from paceline_agent.kept_files import entries, read_text_once
+from paceline_agent.pci_topology import cards_first
 from paceline_wire.batch import Sample
 
 _DEVICES_AT_MOST = 64
@@ -69,7 +70,7 @@ class EthtoolCollector(Collector):
             self._silent_until_ns.pop(gone, None)
         read = self._ask if self._is_this_machine else self._read
         samples: list[Sample] = []
-        for name in names[:_DEVICES_AT_MOST]:
+        for name in cards_first(self._root, names)[:_DEVICES_AT_MOST]:
             if now_ns < self._silent_until_ns.get(name, 0):
                 continue
             samples += read(name, now_ns)

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from paceline_agent.collectors.contract import Collected, Collector, Context
 from paceline_agent.kept_files import KeptFiles, entries
+from paceline_agent.pci_topology import cards_first
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
 
 _DEVICES_AT_MOST = 64
@@ -98,10 +99,11 @@ class NicCollector(Collector):
 
     def _discover(self) -> None:
         found: dict[str, _Device] = {}
-        for name in entries(self._root):
+        names = [name for name in entries(self._root) if not _NOT_THE_NODES.match(name)]
+        if len(names) > _DEVICES_AT_MOST:
+            names = cards_first(self._root, names)[:_DEVICES_AT_MOST]
+        for name in names:
             directory = os.path.join(self._root, name)
-            if _NOT_THE_NODES.match(name) or len(found) >= _DEVICES_AT_MOST:
-                continue
             try:
                 inode = os.stat(os.path.join(directory, "statistics")).st_ino
             except OSError:

@@ -22,7 +22,7 @@ from paceline_agent.collectors.contract import (
 )
 from paceline_agent.cpu_lists import parse_cpu_list
 from paceline_agent.kept_files import KeptFiles, entries, read_text_once
-from paceline_agent.pci_topology import sysfs_address
+from paceline_agent.pci_topology import cards_first, sysfs_address
 from paceline_wire.batch import Sample
 
 _CLASSES = {"net": "nic", "infiniband": "rdma"}
@@ -109,7 +109,7 @@ class NumaCollector(Collector):
             yield from _device_sample(f"gpu{index}", "gpu", node, now_ns)
         for class_name, kind in _CLASSES.items():
             directory = self.context.sysfs_root / "class" / class_name
-            for device in entries(directory)[:_DEVICES_AT_MOST]:
+            for device in cards_first(directory, entries(directory))[:_DEVICES_AT_MOST]:
                 if self.context.excludes_rdma(device):
                     continue
                 node = self._read_node(directory / device / "device" / "numa_node", now_ns)

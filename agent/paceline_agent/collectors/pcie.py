@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from paceline_agent.collectors.contract import Collected, Collector, CollectorUnavailable, Context
 from paceline_agent.kept_files import KeptFiles, entries
-from paceline_agent.pci_topology import sysfs_address
+from paceline_agent.pci_topology import cards_first, sysfs_address
 from paceline_wire.batch import Sample
 
 _CLASSES = {"net": "nic", "infiniband": "rdma"}
@@ -89,7 +89,7 @@ class PcieCollector(Collector):
             yield _Device(os.path.join(root, name), labels, _address(name))
         for class_name, kind in _CLASSES.items():
             root = os.path.join(self.context.sysfs_root, "class", class_name)
-            for name in entries(root)[:_DEVICES_AT_MOST]:
+            for name in cards_first(root, entries(root))[:_DEVICES_AT_MOST]:
                 if self.context.excludes_rdma(name):
                     continue
                 directory = os.path.join(root, name, "device")

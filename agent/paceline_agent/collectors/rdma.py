@@ -23,6 +23,7 @@ from paceline_agent.collectors.contract import (
     Context,
 )
 from paceline_agent.kept_files import KeptFiles, entries
+from paceline_agent.pci_topology import cards_first
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
 
 _ACTIVE = 4  # ib_verbs.h, IB_PORT_ACTIVE
@@ -222,7 +223,7 @@ class RdmaCollector(Collector):
 
     def _discover(self, now_ns: int) -> list[DeviceEvent]:
         found: dict[str, _Port] = {}
-        for device in entries(self._root):
+        for device in cards_first(self._root, entries(self._root)):
             if self.context.excludes_rdma(device):
                 continue
             ports = os.path.join(self._root, device, "ports")

@@ -27,6 +27,7 @@ from paceline_agent.nvml.links import SWITCH
 from paceline_agent.pci_topology import (
     Distance,
     PciDevice,
+    cards_first,
     distance,
     find,
     find_gpu,
@@ -81,7 +82,7 @@ class TopologyCollector(Collector):
 
     def _rdma(self, now_ns: int) -> Iterator[_Nic]:
         root = self._classes / "infiniband"
-        for device in entries(root)[:_DEVICES_AT_MOST]:
+        for device in cards_first(root, entries(root))[:_DEVICES_AT_MOST]:
             if self.context.excludes_rdma(device):
                 continue
             pci = find(root / device / "device")
@@ -102,7 +103,7 @@ class TopologyCollector(Collector):
 
     def _network(self, now_ns: int) -> Iterator[_Nic]:
         root = self._classes / "net"
-        for device in entries(root)[:_DEVICES_AT_MOST]:
+        for device in cards_first(root, entries(root))[:_DEVICES_AT_MOST]:
             pci = find(root / device / "device")
             if pci is not None:
                 speed = self._files.read_text(root / device / "speed", now_ns) or ""

@@ -115,3 +115,19 @@ def test_an_interface_made_anew_starts_anew(context, eth0, sysfs, write, series)
     found = series(collector.collect(2))
     assert found["node_network_receive_bytes_total{device=eth0}"] == 5
     assert found["node_network_receive_bytes_total{device=wasp0}"] == 1000
+
+
+def test_a_node_full_of_virtual_functions_keeps_its_cards(context, sysfs, write, series):
+    for number in range(80):
+        name = f"enp1s0v{number}"
+        write(sysfs, {f"class/net/{name}/statistics/rx_bytes": "1\n"})
+        (sysfs / "class/net" / name / "device/physfn").mkdir(parents=True)
+    write(sysfs, {f"class/net/{name}/statistics/rx_bytes": "1\n" for name in ("bond0", "hsn0")})
+    (sysfs / "class/net/hsn0/device").mkdir()
+    found = series(NicCollector(context).collect(1))
+    received = [name for name in found if name.startswith("node_network_receive_bytes_total")]
+    assert received[:2] == [
+        "node_network_receive_bytes_total{device=hsn0}",
+        "node_network_receive_bytes_total{device=bond0}",
+    ]
+    assert len(received) == 64
