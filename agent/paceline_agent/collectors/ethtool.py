@@ -41,7 +41,7 @@ _WELL_KNOWN = {
     "tx_errors": "transmitted_errors_total",
 }
 _LINE = re.compile(r"^\s*([^:\n]+): ([0-9]{1,20})$", re.MULTILINE)
-_UNKNOWN = (1 << 64) - 1
+_BEYOND = (1 << 63) - 1  # what no counter reaches: a driver's -1
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class EthtoolCollector(Collector):
         if device.driver is not None:
             yield Sample("node_ethtool_info", _information(name, device.driver), 1.0, now_ns)
         for index, metric in device.wanted:
-            if values[index] != _UNKNOWN:
+            if values[index] < _BEYOND:
                 yield Sample(metric, {"device": name}, float(values[index]), now_ns)
 
     def _learn(self, ethtool: Ethtool, name: str) -> _Device:
@@ -117,7 +117,9 @@ class EthtoolCollector(Collector):
             return
         lines = _LINE.findall(text)
         for index, metric in wanted(found for found, _ in lines):
-            yield Sample(metric, {"device": name}, float(lines[index][1]), now_ns)
+            value = int(lines[index][1])
+            if value < _BEYOND:
+                yield Sample(metric, {"device": name}, float(value), now_ns)
 
 
 def wanted(names: Iterable[str]) -> Iterator[tuple[int, str]]:

@@ -44,6 +44,8 @@ _NUMBERS = {
     "carrier_down_count": "carrier_down_changes_total",
 }
 _DIGITS = 20  # of 64 bits
+_BEYOND = (1 << 63) - 1  # what no counter reaches: a driver's -1
+_UNKNOWN_SPEEDS = {0xFFFF, 0xFFFFFFFF}  # -1, as old and less old kernels write it
 _MEGABIT_BYTES = 125_000
 _STANDARD_MTU_BYTES = 1500  # IEEE 802.3; all beyond is a jumbo frame
 _PROTOCOLS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -126,10 +128,10 @@ class NicCollector(Collector):
         values = [
             (metric, float(value))
             for path, metric in device.numbers
-            if (value := self._files.read_number(path, now_ns)) is not None
+            if (value := self._files.read_number(path, now_ns)) is not None and 0 <= value < _BEYOND
         ]
         speed = self._files.read_number(f"{device.directory}/speed", now_ns)
-        if speed is not None and 0 < speed < 0xFFFFFFFF:  # -1: the driver does not know
+        if speed is not None and speed > 0 and speed not in _UNKNOWN_SPEEDS:
             values.append(("node_network_speed_bytes", float(speed * _MEGABIT_BYTES)))
         state = self._files.read_text(f"{device.directory}/operstate", now_ns)
         if state is not None and state != "unknown":

@@ -16,6 +16,7 @@ MLX5 = """NIC statistics:
      rx_prio3_pause: 42
      rx_prio3_pause_duration: 4242
      tx_prio3_pause: 41
+     tx_prio3_pause_duration: 18446744073709551615
      rx_prio0_discards: 3
      rx_pause_ctrl_phy: 1
      rx_discards_phy: 9

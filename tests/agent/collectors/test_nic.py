@@ -66,8 +66,16 @@ def test_what_tcp_does_not_tell_is_absent(context, eth0, procfs, write, series, 
     )
 
 
-def test_an_unknown_speed_is_absent_and_asked_again(context, eth0, series):
-    (eth0 / "speed").write_text("-1\n")
+@pytest.mark.parametrize("value", ["-1", "18446744073709551615"])
+def test_what_no_counter_can_reach_is_absent(context, eth0, series, value):
+    (eth0 / "statistics/rx_bytes").write_text(f"{value}\n")
+    found = series(NicCollector(context).collect(1))
+    assert "node_network_receive_bytes_total{device=eth0}" not in found
+
+
+@pytest.mark.parametrize("unknown", ["-1", "65535", "4294967295"])
+def test_an_unknown_speed_is_absent_and_asked_again(context, eth0, series, unknown):
+    (eth0 / "speed").write_text(f"{unknown}\n")
     collector = NicCollector(context)
     assert "node_network_speed_bytes{device=eth0}" not in series(collector.collect(1))
     (eth0 / "speed").write_text("25000\n")
