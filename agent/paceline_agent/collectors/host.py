@@ -6,7 +6,6 @@ Names are node_exporter's; CPU time is summed over CPUs (`cpu="all"`).
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -41,6 +40,7 @@ _NOT_A_DISK = re.compile(r"^(loop|ram|zram|sr|fd)\d|^(sd|vd|xvd|hd)[a-z]+\d+$|^n
 _DISKS_AT_MOST = 32
 _SECTOR_BYTES = 512  # of /proc/diskstats, whatever the device's
 _MILLISECOND = 1e-3
+_GREATEST = float(1 << 63)  # beyond: a negative number, as unsigned (Committed_AS of old kernels)
 _DISK_FIELDS = (  # Documentation/admin-guide/iostats.rst, after major, minor and name
     (3, "node_disk_reads_completed_total", 1),
     (5, "node_disk_read_bytes_total", _SECTOR_BYTES),
@@ -75,7 +75,7 @@ class HostCollector(Collector):
             # What is not as we know it is left out; the other files may be.
             with contextlib.suppress(ValueError, IndexError, OverflowError):
                 for name, labels, value in source(text):
-                    if math.isfinite(value):
+                    if 0 <= value <= _GREATEST:
                         samples.append(Sample(name, labels, value, now_ns))
         if not samples:
             raise CollectorUnavailable(f"{self.context.procfs_root} tells nothing of the host")

@@ -87,6 +87,17 @@ def test_a_file_that_is_garbage_costs_only_its_own_values(host, procfs, series, 
     assert found["node_load1"] == 1.5
 
 
+def test_what_is_below_nothing_is_absent(host, procfs, series):
+    (procfs / "meminfo").write_text("Committed_AS: 18446744073708712812 kB\nMemTotal: 8 kB\n")
+    (procfs / "sys/fs/file-nr").write_text("1440\t0\t9223372036854775807\n")
+    (procfs / "vmstat").write_text("pgfault -1\n")
+    found = series(host.collect(1))
+    assert "node_memory_Committed_AS_bytes" not in found
+    assert "node_vmstat_pgfault" not in found
+    assert found["node_memory_MemTotal_bytes"] == 8192
+    assert found["node_filefd_maximum"] == 2**63  # as systemd sets it
+
+
 def test_a_tree_that_tells_nothing_is_unavailable(context):
     with pytest.raises(CollectorUnavailable):
         HostCollector(context).collect(1)
