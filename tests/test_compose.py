@@ -122,7 +122,7 @@ class Machine:
             process.terminate()
         for process in self.processes:
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -30,7 +30,7 @@ from paceline_wire.spans import NONE_16, NONE_32, RECORD, RECORD_BYTES, Op, from
 from paceline_wire.topology import Coordinates, Topology
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20.0, what: str = "") -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0, what: str = "") -> Any:
     """Poll until `condition` returns something true, and return that."""
     deadline = time.monotonic() + seconds
     while True:
@@ -177,7 +177,7 @@ class AgentProcess:
     def stop(self, number: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.process.wait(60)
 
     def log_text(self) -> str:
         return self.log.read_text()

@@ -152,7 +152,7 @@ def real_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         )
     yield f"http://127.0.0.1:{port}", database
     process.terminate()
-    process.wait(30)
+    process.wait(60)
 
 
 @pytest.mark.campaign

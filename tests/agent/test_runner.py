@@ -51,7 +51,7 @@ class Log:
     def count(self, name: str) -> int:
         return sum(sample.name == name for sample in self.samples)
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"in vain; events so far: {self.events}"

@@ -88,7 +88,7 @@ def test_a_second_agent_says_so_and_stops_and_may_take_over_from_one_that_was_ki
     first = start_agent()
     wait_for(lambda: server.batches)
     second = start_agent()
-    assert second.process.wait(30) == 1
+    assert second.process.wait(60) == 1
     assert f"another agent uses {first.directory}; stop it, or give" in second.log_text()
     assert "Traceback" not in second.log_text()
     seen = len(server.batches)

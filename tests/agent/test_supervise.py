@@ -315,6 +315,6 @@ def test_a_second_agent_of_the_same_directory_is_refused(
     start_agent()
     wait_for(lambda: server.events(AgentHello))
     second = start_agent()
-    assert second.process.wait(20) == 1
+    assert second.process.wait(60) == 1
     assert "another agent uses" in second.log_text()
     assert "Traceback" not in second.log_text()

@@ -69,7 +69,7 @@ def test_the_stack_of_the_culprit_is_taken_before_the_restart(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINER)
-    with httpx.Client(base_url=f"{cluster.url}/api/v1", trust_env=False, timeout=20) as client:
+    with httpx.Client(base_url=f"{cluster.url}/api/v1", trust_env=False, timeout=60) as client:
         job = {
             "name": "stuck",
             "argv": [sys.executable, str(script)],

@@ -34,7 +34,7 @@ def wait_for() -> Callable[..., Any]:
     return _wait_for
 
 
-def _wait_for(condition: Callable[[], Any], what: str = "", seconds: float = 20.0) -> Any:
+def _wait_for(condition: Callable[[], Any], what: str = "", seconds: float = 60.0) -> Any:
     """Poll until `condition` answers something true, and return that."""
     deadline = time.monotonic() + seconds
     while True:
@@ -103,7 +103,7 @@ class RunningServer:
         self._socket = listen(settings)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         # A kept one: a new client costs more than the request, for it loads certificates.
-        self.client = httpx.Client(base_url=self.url, timeout=20.0, verify=False)
+        self.client = httpx.Client(base_url=self.url, timeout=60.0, verify=False)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=2
         )
@@ -117,7 +117,7 @@ class RunningServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive(), "the server hangs on shutdown"
         self._socket.close()
         self.client.close()
@@ -180,7 +180,7 @@ class ServerProcess:
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(20)
+        self.process.wait(60)
 
 
 @pytest.fixture

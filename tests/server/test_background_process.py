@@ -43,7 +43,7 @@ def nodes(process: Any) -> Iterator[list[SimulatedNode]]:
 
 
 def is_ready(process: Any) -> bool:
-    return httpx.get(f"{process.url()}/readyz", timeout=20.0).is_success
+    return httpx.get(f"{process.url()}/readyz", timeout=60.0).is_success
 
 
 def children_of(pid: int) -> list[int]:
@@ -65,7 +65,7 @@ def test_a_worker_that_dies_is_started_again_and_its_jobs_go_on(
     job = f"{process.url()}/api/v1/jobs/{post_job(process.url())}"
 
     def step() -> int:
-        return httpx.get(job, timeout=20.0).json()["step"] or 0
+        return httpx.get(job, timeout=60.0).json()["step"] or 0
 
     wait_for(lambda: step() >= 3, "steps")
     os.kill(worker_of(process), signal.SIGKILL)
@@ -73,7 +73,7 @@ def test_a_worker_that_dies_is_started_again_and_its_jobs_go_on(
     wait_for(lambda: is_ready(process), "another worker")
     reached = step()
     wait_for(lambda: step() > reached + 3, "steps again")
-    assert httpx.get(job, timeout=20.0).json()["generation"] == 1
+    assert httpx.get(job, timeout=60.0).json()["generation"] == 1
 
 
 def test_a_worker_that_hangs_is_replaced(
@@ -118,7 +118,7 @@ def test_a_server_that_ends_gives_its_leases_back(
     wait_for(leases, "a lease")
     worker = Path(f"/proc/{worker_of(process)}")
     process.signal(signal.SIGTERM)
-    process.process.wait(20)
+    process.process.wait(60)
     assert not worker.exists()
     assert [lease.expires_ns for lease in leases()] == [0]
 
@@ -130,7 +130,7 @@ def test_prometheus_sees_what_the_worker_counts(
 
     def value(name: str) -> float:
         """Of the only sample of this name."""
-        text = httpx.get(f"{process.url()}/metrics", timeout=20.0).text
+        text = httpx.get(f"{process.url()}/metrics", timeout=60.0).text
         samples = [
             each for family in text_string_to_metric_families(text) for each in family.samples
         ]
@@ -156,7 +156,7 @@ def test_each_process_tells_the_other_what_it_has_committed(
         for node in nodes:
             node.start()
         job = f"{server.url}/api/v1/jobs/{post_job(server.url)}"
-        wait_for(lambda: (httpx.get(job, timeout=20.0).json()["step"] or 0) >= 3, "steps")
+        wait_for(lambda: (httpx.get(job, timeout=60.0).json()["step"] or 0) >= 3, "steps")
         assert server.program.wakes.commands.count > 0
         changes = server.program.wakes.changes
         seen = changes.count

@@ -52,10 +52,10 @@ def test_a_server_starts_answers_and_ends(
 ) -> None:
     process = run_process("--port", "0")
     ready = f"{process.url()}/readyz"
-    wait_for(lambda: httpx.get(ready, timeout=20.0).is_success, "the worker")
-    assert httpx.get(ready, timeout=20.0).json() == {"ready": True, "missing": []}
+    wait_for(lambda: httpx.get(ready, timeout=60.0).is_success, "the worker")
+    assert httpx.get(ready, timeout=60.0).json() == {"ready": True, "missing": []}
     process.signal(signal.SIGTERM)
-    process.process.wait(20)
+    process.process.wait(60)
     assert process.log.read_text().count("\n") == 1, "nothing but its address"
 
 

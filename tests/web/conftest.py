@@ -67,7 +67,7 @@ class Site:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([listener],))
         self._thread.start()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not self._server.started:  # its database is migrated then
             assert time.monotonic() < deadline
             assert self._thread.is_alive()
@@ -76,7 +76,7 @@ class Site:
     def stop(self) -> None:
         self.wakes.close()
         self._server.should_exit = True
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=60)
         assert not self._thread.is_alive()
 
     @property
@@ -469,7 +469,7 @@ def browser() -> Iterator[Browser]:
         pytest.skip(
             f"NO CHROMIUM AT {CHROMIUM}: THE DASHBOARD IS NOT TESTED (apt-get install chromium)"
         )
-    expect.set_options(timeout=15_000)
+    expect.set_options(timeout=30_000)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield browser
@@ -486,7 +486,7 @@ def visit(browser: Browser, site: Site) -> Iterator[Open]:
 
     def go(url: str, **options: object) -> Watch:
         page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})  # type: ignore[arg-type]
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(30_000)
         watch = Watch(page)
         watch.attach(site.url)
         opened.append(watch)

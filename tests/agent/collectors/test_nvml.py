@@ -282,7 +282,7 @@ async def test_no_worker_outlives_its_agent(context, gpus, tmp_path):
         worker = int(await asyncio.to_thread(agent.stdout.readline))
         assert is_running(worker)
         agent.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while is_running(worker):
         assert time.monotonic() < deadline, "the worker is an orphan"
         await asyncio.sleep(0.02)

@@ -39,7 +39,7 @@ def events(answer: httpx.Response) -> Iterator[Event]:
 
 
 def stream(server: Any, path: str, **headers: str) -> Any:
-    return httpx.stream("GET", server.url + path, headers=headers, timeout=10.0)
+    return httpx.stream("GET", server.url + path, headers=headers, timeout=60.0)
 
 
 def put_command(server: Any, job_id: str, command: Any, agent: str = "node-0") -> None:

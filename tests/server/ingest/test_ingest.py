@@ -40,7 +40,7 @@ class Ingest:
 
     def __init__(self, server: Any) -> None:
         self.server = server
-        self.client = httpx.Client(base_url=server.url, timeout=20.0, verify=False)
+        self.client = httpx.Client(base_url=server.url, timeout=60.0, verify=False)
 
     def post(self, content: bytes, **headers: str) -> httpx.Response:
         answer = self.client.post("/api/v1/ingest", content=content, headers=HEADERS | headers)
@@ -90,7 +90,7 @@ def test_how_long_a_batch_waits_for_a_worker_is_told_by_a_server_without_one(
     run_server: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
     def lag(server: Any) -> float:
-        lines = httpx.get(f"{server.url}/metrics", timeout=20.0).text.splitlines()
+        lines = httpx.get(f"{server.url}/metrics", timeout=60.0).text.splitlines()
         (value,) = [line.split()[1] for line in lines if line.startswith("paceline_worker_lag_s")]
         return float(value)
 
@@ -117,7 +117,7 @@ def test_concurrent_repeats_are_stored_once(ingest: Ingest) -> None:
 
     def send() -> None:
         answer = httpx.post(
-            f"{ingest.server.url}/api/v1/ingest", content=payload, headers=HEADERS, timeout=20.0
+            f"{ingest.server.url}/api/v1/ingest", content=payload, headers=HEADERS, timeout=60.0
         )
         answers.append(answer.json()["status"])
 

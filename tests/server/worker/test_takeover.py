@@ -40,7 +40,7 @@ class Cluster:
         self.url = url
         self._run = run_process
         self.database = database
-        self.client = httpx.Client(base_url=url, timeout=20.0, verify=False)
+        self.client = httpx.Client(base_url=url, timeout=60.0, verify=False)
         self.nodes = [SimulatedNode(f"node-{number}", self.url) for number in range(3)]
         for node in self.nodes:
             node.start()
@@ -127,7 +127,7 @@ def test_a_killed_worker_is_replaced_without_loss_or_repetition(
     wait_for(lambda: cluster.job(job_id)["state"] == "running", "training again", 40.0)
     wait_for(lambda: (cluster.job(job_id)["step"] or 0) >= 5, "steps again")
     third.signal(signal.SIGTERM)
-    assert third.process.wait(20) == 0
+    assert third.process.wait(60) == 0
     check_side_effects(cluster, job_id, restarts=1)
     (lease,) = [row for row in cluster.rows(Lease) if row.name == f"job:{job_id}"]
     assert lease.epoch == 3
@@ -164,7 +164,7 @@ def test_every_acknowledged_batch_survives_the_death_of_the_server(
     try:
         wait_for(lambda: all(node.acknowledged > 10 for node in cluster.nodes), "batches")
         first.signal(signal.SIGKILL)
-        first.process.wait(10)
+        first.process.wait(60)
         acknowledged = [node.acknowledged for node in cluster.nodes]
         assert sum(stored(database).values()) >= sum(acknowledged)
         again = run_process("--port", "0").url()
