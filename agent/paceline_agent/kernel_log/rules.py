@@ -24,6 +24,7 @@ _CXI = r"cxi_\w+ \S+ (?P<device>cxi\d+)\[\w*\]"
 _BROKEN = r"(?:\bfail|error|fatal|degraded|(?:link|lane) down)"
 _BTRFS = r"\(device (?P<device>[^): ]+)"
 _DISK = r"(?P<device>(?!(?:fd|sr)\d)[\w-]+)"  # a drive without a medium is no broken disk
+_SECTOR = r"sector(?!.*:\((?:DISCARD|WRITE_ZEROES)\))"  # not every disk knows these commands
 _TASK = r"(?P<process>.+?)"
 _KILLED = r"Killed process (?P<pid>\d+),? (?:UID \d+, )?\((?P<process>.+)\)(?:,| |$)"
 
@@ -291,6 +292,10 @@ RULES: tuple[Rule, ...] = (
         "mlx5_health", "critical", "internal error", rf"{_MLX5}.*internal error ", "internal_error"
     ),
     _rule(
+        "mlx5_health", "critical", "mlx5_init_one failed", rf"{_MLX5_CALL}mlx5_init_one failed",
+        "not_initialized",
+    ),
+    _rule(
         "mlx5_health", "critical", "error state",
         rf"{_MLX5_CALL}(?:Driver|device) is in error state", "error_state",
     ),
@@ -457,11 +462,11 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "disk_error", "critical", "I/O error, dev",
-        rf"(?:\w+: )?I/O error, dev {_DISK}, sector", "io",
+        rf"(?:\w+: )?I/O error, dev {_DISK}, {_SECTOR}", "io",
     ),
     _rule(
         "disk_error", "critical", "error, dev",
-        rf"(?:\w+: )?critical (?P<code>\w+) error, dev {_DISK}, sector",
+        rf"(?:\w+: )?critical (?P<code>[\w ]+) error, dev {_DISK}, {_SECTOR}",
     ),
     _rule(
         "disk_error", "warning", "I/O error on dev",
@@ -474,6 +479,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "nvme_down", "critical", "nvme nvme",
         r"nvme (?P<device>nvme\d+): (?:controller is down|Disabling device after reset failure"
-        r"|Removing after probe failure|Device not ready)",
+        r"|Removing after probe failure|Device not ready"
+        r"|resetting controller due to persistent internal error)",
     ),
 )  # fmt: skip
