@@ -1,0 +1,167 @@
+"""What goes wrong while something is being repaired."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline_server.decide.types import Policy
+from paceline_wire.commands import ControlRanks, StopGeneration
+from paceline_wire.topology import Topology
+
+from .simulator import World
+
+
+def test_a_checkpoint_that_never_comes_is_given_up(world: World) -> None:
+    world.policy = Policy(checkpoint_timeout_seconds=5.0)
+    world.can_save = False
+    world.detects = False
+    world.tick((world.finding(),))
+    for node in world.nodes.values():
+        node.pending = [one for one in node.pending if not isinstance(one.command, ControlRanks)]
+    world.until_running(2)
+    action = world.one_action("restart")
+    assert action.state == "done"
+    assert any("No checkpoint: ranks 0, 1" in one.detail for one in action.phases)
+    assert action.lost_steps
+
+
+def test_a_rank_that_cannot_save_makes_the_restart_unplanned(world: World) -> None:
+    world.can_save = False
+    world.tick((world.finding(),))
+    world.until_running(2)
+    assert any("could not save" in one.detail for one in world.one_action("restart").phases)
+    assert "node-1" not in world.started_on(2)
+
+
+def test_a_rank_that_dies_during_the_checkpoint_makes_the_restart_unplanned(
+    world: World,
+) -> None:
+    world.tick((world.finding(),))
+    world.tick()
+    world.crash(7)
+    world.until_running(2)
+    action = world.one_action("restart")
+    assert any("rank 7 was killed by signal 9" in one.detail for one in action.phases)
+    assert len(world.restarts) == 1
+    assert not world.open_incidents()
+
+
+def test_a_rank_that_saved_and_then_crashed_has_saved(world: World) -> None:
+    world.tick((world.finding(),))
+    world.until(lambda: bool(world.acknowledged))
+    assert {one.status for one in world.acknowledged} == {"done"}
+    world.until_running(2)
+    assert world.one_action("restart").lost_steps == 0
+
+
+@pytest.mark.parametrize("phase", ["start", "observe"])
+def test_a_crash_while_coming_up_leads_to_the_next_generation(world: World, phase: str) -> None:
+    world.crash(3)
+    world.until(lambda: world.phase() == phase)
+    world.tick()
+    world.crash(4)
+    world.until_running(3)
+    assert sorted(one.state for one in world.restart_actions()) == ["done", "failed"]
+    assert len(world.restarts) == 2
+    assert not world.open_incidents()
+
+
+def test_a_crash_during_the_stop_changes_nothing(world: World) -> None:
+    world.crash(3)
+    world.tick()
+    assert world.phase() == "stop"
+    world.crash(4)
+    world.until_running(2)
+    assert len(world.restarts) == 1
+
+
+def test_a_node_that_cannot_start_its_ranks_is_left_out_the_second_time(
+    world: World,
+) -> None:
+    world.nodes["node-3"].fails_to_start = True
+    world.crash(0)
+    world.until_running(4)
+    assert world.home(6) == "node-4"
+    assert list(world.quarantined) == ["node-3"]
+
+
+def test_a_start_that_takes_too_long_is_started_over(world: World) -> None:
+    world.policy = Policy(start_timeout_seconds=10.0)
+    world.detects = False
+    world.crash(3)
+    world.tick((world._fatal("failure", "killed by signal 9", 3, "node-1"),))
+    world.until(lambda: world.generation == 2)
+    world.tick()
+    world.tick()
+    world.hang(1)
+    world.until_running(3)
+    failed = world.one_action("restart", "failed")
+    assert "did not finish a step in time" in (failed.error or "")
+
+
+def test_a_node_that_does_not_confirm_the_stop_gets_no_ranks_and_is_put_aside(
+    world: World,
+) -> None:
+    world.nodes["node-1"].obeys_stop = False
+    world.crash(7)
+    world.until_running(2, seconds=90)
+    assert "node-1" not in world.started_on(2)
+    assert "node-1" in world.quarantined
+    stops = [
+        one
+        for one in world.commands
+        if isinstance(one.command, StopGeneration) and one.agent_id == "node-1"
+    ]
+    assert len(stops) == 2
+    assert len({one.command.command_id for one in stops}) == 2
+
+
+def test_a_late_confirmation_still_counts(world: World) -> None:
+    world.nodes["node-1"].obeys_stop = False
+    world.crash(7)
+    world.run(10.0)
+    assert world.phase() == "stop"
+    world.nodes["node-1"].obeys_stop = True
+    world.until_running(2, seconds=90)
+    assert "node-1" in world.started_on(2)
+    assert not world.quarantined
+
+
+def test_a_node_that_comes_back_is_not_trusted_before_it_confirms(world: World) -> None:
+    zombies = list(world.nodes["node-2"].processes)
+    world.lose("node-4")
+    world.lose("node-2")
+    world.nodes["node-0"].slots = 1  # nothing else fits
+    world.spec = world.spec.__class__(name="gpt", argv=["train"], topology=Topology(1, 4, 2))
+    world.run(8.0)
+    assert world.phase() == "place"
+    assert "Waiting for nodes" in world.one_action("restart").phases[-1].detail
+    world.nodes["node-2"].processes = zombies  # it was only cut off
+    world.nodes["node-2"].heard = True
+    world.nodes["node-0"].slots = 2
+    world.until_running(2)
+    assert "node-2" in world.started_on(2)
+
+
+def test_answers_of_other_commands_and_repeated_answers_are_ignored(world: World) -> None:
+    world.tick((world.finding(),))
+    old = [type(one)(one.rank, 1, "done", 3) for one in world.acknowledged]
+    world.acknowledged += [*old, *old]
+    world.until(lambda: world.phase() != "checkpoint")
+    world.acknowledged *= 2
+    world.until_running(2)
+    assert world.one_action("restart").lost_steps == 0
+
+
+def test_silence_of_everyone_is_not_taken_for_the_death_of_everyone(world: World) -> None:
+    """The server itself was asleep."""
+    world.detects = False
+    world.crash(3)
+    world.tick((world._fatal("failure", "killed by signal 9", 3, "node-1"),))
+    world.until(lambda: world.phase() == "observe")
+    world.now_ns += 30 * 1_000_000_000
+    world.server_is_deaf = True
+    world.run(1.0)
+    world.server_is_deaf = False
+    world.until_running(2)
+    assert len(world.restarts) == 1

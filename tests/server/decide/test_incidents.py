@@ -1,0 +1,113 @@
+"""Which findings are one incident, which of them symptoms, and when it is over."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline_server.decide.types import Policy
+
+from .simulator import World
+
+
+def test_repeated_findings_are_one_incident_and_one_restart(world: World) -> None:
+    for _ in range(5):
+        world.tick((world.finding(), world.finding()))
+    assert len(world.incidents) == 1
+    assert len(world.restart_actions()) == 1
+
+
+def test_detection_keeps_the_time_and_step_of_the_first_finding(world: World) -> None:
+    world.policy = Policy(mode="observe")
+    first = world.finding(slowdown=1.5)
+    world.run(3.0, (first,))
+    world.run(1.0, (world.finding(slowdown=2.5),))
+    [incident] = world.open_incidents()
+    assert incident.finding.slowdown == 2.5
+    assert incident.finding.detected_ns == first.detected_ns
+    assert incident.finding.step == first.step
+
+
+def test_an_unchanged_finding_changes_nothing(world: World) -> None:
+    world.policy = Policy(mode="observe")
+    world.tick((world.finding(),))
+    decision = world.tick((world.finding(),))
+    assert not decision.incidents
+    assert not decision.audit
+
+
+def test_peers_of_a_dead_rank_are_symptoms(world: World) -> None:
+    world.crash(3)
+    world.tick()
+    for rank in (0, 1, 7):
+        world.crash(rank, exit_code=1)
+    world.until_running(2)
+    [incident] = world.incidents.values()
+    assert incident.finding.rank == 3
+    assert len(incident.symptoms) == 3
+    assert len(world.restarts) == 1
+
+
+def test_a_bubble_beside_a_straggler_is_its_symptom(world: World) -> None:
+    world.policy = Policy(mode="observe")
+    world.tick((world.finding("bubble", severity="info", cause="uneven stages"),))
+    world.tick((world.finding(),))
+    [incident] = world.open_incidents()
+    assert incident.finding.kind == "straggler"
+    assert [one.kind for one in incident.symptoms] == ["bubble"]
+
+
+def test_a_cleared_finding_resolves_its_incident_and_withdraws_the_proposal(
+    world: World,
+) -> None:
+    world.policy = Policy(mode="approve")
+    world.run(1.0, (world.finding(),))
+    world.run(1.0, (world.finding(cleared=True, summary="Rank 2 is as fast as its peers."),))
+    assert not world.open_incidents()
+    assert world.one_action("restart").state == "superseded"
+    assert world.generation == 1
+
+
+def test_an_incident_is_over_only_when_every_symptom_is(world: World) -> None:
+    world.policy = Policy(mode="observe")
+    world.tick((world.finding(), world.finding(rank=3)))
+    world.tick((world.finding(cleared=True),))
+    assert len(world.open_incidents()) == 1
+    world.tick((world.finding(rank=3, cleared=True),))
+    assert not world.open_incidents()
+
+
+def test_findings_of_an_old_generation_do_nothing(world: World) -> None:
+    world.crash(3)
+    world.until_running(2)
+    incidents = dict(world.incidents)
+    world.run(5.0, (world.finding(generation=1),))
+    assert world.incidents == incidents
+    assert world.generation == 2
+
+
+def test_what_was_found_during_a_restart_is_looked_at_when_it_is_over(world: World) -> None:
+    world.crash(3)
+    world.until(lambda: world.phase() == "start")
+    world.tick((world.finding(),))  # of generation 2: a symptom for now
+    assert len(world.incidents) == 1
+    world.until(lambda: len(world.restart_actions()) == 2)
+    world.until_running(3)
+    assert "node-1" not in world.started_on(3)
+    assert not world.open_incidents()
+
+
+@pytest.mark.parametrize("crash_is_known_first", [True, False])
+def test_two_incidents_at_once_are_one_restart_that_cures_both(
+    world: World, crash_is_known_first: bool
+) -> None:
+    world.detects = False
+    crash = world._fatal("failure", "killed by signal 9", 6, "node-3")
+    findings = (crash, world.finding()) if crash_is_known_first else (world.finding(), crash)
+    world.crash(6)
+    world.tick(findings)
+    world.detects = True
+    world.until_running(2)
+    assert len(world.restarts) == 1
+    assert "node-1" not in world.started_on(2)
+    assert "node-3" in world.started_on(2)
+    assert not world.open_incidents()

@@ -1,0 +1,115 @@
+"""Observe, dry-run, approve, auto: who decides, and what a person sees."""
+
+from __future__ import annotations
+
+from paceline_server.decide.types import Policy
+
+from .simulator import World
+
+
+def test_observe_only_watches(world: World) -> None:
+    world.policy = Policy(mode="observe")
+    world.run(10.0, (world.finding(),))
+    assert not world.restart_actions()
+    assert len(world.open_incidents()) == 1
+    world.crash(3)
+    world.run(10.0)
+    assert world.generation == 1
+    assert len(world.open_incidents()) == 2
+
+
+def test_observe_calls_a_job_failed_when_no_rank_is_left(world: World) -> None:
+    world.policy = Policy(mode="observe")
+    for rank in range(8):
+        world.crash(rank)
+    world.run(1.0)
+    assert world.state == "failed"
+    assert world.open_incidents()
+
+
+def test_dry_run_says_what_it_would_have_done_once(world: World) -> None:
+    world.policy = Policy(mode="dry-run")
+    world.run(10.0, (world.finding(),))
+    action = world.one_action("restart")
+    assert action.state == "superseded"
+    assert action.reason.startswith("Dry run, not done: Checkpoint and restart without node-1")
+    assert world.generation == 1
+    assert world.state == "running"
+
+
+def test_a_proposal_tells_the_figures_that_its_incident_tells(world: World) -> None:
+    world.policy = Policy(mode="approve")
+    world.tick((world.finding(),))
+    assert "2.5x slower" in world.one_action("restart").reason
+    world.run(5.0)
+    worse = world.finding(slowdown=3.5, summary="Rank 2 is 3.5x slower: it got worse.")
+    world.run(1.0, (worse,))
+    action = world.one_action("restart")
+    assert action.state == "proposed"
+    assert action.reason.startswith(
+        "Checkpoint and restart without node-1: Rank 2 is 3.5x slower: it got worse. (Figures of"
+    )
+    world.people(action, "approved")
+    world.until(lambda: world.state == "recovering")
+    assert "3.5x slower" in world.one_action("restart").reason
+
+
+def test_approve_waits_for_a_person_and_then_acts(world: World) -> None:
+    world.policy = Policy(mode="approve")
+    world.run(10.0, (world.finding(),))
+    action = world.one_action("restart", "proposed")
+    assert world.generation == 1
+    world.people(action, "approved")
+    world.until_running(2)
+    assert world.one_action("restart").lost_steps == 0
+    assert "node-1" not in world.started_on(2)
+
+
+def test_a_rejected_action_is_not_proposed_again(world: World) -> None:
+    world.policy = Policy(mode="approve")
+    world.run(1.0, (world.finding(),))
+    world.people(world.one_action("restart"), "rejected")
+    world.run(10.0, (world.finding(),))
+    action = world.one_action("restart")
+    assert action.state == "rejected"
+    assert action.finished_ns is not None
+    assert world.state == "running"
+    assert len(world.open_incidents()) == 1
+
+
+def test_a_crash_replaces_the_proposal_for_a_straggler(world: World) -> None:
+    world.policy = Policy(mode="approve")
+    world.run(1.0, (world.finding(),))
+    world.crash(6)
+    world.tick()
+    states = sorted(one.state for one in world.restart_actions())
+    assert states == ["proposed", "superseded"]
+    world.people(world.one_action("restart", "proposed"), "approved")
+    world.until_running(2)
+    assert not world.open_incidents()
+
+
+def test_an_approval_that_comes_too_late_does_nothing(world: World) -> None:
+    world.policy = Policy(mode="approve")
+    world.run(1.0, (world.finding(),))
+    proposed = world.one_action("restart")
+    world.policy = Policy(mode="auto")
+    world.crash(6)
+    world.until_running(2)
+    world.people(proposed, "approved")
+    world.run(5.0)
+    assert world.generation == 2
+    assert world.actions[proposed.action_id].state == "superseded"
+
+
+def test_a_crash_nobody_wants_repaired_ends_the_job_when_all_ranks_are_dead(
+    world: World,
+) -> None:
+    world.policy = Policy(mode="approve")
+    for rank in range(8):
+        world.crash(rank)
+    world.tick()
+    assert world.state != "failed"
+    world.people(world.one_action("restart"), "rejected")
+    world.run(1.0)
+    assert world.state == "failed"
