@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline_agent.kernel_log import parse
 from paceline_agent.kernel_log.recognize import KernelEvent, Recognizer, pci_address
+from paceline_agent.kernel_log.rules import OFF_BUS, RULES
 from paceline_agent.kernel_log.xids import CATALOGUE, explain
 
 
@@ -511,6 +514,12 @@ def test_every_xid_of_the_catalogue_is_explained():
     assert all(CATALOGUE[code].meaning and CATALOGUE[code].advice for code in CATALOGUE)
     assert set(range(1, 173)) == set(CATALOGUE)
     assert explain(0).action == "UNKNOWN"
+
+
+def test_every_kind_is_documented():
+    page = (Path(__file__).parents[3] / "docs" / "agent.md").read_text()
+    kinds = {rule.kind for rule in RULES} - {None, OFF_BUS} | {"xid", "sxid"}
+    assert {kind for kind in kinds if f"`{kind}`" not in page} == set()
 
 
 def test_pci_addresses():
