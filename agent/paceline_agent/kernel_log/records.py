@@ -10,7 +10,7 @@ import contextlib
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 import msgspec
@@ -35,6 +35,7 @@ class Record:
 
 
 _RAW = re.compile(r"(\d+),(\d{1,18}),(\d{1,18}),[^;]*;(.*)", re.DOTALL)
+_NEWLINE_OF_SYSLOG = "#012"  # rsyslog's $EscapeControlCharactersOnReceive
 _ESCAPE = re.compile(r"\\x([0-9a-f]{2})")
 _DELTA = r"(?: <\s*\d+\.\d+>)?"  # dmesg -d
 _BOOT_SECONDS = re.compile(rf"\[\s*(\d{{1,12}})\.(\d{{1,9}}){_DELTA}\]\s?")
@@ -60,7 +61,7 @@ _ORNAMENTS = re.compile(
 
 def records_of(line: str) -> Iterator[Record]:
     """What a line holds: nothing, or one record for each line of its message."""
-    line = line.rstrip("\n")
+    line = line.rstrip("\r\n")
     if not line or line.startswith(" "):  # the last is a raw record's key=value, or an indent
         stripped = line.strip()
         if stripped and not re.match(r"(SUBSYSTEM|DEVICE)=", stripped):
@@ -74,7 +75,11 @@ def records_of(line: str) -> Iterator[Record]:
     elif line.startswith("{") and line.endswith("}"):
         yield from _of_journal(line)
     else:
-        yield _of_text(line)
+        first, *more = line.split(_NEWLINE_OF_SYSLOG)
+        record = _of_text(first)
+        yield record
+        for part in more:
+            yield replace(record, message=part.strip())
 
 
 def _of_text(line: str) -> Record:

@@ -68,6 +68,13 @@ def test_a_raw_record_of_several_lines():
     ]
 
 
+def test_a_message_of_several_lines_that_syslog_escaped():
+    line = "2025-02-23T16:24:18Z n1 kernel: NVRM: The NVIDIA GPU 0000:04:00.0#012NVRM: fallen\r\n"
+    first, second = records_of(line)
+    assert (first.message, second.message) == ("NVRM: The NVIDIA GPU 0000:04:00.0", "NVRM: fallen")
+    assert first.wall_ns == second.wall_ns == 1740327858_000000000
+
+
 def test_what_a_raw_record_says_of_its_device_is_no_record():
     assert not list(records_of(" SUBSYSTEM=pci"))
     assert not list(records_of(" DEVICE=+pci:0000:9b:00.0"))
