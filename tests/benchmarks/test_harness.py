@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -14,8 +15,11 @@ from benchmarks.harness import Result
 ROOT = Path(__file__).parents[2]
 
 
-def run(*arguments: str, names: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, names: list[str] | None = None, limit_seconds: float = 120.0
+) -> subprocess.CompletedProcess[str]:
     source = "import sys; import benchmarks.__main__ as command\n"
+    source += f"command.LIMIT_SECONDS = {limit_seconds}\n"
     if names is not None:
         source += f"command.names = lambda: {names!r}\n"
     source += f"sys.argv = ['benchmarks', *{list(arguments)!r}]; command.main()"
@@ -47,6 +51,25 @@ def test_a_failing_benchmark_is_named_and_the_others_go_on(tmp_path: Path) -> No
     assert "no_such_module failed: ModuleNotFoundError" in finished.stdout
     rows = json.loads(target.read_text())
     assert {row["unit"] for row in rows} == {"B", "records/CPU-s"}
+
+
+def test_a_benchmark_that_takes_too_long_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # which the agent it starts has in its options
+    finished = run(names=["agent_cost"], limit_seconds=10.0)
+    assert finished.returncode == 1
+    assert "agent_cost failed: no result in 10.0 s" in finished.stdout
+    assert processes_with(str(tmp_path).encode()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def processes_with(word: bytes) -> list[bytes]:
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            commands.append(path.read_bytes())
+    return [command for command in commands if word in command]
 
 
 def test_an_unknown_name_is_answered_with_those_there_are() -> None:
