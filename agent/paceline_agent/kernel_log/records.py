@@ -110,6 +110,8 @@ def _of_journal(line: str) -> Iterator[Record]:
         fields = msgspec.json.decode(line, type=dict[str, object])
     except msgspec.DecodeError:
         return
+    if "kernel" not in (fields.get("_TRANSPORT", "kernel"), fields.get("SYSLOG_IDENTIFIER")):
+        return  # a program's, which may well quote the kernel
     message, stamp = fields.get("MESSAGE"), fields.get("__REALTIME_TIMESTAMP")
     wall_ns = int(stamp) * 1000 if isinstance(stamp, str) and stamp.isdecimal() else None
     if isinstance(message, list):  # of what is no UTF-8 the journal writes the bytes

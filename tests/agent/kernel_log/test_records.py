@@ -110,6 +110,15 @@ def test_the_journal_as_json():
     assert not list(records_of("{not json}"))
 
 
+def test_what_a_program_wrote_into_the_journal_is_not_the_kernels():
+    def told(**fields: str) -> list[str]:
+        return [record.message for record in records_of(json.dumps({"MESSAGE": "x", **fields}))]
+
+    assert told(_TRANSPORT="stdout", SYSLOG_IDENTIFIER="watcher") == []
+    assert told(_TRANSPORT="kernel") == ["x"]
+    assert told(_TRANSPORT="syslog", SYSLOG_IDENTIFIER="kernel") == ["x"]
+
+
 def test_a_message_that_syslog_folded():
     (record,) = records_of(
         f"Feb 23 16:24:18 gpu-7 kernel: [12345.6] message repeated 3 times: [ {MESSAGE}]"
