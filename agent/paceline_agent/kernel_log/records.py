@@ -35,6 +35,7 @@ class Record:
 
 
 _RAW = re.compile(r"(\d+),(\d{1,18}),(\d{1,18}),[^;]*;(.*)", re.DOTALL)
+_OF_DMESG_JSON = re.compile(r'"msg": *(".*")')  # dmesg -J, which writes a line for each field
 _NEWLINE_OF_SYSLOG = "#012"  # rsyslog's $EscapeControlCharactersOnReceive
 _ESCAPE = re.compile(r"\\x([0-9a-f]{2})")
 _DELTA = r"(?: <\s*\d+\.\d+>)?"  # dmesg -d
@@ -64,7 +65,10 @@ def records_of(line: str) -> Iterator[Record]:
     line = line.rstrip("\r\n")
     if not line or line.startswith(" "):  # the last is a raw record's key=value, or an indent
         stripped = line.strip()
-        if stripped and not re.match(r"(SUBSYSTEM|DEVICE)=", stripped):
+        if quoted := _OF_DMESG_JSON.fullmatch(stripped):
+            with contextlib.suppress(msgspec.DecodeError):
+                yield Record(msgspec.json.decode(quoted[1], type=str).strip())
+        elif stripped and not re.match(r"(SUBSYSTEM|DEVICE)=", stripped):
             yield Record(stripped)
         return
     raw = _RAW.match(line)

@@ -110,6 +110,14 @@ def test_the_journal_as_json():
     assert not list(records_of("{not json}"))
 
 
+def test_dmesg_as_json():
+    lines = ['      {', '         "pri": 4,', '         "time":      8.5,',
+             f'         "msg": "{MESSAGE} \\"x\\""', '      },{']  # fmt: skip
+    told = [record.message for line in lines for record in records_of(line)]
+    assert f'{MESSAGE} "x"' in told
+    assert not list(records_of('  "msg": "\\q"'))
+
+
 def test_what_a_program_wrote_into_the_journal_is_not_the_kernels():
     def told(**fields: str) -> list[str]:
         return [record.message for record in records_of(json.dumps({"MESSAGE": "x", **fields}))]
