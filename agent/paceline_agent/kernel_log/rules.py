@@ -175,6 +175,18 @@ RULES: tuple[Rule, ...] = (
         "iommu_fault", "warning", "arm-smmu",
         r"arm-smmu (?P<device>\S+): (?:Unhandled context fault|Unexpected global fault)",
     ),
+    _rule(  # a device, or the IOMMU, that answers no more
+        "iommu_fault", "critical", "Completion-Wait loop",
+        r"AMD-Vi: Completion-Wait loop timed out", "timeout",
+    ),
+    _rule(
+        "iommu_fault", "critical", "Invalidation Time-out",
+        r"DMAR: VT-d detected Invalidation Time-out Error", "timeout",
+    ),
+    _rule(
+        "iommu_fault", "critical", "CMD_SYNC timeout",
+        r"arm-smmu-v3 (?P<device>\S+): CMD_SYNC timeout", "timeout",
+    ),
     # Machine checks and memory
     _rule(
         "machine_check", "info", "Machine check events",
@@ -432,7 +444,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "filesystem_error", "critical", "XFS",
-        r"XFS \((?P<device>[^)]+)\): (?:.*corrupt|.*I/O error|.*shut ?down|.*shutting down)", "xfs",
+        r"XFS \((?P<device>[^)]+)\): .*(?:corrupt|CRC error|I/O error|shut(?:ting)? ?down)", "xfs",
     ),
     _rule(
         "filesystem_error", "critical", "BTRFS",
@@ -452,8 +464,9 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule("filesystem_error", "warning", "Error: ", r"(?:Lustre|LNet)Error: ", "lustre"),
     _rule(
-        "filesystem_error", "warning", "ceph: ",
-        r"(?:lib)?ceph: (?P<device>(?:mon|osd|mds)\d+) .*(?:socket (?:closed|error)|hung|lost)",
+        "filesystem_error", "warning", "ceph",
+        r"(?:lib)?ceph(?: \([^)]*\))?: (?:\[[^]]*\]: )?"
+        r"(?P<device>(?:mon|osd|mds)\d+) .*(?:socket (?:closed|error)|hung|lost)",
         "ceph",
     ),
     _rule(
