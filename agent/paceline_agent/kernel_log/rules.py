@@ -75,6 +75,9 @@ RULES: tuple[Rule, ...] = (
         "gpu_reset", "critical", "GPU reset begin",
         rf"{_AMDGPU}GPU reset begin",
     ),
+    _rule(
+        "gpu_reset", "critical", "GPU reset(", rf"{_AMDGPU}GPU reset\(\d+\) failed", "failed"
+    ),
     _rule("driver_mismatch", "critical", "API mismatch", r"NVRM: API mismatch"),
     # AMD's
     _rule(
@@ -149,6 +152,10 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "pcie_link_down", "critical", "device inaccessible",
         rf"\S+ {_PCI}: Unable to change power state from \S+ to \S+, device inaccessible",
+        "inaccessible",
+    ),
+    _rule(
+        "pcie_link_down", "critical", "lost from bus", rf"{_AMDGPU}device lost from bus",
         "inaccessible",
     ),
     _rule(
@@ -364,6 +371,10 @@ RULES: tuple[Rule, ...] = (
         "nic_firmware_error", "critical", "irmware",
         r"bnxt_en \S+ (?P<device>\S+): "
         r"(?:Firmware )?(?P<code>(?:non-)?fatal) (?:firmware )?reset event",
+    ),
+    _rule(
+        "nic_firmware_error", "critical", "Rebuild failed", rf"ice {_PCI}: Rebuild failed",
+        "rebuild_failed",
     ),
     _rule(
         "rdma_link_down", "critical", "CXI_EVENT_LINK_DOWN", rf"{_CXI} CXI_EVENT_LINK_DOWN"
