@@ -47,10 +47,10 @@ def measure() -> Iterator[Result]:
                 time.sleep(1.0)
     sweeps, mib = np.array(looks).T
     settled = len(looks) // 4
-    slope = np.polyfit(sweeps[settled:], mib[settled:], 1)[0]
-    quarters = [np.median(quarter) for quarter in np.array_split(mib, 4)]
+    slope = float(np.polyfit(sweeps[settled:], mib[settled:], 1)[0])
+    quarters = [float(np.median(quarter)) for quarter in np.array_split(mib, 4)]
     said = ", ".join(f"{quarter:.1f}" for quarter in quarters)
     print(f"agent: median MiB of each quarter {said}", file=sys.stderr)
-    yield Result("agent: sweeps run fast", sweeps[-1] - sweeps[0], "")
-    yield Result("agent: memory grown meanwhile", quarters[-1] - mib[0], "MiB", None, GOAL_MIB)
+    yield Result("agent: sweeps run fast", looks[-1][0] - looks[0][0], "")
+    yield Result("agent: memory grown meanwhile", quarters[-1] - looks[0][1], "MiB", None, GOAL_MIB)
     yield Result("agent: the same of a day, once settled", slope * DAY, "MiB", None, GOAL_MIB)

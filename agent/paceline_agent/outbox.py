@@ -36,7 +36,7 @@ URGENT = (
 )
 _OF_RANK = (RankStarted, RankAttached, RankDefined, RankState, RankAcknowledged, RankExited)
 SPAN_BYTES_PER_BATCH = 4 << 20  # packed, well below what the server takes
-SAMPLES_PER_BATCH = 20_000
+SAMPLES_PER_BATCH = 8_000  # of a large node three seconds' worth, the longest a server asks for
 EVENTS_PER_BATCH = 2_000
 
 
@@ -74,6 +74,8 @@ class Outbox:
     def put_samples(self, samples: Sequence[Sample]) -> None:
         """A value that is not finite is left out: the server would refuse the whole batch."""
         self._samples += [sample for sample in samples if math.isfinite(sample.value)]
+        if len(self._samples) >= SAMPLES_PER_BATCH:  # as in a burst: rather soon than large
+            self.urgent.set()
 
     def take(self) -> Iterator[tuple[list[Event], list[SpanBlock], list[Sample]]]:
         """Everything, cut into pieces that each fit a batch."""
