@@ -327,6 +327,11 @@ RULES: tuple[Rule, ...] = (
         "mlx5_command_timeout", "critical", "timeout. Will cause",
         rf"{_MLX5_CALL}(?P<code>\w+)\(0x\w+\) timeout",
     ),
+    _rule(  # a question that this firmware does not know
+        None, "info", ") failed, status bad ",
+        rf"{_MLX5_CALL}(?:ACCESS_REG|QUERY_\w+)\(0x\w+\) op_mod\(0x\w+\) failed, "
+        r"status bad (?:parameter|operation)\(",
+    ),
     _rule(
         "mlx5_command_error", "warning", ") failed, status",
         rf"{_MLX5_CALL}(?P<code>\w+)\(0x\w+\) op_mod\(0x\w+\) failed",

@@ -113,6 +113,8 @@ def test_nvlink5_errors_say_whether_they_are_fatal():
         "mlx5_core 0000:5c:00.0: wait_func_handle_exec_timeout:1113:(pid 3122): cmd[0]: "
         "CREATE_CQ(0x400) recovered after timeout",
         "mlx5_core 0000:5c:00.0 eth2: Link up",
+        "mlx5_core 0000:5c:00.0: mlx5_cmd_out_err:8:(pid 1): ACCESS_REG(0x805) op_mod(0x1) failed, "
+        "status bad parameter(0x3), syndrome (0x1b0c), err(-22)",
         "mlx5_core 0000:5c:00.0: Port module event: module 0, Cable plugged",
         "EXT4-fs (sda1): mounted filesystem with ordered data mode",
         "EXT4-fs (sda1): re-mounted. Opts: errors=remount-ro",
