@@ -57,6 +57,7 @@ _ORNAMENTS = re.compile(
     r"|\w{3} [ \d]\d \d\d:\d\d:\d\d(?:\.\d+)? "  # syslog: no year
     r"|\d (?=\d{4}-)"  # its version, RFC 5424
     r"|(?:\S+ )?kernel(?:(?:\[\d+\])?: ?| - \S+ - )"
+    r"|MESSAGE="  # journalctl -o export, and verbose
 )
 
 
@@ -69,7 +70,7 @@ def records_of(line: str) -> Iterator[Record]:
             with contextlib.suppress(msgspec.DecodeError):
                 yield Record(msgspec.json.decode(quoted[1], type=str).strip())
         elif stripped and not re.match(r"(SUBSYSTEM|DEVICE)=", stripped):
-            yield Record(stripped)
+            yield Record(stripped.removeprefix("MESSAGE="))
         return
     raw = _RAW.match(line)
     if raw is not None:

@@ -118,6 +118,11 @@ def test_dmesg_as_json():
     assert not list(records_of('  "msg": "\\q"'))
 
 
+@pytest.mark.parametrize("line", ["MESSAGE=NVRM: Xid", "    MESSAGE=NVRM: Xid"])
+def test_the_journal_with_all_its_fields(line: str):
+    assert [record.message for record in records_of(line)] == ["NVRM: Xid"]
+
+
 def test_what_a_program_wrote_into_the_journal_is_not_the_kernels():
     def told(**fields: str) -> list[str]:
         return [record.message for record in records_of(json.dumps({"MESSAGE": "x", **fields}))]
