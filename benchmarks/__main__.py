@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,8 +47,8 @@ def measure(name: str) -> list[dict[str, Any]]:
 
 
 def _end(running: subprocess.Popen[str]) -> None:
-    """With all that it has started, as Ctrl-C does."""
-    running.send_signal(signal.SIGINT)
+    """With all that it has started."""
+    running.terminate()
     try:
         running.communicate(timeout=_END_SECONDS)
     except subprocess.TimeoutExpired:

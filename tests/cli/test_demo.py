@@ -81,6 +81,8 @@ def running_demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
+            # As what a script starts in the background has it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
         )
         assert process.stdout is not None
         try:

@@ -246,13 +246,17 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP mean what Ctrl-C means."""
+    """Make SIGTERM and SIGHUP mean what Ctrl-C means.
+
+    SIGINT too: what a script starts in the background is born deaf to it.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     before = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)
+        number: signal.signal(number, interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     try:
         yield
