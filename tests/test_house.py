@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
 import subprocess
 import venv
@@ -95,6 +97,24 @@ def test_every_collector_and_detector_has_its_row() -> None:
         rows = re.findall(r"^\| `([\w.]+)`", (ROOT / document).read_text(), re.MULTILINE)
         assert names
         assert names - set(rows) == set()
+
+
+PACKAGES = ("agent", "cli", "server", "trainer_hooks", "wire")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_types_are_decoded_by_decoders_that_were_made_at_import(package: str) -> None:
+    """msgspec learns a type when it first meets it; two threads that both do so crash."""
+    sources = [*(ROOT / package).rglob("*.py")]
+    assert sources
+    assert [
+        f"{source.relative_to(ROOT)}:{call.lineno}: make a Decoder({ast.unparse(kind)})"
+        for source in sources
+        for call in ast.walk(ast.parse(source.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(".decode")
+        for kind in (keyword.value for keyword in call.keywords if keyword.arg == "type")
+        if not set(re.findall(r"\w+", ast.unparse(kind))) <= set(dir(builtins))
+    ] == []
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:

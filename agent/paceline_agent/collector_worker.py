@@ -69,6 +69,7 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 _encoder = msgspec.msgpack.Encoder()
+_setup_decoder = msgspec.msgpack.Decoder(Setup)
 _call_decoder = msgspec.msgpack.Decoder(Call)
 _answer_decoder: msgspec.msgpack.Decoder[Answered | Unavailable | Failed]
 _answer_decoder = msgspec.msgpack.Decoder(Answered | Unavailable | Failed)
@@ -124,7 +125,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle
     os.dup2(2, 1)  # what a driver library prints is no output of the agent's
     with FileIO(int(sys.argv[2]), "r+") as agent:
-        setup = msgspec.msgpack.decode(_read(agent) or sys.exit(0), type=Setup)
+        setup = _setup_decoder.decode(_read(agent) or sys.exit(0))
         serve(setup, agent)
 
 

@@ -52,6 +52,9 @@ class _Answer(msgspec.Struct):
     sequence: int
 
 
+_answers = msgspec.json.Decoder(_Answer)
+
+
 @dataclass(slots=True)
 class ForwardCounts:
     batches_sent: int = 0
@@ -234,7 +237,7 @@ class Forwarder:
 
     def _stored(self, entry: Entry, answer: Answer) -> None:
         try:
-            duplicate = msgspec.json.decode(answer.content, type=_Answer).status == "duplicate"
+            duplicate = _answers.decode(answer.content).status == "duplicate"
         except msgspec.MsgspecError as error:
             raise _Again("the server's answer is not an ingest answer") from error
         self._contact()

@@ -26,6 +26,9 @@ class _Record(msgspec.Struct):
     read: list[tuple[str, int, int, int]]  # job, generation, rank, records
 
 
+_decoder = msgspec.json.Decoder(_Record)
+
+
 class Positions:
     """One small file on the node's tmpfs."""
 
@@ -50,7 +53,7 @@ class Positions:
     def load(self, spool: Spool) -> dict[RankKey, int] | None:
         """Of a ring that is not named nothing was packed; None: of no ring is anything known."""
         try:
-            record = msgspec.json.decode(self._path.read_bytes(), type=_Record)
+            record = _decoder.decode(self._path.read_bytes())
         except (OSError, msgspec.MsgspecError):
             return None
         read = {

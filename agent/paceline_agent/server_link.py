@@ -53,7 +53,7 @@ class Answer(NamedTuple):
             kind = printable(self.headers.get("content-type", "no content"))
             return f"{self.status} with {kind}, as from something in front of the server"
         with contextlib.suppress(msgspec.MsgspecError):
-            problem = msgspec.json.decode(self.content, type=_Problem)
+            problem = _problems.decode(self.content)
             return printable(f"{self.status} {problem.detail or problem.title}")
         return f"{self.status}"
 
@@ -61,6 +61,9 @@ class Answer(NamedTuple):
 class _Problem(msgspec.Struct):
     title: str = ""
     detail: str = ""
+
+
+_problems = msgspec.json.Decoder(_Problem)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,9 @@ class _Thread(msgspec.Struct):
     thread_name: str | None = None
 
 
+_threads = msgspec.json.Decoder(list[_Thread])
+
+
 async def take(pid: int) -> list[ThreadStack]:
     """The threads of a Python process, the main one first. Raises StacksError."""
     program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
@@ -77,7 +80,7 @@ async def _read(program: str, pid: int) -> list[ThreadStack]:
     if process.returncode:
         raise StacksError(_reason(pid, complaint.decode(errors="replace")))
     try:
-        threads = msgspec.json.decode(output[:MAXIMUM_OUTPUT_BYTES], type=list[_Thread])
+        threads = _threads.decode(output[:MAXIMUM_OUTPUT_BYTES])
     except msgspec.MsgspecError as error:
         raise StacksError(f"py-spy's answer is not understood: {error}") from error
     threads.sort(key=lambda thread: (thread.thread_name != "MainThread", thread.thread_id))

@@ -61,6 +61,7 @@ class Report(msgspec.Struct, tag="report"):
 
 
 Message = Woken | Beat | Report
+_decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 class BackgroundProcess(Collector):
@@ -208,7 +209,6 @@ class _Hearing(threading.Thread):
 
 def _messages(connection: socket.socket) -> Iterator[Message]:
     """Until the other has ended, or is about to."""
-    decoder = msgspec.json.Decoder(Message)
     while True:
         try:
             message = connection.recv(_LONGEST_MESSAGE)
@@ -216,7 +216,7 @@ def _messages(connection: socket.socket) -> Iterator[Message]:
             return
         if not message:
             return
-        yield decoder.decode(message)
+        yield _decoder.decode(message)
 
 
 def _tell(connection: socket.socket | None, message: Message) -> None:

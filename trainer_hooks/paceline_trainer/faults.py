@@ -64,6 +64,9 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str = ""
 
 
+_decoder = msgspec.json.Decoder(list[Fault])
+
+
 class Faults:
     """Those of one rank, carried out where the trainer calls."""
 
@@ -143,7 +146,7 @@ class Faults:
     def _read(self, path: Path) -> list[Fault]:
         """None, said once, from a file that is wrong or half-written."""
         try:
-            return msgspec.json.decode(path.read_bytes(), type=list[Fault])
+            return _decoder.decode(path.read_bytes())
         except OSError:
             self._complaint = ""
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -301,6 +301,9 @@ class _Version(msgspec.Struct):
     version: int
 
 
+_version_decoder = msgspec.msgpack.Decoder(_Version)
+
+
 def _decode_content(content: bytes) -> Batch:
     try:
         batch = _decoder.decode(content)
@@ -316,7 +319,7 @@ def _decode_content(content: bytes) -> Batch:
 
 def _version(content: bytes) -> int:
     try:
-        return msgspec.msgpack.decode(content, type=_Version).version
+        return _version_decoder.decode(content).version
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BatchError("malformed", f"not a batch: {error}") from error
 

@@ -102,6 +102,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 Order = StartRanks | StopGeneration | ControlRanks | TakeStacks | TakeDumps | Burst
 Command = Order | Ping
+_decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 
 
 def encode_line(command: Command) -> bytes:
@@ -110,5 +111,4 @@ def encode_line(command: Command) -> bytes:
 
 def decode_line(line: bytes | str) -> Command:
     """Raises msgspec.ValidationError or msgspec.DecodeError on anything else."""
-    command: Command = msgspec.json.decode(line, type=Command)
-    return command
+    return _decoder.decode(line)

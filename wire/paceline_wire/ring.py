@@ -136,6 +136,8 @@ class GroupDefinition(msgspec.Struct, frozen=True, tag="group"):
 
 
 Definition = SectionDefinition | GroupDefinition
+_identities = msgspec.msgpack.Decoder(Identity)
+_definitions: msgspec.msgpack.Decoder[Definition] = msgspec.msgpack.Decoder(Definition)
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
@@ -293,8 +295,8 @@ class RingReader(RingFile):
             if size != SPANS_OFFSET + capacity * RECORD_BYTES or capacity & (capacity - 1):
                 raise RingError(f"{path}: {size} bytes do not fit a capacity of {capacity}")
             try:
-                self.identity = msgspec.msgpack.decode(
-                    mapping[_HEADER.size : min(_HEADER.size + length, PAGE)], type=Identity
+                self.identity = _identities.decode(
+                    mapping[_HEADER.size : min(_HEADER.size + length, PAGE)]
                 )
             except (msgspec.DecodeError, ValueError) as error:
                 raise RingError(f"{path}: corrupt identity page: {error}") from error
@@ -347,7 +349,7 @@ class RingReader(RingFile):
             if end > used:
                 raise RingError(f"{self.path}: a definition overruns its area")
             try:
-                found.append(msgspec.msgpack.decode(self.definitions[start:end], type=Definition))
+                found.append(_definitions.decode(self.definitions[start:end]))
             except (msgspec.DecodeError, ValueError) as error:
                 raise RingError(f"{self.path}: corrupt definition: {error}") from error
             self._defined = end

@@ -61,6 +61,9 @@ class GpuFacts(msgspec.Struct, frozen=True):
     problem: str | None = None  # no answer
 
 
+_decoder = msgspec.json.Decoder(GpuFacts)
+
+
 def read_apart(sysfs_root: Path, patience_seconds: float = _PATIENCE_SECONDS) -> GpuFacts:
     """`read` in a child process that is left behind if it does not answer."""
     command = [sys.executable, "-m", "paceline_cli.preflight.gpu_facts", str(sysfs_root)]
@@ -75,7 +78,7 @@ def read_apart(sysfs_root: Path, patience_seconds: float = _PATIENCE_SECONDS) ->
         output.seek(0)
         errors.seek(0)
         try:
-            return msgspec.json.decode(output.read(), type=GpuFacts)
+            return _decoder.decode(output.read())
         except msgspec.DecodeError:
             last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
             return GpuFacts(problem=f"NVML ended with status {child.returncode}: {last}")

@@ -99,11 +99,14 @@ class _File(msgspec.Struct, frozen=True):
     errors: list[str | None] = []
 
 
+_decoder = msgspec.json.Decoder(_File)
+
+
 def parse(text: str) -> Output:
     """Whatever of it is there: a log may be cut short, and ranks may write into each other."""
     if text.lstrip().startswith("{"):
         try:
-            return _from_json(msgspec.json.decode(text, type=_File))
+            return _from_json(_decoder.decode(text))
         except (msgspec.DecodeError, ValueError, OverflowError) as error:
             return Output(None, [], None, None, [f"is no JSON of nccl-tests: {error}"])
     return _from_tables(text)

@@ -28,10 +28,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """For a command line: without a character that any shell would touch."""
         return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode().rstrip("=")
 
-    @classmethod
-    def decode(cls, text: str) -> Plan:
+    @staticmethod
+    def decode(text: str) -> Plan:
         padded = text + "=" * (-len(text) % 4)
-        return msgspec.json.decode(base64.urlsafe_b64decode(padded), type=cls)
+        return _plans.decode(base64.urlsafe_b64decode(padded))
 
     @property
     def world_size(self) -> int:
@@ -40,6 +40,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def ranks_of(self, node: int) -> range:
         first = sum(self.ranks_of_nodes[:node])
         return range(first, first + self.ranks_of_nodes[node])
+
+
+_plans = msgspec.json.Decoder(Plan)
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True, tag="compute"):

@@ -15,6 +15,7 @@ from paceline_cli.preflight.verdict import Check, faults
 
 _BEGINNING = '{"node"'  # of a node's facts, whatever a launcher put before it in its line
 _SECOND_NS = 1_000_000_000
+_decoder = msgspec.json.Decoder(NodeFacts)
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ def parse(text: str) -> Iterable[NodeFacts]:
         _, beginning, rest = line.partition(_BEGINNING)
         if beginning:
             try:
-                yield msgspec.json.decode(beginning + rest, type=NodeFacts)
+                yield _decoder.decode(beginning + rest)
             except msgspec.DecodeError:
                 continue
 

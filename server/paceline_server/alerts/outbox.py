@@ -31,6 +31,7 @@ _LEASE = "outbox"
 _LEASE_NS = 15_000_000_000  # longer than one delivery's timeout, so it is never lost in one
 _POLL_SECONDS = 1.0
 _BACKOFF_MAXIMUM_SECONDS = 60.0
+_notices: msgspec.json.Decoder[Notice] = msgspec.json.Decoder(Notice)
 _ATTEMPTS = 100  # more than an hour; what was not heard by then is no news
 
 
@@ -126,7 +127,7 @@ class Outbox:
             row = _next(session, target.name)
         if row is None or row.next_attempt_ns > now_ns:
             return False
-        notice: Notice = msgspec.json.decode(row.body, type=Notice)
+        notice = _notices.decode(row.body)
         self._renew(now_ns)
         try:
             target.deliver(client, f"paceline-{row.id}", notice, now_ns)

@@ -28,6 +28,9 @@ class _Memory(msgspec.Struct):
     highest_step: int | None = None
 
 
+_memory = msgspec.msgpack.Decoder(_Memory)
+
+
 class Engine:
     """Call `place` at the start of each generation, `feed` for each batch, `tick` regularly.
 
@@ -51,7 +54,7 @@ class Engine:
         self._settings = settings or DetectionSettings()
         known = _Memory(LedgerState())
         if memory is not None:
-            known = msgspec.msgpack.decode(memory, type=_Memory)
+            known = _memory.decode(memory)
         self._ledger = LedgerBook(known.ledger)
         self._highest_step = known.highest_step
         self._telemetry = Telemetry()

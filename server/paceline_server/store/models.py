@@ -40,12 +40,13 @@ class StructColumn(TypeDecorator[Any]):
     def __init__(self, kind: Any) -> None:
         super().__init__()
         self.kind = kind
+        self._decoder = msgspec.json.Decoder(kind)
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
         return None if value is None else msgspec.json.encode(value).decode()
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
-        return None if value is None else msgspec.json.decode(value, type=self.kind)
+        return None if value is None else self._decoder.decode(value)
 
 
 class PackedColumn(TypeDecorator[Any]):
@@ -57,12 +58,13 @@ class PackedColumn(TypeDecorator[Any]):
     def __init__(self, kind: Any) -> None:
         super().__init__()
         self.kind = kind
+        self._decoder = msgspec.msgpack.Decoder(kind)
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> bytes | None:
         return None if value is None else msgspec.msgpack.encode(value)
 
     def process_result_value(self, value: bytes | None, dialect: Dialect) -> Any:
-        return None if value is None else msgspec.msgpack.decode(value, type=self.kind)
+        return None if value is None else self._decoder.decode(value)
 
 
 class GpuReading(msgspec.Struct, kw_only=True):

@@ -138,10 +138,12 @@ def _node(
     )
 
 
+_hello_decoder = msgspec.json.Decoder(AgentHello)
+
+
 @lru_cache(maxsize=1 << 13)
 def _hello(text: str) -> AgentHello:
-    hello: AgentHello = msgspec.json.decode(text, type=AgentHello)
-    return hello
+    return _hello_decoder.decode(text)
 
 
 def _incidents(session: Session, job_id: str) -> list[IncidentView]:
