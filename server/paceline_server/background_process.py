@@ -69,7 +69,9 @@ class BackgroundProcess(Collector):
 
     def __init__(self, settings: Settings, wakes: Wakes) -> None:
         self._settings = settings
-        self._silent_beats = 0  # of ours, so that a halt of our own is not held against it
+        # Of ours, so that a halt of our own is not held against it. None: it is still loading,
+        # which takes as long as it does on a busy machine.
+        self._silent_beats: int | None = None
         self._wakes = wakes
         self._stopping = threading.Event()
         self._socket: socket.socket | None = None
@@ -109,10 +111,13 @@ class BackgroundProcess(Collector):
     def _beat(self) -> None:
         while not self._stopping.wait(_BEAT_SECONDS):
             _tell(self._socket, Beat())
-            self._silent_beats += 1
-            if self._silent_beats * _BEAT_SECONDS >= _HUNG_SECONDS and self._process:
+            silent_beats = self._silent_beats
+            if silent_beats is None or self._process is None:
+                continue
+            self._silent_beats = silent_beats + 1
+            if silent_beats * _BEAT_SECONDS >= _HUNG_SECONDS:
                 _log.error("the worker's process says nothing: it is killed")
-                self._silent_beats = 0
+                self._silent_beats = None
                 self._process.kill()
 
     def _run(self) -> None:
@@ -142,7 +147,7 @@ class BackgroundProcess(Collector):
                 )
             with contextlib.suppress(OSError):
                 ours.send(self._settings.model_dump_json().encode())
-            self._silent_beats = 0
+            self._silent_beats = None
             self._socket = ours
             if self._stopping.is_set():
                 _end(ours)
