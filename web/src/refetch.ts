@@ -1,6 +1,6 @@
 // Keeps what is fetched whole (it is too large for an event) as new as the events are.
 
-/** Before what could not be fetched is asked for again, if it is not asked for sooner. */
+/** Before what could not be fetched is asked for again. */
 const RETRY_MS = 5000;
 
 /**
@@ -11,7 +11,8 @@ const RETRY_MS = 5000;
 export class Refetch<T> {
   private timer: ReturnType<typeof setTimeout> | null = null;
   private running: symbol | null = null;
-  private wanted = false;
+  /** How long after this fetch the next is to be made; null: nobody asked for it. */
+  private next_ms: number | null = null;
 
   constructor(
     private readonly fetch: () => Promise<T>,
@@ -20,10 +21,10 @@ export class Refetch<T> {
   ) {}
 
   ask(after_ms: number): void {
-    if (this.running !== null) this.wanted = true;
+    if (this.running !== null) this.next_ms = after_ms;
     else
       this.timer ??= setTimeout(() => {
-        void this.run(after_ms);
+        void this.run();
       }, after_ms);
   }
 
@@ -31,23 +32,22 @@ export class Refetch<T> {
   stop(): void {
     if (this.timer !== null) clearTimeout(this.timer);
     this.timer = this.running = null;
-    this.wanted = false;
+    this.next_ms = null;
   }
 
-  private async run(after_ms: number): Promise<void> {
+  private async run(): Promise<void> {
     const run = (this.running = Symbol());
     this.timer = null;
-    let again: number | null = null;
+    let retry_ms: number | null = null;
     try {
       const answer = await this.fetch();
       if (run === this.running) this.take(answer);
     } catch (error) {
-      if (!this.isFinal(error)) again = RETRY_MS;
+      if (!this.isFinal(error)) retry_ms = RETRY_MS;
     }
     if (run !== this.running) return;
-    this.running = null;
-    if (this.wanted) again = after_ms;
-    this.wanted = false;
-    if (again !== null) this.ask(again);
+    const next_ms = this.next_ms ?? retry_ms;
+    this.running = this.next_ms = null;
+    if (next_ms !== null) this.ask(next_ms);
   }
 }
