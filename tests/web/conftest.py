@@ -469,7 +469,7 @@ def browser() -> Iterator[Browser]:
         pytest.skip(
             f"NO CHROMIUM AT {CHROMIUM}: THE DASHBOARD IS NOT TESTED (apt-get install chromium)"
         )
-    expect.set_options(timeout=30_000)
+    expect.set_options(timeout=60_000)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield browser
@@ -486,7 +486,7 @@ def visit(browser: Browser, site: Site) -> Iterator[Open]:
 
     def go(url: str, **options: object) -> Watch:
         page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})  # type: ignore[arg-type]
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(60_000)
         watch = Watch(page)
         watch.attach(site.url)
         opened.append(watch)
