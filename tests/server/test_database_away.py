@@ -110,7 +110,8 @@ def test_a_job_goes_on_unharmed(
         wait_for(lambda: _ready(server), "the server to be ready again")
         reached = step(job_id)
         wait_for(lambda: step(job_id) > reached + 3, "steps again")
-        assert server.client.get("/api/v1/incidents").json()["items"] == []
+        answer = wait_for(lambda: _success(server, "/api/v1/incidents"), "the incidents")
+        assert answer.json()["items"] == []
         with server.program.database.read() as session:
             assert session.scalar(select(func.count()).select_from(Generation)) == 1
     finally:
@@ -118,8 +119,13 @@ def test_a_job_goes_on_unharmed(
 
 
 def _ready(server: Any) -> bool:
-    ready: bool = server.client.get("/readyz").is_success
-    return ready
+    return _success(server, "/readyz") is not None
+
+
+def _success(server: Any, path: str) -> httpx.Response | None:
+    """With so short a time-out a busy machine finds its own database away at times."""
+    answer: httpx.Response = server.client.get(path)
+    return answer if answer.is_success else None
 
 
 def test_a_server_without_a_database_says_so_and_ends(

@@ -20,8 +20,9 @@ from typing import Any
 import sqlalchemy.exc
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, Table, create_engine, event, text
+from sqlalchemy import Connection, Engine, Table, create_engine, event, text
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.orm import Session
 
 # What a database that is away, full or busy raises; anything else is our own mistake.
@@ -35,6 +36,7 @@ UNAVAILABLE = (
 _WRITER = 0x7061636501
 _JOURNAL_BYTES = 64 << 20  # a write-ahead log that grew is cut down to it
 _PAGES_GIVEN_BACK = 4096  # 16 MB in one go, which takes some milliseconds
+_IDLE_IN_TRANSACTION = "25P03"  # PostgreSQL, appendix A: the server has ended the session
 
 
 class Database:
@@ -55,6 +57,8 @@ class Database:
         )
         if self.is_sqlite:
             _prepare_sqlite(self._engine, synchronous)
+        else:
+            _prepare_postgresql(self._engine)
         self._writer = self._engine.execution_options(writes=True)
         self._turns = Turns(timeout_seconds)
 
@@ -178,6 +182,15 @@ def _postgresql_options(timeout_seconds: float) -> dict[str, Any]:
         "options": f"-c idle_in_transaction_session_timeout={milliseconds}"
         f" -c lock_timeout={milliseconds} -c statement_timeout={3 * milliseconds}",
     }
+
+
+def _prepare_postgresql(engine: Engine) -> None:
+    @event.listens_for(engine, "handle_error")
+    def failed(context: ExceptionContext) -> None:
+        """Of a process that stood still in a transaction psycopg speaks as of a bug."""
+        told = context.original_exception
+        if getattr(told, "sqlstate", None) == _IDLE_IN_TRANSACTION:
+            raise sqlalchemy.exc.OperationalError(context.statement, context.parameters, told)
 
 
 def _prepare_sqlite(engine: Any, synchronous: str) -> None:

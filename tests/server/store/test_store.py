@@ -16,7 +16,7 @@ from paceline_server.steps.types import Ledger
 from paceline_server.store import audit
 from paceline_server.store.changes import changes_after, prune_changes, record_change
 from paceline_server.store.commands import reserve_command_ids
-from paceline_server.store.database import Database, Turns
+from paceline_server.store.database import UNAVAILABLE, Database, Turns
 from paceline_server.store.leases import LeaseLostError, acquire, fence, release
 from paceline_server.store.log import LogSizes, append, drop_log, last_to_drop, read_log_part
 from paceline_server.store.models import AuditRow, Base, Boot, HotLog, Job
@@ -32,6 +32,20 @@ def test_migrations_lead_to_the_models(database: Database) -> None:
 
 def test_migrating_again_changes_nothing(database: Database) -> None:
     database.migrate()
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_transaction_in_which_a_process_stood_still_finds_the_database_away(
+    database: Database, database_url: str
+) -> None:
+    impatient = Database(database_url, timeout_seconds=0.2)
+    with database.read() as other, impatient.read() as session:
+        session.execute(text("SELECT 1"))
+        other.execute(text("SELECT pg_sleep(1)"))
+        with pytest.raises(UNAVAILABLE):
+            session.execute(text("SELECT 1"))
+    impatient.ping()
+    impatient.close()
 
 
 @pytest.mark.parametrize("statement", ["UPDATE audit SET detail = 'x'", "DELETE FROM audit"])
