@@ -19,6 +19,8 @@ import msgspec
 from paceline_agent.visible_gpus import visible_gpu
 from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo, Sample
 
+BEYOND_COUNTERS = (1 << 63) - 1  # none gets there: -1 and the like of a driver that has none
+
 
 class CollectorUnavailable(Exception):  # noqa: N818 - a state, not a fault
     """There is nothing to collect here at present (no driver, no device). One sentence says why.

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from paceline_agent.collectors.contract import Collected, Collector, CollectorUnavailable, Context
+from paceline_agent.collectors.contract import (
+    BEYOND_COUNTERS,
+    Collected,
+    Collector,
+    CollectorUnavailable,
+    Context,
+)
 from paceline_agent.ethtool import Driver, Ethtool
 from paceline_agent.kept_files import entries, read_text_once
 from paceline_agent.pci_topology import cards_first
@@ -41,7 +47,6 @@ _WELL_KNOWN = {
     "tx_errors": "transmitted_errors_total",
 }
 _LINE = re.compile(r"^\s*([^:\n]+): ([0-9]{1,20})$", re.MULTILINE)
-_BEYOND = (1 << 63) - 1  # what no counter reaches: a driver's -1
 
 
 @dataclass(slots=True)
@@ -98,7 +103,7 @@ class EthtoolCollector(Collector):
         if device.driver is not None:
             yield Sample("node_ethtool_info", _information(name, device.driver), 1.0, now_ns)
         for index, metric in device.wanted:
-            if values[index] < _BEYOND:
+            if values[index] < BEYOND_COUNTERS:
                 yield Sample(metric, {"device": name}, float(values[index]), now_ns)
 
     def _learn(self, ethtool: Ethtool, name: str) -> _Device:
@@ -118,7 +123,7 @@ class EthtoolCollector(Collector):
         lines = _LINE.findall(text)
         for index, metric in wanted(found for found, _ in lines):
             value = int(lines[index][1])
-            if value < _BEYOND:
+            if value < BEYOND_COUNTERS:
                 yield Sample(metric, {"device": name}, float(value), now_ns)
 
 

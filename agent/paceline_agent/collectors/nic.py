@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar
 
-from paceline_agent.collectors.contract import Collected, Collector, Context
+from paceline_agent.collectors.contract import BEYOND_COUNTERS, Collected, Collector, Context
 from paceline_agent.kept_files import KeptFiles, entries
 from paceline_agent.pci_topology import cards_first
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
@@ -44,7 +44,6 @@ _NUMBERS = {
     "carrier_down_count": "carrier_down_changes_total",
 }
 _DIGITS = 20  # of 64 bits
-_BEYOND = (1 << 63) - 1  # what no counter reaches: a driver's -1
 _UNKNOWN_SPEEDS = {0xFFFF, 0xFFFFFFFF}  # -1, as old and less old kernels write it
 _MEGABIT_BYTES = 125_000
 _STANDARD_MTU_BYTES = 1500  # IEEE 802.3; all beyond is a jumbo frame
@@ -128,7 +127,8 @@ class NicCollector(Collector):
         values = [
             (metric, float(value))
             for path, metric in device.numbers
-            if (value := self._files.read_number(path, now_ns)) is not None and 0 <= value < _BEYOND
+            if (value := self._files.read_number(path, now_ns)) is not None
+            and 0 <= value < BEYOND_COUNTERS
         ]
         speed = self._files.read_number(f"{device.directory}/speed", now_ns)
         if speed is not None and speed > 0 and speed not in _UNKNOWN_SPEEDS:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from paceline_agent.collectors.contract import (
+    BEYOND_COUNTERS,
     Collected,
     Collector,
     CollectorUnavailable,
@@ -29,7 +30,6 @@ from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
 _ACTIVE = 4  # ib_verbs.h, IB_PORT_ACTIVE
 _WORD_BYTES = 4
 _LOOK_AGAIN_SECONDS = 30  # for devices that came
-_BEYOND = (1 << 63) - 1  # what no counter reaches: -1 and the like of a driver that has none
 _ENDS = (15, 255, 65_535, 4_294_967_295)
 _OTHERS_AT_MOST = 64  # counters of a port that no name is known for; hfi1 has hundreds
 
@@ -325,7 +325,7 @@ class RdmaCollector(Collector):
         samples: list[Sample] = []
         counts = self._files.read_numbers(port.paths, now_ns)
         for counter, count in zip(port.counters, counts, strict=True):
-            if count is None or not 0 <= count < _BEYOND:
+            if count is None or not 0 <= count < BEYOND_COUNTERS:
                 continue
             if counter.end is not None and count > counter.end:  # this adapter's is wider
                 counter.end = next((end for end in _ENDS if end >= count), None)

@@ -11,12 +11,17 @@ import os
 import re
 from typing import ClassVar
 
-from paceline_agent.collectors.contract import Collected, Collector, CollectorUnavailable, Context
+from paceline_agent.collectors.contract import (
+    BEYOND_COUNTERS,
+    Collected,
+    Collector,
+    CollectorUnavailable,
+    Context,
+)
 from paceline_agent.kept_files import KeptFiles, entries
 from paceline_wire.batch import Sample
 
 _DEVICES_AT_MOST = 16
-_BEYOND = (1 << 63) - 1  # what no counter reaches
 _LOOK_AGAIN_NS = 30 * 10**9
 _BYTES = {
     "hni_sts_rx_ok_octets": "paceline_slingshot_received_bytes_total",
@@ -51,7 +56,7 @@ class SlingshotCollector(Collector):
         samples = []
         for path, metric, labels in self._counters:
             told = _VALUE.fullmatch(self._files.read(path, now_ns) or b"")
-            if told is not None and int(told[1]) < _BEYOND:
+            if told is not None and int(told[1]) < BEYOND_COUNTERS:
                 samples.append(Sample(metric, labels, float(int(told[1])), now_ns))
         return Collected(samples=samples)
 

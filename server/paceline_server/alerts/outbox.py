@@ -31,8 +31,8 @@ _LEASE = "outbox"
 _LEASE_NS = 15_000_000_000  # longer than one delivery's timeout, so it is never lost in one
 _POLL_SECONDS = 1.0
 _BACKOFF_MAXIMUM_SECONDS = 60.0
-_notices: msgspec.json.Decoder[Notice] = msgspec.json.Decoder(Notice)
 _ATTEMPTS = 100  # more than an hour; what was not heard by then is no news
+_notices: msgspec.json.Decoder[Notice] = msgspec.json.Decoder(Notice)
 
 
 class Pace(Protocol):

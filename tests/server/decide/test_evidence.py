@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from msgspec.structs import replace
 
 from paceline_server.decide.evidence import DUMP_GRACE_SECONDS, GRACE_SECONDS
@@ -16,14 +15,6 @@ from paceline_wire.stacks import StackFrame, ThreadStack
 from .simulator import World
 
 STACKS = ThreadStack("MainThread", [StackFrame("__next__", "data.py", 88)])
-
-
-@pytest.fixture
-def world() -> World:
-    world = World()
-    world.until_running(1)
-    world.run(5.0)
-    return world
 
 
 def hang(world: World, *read: int) -> Finding:
