@@ -27,6 +27,7 @@ from paceline_server.detect.finding import Finding
 from paceline_wire.commands import Command, ControlRanks, RankSpec, StartRanks
 
 _STOP_TRIES = 2
+_SPARE_SECONDS = 2.0  # for nodes that as a rule have nothing to stop
 
 
 def begin(draft: Draft, action: ActionView) -> None:
@@ -206,7 +207,9 @@ def _checkpoint_trouble(draft: Draft, course: Course, saved: dict[int, int]) -> 
 
 
 def _enter_stop(draft: Draft, action: ActionView, course: Course, detail: str) -> None:
-    agents = stopping.agents_of_generation(draft)
+    # A node that was silent when an earlier generation ended may run ranks of that one still.
+    spare = {node.agent_id for node in usable_nodes(draft, set())}
+    agents = stopping.agents_of_generation(draft) | spare
     course = replace(course, stop_commands=stopping.ask(draft, action, agents), tries=1)
     seconds = draft.policy.stop_timeout_seconds
     enter(draft, action, course, "stop", detail, seconds=seconds)
@@ -214,9 +217,11 @@ def _enter_stop(draft: Draft, action: ActionView, course: Course, detail: str) -
 
 def _stop(draft: Draft, action: ActionView) -> None:
     course = course_of(action)
-    waiting = stopping.unconfirmed(draft, course.stop_commands)
+    unsure = stopping.unconfirmed(draft, course.stop_commands)
+    waiting = unsure & stopping.agents_of_generation(draft)
     if not waiting:
-        _enter_place(draft, action, course, "Every rank of the old generation is dead.")
+        if not unsure or draft.now_ns - course.since_ns > _SPARE_SECONDS * 1e9:
+            _enter_place(draft, action, course, "Every rank of the old generation is dead.")
     elif draft.now_ns > course.deadline_ns and course.tries < _STOP_TRIES:
         action = stopping.ask_again(draft, action, waiting)
         explain(draft, action, f"Asked {names(waiting)} again to stop its ranks.")
@@ -245,6 +250,13 @@ def _place(draft: Draft, action: ActionView) -> None:
     back = set(course.lost)
     for welcome in (set[str](), back, back | _degraded(draft)):
         nodes = usable_nodes(draft, without - welcome | unsure)
+        if came := {node.agent_id for node in nodes} - course.stop_commands.keys():
+            course = replace(
+                course, stop_commands=course.stop_commands | stopping.ask(draft, action, came)
+            )
+            action = keep(draft, action, course)
+            unsure |= came
+            nodes = [node for node in nodes if node.agent_id not in came]
         placement = place(draft.view.spec.topology, nodes, draft.ranks)
         if placement is not None:
             break

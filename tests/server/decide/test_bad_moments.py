@@ -8,7 +8,7 @@ from paceline_server.decide.types import Policy
 from paceline_wire.commands import ControlRanks, StopGeneration
 from paceline_wire.topology import Topology
 
-from .simulator import World
+from .simulator import Node, World
 
 
 def test_a_checkpoint_that_never_comes_is_given_up(world: World) -> None:
@@ -165,3 +165,48 @@ def test_silence_of_everyone_is_not_taken_for_the_death_of_everyone(world: World
     world.server_is_deaf = False
     world.until_running(2)
     assert len(world.restarts) == 1
+
+
+def test_a_node_that_comes_back_with_ranks_of_long_ago_gets_none_before_they_are_dead(
+    world: World,
+) -> None:
+    world.nodes["node-0"].obeys_stop = False
+    world.crash(0)
+    world.run(1.0)
+    world.nodes["node-0"].heard = False
+    world.until_running(2)
+    assert "node-0" not in world.started_on(2)
+    assert world.nodes["node-0"].processes, "of generation 1"
+    _well_again(world.nodes["node-0"])
+    world.run(1.0)
+    world.lose("node-1")
+    world.until_running(3)  # the world itself would object to two generations on a node
+    assert "node-0" in world.started_on(3)
+
+
+def _well_again(node: Node) -> None:
+    """It is heard and obeys, and a person let it go from quarantine."""
+    node.heard = node.obeys_stop = True
+    node.quarantined = False
+
+
+def test_a_node_that_comes_back_while_ranks_are_placed_is_asked_first(world: World) -> None:
+    world.nodes["node-0"].obeys_stop = False
+    world.crash(0)
+    world.run(1.0)
+    world.nodes["node-0"].heard = False
+    world.until_running(2)
+    for name in ("node-1", "node-2", "node-3"):
+        world.lose(name)
+    world.until(lambda: world.phase() == "place")
+    _well_again(world.nodes["node-0"])
+    world.until_running(3)
+    assert world.started_on(3) == {"node-0", "node-4"}
+
+
+def test_a_spare_that_is_deaf_holds_up_a_restart_for_a_moment_only(world: World) -> None:
+    world.nodes["node-4"].obeys_stop = False
+    world.crash(3)
+    assert world.until(lambda: bool(world.started_on(2)), seconds=10.0) < 5.0
+    assert "node-4" not in world.started_on(2)
+    assert not world.nodes["node-4"].quarantined, "nothing says that it runs any of our ranks"
