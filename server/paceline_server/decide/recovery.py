@@ -216,7 +216,9 @@ def _enter_stop(draft: Draft, action: ActionView, course: Course, detail: str) -
 
 
 def _stop(draft: Draft, action: ActionView) -> None:
-    course = course_of(action)
+    course = _remember_lost(draft, action, course_of(action))
+    if course != course_of(action):
+        action = keep(draft, action, course)
     unsure = stopping.unconfirmed(draft, course.stop_commands)
     waiting = unsure & stopping.agents_of_generation(draft)
     if not waiting:
@@ -235,8 +237,13 @@ def _stop(draft: Draft, action: ActionView) -> None:
 
 
 def _enter_place(draft: Draft, action: ActionView, course: Course, detail: str) -> None:
-    course = replace(course, lost=sorted(_excluded(draft, action) & _silent(draft)))
+    course = _remember_lost(draft, action, course)
     _place(draft, enter(draft, action, course, "place", detail))
+
+
+def _remember_lost(draft: Draft, action: ActionView, course: Course) -> Course:
+    lost = _excluded(draft, action) & _silent(draft)
+    return replace(course, lost=sorted(lost.union(course.lost)))
 
 
 def _place(draft: Draft, action: ActionView) -> None:
@@ -251,9 +258,9 @@ def _place(draft: Draft, action: ActionView) -> None:
     for welcome in (set[str](), back, back | _degraded(draft)):
         nodes = usable_nodes(draft, without - welcome | unsure)
         if came := {node.agent_id for node in nodes} - course.stop_commands.keys():
-            course = replace(
-                course, stop_commands=course.stop_commands | stopping.ask(draft, action, came)
-            )
+            asked = course.stop_commands | stopping.ask(draft, action, came)
+            deadline_ns = draft.now_ns + int(draft.policy.stop_timeout_seconds * 1e9)
+            course = replace(course, stop_commands=asked, deadline_ns=deadline_ns)
             action = keep(draft, action, course)
             unsure |= came
             nodes = [node for node in nodes if node.agent_id not in came]
@@ -261,6 +268,9 @@ def _place(draft: Draft, action: ActionView) -> None:
         if placement is not None:
             break
     else:
+        if unsure and draft.now_ns > course.deadline_ns:
+            seconds = draft.policy.stop_timeout_seconds * 2.0 ** min(course.tries, 6)
+            action = stopping.ask_again(draft, action, unsure, seconds)
         explain(draft, action, _shortage(draft, nodes))
         return
     without -= {rank.agent_id for rank in placement.ranks}

@@ -52,11 +52,16 @@ def unconfirmed(draft: Draft, commands: dict[str, int]) -> set[str]:
     }
 
 
-def ask_again(draft: Draft, action: ActionView, waiting: set[str]) -> ActionView:
-    """Agents carry out each id once, so a command that failed is repeated under a new one."""
+def ask_again(
+    draft: Draft, action: ActionView, waiting: set[str], seconds: float | None = None
+) -> ActionView:
+    """Agents carry out each id once, so a command that failed is repeated under a new one.
+
+    `seconds`: until they may be asked once more; None: as the policy has it.
+    """
     course = course_of(action)
     commands = course.stop_commands | ask(draft, action, waiting)
-    timeout_ns = int(draft.policy.stop_timeout_seconds * 1e9)
+    timeout_ns = int((seconds or draft.policy.stop_timeout_seconds) * 1e9)
     course = msgspec.structs.replace(
         course,
         stop_commands=commands,

@@ -210,3 +210,31 @@ def test_a_spare_that_is_deaf_holds_up_a_restart_for_a_moment_only(world: World)
     assert world.until(lambda: bool(world.started_on(2)), seconds=10.0) < 5.0
     assert "node-4" not in world.started_on(2)
     assert not world.nodes["node-4"].quarantined, "nothing says that it runs any of our ranks"
+
+
+def test_nodes_that_did_not_confirm_are_asked_again_while_nodes_are_short(world: World) -> None:
+    world.nodes["node-1"].obeys_stop = world.nodes["node-3"].obeys_stop = False
+    world.crash(0)
+    for name in ("node-0", "node-2"):
+        world.lose(name)
+    world.until(lambda: world.phase() == "place")
+    _well_again(world.nodes["node-1"])
+    _well_again(world.nodes["node-3"])
+    world.until_running(2, seconds=120.0)
+    assert world.started_on(2) == {"node-1", "node-3"}
+    asked = [one for one in world.commands if isinstance(one.command, StopGeneration)]
+    assert len(asked) < 20, "not at every look"
+
+
+def test_a_node_that_was_lost_during_the_stop_and_came_back_is_better_than_none(
+    world: World,
+) -> None:
+    for name in ("node-1", "node-2", "node-3"):
+        world.nodes[name].obeys_stop = False
+    world.crash(0)
+    world.run(1.0)
+    world.nodes["node-0"].heard = False
+    world.run(10.0)
+    world.nodes["node-0"].heard = True
+    world.until_running(2)
+    assert world.started_on(2) == {"node-0", "node-4"}
