@@ -248,7 +248,8 @@ class Agent:
 
     def _emit(self, collected: Collected) -> None:
         self._greeter.learn(collected)
-        self._outbox.put_samples([*collected.samples, *(collected.lasting or ())])
+        self._outbox.put_samples(collected.samples)
+        self._outbox.put_samples(collected.lasting or ())
         self._outbox.put_events(collected.events)
         self._exporter.put(collected)
 

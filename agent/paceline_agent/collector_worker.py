@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline_agent.blocks import Block, ColumnReader, Columns, ColumnWriter
 from paceline_agent.collectors.contract import (
     Collected,
     Collector,
@@ -25,7 +26,7 @@ from paceline_agent.collectors.contract import (
     Context,
     LocalRank,
 )
-from paceline_agent.sample_columns import ColumnReader, Columns, ColumnWriter
+from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo, Sample
 
 LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 16
@@ -53,11 +54,16 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Answered(msgspec.Struct, tag="answered"):
-    """`collected` without its samples, which are columns."""
+    """What a call brought, its blocks as columns."""
 
-    collected: Collected
-    samples: Columns
-    lasting: Columns | None
+    samples: list[Sample]
+    blocks: list[Columns]
+    lasting: list[Sample] | None
+    lasting_blocks: list[Columns]
+    events: list[DeviceEvent | CollectorEvent]
+    gpus: list[GpuInfo] | None
+    gpu_of_pid: dict[int, int] | None
+    more: bool
 
 
 class Unavailable(msgspec.Struct, tag="unavailable"):
@@ -79,15 +85,22 @@ class Answers:
     """Those of one worker, decoded in the order they come."""
 
     def __init__(self) -> None:
-        self._samples, self._lasting = ColumnReader(), ColumnReader()
+        self._blocks, self._lasting = ColumnReader(), ColumnReader()
 
     def decode(self, payload: memoryview) -> Collected | Unavailable | Failed:
         answer = _answer_decoder.decode(payload)
         if not isinstance(answer, Answered):
             return answer
-        lasting = None if answer.lasting is None else self._lasting.read(answer.lasting)
-        return msgspec.structs.replace(
-            answer.collected, samples=self._samples.read(answer.samples), lasting=lasting
+        lasting: list[Sample | Block] | None = None
+        if answer.lasting is not None:
+            lasting = [*answer.lasting, *self._lasting.read(answer.lasting_blocks)]
+        return Collected(
+            samples=[*answer.samples, *self._blocks.read(answer.blocks)],
+            lasting=lasting,
+            events=answer.events,
+            gpus=answer.gpus,
+            gpu_of_pid=answer.gpu_of_pid,
+            more=answer.more,
         )
 
 
@@ -95,12 +108,26 @@ class _Answering:
     """The worker's side of it."""
 
     def __init__(self) -> None:
-        self._samples, self._lasting = ColumnWriter(), ColumnWriter()
+        self._blocks, self._lasting = ColumnWriter(), ColumnWriter()
 
     def answered(self, collected: Collected) -> Answered:
-        lasting = None if collected.lasting is None else self._lasting.write(collected.lasting)
-        bare = msgspec.structs.replace(collected, samples=[], lasting=None)
-        return Answered(bare, self._samples.write(collected.samples), lasting)
+        samples, blocks = _parted(collected.samples)
+        lasting, lasting_blocks = _parted(collected.lasting or [])
+        return Answered(
+            samples=samples,
+            blocks=self._blocks.write(blocks),
+            lasting=None if collected.lasting is None else lasting,
+            lasting_blocks=[] if collected.lasting is None else self._lasting.write(lasting_blocks),
+            events=collected.events,
+            gpus=collected.gpus,
+            gpu_of_pid=collected.gpu_of_pid,
+            more=collected.more,
+        )
+
+
+def _parted(brought: Sequence[Sample | Block]) -> tuple[list[Sample], list[Block]]:
+    samples = [one for one in brought if not isinstance(one, Block)]
+    return samples, [one for one in brought if isinstance(one, Block)]
 
 
 def encode_setup(collector_type: type[Collector], context: Context) -> bytes:

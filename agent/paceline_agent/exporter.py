@@ -12,6 +12,7 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 
+from paceline_agent.blocks import Block, each
 from paceline_agent.clock import timeline_ns
 from paceline_agent.collectors.contract import Collected
 from paceline_agent.exposition import Families
@@ -46,8 +47,8 @@ class Exporter:
     ) -> None:
         self._own = own
         self._procfs_root = procfs_root
-        self._latest: dict[str, list[Sample]] = {}
-        self._lasting: dict[str, list[Sample]] = {}
+        self._latest: dict[str, Sequence[Sample | Block]] = {}
+        self._lasting: dict[str, Sequence[Sample | Block]] = {}
         self._families = Families(self._samples, hostname_label=hostname_label)
         self._server: WSGIServer | None = None
         self._thread: Thread | None = None
@@ -82,4 +83,4 @@ class Exporter:
             if value is not None:
                 yield Sample(own.name, {}, float(value), now_ns)
         brought = [*self._lasting.values(), *self._latest.values()]
-        yield from completed(itertools.chain(*brought), self._procfs_root)
+        yield from completed(each(itertools.chain(*brought)), self._procfs_root)

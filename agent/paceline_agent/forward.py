@@ -22,10 +22,10 @@ import msgspec
 
 from paceline_agent.clock import timeline_ns, until_next
 from paceline_agent.errors import LinkError
-from paceline_agent.outbox import Outbox, is_of_rank
+from paceline_agent.outbox import News, Outbox, is_of_rank
 from paceline_agent.server_link import Answer, ServerLink
 from paceline_agent.spool import Entry, Spool
-from paceline_wire.batch import CONTENT_TYPE, Batch, Event, Sample, SpanBlock
+from paceline_wire.batch import CONTENT_TYPE, Batch
 
 log = logging.getLogger(__name__)
 
@@ -144,17 +144,17 @@ class Packer:
             self._boot, self._overtaking = self._overtaking, None
             self._spool.overtake(None)
         self._has_ranks = False
-        for events, spans, samples in self._outbox.take():
-            self._has_ranks |= bool(spans) or any(map(is_of_rank, events))
+        for news in self._outbox.take():
+            of_ranks = [event for event in news.events if is_of_rank(event)]
+            self._has_ranks |= bool(news.spans or of_ranks)
             if self._overtaking is None:
-                self._pack(self._boot, events, spans, samples)
+                self._pack(self._boot, news)
                 continue
-            of_ranks = [event for event in events if is_of_rank(event)]
-            others = [event for event in events if not is_of_rank(event)]
-            if others or samples:
-                self._pack(self._overtaking, others, [], samples)
-            if of_ranks or spans:
-                self._pack(self._boot, of_ranks, spans, [])
+            of_node = [event for event in news.events if not is_of_rank(event)]
+            if of_node or news.samples or news.blocks:
+                self._pack(self._overtaking, news._replace(events=of_node, spans=[]))
+            if of_ranks or news.spans:
+                self._pack(self._boot, News(of_ranks, news.spans, [], []))
         self._beat()
         self._packed(self._boot.boot_id, self._boot.sequence - 1)
 
@@ -162,19 +162,18 @@ class Packer:
         quiet_seconds = time.monotonic() - self._packed_at
         waiting = len(self._spool) if self._overtaking is None else self._spool.overtaking
         if quiet_seconds >= self._heartbeat_seconds - self._flush_seconds / 2 and not waiting:
-            self._pack(self._overtaking or self._boot, [], [], [])
+            self._pack(self._overtaking or self._boot, News([], [], [], []))
 
-    def _pack(
-        self, boot: _Boot, events: list[Event], spans: list[SpanBlock], samples: list[Sample]
-    ) -> None:
+    def _pack(self, boot: _Boot, news: News) -> None:
         batch = Batch(
             agent_id=self._agent_id,
             boot_id=boot.boot_id,
             sequence=boot.sequence,
             packed_ns=timeline_ns(),
-            events=events,
-            spans=spans,
-            samples=samples,
+            events=news.events,
+            spans=news.spans,
+            samples=news.samples,
+            blocks=news.blocks,
             dropped_batches=self._spool.counts.dropped,
             overtakes=boot is self._overtaking,
         )

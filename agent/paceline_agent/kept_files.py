@@ -24,9 +24,22 @@ _PERHAPS_A_PAGE_BYTES = 2048
 # A FIFO, as a copied tree may hold one, must not make us wait for whoever writes to it.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _ONCE_BYTES = 8 << 20
+_FIRST_BYTES = 8 << 10  # for /proc/sys the kernel makes and clears a buffer of what it is asked for
 _CHUNK_BYTES = 64 << 10  # the files of /proc/sys refuse to be asked for 4 MiB and more at once
 
+_NONE = -1  # no descriptor: reading it fails
+
 Location = str | os.PathLike[str]
+
+
+class Together:
+    """Files of one KeptFiles that are read in one go: their descriptors are looked up once."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self.paths = tuple(paths)
+        self.descriptors: list[int] = []
+        self.of: KeptFiles | None = None
+        self.as_of = 0  # the changes of `of` that are known here
 
 
 class KeptFiles:
@@ -43,6 +56,7 @@ class KeptFiles:
     ) -> None:
         self._descriptors: dict[str, int] = {}
         self._shunned_until_ns: dict[str, int] = {}
+        self._changes = 0  # of what is kept
         self._patient = patient
         self._bytes_at_most = bytes_at_most
         self._kept_at_most = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * share)
@@ -58,6 +72,7 @@ class KeptFiles:
                 if len(self._descriptors) >= self._kept_at_most:
                     return self._read_once(descriptor)
                 self._descriptors[path] = descriptor
+                self._changes += 1
             return self._read_whole(descriptor)
         except OSError as error:
             self._forget(path)
@@ -80,16 +95,20 @@ class KeptFiles:
         except ValueError:
             return None
 
-    def read_numbers(self, paths: Iterable[str], now_ns: int) -> list[int | None]:
+    def read_numbers(self, files: Together, now_ns: int) -> list[int | None]:
         """`read_number` of each; for many files that are as a rule there and hold one."""
-        descriptors, bytes_at_most, pread = self._descriptors, self._bytes_at_most, os.pread
+        if files.of is not self or files.as_of != self._changes:
+            kept = self._descriptors.get
+            files.descriptors = [kept(path, _NONE) for path in files.paths]
+            files.of, files.as_of = self, self._changes
+        pread, paths = os.pread, files.paths
         numbers: list[int | None] = []
-        for path in paths:
+        for descriptor in files.descriptors:
             try:
-                content = pread(descriptors[path], bytes_at_most, 0)
+                content = pread(descriptor, _NUMBER_BYTES + 1, 0)
                 numbers.append(int(content) if len(content) <= _NUMBER_BYTES else None)
-            except (KeyError, OSError, ValueError):
-                numbers.append(self.read_number(path, now_ns))
+            except (OSError, ValueError):
+                numbers.append(self.read_number(paths[len(numbers)], now_ns))
         return numbers
 
     def forget_below(self, directory: Location) -> None:
@@ -111,7 +130,7 @@ class KeptFiles:
             os.close(descriptor)
 
     def _read_whole(self, descriptor: int) -> bytes:
-        content = os.pread(descriptor, self._bytes_at_most, 0)
+        content = os.pread(descriptor, min(self._bytes_at_most, _FIRST_BYTES), 0)
         while _PERHAPS_A_PAGE_BYTES <= len(content) < self._bytes_at_most:
             more = os.pread(descriptor, self._bytes_at_most - len(content), len(content))
             if not more:
@@ -122,6 +141,7 @@ class KeptFiles:
     def _forget(self, path: str) -> None:
         descriptor = self._descriptors.pop(path, None)
         if descriptor is not None:
+            self._changes += 1
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 

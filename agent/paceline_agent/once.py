@@ -23,7 +23,7 @@ from paceline_agent.collectors.contract import (
 from paceline_agent.exposition import printable, render
 from paceline_agent.lanes import lane_of
 from paceline_agent.rings import ranks_in
-from paceline_agent.runner import Patience, bounded, health
+from paceline_agent.runner import Patience, bounded, health, health_series
 from paceline_agent.scrape import completed
 from paceline_agent.settings import AgentSettings
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
@@ -40,8 +40,7 @@ class Outcome:
 
     @property
     def series(self) -> int:
-        collected = self.collected
-        return 0 if collected is None else len(collected.samples) + len(collected.lasting or ())
+        return 0 if self.collected is None else len(self.collected.everything())
 
 
 def run(settings: AgentSettings, *, as_json: bool, as_openmetrics: bool) -> int:
@@ -136,9 +135,10 @@ def _outcome(
     samples: list[Sample] = []
     if collected is not None:
         collected, refused = bounded(collector, collected)
-        samples = [*collected.samples, *(collected.lasting or ())]
+        samples = collected.everything()
         brought = len(samples)
-    samples += health(collector.name, duration_seconds, time.time_ns(), brought, refused)
+    series = health_series(collector.name)
+    samples += health(series, duration_seconds, time.time_ns(), brought, refused).samples()
     return Outcome(collector.name, collected, trouble, samples)
 
 

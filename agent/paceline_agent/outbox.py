@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
+from paceline_agent.blocks import Block
 from paceline_wire.batch import (
     AgentHello,
     CommandResult,
@@ -21,6 +23,7 @@ from paceline_wire.batch import (
     RankStarted,
     RankState,
     Sample,
+    SampleBlock,
     SpanBlock,
 )
 
@@ -45,6 +48,15 @@ def is_of_rank(event: Event) -> bool:
     return isinstance(event, _OF_RANK)
 
 
+class News(NamedTuple):
+    """What goes into one batch."""
+
+    events: list[Event]
+    spans: list[SpanBlock]
+    samples: list[Sample]
+    blocks: list[SampleBlock]
+
+
 class Outbox:
     """Gathers news in the order it came; `urgent` is set when it should not wait."""
 
@@ -52,7 +64,9 @@ class Outbox:
         self.urgent = asyncio.Event()
         self._events: deque[Event] = deque()
         self._spans: deque[SpanBlock] = deque()
-        self._samples: list[Sample] = []
+        self._samples: deque[Sample] = deque()
+        self._blocks: deque[SampleBlock] = deque()
+        self._values = 0
 
     def put_events(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -71,24 +85,42 @@ class Outbox:
     def put_spans(self, blocks: Iterable[SpanBlock]) -> None:
         self._spans.extend(blocks)
 
-    def put_samples(self, samples: Sequence[Sample]) -> None:
+    def put_samples(self, samples: Iterable[Sample | Block]) -> None:
         """A value that is not finite is left out: the server would refuse the whole batch."""
-        self._samples += [sample for sample in samples if math.isfinite(sample.value)]
-        if len(self._samples) >= SAMPLES_PER_BATCH:  # as in a burst: rather soon than large
+        for one in samples:
+            if isinstance(one, Block):
+                self._blocks.append(one.packed())
+                self._values += len(one.values)
+            elif math.isfinite(one.value):
+                self._samples.append(one)
+                self._values += 1
+        if self._values >= SAMPLES_PER_BATCH:  # as in a burst: rather soon than large
             self.urgent.set()
 
-    def take(self) -> Iterator[tuple[list[Event], list[SpanBlock], list[Sample]]]:
+    def take(self) -> Iterator[News]:
         """Everything, cut into pieces that each fit a batch."""
         self.urgent.clear()
-        while self._events or self._spans or self._samples:
-            spans: list[SpanBlock] = []
-            room = SPAN_BYTES_PER_BATCH
-            while self._spans and (not spans or len(self._spans[0].columns) <= room):
-                spans.append(self._spans.popleft())
-                room -= len(spans[-1].columns)
-            samples = self._samples[:SAMPLES_PER_BATCH]
-            del self._samples[:SAMPLES_PER_BATCH]
-            yield _first_events(self._events), spans, samples
+        self._values = 0
+        while self._events or self._spans or self._samples or self._blocks:
+            yield News(_first_events(self._events), self._first_spans(), *self._first_samples())
+
+    def _first_spans(self) -> list[SpanBlock]:
+        spans: list[SpanBlock] = []
+        room = SPAN_BYTES_PER_BATCH
+        while self._spans and (not spans or len(self._spans[0].columns) <= room):
+            spans.append(self._spans.popleft())
+            room -= len(spans[-1].columns)
+        return spans
+
+    def _first_samples(self) -> tuple[list[Sample], list[SampleBlock]]:
+        room = min(SAMPLES_PER_BATCH, len(self._samples))
+        samples = [self._samples.popleft() for _ in range(room)]
+        blocks: list[SampleBlock] = []
+        room = SAMPLES_PER_BATCH - room
+        while self._blocks and room > 0:
+            blocks.append(self._blocks.popleft())
+            room -= blocks[-1].count
+        return samples, blocks
 
 
 def _first_events(queue: deque[Event]) -> list[Event]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from paceline_agent.blocks import Block, Series, count
 from paceline_agent.clock import Clock, SystemClock
 from paceline_agent.collectors.contract import (
     Collected,
@@ -18,13 +20,21 @@ from paceline_agent.collectors.contract import (
     Context,
 )
 from paceline_agent.lanes import Crew, Lane, lane_of
-from paceline_wire.batch import CollectorEvent, GpuInfo, Sample
+from paceline_wire.batch import CollectorEvent, GpuInfo
 
 logger = logging.getLogger(__name__)
 
 
 BURST_INTERVAL_SECONDS = 0.1
 BURST_SECONDS_AT_MOST = 30.0
+
+_HEALTH = (
+    "paceline_collector_success",
+    "paceline_collector_duration_seconds",
+    "paceline_series",
+    "paceline_series_refused_total",
+    "paceline_collector_not_taken_total",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +133,7 @@ class _Seat:
         self._refused = 0
         self._lasting = 0  # series that need not be brought each time
         self._brought_gpus = False
+        self._health_series = health_series(self.name)
         self._hurries_until = 0.0
         self._started = 0.0
         self._late = False  # the call under way is past its deadline
@@ -215,8 +226,7 @@ class _Seat:
             events.append(self._event(kind, detail))
         self._trouble = kind
         self._lasting = 0
-        health = self._health()
-        self._deliver(Collected(samples=health, lasting=[], events=[*events], gpus=gpus))
+        self._deliver(Collected(samples=[self._health()], lasting=[], events=[*events], gpus=gpus))
 
     def _report_success(self, collected: Collected) -> float:
         events = list(collected.events)
@@ -233,9 +243,9 @@ class _Seat:
         collected, refused = bounded(self._type, collected)
         self._refused += refused
         if collected.lasting is not None:
-            self._lasting = len(collected.lasting)
-        brought = len(collected.samples) + self._lasting
-        samples = collected.samples + self._health(brought=brought)
+            self._lasting = count(collected.lasting)
+        brought = count(collected.samples) + self._lasting
+        samples = [*collected.samples, self._health(brought=brought)]
         self._deliver(msgspec.structs.replace(collected, samples=samples, events=events))
         now = self._clock.monotonic_seconds()
         interval = self._type.interval_seconds
@@ -255,35 +265,37 @@ class _Seat:
             time_ns=self._clock.realtime_ns(), collector=self.name, kind=kind, detail=detail
         )
 
-    def _health(self, *, brought: int | None = None) -> list[Sample]:
+    def _health(self, *, brought: int | None = None) -> Block:
         now_ns = self._clock.realtime_ns()
         duration = self.lane.took_seconds
         if duration is None:
             duration = self._clock.monotonic_seconds() - self._started
-        not_taken = Sample(
-            "paceline_collector_not_taken_total", {"collector": self.name}, self._not_taken, now_ns
-        )
-        return [*health(self.name, duration, now_ns, brought, self._refused), not_taken]
+        series, not_taken = self._health_series, self._not_taken
+        return health(series, duration, now_ns, brought, self._refused, not_taken)
 
 
 def bounded(collector: type[Collector], collected: Collected) -> tuple[Collected, int]:
     """What a collector may bring in one call, and how many values were left out."""
-    samples, lasting = collected.samples, collected.lasting or []
-    beyond = len(samples) + len(lasting) - collector.series_at_most
+    beyond = count(collected.samples) + count(collected.lasting or ()) - collector.series_at_most
     if beyond <= 0:
         return collected, 0
-    kept = (samples + lasting)[: collector.series_at_most]
+    kept = [*collected.everything()[: collector.series_at_most]]
     return msgspec.structs.replace(collected, samples=kept, lasting=[]), beyond
 
 
+def health_series(collector: str) -> Series:
+    return Series([(name, {"collector": collector}) for name in _HEALTH])
+
+
 def health(
-    name: str, duration_seconds: float, now_ns: int, brought: int | None, refused: int
-) -> list[Sample]:
+    series: Series,
+    duration_seconds: float,
+    now_ns: int,
+    brought: int | None,
+    refused: int,
+    not_taken: float = math.nan,
+) -> Block:
     """How a call of a collector went; `brought` is None if it failed."""
-    labels = {"collector": name}
-    return [
-        Sample("paceline_collector_success", labels, float(brought is not None), now_ns),
-        Sample("paceline_collector_duration_seconds", labels, duration_seconds, now_ns),
-        Sample("paceline_series", labels, float(brought or 0), now_ns),
-        Sample("paceline_series_refused_total", labels, float(refused), now_ns),
-    ]
+    success = brought is not None
+    values = (success, duration_seconds, brought or 0, refused, not_taken)
+    return Block(series, [*map(float, values)], now_ns)

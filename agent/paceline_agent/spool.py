@@ -423,7 +423,7 @@ def _unframe(content: bytes) -> bytes | None:
 def _detail(batch: Batch) -> Detail:
     if batch.spans or len(_lasting(batch.events)) < len(batch.events):
         return Detail.SPANS
-    return Detail.SAMPLES if batch.samples else Detail.EVENTS
+    return Detail.SAMPLES if batch.samples or batch.blocks else Detail.EVENTS
 
 
 def _lasting(events: list[Event]) -> list[Event]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline_agent.kept_files import KeptFiles, read_once
+from paceline_agent.kept_files import KeptFiles, Together, read_once
 
 CONTENTS = {
     "counter": b"18446744073709551615\n",
@@ -22,14 +22,20 @@ def test_numbers_of_many_files_are_those_of_each(tmp_path: Path) -> None:
     for name, content in CONTENTS.items():
         (tmp_path / name).write_bytes(content)
     paths = [*(str(tmp_path / name) for name in CONTENTS), str(tmp_path / "absent"), str(tmp_path)]
-    one, many = KeptFiles(), KeptFiles()
+    one, many, together = KeptFiles(), KeptFiles(), Together(paths)
     for _ in range(2):  # opened, then kept
-        assert many.read_numbers(paths, 1) == [one.read_number(path, 1) for path in paths]
-    assert many.read_numbers(paths, 1) == [2**64 - 1, -1, None, None, None, None, None]
+        assert many.read_numbers(together, 1) == [one.read_number(path, 1) for path in paths]
+    assert many.read_numbers(together, 1) == [2**64 - 1, -1, None, None, None, None, None]
     (tmp_path / "counter").write_bytes(b"7\n")
     os.unlink(tmp_path / "none")
     (tmp_path / "absent").write_bytes(b"8\n")
-    assert many.read_numbers(paths, 1) == [7, -1, None, None, None, 8, None]
+    assert many.read_numbers(together, 1) == [7, -1, None, None, None, 8, None]
+    many.forget_below(tmp_path)  # its descriptors are somebody else's from now on
+    others = [os.open(tmp_path / "negative", os.O_RDONLY) for _ in range(8)]
+    assert many.read_numbers(together, 1) == [7, -1, None, None, None, 8, None]
+    for other in others:
+        os.close(other)
+    assert many.read_numbers(Together([]), 1) == []
     one.close()
     many.close()
 

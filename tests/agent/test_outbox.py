@@ -13,5 +13,5 @@ def test_a_full_batch_does_not_wait_for_its_time() -> None:
     assert not outbox.urgent.is_set()
     outbox.put_samples([sample] * 2)
     assert outbox.urgent.is_set()
-    assert [len(samples) for _, _, samples in outbox.take()] == [SAMPLES_PER_BATCH, 1]
+    assert [len(samples) for _, _, samples, _ in outbox.take()] == [SAMPLES_PER_BATCH, 1]
     assert not outbox.urgent.is_set()

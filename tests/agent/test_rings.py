@@ -74,7 +74,7 @@ class Bench:
     def taken(self) -> tuple[list[Event], list[SpanBlock]]:
         events: list[Event] = []
         spans: list[SpanBlock] = []
-        for some_events, some_spans, _ in self.outbox.take():
+        for some_events, some_spans, _, _ in self.outbox.take():
             events += some_events
             spans += some_spans
         return events, spans
@@ -270,5 +270,5 @@ def test_local_ranks_are_told_to_collectors(bench: Bench) -> None:
 def test_a_value_that_is_not_finite_never_reaches_the_server(bench: Bench) -> None:
     values = [1.0, float("nan"), float("inf")]
     bench.outbox.put_samples([Sample("m", {}, value, 1) for value in values])
-    ((_, _, samples),) = bench.outbox.take()
+    ((_, _, samples, _),) = bench.outbox.take()
     assert [one.value for one in samples] == [1.0]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from paceline_agent.blocks import each
 from paceline_agent.collectors import discover
 from paceline_agent.collectors.contract import (
     Collected,
@@ -43,7 +44,7 @@ class Log:
         self.events: list[tuple[str, str]] = []
 
     def __call__(self, collected: Collected) -> None:
-        self.samples += collected.samples
+        self.samples += each(collected.samples)
         for event in collected.events:
             if isinstance(event, CollectorEvent):
                 self.events.append((event.collector, event.kind))

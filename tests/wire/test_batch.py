@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from itertools import chain
 
 import msgspec
 import pytest
@@ -25,9 +26,12 @@ from paceline_wire.batch import (
     RankExited,
     RankStarted,
     Sample,
+    SampleBlock,
     SpanBlock,
     decode,
     encode,
+    pack_series,
+    pack_values,
 )
 from paceline_wire.ring import GroupDefinition, SectionDefinition
 
@@ -76,6 +80,17 @@ blocks = st.builds(
     st.integers(0, 5).flatmap(lambda n: st.binary(min_size=64 * n, max_size=64 * n)),
     st.integers(-(2**62), 2**62),
     small,
+)
+series = st.lists(st.tuples(text, st.dictionaries(text, text, max_size=2)), max_size=3)
+sample_blocks = series.flatmap(
+    lambda rows: st.builds(
+        SampleBlock,
+        st.just(pack_series(rows)),
+        st.lists(finite | st.just(math.nan), min_size=len(rows), max_size=len(rows)).map(
+            pack_values
+        ),
+        u63,
+    )
 )
 samples = st.builds(Sample, text, st.dictionaries(text, text, max_size=2), finite, u63)
 identifiers = st.text(min_size=1, max_size=128)
@@ -148,8 +163,23 @@ def test_a_flipped_bit_is_refused_or_still_a_batch(batch: Batch, data: st.DataOb
         assert isinstance(decode(bytes(payload)), Batch)
 
 
+@settings(deadline=None)
+@given(batches, st.lists(sample_blocks, max_size=3))
+def test_values_that_came_as_blocks_are_samples(batch: Batch, blocks: list[SampleBlock]) -> None:
+    samples = [*batch.samples, *chain.from_iterable(block.samples() for block in blocks)]
+    told = decode(encode(msgspec.structs.replace(batch, blocks=blocks)))
+    assert told == msgspec.structs.replace(batch, samples=samples)
+    assert len(samples) <= len(batch.samples) + sum(block.count for block in blocks)
+
+
+def test_a_batch_of_an_older_agent_is_read() -> None:
+    assert decode(packed(version=1, samples=[["up", {}, 1.0, 7]])).samples == [
+        Sample("up", {}, 1.0, 7)
+    ]
+
+
 def test_another_version_says_so_before_anything_else() -> None:
-    assert reason(packed(version=2, agent_id=17)) == "version"
+    assert reason(packed(version=wire.VERSION + 1, agent_id=17)) == "version"
 
 
 @pytest.mark.parametrize(
@@ -165,6 +195,10 @@ def test_another_version_says_so_before_anything_else() -> None:
                 {"job": "j", "generation": 0, "rank": 0, "columns": b"1", "clock_offset_ns": 0}
             ]
         },
+        {"blocks": [[[["up", {}]], b"1234567", 0]]},
+        {"blocks": [[[["up", {}]], bytes(16), 0]]},
+        {"blocks": [[[], bytes(8), 0]]},
+        {"blocks": [[[["up", {}]], pack_values([math.inf]), 0]]},
         {"samples": [["up", {}, math.nan, 0]]},
         {"samples": [["up", {}, math.inf, 0]]},
     ],
@@ -211,3 +245,8 @@ def test_a_frame_that_lies_about_its_size_is_refused() -> None:
     payload = bytearray(encode(Batch(agent_id="a", boot_id="b", sequence=0, packed_ns=0)))
     payload[5] ^= 0x10  # the single byte of the content size
     assert reason(bytes(payload)) == "compression"
+
+
+@pytest.mark.parametrize("series", [7, ["up"], [["up"]], [["up", {"a": 1}]], [[b"\xff", {}]]])
+def test_series_that_are_none_are_malformed(series: object) -> None:
+    assert reason(packed(blocks=[[series, bytes(8), 0]])) == "malformed"

@@ -9,7 +9,10 @@ Times are nanoseconds of the node's CLOCK_REALTIME unless a field says otherwise
 from __future__ import annotations
 
 import math
+import struct
 import threading
+from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Literal
 
@@ -26,7 +29,8 @@ from paceline_wire.ring import (
 from paceline_wire.spans import RECORD_BYTES
 from paceline_wire.stacks import ThreadStack
 
-VERSION = 1
+VERSION = 2
+_READ_VERSIONS = (1, 2)  # the first has no blocks of samples
 CONTENT_TYPE = "application/x-paceline-batch"
 MAXIMUM_COMPRESSED_BYTES = 8 << 20
 MAXIMUM_BYTES = 64 << 20
@@ -48,6 +52,43 @@ class Sample(msgspec.Struct, frozen=True, gc=False, array_like=True):
     labels: dict[str, str]
     value: float
     time_ns: int
+
+
+Series = tuple[str, dict[str, str]]  # name and labels
+
+
+class SampleBlock(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Values of many series at one moment: what a collector brings call after call.
+
+    `series` is made once, by `pack_series`; `values` by `pack_values`: a little-endian double for
+    each of the series, NaN for one that has no value this time.
+    """
+
+    series: msgspec.Raw
+    values: bytes
+    time_ns: int
+
+    @property
+    def count(self) -> int:
+        """With those that are not there."""
+        return len(self.values) // 8
+
+    def samples(self) -> list[Sample]:
+        """One for each value that is there. Raises BatchError."""
+        try:
+            series, values = unpack_series(self.series), unpack_values(self.values)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BatchError("malformed", f"a block's series are not any: {error}") from error
+        except struct.error as error:
+            raise BatchError("invalid", f"a block's values are torn: {error}") from error
+        if len(values) != len(series):
+            raise BatchError("invalid", f"a block of {len(series)} series has {len(values)} values")
+        at_ns = self.time_ns
+        return [
+            Sample(name, labels, value, at_ns)
+            for (name, labels), value in zip(series, values, strict=True)
+            if value == value  # not NaN
+        ]
 
 
 class SpanBlock(msgspec.Struct, frozen=True, gc=False):
@@ -235,6 +276,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     events: list[Event] = []
     spans: list[SpanBlock] = []
     samples: list[Sample] = []
+    blocks: list[SampleBlock] = []  # more of them; `decode` gives them as samples
     dropped_batches: int = 0  # lost by the spool since the boot began
     overtakes: bool = False  # older news of the node's ranks still wait there
 
@@ -250,7 +292,27 @@ class _Contexts(threading.local):
 _contexts = _Contexts()
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Batch)
+_series_decoder = msgspec.msgpack.Decoder(list[Series])
 _value = attrgetter("value")
+
+
+def pack_series(series: Sequence[Series]) -> msgspec.Raw:
+    """For any number of `SampleBlock`s."""
+    return msgspec.Raw(_encoder.encode(series))
+
+
+def unpack_series(packed: msgspec.Raw) -> list[Series]:
+    """Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError."""
+    return _series_decoder.decode(packed)
+
+
+def pack_values(values: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(values)}d", *values)
+
+
+def unpack_values(packed: bytes) -> tuple[float, ...]:
+    """Raises struct.error."""
+    return struct.unpack(f"<{len(packed) // 8}d", packed)
 
 
 def encode(batch: Batch) -> bytes:
@@ -273,6 +335,9 @@ def decode(payload: bytes) -> Batch:
     for block in batch.spans:
         if len(block.columns) % RECORD_BYTES:
             raise BatchError("invalid", f"a span block of {len(block.columns)} bytes is torn")
+    if batch.blocks:
+        samples = [*batch.samples, *chain.from_iterable(each.samples() for each in batch.blocks)]
+        batch = msgspec.structs.replace(batch, samples=samples, blocks=[])
     if not all(map(math.isfinite, map(_value, batch.samples))):
         raise BatchError("invalid", "a sample is not finite; absent values are left out")
     return batch
@@ -310,10 +375,10 @@ def _decode_content(content: bytes) -> Batch:
         version = batch.version
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         version = _version(content)  # another one may well look otherwise
-        if version == VERSION:
+        if version in _READ_VERSIONS:
             raise BatchError("malformed", f"not a batch: {error}") from error
-    if version != VERSION:
-        raise BatchError("version", f"batch version {version}, this server reads {VERSION}")
+    if version not in _READ_VERSIONS:
+        raise BatchError("version", f"batch version {version}, this server reads up to {VERSION}")
     return batch
 
 
@@ -343,7 +408,13 @@ __all__ = [
     "RankStarted",
     "RankState",
     "Sample",
+    "SampleBlock",
+    "Series",
     "SpanBlock",
     "decode",
     "encode",
+    "pack_series",
+    "pack_values",
+    "unpack_series",
+    "unpack_values",
 ]

@@ -8,16 +8,17 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
 from paceline_agent.collectors.contract import BEYOND_COUNTERS, Collected, Collector, Context
-from paceline_agent.kept_files import KeptFiles, entries
+from paceline_agent.kept_files import KeptFiles, Together, entries
 from paceline_agent.pci_topology import cards_first
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
 
 _DEVICES_AT_MOST = 64
+_LOOK_AGAIN_NS = 5_000_000_000  # for interfaces that came
 _NOT_THE_NODES = re.compile(r"^(lo|veth|docker|br-|cali|cni|flannel|virbr|ifb|dummy|nodelocal)")
 
 _NUMBERS = {
@@ -66,7 +67,8 @@ class _Device:
     directory: str
     inode: int
     labels: dict[str, str]
-    numbers: list[tuple[str, str]] = field(default_factory=list)  # (path, metric)
+    files: Together
+    metrics: list[str]  # of each of the files
     carrier: bool | None = None
 
 
@@ -81,9 +83,12 @@ class NicCollector(Collector):
         self._files = KeptFiles(patient=True, bytes_at_most=1 << 14, share=0.2)
         self._protocols_root = os.path.join(context.procfs_root, "net")
         self._devices: dict[str, _Device] = {}
+        self._look_ns: int | None = None  # of the last look at the directory
 
     def collect(self, now_ns: int) -> Collected:
-        self._discover()
+        if self._is_time_to_look(now_ns):
+            self._look_ns = now_ns
+            self._discover()
         samples: list[Sample] = []
         events: list[DeviceEvent | CollectorEvent] = []
         for device in self._devices.values():
@@ -98,6 +103,11 @@ class NicCollector(Collector):
     def close(self) -> None:
         self._files.close()
 
+    def _is_time_to_look(self, now_ns: int) -> bool:
+        if self._look_ns is None or not 0 <= now_ns - self._look_ns < _LOOK_AGAIN_NS:
+            return True
+        return any(_inode(one.directory) != one.inode for one in self._devices.values())
+
     def _discover(self) -> None:
         found: dict[str, _Device] = {}
         names = [name for name in entries(self._root) if not _NOT_THE_NODES.match(name)]
@@ -105,19 +115,19 @@ class NicCollector(Collector):
             names = cards_first(self._root, names)[:_DEVICES_AT_MOST]
         for name in names:
             directory = os.path.join(self._root, name)
-            try:
-                inode = os.stat(os.path.join(directory, "statistics")).st_ino
-            except OSError:
+            inode = _inode(directory)
+            if inode is None:
                 continue
             known = self._devices.get(name)
             if known is None or known.inode != inode:  # another interface of that name
                 self._files.forget_below(directory)
-                numbers = [
-                    (os.path.join(directory, file), f"node_network_{metric}")
+                numbers = {
+                    path: f"node_network_{metric}"
                     for file, metric in _NUMBERS.items()
-                    if os.path.exists(os.path.join(directory, file))  # each kernel has its own
-                ]
-                known = _Device(name, directory, inode, {"device": name}, numbers)
+                    if os.path.exists(path := os.path.join(directory, file))  # kernels differ
+                }
+                files, metrics = Together(numbers), list(numbers.values())
+                known = _Device(name, directory, inode, {"device": name}, files, metrics)
             found[name] = known
         for gone in self._devices.keys() - found.keys():
             self._files.forget_below(self._devices[gone].directory)
@@ -126,9 +136,10 @@ class NicCollector(Collector):
     def _values(self, device: _Device, now_ns: int) -> list[tuple[str, float]]:
         values = [
             (metric, float(value))
-            for path, metric in device.numbers
-            if (value := self._files.read_number(path, now_ns)) is not None
-            and 0 <= value < BEYOND_COUNTERS
+            for metric, value in zip(
+                device.metrics, self._files.read_numbers(device.files, now_ns), strict=True
+            )
+            if value is not None and 0 <= value < BEYOND_COUNTERS
         ]
         speed = self._files.read_number(f"{device.directory}/speed", now_ns)
         if speed is not None and speed > 0 and speed not in _UNKNOWN_SPEEDS:
@@ -164,6 +175,14 @@ class NicCollector(Collector):
                 value = words[position] if position < len(words) else ""
                 if value.isdecimal() and len(value) <= _DIGITS:
                     yield Sample(metric, {}, float(value), now_ns)
+
+
+def _inode(directory: str) -> int | None:
+    """None: it is no interface, or gone."""
+    try:
+        return os.stat(f"{directory}/statistics").st_ino
+    except OSError:
+        return None
 
 
 @lru_cache(maxsize=16)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from paceline_agent.blocks import Block, Recurring
 from paceline_agent.collectors.contract import (
     Collected,
     Collector,
@@ -38,6 +39,7 @@ _XIDS_AT_MOST = 64  # a sweep
 # A driver that is busy with another GPU may be silent for seconds: no reason yet to do without it.
 _HUNG_NS = 10 * _SECOND_NS
 _EVENTS = "events"
+_TROUBLES = ("lost", "hung")
 
 # A GPU that does not answer within a second is left behind; with the others' turn that stays
 # below the deadline, however many hang.
@@ -62,6 +64,7 @@ class NvmlCollector(Collector):
         self._reopen_ns = 0
         self._reopen_pause_ns = _REOPEN_NS
         self._slow_ns: int | None = None
+        self._troubles = Recurring()
         self._watch = Watch(_PATIENCE_SECONDS, _BUDGET_SECONDS)
 
     def collect(self, now_ns: int) -> Collected:
@@ -139,7 +142,7 @@ class NvmlCollector(Collector):
             jobs[_EVENTS] = self._xids
         return self._watch.run(jobs)
 
-    def _read(self, gpu: Gpu, is_slow: bool, now_ns: int) -> tuple[list[Sample], list[Sample]]:
+    def _read(self, gpu: Gpu, is_slow: bool, now_ns: int) -> tuple[list[Block], list[Block]]:
         """One GPU's samples, and those that last. Raises NVMLError if it does not answer at all."""
         if gpu.handle is None:
             self._identify(gpu)
@@ -150,9 +153,9 @@ class NvmlCollector(Collector):
         values += gpu.ask(gpu.fast_fields) or ()
         if not gpu.answered and gpu.last_error is not None:
             raise gpu.last_error
-        lasting = self._seldom(gpu) if is_slow else []
+        lasting = [gpu.block(gpu.lasting, self._seldom(gpu), now_ns)] if is_slow else []
         values += _xid_values(gpu)
-        return gpu.samples(values, now_ns), gpu.samples(lasting, now_ns)
+        return [gpu.block(gpu.recurring, values, now_ns)], lasting
 
     def _seldom(self, gpu: Gpu) -> list[Value | Answer]:
         values: list[Value | Answer] = [*instances.read(gpu)]
@@ -201,8 +204,10 @@ class NvmlCollector(Collector):
     def _collected(
         self, answers: dict[Any, Any], stuck: set[Any], is_slow: bool, now_ns: int
     ) -> Collected:
-        samples: list[Sample] = []
-        lasting = [Sample("paceline_driver_info", self._versions, 1.0, now_ns)]
+        samples: list[Sample | Block] = []
+        lasting: list[Sample | Block] = [
+            Sample("paceline_driver_info", self._versions, 1.0, now_ns)
+        ]
         events: list[DeviceEvent | CollectorEvent] = []
         for gpu in self._ours():
             answer = answers.get(gpu)
@@ -215,10 +220,7 @@ class NvmlCollector(Collector):
             events += news
             if news:
                 self._slow_ns = None  # what lasts is another list from the next sweep on
-            index = {"gpu": str(gpu.index)}
-            for trouble in ("lost", "hung"):
-                is_so = float(gpu.trouble == trouble)
-                samples.append(Sample(f"paceline_gpu_{trouble}", index, is_so, now_ns))
+        samples.append(self._in_trouble(now_ns))
         for gpu, xid in answers.get(_EVENTS) or ():
             gpu.last_xid = xid
             gpu.xid_counts[xid] = gpu.xid_counts.get(xid, 0) + 1
@@ -229,6 +231,15 @@ class NvmlCollector(Collector):
             events=events,
             gpus=[told for gpu in self._ours() if (told := _told(gpu, now_ns)) is not None],
             gpu_of_pid=occupants.gpu_of_pid(self._ours()) if is_slow else None,
+        )
+
+    def _in_trouble(self, now_ns: int) -> Block:
+        asked = [(gpu.index, trouble) for gpu in self._ours() for trouble in _TROUBLES]
+        return self._troubles.block(
+            asked,
+            lambda: [(f"paceline_gpu_{trouble}", {"gpu": str(gpu)}) for gpu, trouble in asked],
+            [float(gpu.trouble == trouble) for gpu in self._ours() for trouble in _TROUBLES],
+            now_ns,
         )
 
 

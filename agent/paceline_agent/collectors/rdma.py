@@ -9,13 +9,17 @@ their width instead of wrapping (some adapters' are wider): one that stands at i
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import ClassVar
+from operator import lt, mul
+from typing import ClassVar, cast
 
+from paceline_agent import blocks
+from paceline_agent.blocks import Block
 from paceline_agent.collectors.contract import (
     BEYOND_COUNTERS,
     Collected,
@@ -23,9 +27,9 @@ from paceline_agent.collectors.contract import (
     CollectorUnavailable,
     Context,
 )
-from paceline_agent.kept_files import KeptFiles, entries
+from paceline_agent.kept_files import KeptFiles, Together, entries
 from paceline_agent.pci_topology import cards_first
-from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
+from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample, Series
 
 _ACTIVE = 4  # ib_verbs.h, IB_PORT_ACTIVE
 _WORD_BYTES = 4
@@ -152,6 +156,11 @@ _HARDWARE_COUNTERS = {
     "tx_bytes": "port_data_transmitted_bytes_total",
     "tx_pkts": "port_packets_transmitted_total",
 }
+_STATE = (
+    "node_infiniband_state_id",
+    "node_infiniband_physical_state_id",
+    "node_infiniband_rate_bytes_per_second",
+)
 _NO_COUNTER = re.compile(r"^(active|watermark)_|^num_qps_congested$|^current_rate$")  # in use
 _TELLING = re.compile(
     r"err|drop|discard|retr|timeout|nak|cnp|[bf]?ecn|seq|pause|wait|bytes|pkts|packets|recover|event",
@@ -180,10 +189,28 @@ class _Port:
     directory: str
     inode: int  # another one: the device was taken away and came back
     labels: dict[str, str]
+    information: list[Series] = field(default_factory=list)
     counters: list[_Counter] = field(default_factory=list)
-    paths: list[str] = field(default_factory=list)  # of the counters
-    information: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    files: Together = field(default_factory=lambda: Together([]))  # of the counters
+    units: list[float] = field(default_factory=list)  # of each counter
+    ends: list[int] = field(default_factory=list)  # below which each counter counts
     active: bool | None = None
+
+    @property
+    def series(self) -> list[Series]:
+        """In the order in which `RdmaCollector` brings their values."""
+        counters = [(counter.metric, counter.labels) for counter in self.counters]
+        return [*self.information, *((name, self.labels) for name in _STATE), *counters]
+
+    def learn(self, counters: Iterable[_Counter]) -> None:
+        self.counters = list(counters)
+        self.files = Together(counter.path for counter in self.counters)
+        self.units = [float(counter.unit) for counter in self.counters]
+        self.learn_ends()
+
+    def learn_ends(self) -> None:
+        ends = (counter.end for counter in self.counters)
+        self.ends = [BEYOND_COUNTERS if end is None else end for end in ends]
 
 
 class RdmaCollector(Collector):
@@ -195,10 +222,12 @@ class RdmaCollector(Collector):
         self._root = os.path.join(context.sysfs_root, "class", "infiniband")
         self._files = KeptFiles(share=0.6)  # 16 adapters have a thousand files
         self._ports: dict[str, _Port] = {}
+        self._series = blocks.Series([])
         self._look_ns: int | None = None  # of the last look at the directory; None: look now
 
     def collect(self, now_ns: int) -> Collected:
-        samples: list[Sample] = []
+        saturated: list[Sample] = []
+        values: list[float] = []
         events: list[DeviceEvent | CollectorEvent] = []
         if self._is_time_to_look(now_ns):
             self._look_ns = now_ns
@@ -206,10 +235,10 @@ class RdmaCollector(Collector):
         if not self._ports:
             raise CollectorUnavailable(f"no RDMA ports in {self._root}")
         for port in self._ports.values():
-            samples += [Sample(*each, 1.0, now_ns) for each in port.information]
-            samples += self._state(port, events, now_ns)
-            samples += self._counters(port, now_ns)
-        return Collected(samples=samples, events=events)
+            values += [1.0] * len(port.information)
+            values += self._state(port, events, now_ns)
+            values += self._counters(port, saturated, now_ns)
+        return Collected(samples=[Block(self._series, values, now_ns), *saturated], events=events)
 
     def close(self) -> None:
         self._files.close()
@@ -244,6 +273,8 @@ class RdmaCollector(Collector):
         gone = [port for name, port in self._ports.items() if name not in found]
         for port in gone:
             self._files.forget_below(port.directory)
+        if list(found.values()) != list(self._ports.values()):
+            self._series = blocks.Series([row for port in found.values() for row in port.series])
         self._ports = found
         return [
             DeviceEvent(time_ns=now_ns, kind="link_down", device=port.name, detail="device gone")
@@ -257,34 +288,33 @@ class RdmaCollector(Collector):
         """What there is of the device as a whole is told with its first port."""
         labels = {"device": device, "port": number}
         port = _Port(f"{device}/{number}", directory, inode, labels)
+        counters: list[_Counter] = []
         port.information.append(self._port_information(device, number, now_ns))
         classic = os.path.join(directory, "counters")
         for file in _present(classic, _COUNTERS):
             metric, width = _COUNTERS[file]
-            port.counters.append(_classic_counter(classic, file, metric, labels, width))
+            counters.append(_classic_counter(classic, file, metric, labels, width))
         extended = os.path.join(directory, "counters_ext")
         for file in _present(extended, _EXTENDED_COUNTERS):
             metric = _EXTENDED_COUNTERS[file]
-            port.counters.append(_classic_counter(extended, file, metric, labels, None))
+            counters.append(_classic_counter(extended, file, metric, labels, None))
         hardware = os.path.join(directory, "hw_counters")
-        told = {counter.metric for counter in port.counters}
-        port.counters += _hardware_counters(hardware, labels, told)
+        told = {counter.metric for counter in counters}
+        counters += _hardware_counters(hardware, labels, told)
         if is_first:
             port.information.append(self._device_information(device, now_ns))
             # Of efa, and of i40iw, which has no other.
             own = os.path.join(self._root, device, "hw_counters")
-            port.counters += _hardware_counters(own, {"device": device}, known={})
-        port.paths = [counter.path for counter in port.counters]
+            counters += _hardware_counters(own, {"device": device}, known={})
+        port.learn(counters)
         return port
 
-    def _device_information(self, device: str, now_ns: int) -> tuple[str, dict[str, str]]:
+    def _device_information(self, device: str, now_ns: int) -> Series:
         named = {"board_id": "board_id", "firmware_version": "fw_ver", "hca_type": "hca_type"}
         about = {label: self._text(now_ns, device, file) for label, file in named.items()}
         return "node_infiniband_info", {"device": device, **about}
 
-    def _port_information(
-        self, device: str, number: str, now_ns: int
-    ) -> tuple[str, dict[str, str]]:
+    def _port_information(self, device: str, number: str, now_ns: int) -> Series:
         port = (device, "ports", number)
         about = {
             "link_layer": self._text(now_ns, *port, "link_layer"),
@@ -297,15 +327,12 @@ class RdmaCollector(Collector):
 
     def _state(
         self, port: _Port, events: list[DeviceEvent | CollectorEvent], now_ns: int
-    ) -> Iterator[Sample]:
-        state = self._leading_number(f"{port.directory}/state", now_ns)
-        values = {
-            "node_infiniband_state_id": state,
-            "node_infiniband_physical_state_id": self._leading_number(
-                f"{port.directory}/phys_state", now_ns
-            ),
-            "node_infiniband_rate_bytes_per_second": self._rate(port, now_ns),
-        }
+    ) -> tuple[float, ...]:
+        """Of _STATE."""
+        directory, read = port.directory, self._files.read
+        state = leading_number(read(f"{directory}/state", now_ns))
+        physical = leading_number(read(f"{directory}/phys_state", now_ns))
+        rate = rate_bytes(read(f"{directory}/rate", now_ns))
         if state is None:
             self._look_ns = None
         else:
@@ -317,30 +344,31 @@ class RdmaCollector(Collector):
                     DeviceEvent(time_ns=now_ns, kind=kind, device=port.name, detail=detail)
                 )
             port.active = active
-        for name, value in values.items():
-            if value is not None:
-                yield Sample(name, port.labels, value, now_ns)
+        return tuple(math.nan if told is None else told for told in (state, physical, rate))
 
-    def _counters(self, port: _Port, now_ns: int) -> list[Sample]:
-        samples: list[Sample] = []
-        counts = self._files.read_numbers(port.paths, now_ns)
-        for counter, count in zip(port.counters, counts, strict=True):
-            if count is None or not 0 <= count < BEYOND_COUNTERS:
-                continue
-            if counter.end is not None and count > counter.end:  # this adapter's is wider
-                counter.end = next((end for end in _ENDS if end >= count), None)
-            if count == counter.end:
-                labels = {**port.labels, "counter": counter.file}
-                samples.append(Sample("paceline_rdma_counter_saturated", labels, 1.0, now_ns))
-            value = float(count * counter.unit)
-            samples.append(Sample(counter.metric, counter.labels, value, now_ns))
-        return samples
+    def _counters(self, port: _Port, saturated: list[Sample], now_ns: int) -> Iterable[float]:
+        counts = self._files.read_numbers(port.files, now_ns)
+        if None not in counts:
+            there = cast("list[int]", counts)
+            if min(there, default=0) >= 0 and all(map(lt, there, port.ends)):
+                return map(mul, there, port.units)
+        return [
+            math.nan
+            if count is None or not 0 <= count < BEYOND_COUNTERS
+            else self._count(port, counter, count, saturated, now_ns)
+            for counter, count in zip(port.counters, counts, strict=True)
+        ]
 
-    def _leading_number(self, path: str, now_ns: int) -> float | None:
-        return leading_number(self._files.read(path, now_ns))
-
-    def _rate(self, port: _Port, now_ns: int) -> float | None:
-        return rate_bytes(self._files.read(f"{port.directory}/rate", now_ns))
+    def _count(
+        self, port: _Port, counter: _Counter, count: int, saturated: list[Sample], now_ns: int
+    ) -> float:
+        if counter.end is not None and count > counter.end:  # this adapter's is wider
+            counter.end = next((end for end in _ENDS if end >= count), None)
+            port.learn_ends()
+        if count == counter.end:
+            labels = {**port.labels, "counter": counter.file}
+            saturated.append(Sample("paceline_rdma_counter_saturated", labels, 1.0, now_ns))
+        return float(count * counter.unit)
 
 
 @lru_cache(maxsize=64)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from paceline_agent.blocks import Block, Recurring
 from paceline_agent.nvml.driver import GONE, UNSUPPORTED, pynvml
 from paceline_agent.nvml.fields import Answer, Fields
-from paceline_wire.batch import DeviceEvent, GpuInfo, Sample
+from paceline_wire.batch import DeviceEvent, GpuInfo
 
 
 class Value(NamedTuple):
@@ -48,7 +49,8 @@ class Gpu:
     last_xid: int | None = None
     xid_counts: dict[int, int] = field(default_factory=dict)
     rank_bytes: dict[int, int] = field(default_factory=dict)  # memory that ranks use, by their pid
-    _labels_with: dict[object, dict[str, str]] = field(default_factory=dict)
+    recurring: Recurring = field(default_factory=Recurring)  # of each sweep
+    lasting: Recurring = field(default_factory=Recurring)
 
     def name(self, info: GpuInfo, hostname: str) -> None:
         if self.info is not None and self.info.uuid != info.uuid:  # numbered anew
@@ -64,7 +66,6 @@ class Gpu:
             "modelName": info.name,
             "Hostname": hostname,
         }
-        self._labels_with.clear()
 
     def begin(self) -> None:
         self.answered = False
@@ -103,21 +104,19 @@ class Gpu:
         self.links = None
         self.activity = None
 
-    def samples(self, values: Iterable[Value | Answer], now_ns: int) -> list[Sample]:
-        labels = self.labels
-        return [
-            Sample(name, labels if extra is None else self._with(extra), float(number), now_ns)
-            for name, number, extra, *_ in values
-        ]
+    def block(self, recurring: Recurring, values: Sequence[Value | Answer], now_ns: int) -> Block:
+        names, extras = [value[0] for value in values], [value[2] for value in values]
+        return recurring.block(
+            (names, extras, self.labels),
+            lambda: list(zip(names, map(self._with, extras), strict=True)),
+            [float(value[1]) for value in values],
+            now_ns,
+        )
 
-    def _with(self, extra: tuple[tuple[str, str], ...]) -> dict[str, str]:
-        labels = self._labels_with.get(extra)
-        if labels is None:
-            if len(self._labels_with) > 4096:  # processes come and go
-                self._labels_with.clear()
-            own = {name: self.labels[name] for name in ("gpu", "UUID")}
-            labels = self._labels_with[extra] = own | dict(extra)
-        return labels
+    def _with(self, extra: tuple[tuple[str, str], ...] | None) -> dict[str, str]:
+        if extra is None:
+            return self.labels
+        return {"gpu": self.labels["gpu"], "UUID": self.labels["UUID"], **dict(extra)}
 
     def event(self, kind: str, detail: str, now_ns: int) -> DeviceEvent:
         return DeviceEvent(time_ns=now_ns, kind=kind, device=f"gpu{self.index}", detail=detail)

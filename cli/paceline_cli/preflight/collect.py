@@ -59,7 +59,7 @@ def _sweep(context: Context) -> list[Sample]:
         collector = kind(context)
         try:
             collected = collector.collect(time.time_ns())
-            samples += [*collected.samples, *(collected.lasting or ())]
+            samples += collected.everything()
         except CollectorUnavailable:
             pass  # told by what is missing
         finally:

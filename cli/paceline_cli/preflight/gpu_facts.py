@@ -99,7 +99,7 @@ def read(sysfs_root: Path) -> GpuFacts:
     except CollectorUnavailable as error:
         return GpuFacts(absence=str(error))
     # Not closed: that would pull the driver away from below a call that hangs in it.
-    return from_samples([*collected.samples, *(collected.lasting or ())], sysfs_root)
+    return from_samples(collected.everything(), sysfs_root)
 
 
 def from_samples(samples: list[Sample], sysfs_root: Path) -> GpuFacts:

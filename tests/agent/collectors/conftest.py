@@ -77,7 +77,7 @@ def series() -> Series:
 
     def of(collected: Collected) -> dict[str, float]:
         found = {}
-        samples = [*collected.samples, *(collected.lasting or ())]
+        samples = collected.everything()
         for sample in samples:
             labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
             found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value

@@ -114,7 +114,7 @@ def collectors():
 
 def check(collector) -> int:
     try:
-        samples = collector.collect(1).samples
+        samples = collector.collect(1).everything()
     except CollectorUnavailable:
         return 0
     assert all(math.isfinite(sample.value) for sample in samples)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from paceline_agent import catalogue
+from paceline_agent.blocks import count, each
 from paceline_agent.collectors.contract import CollectorUnavailable, LocalRank
 from paceline_agent.collectors.nvml import NvmlCollector
 from paceline_agent.lanes import ProcessLane, WorkerDied
@@ -65,7 +66,7 @@ async def test_a_healthy_gpu_in_the_units_of_dcgm(lane, gpus, series):
     for metric, value in expected.items():
         assert of_gpu(found, metric, 1) == [value], metric
     assert [gpu.index for gpu in collected.gpus or []] == [0, 1]
-    labels = next(s.labels for s in collected.samples if s.name == "DCGM_FI_DEV_SM_CLOCK")
+    labels = next(s.labels for s in collected.everything() if s.name == "DCGM_FI_DEV_SM_CLOCK")
     assert labels["Hostname"] == "node-0"
     assert labels["device"] == "nvidia0"
     assert {"gpu", "UUID", "pci_bus_id", "modelName"} <= labels.keys()
@@ -151,7 +152,7 @@ async def test_a_gpu_of_another_container_is_not_lost(lane, gpus, series):
     for sweep in (1, 2):
         collected = await lane.collect(sweep * SECOND_NS)
         assert collected.events == []
-        assert {sample.labels["gpu"] for sample in collected.samples} == {"1"}
+        assert {sample.labels["gpu"] for sample in each(collected.samples)} == {"1"}
     assert [gpu.index for gpu in collected.gpus or []] == [1]
     assert gpus.get(0, "refused") == 1
 
@@ -441,10 +442,11 @@ async def test_the_gpu_of_a_rank_is_where_it_has_most_memory(context, gpus, writ
 
 async def test_what_hardly_changes_is_read_every_ten_seconds(lane, gpus):
     first = await lane.collect(SECOND_NS)
-    assert len(first.lasting or ()) > 2 * 100
+    assert count(first.lasting or ()) > 2 * 100
     for second in range(2, 11):
         assert (await lane.collect(second * SECOND_NS)).lasting is None
-    assert len((await lane.collect(11 * SECOND_NS)).lasting or ()) >= len(first.lasting or ())
+    later = await lane.collect(11 * SECOND_NS)
+    assert count(later.lasting or ()) >= count(first.lasting or ())
     assert (await lane.collect(3 * SECOND_NS)).lasting is None
     back_an_hour = await lane.collect(-3600 * SECOND_NS)
     assert back_an_hour.lasting is not None, "a clock that was set back stops nothing"
@@ -457,7 +459,7 @@ async def test_every_series_is_described(lane, gpus):
     gpus.set(0, xid=13)
     collected = await lane.collect(20 * SECOND_NS)
     known = catalogue.load()
-    names = {sample.name for sample in [*collected.samples, *(collected.lasting or ())]}
+    names = {sample.name for sample in collected.everything()}
     assert len(names) > 70
     assert {name for name in names if known.describe(name).text == catalogue.UNLISTED} == set()
 

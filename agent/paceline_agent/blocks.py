@@ -1,0 +1,146 @@
+"""Samples as columns: a collector brings the same series call after call, only values change.
+
+A block is a hundred samples for the price of a few: its series are told once to whoever is in
+another process, and packed once for all batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+
+from paceline_wire import batch as wire
+from paceline_wire.batch import Sample, SampleBlock, pack_series, pack_values
+
+
+class Series:
+    """Names and labels of the values of a block. Nobody changes the labels."""
+
+    __slots__ = ("_rows", "packed")
+
+    def __init__(self, rows: Sequence[wire.Series]) -> None:
+        self._rows: Sequence[wire.Series] | None = rows
+        self.packed = pack_series(rows)
+
+    @classmethod
+    def from_packed(cls, packed: bytes) -> Series:
+        """Unpacked once somebody asks for the rows."""
+        series = cls.__new__(cls)
+        series._rows, series.packed = None, msgspec.Raw(packed)
+        return series
+
+    @property
+    def rows(self) -> Sequence[wire.Series]:
+        if self._rows is None:
+            self._rows = wire.unpack_series(self.packed)
+        return self._rows
+
+
+class Block:
+    """A value of each of the series; one that is not finite is one that is not there."""
+
+    __slots__ = ("_count", "series", "time_ns", "values")
+
+    def __init__(self, series: Series, values: Sequence[float], time_ns: int) -> None:
+        self.series = series
+        self.values = values
+        self.time_ns = time_ns
+        self._count = sum(map(math.isfinite, values))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def samples(self) -> Iterator[Sample]:
+        for (name, labels), value in zip(self.series.rows, self.values, strict=True):
+            if math.isfinite(value):
+                yield Sample(name, labels, value, self.time_ns)
+
+    def packed(self) -> SampleBlock:
+        values = self.values
+        if self._count < len(values):
+            values = [value if math.isfinite(value) else math.nan for value in values]
+        return SampleBlock(self.series.packed, pack_values(values), self.time_ns)
+
+
+class Recurring:
+    """Makes blocks whose series are, as a rule, those of the time before."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._series = Series([])
+
+    def block(
+        self,
+        key: object,
+        rows: Callable[[], Sequence[wire.Series]],
+        values: Sequence[float],
+        time_ns: int,
+    ) -> Block:
+        """`rows` is called where `key` is not equal to that of the time before."""
+        if key != self._key:
+            self._key, self._series = key, Series(rows())
+        return Block(self._series, values, time_ns)
+
+
+def each(samples: Iterable[Sample | Block]) -> Iterator[Sample]:
+    for one in samples:
+        if isinstance(one, Block):
+            yield from one.samples()
+        else:
+            yield one
+
+
+def count(samples: Iterable[Sample | Block]) -> int:
+    return sum(len(one) if isinstance(one, Block) else 1 for one in samples)
+
+
+class Columns(msgspec.Struct, array_like=True):
+    """A block on its way to another process of this machine."""
+
+    series: bytes  # packed; empty: those of the block in this place the time before
+    values: bytes
+    time_ns: int
+
+
+class ColumnWriter:
+    """Blocks that have the same `Series` as before are told without it."""
+
+    def __init__(self) -> None:
+        self._told: list[Series] = []
+
+    def write(self, blocks: Sequence[Block]) -> list[Columns]:
+        before: list[Series | None] = [*self._told, *[None] * len(blocks)]
+        self._told = [block.series for block in blocks]
+        return [
+            Columns(
+                b"" if block.series is told else bytes(block.series.packed),
+                pack_values(block.values),
+                block.time_ns,
+            )
+            for block, told in zip(blocks, before, strict=False)
+        ]
+
+
+class ColumnReader:
+    def __init__(self) -> None:
+        self._known: list[Series] = []
+
+    def read(self, columns: Sequence[Columns]) -> list[Block]:
+        """Raises ValueError if blocks were missed in between."""
+        known = self._known
+        self._known = [
+            Series.from_packed(told.series) if told.series else _known(known, place)
+            for place, told in enumerate(columns)
+        ]
+        return [
+            Block(series, wire.unpack_values(told.values), told.time_ns)
+            for series, told in zip(self._known, columns, strict=True)
+        ]
+
+
+def _known(known: list[Series], place: int) -> Series:
+    if place >= len(known):
+        raise ValueError(f"the series of block {place} were never told")
+    return known[place]
