@@ -17,14 +17,22 @@ from time import process_time_ns
 
 from benchmarks.harness import Result
 from paceline.recorder import Recorder
-from paceline_wire.batch import Batch, Sample, SpanBlock, decode, encode
+from paceline_wire.batch import (
+    Batch,
+    SampleBlock,
+    SpanBlock,
+    decode,
+    encode,
+    pack_series,
+    pack_values,
+)
 from paceline_wire.ring import Identity, RingReader, create
 from paceline_wire.spans import NONE_16, NONE_32, RECORD, RECORD_BYTES, Op, from_columns, to_columns
 from paceline_wire.topology import Coordinates, Topology
 
 RANKS = 8
 RECORDS = 5000 // RANKS * RANKS
-SAMPLES = 3200
+SAMPLES, SERIES = 3200, 320
 REPEATS = 15
 
 
@@ -99,7 +107,11 @@ def _to_json(batch: Batch) -> bytes:
         for records in (from_columns(block.columns) for block in batch.spans)
         for offset in range(0, len(records), RECORD_BYTES)
     ]
-    samples = [[one.name, one.labels, one.value, one.time_ns] for one in batch.samples]
+    samples = [
+        [one.name, one.labels, one.value, one.time_ns]
+        for block in batch.blocks
+        for one in block.samples()
+    ]
     return json.dumps({"spans": spans, "samples": samples}, separators=(",", ":")).encode()
 
 
@@ -111,16 +123,22 @@ def _batch() -> Batch:
         sequence=1,
         packed_ns=0,
         spans=[_spans(rank, seed) for rank in range(RANKS)],
-        samples=[
-            Sample(
-                f"DCGM_FI_DEV_{number % 40}",
-                {"gpu": str(number % 8), "UUID": f"GPU-{number % 8:032d}"},
-                float(seed.randrange(1000)),
-                1_700_000_000_000_000_000 + number // 320 * 1_000_000_000,
-            )
-            for number in range(SAMPLES)
-        ],
+        blocks=[_samples(sweep, seed) for sweep in range(SAMPLES // SERIES)],
     )
+
+
+def _samples(sweep: int, seed: random.Random) -> SampleBlock:
+    """Forty metrics of eight GPUs."""
+    series = [
+        (
+            f"DCGM_FI_DEV_{number % 40}",
+            {"gpu": str(number % 8), "UUID": f"GPU-{number % 8:032d}"},
+        )
+        for number in range(SERIES)
+    ]
+    values = [float(seed.randrange(1000)) for _ in series]
+    at_ns = 1_700_000_000_000_000_000 + sweep * 1_000_000_000
+    return SampleBlock(pack_series(series), pack_values(values), at_ns)
 
 
 def _spans(rank: int, seed: random.Random) -> SpanBlock:

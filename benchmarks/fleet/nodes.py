@@ -16,7 +16,7 @@ from paceline_wire.batch import (
     RankDefined,
     RankStarted,
     RankState,
-    Sample,
+    SampleBlock,
     SpanBlock,
 )
 from paceline_wire.ring import Frame, GroupDefinition, GroupProgress, Identity, StateView
@@ -33,6 +33,10 @@ _GPU_METRICS = (
     ("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", 0.0),
     ("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 0.0),
     ("DCGM_FI_DEV_POWER_VIOLATION", 0.0),
+)
+_GPU_VALUES = wire.pack_values([value for _ in range(RANKS_PER_NODE) for _, value in _GPU_METRICS])
+_GPU_SERIES = wire.pack_series(
+    [(name, {"gpu": str(gpu)}) for gpu in range(RANKS_PER_NODE) for name, _ in _GPU_METRICS]
 )
 
 
@@ -82,12 +86,8 @@ class Node:
             gpus=gpus,
         )
 
-    def samples(self, at: float) -> list[Sample]:
-        return [
-            Sample(name, {"gpu": str(gpu)}, value, int(at * 1e9))
-            for gpu in range(RANKS_PER_NODE)
-            for name, value in _GPU_METRICS
-        ]
+    def samples(self, at: float) -> list[SampleBlock]:
+        return [SampleBlock(_GPU_SERIES, _GPU_VALUES, int(at * 1e9))]
 
 
 @dataclass

@@ -148,7 +148,7 @@ class _Planner:
             step if blocks else _NO_STEP,
             events=[self._ranks[number].state(due, done, now_ns) for number in node.ranks],
             spans=blocks,
-            samples=node.samples(due),
+            blocks=node.samples(due),
         )
 
     def _put(
