@@ -38,7 +38,7 @@ from paceline_wire.commands import StartRanks
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.25
-IDLE_POLL_SECONDS = 0.5  # while no rank runs here
+IDLE_POLL_SECONDS = 1.0  # while no rank runs here: with the tick of the collectors
 PAUSE_SECONDS = 1.0  # after a part of the agent broke
 HOUSEKEEPING_SECONDS = 10.0
 RANKS_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL of the ranks of a draining node

@@ -41,13 +41,31 @@ class Series:
 class Block:
     """A value of each of the series; one that is not finite is one that is not there."""
 
-    __slots__ = ("_count", "series", "time_ns", "values")
+    __slots__ = ("_count", "_values", "packed", "series", "time_ns")
 
     def __init__(self, series: Series, values: Sequence[float], time_ns: int) -> None:
         self.series = series
-        self.values = values
         self.time_ns = time_ns
+        self._values: Sequence[float] | None = values
         self._count = sum(map(math.isfinite, values))
+        if self._count < len(values):
+            values = [value if math.isfinite(value) else math.nan for value in values]
+        self.packed = SampleBlock(series.packed, pack_values(values), time_ns)
+
+    @classmethod
+    def from_packed(cls, series: Series, values: bytes, count: int, time_ns: int) -> Block:
+        """Unpacked once somebody asks for the values."""
+        block = cls.__new__(cls)
+        block.series, block.time_ns = series, time_ns
+        block._values, block._count = None, count
+        block.packed = SampleBlock(series.packed, values, time_ns)
+        return block
+
+    @property
+    def values(self) -> Sequence[float]:
+        if self._values is None:
+            self._values = wire.unpack_values(self.packed.values)
+        return self._values
 
     def __len__(self) -> int:
         return self._count
@@ -56,12 +74,6 @@ class Block:
         for (name, labels), value in zip(self.series.rows, self.values, strict=True):
             if math.isfinite(value):
                 yield Sample(name, labels, value, self.time_ns)
-
-    def packed(self) -> SampleBlock:
-        values = self.values
-        if self._count < len(values):
-            values = [value if math.isfinite(value) else math.nan for value in values]
-        return SampleBlock(self.series.packed, pack_values(values), self.time_ns)
 
 
 class Recurring:
@@ -101,6 +113,7 @@ class Columns(msgspec.Struct, array_like=True):
 
     series: bytes  # packed; empty: those of the block in this place the time before
     values: bytes
+    count: int  # of those that are there
     time_ns: int
 
 
@@ -116,7 +129,8 @@ class ColumnWriter:
         return [
             Columns(
                 b"" if block.series is told else bytes(block.series.packed),
-                pack_values(block.values),
+                block.packed.values,
+                len(block),
                 block.time_ns,
             )
             for block, told in zip(blocks, before, strict=False)
@@ -135,7 +149,7 @@ class ColumnReader:
             for place, told in enumerate(columns)
         ]
         return [
-            Block(series, wire.unpack_values(told.values), told.time_ns)
+            Block.from_packed(series, told.values, told.count, told.time_ns)
             for series, told in zip(self._known, columns, strict=True)
         ]
 

@@ -62,6 +62,7 @@ class Answered(msgspec.Struct, tag="answered"):
     lasting_blocks: list[Columns]
     events: list[DeviceEvent | CollectorEvent]
     gpus: list[GpuInfo] | None
+    same_gpus: bool  # as in the answer before
     gpu_of_pid: dict[int, int] | None
     more: bool
 
@@ -86,11 +87,14 @@ class Answers:
 
     def __init__(self) -> None:
         self._blocks, self._lasting = ColumnReader(), ColumnReader()
+        self._gpus: list[GpuInfo] | None = None
 
     def decode(self, payload: memoryview) -> Collected | Unavailable | Failed:
         answer = _answer_decoder.decode(payload)
         if not isinstance(answer, Answered):
             return answer
+        if not answer.same_gpus:
+            self._gpus = answer.gpus
         lasting: list[Sample | Block] | None = None
         if answer.lasting is not None:
             lasting = [*answer.lasting, *self._lasting.read(answer.lasting_blocks)]
@@ -98,7 +102,7 @@ class Answers:
             samples=[*answer.samples, *self._blocks.read(answer.blocks)],
             lasting=lasting,
             events=answer.events,
-            gpus=answer.gpus,
+            gpus=self._gpus,
             gpu_of_pid=answer.gpu_of_pid,
             more=answer.more,
         )
@@ -109,8 +113,11 @@ class _Answering:
 
     def __init__(self) -> None:
         self._blocks, self._lasting = ColumnWriter(), ColumnWriter()
+        self._gpus: list[GpuInfo] | None = None
 
     def answered(self, collected: Collected) -> Answered:
+        before, self._gpus = self._gpus, collected.gpus
+        is_same = collected.gpus == before
         samples, blocks = _parted(collected.samples)
         lasting, lasting_blocks = _parted(collected.lasting or [])
         return Answered(
@@ -119,7 +126,8 @@ class _Answering:
             lasting=None if collected.lasting is None else lasting,
             lasting_blocks=[] if collected.lasting is None else self._lasting.write(lasting_blocks),
             events=collected.events,
-            gpus=collected.gpus,
+            gpus=None if is_same else collected.gpus,
+            same_gpus=is_same,
             gpu_of_pid=collected.gpu_of_pid,
             more=collected.more,
         )

@@ -12,7 +12,7 @@ from paceline_agent.collectors.contract import Collected
 from paceline_agent.gpus import Gpus
 from paceline_agent.outbox import Outbox
 from paceline_agent.settings import AgentSettings
-from paceline_wire.batch import AgentHello, CollectorEvent
+from paceline_wire.batch import AgentHello, CollectorEvent, GpuInfo
 from paceline_wire.commands import StartRanks
 
 INVENTORY_SECONDS = 5.0
@@ -56,6 +56,7 @@ class Greeter:
         self._outbox = outbox
         self._gpus = Gpus()
         self._greeted = False
+        self._learnt: list[GpuInfo] | None = None  # of the call before
         self._inventory_known = asyncio.Event()
         self._port = RendezvousPort()
 
@@ -92,6 +93,9 @@ class Greeter:
             for event in collected.events
         ):
             return
+        if collected.gpus is not None and collected.gpus is self._learnt:
+            return
+        self._learnt = collected.gpus
         before = self._gpus.all
         self._outbox.put_events(self._gpus.learn(collected, timeline_ns()))
         if self._gpus.all != before and self._greeted:

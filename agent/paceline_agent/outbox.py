@@ -89,8 +89,8 @@ class Outbox:
         """A value that is not finite is left out: the server would refuse the whole batch."""
         for one in samples:
             if isinstance(one, Block):
-                self._blocks.append(one.packed())
-                self._values += len(one.values)
+                self._blocks.append(one.packed)
+                self._values += one.packed.count
             elif math.isfinite(one.value):
                 self._samples.append(one)
                 self._values += 1

@@ -36,7 +36,7 @@ def test_a_value_that_is_not_finite_is_one_that_is_not_there() -> None:
     assert len(block) == count([block]) == 1
     assert list(each([block])) == there
     batch = Batch(agent_id="node-0", boot_id="boot", sequence=0, packed_ns=1)
-    batch = msgspec.structs.replace(batch, samples=there, blocks=[block.packed(), block.packed()])
+    batch = msgspec.structs.replace(batch, samples=there, blocks=[block.packed, block.packed])
     assert decode(encode(batch)).samples == 3 * there
 
 
