@@ -2,7 +2,7 @@
 
 A node is judged by its best pair: one that is slow in all of its pairs is slow itself, and a slow
 pair of two nodes that are fast with others is the way between them. Nothing is compared with a
-data sheet, so what is equally slow everywhere passes here; the figures are in the evidence.
+data sheet, but for the usual pair: far below what the nodes' ports carry, all may be slow alike.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from dataclasses import dataclass
 
 from paceline_cli.preflight.facts import NodeFacts
 from paceline_cli.preflight.plan import Compute, Exchange, Failed, Result, Transport, of_kind
+from paceline_cli.preflight.traffic import traffic_interface
 from paceline_cli.preflight.verdict import Check, Status, faults, listing, skipped
 
 _GIGA, _TERA = 1e9, 1e12
 _IB_ACTIVE = 4  # ib_verbs.h
 _LATENCY_RATIO, _LATENCY_MORE_SECONDS = 3.0, 100e-6
 _SCALE_KEEPS = 0.5  # of the bus bandwidth of two nodes
+# What the usual pair brings at least, of the port's rate. A stream over sockets is bound by a core.
+_RDMA_SHARE, _SOCKETS_SHARE, _SOCKETS_BYTES_PER_SECOND = 0.3, 0.2, 1.25e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ def checks(results: Sequence[Result], nodes: Sequence[NodeFacts], backend: str) 
         yield _outliers("all-reduce within a node", speeds, tolerance, "look at NVLink and PCIe")
     pairs = of_kind(results, "pair")
     if len(nodes) > 1:
-        yield from _pairs(pairs, tolerance)
+        yield from _pairs(pairs, tolerance, _floor(nodes, backend))
         yield _scale(pairs, of_kind(results, "scale"))
     if backend == "nccl":
         yield _transport([each for each in results if isinstance(each, Transport)], nodes)
@@ -111,7 +114,25 @@ def _outliers(
     )
 
 
-def _pairs(pairs: Sequence[Exchange], tolerance: Tolerance) -> Iterator[Check]:
+def _floor(nodes: Sequence[NodeFacts], backend: str) -> float | None:
+    """Bytes per second that the usual pair of nodes ought to bring; None: no port's rate is known.
+
+    Ports that stand out are named elsewhere: here counts what most nodes have.
+    """
+    if backend == "nccl":
+        rates = [
+            max((port.rate_bits_per_second or 0.0 for port in node.rdma_ports), default=0.0) / 8
+            for node in nodes
+        ]
+        if rate := statistics.median_high(rates):
+            return _RDMA_SHARE * rate
+    used = (traffic_interface(node, nodes) for node in nodes)
+    rates = [(port.speed_bits_per_second or 0.0) / 8 if port else 0.0 for port in used]
+    rate = min(statistics.median_high(rates), _SOCKETS_BYTES_PER_SECOND)
+    return _SOCKETS_SHARE * rate or None
+
+
+def _pairs(pairs: Sequence[Exchange], tolerance: Tolerance, floor: float | None) -> Iterator[Check]:
     speeds = {
         (each.nodes[0], each.nodes[1]): each.bus_bytes_per_second
         for each in pairs
@@ -122,15 +143,30 @@ def _pairs(pairs: Sequence[Exchange], tolerance: Tolerance) -> Iterator[Check]:
         yield skipped("node pairs", "no pair could be measured")
         return
     best = best_of_nodes(speeds)
+    yield _usual(best, floor)
     if len(best) == 2:
-        (speed,) = speeds.values()
-        why = f"{speed / _GIGA:.3g} GB/s; with two nodes there is nothing to compare it with"
-        yield Check(name="node pairs", status="pass", evidence=why)
         return
     fix = "look at the node's NIC, cable and switch port, and for a rate limit (tc qdisc)"
     yield _outliers("node pairs: slow nodes", best, tolerance, fix)
     yield _slow_links(speeds, best, tolerance)
     yield _latencies(pairs)
+
+
+def _usual(best: Mapping[str, float], floor: float | None) -> Check:
+    """With two nodes, or where all are slow, none stands out."""
+    usual = statistics.median_high(best.values())
+    evidence = f"{usual / _GIGA:.3g} GB/s"
+    if len(best) == 2:
+        evidence += "; of two nodes none can be told from the other"
+    if floor is None or usual >= floor:
+        return Check(name="node pairs: usual speed", status="pass", evidence=evidence)
+    return Check(
+        name="node pairs: usual speed",
+        status="warn",
+        evidence=f"{evidence}; by the ports' rate at least {floor / _GIGA:.3g} GB/s",
+        fix="look for a rate limit (tc qdisc), a shared or failed switch port, CPUs that are busy",
+        nodes=sorted(best),
+    )
 
 
 def best_of_nodes(speeds: Mapping[tuple[str, str], float]) -> dict[str, float]:
@@ -155,7 +191,12 @@ def _reached(pairs: Sequence[Exchange], measured: set[tuple[str, str]]) -> Check
         else:
             found.setdefault(f"{one} - {other}", [f"do not reach each other: {error}"])
     fix = "look at firewalls, routes and NCCL_SOCKET_IFNAME"
-    check = faults("nodes reach each other", found, fix, f"{len(measured)} pairs do")
+    check = faults(
+        "nodes reach each other",
+        found,
+        fix,
+        "1 pair does" if len(measured) == 1 else f"{len(measured)} pairs do",
+    )
     named = [node for each in check.nodes for node in each.split(" - ")]
     return Check(
         name=check.name,

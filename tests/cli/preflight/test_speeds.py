@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from paceline_cli.preflight.facts import NodeFacts
+from paceline_cli.preflight.facts import Interface, NodeFacts, RdmaPort
 from paceline_cli.preflight.plan import (
     Compute,
     Exchange,
@@ -44,6 +44,49 @@ def pairs(speed_of: dict[frozenset[str], float | None]) -> list[Result]:
 def judged(results: list[Result]) -> dict[str, Check]:
     nodes = [NodeFacts(node=name, hostname=name, time_ns=0) for name in NODES]
     return {check.name: check for check in checks(results, nodes, "nccl")}
+
+
+def usual_of(speed: float, ports: list[RdmaPort | Interface], backend: str) -> Check:
+    nodes = [
+        NodeFacts(
+            node=name,
+            hostname=name,
+            time_ns=0,
+            rdma_ports=[port for port in ports if isinstance(port, RdmaPort)],
+            interfaces=[port for port in ports if isinstance(port, Interface)],
+        )
+        for name in NODES
+    ]
+    even = pairs({frozenset(pair): speed for pair in combinations(NODES, 2)})
+    found = {check.name: check for check in checks(even, nodes, backend)}
+    assert found["node pairs: slow nodes"].status == "pass"
+    return found["node pairs: usual speed"]
+
+
+NDR = RdmaPort(device="mlx5_0", port="1", state=4, rate_bits_per_second=400e9)
+FAST = Interface(name="eth0", up=True, speed_bits_per_second=100e9, addresses=["10.0.0.1/24"])
+SLOW = Interface(name="eth0", up=True, speed_bits_per_second=1e9, addresses=["10.0.0.1/24"])
+MUTE = Interface(name="eth0", up=True, addresses=["10.0.0.1/24"])
+
+
+@pytest.mark.parametrize(
+    ("speed", "ports", "backend", "status"),
+    [
+        (45e9, [NDR, FAST], "nccl", "pass"),
+        (12e9, [NDR, FAST], "nccl", "warn"),
+        (12e9, [FAST], "nccl", "pass"),
+        (2e9, [NDR, FAST], "gloo", "pass"),
+        (0.2e9, [FAST], "gloo", "warn"),
+        (0.1e9, [SLOW], "gloo", "pass"),
+        (0.01e9, [SLOW], "gloo", "warn"),
+        (0.01e9, [MUTE], "gloo", "pass"),
+        (0.01e9, [], "gloo", "pass"),
+    ],
+)
+def test_where_all_are_slow_alike_the_ports_tell(
+    speed: float, ports: list[RdmaPort | Interface], backend: str, status: str
+) -> None:
+    assert usual_of(speed, ports, backend).status == status
 
 
 def with_all_others(node: str, speed: float | None) -> dict[frozenset[str], float | None]:
