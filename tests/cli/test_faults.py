@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,14 @@ def test_a_wrong_fault_says_what_was_expected(text: str, message: str) -> None:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made = Cluster(3, 0)
     made.nodes = [Node(number, tmp_path / str(number)) for number in range(3)]
     for node in made.nodes:
         node.directory.mkdir()
-    return made
+    yield made
+    made.close()
+    made.remove_logs()
 
 
 def ranks(pid: int = 1) -> list[dict[str, Any]]:

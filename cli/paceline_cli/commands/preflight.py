@@ -83,7 +83,7 @@ def preflight(
         if files:
             found = survey.from_files(files)
         else:
-            _tell(f"asking {nodes or launcher or 'this node'} for the facts")
+            _tell(f"gathering facts: {nodes or launcher or 'this node'}")
             found = survey.ask(reach, [*start, *_facts(checkpoint)], commands, 2 * patience + 60)
         measured: list[Result] = []
         checks = [*found.checks(), *(all_checks(found.nodes) if found.nodes else ())]

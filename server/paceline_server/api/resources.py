@@ -56,6 +56,7 @@ def job(session: Session, row: models.Job) -> schemas.Job:
         topology=topology(row.topology),
         requested_topology=topology(row.spec.topology),
         mode=row.policy.mode,
+        watched=row.watched,
         created_at=time_of(row.created_ns),
         started_at=optional_time(row.started_ns),
         finished_at=optional_time(row.finished_ns),

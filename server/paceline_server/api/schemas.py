@@ -70,6 +70,7 @@ class Job(Resource):
     topology: TopologyModel
     requested_topology: TopologyModel
     mode: str
+    watched: bool  # started elsewhere (torchrun, Slurm): it is looked at, never acted on
     created_at: datetime
     started_at: datetime | None  # first step
     finished_at: datetime | None

@@ -41,6 +41,7 @@ def decide(
     draft = Draft(view, policy, now_ns, next_command_id, new_id)
     if not draft.ended:
         _end_if_finished(draft)
+        _end_if_superseded(draft)
         group(draft, findings)
         ask_for_stacks(draft)
         ask_for_dumps(draft)
@@ -75,6 +76,14 @@ def _end_if_finished(draft: Draft) -> None:
     for incident in draft.incidents():
         resolve(draft, incident, "The job has finished.")
     draft.change_state("finished", "All ranks came to their end.")
+
+
+def _end_if_superseded(draft: Draft) -> None:
+    """Of ranks whose node is lost nobody tells the end."""
+    if draft.view.is_superseded and not draft.ended:
+        for incident in draft.incidents():
+            resolve(draft, incident, "A later generation was started.")
+        draft.change_state("failed", "A later generation was started elsewhere.")
 
 
 def _end_if_dead(draft: Draft) -> None:

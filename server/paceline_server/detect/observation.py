@@ -84,7 +84,10 @@ class LiveRank:
 
     @property
     def apparently_frozen_seconds(self) -> float:
-        """Since the newest time on the page, but no longer than since a report that differed."""
+        """Since the newest time on the page, but no longer than since a report that differed.
+
+        A page without any (no step was begun) tells only what was seen of it.
+        """
         if self.state is None:
             return 0.0
         view, offset_ns = self.state.view, self.state.clock_offset_ns
@@ -92,6 +95,8 @@ class LiveRank:
         times += [frame.start_ns for frame in view.frames]
         times += [group.entered_ns for group in view.groups]
         times += [peer.entered_ns for peer in view.peers]
+        if not any(times):
+            return self.surely_frozen_seconds
         since_ns = max(max(times) + offset_ns, self.changing_until_ns or 0)
         age = (self.state.time_ns - since_ns) / 1e9
         return max(age, self.surely_frozen_seconds, 0.0)

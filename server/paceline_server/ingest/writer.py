@@ -21,12 +21,12 @@ from sqlalchemy.orm import Session
 from paceline_server.ingest.errors import BusyError, IngestError, UnavailableError, UnstorableError
 from paceline_server.ingest.nodes import hear
 from paceline_server.metrics import ServingMetrics
-from paceline_server.store import rank_evidence
+from paceline_server.store import attachments, rank_evidence
 from paceline_server.store.commands import finish_command
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.log import Entry, append_all
 from paceline_server.store.wake import Wakes
-from paceline_wire.batch import Batch, CommandResult, RankDump, RankStacks
+from paceline_wire.batch import Batch, CommandResult, RankAttached, RankDump, RankStacks
 
 _log = logging.getLogger(__name__)
 Status = Literal["stored", "duplicate"]
@@ -153,6 +153,8 @@ def _store(session: Session, group: list[Arrival]) -> list[Status]:
                 finish_command(session, entry.batch.agent_id, event, entry.received_ns)
             elif isinstance(event, RankStacks | RankDump):
                 rank_evidence.keep(session, entry.batch.agent_id, event, entry.received_ns)
+            elif isinstance(event, RankAttached):
+                attachments.keep(session, entry.batch.agent_id, event, entry.received_ns)
     return ["stored" if is_new else "duplicate" for is_new in stored]
 
 

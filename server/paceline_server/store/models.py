@@ -28,6 +28,7 @@ from paceline_server.decide.types import ActionView, IncidentView, JobSpec, Poli
 from paceline_server.engine.types import Placement
 from paceline_server.steps.types import Ledger, StepSummary
 from paceline_wire.batch import AgentHello, RankDump, RankStacks
+from paceline_wire.ring import Identity
 from paceline_wire.topology import Topology
 
 
@@ -166,6 +167,7 @@ class Job(Base):
     created_ns: Mapped[int]
     started_ns: Mapped[int | None]
     finished_ns: Mapped[int | None]
+    watched: Mapped[bool] = mapped_column(default=False)  # somebody else starts and stops it
     stop_requested: Mapped[bool]  # written by the API
     cursor: Mapped[int]  # the last id of the hot log that this row reflects
     ticked_ns: Mapped[int | None]  # when it did
@@ -234,6 +236,22 @@ class Rank(Base):
     exit_code: Mapped[int | None]
     signal: Mapped[int | None]
     commanded: Mapped[bool]
+
+
+class Attachment(Base):
+    """A rank that an agent found running. Ingest writes it, `placed` a worker."""
+
+    __tablename__ = "attachments"
+
+    job_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    generation: Mapped[int] = mapped_column(primary_key=True)
+    rank: Mapped[int] = mapped_column(primary_key=True)
+    agent_id: Mapped[str] = mapped_column(String(128))
+    pid: Mapped[int]
+    world_size: Mapped[int]
+    received_ns: Mapped[int]
+    placed: Mapped[bool]  # its generation was taken up
+    identity: Mapped[Identity] = mapped_column(StructColumn(Identity))
 
 
 class RankEvidence(Base):

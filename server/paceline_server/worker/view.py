@@ -18,6 +18,7 @@ from paceline_server.decide.types import (
     RankView,
     Restarted,
 )
+from paceline_server.store import attachments
 from paceline_server.store.log import read_log_part
 from paceline_server.store.models import (
     Acknowledgement,
@@ -46,6 +47,7 @@ class Known:
     restarts: list[Restarted]
     acknowledged: list[Acknowledged]
     command_results: dict[int, bool]
+    is_superseded: bool
 
     def view(self, job: Job, ranks: list[RankView], acknowledged: list[Acknowledged]) -> JobView:
         return JobView(
@@ -65,6 +67,7 @@ class Known:
             checkpoint_step=job.checkpoint_step,
             step_seconds=job.step_seconds,
             stop_requested=job.stop_requested,
+            is_superseded=self.is_superseded,
         )
 
 
@@ -93,6 +96,11 @@ def know(session: Session, job_id: str, cursor: int, batches: int, batch_bytes: 
         restarts=_restarts(session, job_id),
         acknowledged=_acknowledged(session, [row.id for row in actions]),
         command_results=_results(session, [row.id for row in actions]),
+        is_superseded=job.watched
+        and any(
+            each.is_whole and each.generation > job.generation
+            for each in attachments.gathering(session, job_id)
+        ),
     )
 
 

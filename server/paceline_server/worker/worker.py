@@ -15,6 +15,7 @@ from typing import Protocol
 from sqlalchemy import select
 
 from paceline_server.metrics import BackgroundMetrics
+from paceline_server.store import attachments
 from paceline_server.store.changes import prune_changes
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.leases import LeaseLostError, acquire, is_held
@@ -22,11 +23,13 @@ from paceline_server.store.log import FINISHED, LogSizes, drop_log, last_to_drop
 from paceline_server.store.models import Job
 from paceline_server.store.shares import prune_steps
 from paceline_server.store.wake import Wakes
+from paceline_server.worker.elsewhere import Elsewhere
 from paceline_server.worker.keep import ConflictError
 from paceline_server.worker.tick import JobWork, Ownership, Rules, lease_name
 
 _log = logging.getLogger(__name__)
 _PRUNE_NS = 10_000_000_000
+_ATTACHMENTS_NS = 7 * 86_400 * 1_000_000_000
 _DROPPED_TOGETHER = 1024
 _STALLED_SECONDS = 15.0
 # After a pass the loop rests for so many times as long: the more comes in, the fewer passes it is
@@ -76,6 +79,7 @@ class Worker:
         self._pace = pace
         self._now_ns = now_ns
         self._is_deaf = is_deaf
+        self._elsewhere = Elsewhere(database, now_ns)
         self._works: dict[str, JobWork] = {}
         self._not_before_ns: dict[str, int] = {}
         self._stop = threading.Event()
@@ -122,6 +126,8 @@ class Worker:
         """
         try:
             self._prune()
+            if self._elsewhere.look():
+                self._wakes.changes.notify()
             jobs = self._unfinished()
         except UNAVAILABLE as error:
             self._away(error)
@@ -219,6 +225,7 @@ class Worker:
         self._prune_log(now_ns - int(self._pace.log_retention_seconds * 1e9))
         with self._database.write() as session:
             prune_changes(session, self._pace.changes_kept)
+            attachments.forget(session, now_ns - _ATTACHMENTS_NS)
             for job_id in self._works:
                 prune_steps(session, job_id, self._pace.steps_kept, self._pace.step_shares_kept)
         self._database.give_back_space()

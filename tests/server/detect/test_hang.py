@@ -156,6 +156,16 @@ def test_starting_saving_and_evaluating_may_take_long(status):
     assert [found.rank for found in stuck.wait(115)] == [2]
 
 
+def test_ranks_that_have_begun_nothing_are_given_their_time():
+    """As between `paceline.init()` and the first step, on a machine that has been up for days."""
+    stuck = StuckJob(steps=0)
+    for rank in stuck.job.ranks:
+        stuck.states[rank] = stuck.job.state(rank, frames=[], groups=[], status="running")
+    assert stuck.wait(100) == []
+    (found,) = stuck.wait(40)
+    assert 120 <= found.evidence[0].value < 125
+
+
 def test_a_slow_operation_is_given_three_times_what_it_takes():
     stuck = StuckJob(steps=0)
     stuck.job.host_factor = 100.0  # forwards of 2 s in steps of a minute

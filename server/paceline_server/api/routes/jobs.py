@@ -110,6 +110,8 @@ def stop_job(job_id: str, of: PartsDep, caller: Operator) -> schemas.Job:
             raise not_found("job", job_id)
         if row.state in FINISHED:
             raise Problem(409, f"The job is {row.state} already.")
+        if row.watched:
+            raise Problem(409, "The job was started elsewhere: end it there (scancel, Ctrl-C).")
         if not row.stop_requested:
             row.stop_requested = True
             entry = AuditEntry(actor=caller.name, verb="asked to stop", subject=job_id)

@@ -1,0 +1,97 @@
+"""Ranks that agents found running, of jobs that somebody else started: torchrun, Slurm, a shell.
+
+Ingest writes what it hears, a worker makes a job of it once all ranks of a generation are there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sqlalchemy import delete, func, or_, select, update
+from sqlalchemy.orm import Session
+
+from paceline_server.store.database import insert_into
+from paceline_server.store.models import Attachment, Job
+from paceline_wire.batch import RankAttached
+
+# A job's name is its id here, and a part of addresses.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+=@-]{0,63}")
+_RANKS_AT_MOST = 1 << 17
+
+
+class Gathering(NamedTuple):
+    """Ranks of one generation that were not taken up yet."""
+
+    job_id: str
+    generation: int
+    world_size: int  # as the first of them has it
+    ranks: int
+    newest_ns: int  # when the last of them was heard of
+
+    @property
+    def is_whole(self) -> bool:
+        return self.ranks == self.world_size
+
+
+def keep(session: Session, agent_id: str, event: RankAttached, received_ns: int) -> None:
+    """But for ranks of jobs that we started, and for processes that are known."""
+    identity = event.identity
+    job_id, world_size = identity.job, identity.world_size
+    if not _NAME.fullmatch(job_id) or not 0 <= identity.rank < world_size <= _RANKS_AT_MOST:
+        return
+    if session.scalar(select(Job.watched).where(Job.id == job_id)) is False:
+        return
+    row = {
+        "agent_id": agent_id,
+        "pid": identity.pid,
+        "world_size": world_size,
+        "received_ns": received_ns,
+        "placed": False,
+        "identity": identity,
+    }
+    keys = {"job_id": job_id, "generation": identity.generation, "rank": identity.rank}
+    is_another = or_(Attachment.pid != identity.pid, Attachment.agent_id != agent_id)
+    session.execute(
+        insert_into(session, Attachment)
+        .values(**keys, **row)
+        .on_conflict_do_update(index_elements=list(keys), set_=row, where=is_another)
+    )
+
+
+def gathering(session: Session, job_id: str | None = None) -> list[Gathering]:
+    """Of one job, or of all."""
+    query = select(
+        Attachment.job_id,
+        Attachment.generation,
+        func.min(Attachment.world_size),
+        func.count(),
+        func.max(Attachment.received_ns),
+    ).where(~Attachment.placed)
+    if job_id is not None:
+        query = query.where(Attachment.job_id == job_id)
+    query = query.group_by(Attachment.job_id, Attachment.generation)
+    rows = session.execute(query.order_by(Attachment.job_id, Attachment.generation))
+    return [Gathering(*row) for row in rows]
+
+
+def take(session: Session, job_id: str, generation: int) -> Sequence[Attachment]:
+    """They gather no more. Of one generation only one worker is given any."""
+    taken = session.scalars(
+        update(Attachment)
+        .where(Attachment.job_id == job_id, Attachment.generation == generation)
+        .where(~Attachment.placed)
+        .values(placed=True)
+        .returning(Attachment.rank)
+    ).all()
+    if not taken:
+        return []
+    query = select(Attachment).where(
+        Attachment.job_id == job_id, Attachment.generation == generation
+    )
+    return session.scalars(query.order_by(Attachment.rank)).all()
+
+
+def forget(session: Session, before_ns: int) -> None:
+    session.execute(delete(Attachment).where(Attachment.received_ns < before_ns))

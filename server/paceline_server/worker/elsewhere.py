@@ -1,0 +1,191 @@
+"""Jobs that others start and end: taken up once every rank of a generation was found running.
+
+From then on they are looked at like all others, in mode `observe`: what is wrong is named, what to
+do about it is for whoever started them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from sqlalchemy import delete, update
+from sqlalchemy.orm import Session
+
+from paceline_server.decide.types import AuditEntry, JobSpec, Policy, RankView
+from paceline_server.engine.types import Placement
+from paceline_server.steps.types import Ledger
+from paceline_server.store import attachments, audit
+from paceline_server.store.attachments import Gathering
+from paceline_server.store.changes import record_change
+from paceline_server.store.database import UNAVAILABLE, Database
+from paceline_server.store.log import FINISHED, position_at
+from paceline_server.store.models import (
+    Attachment,
+    EngineMemory,
+    Generation,
+    Job,
+    Node,
+    Rank,
+    RankEvidence,
+    Step,
+    StepShares,
+)
+from paceline_server.worker.ranks import placed
+from paceline_wire.topology import Topology
+
+_log = logging.getLogger(__name__)
+_LATE_NS = 60_000_000_000  # for ranks of a job whose others were found
+_MARGIN_NS = 1_000_000_000  # several servers may store at once, each with a clock of its own
+
+
+class Elsewhere:
+    def __init__(self, database: Database, now_ns: Callable[[], int]) -> None:
+        self._database = database
+        self._now_ns = now_ns
+        self._told: set[tuple[str, int]] = set()
+        self._refused: set[tuple[str, int]] = set()
+
+    def look(self) -> bool:
+        """Take up what is whole; whether there was any."""
+        with self._database.read() as session:
+            found = attachments.gathering(session)
+        took = False
+        for each in found:
+            if not each.is_whole:
+                self._tell_of_missing(each)
+            elif (each.job_id, each.generation) not in self._refused:
+                took |= self._try_to_take_up(each)
+        return took
+
+    def _try_to_take_up(self, gathering: Gathering) -> bool:
+        try:
+            return self._take_up(gathering)
+        except UNAVAILABLE:
+            raise
+        except Exception:
+            # What ranks say of themselves must not keep other jobs from being looked at.
+            self._refused.add((gathering.job_id, gathering.generation))
+            _log.exception("%s cannot be taken up", gathering.job_id)
+            return False
+
+    def _take_up(self, gathering: Gathering) -> bool:
+        with self._database.write() as session:
+            job = session.get(Job, gathering.job_id)
+            if job is not None and job.state not in FINISHED:
+                if gathering.generation > job.generation:
+                    return False  # whoever works on it ends it first
+                attachments.take(session, gathering.job_id, gathering.generation)
+                return False
+            ranks = attachments.take(session, gathering.job_id, gathering.generation)
+            is_old = job is not None and (not job.watched or gathering.generation < job.generation)
+            if is_old or len(ranks) != gathering.world_size:
+                return False
+            _begin(session, job, ranks, self._now_ns())
+        _log.info("%s generation %d was found running", gathering.job_id, gathering.generation)
+        return True
+
+    def _tell_of_missing(self, gathering: Gathering) -> None:
+        name = gathering.job_id, gathering.generation
+        if name in self._told or self._now_ns() - gathering.newest_ns < _LATE_NS:
+            return
+        self._told.add(name)
+        _log.warning(
+            "%s generation %d is not looked at: %d of its %d ranks were found; does an agent run "
+            "on every node, and is PACELINE_RING_DIRECTORY set for every rank?",
+            *name,
+            gathering.ranks,
+            gathering.world_size,
+        )
+
+
+def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_ns: int) -> None:
+    identity = ranks[0].identity
+    topology = identity.topology
+    if topology.world_size != len(ranks):
+        topology = Topology(dp=len(ranks))
+    views = [_view(session, each) for each in ranks]
+    placement = Placement(
+        generation=identity.generation,
+        topology=topology,
+        nodes={view.rank: view.agent_id for view in views},
+        gpus={view.rank: view.gpu for view in views},
+        metadata=identity.metadata,
+        started_ns=min(each.received_ns for each in ranks),
+    )
+    # All that the ranks said since the first of them began is still to be read.
+    cursor = position_at(session, placement.started_ns - _MARGIN_NS)
+    spec = JobSpec(name=identity.job, argv=[], topology=topology, metadata=identity.metadata)
+    if job is None:
+        job = Job(id=identity.job, name=identity.job, watched=True, stop_requested=False)
+        job.policy = Policy(mode="observe")
+        _forget_progress(job, now_ns)
+        verb = "found running"
+    else:
+        if job.generation == identity.generation:  # another run of the same name
+            _forget_progress(job, now_ns)
+        _clear(session, job.id, identity.generation)
+        verb = f"found running in generation {identity.generation}"
+    job.spec, job.topology, job.generation = spec, topology, identity.generation
+    job.state, job.finished_ns, job.ticked_ns, job.cursor = "running", None, None, cursor
+    session.add(job)
+    session.flush()
+    session.add(
+        Generation(
+            job_id=job.id,
+            generation=job.generation,
+            cursor=cursor,
+            placement=placement,
+            restarted=None,
+        )
+    )
+    session.add_all(placed(job.id, job.generation, views))
+    agents = sorted(set(placement.nodes.values()))
+    # Who holds ranks of another job as well stays with that one.
+    free = update(Node).where(Node.agent_id.in_(agents), Node.job_id.is_(None))
+    session.execute(free.values(job_id=job.id))
+    entry = AuditEntry(actor="agents", verb=verb, subject=job.id, detail=", ".join(agents))
+    audit.record(session, job.id, entry, now_ns)
+    record_change(session, job.id, "job", job.id)
+    record_change(session, job.id, "ranks", job.id)
+    for agent_id in agents:
+        record_change(session, None, "node", agent_id)
+
+
+def _forget_progress(job: Job, now_ns: int) -> None:
+    job.created_ns = now_ns
+    job.started_ns = job.step = job.highest_step = job.checkpoint_step = None
+    job.step_seconds = job.loss = job.evaluation_loss = None
+    job.ledger = Ledger()
+
+
+def _clear(session: Session, job_id: str, generation: int) -> None:
+    """What is kept of ranks that are gone, and of a run that had the same name and generation."""
+    for of_job in (Rank, RankEvidence, EngineMemory):
+        session.execute(delete(of_job).where(of_job.job_id == job_id))
+    for of_run in (Step, StepShares, Generation):
+        is_gone = of_run.job_id == job_id, of_run.generation == generation
+        session.execute(delete(of_run).where(*is_gone))
+
+
+def _view(session: Session, attachment: Attachment) -> RankView:
+    identity = attachment.identity
+    return RankView(
+        rank=identity.rank,
+        agent_id=attachment.agent_id,
+        local_rank=identity.local_rank,
+        gpu=_gpu(session, attachment),
+        pid=identity.pid,
+        state="attached",
+    )
+
+
+def _gpu(session: Session, attachment: Attachment) -> int | None:
+    """By what the rank says itself, else as launchers hand GPUs out: by the local rank."""
+    node = session.get(Node, attachment.agent_id)
+    gpus = node.hello.gpus if node is not None and node.hello is not None else []
+    identity = attachment.identity
+    for gpu in gpus:
+        if gpu.uuid == identity.gpu_uuid:
+            return gpu.index
+    return next((gpu.index for gpu in gpus if gpu.index == identity.local_rank), None)
