@@ -114,7 +114,9 @@ def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_n
         started_ns=min(each.received_ns for each in ranks),
     )
     # All that the ranks said since the first of them began is still to be read.
-    cursor = position_at(session, placement.started_ns - _MARGIN_NS)
+    # That of a run before, of the same name and generation, is not.
+    is_again = job is not None and job.generation == identity.generation
+    cursor = position_at(session, placement.started_ns - (0 if is_again else _MARGIN_NS))
     spec = JobSpec(name=identity.job, argv=[], topology=topology, metadata=identity.metadata)
     if job is None:
         job = Job(id=identity.job, name=identity.job, watched=True, stop_requested=False)
@@ -122,7 +124,7 @@ def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_n
         _forget_progress(job, now_ns)
         verb = "found running"
     else:
-        if job.generation == identity.generation:  # another run of the same name
+        if is_again:
             _forget_progress(job, now_ns)
         _clear(session, job.id, identity.generation)
         verb = f"found running in generation {identity.generation}"

@@ -31,6 +31,7 @@ from paceline_wire.batch import (
 )
 from paceline_wire.ring import Identity, StateView
 from paceline_wire.spans import NONE_16, NONE_32, Op
+from paceline_wire.topology import Topology
 
 STEP_SECONDS = 0.2
 _BATCH_SECONDS = 0.1
@@ -112,6 +113,37 @@ class SimulatedNode:
     def crash(self, rank: int) -> None:
         with self._lock:
             self._exit(self.ranks[rank], signal=9)
+
+    def run_for_others(
+        self,
+        job: str,
+        rank: int,
+        topology: Topology,
+        *,
+        generation: int = 0,
+        pid: int | None = None,
+    ) -> None:
+        """A rank that somebody else started on this node."""
+        command = commands.StartRanks(
+            command_id=0,
+            job=job,
+            generation=generation,
+            topology=topology,
+            ranks=[],
+            argv=[],
+            environment={},
+            directory=None,
+            master_address="",
+            master_port=0,
+            checkpoint_directory=None,
+        )
+        with self._lock:
+            self._start_rank(command, commands.RankSpec(rank, 0, None), pid)
+            self._events = [one for one in self._events if not isinstance(one, RankStarted)]
+
+    def finish(self, rank: int) -> None:
+        with self._lock:
+            self._exit(self.ranks[rank], exit_code=0)
 
     def say(self, event: Event) -> None:
         with self._lock:
@@ -264,8 +296,10 @@ class SimulatedNode:
                     rank.stop_at = (command.command_id, command.target_step)
         return True
 
-    def _start_rank(self, command: commands.StartRanks, spec: commands.RankSpec) -> None:
-        pid = 1000 + 10 * command.generation + spec.rank
+    def _start_rank(
+        self, command: commands.StartRanks, spec: commands.RankSpec, pid: int | None = None
+    ) -> None:
+        pid = pid or 1000 + 10 * command.generation + spec.rank
         rank = SimulatedRank(command, spec.rank, pid, step=0)
         self.ranks[spec.rank] = rank
         identity = Identity(

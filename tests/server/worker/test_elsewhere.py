@@ -1,0 +1,159 @@
+"""Jobs that others start: torchrun, Slurm, a shell. Real servers, simulated nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from simulated_node import SimulatedNode, post_job, stop_all
+
+from paceline_server.store.models import Attachment
+from paceline_wire.topology import Topology
+
+PAIR = Topology(dp=2)
+
+
+@pytest.fixture
+def nodes(server: Any) -> Iterator[list[SimulatedNode]]:
+    fleet = [SimulatedNode(f"node-{number}", server.url) for number in range(3)]
+    for node in fleet:
+        node.start()
+    yield fleet
+    stop_all(fleet)
+
+
+@pytest.fixture
+def job(server: Any) -> Callable[[str], dict[str, Any] | None]:
+    def of(job_id: str) -> dict[str, Any] | None:
+        answer = server.client.get(f"/api/v1/jobs/{job_id}")
+        return None if answer.status_code == 404 else dict(answer.raise_for_status().json())
+
+    return of
+
+
+def heard_of_all(nodes: list[SimulatedNode], wait_for: Callable[..., Any]) -> None:
+    """All that was said until now is stored."""
+    before = [node.acknowledged for node in nodes]
+    wait_for(
+        lambda: all(
+            node.acknowledged > known + 1 for node, known in zip(nodes, before, strict=True)
+        )
+    )
+
+
+def test_it_is_there_once_all_ranks_are_and_ends_when_they_end(
+    server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
+) -> None:
+    nodes[0].run_for_others("slurm-7", 0, PAIR)
+    heard_of_all(nodes, wait_for)
+    time.sleep(0.5)
+    assert job("slurm-7") is None
+    nodes[1].run_for_others("slurm-7", 1, PAIR)
+    found = wait_for(lambda: job("slurm-7"), "the job")
+    assert (found["state"], found["watched"], found["mode"]) == ("running", True, "observe")
+    wait_for(lambda: (job("slurm-7")["step"] or 0) >= 3, "steps")
+    steps = server.client.get("/api/v1/jobs/slurm-7/steps").json()["items"]
+    assert steps[0]["step"] == 0, "of what was said before all ranks were there nothing is lost"
+    ranks = server.client.get("/api/v1/jobs/slurm-7/ranks").json()["items"]
+    assert [(rank["node"], rank["pid"]) for rank in ranks] == [("node-0", 1000), ("node-1", 1001)]
+    held = server.client.get("/api/v1/nodes").json()["items"]
+    assert [node["job_id"] for node in held] == ["slurm-7", "slurm-7", None]
+
+    refused = server.client.post("/api/v1/jobs/slurm-7/stop")
+    assert refused.status_code == 409
+    assert "end it there" in refused.json()["detail"]
+    for number in range(2):
+        nodes[number].finish(number)
+    wait_for(lambda: job("slurm-7")["state"] == "finished", "the end")
+    held = server.client.get("/api/v1/nodes").json()["items"]
+    assert all(node["job_id"] is None for node in held)
+    assert not any(node.carried_out for node in nodes), "nothing was ever commanded"
+
+
+def test_a_crash_is_told_and_left_to_others(
+    server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
+) -> None:
+    for number in range(2):
+        nodes[number].run_for_others("train", number, PAIR)
+    wait_for(lambda: ((job("train") or {}).get("step") or 0) >= 3, "steps")
+    nodes[1].crash(1)
+    nodes[0].crash(0)
+    wait_for(lambda: job("train")["state"] == "failed", "the end")
+    incident = server.client.get("/api/v1/incidents?job=train").json()["items"][0]
+    assert (incident["kind"], incident["rank"]) == ("failure", 1)
+    # torchrun --max-restarts: the same ranks in new processes are another generation.
+    for number in range(2):
+        nodes[number].run_for_others("train", number, PAIR, generation=1)
+    wait_for(lambda: job("train")["state"] == "running", "the next generation")
+    wait_for(lambda: job("train")["generation"] == 1 and (job("train")["step"] or 0) >= 3, "steps")
+    assert len(server.client.get("/api/v1/jobs/train/ranks").json()["items"]) == 2
+
+
+def test_a_later_generation_ends_one_whose_node_is_lost(
+    nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
+) -> None:
+    """As after a node's failure under Slurm, which queues the job again."""
+    for number in range(2):
+        nodes[number].run_for_others("slurm-8", number, PAIR)
+    wait_for(lambda: ((job("slurm-8") or {}).get("step") or 0) >= 2, "steps")
+    nodes[1].stop()
+    nodes[0].crash(0)
+    for number, node in enumerate((nodes[0], nodes[2])):
+        node.run_for_others("slurm-8", number, PAIR, generation=100)
+    wait_for(lambda: job("slurm-8")["generation"] == 100, "the later generation")
+    wait_for(lambda: job("slurm-8")["state"] == "running", "training")
+
+
+def test_another_run_of_the_same_name_takes_the_place_of_the_one_that_ended(
+    server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
+) -> None:
+    def run(first_pid: int, steps: int) -> list[int]:
+        for number in range(2):
+            nodes[number].run_for_others("local", number, PAIR, pid=first_pid + number)
+        wait_for(lambda: (job("local") or {}).get("state") == "running", "the job")
+        wait_for(lambda: (job("local")["step"] or 0) >= steps, "steps")
+        for number in range(2):
+            nodes[number].finish(number)
+        wait_for(lambda: job("local")["state"] == "finished", "the end")
+        items = server.client.get("/api/v1/jobs/local/steps").json()["items"]
+        return [each["step"] for each in items]
+
+    long, short = run(500, 8), run(600, 2)
+    assert long == list(range(len(long)))
+    assert short == list(range(len(short)))
+    assert len(short) < len(long), "it counts its own steps"
+    assert len(server.client.get("/api/v1/jobs").json()["items"]) == 1
+
+
+def test_ranks_that_are_told_of_again_change_nothing(
+    nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
+) -> None:
+    """An agent that was restarted tells of the ranks that it adopts."""
+    for number in range(2):
+        nodes[number].run_for_others("slurm-9", number, PAIR)
+    wait_for(lambda: (job("slurm-9") or {}).get("state") == "running", "the job")
+    created = job("slurm-9")["created_at"]
+    for number in range(2):
+        nodes[number].run_for_others("slurm-9", number, PAIR)
+    heard_of_all(nodes, wait_for)
+    time.sleep(0.5)
+    assert job("slurm-9")["created_at"] == created
+    assert job("slurm-9")["state"] == "running"
+
+
+def test_names_that_are_no_names_and_jobs_of_our_own_are_left_alone(
+    server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
+) -> None:
+    ours = post_job(server.url)
+    wait_for(lambda: job(ours)["state"] == "running", "training")
+    for name in ("", "a/b", "../x", "x" * 65, "nul\0", "-x", "ümlaut"):
+        nodes[2].run_for_others(name, 0, Topology())
+    nodes[2].run_for_others("one", 0, Topology())
+    wait_for(lambda: job("one"), "the one with a name")
+    with server.program.database.read() as session:
+        assert {row.job_id for row in session.query(Attachment)} == {"one"}
+    assert not job(ours)["watched"]
+    listed = server.client.get("/api/v1/jobs").json()["items"]
+    assert {each["id"] for each in listed} == {ours, "one"}
