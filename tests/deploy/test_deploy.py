@@ -44,8 +44,8 @@ def test_slurm_gives_ranks_their_rings_and_removes_them_afterwards(tmp_path: Pat
     told = slurm("task-prolog.sh", tmp_path, SLURM_RESTART_COUNT="2").splitlines()
     assert f"export PACELINE_RING_DIRECTORY={rings}" in told
     assert "export PACELINE_JOB=slurm-77" in told
-    assert "export PACELINE_GENERATION=2" in told
-    for name in ("slurm-77.g2.r0.ring", "slurm-77.g1.r9.ring", "slurm-770.g0.r0.ring"):
+    assert "export PACELINE_GENERATION=200" in told
+    for name in ("slurm-77.g200.r0.ring", "slurm-77.g101.r9.ring", "slurm-770.g0.r0.ring"):
         (rings / name).touch()
     slurm("epilog.sh", tmp_path)
     assert [path.name for path in rings.iterdir()] == ["slurm-770.g0.r0.ring"]

@@ -304,3 +304,13 @@ def test_a_failed_creation_leaves_no_file(
     with pytest.raises(OSError, match="No space left"):
         create(tmp_path / "a.ring", identity, CAPACITY)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_only_leads_to_a_ring_is_none(tmp_path: Path, identity: Identity) -> None:
+    """Any user may write where rings are."""
+    create(tmp_path / "real.ring", identity, CAPACITY).close()
+    (tmp_path / "link.ring").symlink_to(tmp_path / "real.ring")
+    os.mkfifo(tmp_path / "fifo.ring")
+    for name in ("link.ring", "fifo.ring"):
+        with pytest.raises(RingError):
+            RingReader(tmp_path / name)

@@ -37,9 +37,17 @@ AXES = {
 }
 
 
+# Where torchrun, srun (not sbatch, whose script is one process) and mpirun say who this process is.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The `PACELINE_*` and torchrun variables of this rank."""
+    """What `PACELINE_*` and the launcher's variables say of this rank."""
 
     ring_directory: Path
     job: str
@@ -62,17 +70,17 @@ def read_surroundings(environment: Mapping[str, str]) -> Surroundings | None:
     directory = environment.get("PACELINE_RING_DIRECTORY")
     if not directory:
         return None
-    rank, world_size = _rank_and_world_size(environment)
+    rank, world_size, local_rank = _place_in_job(environment)
     sizes = [_integer(environment, f"PACELINE_{axis}", 1) for axis in ("DP", "PP", "TP")]
     topology = Topology(*sizes)
     if topology.world_size != world_size:
         topology = Topology(dp=world_size)
     return Surroundings(
         ring_directory=Path(directory),
-        job=environment.get("PACELINE_JOB") or "local",
-        generation=_integer(environment, "PACELINE_GENERATION", 0),
+        job=environment.get("PACELINE_JOB") or _job_name(environment),
+        generation=_generation(environment),
         rank=rank,
-        local_rank=_integer(environment, "LOCAL_RANK", 0),
+        local_rank=local_rank,
         world_size=world_size,
         topology=topology,
         capacity=_integer(environment, "PACELINE_RING_CAPACITY", DEFAULT_CAPACITY),
@@ -168,11 +176,39 @@ def _of_mesh(mesh: Any) -> tuple[dict[str, int], dict[str, int]]:
     return sizes, found
 
 
-def _rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
+def _place_in_job(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """Rank, number of ranks, and rank on this node."""
+    by_torchrun, *by_others = _LAUNCHERS
+    local_rank = _integer(environment, "LOCAL_RANK", 0)
     distributed = sys.modules.get("torch.distributed")
     if "RANK" not in environment and distributed is not None and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return _integer(environment, "RANK", 0), _integer(environment, "WORLD_SIZE", 1)
+        return distributed.get_rank(), distributed.get_world_size(), local_rank
+    names = by_torchrun
+    if "RANK" not in environment:
+        found = (each for each in by_others if each[0] in environment and each[1] in environment)
+        names = next(found, by_torchrun)
+    rank, world_size, local = names
+    return (
+        _integer(environment, rank, 0),
+        _integer(environment, world_size, 1),
+        _integer(environment, local, 0),
+    )
+
+
+def _job_name(environment: Mapping[str, str]) -> str:
+    """As whoever launched it knows it; the same for all of its ranks."""
+    if job := environment.get("SLURM_JOB_ID"):
+        return f"slurm-{job}"
+    run = environment.get("TORCHELASTIC_RUN_ID")
+    return f"torchrun-{run}" if run not in (None, "", "none") else "local"
+
+
+def _generation(environment: Mapping[str, str]) -> int:
+    """Counts on with each restart by torchrun, and by hundreds where Slurm queues the job again."""
+    first = _integer(environment, "PACELINE_GENERATION", 0)
+    if "PACELINE_GENERATION" not in environment:
+        first = 100 * _integer(environment, "SLURM_RESTART_COUNT", 0)
+    return first + _integer(environment, "TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def _current_gpu_uuid() -> str | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import struct
 from pathlib import Path
 
@@ -73,6 +74,8 @@ ACK_COMMAND = 8  # written last
 ACK_STATUS = 9  # an `AckStatus`
 ACK_STEP = 10
 
+# Any user may put files where rings are: no link to somebody else's, no device, no FIFO to wait for.
+_OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _HEADER = struct.Struct("<8sIIQI")  # magic, layout version, reserved, capacity, identity length
 
 
@@ -274,11 +277,14 @@ class RingReader(RingFile):
     def __init__(self, path: Path) -> None:
         """Raises RingError for anything that is not a whole ring of this layout version."""
         try:
-            descriptor = os.open(path, os.O_RDWR)
+            descriptor = os.open(path, _OPEN_FLAGS)
         except OSError as error:
             raise RingError(f"{path}: {error.strerror}") from error
         try:
-            size = os.fstat(descriptor).st_size
+            status = os.fstat(descriptor)
+            size = status.st_size
+            if not stat.S_ISREG(status.st_mode):
+                raise RingError(f"{path}: no regular file")
             if size < SPANS_OFFSET:
                 raise RingError(f"{path}: {size} bytes is too short for a ring")
             mapping = mmap.mmap(descriptor, size)

@@ -1,0 +1,74 @@
+"""Who a rank is, by what its launcher says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.environment import Surroundings, read_surroundings
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}
+AGAIN = TORCHRUN | {"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "2"}
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+}
+SBATCH = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_NUM_TASKS"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "6",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
+
+
+def surroundings(**environment: str) -> Surroundings:
+    found = read_surroundings({"PACELINE_RING_DIRECTORY": "/rings", **environment})
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, (0, 1, 0)),
+        (TORCHRUN, (5, 8, 1)),
+        (SRUN, (3, 4, 1)),
+        (SRUN | TORCHRUN, (5, 8, 1)),
+        (SBATCH, (0, 1, 0)),
+        (MPIRUN, (2, 6, 0)),
+    ],
+)
+def test_rank_and_sizes_are_the_launchers(
+    environment: dict[str, str], place: tuple[int, int, int]
+) -> None:
+    found = surroundings(**environment)
+    assert (found.rank, found.world_size, found.local_rank) == place
+    assert found.topology.world_size == found.world_size
+
+
+@pytest.mark.parametrize(
+    ("environment", "job", "generation"),
+    [
+        ({}, "local", 0),
+        (TORCHRUN, "local", 0),
+        (AGAIN, "torchrun-abc", 2),
+        (SRUN | TORCHRUN, "slurm-77", 0),
+        (SRUN | {"SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RESTART_COUNT": "1"}, "slurm-77", 201),
+        (SRUN | {"SLURM_RESTART_COUNT": "2", "PACELINE_GENERATION": "200"}, "slurm-77", 200),
+        (SRUN | {"PACELINE_JOB": "gpt", "PACELINE_GENERATION": "7"}, "gpt", 7),
+    ],
+)
+def test_job_and_generation_are_the_same_for_all_ranks_and_no_other_run(
+    environment: dict[str, str], job: str, generation: int
+) -> None:
+    found = surroundings(**environment)
+    assert (found.job, found.generation) == (job, generation)
+    assert found.ring_path == Path(f"/rings/{job}.g{generation}.r{found.rank}.ring")
+
+
+def test_without_a_directory_for_rings_nothing_is_recorded() -> None:
+    assert read_surroundings(TORCHRUN) is None
