@@ -74,7 +74,7 @@ ACK_COMMAND = 8  # written last
 ACK_STATUS = 9  # an `AckStatus`
 ACK_STEP = 10
 
-# Any user may put files where rings are: no link to somebody else's, no device, no FIFO to wait for.
+# Any user may put files where rings are: no links to others, no devices, no FIFOs to wait for.
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _HEADER = struct.Struct("<8sIIQI")  # magic, layout version, reserved, capacity, identity length
 
