@@ -4,10 +4,12 @@ import math
 
 import pytest
 from msgspec.structs import replace
-from simulated_job import JOB, SimulatedJob
+from simulated_job import DP, JOB, SimulatedJob
 
 from paceline_server.detect.finding import Finding
 from paceline_wire.batch import Sample
+from paceline_wire.ring import Frame, GroupProgress
+from paceline_wire.spans import Op
 
 RESET = "RuntimeError: [gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:4242"
 
@@ -55,6 +57,39 @@ def test_the_first_of_several_deaths_is_to_blame(job):
     job.exit(6, exit_code=1, log_tail="KeyError: 3", at_ns=job.now_ns - 10**8)
     [found] = tick(job)
     assert (found.rank, found.cause) == (6, "exit code 1: KeyError: 3")
+
+
+def in_collective(job, rank):
+    at_ns = job.now_ns - job.offset_ns(0)
+    frames = [Frame(Op.STEP, at_ns, 0, None, 0), Frame(Op.ALL_REDUCE, at_ns, DP, None, 3)]
+    groups = [GroupProgress(DP, 3, 3, at_ns, Op.ALL_REDUCE)]
+    job.wait(0.5, {rank: job.state(rank, frames=frames, groups=groups)})
+
+
+def test_of_ranks_that_others_started_those_that_waited_were_victims(job):
+    """Nobody knows how they ended, and their agents look four times a second."""
+    for rank in (0, 1):
+        in_collective(job, rank)
+    job.exit(0, at_ns=job.now_ns - 10**8)
+    job.exit(1)
+    job.exit(6)
+    assert tick(job) == [], "the cause may be on its way"
+    heartbeat(job)
+    tick(job, 1.0)
+    heartbeat(job)
+    found = [*tick(job, 0.1), *tick(job, 1.0)]
+    assert [(one.rank, one.node, one.cause) for one in found] == [(6, "node-3", "process gone")]
+
+
+def test_ranks_that_others_started_and_that_went_together_are_named_together(job):
+    job.exit(4)
+    job.exit(5)
+    heartbeat(job)
+    tick(job, 1.0)
+    heartbeat(job)
+    (found,) = [*tick(job, 0.1), *tick(job, 1.0)]
+    assert (found.rank, found.ranks, found.node) == (None, [4, 5], "node-2")
+    assert found.summary == "Ranks 4, 5 on node-2 ended: process gone."
 
 
 def test_an_earlier_death_that_is_told_later_corrects_the_finding(job):

@@ -2,7 +2,9 @@
 
 The first to go is the culprit: its peers follow within moments, because their connections break.
 Exits that look like such a consequence are held back until the true cause had time to arrive: a
-rank that died first elsewhere, or a node that fell silent.
+rank that died first elsewhere, or a node that fell silent. So are those of ranks that somebody else
+started, of which nobody knows how they ended: of these, who waited for others was a victim, and
+those that went together on one node are named together.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from paceline_server.detect.observation import (
 )
 from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.telemetry import Series
+from paceline_server.detect.waiting import communication_frames
 from paceline_wire.batch import RankExited
 
 _CONSEQUENCE = re.compile(
@@ -39,6 +42,7 @@ KILLS = "paceline_rank_kernel_events_total"
 KERNEL_LOG_READ = "paceline_kernel_log_lost_total"  # told each time
 _READ_OF_LATE_NS = 5_000_000_000
 _KILLS_KEPT = 64
+_TOGETHER_NS = 1_000_000_000
 _KILL_BEFORE_EXIT_NS = 30_000_000_000  # a large process takes its time to be torn down
 _LESS_MEMORY = (
     "Give it more host memory (or raise the memory limit of its cgroup), or use less of it: fewer "
@@ -54,19 +58,23 @@ class ExitDetector(Detector):
     def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
         super().__init__(settings, generation)
         self._abnormal: dict[int, SeenExit] = {}
+        self._waited: set[int] = set()  # ranks of those that were in a communication
         self._blamed: int | None = None
         self._kills: list[SeenDeviceEvent] = []  # by the kernel, for memory
         self._out_of_memory = False  # so it was told
 
     def update(self, seen: Observation) -> list[Finding]:
         for one in seen.exits:
-            if _is_abnormal(one.event):
-                self._abnormal.setdefault(one.event.rank, one)
+            if _is_abnormal(one.event) and one.event.rank not in self._abnormal:
+                self._abnormal[one.event.rank] = one
+                live = seen.ranks.get(one.event.rank)
+                if live is not None and live.state and communication_frames(live.state.view):
+                    self._waited.add(one.event.rank)
         kills = [one for one in seen.device_events if one.event.kind == "oom_kill"]
         self._kills = [*self._kills, *kills][-_KILLS_KEPT:]
         if not self._abnormal:
             return []
-        culprit = min(self._abnormal.values(), key=_first_to_go)
+        culprit = min(self._abnormal.values(), key=self._first_to_go)
         if culprit.event.rank == self._blamed:
             return self._explained_since(culprit, seen)
         if self._may_still_be_explained(culprit, seen):
@@ -75,6 +83,25 @@ class ExitDetector(Detector):
             return []  # a later consequence with an earlier clock changes nothing
         self._blamed = culprit.event.rank
         return [self._finding(culprit, seen)]
+
+    def _first_to_go(self, one: SeenExit) -> tuple[bool, bool, int, int]:
+        event = one.event
+        was_victim = _is_unknown(event) and event.rank in self._waited
+        return not _is_cause(one), was_victim, event.time_ns, event.rank
+
+    def _gone_with(self, culprit: SeenExit) -> list[int]:
+        """With itself; a launcher ends all of a node's ranks when one of them has ended."""
+        event = culprit.event
+        if not _is_unknown(event):
+            return [event.rank]
+        return sorted(
+            rank
+            for rank, one in self._abnormal.items()
+            if one.node == culprit.node
+            and _is_unknown(one.event)
+            and abs(one.event.time_ns - event.time_ns) <= _TOGETHER_NS
+            and (rank in self._waited) == (event.rank in self._waited)
+        )
 
     def _may_still_be_explained(self, culprit: SeenExit, seen: Observation) -> bool:
         """Another rank's or node's death may be on its way to us."""
@@ -135,19 +162,25 @@ class ExitDetector(Detector):
         if quote:
             evidence.append(Evidence(f"its last words: {quote}"))
         evidence += _memory_evidence(culprit, seen, is_sure=killed is not None)
-        followers = sorted(rank for rank in self._abnormal if rank != event.rank)
+        together = self._gone_with(culprit)
+        rank = event.rank if len(together) == 1 else None
+        subject = self.generation.subject(event.rank)
+        if rank is None:
+            subject = f"Ranks {', '.join(map(str, together))} on {culprit.node}"
+        followers = sorted(self._abnormal.keys() - set(together))
         if followers:
             evidence.append(Evidence(f"then ranks {', '.join(map(str, followers))} ended as well"))
         return Finding(
             kind="failure",
             cause=cause,
             fingerprint="failure:exit",
-            summary=f"{self.generation.subject(event.rank)} ended: {cause}.",
+            summary=f"{subject} ended: {cause}.",
             detected_ns=seen.now_ns,
             generation=self.generation.number,
-            rank=event.rank,
+            rank=rank,
+            ranks=together if rank is None else [],
             node=self.generation.node(event.rank) or culprit.node,
-            stage=self.generation.stage(event.rank),
+            stage=self.generation.stage(rank),
             severity="critical",
             can_checkpoint=False,
             advice=_LESS_MEMORY if killed is not None else None,
@@ -160,15 +193,18 @@ def _is_abnormal(event: RankExited) -> bool:
     return not event.commanded and event.exit_code != 0
 
 
+def _is_unknown(event: RankExited) -> bool:
+    """It was somebody else's child."""
+    return event.exit_code is None and event.signal is None
+
+
 def _is_cause(one: SeenExit) -> bool:
     """Nobody sends signals because a connection broke (torch's own abort, SIGABRT, apart)."""
+    if _is_unknown(one.event):
+        return False
     if one.event.signal is not None:
         return one.event.signal != signal.SIGABRT
     return not _CONSEQUENCE.search(one.event.log_tail)
-
-
-def _first_to_go(one: SeenExit) -> tuple[bool, int, int]:
-    return (not _is_cause(one), one.event.time_ns, one.event.rank)
 
 
 def _cause(event: RankExited) -> str:
