@@ -1179,6 +1179,8 @@ export interface components {
             step_seconds: number | null;
             topology: components["schemas"]["TopologyModel"];
             verdict: components["schemas"]["Verdict"];
+            /** Watched */
+            watched: boolean;
         };
         /**
          * JobCreate

@@ -70,7 +70,8 @@ def jobs(ctx: click.Context, server: str, token: str | None, as_json: bool) -> N
             )
             for job in found
         ],
-        "No job yet. Start one: paceline run -- python train.py",
+        "No job yet. Start one: paceline run -- python train.py\n"
+        "One that torchrun or Slurm starts is here once all its ranks have begun: see README.",
         sentence=True,
     )
 
@@ -120,6 +121,8 @@ def _summary(job: dict[str, Any]) -> str:
         parts.append(f"step {job['step']}")
     if job["step_seconds"] is not None:
         parts.append(f"{render.seconds(job['step_seconds'])} per step")
+    if job["watched"]:
+        parts.append("started elsewhere: watched only")
     return ", ".join(parts)
 
 

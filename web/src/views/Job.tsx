@@ -230,7 +230,9 @@ function Stats({ job }: { job: Job }) {
       <Stat name="Topology" note={shrunk ? `asked for ${format.topology(job.requested_topology)}` : undefined}>
         {format.topology(job.topology)}
       </Stat>
-      <Stat name="Mode">{job.mode}</Stat>
+      <Stat name="Mode" note={job.watched ? "started elsewhere" : undefined}>
+        {job.mode}
+      </Stat>
     </dl>
   );
 }
