@@ -68,7 +68,7 @@ def gathering(session: Session, job_id: str | None = None) -> list[Gathering]:
         func.min(Attachment.world_size),
         func.count(),
         func.max(Attachment.received_ns),
-    ).where(~Attachment.placed)
+    ).where(Attachment.placed.is_(False))
     if job_id is not None:
         query = query.where(Attachment.job_id == job_id)
     query = query.group_by(Attachment.job_id, Attachment.generation)
@@ -81,7 +81,7 @@ def take(session: Session, job_id: str, generation: int) -> Sequence[Attachment]
     taken = session.scalars(
         update(Attachment)
         .where(Attachment.job_id == job_id, Attachment.generation == generation)
-        .where(~Attachment.placed)
+        .where(Attachment.placed.is_(False))
         .values(placed=True)
         .returning(Attachment.rank)
     ).all()

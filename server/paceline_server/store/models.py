@@ -242,6 +242,7 @@ class Attachment(Base):
     """A rank that an agent found running. Ingest writes it, `placed` a worker."""
 
     __tablename__ = "attachments"
+    __table_args__ = (Index(None, "placed"),)
 
     job_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     generation: Mapped[int] = mapped_column(primary_key=True)

@@ -127,6 +127,24 @@ def test_another_run_of_the_same_name_takes_the_place_of_the_one_that_ended(
     assert len(server.client.get("/api/v1/jobs").json()["items"]) == 1
 
 
+def test_a_run_that_begins_right_after_the_last_one_is_not_forgotten(
+    server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
+) -> None:
+    for number in range(2):
+        nodes[number].run_for_others("local", number, PAIR, pid=500 + number)
+    wait_for(lambda: (job("local") or {}).get("state") == "running", "the job")
+    for number in range(2):
+        nodes[number].crash(number)
+        nodes[number].run_for_others("local", number, PAIR, pid=600 + number)
+
+    def pids() -> list[int]:
+        items = server.client.get("/api/v1/jobs/local/ranks").json()["items"]
+        return [rank["pid"] for rank in items]
+
+    wait_for(lambda: pids() == [600, 601], "the next run")
+    assert job("local")["state"] == "running"
+
+
 def test_ranks_that_are_told_of_again_change_nothing(
     nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:

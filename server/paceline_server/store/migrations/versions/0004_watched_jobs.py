@@ -25,3 +25,4 @@ def upgrade() -> None:
         sa.Column("identity", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("job_id", "generation", "rank", name=op.f("pk_attachments")),
     )
+    op.create_index(op.f("ix_attachments_placed"), "attachments", ["placed"])
