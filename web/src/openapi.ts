@@ -1241,6 +1241,11 @@ export interface components {
              * @example gpt-7b
              */
             name: string;
+            /**
+             * Start Timeout Seconds
+             * @default 900
+             */
+            start_timeout_seconds: number;
             topology: components["schemas"]["TopologyModel"];
         };
         /**

@@ -35,6 +35,15 @@ ENDED = ("finished", "failed", "stopped")
     "you (approve) or Paceline (auto).",
 )
 @click.option(
+    "--start-timeout",
+    type=click.FloatRange(1, 86_400),
+    default=900.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For the first step of all ranks: loading, compiling, setting up NCCL. Later, the start "
+    "has failed.",
+)
+@click.option(
     "--checkpoint-directory",
     type=click.Path(path_type=Path),
     help="Shared by all nodes; handed to the ranks as PACELINE_CHECKPOINT_DIRECTORY.",
@@ -58,6 +67,7 @@ def run(
     tp: int,
     name: str | None,
     mode: str,
+    start_timeout: float,
     checkpoint_directory: Path | None,
     environment: tuple[str, ...],
     detach: bool,
@@ -80,6 +90,7 @@ def run(
         "argv": list(command),
         "topology": {"dp": dp, "pp": pp, "tp": tp},
         "mode": mode,
+        "start_timeout_seconds": start_timeout,
         "environment": dict(_pair(item) for item in environment),
         "directory": os.getcwd(),
         "checkpoint_directory": str(checkpoint_directory.resolve())

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from paceline_server.api.examples import EXAMPLES
+from paceline_server.decide.types import START_TIMEOUT_SECONDS
 
 
 def _add_example(schema: dict[str, Any], model: type[BaseModel]) -> None:
@@ -30,6 +31,8 @@ class JobCreate(Resource):
     argv: list[str] = Field(min_length=1, examples=[["python", "-m", "paceline_trainer"]])
     topology: TopologyModel
     mode: Literal["observe", "dry-run", "approve", "auto"] = "auto"
+    # For the first step of all ranks, before the start counts as failed.
+    start_timeout_seconds: float = Field(START_TIMEOUT_SECONDS, ge=1, le=86_400)
     environment: dict[str, str] = {}
     directory: str | None = None
     checkpoint_directory: str | None = None

@@ -28,6 +28,9 @@ ActionState = Literal[
 ]
 
 
+START_TIMEOUT_SECONDS = 900.0
+
+
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """When to act by ourselves. Every default states its reason where it is set."""
 
@@ -43,7 +46,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     hang_patience_seconds: float = 10.0
     checkpoint_timeout_seconds: float = 60.0
     stop_timeout_seconds: float = 15.0
-    start_timeout_seconds: float = 120.0
+    # For the first step of all ranks: a large job loads its checkpoint, compiles and sets up NCCL
+    # for minutes. A rank that ends meanwhile is seen at once.
+    start_timeout_seconds: float = START_TIMEOUT_SECONDS
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,7 +65,10 @@ def rebuild(database: Database, job: Job, keep_alive: Callable[[], None]) -> Reb
 
 
 def _settings(job: Job) -> DetectionSettings:
-    return DetectionSettings(node_lease_seconds=job.policy.node_lease_seconds)
+    return DetectionSettings(
+        node_lease_seconds=job.policy.node_lease_seconds,
+        hang_startup_seconds=job.policy.start_timeout_seconds,
+    )
 
 
 def _replay(

@@ -155,6 +155,16 @@ def test_text_that_no_database_holds_is_refused(client: httpx.Client) -> None:
         assert field in answer.json()["detail"]
 
 
+def test_how_long_a_start_may_take_is_the_jobs(server: Any, client: httpx.Client) -> None:
+    url = str(client.base_url).rstrip("/")
+    jobs = {post_job(url): 900.0, post_job(url, start_timeout_seconds=30): 30.0}
+    with server.program.database.read() as session:
+        found = {job.id: job.policy.start_timeout_seconds for job in session.scalars(select(Job))}
+    assert found == jobs
+    body = {"name": "x", "argv": ["true"], "topology": {}, "start_timeout_seconds": 0}
+    assert client.post("/api/v1/jobs", json=body).status_code == 422
+
+
 def test_steps_show_the_newest_run_of_each(server: Any, client: httpx.Client) -> None:
     job_id = post_job(server.url, dp=2)
     put(server, *(row for number in range(6) for row in step(job_id, number)))

@@ -238,3 +238,19 @@ def test_a_node_that_was_lost_during_the_stop_and_came_back_is_better_than_none(
     world.nodes["node-0"].heard = True
     world.until_running(2)
     assert world.started_on(2) == {"node-0", "node-4"}
+
+
+def test_a_start_may_take_minutes(world: World) -> None:
+    """It loads a large checkpoint, compiles, sets up NCCL."""
+    world.detects = False
+    world.crash(3)
+    world.tick((world._fatal("failure", "killed by signal 9", 3, "node-1"),))
+    world.until(lambda: world.generation == 2)
+    world.tick()
+    world.tick()
+    world.hang(1)
+    world.run(600.0)
+    assert world.one_action("restart").state == "running"
+    for process in world.processes():
+        process.hung = False
+    world.until_running(2, seconds=5.0)

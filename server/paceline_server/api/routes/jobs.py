@@ -60,7 +60,7 @@ def _new_job(session: Session, body: schemas.JobCreate, now_ns: int) -> models.J
         id=f"job-{secrets.token_hex(4)}",
         name=body.name,
         spec=spec,
-        policy=Policy(mode=body.mode),
+        policy=Policy(mode=body.mode, start_timeout_seconds=body.start_timeout_seconds),
         state="pending",
         generation=0,
         topology=topology,
