@@ -1131,7 +1131,8 @@ export interface components {
          *         "incident_id": "inc-d155b9d3",
          *         "kind": "straggler",
          *         "text": "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55% of each step."
-         *       }
+         *       },
+         *       "watched": false
          *     }
          */
         Job: {
@@ -1301,7 +1302,8 @@ export interface components {
          *             "incident_id": "inc-d155b9d3",
          *             "kind": "straggler",
          *             "text": "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55% of each step."
-         *           }
+         *           },
+         *           "watched": false
          *         }
          *       ]
          *     }

@@ -34,6 +34,7 @@ _JOB = {
     "topology": _TOPOLOGY,
     "requested_topology": _TOPOLOGY,
     "mode": "approve",
+    "watched": False,
     "created_at": "2026-11-20T20:15:31.000000Z",
     "started_at": "2026-11-20T20:15:44.000000Z",
     "finished_at": None,

@@ -153,7 +153,8 @@ def test_a_frozen_worker_wakes_up_powerless(cluster: Cluster, wait_for: Callable
         for command in node.carried_out
         if isinstance(command, StopGeneration)
     ]
-    assert len(stops) == len({command.command_id for command in stops}) == 2
+    # Each node once, the spare one too: it may run ranks of long ago.
+    assert len(stops) == len({command.command_id for command in stops}) == 3
 
 
 def test_every_acknowledged_batch_survives_the_death_of_the_server(

@@ -151,10 +151,10 @@ async def nvml_samples(context: Context, tmp_path: Path) -> list[Sample]:
         for name, value in environment(library, gpus.path).items():
             patched.setenv(name, value)
         lane = ProcessLane(NvmlCollector, context)
-        samples = list((await lane.collect(1)).lasting or ())
+        samples = (await lane.collect(1)).everything()
         gpus.set(0, xid=79)
         for sweep in (2, 3):
-            samples += (await lane.collect(sweep * 1_000_000_000)).samples
+            samples += (await lane.collect(sweep * 1_000_000_000)).everything()
         await lane.close()
     return samples
 
@@ -164,9 +164,9 @@ async def test_every_metric_that_is_read_is_emitted_by_a_collector(context, tmp_
     for collector in discover():
         if not collector.isolated:
             with contextlib.suppress(CollectorUnavailable):
-                samples += collector(context).collect(1).samples
+                samples += collector(context).collect(1).everything()
     here = replace(context, procfs_root=Path("/proc"))  # no other tree's file systems are looked at
-    samples += StorageCollector(here).collect(1).samples
+    samples += StorageCollector(here).collect(1).everything()
     emitted = {sample.name: sample.labels.keys() for sample in samples}
     assert KEPT.keys() - emitted.keys() == set()
     for name, labels in KEPT.items():
