@@ -9,10 +9,11 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sqlalchemy import delete, func, or_, select, update
+from sqlalchemy import and_, delete, func, not_, select, update
 from sqlalchemy.orm import Session
 
 from paceline_server.store.database import insert_into
+from paceline_server.store.log import FINISHED
 from paceline_server.store.models import Attachment, Job
 from paceline_wire.batch import RankAttached
 
@@ -45,18 +46,18 @@ def keep(session: Session, agent_id: str, event: RankAttached, received_ns: int)
         return
     row = {
         "agent_id": agent_id,
-        "pid": identity.pid,
+        "started_ns": identity.started_ns,
         "world_size": world_size,
         "received_ns": received_ns,
         "placed": False,
         "identity": identity,
     }
     keys = {"job_id": job_id, "generation": identity.generation, "rank": identity.rank}
-    is_another = or_(Attachment.pid != identity.pid, Attachment.agent_id != agent_id)
+    same = Attachment.agent_id == agent_id, Attachment.started_ns == identity.started_ns
     session.execute(
         insert_into(session, Attachment)
         .values(**keys, **row)
-        .on_conflict_do_update(index_elements=list(keys), set_=row, where=is_another)
+        .on_conflict_do_update(index_elements=list(keys), set_=row, where=not_(and_(*same)))
     )
 
 
@@ -94,4 +95,7 @@ def take(session: Session, job_id: str, generation: int) -> Sequence[Attachment]
 
 
 def forget(session: Session, before_ns: int) -> None:
-    session.execute(delete(Attachment).where(Attachment.received_ns < before_ns))
+    """But for those of jobs that go on: an agent may tell of them again."""
+    goes_on = select(Job.id).where(Job.state.not_in(FINISHED))
+    is_old = Attachment.received_ns < before_ns, Attachment.job_id.not_in(goes_on)
+    session.execute(delete(Attachment).where(*is_old))

@@ -248,7 +248,7 @@ class Attachment(Base):
     generation: Mapped[int] = mapped_column(primary_key=True)
     rank: Mapped[int] = mapped_column(primary_key=True)
     agent_id: Mapped[str] = mapped_column(String(128))
-    pid: Mapped[int]
+    started_ns: Mapped[int]  # CLOCK_MONOTONIC of its node: another process has another
     world_size: Mapped[int]
     received_ns: Mapped[int]
     placed: Mapped[bool]  # its generation was taken up

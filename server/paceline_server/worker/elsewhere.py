@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, update
 from sqlalchemy.orm import Session
 
 from paceline_server.decide.types import AuditEntry, JobSpec, Policy, RankView
@@ -73,10 +73,9 @@ class Elsewhere:
         with self._database.write() as session:
             job = session.get(Job, gathering.job_id)
             if job is not None and job.state not in FINISHED:
-                if gathering.generation > job.generation or _are_others(session, gathering):
-                    return False  # whoever works on it ends it first
-                attachments.take(session, gathering.job_id, gathering.generation)
-                return False
+                if gathering.generation < job.generation:
+                    attachments.take(session, gathering.job_id, gathering.generation)
+                return False  # of a later one, or another run: whoever works on it ends it first
             ranks = attachments.take(session, gathering.job_id, gathering.generation)
             is_old = job is not None and (not job.watched or gathering.generation < job.generation)
             if is_old or len(ranks) != gathering.world_size:
@@ -97,16 +96,6 @@ class Elsewhere:
             gathering.ranks,
             gathering.world_size,
         )
-
-
-def _are_others(session: Session, gathering: Gathering) -> bool:
-    """Processes of another run than the job's ranks, which has the same name and generation."""
-    same = Rank.job_id == gathering.job_id, Rank.generation == gathering.generation
-    known = set(session.scalars(select(Rank.pid).where(*same)))
-    query = select(Attachment.pid).where(
-        Attachment.job_id == gathering.job_id, Attachment.generation == gathering.generation
-    )
-    return not known.intersection(session.scalars(query)) and bool(known)
 
 
 def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_ns: int) -> None:

@@ -90,6 +90,7 @@ class SimulatedNode:
         self.ranks: dict[int, SimulatedRank] = {}
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._events: list[Event] = [hello()]
+        self._attached: dict[int, Identity] = {}
         self._unsent: deque[bytes] = deque()
         self._sequence = 0
         self._seen: dict[int, bool] = {}
@@ -140,6 +141,10 @@ class SimulatedNode:
         with self._lock:
             self._start_rank(command, commands.RankSpec(rank, 0, None), pid)
             self._events = [one for one in self._events if not isinstance(one, RankStarted)]
+
+    def tell_again(self, rank: int) -> None:
+        """As an agent that was restarted does of ranks that it adopts."""
+        self.say(RankAttached(time_ns=time.time_ns(), identity=self._attached[rank]))
 
     def finish(self, rank: int) -> None:
         with self._lock:
@@ -326,6 +331,7 @@ class SimulatedNode:
             ),
             RankAttached(time_ns=now_ns, identity=identity),
         ]
+        self._attached[spec.rank] = identity
 
 
 def stop_all(nodes: list[SimulatedNode]) -> None:

@@ -131,7 +131,7 @@ def test_a_run_that_begins_right_after_the_last_one_is_not_forgotten(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
     for number in range(2):
-        nodes[number].run_for_others("local", number, PAIR, pid=500 + number)
+        nodes[number].run_for_others("local", number, PAIR)
     wait_for(lambda: (job("local") or {}).get("state") == "running", "the job")
     for number in range(2):
         nodes[number].crash(number)
@@ -148,17 +148,22 @@ def test_a_run_that_begins_right_after_the_last_one_is_not_forgotten(
 def test_ranks_that_are_told_of_again_change_nothing(
     nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
-    """An agent that was restarted tells of the ranks that it adopts."""
     for number in range(2):
         nodes[number].run_for_others("slurm-9", number, PAIR)
     wait_for(lambda: (job("slurm-9") or {}).get("state") == "running", "the job")
     created = job("slurm-9")["created_at"]
     for number in range(2):
-        nodes[number].run_for_others("slurm-9", number, PAIR)
+        nodes[number].tell_again(number)
     heard_of_all(nodes, wait_for)
     time.sleep(0.5)
     assert job("slurm-9")["created_at"] == created
     assert job("slurm-9")["state"] == "running"
+    for number in range(2):
+        nodes[number].finish(number)
+        nodes[number].tell_again(number)
+    wait_for(lambda: job("slurm-9")["state"] == "finished", "the end")
+    heard_of_all(nodes, wait_for)
+    assert job("slurm-9")["state"] == "finished"
 
 
 def test_names_that_are_no_names_and_jobs_of_our_own_are_left_alone(

@@ -18,7 +18,7 @@ def upgrade() -> None:
         sa.Column("generation", sa.BigInteger(), nullable=False),
         sa.Column("rank", sa.BigInteger(), nullable=False),
         sa.Column("agent_id", sa.String(length=128), nullable=False),
-        sa.Column("pid", sa.BigInteger(), nullable=False),
+        sa.Column("started_ns", sa.BigInteger(), nullable=False),
         sa.Column("world_size", sa.BigInteger(), nullable=False),
         sa.Column("received_ns", sa.BigInteger(), nullable=False),
         sa.Column("placed", sa.Boolean(), nullable=False),
