@@ -22,6 +22,7 @@ from paceline_server.steps.types import StepSummary
 from paceline_server.store.database import Database
 from paceline_server.store.log import read_log
 from paceline_server.store.models import EngineMemory, Generation, HotLog, Job, Step
+from paceline_server.worker.strangers import Strangers
 from paceline_wire import batch as wire
 
 _CHUNK = 200
@@ -43,7 +44,9 @@ class Rebuilt:
                 self.findings[finding.fingerprint] = finding
 
 
-def rebuild(database: Database, job: Job, keep_alive: Callable[[], None]) -> Rebuilt:
+def rebuild(
+    database: Database, job: Job, strangers: Strangers, keep_alive: Callable[[], None]
+) -> Rebuilt:
     """`keep_alive` is called now and then, to renew the lease."""
     with database.read() as session:
         kept = session.get(EngineMemory, job.id)
@@ -52,7 +55,7 @@ def rebuild(database: Database, job: Job, keep_alive: Callable[[], None]) -> Reb
     rebuilt = Rebuilt(Engine(job.id, _settings(job), None if kept is None else kept.memory))
     if not generations:
         return rebuilt
-    _replay(database, job, generations, rebuilt, keep_alive)
+    _replay(database, job, generations, rebuilt, strangers, keep_alive)
     if job.ticked_ns is not None:
         rebuilt.take(rebuilt.engine.tick(job.ticked_ns))
     rebuilt.steps = [each for each in rebuilt.steps if each.step > newest.get(each.generation, -1)]
@@ -76,6 +79,7 @@ def _replay(
     job: Job,
     generations: list[Generation],
     rebuilt: Rebuilt,
+    strangers: Strangers,
     keep_alive: Callable[[], None],
 ) -> None:
     position = generations[0].cursor
@@ -91,7 +95,7 @@ def _replay(
             if entry.received_ns - ticked_ns >= _TICK_NS:
                 ticked_ns = entry.received_ns
                 rebuilt.take(rebuilt.engine.tick(ticked_ns))
-            _feed(rebuilt.engine, entry)
+            _feed(rebuilt.engine, entry, strangers)
         position = entries[-1].id
         keep_alive()
     _place(rebuilt.engine, waiting, job.cursor)
@@ -103,10 +107,10 @@ def _place(engine: Engine, waiting: list[Generation], position: int) -> None:
         engine.place(waiting.pop(0).placement)
 
 
-def _feed(engine: Engine, entry: HotLog) -> None:
+def _feed(engine: Engine, entry: HotLog, strangers: Strangers) -> None:
     """What it could not take then, it cannot take now."""
     try:
-        engine.feed(wire.decode(entry.payload), entry.received_ns)
+        engine.feed(strangers.left_out(wire.decode(entry.payload)), entry.received_ns)
     except Exception:  # counted when it was first read
         return
 

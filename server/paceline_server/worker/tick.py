@@ -29,6 +29,7 @@ from paceline_server.worker.keep import News, Receivers, keep
 from paceline_server.worker.ranks import Ranks
 from paceline_server.worker.replay import rebuild
 from paceline_server.worker.settle import Settling
+from paceline_server.worker.strangers import Strangers
 from paceline_server.worker.view import Known, know
 from paceline_wire import batch as wire
 from paceline_wire.batch import Batch, RankAcknowledged, RankAttached, RankState
@@ -96,7 +97,8 @@ class JobWork:
         with database.read() as session:
             job = session.get_one(models.Job, mine.job_id)
             rows = queries.ranks(session, mine.job_id)
-        rebuilt = rebuild(database, job, self._renew)
+        self._strangers = Strangers(job, rows)
+        rebuilt = rebuild(database, job, self._strangers, self._renew)
         self._engine = rebuilt.engine
         self._late = Outcome(steps=rebuilt.steps, findings=list(rebuilt.findings.values()))
         self._cursor = job.cursor
@@ -138,7 +140,7 @@ class JobWork:
     def _decoded(self, known: Known) -> Iterator[Batch]:
         for entry in known.log:
             self._cursor = entry.id
-            batch = wire.decode(entry.payload)  # was checked when it came
+            batch = self._strangers.left_out(wire.decode(entry.payload))  # checked when it came
             self._settling.hear(batch, entry.received_ns)
             try:
                 self._engine.feed(batch, entry.received_ns)

@@ -10,6 +10,7 @@ import pytest
 from simulated_node import SimulatedNode, post_job, stop_all
 
 from paceline_server.store.models import Attachment
+from paceline_wire.batch import RankExited
 from paceline_wire.topology import Topology
 
 PAIR = Topology(dp=2)
@@ -134,15 +135,22 @@ def test_a_run_that_begins_right_after_the_last_one_is_not_forgotten(
         nodes[number].run_for_others("local", number, PAIR)
     wait_for(lambda: (job("local") or {}).get("state") == "running", "the job")
     for number in range(2):
+        # In one batch or in two, and then once more after it.
         nodes[number].crash(number)
         nodes[number].run_for_others("local", number, PAIR, pid=600 + number)
+        exited = RankExited(
+            time_ns=time.time_ns(), job="local", generation=0, rank=number, pid=1000 + number
+        )
+        nodes[number].say(exited)
 
     def pids() -> list[int]:
         items = server.client.get("/api/v1/jobs/local/ranks").json()["items"]
         return [rank["pid"] for rank in items]
 
     wait_for(lambda: pids() == [600, 601], "the next run")
+    heard_of_all(nodes, wait_for)
     assert job("local")["state"] == "running"
+    wait_for(lambda: (job("local")["step"] or 0) >= 3, "steps")
 
 
 def test_ranks_that_are_told_of_again_change_nothing(
