@@ -170,3 +170,11 @@ def entries(directory: Location) -> list[str]:
         return sorted(os.listdir(directory))
     except OSError:
         return []
+
+
+def inode_of(location: Location) -> int | None:
+    """None: there is nothing. Another one than before: a device was taken away and came back."""
+    try:
+        return os.stat(location).st_ino
+    except OSError:
+        return None

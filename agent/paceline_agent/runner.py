@@ -279,7 +279,7 @@ def bounded(collector: type[Collector], collected: Collected) -> tuple[Collected
     beyond = count(collected.samples) + count(collected.lasting or ()) - collector.series_at_most
     if beyond <= 0:
         return collected, 0
-    kept = [*collected.everything()[: collector.series_at_most]]
+    kept = collected.everything()[: collector.series_at_most]
     return msgspec.structs.replace(collected, samples=kept, lasting=[]), beyond
 
 

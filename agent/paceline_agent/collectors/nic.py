@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from paceline_agent.collectors.contract import BEYOND_COUNTERS, Collected, Collector, Context
-from paceline_agent.kept_files import KeptFiles, Together, entries
+from paceline_agent.kept_files import KeptFiles, Together, entries, inode_of
 from paceline_agent.pci_topology import cards_first
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
 
@@ -106,7 +106,9 @@ class NicCollector(Collector):
     def _is_time_to_look(self, now_ns: int) -> bool:
         if self._look_ns is None or not 0 <= now_ns - self._look_ns < _LOOK_AGAIN_NS:
             return True
-        return any(_inode(one.directory) != one.inode for one in self._devices.values())
+        return any(
+            inode_of(f"{one.directory}/statistics") != one.inode for one in self._devices.values()
+        )
 
     def _discover(self) -> None:
         found: dict[str, _Device] = {}
@@ -115,7 +117,7 @@ class NicCollector(Collector):
             names = cards_first(self._root, names)[:_DEVICES_AT_MOST]
         for name in names:
             directory = os.path.join(self._root, name)
-            inode = _inode(directory)
+            inode = inode_of(f"{directory}/statistics")
             if inode is None:
                 continue
             known = self._devices.get(name)
@@ -175,14 +177,6 @@ class NicCollector(Collector):
                 value = words[position] if position < len(words) else ""
                 if value.isdecimal() and len(value) <= _DIGITS:
                     yield Sample(metric, {}, float(value), now_ns)
-
-
-def _inode(directory: str) -> int | None:
-    """None: it is no interface, or gone."""
-    try:
-        return os.stat(f"{directory}/statistics").st_ino
-    except OSError:
-        return None
 
 
 @lru_cache(maxsize=16)

@@ -27,7 +27,7 @@ from paceline_agent.collectors.contract import (
     CollectorUnavailable,
     Context,
 )
-from paceline_agent.kept_files import KeptFiles, Together, entries
+from paceline_agent.kept_files import KeptFiles, Together, entries, inode_of
 from paceline_agent.pci_topology import cards_first
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample, Series
 
@@ -246,7 +246,7 @@ class RdmaCollector(Collector):
     def _is_time_to_look(self, now_ns: int) -> bool:
         if self._look_ns is None or not self._ports:
             return True
-        if any(_inode(port.directory) != port.inode for port in self._ports.values()):
+        if any(inode_of(port.directory) != port.inode for port in self._ports.values()):
             return True
         return not 0 <= now_ns - self._look_ns < _LOOK_AGAIN_SECONDS * 10**9
 
@@ -261,7 +261,7 @@ class RdmaCollector(Collector):
             is_first = True
             for name, (parent, number) in places.items():
                 directory = os.path.join(parent, number)
-                inode = _inode(directory)
+                inode = inode_of(directory)
                 if inode is None or self.context.excludes_rdma(name):
                     continue
                 known = self._ports.get(name)
@@ -433,10 +433,3 @@ def _hardware_counters(
 def _how_far_down(file: str) -> tuple[bool, bool]:
     """What the link tells goes first, what there is one of for each lane or context last."""
     return not _OF_THE_LINK.search(file), file[-1:].isdecimal()
-
-
-def _inode(path: str) -> int | None:
-    try:
-        return os.stat(path).st_ino
-    except OSError:
-        return None

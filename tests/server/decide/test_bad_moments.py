@@ -85,8 +85,8 @@ def test_a_node_that_cannot_start_its_ranks_is_left_out_the_second_time(
     assert list(world.quarantined) == ["node-3"]
 
 
-def test_a_start_that_takes_too_long_is_started_over(world: World) -> None:
-    world.policy = Policy(start_timeout_seconds=10.0)
+def _hang_at_start(world: World) -> None:
+    """Of generation 2, seen by no detector."""
     world.detects = False
     world.crash(3)
     world.tick((world._fatal("failure", "killed by signal 9", 3, "node-1"),))
@@ -94,6 +94,11 @@ def test_a_start_that_takes_too_long_is_started_over(world: World) -> None:
     world.tick()
     world.tick()
     world.hang(1)
+
+
+def test_a_start_that_takes_too_long_is_started_over(world: World) -> None:
+    world.policy = Policy(start_timeout_seconds=10.0)
+    _hang_at_start(world)
     world.until_running(3)
     failed = world.one_action("restart", "failed")
     assert "did not finish a step in time" in (failed.error or "")
@@ -242,13 +247,7 @@ def test_a_node_that_was_lost_during_the_stop_and_came_back_is_better_than_none(
 
 def test_a_start_may_take_minutes(world: World) -> None:
     """It loads a large checkpoint, compiles, sets up NCCL."""
-    world.detects = False
-    world.crash(3)
-    world.tick((world._fatal("failure", "killed by signal 9", 3, "node-1"),))
-    world.until(lambda: world.generation == 2)
-    world.tick()
-    world.tick()
-    world.hang(1)
+    _hang_at_start(world)
     world.run(600.0)
     assert world.one_action("restart").state == "running"
     for process in world.processes():

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from simulated_node import SimulatedNode, post_job, stop_all
+from simulated_node import SimulatedNode, post_job
 
 from paceline_server.store.models import Attachment
 from paceline_wire.batch import RankExited
 from paceline_wire.topology import Topology
 
 PAIR = Topology(dp=2)
-
-
-@pytest.fixture
-def nodes(server: Any) -> Iterator[list[SimulatedNode]]:
-    fleet = [SimulatedNode(f"node-{number}", server.url) for number in range(3)]
-    for node in fleet:
-        node.start()
-    yield fleet
-    stop_all(fleet)
 
 
 @pytest.fixture

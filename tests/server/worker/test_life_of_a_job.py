@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
-from simulated_node import SimulatedNode, post_job, stop_all
+from simulated_node import SimulatedNode, post_job
 
 from paceline_wire.commands import ControlRanks, StartRanks, StopGeneration
-
-
-@pytest.fixture
-def nodes(server: Any) -> Iterator[list[SimulatedNode]]:
-    fleet = [SimulatedNode(f"node-{number}", server.url) for number in range(3)]
-    for node in fleet:
-        node.start()
-    yield fleet
-    stop_all(fleet)
 
 
 def get(server: Any, path: str) -> Any:
