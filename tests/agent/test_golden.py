@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import NAMESPACE_URL, uuid5
@@ -62,8 +61,8 @@ def unpack(tree: Path, root: Path) -> None:
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 (root / name).symlink_to(target)
             case ["@", name, archive]:
-                with tarfile.open(FIXTURES / archive) as packed:
-                    packed.extractall(root / name, filter="data")
+                (root / name).mkdir(parents=True, exist_ok=True)
+                subprocess.run(["tar", "-xf", FIXTURES / archive, "-C", root / name], check=True)
 
 
 def once(root: Path, gpus: dict[str, str], *options: str) -> str:

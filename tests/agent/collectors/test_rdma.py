@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -115,8 +114,9 @@ def test_a_node_without_devices_is_unavailable(context, sysfs: Path):
 @pytest.fixture
 def h100(sysfs):
     """All nine adapters of the recorded node."""
-    with tarfile.open(FIXTURES / "infiniband-h100.tar.gz") as archive:
-        archive.extractall(sysfs / "class", filter="data")
+    archive = FIXTURES / "infiniband-h100.tar.gz"
+    (sysfs / "class").mkdir()
+    subprocess.run(["tar", "-xf", archive, "-C", sysfs / "class"], check=True)
     return sysfs / "class" / "infiniband"
 
 
