@@ -8,6 +8,9 @@ WEB_READY := web/node_modules/.ready
 ARGS ?=
 ONLY ?=
 
+# Tests and demo start hundreds of processes: none should compile the sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test bench campaign fix clean lint types web unit browser
 
 demo: $(READY)
