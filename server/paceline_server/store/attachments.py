@@ -6,7 +6,7 @@ Ingest writes what it hears, a worker makes a job of it once all ranks of a gene
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from sqlalchemy import and_, delete, func, not_, select, update
@@ -23,11 +23,11 @@ _RANKS_AT_MOST = 1 << 17
 
 
 class Gathering(NamedTuple):
-    """Ranks of one generation that were not taken up yet."""
+    """Ranks of one generation that were not taken up yet, and agree on how many they are."""
 
     job_id: str
     generation: int
-    world_size: int  # as the first of them has it
+    world_size: int
     ranks: int
     newest_ns: int  # when the last of them was heard of
 
@@ -66,32 +66,31 @@ def gathering(session: Session, job_id: str | None = None) -> list[Gathering]:
     query = select(
         Attachment.job_id,
         Attachment.generation,
-        func.min(Attachment.world_size),
+        Attachment.world_size,
         func.count(),
         func.max(Attachment.received_ns),
     ).where(Attachment.placed.is_(False))
     if job_id is not None:
         query = query.where(Attachment.job_id == job_id)
-    query = query.group_by(Attachment.job_id, Attachment.generation)
-    rows = session.execute(query.order_by(Attachment.job_id, Attachment.generation))
+    together = Attachment.job_id, Attachment.generation, Attachment.world_size
+    rows = session.execute(query.group_by(*together).order_by(*together))
     return [Gathering(*row) for row in rows]
 
 
-def take(session: Session, job_id: str, generation: int) -> Sequence[Attachment]:
-    """They gather no more. Of one generation only one worker is given any."""
+def take(session: Session, gathered: Gathering) -> list[Attachment]:
+    """They gather no more. Only one worker is given them, in the order of their ranks."""
     taken = session.scalars(
         update(Attachment)
-        .where(Attachment.job_id == job_id, Attachment.generation == generation)
-        .where(Attachment.placed.is_(False))
+        .where(
+            Attachment.job_id == gathered.job_id,
+            Attachment.generation == gathered.generation,
+            Attachment.world_size == gathered.world_size,
+            Attachment.placed.is_(False),
+        )
         .values(placed=True)
-        .returning(Attachment.rank)
-    ).all()
-    if not taken:
-        return []
-    query = select(Attachment).where(
-        Attachment.job_id == job_id, Attachment.generation == generation
+        .returning(Attachment)
     )
-    return session.scalars(query.order_by(Attachment.rank)).all()
+    return sorted(taken, key=attrgetter("rank"))
 
 
 def forget(session: Session, before_ns: int) -> None:

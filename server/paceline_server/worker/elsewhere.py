@@ -43,8 +43,8 @@ class Elsewhere:
     def __init__(self, database: Database, now_ns: Callable[[], int]) -> None:
         self._database = database
         self._now_ns = now_ns
-        self._told: set[tuple[str, int]] = set()
-        self._refused: set[tuple[str, int]] = set()
+        self._told: set[tuple[str, int, int]] = set()
+        self._refused: set[Gathering] = set()
 
     def look(self) -> bool:
         """Take up what is whole; whether there was any."""
@@ -54,7 +54,7 @@ class Elsewhere:
         for each in found:
             if not each.is_whole:
                 self._tell_of_missing(each)
-            elif (each.job_id, each.generation) not in self._refused:
+            elif each not in self._refused:
                 took |= self._try_to_take_up(each)
         return took
 
@@ -65,7 +65,7 @@ class Elsewhere:
             raise
         except Exception:
             # What ranks say of themselves must not keep other jobs from being looked at.
-            self._refused.add((gathering.job_id, gathering.generation))
+            self._refused.add(gathering)
             _log.exception("%s cannot be taken up", gathering.job_id)
             return False
 
@@ -74,9 +74,9 @@ class Elsewhere:
             job = session.get(Job, gathering.job_id)
             if job is not None and job.state not in FINISHED:
                 if gathering.generation < job.generation:
-                    attachments.take(session, gathering.job_id, gathering.generation)
+                    attachments.take(session, gathering)
                 return False  # of a later one, or another run: whoever works on it ends it first
-            ranks = attachments.take(session, gathering.job_id, gathering.generation)
+            ranks = attachments.take(session, gathering)
             is_old = job is not None and (not job.watched or gathering.generation < job.generation)
             if is_old or len(ranks) != gathering.world_size:
                 return False
@@ -85,14 +85,15 @@ class Elsewhere:
         return True
 
     def _tell_of_missing(self, gathering: Gathering) -> None:
-        name = gathering.job_id, gathering.generation
+        name = gathering[:3]
         if name in self._told or self._now_ns() - gathering.newest_ns < _LATE_NS:
             return
         self._told.add(name)
         _log.warning(
             "%s generation %d is not looked at: %d of its %d ranks were found; does an agent run "
             "on every node, and is PACELINE_RING_DIRECTORY set for every rank?",
-            *name,
+            gathering.job_id,
+            gathering.generation,
             gathering.ranks,
             gathering.world_size,
         )

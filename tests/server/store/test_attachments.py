@@ -1,0 +1,64 @@
+"""Which ranks that agents found make up one run, on both databases."""
+
+from __future__ import annotations
+
+from paceline_server.store import attachments
+from paceline_server.store.attachments import Gathering
+from paceline_server.store.database import Database
+from paceline_wire.batch import RankAttached
+from paceline_wire.ring import Identity
+from paceline_wire.topology import Topology
+
+
+class Found:
+    """Ranks of a job as one agent tells of them; each call is another moment."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._now_ns = 0
+
+    def run(self, world_size: int, ranks: range, agent_id: str = "node-0") -> None:
+        self._now_ns += 1
+        for rank in ranks:
+            topology = Topology(dp=world_size)
+            identity = Identity(
+                job="local",
+                generation=0,
+                rank=rank,
+                local_rank=rank,
+                world_size=world_size,
+                topology=topology,
+                coordinates=topology.coordinates(rank),
+                pid=100 * self._now_ns + rank,
+                host="host",
+                clock_offset_ns=0,
+                started_ns=self._now_ns,
+            )
+            event = RankAttached(time_ns=self._now_ns, identity=identity)
+            with self._database.write() as session:
+                attachments.keep(session, agent_id, event, self._now_ns)
+
+    def whole(self) -> list[Gathering]:
+        with self._database.read() as session:
+            return [each for each in attachments.gathering(session) if each.is_whole]
+
+    def take(self) -> list[int]:
+        (gathered,) = self.whole()
+        with self._database.write() as session:
+            return [each.identity.pid for each in attachments.take(session, gathered)]
+
+
+def test_a_smaller_run_of_the_same_name_is_given_its_own_ranks(database: Database) -> None:
+    found = Found(database)
+    found.run(4, range(4))
+    assert found.take() == [100, 101, 102, 103]
+    found.run(2, range(2))
+    assert found.take() == [200, 201]
+    assert found.whole() == []
+
+
+def test_a_run_that_was_never_whole_keeps_no_smaller_one_from_being_it(database: Database) -> None:
+    found = Found(database)
+    found.run(8, range(4))
+    found.run(2, range(2))
+    assert found.take() == [200, 201]
