@@ -82,8 +82,8 @@ def _end_if_superseded(draft: Draft) -> None:
     """Of ranks whose node is lost nobody tells the end."""
     if draft.view.is_superseded and not draft.ended:
         for incident in draft.incidents():
-            resolve(draft, incident, "A later generation was started.")
-        draft.change_state("failed", "A later generation was started elsewhere.")
+            resolve(draft, incident, "Another run was started.")
+        draft.change_state("failed", "Another run was started elsewhere.")
 
 
 def _end_if_dead(draft: Draft) -> None:

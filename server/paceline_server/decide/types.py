@@ -168,7 +168,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_step: int | None = None  # newest that every rank reported as committed
     step_seconds: float | None = None  # median of late
     stop_requested: bool = False
-    is_superseded: bool = False  # who started it has started a later generation
+    is_superseded: bool = False  # who started it has started another run
 
 
 class IssuedCommand(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,12 +9,12 @@ import re
 from operator import attrgetter
 from typing import NamedTuple
 
-from sqlalchemy import and_, delete, func, not_, select, update
+from sqlalchemy import ColumnElement, and_, delete, func, not_, select, update
 from sqlalchemy.orm import Session
 
 from paceline_server.store.database import insert_into
 from paceline_server.store.log import FINISHED
-from paceline_server.store.models import Attachment, Job
+from paceline_server.store.models import Attachment, Job, Rank
 from paceline_wire.batch import RankAttached
 
 # A job's name is its id here, and a part of addresses.
@@ -77,20 +77,36 @@ def gathering(session: Session, job_id: str | None = None) -> list[Gathering]:
     return [Gathering(*row) for row in rows]
 
 
+def is_superseded(session: Session, job: Job) -> bool:
+    """Whether another run of a watched job is whole, and this one cannot go on beside it.
+
+    A node has one process of a rank and generation, so those of a run on the same nodes are gone,
+    even where nobody told their end: the node was started anew, or its agent was away.
+    """
+    whole = [each for each in gathering(session, job.id) if each.is_whole]
+    for again in (each for each in whole if each.generation == job.generation):
+        nodes = select(Attachment.agent_id).where(*_of(again))
+        left = select(Rank.rank).where(Rank.job_id == job.id, Rank.state != "exited")
+        if session.scalar(left.where(Rank.agent_id.not_in(nodes)).limit(1)) is None:
+            return True
+    return any(each.generation > job.generation for each in whole)
+
+
 def take(session: Session, gathered: Gathering) -> list[Attachment]:
     """They gather no more. Only one worker is given them, in the order of their ranks."""
     taken = session.scalars(
-        update(Attachment)
-        .where(
-            Attachment.job_id == gathered.job_id,
-            Attachment.generation == gathered.generation,
-            Attachment.world_size == gathered.world_size,
-            Attachment.placed.is_(False),
-        )
-        .values(placed=True)
-        .returning(Attachment)
+        update(Attachment).where(*_of(gathered)).values(placed=True).returning(Attachment)
     )
     return sorted(taken, key=attrgetter("rank"))
+
+
+def _of(gathered: Gathering) -> tuple[ColumnElement[bool], ...]:
+    return (
+        Attachment.job_id == gathered.job_id,
+        Attachment.generation == gathered.generation,
+        Attachment.world_size == gathered.world_size,
+        Attachment.placed.is_(False),
+    )
 
 
 def forget(session: Session, before_ns: int) -> None:

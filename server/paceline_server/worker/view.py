@@ -96,11 +96,7 @@ def know(session: Session, job_id: str, cursor: int, batches: int, batch_bytes: 
         restarts=_restarts(session, job_id),
         acknowledged=_acknowledged(session, [row.id for row in actions]),
         command_results=_results(session, [row.id for row in actions]),
-        is_superseded=job.watched
-        and any(
-            each.is_whole and each.generation > job.generation
-            for each in attachments.gathering(session, job_id)
-        ),
+        is_superseded=job.watched and not behind and attachments.is_superseded(session, job),
     )
 
 

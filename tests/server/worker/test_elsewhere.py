@@ -144,6 +144,41 @@ def test_a_run_that_begins_right_after_the_last_one_is_not_forgotten(
     wait_for(lambda: (job("local")["step"] or 0) >= 3, "steps")
 
 
+def test_a_run_on_the_same_nodes_ends_one_whose_end_nobody_told(
+    server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
+) -> None:
+    """As after a node's reboot, or of ranks that ended while their agent was away."""
+
+    def pids() -> list[int]:
+        items = server.client.get("/api/v1/jobs/local/ranks").json()["items"]
+        return [rank["pid"] for rank in items]
+
+    for first_pid in (500, 600):
+        for number in range(2):
+            nodes[number].run_for_others("local", number, PAIR, pid=first_pid + number)
+        wait_for(lambda: (job("local") or {}).get("state") == "running", "the job")
+        wait_for(lambda first=first_pid: pids() == [first, first + 1], "its ranks")
+    wait_for(lambda: (job("local")["step"] or 0) >= 3, "steps")
+
+
+def test_of_two_jobs_of_one_name_the_second_waits_for_the_end_of_the_first(
+    server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
+) -> None:
+    def node() -> str:
+        items = server.client.get("/api/v1/jobs/local/ranks").json()["items"]
+        return str(items[0]["node"])
+
+    nodes[0].run_for_others("local", 0, Topology())
+    wait_for(lambda: job("local"), "the first")
+    nodes[1].run_for_others("local", 0, Topology())
+    heard_of_all(nodes, wait_for)
+    time.sleep(0.5)
+    assert (job("local")["state"], node()) == ("running", "node-0")
+    nodes[0].finish(0)
+    wait_for(lambda: node() == "node-1", "the second")
+    wait_for(lambda: job("local")["state"] == "running", "the second")
+
+
 def test_ranks_that_are_told_of_again_change_nothing(
     nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
