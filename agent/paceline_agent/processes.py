@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
-from paceline_agent.kept_files import read_once, read_text_once
+from paceline_agent.kept_files import entries, read_once, read_text_once
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
@@ -39,6 +42,27 @@ def namespace_pids(procfs_root: Path, pid: int) -> list[int]:
         if line.startswith("NSpid:"):
             return [int(word) for word in line.split()[1:] if word.isdecimal()] or [pid]
     return [pid]
+
+
+def process_that_maps(procfs_root: Path, mapped: os.stat_result, pid: int) -> int:
+    """As this node counts: a process in a container says its pid as the container counts.
+
+    `pid` itself where no process of that number is seen to map the file.
+    """
+    device = f"{os.major(mapped.st_dev):02x}:{os.minor(mapped.st_dev):02x}"
+    place = f" {device} {mapped.st_ino} ".encode()
+    for candidate in chain([pid], _numbered(procfs_root, pid)):
+        with contextlib.suppress(OSError):
+            if place in read_once(procfs_root / str(candidate) / "maps"):
+                return candidate
+    return pid
+
+
+def _numbered(procfs_root: Path, pid: int) -> Iterator[int]:
+    """Those that have this number in the innermost of their PID namespaces."""
+    for name in entries(procfs_root):
+        if name.isdecimal() and namespace_pids(procfs_root, int(name))[-1] == pid:
+            yield int(name)
 
 
 def started_ns(procfs_root: Path, pid: int) -> int | None:

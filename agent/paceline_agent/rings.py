@@ -20,7 +20,7 @@ from paceline_agent.clock import timeline_ns
 from paceline_agent.clock_offset import ClockOffset
 from paceline_agent.collectors.contract import LocalRank
 from paceline_agent.outbox import Outbox
-from paceline_agent.processes import process_status
+from paceline_agent.processes import process_status, process_that_maps
 from paceline_wire import ring
 from paceline_wire.batch import (
     Event,
@@ -59,6 +59,7 @@ class _Attached:
 
     reader: RingReader
     key: RankKey
+    pid: int  # as this node counts, not its container
     inode: int
     size_bytes: int
     reported_lost: int = 0
@@ -104,7 +105,7 @@ class Rings:
         self._discover()
         for attached in list(self._attached.values()):
             reader = attached.reader
-            ended = process_status(self._procfs_root, reader.identity.pid) is None
+            ended = process_status(self._procfs_root, attached.pid) is None
             if ended and attached.key not in self.supervised:
                 self._drop(attached, delete=True)
             else:
@@ -155,16 +156,17 @@ class Rings:
         return ranks
 
     def pid(self, job: str, generation: int, rank: int) -> int | None:
-        """Of a rank that lives here, as it says itself."""
+        """Of a rank that lives here, as this node counts."""
         key = RankKey(job, generation, rank)
         for attached in self._attached.values():
             if attached.key == key:
-                return attached.reader.identity.pid
+                return attached.pid
         return None
 
     def local_ranks(self) -> list[LocalRank]:
         """A snapshot, for collectors in other threads."""
-        return [_local_rank(each.reader.identity) for each in list(self._attached.values())]
+        attached = list(self._attached.values())
+        return [_local_rank(each.reader.identity, each.pid) for each in attached]
 
     def close(self) -> None:
         for attached in list(self._attached.values()):
@@ -201,7 +203,8 @@ class Rings:
             if other.key == key:  # the newer file wins
                 self._drop(other, delete=False)
         self._refused.pop(path, None)
-        self._attached[path] = _Attached(reader, key, status.st_ino, status.st_size)
+        pid = process_that_maps(self._procfs_root, status, identity.pid)
+        self._attached[path] = _Attached(reader, key, pid, status.st_ino, status.st_size)
         log.info("attached rank %d of %s generation %d", key.rank, key.job, key.generation)
         self._outbox.put_events([RankAttached(time_ns=timeline_ns(), identity=identity)])
 
@@ -212,10 +215,9 @@ class Rings:
         log.warning("ring skipped: %s", error)
 
     def _tend(self, attached: _Attached, state_is_due: bool) -> None:
-        pid = attached.reader.identity.pid
         if not state_is_due or attached.key in self.supervised:
             self._read(attached, state_is_due)
-        elif process_status(self._procfs_root, pid) is not None:
+        elif process_status(self._procfs_root, attached.pid) is not None:
             attached.seen_alive = True
             self._read(attached, state_is_due)
         elif attached.seen_alive or self._says_it_ended(attached):
@@ -309,7 +311,7 @@ class Rings:
         self._outbox.put_events([event])
 
     def _state(self, attached: _Attached) -> RankState:
-        status = process_status(self._procfs_root, attached.reader.identity.pid)
+        status = process_status(self._procfs_root, attached.pid)
         return RankState(
             time_ns=timeline_ns(),
             clock_offset_ns=self._clock.read_ns(),
@@ -332,22 +334,24 @@ def ranks_in(directory: Path, procfs_root: Path) -> list[LocalRank]:
     for path in sorted(directory.glob(f"*{ring.SUFFIX}")):
         try:
             reader = RingReader(path)
-        except RingError:
+            status = path.stat()
+        except (RingError, OSError):
             continue
         identity = reader.identity
         reader.close()
-        if process_status(procfs_root, identity.pid) is not None:
-            found.append(_local_rank(identity))
+        pid = process_that_maps(procfs_root, status, identity.pid)
+        if process_status(procfs_root, pid) is not None:
+            found.append(_local_rank(identity, pid))
     return sorted(found, key=lambda rank: (rank.job, rank.rank))
 
 
-def _local_rank(identity: Identity) -> LocalRank:
+def _local_rank(identity: Identity, pid: int) -> LocalRank:
     return LocalRank(
         job=identity.job,
         generation=identity.generation,
         rank=identity.rank,
         local_rank=identity.local_rank,
-        pid=identity.pid,
+        pid=pid,
         gpu_uuid=identity.gpu_uuid,
     )
 

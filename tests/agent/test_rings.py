@@ -229,6 +229,38 @@ def test_a_rank_that_others_started_is_told_when_it_is_gone(bench: Bench) -> Non
     assert indices(blocks) == [0, 1, 2]
 
 
+_CONTAINED = """
+import sys
+from pathlib import Path
+from test_rings import Writer
+writer = Writer(Path(sys.argv[1]))
+print(flush=True)
+input()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="PID namespaces are root's to make")
+def test_a_rank_in_a_container_is_told_when_it_is_gone(bench: Bench) -> None:
+    """It says its pid as the container counts: here 1, which on the node is another process."""
+    argv = [sys.executable, "-c", _CONTAINED, str(bench.directory)]
+    container = subprocess.Popen(
+        ["unshare", "--pid", "--fork", "--kill-child", *argv],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert container.stdout is not None
+    container.stdout.readline()
+    bench.poll()
+    (rank,) = bench.rings.local_ranks()
+    assert Path(f"/proc/{rank.pid}/stat").read_text().split()[3] == str(container.pid), "its child"
+    container.communicate(b"\n")
+    bench.rings._state_due = 0.0
+    events, _ = bench.poll()
+    assert isinstance(events[-1], RankExited)
+    assert events[-1].pid == 1, "as it says itself"
+
+
 def test_a_rank_that_ended_before_it_was_seen_is_told_if_it_says_so(bench: Bench) -> None:
     """One that does not may run where its pid cannot be seen, in a container."""
     process = subprocess.Popen([sys.executable, "-S", "-c", ""])
