@@ -96,7 +96,7 @@ class Rings:
         return len(self._attached)
 
     def clean(self, read: Mapping[RankKey, int] | None = None) -> None:
-        """Before the first poll: delete rings of dead processes, go on with those of the living.
+        """Before the first poll: tell what ended meanwhile, go on with the rings of the living.
 
         `read` is how much of each ring an earlier agent had packed. Where that is not known (None),
         rings are joined at their heads: sending a span twice would count it twice. A rank that was
@@ -105,12 +105,11 @@ class Rings:
         self._discover()
         for attached in list(self._attached.values()):
             reader = attached.reader
+            head = reader.state[ring.STATE_HEAD]
+            reader.position = head if read is None else min(read.get(attached.key, 0), head)
             ended = process_status(self._procfs_root, attached.pid) is None
             if ended and attached.key not in self.supervised:
-                self._drop(attached, delete=True)
-            else:
-                head = reader.state[ring.STATE_HEAD]
-                reader.position = head if read is None else min(read.get(attached.key, 0), head)
+                self._finish_foreign(attached)
 
     @property
     def positions(self) -> dict[RankKey, int]:
@@ -187,9 +186,17 @@ class Rings:
                 continue
             known = self._attached.get(path)
             if known is not None and known.inode != status.st_ino:
-                self._drop(known, delete=False)
+                self._let_go(known)
             if path not in self._attached and self._refused.get(path) != _version(status):
                 self._attach(path, status)
+
+    def _let_go(self, attached: _Attached) -> None:
+        """Of a ring in whose place there is another: of the next run, as a rule."""
+        ended = process_status(self._procfs_root, attached.pid) is None
+        if ended and attached.key not in self.supervised:
+            self._finish_foreign(attached)
+        else:
+            self._drop(attached, delete=False)
 
     def _attach(self, path: Path, status: os.stat_result) -> None:
         try:
@@ -324,7 +331,7 @@ class Rings:
     def _drop(self, attached: _Attached, *, delete: bool) -> None:
         self._attached.pop(attached.reader.path, None)
         attached.reader.close()
-        if delete:
+        if delete and _is_at(attached.reader.path, attached.inode):
             attached.reader.path.unlink(missing_ok=True)
 
 
@@ -354,6 +361,14 @@ def _local_rank(identity: Identity, pid: int) -> LocalRank:
         pid=pid,
         gpu_uuid=identity.gpu_uuid,
     )
+
+
+def _is_at(path: Path, inode: int) -> bool:
+    """It may be another's by now, that has the same name."""
+    try:
+        return path.stat().st_ino == inode
+    except OSError:
+        return False
 
 
 def _version(status: os.stat_result) -> tuple[int, int]:

@@ -277,6 +277,39 @@ def test_a_rank_that_ended_before_it_was_seen_is_told_if_it_says_so(bench: Bench
     assert [path.name for path in bench.directory.iterdir()] == [silent.path.name]
 
 
+def test_a_rank_that_ended_while_there_was_no_agent_is_told_with_what_was_left(
+    bench: Bench,
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    writer = Writer(bench.directory, pid=process.pid)
+    writer.write(5)
+    bench.rings.clean({RankKey("job", 0, 0): 3})
+    events, blocks = bench.taken()
+    assert isinstance(events[-1], RankExited)
+    assert events[-1].pid == process.pid
+    assert indices(blocks) == [3, 4]
+    assert not writer.path.exists()
+
+
+def test_a_rank_whose_place_the_next_run_took_at_once_is_told_first(bench: Bench) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    first = Writer(bench.directory, pid=process.pid)
+    bench.poll()
+    first.write(2)
+    process.communicate(b"\n")
+    following = Writer(bench.directory)
+    following.write(1)
+    events, blocks = bench.poll()
+    exited, attached = (one for one in events if isinstance(one, RankExited | RankAttached))
+    assert isinstance(exited, RankExited)
+    assert exited.pid == process.pid
+    assert isinstance(attached, RankAttached)
+    assert attached.identity.pid == os.getpid()
+    assert indices(blocks) == [0, 1, 0]
+    assert following.path.exists()
+
+
 def test_rings_left_by_the_dead_are_cleaned_and_the_living_joined_at_their_head(
     bench: Bench,
 ) -> None:
