@@ -343,13 +343,22 @@ def decode(payload: bytes) -> Batch:
     return batch
 
 
-def _decompress(payload: bytes) -> bytes:
+def content_bytes(payload: bytes) -> int | None:
+    """As the frame declares it, None where it does not. Raises BatchError."""
     try:
         declared = zstandard.get_frame_parameters(payload).content_size
-        if declared != zstandard.CONTENTSIZE_UNKNOWN and declared > MAXIMUM_BYTES:
-            raise BatchError("oversized", f"content of {declared} bytes, limit {MAXIMUM_BYTES}")
-        decompressor = _contexts.decompressor
-        if declared in (0, zstandard.CONTENTSIZE_UNKNOWN):
+    except zstandard.ZstdError as error:
+        raise BatchError("compression", f"not a zstd frame: {error}") from error
+    return None if declared == zstandard.CONTENTSIZE_UNKNOWN else declared
+
+
+def _decompress(payload: bytes) -> bytes:
+    declared = content_bytes(payload)
+    if declared is not None and declared > MAXIMUM_BYTES:
+        raise BatchError("oversized", f"content of {declared} bytes, limit {MAXIMUM_BYTES}")
+    decompressor = _contexts.decompressor
+    try:
+        if not declared:
             content = decompressor.stream_reader(payload).read(MAXIMUM_BYTES + 1)
         else:
             content = decompressor.decompress(payload)  # allocates what was declared
@@ -357,7 +366,7 @@ def _decompress(payload: bytes) -> bytes:
         raise BatchError("compression", f"not a zstd frame: {error}") from error
     if len(content) > MAXIMUM_BYTES:
         raise BatchError("oversized", f"content beyond {MAXIMUM_BYTES} bytes")
-    if declared != zstandard.CONTENTSIZE_UNKNOWN and len(content) != declared:
+    if declared is not None and len(content) != declared:
         raise BatchError("compression", f"truncated: {len(content)} of {declared} bytes")
     return content
 
@@ -411,6 +420,7 @@ __all__ = [
     "SampleBlock",
     "Series",
     "SpanBlock",
+    "content_bytes",
     "decode",
     "encode",
     "pack_series",

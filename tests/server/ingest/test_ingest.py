@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from simulated_node import hello, post_job
 from sqlalchemy import func, select
 
+from paceline_server.api.routes import ingest as routes
 from paceline_server.ingest.nodes import hear
 from paceline_server.store.models import HotLog, Node
 from paceline_server.store.tokens import create_token
@@ -223,6 +224,19 @@ def test_what_is_no_batch_is_refused_and_counted(ingest: Ingest) -> None:
     assert answer.status_code == 415
     assert ingest.stored() == 0
     assert ingest.send(batch()) == "stored"
+
+
+def test_few_bytes_that_stand_for_very_many_keep_nobody_else_waiting(
+    ingest: Ingest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding: list[threading.Thread] = []
+    monkeypatch.setattr(routes, "check", lambda _: decoding.append(threading.current_thread()))
+    bomb = batch(1, samples=[Sample("m", {}, 0.0, 0)] * 100_000)
+    assert len(wire.encode(bomb)) < 1000
+    ingest.send(batch())
+    ingest.send(bomb)
+    usual, aside = decoding
+    assert usual is not aside
 
 
 def test_a_body_without_end_is_cut_off(ingest: Ingest) -> None:

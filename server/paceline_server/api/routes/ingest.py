@@ -28,6 +28,7 @@ router = APIRouter(tags=["agents"])
 PATH = "/api/v1/ingest"
 # What a node of eight ranks sends in half a second. Decoding it takes less than a millisecond.
 _SMALL_BYTES = 16 << 10
+_SMALL_CONTENT_BYTES = 512 << 10  # a few bytes can stand for very many
 _BODY = {
     "required": True,
     "description": "msgpack of `paceline_wire.batch.Batch` in one zstd frame",
@@ -105,7 +106,8 @@ async def _body(request: Request) -> bytes:
 
 async def _decoded(request: Request, payload: bytes) -> Batch:
     """Here, if that is less work than to hand it to a thread."""
-    if len(payload) <= _SMALL_BYTES:
+    content = wire.content_bytes(payload) or wire.MAXIMUM_BYTES
+    if len(payload) <= _SMALL_BYTES and content <= _SMALL_CONTENT_BYTES:
         return _decode(payload)
     return await anyio.to_thread.run_sync(_decode, payload, limiter=_decoders(request))
 
