@@ -126,6 +126,7 @@ def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_n
     else:
         if is_again:
             _forget_progress(job, now_ns)
+            session.execute(delete(EngineMemory).where(EngineMemory.job_id == job.id))
         _clear(session, job.id, identity.generation)
         verb = f"found running in generation {identity.generation}"
     job.spec, job.topology, job.generation = spec, topology, identity.generation
@@ -163,7 +164,7 @@ def _forget_progress(job: Job, now_ns: int) -> None:
 
 def _clear(session: Session, job_id: str, generation: int) -> None:
     """What is kept of ranks that are gone, and of a run that had the same name and generation."""
-    for of_job in (Rank, RankEvidence, EngineMemory):
+    for of_job in (Rank, RankEvidence):
         session.execute(delete(of_job).where(of_job.job_id == job_id))
     for of_run in (Step, StepShares, Generation):
         is_gone = of_run.job_id == job_id, of_run.generation == generation

@@ -83,6 +83,28 @@ def test_a_crash_is_told_and_left_to_others(
     assert len(server.client.get("/api/v1/jobs/train/ranks").json()["items"]) == 2
 
 
+def test_the_books_are_kept_over_all_generations(
+    server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
+) -> None:
+    def is_training(generation: int) -> bool:
+        ranks = server.client.get("/api/v1/jobs/train/ranks").json().get("items", [])
+        steps = [rank["step"] or 0 for rank in ranks]
+        return job("train")["generation"] == generation and min(steps) >= 3
+
+    started = []
+    for generation in range(3):
+        for number in range(2):
+            nodes[number].run_for_others("train", number, PAIR, generation=generation)
+        wait_for(lambda: job("train"), "the job")
+        wait_for(lambda number=generation: is_training(number), "steps")
+        started.append(job("train")["ledger"]["startup_seconds"])
+        for number in range(2):
+            nodes[number].crash(number)
+        wait_for(lambda: job("train")["state"] == "failed", "the end")
+    assert started[0] > 0
+    assert started == [started[0]] * 3, "a job starts up once; then it is restarted"
+
+
 def test_a_later_generation_ends_one_whose_node_is_lost(
     nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
