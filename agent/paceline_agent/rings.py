@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 STATE_SECONDS = 0.5
 RECORDS_PER_BLOCK = 1 << 14
+_LIMIT = 1 << 63  # of what the server stores: it refuses a batch that holds more
 
 
 class RankKey(NamedTuple):
@@ -308,6 +309,8 @@ class Rings:
         attached.acknowledged = now
         if not 0 < now.status < len(AckStatus.NAMES):
             raise RingError(f"{attached.reader.path}: acknowledgement status {now.status}")
+        if max(now.command_id, now.step) >= _LIMIT:
+            raise RingError(f"{attached.reader.path}: acknowledgement of {now}")
         event = RankAcknowledged(
             time_ns=timeline_ns(),
             command_id=now.command_id,

@@ -185,7 +185,9 @@ def test_a_file_that_is_no_ring_is_skipped_once(
     assert len([one for one in caplog.records if "skipped" in one.message]) == 1
 
 
-@pytest.mark.parametrize("damage", ["head", "definitions", "acknowledgement", "truncated"])
+@pytest.mark.parametrize(
+    "damage", ["head", "definitions", "acknowledgement", "command", "truncated"]
+)
 def test_a_ring_damaged_in_use_is_let_go_and_the_others_are_read(bench: Bench, damage: str) -> None:
     bad, good = Writer(bench.directory, 0), Writer(bench.directory, 1)
     bad.write(5)
@@ -198,6 +200,9 @@ def test_a_ring_damaged_in_use_is_let_go_and_the_others_are_read(bench: Bench, d
         case "acknowledgement":
             bad.ring.control[ring.ACK_STATUS] = 77
             bad.ring.control[ring.ACK_COMMAND] = 1
+        case "command":
+            bad.ring.control[ring.ACK_STATUS] = ring.AckStatus.DONE
+            bad.ring.control[ring.ACK_COMMAND] = 1 << 63
         case "truncated":
             os.truncate(bad.path, 4096)
     good.write(2)

@@ -276,6 +276,19 @@ def test_a_damaged_header_is_refused(
         RingReader(ring.path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("rank", -1), ("generation", 1 << 31), ("pid", -7), ("started_ns", 1 << 63)]
+)
+def test_numbers_that_no_batch_may_hold_are_refused(
+    tmp_path: Path, identity: Identity, name: str, value: int
+) -> None:
+    """Else the server refuses whatever else is in the batch, of all ranks of the node."""
+    path = tmp_path / "any.ring"
+    create(path, msgspec.structs.replace(identity, **{name: value}), CAPACITY).close()
+    with pytest.raises(RingError, match=f"{name} of {value}"):
+        RingReader(path)
+
+
 @reuse
 @given(page=st.binary(min_size=28, max_size=300))
 def test_any_first_page_is_read_or_refused(tmp_path: Path, identity: Identity, page: bytes) -> None:

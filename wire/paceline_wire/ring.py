@@ -139,6 +139,7 @@ class GroupDefinition(msgspec.Struct, frozen=True, tag="group"):
 
 
 Definition = SectionDefinition | GroupDefinition
+_LIMITS = {"generation": 1 << 31, "rank": 1 << 31, "pid": 1 << 31, "started_ns": 1 << 63}
 _identities = msgspec.msgpack.Decoder(Identity)
 _definitions: msgspec.msgpack.Decoder[Definition] = msgspec.msgpack.Decoder(Definition)
 
@@ -304,6 +305,7 @@ class RingReader(RingFile):
                 self.identity = _identities.decode(
                     mapping[_HEADER.size : min(_HEADER.size + length, PAGE)]
                 )
+                _check_numbers(self.identity)
             except (msgspec.DecodeError, ValueError) as error:
                 raise RingError(f"{path}: corrupt identity page: {error}") from error
         except RingError:
@@ -419,6 +421,14 @@ class RingReader(RingFile):
         if not command_id:
             return None
         return Acknowledgement(command_id, self.control[ACK_STATUS], self.control[ACK_STEP])
+
+
+def _check_numbers(identity: Identity) -> None:
+    """Raises ValueError for one that no batch may hold: the server would refuse all news of it."""
+    for name, limit in _LIMITS.items():
+        value = getattr(identity, name)
+        if not 0 <= value < limit:
+            raise ValueError(f"{name} of {value} is not in 0..{limit - 1}")
 
 
 def section_op(definition_id: int) -> int:
