@@ -96,7 +96,8 @@ class Pages(StaticFiles):
         try:
             response = await super().get_response(path, scope)
         except HTTPException as error:
-            if error.status_code != 404 or path.startswith("api/") or "." in path.split("/")[-1]:
+            is_file = path.startswith(("api/", "assets/")) or ("/" not in path and "." in path)
+            if error.status_code != 404 or is_file:
                 raise
             response = await super().get_response("index.html", scope)
         # Asset names carry a hash of their content; the page itself must not be kept.

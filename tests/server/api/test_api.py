@@ -417,10 +417,11 @@ def test_the_page_is_served_for_every_view(run_server: Callable[..., Any], tmp_p
     (tmp_path / "static" / "index.html").write_text("<p>page")
     (tmp_path / "static" / "assets" / "a.js").write_text("1")
     url = run_server(role="api", static_directory=tmp_path / "static").url
-    for path in ("/", "/jobs/job-1"):
+    for path in ("/", "/jobs/job-1", "/jobs/llama-3.1"):
         answer = httpx.get(url + path)
         assert (answer.status_code, answer.text) == (200, "<p>page")
         assert answer.headers["cache-control"] == "no-cache"
     assert "immutable" in httpx.get(url + "/assets/a.js").headers["cache-control"]
     assert httpx.get(url + "/assets/gone.js").status_code == 404
+    assert httpx.get(url + "/favicon.ico").status_code == 404
     assert httpx.get(url + "/api/v1/nothing").status_code == 404
