@@ -26,7 +26,7 @@ from paceline_server.store.commands import finish_command
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.log import Entry, append_all
 from paceline_server.store.wake import Wakes
-from paceline_wire.batch import Batch, CommandResult, RankAttached, RankDump, RankStacks
+from paceline_wire.batch import Batch, CommandResult, RankAttached, RankDump, RankExited, RankStacks
 
 _log = logging.getLogger(__name__)
 Status = Literal["stored", "duplicate"]
@@ -155,6 +155,8 @@ def _store(session: Session, group: list[Arrival]) -> list[Status]:
                 rank_evidence.keep(session, entry.batch.agent_id, event, entry.received_ns)
             elif isinstance(event, RankAttached):
                 attachments.keep(session, entry.batch.agent_id, event, entry.received_ns)
+            elif isinstance(event, RankExited):
+                attachments.end(session, entry.batch.agent_id, event, entry.received_ns)
     return ["stored" if is_new else "duplicate" for is_new in stored]
 
 

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from paceline_server.store.database import insert_into
 from paceline_server.store.log import FINISHED
 from paceline_server.store.models import Attachment, Job, Rank
-from paceline_wire.batch import RankAttached
+from paceline_wire.batch import RankAttached, RankExited
 
 # A job's name is its id here, and a part of addresses.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+=@-]{0,63}")
@@ -49,6 +49,7 @@ def keep(session: Session, agent_id: str, event: RankAttached, received_ns: int)
         "started_ns": identity.started_ns,
         "world_size": world_size,
         "received_ns": received_ns,
+        "ended_ns": None,
         "placed": False,
         "identity": identity,
     }
@@ -59,6 +60,22 @@ def keep(session: Session, agent_id: str, event: RankAttached, received_ns: int)
         .values(**keys, **row)
         .on_conflict_do_update(index_elements=list(keys), set_=row, where=not_(and_(*same)))
     )
+
+
+def end(session: Session, agent_id: str, event: RankExited, received_ns: int) -> None:
+    """Of a rank whose run is not whole yet."""
+    keys = event.job, event.generation, event.rank
+    row = session.get(Attachment, keys, populate_existing=True) if "\0" not in event.job else None
+    if row is None or row.placed:
+        return
+    if (row.agent_id, row.identity.pid) == (agent_id, event.pid):
+        row.ended_ns = received_ns
+
+
+def give_up(session: Session, before_ns: int) -> None:
+    """Ranks that ended by then gather no more: those that are still to come are of another run."""
+    ended = Attachment.placed.is_(False), Attachment.ended_ns < before_ns
+    session.execute(update(Attachment).where(*ended).values(placed=True))
 
 
 def gathering(session: Session, job_id: str | None = None) -> list[Gathering]:

@@ -251,6 +251,7 @@ class Attachment(Base):
     started_ns: Mapped[int]  # CLOCK_MONOTONIC of its node: another process has another
     world_size: Mapped[int]
     received_ns: Mapped[int]
+    ended_ns: Mapped[int | None]  # when its end was told, if it was not placed by then
     placed: Mapped[bool]  # its generation was taken up
     identity: Mapped[Identity] = mapped_column(StructColumn(Identity))
 

@@ -29,6 +29,7 @@ from paceline_server.worker.tick import JobWork, Ownership, Rules, lease_name
 
 _log = logging.getLogger(__name__)
 _PRUNE_NS = 10_000_000_000
+_TOGETHER_NS = 10_000_000_000  # the ranks of a run are heard of within this of the end of one
 _ATTACHMENTS_NS = 7 * 86_400 * 1_000_000_000
 _DROPPED_TOGETHER = 1024
 _STALLED_SECONDS = 15.0
@@ -225,6 +226,7 @@ class Worker:
         self._prune_log(now_ns - int(self._pace.log_retention_seconds * 1e9))
         with self._database.write() as session:
             prune_changes(session, self._pace.changes_kept)
+            attachments.give_up(session, now_ns - _TOGETHER_NS)
             attachments.forget(session, now_ns - _ATTACHMENTS_NS)
             for job_id in self._works:
                 prune_steps(session, job_id, self._pace.steps_kept, self._pace.step_shares_kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline_server.store import attachments
 from paceline_server.store.attachments import Gathering
 from paceline_server.store.database import Database
-from paceline_wire.batch import RankAttached
+from paceline_wire.batch import RankAttached, RankExited
 from paceline_wire.ring import Identity
 from paceline_wire.topology import Topology
 
@@ -38,6 +38,16 @@ class Found:
             with self._database.write() as session:
                 attachments.keep(session, agent_id, event, self._now_ns)
 
+    def exit(self, pid: int, rank: int) -> None:
+        self._now_ns += 1
+        event = RankExited(time_ns=self._now_ns, job="local", generation=0, rank=rank, pid=pid)
+        with self._database.write() as session:
+            attachments.end(session, "node-0", event, self._now_ns)
+
+    def give_up(self, before_ns: int) -> None:
+        with self._database.write() as session:
+            attachments.give_up(session, before_ns)
+
     def whole(self) -> list[Gathering]:
         with self._database.read() as session:
             return [each for each in attachments.gathering(session) if each.is_whole]
@@ -62,3 +72,25 @@ def test_a_run_that_was_never_whole_keeps_no_smaller_one_from_being_it(database:
     found.run(8, range(4))
     found.run(2, range(2))
     assert found.take() == [200, 201]
+
+
+def test_a_rank_that_ended_alone_is_none_of_the_next_run(database: Database) -> None:
+    found = Found(database)
+    found.run(2, range(1))
+    found.exit(100, rank=0)
+    found.give_up(before_ns=3)
+    found.run(2, range(1, 2))
+    assert found.whole() == []
+    found.exit(100, rank=0)  # once more, of a process that is long gone
+    found.run(2, range(1))
+    assert found.take() == [500, 301]
+
+
+def test_a_rank_that_ended_just_now_waits_for_the_others(database: Database) -> None:
+    """What crashes in its first seconds is shown, too."""
+    found = Found(database)
+    found.run(2, range(1))
+    found.exit(100, rank=0)
+    found.give_up(before_ns=2)
+    found.run(2, range(1, 2))
+    assert found.take() == [100, 301]

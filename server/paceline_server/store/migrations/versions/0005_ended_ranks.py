@@ -1,0 +1,13 @@
+"""When the end of a rank was told that waits for the others of its run"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0005"
+down_revision = "0004"
+
+
+def upgrade() -> None:
+    op.add_column("attachments", sa.Column("ended_ns", sa.BigInteger(), nullable=True))
