@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from paceline_server.store.database import insert_into
 from paceline_server.store.log import FINISHED
-from paceline_server.store.models import Attachment, Job, Rank
+from paceline_server.store.models import Attachment, Generation, Job, Rank
 from paceline_wire.batch import RankAttached, RankExited
 
 # A job's name is its id here, and a part of addresses.
@@ -29,7 +29,8 @@ class Gathering(NamedTuple):
     generation: int
     world_size: int
     ranks: int
-    newest_ns: int  # when the last of them was heard of
+    oldest_ns: int  # when the first of them was heard of
+    newest_ns: int
 
     @property
     def is_whole(self) -> bool:
@@ -85,6 +86,7 @@ def gathering(session: Session, job_id: str | None = None) -> list[Gathering]:
         Attachment.generation,
         Attachment.world_size,
         func.count(),
+        func.min(Attachment.received_ns),
         func.max(Attachment.received_ns),
     ).where(Attachment.placed.is_(False))
     if job_id is not None:
@@ -94,19 +96,31 @@ def gathering(session: Session, job_id: str | None = None) -> list[Gathering]:
     return [Gathering(*row) for row in rows]
 
 
-def is_superseded(session: Session, job: Job) -> bool:
-    """Whether another run of a watched job is whole, and this one cannot go on beside it.
+def follows(session: Session, job: Job, gathered: Gathering) -> bool:
+    """Whether it came after what is known of a job; else it is news that were late.
 
-    A node has one process of a rank and generation, so those of a run on the same nodes are gone,
-    even where nobody told their end: the node was started anew, or its agent was away.
+    Another run of the same name counts its generations anew.
+    """
+    if gathered.generation > job.generation:
+        return True
+    known = session.get(Generation, (job.id, job.generation))
+    return known is None or gathered.oldest_ns > known.placement.started_ns
+
+
+def is_superseded(session: Session, job: Job) -> bool:
+    """Whether a later run of a watched job is whole, and this one cannot go on beside it.
+
+    A node has one process of a rank, so those of a run on the same nodes are gone, even where
+    nobody told their end: the node was started anew, or its agent was away.
     """
     whole = [each for each in gathering(session, job.id) if each.is_whole]
-    for again in (each for each in whole if each.generation == job.generation):
-        nodes = select(Attachment.agent_id).where(*_of(again))
+    for later in (each for each in whole if follows(session, job, each)):
+        nodes = select(Attachment.agent_id).where(*_of(later))
         left = select(Rank.rank).where(Rank.job_id == job.id, Rank.state != "exited")
-        if session.scalar(left.where(Rank.agent_id.not_in(nodes)).limit(1)) is None:
+        is_beside = left.where(Rank.agent_id.not_in(nodes)).limit(1)
+        if later.generation > job.generation or session.scalar(is_beside) is None:
             return True
-    return any(each.generation > job.generation for each in whole)
+    return False
 
 
 def take(session: Session, gathered: Gathering) -> list[Attachment]:

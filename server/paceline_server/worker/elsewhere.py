@@ -72,12 +72,12 @@ class Elsewhere:
     def _take_up(self, gathering: Gathering) -> bool:
         with self._database.write() as session:
             job = session.get(Job, gathering.job_id)
-            if job is not None and job.state not in FINISHED:
-                if gathering.generation < job.generation:
-                    attachments.take(session, gathering)
-                return False  # of a later one, or another run: whoever works on it ends it first
+            is_old = job is not None and (
+                not job.watched or not attachments.follows(session, job, gathering)
+            )
+            if job is not None and job.state not in FINISHED and not is_old:
+                return False  # whoever works on it ends it first
             ranks = attachments.take(session, gathering)
-            is_old = job is not None and (not job.watched or gathering.generation < job.generation)
             if is_old or len(ranks) != gathering.world_size:
                 return False
             _begin(session, job, ranks, self._now_ns())
@@ -115,7 +115,7 @@ def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_n
     )
     # All that the ranks said since the first of them began is still to be read.
     # That of a run before, of the same name and generation, is not.
-    is_again = job is not None and job.generation == identity.generation
+    is_again = job is not None and job.generation >= identity.generation
     cursor = position_at(session, placement.started_ns - (0 if is_again else _MARGIN_NS))
     spec = JobSpec(name=identity.job, argv=[], topology=topology, metadata=identity.metadata)
     if job is None:
@@ -163,11 +163,11 @@ def _forget_progress(job: Job, now_ns: int) -> None:
 
 
 def _clear(session: Session, job_id: str, generation: int) -> None:
-    """What is kept of ranks that are gone, and of a run that had the same name and generation."""
+    """What is kept of ranks that are gone, and of a run that had the same name and generations."""
     for of_job in (Rank, RankEvidence):
         session.execute(delete(of_job).where(of_job.job_id == job_id))
     for of_run in (Step, StepShares, Generation):
-        is_gone = of_run.job_id == job_id, of_run.generation == generation
+        is_gone = of_run.job_id == job_id, of_run.generation >= generation
         session.execute(delete(of_run).where(*is_gone))
 
 

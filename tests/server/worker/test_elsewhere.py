@@ -141,6 +141,32 @@ def test_another_run_of_the_same_name_takes_the_place_of_the_one_that_ended(
     assert len(server.client.get("/api/v1/jobs").json()["items"]) == 1
 
 
+def test_a_run_counts_its_generations_anew_whatever_those_of_the_one_before(
+    server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
+) -> None:
+    def run(generation: int, first_pid: int, steps: int) -> list[int]:
+        for number in range(2):
+            nodes[number].run_for_others(
+                "train", number, PAIR, generation=generation, pid=first_pid + number
+            )
+        wait_for(lambda: (job("train") or {}).get("generation") == generation, "the job")
+        wait_for(lambda: (job("train")["step"] or 0) >= steps, "steps")
+        items = server.client.get("/api/v1/jobs/train/steps").json()["items"]
+        return [each["step"] for each in items]
+
+    run(2, 500, 6)
+    for number in range(2):
+        nodes[number].finish(number)
+    wait_for(lambda: job("train")["state"] == "finished", "the end")
+    steps = run(0, 600, 2)
+    assert steps == list(range(len(steps)))
+    assert len(steps) < 6, "its own"
+    # Nor does it matter that nobody told the end of the one before.
+    run(1, 700, 2)
+    steps = run(0, 800, 2)
+    assert len(steps) < 6, "its own"
+
+
 def test_a_run_that_begins_right_after_the_last_one_is_not_forgotten(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
