@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from paceline_server.decide.draft import Draft
+from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.evidence import ask_for_dumps, ask_for_stacks
 from paceline_server.decide.incidents import group, resolve
 from paceline_server.decide.policy import propose
@@ -18,6 +18,9 @@ from paceline_server.decide.recovery import advance, finish
 from paceline_server.decide.stopping import advance_stop
 from paceline_server.decide.types import Decision, JobView, Policy
 from paceline_server.detect.finding import Finding
+
+_NEVER_ACTS = ("observe", "dry-run")
+_GONE_NS = 86_400 * NANOSECONDS
 
 
 def decide(
@@ -42,6 +45,7 @@ def decide(
     if not draft.ended:
         _end_if_finished(draft)
         _end_if_superseded(draft)
+        _end_if_vanished(draft)
         group(draft, findings)
         ask_for_stacks(draft)
         ask_for_dumps(draft)
@@ -86,6 +90,18 @@ def _end_if_superseded(draft: Draft) -> None:
         draft.change_state("failed", "Another run was started elsewhere.")
 
 
+def _end_if_vanished(draft: Draft) -> None:
+    """Nobody acts on it, and its nodes are gone for good: given back, or shut down with the job."""
+    agents = {rank.agent_id for rank in draft.ranks}
+    seen_ns = [node.last_seen_ns for node in draft.view.nodes if node.agent_id in agents]
+    silent_ns = draft.now_ns - max(seen_ns, default=0)
+    if draft.ended or draft.policy.mode not in _NEVER_ACTS or not agents or silent_ns <= _GONE_NS:
+        return
+    for incident in draft.incidents():
+        resolve(draft, incident, "Its nodes are gone.")
+    draft.change_state("failed", "None of its nodes was heard of for a day.")
+
+
 def _end_if_dead(draft: Draft) -> None:
     """No rank is left and, by policy or by a person's word, nobody will start them again."""
     ranks = draft.ranks
@@ -94,5 +110,5 @@ def _end_if_dead(draft: Draft) -> None:
         return
     incidents = [one for one in draft.incidents() if one.finding.severity == "critical"]
     rejected = bool(incidents) and all(one.action_ids for one in incidents)
-    if draft.policy.mode in ("observe", "dry-run") or rejected:
+    if draft.policy.mode in _NEVER_ACTS or rejected:
         draft.change_state("failed", "All ranks are dead and none is to be restarted.")

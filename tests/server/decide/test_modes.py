@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from paceline_server.decide.types import Policy
 
-from .simulator import World
+from .simulator import SECOND, World
+
+DAY_NS = 86_400 * SECOND
 
 
 def test_observe_only_watches(world: World) -> None:
@@ -25,6 +27,23 @@ def test_observe_calls_a_job_failed_when_no_rank_is_left(world: World) -> None:
     world.run(1.0)
     assert world.state == "failed"
     assert world.open_incidents()
+
+
+def test_observe_calls_a_job_failed_when_its_nodes_are_gone_for_good(world: World) -> None:
+    world.policy = Policy(mode="observe")
+    lost = [node for node in world.nodes if node in world.started_on(1)]
+    for node in lost[1:]:
+        world.lose(node)
+    world.now_ns += DAY_NS
+    world.run(1.0)
+    assert world.state == "running", "one node of it is heard of"
+    world.lose(lost[0])
+    world.now_ns += DAY_NS - 10 * SECOND
+    world.run(1.0)
+    assert world.state == "running"
+    world.run(10.0)
+    assert world.state == "failed"
+    assert not world.open_incidents()
 
 
 def test_dry_run_says_what_it_would_have_done_once(world: World) -> None:
