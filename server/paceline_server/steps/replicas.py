@@ -43,9 +43,9 @@ class Phases:
         """`compute`: the rows of the microbatches."""
         if topology.pp == 1:
             return Phases(line.end_ns, line.end_ns)
-        longest = np.iinfo(np.int64).max
+        never, longest = np.iinfo(np.int64).min, np.iinfo(np.int64).max
         begin_ns = np.full(topology.dp, longest, dtype=np.int64)
-        end_ns = np.zeros(topology.dp, dtype=np.int64)
+        end_ns = np.full(topology.dp, never, dtype=np.int64)
         replica = places.dp_rank[line.owner[compute]]
         np.minimum.at(begin_ns, replica, spans.start_ns[compute])
         np.maximum.at(end_ns, replica, spans.end_ns[compute])

@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline_server.steps.breakdown import SPANS_AT_A_TIME, Part, break_down, compute_rows
@@ -141,6 +141,7 @@ def training(own: list[tuple[int, ...]]) -> list[range]:
     st.lists(st.tuples(step, rows), min_size=4, max_size=4),
     st.sampled_from([1, 5, SPANS_AT_A_TIME]),
 )
+@example([((0, 1), [(op, -1, 0, 0, 0, 0, 0) for op in (Op.FORWARD, Op.DATA_WAIT)])] * 4, 1)
 def test_parts_and_waits_are_those_of_each_rank_moment_by_moment(played, at_a_time):
     ends = [start + length for (start, length), _ in played]
     per_rank = [
