@@ -71,7 +71,7 @@ class RunningGeneration:
             gpus=dict(placement.gpus),
             started_ns=placement.started_ns,
         )
-        self._name = job_id, placement.generation
+        self._job = job_id
         self._world_size = placement.topology.world_size
         self.model = StepModel(placement.generation, placement.topology, placement.metadata)
         self._detectors = [detector(settings, self.generation) for detector in detectors]
@@ -112,7 +112,7 @@ class RunningGeneration:
                     if self._is_ours(event, batch.agent_id):
                         self._see_stacks(event)
                 case RankAttached(identity=identity):
-                    if (identity.job, identity.generation) == self._name:
+                    if self._is_said(identity.job, identity.generation, identity.rank):
                         self.model.describe(identity.metadata)
                 case DeviceEvent():
                     shifted = replace_fields(event, time_ns=event.time_ns + clock_shift_ns)
@@ -120,9 +120,8 @@ class RunningGeneration:
                 case _:
                     pass
         for block in batch.spans:
-            if (block.job, block.generation) == self._name and self._holds(
-                block.rank, batch.agent_id
-            ):
+            said = self._is_said(block.job, block.generation, block.rank)
+            if said and self._holds(block.rank, batch.agent_id):
                 self.model.add(block, clock_shift_ns)
                 self._records.add(block)
 
@@ -131,7 +130,11 @@ class RunningGeneration:
         event: RankState | RankDefined | RankExited | RankStacks | RankDump,
         agent_id: str,
     ) -> bool:
-        return (event.job, event.generation) == self._name and self._holds(event.rank, agent_id)
+        said = self._is_said(event.job, event.generation, event.rank)
+        return said and self._holds(event.rank, agent_id)
+
+    def _is_said(self, job: str, generation: int, rank: int) -> bool:
+        return job == self._job and generation == self.placement.said_by(rank)
 
     def _holds(self, rank: int, agent_id: str) -> bool:
         """Only the node a rank was placed on can speak for it."""

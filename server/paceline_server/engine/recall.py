@@ -23,7 +23,7 @@ def recall(
         _define(model, job, placement, batch)
         for block in batch.spans:
             holder = placement.nodes.get(block.rank, batch.agent_id)
-            ours = (block.job, block.generation) == (job, placement.generation)
+            ours = (block.job, block.generation) == (job, placement.said_by(block.rank))
             if ours and holder == batch.agent_id:
                 try:
                     model.add(block, clocks.shift_ns(batch.agent_id))
@@ -35,12 +35,16 @@ def recall(
 def _define(model: StepModel, job: str, placement: Placement, batch: Batch) -> None:
     for event in batch.events:
         match event:
-            case RankDefined() if (event.job, event.generation) == (job, placement.generation):
+            case RankDefined(rank=rank) if (event.job, event.generation) == (
+                job,
+                placement.said_by(rank),
+            ):
                 for definition in event.definitions:
                     if isinstance(definition, GroupDefinition):
                         model.add_group(event.rank, definition)
             case RankAttached(identity=identity):
-                if (identity.job, identity.generation) == (job, placement.generation):
+                said = placement.said_by(identity.rank)
+                if (identity.job, identity.generation) == (job, said):
                     model.describe(identity.metadata)
             case _:
                 pass

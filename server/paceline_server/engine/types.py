@@ -19,6 +19,11 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] = {}  # schedule ("gpipe", "1f1b"), microbatches, ...
     started_ns: int  # CLOCK_REALTIME
     resume_step: int | None = None  # first step of this generation, where it is known
+    said: dict[int, int] = {}  # rank -> generation as the rank says it, where that is another
+
+    def said_by(self, rank: int) -> int:
+        """The generation in this rank's news: launchers of several nodes count by themselves."""
+        return self.said.get(rank, self.generation)
 
 
 class RankProgress(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from paceline_server.store.database import insert_into
 from paceline_server.store.log import FINISHED
 from paceline_server.store.models import Attachment, Generation, Job, Rank
 from paceline_wire.batch import RankAttached, RankExited
+from paceline_wire.ring import Identity
 
 # A job's name is its id here, and a part of addresses.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+=@-]{0,63}")
@@ -23,10 +24,14 @@ _RANKS_AT_MOST = 1 << 17
 
 
 class Gathering(NamedTuple):
-    """Ranks of one generation that were not taken up yet, and agree on how many they are."""
+    """Ranks of one run that were not taken up yet, and agree on how many they are.
+
+    They need not agree on the number of their generation: torchrun counts on each node the restarts
+    that began there.
+    """
 
     job_id: str
-    generation: int
+    generation: int  # the highest
     world_size: int
     ranks: int
     oldest_ns: int  # when the first of them was heard of
@@ -55,12 +60,25 @@ def keep(session: Session, agent_id: str, event: RankAttached, received_ns: int)
         "identity": identity,
     }
     keys = {"job_id": job_id, "generation": identity.generation, "rank": identity.rank}
+    _give_up_earlier(session, agent_id, identity)
     same = Attachment.agent_id == agent_id, Attachment.started_ns == identity.started_ns
     session.execute(
         insert_into(session, Attachment)
         .values(**keys, **row)
         .on_conflict_do_update(index_elements=list(keys), set_=row, where=not_(and_(*same)))
     )
+
+
+def _give_up_earlier(session: Session, agent_id: str, identity: Identity) -> None:
+    """A node's launcher ends the processes of one generation before it starts those of another."""
+    earlier = (
+        Attachment.job_id == identity.job,
+        Attachment.agent_id == agent_id,
+        Attachment.generation != identity.generation,
+        Attachment.started_ns < identity.started_ns,
+        Attachment.placed.is_(False),
+    )
+    session.execute(update(Attachment).where(*earlier).values(placed=True))
 
 
 def end(session: Session, agent_id: str, event: RankExited, received_ns: int) -> None:
@@ -83,15 +101,15 @@ def gathering(session: Session, job_id: str | None = None) -> list[Gathering]:
     """Of one job, or of all."""
     query = select(
         Attachment.job_id,
-        Attachment.generation,
+        func.max(Attachment.generation),
         Attachment.world_size,
-        func.count(),
+        func.count(Attachment.rank.distinct()),
         func.min(Attachment.received_ns),
         func.max(Attachment.received_ns),
     ).where(Attachment.placed.is_(False))
     if job_id is not None:
         query = query.where(Attachment.job_id == job_id)
-    together = Attachment.job_id, Attachment.generation, Attachment.world_size
+    together = Attachment.job_id, Attachment.world_size
     rows = session.execute(query.group_by(*together).order_by(*together))
     return [Gathering(*row) for row in rows]
 
@@ -128,13 +146,13 @@ def take(session: Session, gathered: Gathering) -> list[Attachment]:
     taken = session.scalars(
         update(Attachment).where(*_of(gathered)).values(placed=True).returning(Attachment)
     )
-    return sorted(taken, key=attrgetter("rank"))
+    newest = {each.rank: each for each in sorted(taken, key=attrgetter("received_ns"))}
+    return [newest[rank] for rank in sorted(newest)]
 
 
 def _of(gathered: Gathering) -> tuple[ColumnElement[bool], ...]:
     return (
         Attachment.job_id == gathered.job_id,
-        Attachment.generation == gathered.generation,
         Attachment.world_size == gathered.world_size,
         Attachment.placed.is_(False),
     )

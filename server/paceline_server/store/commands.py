@@ -7,9 +7,10 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from paceline_server.decide.types import IssuedCommand
+from paceline_server.store import queries
 from paceline_server.store.models import CommandRow, Counter, Job, Node
 from paceline_wire.batch import CommandResult
-from paceline_wire.commands import Burst, Ping
+from paceline_wire.commands import Burst, Ping, TakeDumps, TakeStacks
 
 _COUNTER = "command"
 
@@ -29,7 +30,18 @@ def reserve_command_ids(session: Session, count: int) -> range:
 def issue(session: Session, job_id: str, issued: IssuedCommand, now_ns: int) -> None:
     command = issued.command
     assert not isinstance(command, Burst | Ping), "only a command of a generation is issued"
+    if isinstance(command, TakeStacks | TakeDumps):
+        issued = msgspec.structs.replace(issued, command=_as_ranks_say(session, job_id, command))
     _add(session, job_id, issued, command.generation, now_ns)
+
+
+def _as_ranks_say(
+    session: Session, job_id: str, command: TakeStacks | TakeDumps
+) -> TakeStacks | TakeDumps:
+    """Those of one node agree on the number of their generation."""
+    said = queries.said(session, session.get_one(Job, job_id))
+    generation = said.get(command.ranks[0], command.generation)
+    return msgspec.structs.replace(command, generation=generation)
 
 
 def ask_for_burst(

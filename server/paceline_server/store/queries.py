@@ -88,6 +88,12 @@ def ranks(session: Session, job_id: str) -> Sequence[Rank]:
     return session.scalars(select(Rank).where(Rank.job_id == job_id).order_by(Rank.rank)).all()
 
 
+def said(session: Session, job: Job) -> dict[int, int]:
+    """`Placement.said` of the current generation; of a job that we started nothing."""
+    generation = session.get(Generation, (job.id, job.generation)) if job.watched else None
+    return {} if generation is None else generation.placement.said
+
+
 def rank_states(session: Session, job_id: str) -> dict[str, int]:
     """How many ranks are in each state."""
     query = select(Rank.state, func.count()).where(Rank.job_id == job_id).group_by(Rank.state)

@@ -10,6 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from paceline_server.decide.types import IssuedCommand
+from paceline_server.store import queries
 from paceline_server.store.commands import issue, reserve_command_ids
 from paceline_server.store.models import CommandRow, Job, Rank, RankEvidence
 from paceline_wire.batch import RankDump, RankStacks
@@ -40,14 +41,17 @@ class Asked:
 def keep(session: Session, agent_id: str, event: RankStacks | RankDump, received_ns: int) -> None:
     """What a node says of ranks that are not on it, or of another generation, changes nothing."""
     rank = session.get(Rank, (event.job, event.rank)) if "\0" not in event.job else None
-    if rank is None or (rank.agent_id, rank.generation) != (agent_id, event.generation):
+    if rank is None or rank.agent_id != agent_id:
+        return
+    said = queries.said(session, session.get_one(Job, rank.job_id))
+    if event.generation != said.get(rank.rank, rank.generation):
         return
     session.merge(
         RankEvidence(
             job_id=event.job,
             rank=event.rank,
             kind=_TAGS[type(event)],
-            generation=event.generation,
+            generation=rank.generation,
             received_ns=received_ns,
             body=event,
         )

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from paceline_server.decide.types import AuditEntry, JobSpec, Policy, RankView
 from paceline_server.engine.types import Placement
 from paceline_server.steps.types import Ledger
-from paceline_server.store import attachments, audit
+from paceline_server.store import attachments, audit, queries
 from paceline_server.store.attachments import Gathering
 from paceline_server.store.changes import record_change
 from paceline_server.store.database import UNAVAILABLE, Database
@@ -80,8 +80,8 @@ class Elsewhere:
             ranks = attachments.take(session, gathering)
             if is_old or len(ranks) != gathering.world_size:
                 return False
-            _begin(session, job, ranks, self._now_ns())
-        _log.info("%s generation %d was found running", gathering.job_id, gathering.generation)
+            generation = _begin(session, job, ranks, self._now_ns())
+        _log.info("%s generation %d was found running", gathering.job_id, generation)
         return True
 
     def _tell_of_missing(self, gathering: Gathering) -> None:
@@ -99,24 +99,28 @@ class Elsewhere:
         )
 
 
-def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_ns: int) -> None:
+def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_ns: int) -> int:
+    """The number of the generation."""
     identity = ranks[0].identity
     topology = identity.topology
     if topology.world_size != len(ranks):
         topology = Topology(dp=len(ranks))
     views = [_view(session, each) for each in ranks]
+    generation = _number(session, job, ranks)
     placement = Placement(
-        generation=identity.generation,
+        generation=generation,
         topology=topology,
         nodes={view.rank: view.agent_id for view in views},
         gpus={view.rank: view.gpu for view in views},
         metadata=identity.metadata,
         started_ns=min(each.received_ns for each in ranks),
+        said={each.rank: each.generation for each in ranks if each.generation != generation},
     )
     # All that the ranks said since the first of them began is still to be read.
-    # That of a run before, of the same name and generation, is not.
-    is_again = job is not None and job.generation >= identity.generation
-    cursor = position_at(session, placement.started_ns - (0 if is_again else _MARGIN_NS))
+    # That of a run before, whose ranks said the same generation, is not.
+    is_again = job is not None and job.generation >= generation
+    margin_ns = 0 if is_again or placement.said else _MARGIN_NS
+    cursor = position_at(session, placement.started_ns - margin_ns)
     spec = JobSpec(name=identity.job, argv=[], topology=topology, metadata=identity.metadata)
     if job is None:
         job = Job(id=identity.job, name=identity.job, watched=True, stop_requested=False)
@@ -127,9 +131,9 @@ def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_n
         if is_again:
             _forget_progress(job, now_ns)
             session.execute(delete(EngineMemory).where(EngineMemory.job_id == job.id))
-        _clear(session, job.id, identity.generation)
-        verb = f"found running in generation {identity.generation}"
-    job.spec, job.topology, job.generation = spec, topology, identity.generation
+        _clear(session, job.id, generation)
+        verb = f"found running in generation {generation}"
+    job.spec, job.topology, job.generation = spec, topology, generation
     job.state, job.finished_ns, job.ticked_ns, job.cursor = "running", None, None, cursor
     session.add(job)
     session.flush()
@@ -153,6 +157,26 @@ def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_n
     record_change(session, job.id, "ranks", job.id)
     for agent_id in agents:
         record_change(session, None, "node", agent_id)
+    return generation
+
+
+def _number(session: Session, job: Job | None, ranks: Sequence[Attachment]) -> int:
+    """Of the generation that these ranks are.
+
+    It goes on from the last one if launchers counted on, some of them at least, and else is what
+    they say: another run of the same name counts anew.
+    """
+    said = {each.agent_id: each.generation for each in ranks}
+    highest = max(said.values())
+    if job is None:
+        return highest
+    known = queries.said(session, job)
+    rows = queries.ranks(session, job.id)
+    before = {row.agent_id: known.get(row.rank, row.generation) for row in rows}
+    growth = [said[agent_id] - before[agent_id] for agent_id in said.keys() & before.keys()]
+    if growth and min(growth) >= 0 and max(growth) > 0:
+        return max(highest, job.generation + 1)
+    return highest
 
 
 def _forget_progress(job: Job, now_ns: int) -> None:

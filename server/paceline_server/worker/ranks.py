@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from paceline_server.decide.types import RankView
@@ -19,8 +19,12 @@ COLUMNS = tuple(column.key for column in Rank.__table__.columns)
 class Ranks:
     """Owned by one worker between its commits. A rank's state never goes backwards."""
 
-    def __init__(self, generation: int, rows: Iterable[Rank]) -> None:
+    def __init__(
+        self, generation: int, rows: Iterable[Rank], said: Mapping[int, int] | None = None
+    ) -> None:
+        """`said`: as in `Placement`."""
         self.generation = generation
+        self._said = said or {}
         self._rows = {row.rank: _copy(row) for row in rows}
         self._committed = {rank: dict(row) for rank, row in self._rows.items()}
         self.agents = {row["agent_id"] for row in self._rows.values()}
@@ -69,7 +73,8 @@ class Ranks:
         self, agent_id: str, generation: int, rank: int, state: str, **values: object
     ) -> None:
         row = self._rows.get(rank)
-        if row is None or generation != self.generation or row["agent_id"] != agent_id:
+        said = self._said.get(rank, self.generation)
+        if row is None or generation != said or row["agent_id"] != agent_id:
             return
         if _ORDER.index(state) > _ORDER.index(row["state"]):
             row.update(values, state=state)

@@ -6,7 +6,7 @@ other's ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -15,8 +15,9 @@ from paceline_wire.batch import Batch, Event, RankExited
 
 
 class Strangers:
-    def __init__(self, job: Job, ranks: Iterable[Rank]) -> None:
-        self._name = job.id, job.generation
+    def __init__(self, job: Job, ranks: Iterable[Rank], said: Mapping[int, int]) -> None:
+        """`said`: as in `Placement`."""
+        self._job_id, self._generation, self._said = job.id, job.generation, said
         self._pids = {row.rank: row.pid for row in ranks} if job.watched else {}
 
     def left_out(self, batch: Batch) -> Batch:
@@ -29,6 +30,7 @@ class Strangers:
     def _is_one(self, event: Event) -> bool:
         return (
             isinstance(event, RankExited)
-            and (event.job, event.generation) == self._name
+            and event.job == self._job_id
+            and event.generation == self._said.get(event.rank, self._generation)
             and self._pids.get(event.rank, event.pid) != event.pid
         )

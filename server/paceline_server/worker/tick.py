@@ -97,12 +97,13 @@ class JobWork:
         with database.read() as session:
             job = session.get_one(models.Job, mine.job_id)
             rows = queries.ranks(session, mine.job_id)
-        self._strangers = Strangers(job, rows)
+            said = queries.said(session, job)
+        self._strangers = Strangers(job, rows, said)
         rebuilt = rebuild(database, job, self._strangers, self._renew)
         self._engine = rebuilt.engine
         self._late = Outcome(steps=rebuilt.steps, findings=list(rebuilt.findings.values()))
         self._cursor = job.cursor
-        self._ranks = Ranks(job.generation, rows)
+        self._ranks = Ranks(job.generation, rows, said)
         now_ns = clock()
         self._settling = Settling(now_ns, int((job.policy.node_lease_seconds + 1.0) * 1e9))
         self._command_ids: Iterator[int] = iter(())

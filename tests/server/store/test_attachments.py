@@ -16,14 +16,17 @@ class Found:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._now_ns = 0
+        self._told: list[tuple[str, RankAttached]] = []
 
-    def run(self, world_size: int, ranks: range, agent_id: str = "node-0") -> None:
+    def run(
+        self, world_size: int, ranks: range, agent_id: str = "node-0", generation: int = 0
+    ) -> None:
         self._now_ns += 1
         for rank in ranks:
             topology = Topology(dp=world_size)
             identity = Identity(
                 job="local",
-                generation=0,
+                generation=generation,
                 rank=rank,
                 local_rank=rank,
                 world_size=world_size,
@@ -34,9 +37,17 @@ class Found:
                 clock_offset_ns=0,
                 started_ns=self._now_ns,
             )
-            event = RankAttached(time_ns=self._now_ns, identity=identity)
-            with self._database.write() as session:
-                attachments.keep(session, agent_id, event, self._now_ns)
+            self._tell(agent_id, RankAttached(time_ns=self._now_ns, identity=identity))
+
+    def tell_again(self) -> None:
+        """As agents do that were restarted."""
+        for agent_id, event in list(self._told):
+            self._tell(agent_id, event)
+
+    def _tell(self, agent_id: str, event: RankAttached) -> None:
+        self._told.append((agent_id, event))
+        with self._database.write() as session:
+            attachments.keep(session, agent_id, event, self._now_ns)
 
     def exit(self, pid: int, rank: int) -> None:
         self._now_ns += 1
@@ -94,3 +105,25 @@ def test_a_rank_that_ended_just_now_waits_for_the_others(database: Database) -> 
     found.give_up(before_ns=2)
     found.run(2, range(1, 2))
     assert found.take() == [100, 301]
+
+
+def test_nodes_need_not_agree_on_the_generation(database: Database) -> None:
+    found = Found(database)
+    found.run(3, range(1))
+    found.run(3, range(1, 3), "node-1", generation=4)
+    (gathered,) = found.whole()
+    assert gathered.generation == 4
+    assert found.take() == [100, 201, 202]
+    assert found.whole() == []
+
+
+def test_a_node_has_ranks_of_its_last_generation_only(database: Database) -> None:
+    found = Found(database)
+    found.run(2, range(1))
+    found.run(2, range(1), generation=1)
+    found.run(2, range(1), "node-1")
+    assert found.whole() == [], "rank 0 twice, rank 1 not yet"
+    found.run(2, range(1, 2), "node-1", generation=1)
+    found.tell_again()
+    assert found.take() == [200, 401]
+    assert found.whole() == []

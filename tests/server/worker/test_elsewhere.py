@@ -10,7 +10,8 @@ import pytest
 from simulated_node import SimulatedNode, post_job
 
 from paceline_server.store.models import Attachment
-from paceline_wire.batch import RankExited
+from paceline_wire.batch import RankExited, RankStacks
+from paceline_wire.stacks import StackFrame, ThreadStack
 from paceline_wire.topology import Topology
 
 PAIR = Topology(dp=2)
@@ -33,6 +34,13 @@ def heard_of_all(nodes: list[SimulatedNode], wait_for: Callable[..., Any]) -> No
             node.acknowledged > known + 1 for node, known in zip(nodes, before, strict=True)
         )
     )
+
+
+def trains(server: Any, job_id: str, generation: int) -> bool:
+    """Every rank of it has done steps."""
+    job = server.client.get(f"/api/v1/jobs/{job_id}").json()
+    ranks = server.client.get(f"/api/v1/jobs/{job_id}/ranks").json().get("items", [])
+    return job["generation"] == generation and min(rank["step"] or 0 for rank in ranks) >= 3
 
 
 def test_it_is_there_once_all_ranks_are_and_ends_when_they_end(
@@ -86,23 +94,56 @@ def test_a_crash_is_told_and_left_to_others(
 def test_the_books_are_kept_over_all_generations(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
-    def is_training(generation: int) -> bool:
-        ranks = server.client.get("/api/v1/jobs/train/ranks").json().get("items", [])
-        steps = [rank["step"] or 0 for rank in ranks]
-        return job("train")["generation"] == generation and min(steps) >= 3
-
     started = []
     for generation in range(3):
         for number in range(2):
             nodes[number].run_for_others("train", number, PAIR, generation=generation)
         wait_for(lambda: job("train"), "the job")
-        wait_for(lambda number=generation: is_training(number), "steps")
+        wait_for(lambda number=generation: trains(server, "train", number), "steps")
         started.append(job("train")["ledger"]["startup_seconds"])
         for number in range(2):
             nodes[number].crash(number)
         wait_for(lambda: job("train")["state"] == "failed", "the end")
     assert started[0] > 0
     assert started == [started[0]] * 3, "a job starts up once; then it is restarted"
+
+
+def test_what_only_some_nodes_count_is_a_generation_of_all(
+    server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
+) -> None:
+    """A restart is counted by torchrun where a rank had failed, and not on the other nodes."""
+    created = []
+    for generation, said in enumerate([(0, 0), (0, 1), (1, 1), (1, 2)]):
+        for number in range(2):
+            if generation:
+                nodes[number].crash(number)
+            pid = 500 + 10 * generation + number
+            nodes[number].run_for_others("train", number, PAIR, generation=said[number], pid=pid)
+        wait_for(lambda: job("train"), "the job")
+        wait_for(lambda number=generation: trains(server, "train", number), f"{said}")
+        created.append(job("train")["created_at"])
+    assert created == [created[0]] * 4, "one job, restarted"
+    assert job("train")["state"] == "running"
+
+    for number in range(2):
+        path = f"/api/v1/jobs/train/ranks/{number}/stacks"
+        assert server.client.post(path).status_code == 202
+        order = wait_for(lambda home=nodes[number]: home.carried_out, "the command")[-1]
+        assert (order.ranks, order.generation) == ([number], 1 + number)
+        stack = ThreadStack("MainThread", [StackFrame("step", "train.py", 1)])
+        nodes[number].say(
+            RankStacks(
+                time_ns=time.time_ns(),
+                job="train",
+                generation=order.generation,
+                rank=number,
+                threads=[stack],
+            )
+        )
+        wait_for(lambda of=path: server.client.get(of).json()["stacks"], "the stacks")
+    nodes[1].crash(1)
+    nodes[0].crash(0)
+    wait_for(lambda: job("train")["state"] == "failed", "the end")
 
 
 def test_a_later_generation_ends_one_whose_node_is_lost(
