@@ -1,8 +1,13 @@
-"""Trees that were taken from a node, whatever part of `/sys` they start at."""
+"""Trees that were taken from a node, whatever part of `/sys` they start at.
+
+What may not be looked at is not there: pathlib would raise an error instead.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import glob
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +24,7 @@ def sysfs_of(directory: Path) -> Iterator[Path]:
     """
     found = _class_of(directory)
     if found is None:
-        yield directory / "sys" if (directory / "sys").is_dir() else directory
+        yield directory / "sys" if os.path.isdir(directory / "sys") else directory
         return
     name, target = found
     with TemporaryDirectory(prefix="paceline-sysfs-") as made:
@@ -32,15 +37,16 @@ def sysfs_of(directory: Path) -> Iterator[Path]:
 def procfs_of(directory: Path) -> Path:
     """`directory` may be a copy of `/proc`, or of a node's `/`."""
     inside = directory / "proc"
-    return inside if inside.is_dir() and not (directory / "stat").exists() else directory
+    is_root = os.path.isdir(inside) and not os.path.exists(directory / "stat")
+    return inside if is_root else directory
 
 
 def _class_of(directory: Path) -> tuple[str, Path] | None:
     """Where in a root the directory belongs, if it is only a part of one."""
-    if any((directory / name).is_dir() for name in ("class", "devices", "bus", "sys")):
+    if any(os.path.isdir(directory / name) for name in ("class", "devices", "bus", "sys")):
         return None
-    if any((directory / name).is_dir() for name in _CLASSES):
+    if any(os.path.isdir(directory / name) for name in _CLASSES):
         return "class", directory
-    if any(directory.glob("*/ports/*/state")):
+    if glob.glob("*/ports/*/state", root_dir=directory):
         return "class/infiniband", directory
     return None

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from paceline_agent.clock import timeline_ns
 from paceline_agent.clock_offset import ClockOffset
 from paceline_agent.collectors.contract import LocalRank
+from paceline_agent.kept_files import entries
 from paceline_agent.outbox import Outbox
 from paceline_agent.processes import process_status, process_that_maps
 from paceline_wire import ring
@@ -341,7 +342,10 @@ class Rings:
 def ranks_in(directory: Path, procfs_root: Path) -> list[LocalRank]:
     """Who lives here by the rings in `directory`; nothing else is read, and nothing written."""
     found: list[LocalRank] = []
-    for path in sorted(directory.glob(f"*{ring.SUFFIX}")):
+    for name in entries(directory):
+        path = directory / name
+        if path.suffix != ring.SUFFIX:
+            continue
         try:
             reader = RingReader(path)
             status = path.stat()

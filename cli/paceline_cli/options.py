@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 DEFAULT_SERVER = "http://127.0.0.1:8470"
+
+
+class OutputFile(click.Path):
+    """A file to be written at the end: what cannot be written is refused at the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        folder = path.absolute().parent
+        if not os.path.isdir(folder):
+            self.fail(f"there is no folder {folder}", param, ctx)
+        if not os.path.exists(path) and not os.access(folder, os.W_OK | os.X_OK):
+            self.fail(f"nothing can be written into {folder}", param, ctx)
+        return path
+
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 

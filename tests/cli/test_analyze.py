@@ -73,7 +73,7 @@ def test_the_timeline_is_the_ideal_step(tmp_path: Path) -> None:
         (["nowhere.parquet"], "there is no file nowhere.parquet"),
         ([META], "is not Parquet"),
         ([TRACE, "--meta", TRACE], "is not YAML"),
-        ([TRACE, "--timeline", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
+        ([TRACE, "--timeline", "/dev/full"], "cannot write /dev/full"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_status_2(arguments: list[str], sentence: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Mapping
@@ -62,9 +63,9 @@ class NcclProcess:
                 continue
             if "%h" not in path.name:
                 return path
-            found = sorted(path.parent.glob(path.name.replace("%h", "*")))
+            found = glob.glob(path.name.replace("%h", "*"), root_dir=path.parent)
             if found:
-                return found[0]
+                return path.parent / min(found)
         return None
 
     @property
@@ -126,7 +127,7 @@ def library_version(directory: Path, root: Path) -> str | None:
         return named[1]
     if len(path.parents) < 4:
         return None
-    for wheel in sorted(path.parents[3].glob("nvidia_nccl_cu*.dist-info")):
-        if named := _VERSION.search(wheel.name):
+    for wheel in sorted(glob.glob("nvidia_nccl_cu*.dist-info", root_dir=path.parents[3])):
+        if named := _VERSION.search(wheel):
             return named[1]
     return None

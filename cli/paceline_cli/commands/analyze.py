@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from paceline_cli.extras import load
-from paceline_cli.options import server_options, steps_option
+from paceline_cli.options import OutputFile, server_options, steps_option
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -26,7 +26,9 @@ class BadRecording(click.ClickException):
 @click.command()
 @click.argument("trace", metavar="[TRACE | JOB]", type=FILE, required=False)
 @click.option("--meta", type=FILE, help="Metadata of TRACE (YAML), to check its sizes against.")
-@click.option("--timeline", type=FILE, metavar="OUT", help="Write the ideal step, for Perfetto.")
+@click.option(
+    "--timeline", type=OutputFile(), metavar="OUT", help="Write the ideal step, for Perfetto."
+)
 @click.option(
     "--flight-recorder",
     "dumps",
@@ -73,4 +75,4 @@ def analyze(
 
 def _is_job(trace: Path) -> bool:
     """A job's id looks like no file: it has no suffix and is in no folder."""
-    return not trace.exists() and not trace.suffix and trace.parent == Path()
+    return not os.path.exists(trace) and not trace.suffix and trace.parent == Path()

@@ -13,6 +13,7 @@ from paceline_cli.evaluate.campaign import Campaign
 from paceline_cli.evaluate.faults import KINDS, SYNTHETIC
 from paceline_cli.evaluate.real import RealArm
 from paceline_cli.evaluate.scoring import Verdict, figures
+from paceline_cli.options import OutputFile
 
 ARMS = ("synthetic", "real")
 
@@ -41,7 +42,7 @@ def _names(known: tuple[str, ...], what: str, text: str) -> tuple[str, ...]:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a Markdown table.")
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON here.")
+@click.option("--output", type=OutputFile(), help="Write JSON here.")
 @click.option("--misses", is_flag=True, help="Tell each miss and false alarm on stderr.")
 def evaluate(
     arms: str,
@@ -61,8 +62,6 @@ def evaluate(
     arm trains on this machine, with real processes, and takes minutes per kind; it leaves out the
     kinds that only the synthetic arm can make.
     """
-    if output is not None and not output.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no folder {output.parent}", param_hint="--output")
     chosen_arms = _names(ARMS, "--arms", arms)
     chosen = _names(KINDS, "--kinds", kinds)
     real = tuple(kind for kind in chosen if kind not in SYNTHETIC)

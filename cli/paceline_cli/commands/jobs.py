@@ -12,7 +12,7 @@ import click
 from paceline_cli import render
 from paceline_cli.client import Client
 from paceline_cli.client_group import ClientGroup, server_option
-from paceline_cli.options import json_option, server_options, steps_option
+from paceline_cli.options import OutputFile, json_option, server_options, steps_option
 from paceline_cli.trace import fetch_trace
 
 STACKS_SECONDS = 10.0  # py-spy takes up to 5 of them on a busy machine
@@ -247,7 +247,7 @@ def _show_dumps(found: dict[str, Any]) -> None:
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputFile(),
     required=True,
     metavar="FILE",
     help="Where to write the Parquet; the metadata comes beside it, as YAML.",

@@ -24,6 +24,7 @@ from paceline_cli.demo.cluster import GPUS_PER_NODE, Cluster
 from paceline_cli.demo.report import DemoReport
 from paceline_cli.demo.scenario import Scenario
 from paceline_cli.demo.training import start_training
+from paceline_cli.options import OutputFile
 
 HEALTHY_SECONDS = 60.0  # of a run without faults
 SETTLE_SECONDS = 6.0  # after the last repair
@@ -85,9 +86,7 @@ def _power_of_two(ctx: click.Context, parameter: click.Parameter, value: int) ->
     help="auto repairs by itself, approve asks first, observe only reports.",
 )
 @click.option("--exit", "exits", is_flag=True, help="End by itself; status 0 only if all was well.")
-@click.option(
-    "--report", "report_path", type=click.Path(path_type=Path), help="Write the outcome as JSON."
-)
+@click.option("--report", "report_path", type=OutputFile(), help="Write the outcome as JSON.")
 @click.option("--port", default=8470, show_default=True, help="Of the dashboard, if it is free.")
 @click.option("--exit-with-parent", is_flag=True, hidden=True)
 @click.pass_context

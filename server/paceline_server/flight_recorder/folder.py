@@ -69,9 +69,9 @@ def read_folder(directory: Path) -> Folder:
     A dump that is cut off or of another format is one more rank without a dump, and noted.
     Raises NoDumpsError, HostileDumpError or MalformedDumpError; the message names the file.
     """
-    if not directory.is_dir():
-        raise NoDumpsError(f"{directory} is not a folder of Flight Recorder dumps")
     try:
+        if not directory.is_dir():
+            raise NoDumpsError(f"{directory} is not a folder of Flight Recorder dumps")
         found = _read_all(directory, directory.iterdir())
         if not found.dumps:
             below = (path for path in directory.rglob("*") if not path.is_dir())

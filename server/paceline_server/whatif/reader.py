@@ -69,9 +69,9 @@ def read_trace(path: Path, metadata: Metadata | None = None) -> Trace:
 
 
 def _read_columns(path: Path) -> tuple[dict[str, npt.NDArray[Any]], tuple[str, ...]]:
-    if not path.is_file():
-        raise TraceError(f"there is no file {path}")
     try:
+        if not path.is_file():
+            raise TraceError(f"there is no file {path}")
         # To encode it later would cost more than all the rest of reading.
         with pyarrow.parquet.ParquetFile(path, read_dictionary=["optype"]) as file:
             missing = [name for name in COLUMNS if name not in file.schema_arrow.names]

@@ -207,6 +207,20 @@ def test_somebody_without_rights_is_told_what_would_give_them(tmp_path: Path) ->
     assert "CAP_SYS_PTRACE" in rows["other users' /proc"]["remedy"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give its own rights up")
+def test_a_node_directory_behind_a_closed_one_is_a_finding(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    os.chown(closed, 65534, 65534)
+    command = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", sys.executable]
+    command += ["-m", "paceline_agent", "--check", "--json", "--server", "http://127.0.0.1:1"]
+    command += ["--node-directory", str(closed / "node")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert not done.stderr
+    rows = {row["what"]: row for row in json.loads(done.stdout)["checks"]}
+    assert rows["ring directory"]["seen"] == NO
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is closed to root")
 def test_what_lies_behind_a_closed_directory_is_no_surprise() -> None:
     """As a spool below another user's home: even asking whether it exists is refused."""
