@@ -86,8 +86,8 @@ class Agent:
         directory = settings.directory
         for name in ("rings", "logs"):
             (directory / name).mkdir(parents=True, exist_ok=True)
-        if os.geteuid() == 0:  # ranks that others start run as any user
-            (directory / "rings").chmod(0o1777)
+        if os.geteuid() == 0:  # ranks that others start run as any user, and give us their rings
+            (directory / "rings").chmod(0o3777)
         self._outbox = Outbox()
         self._spool = Spool(settings.spool, settings.spool_bytes)
         self._packer = Packer(

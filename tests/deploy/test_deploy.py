@@ -40,7 +40,8 @@ def slurm(script: str, directory: Path, **more: str) -> str:
 def test_slurm_gives_ranks_their_rings_and_removes_them_afterwards(tmp_path: Path) -> None:
     slurm("prolog.sh", tmp_path)
     rings = tmp_path / "rings"
-    assert rings.stat().st_mode & 0o7777 == 0o1777
+    assert rings.stat().st_mode & 0o7777 == 0o3777
+    assert rings.parent.stat().st_mode & 0o7777 == 0o711
     told = slurm("task-prolog.sh", tmp_path, SLURM_RESTART_COUNT="2").splitlines()
     assert f"export PACELINE_RING_DIRECTORY={rings}" in told
     assert "export PACELINE_JOB=slurm-77" in told

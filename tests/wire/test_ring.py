@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -33,6 +35,35 @@ from paceline_wire.spans import RECORD, RECORD_BYTES, unpack
 from .conftest import CAPACITY
 
 reuse = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+def test_a_ring_is_its_ranks_alone_but_for_a_directory_that_gives_it_a_group(
+    tmp_path: Path, identity: Identity
+) -> None:
+    own, shared = tmp_path / "own.ring", tmp_path / "shared" / "rank.ring"
+    shared.parent.mkdir()
+    shared.parent.chmod(0o3777)
+    for path, mode in ((own, 0o600), (shared, 0o660)):
+        create(path, identity, CAPACITY)
+        assert path.stat().st_mode & 0o7777 == mode
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give its own rights up")
+def test_an_agent_without_roots_rights_reads_a_ring_that_another_user_shares(
+    tmp_path: Path, identity: Identity
+) -> None:
+    """As root with no capabilities in a container, or as a service's user under Slurm."""
+    rings = tmp_path / "rings"
+    rings.mkdir()
+    program = "import sys; from paceline_wire.ring import RingReader; RingReader(sys.argv[1])"
+    command = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", sys.executable]
+    for mode, found in ((0o1777, 1), (0o3777, 0)):
+        rings.chmod(mode)
+        path = rings / f"{mode:o}.ring"
+        create(path, identity, CAPACITY)
+        os.chown(path, 65534, -1)
+        done = subprocess.run([*command, "-c", program, path], capture_output=True, check=False)
+        assert done.returncode == found, done.stderr
 
 
 def write(ring: RingFile, count: int) -> None:

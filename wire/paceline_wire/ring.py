@@ -244,8 +244,11 @@ def create(path: Path, identity: Identity, capacity: int = DEFAULT_CAPACITY) -> 
         raise ValueError(f"identity takes {len(encoded)} bytes, more than one page holds")
     size = SPANS_OFFSET + capacity * RECORD_BYTES
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    descriptor = os.open(temporary, flags, 0o600)
     try:
+        if os.stat(path.parent).st_mode & stat.S_ISGID:  # an agent's that is another user
+            os.fchmod(descriptor, 0o660)
         os.posix_fallocate(descriptor, 0, size)  # a full tmpfs says so now, not as SIGBUS later
         mapping = mmap.mmap(descriptor, size)
         mapping[: _HEADER.size] = _HEADER.pack(MAGIC, LAYOUT_VERSION, 0, capacity, len(encoded))
