@@ -88,12 +88,29 @@ def _steady(node: _Node) -> float:
     return head * RANKS / spent_ns * 1e9
 
 
+# Holds its ring, by which it is known.
+_RANK = """
+import mmap
+with open(input(), "r+b") as file:
+    ring = mmap.mmap(file.fileno(), 0)
+print(flush=True)
+input()
+"""
+
+
 def _short_lived(node: _Node) -> tuple[float, int]:
     """Their processes have ended before the agent first sees their rings or soon after."""
     spent_ns = 0
     for number in range(SHORT_LIVES):
-        process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-c", _RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
         file = _ring(node.directory, number, process.pid)
+        process.stdin.write(b"%s\n" % bytes(file.path))
+        process.stdin.flush()
+        process.stdout.readline()
         _write(file, 0, SHORT_SPANS // 2)
         spent_ns += _timed(node)
         _write(file, SHORT_SPANS // 2, SHORT_SPANS // 2)

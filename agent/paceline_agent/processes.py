@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from paceline_agent.kept_files import entries, read_once, read_text_once
+from paceline_agent.kept_files import entries, inode_of, read_once, read_text_once
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
@@ -59,9 +59,15 @@ def process_that_maps(procfs_root: Path, mapped: os.stat_result, pid: int) -> in
 
 
 def _numbered(procfs_root: Path, pid: int) -> Iterator[int]:
-    """Those that have this number in the innermost of their PID namespaces."""
-    for name in entries(procfs_root):
-        if name.isdecimal() and namespace_pids(procfs_root, int(name))[-1] == pid:
+    """Those that have this number in a PID namespace other than ours: on many nodes there is none.
+
+    Of whom we may not know the namespace, we may not read the maps either.
+    """
+    ours = inode_of(procfs_root / "self/ns/pid")
+    for name in filter(str.isdecimal, entries(procfs_root)):
+        if inode_of(f"{procfs_root}/{name}/ns/pid") in (ours, None):
+            continue
+        if namespace_pids(procfs_root, int(name))[-1] == pid:
             yield int(name)
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from paceline_agent.clock import timeline_ns
 from paceline_agent.clock_offset import ClockOffset
 from paceline_agent.collectors.contract import LocalRank
-from paceline_agent.kept_files import entries
+from paceline_agent.kept_files import entries, inode_of
 from paceline_agent.outbox import Outbox
 from paceline_agent.processes import process_status, process_that_maps
 from paceline_wire import ring
@@ -335,7 +335,8 @@ class Rings:
     def _drop(self, attached: _Attached, *, delete: bool) -> None:
         self._attached.pop(attached.reader.path, None)
         attached.reader.close()
-        if delete and _is_at(attached.reader.path, attached.inode):
+        # In its place there may be another by now.
+        if delete and inode_of(attached.reader.path) == attached.inode:
             attached.reader.path.unlink(missing_ok=True)
 
 
@@ -368,14 +369,6 @@ def _local_rank(identity: Identity, pid: int) -> LocalRank:
         pid=pid,
         gpu_uuid=identity.gpu_uuid,
     )
-
-
-def _is_at(path: Path, inode: int) -> bool:
-    """It may be another's by now, that has the same name."""
-    try:
-        return path.stat().st_ino == inode
-    except OSError:
-        return False
 
 
 def _version(status: os.stat_result) -> tuple[int, int]:

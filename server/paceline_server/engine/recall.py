@@ -33,18 +33,15 @@ def recall(
 
 
 def _define(model: StepModel, job: str, placement: Placement, batch: Batch) -> None:
+    said_by = placement.said_by
     for event in batch.events:
         match event:
-            case RankDefined(rank=rank) if (event.job, event.generation) == (
-                job,
-                placement.said_by(rank),
-            ):
+            case RankDefined() if (event.job, event.generation) == (job, said_by(event.rank)):
                 for definition in event.definitions:
                     if isinstance(definition, GroupDefinition):
                         model.add_group(event.rank, definition)
             case RankAttached(identity=identity):
-                said = placement.said_by(identity.rank)
-                if (identity.job, identity.generation) == (job, said):
+                if (identity.job, identity.generation) == (job, said_by(identity.rank)):
                     model.describe(identity.metadata)
             case _:
                 pass
