@@ -27,7 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RingReader]:
     """Hooks that record in this process, with the device already in use."""
     monkeypatch.setenv("PACELINE_RING_DIRECTORY", str(tmp_path))
-    for name in ("RANK", "WORLD_SIZE", "PACELINE_JOB", "PACELINE_GENERATION"):
+    monkeypatch.setenv("PACELINE_JOB", "local")
+    for name in ("RANK", "WORLD_SIZE", "PACELINE_GENERATION"):
         monkeypatch.delenv(name, raising=False)
     torch.cuda.init()
     paceline.init()

@@ -35,7 +35,7 @@ dist.destroy_process_group()
 def run(arguments: list[str], directory: Path) -> list[Span]:
     finished = subprocess.run(
         [sys.executable, *arguments],
-        env={**os.environ, "PACELINE_RING_DIRECTORY": str(directory)},
+        env=os.environ | {"PACELINE_RING_DIRECTORY": str(directory), "PACELINE_JOB": "local"},
         capture_output=True,
         text=True,
         timeout=170,

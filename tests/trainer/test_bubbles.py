@@ -79,6 +79,7 @@ def run(
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "PACELINE_RING_DIRECTORY": str(directory),
+                "PACELINE_JOB": "local",
             },
             stderr=subprocess.PIPE,
             text=True,

@@ -120,6 +120,7 @@ class Run:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": self.port,
             "PACELINE_RING_DIRECTORY": self.directory,
+            "PACELINE_JOB": "local",
             "PACELINE_NODE_DIRECTORY": self.directory,
         }
         return subprocess.Popen(

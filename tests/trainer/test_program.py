@@ -52,6 +52,7 @@ class Job:
             "PACELINE_DP": str(dp),
             "PACELINE_GENERATION": str(self.generation),
             "PACELINE_RING_DIRECTORY": str(self.directory),
+            "PACELINE_JOB": "local",
             "PACELINE_RING_CAPACITY": "4096",
             "PACELINE_CHECKPOINT_DIRECTORY": str(self.directory / "checkpoints"),
             **more,

@@ -24,7 +24,8 @@ HERE = Path(__file__).parent
 def ring_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An environment as an agent sets it; whatever the test started is finished after it."""
     monkeypatch.setenv("PACELINE_RING_DIRECTORY", str(tmp_path))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PACELINE_JOB", "PACELINE_GENERATION"):
+    monkeypatch.setenv("PACELINE_JOB", "local")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PACELINE_GENERATION"):
         monkeypatch.delenv(name, raising=False)
     yield tmp_path
     paceline.finish()
@@ -49,7 +50,7 @@ def script(tmp_path: Path) -> Script:
     def run(source: str, ring: Path | None = tmp_path) -> subprocess.CompletedProcess[str]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
         if ring is not None:
-            environment["PACELINE_RING_DIRECTORY"] = str(ring)
+            environment |= {"PACELINE_RING_DIRECTORY": str(ring), "PACELINE_JOB": "local"}
         return subprocess.run(
             [sys.executable, "-c", source],
             env=environment,
@@ -75,6 +76,7 @@ def two_ranks(
             env={
                 **os.environ,
                 "PACELINE_RING_DIRECTORY": str(directory),
+                "PACELINE_JOB": "local",
                 "PACELINE_PURE_PYTHON": request.param,
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from paceline.environment import Surroundings, read_surroundings
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}
+HOST = socket.gethostname().partition(".")[0][:40]
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "GROUP_WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_xm/none_t06jayfd/attempt_0/1/error.json",
+}
+NODES = {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7"}
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "bert-master-0", "MASTER_PORT": "23456"}
 AGAIN = TORCHRUN | {"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "2"}
 SRUN = {
     "SLURM_JOB_ID": "77",
@@ -53,13 +66,20 @@ def test_rank_and_sizes_are_the_launchers(
 @pytest.mark.parametrize(
     ("environment", "job", "generation"),
     [
-        ({}, "local", 0),
-        (TORCHRUN, "local", 0),
+        (TORCHRUN, f"torchrun-{HOST}-t06jayfd", 0),
+        (TORCHRUN | NODES, "torchrun-10.0.0.7", 0),
+        (TORCHRUN | {"TORCHELASTIC_ERROR_FILE": "/own/error.json"}, f"torchrun-{HOST}", 0),
         (AGAIN, "torchrun-abc", 2),
         (SRUN | TORCHRUN, "slurm-77", 0),
         (SRUN | {"SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RESTART_COUNT": "1"}, "slurm-77", 201),
         (SRUN | {"SLURM_RESTART_COUNT": "2", "PACELINE_GENERATION": "200"}, "slurm-77", 200),
         (SRUN | {"PACELINE_JOB": "gpt", "PACELINE_GENERATION": "7"}, "gpt", 7),
+        ({"PACELINE_JOB": "_a/b c"}, "a_b_c", 0),
+        (MPIRUN, "local", 0),
+        (MPIRUN | {"PMIX_NAMESPACE": "prterun-node-1-77@1"}, "mpirun-prterun-node-1-77@1", 0),
+        (BY_HAND, "bert-master-0-23456", 0),
+        (BY_HAND | {"MASTER_ADDR": "127.0.0.1"}, f"{HOST}-23456", 0),
+        (BY_HAND | {"MASTER_ADDR": "bert." + 60 * "x"}, "bert." + 35 * "x" + "-23456", 0),
     ],
 )
 def test_job_and_generation_are_the_same_for_all_ranks_and_no_other_run(
@@ -68,6 +88,10 @@ def test_job_and_generation_are_the_same_for_all_ranks_and_no_other_run(
     found = surroundings(**environment)
     assert (found.job, found.generation) == (job, generation)
     assert found.ring_path == Path(f"/rings/{job}.g{generation}.r{found.rank}.ring")
+
+
+def test_a_rank_that_nobody_launched_is_named_by_its_process() -> None:
+    assert surroundings().job == f"{HOST}-{os.getpid()}"
 
 
 def test_without_a_directory_for_rings_nothing_is_recorded() -> None:

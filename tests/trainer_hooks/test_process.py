@@ -36,7 +36,7 @@ print("trained", trained)
 def run(source: str, ring: Path | None) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
     if ring is not None:
-        environment["PACELINE_RING_DIRECTORY"] = str(ring)
+        environment |= {"PACELINE_RING_DIRECTORY": str(ring), "PACELINE_JOB": "local"}
     return subprocess.run(
         [sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=150
     )
@@ -181,7 +181,7 @@ def test_coordinates_come_from_the_environment_or_arguments(tmp_path: Path) -> N
     environment += "PACELINE_GENERATION='3', PACELINE_DP='2', PACELINE_PP='2', PACELINE_TP='2')\n"
     run(environment + LOOP, tmp_path)
     identity = RingReader(tmp_path / "a_b.g3.r5.ring").identity
-    assert (identity.job, identity.generation, identity.rank) == ("a/b", 3, 5)
+    assert (identity.job, identity.generation, identity.rank) == ("a_b", 3, 5)
     assert identity.topology.coordinates(5) == identity.coordinates
     run(environment + LOOP.replace("init()", "init(dp_rank=0, pp_rank=1, tp_rank=0)"), tmp_path)
     identity = RingReader(tmp_path / "a_b.g3.r5.ring").identity

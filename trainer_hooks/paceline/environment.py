@@ -7,6 +7,7 @@ already loaded, it is asked.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import time
@@ -44,6 +45,11 @@ _LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
 
+_NO_NAME = re.compile(r"[^A-Za-z0-9._:+=@-]")
+_NOT_FIRST = "._:+=@-"
+_NAME_LENGTH = 64
+_HOST_LENGTH = 40  # leaves room for what is told beside it
+
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
@@ -61,8 +67,7 @@ class Surroundings:
 
     @property
     def ring_path(self) -> Path:
-        job = self.job.replace("/", "_")
-        return self.ring_directory / f"{job}.g{self.generation}.r{self.rank}{SUFFIX}"
+        return self.ring_directory / f"{self.job}.g{self.generation}.r{self.rank}{SUFFIX}"
 
 
 def read_surroundings(environment: Mapping[str, str]) -> Surroundings | None:
@@ -77,7 +82,7 @@ def read_surroundings(environment: Mapping[str, str]) -> Surroundings | None:
         topology = Topology(dp=world_size)
     return Surroundings(
         ring_directory=Path(directory),
-        job=environment.get("PACELINE_JOB") or _job_name(environment),
+        job=_as_name(environment.get("PACELINE_JOB") or _job_name(environment, world_size)),
         generation=_generation(environment),
         rank=rank,
         local_rank=local_rank,
@@ -195,12 +200,44 @@ def _place_in_job(environment: Mapping[str, str]) -> tuple[int, int, int]:
     )
 
 
-def _job_name(environment: Mapping[str, str]) -> str:
-    """As whoever launched it knows it; the same for all of its ranks."""
+def _job_name(environment: Mapping[str, str], world_size: int) -> str:
+    """As whoever launched it knows it, else where it was launched.
+
+    The same for all of its ranks, also those that torchrun starts again, and no other's: several
+    run on one node, and many under one server.
+    """
+    host = socket.gethostname().partition(".")[0][:_HOST_LENGTH]
+    address = environment.get("MASTER_ADDR", "")
+    here = address in ("localhost", "::1") or address.startswith("127.")
+    master = host if here else address[:_HOST_LENGTH]
     if job := environment.get("SLURM_JOB_ID"):
         return f"slurm-{job}"
-    run = environment.get("TORCHELASTIC_RUN_ID")
-    return f"torchrun-{run}" if run not in (None, "", "none") else "local"
+    run = environment.get("TORCHELASTIC_RUN_ID", "")
+    if run not in ("", "none"):
+        return f"torchrun-{run}"
+    if run:
+        return f"torchrun-{_launch_by_torchrun(environment, host) or master}"
+    if world_size == 1:
+        return f"{host}-{os.getpid()}"
+    if space := environment.get("PMIX_NAMESPACE"):
+        return f"mpirun-{space}"
+    return f"{master}-{environment.get('MASTER_PORT', 0)}" if master else "local"
+
+
+def _launch_by_torchrun(environment: Mapping[str, str], host: str) -> str | None:
+    """Of one node: by the folder torchrun makes for each launch, FOLDER/attempt_0/0/error.json.
+
+    The master's port is another one after a restart, and each rank's parent may be its own script.
+    """
+    folder, attempt, _ = environment.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")
+    if not attempt or environment.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    return f"{host}-{os.path.basename(folder).removeprefix('none_')}"
+
+
+def _as_name(text: str) -> str:
+    """What the server takes as a job's name."""
+    return _NO_NAME.sub("_", text).lstrip(_NOT_FIRST)[:_NAME_LENGTH] or "local"
 
 
 def _generation(environment: Mapping[str, str]) -> int:
