@@ -191,6 +191,19 @@ class Rings:
                 self._let_go(known)
             if path not in self._attached and self._refused.get(path) != _version(status):
                 self._attach(path, status)
+                if known is not None:
+                    self._tell_of_two(known, self._attached.get(path))
+
+    def _tell_of_two(self, first: _Attached, second: _Attached | None) -> None:
+        """Processes with one name, of which only the later one is watched."""
+        if second is None or second.pid == first.pid or first.key in self.supervised:
+            return
+        if process_status(self._procfs_root, first.pid) is not None:
+            log.warning(
+                "processes %d and %d both say that they are rank %d of %s: only the later one is "
+                "watched; give each run a PACELINE_JOB of its own",
+                *(first.pid, second.pid, first.key.rank, first.key.job),
+            )
 
     def _let_go(self, attached: _Attached) -> None:
         """Of a ring in whose place there is another: of the next run, as a rule."""

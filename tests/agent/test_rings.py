@@ -315,6 +315,19 @@ def test_a_rank_whose_place_the_next_run_took_at_once_is_told_first(bench: Bench
     assert following.path.exists()
 
 
+def test_two_runs_of_one_name_at_once_are_told_of(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    Writer(bench.directory)
+    bench.poll()
+    Writer(bench.directory)  # the same process began anew
+    bench.poll()
+    assert "PACELINE_JOB" not in caplog.text
+    Writer(bench.directory, pid=1)
+    bench.poll()
+    assert f"processes {os.getpid()} and 1 both say that they are rank 0 of job" in caplog.text
+
+
 def test_rings_left_by_the_dead_are_cleaned_and_the_living_joined_at_their_head(
     bench: Bench,
 ) -> None:
