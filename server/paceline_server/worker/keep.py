@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import bindparam, delete, insert, inspect, update
+from sqlalchemy import bindparam, delete, func, insert, inspect, select, update
 from sqlalchemy.orm import Session
 
 from paceline_server.act.announce import ActionNotice, announce, incident_alert
@@ -151,6 +152,7 @@ def _claim(session: Session, job_id: str, agents: set[str]) -> None:
         .values(job_id=None)
         .returning(node.agent_id)
     ).all()
+    _pass_on(session, held)
     taken = session.scalars(
         update(node)
         .where(node.agent_id.in_(agents), (node.job_id == job_id) | node.job_id.is_(None))
@@ -161,6 +163,21 @@ def _claim(session: Session, job_id: str, agents: set[str]) -> None:
         raise ConflictError(f"another job has taken {sorted(agents - set(taken))}")
     for agent_id in {*held, *taken}:
         record_change(session, None, "node", agent_id)
+
+
+def _pass_on(session: Session, agents: Sequence[str]) -> None:
+    """Nodes on which others run a job beside the one that let them go: they are not free."""
+    node, rank, job = models.Node, models.Rank, models.Job
+    beside = (
+        select(rank.agent_id, func.min(rank.job_id))
+        .join(job, job.id == rank.job_id)
+        .where(job.watched, job.state.not_in(FINISHED))
+        .where(rank.agent_id.in_(agents), rank.state != "exited")
+        .group_by(rank.agent_id)
+    )
+    for agent_id, job_id in session.execute(beside).all():
+        free = update(node).where(node.agent_id == agent_id, node.job_id.is_(None))
+        session.execute(free.values(job_id=job_id))
 
 
 def _keep_incidents(

@@ -268,6 +268,29 @@ def test_of_two_jobs_of_one_name_the_second_waits_for_the_end_of_the_first(
     wait_for(lambda: job("local")["state"] == "running", "the second")
 
 
+def test_of_two_jobs_on_one_node_the_second_keeps_it(
+    server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
+) -> None:
+    """A node that others use is not free for a job of our own."""
+
+    def holder() -> Any:
+        return server.client.get("/api/v1/nodes").json()["items"][0]["job_id"]
+
+    for rank, name in enumerate(("first", "second")):
+        nodes[0].run_for_others(name, rank, PAIR, pid=500)
+        nodes[1].run_for_others(name, 1 - rank, PAIR, pid=500 + rank)
+        wait_for(lambda name=name: (job(name) or {}).get("state") == "running", "the job")
+    assert holder() == "first"
+    nodes[0].finish(0)
+    nodes[1].finish(1)
+    wait_for(lambda: job("first")["state"] == "finished", "the end of the first")
+    assert holder() == "second"
+    nodes[0].finish(1)
+    nodes[1].finish(0)
+    wait_for(lambda: job("second")["state"] == "finished", "the end of the second")
+    assert holder() is None
+
+
 def test_ranks_that_are_told_of_again_change_nothing(
     nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
