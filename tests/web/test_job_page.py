@@ -89,6 +89,7 @@ def test_hovering_a_cell_tells_who_and_what_it_is_doing(
         "forward 3 for 250",
     ):
         expect(tooltip).to_contain_text(text)
+    expect(tooltip).to_be_in_viewport(ratio=0.99)  # nothing cuts it off
 
 
 def test_the_heatmap_can_be_read_without_a_mouse(story: Any, visit: Callable[..., Any]) -> None:

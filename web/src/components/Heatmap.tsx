@@ -9,10 +9,13 @@ import { colourOf, scheme, variable } from "./theme";
 const HEIGHT_MAXIMUM = 360;
 /** More rows than this make a table nobody reads; the slowest come first. */
 const TABLE_ROWS = 100;
+/** At most: see styles.css. */
+const TOOLTIP_WIDTH = 260;
 
 /** Slowdown of every rank: stages side by side, one row per data-parallel replica. */
 export function Heatmap({ grid, ranks }: { grid: Grid; ranks: readonly Rank[] }) {
   const [frame, width] = useWidth<HTMLDivElement>();
+  const scroller = useRef<HTMLDivElement>(null);
   const canvas = useRef<HTMLCanvasElement>(null);
   const [chosen, setChosen] = useState<heatmap.Place | null>(null);
   const { dp, pp, tp } = grid.topology;
@@ -45,26 +48,34 @@ export function Heatmap({ grid, ranks }: { grid: Grid; ranks: readonly Rank[] })
   return (
     <div class="heatmap" ref={frame}>
       <StageLabels shape={shape} />
-      <div class="heatmap-frame">
-        <canvas
-          ref={canvas}
-          tabIndex={0}
-          role="img"
-          aria-label={`Slowdown of ${format.plural(grid.cells.length, "rank")}. ${slowestText(grid)} Arrow keys move between ranks.`}
-          aria-describedby="heatmap-cell"
-          style={{ width: `${shape.width}px`, height: `${shape.height}px` }}
-          onPointerMove={onPointer}
-          onPointerDown={onPointer}
-          onPointerLeave={() => {
-            setChosen(null);
-          }}
-          onKeyDown={onKey}
-          onBlur={() => {
-            setChosen(null);
-          }}
-        />
+      <div class="heatmap-map">
+        <div class="heatmap-frame" ref={scroller}>
+          <canvas
+            ref={canvas}
+            tabIndex={0}
+            role="img"
+            aria-label={`Slowdown of ${format.plural(grid.cells.length, "rank")}. ${slowestText(grid)} Arrow keys move between ranks.`}
+            aria-describedby="heatmap-cell"
+            style={{ width: `${shape.width}px`, height: `${shape.height}px` }}
+            onPointerMove={onPointer}
+            onPointerDown={onPointer}
+            onPointerLeave={() => {
+              setChosen(null);
+            }}
+            onKeyDown={onKey}
+            onBlur={() => {
+              setChosen(null);
+            }}
+          />
+        </div>
         {cell !== undefined && chosen !== null && (
-          <Tooltip cell={cell} rank={rank} box={heatmap.box(shape, chosen)} width={shape.width} />
+          <Tooltip
+            cell={cell}
+            rank={rank}
+            box={heatmap.box(shape, chosen)}
+            scrolled={scroller.current?.scrollLeft ?? 0}
+            width={width}
+          />
         )}
       </div>
       <p id="heatmap-cell" role="status">
@@ -106,9 +117,20 @@ function operationText(rank: Rank | undefined): string {
     : `${rank.operation} for ${format.seconds(rank.operation_seconds)}`;
 }
 
-function Tooltip(props: { cell: GridCell; rank: Rank | undefined; box: heatmap.Box; width: number }) {
-  const { cell, rank, box, width } = props;
-  const left = Math.min(Math.max(box.x + box.width / 2, 90), Math.max(width - 90, 90));
+interface TooltipProps {
+  cell: GridCell;
+  rank: Rank | undefined;
+  box: heatmap.Box;
+  /** Pixels by which the map is scrolled to the left. */
+  scrolled: number;
+  /** Of the panel, in pixels. */
+  width: number;
+}
+
+/** Beside the frame that scrolls, which would cut it off. */
+function Tooltip({ cell, rank, box, scrolled, width }: TooltipProps) {
+  const middle = box.x + box.width / 2 - scrolled;
+  const left = Math.max(Math.min(middle, width - TOOLTIP_WIDTH / 2), TOOLTIP_WIDTH / 2);
   return (
     <div class="tooltip" style={{ left: `${left}px`, top: `${box.y + box.height + 6}px` }} aria-hidden>
       <strong>
