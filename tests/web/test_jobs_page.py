@@ -16,6 +16,13 @@ def test_without_a_job_it_says_how_to_start_one(site: Any, visit: Callable[..., 
     expect(page.get_by_role("heading", name="No jobs yet")).to_be_visible()
     expect(page.locator("main")).to_contain_text("paceline run")
     expect(page.locator("main")).to_contain_text("make demo")
+    page.set_viewport_size({"width": 390, "height": 800})
+    widths = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    assert widths[0] <= widths[1]
+    for inner, outer in page.locator("pre").evaluate_all(
+        "commands => commands.map(command => [command.scrollWidth, command.clientWidth])"
+    ):
+        assert inner <= outer  # a command is read to its end
 
 
 def test_the_first_job_appears_by_itself(site: Any, story: Any, visit: Callable[..., Any]) -> None:
