@@ -103,6 +103,8 @@ def test_the_heatmap_can_be_read_without_a_mouse(story: Any, visit: Callable[...
     expect(page.get_by_role("status")).to_contain_text("Rank 3, 1.01")
     page.get_by_text("Ranks as a table").click()
     expect(page.locator(".heatmap tbody tr")).to_have_count(8)
+    heights = page.locator(".heatmap td").evaluate_all("cells => cells.map(c => c.offsetHeight)")
+    assert max(heights) < 40, "a row takes two lines"
 
 
 def test_an_incident_shows_its_evidence_and_what_speaks_against_it(
@@ -272,7 +274,7 @@ def test_an_unknown_job_is_named_as_such(story: Any, visit: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, 1024, 1280])
 def test_nothing_is_cut_off(story: Any, visit: Callable[..., Any], scheme: str, width: int) -> None:
     story.begin()
     story.site.app.state.parts.what_ifs.of = lambda *_: WhatIf(**EXAMPLES["WhatIf"])
@@ -286,6 +288,9 @@ def test_nothing_is_cut_off(story: Any, visit: Callable[..., Any], scheme: str, 
     for panel in panels:
         inner, outer = panel.evaluate("panel => [panel.scrollWidth, panel.clientWidth]")
         assert inner <= outer, panel.get_attribute("id")
+    for table in page.locator("#what-if .scroll").all():
+        inner, outer = table.evaluate("table => [table.scrollWidth, table.clientWidth]")
+        assert inner <= outer
 
 
 def test_ten_thousand_ranks_are_drawn(story: Any, visit: Callable[..., Any]) -> None:
