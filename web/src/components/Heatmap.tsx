@@ -226,7 +226,7 @@ function RankRows({ grid, ranks }: { grid: Grid; ranks: readonly Rank[] }) {
             return (
               <tr key={cell.rank}>
                 <td class="num">{cell.rank}</td>
-                <td>{cell.node ?? format.UNKNOWN}</td>
+                <td class="nowrap">{cell.node ?? format.UNKNOWN}</td>
                 <td class="nowrap">{placeText(cell)}</td>
                 <td class="num">{format.slowdown(cell.slowdown)}</td>
                 <td class="num">{format.number(rank?.step)}</td>
