@@ -105,8 +105,6 @@ def test_the_heatmap_can_be_read_without_a_mouse(story: Any, visit: Callable[...
     expect(page.locator(".heatmap tbody tr")).to_have_count(8)
     heights = page.locator(".heatmap td").evaluate_all("cells => cells.map(c => c.offsetHeight)")
     assert max(heights) < 40, "a row takes two lines"
-    heights = page.locator(".heatmap td").evaluate_all("cells => cells.map(c => c.offsetHeight)")
-    assert max(heights) < 40, "a row takes two lines"
 
 
 def test_an_incident_shows_its_evidence_and_what_speaks_against_it(
