@@ -97,6 +97,8 @@ export function ceiling(values: readonly (number | null)[]): number {
 
 export interface StageBubble {
   stage: number;
+  /** So many that the means are over. */
+  steps: number;
   measured: number;
   theory: number | null;
   /** What adds to theory (or takes from it), the largest first; empty where that is too little. */
@@ -129,7 +131,7 @@ export function bubbles(steps: readonly Step[], job: Job, count: number): StageB
       const measured = mean(seen.map(({ measured_ratio }) => measured_ratio));
       const theory = seen.at(-1)?.theory_ratio ?? null;
       const excess = theory === null ? 0 : measured - theory;
-      return { stage, measured, theory, why: excess >= SMALLEST_EXCESS ? parts(seen) : [] };
+      return { stage, steps: seen.length, measured, theory, why: excess >= SMALLEST_EXCESS ? parts(seen) : [] };
     });
 }
 

@@ -144,6 +144,7 @@ it("takes bubbles of the current generation only", () => {
   ];
   const stages = chart.bubbles(steps, { ...JOB, generation: 2 }, 20);
   expect(stages.map(({ stage, theory }) => [stage, theory])).toEqual([[0, 0.1], [1, 0.1]]);
+  expect(stages.map((stage) => stage.steps)).toEqual([2, 2]);
   expect(stages[0]?.measured).toBeCloseTo(0.3);
   expect(stages[1]?.measured).toBeCloseTo(0.5);
 });

@@ -19,7 +19,7 @@ import { LiveJob, type Connection } from "../live";
 import type { JobState } from "../store";
 import { lookOfJob, lookOfVerdict } from "../tone";
 
-/** Bubbles are means over this many steps. */
+/** Bubbles are means over so many steps at most. */
 const BUBBLE_STEPS = 20;
 const LOADING = "Loading…";
 
@@ -90,6 +90,7 @@ function JobPage({ state, connection, onDecided }: PageProps) {
   const times = useMemo(() => chart.points(steps, (step) => step.duration_seconds), [steps]);
   const losses = useMemo(() => chart.points(steps, (step) => step.loss), [steps]);
   const marks = useMemo(() => chart.marks(steps, incidents, actions), [steps, incidents, actions]);
+  const bubbles = useMemo(() => chart.bubbles(steps, job, BUBBLE_STEPS), [steps, job]);
   const own = nodes.filter((node) => node.job_id === null || node.job_id === job.id);
 
   useEffect(() => {
@@ -145,8 +146,8 @@ function JobPage({ state, connection, onDecided }: PageProps) {
             {state.whatIf === null ? <p class="empty">{LOADING}</p> : <WhatIf replay={state.whatIf} />}
           </Panel>
           {job.topology.pp > 1 && (
-            <Panel id="bubble" title="Pipeline bubble" note={`mean of ${BUBBLE_STEPS} steps`}>
-              <Bubbles stages={chart.bubbles(steps, job, BUBBLE_STEPS)} />
+            <Panel id="bubble" title="Pipeline bubble" note={averaged(bubbles)}>
+              <Bubbles stages={bubbles} />
             </Panel>
           )}
           <Panel
@@ -168,6 +169,10 @@ function JobPage({ state, connection, onDecided }: PageProps) {
 function counted(nodes: readonly Node[]): string {
   const bad = nodes.filter(troubled).length;
   return format.plural(nodes.length, "node") + (bad === 0 ? "" : `, ${format.number(bad)} in trouble`);
+}
+
+function averaged([stage]: readonly chart.StageBubble[]): string | undefined {
+  return stage === undefined ? undefined : `mean of ${format.plural(stage.steps, "step")}`;
 }
 
 function replayed(whatIf: Replay | null): string | undefined {
