@@ -62,3 +62,8 @@ it("folds runs of ranks", () => {
   expect(format.ranges([2, 3])).toBe("2, 3");
   expect(format.ranges([])).toBe("none");
 });
+
+it("says one step as one", () => {
+  expect(format.steps(30, 30)).toBe("step 30");
+  expect(format.steps(996, 1003)).toBe("steps 996–1,003");
+});

@@ -148,3 +148,8 @@ export function words(name: string): string {
 export function plural(count: number, noun: string): string {
   return `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 }
+
+/** "step 30", "steps 30–37". */
+export function steps(first: number, last: number): string {
+  return first === last ? `step ${number(first)}` : `steps ${number(first)}–${number(last)}`;
+}

@@ -177,13 +177,13 @@ function averaged([stage]: readonly chart.StageBubble[]): string | undefined {
 
 function replayed(whatIf: Replay | null): string | undefined {
   if (whatIf?.first_step == null || whatIf.last_step == null) return undefined;
-  return `replay of steps ${format.number(whatIf.first_step)}–${format.number(whatIf.last_step)}`;
+  return `replay of ${format.steps(whatIf.first_step, whatIf.last_step)}`;
 }
 
 function window({ first_step, last_step }: { first_step: number | null; last_step: number | null }): string {
   if (first_step === null || last_step === null) return "no step yet";
-  if (first_step === last_step) return `step ${format.number(last_step)}`;
-  return `median of steps ${format.number(first_step)}–${format.number(last_step)}`;
+  const steps = format.steps(first_step, last_step);
+  return first_step === last_step ? steps : `median of ${steps}`;
 }
 
 function VerdictBanner(props: { job: Job; incidents: readonly Incident[]; connection: Connection }) {
