@@ -5,7 +5,7 @@ import * as format from "../format";
 
 /** Measured idle of each stage against what the schedule cannot avoid. */
 export function Bubbles({ stages }: { stages: readonly StageBubble[] }) {
-  if (stages.length === 0) return <p class="empty">Shown with the first finished step.</p>;
+  if (stages.length === 0) return <p class="empty">Shown with the first finished step of this generation.</p>;
   const scale = Math.max(0.01, ...stages.map(({ measured, theory }) => Math.max(measured, theory ?? 0)));
   return (
     <div class="scroll">

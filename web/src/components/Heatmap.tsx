@@ -96,7 +96,7 @@ const ARROWS: Readonly<Record<string, [right: number, down: number]>> = {
 
 function slowestText(grid: Grid): string {
   const worst = heatmap.slowest(grid);
-  if (worst === null) return "No finished step yet.";
+  if (worst === null) return "No step of this generation is finished yet.";
   return `Slowest: rank ${worst.rank}, ${format.slowdown(worst.slowdown)}${worst.node === null ? "" : `, on ${worst.node}`}.`;
 }
 

@@ -180,8 +180,8 @@ function replayed(whatIf: Replay | null): string | undefined {
   return `replay of ${format.steps(whatIf.first_step, whatIf.last_step)}`;
 }
 
-function window({ first_step, last_step }: { first_step: number | null; last_step: number | null }): string {
-  if (first_step === null || last_step === null) return "no step yet";
+function window({ first_step, last_step }: { first_step: number | null; last_step: number | null }): string | undefined {
+  if (first_step === null || last_step === null) return undefined;
   const steps = format.steps(first_step, last_step);
   return first_step === last_step ? steps : `median of ${steps}`;
 }
