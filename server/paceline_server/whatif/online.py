@@ -118,10 +118,15 @@ class RunReplay:
         found = self.analysis
         if found is None:
             return None
-        tp = self.topology.tp
-        ranks = [rank + at for rank in found.slowest_workers for at in range(tp)]
+        tried = found.slowest_workers[:PARTS_TRIED]
+        named = {lowest: self._fix_worker(lowest) for lowest in tried}
+        ranks = [
+            rank
+            for lowest in found.slowest_workers
+            for rank in (named[lowest][1] if lowest in named else self._worker(lowest))
+        ]
         repairs = Repairs(
-            {rank: self._fix_worker(rank).target for rank in found.slowest_workers[:PARTS_TRIED]},
+            {lowest: fix.target for lowest, (fix, _) in named.items()},
             self.speedup(ranks=ranks),
             self.speedup(stages=[self.topology.pp - 1]),
         )
@@ -137,7 +142,7 @@ class RunReplay:
         if found is None:
             return []
         topology = self.topology
-        tried = [self._fix_worker(rank) for rank in _slowest(found.slowdown_by_worker)]
+        tried = [self._fix_worker(lowest)[0] for lowest in _slowest(found.slowdown_by_worker)]
         if topology.pp > 1:
             tried += [
                 Fix("stage", f"stage {stage}", self._gain(stages=[stage]))
@@ -159,18 +164,21 @@ class RunReplay:
         ]
         return _in_order([fix for fix in tried if fix.speedup >= WORTH_NAMING])
 
-    def _fix_worker(self, lowest: int) -> Fix:
-        """Its one slow rank, if it has just one."""
+    def _worker(self, lowest: int) -> list[int]:
+        return list(range(lowest, lowest + self.topology.tp))
+
+    def _fix_worker(self, lowest: int) -> tuple[Fix, list[int]]:
+        """Its one slow rank, if it has just one; with the ranks that are repaired."""
         assert self.built is not None
         place = self.topology.coordinates(lowest)
-        ranks = list(range(lowest, lowest + self.topology.tp))
+        ranks = self._worker(lowest)
         together = self._gain(ranks=ranks)
         own = self.built.window.own[self.built.window.order.compute[place.pp_rank]]
         slowest = ranks[int(own[:, :, place.dp_rank].sum(axis=(0, 1)).argmax())]
         alone = together if len(ranks) == 1 else self._gain(ranks=[slowest])
         if alone - 1.0 >= AS_MUCH * (together - 1.0):
-            return Fix("rank", f"rank {slowest}", alone)
-        return Fix("worker", f"ranks {ranks[0]}-{ranks[-1]}", together)
+            return Fix("rank", f"rank {slowest}", alone), [slowest]
+        return Fix("worker", f"ranks {ranks[0]}-{ranks[-1]}", together), ranks
 
     def _gain(self, **parts: Any) -> float:
         """1.0: none, as far as one can tell."""

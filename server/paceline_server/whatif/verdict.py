@@ -35,7 +35,7 @@ class Repairs:
     """
 
     workers: Mapping[int, str] = field(default_factory=dict)  # lowest rank -> its name
-    workers_speedup: float | None = None  # all of them repaired
+    workers_speedup: float | None = None  # all that are so named repaired
     last_stage_speedup: float | None = None
 
 

@@ -260,6 +260,15 @@ def test_the_smallest_part_is_named_whose_repair_gives_most(
     assert best.speedup == pytest.approx(seconds / healthy, rel=0.03)
 
 
+def test_the_verdict_gives_what_repairing_the_part_it_names_gives() -> None:
+    """The other rank of the worker is a little slow as well, but is not named."""
+    replay, _ = measured(ALL_AXES, jitter=0.02, slow={4: 1.03, 5: 1.5})
+    verdict, best = replay.verdict(), replay.fixes()[0]
+    assert verdict is not None
+    assert verdict.target == best.target == "rank 5"
+    assert f"fixing it gives {best.speedup:.2f}x" in verdict.text
+
+
 def test_a_type_of_operation_is_repaired_everywhere() -> None:
     _, healthy = measured(PIPELINE)
     replay, seconds = measured(PIPELINE, link_seconds={(0, 0): 0.03, (1, 2): 0.03})
