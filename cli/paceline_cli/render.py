@@ -118,17 +118,17 @@ def clock(timestamp: str | None) -> str | None:
 
 
 def seconds(value: float | None) -> str | None:
-    """`340 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`."""
+    """`340 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`; rounded, as on the page."""
     if value is None:
         return None
-    if value < 1:
+    if value < 0.9995:
         return f"{value * 1000:.0f} ms"
-    if value < 60:
-        return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
-    minutes, rest = divmod(int(value), 60)
+    if value < 59.95:
+        return f"{value:.2f} s" if value < 9.995 else f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(minutes, 60)
+    hours, minutes = divmod(round(value / 60), 60)
     return f"{hours} h {minutes:02d} min"
 
 

@@ -85,7 +85,17 @@ def test_a_job_is_described_in_one_line() -> None:
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(None, None), (0.34, "340 ms"), (5.254, "5.25 s"), (65, "1 min 05 s"), (7300, "2 h 01 min")],
+    [
+        (None, None),
+        (0.34, "340 ms"),
+        (0.9996, "1.00 s"),
+        (5.254, "5.25 s"),
+        (9.996, "10.0 s"),
+        (59.96, "1 min 00 s"),
+        (65.7, "1 min 06 s"),
+        (3599.7, "1 h 00 min"),
+        (7300, "2 h 02 min"),
+    ],
 )
 def test_seconds_are_readable(value: float | None, shown: str | None) -> None:
     assert render.seconds(value) == shown
