@@ -31,6 +31,9 @@ def test_the_first_job_appears_by_itself(site: Any, story: Any, visit: Callable[
     story.begin()
     expect(page.locator("tbody tr")).to_have_count(1)
     expect(page.locator("tbody tr")).to_contain_text("1 action to approve")
+    story.add_resolved_incidents(2)
+    expect(page.get_by_role("columnheader", name="Open incidents")).to_be_visible()
+    expect(page.locator("tbody td[data-name='Open incidents']")).to_have_text("1")
 
 
 def test_a_job_is_a_click_away_and_back(site: Any, story: Any, visit: Callable[..., Any]) -> None:

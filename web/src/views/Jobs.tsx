@@ -74,7 +74,7 @@ function JobTable({ jobs }: { jobs: Job[] }) {
           <th class="num">Step</th>
           <th class="num">Step time</th>
           <th class="num">Goodput</th>
-          <th class="num">Incidents</th>
+          <th class="num">Open incidents</th>
           <th>Created</th>
         </tr>
       </thead>
@@ -106,7 +106,7 @@ function JobTable({ jobs }: { jobs: Job[] }) {
             <td class="num" data-name="Goodput">
               {format.percent(job.ledger.goodput_ratio)}
             </td>
-            <td class="num" data-name="Incidents">
+            <td class="num" data-name="Open incidents">
               {job.open_incidents === 0 ? <span class="muted">0</span> : job.open_incidents}
             </td>
             <td class="nowrap muted" data-name="Created">
