@@ -251,6 +251,7 @@ def test_a_server_with_tokens_asks_for_one(
         secret = create_token(session, "eve", "viewer", 1)
     watch = visit(story.url)
     page = watch.page
+    expect(page.locator("form")).to_contain_text("paceline server token create")
     page.get_by_label("Token").fill("wrong")
     page.get_by_role("button", name="Go on").click()
     expect(page.locator("form")).to_contain_text("refused")

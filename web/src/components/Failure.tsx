@@ -43,9 +43,11 @@ function TokenForm({ error, onRetry }: { error: ApiError; onRetry: () => void })
     >
       <h1>This server asks for a token</h1>
       <p>
-        {refused ? `The one you gave was refused (${error.message}). ` : ""}A token of scope <code>viewer</code> lets you
+        {refused ? `The one you gave was refused: ${error.detail} ` : ""}A token of scope <code>viewer</code> lets you
         look, one of scope <code>operator</code> also approve. It is kept until this tab is closed.
       </p>
+      <p>Where the server runs, this makes one:</p>
+      <pre>paceline server token create --name NAME --scope viewer</pre>
       <p class="row">
         <label class="sr" for="token">
           Token
