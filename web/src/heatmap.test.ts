@@ -80,3 +80,12 @@ it("gives noise between ranks no colour, and saturates", () => {
   expect(heatmap.heat(2)).toBeGreaterThan(0.5);
   expect([3, 50].map(heatmap.heat)).toEqual([1, 1]);
 });
+
+it("writes on every colour so that it can be read", () => {
+  expect(heatmap.contrast([0, 0, 0], [255, 255, 255])).toBeCloseTo(21);
+  const parts = Array.from({ length: 18 }, (_, index) => index * 15);
+  for (const red of parts)
+    for (const green of parts)
+      for (const blue of parts)
+        expect(heatmap.contrast(heatmap.textOn([red, green, blue]), [red, green, blue])).toBeGreaterThan(4.5);
+});

@@ -130,6 +130,27 @@ export function colour(slowdown: number | null, stops: readonly Colour[], unknow
   return [mix(low[0], high[0]), mix(low[1], high[1]), mix(low[2], high[2])];
 }
 
+const BLACK: Colour = [0, 0, 0];
+const WHITE: Colour = [255, 255, 255];
+
+/** Black or white, whichever is read better on `ground`: a contrast of at least 4.58 to 1. */
+export function textOn(ground: Colour): Colour {
+  return contrast(BLACK, ground) > contrast(WHITE, ground) ? BLACK : WHITE;
+}
+
+/** WCAG 2.1, "contrast ratio". */
+export function contrast(one: Colour, other: Colour): number {
+  const [a, b] = [luminance(one), luminance(other)];
+  return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+}
+
+/** WCAG 2.1, "relative luminance". */
+function luminance(colour: Colour): number {
+  const linear = (part: number): number =>
+    part <= 10 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4;
+  return 0.2126 * linear(colour[0]) + 0.7152 * linear(colour[1]) + 0.0722 * linear(colour[2]);
+}
+
 /** One pixel per rank, stages without gaps: 10,000 cells cost one small image. */
 export function pixels(
   shape: Geometry,

@@ -255,10 +255,12 @@ function paint(
   context.scale(ratio, ratio);
   context.imageSmoothingEnabled = false;
   const stops = ["--heat-0", "--heat-1", "--heat-2", "--heat-3"].map(colourOf);
-  const image = heatmap.pixels(shape, grid.cells, stops, colourOf("--heat-unknown"));
+  const unknown = colourOf("--heat-unknown");
+  const image = heatmap.pixels(shape, grid.cells, stops, unknown);
   paintStages(context, shape, image);
   if (Math.min(shape.cellWidth, shape.cellHeight) >= 6) paintLines(context, shape);
-  if (shape.cellWidth >= 34 && shape.cellHeight >= 22) paintTexts(context, shape, grid.cells);
+  if (shape.cellWidth >= 34 && shape.cellHeight >= 22)
+    paintTexts(context, shape, grid.cells, (cell) => heatmap.colour(cell.slowdown, stops, unknown));
   if (chosen !== null) {
     const { x, y, width, height } = heatmap.box(shape, chosen);
     context.strokeStyle = variable("--text");
@@ -304,15 +306,15 @@ function paintTexts(
   context: CanvasRenderingContext2D,
   shape: heatmap.Geometry,
   cells: readonly GridCell[],
+  ground: (cell: GridCell) => heatmap.Colour,
 ): void {
-  const [cold, hot] = [variable("--heat-text-cold"), variable("--heat-text-hot")];
   context.textBaseline = "middle";
   context.textAlign = "center";
   const two = shape.cellHeight >= 34;
   for (const cell of cells) {
     const { x, y, width, height } = heatmap.box(shape, cell);
     const middle = x + width / 2;
-    context.fillStyle = cell.slowdown !== null && heatmap.heat(cell.slowdown) > 0.45 ? hot : cold;
+    context.fillStyle = `rgb(${heatmap.textOn(ground(cell)).join(" ")})`;
     context.font = "600 12px system-ui, sans-serif";
     context.fillText(format.slowdown(cell.slowdown), middle, y + height / 2 + (two ? 7 : 0.5));
     if (!two) continue;
