@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 
-import type { GridCell, Topology } from "./api";
+import type { GridCell, Rank, Topology } from "./api";
 import * as heatmap from "./heatmap";
 
 const TOPOLOGIES: Topology[] = [
@@ -88,4 +88,12 @@ it("writes on every colour so that it can be read", () => {
     for (const green of parts)
       for (const blue of parts)
         expect(heatmap.contrast(heatmap.textOn([red, green, blue]), [red, green, blue])).toBeGreaterThan(4.5);
+});
+
+it("calls no rank running that has ended", () => {
+  const state = (rank: Partial<Rank>): string => heatmap.stateOf({ state: "started" } as GridCell, rank as Rank);
+  expect(state({ state: "exited", status: "running" })).toBe("exited");
+  expect(state({ state: "attached", status: "checkpointing" })).toBe("checkpointing");
+  expect(state({ state: "assigned", status: null })).toBe("assigned");
+  expect(heatmap.stateOf({ state: "started" } as GridCell, undefined)).toBe("started");
 });

@@ -1,5 +1,5 @@
 // Where a rank's cell lies on the heatmap, which rank lies under a point, and its colour. Pure.
-import type { Grid, GridCell, Topology } from "./api";
+import type { Grid, GridCell, Rank, Topology } from "./api";
 
 /**
  * One axis of the map is the model (stages side by side, each `tp` cells wide, a gap between
@@ -180,4 +180,10 @@ export function slowest(grid: Grid): GridCell | null {
     (worst, one) => (one.slowdown !== null && one.slowdown > (worst?.slowdown ?? 0) ? one : worst),
     null,
   );
+}
+
+/** What its trainer says it does, while it lives: the last that a dead one said still stands. */
+export function stateOf(cell: GridCell, rank: Rank | undefined): string {
+  const { state } = rank ?? cell;
+  return state === "exited" ? state : (rank?.status ?? state);
 }

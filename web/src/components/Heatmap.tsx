@@ -144,7 +144,7 @@ function Tooltip({ cell, rank, box, scrolled, width }: TooltipProps) {
         <dt>Own work</dt>
         <dd>{format.seconds(cell.self_seconds)} per step</dd>
         <dt>State</dt>
-        <dd>{rank?.status ?? cell.state}</dd>
+        <dd>{heatmap.stateOf(cell, rank)}</dd>
         {rank?.operation != null && (
           <>
             <dt>In flight</dt>
@@ -230,7 +230,7 @@ function RankRows({ grid, ranks }: { grid: Grid; ranks: readonly Rank[] }) {
                 <td class="nowrap">{placeText(cell)}</td>
                 <td class="num">{format.slowdown(cell.slowdown)}</td>
                 <td class="num">{format.number(rank?.step)}</td>
-                <td>{rank?.status ?? cell.state}</td>
+                <td>{heatmap.stateOf(cell, rank)}</td>
                 <td class="nowrap">{operationText(rank)}</td>
               </tr>
             );
