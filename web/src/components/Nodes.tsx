@@ -2,6 +2,7 @@ import { useState } from "preact/hooks";
 
 import type { Gpu, Node } from "../api";
 import * as format from "../format";
+import type { Placement } from "../placement";
 import { lookOfNode } from "../tone";
 import { Ago } from "./Ago";
 import { Badge } from "./Icon";
@@ -12,7 +13,7 @@ const ROWS_SHOWN = 48;
 const HARMLESS = new Set(["gpu_idle", "applications_clocks", "sync_boost", "display_clocks"]);
 
 /** The job's nodes and the spares: state, ranks, and what each GPU says of itself. */
-export function Nodes({ nodes }: { nodes: readonly Node[] }) {
+export function Nodes({ nodes, placed }: { nodes: readonly Node[]; placed: Placement }) {
   const [all, setAll] = useState(false);
   if (nodes.length === 0)
     return (
@@ -40,7 +41,7 @@ export function Nodes({ nodes }: { nodes: readonly Node[] }) {
             </tr>
           </thead>
           {shown.map((node) => (
-            <NodeRows key={node.id} node={node} />
+            <NodeRows key={node.id} node={node} ranks={placed.get(node.id) ?? node.ranks} />
           ))}
         </table>
       </div>
@@ -79,7 +80,7 @@ function reasons(gpu: Gpu): string[] {
   return gpu.throttle_reasons.filter((reason) => !HARMLESS.has(reason));
 }
 
-function NodeRows({ node }: { node: Node }) {
+function NodeRows({ node, ranks }: { node: Node; ranks: readonly number[] }) {
   const gpus: (Gpu | null)[] = node.gpus.length === 0 ? [null] : node.gpus;
   const span = gpus.length;
   return (
@@ -95,7 +96,7 @@ function NodeRows({ node }: { node: Node }) {
                 <Badge look={lookOfNode(node.state)} text={node.state} />
                 {node.reason !== null && <div class="muted reason">{node.reason}</div>}
               </td>
-              <td rowSpan={span}>{node.job_id === null ? <span class="muted">{free(node)}</span> : format.ranges(node.ranks)}</td>
+              <td rowSpan={span}>{node.job_id === null && ranks.length === 0 ? <span class="muted">{free(node)}</span> : format.ranges(ranks)}</td>
             </>
           )}
           <GpuCells gpu={gpu} />

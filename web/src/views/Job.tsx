@@ -16,6 +16,7 @@ import { TimeChart } from "../components/TimeChart";
 import { WhatIf } from "../components/WhatIf";
 import * as format from "../format";
 import { LiveJob, type Connection } from "../live";
+import { nodesOf, placement } from "../placement";
 import type { JobState } from "../store";
 import { lookOfJob, lookOfVerdict } from "../tone";
 
@@ -91,7 +92,8 @@ function JobPage({ state, connection, onDecided }: PageProps) {
   const losses = useMemo(() => chart.points(steps, (step) => step.loss), [steps]);
   const marks = useMemo(() => chart.marks(steps, incidents, actions), [steps, incidents, actions]);
   const bubbles = useMemo(() => chart.bubbles(steps, job, BUBBLE_STEPS), [steps, job]);
-  const own = nodes.filter((node) => node.job_id === null || node.job_id === job.id);
+  const placed = useMemo(() => placement(state.ranks), [state.ranks]);
+  const own = nodesOf(job.id, nodes, placed);
 
   useEffect(() => {
     document.title = `${job.verdict.text} ${job.name} · Paceline`;
@@ -160,7 +162,7 @@ function JobPage({ state, connection, onDecided }: PageProps) {
         </div>
       </div>
       <Panel id="nodes" title="Nodes" note={counted(own)}>
-        {own.length === 0 && !state.complete ? <p class="empty">{LOADING}</p> : <Nodes nodes={own} />}
+        {own.length === 0 && !state.complete ? <p class="empty">{LOADING}</p> : <Nodes nodes={own} placed={placed} />}
       </Panel>
     </article>
   );
