@@ -117,6 +117,11 @@ def clock(timestamp: str | None) -> str | None:
     return moment.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M:%S")
 
 
+def rank_state(rank: dict[str, Any]) -> str:
+    """What the process says of itself while it lives."""
+    return str(rank["state"] if rank["state"] == "exited" else rank["status"] or rank["state"])
+
+
 def seconds(value: float | None) -> str | None:
     """`340 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`; rounded, as on the page."""
     if value is None:

@@ -101,6 +101,18 @@ def test_seconds_are_readable(value: float | None, shown: str | None) -> None:
     assert render.seconds(value) == shown
 
 
+@pytest.mark.parametrize(
+    ("state", "status", "shown"),
+    [
+        ("started", None, "started"),
+        ("attached", "running", "running"),
+        ("exited", "running", "exited"),
+    ],
+)
+def test_a_rank_is_what_it_says_while_it_lives(state: str, status: str | None, shown: str) -> None:
+    assert render.rank_state({"state": state, "status": status}) == shown
+
+
 def test_no_cause_is_certain() -> None:
     shown = [render.likelihood(ratio) for ratio in (0.9997, 0.62, 0.001)]
     assert shown == [">99%", "62%", "<1%"]

@@ -753,14 +753,14 @@ export interface components {
          * @example {
          *       "dumps": [
          *         {
-         *           "error": "its environment offers no Flight Recorder dump",
+         *           "error": "its environment offers none",
          *           "rank": 2,
          *           "received_at": "2026-11-20T20:16:02.300000Z"
          *         }
          *       ],
          *       "generation": 1,
          *       "job_id": "job-ec83bfc8",
-         *       "text": "No Flight Recorder dump: its environment offers no Flight Recorder dump."
+         *       "text": "No Flight Recorder dump: its environment offers none."
          *     }
          */
         FlightRecorder: {

@@ -128,7 +128,7 @@ def _newest(process: NcclProcess, paths: list[Path]) -> TakenDump:
     written = {path: found[1] for path in paths if (found := _look(path)) is not None}
     newest = max(written, key=written.__getitem__, default=None)
     if newest is None or written[newest] < process.started_ns:
-        raise DumpError(f"its environment offers no Flight Recorder dump: {_HOW}")
+        raise DumpError(f"its environment offers none: {_HOW}")
     return _read(newest, process.user)
 
 

@@ -101,7 +101,7 @@ def show(ctx: click.Context, job: str, as_json: bool) -> None:
                 rank["tp_rank"],
                 rank["node"],
                 rank["pid"],
-                rank["state"],
+                render.rank_state(rank),
                 rank["step"],
                 rank["operation"],
                 render.seconds(rank["operation_seconds"]),

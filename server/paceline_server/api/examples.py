@@ -235,12 +235,12 @@ _STACKS = {
 _FLIGHT_RECORDER = {
     "job_id": "job-ec83bfc8",
     "generation": 1,
-    "text": "No Flight Recorder dump: its environment offers no Flight Recorder dump.",
+    "text": "No Flight Recorder dump: its environment offers none.",
     "dumps": [
         {
             "rank": 2,
             "received_at": "2026-11-20T20:16:02.300000Z",
-            "error": "its environment offers no Flight Recorder dump",
+            "error": "its environment offers none",
         }
     ],
     "report": None,

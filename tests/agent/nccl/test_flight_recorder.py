@@ -102,11 +102,11 @@ async def test_nothing_is_written_into_what_is_no_pipe(tmp_path):
 async def test_without_a_pipe_only_what_was_written_since_the_start_counts(tmp_path):
     rank = process(tmp_path)
     dump = tmp_path / "dump_0"
-    with pytest.raises(DumpError, match="offers no Flight Recorder dump"):
+    with pytest.raises(DumpError, match="its environment offers none"):
         await take(rank, 0)
     dump.write_bytes(DUMP)
     os.utime(dump, ns=(1, 1))
-    with pytest.raises(DumpError, match="offers no Flight Recorder dump"):
+    with pytest.raises(DumpError, match="its environment offers none"):
         await take(rank, 0)
     os.utime(dump)
     assert dumps.unpack((await take(rank, 0)).content) == DUMP

@@ -11,7 +11,7 @@ from paceline_server.flight_recorder.received import Received, conclude, read
 from paceline_wire import dumps
 from paceline_wire.batch import RankDump
 
-OFFERS_NONE = "its environment offers no Flight Recorder dump"
+OFFERS_NONE = "its environment offers none"
 
 
 def event(rank: int, content: bytes = b"", error: str | None = None) -> RankDump:
