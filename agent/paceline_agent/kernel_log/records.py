@@ -35,16 +35,19 @@ class Record:
 
 
 _RAW = re.compile(r"(\d+),(\d{1,18}),(\d{1,18}),[^;]*;(.*)", re.DOTALL)
-_OF_DMESG_JSON = re.compile(r'"msg": *(".*")')  # dmesg -J, which writes a line for each field
+# dmesg -J and journalctl -o json-pretty write a line for each field.
+_OF_PRETTY_JSON = re.compile(r'"(?:msg|MESSAGE)" ?: *(".*"),?')
 _NEWLINE_OF_SYSLOG = "#012"  # rsyslog's $EscapeControlCharactersOnReceive
 _ESCAPE = re.compile(r"\\x([0-9a-f]{2})")
-_DELTA = r"(?: <\s*\d+\.\d+>)?"  # dmesg -d
-_BOOT_SECONDS = re.compile(rf"\[\s*(\d{{1,12}})\.(\d{{1,9}}){_DELTA}\]\s?")
+_DELTA = r"(?: <\s*\d+\.\d+[ *]?>)?"  # dmesg -d, journalctl -o short-delta
+_BOOT_SECONDS = re.compile(rf"\[\s*(\d{{1,12}})\.(\d{{1,9}}){_DELTA}\s*\]\s?")
 _CTIME = re.compile(  # in the words of whichever language
     rf"\[(\w+\.? \w+\.? [ \d]\d \d\d:\d\d:\d\d \d{{4}}){_DELTA}\] ?"
 )
 _ISO = re.compile(
-    r"(?:\w{3} )?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,9}))?(Z| UTC|[+-]\d\d:?\d\d)?"
+    r"(?:\w{3} )?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,9}))?"
+    r"(Z| UTC|[+-]\d\d:?\d\d| [+-]\d\d(?:\d\d)?(?= \S+ kernel:))?"
+    r"(?: [A-Z]{2,5}(?= \S+ kernel:))?"  # journalctl: the local zone's name
     r"\s+(?=\S)"
 )
 _UNIX = re.compile(r"(\d{9,11})\.(\d{6}) (?=\S+ kernel: )")
@@ -53,8 +56,9 @@ _ORNAMENTS = re.compile(
     r"<\d+>"  # priority
     r"|\w+ *: ?(?:emerg|alert|crit|err|warn|notice|info|debug) *: "  # dmesg -x
     r"|\[(?:\w{3} ?\d+ \d\d:\d\d|\s*\+\d+\.\d+|\.\.\.)\] ?"  # dmesg -e
+    r"|\[<\s*\d+\.\d+>\] ?"  # dmesg -t -d
     r"|\[\s*[TC]\d+\]:? ?"  # the caller, CONFIG_PRINTK_CALLER
-    r"|\w{3} [ \d]\d \d\d:\d\d:\d\d(?:\.\d+)? "  # syslog: no year
+    r"|\w+\.? [ \d]\d \d\d:\d\d:\d\d(?:\.\d+)? "  # syslog: no year; the journal: any language
     r"|\d (?=\d{4}-)"  # its version, RFC 5424
     r"|(?:\S+ )?kernel(?:(?:\[\d+\])?: ?| - \S+ - )"
     r"|MESSAGE="  # journalctl -o export, and verbose
@@ -64,9 +68,9 @@ _ORNAMENTS = re.compile(
 def records_of(line: str) -> Iterator[Record]:
     """What a line holds: nothing, or one record for each line of its message."""
     line = line.rstrip("\r\n")
-    if not line or line.startswith(" "):  # the last is a raw record's key=value, or an indent
+    if not line or line[0] in " \t":  # the last is a raw record's key=value, or an indent
         stripped = line.strip()
-        if quoted := _OF_DMESG_JSON.fullmatch(stripped):
+        if quoted := _OF_PRETTY_JSON.fullmatch(stripped):
             with contextlib.suppress(msgspec.DecodeError):
                 yield Record(msgspec.json.decode(quoted[1], type=str).strip())
         elif stripped and not re.match(r"(SUBSYSTEM|DEVICE)=", stripped):
@@ -137,7 +141,8 @@ def _local_ns(text: str) -> int | None:
 
 def _iso_ns(text: str, fraction: str | None, zone: str | None) -> int | None:
     try:
-        seconds = datetime.fromisoformat(text + (zone or "").replace(" UTC", "Z")).timestamp()
+        offset = (zone or "").strip().replace("UTC", "Z")
+        seconds = datetime.fromisoformat(text + offset).timestamp()
     except (ValueError, OverflowError):
         return None
     return int(seconds) * 1_000_000_000 + int((fraction or "0").ljust(9, "0"))

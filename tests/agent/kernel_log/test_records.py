@@ -40,8 +40,18 @@ MESSAGE = "NVRM: Xid (PCI:0000:9b:00): 79, GPU has fallen off the bus."
         "1753012800.123456 gpu-7 kernel: ",
         "Feb 23 16:24:18.123456 gpu-7 kernel: ",
         "Sun 2025-02-23 16:24:18 UTC gpu-7 kernel: ",
+        "Sun 2025-02-23 16:24:18 CEST gpu-7 kernel: ",
+        "Sun 2025-02-23 16:24:18 +0530 gpu-7 kernel: ",
+        "Sun 2025-02-23 16:24:18 -03 gpu-7 kernel: ",
+        "2025-02-23T16:24:18 GPU kernel: ",
+        "févr. 23 16:24:18 gpu-7 kernel: ",
+        "2月 23 16:24:18 gpu-7 kernel: ",
         "<4>1 2025-02-23T16:24:18.123456Z gpu-7 kernel - - - ",
         "[12345.678901 <    0.000003>] ",
+        "[12345.678901 <    0.000003 >] gpu-7 kernel: ",
+        "[12345.678901 <    0.000003*>] gpu-7 kernel: ",
+        "[12345.678901                ] gpu-7 kernel: ",
+        "[<    0.000003>] ",
         "[Sun Feb 23 16:24:18 2025 <    0.000003>] ",
         "kernel: ",
         "gpu-7 kernel: ",
@@ -88,6 +98,8 @@ def test_times():
     assert wall.wall_ns == 1740324258_500000000
     (utc,) = records_of("Sun 2025-02-23 15:24:18 UTC host kernel: x")
     assert utc.wall_ns == 1740324258_000000000
+    (west,) = records_of("Sun 2025-02-23 12:24:18 -03 host kernel: x")
+    assert west.wall_ns == 1740324258_000000000
     (unix,) = records_of("1753012800.123456 host kernel: x")
     assert unix.wall_ns == 1753012800_123456000
 
@@ -116,6 +128,17 @@ def test_dmesg_as_json():
     told = [record.message for line in lines for record in records_of(line)]
     assert f'{MESSAGE} "x"' in told
     assert not list(records_of('  "msg": "\\q"'))
+
+
+def test_the_journal_as_pretty_json():
+    lines = ["{", '\t"_TRANSPORT" : "kernel",', f'\t"MESSAGE" : "{MESSAGE} \\"x\\"",', "}"]
+    told = [record.message for line in lines for record in records_of(line)]
+    assert f'{MESSAGE} "x"' in told
+
+
+def test_what_begins_with_capitals_is_no_time_zone():
+    (record,) = records_of("2025-02-23T16:24:18,123456 XFS (dm-0): Internal error")
+    assert record.message == "XFS (dm-0): Internal error"
 
 
 @pytest.mark.parametrize("line", ["MESSAGE=NVRM: Xid", "    MESSAGE=NVRM: Xid"])
