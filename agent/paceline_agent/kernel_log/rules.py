@@ -209,7 +209,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "memory_failure", "critical", "hardware memory corruption",
-        rf"(?:MCE|Memory failure):? 0x\w+: (?:Killing|Sending SIGBUS to) {_TASK}:(?P<pid>\d+)"
+        rf"(?:MCE|Memory failure):?(?: 0x\w+:)? (?:Killing|Sending SIGBUS to) {_TASK}:(?P<pid>\d+)"
         r" (?:early )?due to hardware memory",
         "killed",
     ),

@@ -217,6 +217,8 @@ def test_no_news(message):
          ("memory_failure", "killed", "host", "critical")),
         ("MCE 0x1234: Killing python:4242 early due to hardware memory corruption",
          ("memory_failure", "killed", "host", "critical")),
+        ("MCE: Killing python:4242 due to hardware memory corruption fault at 7f4c3a000000",
+         ("memory_failure", "killed", "host", "critical")),
         ("Memory failure: 0x1234: Sending SIGBUS to python:4242 due to hardware memory corruption",
          ("memory_failure", "killed", "host", "critical")),
         ("INFO: task kworker/13:2:4055883 blocked for more than 120 seconds.",
