@@ -275,7 +275,7 @@ RULES: tuple[Rule, ...] = (
         "kernel_bug", "critical", "Unable to handle kernel", r"Unable to handle kernel \w+",
     ),
     _rule("kernel_bug", "critical", "Internal error", r"Internal error: .+ \[#\d+\]"),
-    _rule("kernel_bug", "critical", "general protection", r"general protection fault: "),
+    _rule("kernel_bug", "critical", "general protection", r"general protection fault\b.* \[#\d+\]"),
     _rule("kernel_bug", "critical", "Oops", r"Oops: "),
     _rule("kernel_bug", "critical", "panic", r"Kernel panic"),
     # Heat

@@ -417,6 +417,8 @@ def test_no_news(message):
         ("BUG: Bad page state in process python3  pfn:103249",
          ("kernel_bug", "bad_page", "host", "critical")),
         ("general protection fault: 0000 [#1] SMP", ("kernel_bug", "", "host", "critical")),
+        ("general protection fault, probably for non-canonical address 0xdead000000000108: 0000 "
+         "[#1] PREEMPT SMP NOPTI", ("kernel_bug", "", "host", "critical")),
         ("Kernel panic - not syncing: Fatal machine check",
          ("kernel_bug", "", "host", "critical")),
     ],
