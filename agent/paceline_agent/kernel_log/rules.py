@@ -362,7 +362,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "nic_command_timeout", "critical", "timedout (",
-        rf"bnxt_en {_PCI}: cmdq\[\w+\]=\w+ timedout",
+        rf"bnxt_en {_PCI}: (?:QPLIB: )?cmdq\[\w+\]=\w+ timedout",
     ),
     _rule(  # ena, efa, erdma
         "nic_command_timeout", "critical", "(polling) timeout",

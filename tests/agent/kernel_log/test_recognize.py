@@ -384,6 +384,8 @@ def test_no_news(message):
          ("nic_firmware_error", "rebuild_failed", "0000:b1:00.0", "critical")),
         ("bnxt_en 0000:18:00.0: cmdq[0x1f]=0x11 timedout (20000)msec",
          ("nic_command_timeout", "", "0000:18:00.0", "critical")),
+        ("bnxt_en 0000:18:00.0: QPLIB: cmdq[0x41d]=0x3 timedout (20000)msec",
+         ("nic_command_timeout", "", "0000:18:00.0", "critical")),
         ("efa 0000:00:1d.0 rdmap0s29: Wait for completion (polling) timeout",
          ("nic_command_timeout", "", "rdmap0s29", "critical")),
         ("efa 0000:00:1d.0 rdmap0s29: The device didn't send any completion for admin cmd "
