@@ -24,7 +24,7 @@ _MACHINE_CHECK = re.compile(
     r"Bank (\d+): ([0-9a-f]{1,16})\b"
 )
 _UNCORRECTED = 1 << 61  # Intel SDM vol. 3B, 17.3.2.2; AMD APM vol. 2, 9.3.2: MCi_STATUS.UC
-_DIMM = re.compile(r" on (\S+)")
+_DIMM = re.compile(r" on (?!(?:any|unknown) )(\S+)")  # "any memory": the controller does not know
 # Said once of each GPU, before its first XID: what it is replaced by. NVML no longer tells of one
 # that is lost.
 _GPU_IS = re.compile(r"NVRM: GPU at (?:PCI:)?([0-9a-fA-F:.]+): (GPU-[0-9a-f-]{36})")
