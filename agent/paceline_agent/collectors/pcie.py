@@ -20,6 +20,8 @@ from paceline_wire.batch import Sample
 
 _CLASSES = {"net": "nic", "infiniband": "rdma"}
 _DEVICES_AT_MOST = 64
+# pci_regs.h, PCI_EXP_LNKCAP_MLW. 0, 255: no link, or the card is virtual; 63: it is off the bus.
+_LANES = (1, 2, 4, 8, 12, 16, 32)
 _WIDTHS = {"current_link_width": "pcie_width", "max_link_width": "pcie_width_max"}
 _SPEEDS = {
     "current_link_speed": "pcie_transfers_per_second",
@@ -99,7 +101,7 @@ class PcieCollector(Collector):
     def _link(self, directory: str, now_ns: int) -> Iterator[tuple[str, float]]:
         for file, name in _WIDTHS.items():
             width = self._files.read_number(f"{directory}/{file}", now_ns)
-            if width is not None and 0 < width < 255:  # 0, 255: no link, or the card is virtual
+            if width is not None and width in _LANES:
                 yield name, float(width)
         for file, name in _SPEEDS.items():
             speed = _SPEED.match(self._files.read_text(f"{directory}/{file}", now_ns) or "")

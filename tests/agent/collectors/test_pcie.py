@@ -31,6 +31,16 @@ def test_golden(context, sysfs, write, series):
     }
 
 
+def test_a_card_that_is_off_the_bus_has_no_width(context, sysfs, write, series):
+    """All bits are ones: 63 lanes."""
+    write(
+        sysfs, {**TREE, f"{IB}/current_link_width": "63\n", f"{IB}/current_link_speed": "Unknown\n"}
+    )
+    found = series(PcieCollector(context).collect(1))
+    assert "paceline_device_pcie_width{device=mlx5_0,kind=rdma}" not in found
+    assert found["paceline_device_pcie_width_max{device=mlx5_0,kind=rdma}"] == 16
+
+
 def test_a_machine_without_pcie_devices_is_unavailable(context, sysfs, write):
     write(sysfs, {"class/net/lo/mtu": "65536\n"})
     with pytest.raises(CollectorUnavailable, match="no GPU or network device on PCIe"):
