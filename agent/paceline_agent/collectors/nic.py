@@ -19,7 +19,7 @@ from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
 
 _DEVICES_AT_MOST = 64
 _LOOK_AGAIN_NS = 5_000_000_000  # for interfaces that came
-_NOT_THE_NODES = re.compile(r"^(lo|veth|docker|br-|cali|cni|flannel|virbr|ifb|dummy|nodelocal)")
+_NOT_THE_NODES = re.compile(r"^(lo$|veth|docker|br-|cali|cni|flannel|virbr|ifb|dummy|nodelocal)")
 
 _NUMBERS = {
     "statistics/rx_bytes": "receive_bytes_total",

@@ -125,6 +125,13 @@ def test_an_interface_made_anew_starts_anew(context, eth0, sysfs, write, series)
     assert found["node_network_receive_bytes_total{device=wasp0}"] == 1000
 
 
+def test_a_name_that_begins_like_the_loopbacks_is_no_loopback(context, eth0, sysfs, write, series):
+    write(sysfs, {f"class/net/{name}/statistics/rx_bytes": "5\n" for name in ("lo", "lom1")})
+    found = series(NicCollector(context).collect(1))
+    assert found["node_network_receive_bytes_total{device=lom1}"] == 5
+    assert "node_network_receive_bytes_total{device=lo}" not in found
+
+
 def test_a_node_full_of_virtual_functions_keeps_its_cards(context, sysfs, write, series):
     for number in range(80):
         name = f"enp1s0v{number}"
