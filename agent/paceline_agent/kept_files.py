@@ -165,11 +165,23 @@ def read_text_once(location: Location, bytes_at_most: int = _ONCE_BYTES) -> str:
 
 
 def entries(directory: Location) -> list[str]:
-    """Names in a directory, sorted; none if there is no such directory."""
+    """Names in a directory, sorted; none if there is no such directory.
+
+    One that is no UTF-8 is left out: nobody could be told of it, nor of what comes with it.
+    """
     try:
-        return sorted(os.listdir(directory))
+        names = os.listdir(directory)
     except OSError:
         return []
+    return sorted(name for name in names if name.isascii() or _is_utf8(name))
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def inode_of(location: Location) -> int | None:

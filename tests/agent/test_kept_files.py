@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline_agent.kept_files import KeptFiles, Together, read_once
+from paceline_agent.kept_files import KeptFiles, Together, entries, read_once
 
 CONTENTS = {
     "counter": b"18446744073709551615\n",
@@ -57,3 +57,9 @@ def test_nothing_is_waited_for(tmp_path: Path) -> None:
     assert len(read_once("/dev/zero", 100)) == 100
     with pytest.raises(IsADirectoryError):
         read_once(tmp_path)
+
+
+def test_a_name_that_is_no_utf8_is_not_told(tmp_path: Path) -> None:
+    for name in (b"mlx5_0", "é0".encode(), b"e\xff"):
+        os.mkdir(os.fsencode(tmp_path) + b"/" + name)
+    assert entries(tmp_path) == ["mlx5_0", "é0"]
