@@ -31,14 +31,14 @@ class Families(Collector):
         families: dict[str, dict[tuple[tuple[str, str], ...], Sample]] = {}
         for sample in self._read():
             series = families.setdefault(sample.name, {})
-            series[tuple(sorted(sample.labels.items()))] = sample
+            printed = ((label, printable(text)) for label, text in sample.labels.items())
+            series[tuple(sorted(printed))] = sample
         known = catalogue.load()
         for name in sorted(families):
             row = known.describe(name)
             family = Metric(row.family, row.text, row.type, row.suffix_unit)
             for labels, sample in families[name].items():
-                printed = {label: printable(text) for label, text in labels}
-                family.add_sample(name, self._named(printed), sample.value)
+                family.add_sample(name, self._named(dict(labels)), sample.value)
             yield family
 
     def _named(self, labels: dict[str, str]) -> dict[str, str]:
