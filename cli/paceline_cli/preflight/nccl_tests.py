@@ -55,6 +55,10 @@ class Output(msgspec.Struct, frozen=True):
         return max((row.bus_gigabytes_per_second for row in self.rows), default=0.0)
 
     @property
+    def is_checked(self) -> bool:
+        return any(row.wrong is not None for row in self.rows)
+
+    @property
     def wrong(self) -> int:
         return sum(row.wrong or 0 for row in self.rows) + (self.out_of_bounds or 0)
 
@@ -196,7 +200,12 @@ def checks(outputs: Mapping[str, Output]) -> Iterator[Check]:
         for name, each in readable.items()
     }
     fix = "do not train on these nodes: halve the set until the one that computes wrongly is left"
-    yield faults("nccl-tests results", wrong, fix, "all values right")
+    results = faults("nccl-tests results", wrong, fix, "all values right")
+    unchecked = [name for name, each in readable.items() if not each.is_checked]
+    if results.status == "pass" and unchecked:
+        why = f"values were not checked (-c 0): {listing(unchecked)}"
+        results = skipped("nccl-tests results", why)
+    yield results
     yield _dips(readable)
     yield _compared(readable)
 

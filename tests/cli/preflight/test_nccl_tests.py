@@ -135,6 +135,14 @@ def test_wrong_values_fail() -> None:
     assert "512 wrong values" in check.evidence
 
 
+def test_values_that_were_not_checked_are_not_called_right() -> None:
+    unchecked = WHOLE.replace("      0\n", "    N/A\n").replace("      0 ", "    N/A ")
+    check = judged(a=WHOLE, b=unchecked)["nccl-tests results"]
+    assert (check.status, check.evidence) == ("skip", "values were not checked (-c 0): b")
+    in_place_only = WHOLE.replace("      0\n", "    N/A\n")  # as alltoall_perf
+    assert judged(a=in_place_only)["nccl-tests results"].status == "pass"
+
+
 def test_bandwidth_that_falls_with_the_size_is_told() -> None:
     check = judged(a=WHOLE.replace("322.55", "60.15"))["nccl-tests curve"]
     assert check.status == "warn"
