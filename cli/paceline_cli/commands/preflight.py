@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from paceline_cli import render
+from paceline_agent import standard_output
+from paceline_agent.errors import OutputError
 from paceline_cli.client import Client
 from paceline_cli.preflight import benchmark, nccl_tests, report, speeds, survey
 from paceline_cli.preflight.checks import all_checks
@@ -69,7 +71,7 @@ def preflight(
     """
     if facts_only:
         told = collect([Path(each) for each in checkpoint])
-        sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
+        _print(msgspec.json.encode(told).decode())
         return
     if server is not None:
         if nodes is not None or launcher is not None:
@@ -102,9 +104,9 @@ def preflight(
         {str(file): nccl_tests.parse(file.read_text(errors="replace")) for file in outputs}
     )
     if as_json:
-        render.show_json(report.as_json(checks, found.nodes, measured))
+        _print(json.dumps(report.as_json(checks, found.nodes, measured), indent=2))
     else:
-        report.show(checks, len(found.nodes))
+        _print(report.as_text(checks, len(found.nodes)))
     context.exit(1 if report.verdict(checks) == "fail" else 0)
 
 
@@ -161,6 +163,14 @@ def _measure(
     _tell("measuring compute and links")
     plan, measured = benchmark.run_where_they_meet(found.nodes, asked, reach, start, commands)
     return list(speeds.checks(measured, found.nodes, plan.backend)), measured
+
+
+def _print(text: str) -> None:
+    try:
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        standard_output.write((text if is_terminal else click.unstyle(text)) + "\n")
+    except OutputError as error:
+        raise click.ClickException(str(error)) from error
 
 
 def _tell(progress: str) -> None:

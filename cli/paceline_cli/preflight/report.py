@@ -41,13 +41,16 @@ def counts(checks: Sequence[Check]) -> dict[str, int]:
     return {status: sum(check.status == status for check in checks) for status in _ORDER}
 
 
-def show(checks: Sequence[Check], nodes: int) -> None:
+def as_text(checks: Sequence[Check], nodes: int) -> str:
+    """In colour."""
+    lines = []
     width = max((len(check.name) for check in checks), default=0)
     for check in sorted(checks, key=lambda check: _ORDER.index(check.status)):
         status = click.style(f"{check.status:4}", fg=_COLOURS[check.status], bold=True)
-        click.echo(f"{status}  {check.name:{width}}  {check.evidence}")
+        lines.append(f"{status}  {check.name:{width}}  {check.evidence}")
         if check.fix is not None:
-            click.echo(f"{'':4}  {'':{width}}  -> {check.fix}")
+            lines.append(f"{'':4}  {'':{width}}  -> {check.fix}")
     number = counts(checks)
     told = ", ".join(f"{number[status]} {status}" for status in _ORDER if number[status])
-    click.echo(f"{nodes} node{'' if nodes == 1 else 's'}: {told}")
+    lines.append(f"{nodes} node{'' if nodes == 1 else 's'}: {told}")
+    return "\n".join(lines)

@@ -52,6 +52,23 @@ def test_a_failed_check_ends_with_one_and_says_what_to_do(files: list[Path]) -> 
     assert "ip link set dev" in fix
 
 
+@pytest.mark.parametrize(
+    ("stdout", "said"),
+    [
+        (">/dev/full", "not everything could be printed: No space left on device"),
+        (">&-", "standard output is closed: there is nowhere to print to"),
+    ],
+)
+@pytest.mark.parametrize("option", ["--facts", "--json", "--no-benchmarks"])
+def test_a_stdout_that_takes_nothing_is_said_in_a_sentence(
+    files: list[Path], option: str, stdout: str, said: str
+) -> None:
+    command = [sys.executable, "-m", "paceline_cli", "preflight", option, *options(files)]
+    shell = ["bash", "-c", f'"$@" {stdout}', "bash", *command]
+    done = subprocess.run(shell, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, f"Error: {said}\n")
+
+
 def test_nodes_that_are_alike_end_with_zero(files: list[Path]) -> None:
     assert invoke(*options(files[:2])).exit_code == 0
 
