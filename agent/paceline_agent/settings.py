@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import socket
 import tempfile
@@ -18,6 +19,7 @@ LEASE_SECONDS = 600.0
 ORPHAN_GRACE_SECONDS = 10.0  # an init system starts a crashed agent anew well within it
 SPOOL_BYTES = 64 << 20
 METRICS_PORT = 9478
+_PORT_AT_MOST = 65_535
 HOSTNAME_LABEL = "Hostname"  # what the collectors write, and dcgm-exporter did for long
 HOSTNAME_LABELS = (HOSTNAME_LABEL, "hostname")
 
@@ -72,8 +74,15 @@ class AgentSettings:
                 f"the hostname label is one of {', '.join(HOSTNAME_LABELS)}, "
                 f"got {self.hostname_label!r}"
             )
-        if self.flush_seconds <= 0:
-            raise SettingsError(f"the flush interval must be positive, got {self.flush_seconds}")
+        if not 0 < self.flush_seconds < math.inf:
+            raise SettingsError(
+                f"the flush interval must be positive and finite, got {self.flush_seconds}"
+            )
+        for name, seconds in (("lease", self.lease_seconds), ("grace", self.orphan_grace_seconds)):
+            if not 0 <= seconds < math.inf:
+                raise SettingsError(f"the {name} must be at least 0 and finite, got {seconds}")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= _PORT_AT_MOST:
+            raise SettingsError(f"a port is 0 to {_PORT_AT_MOST}, got {self.metrics_port}")
         if self.spool_bytes < 1 << 16:
             raise SettingsError(f"the spool needs at least 64 KiB, got {self.spool_bytes} bytes")
 
