@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,18 @@ class OutputFile(click.Path):
         if not os.path.exists(path) and not os.access(folder, os.W_OK | os.X_OK):
             self.fail(f"nothing can be written into {folder}", param, ctx)
         return path
+
+
+class Seconds(click.FloatRange):
+    """Finite: a range alone lets nan through."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if not math.isfinite(seconds):
+            self.fail(f"expected seconds, got {value}", param, ctx)
+        return seconds
 
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])

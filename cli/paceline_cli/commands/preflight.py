@@ -13,6 +13,7 @@ import msgspec
 from paceline_agent import standard_output
 from paceline_agent.errors import OutputError
 from paceline_cli.client import Client
+from paceline_cli.options import Seconds
 from paceline_cli.preflight import benchmark, nccl_tests, report, speeds, survey
 from paceline_cli.preflight.checks import all_checks
 from paceline_cli.preflight.collect import collect
@@ -37,7 +38,7 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.option("--rounds", default=8, show_default=True, type=click.IntRange(1), help="Of pairs.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Of the first node, to meet at.")
 @click.option(
-    "--patience", default=15.0, show_default=True, type=click.FloatRange(1), help="Seconds."
+    "--patience", default=15.0, show_default=True, type=Seconds(1, 86_400), help="Seconds."
 )
 @click.option("--nccl-tests", "outputs", multiple=True, type=_FILE, help="Output to judge.")
 @click.option("--facts-file", "files", multiple=True, type=_FILE, help="Instead of asking nodes.")

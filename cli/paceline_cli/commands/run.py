@@ -12,7 +12,7 @@ import click
 from paceline_cli import render
 from paceline_cli.client import Client
 from paceline_cli.client_group import server_option
-from paceline_cli.options import json_option, server_options
+from paceline_cli.options import Seconds, json_option, server_options
 
 ENDED = ("finished", "failed", "stopped")
 
@@ -36,7 +36,7 @@ ENDED = ("finished", "failed", "stopped")
 )
 @click.option(
     "--start-timeout",
-    type=click.FloatRange(1, 86_400),
+    type=Seconds(1, 86_400),
     default=900.0,
     show_default=True,
     metavar="SECONDS",

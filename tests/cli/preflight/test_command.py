@@ -144,6 +144,8 @@ def test_output_of_nccl_tests_is_judged_too(files: list[Path], tmp_path: Path) -
         (("--nodes", ","), "--nodes takes names"),
         (("--nodes", "a", "--server", "http://localhost:1"), "--server knows the nodes"),
         (("--env", "NCCL_DEBUG"), "expected NAME=VALUE"),
+        (("--patience", "nan"), "expected seconds, got nan"),
+        (("--patience", "inf"), "inf is not in the range"),
         (("--nccl-tests", "/nonexistent"), "does not exist"),
     ],
 )
