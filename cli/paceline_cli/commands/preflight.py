@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -115,6 +116,7 @@ def _reach(nodes: str | None, template: str | None, launcher: str | None) -> Rea
     if launcher is not None:
         if nodes is not None or template is not None:
             raise click.UsageError("--launcher knows its nodes itself: no --nodes or --exec")
+        _check_command("--launcher", launcher)
         return AllNodes(launcher)
     names = tuple(dict.fromkeys(each.strip() for each in (nodes or "").split(",") if each.strip()))
     if not names:
@@ -123,7 +125,20 @@ def _reach(nodes: str | None, template: str | None, launcher: str | None) -> Rea
         return EachNode((os.uname().nodename,), "")
     if template is not None and "{node}" not in template:
         raise click.UsageError("--exec needs {node} where the node's name goes")
+    if template is not None:
+        _check_command("--exec", template)
+    if options := [name for name in names if name.startswith("-")]:
+        raise click.UsageError(f"a node's name does not begin with '-': {', '.join(options)}")
     return EachNode(names, template or SSH, quoted=template is None)
+
+
+def _check_command(option: str, command: str) -> None:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise click.UsageError(f"{option}: {error}: {command}") from error
+    if not words:
+        raise click.UsageError(f"{option} takes a command: {option} 'srun -N 16'")
 
 
 def _nodes_of(server: str, token: str | None) -> list[str]:
