@@ -99,7 +99,7 @@ def from_files(files: Sequence[Path]) -> Survey:
     """Facts that were written with `--facts`, one node a line. Raises OSError."""
     survey = Survey()
     for file in files:
-        found = list(parse(file.read_text()))
+        found = list(parse(file.read_text(errors="replace")))
         if not found:
             survey.complaints[str(file)] = "holds no facts: paceline preflight --facts"
         survey.nodes += found

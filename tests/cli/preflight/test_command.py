@@ -159,6 +159,13 @@ def test_what_cannot_be_meant_ends_with_two(arguments: tuple[str, ...], words: s
     assert words in result.output
 
 
+def test_a_file_that_is_no_text_holds_no_facts(files: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "core").write_bytes(b"\xff\xfe\x00{")
+    result = invoke(*options([*files[:2], tmp_path / "core"]))
+    assert result.exit_code == 1
+    assert "core: holds no facts" in result.output
+
+
 def test_a_program_that_is_not_there_is_told_in_one_sentence() -> None:
     result = invoke("--nodes", "a", "--exec", "no-such-program {node}", "--no-benchmarks")
     assert result.exit_code == 1
