@@ -94,12 +94,14 @@ class TopologyCollector(Collector):
             if pci is None or not ports:
                 continue
 
-            def read(file: str, first: str = f"{device}/ports/{ports[0]}") -> str:
-                return self._files.read_text(os.path.join(root, first, file), now_ns) or ""
+            def read(port: str, file: str, its: str = f"{device}/ports") -> str:
+                return self._files.read_text(os.path.join(root, its, port, file), now_ns) or ""
 
-            state = read("state")
-            ability = (read("link_layer"), read("rate"))
-            yield _Nic(device, "rdma", pci, ability, not state or state.startswith(_ACTIVE))
+            states = {port: read(port, "state") for port in ports}
+            up = [port for port in ports if not states[port] or states[port].startswith(_ACTIVE)]
+            port = (up or ports)[0]
+            ability = (read(port, "link_layer"), read(port, "rate"))
+            yield _Nic(device, "rdma", pci, ability, bool(up))
 
     def _network(self, now_ns: int) -> Iterator[_Nic]:
         root = self._classes / "net"

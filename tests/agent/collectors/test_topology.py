@@ -174,6 +174,15 @@ def test_a_nearer_nic_that_is_not_like_it_does_not_count(node, sysfs, write, ser
     assert found["paceline_rank_nic_misplaced{job=j,rank=5}"] == 0
 
 
+def test_a_card_is_as_able_as_its_port_that_is_up(node, sysfs, write, series):
+    """Of two ports, of which the first has no cable."""
+    ports = sysfs / "class/infiniband/mlx5_0/ports"
+    (ports / "1").rename(ports / "2")
+    write(ports, {"1/state": "1: DOWN\n", "1/rate": "10 Gb/sec (4X SDR)\n"})
+    found = series(rank_of(node, write, "NCCL_IB_HCA==mlx5_1\0").collect(1))
+    assert found["paceline_rank_nic_misplaced{job=j,rank=5}"] == 1
+
+
 def test_without_pci_it_is_unavailable(context, infiniband):
     with pytest.raises(CollectorUnavailable):
         TopologyCollector(context).collect(1)
