@@ -9,6 +9,7 @@ either by seconds a month: what is new was written since the last sweep, whateve
 from __future__ import annotations
 
 import math
+import re
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -29,6 +30,8 @@ from paceline_wire.batch import Sample
 
 _LINES_PER_SWEEP = 2000
 _RANKS_REMEMBERED = 512  # a killed rank is told of after it is gone
+# How gzip, xz, zstd, bzip2 and UTF-16 begin, read as UTF-8.
+_PACKED = re.compile("\x1f\ufffd|\ufffd7zXZ|\\(\ufffd/\ufffd|BZh\\d|\ufffd\ufffd.?\x00")
 _CLASSES = ("infiniband", "net", "nvme")  # of a PCI device, whose name we use
 
 
@@ -43,6 +46,7 @@ class KmsgCollector(Collector):
         self._ledger = Ledger(self._name_of)
         # Of the two clocks the log may go by: rather an event too few than an old one told again.
         self._began_us = max(self.boot_ns(), self.boot_ns(time.CLOCK_MONOTONIC_RAW)) // 1000
+        self._has_begun = False
         self._drained_ns: int | None = None  # boot_ns when all of the log was read
         self._names: dict[str, str] = {}
         self._ranks: dict[int, LocalRank] = {}  # by pid
@@ -57,6 +61,10 @@ class KmsgCollector(Collector):
         ends = self.context.replays_kmsg and self._log.drained
         if ends:
             lines += self._log.last_line()
+        if self.context.replays_kmsg and lines and not self._has_begun:
+            self._has_begun = True
+            if _PACKED.match(lines[0]):
+                raise CollectorUnavailable(f"{self.context.kmsg_path} is no text: unpack it first")
         boot_ns = self.boot_ns()
         for line in lines:
             records = list(records_of(line))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import dataclasses
 import fcntl
+import gzip
+import lzma
 import os
 import stat
 import time
@@ -55,6 +58,10 @@ def device(tmp_path):
     device = Device(tmp_path / "kmsg")
     yield device
     device.close()
+
+
+def _as_utf16(text: bytes) -> bytes:
+    return text.decode().encode("utf-16")
 
 
 class ClockedKmsg(KmsgCollector):
@@ -302,6 +309,15 @@ def test_a_log_that_is_only_looked_at_is_told_as_a_whole(context, series):
     lost = {"paceline_kernel_log_lost_total": 0}
     assert series(collected) == series(whole) | lost
     collector.close()
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress, bz2.compress, _as_utf16])
+def test_a_log_that_is_packed_is_not_one_without_trouble(context, tmp_path, pack):
+    log = tmp_path / "kern.log.2"
+    log.write_bytes(pack(b"[1.5] NVRM: Xid (PCI:0000:9b:00): 79, GPU has fallen off the bus.\n"))
+    context = dataclasses.replace(context, kmsg_path=log, replays_kmsg=True)
+    with pytest.raises(CollectorUnavailable, match=r"kern.log.2 is no text: unpack it first"):
+        KmsgCollector(context).collect(NOW_NS)
 
 
 def test_garbage_is_survived(collector, device):
