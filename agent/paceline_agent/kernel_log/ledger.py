@@ -32,6 +32,11 @@ class _Told:
     newest: tuple[KernelEvent, int] | None = None  # with its time
 
 
+def _is_due(told: _Told, now_seconds: float) -> bool:
+    """The clock of a log that was kept over several boots goes back with each of them."""
+    return told.at_seconds is None or abs(now_seconds - told.at_seconds) >= REPEAT_SECONDS
+
+
 class Ledger:
     """`name_of` gives a device its usual name: gpu3 for 0000:9b:00.0."""
 
@@ -75,8 +80,7 @@ class Ledger:
         if sort not in self._told and len(self._told) >= SORTS_AT_MOST:
             self._told.pop(next(iter(self._told)))
         told = self._told.setdefault(sort, _Told())
-        due = told.at_seconds is None or now - told.at_seconds >= REPEAT_SECONDS
-        if not due or len(self._events) >= self._events_at_most:
+        if not _is_due(told, now) or len(self._events) >= self._events_at_most:
             told.repeats += event.count
             told.newest = (event, time_ns)
             return
@@ -108,7 +112,7 @@ class Ledger:
         for told in self._told.values():
             if told.newest is None or len(self._events) >= self._events_at_most:
                 continue
-            if told.at_seconds is None or now_seconds - told.at_seconds >= REPEAT_SECONDS:
+            if _is_due(told, now_seconds):
                 event, time_ns = told.newest
                 self._say(told, event, time_ns, now_seconds, told.repeats - event.count)
         events, self._events = self._events, []

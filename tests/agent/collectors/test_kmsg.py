@@ -320,6 +320,15 @@ def test_a_log_that_is_packed_is_not_one_without_trouble(context, tmp_path, pack
         KmsgCollector(context).collect(NOW_NS)
 
 
+def test_what_each_boot_of_a_long_log_had_is_told(context, tmp_path):
+    log = tmp_path / "kern.log"
+    boots = ("99999.1", "500.1", "600.1", "20.5")
+    text = "Mar  4 10:11:12 n1 kernel: [{}] NVRM: Xid (PCI:0000:9b:00): 79, off the bus\n"
+    log.write_text("".join(text.format(seconds) for seconds in boots))
+    context = dataclasses.replace(context, kmsg_path=log, replays_kmsg=True)
+    assert len(KmsgCollector(context).collect(NOW_NS).events) == len(boots)
+
+
 def test_garbage_is_survived(collector, device):
     device.write("\udcff\x00".encode("utf-8", "surrogateescape").decode("latin-1"))
     os.write(device._writer, b"\xff\xfe,,;;\n6,1,;\n;\n" + b"x" * 30000 + b"\n")
