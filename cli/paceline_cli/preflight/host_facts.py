@@ -19,7 +19,7 @@ from paceline_cli.preflight.facts import CheckpointPath
 
 _DISTRIBUTIONS = ("torch", "paceline")
 _NCCL_DISTRIBUTIONS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
-_MODULES = ("nvidia_peermem", "nv_peer_mem", "nvidia", "mlx5_ib", "gdrdrv")
+_MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem", "nvidia", "mlx5_ib", "gdrdrv")
 _VERSIONED_MODULES = ("mlx5_core", "gdrdrv")
 _ENVIRONMENT = ("NCCL_", "GLOO_", "UCX_", "TORCH_NCCL_")
 _LIMITS = {

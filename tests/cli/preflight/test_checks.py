@@ -250,6 +250,10 @@ def test_the_open_driver_on_a_recent_kernel_needs_no_module() -> None:
     assert checked(with_(modules=["nvidia", "nvidia-open"]))["peer memory"].status == "pass"
 
 
+def test_the_module_of_aws_is_one_for_peer_memory() -> None:
+    assert checked(with_(modules=["nvidia", "efa_nv_peermem"]))["peer memory"].status == "pass"
+
+
 def test_a_port_that_is_down_everywhere_is_not_cabled() -> None:
     nodes = [port_5(state=1)(node(number)) for number in range(3)]
     (check,) = [check for check in all_checks(nodes) if check.name == "RDMA ports up"]

@@ -50,6 +50,7 @@ def trees(tmp_path: Path) -> tuple[Path, Path]:
             "class/net/eth9/carrier": "1",
             "class/net/eth9/statistics/rx_bytes": "1",
             "module/nvidia_peermem/version": "570.86.15",
+            "module/efa_nv_peermem/version": "1.1.1",
             "module/mlx5_core/version": "24.10-1.1.4",
         },
     )
@@ -93,7 +94,7 @@ def test_a_tree_is_read(trees: tuple[Path, Path], gpus: FakeGpus) -> None:
     assert second.throttle_reasons == ["hw_thermal_slowdown"]
     (nic,) = facts.interfaces
     assert (nic.mtu_bytes, nic.speed_bits_per_second, nic.up) == (9000, 100e9, True)
-    assert facts.modules == ["nvidia_peermem"]
+    assert facts.modules == ["nvidia_peermem", "efa_nv_peermem"]
     assert facts.versions["mlx5_core"] == "24.10-1.1.4"
     assert facts.versions["driver"]
     assert (facts.memory_bytes, facts.numa_balancing) == (1 << 30, True)

@@ -14,6 +14,7 @@ _GIGA = 1e9
 _JUMBO_BYTES = 9000
 _JUMBO_FROM_BITS_PER_SECOND = 10e9
 _DMA_BUF_KERNEL = (5, 12)
+_PEER_MEMORY = {"nvidia_peermem", "nv_peer_mem", "efa_nv_peermem"}  # before, and AWS'
 
 
 def checks(nodes: Sequence[NodeFacts]) -> Iterator[Check]:
@@ -103,12 +104,12 @@ def _peer_memory(nodes: Sequence[NodeFacts]) -> Check:
         return skipped("peer memory", "no node has GPUs and RDMA devices")
     found = {node.node: [] if _has_peer_memory(node) else ["none"] for node in concerned}
     fix = "modprobe nvidia_peermem (or the open driver on Linux 5.12+, for dma-buf)"
-    passed = "nvidia_peermem is loaded, or dma-buf can be used"
+    passed = "a module for it is loaded, or dma-buf can be used"
     return faults("peer memory", found, fix, passed)
 
 
 def _has_peer_memory(node: NodeFacts) -> bool:
-    if {"nvidia_peermem", "nv_peer_mem"} & set(node.modules):
+    if _PEER_MEMORY & set(node.modules):
         return True
     version = re.match(r"(\d+)\.(\d+)", node.versions.get("kernel", ""))
     recent = version is not None and (int(version[1]), int(version[2])) >= _DMA_BUF_KERNEL
