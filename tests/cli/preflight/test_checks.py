@@ -254,6 +254,13 @@ def test_the_module_of_aws_is_one_for_peer_memory() -> None:
     assert checked(with_(modules=["nvidia", "efa_nv_peermem"]))["peer memory"].status == "pass"
 
 
+@pytest.mark.parametrize("mtu_bytes", [4092.0, 8244.0, 8896.0])
+def test_frames_as_long_as_a_network_has_them_are_jumbo(mtu_bytes: float) -> None:
+    nodes = [eth0(mtu_bytes=mtu_bytes)(node(number)) for number in range(3)]
+    (check,) = [check for check in all_checks(nodes) if check.name == "jumbo frames"]
+    assert check.status == "pass"
+
+
 def test_a_port_that_is_down_everywhere_is_not_cabled() -> None:
     nodes = [port_5(state=1)(node(number)) for number in range(3)]
     (check,) = [check for check in all_checks(nodes) if check.name == "RDMA ports up"]

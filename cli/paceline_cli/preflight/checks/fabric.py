@@ -11,7 +11,7 @@ from paceline_cli.preflight.verdict import Check, equal, faults, skipped
 
 ACTIVE, LINK_UP = 4, 5  # ib_verbs.h
 _GIGA = 1e9
-_JUMBO_BYTES = 9000
+_STANDARD_MTU_BYTES = 1500  # IEEE 802.3; clouds have 8244, 8896 or 9001 beyond it
 _JUMBO_FROM_BITS_PER_SECOND = 10e9
 _DMA_BUF_KERNEL = (5, 12)
 _PEER_MEMORY = {"nvidia_peermem", "nv_peer_mem", "efa_nv_peermem"}  # before, and AWS'
@@ -134,13 +134,14 @@ def _ethernet(nodes: Sequence[NodeFacts]) -> Iterator[Check]:
         node: [f"{used.name}: {used.mtu_bytes:g} bytes"]
         if used
         and (used.speed_bits_per_second or 0) >= _JUMBO_FROM_BITS_PER_SECOND
-        and (used.mtu_bytes or _JUMBO_BYTES) < _JUMBO_BYTES
+        and used.mtu_bytes
+        and used.mtu_bytes <= _STANDARD_MTU_BYTES
         else []
         for node, used in chosen.items()
     }
     if all(speed is None for speed in speeds.values()):
         yield skipped("jumbo frames", "no interface tells its speed")
         return
-    fix = f"MTU {_JUMBO_BYTES} on both ends and on the switch"
+    fix = "MTU 9000, or what the network has at most, on both ends and on the switch"
     passed = "jumbo, or too slow a link to matter"
     yield faults("jumbo frames", small, fix, passed, status="warn")
