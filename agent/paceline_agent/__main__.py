@@ -39,10 +39,23 @@ def _read_file(context: click.Context, _: click.Parameter, path: Path | None) ->
     """Settings of a file stand behind flags and environment, before defaults."""
     if path is not None:
         try:
-            context.default_map = tomllib.loads(path.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+            told = tomllib.loads(path.read_text())
+        except (OSError, ValueError) as error:
             raise click.BadParameter(f"{path} cannot be read: {error}") from error
+        names = _names(context.command)
+        if unknown := [name for name in told if name.replace("-", "_") not in names]:
+            raise click.BadParameter(f"{path} has what is no option: {', '.join(unknown)}")
+        context.default_map = {names[name.replace("-", "_")]: told[name] for name in told}
     return path
+
+
+def _names(command: click.Command) -> dict[str, str]:
+    """Of each option by the names it may have in a file: that of --server, or `server_url`."""
+    names = {param.name: param.name for param in command.params if param.name}
+    for param in command.params:
+        for option in param.opts:
+            names.setdefault(option.lstrip("-").replace("-", "_"), param.name or "")
+    return names
 
 
 @click.command(

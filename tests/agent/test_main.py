@@ -52,6 +52,33 @@ def test_flags_stand_before_environment_before_file_before_defaults(
     assert given.server_url == "http://127.0.0.1:8470"
 
 
+def test_a_file_names_settings_as_the_options_do(
+    settings: Callable[..., AgentSettings], tmp_path: Path
+) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_text('server = "http://a:1"\nspool-bytes = 1000000\nlabel = ["rack=7"]\n')
+    given = settings("--config", str(file))
+    assert (given.server_url, given.spool_bytes) == ("http://a:1", 1_000_000)
+    assert given.labels == {"rack": "7"}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"flush_secnds = 1\n", "has what is no option: flush_secnds"),
+        (b"[agent]\nslots = 1\n", "has what is no option: agent"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_not_understood_is_refused(
+    content: bytes, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "agent.toml").write_bytes(content)
+    result = CliRunner().invoke(command.main, ["--config", str(tmp_path / "agent.toml")])
+    assert result.exit_code == 2
+    assert said in result.output
+
+
 def test_every_setting_can_be_given(settings: Callable[..., AgentSettings]) -> None:
     options = {option.name for option in command.main.params}
     fields = set(AgentSettings.__dataclass_fields__)
