@@ -17,6 +17,7 @@ from paceline_agent.settings import AgentSettings
 
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 _RINGS_BYTES = 64 << 20  # of the rings of eight ranks
+_HEALTHY = b"ok"  # what the server says at /healthz
 _WORTH_TELLING_SECONDS = 2.0  # of difference to the server; its Date header counts seconds
 _MEBIBYTE = 1 << 20
 
@@ -64,6 +65,9 @@ def server(settings: AgentSettings) -> Row:
     if answer.status != HTTPStatus.OK:
         told = f"{url}/healthz answers {answer.status}"
         return Row(what, NO, told, "look at the server's log", needed=True)
+    if answer.content.strip() != _HEALTHY:
+        told = f"what answers at {url} is no paceline server"
+        return Row(what, NO, told, "give the server's address with --server", needed=True)
     ahead = _ahead_seconds(answer.headers.get("date", ""))
     if ahead is not None and abs(ahead) > _WORTH_TELLING_SECONDS:
         told = f"{url} answers; this node's clock is {ahead:+.0f} s from its own"

@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -155,6 +157,28 @@ def test_a_server_that_is_there_but_is_none_of_ours(tmp_path: Path) -> None:
         row = node.server(AgentSettings(server_url=f"http://127.0.0.1:{port}"))
     assert (row.seen, row.needed) == (NO, True)
     assert "does not answer" in row.evidence
+
+
+class _Page(BaseHTTPRequestHandler):
+    content = b""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", str(len(self.content)))
+        self.end_headers()
+        self.wfile.write(self.content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("content", "seen"), [(b"ok\n", YES), (b"<html>welcome</html>", NO)])
+def test_another_web_server_is_not_ours(content: bytes, seen: str) -> None:
+    handler = type("Handler", (_Page,), {"content": content})
+    with HTTPServer(("127.0.0.1", 0), handler) as web:
+        Thread(target=web.handle_request).start()
+        row = node.server(AgentSettings(server_url=f"http://127.0.0.1:{web.server_port}"))
+    assert (row.seen, row.needed) == (seen, True)
 
 
 def test_the_table_wraps_and_loses_nothing() -> None:
