@@ -9,11 +9,12 @@ from paceline_agent.errors import OutputError
 
 
 def write(text: str) -> None:
-    """Raises OutputError."""
+    """Letters that the locale does not have are replaced. Raises OutputError."""
     if sys.stdout is None:
         raise OutputError("standard output is closed: there is nowhere to print to")
     try:
-        sys.stdout.write(text)
+        encoding = sys.stdout.encoding or "utf-8"
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
     except OSError as error:
         _discard_the_rest()

@@ -57,6 +57,21 @@ def test_a_stdout_that_takes_nothing_is_said_in_a_sentence(
     assert "Traceback" not in done.stderr
 
 
+def test_letters_that_the_locale_has_not_are_replaced(tmp_path: Path) -> None:
+    name = tmp_path / "class" / "net" / "é\x010" / "statistics"
+    name.mkdir(parents=True)
+    (name / "rx_bytes").write_text("5\n")
+    command = [sys.executable, "-m", "paceline_agent", "--once", "--sysfs", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--kmsg", os.devnull],
+        capture_output=True,
+        check=False,
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert b'node_network_receive_bytes_total{device="\xe9?0"} 5.0' in done.stdout
+
+
 def values(text: str) -> dict[str, float]:
     return {
         f"{sample.name}{sorted(sample.labels.items())}": sample.value
