@@ -143,7 +143,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "pcie_link_down", "critical", "Slot(",
-        rf"\S+ {_PCI}: (?:pciehp: )?Slot\([^)]*\): (?:Link Down|Card not present)",
+        rf"\S+ {_PCI}: (?:pciehp: )?Slot\([^)]*\): (?:Link Down(?!/)|Card not present)",
     ),
     _rule(
         "pcie_link_down", "critical", "DPC: containment", rf"\S+ {_PCI}: DPC: containment event",

@@ -110,6 +110,8 @@ def test_nvlink5_errors_say_whether_they_are_fatal():
         "mce: CPU1: Core temperature/speed normal",
         "pcieport 0000:00:1d.0: AER: Corrected error received: 0000:02:00.0",
         "nvme 0000:02:00.0:   device [15b7:5006] error status/mask=00000001/0000e000",
+        "pcieport 0015:00:00.0: pciehp: Slot(21): Link Down/Up ignored",
+        "pcieport 0015:00:00.0: pciehp: Slot(21): Link Down/Up ignored (recovered by DPC)",
         "mlx5_core 0000:5c:00.0: wait_func_handle_exec_timeout:1113:(pid 3122): cmd[0]: "
         "CREATE_CQ(0x400) recovered after timeout",
         "mlx5_core 0000:5c:00.0 eth2: Link up",
