@@ -422,7 +422,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "nic_link_down", "warning", "ink",
-        r"(?:\w+ [0-9a-f]{4}:[\w:.]+ )?(?P<device>[\w.-]+):(?: \w+: \S+)? (?:NIC )?Link is Down",
+        r"(?:\w+ [0-9a-f]{4}:[\w:.]+ )?(?P<device>[\w.-]+):(?: \w+: \S+)?"
+        r" (?:NIC |Device )?Link is Down",
     ),
     _rule(
         "nic_link_down", "warning", "NIC Link is Down",

@@ -272,6 +272,8 @@ def test_no_news(message):
         ("mlx5_core 0000:08:00.0: cq_err_event_notifier:529:(pid 9422): CQ error on CQN 0x406, "
          "syndrome 0x1", ("mlx5_cq_error", "", "0000:08:00.0", "warning")),
         ("mlx5_core 0000:5c:00.0 eth2: Link down", ("nic_link_down", "", "eth2", "warning")),
+        ("gve 0000:00:05.0 eth1: Device link is down.",
+         ("nic_link_down", "", "eth1", "warning")),
         ("bnxt_en 0000:01:00.0 ens1f0np0: NIC Link is Down",
          ("nic_link_down", "", "ens1f0np0", "warning")),
         ("igb 0000:07:00.0 eno1: igb: eno1 NIC Link is Down",
