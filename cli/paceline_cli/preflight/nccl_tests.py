@@ -49,6 +49,7 @@ class Output(msgspec.Struct, frozen=True):
     out_of_bounds: int | None
     average_gigabytes_per_second: float | None
     failures: list[str]
+    is_whole: bool  # the summary at the end is there
 
     @property
     def best(self) -> float:
@@ -112,7 +113,7 @@ def parse(text: str) -> Output:
         try:
             return _from_json(_decoder.decode(text))
         except (msgspec.DecodeError, ValueError, OverflowError) as error:
-            return Output(None, [], None, None, [f"is no JSON of nccl-tests: {error}"])
+            return Output(None, [], None, None, [f"is no JSON of nccl-tests: {error}"], False)
     return _from_tables(text)
 
 
@@ -131,6 +132,7 @@ def _from_json(file: _File) -> Output:
         out_of_bounds=file.out_of_bounds.count if file.out_of_bounds else None,
         average_gigabytes_per_second=float(average.bandwidth) if average else None,
         failures=[each for each in file.errors if each],
+        is_whole=average is not None,
     )
 
 
@@ -150,6 +152,7 @@ def _from_tables(text: str) -> Output:
         out_of_bounds=int(bounds[1]) if bounds else None,
         average_gigabytes_per_second=float(average[1]) if average else None,
         failures=[each.strip() for each in _FAILURE.findall(text)],
+        is_whole="Avg bus bandwidth" in text,
     )
 
 
@@ -206,8 +209,18 @@ def checks(outputs: Mapping[str, Output]) -> Iterator[Check]:
         why = f"values were not checked (-c 0): {listing(unchecked)}"
         results = skipped("nccl-tests results", why)
     yield results
+    yield _ends(readable)
     yield _dips(readable)
     yield _compared(readable)
+
+
+def _ends(outputs: Mapping[str, Output]) -> Check:
+    found = {
+        name: [] if each.is_whole else [f"stops after {each.rows[-1].size_bytes} bytes"]
+        for name, each in outputs.items()
+    }
+    fix = "it was killed, or hangs: run it again, with NCCL_DEBUG=INFO"
+    return faults("nccl-tests end", found, fix, "each has its summary", status="warn")
 
 
 def _dips(outputs: Mapping[str, Output]) -> Check:

@@ -45,6 +45,12 @@ def test_a_table_is_read() -> None:
     assert all(check.status == "pass" for check in judged(a=WHOLE).values())
 
 
+def test_a_run_that_did_not_come_to_its_end_is_told() -> None:
+    cut = HEADER + "".join(ROWS.splitlines(keepends=True)[:2])
+    check = judged(a=WHOLE, b=cut)["nccl-tests end"]
+    assert (check.status, check.evidence) == ("warn", "b: stops after 8388608 bytes")
+
+
 @pytest.mark.parametrize(
     "prefix",
     [
@@ -167,4 +173,4 @@ def test_what_is_no_table_fails_with_its_own_words() -> None:
     assert check.status == "fail"
     assert "unhandled system error" in check.evidence
     assert judged(a="")["nccl-tests read"].status == "fail"
-    assert parse("") == Output(None, [], None, None, [])
+    assert parse("") == Output(None, [], None, None, [], is_whole=False)
