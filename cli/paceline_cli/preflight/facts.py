@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+# Kernel modules that let RDMA read a GPU's memory: the driver's, its predecessor, and AWS'.
+PEER_MEMORY_MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")
+
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     index: int  # NVML's

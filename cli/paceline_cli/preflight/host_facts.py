@@ -15,11 +15,11 @@ from typing import Any
 
 from paceline_agent import clock_sync
 from paceline_agent.kept_files import entries
-from paceline_cli.preflight.facts import CheckpointPath
+from paceline_cli.preflight.facts import PEER_MEMORY_MODULES, CheckpointPath
 
 _DISTRIBUTIONS = ("torch", "paceline")
 _NCCL_DISTRIBUTIONS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
-_MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem", "nvidia", "mlx5_ib", "gdrdrv")
+_MODULES = (*PEER_MEMORY_MODULES, "nvidia", "mlx5_ib", "gdrdrv")
 _VERSIONED_MODULES = ("mlx5_core", "gdrdrv")
 _ENVIRONMENT = ("NCCL_", "GLOO_", "UCX_", "TORCH_NCCL_")
 _LIMITS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from paceline_cli.preflight.facts import NodeFacts, RdmaPort
+from paceline_cli.preflight.facts import PEER_MEMORY_MODULES, NodeFacts, RdmaPort
 from paceline_cli.preflight.traffic import traffic_interface
 from paceline_cli.preflight.verdict import Check, equal, faults, skipped
 
@@ -14,7 +14,6 @@ _GIGA = 1e9
 _STANDARD_MTU_BYTES = 1500  # IEEE 802.3; clouds have 8244, 8896 or 9001 beyond it
 _JUMBO_FROM_BITS_PER_SECOND = 10e9
 _DMA_BUF_KERNEL = (5, 12)
-_PEER_MEMORY = {"nvidia_peermem", "nv_peer_mem", "efa_nv_peermem"}  # before, and AWS'
 
 
 def checks(nodes: Sequence[NodeFacts]) -> Iterator[Check]:
@@ -109,7 +108,7 @@ def _peer_memory(nodes: Sequence[NodeFacts]) -> Check:
 
 
 def _has_peer_memory(node: NodeFacts) -> bool:
-    if _PEER_MEMORY & set(node.modules):
+    if not set(PEER_MEMORY_MODULES).isdisjoint(node.modules):
         return True
     version = re.match(r"(\d+)\.(\d+)", node.versions.get("kernel", ""))
     recent = version is not None and (int(version[1]), int(version[2])) >= _DMA_BUF_KERNEL
