@@ -7,7 +7,6 @@ already loaded, it is asked.
 from __future__ import annotations
 
 import os
-import re
 import socket
 import sys
 import time
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline_wire.job_name import as_job_name
 from paceline_wire.ring import DEFAULT_CAPACITY, SUFFIX, Identity
 from paceline_wire.topology import Coordinates, Topology
 
@@ -45,9 +45,6 @@ _LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
 
-_NO_NAME = re.compile(r"[^A-Za-z0-9._:+=@-]")
-_NOT_FIRST = "._:+=@-"
-_NAME_LENGTH = 64
 _HOST_LENGTH = 40  # leaves room for what is told beside it
 
 
@@ -82,7 +79,7 @@ def read_surroundings(environment: Mapping[str, str]) -> Surroundings | None:
         topology = Topology(dp=world_size)
     return Surroundings(
         ring_directory=Path(directory),
-        job=_as_name(environment.get("PACELINE_JOB") or _job_name(environment, world_size)),
+        job=as_job_name(environment.get("PACELINE_JOB") or _job_name(environment, world_size)),
         generation=_generation(environment),
         rank=rank,
         local_rank=local_rank,
@@ -233,11 +230,6 @@ def _launch_by_torchrun(environment: Mapping[str, str], host: str) -> str | None
     if not attempt or environment.get("GROUP_WORLD_SIZE") != "1":
         return None
     return f"{host}-{os.path.basename(folder).removeprefix('none_')}"
-
-
-def _as_name(text: str) -> str:
-    """What the server takes as a job's name."""
-    return _NO_NAME.sub("_", text).lstrip(_NOT_FIRST)[:_NAME_LENGTH] or "local"
 
 
 def _generation(environment: Mapping[str, str]) -> int:

@@ -5,7 +5,6 @@ Ingest writes what it hears, a worker makes a job of it once all ranks of a gene
 
 from __future__ import annotations
 
-import re
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -16,10 +15,9 @@ from paceline_server.store.database import insert_into
 from paceline_server.store.log import FINISHED
 from paceline_server.store.models import Attachment, Generation, Job, Rank
 from paceline_wire.batch import RankAttached, RankExited
+from paceline_wire.job_name import is_job_name
 from paceline_wire.ring import Identity
 
-# A job's name is its id here, and a part of addresses.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+=@-]{0,63}")
 _RANKS_AT_MOST = 1 << 17
 
 
@@ -46,7 +44,7 @@ def keep(session: Session, agent_id: str, event: RankAttached, received_ns: int)
     """But for ranks of jobs that we started, and for processes that are known."""
     identity = event.identity
     job_id, world_size = identity.job, identity.world_size
-    if not _NAME.fullmatch(job_id) or not 0 <= identity.rank < world_size <= _RANKS_AT_MOST:
+    if not is_job_name(job_id) or not 0 <= identity.rank < world_size <= _RANKS_AT_MOST:
         return
     if session.scalar(select(Job.watched).where(Job.id == job_id)) is False:
         return
