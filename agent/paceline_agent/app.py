@@ -254,6 +254,8 @@ class Agent:
         self._outbox.put_samples(collected.lasting or ())
         self._outbox.put_events(collected.events)
         self._exporter.put(collected)
+        if self._runner.is_resting:
+            self._packer.all_came()
 
     def _count_failed_ticks(self) -> float:
         return self._failed_ticks + self._supervisor.failed_ticks

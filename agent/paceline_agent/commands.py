@@ -1,6 +1,6 @@
 """The command stream: what the server asks of this node, carried out once per command id.
 
-A stream that says nothing for some seconds (the server pings each second) is dead, whatever TCP
+A stream that says nothing for some seconds (the server pings every other one) is dead, whatever TCP
 thinks of it, and opened anew.
 """
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from paceline_agent.blocks import Block, each
 from paceline_agent.clock import timeline_ns
@@ -50,8 +52,7 @@ class Exporter:
         self._latest: dict[str, Sequence[Sample | Block]] = {}
         self._lasting: dict[str, Sequence[Sample | Block]] = {}
         self._families = Families(self._samples, hostname_label=hostname_label)
-        self._server: WSGIServer | None = None
-        self._thread: Thread | None = None
+        self._server: ThreadingWSGIServer | None = None
 
     def put(self, collected: Collected) -> None:
         self._latest[collected.collector] = collected.samples
@@ -63,18 +64,21 @@ class Exporter:
         registry = CollectorRegistry()
         registry.register(self._families)
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            server = _listening(host, port, registry)
         except OSError as error:
             log.error("no /metrics on %s:%d: %s", host, port, error.strerror)
             return None
-        log.info("/metrics on %s:%d", host, self._server.server_port)
-        return int(self._server.server_port)
+        self._server = server
+        # Left to itself it would wake twice a second to see whether it should end.
+        Thread(target=server.serve_forever, args=[None], name="metrics", daemon=True).start()
+        log.info("/metrics on %s:%d", host, server.server_port)
+        return int(server.server_port)
 
     def close(self) -> None:
-        if self._server is not None and self._thread is not None:
+        if self._server is not None:
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
             self._server.shutdown()
             self._server.server_close()
-            self._thread.join()
 
     def _samples(self) -> Iterator[Sample]:
         now_ns = timeline_ns()
@@ -84,3 +88,20 @@ class Exporter:
                 yield Sample(own.name, {}, float(value), now_ns)
         brought = [*self._lasting.values(), *self._latest.values()]
         yield from completed(each(itertools.chain(*brought)), self._procfs_root)
+
+
+class _Silent(WSGIRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """No line per scrape."""
+
+
+def _listening(host: str, port: int, registry: CollectorRegistry) -> ThreadingWSGIServer:
+    """prometheus-client's own `start_http_server`, but for the thread. Raises OSError."""
+    family, *_, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+
+    class Server(ThreadingWSGIServer):
+        address_family = family
+
+    return make_server(str(address[0]), port, make_wsgi_app(registry), Server, _Silent)

@@ -107,12 +107,15 @@ class Packer:
         self._asked_seconds = 0.0
         self._place = random.random()
         self._packed_at = time.monotonic()
+        self._flushed_at = self._packed_at
         self._has_ranks = False  # the last flush had news of any
+        self._in_step = False  # the last flush came right after the collectors
 
     async def run(self) -> None:
         while True:
+            pause_seconds, self._in_step = self._pause_seconds(), False
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._pause_seconds()):
+                async with asyncio.timeout(pause_seconds):
                     await self._outbox.urgent.wait()
             self.flush()
 
@@ -121,10 +124,26 @@ class Packer:
 
         Half as often while no rank has anything to tell: collectors bring theirs each second.
         """
-        if self._asked_seconds <= self._flush_seconds:
-            idle = 1 if self._has_ranks else 2
-            return until_next(self._flush_seconds * idle, PHASE_SECONDS)
+        if not self._is_asked_to_wait:
+            period_seconds = self._period_seconds
+            in_step_seconds = period_seconds if self._in_step else 0.0
+            return until_next(period_seconds, PHASE_SECONDS) + in_step_seconds
         return until_next(self._asked_seconds, self._place * self._asked_seconds)
+
+    @property
+    def _is_asked_to_wait(self) -> bool:
+        return self._asked_seconds > self._flush_seconds
+
+    @property
+    def _period_seconds(self) -> float:
+        return self._flush_seconds * (1 if self._has_ranks else 2)
+
+    def all_came(self) -> None:
+        """Whatever is collected at this tick is here: packed now, it needs no awakening later."""
+        since_seconds = time.monotonic() - self._flushed_at
+        if not self._is_asked_to_wait and since_seconds >= self._period_seconds / 2:
+            self._in_step = True
+            self._outbox.urgent.set()
 
     def pace(self, seconds: float) -> None:
         """The server asks for no more than a batch each so many seconds, but for what is urgent."""
@@ -140,6 +159,7 @@ class Packer:
 
     def flush(self) -> None:
         """Pack all there is; if that is nothing for a second and nothing waits, a heartbeat."""
+        self._flushed_at = time.monotonic()
         if self._overtaking is not None and not self._spool.backlog:
             self._boot, self._overtaking = self._overtaking, None
             self._spool.overtake(None)

@@ -76,14 +76,27 @@ class Crew:
     def __init__(self) -> None:
         self._shift: _Shift | None = None
         self._look: asyncio.TimerHandle | None = None
+        self._due: list[_Call] = []
 
     def call(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        try:
-            self._put([_Call(work, future)])
-        except RuntimeError as error:  # no thread can be started
-            future.set_exception(error)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        if not self._due:
+            # After all else that the loop has to do now: a thread that begins meanwhile takes the
+            # interpreter's lock from it at each system call, and gives it back at the next.
+            loop.call_soon(loop.call_soon, self._hand_over)
+        self._due.append(_Call(work, future))
         return future
+
+    def _hand_over(self) -> None:
+        due, self._due = self._due, []
+        try:
+            if due:
+                self._put(due)
+        except RuntimeError as error:  # no thread can be started
+            for call in due:
+                call.error = error
+                call.settle()
 
     def _put(self, calls: Sequence[_Call]) -> None:
         loop = asyncio.get_running_loop()
@@ -114,6 +127,7 @@ class Crew:
 
     def close(self) -> None:
         """Once the calls are made the thread ends; one that is stuck dies with the process."""
+        self._hand_over()
         if self._shift is not None:
             self._shift.end()
         if self._look is not None:

@@ -94,6 +94,11 @@ class Runner:
                 await seat.lane.close()
             crew.close()
 
+    @property
+    def is_resting(self) -> bool:
+        """No call is under way, but for those that hang."""
+        return all(seat.is_resting for seat in self._seats)
+
     def burst(self, names: Sequence[str], seconds: float) -> str | None:
         """Let these collectors (none named: all) hurry for a while. None, or why not."""
         if not 0 < seconds <= BURST_SECONDS_AT_MOST:
@@ -140,6 +145,10 @@ class _Seat:
         self._call: asyncio.Future[Collected] | None = None  # None: it rests
         self._opening: asyncio.Task[None] | None = None
         self._next: asyncio.Handle | None = None  # what comes if nothing else does
+
+    @property
+    def is_resting(self) -> bool:
+        return self._call is None or self._late
 
     def begin(self) -> None:
         """Make a call, and the next ones each in its time."""

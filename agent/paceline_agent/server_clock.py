@@ -12,7 +12,7 @@ from collections import deque
 
 from paceline_agent.clock import timeline_ns
 
-PINGS = 60  # a minute of them
+PINGS = 30  # a minute of them
 LONGEST_DELAY_NS = 5_000_000_000  # a stream that is silent for longer is given up
 
 

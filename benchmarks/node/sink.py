@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 
 from paceline_wire.batch import decode
-from paceline_wire.commands import Order, Ping, encode_line
+from paceline_wire.commands import PING_SECONDS, Order, Ping, encode_line
 
 
 class Sink(ThreadingHTTPServer):
@@ -83,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             for order in self.server.orders:
                 self.wfile.write(encode_line(order))
-            while not self.server.closing.wait(1.0):
+            while not self.server.closing.wait(PING_SECONDS):
                 self.wfile.write(encode_line(Ping(time.time_ns())))
         except OSError:  # the agent has gone
             self.close_connection = True

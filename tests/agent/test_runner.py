@@ -315,3 +315,36 @@ async def test_a_burst_ends(context):
     hurried = [pause for pause in clock.pauses[begun:] if pause < 1]
     assert 18 <= len(hurried) <= 22
     assert clock.pauses[-1] == 60.0
+
+
+async def test_the_last_to_come_of_a_tick_finds_all_others_at_rest(context):
+    """One that hangs is not waited for."""
+    released = threading.Event()
+
+    class Slow(Steady):
+        name: ClassVar[str] = "slow"
+        interval_seconds: ClassVar[float] = 60.0
+        deadline_seconds: ClassVar[float] = 0.2
+
+        def collect(self, now_ns: int) -> Collected:
+            released.wait(60)
+            return super().collect(now_ns)
+
+    class Quick(Steady):
+        name: ClassVar[str] = "quick"
+        interval_seconds: ClassVar[float] = 60.0
+
+    found: list[tuple[str, bool]] = []
+    runner = Runner([Quick, Slow], context, patience=Patience())
+    task = asyncio.create_task(
+        runner.run(lambda came: found.append((came.collector, runner.is_resting)))
+    )
+    try:
+        await Log().until(lambda: len(found) == 2)
+        released.set()
+        await Log().until(lambda: len(found) == 3)
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+    assert found == [("slow", False), ("quick", True), ("slow", True)]  # at first it is overdue

@@ -2326,7 +2326,7 @@ export interface operations {
         };
         requestBody?: never;
         responses: {
-            /** @description One `paceline_wire.commands` object per line, a ping each second. */
+            /** @description One `paceline_wire.commands` object per line, a ping every 2 s. */
             200: {
                 headers: {
                     [name: string]: unknown;

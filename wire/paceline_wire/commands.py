@@ -10,6 +10,8 @@ import msgspec
 
 from paceline_wire.topology import Topology
 
+PING_SECONDS = 2.0  # an agent takes a stream that is silent for 5 s for dead
+
 
 class RankSpec(msgspec.Struct, frozen=True):
     """One process to start. `gpu` is the NVML index on that node, None: no GPU."""
@@ -91,7 +93,7 @@ class Burst(msgspec.Struct, frozen=True, kw_only=True, tag="burst"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Keeps the stream alive; `server_ns` is the server's CLOCK_REALTIME.
+    """Keeps the stream alive, each PING_SECONDS; `server_ns` is the server's CLOCK_REALTIME.
 
     `flush_seconds`: send what is not urgent no more often than this; a server of many asks for it.
     """

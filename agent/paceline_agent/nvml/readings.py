@@ -115,16 +115,16 @@ EACH_SWEEP: tuple[Reading, ...] = (
     memory,
     _number("DCGM_FI_DEV_SM_CLOCK", of="nvmlDeviceGetClockInfo", arguments=(1,)),
     _number("DCGM_FI_DEV_MEM_CLOCK", of="nvmlDeviceGetClockInfo", arguments=(2,)),
-    _number("DCGM_FI_DEV_VIDEO_CLOCK", of="nvmlDeviceGetClockInfo", arguments=(3,)),
     _number("DCGM_FI_DEV_POWER_USAGE", of="nvmlDeviceGetPowerUsage", scale=0.001),
     _temperature,
-    _number("DCGM_FI_DEV_GPU_TEMP_LIMIT", of="nvmlDeviceGetMarginTemperature"),
     _throttle_reasons,
 )
 
 SELDOM: tuple[Reading, ...] = (
     _encoder,
     _decoder,
+    _number("DCGM_FI_DEV_VIDEO_CLOCK", of="nvmlDeviceGetClockInfo", arguments=(3,)),
+    _number("DCGM_FI_DEV_GPU_TEMP_LIMIT", of="nvmlDeviceGetMarginTemperature"),
     _number(
         "paceline_gpu_pcie_generation",
         "DCGM_FI_DEV_PCIE_LINK_GEN",

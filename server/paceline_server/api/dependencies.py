@@ -18,6 +18,7 @@ from paceline_server.ingest.writer import LogWriter
 from paceline_server.metrics import ServingMetrics
 from paceline_server.store.database import Database
 from paceline_server.store.wake import Wakes
+from paceline_wire.commands import PING_SECONDS
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Parts:
     unready: Callable[[], list[str]]
     # How often a stream looks for what other processes committed.
     stream_poll_seconds: float = 0.25
-    ping_seconds: float = 1.0
+    ping_seconds: float = PING_SECONDS
     heartbeat_seconds: float = field(default=10.0)
     what_ifs: WhatIfs = field(default_factory=WhatIfs)
 

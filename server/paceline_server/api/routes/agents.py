@@ -32,7 +32,7 @@ def flush_seconds(agents: int) -> float:
     response_class=StreamingResponse,
     responses={
         200: {
-            "description": "One `paceline_wire.commands` object per line, a ping each second.",
+            "description": "One `paceline_wire.commands` object per line, a ping every 2 s.",
             "content": {MEDIA_TYPE: {"schema": {"type": "string"}}},
         },
         **problems.responses(401, 403),
