@@ -34,6 +34,7 @@ from paceline_agent.spool import Spool
 from paceline_agent.supervise import Supervisor
 from paceline_wire.batch import Sample
 from paceline_wire.commands import StartRanks
+from paceline_wire.node_directory import LOCK, RINGS
 
 log = logging.getLogger(__name__)
 
@@ -84,10 +85,10 @@ class Agent:
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
         directory = settings.directory
-        for name in ("rings", "logs"):
+        for name in (RINGS, "logs"):
             (directory / name).mkdir(parents=True, exist_ok=True)
         if os.geteuid() == 0:  # ranks that others start run as any user, and give us their rings
-            (directory / "rings").chmod(0o3777)
+            (directory / RINGS).chmod(0o3777)
         self._outbox = Outbox()
         self._spool = Spool(settings.spool, settings.spool_bytes)
         self._packer = Packer(
@@ -100,7 +101,7 @@ class Agent:
             greet=lambda: self._greeter.greet(first=True),
         )
         self._positions = Positions(directory / "positions.json")
-        self._rings = Rings(directory / "rings", self._outbox, settings.procfs_root)
+        self._rings = Rings(directory / RINGS, self._outbox, settings.procfs_root)
         inventory = Inventory()
         self._supervisor = Supervisor(
             directory,
@@ -326,7 +327,7 @@ def _lock(directory: Path) -> Iterator[None]:
     """Keep the node's directory to ourselves, for as long as this process lives."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / "agent.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise AgentError(
             f"the node directory {directory} cannot be used ({error.strerror}); "

@@ -27,6 +27,7 @@ from paceline_agent.runner import Patience, bounded, health, health_series
 from paceline_agent.scrape import completed
 from paceline_agent.settings import AgentSettings
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
+from paceline_wire.node_directory import RINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def run(settings: AgentSettings, *, as_json: bool, as_openmetrics: bool) -> int:
 
 def context_of(settings: AgentSettings, sysfs_root: Path) -> Context:
     """As the agent gives it to its collectors; ranks are those whose rings lie on the node."""
-    ranks = ranks_in(settings.directory / "rings", settings.procfs_root)
+    ranks = ranks_in(settings.directory / RINGS, settings.procfs_root)
     return Context(
         local_ranks=lambda: ranks,
         node_directory=settings.directory,

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from paceline_agent.errors import SettingsError
+from paceline_wire.node_directory import MEMORY, PREFIX
 
 FLUSH_SECONDS = 0.5
 HEARTBEAT_SECONDS = 1.0  # the server counts a node as lost after 5 s of silence
@@ -91,9 +92,8 @@ class AgentSettings:
         """Rings, logs and the lock of this node; on tmpfs where there is one."""
         if self.node_directory is not None:
             return self.node_directory
-        memory = Path("/dev/shm")
-        parent = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-        return parent / f"paceline-{self.agent_id}"
+        parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        return parent / f"{PREFIX}{self.agent_id}"
 
     @property
     def spool(self) -> Path:

@@ -28,6 +28,7 @@ from paceline_agent.outbox import Outbox
 from paceline_agent.rings import RankKey, Rings
 from paceline_wire.batch import RankExited, RankStarted
 from paceline_wire.commands import RankSpec, StartRanks
+from paceline_wire.node_directory import RINGS
 
 log = logging.getLogger(__name__)
 
@@ -251,7 +252,7 @@ class Supervisor:
             "LOCAL_WORLD_SIZE": len(command.ranks),
             "MASTER_ADDR": command.master_address,
             "MASTER_PORT": command.master_port,
-            "PACELINE_RING_DIRECTORY": self._directory / "rings",
+            "PACELINE_RING_DIRECTORY": self._directory / RINGS,
             "PACELINE_NODE_DIRECTORY": self._directory,
             "PACELINE_JOB": command.job,
             "PACELINE_GENERATION": command.generation,

@@ -49,8 +49,7 @@ def script(tmp_path: Path) -> Script:
 
     def run(source: str, ring: Path | None = tmp_path) -> subprocess.CompletedProcess[str]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-        if ring is not None:
-            environment |= {"PACELINE_RING_DIRECTORY": str(ring), "PACELINE_JOB": "local"}
+        environment |= {"PACELINE_RING_DIRECTORY": str(ring or ""), "PACELINE_JOB": "local"}
         return subprocess.run(
             [sys.executable, "-c", source],
             env=environment,

@@ -96,3 +96,27 @@ def test_a_rank_that_nobody_launched_is_named_by_its_process() -> None:
 
 def test_without_a_directory_for_rings_nothing_is_recorded() -> None:
     assert read_surroundings(TORCHRUN) is None
+
+
+def agents(monkeypatch: pytest.MonkeyPatch, *rings: str) -> None:
+    found = [Path(each) for each in rings]
+    monkeypatch.setattr("paceline.environment.rings_of_running_agents", lambda: found)
+
+
+def test_the_nodes_agent_needs_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents(monkeypatch, "/dev/shm/paceline-a/rings")
+    found = read_surroundings({})
+    assert found is not None
+    assert found.ring_directory == Path("/dev/shm/paceline-a/rings")
+    assert surroundings().ring_directory == Path("/rings")
+
+
+def test_an_empty_name_keeps_every_agent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents(monkeypatch, "/dev/shm/paceline-a/rings")
+    assert read_surroundings({"PACELINE_RING_DIRECTORY": ""}) is None
+
+
+def test_of_several_agents_one_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents(monkeypatch, "/dev/shm/paceline-a/rings", "/dev/shm/paceline-b/rings")
+    with pytest.raises(ValueError, match=r"several agents.*paceline-a/rings, .*paceline-b/rings"):
+        read_surroundings({})

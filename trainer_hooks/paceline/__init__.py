@@ -6,9 +6,9 @@
     for batch in paceline.steps(loader):
         ...
 
-is enough. Without an agent (no `PACELINE_RING_DIRECTORY`) everything here is inert and says so
-once. Nothing here does I/O, takes a lock or starts a thread while a step runs, and none of it
-raises into the training: what goes wrong is counted, and said once.
+is enough. Without an agent on this node everything here is inert and says so once. Nothing here
+does I/O, takes a lock or starts a thread while a step runs, and none of it raises into the
+training: what goes wrong is counted, and said once.
 """
 
 from paceline.hooks import (

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline_wire.job_name import as_job_name
+from paceline_wire.node_directory import rings_of_running_agents
 from paceline_wire.ring import DEFAULT_CAPACITY, SUFFIX, Identity
 from paceline_wire.topology import Coordinates, Topology
 
@@ -68,9 +69,12 @@ class Surroundings:
 
 
 def read_surroundings(environment: Mapping[str, str]) -> Surroundings | None:
-    """None where no agent asked for a ring. Raises ValueError for a variable that is no number."""
-    directory = environment.get("PACELINE_RING_DIRECTORY")
-    if not directory:
+    """None where no agent is. Raises ValueError for a variable that is no number, and for several.
+
+    Agents are looked for where `PACELINE_RING_DIRECTORY` is not set; empty, it keeps all away.
+    """
+    directory = _ring_directory(environment)
+    if directory is None:
         return None
     rank, world_size, local_rank = _place_in_job(environment)
     sizes = [_integer(environment, f"PACELINE_{axis}", 1) for axis in ("DP", "PP", "TP")]
@@ -78,7 +82,7 @@ def read_surroundings(environment: Mapping[str, str]) -> Surroundings | None:
     if topology.world_size != world_size:
         topology = Topology(dp=world_size)
     return Surroundings(
-        ring_directory=Path(directory),
+        ring_directory=directory,
         job=as_job_name(environment.get("PACELINE_JOB") or _job_name(environment, world_size)),
         generation=_generation(environment),
         rank=rank,
@@ -176,6 +180,17 @@ def _of_mesh(mesh: Any) -> tuple[dict[str, int], dict[str, int]]:
         sizes[axis] *= size
         found[axis] = found[axis] * size + int(mesh.get_local_rank(dimension))
     return sizes, found
+
+
+def _ring_directory(environment: Mapping[str, str]) -> Path | None:
+    named = environment.get("PACELINE_RING_DIRECTORY")
+    if named is not None:
+        return Path(named) if named else None
+    found = rings_of_running_agents()
+    if len(found) > 1:
+        choice = ", ".join(map(str, found))
+        raise ValueError(f"several agents run here: set PACELINE_RING_DIRECTORY to one of {choice}")
+    return found[0] if found else None
 
 
 def _place_in_job(environment: Mapping[str, str]) -> tuple[int, int, int]:

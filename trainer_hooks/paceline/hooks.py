@@ -151,7 +151,10 @@ def init(
     topology: Topology | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Start recording this rank, if an agent asked for it through `PACELINE_RING_DIRECTORY`.
+    """Start recording this rank, if an agent runs on this node.
+
+    Looked for are those of root and of this user in the default place; `PACELINE_RING_DIRECTORY`
+    names the rings of any other, and keeps all away where it is set and empty.
 
     Args:
         mesh: a `DeviceMesh` whose dimensions are named dp, pp, tp (or as `environment.AXES` says).
@@ -181,7 +184,7 @@ def _start(
         return
     surroundings = read_surroundings(os.environ)
     if surroundings is None:
-        _say_once("inert", "paceline is inert: PACELINE_RING_DIRECTORY is not set", info=True)
+        _say_once("inert", "paceline is inert: no agent found on this node", info=True)
         return
     sizes, coordinates = place(surroundings.rank, topology or surroundings.topology, mesh, given)
     identity = identify(surroundings, sizes, coordinates, metadata)

@@ -90,8 +90,8 @@ class Elsewhere:
             return
         self._told.add(name)
         _log.warning(
-            "%s generation %d is not looked at: %d of its %d ranks were found; does an agent run "
-            "on every node, and is PACELINE_RING_DIRECTORY set for every rank?",
+            "%s generation %d is not looked at: %d of its %d ranks were found; does an agent "
+            "that its ranks find (deploy/README.md) run on every node?",
             gathering.job_id,
             gathering.generation,
             gathering.ranks,

@@ -125,8 +125,8 @@ function Empty() {
       <h1>No jobs yet</h1>
       <p>Start your training under Paceline, from a machine that reaches this server:</p>
       <pre>paceline run --dp 2 --pp 2 --tp 2 -- python train.py</pre>
-      <p>Or have one watched that torchrun or Slurm starts, with an agent on each of its nodes:</p>
-      <pre>PACELINE_RING_DIRECTORY=/dev/shm/paceline-$(hostname)/rings torchrun train.py</pre>
+      <p>Or have it watched however you start it, with an agent on each of its nodes:</p>
+      <pre>torchrun train.py</pre>
       <p>Or watch a whole story, faults and repairs included, on this machine alone:</p>
       <pre>make demo</pre>
       <p class="muted">This page shows the job as soon as there is one.</p>

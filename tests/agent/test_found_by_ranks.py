@@ -1,0 +1,74 @@
+"""A script with the two lines and nothing set is found by the agent of its node."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline_wire import node_directory
+from paceline_wire.batch import RankAttached
+
+Fixture = Callable[..., Any]
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from paceline_wire import node_directory
+node_directory.MEMORY = Path(sys.argv[1])
+
+import paceline
+paceline.init()
+for batch in paceline.steps(range(5)):
+    pass
+"""
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """In place of /dev/shm, where the machine's own agent may be."""
+    with tempfile.TemporaryDirectory(dir=node_directory.MEMORY) as scratch:
+        Path(scratch).chmod(0o755)
+        yield Path(scratch)
+
+
+def train(memory: Path, **options: Any) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(memory)]
+    subprocess.run(command, check=True, env=environment, timeout=120, **options)
+
+
+def attached(server: Any) -> list[int]:
+    return [event.identity.pid for event in server.events(RankAttached)]
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        None,
+        pytest.param(
+            65534,
+            marks=pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user"),
+        ),
+    ],
+)
+def test_two_lines_are_enough(
+    start_agent: Fixture, server: Any, memory: Path, wait_for: Fixture, user: int | None
+) -> None:
+    options = ["--node-directory", str(memory / "paceline-node-0")]
+    agent = start_agent(*options)
+    wait_for(lambda: server.batches)
+    try:
+        train(memory, user=user)
+    except PermissionError:
+        pytest.skip("this Python is root's alone")
+    wait_for(lambda: attached(server))
+    assert agent.stop() == 0
+    train(memory, user=user)
+    assert not list((memory / "paceline-node-0" / "rings").iterdir())
