@@ -17,7 +17,7 @@ from paceline_server.engine.clocks import NodeClocks
 from paceline_server.engine.generation import RunningGeneration
 from paceline_server.engine.types import Outcome, Placement
 from paceline_server.steps.ledger import LedgerBook, LedgerState
-from paceline_server.steps.types import StepSummary
+from paceline_server.steps.types import Ledger, StepSummary
 from paceline_wire.batch import Batch
 
 
@@ -110,7 +110,11 @@ class Engine:
         if running is None:
             return Outcome(ledger=self._ledger.read(now_ns), highest_step=self._highest_step)
         steps = running.take_steps(now_ns)
+        if running.placement.was_found:
+            self._ledger.reach_back(running.began_ns)
         for summary in steps:
+            if running.placement.was_found:
+                self._ledger.reach_back(summary.started_ns)
             self._ledger.add(summary, now_ns)
             self._highest_step = max(summary.step, self._highest_step or 0)
         findings = []
@@ -126,4 +130,9 @@ class Engine:
             ledger=self._ledger.read(now_ns),
             step_seconds=running.step_seconds(),
             highest_step=self._highest_step,
+            ended_ns=running.ended_ns,
         )
+
+    def ledger(self, as_of_ns: int) -> Ledger:
+        """The books of a job that ended then."""
+        return self._ledger.read(as_of_ns)

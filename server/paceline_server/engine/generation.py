@@ -80,6 +80,8 @@ class RunningGeneration:
         self._stacks: dict[int, RankStacks] = {}
         self._dumps: dict[int, Received] = {}
         self._records = RecentRecords(placement.topology.world_size)
+        self.began_ns = placement.started_ns  # or when an agent first saw one of its ranks
+        self._last_exit_ns = 0
         self._new_exits: list[SeenExit] = []
         self._new_device_events: list[SeenDeviceEvent] = []
         self._sections: dict[tuple[int, int], str] = {}
@@ -104,7 +106,7 @@ class RunningGeneration:
                         self._define(event)
                 case RankExited():
                     if self._is_ours(event, batch.agent_id):
-                        self._see_exit(event, batch.agent_id, received_ns)
+                        self._see_exit(event, batch.agent_id, received_ns, clock_shift_ns)
                 case RankDump():
                     if self._is_ours(event, batch.agent_id):
                         self._dumps[event.rank] = received.read(event)
@@ -114,6 +116,7 @@ class RunningGeneration:
                 case RankAttached(identity=identity):
                     if self._is_said(identity.job, identity.generation, identity.rank):
                         self.model.describe(identity.metadata)
+                        self.began_ns = min(self.began_ns, event.time_ns + clock_shift_ns)
                 case DeviceEvent():
                     shifted = replace_fields(event, time_ns=event.time_ns + clock_shift_ns)
                     self._new_device_events.append(SeenDeviceEvent(shifted, batch.agent_id))
@@ -167,11 +170,20 @@ class RunningGeneration:
             error=None if event.error is None else plain(event.error),
         )
 
-    def _see_exit(self, event: RankExited, agent_id: str, received_ns: int) -> None:
+    def _see_exit(
+        self, event: RankExited, agent_id: str, received_ns: int, clock_shift_ns: int
+    ) -> None:
         if event.rank not in self._exited:
             self._exited[event.rank] = event
+            exited_ns = min(event.time_ns + clock_shift_ns, received_ns)
+            self._last_exit_ns = max(self._last_exit_ns, exited_ns)
             self._moved.add(event.rank)
             self._new_exits.append(SeenExit(event, agent_id, received_ns))
+
+    @property
+    def ended_ns(self) -> int | None:
+        """When the last of all ranks was seen to be gone."""
+        return self._last_exit_ns if len(self._exited) == self._world_size else None
 
     def take_steps(self, now_ns: int) -> list[StepSummary]:
         """Steps closed since the last call, for the detectors and the ledger."""

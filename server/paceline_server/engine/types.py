@@ -18,6 +18,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     gpus: dict[int, int | None]  # rank -> NVML index on that node
     metadata: dict[str, str] = {}  # schedule ("gpipe", "1f1b"), microbatches, ...
     started_ns: int  # CLOCK_REALTIME
+    was_found: bool = False  # running, at `started_ns`: others had started it
     resume_step: int | None = None  # first step of this generation, where it is known
     said: dict[int, int] = {}  # rank -> generation as the rank says it, where that is another
 
@@ -46,3 +47,4 @@ class Outcome(msgspec.Struct, kw_only=True):
     ledger: Ledger = Ledger()
     step_seconds: float | None = None  # median of the recent steps
     highest_step: int | None = None
+    ended_ns: int | None = None  # when the last rank of the generation went; None: some are there

@@ -1,9 +1,9 @@
 """The goodput ledger: every second of the job's life is given to exactly one part.
 
-The job's life is one line from its creation to now. Finished steps are laid on it in order, each
-clipped to what is not yet taken, so overlaps and lying clocks cannot make more time than there
-was. What lies between steps is restart, startup or idle. Work of steps that a restart goes back
-behind moves to `lost_seconds`.
+The job's life is one line from its creation to now, or from when it was seen to run if that was
+before we heard of it. Finished steps are laid on it in order, each clipped to what is not yet
+taken, so overlaps and lying clocks cannot make more time than there was. What lies between steps
+is restart, startup or idle. Work of steps that a restart goes back behind moves to `lost_seconds`.
 """
 
 from __future__ import annotations
@@ -78,6 +78,12 @@ class LedgerBook:
         state.resumed = False
         if resume_step is not None:
             self._revoke_from(resume_step)
+
+    def reach_back(self, began_ns: int) -> None:
+        """The job is older than we knew; only for as long as it has made no step."""
+        state = self._state
+        if state.created_ns is not None and not (state.useful_steps or state.lost_steps):
+            state.created_ns = state.taken_until_ns = min(state.created_ns, began_ns)
 
     def add(self, summary: StepSummary, now_ns: int) -> None:
         """Put one finished step on the line. Steps of older generations and repeats are ignored."""

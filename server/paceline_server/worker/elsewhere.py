@@ -114,6 +114,7 @@ def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_n
         gpus={view.rank: view.gpu for view in views},
         metadata=identity.metadata,
         started_ns=min(each.received_ns for each in ranks),
+        was_found=True,
         said={each.rank: each.generation for each in ranks if each.generation != generation},
     )
     # All that the ranks said since the first of them began is still to be read.

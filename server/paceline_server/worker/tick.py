@@ -236,7 +236,8 @@ class JobWork:
     ) -> Looked:
         job = known.job
         job.cursor = self._cursor
-        placement = self._apply(job, decision, now_ns)
+        ended_ns = now_ns if outcome is None or outcome.ended_ns is None else outcome.ended_ns
+        placement = self._apply(job, decision, now_ns, ended_ns)
         news = News(
             decision=decision,
             steps=outcome.steps if outcome is not None else [],
@@ -260,12 +261,15 @@ class JobWork:
             behind=known.behind,
         )
 
-    def _apply(self, job: models.Job, decision: Decision, now_ns: int) -> Placement | None:
+    def _apply(
+        self, job: models.Job, decision: Decision, now_ns: int, ended_ns: int
+    ) -> Placement | None:
         """Move the job's row on; returns the placement of a new generation."""
         job.state = decision.state or job.state
         job.topology = decision.topology or job.topology
         if job.state in FINISHED:
-            job.finished_ns = job.finished_ns or now_ns
+            job.finished_ns = job.finished_ns or ended_ns
+            job.ledger = self._engine.ledger(job.finished_ns)
         if decision.generation is None and decision.ranks is None:
             return None
         job.generation = job.generation if decision.generation is None else decision.generation

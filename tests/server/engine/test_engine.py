@@ -4,7 +4,7 @@ import random
 
 import msgspec
 import pytest
-from simulated_job import START_NS, TP, SimulatedJob
+from simulated_job import JOB, START_NS, TP, SimulatedJob
 
 from paceline_server.engine.clocks import NodeClocks
 from paceline_server.engine.engine import Engine
@@ -50,6 +50,32 @@ def test_the_ledger_sums_to_the_wall_time():
     names = [name for name in ledger.__struct_fields__ if name.endswith("_seconds")]
     total = sum(getattr(ledger, name) for name in names if name != "wall_seconds")
     assert total == pytest.approx(ledger.wall_seconds, abs=1e-6)
+    assert ledger.useful_steps == 20
+    assert ledger.goodput_ratio > 0.9
+
+
+def test_a_job_that_was_over_when_it_was_found_has_its_own_time_on_the_books():
+    """It began, trained and ended while the server was away, which then hears all of it at once."""
+    away_ns = 600 * 10**9
+    job = SimulatedJob(jitter=0.0)
+    found_ns = START_NS + away_ns
+    job.engine = Engine(JOB)
+    job.engine.place(msgspec.structs.replace(job.placement(), started_ns=found_ns, was_found=True))
+    for node in job.nodes:  # live news overtake the backlog
+        for _ in range(4):
+            live = msgspec.structs.replace(job.batch(node), packed_ns=found_ns)
+            job.engine.feed(live, found_ns)
+    for _ in range(20):
+        for batch in job.batches(job.play()):
+            job.engine.feed(batch, found_ns)
+    assert job.tick(found_ns).ended_ns is None
+    for rank in job.ranks:
+        job.exit(rank, exit_code=0)
+    outcome = job.tick(found_ns + 10**10)
+    assert outcome.ended_ns == job.now_ns
+    assert outcome.ledger.wall_seconds > 500, "while it is not known to be over"
+    ledger = job.engine.ledger(outcome.ended_ns)
+    assert ledger.wall_seconds == pytest.approx((job.now_ns - START_NS) / 1e9, rel=0.01)
     assert ledger.useful_steps == 20
     assert ledger.goodput_ratio > 0.9
 

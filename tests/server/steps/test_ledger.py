@@ -47,6 +47,18 @@ def parts_sum(ledger: Ledger) -> float:
     return sum(getattr(ledger, name) for name in names if name != "wall_seconds")
 
 
+def test_a_job_is_as_old_as_it_was_seen_to_be_before_its_first_step():
+    book = LedgerBook()
+    book.begin(0, at(50), None)
+    book.reach_back(at(10))
+    book.reach_back(at(20))
+    book.add(step(0, 14, 2), at(60))
+    book.reach_back(at(0))
+    ledger = book.read(at(60))
+    assert (ledger.wall_seconds, ledger.startup_seconds) == (50, 4)
+    assert parts_sum(ledger) == pytest.approx(50)
+
+
 def test_startup_steps_and_idleness():
     book = LedgerBook()
     assert book.read(at(0)) == Ledger()
