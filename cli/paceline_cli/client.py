@@ -45,8 +45,7 @@ class Client:
         self._http.close()
 
     def get(self, path: str, **parameters: Any) -> Any:
-        wanted = {name: value for name, value in parameters.items() if value is not None}
-        return self._call("GET", path, params=wanted)
+        return self._call("GET", path, params=_given(parameters))
 
     def post(self, path: str, body: Any = None) -> Any:
         return self._call("POST", path, json={} if body is None else body)
@@ -56,9 +55,13 @@ class Client:
         found: list[Any] = []
         cursor: str | None = None
         while True:
-            page = self.get(path, cursor=cursor, **parameters)
-            found += page["items"]
-            cursor = page.get("next_cursor")
+            response = self._answer("GET", path, params=_given(parameters | {"cursor": cursor}))
+            try:
+                page = response.json()
+                found += page["items"]
+                cursor = page.get("next_cursor")
+            except (ValueError, KeyError, TypeError) as error:
+                raise self._strange(response) from error
             if not cursor:
                 return found
 
@@ -129,6 +132,10 @@ class Client:
             "does. Is something else at this address? Name another with --server or "
             "PACELINE_SERVER."
         )
+
+
+def _given(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
 def _parse_events(lines: Iterator[str]) -> Iterator[tuple[str | None, str, Any]]:

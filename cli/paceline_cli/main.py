@@ -6,6 +6,9 @@ server's nor the agent's extra.
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,8 +67,21 @@ COMMANDS = {
 }
 
 
+_OF_OUTPUT = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
+
+
 class LazyCommands(click.Group):
     """A group whose members are imported on first use."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            if error.filename is not None or error.errno not in _OF_OUTPUT:
+                raise
+            click.echo(f"Error: not everything could be printed: {error.strerror}", err=True)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered fails no more
+            sys.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -93,6 +109,8 @@ class LazyCommands(click.Group):
 @click.version_option(package_name="paceline", prog_name="paceline")
 def main() -> None:
     """Watch a distributed training run, name what slows or stops it, and repair it."""
+    if os.environ.get("NO_COLOR"):
+        click.get_current_context().color = False
 
 
 def run_main(arguments: Sequence[str] | None = None, **options: Any) -> None:

@@ -36,6 +36,8 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, {"id": "i", "as": self.headers.get("Authorization")})
         elif url.path == "/api/v1/locked":
             self._answer(401, {"detail": "a token is needed"})
+        elif url.path in ("/api/v1/list", "/api/v1/word"):
+            self._answer(200, [1, 2] if url.path.endswith("list") else {"hello": 1})
         elif url.path == "/api/v1/page":
             self._send(200, b"<html>hello</html>", "text/html")
         else:
@@ -88,6 +90,11 @@ def test_an_answer_that_is_not_ours_is_told(client: Client) -> None:
     for path in ("/elsewhere", "/page"):
         with pytest.raises(click.ClickException, match="text/html, not as `paceline server` does"):
             client.get(path)
+    for path in ("/list", "/word"):
+        with pytest.raises(
+            click.ClickException, match="application/json, not as `paceline server`"
+        ):
+            client.items(path)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 
 from paceline_cli import render
 from paceline_cli.commands.run import describe
-from paceline_cli.main import COMMANDS, main
+from paceline_cli.main import COMMANDS, LazyCommands, main
 
 
 def invoke(*arguments: str) -> str:
@@ -30,6 +31,30 @@ def test_every_command_has_help(name: str) -> None:
     result = CliRunner().invoke(main, [name, "--help"])
     assert result.exit_code == 0, result.output
     assert "Usage:" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["evaluate", "--help"], ["--version"]])
+def test_a_full_disk_is_told_in_a_sentence(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "paceline_cli", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == "Error: not everything could be printed: No space left on device\n"
+
+
+@pytest.mark.parametrize(("no_color", "is_coloured"), [("", True), ("1", False)])
+def test_whoever_wants_no_colours_gets_none(
+    monkeypatch: pytest.MonkeyPatch, no_color: str, is_coloured: bool
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    show = click.Command("show", callback=lambda: render.show_table(["A", "B"], [["x", "y"]], ""))
+    monkeypatch.setattr(LazyCommands, "get_command", lambda *_: show)
+    shown = CliRunner().invoke(main, ["show"], color=True).output
+    assert ("\x1b" in shown) == is_coloured
 
 
 def test_a_missing_extra_is_named() -> None:
