@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.environment import Surroundings, read_surroundings
+from paceline.environment import Surroundings, identify, read_surroundings
+from paceline_wire.topology import Coordinates, Topology
 
 HOST = socket.gethostname().partition(".")[0][:40]
 TORCHRUN = {
@@ -23,6 +24,7 @@ TORCHRUN = {
 NODES = {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7"}
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "bert-master-0", "MASTER_PORT": "23456"}
 AGAIN = TORCHRUN | {"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "2"}
+BY_ITSELF = "d35fcb89-ba81-436a-be1c-6aa2bc2cbbd7"
 SRUN = {
     "SLURM_JOB_ID": "77",
     "SLURM_PROCID": "3",
@@ -70,6 +72,7 @@ def test_rank_and_sizes_are_the_launchers(
         (TORCHRUN | NODES, "torchrun-10.0.0.7", 0),
         (TORCHRUN | {"TORCHELASTIC_ERROR_FILE": "/own/error.json"}, f"torchrun-{HOST}", 0),
         (AGAIN, "torchrun-abc", 2),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": BY_ITSELF}, "torchrun-d35fcb89-ba81", 0),
         (SRUN | TORCHRUN, "slurm-77", 0),
         (SRUN | {"SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RESTART_COUNT": "1"}, "slurm-77", 201),
         (SRUN | {"SLURM_RESTART_COUNT": "2", "PACELINE_GENERATION": "200"}, "slurm-77", 200),
@@ -96,6 +99,26 @@ def test_a_rank_that_nobody_launched_is_named_by_its_process() -> None:
 
 def test_without_a_directory_for_rings_nothing_is_recorded() -> None:
     assert read_surroundings(TORCHRUN) is None
+
+
+@pytest.mark.parametrize(
+    ("program", "script"),
+    [
+        ("/home/ann/train.py", "train.py"),
+        ("train", "train"),
+        ("/usr/lib/pretrain/__main__.py", "pretrain"),
+        ("/data/tr\udce4in.py", "tr?in.py"),
+        (70 * "x", 64 * "x"),
+        ("-c", None),
+        ("", None),
+    ],
+)
+def test_a_training_is_called_by_its_script(
+    monkeypatch: pytest.MonkeyPatch, program: str, script: str | None
+) -> None:
+    monkeypatch.setattr("sys.argv", [program])
+    identity = identify(surroundings(), Topology(), Coordinates(), {})
+    assert identity.metadata.get("script") == script
 
 
 def agents(monkeypatch: pytest.MonkeyPatch, *rings: str) -> None:

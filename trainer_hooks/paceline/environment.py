@@ -7,6 +7,7 @@ already loaded, it is asked.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import time
@@ -47,6 +48,9 @@ _LAUNCHERS = (
 )
 
 _HOST_LENGTH = 40  # leaves room for what is told beside it
+_UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_UUID_LENGTH = 13  # 48 bits
+_SCRIPT_LENGTH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ def identify(
     coordinates: Coordinates,
     metadata: Mapping[str, str],
 ) -> Identity:
-    known = {"python": sys.version.split()[0]}
+    known = {"python": sys.version.split()[0], **_script()}
     torch = sys.modules.get("torch")
     if torch is not None:
         known["torch"] = str(torch.__version__)
@@ -120,6 +124,14 @@ def identify(
         gpu_uuid=surroundings.gpu_uuid,
         metadata={**known, **{str(key): str(value) for key, value in metadata.items()}},
     )
+
+
+def _script() -> dict[str, str]:
+    """What people call the training; of `-c` and of a shell there is no name."""
+    program = Path((sys.argv or [""])[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name
+    name = name.encode(errors="replace").decode()  # not every file's name is UTF-8
+    return {"script": name[:_SCRIPT_LENGTH]} if name and not name.startswith("-") else {}
 
 
 def clock_offset_ns() -> int:
@@ -225,6 +237,8 @@ def _job_name(environment: Mapping[str, str], world_size: int) -> str:
     if job := environment.get("SLURM_JOB_ID"):
         return f"slurm-{job}"
     run = environment.get("TORCHELASTIC_RUN_ID", "")
+    if _UUID.fullmatch(run):  # torchrun's own choice: nobody has to read all of it
+        return f"torchrun-{run[:_UUID_LENGTH]}"
     if run not in ("", "none"):
         return f"torchrun-{run}"
     if run:

@@ -36,6 +36,7 @@ from paceline_wire.topology import Topology
 
 _log = logging.getLogger(__name__)
 _LATE_NS = 60_000_000_000  # for ranks of a job whose others were found
+_NAME_LENGTH = 200
 _MARGIN_NS = 1_000_000_000  # several servers may store at once, each with a clock of its own
 
 
@@ -122,9 +123,11 @@ def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_n
     is_again = job is not None and job.generation >= generation
     margin_ns = 0 if is_again or placement.said else _MARGIN_NS
     cursor = position_at(session, placement.started_ns - margin_ns)
-    spec = JobSpec(name=identity.job, argv=[], topology=topology, metadata=identity.metadata)
+    script = "".join(filter(str.isprintable, identity.metadata.get("script", "")))
+    name = script[:_NAME_LENGTH] or identity.job
+    spec = JobSpec(name=name, argv=[], topology=topology, metadata=identity.metadata)
     if job is None:
-        job = Job(id=identity.job, name=identity.job, watched=True, stop_requested=False)
+        job = Job(id=identity.job, watched=True, stop_requested=False)
         job.policy = Policy(mode="observe")
         _forget_progress(job, now_ns)
         verb = "found running"
@@ -134,7 +137,7 @@ def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_n
             session.execute(delete(EngineMemory).where(EngineMemory.job_id == job.id))
         _clear(session, job.id, generation)
         verb = f"found running in generation {generation}"
-    job.spec, job.topology, job.generation = spec, topology, generation
+    job.name, job.spec, job.topology, job.generation = name, spec, topology, generation
     job.state, job.finished_ns, job.ticked_ns, job.cursor = "running", None, None, cursor
     session.add(job)
     session.flush()

@@ -10,7 +10,9 @@ import json
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import httpx
 
@@ -123,6 +125,7 @@ class SimulatedNode:
         *,
         generation: int = 0,
         pid: int | None = None,
+        metadata: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """A rank that somebody else started on this node."""
         command = commands.StartRanks(
@@ -139,7 +142,7 @@ class SimulatedNode:
             checkpoint_directory=None,
         )
         with self._lock:
-            self._start_rank(command, commands.RankSpec(rank, 0, None), pid)
+            self._start_rank(command, commands.RankSpec(rank, 0, None), pid, metadata)
             self._events = [one for one in self._events if not isinstance(one, RankStarted)]
 
     def tell_again(self, rank: int) -> None:
@@ -302,7 +305,11 @@ class SimulatedNode:
         return True
 
     def _start_rank(
-        self, command: commands.StartRanks, spec: commands.RankSpec, pid: int | None = None
+        self,
+        command: commands.StartRanks,
+        spec: commands.RankSpec,
+        pid: int | None = None,
+        metadata: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         pid = pid or 1000 + 10 * command.generation + spec.rank
         rank = SimulatedRank(command, spec.rank, pid, step=0)
@@ -319,6 +326,7 @@ class SimulatedNode:
             host="host",
             clock_offset_ns=time.time_ns() - time.monotonic_ns(),
             started_ns=time.monotonic_ns(),
+            metadata=dict(metadata),
         )
         now_ns = time.time_ns()
         self._events += [

@@ -73,6 +73,22 @@ def test_it_is_there_once_all_ranks_are_and_ends_when_they_end(
     assert not any(node.carried_out for node in nodes), "nothing was ever commanded"
 
 
+@pytest.mark.parametrize(
+    ("script", "name"), [("train.py", "train.py"), ("\0\n", "train"), ("x\x1b" * 200, "x" * 200)]
+)
+def test_it_is_called_by_its_script_where_that_has_a_name(
+    server: Any,
+    nodes: list[SimulatedNode],
+    job: Any,
+    wait_for: Callable[..., Any],
+    script: str,
+    name: str,
+) -> None:
+    nodes[0].run_for_others("train", 0, Topology(), metadata={"script": script})
+    found = wait_for(lambda: job("train"), "the job")
+    assert (found["id"], found["name"]) == ("train", name)
+
+
 def test_a_crash_is_told_and_left_to_others(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
