@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from paceline_wire import node_directory
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SCRIPTS = sorted((DEPLOY / "slurm").glob("*.sh"))
@@ -60,6 +63,20 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     unit.write_text(text.replace("/opt/paceline/bin/paceline", "/bin/true"))
     done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")
+def test_the_unit_makes_room_for_rings_where_ranks_look_for_them(tmp_path: Path) -> None:
+    lines = (DEPLOY / "systemd/paceline-agent.service").read_text().splitlines()
+    before = [line.partition("=+")[2] for line in lines if line.startswith("ExecStartPre=+")]
+    for command in before:
+        words = command.replace("%H", socket.gethostname()).split()
+        there = [word.replace(str(node_directory.MEMORY), str(tmp_path)) for word in words]
+        mine = ["0" if word == node_directory.ACCOUNT else word for word in there]
+        subprocess.run(mine, check=True)
+    node = tmp_path / f"{node_directory.PREFIX}{socket.gethostname()}"
+    assert node.stat().st_mode & 0o7777 == 0o711
+    assert (node / node_directory.RINGS).stat().st_mode & 0o7777 == 0o3777
 
 
 def test_the_unit_leaves_ranks_to_be_adopted() -> None:

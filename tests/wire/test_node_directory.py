@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,10 +39,16 @@ def test_an_agent_is_found_while_it_lives(memory: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives directories away")
 @pytest.mark.parametrize("place", [".", "rings"])
-def test_another_users_agent_has_to_be_named(memory: Path, place: str) -> None:
+def test_another_users_agent_has_to_be_named_but_for_that_of_the_service(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     with lay_out(memory, "theirs").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.chown(memory / "paceline-theirs" / place, 65534, 65534)
+        assert rings_of_running_agents() == []
+        monkeypatch.setattr(node_directory, "ACCOUNT", pwd.getpwuid(65534).pw_name)
+        assert rings_of_running_agents() == [memory / "paceline-theirs" / "rings"]
+        os.chown(memory / "paceline-theirs" / place, 4_000_000, 4_000_000)  # of no account
         assert rings_of_running_agents() == []
 
 

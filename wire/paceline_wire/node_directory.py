@@ -1,18 +1,20 @@
 """Where an agent keeps the rings of its node, and how a process of that node finds them.
 
 Whoever owns the directory can tell a rank what to do (its control page): one that nobody named is
-taken only from root or from the process's own user.
+taken only from root, from the process's own user, and from the account the agent's service has.
 """
 
 from __future__ import annotations
 
 import os
+import pwd
 from pathlib import Path
 
 MEMORY = Path("/dev/shm")
 PREFIX = "paceline-"
 LOCK = "agent.lock"  # held (flock) while the agent lives
 RINGS = "rings"
+ACCOUNT = "paceline"  # deploy/systemd
 
 _LOCKS = Path("/proc/locks")
 
@@ -46,6 +48,7 @@ def _place(lock: Path) -> str | None:
 
 def _is_trusted(directory: Path) -> bool:
     try:
-        return directory.lstat().st_uid in (0, os.getuid())
-    except OSError:
+        owner = directory.lstat().st_uid
+        return owner in (0, os.getuid()) or pwd.getpwuid(owner).pw_name == ACCOUNT
+    except (OSError, KeyError):
         return False
