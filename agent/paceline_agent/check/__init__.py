@@ -49,6 +49,7 @@ def check(settings: AgentSettings, context: Context, outcomes: Sequence[Outcome]
     yield privileges.other_processes(settings.procfs_root)
     yield privileges.stacks(settings.procfs_root)
     yield node.rings(settings)
+    yield node.found_by_ranks(settings)
     yield node.spool(settings)
     yield node.server(settings)
     yield node.clock()

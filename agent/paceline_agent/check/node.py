@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email.utils
 import os
+import pwd
 import time
 from http import HTTPStatus
 from pathlib import Path
@@ -14,6 +15,13 @@ from paceline_agent.errors import LinkError
 from paceline_agent.kept_files import read_text_once
 from paceline_agent.server_link import Target
 from paceline_agent.settings import AgentSettings
+from paceline_wire.node_directory import (
+    ACCOUNT,
+    MEMORY,
+    PREFIX,
+    RINGS,
+    rings_of_running_agents,
+)
 
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 _RINGS_BYTES = 64 << 20  # of the rings of eight ranks
@@ -36,6 +44,38 @@ def rings(settings: AgentSettings) -> Row:
         remedy = "--node-directory on a tmpfs, or ranks wait for the disk"
         return Row(what, PARTLY, told, remedy, needed=True)
     return Row(what, YES, told, needed=True)
+
+
+def found_by_ranks(settings: AgentSettings) -> Row:
+    """Of jobs that others start; those the agent starts are told."""
+    what, directory = "found by ranks", settings.directory
+    others = [ring for ring in rings_of_running_agents() if ring.parent != directory]
+    named = f"set PACELINE_RING_DIRECTORY={directory / RINGS} for them"
+    if directory.parent != MEMORY or not directory.name.startswith(PREFIX):
+        return Row(what, NO, f"they look for {MEMORY}/{PREFIX}*, not {directory}", named)
+    if others:
+        return Row(what, NO, f"another agent runs here, too: {others[0].parent}", named)
+    account = _account()
+    if account is None:
+        return Row(what, YES, "by those of all users")
+    if account == ACCOUNT and _is_open(directory / RINGS):
+        return Row(what, YES, "by those of all users, as the systemd unit has it")
+    return Row(what, PARTLY, "by those of its own user only", "see deploy/README.md for others'")
+
+
+def _account() -> str | None:
+    """None: root, who makes room for all."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name if os.geteuid() else None
+    except KeyError:
+        return ""
+
+
+def _is_open(directory: Path) -> bool:
+    try:
+        return directory.stat().st_mode & 0o7777 == 0o3777
+    except OSError:
+        return False
 
 
 def spool(settings: AgentSettings) -> Row:

@@ -181,6 +181,37 @@ def test_another_web_server_is_not_ours(content: bytes, seen: str) -> None:
     assert (row.seen, row.needed) == (seen, True)
 
 
+@pytest.mark.parametrize(
+    ("account", "mode", "others", "directory", "seen"),
+    [
+        (None, 0o755, [], "paceline-n", YES),
+        ("paceline", 0o3777, [], "paceline-n", YES),
+        ("paceline", 0o755, [], "paceline-n", PARTLY),
+        ("ann", 0o3777, [], "paceline-n", PARTLY),
+        (None, 0o3777, ["paceline-m"], "paceline-n", NO),
+        (None, 0o3777, [], "elsewhere", NO),
+    ],
+)
+def test_whose_ranks_find_the_agent(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    account: str | None,
+    mode: int,
+    others: list[str],
+    directory: str,
+    seen: str,
+) -> None:
+    here = tmp_path / directory
+    (here / "rings").mkdir(parents=True)
+    (here / "rings").chmod(mode)
+    running = [here / "rings", *(tmp_path / other / "rings" for other in others)]
+    monkeypatch.setattr(node, "MEMORY", tmp_path)
+    monkeypatch.setattr(node, "_account", lambda: account)
+    monkeypatch.setattr(node, "rings_of_running_agents", lambda: running)
+    row = node.found_by_ranks(AgentSettings(server_url="http://a:1", node_directory=here))
+    assert (row.seen, bool(row.remedy)) == (seen, seen != YES)
+
+
 def test_the_table_wraps_and_loses_nothing() -> None:
     long = " ".join(f"word{number}" for number in range(40))
     table = report.as_table([Row("thing", PARTLY, long, long, needed=True)])
