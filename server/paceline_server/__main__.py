@@ -47,6 +47,9 @@ _ROLES = (
 @click.option("--role", type=click.Choice(get_args(Role)), help=_ROLES)
 @click.option("--webhook-url", metavar="URL", help="Where incidents are posted.")
 @click.option("--action-webhook-url", metavar="URL", help="Where actions are posted.")
+@click.option(
+    "--chat-webhook-url", metavar="URL", help="Of a Slack, Mattermost or Google Chat channel."
+)
 @click.option("--alertmanager-url", metavar="URL", help="Base URL of an Alertmanager.")
 @click.option("--external-url", metavar="URL", help="How people reach this server.")
 @click.pass_context

@@ -48,6 +48,7 @@ class Settings(BaseSettings):
 
     webhook_url: str | None = Field(None, description="Where incidents are posted.")
     action_webhook_url: str | None = Field(None, description="Where actions are posted.")
+    chat_webhook_url: str | None = Field(None, description="Of a channel that hears of both.")
     alertmanager_url: str | None = Field(None, description="Base URL of an Alertmanager.")
     alert_repeat_seconds: float = Field(60.0, gt=0, description="Firing alerts are pushed again.")
     external_url: str | None = Field(None, description="How people reach this server.")

@@ -14,6 +14,7 @@ import httpx
 import msgspec
 
 from paceline_server.act.announce import ActionNotice, IncidentAlert, Notice
+from paceline_server.alerts.chat import text_of
 from paceline_server.settings import Settings
 
 _TIMEOUT_SECONDS = 5.0
@@ -60,6 +61,28 @@ class Webhook:
 
     def repeat(self, client: httpx.Client, firing: Sequence[IncidentAlert], now_ns: int) -> None:
         """A webhook remembers by itself."""
+
+
+class Chat:
+    """POSTs `{"text": ...}`, as Slack, Mattermost, Rocket.Chat and Google Chat take it."""
+
+    name = "chat"
+    takes_incidents = True
+    takes_actions = True
+
+    def __init__(self, url: str, external_url: str | None) -> None:
+        self._url = url
+        self._external_url = external_url
+
+    def deliver(self, client: httpx.Client, key: str, notice: Notice, now_ns: int) -> None:
+        text = text_of(notice)
+        if text and self._external_url is not None:
+            text += f"\n{_page(self._external_url, notice)}"
+        if text:
+            _post(client, self._url, {"text": text}, {"Idempotency-Key": key})
+
+    def repeat(self, client: httpx.Client, firing: Sequence[IncidentAlert], now_ns: int) -> None:
+        """People remember by themselves."""
 
 
 class Alertmanager:
@@ -116,7 +139,7 @@ class Alertmanager:
             "endsAt": _time(ends_ns),
         }
         if self._external_url is not None:
-            alert["generatorURL"] = f"{self._external_url.rstrip('/')}/jobs/{notice.job_id}"
+            alert["generatorURL"] = _page(self._external_url, notice)
         return alert
 
 
@@ -127,11 +150,17 @@ def receivers(settings: Settings) -> list[Receiver]:
     if settings.action_webhook_url is not None:
         url = settings.action_webhook_url
         found.append(Webhook("action-webhook", url, incidents=False, actions=True))
+    if settings.chat_webhook_url is not None:
+        found.append(Chat(settings.chat_webhook_url, settings.external_url))
     if settings.alertmanager_url is not None:
         # Three pushes may fail before an alert ends by itself.
         lasting = 4 * settings.alert_repeat_seconds
         found.append(Alertmanager(settings.alertmanager_url, settings.external_url, lasting))
     return found
+
+
+def _page(external_url: str, notice: Notice) -> str:
+    return f"{external_url.rstrip('/')}/jobs/{notice.job_id}"
 
 
 def _post(client: httpx.Client, url: str, body: object, headers: dict[str, str]) -> None:

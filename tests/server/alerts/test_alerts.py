@@ -14,8 +14,9 @@ import msgspec
 import pytest
 from sqlalchemy import select
 
-from paceline_server.act.announce import announce, incident_alert
-from paceline_server.decide.types import IncidentView, JobSpec, Policy
+from paceline_server.act.announce import ActionNotice, announce, incident_alert
+from paceline_server.alerts.chat import text_of
+from paceline_server.decide.types import ActionView, IncidentView, JobSpec, Policy
 from paceline_server.detect.finding import Finding
 from paceline_server.steps.types import Ledger
 from paceline_server.store.database import Database
@@ -136,6 +137,53 @@ def test_what_a_receiver_refuses_does_not_hold_up_the_rest(
     wait_for(lambda: len(listener.heard) == 2, "the second")
     wait_for(lambda: all(row.finished_ns for row in outbox(database)), "the end")
     assert outbox(database)[0].error == "answered 400"
+
+
+def test_a_channel_hears_in_sentences_what_is_worth_telling(
+    run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
+) -> None:
+    settings = {"chat_webhook_url": listener.url, "external_url": "https://paceline.example/"}
+    database = run_server(**settings).program.database
+    opened = view(severity="critical")
+    mitigating = msgspec.structs.replace(opened, state="mitigating")
+    tell(database, "chat", None, opened)
+    tell(database, "chat", opened, mitigating)
+    tell(database, "chat", mitigating, msgspec.structs.replace(opened, state="resolved"))
+    wait_for(lambda: all(row.finished_ns for row in outbox(database)), "the end")
+    page = "https://paceline.example/jobs/job-1"
+    assert [body for _, _, body in listener.heard] == [
+        {
+            "text": "CRITICAL toy (job-1): Rank 2 is slow.\nCause: thermal throttle.\n"
+            f"paceline incidents show inc-1\n{page}"
+        },
+        {"text": f"RESOLVED toy (job-1): Rank 2 is slow.\n{page}"},
+    ]
+
+
+def action(state: Any, kind: Any = "restart", job: str = "toy", **fields: Any) -> str:
+    reason = "Without node-1,\n<!channel> it goes on."
+    told = ActionView(
+        action_id="act-1",
+        kind=kind,
+        state=state,
+        reason=reason,
+        generation=1,
+        created_ns=1,
+        **fields,
+    )
+    return text_of(ActionNotice(job_id="toy", job_name=job, action=told))
+
+
+def test_a_channel_hears_of_what_waits_for_it_and_of_what_came_of_it() -> None:
+    said = "toy: restart. Without node-1, (!channel) it goes on."
+    assert action("proposed") == f"PROPOSED {said}\npaceline actions approve act-1"
+    assert action("done", resumed_step=120, lost_steps=3) == (
+        f"DONE {said}\nGoes on at step 120, 3 steps lost."
+    )
+    assert action("failed", "start", error="No node.") == (
+        f"FAILED {said.replace('restart', 'start')}\nNo node."
+    )
+    assert [action("running"), action("done", "start"), action("done", "notify")] == 3 * [""]
 
 
 def test_alertmanager_fires_moves_with_the_severity_and_resolves(
