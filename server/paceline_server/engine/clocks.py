@@ -7,12 +7,22 @@ NTP agree better among themselves than delivery times can tell.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 # Fewer batches may all come from a spool that was held up.
 BATCHES_BEFORE_TRUST = 4
 # A batch that comes before it was packed proves skew; more than scheduling jitter must.
 LARGEST_LEAD_NS = 20_000_000
 # No healthy delivery takes this long every time.
 LARGEST_LAG_NS = 2_000_000_000
+
+
+class Told(NamedTuple):
+    """Of something that a node told of, when it was by the node's clock and when it was heard."""
+
+    node: str
+    time_ns: int
+    received_ns: int
 
 
 class NodeClocks:
@@ -31,6 +41,12 @@ class NodeClocks:
     def lateness_ns(self, node: str) -> int:
         """How much longer the newest batch was under way than the fastest one; 0: not known."""
         return self._newest_ns.get(node, 0) - self._smallest_ns.get(node, 0)
+
+    def when_ns(self, told: Told) -> int:
+        """By the server's clock; when it was heard of while the node's clock is not known."""
+        if self._batches.get(told.node, 0) < BATCHES_BEFORE_TRUST:
+            return told.received_ns
+        return min(told.time_ns + self.shift_ns(told.node), told.received_ns)
 
     def shift_ns(self, node: str) -> int:
         """Add this to the node's CLOCK_REALTIME to get the server's."""

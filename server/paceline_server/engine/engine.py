@@ -111,10 +111,9 @@ class Engine:
             return Outcome(ledger=self._ledger.read(now_ns), highest_step=self._highest_step)
         steps = running.take_steps(now_ns)
         if running.placement.was_found:
-            self._ledger.reach_back(running.began_ns)
+            for told in running.attached.values():
+                self._ledger.reach_back(self._clocks.when_ns(told))
         for summary in steps:
-            if running.placement.was_found:
-                self._ledger.reach_back(summary.started_ns)
             self._ledger.add(summary, now_ns)
             self._highest_step = max(summary.step, self._highest_step or 0)
         findings = []
@@ -130,7 +129,7 @@ class Engine:
             ledger=self._ledger.read(now_ns),
             step_seconds=running.step_seconds(),
             highest_step=self._highest_step,
-            ended_ns=running.ended_ns,
+            ended_ns=max(map(self._clocks.when_ns, running.gone), default=None),
         )
 
     def ledger(self, as_of_ns: int) -> Ledger:

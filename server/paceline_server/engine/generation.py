@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -23,6 +23,7 @@ from paceline_server.detect.operations import operation_text
 from paceline_server.detect.recent import RecentRecords
 from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.telemetry import Telemetry
+from paceline_server.engine.clocks import Told
 from paceline_server.engine.losses import LossJoin
 from paceline_server.engine.types import Placement, RankProgress
 from paceline_server.flight_recorder import received
@@ -80,8 +81,8 @@ class RunningGeneration:
         self._stacks: dict[int, RankStacks] = {}
         self._dumps: dict[int, Received] = {}
         self._records = RecentRecords(placement.topology.world_size)
-        self.began_ns = placement.started_ns  # or when an agent first saw one of its ranks
-        self._last_exit_ns = 0
+        self.attached: dict[str, Told] = {}  # by node, the first of its ranks
+        self._gone: dict[int, Told] = {}
         self._new_exits: list[SeenExit] = []
         self._new_device_events: list[SeenDeviceEvent] = []
         self._sections: dict[tuple[int, int], str] = {}
@@ -106,7 +107,7 @@ class RunningGeneration:
                         self._define(event)
                 case RankExited():
                     if self._is_ours(event, batch.agent_id):
-                        self._see_exit(event, batch.agent_id, received_ns, clock_shift_ns)
+                        self._see_exit(event, batch.agent_id, received_ns)
                 case RankDump():
                     if self._is_ours(event, batch.agent_id):
                         self._dumps[event.rank] = received.read(event)
@@ -116,7 +117,9 @@ class RunningGeneration:
                 case RankAttached(identity=identity):
                     if self._is_said(identity.job, identity.generation, identity.rank):
                         self.model.describe(identity.metadata)
-                        self.began_ns = min(self.began_ns, event.time_ns + clock_shift_ns)
+                        if self._holds(identity.rank, batch.agent_id):
+                            told = Told(batch.agent_id, event.time_ns, received_ns)
+                            self.attached.setdefault(batch.agent_id, told)
                 case DeviceEvent():
                     shifted = replace_fields(event, time_ns=event.time_ns + clock_shift_ns)
                     self._new_device_events.append(SeenDeviceEvent(shifted, batch.agent_id))
@@ -170,20 +173,17 @@ class RunningGeneration:
             error=None if event.error is None else plain(event.error),
         )
 
-    def _see_exit(
-        self, event: RankExited, agent_id: str, received_ns: int, clock_shift_ns: int
-    ) -> None:
+    def _see_exit(self, event: RankExited, agent_id: str, received_ns: int) -> None:
         if event.rank not in self._exited:
             self._exited[event.rank] = event
-            exited_ns = min(event.time_ns + clock_shift_ns, received_ns)
-            self._last_exit_ns = max(self._last_exit_ns, exited_ns)
+            self._gone[event.rank] = Told(agent_id, event.time_ns, received_ns)
             self._moved.add(event.rank)
             self._new_exits.append(SeenExit(event, agent_id, received_ns))
 
     @property
-    def ended_ns(self) -> int | None:
-        """When the last of all ranks was seen to be gone."""
-        return self._last_exit_ns if len(self._exited) == self._world_size else None
+    def gone(self) -> Collection[Told]:
+        """The ends of all ranks; none while one of them is there."""
+        return self._gone.values() if len(self._gone) == self._world_size else ()
 
     def take_steps(self, now_ns: int) -> list[StepSummary]:
         """Steps closed since the last call, for the detectors and the ledger."""

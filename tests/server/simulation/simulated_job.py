@@ -431,9 +431,11 @@ class SimulatedJob:
         commanded: bool = False,
         log_tail: str = "",
         at_ns: int | None = None,
+        heard_ns: int | None = None,
     ) -> None:
+        skew_ns = self.faults.skew_ns.get(self.node(rank), 0)
         event = RankExited(
-            time_ns=self.now_ns if at_ns is None else at_ns,
+            time_ns=self.now_ns + skew_ns if at_ns is None else at_ns,
             job=JOB,
             generation=self.generation,
             rank=rank,
@@ -443,7 +445,8 @@ class SimulatedJob:
             commanded=commanded,
             log_tail=log_tail,
         )
-        self.engine.feed(self.batch(self.node(rank), events=[event]), self.now_ns)
+        batch = self.batch(self.node(rank), events=[event])
+        self.engine.feed(batch, self.now_ns if heard_ns is None else heard_ns)
 
     def device_event(self, node: str, kind: str, device: str, detail: str = "") -> None:
         event = DeviceEvent(time_ns=self.now_ns, kind=kind, device=device, detail=detail)
