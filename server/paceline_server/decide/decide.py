@@ -21,6 +21,9 @@ from paceline_server.detect.finding import Finding
 
 _NEVER_ACTS = ("observe", "dry-run")
 _GONE_NS = 86_400 * NANOSECONDS
+# Of exits whose codes nobody knows the cause is told once all nodes had time to tell of theirs; a
+# node that falls silent with them is lost after five seconds.
+_EXPLAINED_NS = 8 * NANOSECONDS
 
 
 def decide(
@@ -102,11 +105,21 @@ def _end_if_vanished(draft: Draft) -> None:
     draft.change_state("failed", "None of its nodes was heard of for a day.")
 
 
+def _is_being_explained(draft: Draft) -> bool:
+    """What a job died of is not known yet: nobody looks for it once the job is over."""
+    heard_ns = draft.view.ended_heard_ns
+    if heard_ns is None or draft.now_ns - heard_ns > _EXPLAINED_NS:
+        return False
+    return all(one.finding.kind != "failure" for one in draft.incidents())
+
+
 def _end_if_dead(draft: Draft) -> None:
     """No rank is left and, by policy or by a person's word, nobody will start them again."""
     ranks = draft.ranks
     unfinished = draft.actions("proposed", "approved", "running")
     if draft.ended or unfinished or not ranks or any(one.state != "exited" for one in ranks):
+        return
+    if _is_being_explained(draft):
         return
     incidents = [one for one in draft.incidents() if one.finding.severity == "critical"]
     rejected = bool(incidents) and all(one.action_ids for one in incidents)

@@ -169,6 +169,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float | None = None  # median of late
     stop_requested: bool = False
     is_superseded: bool = False  # who started it has started another run
+    ended_heard_ns: int | None = None  # that the last of its ranks is gone; None: some are there
 
 
 class IssuedCommand(msgspec.Struct, frozen=True, kw_only=True):

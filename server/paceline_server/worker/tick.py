@@ -207,6 +207,7 @@ class JobWork:
         self, known: Known, outcome: Outcome, acknowledged: list[Acknowledged], now_ns: int
     ) -> Decision:
         view = known.view(known.job, self._ranks.views(), acknowledged)
+        view = replace(view, ended_heard_ns=outcome.ended_heard_ns)
         return decide(
             view,
             outcome.findings,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+from msgspec.structs import replace
+
 from paceline_server.decide.types import Policy
 
 from .simulator import SECOND, World
@@ -27,6 +30,24 @@ def test_observe_calls_a_job_failed_when_no_rank_is_left(world: World) -> None:
     world.run(1.0)
     assert world.state == "failed"
     assert world.open_incidents()
+
+
+@pytest.mark.parametrize("is_explained", [True, False])
+def test_what_a_job_died_of_is_waited_for_but_not_for_ever(
+    world: World, is_explained: bool
+) -> None:
+    world.policy = Policy(mode="observe")
+    world.detects = False
+    world.run(1.0, (world.finding(severity="critical"),))
+    world.ranks = [replace(rank, state="exited") for rank in world.ranks]
+    world.ended_heard_ns = world.now_ns
+    world.run(2.0)
+    assert world.state == "running", "the straggler does not explain it"
+    if is_explained:
+        world.run(0.5, (world.finding(kind="failure", severity="critical"),))
+    else:
+        world.run(7.0)
+    assert world.state == "failed"
 
 
 def test_observe_calls_a_job_failed_when_its_nodes_are_gone_for_good(world: World) -> None:

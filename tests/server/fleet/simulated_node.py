@@ -153,6 +153,11 @@ class SimulatedNode:
         with self._lock:
             self._exit(self.ranks[rank], exit_code=0)
 
+    def vanish(self, rank: int) -> None:
+        """As somebody else's child does: how it ended is not known."""
+        with self._lock:
+            self._exit(self.ranks[rank])
+
     def say(self, event: Event) -> None:
         with self._lock:
             self._events.append(event)

@@ -108,6 +108,20 @@ def test_a_crash_is_told_and_left_to_others(
     assert len(server.client.get("/api/v1/jobs/train/ranks").json()["items"]) == 2
 
 
+def test_why_all_are_gone_at_once_is_told_before_the_job_is_over(
+    server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
+) -> None:
+    """torchrun ends all ranks when one has died, and nobody knows their exit codes."""
+    for rank in range(2):
+        nodes[0].run_for_others("train", rank, PAIR)
+    wait_for(lambda: ((job("train") or {}).get("step") or 0) >= 3, "steps")
+    for rank in range(2):
+        nodes[0].vanish(rank)
+    wait_for(lambda: job("train")["state"] == "failed", "the end")
+    (incident,) = server.client.get("/api/v1/incidents?job=train").json()["items"]
+    assert (incident["kind"], incident["ranks"]) == ("failure", [0, 1])
+
+
 def test_the_books_are_kept_over_all_generations(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
