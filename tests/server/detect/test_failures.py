@@ -82,6 +82,9 @@ def test_of_ranks_that_others_started_those_that_waited_were_victims(job):
 
 
 def test_ranks_that_others_started_and_that_went_together_are_named_together(job):
+    states = {4: job.state(4, status="failed"), 5: job.state(5)}
+    late = replace(states[5].view, step=states[5].view.step - 1)
+    job.wait(0.5, {**states, 5: replace(states[5], view=late)})
     job.exit(4)
     job.exit(5)
     heartbeat(job)
@@ -90,6 +93,11 @@ def test_ranks_that_others_started_and_that_went_together_are_named_together(job
     (found,) = [*tick(job, 0.1), *tick(job, 1.0)]
     assert (found.rank, found.ranks, found.node) == (None, [4, 5], "node-2")
     assert found.summary == "Ranks 4, 5 on node-2 ended: process gone."
+    told = [one.text for one in found.evidence]
+    assert told[1:3] == [
+        f"rank 5 ended without raising an error in step {job.step - 1}",
+        f"rank 4 raised an error in step {job.step}",
+    ]
 
 
 def test_an_earlier_death_that_is_told_later_corrects_the_finding(job):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from paceline_server.detect.detector import Detector
@@ -167,6 +168,7 @@ class ExitDetector(Detector):
         subject = self.generation.subject(event.rank)
         if rank is None:
             subject = f"Ranks {', '.join(map(str, together))} on {culprit.node}"
+            evidence += _endings(together, seen)
         followers = sorted(self._abnormal.keys() - set(together))
         if followers:
             evidence.append(Evidence(f"then ranks {', '.join(map(str, followers))} ended as well"))
@@ -186,6 +188,20 @@ class ExitDetector(Detector):
             advice=_LESS_MEMORY if killed is not None else None,
             evidence=evidence,
         )
+
+
+def _endings(ranks: Sequence[int], seen: Observation) -> Iterator[Evidence]:
+    """What their pages tell apart: an error that was raised, and how far each had come."""
+    alike: dict[tuple[int, bool], list[int]] = {}
+    for rank in ranks:
+        live = seen.ranks.get(rank)
+        if live is not None and live.state is not None:
+            view = live.state.view
+            alike.setdefault((view.step, view.status == "failed"), []).append(rank)
+    for (step, raised), those in sorted(alike.items()):
+        subject = f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}"
+        how = "raised an error" if raised else "ended without raising an error"
+        yield Evidence(f"{subject} {how} in step {step}")
 
 
 def _is_abnormal(event: RankExited) -> bool:
