@@ -46,25 +46,32 @@ def _sqlite_away(url: str) -> Away:
 
 
 def _postgresql_away(url: str) -> Away:
-    name = url.rpartition("?")[0].rpartition("/")[2]
-    admin_url = Settings(database_url=url.replace(f"/{name}?", "/postgres?")).database_url
-
     @contextmanager
     def away() -> Iterator[None]:
         """No connection lives and no new one is let in."""
-        admin = sqlalchemy.create_engine(admin_url, isolation_level="AUTOCOMMIT")
-        with admin.connect() as connection:
-            connection.exec_driver_sql(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
-            connection.exec_driver_sql(
-                f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'"
-            )
+        with _administrator(url) as (say, name):
+            say(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+            say(_END_SESSIONS.format(name))
             try:
                 yield
             finally:
-                connection.exec_driver_sql(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
-        admin.dispose()
+                say(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
 
     return away
+
+
+_END_SESSIONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{}'"
+
+
+@contextmanager
+def _administrator(url: str) -> Iterator[tuple[Callable[[str], Any], str]]:
+    """Who says what is done with a database, and its name."""
+    name = url.rpartition("?")[0].rpartition("/")[2]
+    admin_url = Settings(database_url=url.replace(f"/{name}?", "/postgres?")).database_url
+    admin = sqlalchemy.create_engine(admin_url, isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        yield connection.exec_driver_sql, name
+    admin.dispose()
 
 
 def post(server: Any, sequence: int) -> httpx.Response:
@@ -116,6 +123,22 @@ def test_a_job_goes_on_unharmed(
             assert session.scalar(select(func.count()).select_from(Generation)) == 1
     finally:
         stop_all(nodes)
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_database_that_is_read_only_for_a_while_is_away_for_that_long(
+    run_server: Callable[..., Any], database_url: str, wait_for: Callable[..., Any]
+) -> None:
+    """As a standby is after a failover, and what a provider makes of one whose disk is full."""
+    server = run_server()
+    with _administrator(database_url) as (say, name):
+        say(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+        say(_END_SESSIONS.format(name))
+        wait_for(lambda: post(server, 0).status_code == 503, "agents to be told to come back")
+        wait_for(lambda: not _ready(server), "the worker to notice")
+        say(f"ALTER DATABASE {name} RESET default_transaction_read_only")
+    wait_for(lambda: post(server, 0).status_code == 200, "the batch to be stored")
+    wait_for(lambda: _ready(server), "the worker to go on")
 
 
 def _ready(server: Any) -> bool:

@@ -36,7 +36,13 @@ UNAVAILABLE = (
 _WRITER = 0x7061636501
 _JOURNAL_BYTES = 64 << 20  # a write-ahead log that grew is cut down to it
 _PAGES_GIVEN_BACK = 4096  # 16 MB in one go, which takes some milliseconds
-_IDLE_IN_TRANSACTION = "25P03"  # PostgreSQL, appendix A: the server has ended the session
+# PostgreSQL, appendix A: away, but psycopg speaks of them as of a bug.
+_AWAY = frozenset(
+    {
+        "25006",  # read only: a standby after a failover, or a disk that is nearly full
+        "25P03",  # idle in a transaction for too long: this process stood still
+    }
+)
 
 
 class Database:
@@ -187,9 +193,9 @@ def _postgresql_options(timeout_seconds: float) -> dict[str, Any]:
 def _prepare_postgresql(engine: Engine) -> None:
     @event.listens_for(engine, "handle_error")
     def failed(context: ExceptionContext) -> None:
-        """Of a process that stood still in a transaction psycopg speaks as of a bug."""
         told = context.original_exception
-        if getattr(told, "sqlstate", None) == _IDLE_IN_TRANSACTION:
+        if getattr(told, "sqlstate", None) in _AWAY:
+            context.is_disconnect = True  # a session that began read only would stay so
             raise sqlalchemy.exc.OperationalError(context.statement, context.parameters, told)
 
 
