@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+RANKS_AT_MOST = 1 << 17  # of a job; an order of magnitude beyond the largest known
+
 
 class Coordinates(msgspec.Struct, frozen=True, order=True):
     """One rank's place on each parallel axis, all counted from 0."""

@@ -17,8 +17,7 @@ from paceline_server.store.models import Attachment, Generation, Job, Rank
 from paceline_wire.batch import RankAttached, RankExited
 from paceline_wire.job_name import is_job_name
 from paceline_wire.ring import Identity
-
-_RANKS_AT_MOST = 1 << 17
+from paceline_wire.topology import RANKS_AT_MOST
 
 
 class Gathering(NamedTuple):
@@ -44,7 +43,7 @@ def keep(session: Session, agent_id: str, event: RankAttached, received_ns: int)
     """But for ranks of jobs that we started, and for processes that are known."""
     identity = event.identity
     job_id, world_size = identity.job, identity.world_size
-    if not is_job_name(job_id) or not 0 <= identity.rank < world_size <= _RANKS_AT_MOST:
+    if not is_job_name(job_id) or not 0 <= identity.rank < world_size <= RANKS_AT_MOST:
         return
     if session.scalar(select(Job.watched).where(Job.id == job_id)) is False:
         return

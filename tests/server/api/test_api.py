@@ -131,6 +131,13 @@ ERRORS: list[tuple[str, str, Any, int, str]] = [
     ("GET", "/api/v1/jobs?limit=0", None, 422, "limit"),
     ("GET", "/api/v1/incidents?state=weird", None, 422, "state"),
     ("POST", "/api/v1/jobs", {"name": "x"}, 422, "argv"),
+    (
+        "POST",
+        "/api/v1/jobs",
+        {"name": "x", "argv": ["true"], "topology": {"dp": 65536, "pp": 1024, "tp": 1024}},
+        422,
+        "at most 131072 ranks, got 68719476736",
+    ),
     ("POST", "/api/v1/jobs", {"name": "x" * (2 << 20)}, 413, "at most"),
     ("GET", "/api/v1/nothing", None, 404, "Not Found"),
     ("DELETE", "/api/v1/jobs", None, 405, "Method"),

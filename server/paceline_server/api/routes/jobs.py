@@ -18,7 +18,7 @@ from paceline_server.steps.types import Ledger
 from paceline_server.store import audit, models, queries
 from paceline_server.store.changes import record_change
 from paceline_server.store.log import FINISHED, newest_log_id
-from paceline_wire.topology import Topology
+from paceline_wire.topology import RANKS_AT_MOST, Topology
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 _READ = problems.responses(401, 403, 422, 503)
@@ -47,6 +47,10 @@ def _new_job(session: Session, body: schemas.JobCreate, now_ns: int) -> models.J
         if "\0" in text:
             raise Problem(422, f"{name}: expected text without NUL.")
     topology = Topology(body.topology.dp, body.topology.pp, body.topology.tp)
+    if topology.world_size > RANKS_AT_MOST:
+        raise Problem(
+            422, f"topology: expected at most {RANKS_AT_MOST} ranks, got {topology.world_size}."
+        )
     spec = JobSpec(
         name=body.name,
         argv=body.argv,
