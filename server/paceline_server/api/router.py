@@ -73,7 +73,8 @@ def build(static_directory: Path | None) -> FastAPI:
     app.include_router(health.router)
     _describe_problems(app)
     if static_directory is not None and static_directory.is_dir():
-        app.mount("/", Pages(directory=static_directory, html=True), name="pages")
+        # Not mounted: what is mounted at / would take each request that a route nearly answers.
+        app.router.default = Pages(directory=static_directory, html=True)
     return app
 
 
@@ -93,10 +94,12 @@ class Pages(StaticFiles):
     """The web's files; a path that is none of them is a view of the one page."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
+        if path.startswith("api/"):
+            raise HTTPException(404)
         try:
             response = await super().get_response(path, scope)
         except HTTPException as error:
-            is_file = path.startswith(("api/", "assets/")) or ("/" not in path and "." in path)
+            is_file = path.startswith("assets/") or ("/" not in path and "." in path)
             if error.status_code != 404 or is_file:
                 raise
             response = await super().get_response("index.html", scope)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Callable
@@ -417,6 +418,31 @@ def test_metrics_are_openmetrics_for_those_who_ask(client: httpx.Client) -> None
 
 def test_ready_says_what_is_missing(client: httpx.Client) -> None:
     assert client.get("/readyz").json() == {"ready": True, "missing": []}
+
+
+def test_a_probe_by_head_hears_what_one_by_get_hears(server: Any, client: httpx.Client) -> None:
+    assert client.head("/readyz").status_code == 200
+    parts = server.app.state.parts
+    server.app.state.parts = dataclasses.replace(parts, unready=lambda: ["worker: stalled"])
+    assert client.head("/readyz").status_code == 503
+    assert [client.head(path).status_code for path in ("/healthz", "/metrics")] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "header"),
+    [
+        ("POST", "/healthz", 405, {"allow": "GET"}),
+        ("PUT", "/api/v1/agents/node-1/commands", 405, {"allow": "GET"}),
+        ("GET", "/api/v1/jobs/", 307, {"location": "http://127.0.0.1/api/v1/jobs"}),
+        ("POST", "/api/v1/nothing", 404, {}),
+    ],
+)
+def test_the_page_takes_no_request_from_the_api(
+    client: httpx.Client, method: str, path: str, status: int, header: dict[str, str]
+) -> None:
+    answer = client.request(method, path, headers={"Host": "127.0.0.1"})
+    assert answer.status_code == status
+    assert header.items() <= answer.headers.items()
 
 
 def test_the_page_is_served_for_every_view(run_server: Callable[..., Any], tmp_path: Any) -> None:

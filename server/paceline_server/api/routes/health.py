@@ -12,12 +12,14 @@ from paceline_server.store.database import UNAVAILABLE
 router = APIRouter(tags=["health"])
 
 
+@router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", response_class=PlainTextResponse)
 async def healthz() -> str:
     """The process answers."""
     return "ok\n"
 
 
+@router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", responses={503: {"description": "Something is missing; the body says it."}})
 def readyz(of: PartsDep) -> JSONResponse:
     """The server can do its work."""
@@ -29,6 +31,7 @@ def readyz(of: PartsDep) -> JSONResponse:
     return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
 
+@router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", response_class=PlainTextResponse)
 def metrics(of: PartsDep, request: Request) -> Response:
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
