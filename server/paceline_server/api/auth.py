@@ -23,6 +23,7 @@ from fastapi.security.utils import get_authorization_scheme_param
 from paceline_server.api.dependencies import Parts, PartsDep
 from paceline_server.api.problems import Problem
 from paceline_server.settings import is_loopback
+from paceline_server.store.database import UNAVAILABLE
 from paceline_server.store.tokens import Scope, any_token, find_token
 
 _bearer = HTTPBearer(auto_error=False, description="A token of `paceline server token create`.")
@@ -113,6 +114,17 @@ async def authorized(request: Request, of: Parts, scope: Scope, secret: str | No
             403, f"This needs a token of scope {scope}; {caller.name!r} is {caller.scope}."
         )
     return caller
+
+
+async def still_authorized(request: Request, of: Parts, scope: Scope) -> bool:
+    """Whether an open stream may go on. One outlives that the database is away."""
+    try:
+        await authorized(request, of, scope, bearer(request))
+    except Problem:
+        return False
+    except UNAVAILABLE:
+        return True
+    return True
 
 
 def bearer(request: Request) -> str | None:

@@ -14,6 +14,7 @@ from paceline_server.decide.types import IssuedCommand
 from paceline_server.store.changes import prune_changes, record_change
 from paceline_server.store.commands import issue, withdraw
 from paceline_server.store.models import Node
+from paceline_server.store.tokens import Scope, create_token, revoke_token
 from paceline_wire import batch as wire
 from paceline_wire.batch import Batch, CommandResult
 from paceline_wire.commands import Burst, ControlRanks, Ping, StopGeneration, decode_line
@@ -185,6 +186,23 @@ def test_streams_are_given_up_when_the_client_leaves(
         lambda: registry.get_sample_value("paceline_streams", {"kind": "commands"}) == 0,
         "the count",
     )
+
+
+@pytest.mark.parametrize(
+    ("scope", "path"),
+    [("agent", "/api/v1/agents/node-0/commands"), ("viewer", "/api/v1/events")],
+)
+def test_a_stream_ends_with_the_token_that_opened_it(
+    server: Any, scope: Scope, path: str, wait_for: Callable[..., Any]
+) -> None:
+    database, wakes = server.program.database, server.program.wakes
+    with database.write() as session:
+        token = create_token(session, "gone", scope, 1)
+    with stream(server, path, Authorization=f"Bearer {token}") as answer:
+        next(answer.iter_lines())
+        with database.write() as session:
+            assert revoke_token(session, "gone", 2)
+        wait_for(lambda: wakes.commands.subscribers == wakes.changes.subscribers == 0, "its end")
 
 
 def test_the_server_ends_although_streams_are_open(server: Any) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Request
 from fastapi.responses import StreamingResponse
 
 from paceline_server.api import problems
-from paceline_server.api.auth import agent
+from paceline_server.api.auth import agent, still_authorized
 from paceline_server.api.dependencies import Parts, PartsDep
 from paceline_wire.commands import Ping, encode_line
 
@@ -39,20 +39,20 @@ def flush_seconds(agents: int) -> float:
     },
 )
 async def stream_commands(
-    agent_id: Annotated[str, Path(max_length=128)], of: PartsDep
+    agent_id: Annotated[str, Path(max_length=128)], request: Request, of: PartsDep
 ) -> StreamingResponse:
     """Commands whose result is not stored yet, in order of issue, then new ones as they come."""
-    return StreamingResponse(_lines(of, agent_id), media_type=MEDIA_TYPE)
+    return StreamingResponse(_lines(request, of, agent_id), media_type=MEDIA_TYPE)
 
 
-async def _lines(of: Parts, agent_id: str) -> AsyncIterator[bytes]:
+async def _lines(request: Request, of: Parts, agent_id: str) -> AsyncIterator[bytes]:
     subscription = of.wakes.commands.subscribe()
     of.metrics.streams.labels("commands").inc()
     sent: set[int] = set()
     begun = False
     next_ping_ns = 0
     try:
-        while not of.wakes.commands.closed:
+        while not of.wakes.commands.closed and await still_authorized(request, of, "agent"):
             now_ns = of.now_ns()
             if now_ns >= next_ping_ns:
                 next_ping_ns = now_ns + int(of.ping_seconds * 1e9)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from anyio.to_thread import run_sync
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
 from paceline_server.api import problems, resources
-from paceline_server.api.auth import viewer
+from paceline_server.api.auth import still_authorized, viewer
 from paceline_server.api.dependencies import Parts, PartsDep
 from paceline_server.api.problems import not_found
 from paceline_server.store import models, queries
@@ -51,6 +51,7 @@ class Look:
     },
 )
 def stream_events(
+    request: Request,
     of: PartsDep,
     job: Annotated[str | None, Query(description="Only of this job, and nodes.")] = None,
     last_event_id: Annotated[str | None, Header(max_length=40)] = None,
@@ -61,7 +62,7 @@ def stream_events(
         resume = _resume(session, last_event_id)
         first = _snapshot(session, of, job) if resume is None else Look(resume, "")
     return StreamingResponse(
-        _events(of, job, first),
+        _events(request, of, job, first),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
@@ -76,12 +77,12 @@ def _resume(session: Session, last_event_id: str | None) -> int | None:
     return position if known else None
 
 
-async def _events(of: Parts, job: str | None, look: Look) -> AsyncIterator[str]:
+async def _events(request: Request, of: Parts, job: str | None, look: Look) -> AsyncIterator[str]:
     subscription = of.wakes.changes.subscribe()
     of.metrics.streams.labels("events").inc()
     spoke_ns = 0
     try:
-        while not of.wakes.changes.closed:
+        while not of.wakes.changes.closed and await still_authorized(request, of, "viewer"):
             if look.text:
                 yield look.text
                 spoke_ns = of.now_ns()
