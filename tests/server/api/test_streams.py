@@ -169,6 +169,21 @@ def test_a_client_that_cannot_resume_begins_anew(server: Any) -> None:
             assert [next(found)[1] for _ in range(2)] == ["job", "ranks"]
 
 
+def test_a_stream_that_missed_what_is_no_longer_kept_ends(
+    server: Any, wait_for: Callable[..., Any]
+) -> None:
+    """So that its client comes back, and begins anew."""
+    job_id = post_job(server.url)
+    with stream(server, f"/api/v1/events?job={job_id}") as answer:
+        found = events(answer)  # kept, for with it the client would leave
+        next(found)
+        with server.program.database.write() as session:
+            for kind in ("job", "ranks", "job"):
+                record_change(session, job_id, kind, job_id)
+            prune_changes(session, 1)
+        wait_for(lambda: server.program.wakes.changes.subscribers == 0, "its end")
+
+
 def test_streams_are_given_up_when_the_client_leaves(
     server: Any, wait_for: Callable[..., Any]
 ) -> None:
@@ -199,7 +214,8 @@ def test_a_stream_ends_with_the_token_that_opened_it(
     with database.write() as session:
         token = create_token(session, "gone", scope, 1)
     with stream(server, path, Authorization=f"Bearer {token}") as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept, for with it the client would leave
+        next(lines)
         with database.write() as session:
             assert revoke_token(session, "gone", 2)
         wait_for(lambda: wakes.commands.subscribers == wakes.changes.subscribers == 0, "its end")

@@ -25,6 +25,7 @@ from paceline_server.store.changes import changes_after, newest_change, oldest_c
 from paceline_server.store.database import UNAVAILABLE
 
 router = APIRouter(prefix="/events", tags=["events"])
+_AT_ONCE = 1000
 _EXAMPLE = 'id: 42\nevent: job\ndata: {"id": "job-1a2b3c4d", "state": "running"}\n\n'
 
 
@@ -77,12 +78,13 @@ def _resume(session: Session, last_event_id: str | None) -> int | None:
     return position if known else None
 
 
-async def _events(request: Request, of: Parts, job: str | None, look: Look) -> AsyncIterator[str]:
+async def _events(request: Request, of: Parts, job: str | None, first: Look) -> AsyncIterator[str]:
     subscription = of.wakes.changes.subscribe()
     of.metrics.streams.labels("events").inc()
+    look: Look | None = first
     spoke_ns = 0
     try:
-        while not of.wakes.changes.closed and await still_authorized(request, of, "viewer"):
+        while look is not None and await _goes_on(request, of):
             if look.text:
                 yield look.text
                 spoke_ns = of.now_ns()
@@ -96,10 +98,18 @@ async def _events(request: Request, of: Parts, job: str | None, look: Look) -> A
         subscription.close()
 
 
-def _look(of: Parts, job: str | None, position: int) -> Look:
+async def _goes_on(request: Request, of: Parts) -> bool:
+    return not of.wakes.changes.closed and await still_authorized(request, of, "viewer")
+
+
+def _look(of: Parts, job: str | None, position: int) -> Look | None:
+    """None: some of what came since is no longer kept; who comes back begins anew."""
     try:
         with of.database.read() as session:
-            changes = changes_after(session, position, job)
+            if position < oldest_change(session) - 1:
+                return None
+            changes = changes_after(session, position, job, _AT_ONCE)
+            seen = changes[-1].id if len(changes) == _AT_ONCE else newest_change(session)
             newest = {(each.kind, each.subject, each.job_id): each.id for each in changes}
             parts = [
                 _event(session, of, kind, subject, str(number))
@@ -107,7 +117,7 @@ def _look(of: Parts, job: str | None, position: int) -> Look:
             ]
     except UNAVAILABLE:
         return Look(position, "")
-    return Look(changes[-1].id if changes else position, "".join(parts))
+    return Look(seen, "".join(parts))
 
 
 def _snapshot(session: Session, of: Parts, job: str | None) -> Look:
