@@ -164,10 +164,14 @@ def _page(external_url: str, notice: Notice) -> str:
 
 
 def _post(client: httpx.Client, url: str, body: object, headers: dict[str, str]) -> None:
+    """Only the status counts: what is said beyond it is not waited for."""
+    content = msgspec.json.encode(body)
+    headers = {"Content-Type": "application/json", **headers}
     try:
-        content = msgspec.json.encode(body)
-        headers = {"Content-Type": "application/json", **headers}
-        answer = client.post(url, content=content, headers=headers, timeout=_TIMEOUT_SECONDS)
+        with client.stream(
+            "POST", url, content=content, headers=headers, timeout=_TIMEOUT_SECONDS
+        ) as answer:
+            pass
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DeliveryError(f"{type(error).__name__}: {error}") from error
     if answer.is_success:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -184,6 +185,20 @@ def test_a_channel_hears_of_what_waits_for_it_and_of_what_came_of_it() -> None:
         f"FAILED {said.replace('restart', 'start')}\nNo node."
     )
     assert [action("running"), action("done", "start"), action("done", "notify")] == 3 * [""]
+
+
+def test_an_answer_that_never_ends_is_one(
+    run_server: Callable[..., Any], wait_for: Callable[..., Any]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        database = run_server(webhook_url=url).program.database
+        tell(database, "webhook", None, view())
+        receiver, _ = listening.accept()
+        with receiver:
+            receiver.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n.\r\n")
+            wait_for(lambda: outbox(database)[0].finished_ns, "it to count as delivered")
+    assert outbox(database)[0].error is None
 
 
 def test_alertmanager_fires_moves_with_the_severity_and_resolves(
