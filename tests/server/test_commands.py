@@ -89,6 +89,10 @@ def test_a_taken_port_is_told_in_a_sentence(run_process: Callable[..., Any]) -> 
     [
         (("--database-url", "mysql://x"), "expected sqlite:///PATH or postgresql://"),
         (("--port", "70000"), "port: Input should be less than or equal to 65535"),
+        (("--webhook-url", "hooks.example/x/y"), "or https://HOST/..., got hooks.example..."),
+        (("--alertmanager-url", "ftp://alerts"), "got ftp:..."),
+        (("--action-webhook-url", "http://a..b/secret"), "got http:..."),
+        (("--external-url", "http://host:port"), "got http:..."),
     ],
 )
 def test_wrong_settings_are_told_in_a_sentence(arguments: tuple[str, ...], says: str) -> None:
