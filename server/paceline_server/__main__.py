@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from paceline_server.api import router
 from paceline_server.app import StartError, serve
 from paceline_server.settings import Role, Settings
-from paceline_server.store.database import UNAVAILABLE, Database
+from paceline_server.store.database import Database, UnusableError
 from paceline_server.store.tokens import SCOPES, create_token, revoke_token
 
 _database = click.option(
@@ -63,7 +63,7 @@ def server(context: click.Context, /, **options: Any) -> None:
     if context.invoked_subcommand is None:
         try:
             serve(context.obj)
-        except StartError as error:
+        except (StartError, UnusableError) as error:
             _give_up(str(error))
 
 
@@ -73,7 +73,7 @@ def _settings(options: dict[str, Any]) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        _give_up(f"{where}: {first['msg']}.")
+        _give_up(f"{where}: {first['msg'].removeprefix('Value error, ')}.")
 
 
 def _give_up(sentence: str) -> NoReturn:
@@ -136,9 +136,8 @@ class _open:  # noqa: N801 (reads as a verb)
     def __enter__(self) -> Database:
         try:
             self._database.migrate()
-        except UNAVAILABLE as error:
-            detail = str(getattr(error, "orig", error)).strip().splitlines()[0]
-            _give_up(f"the database cannot be opened: {detail}.")
+        except UnusableError as error:
+            _give_up(str(error))
         return self._database
 
     def __exit__(self, *_: object) -> None:

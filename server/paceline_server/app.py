@@ -28,7 +28,7 @@ from paceline_server.ingest.writer import LogWriter
 from paceline_server.interpreter import tune_interpreter
 from paceline_server.metrics import ServingMetrics
 from paceline_server.settings import Settings, is_loopback
-from paceline_server.store.database import UNAVAILABLE, Database
+from paceline_server.store.database import Database
 from paceline_server.store.tokens import any_token
 from paceline_server.store.wake import Wakes
 
@@ -121,7 +121,7 @@ def create_app(settings: Settings, *, apart: bool = False) -> FastAPI:
 
 
 def serve(settings: Settings) -> None:
-    """Run until SIGTERM or SIGINT. Raises StartError."""
+    """Run until SIGTERM or SIGINT. Raises StartError, UnusableError."""
     if settings.role == "worker":
         _work(settings)
         return
@@ -166,10 +166,7 @@ def _work(settings: Settings) -> None:
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    try:
-        database.migrate()
-    except UNAVAILABLE as error:
-        raise _unopened(error) from error
+    database.migrate()
     background.start()
     _say("Working")
     ended.wait()
@@ -185,12 +182,9 @@ def _say(line: str) -> None:
 
 def _check_exposure(settings: Settings, database: Database) -> None:
     """Refuse to let anybody in the network do anything."""
-    try:
-        database.migrate()
-        with database.read() as session:
-            guarded = any_token(session)
-    except UNAVAILABLE as error:
-        raise _unopened(error) from error
+    database.migrate()
+    with database.read() as session:
+        guarded = any_token(session)
     if not guarded and not is_loopback(settings.host):
         raise StartError(
             f"Without tokens this server listens on loopback only, not on {settings.host}: make"
@@ -217,11 +211,6 @@ def listen(settings: Settings) -> socket.socket:
 
 def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _unopened(error: Exception) -> StartError:
-    detail = str(getattr(error, "orig", error)).strip().splitlines()[0].rstrip(".")
-    return StartError(f"The database cannot be opened: {detail}.")
 
 
 def _built_in_pages() -> Path | None:

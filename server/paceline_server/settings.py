@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
 
 Role = Literal["all", "api", "worker"]
 
@@ -59,14 +61,16 @@ class Settings(BaseSettings):
     @field_validator("database_url")
     @classmethod
     def _known_database(cls, url: str) -> str:
-        if url.startswith(("postgresql://", "postgres://")):
-            return "postgresql+psycopg://" + url.split("://", 1)[1]
-        if not url.startswith(("sqlite:///", "postgresql+psycopg://")):
+        scheme, separator, rest = url.partition("://")
+        if scheme in ("postgresql", "postgres"):
+            scheme = "postgresql+psycopg"
+        known = f"{scheme}{separator}{rest}"
+        if not _is_database(known):
             raise ValueError(
                 "expected sqlite:///PATH or postgresql://USER@HOST/NAME, "
                 f"got {url.split(':', 1)[0]}:..."
             )
-        return url
+        return known
 
     @field_validator("webhook_url", "action_webhook_url", "alertmanager_url", "external_url")
     @classmethod
@@ -77,6 +81,16 @@ class Settings(BaseSettings):
                 f"expected http://HOST/... or https://HOST/..., got {url.split('/', 1)[0]}..."
             )
         return url
+
+
+def _is_database(url: str) -> bool:
+    try:
+        parts = make_url(url)
+    except (ValueError, ArgumentError):  # a port that is no number, no URL at all
+        return False
+    if parts.drivername == "sqlite":  # in memory each connection would have its own
+        return parts.host is None and parts.database not in (None, "", ":memory:")
+    return parts.drivername == "postgresql+psycopg"
 
 
 def _names_host(url: str) -> bool:

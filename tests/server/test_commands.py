@@ -12,9 +12,11 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
+from sqlalchemy import text
 
 from paceline_server.__main__ import main
 from paceline_server.settings import Settings, is_loopback
+from paceline_server.store.database import Database, UnusableError
 
 EXPORTED = Path(__file__).parents[2] / "web" / "openapi.json"
 
@@ -88,6 +90,8 @@ def test_a_taken_port_is_told_in_a_sentence(run_process: Callable[..., Any]) -> 
     ("arguments", "says"),
     [
         (("--database-url", "mysql://x"), "expected sqlite:///PATH or postgresql://"),
+        (("--database-url", "postgresql://me@host:port/x"), "got postgresql:..."),
+        (("--database-url", "sqlite:///:memory:"), "expected sqlite:///PATH"),
         (("--port", "70000"), "port: Input should be less than or equal to 65535"),
         (("--webhook-url", "hooks.example/x/y"), "or https://HOST/..., got hooks.example..."),
         (("--alertmanager-url", "ftp://alerts"), "got ftp:..."),
@@ -99,6 +103,23 @@ def test_wrong_settings_are_told_in_a_sentence(arguments: tuple[str, ...], says:
     result = run("server", *arguments)
     assert result.exit_code == 2
     assert says in result.output
+
+
+def test_a_file_that_is_no_database_is_told_in_a_sentence(database_url: str) -> None:
+    path = Path(database_url.removeprefix("sqlite:///"))
+    path.write_text("step,loss\n" * 100)
+    for command in (["migrate"], []):
+        result = run("server", "--database-url", database_url, *command)
+        assert result.exit_code == 2
+        assert result.output.startswith("paceline server: The database cannot be opened: file is")
+        assert str(path) in result.output
+
+
+def test_a_database_of_a_later_version_is_told_in_a_sentence(database: Database) -> None:
+    with database.write() as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(UnusableError, match="later version of Paceline"):
+        database.migrate()
 
 
 def test_settings_are_frozen_and_take_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

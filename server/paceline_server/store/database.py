@@ -20,6 +20,7 @@ from typing import Any
 import sqlalchemy.exc
 from alembic import command
 from alembic.config import Config
+from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, Table, create_engine, event, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import ExceptionContext
@@ -31,6 +32,11 @@ UNAVAILABLE = (
     sqlalchemy.exc.InterfaceError,
     sqlalchemy.exc.TimeoutError,
 )
+
+
+class UnusableError(Exception):
+    """The database cannot be opened, or is none of ours; the message says why in a sentence."""
+
 
 # Key of the PostgreSQL advisory lock; arbitrary, but shared by all replicas.
 _WRITER = 0x7061636501
@@ -86,13 +92,30 @@ class Database:
             yield session
 
     def migrate(self) -> None:
-        """Bring the schema to this version; safe to call from several replicas at once."""
-        with self._writer.begin() as connection:
-            if not self.is_sqlite:  # it takes what it takes, and this process may be slow meanwhile
-                connection.execute(text("SET LOCAL statement_timeout = 0"))
-                connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = '60s'"))
-            self._be_the_writer(connection)
-            command.upgrade(alembic_config(connection), "head")
+        """Bring the schema to this version; safe to call from several replicas at once.
+
+        Raises UnusableError.
+        """
+        try:
+            with self._writer.begin() as connection:
+                self._migrate(connection)
+        except CommandError as error:
+            raise UnusableError(
+                "The database's schema is of a later version of Paceline: install that one, or"
+                " restore a copy from before it."
+            ) from error
+        except sqlalchemy.exc.SQLAlchemyError as error:
+            detail = str(getattr(error, "orig", error)).strip().splitlines()[0].rstrip(".")
+            raise UnusableError(
+                f"The database cannot be opened: {detail} ({self._engine.url.database})."
+            ) from error
+
+    def _migrate(self, connection: Connection) -> None:
+        if not self.is_sqlite:  # it takes what it takes, and this process may be slow meanwhile
+            connection.execute(text("SET LOCAL statement_timeout = 0"))
+            connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = '60s'"))
+        self._be_the_writer(connection)
+        command.upgrade(alembic_config(connection), "head")
 
     def give_back_space(self) -> None:
         """What was deleted is used again; of what nobody used again, SQLite's file loses a part.
