@@ -125,7 +125,8 @@ class Outbox:
         now_ns = self._now_ns()
         with self._database.read() as session:
             row = _next(session, target.name)
-        if row is None or row.next_attempt_ns > now_ns:
+        # A wait beyond the longest one is of a clock that was set back since.
+        if row is None or 0 < row.next_attempt_ns - now_ns <= _BACKOFF_MAXIMUM_SECONDS * 1e9:
             return False
         notice = _notices.decode(row.body)
         self._renew(now_ns)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from sqlalchemy import update
+from sqlalchemy import or_, update
 from sqlalchemy.orm import Session
 
 from paceline_server.store.database import insert_into
 from paceline_server.store.models import Lease
+
+_LONGEST_NS = 600_000_000_000  # what lasts longer is of a clock that was set back since
 
 
 class LeaseLostError(Exception):
@@ -16,11 +18,12 @@ class LeaseLostError(Exception):
 def is_held(session: Session, name: str, now_ns: int) -> bool:
     """A cheap look before `acquire`."""
     lease = session.get(Lease, name)
-    return lease is not None and lease.expires_ns >= now_ns
+    return lease is not None and now_ns <= lease.expires_ns <= now_ns + _LONGEST_NS
 
 
 def acquire(session: Session, name: str, owner: str, now_ns: int, lease_ns: int) -> int | None:
     """The epoch of a new ownership, or None while somebody else's lease runs."""
+    is_over = or_(Lease.expires_ns < now_ns, Lease.expires_ns > now_ns + _LONGEST_NS)
     session.execute(
         insert_into(session, Lease)
         .values(name=name, owner="", epoch=0, expires_ns=0)
@@ -28,7 +31,7 @@ def acquire(session: Session, name: str, owner: str, now_ns: int, lease_ns: int)
     )
     return session.scalar(
         update(Lease)
-        .where(Lease.name == name, Lease.expires_ns < now_ns)
+        .where(Lease.name == name, is_over)
         .values(owner=owner, epoch=Lease.epoch + 1, expires_ns=now_ns + lease_ns)
         .returning(Lease.epoch)
     )

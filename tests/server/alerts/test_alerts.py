@@ -127,6 +127,17 @@ def test_a_receiver_that_is_down_gets_the_same_thing_again(
     assert [body["event"] for _, _, body in listener.heard] == ["opened", "opened", "updated"]
 
 
+def test_what_was_to_be_tried_again_by_a_clock_that_was_wrong_is_tried_now(
+    run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
+) -> None:
+    server = run_server(webhook_url=listener.url)
+    alert = incident_alert("job-1", "toy", None, view())
+    assert alert is not None
+    with server.program.database.write() as session:
+        announce(session, ["webhook"], alert, "inc-1", time.time_ns() + 86_400 * 1_000_000_000)
+    wait_for(lambda: len(listener.heard) == 1, "the post")
+
+
 def test_what_a_receiver_refuses_does_not_hold_up_the_rest(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:

@@ -17,7 +17,7 @@ from paceline_server.store import audit
 from paceline_server.store.changes import changes_after, prune_changes, record_change
 from paceline_server.store.commands import reserve_command_ids
 from paceline_server.store.database import UNAVAILABLE, Database, Turns
-from paceline_server.store.leases import LeaseLostError, acquire, fence, release
+from paceline_server.store.leases import LeaseLostError, acquire, fence, is_held, release
 from paceline_server.store.log import LogSizes, append, drop_log, last_to_drop, read_log_part
 from paceline_server.store.models import AuditRow, Base, Boot, HotLog, Job
 from paceline_wire.batch import Batch
@@ -93,6 +93,16 @@ def test_a_lease_has_one_owner_and_each_owner_an_epoch(database: Database) -> No
         release(session, "job:1", "b", 2)
         assert acquire(session, "job:1", "a", 122, 10) == 3
         assert changes_after(session, 0, None) == []
+
+
+def test_a_lease_that_a_wrong_clock_wrote_keeps_nobody_out(database: Database) -> None:
+    """Its owner died, and the clock was set back by a day."""
+    day_ns = 86_400 * 1_000_000_000
+    with database.write() as session:
+        assert acquire(session, "job:1", "a", day_ns, 10) == 1
+        assert is_held(session, "job:1", day_ns)
+        assert not is_held(session, "job:1", 5)
+        assert acquire(session, "job:1", "b", 5, 10) == 2
 
 
 def test_command_ids_are_given_once(database: Database) -> None:
