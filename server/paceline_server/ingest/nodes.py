@@ -120,7 +120,9 @@ def _new(batch: Batch, received_ns: int) -> _Heard:
 def _apply(node: _Heard, batch: Batch, received_ns: int) -> bool:
     """Returns whether those who look at the node should hear of it."""
     returned = received_ns - node.last_seen_ns > _GPU_SHOWN_NS
-    node.last_seen_ns = max(node.last_seen_ns, received_ns)
+    # What came at once is not always stored in order; by more, our clock was set back.
+    if not 0 < node.last_seen_ns - received_ns < _SILENT_NS:
+        node.last_seen_ns = received_ns
     if batch.sequence < node.sequence:
         return returned  # a straggling batch: alive, but its values are old
     node.sequence = batch.sequence

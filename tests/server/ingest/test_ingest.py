@@ -18,6 +18,7 @@ from sqlalchemy import func, select
 
 from paceline_server.api.routes import ingest as routes
 from paceline_server.ingest.nodes import hear
+from paceline_server.store.database import Database
 from paceline_server.store.models import HotLog, Node
 from paceline_server.store.tokens import create_token
 from paceline_wire import batch as wire
@@ -168,6 +169,21 @@ def test_a_node_that_lost_its_disk_and_its_time_is_heard_after_a_silence(ingest:
     assert ingest.node().boot_id == "1"
     ingest.send(batch(1, boot="1", packed_ns=2))
     assert ingest.node().sequence == 1
+
+
+def test_a_node_is_seen_when_it_is_heard_also_once_the_clock_was_set_back(
+    database: Database,
+) -> None:
+    second_ns = 1_000_000_000
+
+    def seen(sequence: int, received_ns: int) -> int | None:
+        with database.write() as session:
+            hear(session, [(batch(sequence), received_ns)])
+            return session.scalar(select(Node.last_seen_ns))
+
+    assert seen(0, 7200 * second_ns) == 7200 * second_ns
+    assert seen(1, 7199 * second_ns) == 7200 * second_ns, "stored out of order"
+    assert seen(2, 60 * second_ns) == 60 * second_ns, "set back by two hours"
 
 
 def test_gpu_values_show_on_the_node_in_base_units(ingest: Ingest) -> None:
