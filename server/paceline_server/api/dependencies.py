@@ -68,19 +68,27 @@ class Bounds:
         return base64.urlsafe_b64encode(position.encode()).decode().rstrip("=")
 
 
-def _bounds(
-    limit: Annotated[int, Query(ge=1, le=1000, description="Items on a page.")] = 100,
+def _after(
     cursor: Annotated[
         str | None, Query(max_length=500, description="`next_cursor` of the page before.")
     ] = None,
-) -> Bounds:
+) -> str | None:
     if cursor is None:
-        return Bounds(limit, None)
+        return None
     try:
         padded = cursor + "=" * (-len(cursor) % 4)
-        after = base64.b64decode(padded, altchars=b"-_", validate=True).decode()
+        return base64.b64decode(padded, altchars=b"-_", validate=True).decode()
     except (binascii.Error, UnicodeDecodeError) as error:
         raise Problem(400, "cursor: expected the next_cursor of an earlier page.") from error
+
+
+AfterDep = Annotated[str | None, Depends(_after)]
+
+
+def _bounds(
+    after: AfterDep,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Items on a page.")] = 100,
+) -> Bounds:
     return Bounds(limit, after)
 
 

@@ -189,6 +189,9 @@ def test_steps_show_the_newest_run_of_each(server: Any, client: httpx.Client) ->
     assert [each["step"] for each in newest] == [5, 6]
     later = client.get(path, params={"after": 1, "limit": 3}).json()
     assert [each["step"] for each in later["items"]] == [2, 3, 4]
+    rest = client.get(path, params={"after": 1, "limit": 3, "cursor": later["next_cursor"]}).json()
+    assert [each["step"] for each in rest["items"]] == [5, 6]
+    assert rest["next_cursor"] is None
 
 
 def test_the_grid_shows_each_rank_over_the_last_steps(server: Any, client: httpx.Client) -> None:

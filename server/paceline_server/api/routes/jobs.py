@@ -10,8 +10,8 @@ from sqlalchemy.orm import Session
 
 from paceline_server.api import problems, resources, schemas
 from paceline_server.api.auth import Operator, viewer
-from paceline_server.api.dependencies import Bounds, BoundsDep, PartsDep, ReadDep
-from paceline_server.api.paging import position, text_of
+from paceline_server.api.dependencies import AfterDep, Bounds, BoundsDep, PartsDep, ReadDep
+from paceline_server.api.paging import number, position, text_of
 from paceline_server.api.problems import Problem, not_found
 from paceline_server.decide.types import AuditEntry, JobSpec, Policy
 from paceline_server.steps.types import Ledger
@@ -140,11 +140,14 @@ def list_ranks(job_id: str, session: ReadDep) -> schemas.RankPage:
 def list_steps(
     job_id: str,
     session: ReadDep,
+    page_after: AfterDep,
     after: Annotated[int | None, Query(ge=-1, lt=1 << 62, description="A step.")] = None,
     limit: Annotated[int, Query(ge=1, le=2000)] = 200,
 ) -> schemas.StepPage:
     """Finished steps, ascending: those after a step, or else the newest."""
     find(session, job_id)
+    if page_after is not None:
+        after = number(page_after)
     rows = queries.steps(session, job_id, after, limit)
     more = after is not None and len(rows) == limit
     return schemas.StepPage(
