@@ -77,6 +77,9 @@ async def _http(request: Request, error: Exception) -> Response:
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    if isinstance(error.body, bytes):  # not even read as JSON
+        content_type = request.headers.get("content-type", "nothing that says what it is")
+        return answer(request, 422, f"body: expected application/json, got {content_type}.")
     where = ".".join(str(part) for part in first["loc"])
     return answer(request, 422, f"{where}: {first['msg']}.")
 

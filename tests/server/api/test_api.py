@@ -155,6 +155,17 @@ def test_errors_are_problems_with_a_sentence(client: httpx.Client) -> None:
         assert says in problem["detail"], path
 
 
+def test_json_that_does_not_say_so_is_told(client: httpx.Client) -> None:
+    """As `curl -d` sends it."""
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    answer = client.post("/api/v1/jobs", content=b"{}", headers=form)
+    assert (answer.status_code, answer.json()["detail"]) == (
+        422,
+        "body: expected application/json, got application/x-www-form-urlencoded.",
+    )
+    assert "argv" not in client.post("/api/v1/jobs", content=b"").json()["detail"]
+
+
 def test_text_that_no_database_holds_is_refused(client: httpx.Client) -> None:
     body = {"name": "x", "argv": ["true"], "topology": {"dp": 1, "pp": 1, "tp": 1}}
     for field in ("name", "directory"):
