@@ -109,9 +109,7 @@ def stop_job(job_id: str, of: PartsDep, caller: Operator) -> schemas.Job:
     """Ask the job to stop. Asking twice is the same as asking once."""
     now_ns = of.now_ns()
     with of.database.write() as session:
-        row = session.get(models.Job, job_id)
-        if row is None:
-            raise not_found("job", job_id)
+        row = find(session, job_id)
         if row.state in FINISHED:
             raise Problem(409, f"The job is {row.state} already.")
         if row.watched:

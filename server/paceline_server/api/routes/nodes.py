@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
+from sqlalchemy.orm import Session
 
 from paceline_server.api import problems, resources, schemas
 from paceline_server.api.auth import Operator, viewer
@@ -42,9 +43,7 @@ def release_node(node_id: str, of: PartsDep, caller: Operator) -> schemas.Node:
     """End a node's quarantine. Releasing a node that is in none changes nothing."""
     now_ns = of.now_ns()
     with of.database.write() as session:
-        row = session.get(models.Node, clean(node_id))
-        if row is None:
-            raise not_found("node", node_id)
+        row = _find(session, node_id)
         if row.quarantine_reason is not None:
             entry = AuditEntry(
                 actor=caller.name, verb="released", subject=node_id, detail=row.quarantine_reason
@@ -71,9 +70,7 @@ def burst_node(
     """Have a node that holds ranks collect ten times a second, for at most 30 s."""
     now_ns = of.now_ns()
     with of.database.write() as session:
-        row = session.get(models.Node, clean(node_id))
-        if row is None:
-            raise not_found("node", node_id)
+        row = _find(session, node_id)
         if row.job_id is None:
             raise Problem(409, f"{node_id} holds no ranks: there is nothing to look at closely.")
         commands.ask_for_burst(session, row, request.collectors, request.seconds, now_ns)
@@ -83,3 +80,10 @@ def burst_node(
         asked = resources.node(session, row, now_ns)
     of.wakes.commands.notify()
     return asked
+
+
+def _find(session: Session, node_id: str) -> models.Node:
+    row = session.get(models.Node, node_id) if "\0" not in node_id else None
+    if row is None:
+        raise not_found("node", node_id)
+    return row
