@@ -11,6 +11,8 @@ from typing import Any
 import click
 import httpx
 
+from paceline_wire.address import is_http_address
+
 # What a 404 names, and where to look for those that there are.
 _LISTED_BY = {
     "job": "`paceline jobs` lists all.",
@@ -25,7 +27,7 @@ class Client:
     """Calls under `/api/v1`. Every failure is a click.ClickException that says what to do."""
 
     def __init__(self, server: str, token: str | None = None) -> None:
-        if not re.fullmatch(r"https?://[^/\s].*", server):
+        if not is_http_address(server):
             raise click.UsageError(f"--server: expected http://HOST:PORT, got {server!r}")
         if token is not None and not re.fullmatch(r"[!-~]+", token):
             raise click.UsageError(

@@ -8,12 +8,13 @@ from __future__ import annotations
 import ipaddress
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
+
+from paceline_wire.address import is_http_address
 
 Role = Literal["all", "api", "worker"]
 
@@ -75,7 +76,7 @@ class Settings(BaseSettings):
     @field_validator("webhook_url", "action_webhook_url", "alertmanager_url", "external_url")
     @classmethod
     def _can_be_reached(cls, url: str | None) -> str | None:
-        if url is not None and not _names_host(url):
+        if url is not None and not is_http_address(url):
             # The rest of it may be secret.
             raise ValueError(
                 f"expected http://HOST/... or https://HOST/..., got {url.split('/', 1)[0]}..."
@@ -91,16 +92,6 @@ def _is_database(url: str) -> bool:
     if parts.drivername == "sqlite":  # in memory each connection would have its own
         return parts.host is None and parts.database not in (None, "", ":memory:")
     return parts.drivername == "postgresql+psycopg"
-
-
-def _names_host(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        # As the resolver does, which breaks on what is no name.
-        host = (parts.hostname or "").encode("idna")
-        return parts.scheme in ("http", "https") and host != b"" and parts.port != 0
-    except ValueError:  # a bracket that is not closed, a port that is none
-        return False
 
 
 def is_loopback(host: str) -> bool:

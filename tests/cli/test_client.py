@@ -101,6 +101,8 @@ def test_an_answer_that_is_not_ours_is_told(client: Client) -> None:
     ("options", "expected"),
     [
         (("--server", "node-1:8470"), "expected http://HOST:PORT, got 'node-1:8470'"),
+        (("--server", "http://node..1"), "expected http://HOST:PORT, got 'http://node..1'"),
+        (("--server", "http://node-1:http"), "expected http://HOST:PORT, got 'http://node-1:http'"),
         (("--server", "http://"), "expected http://HOST:PORT, got 'http://'"),
         (("--token", "gl\xfcck"), "expected what `paceline server token create` printed"),
     ],

@@ -1,0 +1,27 @@
+"""Addresses that can be asked for are told from those that only look so."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline_wire.address import is_http_address
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://host", "https://host:8470/x?y=1", "http://[::1]:8470", "http://me:word@10.0.0.1/"],
+)
+def test_what_can_be_asked_for_is_an_address(url: str) -> None:
+    assert is_http_address(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "host", "host:8470", "ftp://host", "http://", "http:///path", "http://:8470"),
+        *("http://a..b", f"http://{'a' * 64}.example", "http://[::1", "http://host:port"),
+        *("http://host:0", "http://host:65536"),
+    ],
+)
+def test_what_cannot_is_none(url: str) -> None:
+    assert not is_http_address(url)
