@@ -141,6 +141,25 @@ def test_a_database_that_is_read_only_for_a_while_is_away_for_that_long(
     wait_for(lambda: _ready(server), "the worker to go on")
 
 
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_table_that_is_gone_for_a_while_ends_neither_worker_nor_outbox(
+    run_server: Callable[..., Any], wait_for: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when somebody restores a copy, or changes who may do what, below a running server."""
+    server = run_server(webhook_url="http://127.0.0.1:1")
+
+    def rename(table: str, to: str) -> None:
+        with server.program.database.write() as session:
+            session.execute(sqlalchemy.text(f"ALTER TABLE {table} RENAME TO {to}"))
+
+    for table, told in (("jobs", "the database does not"), ("outbox", "the outbox cannot be read")):
+        rename(table, "elsewhere")
+        wait_for(lambda told=told: told in caplog.text, told)
+        rename("elsewhere", table)
+        caplog.clear()
+    wait_for(lambda: _ready(server), "the worker to go on")
+
+
 def _ready(server: Any) -> bool:
     return _success(server, "/readyz") is not None
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import httpx
 import msgspec
 from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from paceline_server.act.announce import IncidentAlert, Notice
@@ -79,7 +80,7 @@ class Outbox:
             while not self._stop.is_set():
                 try:
                     self._pass(client)
-                except UNAVAILABLE as error:
+                except SQLAlchemyError as error:  # away, or it has rights or tables no more
                     _log.warning("the outbox cannot be read: %s", error)
                     self._epoch = None
                 except LeaseLostError:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
 
 from paceline_server.metrics import BackgroundMetrics
 from paceline_server.store import attachments
@@ -130,7 +131,7 @@ class Worker:
             if self._elsewhere.look():
                 self._wakes.changes.notify()
             jobs = self._unfinished()
-        except UNAVAILABLE as error:
+        except SQLAlchemyError as error:  # away, or it has rights or tables no more
             self._away(error)
             return False
         self._trouble = None
