@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
@@ -17,6 +17,18 @@ from sqlalchemy.exc import ArgumentError
 from paceline_wire.address import is_http_address
 
 Role = Literal["all", "api", "worker"]
+
+
+def _reachable(url: str) -> str:
+    if not is_http_address(url):
+        # The rest of it may be secret.
+        raise ValueError(
+            f"expected http://HOST/... or https://HOST/..., got {url.split('/', 1)[0]}..."
+        )
+    return url
+
+
+Address = Annotated[str, AfterValidator(_reachable)]
 
 
 class Settings(BaseSettings):
@@ -50,12 +62,12 @@ class Settings(BaseSettings):
     step_shares_kept: int = Field(1000, ge=100, description="Newest steps told rank by rank.")
     changes_kept: int = Field(20_000, ge=100, description="For clients that resume a stream.")
 
-    webhook_url: str | None = Field(None, description="Where incidents are posted.")
-    action_webhook_url: str | None = Field(None, description="Where actions are posted.")
-    chat_webhook_url: str | None = Field(None, description="Of a channel that hears of both.")
-    alertmanager_url: str | None = Field(None, description="Base URL of an Alertmanager.")
+    webhook_url: Address | None = Field(None, description="Where incidents are posted.")
+    action_webhook_url: Address | None = Field(None, description="Where actions are posted.")
+    chat_webhook_url: Address | None = Field(None, description="Of a channel that hears of both.")
+    alertmanager_url: Address | None = Field(None, description="Base URL of an Alertmanager.")
     alert_repeat_seconds: float = Field(60.0, gt=0, description="Firing alerts are pushed again.")
-    external_url: str | None = Field(None, description="How people reach this server.")
+    external_url: Address | None = Field(None, description="How people reach this server.")
 
     static_directory: Path | None = Field(None, description="Other assets than the built-in.")
 
@@ -72,16 +84,6 @@ class Settings(BaseSettings):
                 f"got {url.split(':', 1)[0]}:..."
             )
         return known
-
-    @field_validator("webhook_url", "action_webhook_url", "alertmanager_url", "external_url")
-    @classmethod
-    def _can_be_reached(cls, url: str | None) -> str | None:
-        if url is not None and not is_http_address(url):
-            # The rest of it may be secret.
-            raise ValueError(
-                f"expected http://HOST/... or https://HOST/..., got {url.split('/', 1)[0]}..."
-            )
-        return url
 
 
 def _is_database(url: str) -> bool:

@@ -3339,6 +3339,8 @@ export interface operations {
                 /** @description A step. */
                 after?: number | null;
                 limit?: number;
+                /** @description `next_cursor` of the page before. */
+                cursor?: string | null;
             };
             header?: never;
             path: {
