@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,9 +51,13 @@ def test_steps_count_from_start_and_go_on_in_the_next_loop(reader: RingReader) -
     assert [step for op, step in recorded(reader) if op == Op.STEP] == [40, 41, 42]
 
 
-def test_a_start_below_zero_counts_from_zero(reader: RingReader) -> None:
-    list(paceline.steps([0], start=-3))
-    assert [step for op, step in recorded(reader) if op == Op.STEP] == [0]
+@pytest.mark.parametrize("start", [-3, 2**32, 3.0, "3", [3]])
+def test_a_start_that_is_no_step_counts_from_zero(
+    reader: RingReader, start: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert list(paceline.steps(["a"], start=start)) == ["a"]
+    assert list(paceline.steps(["b"])) == ["b"]
+    assert [step for op, step in recorded(reader) if op == Op.STEP] == [0, 1]
 
 
 def test_the_page_shows_the_step_and_the_wait_for_data(reader: RingReader) -> None:

@@ -13,6 +13,7 @@ import sys
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import index
 from typing import Any, TypeVar
 
 from paceline.communication import Wrapped
@@ -228,8 +229,11 @@ def steps(loader: Iterable[Batch], *, start: int | None = None) -> Steps[Batch]:
     session = _session
     if session is None:
         return Steps(loader, None, start)
-    if start is not None and not 0 <= start < NONE_32:
-        _say_once("start", "paceline.steps expects a start from 0, got %r: counting from 0", start)
+    try:
+        start = None if start is None else index(start)
+        _check("start", start or 0, 0, NONE_32 - 1)
+    except Exception as error:
+        _say_once("start", "paceline.steps: counting from 0: %s", error)
         start = 0
     if session.wrapped is None:
         _guard(session, _wrap_torch, session, None)
