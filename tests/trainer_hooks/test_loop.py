@@ -126,6 +126,31 @@ def test_a_loop_within_a_loop_is_no_step_of_its_own(reader: RingReader) -> None:
     assert [step for op, step in recorded(reader) if op == Op.STEP] == [0]
 
 
+def test_the_next_epoch_of_an_iterator_kept_by_hand_goes_on(reader: RingReader) -> None:
+    batches = iter(paceline.steps([0, 1, 2]))
+    for _ in range(3):
+        for _ in range(2):
+            next(batches)
+            with paceline.optimizer():
+                pass
+        batches = iter(paceline.steps([0, 1, 2]))
+    assert [step for op, step in recorded(reader) if op == Op.STEP] == [0, 1, 2, 3, 4, 5]
+
+
+def test_of_two_loops_side_by_side_the_first_counts(reader: RingReader) -> None:
+    pairs = zip(paceline.steps([0, 1]), paceline.steps([2, 3]), strict=True)
+    assert list(pairs) == [(0, 2), (1, 3)]
+    assert [step for op, step in recorded(reader) if op == Op.STEP] == [0, 1]
+
+
+def test_a_loop_within_a_loop_leaves_its_loader_open(reader: RingReader) -> None:
+    inner = (number for number in range(3))
+    for _ in paceline.steps([0]):
+        for _ in paceline.steps(inner):
+            break
+    assert list(inner) == [1, 2]
+
+
 def test_it_has_the_length_of_its_loader(reader: RingReader) -> None:
     assert len(paceline.steps([1, 2, 3])) == 3
     with pytest.raises(TypeError, match="generator has no len"):

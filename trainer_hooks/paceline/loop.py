@@ -22,7 +22,7 @@ class Steps(Generic[Batch]):
         self._start = start
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._loop is None or self._loop.running:
+        if self._loop is None:
             return iter(self._loader)
         return self._loop.run(self._loader, self._start)
 
@@ -40,11 +40,15 @@ class Loop:
         self.at_boundary: Callable[[], None] | None = None  # where there may be a device
         self._next_step = 0
         self._started = False
-        self.running = False
+        self._running = False
 
     def run(self, loader: Iterable[Batch], start: int | None) -> Iterator[Batch]:
+        if self._running:  # asked at the first batch: an iterator kept by hand may be gone by then
+            for batch in loader:
+                yield batch  # `yield from` would close the loader's own iterator
+            return
         step = self._next_step if start is None else start
-        self.running = True
+        self._running = True
         try:
             # Names of what each step needs: between two kernels the caches are cold.
             recorder, batches = self._recorder, iter(loader)
@@ -71,7 +75,7 @@ class Loop:
                     at_boundary()
                 recorder.begin_step(step)
         finally:
-            self.running = False
+            self._running = False
             self._next_step = step
             self._recorder.leave_loop()
 
