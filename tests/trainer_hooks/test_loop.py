@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,21 @@ def test_an_error_of_the_loader_reaches_the_user(reader: RingReader) -> None:
         list(paceline.steps(loader()))
     assert [step for op, step in recorded(reader) if op == Op.STEP] == [0]
     assert reader.view().frames == []
+
+
+def test_a_loader_wrapped_before_init_is_recorded(ring_directory: Path) -> None:
+    loader = paceline.steps([0, 1])
+    paceline.init()
+    list(loader)
+    with closing(RingReader(ring_directory / "local.g0.r0.ring")) as reader:
+        assert [step for op, step in recorded(reader) if op == Op.STEP] == [0, 1]
+    paceline.finish()
+    assert list(loader) == [0, 1]
+
+
+def test_a_wrapped_loader_can_be_pickled_and_goes_on(reader: RingReader) -> None:
+    list(pickle.loads(pickle.dumps(paceline.steps([0, 1]))))
+    assert [step for op, step in recorded(reader) if op == Op.STEP] == [0, 1]
 
 
 def test_a_loop_within_a_loop_is_no_step_of_its_own(reader: RingReader) -> None:

@@ -226,18 +226,22 @@ def steps(loader: Iterable[Batch], *, start: int | None = None) -> Steps[Batch]:
 
     By default the numbers go on where the previous loop of this process ended (0 at first).
     """
-    session = _session
-    if session is None:
-        return Steps(loader, None, start)
     try:
         start = None if start is None else index(start)
         _check("start", start or 0, 0, NONE_32 - 1)
     except Exception as error:
         _say_once("start", "paceline.steps: counting from 0: %s", error)
         start = 0
+    return Steps(loader, _loop, start)
+
+
+def _loop() -> Loop | None:
+    session = _session
+    if session is None:
+        return None
     if session.wrapped is None:
         _guard(session, _wrap_torch, session, None)
-    return Steps(loader, session.loop, start)
+    return session.loop
 
 
 def section(name: str) -> Timed:

@@ -16,15 +16,16 @@ Batch = TypeVar("Batch")
 class Steps(Generic[Batch]):
     """Iterates like the loader it was given, and has its length where it has one."""
 
-    def __init__(self, loader: Iterable[Batch], loop: Loop | None, start: int | None) -> None:
+    def __init__(
+        self, loader: Iterable[Batch], find_loop: Callable[[], Loop | None], start: int | None
+    ) -> None:
         self._loader = loader
-        self._loop = loop
+        self._find_loop = find_loop  # when it is needed: loaders are made before `init` too
         self._start = start
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._loop is None:
-            return iter(self._loader)
-        return self._loop.run(self._loader, self._start)
+        loop = self._find_loop()
+        return iter(self._loader) if loop is None else loop.run(self._loader, self._start)
 
     def __len__(self) -> int:
         if not isinstance(self._loader, Sized):
