@@ -154,6 +154,13 @@ def test_the_next_epoch_of_an_iterator_kept_by_hand_goes_on(reader: RingReader) 
     assert [step for op, step in recorded(reader) if op == Op.STEP] == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_start_is_of_the_first_epoch_only(reader: RingReader) -> None:
+    loader = paceline.steps([0, 0], start=40)
+    for _ in range(2):
+        list(loader)
+    assert [step for op, step in recorded(reader) if op == Op.STEP] == [40, 41, 42, 43]
+
+
 def test_of_two_loops_side_by_side_the_first_counts(reader: RingReader) -> None:
     pairs = zip(paceline.steps([0, 1]), paceline.steps([2, 3]), strict=True)
     assert list(pairs) == [(0, 2), (1, 3)]

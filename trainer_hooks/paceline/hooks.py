@@ -224,7 +224,8 @@ def _wrap_torch(session: Session, mesh: Any | None) -> None:
 def steps(loader: Iterable[Batch], *, start: int | None = None) -> Steps[Batch]:
     """Iterate over `loader`; each iteration is one optimizer step, numbered from `start`.
 
-    By default the numbers go on where the previous loop of this process ended (0 at first).
+    By default the numbers go on where the previous loop of this process ended (0 at first); so do
+    they when what this returns is iterated over again.
     """
     try:
         start = None if start is None else index(start)

@@ -25,7 +25,10 @@ class Steps(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         loop = self._find_loop()
-        return iter(self._loader) if loop is None else loop.run(self._loader, self._start)
+        if loop is None:
+            return iter(self._loader)
+        start, self._start = self._start, None  # the next epoch goes on
+        return loop.run(self._loader, start)
 
     def __len__(self) -> int:
         if not isinstance(self._loader, Sized):
