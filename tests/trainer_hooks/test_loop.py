@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Iterator
 from contextlib import closing
@@ -179,6 +180,24 @@ def test_it_has_the_length_of_its_loader(reader: RingReader) -> None:
     assert len(paceline.steps([1, 2, 3])) == 3
     with pytest.raises(TypeError, match="generator has no len"):
         len(paceline.steps(x for x in [1]))
+
+
+def test_it_has_the_attributes_of_its_loader() -> None:
+    class Loader(list[int]):
+        batch_size = 32
+
+        def set_epoch(self, epoch: int) -> None:
+            self.append(epoch)
+
+    wrapped = paceline.steps(Loader())
+    assert not wrapped
+    wrapped.set_epoch(3)
+    assert wrapped.batch_size == 32
+    again = pickle.loads(pickle.dumps(paceline.steps([3])))
+    assert list(wrapped) == list(copy.copy(again)) == [3]
+    assert paceline.steps(x for x in [1])
+    with pytest.raises(AttributeError, match=r"object has no attribute 'sampler'"):
+        wrapped.sampler  # noqa: B018
 
 
 def test_reported_values_stand_on_the_page_with_their_step(reader: RingReader) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from paceline.environment import process_started_ns
 from paceline.recorder import Recorder
@@ -14,7 +14,7 @@ Batch = TypeVar("Batch")
 
 
 class Steps(Generic[Batch]):
-    """Iterates like the loader it was given, and has its length where it has one."""
+    """Iterates like the loader it was given, and has its attributes, and its length if any."""
 
     def __init__(
         self, loader: Iterable[Batch], find_loop: Callable[[], Loop | None], start: int | None
@@ -34,6 +34,15 @@ class Steps(Generic[Batch]):
         if not isinstance(self._loader, Sized):
             raise TypeError(f"{type(self._loader).__name__} has no len()")
         return len(self._loader)
+
+    def __bool__(self) -> bool:
+        return bool(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        """`sampler`, `batch_size`, and whatever else the loop asks its loader for."""
+        if name == "_loader" or name.startswith("__"):  # asked for before there is a loader
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
 
 class Loop:
