@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,41 @@ with kept:
     assert [span.index for span in spans] == list(range(len(spans)))
     view = reader.view()
     assert (view.loss, view.status, view.frames) == (1.0, "finished", [])
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_a_loaders_worker_that_runs_the_script_again_leaves_the_ring_alone(
+    tmp_path: Path, method: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+import multiprocessing, os, paceline
+paceline.init()
+if __name__ == "__main__":
+    worker = multiprocessing.get_context({method!r}).Process(target=paceline.init)
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+    for _ in paceline.steps(range(2)):
+        pass
+"""
+    )
+    again = f"import os, sys; os.execv(sys.executable, [sys.executable, {str(script)!r}])"
+    finished = run(again, tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    reader = RingReader(tmp_path / RING)
+    assert [span.step for span in unpack(reader.read()) if span.op == Op.STEP] == [0, 1]
+
+
+def test_a_run_in_the_place_of_one_that_died_has_the_ring(tmp_path: Path) -> None:
+    """Also below a process that reads the old one, as the agent does."""
+    run(LOOP + "import os; os._exit(1)", tmp_path)
+    with closing(RingReader(tmp_path / RING)) as of_first:
+        second = run(LOOP, tmp_path)
+        assert second.stdout == "trained 3\n"
+        with closing(RingReader(tmp_path / RING)) as of_second:
+            assert of_second.identity.pid != of_first.identity.pid
 
 
 def test_coordinates_come_from_the_environment_or_arguments(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline_wire.job_name import as_job_name
 from paceline_wire.node_directory import rings_of_running_agents
-from paceline_wire.ring import DEFAULT_CAPACITY, SUFFIX, Identity
+from paceline_wire.ring import DEFAULT_CAPACITY, SUFFIX, Identity, RingError, RingReader
 from paceline_wire.topology import Coordinates, Topology
 
 # Names under which people write the three axes in `init_device_mesh`.
@@ -156,6 +157,24 @@ def process_started_ns() -> int | None:
     except (OSError, ValueError, IndexError, AttributeError):
         return None
     return max(0, since_boot_ns - suspended_ns)
+
+
+def is_helper_of(ring_path: Path) -> bool:
+    """Whether the ring is that of a process above this one, which is still writing it.
+
+    A loader's worker that is spawned runs the script's top again, in the environment of its rank.
+    The agent has the ring mapped too, and may be above both.
+    """
+    try:
+        with closing(RingReader(ring_path)) as reader:
+            writer = reader.identity.pid
+        pid = os.getppid()
+        while pid != writer:
+            pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+        mapped = os.fsencode(f" {ring_path.resolve()}\n")
+        return mapped in Path(f"/proc/{writer}/maps").read_bytes()
+    except (RingError, OSError, ValueError, IndexError):  # none, or all up to process 1 are others
+        return False
 
 
 def place(

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from paceline.communication import Wrapped
 from paceline.device import DevicePipelining, DeviceSection, DeviceTimer, DeviceTransfer, on_device
-from paceline.environment import AXES, identify, place, read_surroundings
+from paceline.environment import AXES, identify, is_helper_of, place, read_surroundings
 from paceline.loop import Loop, Steps
 from paceline.recorder import Recorder
 from paceline.sections import (
@@ -186,6 +186,9 @@ def _start(
     surroundings = read_surroundings(os.environ)
     if surroundings is None:
         _say_once("inert", "paceline is inert: no agent found on this node", info=True)
+        return
+    if is_helper_of(surroundings.ring_path):
+        _say_once("helper", "paceline is off in this process: its rank is watched", info=True)
         return
     sizes, coordinates = place(surroundings.rank, topology or surroundings.topology, mesh, given)
     identity = identify(surroundings, sizes, coordinates, metadata)
