@@ -241,6 +241,25 @@ dist.destroy_process_group()
     assert Op.ALL_REDUCE in [span.op for span in unpack(RingReader(tmp_path / RING).read())]
 
 
+@pytest.mark.parametrize("pure", ["", "1"], ids=["built", "pure"])
+def test_a_loss_that_has_a_gradient_is_told_without_a_warning(tmp_path: Path, pure: str) -> None:
+    finished = run(
+        f"""
+import os
+os.environ["PACELINE_PURE_PYTHON"] = {pure!r}
+import torch, paceline
+paceline.init()
+loss = torch.ones(1, requires_grad=True).sum()
+for _ in paceline.steps([0]):
+    paceline.report(loss=loss, gradient_norm=loss * 2, evaluation_loss=loss * 3)
+""",
+        tmp_path,
+    )
+    assert (finished.returncode, finished.stderr) == (0, "")
+    view = RingReader(tmp_path / RING).view()
+    assert (view.loss, view.gradient_norm, view.evaluation_loss) == (1.0, 2.0, 3.0)
+
+
 def test_the_compiler_sees_through_the_wrappers(tmp_path: Path) -> None:
     """`fullgraph` refuses any function it cannot trace."""
     finished = run(

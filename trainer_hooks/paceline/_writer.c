@@ -15,7 +15,7 @@
 /* LAYOUT tells Python, which compares: INTERFACE is one more with each change of what Python calls
  * here, the rest is as in paceline_wire.ring and paceline_wire.spans. */
 enum {
-    INTERFACE = 2,
+    INTERFACE = 3,
     STATE_HEAD = 0,
     STATE_STEP = 1,
     STATE_STEP_STARTED_NS = 2,
@@ -324,7 +324,13 @@ static int as_bits(PyObject *given, uint64_t *bits)
 {
     if (given == Py_None)
         return 0;
-    PyObject *number = PyNumber_Float(given);
+    PyObject *item = NULL;
+    if (!PyFloat_CheckExact(given) && (item = PyObject_GetAttrString(given, "item")) == NULL)
+        PyErr_Clear();
+    PyObject *scalar = item == NULL ? Py_NewRef(given) : PyObject_CallNoArgs(item);
+    PyObject *number = scalar == NULL ? NULL : PyNumber_Float(scalar);
+    Py_XDECREF(item);
+    Py_XDECREF(scalar);
     if (number == NULL)
         return -1;
     double value = PyFloat_AsDouble(number);

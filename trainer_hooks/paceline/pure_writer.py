@@ -156,7 +156,7 @@ class Writer:
         """Show these values of `step` on the state page."""
         state = self._state
         lost, evaluated = _bits(loss), _bits(evaluation_loss)
-        norm = math.nan if gradient_norm is None else float(gradient_norm)
+        norm = math.nan if gradient_norm is None else _number(gradient_norm)
         if gradient_norm is not None and not math.isfinite(norm):
             norm = math.inf  # NaN says "not given" on the page
         if lost is not None:
@@ -195,7 +195,12 @@ class Writer:
 
 def _bits(value: SupportsFloat | None) -> Any:
     """A float as a word of the page; None for None."""
-    return None if value is None else _float_bits(_pack_float(float(value)))[0]
+    return None if value is None else _float_bits(_pack_float(_number(value)))[0]
+
+
+def _number(value: Any) -> float:
+    """A tensor that has a gradient warns where it is turned into a float, and not as an item."""
+    return float(value.item() if hasattr(value, "item") else value)
 
 
 class Section:

@@ -31,7 +31,7 @@ from paceline_wire.spans import WORDS, Op
 
 __all__ = ["Channel", "Collective", "Pipelining", "Section", "Writer"]
 
-INTERFACE = 2  # as in _writer.c
+INTERFACE = 3  # as in _writer.c
 LAYOUT = (
     INTERFACE,
     *(STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS, STATE_MICROBATCH),
