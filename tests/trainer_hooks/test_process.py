@@ -176,6 +176,31 @@ with kept:
     assert (view.loss, view.status, view.frames) == (1.0, "finished", [])
 
 
+def test_a_forked_child_ends_none_of_the_parents_collectives(tmp_path: Path) -> None:
+    finished = run(
+        f"""
+import os, torch, torch.distributed as dist, paceline
+from paceline_wire.ring import RingReader
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+paceline.init()
+work = dist.all_reduce(torch.ones(4), async_op=True)
+child = os.fork()
+if child == 0:
+    del work
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+(group,) = RingReader({str(tmp_path / RING)!r}).view().groups
+print(group.entered, group.left)
+work.wait()
+(group,) = RingReader({str(tmp_path / RING)!r}).view().groups
+print(group.entered, group.left)
+dist.destroy_process_group()
+""",
+        tmp_path,
+    )
+    assert finished.stdout == "1 0\n1 1\n", finished.stderr
+
+
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_a_loaders_worker_that_runs_the_script_again_leaves_the_ring_alone(
     tmp_path: Path, method: str

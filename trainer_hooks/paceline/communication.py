@@ -325,8 +325,9 @@ class Wrapped:
 
         def dropped(_: weakref.ref[Any]) -> None:
             self._works.pop(key, None)
-            for call in calls:
-                call.dropped()
+            if self._recorder is not None:  # else a forked child's copy, or after the end
+                for call in calls:
+                    call.dropped()
 
         reference = weakref.ref(work, dropped)
         for call in calls:
