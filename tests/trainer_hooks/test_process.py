@@ -122,6 +122,45 @@ def test_the_page_tells_how_the_process_ended(tmp_path: Path, ending: str, statu
     assert RingReader(tmp_path / RING).view().status == status
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        ("pass", "finished"),
+        ("raise SystemExit(0)", "finished"),
+        ("raise SystemExit(1)", "failed"),
+        ("raise ValueError('diverged')", "failed"),
+        ("os._exit(1)", "running"),
+    ],
+)
+def test_the_page_tells_how_a_child_of_multiprocessing_ended(
+    tmp_path: Path, method: str, ending: str, status: str
+) -> None:
+    """As torch.multiprocessing starts ranks, and notebooks do."""
+    (tmp_path / "train.py").write_text(
+        f"""
+import os, paceline
+def train():
+    paceline.init()
+    for _ in paceline.steps([0]):
+        pass
+    {ending}
+"""
+    )
+    run(
+        f"""
+import multiprocessing, sys
+sys.path.insert(0, {str(tmp_path)!r})
+import train
+rank = multiprocessing.get_context({method!r}).Process(target=train.train)
+rank.start()
+rank.join()
+""",
+        tmp_path,
+    )
+    assert RingReader(tmp_path / RING).view().status == status
+
+
 def test_after_sigkill_the_page_says_what_it_was_doing(tmp_path: Path) -> None:
     finished = run(
         """

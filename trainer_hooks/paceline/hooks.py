@@ -197,6 +197,8 @@ def _start(
     session = Session(Recorder(ring))
     _exchange(session)
     session.recorder.watch_gc()
+    if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:
+        multiprocessing.Finalize(None, _at_exit, exitpriority=0)
     _guard(session, _wrap_torch, session, mesh)
 
 
@@ -465,7 +467,10 @@ def _stop() -> None:
 
 
 def _at_exit() -> None:
-    if _session is not None and hasattr(sys, "last_value"):  # an exception nobody caught
+    """In a child of multiprocessing, which runs no atexit, the exception is still on its way."""
+    error = getattr(sys, "last_value", sys.exc_info()[1])
+    ended_well = error is None or (isinstance(error, SystemExit) and not error.code)
+    if _session is not None and not ended_well:
         _guard(_session, _session.end, Status.FAILED)
         _stop()
     finish()
