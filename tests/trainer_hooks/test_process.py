@@ -346,6 +346,31 @@ dist.destroy_process_group()
     assert finished.stdout == "[3.0, 3.0]\n", finished.stderr
 
 
+@pytest.mark.parametrize("has_agent", [True, False])
+def test_the_compiler_leaves_sections_out(tmp_path: Path, has_agent: bool) -> None:
+    finished = run(
+        """
+import torch, paceline
+paceline.init()
+
+@torch.compile(backend="eager", fullgraph=True)
+def train(x):
+    with paceline.section("first"), paceline.optimizer(), paceline.evaluate():
+        y = x * 2
+    with paceline.pipelining(paceline.Op.FORWARD, microbatch=1), paceline.checkpoint():
+        return y + 1
+
+with paceline.section("around"):
+    print(train(torch.ones(2)).tolist())
+""",
+        tmp_path if has_agent else None,
+    )
+    assert finished.stdout == "[3.0, 3.0]\n", finished.stderr
+    if has_agent:
+        ops = [span.op for span in unpack(RingReader(tmp_path / RING).read())]
+        assert [op for op in ops if op != Op.GC] == [1024]
+
+
 def test_finish_gives_torch_its_functions_back(tmp_path: Path) -> None:
     finished = run(
         """

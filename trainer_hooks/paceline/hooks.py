@@ -12,9 +12,10 @@ import os
 import sys
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import index
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from paceline.communication import Wrapped
 from paceline.device import DevicePipelining, DeviceSection, DeviceTimer, DeviceTransfer, on_device
@@ -56,6 +57,7 @@ LARGEST_SQUARES = 1 << 62  # a sum of squared lengths that a reader takes for on
 OPTIMIZER = object()  # among the names of sections
 
 Batch = TypeVar("Batch")
+P = ParamSpec("P")
 Actions = list[dict[tuple[int | None, int, int | None], Pipelining]]
 
 
@@ -250,8 +252,25 @@ def _loop() -> Loop | None:
     return session.loop
 
 
+def _uncompiled(make: Callable[P, Timed]) -> Callable[P, Timed]:
+    """Have torch.compile trace what it knows in its place, as torch's own wrappers do.
+
+    One manager that it does not know, and a whole frame stays uncompiled.
+    """
+    make._torchdynamo_inline = _null_context  # type: ignore[attr-defined]
+    return make
+
+
+def _null_context(*_: object, **__: object) -> nullcontext[None]:
+    return nullcontext()
+
+
+@_uncompiled
 def section(name: str) -> Timed:
-    """A context manager that times a part of the step under a name. Names are few and fixed."""
+    """A context manager that times a part of the step under a name. Names are few and fixed.
+
+    Within what torch.compile compiles nothing is timed; around it, all is.
+    """
     return _known(name) or _new_section(name)
 
 
@@ -279,6 +298,7 @@ def _operation(session: Session, name: str) -> int | None:
     return op
 
 
+@_uncompiled
 def pipelining(
     op: Op,
     *,
@@ -358,16 +378,19 @@ def _check(name: str, value: int, least: int, most: int) -> None:
         raise ValueError(f"{name} must be a number from {least} to {most}, got {value!r}")
 
 
+@_uncompiled
 def optimizer() -> Timed:
     """A context manager around the optimizer's step."""
     return _known(OPTIMIZER) or INERT
 
 
+@_uncompiled
 def checkpoint() -> Timed:
     """A context manager around the time the loop is blocked by a checkpoint."""
     return INERT if _session is None or get_ident() != _owner else _session.checkpoint
 
 
+@_uncompiled
 def evaluate() -> Timed:
     """A context manager around an evaluation."""
     return INERT if _session is None or get_ident() != _owner else _session.evaluate
