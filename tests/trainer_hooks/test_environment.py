@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import paceline
 from paceline.environment import Surroundings, identify, read_surroundings
+from paceline_wire.ring import RingReader
 from paceline_wire.topology import Coordinates, Topology
 
 HOST = socket.gethostname().partition(".")[0][:40]
@@ -97,7 +99,8 @@ def test_a_rank_that_nobody_launched_is_named_by_its_process() -> None:
     assert surroundings().job == f"{HOST}-{os.getpid()}"
 
 
-def test_without_a_directory_for_rings_nothing_is_recorded() -> None:
+def test_without_an_agent_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents(monkeypatch)
     assert read_surroundings(TORCHRUN) is None
 
 
@@ -143,3 +146,21 @@ def test_of_several_agents_one_has_to_be_named(monkeypatch: pytest.MonkeyPatch) 
     agents(monkeypatch, "/dev/shm/paceline-a/rings", "/dev/shm/paceline-b/rings")
     with pytest.raises(ValueError, match=r"several agents.*paceline-a/rings, .*paceline-b/rings"):
         read_surroundings({})
+
+
+def test_many_short_metadata_fit_the_page(
+    ring_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paceline.init(metadata={f"{number:03}": "" for number in range(1000)})
+    metadata = RingReader(ring_directory / "local.g0.r0.ring").identity.metadata
+    assert len(metadata) > 300
+    assert "metadata are kept" in caplog.text
+
+
+def test_of_much_metadata_what_fits_is_kept(
+    ring_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paceline.init(metadata={"a": "x" * 2900, "b": "y" * 2900, "c \udc80": "z" * 50})
+    metadata = RingReader(ring_directory / "local.g0.r0.ring").identity.metadata
+    assert metadata.keys() - {"python", "torch", "script"} == {"a", "c ?"}
+    assert "2 of 3 metadata are kept, 3000 bytes at most" in caplog.text

@@ -6,6 +6,7 @@ already loaded, it is asked.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -21,6 +22,8 @@ from paceline_wire.job_name import as_job_name
 from paceline_wire.node_directory import rings_of_running_agents
 from paceline_wire.ring import DEFAULT_CAPACITY, SUFFIX, Identity, RingError, RingReader
 from paceline_wire.topology import Coordinates, Topology
+
+_log = logging.getLogger(__name__)
 
 # Names under which people write the three axes in `init_device_mesh`.
 AXES = {
@@ -48,6 +51,7 @@ _LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
 
+_METADATA_BYTES = 3000  # of the page with the identity, whose names are short
 _HOST_LENGTH = 40  # leaves room for what is told beside it
 _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UUID_LENGTH = 13  # 48 bits
@@ -123,7 +127,7 @@ def identify(
         clock_offset_ns=clock_offset_ns(),
         started_ns=monotonic_ns,
         gpu_uuid=surroundings.gpu_uuid,
-        metadata={**known, **{str(key): str(value) for key, value in metadata.items()}},
+        metadata=known | _that_fit(metadata),
     )
 
 
@@ -133,6 +137,23 @@ def _script() -> dict[str, str]:
     name = program.parent.name if program.name == "__main__.py" else program.name
     name = name.encode(errors="replace").decode()  # not every file's name is UTF-8
     return {"script": name[:_SCRIPT_LENGTH]} if name and not name.startswith("-") else {}
+
+
+def _that_fit(metadata: Mapping[str, str]) -> dict[str, str]:
+    """The first of them: the identity is a page. A whole configuration is given here too."""
+    found: dict[str, str] = {}
+    room = _METADATA_BYTES
+    for key, value in metadata.items():
+        texts = [str(text).encode(errors="replace") for text in (key, value)]
+        if (needed := sum(len(text) + 3 for text in texts)) <= room:  # msgpack says each length
+            room -= needed
+            found[texts[0].decode()] = texts[1].decode()
+    if len(found) < len(metadata):
+        _log.warning(
+            "paceline.init: %d of %d metadata are kept, %d bytes at most",
+            *(len(found), len(metadata), _METADATA_BYTES),
+        )
+    return found
 
 
 def clock_offset_ns() -> int:

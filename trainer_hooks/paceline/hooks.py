@@ -163,7 +163,8 @@ def init(
         mesh: a `DeviceMesh` whose dimensions are named dp, pp, tp (or as `environment.AXES` says).
         dp_rank, pp_rank, tp_rank: this rank's coordinates, where there is no mesh.
         topology: sizes of the axes; default `PACELINE_DP`, `PACELINE_PP` and `PACELINE_TP`.
-        metadata: anything worth keeping with the run: schedule, model, emulated kernels.
+        metadata: anything worth keeping with the run: schedule, model, emulated kernels. What does
+            not fit 3,000 bytes is left out.
 
     Call it once per process, from the thread that trains, before or after `init_process_group`.
     """
