@@ -87,17 +87,22 @@ def test_nothing_saved_is_nothing_loaded(opened: Open) -> None:
     assert loaded(opened()) == (None, {-1.0})
 
 
-def flip_a_bit(path: Path) -> None:
+def flip_a_bit(path: Path, bit: int = 0x10) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x10
+    content[len(content) // 2] ^= bit
     path.write_bytes(content)
+
+
+def flip_the_highest_bit(path: Path) -> None:
+    """Of text: it is none any more."""
+    flip_a_bit(path, 0x80)
 
 
 def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, cut_short, Path.unlink])
+@pytest.mark.parametrize("damage", [flip_a_bit, flip_the_highest_bit, cut_short, Path.unlink])
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", MANIFEST, COMMITTED])
 def test_damage_is_found_and_the_one_before_is_loaded(
     opened: Open,

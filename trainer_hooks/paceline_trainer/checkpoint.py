@@ -274,7 +274,7 @@ class Checkpointer:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Raises DamagedError unless the manifest is the one that was committed."""
     content = (path / MANIFEST).read_bytes()
-    if hashlib.sha256(content).hexdigest() != (path / COMMITTED).read_text().strip():
+    if hashlib.sha256(content).hexdigest().encode() != (path / COMMITTED).read_bytes():
         raise DamagedError(f"{MANIFEST} does not match its SHA-256")
     manifest: dict[str, Any] = json.loads(content)
     if manifest["version"] != VERSION:
