@@ -196,6 +196,20 @@ def test_a_shard_that_cannot_be_written_is_no_checkpoint_and_no_crash(
     assert loaded(opened(1)) == (12, {12.0})
 
 
+def test_a_directory_that_cannot_be_made_is_no_checkpoint_and_no_crash(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = opened()
+    save(checkpointer, 4)
+    (tmp_path / Saved(0, 8).name).touch()  # in its way
+    checkpointer.save(8, state(8.0))
+    assert not checkpointer.wait()
+    assert "The checkpoint of step 8 was not committed" in caplog.text
+    (tmp_path / Saved(0, 8).name).unlink()
+    save(checkpointer, 12)
+    assert loaded(opened(1)) == (12, {12.0})
+
+
 def test_the_manifest_lists_every_file_with_its_hash(opened: Open, tmp_path: Path) -> None:
     save(opened(2), 4)
     path = tmp_path / Saved(2, 4).name

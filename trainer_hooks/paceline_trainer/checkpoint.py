@@ -133,7 +133,6 @@ class Checkpointer:
             return
         self.wait()
         path = self.directory / Saved(self.generation, step).name
-        path.mkdir(parents=True, exist_ok=True)
         written = async_save(state, checkpoint_id=path, process_group=self._group)
         assert isinstance(written, Future), "the default stager copies before it returns"
         self._latest = step, self._thread.submit(self._commit, step, path, written)
