@@ -226,6 +226,18 @@ def test_something_that_is_no_number_is_counted_not_raised(
     assert reader.view().loss is None
 
 
+def test_a_second_init_that_cannot_be_leaves_the_first(
+    reader: RingReader, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Uncertain(dict[str, str]):
+        def __bool__(self) -> bool:
+            raise ValueError("ambiguous")
+
+    paceline.init(metadata=Uncertain())
+    list(paceline.steps([0]))
+    assert [step for op, step in recorded(reader) if op == Op.STEP] == [0]
+
+
 def test_inert_steps_are_the_loader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("PACELINE_RING_DIRECTORY", raising=False)
     paceline.init()

@@ -168,6 +168,9 @@ def init(
 
     Call it once per process, from the thread that trains, before or after `init_process_group`.
     """
+    if _session is not None:
+        _say_once("twice", "paceline.init() was called again; the first call stands")
+        return
     given = {"dp": dp_rank, "pp": pp_rank, "tp": tp_rank}
     try:
         _start(mesh, given, topology, metadata or {})
@@ -183,9 +186,6 @@ def _start(
     metadata: Mapping[str, str],
 ) -> None:
     global _owner
-    if _session is not None:
-        _say_once("twice", "paceline.init() was called again; the first call stands")
-        return
     surroundings = read_surroundings(os.environ)
     if surroundings is None:
         _say_once("inert", "paceline is inert: no agent found on this node", info=True)
