@@ -7,6 +7,7 @@ import itertools
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 import paceline
@@ -158,6 +159,8 @@ def test_an_op_that_is_no_action_is_not_recorded(reader: RingReader, op: int) ->
         {"microbatch": -1},
         {"microbatch": 2**32},
         {"microbatch": 1.5},
+        {"microbatch": ""},
+        {"microbatch": []},
         {"chunk": 0xFFFF},
         {"chunk": None},
         {"peer": -1},
@@ -170,6 +173,13 @@ def test_a_place_that_fits_no_record_is_not_recorded(
     with paceline.pipelining(Op.FORWARD, **place), paceline.section("inside"):
         pass
     assert [span.op for span in spans(reader)] == [1024]
+
+
+def test_numpys_integers_are_places_too(reader: RingReader) -> None:
+    for number in np.arange(2):
+        with paceline.pipelining(Op.FORWARD, microbatch=number, chunk=number):
+            pass
+    assert [(span.microbatch, span.chunk) for span in spans(reader)] == [(0, 0), (1, 1)]
 
 
 @pytest.mark.parametrize("name", [["a", "list"], "half a \udc80 character"])

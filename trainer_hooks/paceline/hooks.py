@@ -14,6 +14,7 @@ from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from numbers import Integral
 from operator import index
 from typing import Any, ParamSpec, TypeVar
 
@@ -236,8 +237,7 @@ def steps(loader: Iterable[Batch], *, start: int | None = None) -> Steps[Batch]:
     they when what this returns is iterated over again.
     """
     try:
-        start = None if start is None else index(start)
-        _check("start", start or 0, 0, NONE_32 - 1)
+        start = None if start is None else _whole("start", index(start), 0, NONE_32 - 1)
     except Exception as error:
         _say_once("start", "paceline.steps: counting from 0: %s", error)
         start = 0
@@ -322,7 +322,7 @@ def pipelining(
         if lengths is not None:
             return _sized_action(session, op, microbatch, chunk, lengths)
         return session.actions[op][microbatch, chunk, peer]
-    except (KeyError, IndexError, TypeError):
+    except Exception:  # not there yet, or nothing that could be
         return _new_action(session, session.actions, op, microbatch, chunk, peer)
 
 
@@ -360,10 +360,12 @@ def _new_action(
 ) -> Timed:
     """The edge: inert, counted and said once, for an action that cannot be recorded."""
     try:
-        _check("op", op, Op.FORWARD, Op.BACKWARD_RECV)
-        _check("microbatch", microbatch or 0, 0, NONE_32 - 1)
-        _check("chunk", chunk, 0, NONE_16 - 1)
-        _check("peer", peer or 0, 0, NONE_32 - 1)
+        op = _whole("op", op, Op.FORWARD, Op.BACKWARD_RECV)
+        if microbatch is not None:
+            microbatch = _whole("microbatch", microbatch, 0, NONE_32 - 1)
+        chunk = _whole("chunk", chunk, 0, NONE_16 - 1)
+        if peer is not None:
+            peer = _whole("peer", peer, 0, NONE_32 - 1)
         if session.made >= MAXIMUM_SECTIONS + MAXIMUM_ACTIONS:
             raise ValueError(f"more than {MAXIMUM_ACTIONS} different actions")
     except Exception as error:
@@ -374,9 +376,11 @@ def _new_action(
     return action
 
 
-def _check(name: str, value: int, least: int, most: int) -> None:
-    if not isinstance(value, int) or not least <= value <= most:
+def _whole(name: str, value: Any, least: int, most: int) -> int:
+    """An int of any integer, numpy's too; of no tensor, which may be on a device."""
+    if not isinstance(value, Integral) or not least <= int(value) <= most:
         raise ValueError(f"{name} must be a number from {least} to {most}, got {value!r}")
+    return int(value)
 
 
 @_uncompiled
