@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 import paceline
 from paceline.recorder import Recorder
+from paceline.sections import Timed
 from paceline_wire.ring import FRAMES, RingReader, SectionDefinition
 from paceline_wire.spans import Op, Span, op_name, unpack
 
@@ -214,6 +216,17 @@ def test_the_page_says_what_kind_of_work_goes_on(
             assert reader.view().frames[-1].op == op
         assert reader.view().status == "running"
     assert op in {span.op for span in spans(reader)}
+
+
+@pytest.mark.parametrize("timed", [paceline.checkpoint, paceline.evaluate])
+def test_what_is_finished_within_a_checkpoint_stays_finished(
+    reader: RingReader, timed: Callable[[], Timed]
+) -> None:
+    """As a handler of SIGTERM may do."""
+    for _ in paceline.steps([0]):
+        with timed(), timed():
+            paceline.finish()
+    assert reader.view().status == "finished"
 
 
 def test_a_section_of_another_thread_is_recorded_at_the_boundary(reader: RingReader) -> None:

@@ -63,7 +63,9 @@ class StatusSection(Section):
 
     def __exit__(self, kind: object, error: object, trace: object, /) -> None:
         super().__exit__(kind, error, trace)
-        self.recorder.set_status(self.before.pop())
+        before = self.before.pop()
+        if self.recorder.status == self.status:  # else it was finished in here
+            self.recorder.set_status(before)
 
 
 class ElsewhereSection:
