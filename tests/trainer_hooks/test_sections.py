@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 import paceline
 from paceline.recorder import Recorder
 from paceline.sections import Timed
-from paceline_wire.ring import FRAMES, RingReader, SectionDefinition
+from paceline_wire.ring import FRAMES, GroupDefinition, RingReader, SectionDefinition
 from paceline_wire.spans import Op, Span, op_name, unpack
 
 
@@ -276,5 +277,24 @@ def test_too_many_names_are_refused_not_stored(
     for number in range(5000):
         with paceline.section(f"step {number}"):
             pass
-    assert len(names(reader)) <= 4096
+    assert 1000 < len(names(reader)) <= 4096
     assert "section names" in caplog.text
+
+
+def test_process_groups_are_defined_however_many_names_there_are(
+    reader: RingReader, caplog: pytest.LogCaptureFixture
+) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for _ in paceline.steps([0]):
+        for number in range(5000):
+            with paceline.section(f"a name that is not short at all {number}"):
+                pass
+        dist.barrier()
+    dist.destroy_process_group()
+    assert reader.new_definitions()[-1] == GroupDefinition(0, "world", [0], "world")
+
+
+def test_of_a_very_long_name_the_beginning_is_shown(reader: RingReader) -> None:
+    with paceline.section("x" * 1_000_000):
+        pass
+    assert list(names(reader).values()) == ["x" * 200]

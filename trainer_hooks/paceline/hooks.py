@@ -38,6 +38,8 @@ from paceline_wire.ring import (
     CONTROL_COMMAND,
     CONTROL_KIND,
     CONTROL_TARGET_STEP,
+    DEFINITIONS_BYTES,
+    STATE_DEFINITIONS,
     AckStatus,
     Control,
     SectionDefinition,
@@ -51,6 +53,8 @@ from paceline_wire.topology import Topology
 _log = logging.getLogger(__name__)
 
 MAXIMUM_SECTIONS = 4096  # distinct names; more means that a name holds a counter
+NAMES_BYTES = DEFINITIONS_BYTES * 3 // 4  # the rest of the definitions is for process groups
+LONGEST_NAME = 200
 MAXIMUM_ACTIONS = 1 << 14  # distinct (op, microbatch, chunk, peer)
 
 LARGEST_SQUARES = 1 << 62  # a sum of squared lengths that a reader takes for one
@@ -85,9 +89,9 @@ class Session:
     def operation(self, name: str) -> int | None:
         """The op of a section's name, defined in the ring at first sight; None: too many names."""
         op = self.operations.get(name)
-        if op is None and len(self.operations) < MAXIMUM_SECTIONS:
-            identifier = len(self.operations)
-            self.recorder.define(SectionDefinition(identifier, str(name)))
+        identifier, used = len(self.operations), self.recorder.state[STATE_DEFINITIONS]
+        if op is None and identifier < MAXIMUM_SECTIONS and used < NAMES_BYTES:
+            self.recorder.define(SectionDefinition(identifier, str(name)[:LONGEST_NAME]))
             op = self.operations[name] = section_op(identifier)
         return op
 
@@ -295,7 +299,8 @@ def _operation(session: Session, name: str) -> int | None:
         _say_once("name", "paceline.section(%r) is not recorded: %s", name, error)
         return None
     if op is None:
-        _say_once("names", "more than %d section names: the rest is not recorded", MAXIMUM_SECTIONS)
+        known = len(session.operations)
+        _say_once("names", "more than %d section names: the rest is not recorded", known)
     return op
 
 
