@@ -161,6 +161,20 @@ rank.join()
     assert RingReader(tmp_path / RING).view().status == status
 
 
+def test_an_error_typed_before_is_no_failure(tmp_path: Path) -> None:
+    typed = "1 / 0\nimport paceline; paceline.init(); list(paceline.steps([0]))\n"
+    finished = subprocess.run(
+        [sys.executable, "-i"],
+        env={**os.environ, "PACELINE_RING_DIRECTORY": str(tmp_path), "PACELINE_JOB": "local"},
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert "ZeroDivisionError" in finished.stderr
+    assert RingReader(tmp_path / RING).view().status == "finished"
+
+
 def test_after_sigkill_the_page_says_what_it_was_doing(tmp_path: Path) -> None:
     finished = run(
         """

@@ -501,7 +501,9 @@ def _stop() -> None:
 
 def _at_exit() -> None:
     """In a child of multiprocessing, which runs no atexit, the exception is still on its way."""
-    error = getattr(sys, "last_value", sys.exc_info()[1])
+    error = sys.exc_info()[1]
+    if not hasattr(sys, "ps1"):  # where people type, the last error ended nothing
+        error = getattr(sys, "last_value", error)
     ended_well = error is None or (isinstance(error, SystemExit) and not error.code)
     if _session is not None and not ended_well:
         _guard(_session, _session.end, Status.FAILED)
