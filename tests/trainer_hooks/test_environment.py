@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import paceline
+from paceline import hooks
 from paceline.environment import Surroundings, identify, read_surroundings
 from paceline_wire.ring import RingReader
 from paceline_wire.topology import Coordinates, Topology
@@ -164,3 +165,18 @@ def test_of_much_metadata_what_fits_is_kept(
     metadata = RingReader(ring_directory / "local.g0.r0.ring").identity.metadata
     assert metadata.keys() - {"python", "torch", "script"} == {"a", "c ?"}
     assert "2 of 3 metadata are kept, 3000 bytes at most" in caplog.text
+
+
+@pytest.mark.parametrize(("place", "is_told"), [((0, 1), False), ((1, 0), True)])
+def test_coordinates_that_do_not_lie_as_the_server_takes_them_to_are_told(
+    ring_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    place: tuple[int, int],
+    is_told: bool,
+) -> None:
+    monkeypatch.setattr(hooks, "_said", set())
+    for name, value in {"RANK": "2", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    paceline.init(dp_rank=place[0], pp_rank=place[1], topology=Topology(dp=2, pp=2))
+    assert ("as in a mesh of (pp, dp, tp)" in caplog.text) is is_told

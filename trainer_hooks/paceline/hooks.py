@@ -165,7 +165,8 @@ def init(
     names the rings of any other, and keeps all away where it is set and empty.
 
     Args:
-        mesh: a `DeviceMesh` whose dimensions are named dp, pp, tp (or as `environment.AXES` says).
+        mesh: a `DeviceMesh` whose dimensions are named pp, dp, tp (or as `environment.AXES` says),
+            in this order: the server takes ranks to lie so.
         dp_rank, pp_rank, tp_rank: this rank's coordinates, where there is no mesh.
         topology: sizes of the axes; default `PACELINE_DP`, `PACELINE_PP` and `PACELINE_TP`.
         metadata: anything worth keeping with the run: schedule, model, emulated kernels. What does
@@ -198,7 +199,15 @@ def _start(
     if is_helper_of(surroundings.ring_path):
         _say_once("helper", "paceline is off in this process: its rank is watched", info=True)
         return
-    sizes, coordinates = place(surroundings.rank, topology or surroundings.topology, mesh, given)
+    rank = surroundings.rank
+    sizes, coordinates = place(rank, topology or surroundings.topology, mesh, given)
+    if rank < sizes.world_size and coordinates != sizes.coordinates(rank):
+        _say_once(
+            "layout",
+            "paceline.init: rank %d is said to be at %s; ranks are taken to lie as in a mesh of "
+            "(pp, dp, tp), and stages and peers will be named by that: %s",
+            *(rank, coordinates, sizes.coordinates(rank)),
+        )
     identity = identify(surroundings, sizes, coordinates, metadata)
     ring = create(surroundings.ring_path, identity, surroundings.capacity)
     _owner = get_ident()
