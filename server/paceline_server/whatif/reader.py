@@ -16,6 +16,7 @@ from paceline_server.whatif.errors import MetadataError, TraceError
 from paceline_server.whatif.trace import COLUMNS, Trace, align
 
 NO_CHUNK = -1  # as the layout itself writes it
+_BEYOND = 2.0**63  # what indices are counted in
 _MAY_BE_NULL = ("mc", "mb_id", "gmc")
 
 
@@ -127,9 +128,9 @@ def _integers(column: Any, name: str, path: Path) -> npt.NDArray[Any]:
     if pyarrow.types.is_null(column.type) and name in _MAY_BE_NULL:
         return np.full(len(column), NO_CHUNK)
     values: npt.NDArray[Any] = column.to_numpy()
-    if values.dtype.kind in "iu":
+    if values.dtype.kind in "iu" and values.dtype != np.uint64:
         return values
-    if values.dtype.kind != "f":
+    if values.dtype.kind not in "fu":
         raise TraceError(f"{path}: column {name} holds {column.type}, expected whole numbers")
     empty = np.isnan(values)
     if name in _MAY_BE_NULL:
@@ -138,6 +139,8 @@ def _integers(column: Any, name: str, path: Path) -> npt.NDArray[Any]:
         raise TraceError(f"{path}: column {name} has no value in {empty.sum()} rows")
     if (values != np.floor(values)).any() or not np.isfinite(values).all():
         raise TraceError(f"{path}: column {name} holds fractions, expected whole numbers")
+    if (np.abs(values) >= _BEYOND).any():
+        raise TraceError(f"{path}: column {name} holds {values.max()}, expected less than 2^63")
     return values.astype(np.int64)
 
 

@@ -64,6 +64,16 @@ def test_a_column_of_nothing_is_no_chunk(tmp_path: Path) -> None:
     )
 
 
+def test_integers_of_every_kind_read_alike(tmp_path: Path) -> None:
+    plain = analyze(read_trace(written(tmp_path, table())))
+    for kind in (pa.uint64(), pa.uint8(), pa.int32(), pa.float64()):
+        content = table()
+        for name in ("step", "dp_rank", "stage", "rank"):
+            at = content.schema.get_field_index(name)
+            content = content.set_column(at, name, content[name].cast(kind))
+        assert analyze(read_trace(written(tmp_path, content))) == plain
+
+
 def test_metadata_of_the_trace_is_accepted(tmp_path: Path) -> None:
     sizes = read_metadata(metadata(tmp_path, trial_name="x", run_id=1))
     assert read_trace(written(tmp_path, table()), sizes).ranks.shape == (2, 2)
@@ -139,6 +149,8 @@ COUNT = len(SyntheticRun(**RUN).columns()["step"])  # type: ignore[arg-type]
         ({"optype": [None] + ["gc"] * (COUNT - 1)}, "optype has no value in 1 rows"),
         ({"step": [None] + [7] * (COUNT - 1)}, "step has no value in 1 rows"),
         ({"seq_id": [0.5] * COUNT}, "seq_id holds fractions"),
+        ({"step": pa.array([1 << 63] * COUNT, pa.uint64())}, "step holds 9223372036854775808"),
+        ({"seq_id": [1e300] * COUNT}, "seq_id holds 1e.300, expected less than"),
         ({"duration": [None] + [0.1] * (COUNT - 1)}, "duration has no number in 1 of"),
     ],
 )
