@@ -245,7 +245,7 @@ class JobWork:
             acknowledged=new,
             ranks=self._ranks,
             placement=placement,
-            memory=self._engine.memory() if self._memory_due(now_ns) else None,
+            memory=self._engine.memory() if self._memory_due(job, now_ns) else None,
             ranks_wait=self._ranks_wait(now_ns),
         )
         wrote = news.matters or self._due(known, now_ns)
@@ -296,9 +296,12 @@ class JobWork:
         pause_ns = len(self._ranks) * _RANK_PAUSE_NS
         return now_ns - self._ranks_kept_ns < pause_ns and not self._ranks.changed_life()
 
-    def _memory_due(self, now_ns: int) -> bool:
-        """Not each time: it may be large, and what it lacks is in the log."""
-        return now_ns - self._remembered_ns > _MEMORY_NS
+    def _memory_due(self, job: models.Job, now_ns: int) -> bool:
+        """Not each time: it may be large, and what it lacks is in the log.
+
+        Of a watched job that is over, another generation may follow at once.
+        """
+        return job.state in FINISHED or now_ns - self._remembered_ns > _MEMORY_NS
 
     def _committed(self, job: models.Job, news: News, now_ns: int) -> None:
         self._kept_ns = now_ns

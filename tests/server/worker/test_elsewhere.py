@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from simulated_node import STEP_SECONDS, SimulatedNode, post_job
 
-from paceline_server.store.models import Attachment
+from paceline_server.engine.engine import Engine
+from paceline_server.store.models import Attachment, EngineMemory
 from paceline_wire.batch import RankExited, RankStacks
 from paceline_wire.stacks import StackFrame, ThreadStack
 from paceline_wire.topology import Topology
@@ -135,6 +136,10 @@ def test_the_books_are_kept_over_all_generations(
         for number in range(2):
             nodes[number].crash(number)
         wait_for(lambda: job("train")["state"] == "failed", "the end")
+        with server.program.database.read() as session:
+            kept = session.get_one(EngineMemory, "train").memory
+        steps = Engine("train", memory=kept).ledger(time.time_ns()).useful_steps
+        assert steps >= 3, "whoever takes up the next generation need not read this one again"
     assert started[0] > 0
     assert started == [started[0]] * 3, "a job starts up once; then it is restarted"
 
