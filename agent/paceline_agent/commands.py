@@ -37,6 +37,7 @@ from paceline_wire.commands import (
     ControlRanks,
     Order,
     Ping,
+    PreloadRanks,
     StartRanks,
     StopGeneration,
     TakeDumps,
@@ -107,6 +108,8 @@ class Commands:
     async def _act(self, command: Order) -> str | None:
         """None, or why it could not be done."""
         match command:
+            case PreloadRanks():
+                return await self._supervisor.preload(command)
             case StartRanks():
                 self._before_start(command)
                 return await self._supervisor.start(command)

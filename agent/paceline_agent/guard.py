@@ -16,9 +16,13 @@ other:
 - Both go: the ranks die as above; their children now belong to the agent, which is a subreaper
   too, sweeps them and starts anew.
 
-Messages are lines of JSON over a Unix socket. The agent sends `start`, `signal` and `end`, the
-guard answers `started`, `failed`, `exited` (at once) and `gone` (nothing of that rank is left); to
-an agent that adopts its ranks it says `adopted` first.
+Messages are lines of JSON over a Unix socket. The agent sends `start`, `preload`, `signal` and
+`end`, the guard answers `started`, `failed`, `exited` (at once) and `gone` (nothing of that rank is
+left); to an agent that adopts its ranks it says `adopted` first.
+
+Where a job asks for it (`PACELINE_PRELOAD`), the ranks of its later generations are forked by a
+process that has imported their modules already: see fork_server.py. Whatever is wrong with that,
+they are executed like the first ones.
 """
 
 from __future__ import annotations
@@ -27,13 +31,14 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import select
 import signal
 import socket
 import struct
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -42,6 +47,17 @@ _PR_SET_PTRACER = 0x59616D61
 _CREDENTIALS = struct.Struct("iII")  # ucred: pid, uid, gid
 _SOCKET_PATH_BYTES = 107  # sockaddr_un
 _SWEEP_SECONDS = 0.02  # between two looks at whether the killed are gone
+
+_PRELOAD = "PACELINE_PRELOAD"  # paceline_wire.commands.PRELOAD
+_FORK_SERVER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fork_server.py")
+_FORK_SECONDS = 2.0  # tens of milliseconds are usual
+_IDLE_SECONDS = 900.0  # a fork server without ranks is kept for the next generation
+_PYTHON = re.compile(r"python(3(\.\d+)?)?")
+_FLAGS = re.compile(r"-[bBEIOPsSuv]+|-[WX].+")
+_WIDE = "0" * 20  # room for any number
+_RANKS_OWN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+              "PACELINE_GENERATION", "PACELINE_DP", "PACELINE_PP", "PACELINE_TP",
+              "PACELINE_GPU_INDEX", "PACELINE_GPU_UUID"}  # fmt: skip
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -168,6 +184,92 @@ def reap() -> list[tuple[int, int]]:
         ended.append((pid, status))
 
 
+def split_command(command: Sequence[str]) -> tuple[list[str], list[str]] | None:
+    """`python -u train.py --lr 1` is `python -u` and `train.py --lr 1`; None: it is no script."""
+    if not _PYTHON.fullmatch(os.path.basename(command[0])):
+        return None
+    at = 1
+    while at < len(command) and (command[at] in ("-W", "-X") or _FLAGS.fullmatch(command[at])):
+        at += 2 if command[at] in ("-W", "-X") else 1
+    program = list(command[at:])
+    if not program or program == ["-m"] or (program[0] != "-m" and program[0].startswith("-")):
+        return None
+    return list(command[:at]), program
+
+
+class ForkServer:
+    """Our end of a fork server: of one job, and of ranks that differ in `_RANKS_OWN` only."""
+
+    def __init__(self, start: dict[str, Any], agent_pid: int) -> None:
+        """Raises OSError and ValueError where there can be none."""
+        split = split_command(start["argv"])
+        if split is None:
+            raise ValueError(f"no script of Python's: {start['argv']}")
+        python, program = split
+        self._common = _common(start)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(_FORK_SECONDS)
+        self._is_ready = False
+        with theirs:
+            theirs.set_inheritable(True)
+            modules = start["environment"][_PRELOAD]
+            argv = [*python, _FORK_SERVER, str(theirs.fileno()), modules, *program]
+            environment = start["environment"] | {"RANK": _WIDE, "PACELINE_GENERATION": _WIDE}
+            try:
+                pid = _spawn({**start, "argv": argv, "environment": environment}, agent_pid)
+            except OSError:
+                self._socket.close()
+                raise
+        self._process = read_process(pid)
+
+    def is_for(self, start: dict[str, Any]) -> bool:
+        return _common(start) == self._common and self._answers()
+
+    def fork(self, start: dict[str, Any], agent_pid: int) -> int | None:
+        """Start a rank: its pid, or None if that is not possible (now)."""
+        if not self.is_for(start) or not self._is_ready:
+            return None
+        about = {name: start[name] for name in ("argv", "environment", "directory", "log")}
+        request = json.dumps({**about, "agent_pid": agent_pid, "guard_pid": os.getpid()})
+        readable, writable = os.pipe()
+        try:
+            socket.send_fds(self._socket, [request.encode()], [readable])
+            pid: int = json.loads(self._socket.recv(1 << 16))["pid"]
+            os.write(writable, b"!")  # until now it has not begun, and otherwise never will
+        except (OSError, ValueError, KeyError):
+            self.close()
+            return None
+        finally:
+            os.close(readable)
+            os.close(writable)
+        return pid
+
+    def close(self) -> None:
+        self._socket.close()
+        if self._process is not None:
+            send_signal(self._process, signal.SIGKILL)
+
+    def _answers(self) -> bool:
+        """Not after it could not import, nor after its end."""
+        try:
+            if not select.select([self._socket], [], [], 0)[0]:
+                return True
+            self._is_ready = bool(self._socket.recv(1 << 16))
+        except (OSError, ValueError):  # closed
+            return False
+        return self._is_ready
+
+
+def _common(start: dict[str, Any]) -> dict[str, Any]:
+    """What one rank's start has in common with that of the others, and of later generations."""
+    environment = start["environment"].items()
+    return {
+        "argv": start["argv"],
+        "directory": start["directory"],
+        "environment": {name: value for name, value in environment if name not in _RANKS_OWN},
+    }
+
+
 class Guard:
     """Starts ranks, tells of their ends, and cleans up after each."""
 
@@ -180,6 +282,9 @@ class Guard:
         self._running: dict[int, dict[str, Any]] = {}  # pid -> the start message
         self._ended: dict[int, dict[str, Any]] = {}  # children of these may still be alive
         self._sweeps = 0
+        self._forks: ForkServer | None = None
+        self._forks_of: list[Any] = []  # job and generation that it was last looked at for
+        self._busy_at = 0.0  # when there last was a rank
 
     @property
     def patience_milliseconds(self) -> float | None:
@@ -187,7 +292,9 @@ class Guard:
 
         Longer each time: a process in an uninterruptible wait may take its time.
         """
-        return min(500.0, 20.0 * 2**self._sweeps) if self._ended else None
+        if self._ended:
+            return min(500.0, 20.0 * 2.0**self._sweeps)
+        return None if self._running or self._forks is None else _IDLE_SECONDS * 1000
 
     @property
     def holds_any(self) -> bool:
@@ -215,6 +322,8 @@ class Guard:
         self.told_to_end |= message["do"] == "end"
         if message["do"] == "start":
             self._start(message)
+        elif message["do"] == "preload":
+            self._preload(message)
         elif message["do"] == "signal":
             for table in (self._running, self._ended):
                 for pid, start in table.items():
@@ -243,6 +352,11 @@ class Guard:
                 if self._agent is None:
                     self._gone_untold.append((pid, start))
                 self._tell(event="gone", key=start["key"], pid=pid)
+        if self.holds_any:
+            self._busy_at = time.monotonic()
+        elif self._forks is not None and time.monotonic() - self._busy_at >= _IDLE_SECONDS:
+            self._forks.close()
+            self._forks = None
 
     def _signal(self, rank_pid: int, start: dict[str, Any], number: int) -> int:
         """Signal a rank and all that came from it; how many there were."""
@@ -263,12 +377,27 @@ class Guard:
 
     def _start(self, message: dict[str, Any]) -> None:
         try:
-            pid = _spawn(message, self._agent_pid)
+            forked = self._forks and self._forks.fork(message, self._agent_pid)
+            pid = forked or _spawn(message, self._agent_pid)
         except OSError as error:
             self._tell(event="failed", key=message["key"], error=str(error))
             return
         self._running[pid] = message
         self._tell(event="started", key=message["key"], pid=pid)
+        self._preload(message)
+
+    def _preload(self, start: dict[str, Any]) -> None:
+        """Have a fork server for the generations after this one, if the job wants one."""
+        if start["key"][:2] == self._forks_of:
+            return
+        self._forks_of = start["key"][:2]
+        self._busy_at = time.monotonic()
+        if self._forks is not None and not self._forks.is_for(start):
+            self._forks.close()
+            self._forks = None
+        if self._forks is None and start["environment"].get(_PRELOAD):
+            with contextlib.suppress(OSError, ValueError):
+                self._forks = ForkServer(start, self._agent_pid)
 
     def _tell(self, **message: Any) -> None:
         if self._agent is None:

@@ -27,7 +27,7 @@ from paceline_agent.logs import LogFile, prune_logs
 from paceline_agent.outbox import Outbox
 from paceline_agent.rings import RankKey, Rings
 from paceline_wire.batch import RankExited, RankStarted
-from paceline_wire.commands import RankSpec, StartRanks
+from paceline_wire.commands import PreloadRanks, Ranks, RankSpec, StartRanks
 from paceline_wire.node_directory import RINGS
 
 log = logging.getLogger(__name__)
@@ -142,9 +142,7 @@ class Supervisor:
             return refusal
         self._newest[job] = generation
         await self._clear_older(job, generation)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(START_SECONDS):
-                await self._link_ready.wait()
+        await self._await_guard()
         if refusal := self._refusal(job, generation):  # stopped or overtaken while we waited
             return refusal
         prune_logs(self._directory / "logs")
@@ -166,6 +164,22 @@ class Supervisor:
             await self.stop(job, generation, 0.0)
             return "; ".join(failed)
         return None
+
+    async def preload(self, command: PreloadRanks) -> str | None:
+        """Have the modules of these ranks imported; None, or why they are not."""
+        spec = command.ranks[0]
+        key = RankKey(command.job, command.generation, spec.rank)
+        await self._await_guard()
+        try:
+            self._send(do="preload", **self._about(command, spec, key))
+        except GuardLostError as error:
+            return str(error)
+        return None
+
+    async def _await_guard(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_SECONDS):
+                await self._link_ready.wait()
 
     def _refusal(self, job: str, generation: int) -> str | None:
         newest = max(self._newest.get(job, -1), self._stopped.get(job, -1) + 1)
@@ -222,27 +236,30 @@ class Supervisor:
 
     def _start_rank(self, command: StartRanks, spec: RankSpec) -> _Rank:
         key = RankKey(command.job, command.generation, spec.rank)
-        environment = self._rank_environment(command, spec)
-        marks = [f"{name}={environment[name]}" for name in _MARKS]
-        name = f"{key.job}.g{key.generation}.r{key.rank}.log"
-        rank = _Rank(key, LogFile(self._directory / "logs" / name), marks)
+        about = self._about(command, spec, key)
+        rank = _Rank(key, LogFile(Path(about["log"])), about["marks"])
         self._ranks[key] = rank
         self._rings.supervised.add(key)
         try:
-            self._send(
-                do="start",
-                key=list(key),
-                argv=command.argv,
-                environment=environment,
-                directory=command.directory,
-                log=str(rank.log.path),
-                marks=marks,
-            )
+            self._send(do="start", **about)
         except GuardLostError as error:
             self._on_failed(rank, str(error))
         return rank
 
-    def _rank_environment(self, command: StartRanks, spec: RankSpec) -> dict[str, str]:
+    def _about(self, command: Ranks, spec: RankSpec, key: RankKey) -> dict[str, Any]:
+        """What the guard needs to know of a rank."""
+        environment = self._rank_environment(command, spec)
+        name = f"{key.job}.g{key.generation}.r{key.rank}.log"
+        return {
+            "key": list(key),
+            "argv": command.argv,
+            "environment": environment,
+            "directory": command.directory,
+            "log": str(self._directory / "logs" / name),
+            "marks": [f"{name}={environment[name]}" for name in _MARKS],
+        }
+
+    def _rank_environment(self, command: Ranks, spec: RankSpec) -> dict[str, str]:
         """As docs/architecture.md has it, on top of the agent's own and the command's."""
         topology = command.topology
         own = {
@@ -274,7 +291,7 @@ class Supervisor:
         own = os.path.dirname(sys.executable)
         return os.pathsep.join((own, self._environment.get("PATH", os.defpath)))
 
-    def _visible_gpus(self, command: StartRanks) -> dict[str, str]:
+    def _visible_gpus(self, command: Ranks) -> dict[str, str]:
         """So that `cuda:LOCAL_RANK` is the GPU a rank was given, also where one before it is lost.
 
         All that this node's ranks were given, for peers on one node reach each other's memory.

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from paceline_wire import ring
-from paceline_wire.batch import Batch, Event, decode
+from paceline_wire.batch import Batch, CommandResult, Event, decode
 from paceline_wire.commands import Command, Ping, encode_line
 from paceline_wire.ring import Identity
 from paceline_wire.spans import NONE_16, NONE_32, RECORD, RECORD_BYTES, Op, from_columns, unpack
@@ -227,6 +227,22 @@ def start_agent(server: StubServer, tmp_path: Path) -> Iterator[StartAgent]:
     yield start
     for agent in agents:
         agent.stop()
+
+
+@pytest.fixture
+def order(server: StubServer) -> Callable[[Any], CommandResult]:
+    """Give a command and wait for its result."""
+
+    def give(command: Any) -> CommandResult:
+        server.commands.append(command)
+
+        def answers() -> list[CommandResult]:
+            results = server.events(CommandResult)
+            return [one for one in results if one.command_id == command.command_id]
+
+        return wait_for(answers, what=f"the result of {command}")[0]  # type: ignore[no-any-return]
+
+    return give
 
 
 class RankRing:

@@ -7,33 +7,15 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from paceline_wire.batch import CommandResult, RankExited, RankStarted
-from paceline_wire.commands import RankSpec, StartRanks, StopGeneration
+from paceline_wire.batch import RankExited, RankStarted
 from paceline_wire.spans import from_columns, unpack
-from paceline_wire.topology import Topology
+from tests.agent.orders import marker, start_ranks, stop
 
 WRITER = [sys.executable, str(Path(__file__).with_name("ring_writer.py")), "2000"]
-_ids = count(1)
 Fixture = Callable[..., Any]
-
-
-def start_ranks(argv: list[str], ranks: int = 2) -> StartRanks:
-    return StartRanks(
-        command_id=next(_ids),
-        job="job-a",
-        generation=4,
-        topology=Topology(dp=ranks),
-        ranks=[RankSpec(rank, rank) for rank in range(ranks)],
-        argv=argv,
-        master_address="127.0.0.1",
-        master_port=29500,
-    )
 
 
 def span_indices(server: Any, rank: int) -> list[int]:
@@ -50,24 +32,6 @@ def lost(server: Any) -> int:
     return sum(block.lost for batch in list(server.batches) for block in batch.spans)
 
 
-@pytest.fixture
-def order(server: Any, wait_for: Fixture) -> Callable[[Any], CommandResult]:
-    def give(command: Any) -> CommandResult:
-        server.commands.append(command)
-
-        def answers() -> list[CommandResult]:
-            results = server.events(CommandResult)
-            return [one for one in results if one.command_id == command.command_id]
-
-        return wait_for(answers)[0]  # type: ignore[no-any-return]
-
-    return give
-
-
-def marker(agent: Any) -> str:
-    return f"PACELINE_NODE_DIRECTORY={agent.directory}\0"
-
-
 def test_running_ranks_and_their_rings_are_adopted_and_no_span_is_lost_or_sent_twice(
     start_agent: Fixture,
     server: Any,
@@ -77,7 +41,7 @@ def test_running_ranks_and_their_rings_are_adopted_and_no_span_is_lost_or_sent_t
     processes_with: Fixture,
 ) -> None:
     agent = start_agent()
-    assert order(start_ranks(WRITER)).ok
+    assert order(start_ranks("", 2, 4, argv=WRITER)).ok
     server.commands.clear()
     for _ in range(3):
         seen = len(span_indices(server, 1))
@@ -89,8 +53,7 @@ def test_running_ranks_and_their_rings_are_adopted_and_no_span_is_lost_or_sent_t
     wait_for(lambda: all(len(span_indices(server, rank)) > seen[rank] + 1000 for rank in (0, 1)))
     assert all(map(is_alive, pids)), "the same processes"
     assert len(server.events(RankStarted)) == 2, "none was started again"
-    stop = StopGeneration(command_id=next(_ids), job="job-a", generation=4, grace_seconds=0.0)
-    assert order(stop).ok
+    assert order(stop(4)).ok
     wait_for(lambda: len(server.events(RankExited)) == 2)
     assert {(one.pid, one.commanded) for one in server.events(RankExited)} == {
         (pid, True) for pid in pids
@@ -107,7 +70,7 @@ def test_a_rank_that_ended_while_there_was_no_agent_is_told_by_the_next(
     start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture
 ) -> None:
     first = start_agent()
-    assert order(start_ranks(WRITER)).ok
+    assert order(start_ranks("", 2, 4, argv=WRITER)).ok
     wait_for(lambda: len(span_indices(server, 1)) > 100)
     first.stop(signal.SIGKILL)
     victim, other = server.events(RankStarted)
@@ -125,7 +88,7 @@ def test_ranks_that_nobody_adopts_end_with_the_grace(
     start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture, processes_with: Fixture
 ) -> None:
     agent = start_agent("--orphan-grace-seconds", "1")
-    assert order(start_ranks(WRITER)).ok
+    assert order(start_ranks("", 2, 4, argv=WRITER)).ok
     agent.stop(signal.SIGKILL)
     assert len(processes_with(marker(agent))) == 2, "they wait for an agent"
     wait_for(lambda: not processes_with(marker(agent)))
@@ -137,7 +100,7 @@ def test_adopted_ranks_die_with_their_guard_and_are_told(
     first = start_agent()
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'], stdin=0)"
     argv = [sys.executable, "-c", f"import os; os.dup2(os.pipe()[0], 0); {child}"]
-    assert order(start_ranks(argv)).ok
+    assert order(start_ranks("", 2, 4, argv=argv)).ok
     wait_for(lambda: len(processes_with(marker(first))) == 4)
     first.stop(signal.SIGKILL)
     server.commands.clear()

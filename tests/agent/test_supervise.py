@@ -7,16 +7,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from itertools import count
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from paceline_wire.batch import AgentHello, CommandResult, RankExited, RankStarted
-from paceline_wire.commands import RankSpec, StartRanks, StopGeneration
-from paceline_wire.topology import Topology
+from tests.agent.orders import guard_pids, marker, start_ranks, stop
 
 # A rank with a child in its session and one that hides: double fork, new session, no parent.
 WITH_CHILDREN = """
@@ -32,62 +28,7 @@ print("ready", flush=True)
 time.sleep(600)
 """
 
-_ids = count(1)
 Fixture = Callable[..., Any]
-
-
-def start_ranks(
-    code: str, ranks: int = 1, generation: int = 0, job: str = "job-a", **changes: Any
-) -> StartRanks:
-    command = StartRanks(
-        command_id=next(_ids),
-        job=job,
-        generation=generation,
-        topology=Topology(dp=ranks),
-        ranks=[RankSpec(rank, rank) for rank in range(ranks)],
-        argv=[sys.executable, "-c", code],
-        master_address="127.0.0.1",
-        master_port=29500,
-    )
-    return msgspec.structs.replace(command, **changes)
-
-
-def stop(generation: int = 0, grace_seconds: float = 0.0, job: str = "job-a") -> StopGeneration:
-    return StopGeneration(
-        command_id=next(_ids), job=job, generation=generation, grace_seconds=grace_seconds
-    )
-
-
-@pytest.fixture
-def order(server: Any, wait_for: Fixture) -> Callable[[Any], CommandResult]:
-    """Give a command and wait for its result."""
-
-    def give(command: Any) -> CommandResult:
-        server.commands.append(command)
-
-        def answers() -> list[CommandResult]:
-            results = server.events(CommandResult)
-            return [one for one in results if one.command_id == command.command_id]
-
-        return wait_for(answers, what=f"the result of {command}")[0]  # type: ignore[no-any-return]
-
-    return give
-
-
-def marker(agent: Any) -> str:
-    return f"PACELINE_NODE_DIRECTORY={agent.directory}\0"
-
-
-def guard_pids(agent_pid: int) -> tuple[int, int]:
-    """The sentinel and the guard."""
-
-    def children(pid: int) -> list[int]:
-        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-    for child in children(agent_pid):
-        if b"guard.py" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return child, children(child)[0]
-    raise AssertionError("no guard")
 
 
 def test_a_rank_gets_its_environment_and_its_output_is_kept(

@@ -10,6 +10,8 @@ import msgspec
 
 from paceline_wire.topology import Topology
 
+# In a job's environment: modules, by commas, that the ranks of a restart are to find imported.
+PRELOAD = "PACELINE_PRELOAD"
 PING_SECONDS = 2.0  # an agent takes a stream that is silent for 5 s for dead
 
 
@@ -21,8 +23,8 @@ class RankSpec(msgspec.Struct, frozen=True):
     gpu: int | None = None
 
 
-class StartRanks(msgspec.Struct, frozen=True, kw_only=True, tag="start_ranks"):
-    """Start the given ranks of generation `generation`. Refused if a newer one is known."""
+class Ranks(msgspec.Struct, frozen=True, kw_only=True):
+    """Those of generation `generation` that are a node's, and all that starting them takes."""
 
     command_id: int
     job: str
@@ -35,6 +37,14 @@ class StartRanks(msgspec.Struct, frozen=True, kw_only=True, tag="start_ranks"):
     master_address: str
     master_port: int
     checkpoint_directory: str | None = None
+
+
+class StartRanks(Ranks, frozen=True, kw_only=True, tag="start_ranks"):
+    """Start them. Refused if a newer generation is known."""
+
+
+class PreloadRanks(Ranks, frozen=True, kw_only=True, tag="preload_ranks"):
+    """Import what these ranks will, but start none: a later generation is to have them here."""
 
 
 class StopGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="stop_generation"):
@@ -102,7 +112,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     flush_seconds: float = 0.0
 
 
-Order = StartRanks | StopGeneration | ControlRanks | TakeStacks | TakeDumps | Burst
+Order = StartRanks | PreloadRanks | StopGeneration | ControlRanks | TakeStacks | TakeDumps | Burst
 Command = Order | Ping
 _decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import click
 
+from paceline_agent.guard import split_command
 from paceline_cli import render
 from paceline_cli.client import Client
 from paceline_cli.client_group import server_option
 from paceline_cli.options import Seconds, json_option, server_options
+from paceline_wire.commands import PRELOAD
 
 ENDED = ("finished", "failed", "stopped")
 
@@ -55,6 +57,15 @@ ENDED = ("finished", "failed", "stopped")
     metavar="NAME=VALUE",
     help="Set in every rank; may be repeated.",
 )
+@click.option(
+    "--preload",
+    "modules",
+    multiple=True,
+    metavar="MODULE",
+    help="Imported once per node; the ranks of a restart are forked from there and begin without "
+    "importing it. Torch, above all, and what takes long beside it; may be repeated. It must "
+    "neither start threads nor set up CUDA when imported.",
+)
 @click.option("--detach", is_flag=True, help="Print the job's id and return at once.")
 @server_options
 @json_option
@@ -70,6 +81,7 @@ def run(
     start_timeout: float,
     checkpoint_directory: Path | None,
     environment: tuple[str, ...],
+    modules: tuple[str, ...],
     detach: bool,
     server: str,
     token: str | None,
@@ -85,13 +97,16 @@ def run(
     Ctrl-C stops following; the job goes on (`paceline jobs stop JOB` ends it). Exit status 0 only
     if the job has finished.
     """
+    variables = dict(_pair(item) for item in environment)
+    if modules:
+        variables[PRELOAD] = _list(modules, command)
     body = {
         "name": name or _default_name(command),
         "argv": list(command),
         "topology": {"dp": dp, "pp": pp, "tp": tp},
         "mode": mode,
         "start_timeout_seconds": start_timeout,
-        "environment": dict(_pair(item) for item in environment),
+        "environment": variables,
         "directory": os.getcwd(),
         "checkpoint_directory": str(checkpoint_directory.resolve())
         if checkpoint_directory
@@ -128,6 +143,20 @@ def _pair(item: str) -> tuple[str, str]:
     if not sign or not name:
         raise click.BadParameter(f"expected NAME=VALUE, got {item!r}", param_hint="--environment")
     return name, value
+
+
+def _list(modules: tuple[str, ...], command: tuple[str, ...]) -> str:
+    for module in modules:
+        if not all(word.isidentifier() for word in module.split(".")):
+            raise click.BadParameter(
+                f"expected a module's name such as torch, got {module!r}", param_hint="--preload"
+            )
+    if split_command(command) is None:
+        raise click.BadParameter(
+            f"expected a command like python train.py or python -m train, got {' '.join(command)}",
+            param_hint="--preload",
+        )
+    return ",".join(modules)
 
 
 def _follow(client: Client, job_id: str) -> dict[str, object]:

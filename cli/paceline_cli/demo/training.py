@@ -29,6 +29,7 @@ def start_training(
         [
             *(sys.executable, "-m", "paceline_cli", "run", "--server", cluster.url, "--detach"),
             *("--dp", dp, "--pp", pp, "--tp", tp, "--mode", mode, "--name", "reference trainer"),
+            *("--preload", "paceline_trainer.train"),
             *("--checkpoint-directory", str(checkpoints), "--"),
             *(sys.executable, "-m", "paceline_trainer", "--steps", "1000000"),
             *arguments,

@@ -24,7 +24,14 @@ from paceline_server.decide.placement import Placement, place
 from paceline_server.decide.stopping import names
 from paceline_server.decide.types import ActionView, NodeView, Phase, RankView, Restarted
 from paceline_server.detect.finding import Finding
-from paceline_wire.commands import Command, ControlRanks, RankSpec, StartRanks
+from paceline_wire.commands import (
+    PRELOAD,
+    Command,
+    ControlRanks,
+    PreloadRanks,
+    RankSpec,
+    StartRanks,
+)
 
 _STOP_TRIES = 2
 _SPARE_SECONDS = 2.0  # for nodes that as a rule have nothing to stop
@@ -151,6 +158,20 @@ def _enter_checkpoint(draft: Draft, action: ActionView, course: Course) -> None:
         f"All ranks save step {target} and stop.",
         seconds=draft.policy.checkpoint_timeout_seconds + ahead * step_seconds,
     )
+    _preload(draft, action)
+
+
+def _preload(draft: Draft, action: ActionView) -> None:
+    """Let a node that takes ranks over import what they need while the others still save."""
+    nodes = usable_nodes(draft, _excluded(draft, action))
+    placement = place(draft.view.spec.topology, nodes, draft.ranks)
+    if placement is None or PRELOAD not in draft.view.spec.environment:
+        return
+    master = next(node for node in nodes if node.agent_id == placement.ranks[0].agent_id)
+    known = {rank.agent_id for rank in draft.ranks}
+    for agent in sorted({rank.agent_id for rank in placement.ranks} - known):
+        own = [rank for rank in placement.ranks if rank.agent_id == agent]
+        draft.issue(agent, action.action_id, _CommandTo(PreloadRanks, draft, own, master))
 
 
 def _checkpoint(draft: Draft, action: ActionView) -> None:
@@ -330,7 +351,9 @@ def _launch(draft: Draft, action: ActionView, course: Course, placement: Placeme
     commands = {}
     for agent in dict.fromkeys(rank.agent_id for rank in placement.ranks):
         own = [rank for rank in placement.ranks if rank.agent_id == agent]
-        commands[agent] = draft.issue(agent, action.action_id, _StartOf(draft, own, master))
+        commands[agent] = draft.issue(
+            agent, action.action_id, _CommandTo(StartRanks, draft, own, master)
+        )
     draft.audit("policy", f"started generation {draft.generation}", action.action_id, action.reason)
     topology = placement.topology
     detail = (
@@ -342,17 +365,24 @@ def _launch(draft: Draft, action: ActionView, course: Course, placement: Placeme
     enter(draft, action, course, "start", detail, seconds=seconds)
 
 
-class _StartOf:
-    """The command that starts `ranks` on their node."""
+class _CommandTo:
+    """The command that starts `ranks` on their node, or only preloads what they need."""
 
-    def __init__(self, draft: Draft, ranks: list[RankView], master: NodeView) -> None:
+    def __init__(
+        self,
+        kind: type[StartRanks] | type[PreloadRanks],
+        draft: Draft,
+        ranks: list[RankView],
+        master: NodeView,
+    ) -> None:
+        self._kind = kind
         self._draft = draft
         self._ranks = ranks
         self._master = master
 
     def __call__(self, command_id: int) -> Command:
         spec = self._draft.view.spec
-        return StartRanks(
+        return self._kind(
             command_id=command_id,
             job=self._draft.view.job_id,
             generation=self._draft.generation,

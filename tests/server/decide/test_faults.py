@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from paceline_server.detect.finding import Finding
-from paceline_wire.commands import ControlRanks
+from paceline_wire.commands import (
+    PRELOAD,
+    ControlRanks,
+    PreloadRanks,
+    StartRanks,
+    StopGeneration,
+)
 from paceline_wire.topology import Topology
 
 from .simulator import World
@@ -111,6 +118,36 @@ def test_a_lost_node_is_replaced_once_its_lease_has_lapsed(world: World) -> None
     world.until_running(2)
     assert world.home(4) == world.home(5) == "node-4"
     assert world.home(0) == "node-0"
+
+
+def test_a_spare_preloads_while_the_others_save(world: World) -> None:
+    world.spec = replace(world.spec, environment={PRELOAD: "torch"})
+    world.tick((world.finding(),))
+    world.until_running(2)
+    asked = [one for one in world.commands if isinstance(one.command, PreloadRanks)]
+    assert [one.agent_id for one in asked] == ["node-4"]
+    command = asked[0].command
+    assert isinstance(command, PreloadRanks)
+    started = next(
+        one.command
+        for one in world.commands
+        if one.agent_id == "node-4" and isinstance(one.command, StartRanks)
+    )
+    assert command.ranks == started.ranks, "else its environment would be another"
+    assert (command.argv, command.environment) == (started.argv, started.environment)
+    saving = next(one for one in world.commands if isinstance(one.command, ControlRanks))
+    stopping = next(one for one in world.commands if isinstance(one.command, StopGeneration))
+    order = [saving.command.command_id, command.command_id, stopping.command.command_id]
+    assert order == sorted(order)
+
+
+def test_nothing_is_preloaded_where_nobody_asked_for_it_or_no_node_is_new(world: World) -> None:
+    world.tick((world.finding(),))
+    world.until_running(2)
+    world.spec = replace(world.spec, environment={PRELOAD: "torch"})
+    world.crash(3)
+    world.until_running(3)
+    assert not [one for one in world.commands if isinstance(one.command, PreloadRanks)]
 
 
 def test_ranks_of_a_lost_gpu_go_elsewhere(world: World) -> None:

@@ -1,0 +1,53 @@
+"""What tests say to an agent, and where they find what it started."""
+
+from __future__ import annotations
+
+import sys
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline_wire.commands import RankSpec, StartRanks, StopGeneration
+from paceline_wire.topology import Topology
+
+_ids = count(1)
+
+
+def start_ranks(
+    code: str, ranks: int = 1, generation: int = 0, job: str = "job-a", **changes: Any
+) -> StartRanks:
+    command = StartRanks(
+        command_id=next(_ids),
+        job=job,
+        generation=generation,
+        topology=Topology(dp=ranks),
+        ranks=[RankSpec(rank, rank) for rank in range(ranks)],
+        argv=[sys.executable, "-c", code],
+        master_address="127.0.0.1",
+        master_port=29500,
+    )
+    return msgspec.structs.replace(command, **changes)
+
+
+def stop(generation: int = 0, grace_seconds: float = 0.0, job: str = "job-a") -> StopGeneration:
+    return StopGeneration(
+        command_id=next(_ids), job=job, generation=generation, grace_seconds=grace_seconds
+    )
+
+
+def marker(agent: Any) -> str:
+    return f"PACELINE_NODE_DIRECTORY={agent.directory}\0"
+
+
+def guard_pids(agent_pid: int) -> tuple[int, int]:
+    """The sentinel and the guard."""
+
+    def children(pid: int) -> list[int]:
+        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    for child in children(agent_pid):
+        if b"guard.py" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return child, children(child)[0]
+    raise AssertionError("no guard")
