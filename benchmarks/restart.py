@@ -1,0 +1,144 @@
+"""A rank is killed: how long until all ranks train again, beside torchrun.
+
+The same script of four gloo ranks on one machine; one rank after the other is killed (SIGKILL), and
+all are restarted: by torchrun, by Paceline executing them anew, and by Paceline forking them where
+torch is imported already (`paceline run --preload`). From the kill to a finished step of every new
+rank. torchrun is given what makes its restarts come up at all: no rank reads the dead ones'
+addresses from the store that outlives them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from statistics import median
+
+from benchmarks.harness import Result
+from paceline_cli.demo.cluster import GPUS_PER_NODE, Cluster
+
+RANKS = 4
+VICTIMS = (1, 2, 3)
+STEPS_BETWEEN = 100  # of 50 ms and more
+LONGEST_SECONDS = 120.0
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import paceline
+
+told = Path(sys.argv[1])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+paceline.init()
+begin = int((told / "step").read_text()) if (told / "step").exists() else 0
+gradient = torch.ones(1000)
+for step in paceline.steps(range(begin, 1_000_000)):
+    time.sleep(0.05)
+    dist.all_reduce(gradient)
+    (told / f"new-{rank}").write_text(f"{os.getpid()} {step}")
+    os.replace(told / f"new-{rank}", told / f"rank-{rank}")
+    if rank == 0:
+        (told / "new").write_text(str(step))
+        os.replace(told / "new", told / "step")
+"""
+
+
+Start = Callable[[Path], AbstractContextManager[None]]
+
+
+def measure() -> Iterator[Result]:
+    torchrun = _seconds(_torchrun)
+    executed = _seconds(_paceline())
+    forked = _seconds(_paceline("--preload", "torch.distributed"))
+    yield Result("restart of a killed rank: torchrun", torchrun, "s")
+    yield Result("restart of a killed rank: executed anew", executed, "s", torchrun)
+    yield Result("restart of a killed rank: forked (--preload)", forked, "s", torchrun)
+
+
+def _seconds(start: Start) -> float:
+    """The median of a few kills in one job."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "train.py").write_text(SCRIPT)
+        with start(directory):
+            seen = [_kill(directory, victim) for victim in VICTIMS]
+    return median(seen)
+
+
+def _kill(directory: Path, victim: int) -> float:
+    """Let the job train a while, kill a rank, and wait for a step of its successors."""
+    first = _ranks(directory, lambda ranks: len(ranks) == RANKS)
+    aim = max(step for _, step in first.values()) + STEPS_BETWEEN
+    old = _ranks(directory, lambda ranks: min(step for _, step in ranks.values()) >= aim)
+    killed = time.monotonic()
+    os.kill(old[victim][0], signal.SIGKILL)
+    pids = {pid for pid, _ in old.values()}
+    _ranks(directory, lambda ranks: not any(pid in pids for pid, _ in ranks.values()))
+    return time.monotonic() - killed
+
+
+def _ranks(
+    directory: Path, are: Callable[[dict[int, tuple[int, int]]], bool]
+) -> dict[int, tuple[int, int]]:
+    """Pid and last step of each rank, once they are as wanted."""
+    deadline = time.monotonic() + LONGEST_SECONDS
+    while time.monotonic() < deadline:
+        ranks = {}
+        for told in directory.glob("rank-*"):
+            pid, step = told.read_text().split()
+            ranks[int(told.name.removeprefix("rank-"))] = int(pid), int(step)
+        if len(ranks) == RANKS and are(ranks):
+            return ranks
+        time.sleep(0.01)
+    raise RuntimeError(f"the ranks did not train again within {LONGEST_SECONDS:.0f} s")
+
+
+@contextmanager
+def _torchrun(directory: Path) -> Iterator[None]:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(RANKS), "--max-restarts", str(len(VICTIMS))),
+        *(str(directory / "train.py"), str(directory)),
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "PACELINE_RING_DIRECTORY": "",  # the hooks are inert
+    }
+    with (directory / "log").open("w") as log:
+        running = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    try:
+        yield
+    finally:
+        running.terminate()
+        running.wait()
+
+
+def _paceline(*options: str) -> Start:
+    @contextmanager
+    def start(directory: Path) -> Iterator[None]:
+        cluster = Cluster(RANKS // GPUS_PER_NODE, 0)
+        try:
+            cluster.start()
+            command = [
+                *(sys.executable, "-m", "paceline_cli", "run", "--server", cluster.url),
+                *("--dp", str(RANKS), "--detach", *options, "--"),
+                *(sys.executable, "train.py", str(directory)),
+            ]
+            subprocess.run(command, cwd=directory, check=True, capture_output=True)
+            yield
+        finally:
+            cluster.close()
+            cluster.remove_logs()
+
+    return start
