@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar
 
@@ -19,6 +19,8 @@ from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
 
 _DEVICES_AT_MOST = 64
 _LOOK_AGAIN_NS = 5_000_000_000  # for interfaces that came
+_ASK_AGAIN_NS = 10_000_000_000  # `speed` and `duplex` take a lock of the kernel's
+_INFORMATION = ("address", "broadcast", "duplex", "ifalias")
 _NOT_THE_NODES = re.compile(r"^(lo$|veth|docker|br-|cali|cni|flannel|virbr|ifb|dummy|nodelocal)")
 
 _NUMBERS = {
@@ -70,6 +72,10 @@ class _Device:
     files: Together
     metrics: list[str]  # of each of the files
     carrier: bool | None = None
+    state: str | None = None
+    speed_mbits: int | None = None
+    about: dict[str, str] = field(default_factory=dict)
+    asked_ns: int | None = None  # for the last two
 
 
 class NicCollector(Collector):
@@ -92,9 +98,10 @@ class NicCollector(Collector):
         samples: list[Sample] = []
         events: list[DeviceEvent | CollectorEvent] = []
         for device in self._devices.values():
+            self._ask(device, now_ns)
             values = self._values(device, now_ns)
             samples += [Sample(name, device.labels, value, now_ns) for name, value in values]
-            samples.append(self._information(device, now_ns))
+            samples.append(Sample("node_network_info", device.about, 1.0, now_ns))
             events += _link_events(device, dict(values).get("node_network_carrier"), now_ns)
         for file, protocols in _PROTOCOLS.items():
             samples += self._protocols(file, protocols, now_ns)
@@ -143,24 +150,28 @@ class NicCollector(Collector):
             )
             if value is not None and 0 <= value < BEYOND_COUNTERS
         ]
-        speed = self._files.read_number(f"{device.directory}/speed", now_ns)
+        speed = device.speed_mbits
         if speed is not None and speed > 0 and speed not in _UNKNOWN_SPEEDS:
             values.append(("node_network_speed_bytes", float(speed * _MEGABIT_BYTES)))
-        state = self._files.read_text(f"{device.directory}/operstate", now_ns)
-        if state is not None and state != "unknown":
-            values.append(("node_network_up", float(state == "up")))
+        if device.state is not None and device.state != "unknown":
+            values.append(("node_network_up", float(device.state == "up")))
         mtu = dict(values).get("node_network_mtu_bytes")
         if mtu is not None:
             values.append(("paceline_network_jumbo", float(mtu > _STANDARD_MTU_BYTES)))
         return values
 
-    def _information(self, device: _Device, now_ns: int) -> Sample:
-        """`duplex` and `operstate` are empty where the driver does not know."""
-        labels = dict(device.labels)
-        for file in ("address", "duplex", "operstate"):
-            text = self._files.read_text(f"{device.directory}/{file}", now_ns) or ""
-            labels[file] = "" if text == "unknown" else text
-        return Sample("node_network_info", labels, 1.0, now_ns)
+    def _ask(self, device: _Device, now_ns: int) -> None:
+        """A label is empty where the interface does not have it."""
+        was, device.state = device.state, self._text(device, "operstate", now_ns)
+        asked_ns = device.asked_ns
+        if asked_ns is None or was != device.state or not 0 <= now_ns - asked_ns < _ASK_AGAIN_NS:
+            device.asked_ns = now_ns
+            device.speed_mbits = self._files.read_number(f"{device.directory}/speed", now_ns)
+            about = {file: self._text(device, file, now_ns) or "" for file in _INFORMATION}
+            device.about = {**device.labels, **about, "operstate": device.state or ""}
+
+    def _text(self, device: _Device, file: str, now_ns: int) -> str | None:
+        return self._files.read_text(f"{device.directory}/{file}", now_ns)
 
     def _protocols(
         self, file: str, protocols: dict[str, tuple[str, ...]], now_ns: int

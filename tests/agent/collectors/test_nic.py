@@ -4,6 +4,7 @@ import pytest
 
 from paceline_agent.collectors.nic import NicCollector
 
+SECOND_NS = 1_000_000_000
 ETH0 = {
     "class/net/eth0/statistics/rx_bytes": "1000\n",
     "class/net/eth0/statistics/tx_bytes": "2000\n",
@@ -17,6 +18,8 @@ ETH0 = {
     "class/net/eth0/operstate": "up\n",
     "class/net/eth0/duplex": "full\n",
     "class/net/eth0/address": "02:00:00:00:00:01\n",
+    "class/net/eth0/broadcast": "ff:ff:ff:ff:ff:ff\n",
+    "class/net/eth0/ifalias": "uplink\n",
     "class/net/lo/statistics/rx_bytes": "9\n",
 }
 
@@ -39,7 +42,8 @@ def test_golden(context, eth0, series):
         "node_network_speed_bytes{device=eth0}": 12_500_000_000,
         "node_network_carrier_down_changes_total{device=eth0}": 1,
         "node_network_up{device=eth0}": 1,
-        "node_network_info{address=02:00:00:00:00:01,device=eth0,duplex=full,operstate=up}": 1,
+        "node_network_info{address=02:00:00:00:00:01,broadcast=ff:ff:ff:ff:ff:ff,device=eth0,"
+        "duplex=full,ifalias=uplink,operstate=up}": 1,
         "paceline_network_jumbo{device=eth0}": 1,
     }
 
@@ -79,7 +83,33 @@ def test_an_unknown_speed_is_absent_and_asked_again(context, eth0, series, unkno
     collector = NicCollector(context)
     assert "node_network_speed_bytes{device=eth0}" not in series(collector.collect(1))
     (eth0 / "speed").write_text("25000\n")
-    assert series(collector.collect(2))["node_network_speed_bytes{device=eth0}"] == 3.125e9
+    after = series(collector.collect(1 + 10 * SECOND_NS))
+    assert after["node_network_speed_bytes{device=eth0}"] == 3.125e9
+
+
+def test_what_changes_seldom_is_asked_seldom(context, eth0, series):
+    collector = NicCollector(context)
+    collector.collect(0)
+    (eth0 / "speed").write_text("25000\n")
+    (eth0 / "duplex").write_text("unknown\n")
+    found = series(collector.collect(9 * SECOND_NS))
+    assert found["node_network_speed_bytes{device=eth0}"] == 12_500_000_000
+    assert any("duplex=full" in name for name in found)
+    found = series(collector.collect(10 * SECOND_NS))
+    assert found["node_network_speed_bytes{device=eth0}"] == 3.125e9
+    assert any("duplex=unknown" in name for name in found)
+
+
+def test_a_link_that_comes_up_is_asked_at_once(context, eth0, series):
+    collector = NicCollector(context)
+    (eth0 / "operstate").write_text("down\n")
+    (eth0 / "speed").write_text("-1\n")
+    collector.collect(0)
+    (eth0 / "operstate").write_text("up\n")
+    (eth0 / "speed").write_text("25000\n")
+    found = series(collector.collect(SECOND_NS))
+    assert found["node_network_speed_bytes{device=eth0}"] == 3.125e9
+    assert any("operstate=up" in name for name in found)
 
 
 def test_a_lost_carrier_is_one_event(context, eth0):
