@@ -32,6 +32,10 @@ _SERIAL = re.compile(
     r"NVRM: GPU (?:(?P<of>[0-9a-fA-F:.]+): GPU serial number is|Board Serial Number:) (?P<is>\w+)"
 )
 _GPUS_AT_MOST = 64
+# Of which class each device is, said when it is found; those that move the data of a training.
+_PCI_CLASS = re.compile(r"pci ([0-9a-f:.]+): \[\w{4}:\w{4}\] type \w+ class 0x(\w{4})")
+_NETWORK_OR_GPU = ("02", "03", "12", "0b40")  # and accelerators: pci_ids.h
+_FOUND_AT_MOST = 4096
 # Without a device: the driver speaks of it in three messages, or in one of three lines.
 _OFF_BUS_BEGINS = re.compile(r"NVRM: The NVIDIA GPU ([0-9a-fA-F:.]+)$")
 _OFF_BUS_ENDS = re.compile(r"NVRM: fallen off the bus")
@@ -61,6 +65,7 @@ class Recognizer:
         self._xid_79_at: dict[str, int] = {}  # PCI address: line
         self._off_bus: tuple[str, int] | None = None  # PCI address, line it began in
         self._identities: dict[str, dict[str, str]] = {}  # PCI address: UUID, serial number
+        self._others: set[str] = set()  # PCI addresses of neither GPUs nor NICs
         self._introduced = ""  # PCI address of the GPU whose serial number comes next
 
     def recognize(self, message: str, times: int = 1) -> KernelEvent | None:
@@ -89,10 +94,19 @@ class Recognizer:
             if match is None:
                 continue
             if rule.kind is not None:
-                yield _event(rule, rule.kind, match.groupdict(), message)
+                event = _event(rule, rule.kind, match.groupdict(), message)
+                if not self._is_usual(event):
+                    yield event
             return
 
+    def _is_usual(self, event: KernelEvent) -> bool:
+        return event.kind == "pcie_bandwidth_limited" and event.device in self._others
+
     def _introduce(self, message: str) -> None:
+        if found := _PCI_CLASS.match(message):
+            if not found[2].startswith(_NETWORK_OR_GPU) and len(self._others) < _FOUND_AT_MOST:
+                self._others.add(found[1])
+            return
         if not message.startswith("NVRM: GPU "):
             return
         if gpu := _GPU_IS.match(message):

@@ -21,6 +21,7 @@ _MLX5_CALL = rf"{_MLX5}.*?\w+:\d+:\(pid \d+\): "
 _AMDGPU = rf"amdgpu {_PCI}: (?:amdgpu: )?"
 _NEW_ERRORS = r"(?:(?P<count>\d{1,9}) new|[1-9]\d*)"  # without "new": in all
 _CXI = r"cxi_\w+ \S+ (?P<device>cxi\d+)\[\w*\]"
+_NIC_DRIVER = r"(?:mlx[45]_core|bnxt_en|ice|i40e|qede|cxgb4|hfi1|ionic)"
 _BROKEN = r"(?:\bfail|error|fatal|degraded|(?:link|lane) down)"
 _BTRFS = r"\(device (?P<device>[^): ]+)"
 _DISK = r"(?P<device>(?!(?:fd|sr)\d)[\w-]+)"  # a drive without a medium is no broken disk
@@ -158,9 +159,14 @@ RULES: tuple[Rule, ...] = (
         "pcie_link_down", "critical", "lost from bus", rf"{_AMDGPU}device lost from bus",
         "inaccessible",
     ),
+    # Lanes are missing. A slower slot is as it was built, and idle GPUs are at their slowest.
     _rule(
         "pcie_bandwidth_limited", "warning", "limited by",
-        rf"\S+ {_PCI}: .*available PCIe bandwidth, limited by",
+        rf"\S+ {_PCI}: .* PCIe bandwidth, limited by .* x(?:[1248]|12) link .* x16 link\)",
+    ),
+    _rule(
+        "pcie_bandwidth_limited", "warning", "limited by",
+        rf"{_NIC_DRIVER} {_PCI}: .* PCIe bandwidth, limited by .* x[124] link .* x8 link\)",
     ),
     _rule(
         "iommu_fault", "warning", "DMAR:",

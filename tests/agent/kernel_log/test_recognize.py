@@ -109,6 +109,12 @@ def test_nvlink5_errors_say_whether_they_are_fatal():
         "CPU: 17 PID: 2024380 Comm: nvidia-smi Tainted: P           OE     5.15.0-112-generic",
         "mce: CPU1: Core temperature/speed normal",
         "pcieport 0000:00:1d.0: AER: Corrected error received: 0000:02:00.0",
+        "mlx5_core 0000:01:00.0: 126.016 Gb/s available PCIe bandwidth, limited by 8.0 GT/s PCIe "
+        "x16 link at 0000:00:01.0 (capable of 252.048 Gb/s with 16.0 GT/s PCIe x16 link)",
+        "mlx5_core b1f5:00:02.0: 0.000 Gb/s available PCIe bandwidth, limited by Unknown x0 link "
+        "at b1f5:00:02.0 (capable of 504.112 Gb/s with 32.0 GT/s PCIe x16 link)",
+        "pci 0000:01:00.0: 2.000 Gb/s available PCIe bandwidth, limited by 2.5 GT/s PCIe x1 link "
+        "at 0000:00:01.0 (capable of 31.504 Gb/s with 8.0 GT/s PCIe x4 link)",
         "nvme 0000:02:00.0:   device [15b7:5006] error status/mask=00000001/0000e000",
         "pcieport 0015:00:00.0: pciehp: Slot(21): Link Down/Up ignored",
         "pcieport 0015:00:00.0: pciehp: Slot(21): Link Down/Up ignored (recovered by DPC)",
@@ -463,6 +469,22 @@ def test_a_segfault_names_the_library():
 def test_edac_counts_what_the_line_counts():
     (event,) = recognize("EDAC MC0: 12 CE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0 (x)")
     assert event.count == 12
+
+
+def test_missing_lanes_are_told_of_gpus_and_nics_only():
+    limited = (
+        "pci {}: 63.012 Gb/s available PCIe bandwidth, limited by 16.0 GT/s PCIe x4 link at "
+        "0000:00:01.2 (capable of 252.048 Gb/s with 16.0 GT/s PCIe x16 link)"
+    )
+    found = recognize(
+        "pci 0000:08:00.0: [1022:7901] type 00 class 0x010601",
+        limited.format("0000:08:00.0"),
+        "pci 0000:9b:00.0: [10de:2330] type 00 class 0x030200 PCIe Endpoint",
+        limited.format("0000:9b:00.0"),
+        "bnxt_en 0000:18:00.0: 31.504 Gb/s available PCIe bandwidth, limited by 8.0 GT/s PCIe x4 "
+        "link at 0000:17:00.0 (capable of 63.008 Gb/s with 8.0 GT/s PCIe x8 link)",
+    )
+    assert [event.device for event in found] == ["0000:9b:00.0", "0000:18:00.0"]
 
 
 def test_an_amd_gpu_names_whose_access_was_wrong_and_how_many_errors_are_new():
