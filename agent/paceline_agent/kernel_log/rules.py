@@ -483,9 +483,23 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "lustre_connection_lost", "warning", "was lost",
-        r"Lustre: .*Connection to (?P<device>\S+) \(at [^)]*\) was lost",
+        r"Lustre(?:Error)?: .*Connection to (?P<device>\S+) \(at [^)]*\) was lost",
     ),
-    _rule("filesystem_error", "warning", "Error: ", r"(?:Lustre|LNet)Error: ", "lustre"),
+    _rule(  # what was under way fails
+        "filesystem_error", "critical", "client was evicted",
+        r"Lustre(?:Error)?: .*This client was evicted by (?P<device>[^\s;]+)", "lustre",
+    ),
+    _rule(
+        "filesystem_error", "critical", "Lustre",
+        r"Lustre(?:Error)?: .*(?:LBUG|ASSERTION|BAD (?:READ|WRITE) CHECKSUM|dirty page discard)",
+        "lustre",
+    ),
+    # At start-up, and while a server starts, connections and pings fail.
+    _rule(
+        "filesystem_error", "warning", "LustreError: ",
+        r"LustreError: .* operation (?!\w*_connect\b|\w+_ping\b)\w+ to node .* failed", "lustre",
+    ),
+    _rule("filesystem_error", "warning", "Timed out", r"LNetError: .* Timed out", "lustre"),
     _rule(
         "filesystem_error", "warning", "ceph",
         r"(?:lib)?ceph(?: \([^)]*\))?: (?:\[[^]]*\]: )?"

@@ -142,6 +142,14 @@ def test_nvlink5_errors_say_whether_they_are_fatal():
         "amdgpu 0000:c1:00.0: amdgpu: no uncorrectable hardware errors detected in umc block",
         "amdgpu 0000:c1:00.0: amdgpu: ring gfx_0.0.0 timeout, but soft recovered",
         "amdgpu 0000:c1:00.0: amdgpu: GPU reset(1) succeeded!",
+        "LustreError: 137-5: nas-MDT0000_UUID: not available for connect from 10.0.0.9@tcp (no "
+        "target). If you are running an HA pair check that the target is mounted on the other.",
+        "LustreError: 11-0: fs-MDT0000-mdc-ffff: operation mds_connect to node 10@tcp failed: rc = "
+        "-16",
+        "LustreError: 11-0: fs-MDT0000-mdc-ffff: operation obd_ping to node 10@tcp failed: rc = "
+        "-107",
+        "LustreError: 15c-8: MGC10.0.0.1@tcp: Configuration from log fs-client failed from MGS -5",
+        "LustreError: 12:0:(client.c:1234:ptlrpc_expire()) Skipped 24 previous similar messages",
         "oom_reaper: reaped process 4242 (python), now anon-rss:0kB, file-rss:0kB",
         "python invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0",
         "usb 1-1: new high-speed USB device number 2 using xhci_hcd",
@@ -382,6 +390,17 @@ def test_no_news(message):
          ("lustre_connection_lost", "", "fs-OST0003", "warning")),
         ("LustreError: 11-0: fs-MDT0000-mdc: operation ldlm_enqueue to node 10@o2ib failed",
          ("filesystem_error", "lustre", "host", "warning")),
+        ("LustreError: 166-1: MGC10.0.0.1@tcp: Connection to MGS (at 10.0.0.1@tcp) was lost; in "
+         "progress operations using this service will fail",
+         ("lustre_connection_lost", "", "MGS", "warning")),
+        ("LustreError: 167-0: fs-OST0002-osc-ffff: This client was evicted by fs-OST0002; in "
+         "progress operations using this service will fail.",
+         ("filesystem_error", "lustre", "fs-OST0002", "critical")),
+        ("LustreError: 1474:0:(lcommon_cl.c:147:cl_file_inode_init()) LBUG",
+         ("filesystem_error", "lustre", "host", "critical")),
+        ("Lustre: 12:0:(llite_lib.c:2762:ll_dirty_page_discard_warn()) fs: dirty page discard: "
+         "10.0.0.1@tcp:/fs/fid: [0x2:0x1:0x0]/ may get corrupted (rc -108)",
+         ("filesystem_error", "lustre", "host", "critical")),
         ("LNetError: 123:0:(o2iblnd_cb.c:3333:kiblnd_check_txs_locked()) Timed out tx: active_txs",
          ("filesystem_error", "lustre", "host", "warning")),
         ("libceph: osd3 (1)10.0.0.3:6801 socket closed (con state OPEN)",
