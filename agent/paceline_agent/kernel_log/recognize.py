@@ -35,6 +35,11 @@ _GPUS_AT_MOST = 64
 # Of which class each device is, said when it is found; those that move the data of a training.
 _PCI_CLASS = re.compile(r"pci ([0-9a-f:.]+): \[\w{4}:\w{4}\] type \w+ class 0x(\w{4})")
 _NETWORK_OR_GPU = ("02", "03", "12", "0b40")  # and accelerators: pci_ids.h
+# An interface's first link comes after it was opened, and drivers say "down" until then.
+_RENAMED = re.compile(r"([\w.-]+): renamed from ")
+_LINK_UP = re.compile(
+    r"([\w.-]+):? (?:NIC |Device )?link (?:is )?(?:up|becomes ready)\b", re.IGNORECASE
+)
 _FOUND_AT_MOST = 4096
 # Without a device: the driver speaks of it in three messages, or in one of three lines.
 _OFF_BUS_BEGINS = re.compile(r"NVRM: The NVIDIA GPU ([0-9a-fA-F:.]+)$")
@@ -66,6 +71,7 @@ class Recognizer:
         self._off_bus: tuple[str, int] | None = None  # PCI address, line it began in
         self._identities: dict[str, dict[str, str]] = {}  # PCI address: UUID, serial number
         self._others: set[str] = set()  # PCI addresses of neither GPUs nor NICs
+        self._not_yet_up: set[str] = set()  # interfaces that appeared in this log
         self._introduced = ""  # PCI address of the GPU whose serial number comes next
 
     def recognize(self, message: str, times: int = 1) -> KernelEvent | None:
@@ -100,13 +106,19 @@ class Recognizer:
             return
 
     def _is_usual(self, event: KernelEvent) -> bool:
+        if event.kind == "nic_link_down":
+            return event.device in self._not_yet_up and "definitely" not in event.detail  # a bond's
         return event.kind == "pcie_bandwidth_limited" and event.device in self._others
 
     def _introduce(self, message: str) -> None:
         if found := _PCI_CLASS.match(message):
             if not found[2].startswith(_NETWORK_OR_GPU) and len(self._others) < _FOUND_AT_MOST:
                 self._others.add(found[1])
-            return
+        elif ": renamed from " in message and (found := _RENAMED.search(message)):
+            if len(self._not_yet_up) < _FOUND_AT_MOST:
+                self._not_yet_up.add(found[1])
+        elif self._not_yet_up and "ink " in message and (found := _LINK_UP.search(message)):
+            self._not_yet_up.discard(found[1])
         if not message.startswith("NVRM: GPU "):
             return
         if gpu := _GPU_IS.match(message):

@@ -506,6 +506,36 @@ def test_missing_lanes_are_told_of_gpus_and_nics_only():
     assert [event.device for event in found] == ["0000:9b:00.0", "0000:18:00.0"]
 
 
+def test_a_link_that_was_not_up_yet_does_not_go_down():
+    found = short(
+        "mlx5_core 0000:04:00.0 enp4s0np0: renamed from eth0",
+        "mlx5_core 0000:04:00.0 enp4s0np0: Link down",
+        "mlx5_core 0000:04:00.0 enp4s0np0: Link up",
+        "igb 0000:07:00.0 eno1: renamed from eth1",
+        "igb 0000:07:00.0 eno1: igb: eno1 NIC Link is Down",
+    )
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("up", "down"),
+    [
+        ("mlx5_core 0000:04:00.0 ens1: Link up", "mlx5_core 0000:04:00.0 ens1: Link down"),
+        ("igb 0000:07:00.0 ens1: igb: ens1 NIC Link is Up 1000 Mbps Full Duplex",
+         "igb 0000:07:00.0 ens1: igb: ens1 NIC Link is Down"),
+        ("IPv6: ADDRCONF(NETDEV_CHANGE): ens1: link becomes ready",
+         "bnxt_en 0000:01:00.0 ens1: NIC Link is Down"),
+        ("gve 0000:00:05.0 ens1: Device link is up.",
+         "gve 0000:00:05.0 ens1: Device link is down."),
+        ("bond0: (slave ens1): Enslaving as a backup interface with an up link",
+         "bond0: (slave ens1): link status definitely down, disabling slave"),
+    ],
+)  # fmt: skip
+def test_a_link_that_was_up_goes_down(up, down):
+    (event,) = recognize("mlx5_core 0000:04:00.0 ens1: renamed from eth0", down, up, down)[-1:]
+    assert (event.kind, event.device) == ("nic_link_down", "ens1")
+
+
 def test_an_amd_gpu_names_whose_access_was_wrong_and_how_many_errors_are_new():
     fault, errors, total = recognize(
         "amdgpu 0000:04:00.0: amdgpu: [gfxhub0] no-retry page fault (src_id:0 ring:0 vmid:3 "
