@@ -40,6 +40,8 @@ _RENAMED = re.compile(r"([\w.-]+): renamed from ")
 _LINK_UP = re.compile(
     r"([\w.-]+):? (?:NIC |Device )?link (?:is )?(?:up|becomes ready)\b", re.IGNORECASE
 )
+# Linux before 5.1 says which limit was reached, and in the next message who (a child?) was killed.
+_IS_FULL = re.compile(r"(Memory cgroup )?out of memory.*: Kill process ", re.IGNORECASE)
 _FOUND_AT_MOST = 4096
 # Without a device: the driver speaks of it in three messages, or in one of three lines.
 _OFF_BUS_BEGINS = re.compile(r"NVRM: The NVIDIA GPU ([0-9a-fA-F:.]+)$")
@@ -72,6 +74,7 @@ class Recognizer:
         self._identities: dict[str, dict[str, str]] = {}  # PCI address: UUID, serial number
         self._others: set[str] = set()  # PCI addresses of neither GPUs nor NICs
         self._not_yet_up: set[str] = set()  # interfaces that appeared in this log
+        self._cgroup_is_full = False  # which whoever is killed next was in
         self._introduced = ""  # PCI address of the GPU whose serial number comes next
 
     def recognize(self, message: str, times: int = 1) -> KernelEvent | None:
@@ -90,6 +93,9 @@ class Recognizer:
         event = next(self._by_rule(message), None)
         if event is not None and event.kind == OFF_BUS:
             return self._fallen(event.device, event.detail)
+        if event is not None and event.kind == "oom_kill":
+            of_full, self._cgroup_is_full = self._cgroup_is_full, False
+            return replace(event, code="cgroup") if of_full else event
         return event
 
     def _by_rule(self, message: str) -> Iterator[KernelEvent]:
@@ -114,6 +120,8 @@ class Recognizer:
         if found := _PCI_CLASS.match(message):
             if not found[2].startswith(_NETWORK_OR_GPU) and len(self._others) < _FOUND_AT_MOST:
                 self._others.add(found[1])
+        elif full := _IS_FULL.match(message):
+            self._cgroup_is_full = full[1] is not None
         elif ": renamed from " in message and (found := _RENAMED.search(message)):
             if len(self._not_yet_up) < _FOUND_AT_MOST:
                 self._not_yet_up.add(found[1])

@@ -478,6 +478,17 @@ def test_killed_processes(message, code, process):
     assert event.process == process
 
 
+def test_an_older_kernel_says_before_which_limit_was_reached():
+    killed = "Killed process 4242 (python3) total-vm:1kB, anon-rss:1kB, file-rss:0kB, shmem-rss:0kB"
+    cgroup, host = recognize(
+        "Memory cgroup out of memory: Kill process 4200 (python3) score 1009 or sacrifice child",
+        killed,
+        "Out of memory: Kill process 4242 (python3) score 900 or sacrifice child",
+        killed,
+    )
+    assert (cgroup.code, host.code) == ("cgroup", "host")
+
+
 def test_a_segfault_names_the_library():
     (event,) = recognize(
         "python[77]: segfault at 0 ip 00007f sp 00007f error 4 in libcuda.so.550[7f00+10]"
