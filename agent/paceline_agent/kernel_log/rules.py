@@ -249,6 +249,10 @@ RULES: tuple[Rule, ...] = (
         "segfault", "warning", "segfault at",
         rf"{_TASK}\[(?P<pid>\d+)\]: segfault at .*?(?: in (?P<code>[^\[ ]+)|$)",
     ),
+    _rule(  # on ARM
+        "segfault", "warning", "unhandled exception: ",
+        rf"{_TASK}\[(?P<pid>\d+)\]: unhandled exception: .*?(?: in (?P<code>[^\[ ]+)\[|$)",
+    ),
     _rule(
         "segfault", "warning", "traps: ",
         rf"traps: {_TASK}\[(?P<pid>\d+)\] (?:general protection|trap)",

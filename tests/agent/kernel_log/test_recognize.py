@@ -494,6 +494,12 @@ def test_a_segfault_names_the_library():
         "python[77]: segfault at 0 ip 00007f sp 00007f error 4 in libcuda.so.550[7f00+10]"
     )
     assert (event.kind, event.code, event.pid) == ("segfault", "libcuda.so.550", 77)
+    (event,) = recognize(  # on Grace
+        "python3[2510]: unhandled exception: DABT (lower EL), ESR 0x0000000092000046, level 2 "
+        "translation fault in libnccl.so.2.28.3[7fbd4f0000+6000]"
+    )
+    assert (event.code, event.pid, event.process) == ("libnccl.so.2.28.3", 2510, "python3")
+    assert recognize("python3[2510]: unhandled exception: SP Alignment, ESR 0x9a000000")
 
 
 def test_edac_counts_what_the_line_counts():
