@@ -448,6 +448,10 @@ RULES: tuple[Rule, ...] = (
         "filesystem_error", "critical", "EXT4-fs error",
         r"EXT4-fs error \(device (?P<device>[^)]+)\)", "ext4",
     ),
+    _rule(  # what the program was told is on disk is not
+        "filesystem_error", "critical", " los",
+        r"EXT4-fs \((?P<device>[^):]+)[^)]*\): .*(?:Data will be lost|potential data loss)", "ext4",
+    ),
     _rule(
         "filesystem_read_only", "critical", "read-only",
         r"(?:EXT4-fs|EXT3-fs|XFS) \((?P<device>[^):]+)[^)]*\):"
@@ -527,6 +531,10 @@ RULES: tuple[Rule, ...] = (
         rf"Buffer I/O error on dev(?:ice)? {_DISK},", "buffer",
     ),
     _rule(
+        "disk_error", "warning", "beyond end of device",
+        r"(?:\S.*: )?attempt to access beyond end of device", "beyond_end",
+    ),
+    _rule(
         "nvme_timeout", "warning", "timeout",
         r"nvme (?P<device>nvme\d+): I/O (?:tag )?\d+ .*timeout",
     ),
@@ -535,5 +543,9 @@ RULES: tuple[Rule, ...] = (
         r"nvme (?P<device>nvme\d+): (?:controller is down|Disabling device after reset failure"
         r"|Removing after probe failure|Device not ready"
         r"|resetting controller due to persistent internal error)",
+    ),
+    _rule(  # of a disk that is reached over a network, or over two ways
+        "nvme_down", "critical", " path - ",
+        r"block (?P<device>nvme\w+): no (?:usable|available) path - ", "no_path",
     ),
 )  # fmt: skip
