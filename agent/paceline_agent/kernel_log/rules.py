@@ -278,7 +278,17 @@ RULES: tuple[Rule, ...] = (
         "clock_unstable", "warning", "as unstable",
         r"clocksource: .*Marking clocksource '(?P<device>[\w-]+)' as unstable",
     ),
+    # What the kernel has no more of
     _rule("conntrack_full", "warning", "table full", r"nf_conntrack: .*table full"),
+    _rule(
+        "neighbor_table_full", "warning", "table overflow",
+        r"(?:neighbour: )?\w+: neighbou?r table overflow",
+    ),
+    _rule("file_max_reached", "critical", "file-max limit", r"VFS: file-max limit \d+ reached"),
+    _rule(
+        "fork_rejected", "critical", "fork rejected",
+        r"cgroup: fork rejected by pids controller in ",
+    ),
     _rule("kernel_bug", "critical", "BUG", r"kernel BUG at|BUG: (?:unable to handle|kernel NULL)"),
     _rule("kernel_bug", "critical", "BUG", r"BUG: Bad page (?:state|map) in process", "bad_page"),
     _rule(  # on ARM
