@@ -22,6 +22,7 @@ _AMDGPU = rf"amdgpu {_PCI}: (?:amdgpu: )?"
 _NEW_ERRORS = r"(?:(?P<count>\d{1,9}) new|[1-9]\d*)"  # without "new": in all
 _CXI = r"cxi_\w+ \S+ (?P<device>cxi\d+)\[\w*\]"
 _NIC_DRIVER = r"(?:mlx[45]_core|bnxt_en|ice|i40e|qede|cxgb4|hfi1|ionic)"
+_PROBE_FAILED = rf"(?:: probe of)? {_PCI}(?:: probe with driver \S+)? failed with error"
 _BROKEN = r"(?:\bfail|error|fatal|degraded|(?:link|lane) down)"
 _BTRFS = r"\(device (?P<device>[^): ]+)"
 _DISK = r"(?P<device>(?!(?:fd|sr)\d)[\w-]+)"  # a drive without a medium is no broken disk
@@ -65,6 +66,10 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "gpu_init_failed", "critical", "probe routine failed",
         r"NVRM: The NVIDIA probe routine failed", "probe",
+    ),
+    _rule(
+        "gpu_init_failed", "critical", "failed with error",
+        rf"(?:nvidia|amdgpu){_PROBE_FAILED}", "probe",
     ),
     _rule(
         "gpu_reboot_required", "critical", "requiring os reboot",
@@ -331,7 +336,7 @@ RULES: tuple[Rule, ...] = (
         "mlx5_health", "critical", "internal error", rf"{_MLX5}.*internal error ", "internal_error"
     ),
     _rule(
-        "mlx5_health", "critical", "mlx5_init_one failed", rf"{_MLX5_CALL}mlx5_init_one failed",
+        "mlx5_health", "critical", "_one failed", rf"{_MLX5_CALL}mlx5_(?:init|load)_one failed",
         "not_initialized",
     ),
     _rule(
@@ -376,6 +381,10 @@ RULES: tuple[Rule, ...] = (
         "internal_error",
     ),
     # Other NICs
+    _rule(
+        "nic_init_failed", "critical", "failed with error",
+        rf"(?:mlx4_core|bnxt_en|ice|i40e|irdma|ena|efa|gve|ionic|hfi1|cxi_\w+){_PROBE_FAILED}",
+    ),
     _rule(
         "nic_command_timeout", "critical", "Error (timeout: ",
         r"bnxt_en \S+ (?P<device>\S+): Error \(timeout: \d+\) msg ",

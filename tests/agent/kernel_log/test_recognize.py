@@ -168,6 +168,16 @@ def test_no_news(message):
          ("gpu_init_failed", "", "host", "critical")),
         ("NVRM: The NVIDIA probe routine failed for 1 device(s).",
          ("gpu_init_failed", "probe", "host", "critical")),
+        ("nvidia: probe of 0000:05:00.0 failed with error -1",
+         ("gpu_init_failed", "probe", "0000:05:00.0", "critical")),
+        ("nvidia 0000:3c:00.0: probe with driver nvidia failed with error -1",
+         ("gpu_init_failed", "probe", "0000:3c:00.0", "critical")),
+        ("mlx5_core 0000:41:00.0: init_one:1371:(pid 803): mlx5_load_one failed with error code "
+         "-22", ("mlx5_health", "not_initialized", "0000:41:00.0", "critical")),
+        ("bnxt_en 0000:18:00.0: probe with driver bnxt_en failed with error -110",
+         ("nic_init_failed", "", "0000:18:00.0", "critical")),
+        ("efa: probe of 0000:00:1d.0 failed with error -62",
+         ("nic_init_failed", "", "0000:00:1d.0", "critical")),
         ("NVRM: nvGpuOpsReportFatalError: uvm encountered global fatal error 0x60, requiring os "
          "reboot to recover.", ("gpu_reboot_required", "", "host", "critical")),
         ("NVRM: API mismatch: the client has the version 550.54.15, but",

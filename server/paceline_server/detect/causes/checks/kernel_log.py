@@ -48,6 +48,7 @@ MESSAGES: Mapping[str, Symptom] = {
     "mlx5_cq_error": _message(_NIC, "errors of a completion queue"),
     "mlx5_temperature": _message(_NIC, "warnings of the adapter's temperature", _HINT),
     "mlx5_power": _message(_NIC, "warnings of the adapter's power", _HINT),
+    "nic_init_failed": _message(_NIC, "failed starts of the adapter"),
     "nic_command_timeout": _message(_NIC, "commands that the adapter did not answer"),
     "nic_firmware_error": _message(_NIC, "errors of the adapter's firmware"),
     "cxi_error": _message(_NIC, "errors of the adapter"),
