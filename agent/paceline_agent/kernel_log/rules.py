@@ -161,6 +161,10 @@ RULES: tuple[Rule, ...] = (
         "inaccessible",
     ),
     _rule(
+        "pcie_link_down", "critical", "giving up",
+        rf"\S+ {_PCI}: not ready \d+ms after .*; giving up", "inaccessible",
+    ),
+    _rule(
         "pcie_link_down", "critical", "lost from bus", rf"{_AMDGPU}device lost from bus",
         "inaccessible",
     ),
@@ -530,7 +534,8 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "filesystem_error", "warning", "ceph",
         r"(?:lib)?ceph(?: \([^)]*\))?: (?:\[[^]]*\]: )?"
-        r"(?P<device>(?:mon|osd|mds)\d+) .*(?:socket (?:closed|error)|hung|lost)",
+        r"(?P<device>(?:mon|osd|mds)\d+) .*(?:socket (?:closed|error)|hung|lost"
+        r"|rejected session|reconnect denied)",
         "ceph",
     ),
     _rule(

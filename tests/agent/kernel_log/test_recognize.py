@@ -116,6 +116,7 @@ def test_nvlink5_errors_say_whether_they_are_fatal():
         "pci 0000:01:00.0: 2.000 Gb/s available PCIe bandwidth, limited by 2.5 GT/s PCIe x1 link "
         "at 0000:00:01.0 (capable of 31.504 Gb/s with 8.0 GT/s PCIe x4 link)",
         "nvme 0000:02:00.0:   device [15b7:5006] error status/mask=00000001/0000e000",
+        "nvidia 0000:1b:00.0: not ready 1023ms after bus reset; waiting",
         "pcieport 0015:00:00.0: pciehp: Slot(21): Link Down/Up ignored",
         "pcieport 0015:00:00.0: pciehp: Slot(21): Link Down/Up ignored (recovered by DPC)",
         "mlx5_core 0000:5c:00.0: wait_func_handle_exec_timeout:1113:(pid 3122): cmd[0]: "
@@ -210,6 +211,8 @@ def test_no_news(message):
          ("pcie_link_down", "contained", "10000:e0:06.0", "critical")),
         ("nvidia 0000:04:00.0: Unable to change power state from D3cold to D0, device inaccessible",
          ("pcie_link_down", "inaccessible", "0000:04:00.0", "critical")),
+        ("nvidia 0000:1b:00.0: not ready 65535ms after bus reset; giving up",
+         ("pcie_link_down", "inaccessible", "0000:1b:00.0", "critical")),
         ("pci 0000:9b:00.0: 63.008 Gb/s available PCIe bandwidth, limited by 16.0 GT/s PCIe x4 "
          "link at 0000:97:00.0 (capable of 504.112 Gb/s with 32.0 GT/s PCIe x16 link)",
          ("pcie_bandwidth_limited", "", "0000:9b:00.0", "warning")),
@@ -435,6 +438,7 @@ def test_no_news(message):
          "hunting for new mon", ("filesystem_error", "ceph", "mon0", "warning")),
         ("ceph: [2a882841-48a3-11f1-838c-d00d99b60350 4181]: mds0 hung",
          ("filesystem_error", "ceph", "mds0", "warning")),
+        ("ceph: mds0 rejected session", ("filesystem_error", "ceph", "mds0", "warning")),
         ("ena 0000:00:05.0 eth0: Keep alive watchdog timeout.",
          ("transmit_timeout", "", "0000:00:05.0", "critical")),
         ("bnxt_en 0000:18:00.0 ens1f0np0: Error (timeout: 5000015) msg {0xb4 0x13} len:0",
