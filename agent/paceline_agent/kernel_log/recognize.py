@@ -35,10 +35,13 @@ _GPUS_AT_MOST = 64
 # Of which class each device is, said when it is found; those that move the data of a training.
 _PCI_CLASS = re.compile(r"pci ([0-9a-f:.]+): \[\w{4}:\w{4}\] type \w+ class 0x(\w{4})")
 _NETWORK_OR_GPU = ("02", "03", "12", "0b40")  # and accelerators: pci_ids.h
-# An interface's first link comes after it was opened, and drivers say "down" until then.
-_RENAMED = re.compile(r"([\w.-]+): renamed from ")
-_LINK_UP = re.compile(
-    r"([\w.-]+):? (?:NIC |Device )?link (?:is )?(?:up|becomes ready)\b", re.IGNORECASE
+# An interface's first link comes after it was opened, and drivers say "down" until then; of an
+# empty cage they say so when they start.
+_APPEARED = re.compile(r"([\w.-]+): renamed from |mlx5_core ([0-9a-f:.]+): firmware version: ")
+_CONNECTED = re.compile(
+    r"([\w.-]+):? (?:NIC |Device )?link (?:is )?(?:up|becomes ready)\b"
+    r"|mlx5_core ([0-9a-f:.]+): Port module event.*, Cable plugged",
+    re.IGNORECASE,
 )
 # Linux before 5.1 says which limit was reached, and in the next message who (a child?) was killed.
 _IS_FULL = re.compile(r"(Memory cgroup )?out of memory.*: Kill process ", re.IGNORECASE)
@@ -73,7 +76,7 @@ class Recognizer:
         self._off_bus: tuple[str, int] | None = None  # PCI address, line it began in
         self._identities: dict[str, dict[str, str]] = {}  # PCI address: UUID, serial number
         self._others: set[str] = set()  # PCI addresses of neither GPUs nor NICs
-        self._not_yet_up: set[str] = set()  # interfaces that appeared in this log
+        self._not_yet_up: set[str] = set()  # interfaces and adapters that appeared in this log
         self._cgroup_is_full = False  # which whoever is killed next was in
         self._introduced = ""  # PCI address of the GPU whose serial number comes next
 
@@ -112,21 +115,25 @@ class Recognizer:
             return
 
     def _is_usual(self, event: KernelEvent) -> bool:
-        if event.kind == "nic_link_down":
+        if event.kind == "nic_link_down" or event.code == "cable_unplugged":
             return event.device in self._not_yet_up and "definitely" not in event.detail  # a bond's
         return event.kind == "pcie_bandwidth_limited" and event.device in self._others
 
     def _introduce(self, message: str) -> None:
-        if found := _PCI_CLASS.match(message):
+        if message.startswith("pci ") and (found := _PCI_CLASS.match(message)):
             if not found[2].startswith(_NETWORK_OR_GPU) and len(self._others) < _FOUND_AT_MOST:
                 self._others.add(found[1])
-        elif full := _IS_FULL.match(message):
-            self._cgroup_is_full = full[1] is not None
-        elif ": renamed from " in message and (found := _RENAMED.search(message)):
+        elif "Kill process " in message and (found := _IS_FULL.match(message)):
+            self._cgroup_is_full = found[1] is not None
+        elif (": renamed from " in message or ": firmware version: " in message) and (
+            found := _APPEARED.search(message)
+        ):
             if len(self._not_yet_up) < _FOUND_AT_MOST:
-                self._not_yet_up.add(found[1])
-        elif self._not_yet_up and "ink " in message and (found := _LINK_UP.search(message)):
-            self._not_yet_up.discard(found[1])
+                self._not_yet_up.add(found[1] or found[2])
+        elif ("ink " in message or "Cable plugged" in message) and (
+            found := _CONNECTED.search(message)
+        ):
+            self._not_yet_up.discard(found[1] or found[2])
         if not message.startswith("NVRM: GPU "):
             return
         if gpu := _GPU_IS.match(message):

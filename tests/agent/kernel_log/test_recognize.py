@@ -560,6 +560,8 @@ def test_a_link_that_was_not_up_yet_does_not_go_down():
         "mlx5_core 0000:04:00.0 enp4s0np0: Link up",
         "igb 0000:07:00.0 eno1: renamed from eth1",
         "igb 0000:07:00.0 eno1: igb: eno1 NIC Link is Down",
+        "mlx5_core 0000:04:00.1: firmware version: 28.39.1002",
+        "mlx5_core 0000:04:00.1: Port module event: module 1, Cable unplugged",
     )
     assert found == []
 
@@ -581,6 +583,15 @@ def test_a_link_that_was_not_up_yet_does_not_go_down():
 def test_a_link_that_was_up_goes_down(up, down):
     (event,) = recognize("mlx5_core 0000:04:00.0 ens1: renamed from eth0", down, up, down)[-1:]
     assert (event.kind, event.device) == ("nic_link_down", "ens1")
+
+
+def test_a_cable_that_was_plugged_is_unplugged():
+    found = short(
+        "mlx5_core 0000:04:00.1: firmware version: 28.39.1002",
+        "mlx5_core 0000:04:00.1: Port module event: module 1, Cable plugged",
+        "mlx5_core 0000:04:00.1: Port module event: module 1, Cable unplugged",
+    )
+    assert found == [("mlx5_module", "cable_unplugged", "0000:04:00.1", "warning")]
 
 
 def test_an_amd_gpu_names_whose_access_was_wrong_and_how_many_errors_are_new():
