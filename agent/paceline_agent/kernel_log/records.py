@@ -48,13 +48,14 @@ _ISO = re.compile(
     r"(?:\w{3} )?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,9}))?"
     r"(Z| UTC|[+-]\d\d:?\d\d| [+-]\d\d(?:\d\d)?(?= \S+ kernel:))?"
     r"(?: [A-Z]{2,5}(?= \S+ kernel:))?"  # journalctl: the local zone's name
-    r"\s+(?=\S)"
+    r"(?:\]:)?\s+(?=\S)"
 )
 _UNIX = re.compile(r"(\d{9,11})\.(\d{6}) (?=\S+ kernel: )")
 _REPEATED = re.compile(r"message repeated (\d{1,6}) times: \[ ?(?:\[ *\d+\.\d+\] )?(.*)\]")
 _ORNAMENTS = re.compile(
     r"<\d+>"  # priority
     r"|\w+ *: ?(?:emerg|alert|crit|err|warn|notice|info|debug) *: "  # dmesg -x
+    r"|(?:\S+: )?kern: +\w+: \[(?=\d{4}-)"  # talosctl dmesg
     r"|\[(?:\w{3} ?\d+ \d\d:\d\d|\s*\+\d+\.\d+|\.\.\.)\] ?"  # dmesg -e
     r"|\[<\s*\d+\.\d+>\] ?"  # dmesg -t -d
     r"|\[\s*[TC]\d+\]:? ?"  # the caller, CONFIG_PRINTK_CALLER

@@ -46,6 +46,8 @@ MESSAGE = "NVRM: Xid (PCI:0000:9b:00): 79, GPU has fallen off the bus."
         "2025-02-23T16:24:18 GPU kernel: ",
         "févr. 23 16:24:18 gpu-7 kernel: ",
         "2月 23 16:24:18 gpu-7 kernel: ",
+        "192.168.11.119: kern:     err: [2025-02-23T16:24:18.458998481Z]: ",
+        "kern: warning: [2025-02-23T16:24:18.458998481Z]: ",
         "<4>1 2025-02-23T16:24:18.123456Z gpu-7 kernel - - - ",
         "[12345.678901 <    0.000003>] ",
         "[12345.678901 <    0.000003 >] gpu-7 kernel: ",
@@ -100,6 +102,8 @@ def test_times():
     assert utc.wall_ns == 1740324258_000000000
     (west,) = records_of("Sun 2025-02-23 12:24:18 -03 host kernel: x")
     assert west.wall_ns == 1740324258_000000000
+    (talos,) = records_of("n1: kern: info: [2025-02-23T15:24:18.5Z]: x")
+    assert talos.wall_ns == 1740324258_500000000
     (unix,) = records_of("1753012800.123456 host kernel: x")
     assert unix.wall_ns == 1753012800_123456000
 
