@@ -37,6 +37,9 @@ class Record:
 _RAW = re.compile(r"(\d+),(\d{1,18}),(\d{1,18}),[^;]*;(.*)", re.DOTALL)
 # dmesg -J and journalctl -o json-pretty write a line for each field.
 _OF_PRETTY_JSON = re.compile(r'"(?:msg|MESSAGE)" ?: *(".*"),?')
+# The journal's names, and those of what forwards it: rsyslog, Vector, Fluent Bit, dmesg through jq.
+_PROGRAM = ("_TRANSPORT", "SYSLOG_IDENTIFIER", "program", "programname", "app-name", "appname")
+_MESSAGE = ("MESSAGE", "message", "msg")
 _NEWLINE_OF_SYSLOG = "#012"  # rsyslog's $EscapeControlCharactersOnReceive
 _ESCAPE = re.compile(r"\\x([0-9a-f]{2})")
 _DELTA = r"(?: <\s*\d+\.\d+[ *]?>)?"  # dmesg -d, journalctl -o short-delta
@@ -120,9 +123,11 @@ def _of_journal(line: str) -> Iterator[Record]:
         fields = msgspec.json.decode(line, type=dict[str, object])
     except msgspec.DecodeError:
         return
-    if "kernel" not in (fields.get("_TRANSPORT", "kernel"), fields.get("SYSLOG_IDENTIFIER")):
+    said_by = [fields[name] for name in _PROGRAM if name in fields]
+    if said_by and "kernel" not in said_by:
         return  # a program's, which may well quote the kernel
-    message, stamp = fields.get("MESSAGE"), fields.get("__REALTIME_TIMESTAMP")
+    message = next((fields[name] for name in _MESSAGE if name in fields), None)
+    stamp = fields.get("__REALTIME_TIMESTAMP")
     wall_ns = int(stamp) * 1000 if isinstance(stamp, str) and stamp.isdecimal() else None
     if isinstance(message, list):  # of what is no UTF-8 the journal writes the bytes
         with contextlib.suppress(TypeError, ValueError):

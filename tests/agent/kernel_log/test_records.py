@@ -126,6 +126,20 @@ def test_the_journal_as_json():
     assert not list(records_of("{not json}"))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pri": 4, "time": 8.5, "msg": MESSAGE},  # dmesg -J | jq -c .dmesg[]
+        {"priority": 4, "sequence": 7, "sec": 8, "usec": 5, "msg": MESSAGE},  # Fluent Bit's kmsg
+        {"_TRANSPORT": "kernel", "host": "n1", "message": MESSAGE},  # Vector
+        {"hostname": "n1", "programname": "kernel", "message": f"[8.5] {MESSAGE}"},  # rsyslog
+    ],
+)
+def test_json_of_what_forwards_a_log(fields):
+    assert [record.message for record in records_of(json.dumps(fields))] == [MESSAGE]
+    assert not list(records_of(json.dumps({**fields, "programname": "sshd", "_TRANSPORT": "x"})))
+
+
 def test_dmesg_as_json():
     lines = ['      {', '         "pri": 4,', '         "time":      8.5,',
              f'         "msg": "{MESSAGE} \\"x\\""', '      },{']  # fmt: skip
