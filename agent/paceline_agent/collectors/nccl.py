@@ -95,7 +95,11 @@ class _Inspected:
         self._performance = Performance(labels)
 
     def samples(self, now_ns: int) -> Iterator[Sample]:
-        for line in self._tail.read_lines():
+        before = self._tail.skipped_bytes
+        lines = self._tail.read_lines()
+        if self._tail.skipped_bytes != before:
+            self._performance.lose_place()
+        for line in lines:
             self._performance.add(line)
         yield from self._performance.samples(now_ns)
         skipped = float(self._tail.skipped_bytes)

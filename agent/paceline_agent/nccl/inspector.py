@@ -1,8 +1,10 @@
-"""Lines of the NCCL Inspector (`ext-profiler/inspector`, NCCL 2.28 and later) to samples.
+"""Lines of the NCCL Inspector (`plugins/profiler/inspector`, NCCL 2.28 and later) to samples.
 
-Each line is one collective of one communicator, as one rank ran it. Of the lines of a sweep we
-keep what fits few series: the bus bandwidth, by the time spent in it, and quantiles of duration
-and message size.
+Each line is one operation of one communicator, as one rank ran it: a collective, in newer versions
+also a send or receive, or what its proxy did, which is passed over. Since its format v4.3 a line of
+`dump_stats` says once of which communicator those behind it are. Of the lines of a sweep we keep
+what fits few series: the bus bandwidth, by the time spent in it, and quantiles of duration and
+message size.
 """
 
 from __future__ import annotations
@@ -40,10 +42,38 @@ class CollectivePerformance(msgspec.Struct):
     coll_busbw_gbs: float | None = None
 
 
+class PointToPointPerformance(msgspec.Struct, rename=lambda name: name.replace("coll", "p2p", 1)):
+    """The same of a send or receive: `p2p`, `p2p_exec_time_us`, ..."""
+
+    coll: str
+    coll_msg_size_bytes: float | None = None
+    coll_exec_time_us: float | None = None
+    coll_busbw_gbs: float | None = None
+
+
+class ProxyTrace(msgspec.Struct):
+    """Only that it is one."""
+
+
+class DumpStatistics(msgspec.Struct):
+    """Overwritten in the Inspector's memory before it wrote them."""
+
+    coll_dropped_since_last_dump: int = 0
+    p2p_dropped_since_last_dump: int = 0
+
+
 class Line(msgspec.Struct):
-    header: Header
-    coll_perf: CollectivePerformance
+    header: Header | None = None
+    coll_perf: CollectivePerformance | None = None
+    p2p_perf: PointToPointPerformance | None = None
+    proxy_trace: ProxyTrace | None = None
+    dump_stats: DumpStatistics | None = None
     metadata: Metadata = msgspec.field(default_factory=Metadata)
+
+    @property
+    def is_known(self) -> bool:
+        told = (self.coll_perf, self.p2p_perf, self.proxy_trace, self.dump_stats)
+        return any(each is not None for each in told)
 
 
 _decoder = msgspec.json.Decoder(Line)
@@ -52,9 +82,10 @@ _decoder = msgspec.json.Decoder(Line)
 def decode(line: bytes) -> Line | None:
     """None for what is no such line: another format, or one that was torn."""
     try:
-        return _decoder.decode(line)
+        decoded = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+    return decoded if decoded.is_known else None
 
 
 @dataclass(slots=True)
@@ -77,7 +108,13 @@ class Performance:
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
         self._of: defaultdict[tuple[str, str], _Collective] = defaultdict(_Collective)
+        self._header: Header | None = None  # of the lines that have none
+        self._dropped: int | None = None  # None: this version does not say
         self.unreadable = 0
+
+    def lose_place(self) -> None:
+        """Lines were passed over: whose the next are is not known."""
+        self._header = None
 
     def add(self, text: bytes) -> None:
         if not text.strip():
@@ -86,17 +123,26 @@ class Performance:
         if line is None:
             self.unreadable += 1
             return
-        performance = line.coll_perf
-        key = (str(line.header.id)[:24], performance.coll[:24])
+        if (statistics := line.dump_stats) is not None:
+            self._header = line.header
+            self._dropped = (self._dropped or 0) + statistics.coll_dropped_since_last_dump
+            self._dropped += statistics.p2p_dropped_since_last_dump
+        performance = line.coll_perf or line.p2p_perf
+        if performance is None:
+            return
+        header = line.header or self._header
+        key = (OTHER if header is None else str(header.id)[:24], performance.coll[:24])
         if key not in self._of and len(self._of) >= SERIES_AT_MOST:
             key = (OTHER, OTHER)
         collective = self._of[key]
         collective.count += 1
-        collective.n_ranks = line.header.n_ranks if key[0] != OTHER else None
+        collective.n_ranks = header.n_ranks if header is not None and key[0] != OTHER else None
         self._measure(collective, performance)
 
     @staticmethod
-    def _measure(collective: _Collective, performance: CollectivePerformance) -> None:
+    def _measure(
+        collective: _Collective, performance: CollectivePerformance | PointToPointPerformance
+    ) -> None:
         duration_us, size = performance.coll_exec_time_us, performance.coll_msg_size_bytes
         if size is not None and size >= 0:
             collective.size_bytes += size
@@ -127,6 +173,9 @@ class Performance:
                     yield Sample(f"paceline_nccl_{metric}", told, value, now_ns)
                 found.clear()
             of.bus_bytes = of.bus_seconds = 0.0
+        if self._dropped is not None:
+            name = "paceline_nccl_inspector_dropped_total"
+            yield Sample(name, self._labels, float(self._dropped), now_ns)
         yield Sample(
             "paceline_nccl_inspector_unreadable_lines_total",
             self._labels, float(self.unreadable), now_ns,

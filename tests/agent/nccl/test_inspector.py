@@ -63,6 +63,46 @@ def test_the_line_of_the_readme():
     }
 
 
+def parts() -> tuple[dict[str, Any], dict[str, Any]]:
+    """What says whose it is, and what was done."""
+    fields = json.loads(line())
+    done = fields.pop("coll_perf")
+    return fields, done
+
+
+def test_sends_and_receives():
+    performance = Performance(LABELS)
+    whose, done = parts()
+    sent = {name.replace("coll", "p2p", 1): value for name, value in done.items()}
+    sent |= {"p2p": "Send", "p2p_peer": 5}
+    performance.add(json.dumps({**whose, "p2p_perf": sent}).encode())
+    found = values(performance)
+    assert found["collectives_total:Send"] == 1
+    assert found["collective_seconds_total:Send"] == pytest.approx(0.061974)
+    assert found["bus_bandwidth_bytes_per_second:Send"] == pytest.approx(485.119099e9)
+    assert found["inspector_unreadable_lines_total"] == 0
+
+
+def test_newer_lines_are_of_the_communicator_that_was_named_before():
+    performance = Performance(LABELS)
+    whose, done = parts()
+    dropped = {"coll_records": 2, "coll_dropped_since_last_dump": 5, "p2p_dropped_total": 9}
+    for communicator, ranks in (("0xa", 8), ("0xb", 2)):
+        whose["header"] |= {"id": communicator, "n_ranks": ranks}
+        performance.add(json.dumps({**whose, "dump_stats": dropped}).encode())
+        performance.add(json.dumps({"coll_perf": done}).encode())
+        performance.add(json.dumps({"proxy_trace": {"record_type": "proxy_op"}}).encode())
+    performance.lose_place()
+    performance.add(json.dumps({"coll_perf": done}).encode())
+    samples = list(performance.samples(1))
+    of = {s.labels["communicator"]: s.value for s in samples if s.name.endswith("ives_total")}
+    assert of == {"0xa": 1, "0xb": 1, "other": 1}
+    ranks_of = {s.labels["communicator"]: s.value for s in samples if s.name.endswith("_ranks")}
+    assert ranks_of == {"0xa": 8, "0xb": 2}
+    total = {s.name.removeprefix("paceline_nccl_inspector_"): s.value for s in samples}
+    assert (total["dropped_total"], total["unreadable_lines_total"]) == (10, 0)
+
+
 def test_bandwidth_is_weighed_by_time():
     performance = Performance(LABELS)
     performance.add(line(coll_exec_time_us=1, coll_busbw_gbs=1))
