@@ -32,7 +32,8 @@ _TEST = re.compile(r"\b([a-z]+(?:_[a-z]+)*_perf)\b")
 # What launchers put before a line: `[1,0]<stdout>:`, `[job@1,0]<stdout>:`, `0: `, `node: `, a time.
 _PREFIX = re.compile(r"^\s*(?:(?:\[[^\]]*\]|<std\w+>:?|[\w.@-]+:(?=\s)|\d+-\d\d-\d\dT\S+)\s*)+")
 _TIMES = ("time", "cputime")
-_FAILURE = re.compile(r"Test (?:NCCL|CUDA) failure.*|.*Test failure.*|.*NCCL WARN.*")
+_FAILURE = re.compile(r"Test (?:NCCL|CUDA) failure.*|.*Test failure.*")
+_WARNING = re.compile(r".*NCCL WARN.*")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -50,6 +51,12 @@ class Output(msgspec.Struct, frozen=True):
     average_gigabytes_per_second: float | None
     failures: list[str]
     is_whole: bool  # the summary at the end is there
+    warnings: list[str] = []  # of NCCL: a reason, where the run failed
+
+    @property
+    def trouble(self) -> list[str]:
+        """What ended it, at most one; NCCL also warns of what it then does in another way."""
+        return (self.failures or ([] if self.is_whole else self.warnings))[:1]
 
     @property
     def best(self) -> float:
@@ -153,6 +160,7 @@ def _from_tables(text: str) -> Output:
         average_gigabytes_per_second=float(average[1]) if average else None,
         failures=[each.strip() for each in _FAILURE.findall(text)],
         is_whole="Avg bus bandwidth" in text,
+        warnings=[each.strip() for each in _WARNING.findall(text)],
     )
 
 
@@ -190,7 +198,7 @@ def checks(outputs: Mapping[str, Output]) -> Iterator[Check]:
     """`outputs` by file name."""
     readable = {name: each for name, each in outputs.items() if each.rows}
     empty = {
-        name: [*(each.failures[:1] or ["holds no table of nccl-tests"])]
+        name: [*(each.trouble or ["holds no table of nccl-tests"])]
         for name, each in outputs.items()
         if not each.rows
     }
@@ -199,7 +207,7 @@ def checks(outputs: Mapping[str, Output]) -> Iterator[Check]:
     if not readable:
         return
     wrong = {
-        name: [f"{each.wrong} wrong values"] if each.wrong else each.failures[:1]
+        name: [f"{each.wrong} wrong values"] if each.wrong else each.trouble
         for name, each in readable.items()
     }
     fix = "do not train on these nodes: halve the set until the one that computes wrongly is left"
@@ -209,9 +217,16 @@ def checks(outputs: Mapping[str, Output]) -> Iterator[Check]:
         why = f"values were not checked (-c 0): {listing(unchecked)}"
         results = skipped("nccl-tests results", why)
     yield results
+    yield _warnings(readable)
     yield _ends(readable)
     yield _dips(readable)
     yield _compared(readable)
+
+
+def _warnings(outputs: Mapping[str, Output]) -> Check:
+    found = {name: each.warnings[:1] if each.is_whole else [] for name, each in outputs.items()}
+    fix = "it ran all the same, perhaps over another network: look for what could not be used"
+    return faults("nccl-tests warnings", found, fix, "none of NCCL", status="warn")
 
 
 def _ends(outputs: Mapping[str, Output]) -> Check:

@@ -174,3 +174,23 @@ def test_what_is_no_table_fails_with_its_own_words() -> None:
     assert "unhandled system error" in check.evidence
     assert judged(a="")["nccl-tests read"].status == "fail"
     assert parse("") == Output(None, [], None, None, [], is_whole=False)
+
+
+WARNED = "n1:10:11 [0] ras/client_support.cc:159 NCCL WARN Call to bind failed: Address in use"
+
+
+def test_what_nccl_only_warned_of_made_no_value_wrong() -> None:
+    found = judged(a=f"{WARNED}\n{WHOLE}")
+    assert found["nccl-tests results"].status == "pass"
+    assert found["nccl-tests warnings"].status == "warn"
+    assert "Call to bind failed" in found["nccl-tests warnings"].evidence
+
+
+def test_what_nccl_warned_of_before_a_run_stopped_is_why() -> None:
+    cut = HEADER + "".join(ROWS.splitlines(keepends=True)[:2])
+    found = judged(a=f"{cut}{WARNED}\n")
+    assert found["nccl-tests results"].status == "fail"
+    assert "Call to bind failed" in found["nccl-tests results"].evidence
+    assert found["nccl-tests warnings"].status == "pass"
+    (check,) = judged(a=f"{WARNED}\n").values()
+    assert "Call to bind failed" in check.evidence
