@@ -684,6 +684,11 @@ def test_every_kind_is_documented():
     assert {kind for kind in kinds if f"`{kind}`" not in page} == set()
 
 
+def test_power_smoothing_that_ends_is_more_than_a_change_of_state():
+    assert [explain(code).severity for code in range(162, 166)] == ["info", *["warning"] * 3]
+    assert explain(165).action == "CONTACT_SUPPORT"
+
+
 def test_pci_addresses():
     assert pci_address("00000000:9B:00.0") == "0000:9b:00.0"
     assert pci_address("9b:00") == "0000:9b:00.0"
