@@ -397,6 +397,10 @@ RULES: tuple[Rule, ...] = (
         "nic_command_timeout", "critical", "timedout (",
         rf"bnxt_en {_PCI}: (?:QPLIB: )?cmdq\[\w+\]=\w+ timedout",
     ),
+    _rule(  # since Linux 6.6
+        "nic_command_timeout", "critical", "FW STALL Detected",
+        rf"bnxt_en {_PCI}: (?:QPLIB: )?\w+: FW STALL Detected",
+    ),
     _rule(  # ena, efa, erdma
         "nic_command_timeout", "critical", "(polling) timeout",
         r"\w+ [0-9a-f]{4}:\S+ (?P<device>\S+): Wait for completion \(polling\) timeout",
@@ -560,7 +564,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "nvme_timeout", "warning", "timeout",
-        r"nvme (?P<device>nvme\d+): I/O (?:tag )?\d+ .*timeout",
+        r"nvme (?P<device>nvme\d+): (?:I/O (?:tag )?\d+ .*timeout|queue \d+: timeout request)",
     ),
     _rule(
         "nvme_down", "critical", "nvme nvme",

@@ -368,6 +368,8 @@ def test_no_news(message):
          ("nvme_timeout", "", "nvme0", "warning")),
         ("nvme nvme2: I/O tag 12 (0xc00c) opcode 0x2 (Read) QID 3 timeout, aborting req_op:READ(0)",
          ("nvme_timeout", "", "nvme2", "warning")),
+        ("nvme nvme0: queue 7: timeout request 0x11 type 4",
+         ("nvme_timeout", "", "nvme0", "warning")),
         ("nvme nvme0: controller is down; will reset: CSTS=0xffffffff, PCI_STATUS=0xffff",
          ("nvme_down", "", "nvme0", "critical")),
         ("nvme nvme0: resetting controller due to persistent internal error",
@@ -449,6 +451,9 @@ def test_no_news(message):
          ("nic_command_timeout", "", "0000:18:00.0", "critical")),
         ("bnxt_en 0000:18:00.0: QPLIB: cmdq[0x41d]=0x3 timedout (20000)msec",
          ("nic_command_timeout", "", "0000:18:00.0", "critical")),
+        ("bnxt_en 0000:12:00.0: QPLIB: bnxt_re_is_fw_stalled: FW STALL Detected. cmdq[0xe]=0x3 "
+         "waited (103641 > 100000) msec active 1",
+         ("nic_command_timeout", "", "0000:12:00.0", "critical")),
         ("efa 0000:00:1d.0 rdmap0s29: Wait for completion (polling) timeout",
          ("nic_command_timeout", "", "rdmap0s29", "critical")),
         ("efa 0000:00:1d.0 rdmap0s29: The device didn't send any completion for admin cmd "
