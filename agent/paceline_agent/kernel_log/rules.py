@@ -293,6 +293,7 @@ RULES: tuple[Rule, ...] = (
         "neighbor_table_full", "warning", "table overflow",
         r"(?:neighbour: )?\w+: neighbou?r table overflow",
     ),
+    _rule("tcp_memory_full", "critical", "tcp_mem", r"TCP: out of memory -- consider tuning"),
     _rule("file_max_reached", "critical", "file-max limit", r"VFS: file-max limit \d+ reached"),
     _rule(
         "fork_rejected", "critical", "fork rejected",

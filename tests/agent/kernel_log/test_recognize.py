@@ -410,6 +410,8 @@ def test_no_news(message):
          ("conntrack_full", "", "host", "warning")),
         ("neighbour: arp_cache: neighbor table overflow!",
          ("neighbor_table_full", "", "host", "warning")),
+        ("TCP: out of memory -- consider tuning tcp_mem",
+         ("tcp_memory_full", "", "host", "critical")),
         ("VFS: file-max limit 808960 reached", ("file_max_reached", "", "host", "critical")),
         ("cgroup: fork rejected by pids controller in /kubepods.slice/pod1",
          ("fork_rejected", "", "host", "critical")),
