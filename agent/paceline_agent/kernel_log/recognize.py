@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from paceline_agent.kernel_log.rules import OFF_BUS, RULES, Rule
+from paceline_agent.kernel_log.rules import AER_OF_FIRMWARE, OFF_BUS, RULES, Rule
 from paceline_agent.kernel_log.xids import Severity, explain
 
 _DETAIL_CHARACTERS = 300
@@ -77,6 +77,7 @@ class Recognizer:
         self._identities: dict[str, dict[str, str]] = {}  # PCI address: UUID, serial number
         self._others: set[str] = set()  # PCI addresses of neither GPUs nor NICs
         self._not_yet_up: set[str] = set()  # interfaces and adapters that appeared in this log
+        self._firmware: KernelEvent | None = None  # what it said last
         self._cgroup_is_full = False  # which whoever is killed next was in
         self._introduced = ""  # PCI address of the GPU whose serial number comes next
 
@@ -99,6 +100,10 @@ class Recognizer:
         if event is not None and event.kind == "oom_kill":
             of_full, self._cgroup_is_full = self._cgroup_is_full, False
             return replace(event, code="cgroup") if of_full else event
+        if event is not None and event.kind == "hardware_error":
+            self._firmware = event
+        elif event is not None and event.code == AER_OF_FIRMWARE and self._firmware is not None:
+            return replace(event, code=self._firmware.code, severity=self._firmware.severity)
         return event
 
     def _by_rule(self, message: str) -> Iterator[KernelEvent]:

@@ -16,6 +16,7 @@ from paceline_agent.kernel_log.xids import Severity
 _PCI = r"(?P<device>[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?)"
 _ANY_PCI = r"(?P<device>(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?)"
 OFF_BUS = "gpu_off_bus"  # which is XID 79 in other words
+AER_OF_FIRMWARE = "by_firmware"
 _MLX5 = rf"mlx5_core {_PCI}:? "
 _MLX5_CALL = rf"{_MLX5}.*?\w+:\d+:\(pid \d+\): "
 _AMDGPU = rf"amdgpu {_PCI}: (?:amdgpu: )?"
@@ -138,6 +139,10 @@ RULES: tuple[Rule, ...] = (
         "pcie_aer", "critical", "PCIe Bus Error",
         rf"\S+ {_PCI}: (?:AER: )?PCIe Bus Error: severity=(?:Uncorrect\w+ \()?Fatal",
         "uncorrected_fatal",
+    ),
+    _rule(  # firmware that keeps AER to itself says before how bad it was: hardware_error
+        "pcie_aer", "warning", "aer_status: ", rf"\S+ {_PCI}: (?:AER: )?aer_status: 0x",
+        AER_OF_FIRMWARE,
     ),
     _rule(
         "pcie_aer", "warning", "can't find device",

@@ -601,6 +601,26 @@ def test_a_cable_that_was_plugged_is_unplugged():
     assert found == [("mlx5_module", "cable_unplugged", "0000:04:00.1", "warning")]
 
 
+def test_pcie_errors_that_the_firmware_reports_are_of_their_device():
+    status = "nvidia 0000:3b:00.0: AER: aer_status: 0x00001000, aer_mask: 0x00000000"
+    assert short(
+        status.replace("AER: ", ""),
+        "{1}[Hardware Error]: event severity: corrected",
+        "{1}[Hardware Error]:   section_type: PCIe error",
+        "{1}[Hardware Error]:   aer_uncor_status: 0x00000000, aer_uncor_mask: 0x04500000",
+        status,
+        "nvidia 0000:3b:00.0: AER: aer_layer=Data Link Layer, aer_agent=Transmitter ID",
+        "{2}[Hardware Error]: event severity: fatal",
+        status,
+    ) == [
+        ("pcie_aer", "by_firmware", "0000:3b:00.0", "warning"),
+        ("hardware_error", "corrected", "host", "info"),
+        ("pcie_aer", "corrected", "0000:3b:00.0", "info"),
+        ("hardware_error", "uncorrected", "host", "critical"),
+        ("pcie_aer", "uncorrected", "0000:3b:00.0", "critical"),
+    ]
+
+
 def test_an_amd_gpu_names_whose_access_was_wrong_and_how_many_errors_are_new():
     fault, errors, total = recognize(
         "amdgpu 0000:04:00.0: amdgpu: [gfxhub0] no-retry page fault (src_id:0 ring:0 vmid:3 "
