@@ -280,6 +280,7 @@ RULES: tuple[Rule, ...] = (
         r".*BUG: soft lockup - CPU#(?P<device>\d+) stuck for .*\[(?P<process>.+):(?P<pid>\d+)\]",
     ),
     _rule("hard_lockup", "critical", "hard LOCKUP", r".*hard LOCKUP on cpu (?P<device>\d+)"),
+    _rule("workqueue_lockup", "warning", "workqueue lockup", r"BUG: workqueue lockup - pool "),
     _rule(
         "rcu_stall", "warning", "stall",
         r"(?:rcu: )?INFO: rcu_\w+ .*detected (?:expedited )?stall",
@@ -382,6 +383,10 @@ RULES: tuple[Rule, ...] = (
         r"(?P<code>Cable unplugged|.*error.*)",
     ),
     _rule("mlx5_cq_error", "warning", "CQ error", rf"{_MLX5}.*CQ error on CQN"),
+    _rule(  # of a queue of the interface
+        "mlx5_cq_error", "warning", "Error cqe on",
+        r"mlx5_core \S+ (?P<device>\S+): Error cqe on cqn ",
+    ),
     _rule(
         "transmit_timeout", "critical", "TX timeout",
         r"(?:mlx5_core|bnxt_en) \S+ (?P<device>\S+): TX timeout",

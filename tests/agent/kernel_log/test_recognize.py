@@ -262,6 +262,8 @@ def test_no_news(message):
          ("soft_lockup", "", "cpu12", "critical")),
         ("NMI watchdog: Watchdog detected hard LOCKUP on cpu 3",
          ("hard_lockup", "", "cpu3", "critical")),
+        ("BUG: workqueue lockup - pool cpus=8 node=0 flags=0x0 nice=0 stuck for 46s!",
+         ("workqueue_lockup", "", "host", "warning")),
         ("rcu: INFO: rcu_sched self-detected stall on CPU", ("rcu_stall", "", "host", "warning")),
         ("mce: CPU12: Core temperature above threshold, cpu clock throttled (total events = 1)",
          ("thermal_throttle", "core", "host", "warning")),
@@ -298,6 +300,8 @@ def test_no_news(message):
          ("mlx5_module", "cable_unplugged", "0000:5c:00.0", "warning")),
         ("mlx5_core 0000:08:00.0: cq_err_event_notifier:529:(pid 9422): CQ error on CQN 0x406, "
          "syndrome 0x1", ("mlx5_cq_error", "", "0000:08:00.0", "warning")),
+        ("mlx5_core 0000:08:00.0 eth2: Error cqe on cqn 0x548, ci 0x2022, qn 0x8f4, opcode 0xd, "
+         "syndrome 0x2, vendor syndrome 0x68", ("mlx5_cq_error", "", "eth2", "warning")),
         ("mlx5_core 0000:5c:00.0 eth2: Link down", ("nic_link_down", "", "eth2", "warning")),
         ("gve 0000:00:05.0 eth1: Device link is down.",
          ("nic_link_down", "", "eth1", "warning")),
