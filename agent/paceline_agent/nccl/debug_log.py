@@ -14,7 +14,7 @@ from typing import TypeVar
 _VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
 _NETWORK = re.compile(r"NCCL INFO Using network (.+)")
 _DEVICES = re.compile(r"NCCL INFO NET/(\w+) : Using (\[\d+\].*?)(?: ;|$)")
-_DEVICE = re.compile(r"\[\d+\]([^ :]+)")
+_DEVICE = re.compile(r"\[\d+\](?!=) ?([^ :]+)")  # of a card of two ports `[0]={[0] a:1, [1] b:1}`
 _CHANNEL = re.compile(r"NCCL INFO Channel \d+(?:/\d+)? : .* via ([^\n]+)")
 _CONNECTED = re.compile(r"NCCL INFO Connected (?:all )?(ring|tree|NVLS|CollNet|PAT)")
 _ALGORITHM = re.compile(r"(\w+): \d+ Bytes -> Algo (\w+) proto (\w+)")

@@ -28,6 +28,15 @@ def test_golden_log():
     assert said.news[0].startswith("NET/IB : Got completion from peer")
 
 
+def test_the_ports_of_a_card_that_are_used_as_one():
+    said = DebugLog()
+    said.add(
+        "n1:1884:2298 [0] NCCL INFO NET/IB : Using [0]={[0] mlx5_2:1/RoCE, [1] mlx5_3:1/RoCE} "
+        "[1]={[2] mlx5_0:1/RoCE, [3] mlx5_1:1/RoCE} [RO]; OOB bond0.526:10.1.1.9<0>"
+    )
+    assert said.devices == ("mlx5_2", "mlx5_3", "mlx5_0", "mlx5_1")
+
+
 @pytest.mark.parametrize(
     ("via", "transport"),
     [
