@@ -1,7 +1,7 @@
 """What a rank's log says with NCCL_DEBUG set: version, network, transports, algorithms, warnings.
 
 Formats: NCCL's src/init.cc, src/transport.cc, src/transport/{p2p,shm,net}.cc and src/enqueue.cc of
-2.18 to 2.27.
+2.18 to 2.29.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ _DEVICE = re.compile(r"\[\d+\](?!=) ?([^ :]+)")  # of a card of two ports `[0]={
 _CHANNEL = re.compile(r"NCCL INFO Channel \d+(?:/\d+)? : .* via ([^\n]+)")
 _CONNECTED = re.compile(r"NCCL INFO Connected (?:all )?(ring|tree|NVLS|CollNet|PAT)")
 _ALGORITHM = re.compile(r"(\w+): \d+ Bytes -> Algo (\w+) proto (\w+)")
+# Since 2.27, of buffers that are registered alike on all ranks; src/scheduler/symmetric_sched.cc
+_SYMMETRIC = re.compile(r"(\w+) \[Symmetric\]: \d+ Bytes -> Kernel [A-Za-z]+_(\w+)")
 _WARNING = re.compile(r"NCCL WARN (.*)")
 _ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
 _PROTOCOLS = ("ll", "ll128", "simple")
@@ -51,6 +53,8 @@ class DebugLog:
         elif match := _ALGORITHM.search(line):
             chosen = _named(match[2], _ALGORITHMS), _named(match[3], _PROTOCOLS)
             _count(self.algorithms, (match[1], *chosen))
+        elif match := _SYMMETRIC.search(line):
+            _count(self.algorithms, (match[1], "symmetric", match[2].lower()))
         elif match := _WARNING.search(line):
             self.warnings += 1
             self.news = [*self.news[-8:], match[1][:_TEXT_CHARACTERS]]

@@ -37,6 +37,15 @@ def test_the_ports_of_a_card_that_are_used_as_one():
     assert said.devices == ("mlx5_2", "mlx5_3", "mlx5_0", "mlx5_1")
 
 
+def test_symmetric_kernels_are_a_choice_of_their_own():
+    said = DebugLog()
+    said.add(
+        "n1:1:2 [0] NCCL INFO AllReduce [Symmetric]: 1024 Bytes -> Kernel AllReduce_RSxLD_AGxST "
+        "nchannels 8 nthreads 512 nWorks 1"
+    )
+    assert said.algorithms == Counter({("AllReduce", "symmetric", "rsxld_agxst"): 1})
+
+
 @pytest.mark.parametrize(
     ("via", "transport"),
     [
