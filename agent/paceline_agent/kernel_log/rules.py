@@ -21,6 +21,7 @@ _MLX5 = rf"mlx5_core {_PCI}:? "
 _MLX5_CALL = rf"{_MLX5}.*?\w+:\d+:\(pid \d+\): "
 _AMDGPU = rf"amdgpu {_PCI}: (?:amdgpu: )?"
 _NEW_ERRORS = r"(?:(?P<count>\d{1,9}) new|[1-9]\d*)"  # without "new": in all
+_AMAZON = r"\w+(?: [0-9a-f]{4}:\S+(?= \S+:))? (?P<device>\S+): "  # or `infiniband DEVICE: `
 _CXI = r"cxi_\w+ \S+ (?P<device>cxi\d+)\[\w*\]"
 _NIC_DRIVER = r"(?:mlx[45]_core|bnxt_en|ice|i40e|qede|cxgb4|hfi1|ionic)"
 _PROBE_FAILED = rf"(?:: probe of)? {_PCI}(?:: probe with driver \S+)? failed with error"
@@ -414,11 +415,19 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(  # ena, efa, erdma
         "nic_command_timeout", "critical", "(polling) timeout",
-        r"\w+ [0-9a-f]{4}:\S+ (?P<device>\S+): Wait for completion \(polling\) timeout",
+        rf"{_AMAZON}Wait for completion \(polling\) timeout",
     ),
     _rule(
         "nic_command_timeout", "critical", "any completion for admin cmd",
-        r"\w+ [0-9a-f]{4}:\S+ (?P<device>\S+): The device didn't send any completion for admin cmd",
+        rf"{_AMAZON}The device didn't send any completion for admin cmd",
+    ),
+    _rule(
+        "nic_command_timeout", "critical", "Admin queue is closed",
+        rf"{_AMAZON}Admin queue is closed", "queue_closed",
+    ),
+    _rule(
+        "nic_firmware_error", "critical", "n't ", rf"{_AMAZON}(?:Reset indication didn't turn"
+        r"|Device isn't ready, (?:can't reset|abort))", "reset_failed",
     ),
     _rule(
         "nic_firmware_error", "critical", "irmware",

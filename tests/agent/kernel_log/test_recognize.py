@@ -462,6 +462,18 @@ def test_no_news(message):
          ("nic_command_timeout", "", "0000:12:00.0", "critical")),
         ("efa 0000:00:1d.0 rdmap0s29: Wait for completion (polling) timeout",
          ("nic_command_timeout", "", "rdmap0s29", "critical")),
+        ("infiniband rdmap16s27: Wait for completion (polling) timeout",
+         ("nic_command_timeout", "", "rdmap16s27", "critical")),
+        ("efa 0000:00:06.0: Wait for completion (polling) timeout",
+         ("nic_command_timeout", "", "0000:00:06.0", "critical")),
+        ("infiniband rdmap16s27: The device didn't send any completion for admin cmd CREATE_QP(6) "
+         "status 0 (ctx 0x1)", ("nic_command_timeout", "", "rdmap16s27", "critical")),
+        ("infiniband rdmap0s6: Admin queue is closed",
+         ("nic_command_timeout", "queue_closed", "rdmap0s6", "critical")),
+        ("efa 0000:00:06.0: Device isn't ready, can't reset device",
+         ("nic_firmware_error", "reset_failed", "0000:00:06.0", "critical")),
+        ("ena 0000:00:05.0 eth0: Reset indication didn't turn on",
+         ("nic_firmware_error", "reset_failed", "eth0", "critical")),
         ("efa 0000:00:1d.0 rdmap0s29: The device didn't send any completion for admin cmd "
          "CREATE_QP(1) status 0", ("nic_command_timeout", "", "rdmap0s29", "critical")),
         ("bnxt_en 0000:18:00.0 ens1f0np0: Firmware fatal reset event, data1: 0x2, data2: 0x0, min",
