@@ -57,16 +57,23 @@ class Background:
         self._worker = Worker(
             database, wakes, metrics, owner, rules, settings, time.time_ns, is_deaf
         )
-        self._outbox = Outbox(database, wakes, metrics, owner, targets, settings, time.time_ns)
+        self._outboxes = [
+            Outbox(database, wakes, metrics, owner, target, settings, time.time_ns)
+            for target in targets
+        ]
 
     def start(self) -> None:
         self._worker.start()
-        self._outbox.start()
+        for outbox in self._outboxes:
+            outbox.start()
 
     def stop(self) -> None:
         """What is under way is finished first, and leases are given back."""
         self._worker.stop()
-        self._outbox.stop()
+        for outbox in self._outboxes:
+            outbox.ask_to_stop()
+        for outbox in self._outboxes:
+            outbox.stop()
 
     def unready(self) -> list[str]:
         return self._worker.unready()

@@ -1,7 +1,8 @@
-"""Delivers the outbox: in order per receiver, again until it is taken, one process at a time.
+"""Delivers the outbox of one receiver: in order, again until it is taken, one process at a time.
 
 A row that is delivered just as the process dies is delivered once more by the next one; rows carry
-an id that is the same at each try. A receiver that is down holds up only what is meant for it.
+an id that is the same at each try. Each receiver has a thread and a lease of its own, so one that
+is slow or down holds up only what is meant for it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import httpx
@@ -28,7 +29,6 @@ from paceline_server.store.models import Incident, Job, OutboxRow
 from paceline_server.store.wake import Wakes
 
 _log = logging.getLogger(__name__)
-_LEASE = "outbox"
 _LEASE_NS = 15_000_000_000  # longer than one delivery's timeout, so it is never lost in one
 _POLL_SECONDS = 1.0
 _BACKOFF_MAXIMUM_SECONDS = 60.0
@@ -48,7 +48,7 @@ class Outbox:
         wakes: Wakes,
         metrics: BackgroundMetrics,
         owner: str,
-        targets: Sequence[Receiver],
+        target: Receiver,
         pace: Pace,
         now_ns: Callable[[], int],
     ) -> None:
@@ -56,21 +56,25 @@ class Outbox:
         self._wakes = wakes
         self._metrics = metrics
         self._owner = owner
-        self._targets = targets
+        self._target = target
+        self._lease = f"outbox:{target.name}"
         self._pace = pace
         self._now_ns = now_ns
         self._epoch: int | None = None
         self._renewed_ns = 0
         self._repeated = time.monotonic()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self._lease, daemon=True)
 
     def start(self) -> None:
-        if self._targets:
-            self._thread.start()
+        self._thread.start()
+
+    def ask_to_stop(self) -> None:
+        """Once the delivery under way is over."""
+        self._stop.set()
 
     def stop(self) -> None:
-        self._stop.set()
+        self.ask_to_stop()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -92,9 +96,8 @@ class Outbox:
     def _pass(self, client: httpx.Client) -> None:
         if not self._owned():
             return
-        for target in self._targets:
-            while not self._stop.is_set() and self._deliver_next(client, target):
-                pass
+        while not self._stop.is_set() and self._deliver_next(client):
+            pass
         if time.monotonic() - self._repeated > self._pace.alert_repeat_seconds:
             self._repeated = time.monotonic()
             self._repeat(client)
@@ -103,10 +106,10 @@ class Outbox:
         now_ns = self._now_ns()
         if self._epoch is None:
             with self._database.read() as session:
-                if is_held(session, _LEASE, now_ns):
+                if is_held(session, self._lease, now_ns):
                     return False
             with self._database.write() as session:
-                self._epoch = acquire(session, _LEASE, self._owner, now_ns, _LEASE_NS)
+                self._epoch = acquire(session, self._lease, self._owner, now_ns, _LEASE_NS)
             return self._epoch is not None
         if now_ns - self._renewed_ns > _LEASE_NS // 3:
             self._renew(now_ns)
@@ -118,26 +121,26 @@ class Outbox:
 
     def _fence(self, session: Session, now_ns: int) -> None:
         assert self._epoch is not None
-        fence(session, _LEASE, self._owner, self._epoch, now_ns + _LEASE_NS)
+        fence(session, self._lease, self._owner, self._epoch, now_ns + _LEASE_NS)
         self._renewed_ns = now_ns
 
-    def _deliver_next(self, client: httpx.Client, target: Receiver) -> bool:
+    def _deliver_next(self, client: httpx.Client) -> bool:
         """True if there may be more to do at once."""
         now_ns = self._now_ns()
         with self._database.read() as session:
-            row = _next(session, target.name)
+            row = _next(session, self._target.name)
         # A wait beyond the longest one is of a clock that was set back since.
         if row is None or 0 < row.next_attempt_ns - now_ns <= _BACKOFF_MAXIMUM_SECONDS * 1e9:
             return False
         notice = _notices.decode(row.body)
         self._renew(now_ns)
         try:
-            target.deliver(client, f"paceline-{row.id}", notice, now_ns)
+            self._target.deliver(client, f"paceline-{row.id}", notice, now_ns)
         except DeliveryError as error:
-            self._metrics.deliveries.labels(target.name, "failed").inc()
+            self._metrics.deliveries.labels(self._target.name, "failed").inc()
             self._failed(row, error)
             return isinstance(error, RefusedError)
-        self._metrics.deliveries.labels(target.name, "delivered").inc()
+        self._metrics.deliveries.labels(self._target.name, "delivered").inc()
         self._note(row.id, finished_ns=self._now_ns(), error=None, attempts=row.attempts + 1)
         return True
 
@@ -165,19 +168,18 @@ class Outbox:
     def _repeat(self, client: httpx.Client) -> None:
         with self._database.read() as session:
             firing = _firing(session)
-        for target in self._targets:
-            try:
-                target.repeat(client, firing, self._now_ns())
-            except DeliveryError as error:
-                self._metrics.deliveries.labels(target.name, "failed").inc()
-                _log.warning("%s was not reminded: %s", target.name, error)
+        try:
+            self._target.repeat(client, firing, self._now_ns())
+        except DeliveryError as error:
+            self._metrics.deliveries.labels(self._target.name, "failed").inc()
+            _log.warning("%s was not reminded: %s", self._target.name, error)
 
     def _give_back(self) -> None:
         if self._epoch is None:
             return
         try:
             with self._database.write() as session:
-                release(session, _LEASE, self._owner, self._epoch)
+                release(session, self._lease, self._owner, self._epoch)
         except UNAVAILABLE as error:
             _log.warning("the outbox's lease was not given back, it will run out: %s", error)
 

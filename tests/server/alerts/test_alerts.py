@@ -16,6 +16,7 @@ import pytest
 from sqlalchemy import select
 
 from paceline_server.act.announce import ActionNotice, announce, incident_alert
+from paceline_server.alerts import receivers
 from paceline_server.alerts.chat import text_of
 from paceline_server.decide.types import ActionView, IncidentView, JobSpec, Policy
 from paceline_server.detect.finding import Finding
@@ -125,6 +126,24 @@ def test_a_receiver_that_is_down_gets_the_same_thing_again(
     keys = [headers["Idempotency-Key"] for _, headers, _ in listener.heard]
     assert keys[0] == keys[1] != keys[2]
     assert [body["event"] for _, _, body in listener.heard] == ["opened", "opened", "updated"]
+
+
+def test_a_receiver_that_does_not_answer_holds_up_no_other(
+    run_server: Callable[..., Any],
+    listener: Listener,
+    wait_for: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receivers, "_TIMEOUT_SECONDS", 600.0)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        database = run_server(webhook_url=url, chat_webhook_url=listener.url).program.database
+        tell(database, "webhook", None, view())
+        silent, _ = listening.accept()
+        with silent:
+            tell(database, "chat", None, view())
+            wait_for(lambda: outbox(database)[1].finished_ns, "the channel to hear of it")
+            assert [row.attempts for row in outbox(database)] == [0, 1]
 
 
 def test_what_was_to_be_tried_again_by_a_clock_that_was_wrong_is_tried_now(
