@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 _LEASE_NS = 15_000_000_000  # longer than one delivery's timeout, so it is never lost in one
 _POLL_SECONDS = 1.0
 _BACKOFF_MAXIMUM_SECONDS = 60.0
+_LONGEST_WAIT_SECONDS = 600.0  # whatever a receiver asks for: it is alerts that wait
 _ATTEMPTS = 100  # more than an hour; what was not heard by then is no news
 _notices: msgspec.json.Decoder[Notice] = msgspec.json.Decoder(Notice)
 
@@ -130,7 +131,7 @@ class Outbox:
         with self._database.read() as session:
             row = _next(session, self._target.name)
         # A wait beyond the longest one is of a clock that was set back since.
-        if row is None or 0 < row.next_attempt_ns - now_ns <= _BACKOFF_MAXIMUM_SECONDS * 1e9:
+        if row is None or 0 < row.next_attempt_ns - now_ns <= _LONGEST_WAIT_SECONDS * 1e9:
             return False
         notice = _notices.decode(row.body)
         self._renew(now_ns)
@@ -150,11 +151,12 @@ class Outbox:
         if given_up or attempts == 1:
             _log.warning("%s of %s not delivered: %s", row.event, row.subject, error)
         now_ns = self._now_ns()
+        wait_seconds = max(_backoff_seconds(attempts), error.retry_after_seconds)
         self._note(
             row.id,
             attempts=attempts,
             error=str(error).replace("\0", "")[:1000],
-            next_attempt_ns=now_ns + int(_backoff_seconds(attempts) * 1e9),
+            next_attempt_ns=now_ns + int(min(wait_seconds, _LONGEST_WAIT_SECONDS) * 1e9),
             finished_ns=now_ns if given_up else None,
         )
 

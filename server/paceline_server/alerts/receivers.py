@@ -6,8 +6,10 @@ DeliveryError
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
 
 import httpx
@@ -23,7 +25,11 @@ _PASSING = frozenset({408, 425, 429})
 
 
 class DeliveryError(Exception):
-    """Not delivered; try again later."""
+    """Not delivered; try again later, but not before `retry_after_seconds`."""
+
+    def __init__(self, message: str, retry_after_seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class RefusedError(DeliveryError):
@@ -177,9 +183,23 @@ def _post(client: httpx.Client, url: str, body: object, headers: dict[str, str])
     if answer.is_success:
         return
     detail = f"answered {answer.status_code}"
-    if answer.is_client_error and answer.status_code not in _PASSING:
+    if answer.next_request is not None:  # the rest of its address may be secret
+        to = answer.next_request.url
+        told = f"a redirect to {to.scheme}://{to.host}/...: give the address it leads to"
+        raise RefusedError(f"{detail}, {told}")
+    if not answer.is_server_error and answer.status_code not in _PASSING:
         raise RefusedError(detail)
-    raise DeliveryError(detail)
+    raise DeliveryError(detail, _seconds_until(answer.headers.get("Retry-After", "")))
+
+
+def _seconds_until(retry_after: str) -> float:
+    """Of a `Retry-After` (RFC 9110, 10.2.3): seconds, or a date; 0 if it is neither."""
+    if retry_after.isascii() and retry_after.isdigit():
+        return float(retry_after)
+    try:
+        return parsedate_to_datetime(retry_after).timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def _time(ns: int) -> str:

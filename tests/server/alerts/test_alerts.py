@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -31,6 +33,7 @@ class Listener:
     """Records what is posted; answers with the statuses it is told, then 200."""
 
     statuses: list[int] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)
     heard: list[tuple[str, dict[str, str], Any]] = field(default_factory=list)
     port: int = 0
 
@@ -49,7 +52,8 @@ def listener() -> Iterator[Listener]:
             status = told.statuses.pop(0) if told.statuses else 200
             told.heard.append((self.path, dict(self.headers), body))
             self.send_response(status)
-            self.send_header("Content-Length", "0")
+            for name, value in {"Content-Length": "0", **told.headers}.items():
+                self.send_header(name, value)
             self.end_headers()
 
         def log_message(self, *_: Any) -> None: ...
@@ -168,6 +172,59 @@ def test_what_a_receiver_refuses_does_not_hold_up_the_rest(
     wait_for(lambda: len(listener.heard) == 2, "the second")
     wait_for(lambda: all(row.finished_ns for row in outbox(database)), "the end")
     assert outbox(database)[0].error == "answered 400"
+
+
+@pytest.mark.parametrize(
+    ("status", "asked", "seconds"),
+    [
+        (429, "300", 300),
+        (503, format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True), 600),
+        (503, "9" * 400, 600),
+        (429, "soon", 1),
+    ],
+    ids=["seconds", "date", "for ever", "nonsense"],
+)
+def test_a_receiver_that_names_a_time_is_left_alone_until_then(
+    run_server: Callable[..., Any],
+    listener: Listener,
+    wait_for: Callable[..., Any],
+    status: int,
+    asked: str,
+    seconds: int,
+) -> None:
+    listener.statuses = [status]
+    listener.headers = {"Retry-After": asked}
+    database = run_server(webhook_url=listener.url).program.database
+    began = time.time_ns()
+    tell(database, "webhook", None, view())
+    wait_for(lambda: outbox(database)[0].attempts, "the first try")
+    waits = (outbox(database)[0].next_attempt_ns - began) / 1e9
+    assert seconds - 2 < waits < seconds + 60
+
+
+@pytest.mark.parametrize(
+    ("location", "told"),
+    [
+        ("https://key@new.example/secret", "https://new.example/..."),
+        ("/secret", "http://127.0.0.1/..."),
+        (None, None),
+    ],
+)
+def test_a_redirect_is_told_and_not_tried_again(
+    run_server: Callable[..., Any],
+    listener: Listener,
+    wait_for: Callable[..., Any],
+    location: str | None,
+    told: str | None,
+) -> None:
+    listener.statuses = [308]
+    listener.headers = {} if location is None else {"Location": location}
+    database = run_server(webhook_url=listener.url).program.database
+    tell(database, "webhook", None, view())
+    wait_for(lambda: outbox(database)[0].finished_ns, "the end")
+    (row,) = outbox(database)
+    more = "" if told is None else f", a redirect to {told}: give the address it leads to"
+    assert (row.attempts, row.error) == (1, f"answered 308{more}")
 
 
 def test_a_channel_hears_in_sentences_what_is_worth_telling(
