@@ -61,6 +61,8 @@ class Settings(BaseSettings):
     steps_kept: int = Field(100_000, ge=1000, description="Newest steps of which a job tells.")
     step_shares_kept: int = Field(1000, ge=100, description="Newest steps told rank by rank.")
     changes_kept: int = Field(20_000, ge=100, description="For clients that resume a stream.")
+    outbox_retention_seconds: float = Field(604_800.0, gt=0, description="Alerts, heard or not.")
+    command_retention_seconds: float = Field(604_800.0, gt=0, description="Of finished ones.")
 
     webhook_url: Address | None = Field(None, description="Where incidents are posted.")
     action_webhook_url: Address | None = Field(None, description="Where actions are posted.")

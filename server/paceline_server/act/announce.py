@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
+from sqlalchemy import delete
 from sqlalchemy.orm import Session
 
 from paceline_server.decide.types import ActionView, IncidentView
@@ -78,3 +79,8 @@ def announce(
                 next_attempt_ns=now_ns,
             )
         )
+
+
+def prune_outbox(session: Session, before_ns: int) -> None:
+    """Forget what was to be told by then, delivered or not: its receiver may be there no more."""
+    session.execute(delete(OutboxRow).where(OutboxRow.created_ns < before_ns))

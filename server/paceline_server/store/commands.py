@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import msgspec
-from sqlalchemy import select, update
+from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from paceline_server.decide.types import IssuedCommand
 from paceline_server.store import queries
-from paceline_server.store.models import CommandRow, Counter, Job, Node
+from paceline_server.store.models import Acknowledgement, Action, CommandRow, Counter, Job, Node
 from paceline_wire.batch import CommandResult
 from paceline_wire.commands import Burst, Ping, TakeDumps, TakeStacks
 
@@ -101,6 +101,16 @@ def withdraw(session: Session, job_id: str, before_generation: int | None, now_n
     if before_generation is not None:
         statement = statement.where(CommandRow.generation < before_generation)
     session.execute(statement.values(finished_ns=now_ns, ok=False, detail="superseded"))
+
+
+def prune_commands(session: Session, before_ns: int) -> None:
+    """Forget those that were finished by then, but for those of actions that run."""
+    runs = select(Action.id).where(Action.state == "running")
+    old = select(CommandRow.id).where(
+        CommandRow.finished_ns < before_ns, CommandRow.action_id.not_in(runs)
+    )
+    session.execute(delete(Acknowledgement).where(Acknowledgement.command_id.in_(old)))
+    session.execute(delete(CommandRow).where(CommandRow.id.in_(old)))
 
 
 def unfinished_commands(session: Session) -> dict[str, list[tuple[int, str]]]:

@@ -15,9 +15,11 @@ from typing import Protocol
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
+from paceline_server.act.announce import prune_outbox
 from paceline_server.metrics import BackgroundMetrics
 from paceline_server.store import attachments
 from paceline_server.store.changes import prune_changes
+from paceline_server.store.commands import prune_commands
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.leases import LeaseLostError, acquire, is_held
 from paceline_server.store.log import FINISHED, LogSizes, drop_log, last_to_drop
@@ -58,6 +60,10 @@ class Pace(Protocol):
     def steps_kept(self) -> int: ...
     @property
     def step_shares_kept(self) -> int: ...
+    @property
+    def outbox_retention_seconds(self) -> float: ...
+    @property
+    def command_retention_seconds(self) -> float: ...
 
 
 class Worker:
@@ -227,6 +233,8 @@ class Worker:
         self._prune_log(now_ns - int(self._pace.log_retention_seconds * 1e9))
         with self._database.write() as session:
             prune_changes(session, self._pace.changes_kept)
+            prune_outbox(session, now_ns - int(self._pace.outbox_retention_seconds * 1e9))
+            prune_commands(session, now_ns - int(self._pace.command_retention_seconds * 1e9))
             attachments.give_up(session, now_ns - _TOGETHER_NS)
             attachments.forget(session, now_ns - _ATTACHMENTS_NS)
             for job_id in self._works:

@@ -1,0 +1,118 @@
+"""What nobody needs any more is forgotten once a server works, whoever was to take it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import select
+
+from paceline_server.decide.types import ActionView, JobSpec, Policy
+from paceline_server.steps.types import Ledger
+from paceline_server.store.database import Database
+from paceline_server.store.models import Acknowledgement, Action, CommandRow, Job, OutboxRow
+from paceline_wire.topology import Topology
+
+_NOW_NS = time.time_ns()
+_OLD_NS = _NOW_NS - 8 * 86_400 * 1_000_000_000
+
+
+def told(created_ns: int, finished_ns: int | None) -> OutboxRow:
+    return OutboxRow(
+        receiver="removed",
+        subject="inc-1",
+        event="opened",
+        body="{}",
+        created_ns=created_ns,
+        attempts=0,
+        next_attempt_ns=created_ns,
+        finished_ns=finished_ns,
+    )
+
+
+def command(command_id: int, finished_ns: int | None, action_id: str = "") -> CommandRow:
+    return CommandRow(
+        id=command_id,
+        job_id="job-1",
+        agent_id="node-1",
+        action_id=action_id,
+        kind="stop_generation",
+        generation=1,
+        created_ns=_OLD_NS,
+        body="{}",
+        finished_ns=finished_ns,
+    )
+
+
+def job() -> Job:
+    topology = Topology(1, 1, 1)
+    return Job(
+        id="job-1",
+        name="toy",
+        spec=JobSpec(name="toy", argv=["true"], topology=topology),
+        policy=Policy(),
+        state="finished",
+        generation=1,
+        topology=topology,
+        created_ns=1,
+        stop_requested=False,
+        cursor=0,
+        ledger=Ledger(),
+    )
+
+
+def running_action() -> Action:
+    view = ActionView(
+        action_id="act-1", kind="checkpoint", state="running", reason="", generation=1, created_ns=1
+    )
+    return Action(
+        id="act-1",
+        job_id="job-1",
+        kind="checkpoint",
+        state="running",
+        created_ns=1,
+        version=1,
+        noticed=True,
+        view=view,
+    )
+
+
+def ids(database: Database, table: Any) -> list[int]:
+    with database.read() as session:
+        return list(session.scalars(select(table.id).order_by(table.id)))
+
+
+def test_alerts_go_after_a_week_also_where_nobody_takes_them_any_more(
+    database: Database, run_server: Callable[..., Any], wait_for: Callable[..., Any]
+) -> None:
+    with database.write() as session:
+        for created_ns, finished_ns in [(_OLD_NS, None), (_OLD_NS, _OLD_NS), (_NOW_NS, None)]:
+            session.add(told(created_ns, finished_ns))
+            session.flush()
+    run_server()
+    wait_for(lambda: ids(database, OutboxRow) == [3], "the old ones to go")
+
+
+def test_finished_commands_go_after_a_week_but_not_those_of_an_action_that_runs(
+    database: Database, run_server: Callable[..., Any], wait_for: Callable[..., Any]
+) -> None:
+    with database.write() as session:
+        session.add(job())
+        session.flush()
+        session.add_all(
+            [
+                command(1, _OLD_NS),
+                command(2, _OLD_NS, "act-1"),
+                command(3, None),
+                command(4, _NOW_NS),
+                running_action(),
+            ]
+        )
+        session.flush()
+        answer = {"job_id": "job-1", "generation": 1, "status": "done", "step": 7}
+        session.add_all(Acknowledgement(command_id=id, rank=0, **answer) for id in (1, 2))
+    run_server()
+    wait_for(lambda: ids(database, CommandRow) == [2, 3, 4], "the old one to go")
+    with database.read() as session:
+        assert session.scalars(select(Acknowledgement.command_id)).all() == [2]
