@@ -226,7 +226,8 @@ def _prepare_sqlite(engine: Any, synchronous: str) -> None:
     @event.listens_for(engine, "connect")
     def connect(connection: sqlite3.Connection, _record: object) -> None:
         connection.isolation_level = None  # transactions begin below, not by sqlite3's guess
-        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file
+        if connection.execute("PRAGMA auto_vacuum").fetchone() == (0,):  # of a new file
+            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # waits for whoever writes
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute(f"PRAGMA journal_size_limit={_JOURNAL_BYTES}")
         connection.execute(f"PRAGMA synchronous={synchronous}")

@@ -12,6 +12,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import func, select, text
 
 from paceline_server.decide.types import AuditEntry, JobSpec, Policy
+from paceline_server.settings import Settings
 from paceline_server.steps.types import Ledger
 from paceline_server.store import audit
 from paceline_server.store.changes import changes_after, prune_changes, record_change
@@ -46,6 +47,15 @@ def test_a_transaction_in_which_a_process_stood_still_finds_the_database_away(
             session.execute(text("SELECT 1"))
     impatient.ping()
     impatient.close()
+
+
+def test_a_new_connection_reads_while_another_writes(database: Database, database_url: str) -> None:
+    url = Settings(database_url=database_url).database_url
+    other = Database(url, timeout_seconds=0.2)
+    with database.write() as session:
+        record_change(session, None, "node", "node-0")
+        other.ping()
+    other.close()
 
 
 @pytest.mark.parametrize("statement", ["UPDATE audit SET detail = 'x'", "DELETE FROM audit"])
