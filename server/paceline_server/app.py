@@ -73,7 +73,8 @@ class Program:
         self.database.close()
 
     def unready(self) -> list[str]:
-        return [] if self.background is None else self.background.unready()
+        background = [] if self.background is None else self.background.unready()
+        return [*self.log.unready(), *background]
 
 
 def compose(settings: Settings, *, apart: bool) -> Program:

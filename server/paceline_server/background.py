@@ -76,4 +76,5 @@ class Background:
             outbox.stop()
 
     def unready(self) -> list[str]:
-        return self._worker.unready()
+        outboxes = (told for outbox in self._outboxes for told in outbox.unready())
+        return [*self._worker.unready(), *outboxes]

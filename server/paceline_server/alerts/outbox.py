@@ -31,6 +31,7 @@ from paceline_server.store.wake import Wakes
 _log = logging.getLogger(__name__)
 _LEASE_NS = 15_000_000_000  # longer than one delivery's timeout, so it is never lost in one
 _POLL_SECONDS = 1.0
+_STALLED_SECONDS = 30.0  # beyond a delivery's time-outs and the database's
 _BACKOFF_MAXIMUM_SECONDS = 60.0
 _LONGEST_WAIT_SECONDS = 600.0  # whatever a receiver asks for: it is alerts that wait
 _ATTEMPTS = 100  # more than an hour; what was not heard by then is no news
@@ -63,11 +64,12 @@ class Outbox:
         self._now_ns = now_ns
         self._epoch: int | None = None
         self._renewed_ns = 0
-        self._repeated = time.monotonic()
+        self._repeated = self._passed = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=self._lease, daemon=True)
 
     def start(self) -> None:
+        self._passed = time.monotonic()
         self._thread.start()
 
     def ask_to_stop(self) -> None:
@@ -78,6 +80,12 @@ class Outbox:
         self.ask_to_stop()
         if self._thread.is_alive():
             self._thread.join()
+
+    def unready(self) -> list[str]:
+        if not self._thread.is_alive():
+            return [f"{self._lease}: not running"]
+        is_stalled = time.monotonic() - self._passed > _STALLED_SECONDS
+        return [f"{self._lease}: stalled"] if is_stalled else []
 
     def _run(self) -> None:
         seen = 0
@@ -90,6 +98,7 @@ class Outbox:
                     self._epoch = None
                 except LeaseLostError:
                     self._epoch = None
+                self._passed = time.monotonic()
                 self._stop.wait(0.05)
                 seen = self._wakes.changes.wait(seen, _POLL_SECONDS)
             self._give_back()
@@ -127,6 +136,7 @@ class Outbox:
 
     def _deliver_next(self, client: httpx.Client) -> bool:
         """True if there may be more to do at once."""
+        self._passed = time.monotonic()
         now_ns = self._now_ns()
         with self._database.read() as session:
             row = _next(session, self._target.name)

@@ -40,6 +40,7 @@ _GROUP = 256
 _MANY = 8
 _REST_SECONDS = 0.05
 _GROUP_BYTES = 32 << 20
+_STALLED_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class LogWriter:
         self._waiting: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._waiting_bytes = 0
         self._counting = threading.Lock()
+        self._writes_since: float | None = None  # None: it waits for batches
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
 
     def start(self) -> None:
@@ -68,6 +70,13 @@ class LogWriter:
         if self._thread.is_alive():
             self._waiting.put(None)
             self._thread.join()
+
+    def unready(self) -> list[str]:
+        if not self._thread.is_alive():
+            return ["log writer: not running"]
+        since = self._writes_since
+        is_stalled = since is not None and time.monotonic() - since > _STALLED_SECONDS
+        return ["log writer: stalled"] if is_stalled else []
 
     def submit(self, batch: Batch, payload: bytes, received_ns: int) -> Future[Status]:
         """The future raises IngestError. Raises BusyError at once if too much waits."""
@@ -90,6 +99,7 @@ class LogWriter:
                 self._waiting_bytes -= sum(len(arrival.payload) for arrival in group)
             began = time.monotonic()
             self._write(group)
+            self._writes_since = None
             if last:
                 return
             if len(group) >= _MANY:
@@ -110,6 +120,7 @@ class LogWriter:
 
     def _write(self, group: list[Arrival]) -> None:
         """One transaction for all; if the database refuses one, each by itself."""
+        self._writes_since = time.monotonic()
         try:
             statuses = self._commit(group)
         except UNAVAILABLE as error:

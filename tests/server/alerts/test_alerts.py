@@ -18,6 +18,7 @@ import pytest
 from sqlalchemy import select
 
 from paceline_server.act.announce import ActionNotice, announce, incident_alert
+from paceline_server.alerts import outbox as outbox_module
 from paceline_server.alerts import receivers
 from paceline_server.alerts.chat import text_of
 from paceline_server.decide.types import ActionView, IncidentView, JobSpec, Policy
@@ -148,6 +149,33 @@ def test_a_receiver_that_does_not_answer_holds_up_no_other(
             tell(database, "chat", None, view())
             wait_for(lambda: outbox(database)[1].finished_ns, "the channel to hear of it")
             assert [row.attempts for row in outbox(database)] == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_ready_says_whose_alerts_wait_for_a_thread_that_died_or_hangs(
+    run_server: Callable[..., Any],
+    wait_for: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receivers, "_TIMEOUT_SECONDS", 600.0)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server = run_server(webhook_url=url, chat_webhook_url=url)
+
+        def missing() -> list[str]:
+            return server.client.get("/readyz").json()["missing"]
+
+        assert missing() == []
+        tell(server.program.database, "webhook", None, view())
+        silent, _ = listening.accept()
+        with silent:
+            monkeypatch.setattr(outbox_module, "_STALLED_SECONDS", 2.0)
+            wait_for(lambda: missing() == ["outbox:webhook: stalled"], "it to be told")
+        wait_for(lambda: missing() == [], "the end of it")
+    monkeypatch.setattr(outbox_module, "_STALLED_SECONDS", 600.0)
+    monkeypatch.setattr(outbox_module.Outbox, "_pass", lambda *_: 1 / 0)
+    wait_for(lambda: len(missing()) == 2, "the end of both")
+    assert missing() == ["outbox:webhook: not running", "outbox:chat: not running"]
 
 
 def test_what_was_to_be_tried_again_by_a_clock_that_was_wrong_is_tried_now(

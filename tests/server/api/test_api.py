@@ -17,10 +17,12 @@ from sqlalchemy import select
 
 from paceline_server.decide.types import ActionView, IncidentView
 from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.ingest import writer
 from paceline_server.steps.types import RankStep, StageBubble, StepSummary
 from paceline_server.store.models import Action, AuditRow, Base, Incident, Job, Node
 from paceline_server.store.shares import rows_of
 from paceline_server.store.tokens import Scope, create_token, revoke_token
+from paceline_wire.batch import Batch
 
 NOW = time.time_ns()
 
@@ -435,6 +437,27 @@ def test_metrics_are_openmetrics_for_those_who_ask(client: httpx.Client) -> None
 
 def test_ready_says_what_is_missing(client: httpx.Client) -> None:
     assert client.get("/readyz").json() == {"ready": True, "missing": []}
+
+
+def test_ready_says_that_the_log_writer_died_or_hangs(
+    run_server: Callable[..., Any],
+    wait_for: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writer, "_STALLED_SECONDS", 0.2)
+    server = run_server(database_timeout_seconds=60.0)
+
+    def missing() -> list[str]:
+        return server.client.get("/readyz").json()["missing"]
+
+    batch = Batch(agent_id="node-1", boot_id="boot", sequence=1, packed_ns=1)
+    with server.program.database.write():
+        answer = server.program.log.submit(batch, b"", 1)
+        wait_for(lambda: "log writer: stalled" in missing(), "it to be told")
+    answer.result(60)
+    wait_for(lambda: missing() == [], "the end of it")
+    server.program.log.stop()
+    assert missing() == ["log writer: not running"]
 
 
 def test_a_probe_by_head_hears_what_one_by_get_hears(server: Any, client: httpx.Client) -> None:
