@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from paceline_cli import render
+
 WORST = 5  # of each kind are listed; --json has all
 
 
@@ -62,10 +64,11 @@ def _advice(advice: list[Any]) -> Table:
     for title in ("STEPS", "BUBBLE", "ACTIVATION MEMORY"):
         table.add_column(title, justify="right")
     for each in advice:
+        now, then = (render.percent(each[f"bubble_ratio{key}"], 0) for key in ("_now", ""))
         table.add_row(
             each["change"],
             f"{each['speedup']:.2f}x as fast",
-            f"{each['bubble_ratio_now']:.0%} to {each['bubble_ratio']:.0%}",
+            f"{now} to {then}",
             f"{each['memory_ratio']:.2f}x",
         )
     return table
@@ -85,7 +88,7 @@ def _table(title: str, slowdowns: dict[str, float]) -> Table:
 
 
 def _share(ratio: float | None) -> str:
-    return "none" if ratio is None else f"{ratio:.0%}"
+    return render.percent(ratio, 0) or "none"
 
 
 def _count(number: int, noun: str) -> str:

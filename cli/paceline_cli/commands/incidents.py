@@ -82,7 +82,7 @@ def show(ctx: click.Context, incident: str, as_json: bool) -> None:
     if found["causes"]:
         click.echo("Likely causes:")
         for cause in found["causes"]:
-            click.echo(f"  {render.likelihood(cause['likelihood']):>5}  {cause['name']}")
+            click.echo(f"  {render.likelihood(cause['likelihood']):>6}  {cause['name']}")
     for title, key in (("Evidence", "evidence"), ("Against it", "counter_evidence")):
         if found[key]:
             click.echo(f"{title}:")

@@ -149,7 +149,7 @@ def show_ledger(ledger: dict[str, Any]) -> None:
     if not wall:
         return
     parts = [
-        f"{part.replace('_', ' ')} {ledger[f'{part}_seconds'] / wall:.1%}"
+        f"{part.replace('_', ' ')} {render.percent(ledger[f'{part}_seconds'] / wall)}"
         for part in LEDGER_PARTS
         if ledger[f"{part}_seconds"] >= wall / 1000
     ]

@@ -27,6 +27,7 @@ from math import sqrt
 
 import numpy as np
 
+from paceline_cli import render
 from paceline_cli.evaluate.faults import HANG_CAUSES, Fault
 from paceline_cli.evaluate.record import Seen, TrialRecord
 from paceline_server.detect.finding import Finding
@@ -235,7 +236,7 @@ def _text(seen: Seen) -> str:
 
 def _note(record: TrialRecord) -> str:
     expected = "; ".join(
-        f"{fault.kind} {fault.magnitude:.0%} from step {fault.onset_step} "
+        f"{fault.kind} {render.percent(fault.magnitude, 0)} from step {fault.onset_step} "
         f"ranks {list(fault.ranks)} node {fault.node} stage {fault.stage} link {fault.link} "
         f"cause {fault.cause}"
         for fault in record.faults

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sqlalchemy.orm import Session
 
 from paceline_server.api import schemas
+from paceline_server.percent import percent
 from paceline_server.store import models, queries
 from paceline_server.store.shares import medians, newest_shares
 
@@ -79,4 +80,4 @@ def _healthy(session: Session, job: models.Job) -> str:
     if spread > _EVEN_RATIO:
         return f"No rank stays behind the others{pace}."
     spread = max(spread, 0.0)
-    return f"All {world_size} ranks within {max(1, round(spread * 100))} % of their peers{pace}."
+    return f"All {world_size} ranks within {percent(max(spread, 0.01))} of their peers{pace}."

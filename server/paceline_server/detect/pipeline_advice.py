@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from paceline_server.detect.layers import stage_layers
 from paceline_server.detect.telling import gain
+from paceline_server.percent import percent
 from paceline_server.steps.bubbles import delays, typical_seconds
 from paceline_server.steps.phase import Phase, PhaseReader
 from paceline_server.steps.pipeline import Action, Pipeline
@@ -151,7 +152,7 @@ def advise_step(
 def advice_text(advice: Advice) -> str:
     return (
         f"{advice.change[0].upper()}{advice.change[1:]} would give {advice.speedup:.2f}x (bubble "
-        f"{advice.bubble_ratio_now:.0%} to {advice.bubble_ratio:.0%}) with "
+        f"{percent(advice.bubble_ratio_now)} to {percent(advice.bubble_ratio)}) with "
         f"{advice.memory_ratio:.2f}x the activations."
     )
 

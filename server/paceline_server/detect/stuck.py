@@ -8,6 +8,7 @@ from paceline_server.detect.finding import Evidence
 from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_server.detect.operations import operation_text, section_name
 from paceline_server.detect.waiting import innermost_op
+from paceline_server.percent import percent
 from paceline_wire.batch import RankStacks
 from paceline_wire.ring import StateView
 from paceline_wire.spans import COMPUTE_OPS, SECTION_BASE, Op, op_name
@@ -105,7 +106,7 @@ def _cpu_evidence(live: LiveRank) -> list[Evidence]:
     if share is None:
         return []
     how = "spins on a CPU" if share >= BUSY_CPU_SHARE else "sleeps"
-    return [Evidence(f"its process {how} ({share:.0%} of a CPU)", "cpu_share", share)]
+    return [Evidence(f"its process {how} ({percent(share)} of a CPU)", "cpu_share", share)]
 
 
 def gpu_utilization(rank: int, seen: Observation, generation: Generation) -> float | None:

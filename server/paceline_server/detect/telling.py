@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from paceline_server.detect.causes.diagnose import Diagnosis
 from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.percent import percent
 from paceline_server.whatif.online import RunReplay
 
 NOTABLE_LIKELIHOOD = 0.1
@@ -52,5 +53,5 @@ def _metrics(lines: Iterable[Evidence]) -> set[str | None]:
 
 def cost_text(cost_ratio: float, speedup: float | None) -> str:
     """`costs 18 % of step time; fixing it gives 1.21x`."""
-    told = f"costs {cost_ratio * 100:.0f} % of step time"
+    told = f"costs {percent(cost_ratio)} of step time"
     return told if speedup is None else f"{told}; fixing it gives {speedup:.2f}x"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from paceline_server.percent import percent
 from paceline_server.whatif import operations as ops
 from paceline_server.whatif.analysis import Analysis
 
@@ -44,9 +45,11 @@ def judge(analysis: Analysis, repairs: Repairs | None = None) -> Verdict:
     found = _judge(analysis, repairs or Repairs())
     if found.kind == "none":
         loss = max(0.0, 1 - 1 / analysis.slowdown)
-        return replace(found, text=f"No straggler: all of them together cost {loss:.1%} of a step.")
+        return replace(
+            found, text=f"No straggler: all of them together cost {percent(loss, '.1f')} of a step."
+        )
     if repairs is None:
-        lost = f"Stragglers cost {1 - 1 / analysis.slowdown:.1%} of each step"
+        lost = f"Stragglers cost {percent(1 - 1 / analysis.slowdown, '.1f')} of each step"
     else:
         lost = f"Steps take {analysis.slowdown:.2f}x as long as with the same work spread evenly"
     return replace(found, text=f"{lost}; {found.text}.")
@@ -152,7 +155,7 @@ def _alone(analysis: Analysis, slowdown: float) -> float:
 
 
 def _explained(analysis: Analysis, share: float, gain: float | None) -> str:
-    """`82% of it (fixing it gives 1.17x)`. `gain`: where a replay said it."""
+    """`82 % of it (fixing it gives 1.17x)`. `gain`: where a replay said it."""
     if gain is None:
         lost = analysis.original_seconds - analysis.ideal_seconds
         gain = analysis.original_seconds / (analysis.original_seconds - share * lost)
@@ -160,4 +163,4 @@ def _explained(analysis: Analysis, share: float, gain: float | None) -> str:
 
 
 def _part(share: float) -> str:
-    return "all" if share >= 0.995 else f"{max(share, 0.0):.0%}"
+    return "all" if share >= 0.995 else percent(max(share, 0.0))

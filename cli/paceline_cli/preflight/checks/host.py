@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from paceline_cli import render
 from paceline_cli.preflight.facts import CheckpointPath, NodeFacts
 from paceline_cli.preflight.verdict import Check, equal, faults, skipped
 
@@ -116,7 +117,7 @@ def _path_wrong(path: CheckpointPath) -> list[str]:
     if path.size_bytes and path.available_bytes is not None:
         free = path.available_bytes / path.size_bytes
         if free < _FREE_AT_LEAST:
-            return [f"{free:.0%} free, {path.available_bytes / _GIBIBYTE:.1f} GiB"]
+            return [f"{render.percent(free, 0)} free, {path.available_bytes / _GIBIBYTE:.1f} GiB"]
     return []
 
 

@@ -16,6 +16,7 @@ from paceline_server.detect.causes.suspect import Place, Scope, Suspect
 from paceline_server.detect.causes.track import MAD_TO_SIGMA, Track, levels, rates
 from paceline_server.detect.finding import Evidence
 from paceline_server.detect.telemetry import Series
+from paceline_server.percent import percent
 
 _NS = 1e9
 # A score that is no evidence, whatever the peers show.
@@ -70,7 +71,7 @@ class Symptom:
 
     def text(self, value: float) -> str:
         if self.unit == "%":
-            return f"{value:.0%}"
+            return percent(value)
         number = f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
         return f"{number} {self.unit}" if self.unit and self.unit[0] != "/" else number + self.unit
 

@@ -20,6 +20,7 @@ from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.pipeline_advice import advice_text, advise_step
 from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.telling import cost_text, gain
+from paceline_server.percent import percent
 from paceline_server.steps.types import StageBubble
 
 # Share of a bubble -> (cause, what is to be done about it).
@@ -108,8 +109,8 @@ class BubbleDetector(Detector):
             cause=cause,
             fingerprint="bubble",
             summary=(
-                f"Stage {stage} idles {measured[stage]:.0%} of the pipeline phase, {theory:.0%} "
-                f"expected, for {cause}: it {cost_text(cost, gain(cost))}."
+                f"Stage {stage} idles {percent(measured[stage])} of the pipeline phase, "
+                f"{percent(theory)} expected, for {cause}: it {cost_text(cost, gain(cost))}."
             ),
             detected_ns=seen.now_ns,
             generation=self.generation.number,
@@ -123,13 +124,18 @@ class BubbleDetector(Detector):
             severity="warning" if cost >= self.settings.bubble_warning_excess else "info",
             evidence=[
                 Evidence(
-                    f"bubble of stage {stage}: {measured[stage]:.1%}, theory {theory:.1%}",
+                    f"bubble of stage {stage}: {percent(measured[stage], '.1f')}, "
+                    f"theory {percent(theory, '.1f')}",
                     "bubble_ratio",
                     float(measured[stage]),
                     theory,
                 ),
                 *(
-                    Evidence(f"{each}: {share:+.1%} of the phase", f"bubble_{each}_ratio", share)
+                    Evidence(
+                        f"{each}: {percent(share, '+.1f')} of the phase",
+                        f"bubble_{each}_ratio",
+                        share,
+                    )
                     for each, share in sorted(shares.items(), key=lambda item: -item[1])
                     if abs(share) >= 0.005
                 ),

@@ -21,6 +21,7 @@ from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.telling import cost_text, gain
+from paceline_server.percent import percent
 from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
@@ -198,7 +199,7 @@ class GcDetector(Detector):
             speedup=speedup,
             persistence="persistent",
             severity="info",
-            advice=advice.format(gain=speedup, left=look.together * 100),
+            advice=advice.format(gain=speedup, left=percent(look.together, ".1f")),
             evidence=[
                 Evidence(
                     f"the longest pause of a step is {longest.mean() * 1e3:.1f} ms on average, a "
@@ -213,7 +214,7 @@ class GcDetector(Detector):
 
 _ADVICE = (
     "Collect in the same step on all ranks: gc.freeze() after the model is built, gc.disable(), "
-    "and gc.collect() every so many steps. Predicted: {gain:.2f}x; {left:.1f} % of step time "
+    "and gc.collect() every so many steps. Predicted: {gain:.2f}x; {left} of step time "
     "stays with the collections themselves."
 )
 _LESS_OFTEN = (

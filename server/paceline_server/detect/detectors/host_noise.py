@@ -21,6 +21,7 @@ from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.telling import cost_text, gain
+from paceline_server.percent import percent
 from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
@@ -131,9 +132,9 @@ class HostNoiseDetector(Detector):
             (
                 PRESSURE,
                 self.settings.host_noise_pressure,
-                "tasks on {} wait for a CPU {:.0%} of the time",
+                "tasks on {node} wait for a CPU {share} of the time",
             ),
-            (SWITCHES, 0.0, "{} switches context {:,.0f} times a second"),
+            (SWITCHES, 0.0, "{node} switches context {rate:,.0f} times a second"),
         ):
             rates = {
                 node: rate
@@ -146,7 +147,8 @@ class HostNoiseDetector(Detector):
                     continue
                 rate, normal = rates[node], median(others)
                 if rate >= least and rate >= self.settings.host_noise_ratio * max(normal, 1e-9):
-                    told = Evidence(text.format(node, rate), name, rate, normal)
+                    said = text.format(node=node, rate=rate, share=percent(rate))
+                    told = Evidence(said, name, rate, normal)
                     found.setdefault(node, []).append(told)
         return found
 

@@ -21,6 +21,7 @@ from paceline_server.detect.lengths import fit_cost
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.telling import cost_text, gain
+from paceline_server.percent import percent
 from paceline_server.steps.phase import Phase, PhaseReader
 from paceline_server.steps.pipeline import Action, Pipeline
 from paceline_server.steps.timing import StepTiming
@@ -120,7 +121,7 @@ class SequenceVarianceDetector(Detector):
             severity="info",
             evidence=[
                 Evidence(
-                    f"lengths explain {spread.explained:.0%} of how compute times differ",
+                    f"lengths explain {percent(spread.explained)} of how compute times differ",
                     "explained_variance",
                     spread.explained,
                 ),

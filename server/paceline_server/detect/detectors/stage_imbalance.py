@@ -20,6 +20,7 @@ from paceline_server.detect.layers import Balance, balance, moves_text
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.telling import cost_text, gain
+from paceline_server.percent import percent
 from paceline_server.steps.phase import PhaseReader
 from paceline_server.steps.timing import StepTiming
 
@@ -194,8 +195,8 @@ def _advice(
         return f"{text[0].upper()}{text[1:]} gives {best:.2f}x.", best
     share, even = seconds[stage] / seconds.sum(), 1.0 / seconds.size
     told = (
-        f"Stage {stage} has {share:.0%} of the compute, {even:.0%} would be even: that gives "
-        f"{gain(cost):.2f}x."
+        f"Stage {stage} has {percent(share)} of the compute, {percent(even)} would be even: "
+        f"that gives {gain(cost):.2f}x."
     )
     if found is not None and found.layers:
         told += " No move of whole layers helps; stages of smaller parts (virtual stages) may."

@@ -23,6 +23,7 @@ from paceline_server.detect.detector import Detector
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.settings import DetectionSettings
+from paceline_server.percent import percent
 from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
@@ -164,7 +165,7 @@ class TransientStallDetector(Detector):
             evidence=[
                 Evidence(
                     f"computed {stall.slowdown:.1f}x as long as usual, "
-                    f"{stall.share:.0%} of a step more",
+                    f"{percent(stall.share)} of a step more",
                     "self_seconds_ratio",
                     stall.slowdown,
                     1.0,

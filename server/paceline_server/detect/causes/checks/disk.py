@@ -5,6 +5,7 @@ from __future__ import annotations
 from paceline_server.detect.causes.suspect import Scope, Suspect
 from paceline_server.detect.causes.symptom import Look, Symptom, looks_at, stalled
 from paceline_server.detect.finding import Evidence
+from paceline_server.percent import percent
 
 SYMPTOMS = (
     Symptom(
@@ -38,7 +39,7 @@ def _space(suspect: Suspect) -> list[Look]:
         if free is None or not size:
             continue
         share = free / size
-        text = f"{labels.get('mountpoint', '?')} of {node} has {share:.0%} of its space left"
+        text = f"{labels.get('mountpoint', '?')} of {node} has {percent(share)} of its space left"
         evidence = (Evidence(text, _AVAILABLE, free, size),)
         looks.append(Look("disk full", 2.5 if share < _FULL_SHARE else -1.5, evidence))
     return [max(looks, key=lambda each: each.weight)] if looks else []

@@ -8,6 +8,7 @@ from paceline_server.detect.causes import weighing
 from paceline_server.detect.causes.suspect import Scope, Suspect
 from paceline_server.detect.causes.symptom import Look, Symptom, looks_at, stalled, together
 from paceline_server.detect.finding import Evidence
+from paceline_server.percent import percent
 
 _AVAILABLE = "node_memory_MemAvailable_bytes"
 _SCARCE_SHARE = 0.03
@@ -58,7 +59,7 @@ def _available(suspect: Suspect) -> Look | None:
     total = telemetry.latest(suspect.node, "node_memory_MemTotal_bytes")
     if free is None or not total:
         return None
-    text = f"{suspect.node} has {free / total:.0%} of its memory left"
+    text = f"{suspect.node} has {percent(free / total)} of its memory left"
     weight = 1.0 if free / total < _SCARCE_SHARE else -0.5
     return Look("memory pressure", weight, (Evidence(text, _AVAILABLE, free, total),))
 
