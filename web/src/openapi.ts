@@ -1372,6 +1372,12 @@ export interface components {
          *         2,
          *         3
          *       ],
+         *       "ranks_by_job": {
+         *         "job-ec83bfc8": [
+         *           2,
+         *           3
+         *         ]
+         *       },
          *       "slots": 2,
          *       "state": "ready",
          *       "version": "0.1.0"
@@ -1393,6 +1399,10 @@ export interface components {
             last_seen_at: string;
             /** Ranks */
             ranks: number[];
+            /** Ranks By Job */
+            ranks_by_job: {
+                [key: string]: number[];
+            };
             /** Reason */
             reason: string | null;
             /** Slots */
@@ -1434,6 +1444,12 @@ export interface components {
          *             2,
          *             3
          *           ],
+         *           "ranks_by_job": {
+         *             "job-ec83bfc8": [
+         *               2,
+         *               3
+         *             ]
+         *           },
          *           "slots": 2,
          *           "state": "ready",
          *           "version": "0.1.0"

@@ -150,6 +150,7 @@ _NODE = {
     "slots": 2,
     "job_id": "job-ec83bfc8",
     "ranks": [2, 3],
+    "ranks_by_job": {"job-ec83bfc8": [2, 3]},
     "gpus": [
         {
             "index": 0,

@@ -193,7 +193,7 @@ def _cell(
 
 
 def node(session: Session, row: models.Node, now_ns: int) -> schemas.Node:
-    hello = row.hello
+    hello, ranks = row.hello, queries.ranks_on(session, row.agent_id)
     return schemas.Node(
         id=row.agent_id,
         hostname=hello.hostname if hello else row.agent_id,
@@ -202,7 +202,8 @@ def node(session: Session, row: models.Node, now_ns: int) -> schemas.Node:
         reason=row.quarantine_reason or _trouble(hello),
         slots=hello.slots if hello else 0,
         job_id=row.job_id,
-        ranks=queries.ranks_on(session, row.agent_id, row.job_id),
+        ranks=ranks.get(row.job_id or "", []),
+        ranks_by_job=ranks,
         gpus=_gpus(hello, row.readings),
         last_seen_at=time_of(row.last_seen_ns),
     )

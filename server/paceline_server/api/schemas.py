@@ -244,8 +244,9 @@ class Node(Resource):
     state: Literal["ready", "degraded", "quarantined", "lost"]
     reason: str | None  # of the quarantine, or what is the matter with its GPUs
     slots: int  # ranks it can hold now
-    job_id: str | None
-    ranks: list[int]
+    job_id: str | None  # that holds it
+    ranks: list[int]  # of that job
+    ranks_by_job: dict[str, list[int]]  # also of jobs beside it, which others started
     gpus: list[Gpu]
     last_seen_at: datetime
 

@@ -223,7 +223,7 @@ class Rank(Base):
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     rank: Mapped[int] = mapped_column(primary_key=True)
     generation: Mapped[int]
-    agent_id: Mapped[str] = mapped_column(String(128))
+    agent_id: Mapped[str] = mapped_column(String(128), index=True)
     local_rank: Mapped[int]
     gpu: Mapped[int | None]
     pid: Mapped[int | None]

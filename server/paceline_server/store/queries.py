@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from sqlalchemy import ColumnElement, Select, and_, func, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
+from paceline_server.store.log import FINISHED
 from paceline_server.store.models import (
     Action,
     AuditRow,
@@ -107,9 +108,18 @@ def nodes(session: Session, limit: int, after: str | None) -> Sequence[Node]:
     return session.scalars(query).all()
 
 
-def ranks_on(session: Session, agent_id: str, job_id: str | None) -> list[int]:
-    query = select(Rank.rank).where(Rank.agent_id == agent_id, Rank.job_id == job_id)
-    return list(session.scalars(query.order_by(Rank.rank)))
+def ranks_on(session: Session, agent_id: str) -> dict[str, list[int]]:
+    """By job, the oldest first, of those that are not over."""
+    query = (
+        select(Rank.job_id, Rank.rank)
+        .join(Job, Job.id == Rank.job_id)
+        .where(Rank.agent_id == agent_id, Job.state.not_in(FINISHED))
+        .order_by(Job.created_ns, Rank.job_id, Rank.rank)
+    )
+    found: dict[str, list[int]] = {}
+    for job_id, rank in session.execute(query):
+        found.setdefault(job_id, []).append(rank)
+    return found
 
 
 def steps(

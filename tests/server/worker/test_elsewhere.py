@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from simulated_node import STEP_SECONDS, SimulatedNode, post_job
 
+from paceline_cli.main import main
 from paceline_server.engine.engine import Engine
 from paceline_server.store.models import Attachment, EngineMemory
 from paceline_wire.batch import RankExited, RankStacks
@@ -309,18 +312,24 @@ def test_of_two_jobs_on_one_node_the_second_keeps_it(
 ) -> None:
     """A node that others use is not free for a job of our own."""
 
+    def node() -> Any:
+        return server.client.get("/api/v1/nodes").json()["items"][0]
+
     def holder() -> Any:
-        return server.client.get("/api/v1/nodes").json()["items"][0]["job_id"]
+        return node()["job_id"]
 
     for rank, name in enumerate(("first", "second")):
         nodes[0].run_for_others(name, rank, PAIR, pid=500)
         nodes[1].run_for_others(name, 1 - rank, PAIR, pid=500 + rank)
         wait_for(lambda name=name: (job(name) or {}).get("state") == "running", "the job")
     assert holder() == "first"
+    assert node()["ranks_by_job"] == {"first": [0], "second": [1]}
+    told = CliRunner().invoke(main, ["nodes", "--server", server.url]).stdout.splitlines()
+    assert re.search(r"^node-0 .* first, second +0; 1 ", told[1])
     nodes[0].finish(0)
     nodes[1].finish(1)
     wait_for(lambda: job("first")["state"] == "finished", "the end of the first")
-    assert holder() == "second"
+    assert (holder(), node()["ranks_by_job"]) == ("second", {"second": [1]})
     nodes[0].finish(1)
     nodes[1].finish(0)
     wait_for(lambda: job("second")["state"] == "finished", "the end of the second")
