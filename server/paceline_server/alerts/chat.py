@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 from paceline_server.act.announce import ActionNotice, IncidentAlert, Notice
 
 _TOLD = ("proposed", "done", "failed")
 _NOT_WORTH_TELLING = ("start", "notify")  # once they are done
-# Chats take these for links and for calls to everybody.
-_TAME = str.maketrans({"<": "(", ">": ")"})
+# One chat or another takes these for links, for markup and for calls to everybody, and they have no
+# common way to quote them: their likes do instead.
+_TAME = str.maketrans(
+    "<>[]`*~@", "()()'\N{ASTERISK OPERATOR}\N{TILDE OPERATOR}\N{FULLWIDTH COMMERCIAL AT}"
+)
+_EMPHASIS = re.compile(r"(?<![^\W_])_|_(?![^\W_])")  # as in __init__, and not as in all_reduce
 
 
 def text_of(notice: Notice) -> str:
     """Empty if it is nothing to them."""
     lines = _action(notice) if isinstance(notice, ActionNotice) else _incident(notice)
-    return "\n".join(" ".join(line.split()) for line in lines if line).translate(_TAME)
+    text = "\n".join(" ".join(line.split()) for line in lines if line)
+    return _EMPHASIS.sub("\N{MODIFIER LETTER LOW MACRON}", text.translate(_TAME))
 
 
 def _incident(notice: IncidentAlert) -> list[str]:

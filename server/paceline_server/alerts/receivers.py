@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
+from urllib.parse import quote, urlsplit
 
 import httpx
 import msgspec
@@ -22,6 +23,7 @@ from paceline_server.settings import Settings
 _TIMEOUT_SECONDS = 5.0
 # Worth another try although the receiver answered.
 _PASSING = frozenset({408, 425, 429})
+_SLACK = ("slack.com", "slack-gov.com")  # reads &lt; and the like; others show them
 
 
 class DeliveryError(Exception):
@@ -79,9 +81,12 @@ class Chat:
     def __init__(self, url: str, external_url: str | None) -> None:
         self._url = url
         self._external_url = external_url
+        self._is_slack = (urlsplit(url).hostname or "").endswith(_SLACK)
 
     def deliver(self, client: httpx.Client, key: str, notice: Notice, now_ns: int) -> None:
         text = text_of(notice)
+        if self._is_slack:
+            text = text.replace("&", "&amp;")
         if text and self._external_url is not None:
             text += f"\n{_page(self._external_url, notice)}"
         if text:
@@ -166,7 +171,7 @@ def receivers(settings: Settings) -> list[Receiver]:
 
 
 def _page(external_url: str, notice: Notice) -> str:
-    return f"{external_url.rstrip('/')}/jobs/{notice.job_id}"
+    return f"{external_url.rstrip('/')}/jobs/{quote(notice.job_id, safe='')}"
 
 
 def _post(client: httpx.Client, url: str, body: object, headers: dict[str, str]) -> None:

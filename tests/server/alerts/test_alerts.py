@@ -13,6 +13,7 @@ from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from sqlalchemy import select
@@ -300,6 +301,40 @@ def test_a_channel_hears_of_what_waits_for_it_and_of_what_came_of_it() -> None:
         f"FAILED {said.replace('restart', 'start')}\nNo node."
     )
     assert [action("running"), action("done", "start"), action("done", "notify")] == 3 * [""]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("@all @here user@host", "\uff20all \uff20here user\uff20host"),
+        ("<!channel> <@U1|x>", "(!channel) (\uff20U1|x)"),
+        ("[look](http://elsewhere.example)", "(look)(http://elsewhere.example)"),
+        ("*bold* ~gone~ `code`", "\u2217bold\u2217 \u223cgone\u223c 'code'"),
+        ("_it_ __init__", "\u02cdit\u02cd \u02cd\u02cdinit\u02cd\u02cd"),
+        ("all_reduce of tp_4 at 2 & 3", "all_reduce of tp_4 at 2 & 3"),
+    ],
+)
+def test_names_call_nobody_and_format_nothing(name: str, told: str) -> None:
+    assert action("proposed", job=name).startswith(f"PROPOSED {told} (toy): restart.")
+
+
+@pytest.mark.parametrize(
+    ("host", "told"), [("hooks.slack.com", "R&amp;D"), ("chat.example", "R&D")]
+)
+def test_slack_is_told_in_its_own_writing(host: str, told: str) -> None:
+    heard: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        heard.append(json.loads(request.content)["text"])
+        return httpx.Response(200)
+
+    alert = incident_alert("team@all", "R&D", None, view())
+    assert alert is not None
+    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
+        chat = receivers.Chat(f"https://{host}/hook", "https://paceline.example")
+        chat.deliver(client, "key", alert, 0)
+    assert heard[0].startswith(f"WARNING {told} (team\uff20all): Rank 2 is slow.")
+    assert heard[0].endswith("\nhttps://paceline.example/jobs/team%40all")
 
 
 def test_an_answer_that_never_ends_is_one(
