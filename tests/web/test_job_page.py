@@ -221,6 +221,22 @@ def test_a_lost_connection_is_told_and_nothing_is_missed(
     expect(watch.page.locator("#steps header")).to_contain_text("121 steps")
 
 
+def test_a_decision_that_found_no_server_is_open_again_once_it_is_back(
+    site: Any, story: Any, visit: Callable[..., Any]
+) -> None:
+    story.begin()
+    page = visit(story.url).page
+    live(page)
+    site.stop()
+    action = page.locator(f"[data-action={story.action_id}]")
+    action.get_by_role("button", name="Approve restart").click()
+    expect(action.get_by_role("alert")).to_contain_text("does not answer")
+    site.start()
+    live(page)
+    expect(action.get_by_role("alert")).to_have_count(0)
+    expect(action.get_by_role("button", name="Approve restart")).to_be_enabled()
+
+
 def test_a_hidden_tab_holds_no_connection(site: Any, story: Any, visit: Callable[..., Any]) -> None:
     story.begin()
     page = visit(story.url).page

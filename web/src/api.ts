@@ -39,6 +39,11 @@ export class ApiError extends Error {
     return this.status === 404;
   }
 
+  /** It was away, or not itself: it may answer once it is back. */
+  get away(): boolean {
+    return this.status === null || this.status >= 500;
+  }
+
   /** Asking again the same way would not help. */
   get refused(): boolean {
     return this.unauthorized || this.missing || this.status === 403;

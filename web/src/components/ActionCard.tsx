@@ -1,7 +1,8 @@
-import { useState } from "preact/hooks";
+import { useEffect, useState } from "preact/hooks";
 
 import { api, ApiError, type Action } from "../api";
 import * as format from "../format";
+import type { Connection } from "../live";
 import { lookOfAction } from "../tone";
 import { Badge } from "./Icon";
 
@@ -9,11 +10,12 @@ interface Props {
   action: Action;
   /** The job's policy mode: only `approve` waits for somebody. */
   mode: string;
+  connection: Connection;
   onDecided: (action: Action) => void;
 }
 
 /** What is being done: its reason, its phases, and the decision where one is waited for. */
-export function ActionCard({ action, mode, onDecided }: Props) {
+export function ActionCard({ action, mode, connection, onDecided }: Props) {
   return (
     <div class="action" data-action={action.id}>
       <div class="action-head">
@@ -26,7 +28,7 @@ export function ActionCard({ action, mode, onDecided }: Props) {
       {action.phases.length > 0 && <Phases action={action} />}
       {action.state === "proposed" &&
         (mode === "approve" ? (
-          <Decision action={action} onDecided={onDecided} />
+          <Decision action={action} connection={connection} onDecided={onDecided} />
         ) : (
           <p class="muted">Only shown, not done: the job's mode is {mode}.</p>
         ))}
@@ -76,9 +78,14 @@ function Phases({ action }: { action: Action }) {
   );
 }
 
-function Decision({ action, onDecided }: { action: Action; onDecided: (action: Action) => void }) {
+function Decision({ action, connection, onDecided }: Omit<Props, "mode">) {
   const [pending, setPending] = useState<"approve" | "reject" | null>(null);
-  const [error, setError] = useState<string | null>(null);
+  const [error, setError] = useState<ApiError | null>(null);
+
+  // The server is back: only what it answered still holds.
+  useEffect(() => {
+    if (connection === "live") setError((told) => (told?.away === true ? null : told));
+  }, [connection]);
 
   const decide = async (verb: "approve" | "reject"): Promise<void> => {
     setPending(verb);
@@ -86,7 +93,7 @@ function Decision({ action, onDecided }: { action: Action; onDecided: (action: A
     try {
       onDecided(await api[verb](action.id));
     } catch (problem) {
-      setError(problem instanceof ApiError ? problem.message : String(problem));
+      setError(problem instanceof ApiError ? problem : new ApiError(null, String(problem), ""));
     } finally {
       setPending(null);
     }
@@ -116,7 +123,7 @@ function Decision({ action, onDecided }: { action: Action; onDecided: (action: A
       </button>
       {error !== null && (
         <span class="problem" role="alert">
-          {error}
+          {error.message}
         </span>
       )}
     </div>

@@ -2,6 +2,7 @@ import { useState } from "preact/hooks";
 
 import type { Action, Cause, Evidence, Incident } from "../api";
 import * as format from "../format";
+import type { Connection } from "../live";
 import { lookOfIncident } from "../tone";
 import { ActionCard } from "./ActionCard";
 import { Ago } from "./Ago";
@@ -13,11 +14,12 @@ interface Props {
   incident: Incident;
   actions: readonly Action[];
   mode: string;
+  connection: Connection;
   onDecided: (action: Action) => void;
 }
 
 /** One problem: what, why (and why perhaps not), what it costs, what is done about it. */
-export function IncidentCard({ incident, actions, mode, onDecided }: Props) {
+export function IncidentCard({ incident, actions, ...card }: Props) {
   const waiting = actions.some((action) => action.state === "proposed" || action.state === "running");
   const [chosen, setChosen] = useState<boolean | null>(null);
   // What is over folds away by itself, unless somebody opened it.
@@ -52,7 +54,7 @@ export function IncidentCard({ incident, actions, mode, onDecided }: Props) {
             </p>
           )}
           {actions.map((action) => (
-            <ActionCard key={action.id} action={action} mode={mode} onDecided={onDecided} />
+            <ActionCard key={action.id} action={action} {...card} />
           ))}
           {incident.causes.length > 0 && <Causes causes={incident.causes} />}
           <EvidenceList title="Evidence" empty="None recorded." items={incident.evidence} />

@@ -134,7 +134,7 @@ function JobPage({ state, connection, onDecided }: PageProps) {
               </>
             )}
           </Panel>
-          <Incidents state={state} onDecided={onDecided} />
+          <Incidents state={state} connection={connection} onDecided={onDecided} />
         </div>
         <div class="column">
           <Panel id="ranks" title="Slowdown by rank" note={grid === null ? undefined : window(grid)}>
@@ -257,7 +257,7 @@ function Stat(props: { name: string; note?: string | undefined; children: preact
 /** More than this many that are over are shown on request. */
 const RESOLVED_SHOWN = 10;
 
-function Incidents({ state, onDecided }: { state: JobState; onDecided: (action: Action) => void }) {
+function Incidents({ state, connection, onDecided }: PageProps) {
   const { job, incidents, actions } = state;
   const [all, setAll] = useState(false);
   const open = incidents.filter((incident) => incident.state !== "resolved");
@@ -274,6 +274,7 @@ function Incidents({ state, onDecided }: { state: JobState; onDecided: (action: 
           incident={incident}
           actions={actions.filter(({ incident_id }) => incident_id === incident.id)}
           mode={job.mode}
+          connection={connection}
           onDecided={onDecided}
         />
       ))}
@@ -291,7 +292,7 @@ function Incidents({ state, onDecided }: { state: JobState; onDecided: (action: 
         <details class="others" open={others.some(({ state }) => state === "proposed")}>
           <summary>{format.plural(others.length, "other action")}</summary>
           {others.map((action) => (
-            <ActionCard key={action.id} action={action} mode={job.mode} onDecided={onDecided} />
+            <ActionCard key={action.id} action={action} mode={job.mode} connection={connection} onDecided={onDecided} />
           ))}
         </details>
       )}
