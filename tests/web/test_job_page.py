@@ -11,6 +11,7 @@ from playwright.sync_api import Page, expect
 
 from paceline_server.api.examples import EXAMPLES
 from paceline_server.api.schemas import WhatIf
+from paceline_server.store import models
 from paceline_server.store.tokens import create_token
 from paceline_wire.topology import Topology
 
@@ -59,6 +60,14 @@ def test_the_job_in_figures(story: Any, visit: Callable[..., Any]) -> None:
         "approve",
     ):
         expect(stats).to_contain_text(figure)
+
+
+def test_ranks_that_ended_are_told_beside_the_state(site: Any, story: Any, visit: Any) -> None:
+    story.begin()
+    with site.change() as session:
+        for rank in (2, 3):
+            session.get_one(models.Rank, (story.job_id, rank)).state = "exited"
+    expect(visit(story.url).page.locator(".stats")).to_contain_text("2 ranks ended")
 
 
 def test_the_slow_rank_stands_out_on_the_heatmap(story: Any, visit: Callable[..., Any]) -> None:

@@ -27,8 +27,9 @@ const JOB: Record<Job["state"], Look> = {
   stopped: OVER,
 };
 
-export function lookOfJob(state: Job["state"]): Look {
-  return JOB[state];
+/** Until somebody decides, a job whose ranks died or hang is still one that runs. */
+export function lookOfJob({ state, verdict }: Pick<Job, "state" | "verdict">): Look {
+  return state === "running" && ["failure", "hang"].includes(verdict.kind) ? BAD : JOB[state];
 }
 
 /** The verdict's own kind decides; of a finding, the job's state and the incident's severity. */

@@ -102,7 +102,7 @@ function JobPage({ state, connection, onDecided }: PageProps) {
   return (
     <article class="job" data-connection={connection}>
       <VerdictBanner job={job} incidents={incidents} connection={connection} />
-      <Stats job={job} />
+      <Stats job={job} ended={state.ranks.filter((rank) => rank.state === "exited").length} />
       <div class="columns">
         <div class="column">
           <Panel id="steps" title="Steps" note={format.plural(steps.length, "step")}>
@@ -213,17 +213,17 @@ function VerdictBanner(props: { job: Job; incidents: readonly Incident[]; connec
   );
 }
 
-function Stats({ job }: { job: Job }) {
+function Stats({ job, ended }: { job: Job; ended: number }) {
   const shrunk = format.topology(job.topology) !== format.topology(job.requested_topology);
   return (
     <dl class="stats">
-      <Stat name="State">
-        <Badge look={lookOfJob(job.state)} text={job.state} />
+      <Stat name="State" note={ended === 0 ? undefined : `${format.plural(ended, "rank")} ended`}>
+        <Badge look={lookOfJob(job)} text={job.state} />
       </Stat>
       <Stat name="Goodput" note={`${format.plural(job.ledger.lost_steps, "step")} lost`}>
         {format.percent(job.ledger.goodput_ratio)}
       </Stat>
-      <Stat name="Step time">{format.seconds(job.step_seconds)}</Stat>
+      <Stat name="Step time" note="median of the last steps">{format.seconds(job.step_seconds)}</Stat>
       <Stat name="Step">{format.number(job.step)}</Stat>
       <Stat
         name="Loss"

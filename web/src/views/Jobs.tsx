@@ -86,7 +86,7 @@ function JobTable({ jobs }: { jobs: Job[] }) {
               <div class="muted mono">{job.id}</div>
             </th>
             <td>
-              <Badge look={lookOfJob(job.state)} text={job.state} />
+              <Badge look={lookOfJob(job)} text={job.state} />
             </td>
             <td class="verdict-cell">
               {job.verdict.text}
