@@ -319,6 +319,22 @@ def test_nothing_is_cut_off(story: Any, visit: Callable[..., Any], scheme: str, 
         assert inner <= outer
 
 
+def test_a_map_that_fits_has_no_scrollbar(story: Any, visit: Callable[..., Any]) -> None:
+    story.begin()
+    page = visit(story.url).page
+    expect(page.locator(".heatmap-frame canvas")).to_be_visible()
+    for width in range(1280, 1290):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_function(
+            """() => {
+                const frame = document.querySelector('.heatmap-frame');
+                return frame.scrollWidth <= frame.clientWidth
+                    && frame.clientWidth - frame.querySelector('canvas').clientWidth < 16;
+            }""",
+            timeout=10_000,
+        )
+
+
 def test_ten_thousand_ranks_are_drawn(story: Any, visit: Callable[..., Any]) -> None:
     story.topology = Topology(80, 16, 8)
     story.slow_rank = story.topology.rank(40, 0, 0)

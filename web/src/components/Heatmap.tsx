@@ -7,6 +7,8 @@ import { useWidth } from "./size";
 import { colourOf, scheme, variable } from "./theme";
 
 const HEIGHT_MAXIMUM = 360;
+/** Left and right of the map: see styles.css. */
+const PADDING = 2;
 /** More rows than this make a table nobody reads; the slowest come first. */
 const TABLE_ROWS = 100;
 /** At most: see styles.css. */
@@ -20,7 +22,7 @@ export function Heatmap({ grid, ranks }: { grid: Grid; ranks: readonly Rank[] })
   const [chosen, setChosen] = useState<heatmap.Place | null>(null);
   const { dp, pp, tp } = grid.topology;
   const shape = useMemo(
-    () => heatmap.geometry({ dp, pp, tp }, Math.max(width, 1), HEIGHT_MAXIMUM),
+    () => heatmap.geometry({ dp, pp, tp }, Math.max(width - PADDING, 1), HEIGHT_MAXIMUM),
     [dp, pp, tp, width],
   );
   const cells = useMemo(() => new Map(grid.cells.map((cell) => [heatmap.key(cell), cell])), [grid]);
