@@ -170,3 +170,25 @@ def test_only_what_a_dead_demo_left_is_removed(tmp_path: Path) -> None:
         f"paceline-demo-{os.getpid()}-x",
         "paceline-demo-notes",
     }
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        (FaultReport("hang", None, error="Not steady."), "hang  not injected: Not steady."),
+        (
+            FaultReport(
+                "crash",
+                5,
+                injected_at="2026-11-20T20:16:13Z",
+                detection_seconds=0.51,
+                verdict={"cause": "killed by SIGKILL"},
+                correct=True,
+                recovery_seconds=8.0,
+            ),
+            "crash:5  found rightly after 0.5 s (killed by SIGKILL), training again 8.0 s later",
+        ),
+    ],
+)
+def test_the_demo_says_what_became_of_each_fault(fault: FaultReport, line: str) -> None:
+    assert fault.line() == line

@@ -204,18 +204,7 @@ def _conclude(
 ) -> None:
     """Say what became of each fault; keep the logs only if something went wrong."""
     for fault in report.faults:
-        verdict = fault.verdict or {}
-        render_line = (
-            f"{fault.kind}:{fault.target}  "
-            f"{'found rightly' if fault.correct else 'NOT found rightly'}"
-        )
-        if fault.detection_seconds is not None:
-            render_line += f" after {fault.detection_seconds:.1f} s ({verdict.get('cause')})"
-        if fault.recovery_seconds is not None:
-            render_line += f", training again {fault.recovery_seconds:.1f} s later"
-        if fault.error:
-            render_line += f": {fault.error}"
-        narrator.say(render_line)
+        narrator.say(fault.line())
     if report.ledger:
         show_ledger(report.ledger)
         goodput = render.percent(report.ledger.get("goodput_ratio"))

@@ -28,6 +28,18 @@ class FaultReport:
     lost_steps: int | None = None
     error: str | None = None  # why it was not injected, found or repaired
 
+    def line(self) -> str:
+        """What became of it."""
+        name = self.kind if self.target is None else f"{self.kind}:{self.target}"
+        if self.injected_at is None:
+            return f"{name}  not injected: {self.error}"
+        told = f"{name}  {'found rightly' if self.correct else 'NOT found rightly'}"
+        if self.detection_seconds is not None:
+            told += f" after {self.detection_seconds:.1f} s ({(self.verdict or {}).get('cause')})"
+        if self.recovery_seconds is not None:
+            told += f", training again {self.recovery_seconds:.1f} s later"
+        return f"{told}: {self.error}" if self.error else told
+
 
 @dataclass
 class DemoReport:
