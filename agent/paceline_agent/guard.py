@@ -236,7 +236,7 @@ class ForkServer:
             socket.send_fds(self._socket, [request.encode()], [readable])
             pid: int = json.loads(self._socket.recv(1 << 16))["pid"]
             os.write(writable, b"!")  # until now it has not begun, and otherwise never will
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             self.close()
             return None
         finally:
