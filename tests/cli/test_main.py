@@ -97,6 +97,19 @@ def test_run_wants_name_equals_value() -> None:
     assert "expected NAME=VALUE, got 'DEBUG'" in shown
 
 
+@pytest.mark.parametrize(
+    ("module", "command", "message"),
+    [
+        ("to rch", "python train.py", "expected a module's name such as torch, got 'to rch'"),
+        ("torch,numpy", "python train.py", "expected a module's name such as torch"),
+        ("torch", "accelerate launch train.py", "expected a command like python train.py"),
+        ("torch", "python -c pass", "expected a command like python train.py"),
+    ],
+)
+def test_run_says_what_cannot_be_preloaded(module: str, command: str, message: str) -> None:
+    assert message in invoke("run", "--preload", module, "--", *command.split())
+
+
 def test_jobs_without_a_server_fails_in_one_sentence() -> None:
     result = CliRunner().invoke(main, ["jobs", "--server", "http://127.0.0.1:9"])
     assert result.exit_code == 1

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 
-from paceline_agent.guard import split_command
 from paceline_cli import render
 from paceline_cli.client import Client
 from paceline_cli.client_group import server_option
@@ -146,6 +145,8 @@ def _pair(item: str) -> tuple[str, str]:
 
 
 def _list(modules: tuple[str, ...], command: tuple[str, ...]) -> str:
+    from paceline_agent.guard import split_command  # noqa: PLC0415 - of Linux alone
+
     for module in modules:
         if not all(word.isidentifier() for word in module.split(".")):
             raise click.BadParameter(
