@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -22,12 +23,11 @@ from paceline_server.act.announce import ActionNotice, announce, incident_alert
 from paceline_server.alerts import outbox as outbox_module
 from paceline_server.alerts import receivers
 from paceline_server.alerts.chat import text_of
-from paceline_server.decide.types import ActionView, IncidentView, JobSpec, Policy
+from paceline_server.decide.types import ActionView, IncidentView
 from paceline_server.detect.finding import Finding
-from paceline_server.steps.types import Ledger
 from paceline_server.store.database import Database
-from paceline_server.store.models import Incident, Job, OutboxRow
-from paceline_wire.topology import Topology
+from paceline_server.store.models import Incident, OutboxRow
+from tests.server.rows import toy_job
 
 
 @dataclass
@@ -68,6 +68,13 @@ def listener() -> Iterator[Listener]:
     httpd.shutdown()
     httpd.server_close()
     thread.join()
+
+
+@contextmanager
+def listening() -> Iterator[tuple[Callable[[], socket.socket], str]]:
+    """Accepts a connection on which nothing is said, and its address."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield lambda: server.accept()[0], f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 def view(state: Any = "open", severity: str = "warning", **fields: Any) -> IncidentView:
@@ -141,12 +148,10 @@ def test_a_receiver_that_does_not_answer_holds_up_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(receivers, "_TIMEOUT_SECONDS", 600.0)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    with listening() as (accept, url):
         database = run_server(webhook_url=url, chat_webhook_url=listener.url).program.database
         tell(database, "webhook", None, view())
-        silent, _ = listening.accept()
-        with silent:
+        with accept():
             tell(database, "chat", None, view())
             wait_for(lambda: outbox(database)[1].finished_ns, "the channel to hear of it")
             assert [row.attempts for row in outbox(database)] == [0, 1]
@@ -159,8 +164,7 @@ def test_ready_says_whose_alerts_wait_for_a_thread_that_died_or_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(receivers, "_TIMEOUT_SECONDS", 600.0)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    with listening() as (accept, url):
         server = run_server(webhook_url=url, chat_webhook_url=url)
 
         def missing() -> list[str]:
@@ -168,8 +172,7 @@ def test_ready_says_whose_alerts_wait_for_a_thread_that_died_or_hangs(
 
         assert missing() == []
         tell(server.program.database, "webhook", None, view())
-        silent, _ = listening.accept()
-        with silent:
+        with accept():
             monkeypatch.setattr(outbox_module, "_STALLED_SECONDS", 2.0)
             wait_for(lambda: missing() == ["outbox:webhook: stalled"], "it to be told")
         wait_for(lambda: missing() == [], "the end of it")
@@ -340,12 +343,10 @@ def test_slack_is_told_in_its_own_writing(host: str, told: str) -> None:
 def test_an_answer_that_never_ends_is_one(
     run_server: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    with listening() as (accept, url):
         database = run_server(webhook_url=url).program.database
         tell(database, "webhook", None, view())
-        receiver, _ = listening.accept()
-        with receiver:
+        with accept() as receiver:
             receiver.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n.\r\n")
             wait_for(lambda: outbox(database)[0].finished_ns, "it to count as delivered")
     assert outbox(database)[0].error is None
@@ -386,20 +387,6 @@ def test_what_still_fires_is_pushed_again(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
     server = run_server(alertmanager_url=listener.url, alert_repeat_seconds=0.3)
-    topology = Topology(1, 1, 1)
-    job = Job(
-        id="job-1",
-        name="toy",
-        spec=JobSpec(name="toy", argv=["true"], topology=topology),
-        policy=Policy(),
-        state="finished",
-        generation=1,
-        topology=topology,
-        created_ns=1,
-        stop_requested=False,
-        cursor=0,
-        ledger=Ledger(),
-    )
     incident = view()
     row = Incident(
         id="inc-1",
@@ -411,7 +398,7 @@ def test_what_still_fires_is_pushed_again(
         view=incident,
     )
     with server.program.database.write() as session:
-        session.add(job)
+        session.add(toy_job("job-1"))
         session.flush()
         session.add(row)
     wait_for(lambda: len(listener.heard) >= 2, "two reminders")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import func, select, text
 
-from paceline_server.decide.types import JobSpec, Policy
-from paceline_server.steps.types import Ledger, RankStep, StepSummary
+from paceline_server.steps.types import RankStep, StepSummary
 from paceline_server.store import models, queries
 from paceline_server.store.database import Database
 from paceline_server.store.shares import keep_step, medians, newest_shares, prune_steps
 from paceline_wire.topology import Topology
+from tests.server.rows import toy_job
 
 JOB = "job-1"
 RANKS = 1024
@@ -19,22 +19,7 @@ RANKS = 1024
 @pytest.fixture
 def job(database: Database) -> Database:
     with database.write() as session:
-        topology = Topology(RANKS, 1, 1)
-        session.add(
-            models.Job(
-                id=JOB,
-                name="toy",
-                spec=JobSpec(name="toy", argv=["true"], topology=topology),
-                policy=Policy(),
-                state="running",
-                generation=1,
-                topology=topology,
-                created_ns=0,
-                stop_requested=False,
-                cursor=0,
-                ledger=Ledger(),
-            )
-        )
+        session.add(toy_job(JOB, topology=Topology(RANKS, 1, 1), state="running", created_ns=0))
     return database
 
 

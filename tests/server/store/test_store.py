@@ -11,9 +11,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import func, select, text
 
-from paceline_server.decide.types import AuditEntry, JobSpec, Policy
+from paceline_server.decide.types import AuditEntry
 from paceline_server.settings import Settings
-from paceline_server.steps.types import Ledger
 from paceline_server.store import audit
 from paceline_server.store.changes import changes_after, prune_changes, record_change
 from paceline_server.store.commands import reserve_command_ids
@@ -22,7 +21,7 @@ from paceline_server.store.leases import LeaseLostError, acquire, fence, is_held
 from paceline_server.store.log import LogSizes, append, drop_log, last_to_drop, read_log_part
 from paceline_server.store.models import AuditRow, Base, Boot, HotLog, Job
 from paceline_wire.batch import Batch
-from paceline_wire.topology import Topology
+from tests.server.rows import toy_job
 
 
 def test_migrations_lead_to_the_models(database: Database) -> None:
@@ -267,20 +266,7 @@ def test_changes_are_pruned_to_a_number(database: Database) -> None:
 
 
 def job(job_id: str, cursor: int = 0) -> Job:
-    topology = Topology(1, 1, 1)
-    return Job(
-        id=job_id,
-        name="toy",
-        spec=JobSpec(name="toy", argv=["true"], topology=topology),
-        policy=Policy(),
-        state="pending",
-        generation=0,
-        topology=topology,
-        created_ns=time.time_ns(),
-        stop_requested=False,
-        cursor=cursor,
-        ledger=Ledger(),
-    )
+    return toy_job(job_id, state="pending", generation=0, created_ns=time.time_ns(), cursor=cursor)
 
 
 def test_who_has_waited_longest_writes_next_even_beside_one_that_never_pauses():

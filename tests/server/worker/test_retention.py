@@ -8,11 +8,10 @@ from typing import Any
 
 from sqlalchemy import select
 
-from paceline_server.decide.types import ActionView, JobSpec, Policy
-from paceline_server.steps.types import Ledger
+from paceline_server.decide.types import ActionView
 from paceline_server.store.database import Database
-from paceline_server.store.models import Acknowledgement, Action, CommandRow, Job, OutboxRow
-from paceline_wire.topology import Topology
+from paceline_server.store.models import Acknowledgement, Action, CommandRow, OutboxRow
+from tests.server.rows import toy_job
 
 _NOW_NS = time.time_ns()
 _OLD_NS = _NOW_NS - 8 * 86_400 * 1_000_000_000
@@ -42,23 +41,6 @@ def command(command_id: int, finished_ns: int | None, action_id: str = "") -> Co
         created_ns=_OLD_NS,
         body="{}",
         finished_ns=finished_ns,
-    )
-
-
-def job() -> Job:
-    topology = Topology(1, 1, 1)
-    return Job(
-        id="job-1",
-        name="toy",
-        spec=JobSpec(name="toy", argv=["true"], topology=topology),
-        policy=Policy(),
-        state="finished",
-        generation=1,
-        topology=topology,
-        created_ns=1,
-        stop_requested=False,
-        cursor=0,
-        ledger=Ledger(),
     )
 
 
@@ -98,7 +80,7 @@ def test_finished_commands_go_after_a_week_but_not_those_of_an_action_that_runs(
     database: Database, run_server: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
     with database.write() as session:
-        session.add(job())
+        session.add(toy_job("job-1"))
         session.flush()
         session.add_all(
             [

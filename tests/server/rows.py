@@ -1,0 +1,28 @@
+"""Rows that tests put into a store by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline_server.decide.types import JobSpec, Policy
+from paceline_server.steps.types import Ledger
+from paceline_server.store.models import Job
+from paceline_wire.topology import Topology
+
+ONE_RANK = Topology(1, 1, 1)
+
+
+def toy_job(job_id: str, *, topology: Topology = ONE_RANK, **changes: Any) -> Job:
+    """One that is over, but for the `changes`."""
+    fields: dict[str, Any] = {
+        "name": "toy",
+        "spec": JobSpec(name="toy", argv=["true"], topology=topology),
+        "policy": Policy(),
+        "state": "finished",
+        "generation": 1,
+        "created_ns": 1,
+        "stop_requested": False,
+        "cursor": 0,
+        "ledger": Ledger(),
+    }
+    return Job(id=job_id, topology=topology, **(fields | changes))
