@@ -11,7 +11,8 @@ Every decision to act is returned, and so committed, before anyone carries it ou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -163,15 +164,14 @@ def _enter_checkpoint(draft: Draft, action: ActionView, course: Course) -> None:
 
 def _preload(draft: Draft, action: ActionView) -> None:
     """Let a node that takes ranks over import what they need while the others still save."""
+    if PRELOAD not in draft.view.spec.environment:
+        return
     nodes = usable_nodes(draft, _excluded(draft, action))
     placement = place(draft.view.spec.topology, nodes, draft.ranks)
-    if placement is None or PRELOAD not in draft.view.spec.environment:
-        return
-    master = next(node for node in nodes if node.agent_id == placement.ranks[0].agent_id)
-    known = {rank.agent_id for rank in draft.ranks}
-    for agent in sorted({rank.agent_id for rank in placement.ranks} - known):
-        own = [rank for rank in placement.ranks if rank.agent_id == agent]
-        draft.issue(agent, action.action_id, _CommandTo(PreloadRanks, draft, own, master))
+    if placement is not None:
+        known = {rank.agent_id for rank in draft.ranks}
+        new = {rank.agent_id for rank in placement.ranks} - known
+        _issue(draft, action, PreloadRanks, placement, sorted(new))
 
 
 def _checkpoint(draft: Draft, action: ActionView) -> None:
@@ -343,17 +343,11 @@ def _put_aside(draft: Draft, agent: str, why: str) -> None:
 
 def _launch(draft: Draft, action: ActionView, course: Course, placement: Placement) -> None:
     """The next generation: from here on `draft` speaks of the new ranks."""
-    nodes = {node.agent_id: node for node in draft.view.nodes}
     draft.generation += 1
     draft.topology = placement.topology
     draft.ranks = placement.ranks
-    master = nodes[placement.ranks[0].agent_id]
-    commands = {}
-    for agent in dict.fromkeys(rank.agent_id for rank in placement.ranks):
-        own = [rank for rank in placement.ranks if rank.agent_id == agent]
-        commands[agent] = draft.issue(
-            agent, action.action_id, _CommandTo(StartRanks, draft, own, master)
-        )
+    agents = list(dict.fromkeys(rank.agent_id for rank in placement.ranks))
+    commands = _issue(draft, action, StartRanks, placement, agents)
     draft.audit("policy", f"started generation {draft.generation}", action.action_id, action.reason)
     topology = placement.topology
     detail = (
@@ -365,36 +359,45 @@ def _launch(draft: Draft, action: ActionView, course: Course, placement: Placeme
     enter(draft, action, course, "start", detail, seconds=seconds)
 
 
-class _CommandTo:
-    """The command that starts `ranks` on their node, or only preloads what they need."""
+def _issue(
+    draft: Draft,
+    action: ActionView,
+    kind: type[StartRanks] | type[PreloadRanks],
+    placement: Placement,
+    agents: Sequence[str],
+) -> dict[str, int]:
+    """Have each of `agents` do this for the ranks it is to hold; the commands' ids."""
+    first = placement.ranks[0].agent_id
+    master = next(node for node in draft.view.nodes if node.agent_id == first)
+    commands = {}
+    for agent in agents:
+        own = [rank for rank in placement.ranks if rank.agent_id == agent]
+        command = partial(_command, kind, draft, own, master)
+        commands[agent] = draft.issue(agent, action.action_id, command)
+    return commands
 
-    def __init__(
-        self,
-        kind: type[StartRanks] | type[PreloadRanks],
-        draft: Draft,
-        ranks: list[RankView],
-        master: NodeView,
-    ) -> None:
-        self._kind = kind
-        self._draft = draft
-        self._ranks = ranks
-        self._master = master
 
-    def __call__(self, command_id: int) -> Command:
-        spec = self._draft.view.spec
-        return self._kind(
-            command_id=command_id,
-            job=self._draft.view.job_id,
-            generation=self._draft.generation,
-            topology=self._draft.topology,
-            ranks=[RankSpec(rank.rank, rank.local_rank, rank.gpu) for rank in self._ranks],
-            argv=spec.argv,
-            environment=spec.environment,
-            directory=spec.directory,
-            master_address=self._master.address,
-            master_port=self._master.rendezvous_port,
-            checkpoint_directory=spec.checkpoint_directory,
-        )
+def _command(
+    kind: type[StartRanks] | type[PreloadRanks],
+    draft: Draft,
+    ranks: list[RankView],
+    master: NodeView,
+    command_id: int,
+) -> Command:
+    spec = draft.view.spec
+    return kind(
+        command_id=command_id,
+        job=draft.view.job_id,
+        generation=draft.generation,
+        topology=draft.topology,
+        ranks=[RankSpec(rank.rank, rank.local_rank, rank.gpu) for rank in ranks],
+        argv=spec.argv,
+        environment=spec.environment,
+        directory=spec.directory,
+        master_address=master.address,
+        master_port=master.rendezvous_port,
+        checkpoint_directory=spec.checkpoint_directory,
+    )
 
 
 def _start(draft: Draft, action: ActionView) -> None:
