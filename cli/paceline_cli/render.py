@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, overload
 
 import click
 from rich.cells import cell_len, set_cell_size
@@ -137,6 +137,10 @@ def seconds(value: float | None) -> str | None:
     return f"{hours} h {minutes:02d} min"
 
 
+@overload
+def percent(ratio: float, digits: int = 1) -> str: ...
+@overload
+def percent(ratio: float | None, digits: int = 1) -> str | None: ...
 def percent(ratio: float | None, digits: int = 1) -> str | None:
     """`39.0 %`, as on the page."""
     return None if ratio is None else f"{ratio * 100:.{digits}f} %"
@@ -146,7 +150,7 @@ def likelihood(ratio: float) -> str:
     """Nothing is certain, and nothing impossible."""
     if ratio > 0.99:
         return ">99 %"
-    return "<1 %" if ratio < 0.01 else f"{percent(ratio, 0)}"
+    return "<1 %" if ratio < 0.01 else percent(ratio, 0)
 
 
 def topology(axes: dict[str, int]) -> str:

@@ -98,7 +98,7 @@ def run(
     """
     variables = dict(_pair(item) for item in environment)
     if modules:
-        variables[PRELOAD] = _list(modules, command)
+        variables[PRELOAD] = _preloaded(modules, command)
     body = {
         "name": name or _default_name(command),
         "argv": list(command),
@@ -144,7 +144,7 @@ def _pair(item: str) -> tuple[str, str]:
     return name, value
 
 
-def _list(modules: tuple[str, ...], command: tuple[str, ...]) -> str:
+def _preloaded(modules: tuple[str, ...], command: tuple[str, ...]) -> str:
     from paceline_agent.guard import split_command  # noqa: PLC0415 - of Linux alone
 
     for module in modules:

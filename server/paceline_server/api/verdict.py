@@ -79,5 +79,4 @@ def _healthy(session: Session, job: models.Job) -> str:
         return f"No trouble found{pace}."
     if spread > _EVEN_RATIO:
         return f"No rank stays behind the others{pace}."
-    spread = max(spread, 0.0)
     return f"All {world_size} ranks within {percent(max(spread, 0.01))} of their peers{pace}."
