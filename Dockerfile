@@ -14,6 +14,7 @@ COPY agent agent
 COPY server server
 COPY web/paceline_web web/paceline_web
 COPY cli cli
+COPY lab lab
 RUN pip install --no-cache-dir ".[agent,server]"
 COPY deploy deploy
 

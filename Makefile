@@ -47,7 +47,7 @@ clean:
 	rm -rf $(VENV) web/node_modules bench.json demo.json .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist
 
 # pip 25.1 is the first that reads dependency groups.
-$(READY): pyproject.toml hatch_build.py trainer_hooks/paceline/_writer.c
+$(READY): pyproject.toml hatch_build.py trainer_hooks/paceline/writer/_native.c
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"

@@ -13,8 +13,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-PACKAGE = Path("trainer_hooks", "paceline")
-LIBRARY = PACKAGE / "_writer.abi3.so"  # of the stable ABI: one for every Python from 3.11
+PACKAGE = Path("trainer_hooks", "paceline", "writer")
+LIBRARY = PACKAGE / "_native.abi3.so"  # of the stable ABI: one for every Python from 3.11
 
 
 class WriterBuildHook(BuildHookInterface):  # type: ignore[misc]
@@ -41,7 +41,7 @@ class WriterBuildHook(BuildHookInterface):  # type: ignore[misc]
         command = [
             *(*compiler, "-O2", "-fno-plt", "-shared", "-fPIC", "-fvisibility=hidden"),
             *("-I", sysconfig.get_path("include"), "-o", str(made)),
-            str(Path(self.root, PACKAGE, "_writer.c")),
+            str(Path(self.root, PACKAGE, "_native.c")),
         ]
         try:
             ended = subprocess.run(command, capture_output=True, text=True)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from benchmarks.agent_latency import GOAL_SECONDS, await_shown
 from benchmarks.harness import Result
 from benchmarks.node import FakeNode, free_port
-from paceline_agent.spool import Spool
+from paceline_agent.forward.spool import Spool
 from paceline_wire.batch import Batch, Sample, SpanBlock
 from paceline_wire.spans import NONE_16, NONE_32, RECORD, Op, to_columns
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from benchmarks.harness import Result
 from benchmarks.node import FakeNode, Sink
-from paceline_agent.forward import Packer
-from paceline_agent.outbox import Outbox
-from paceline_agent.rings import Rings
-from paceline_agent.spool import Spool
+from paceline_agent.forward.forwarder import Packer
+from paceline_agent.forward.outbox import Outbox
+from paceline_agent.forward.spool import Spool
+from paceline_agent.rings.reader import Rings
 from paceline_wire import ring
 from paceline_wire.ring import Identity, RingFile
 from paceline_wire.spans import NONE_16, NONE_32, RECORD, RECORD_BYTES, Op

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from benchmarks.agent_outage import fill
 from benchmarks.harness import Result
 from benchmarks.node import FakeNode, RunningProcess, Sink
-from paceline_agent.spool import Spool
+from paceline_agent.forward.spool import Spool
 from paceline_wire.commands import RankSpec, StartRanks
 from paceline_wire.topology import Topology
 

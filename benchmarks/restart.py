@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.harness import Result
-from paceline_cli.demo.cluster import GPUS_PER_NODE, Cluster
+from paceline_demo.cluster import GPUS_PER_NODE, Cluster
 
 RANKS = 4
 VICTIMS = (1, 2, 3)

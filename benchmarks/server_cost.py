@@ -27,18 +27,19 @@ from benchmarks.fleet.load import Load
 from benchmarks.fleet.nodes import Node
 from benchmarks.fleet.plan import Plan, made
 from benchmarks.harness import Result
-from paceline_server.decide.types import JobSpec, Policy
+from paceline_server.decide.types import JobSpec
 from paceline_server.ingest.check import check
 from paceline_server.ingest.writer import LogWriter, Status
 from paceline_server.interpreter import tune_interpreter
 from paceline_server.metrics import BackgroundMetrics, ServingMetrics
+from paceline_server.policy import Policy
 from paceline_server.settings import Settings
 from paceline_server.steps.types import Ledger
 from paceline_server.store.database import Database
 from paceline_server.store.log import newest_log_id
 from paceline_server.store.models import HotLog, Incident, Job
 from paceline_server.store.wake import Wakes
-from paceline_server.worker.keep import Receivers
+from paceline_server.worker.commit import Receivers
 from paceline_server.worker.tick import Rules
 from paceline_server.worker.worker import Worker
 from paceline_wire.batch import decode, encode

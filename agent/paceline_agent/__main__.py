@@ -17,10 +17,9 @@ from typing import Any
 import click
 
 from paceline_agent.app import run
-from paceline_agent.check import run as check_node
 from paceline_agent.errors import OutputError, SettingsError
-from paceline_agent.guard import open_pidfd
-from paceline_agent.once import run as sweep_once
+from paceline_agent.expose.check import run as check_node
+from paceline_agent.expose.once import run as sweep_once
 from paceline_agent.settings import (
     FLUSH_SECONDS,
     HOSTNAME_LABEL,
@@ -31,6 +30,7 @@ from paceline_agent.settings import (
     SPOOL_BYTES,
     AgentSettings,
 )
+from paceline_agent.supervise.guard import open_pidfd
 
 _DIRECTORY = click.Path(path_type=Path, file_okay=False)
 

@@ -14,24 +14,24 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
-from paceline_agent import guard
 from paceline_agent.clock import stepped_ns, timeline_ns, until_next
-from paceline_agent.collectors import discover
-from paceline_agent.collectors.contract import Collected, Context, Inventory
-from paceline_agent.commands import Commands, CommandStream
+from paceline_agent.collect.collectors import discover
+from paceline_agent.collect.contract import Collected, Context, Inventory
+from paceline_agent.collect.runner import Runner
 from paceline_agent.errors import AgentError, DirectoryInUseError
-from paceline_agent.exporter import Exporter, OwnMetric
-from paceline_agent.forward import Forwarder, Packer
-from paceline_agent.hello import Greeter
-from paceline_agent.lease import Lease
-from paceline_agent.outbox import Outbox
-from paceline_agent.positions import Positions
-from paceline_agent.rings import Rings
-from paceline_agent.runner import Runner
-from paceline_agent.server_link import ServerLink, Target
+from paceline_agent.expose.exporter import Exporter, OwnMetric
+from paceline_agent.forward.forwarder import Forwarder, Packer
+from paceline_agent.forward.hello import Greeter
+from paceline_agent.forward.outbox import Outbox
+from paceline_agent.forward.server_link import ServerLink, Target
+from paceline_agent.forward.spool import Spool
+from paceline_agent.rings.positions import Positions
+from paceline_agent.rings.reader import Rings
 from paceline_agent.settings import HEARTBEAT_SECONDS, AgentSettings
-from paceline_agent.spool import Spool
-from paceline_agent.supervise import Supervisor
+from paceline_agent.supervise import guard
+from paceline_agent.supervise.commands import Commands, CommandStream
+from paceline_agent.supervise.lease import Lease
+from paceline_agent.supervise.supervisor import Supervisor
 from paceline_wire.batch import Sample
 from paceline_wire.commands import StartRanks
 from paceline_wire.node_directory import LOCK, RINGS

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from benchmarks.node.processes import RunningProcess
-from paceline_cli.demo.fake_nvml import FakeGpus, build, environment
+from paceline_demo.fake_nvml import FakeGpus, build, environment
 
 GPUS = 8
 _TREE = Path(__file__).parents[2] / "tests/agent/fixtures/infiniband-h100.tar.gz"

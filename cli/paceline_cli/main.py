@@ -26,7 +26,7 @@ COMMANDS = {
     ),
     "agent": ("paceline_agent.__main__", "main", "agent", "Run the agent of this node."),
     "run": ("paceline_cli.commands.run", "run", None, "Start a training job on the agents."),
-    "demo": ("paceline_cli.demo.command", "demo", None, "See it all on this machine, with faults."),
+    "demo": ("paceline_demo.command", "demo", None, "See it all on this machine, with faults."),
     "jobs": ("paceline_cli.commands.jobs", "jobs", None, "List jobs, show one, stop one."),
     "nodes": (
         "paceline_cli.commands.nodes",
@@ -59,7 +59,7 @@ COMMANDS = {
         "Check nodes before a big run.",
     ),
     "evaluate": (
-        "paceline_cli.commands.evaluate",
+        "paceline_evaluation.command",
         "evaluate",
         "server",
         "How often the diagnosis is right.",

@@ -16,7 +16,7 @@ from paceline_server.metrics import BackgroundMetrics
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
 from paceline_server.store.wake import Wakes
-from paceline_server.worker.keep import Receivers
+from paceline_server.worker.commit import Receivers
 from paceline_server.worker.tick import Rules
 from paceline_server.worker.worker import Worker
 

@@ -8,10 +8,11 @@ import time
 
 import pytest
 
-from paceline_agent import clock, server_clock
+from paceline_agent import clock
 from paceline_agent.clock import until_next
-from paceline_agent.clock_offset import ClockOffset
-from paceline_agent.server_clock import ServerClock
+from paceline_agent.forward import server_clock
+from paceline_agent.forward.server_clock import ServerClock
+from paceline_agent.rings.clock_offset import ClockOffset
 
 HOUR_NS = 3600 * 10**9
 

@@ -19,9 +19,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from paceline_agent import server_link
 from paceline_agent.errors import LinkError
-from paceline_agent.server_link import ServerLink, Target
+from paceline_agent.forward import server_link
+from paceline_agent.forward.server_link import ServerLink, Target
 from paceline_wire.batch import AgentHello, Batch, RankAttached
 
 Fixture = Callable[..., Any]

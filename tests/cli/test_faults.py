@@ -15,9 +15,9 @@ from typing import Any
 import click
 import pytest
 
-from paceline_cli.demo import faults
-from paceline_cli.demo.cluster import Cluster, Node, free_port, remove_rings_of_the_dead
-from paceline_cli.demo.report import DemoReport, FaultReport
+from paceline_demo import faults
+from paceline_demo.cluster import Cluster, Node, free_port, remove_rings_of_the_dead
+from paceline_demo.report import DemoReport, FaultReport
 
 
 def test_a_list_of_faults_is_parsed() -> None:

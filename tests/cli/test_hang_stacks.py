@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline_cli.demo.cluster import Cluster
+from paceline_demo.cluster import Cluster
 
 pytestmark = pytest.mark.alone
 

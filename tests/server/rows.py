@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline_server.decide.types import JobSpec, Policy
+from paceline_server.decide.types import JobSpec
+from paceline_server.policy import Policy
 from paceline_server.steps.types import Ledger
 from paceline_server.store.models import Job
 from paceline_wire.topology import Topology

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline_cli.demo import fake_nvml
+from paceline_demo import fake_nvml
 from paceline_trainer.emulation import Emulation, SteadyClock, start_emulation
 from paceline_trainer.parallel import TensorParallel
 from paceline_trainer.settings import Place, Settings

@@ -23,9 +23,16 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from sqlalchemy.orm import Session
 
 from paceline_server.app import create_app
-from paceline_server.decide.types import ActionView, IncidentView, JobSpec, Phase, Policy, Restarted
+from paceline_server.decide.types import (
+    ActionView,
+    IncidentView,
+    JobSpec,
+    Phase,
+    Restarted,
+)
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.engine.types import Placement
+from paceline_server.policy import Policy
 from paceline_server.settings import Settings
 from paceline_server.steps.types import Ledger, RankStep, StageBubble, StepSummary
 from paceline_server.store import models

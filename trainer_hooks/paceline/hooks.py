@@ -18,19 +18,19 @@ from numbers import Integral
 from operator import index
 from typing import Any, ParamSpec, TypeVar
 
-from paceline.communication import Wrapped
-from paceline.device import DevicePipelining, DeviceSection, DeviceTimer, DeviceTransfer, on_device
+from paceline.collectives.communication import Wrapped
 from paceline.environment import AXES, identify, is_helper_of, place, read_surroundings
 from paceline.loop import Loop, Steps
 from paceline.recorder import Recorder
-from paceline.sections import (
-    INERT,
-    ElsewhereSection,
-    StatusSection,
-    Timed,
-    Transfer,
-)
 from paceline.writer import Pipelining, Section
+from paceline.writer.device import (
+    DevicePipelining,
+    DeviceSection,
+    DeviceTimer,
+    DeviceTransfer,
+    on_device,
+)
+from paceline.writer.sections import INERT, ElsewhereSection, StatusSection, Timed, Transfer
 from paceline_wire.ring import (
     ACK_COMMAND,
     ACK_STATUS,

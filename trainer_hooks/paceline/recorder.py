@@ -11,8 +11,8 @@ import struct
 from collections import deque
 from time import perf_counter_ns
 
-from paceline.pure_writer import NO_CHUNK, NO_PLACE
 from paceline.writer import Writer
+from paceline.writer.pure import NO_CHUNK, NO_PLACE
 from paceline_wire.ring import (
     FRAME_WORDS,
     FRAMES,

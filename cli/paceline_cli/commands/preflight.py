@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from paceline_agent import standard_output
 from paceline_agent.errors import OutputError
+from paceline_agent.expose import standard_output
 from paceline_cli.client import Client
 from paceline_cli.options import Seconds
 from paceline_cli.preflight import benchmark, nccl_tests, report, speeds, survey

@@ -145,7 +145,7 @@ def _pair(item: str) -> tuple[str, str]:
 
 
 def _preloaded(modules: tuple[str, ...], command: tuple[str, ...]) -> str:
-    from paceline_agent.guard import split_command  # noqa: PLC0415 - of Linux alone
+    from paceline_agent.supervise.guard import split_command  # noqa: PLC0415 - of Linux alone
 
     for module in modules:
         if not all(word.isidentifier() for word in module.split(".")):

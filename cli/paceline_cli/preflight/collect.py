@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline_agent.collectors.contract import CollectorUnavailable, Context
-from paceline_agent.collectors.nic import NicCollector
-from paceline_agent.collectors.rdma import RdmaCollector
+from paceline_agent.collect.collectors.nic import NicCollector
+from paceline_agent.collect.collectors.rdma import RdmaCollector
+from paceline_agent.collect.contract import CollectorUnavailable, Context
 from paceline_cli.preflight import gpu_facts, host_facts, network_facts
 from paceline_cli.preflight.facts import NodeFacts
 from paceline_wire.batch import Sample

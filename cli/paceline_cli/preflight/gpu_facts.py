@@ -17,9 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from paceline_agent.collectors.contract import CollectorUnavailable, Context
-from paceline_agent.collectors.nvml import NvmlCollector
-from paceline_agent.pci_topology import find_gpu
+from paceline_agent.collect.collectors.nvml import NvmlCollector
+from paceline_agent.collect.contract import CollectorUnavailable, Context
+from paceline_agent.collect.pci_topology import find_gpu
 from paceline_cli.preflight.facts import Gpu
 from paceline_wire.batch import Sample
 

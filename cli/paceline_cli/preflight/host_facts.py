@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline_agent import clock_sync
-from paceline_agent.kept_files import entries
+from paceline_agent.collect import clock_sync
+from paceline_agent.collect.kept_files import entries
 from paceline_cli.preflight.facts import PEER_MEMORY_MODULES, CheckpointPath
 
 _DISTRIBUTIONS = ("torch", "paceline")

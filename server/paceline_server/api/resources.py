@@ -12,8 +12,8 @@ from sqlalchemy.orm import Session
 
 from paceline_server.api import schemas
 from paceline_server.api.verdict import verdict
+from paceline_server.detect.bubble.pipeline_advice import Advice
 from paceline_server.detect.finding import Cause, Evidence
-from paceline_server.detect.pipeline_advice import Advice
 from paceline_server.steps.types import Ledger, StepMeans, StepSummary
 from paceline_server.store import models, queries, rank_evidence
 from paceline_server.store.shares import brief, medians, newest_shares

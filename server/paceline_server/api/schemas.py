@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from paceline_server.api.examples import EXAMPLES
-from paceline_server.decide.types import START_TIMEOUT_SECONDS
+from paceline_server.policy import START_TIMEOUT_SECONDS
 
 
 def _add_example(schema: dict[str, Any], model: type[BaseModel]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from paceline_server.api import resources, schemas
 from paceline_server.api.problems import not_found
 from paceline_server.api.recorded import Recorded, recorded_steps
-from paceline_server.detect.pipeline_advice import advise_step
+from paceline_server.detect.bubble.pipeline_advice import advise_step
 from paceline_server.steps.timing import StepTiming
 from paceline_server.store import models, queries
 from paceline_server.store.database import Database

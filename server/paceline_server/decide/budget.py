@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from paceline_server.decide.draft import NANOSECONDS
-from paceline_server.decide.types import JobView, NodeView, Policy
+from paceline_server.decide.types import JobView, NodeView
+from paceline_server.policy import Policy
 
 HOUR_NS = 3600 * NANOSECONDS
 DAY_NS = 24 * HOUR_NS

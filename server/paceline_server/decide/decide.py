@@ -16,8 +16,9 @@ from paceline_server.decide.incidents import group, resolve
 from paceline_server.decide.policy import propose
 from paceline_server.decide.recovery import advance, finish
 from paceline_server.decide.stopping import advance_stop
-from paceline_server.decide.types import Decision, JobView, Policy
+from paceline_server.decide.types import Decision, JobView
 from paceline_server.detect.finding import Finding
+from paceline_server.policy import Policy
 
 _NEVER_ACTS = ("observe", "dry-run")
 _GONE_NS = 86_400 * NANOSECONDS

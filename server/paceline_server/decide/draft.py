@@ -14,10 +14,10 @@ from paceline_server.decide.types import (
     IssuedCommand,
     JobState,
     JobView,
-    Policy,
     RankView,
     Restarted,
 )
+from paceline_server.policy import Policy
 from paceline_wire.commands import Command
 from paceline_wire.topology import Topology
 

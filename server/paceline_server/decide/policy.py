@@ -22,16 +22,16 @@ from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from paceline_server.decide import budget, recovery
-from paceline_server.decide.course import Course, course_of
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.evidence import awaits_evidence
 from paceline_server.decide.incidents import SLOW_KINDS, is_fatal, live_findings, strength
 from paceline_server.decide.placement import place
+from paceline_server.decide.progress import Course, course_of
 from paceline_server.decide.stopping import begin_stop
 from paceline_server.decide.types import ActionKind, ActionState, ActionView, IncidentView
 from paceline_server.detect.causes.catalogue import may_pass
 from paceline_server.detect.finding import Finding
-from paceline_server.detect.stuck import STANDS_STILL
+from paceline_server.detect.hang.stuck import STANDS_STILL
 
 PERSISTENT_STEPS = 20
 # How often a node may have been to blame within an hour before a restart is done without it. A

@@ -18,10 +18,10 @@ from msgspec.structs import replace
 
 from paceline_server.decide import stopping
 from paceline_server.decide.budget import alive, fruitless_restarts, not_before_ns
-from paceline_server.decide.course import Course, PhaseName, course_of, enter, explain, keep
 from paceline_server.decide.draft import Draft
 from paceline_server.decide.incidents import is_fatal, live_findings, resolve_repaired
 from paceline_server.decide.placement import Placement, place
+from paceline_server.decide.progress import Course, PhaseName, course_of, enter, explain, keep
 from paceline_server.decide.stopping import names
 from paceline_server.decide.types import ActionView, NodeView, Phase, RankView, Restarted
 from paceline_server.detect.finding import Finding

@@ -9,9 +9,9 @@ from __future__ import annotations
 import msgspec
 
 from paceline_server.decide.budget import alive
-from paceline_server.decide.course import Course, course_of, enter, explain, keep
 from paceline_server.decide.draft import Draft
 from paceline_server.decide.incidents import resolve
+from paceline_server.decide.progress import Course, course_of, enter, explain, keep
 from paceline_server.decide.types import ActionView, JobState
 from paceline_wire.commands import Command, StopGeneration
 

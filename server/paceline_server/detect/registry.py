@@ -1,20 +1,24 @@
-"""Finds the detectors: every concrete `Detector` in a module of `detectors/`."""
+"""Find the detectors: every concrete `Detector` in a `detector.py` of a folder beside this file."""
 
 from __future__ import annotations
 
 import inspect
 import pkgutil
 from importlib import import_module
+from importlib.util import find_spec
 
-from paceline_server.detect import detectors
-from paceline_server.detect.detector import Detector
+from paceline_server import detect
+from paceline_server.detect.contract import Detector
 
 
 def detector_classes() -> list[type[Detector]]:
     """In the order in which they are asked."""
     found: list[type[Detector]] = []
-    for module_info in pkgutil.iter_modules(detectors.__path__):
-        module = import_module(f"{detectors.__name__}.{module_info.name}")
+    for package in pkgutil.iter_modules(detect.__path__, prefix=f"{detect.__name__}."):
+        name = f"{package.name}.detector"
+        if not package.ispkg or find_spec(name) is None:
+            continue
+        module = import_module(name)
         found += [
             value
             for value in vars(module).values()

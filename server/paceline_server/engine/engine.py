@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from paceline_server.detect.detector import Detector
+from paceline_server.detect.contract import Detector
 from paceline_server.detect.registry import detector_classes
 from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.telemetry import Telemetry

@@ -10,8 +10,9 @@ from statistics import median
 import numpy as np
 from msgspec.structs import replace as replace_fields
 
-from paceline_server.detect.detector import Detector
+from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Finding
+from paceline_server.detect.hang.operations import operation_text
 from paceline_server.detect.observation import (
     Generation,
     LiveRank,
@@ -19,7 +20,6 @@ from paceline_server.detect.observation import (
     SeenDeviceEvent,
     SeenExit,
 )
-from paceline_server.detect.operations import operation_text
 from paceline_server.detect.recent import RecentRecords
 from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.telemetry import Telemetry

@@ -24,8 +24,14 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from paceline_server.decide.types import ActionView, IncidentView, JobSpec, Policy, Restarted
+from paceline_server.decide.types import (
+    ActionView,
+    IncidentView,
+    JobSpec,
+    Restarted,
+)
 from paceline_server.engine.types import Placement
+from paceline_server.policy import Policy
 from paceline_server.steps.types import Ledger, StepSummary
 from paceline_wire.batch import AgentHello, RankDump, RankStacks
 from paceline_wire.ring import Identity

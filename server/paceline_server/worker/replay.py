@@ -22,7 +22,7 @@ from paceline_server.steps.types import StepSummary
 from paceline_server.store.database import Database
 from paceline_server.store.log import read_log
 from paceline_server.store.models import EngineMemory, Generation, HotLog, Job, Step
-from paceline_server.worker.strangers import Strangers
+from paceline_server.worker.earlier_processes import Strangers
 from paceline_wire import batch as wire
 
 _CHUNK = 200

@@ -25,12 +25,12 @@ from paceline_server.store.database import Database
 from paceline_server.store.leases import fence, release
 from paceline_server.store.log import FINISHED
 from paceline_server.worker.acknowledgements import checkpoint_step, genuine, merge
-from paceline_server.worker.keep import News, Receivers, keep
+from paceline_server.worker.commit import News, Receivers, keep
+from paceline_server.worker.earlier_processes import Strangers
 from paceline_server.worker.ranks import Ranks
 from paceline_server.worker.replay import rebuild
-from paceline_server.worker.settle import Settling
-from paceline_server.worker.strangers import Strangers
-from paceline_server.worker.view import Known, know
+from paceline_server.worker.snapshot import Known, know
+from paceline_server.worker.warm_up import Settling
 from paceline_wire import batch as wire
 from paceline_wire.batch import Batch, RankAcknowledged, RankAttached, RankState
 

@@ -26,8 +26,8 @@ from paceline_server.store.log import FINISHED, LogSizes, drop_log, last_to_drop
 from paceline_server.store.models import Job
 from paceline_server.store.shares import prune_steps
 from paceline_server.store.wake import Wakes
-from paceline_server.worker.elsewhere import Elsewhere
-from paceline_server.worker.keep import ConflictError
+from paceline_server.worker.commit import ConflictError
+from paceline_server.worker.external_jobs import Elsewhere
 from paceline_server.worker.tick import JobWork, Ownership, Rules, lease_name
 
 _log = logging.getLogger(__name__)

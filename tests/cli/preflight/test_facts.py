@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline_cli.demo.fake_nvml import CompilerMissing, FakeGpus, build, environment
 from paceline_cli.preflight import host_facts
 from paceline_cli.preflight.collect import collect
 from paceline_cli.preflight.facts import NodeFacts
 from paceline_cli.preflight.gpu_facts import read_apart
+from paceline_demo.fake_nvml import CompilerMissing, FakeGpus, build, environment
 
 
 def write(root: Path, files: dict[str, str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline_server.api.routes.agents import flush_seconds
-from paceline_server.decide.types import Policy
+from paceline_server.policy import Policy
 
 AGENT_SECONDS = 0.5  # how often an agent sends by itself
 

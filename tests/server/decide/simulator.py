@@ -23,12 +23,12 @@ from paceline_server.decide.types import (
     JobState,
     JobView,
     NodeView,
-    Policy,
     RankView,
     Restarted,
 )
 from paceline_server.detect.finding import Finding
-from paceline_server.detect.stuck import STOPPED_CAUSE
+from paceline_server.detect.hang.stuck import STOPPED_CAUSE
+from paceline_server.policy import Policy
 from paceline_wire.commands import ControlRanks, StartRanks, StopGeneration
 from paceline_wire.topology import Topology
 

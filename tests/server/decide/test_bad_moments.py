@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline_server.decide.types import Policy
+from paceline_server.policy import Policy
 from paceline_wire.commands import ControlRanks, StopGeneration
 from paceline_wire.topology import Topology
 

@@ -13,7 +13,8 @@ from paceline_server.decide.budget import (
     refusal,
     times_to_blame,
 )
-from paceline_server.decide.types import JobView, Policy, Restarted
+from paceline_server.decide.types import JobView, Restarted
+from paceline_server.policy import Policy
 
 from .simulator import SECOND, World
 

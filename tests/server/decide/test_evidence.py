@@ -5,9 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from paceline_server.decide.evidence import DUMP_GRACE_SECONDS, GRACE_SECONDS
-from paceline_server.decide.types import Policy
 from paceline_server.detect.finding import Finding
-from paceline_server.detect.stuck import STOPPED_CAUSE
+from paceline_server.detect.hang.stuck import STOPPED_CAUSE
+from paceline_server.policy import Policy
 from paceline_wire.batch import RankStacks
 from paceline_wire.commands import StopGeneration, TakeDumps, TakeStacks
 from paceline_wire.stacks import StackFrame, ThreadStack

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from paceline_server.decide.types import Policy
+from paceline_server.policy import Policy
 
 from .simulator import SECOND, World
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline_server.decide.decide import decide
-from paceline_server.decide.types import Mode, Policy
+from paceline_server.policy import Mode, Policy
 
 from .simulator import ENDED, World
 

@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from paceline_server.act.announce import incident_alert
-from paceline_server.decide.types import Policy
 from paceline_server.detect.finding import Cause, Evidence
+from paceline_server.policy import Policy
 
 from .simulator import World
 

@@ -7,7 +7,7 @@ from simulated_job import SimulatedJob
 from simulated_step import SimulatedStep, gpipe, one_forward_one_backward
 from watched import Watched
 
-from paceline_server.detect.detectors.bubble import BubbleDetector
+from paceline_server.detect.bubble.detector import BubbleDetector
 from paceline_server.steps.schedule import bubble_theory
 from paceline_wire.topology import Topology
 

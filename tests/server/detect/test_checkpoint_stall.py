@@ -6,7 +6,7 @@ import pytest
 from simulated_step import SimulatedStep, one_forward_one_backward
 from watched import Watched
 
-from paceline_server.detect.detectors.checkpoint_stall import CheckpointStallDetector
+from paceline_server.detect.checkpoint_stall.detector import CheckpointStallDetector
 from paceline_wire.batch import Sample
 from paceline_wire.topology import Topology
 

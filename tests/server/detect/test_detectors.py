@@ -5,7 +5,7 @@ import copy
 import pytest
 from simulated_job import SimulatedJob
 
-from paceline_server.detect.detector import Detector
+from paceline_server.detect.contract import Detector
 from paceline_server.detect.registry import detector_classes
 from paceline_server.detect.settings import DetectionSettings
 from paceline_server.engine.generation import RunningGeneration

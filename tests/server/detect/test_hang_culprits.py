@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import pytest
 from stuck_program import START_NS, Fault, Shape, StuckProgram
 
-from paceline_server.detect.detectors.hang import HangDetector
 from paceline_server.detect.finding import Finding
+from paceline_server.detect.hang.detector import HangDetector
 from paceline_server.engine.engine import Engine
 from paceline_server.engine.types import Placement
 from paceline_wire.topology import Topology

@@ -7,7 +7,7 @@ import pytest
 from simulated_step import START_NS, SimulatedStep, one_forward_one_backward
 from watched import Watched
 
-from paceline_server.detect.detectors.host_noise import PRESSURE, HostNoiseDetector
+from paceline_server.detect.host_noise.detector import PRESSURE, HostNoiseDetector
 from paceline_wire.batch import Sample
 from paceline_wire.topology import Topology
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline_server.detect.lengths import ExpectedCompute, fit_cost
+from paceline_server.detect.statistics.lengths import ExpectedCompute, fit_cost
 from paceline_server.steps.timing import ComputeTimes
 from paceline_wire.spans import Op
 from paceline_wire.topology import Topology

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from simulated_job import SimulatedJob
 
-from paceline_agent.kernel_log.recognize import Recognizer
+from paceline_agent.collect.kernel_log.recognize import Recognizer
 from paceline_server.detect.finding import Finding
 from paceline_wire.batch import DeviceEvent, Sample
 

@@ -4,7 +4,7 @@ import pytest
 from simulated_step import START_NS, SimulatedStep, one_forward_one_backward
 from watched import Watched
 
-from paceline_server.detect.detectors.misplaced_rank import (
+from paceline_server.detect.misplaced_rank.detector import (
     BETWEEN_LOOKS_NS,
     MISPLACEMENTS,
     SETTLING_NS,

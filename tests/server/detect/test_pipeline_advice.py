@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from simulated_step import SimulatedStep, gpipe, interleaved, one_forward_one_backward
 
-from paceline_server.detect.pipeline_advice import advice_text, advise_step
+from paceline_server.detect.bubble.pipeline_advice import advice_text, advise_step
 from paceline_wire.topology import Topology
 
 

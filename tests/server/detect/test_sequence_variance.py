@@ -7,7 +7,7 @@ import pytest
 from simulated_step import SimulatedStep, gpipe, one_forward_one_backward
 from watched import Watched
 
-from paceline_server.detect.detectors.sequence_variance import SequenceVarianceDetector
+from paceline_server.detect.sequence_variance.detector import SequenceVarianceDetector
 from paceline_wire.topology import Topology
 
 

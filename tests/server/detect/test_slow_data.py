@@ -8,7 +8,7 @@ from simulated_job import SimulatedJob
 from simulated_step import SimulatedStep, one_forward_one_backward
 from watched import Watched
 
-from paceline_server.detect.detectors.slow_data import SlowDataDetector
+from paceline_server.detect.slow_data.detector import SlowDataDetector
 from paceline_wire.topology import Topology
 
 

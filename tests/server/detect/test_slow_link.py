@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from timed_run import Noise, TimedRun
 
-from paceline_server.detect.detectors.slow_link import SlowLinkDetector
 from paceline_server.detect.finding import Finding
-from paceline_server.detect.traffic import MOST_FAMILIES, Lane, Traffic
+from paceline_server.detect.slow_link.detector import SlowLinkDetector
+from paceline_server.detect.slow_link.traffic import MOST_FAMILIES, Lane, Traffic
 from paceline_server.steps.timing import TransferTimes
 from paceline_wire.spans import Op
 from paceline_wire.topology import Topology

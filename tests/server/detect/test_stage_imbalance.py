@@ -6,7 +6,7 @@ import pytest
 from simulated_step import SimulatedStep, gpipe, interleaved, one_forward_one_backward
 from watched import Watched
 
-from paceline_server.detect.detectors.stage_imbalance import StageImbalanceDetector
+from paceline_server.detect.stage_imbalance.detector import StageImbalanceDetector
 from paceline_wire.topology import Topology
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from timed_run import FORWARD_SECONDS, Noise, TimedRun, told
 
-from paceline_server.detect.detectors.straggler import StragglerDetector
 from paceline_server.detect.finding import Finding
+from paceline_server.detect.straggler.detector import StragglerDetector
 from paceline_wire.topology import Topology
 
 DEMO = Topology(2, 2, 2)

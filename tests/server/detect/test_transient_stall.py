@@ -3,8 +3,8 @@
 import pytest
 from timed_run import FORWARD_SECONDS, Noise, TimedRun, told
 
-from paceline_server.detect.detectors.straggler import StragglerDetector
-from paceline_server.detect.detectors.transient_stall import TransientStallDetector
+from paceline_server.detect.straggler.detector import StragglerDetector
+from paceline_server.detect.transient_stall.detector import TransientStallDetector
 from paceline_wire.topology import Topology
 
 DEMO = Topology(2, 2, 2)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from simulated_job import JOB, SimulatedJob
 
-from paceline_server.detect.detector import Detector
+from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.observation import Observation
 from paceline_server.engine.engine import Engine

@@ -8,8 +8,9 @@ from click.testing import CliRunner, Result
 from simulated_job import JOB, SimulatedJob
 
 from paceline_cli.main import main
-from paceline_server.decide.types import JobSpec, Policy
+from paceline_server.decide.types import JobSpec
 from paceline_server.engine.engine import Engine
+from paceline_server.policy import Policy
 from paceline_server.steps.types import Ledger, StepSummary
 from paceline_server.store.log import append
 from paceline_server.store.models import Boot, Generation, Job, Step

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline_server.detect.detector import Detector
+from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_server.detect.settings import DetectionSettings

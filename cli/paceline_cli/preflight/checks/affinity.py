@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from paceline_agent.pci_topology import Distance, PciDevice, distance
+from paceline_agent.collect.pci_topology import Distance, PciDevice, distance
 from paceline_cli.preflight.facts import Gpu, NodeFacts, RdmaPort
 from paceline_cli.preflight.verdict import Check, equal, faults, skipped
 

@@ -13,7 +13,8 @@ from paceline_server.api.auth import Operator, viewer
 from paceline_server.api.dependencies import AfterDep, Bounds, BoundsDep, PartsDep, ReadDep
 from paceline_server.api.paging import number, position, text_of
 from paceline_server.api.problems import Problem, not_found
-from paceline_server.decide.types import AuditEntry, JobSpec, Policy
+from paceline_server.decide.types import AuditEntry, JobSpec
+from paceline_server.policy import Policy
 from paceline_server.steps.types import Ledger
 from paceline_server.store import audit, models, queries
 from paceline_server.store.changes import record_change

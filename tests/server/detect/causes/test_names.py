@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline_agent.collectors import discover
-from paceline_agent.collectors.contract import CollectorUnavailable, Context, LocalRank
-from paceline_agent.collectors.nvml import NvmlCollector
-from paceline_agent.collectors.storage import StorageCollector
-from paceline_agent.lanes import ProcessLane
-from paceline_cli.demo.fake_nvml import CompilerMissing, FakeGpus, build, environment
+from paceline_agent.collect.collectors import discover
+from paceline_agent.collect.collectors.nvml import NvmlCollector
+from paceline_agent.collect.collectors.storage import StorageCollector
+from paceline_agent.collect.contract import CollectorUnavailable, Context, LocalRank
+from paceline_agent.collect.pool import ProcessLane
+from paceline_demo.fake_nvml import CompilerMissing, FakeGpus, build, environment
 from paceline_server.detect.causes import CAUSES
 from paceline_server.detect.causes.checks.pcie import LINKS
 from paceline_server.detect.causes.diagnose import SYMPTOMS

@@ -1,0 +1,1 @@
+"""Collectors and what runs them: each reads one part of the node."""

@@ -1,0 +1,165 @@
+"""The kernel's log: XIDs with their meaning, machine checks, PCIe, links, disks, killed processes.
+
+What was in the log before the agent began is counted and not told as news. Times in the log are
+of a clock that stands still during suspend and is never set, so a jump of the wall clock moves
+nothing. That clock (sched_clock) is near CLOCK_MONOTONIC, or CLOCK_MONOTONIC_RAW, but drifts from
+either by seconds a month: what is new was written since the last sweep, whatever it says.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from pathlib import Path
+from typing import ClassVar
+
+from paceline_agent.collect.contract import (
+    Collected,
+    Collector,
+    CollectorUnavailable,
+    Context,
+    LocalRank,
+)
+from paceline_agent.collect.kept_files import entries
+from paceline_agent.collect.kernel_log.ledger import Ledger
+from paceline_agent.collect.kernel_log.recognize import Recognizer, pci_address
+from paceline_agent.collect.kernel_log.records import Record, records_of
+from paceline_agent.collect.kernel_log.source import KernelLogFile
+from paceline_wire.batch import Sample
+
+_LINES_PER_SWEEP = 2000
+_RANKS_REMEMBERED = 512  # a killed rank is told of after it is gone
+# How gzip, xz, zstd, bzip2 and UTF-16 begin, read as UTF-8.
+_PACKED = re.compile("\x1f\ufffd|\ufffd7zXZ|\\(\ufffd/\ufffd|BZh\\d|\ufffd\ufffd.?\x00")
+_CLASSES = ("infiniband", "net", "nvme")  # of a PCI device, whose name we use
+
+
+class KmsgCollector(Collector):
+    name: ClassVar[str] = "kmsg"
+    interval_seconds: ClassVar[float] = 1.0
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._log = KernelLogFile(context.kmsg_path)
+        self._recognizer = Recognizer()
+        self._ledger = Ledger(self._name_of)
+        # Of the two clocks the log may go by: rather an event too few than an old one told again.
+        self._began_us = max(self.boot_ns(), self.boot_ns(time.CLOCK_MONOTONIC_RAW)) // 1000
+        self._has_begun = False
+        self._drained_ns: int | None = None  # boot_ns when all of the log was read
+        self._names: dict[str, str] = {}
+        self._ranks: dict[int, LocalRank] = {}  # by pid
+        self._log_seconds = 0.0
+        self._sequence: int | None = None
+        self._lost = 0
+
+    def collect(self, now_ns: int) -> Collected:
+        self._remember_ranks()
+        was_caught_up = self._log.caught_up
+        lines = self._read()
+        ends = self.context.replays_kmsg and self._log.drained
+        if ends:
+            lines += self._log.last_line()
+        if self.context.replays_kmsg and lines and not self._has_begun:
+            self._has_begun = True
+            if _PACKED.match(lines[0]):
+                raise CollectorUnavailable(f"{self.context.kmsg_path} is no text: unpack it first")
+        boot_ns = self.boot_ns()
+        for line in lines:
+            records = list(records_of(line))
+            if records and self._is_fresh(records[0].sequence):
+                for record in records:
+                    self._take(record, now_ns, boot_ns, news=was_caught_up)
+        if self._log.drained:
+            self._drained_ns = boot_ns
+        gpus = self.context.inventory.gpus
+        samples = list(self._ledger.samples(now_ns, gpus))
+        samples.append(Sample("paceline_kernel_log_lost_total", {}, float(self._lost), now_ns))
+        return Collected(
+            samples=samples,
+            events=[*self._ledger.events(math.inf if ends else boot_ns / 1e9)],
+            more=not self._log.drained,
+        )
+
+    def close(self) -> None:
+        self._log.close()
+
+    def boot_ns(self, clock: int = time.CLOCK_MONOTONIC) -> int:
+        return time.clock_gettime_ns(clock)
+
+    def _read(self) -> list[str]:
+        path = self.context.kmsg_path
+        try:
+            return self._log.read_lines(_LINES_PER_SWEEP)
+        except PermissionError as error:
+            raise CollectorUnavailable(
+                f"{path} may not be read: run as root, grant CAP_SYSLOG, "
+                "or set kernel.dmesg_restrict=0"
+            ) from error
+        except FileNotFoundError as error:
+            raise CollectorUnavailable(
+                f"no {path}: in a container, mount the host's and allow the device"
+            ) from error
+
+    def _take(self, record: Record, now_ns: int, boot_ns: int, *, news: bool) -> None:
+        event = self._recognizer.recognize(record.message, record.times)
+        if event is None:
+            return
+        replays = self.context.replays_kmsg
+        if replays:
+            time_ns, self._log_seconds = (
+                record.wall_ns or now_ns,
+                record.seconds or self._log_seconds,
+            )
+        else:
+            time_ns, self._log_seconds = now_ns - self._age_ns(record, boot_ns), boot_ns / 1e9
+        if self._log.is_stream and record.boot_us is not None:
+            news = news or record.boot_us >= self._began_us
+        rank = None if event.pid is None else self._ranks.get(event.pid)
+        alert = news or replays
+        self._ledger.take(event, time_ns, self._log_seconds, rank=rank, alert=alert)
+
+    def _age_ns(self, record: Record, boot_ns: int) -> int:
+        if not self._log.is_stream or record.boot_us is None:
+            return 0  # a file's clock need not be this machine's
+        age_ns = max(0, boot_ns - record.boot_us * 1000)
+        return age_ns if self._drained_ns is None else min(age_ns, boot_ns - self._drained_ns)
+
+    def _is_fresh(self, sequence: int | None) -> bool:
+        """Not so for what a log that had to be opened again gives once more."""
+        if sequence is None or not self._log.is_stream:
+            return True
+        if self._sequence is not None:
+            if sequence <= self._sequence:
+                return False
+            self._lost += sequence - self._sequence - 1
+        self._sequence = sequence
+        return True
+
+    def _remember_ranks(self) -> None:
+        for rank in self.context.local_ranks():
+            self._ranks.pop(rank.pid, None)
+            self._ranks[rank.pid] = rank
+        while len(self._ranks) > _RANKS_REMEMBERED:
+            del self._ranks[next(iter(self._ranks))]
+
+    def _name_of(self, device: str) -> str:
+        """gpu3, mlx5_0, eth0 or nvme0 for their PCI address; anything else as it is."""
+        if ":" not in device:
+            return device
+        for gpu in self.context.inventory.gpus:
+            if pci_address(gpu.pci_bus_id) == device:
+                return f"gpu{gpu.index}"
+        if device not in self._names:
+            directory = self.context.sysfs_root / "bus" / "pci" / "devices" / device
+            self._names[device] = _class_name(directory) or device
+        return self._names[device]
+
+
+def _class_name(device: Path) -> str | None:
+    for name in _CLASSES:
+        found = entries(device / name)
+        if found:
+            return found[0]
+    return None

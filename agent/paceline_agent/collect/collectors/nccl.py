@@ -1,0 +1,225 @@
+"""NCCL as each rank has it: version, settings, transports, and how fast its collectives were.
+
+Three sources, each optional: the rank's process, its log if NCCL_DEBUG is set, and the files of
+the NCCL Inspector where that is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+from paceline_agent.collect.contract import Collected, Collector, Context, LocalRank
+from paceline_agent.collect.kept_files import entries
+from paceline_agent.collect.nccl.debug_log import DebugLog
+from paceline_agent.collect.nccl.flight_recorder import DumpWatch, dump_names
+from paceline_agent.collect.nccl.inspector import Performance
+from paceline_agent.collect.nccl.process import NcclProcess, read_process
+from paceline_agent.collect.nccl.tail import Tail
+from paceline_wire.batch import DeviceEvent, Sample
+
+_RANKS_AT_MOST = 64
+_LOG_LOOK_BYTES = 1 << 18
+_LOG_BYTES_AT_MOST = 64 << 20  # what a rank's log can hold: its beginning matters most
+_WARNING_SECONDS = 60.0
+_SEEK_SWEEPS = 12  # between two looks for a file that was not there
+_INSPECTOR_FILE = re.compile(r".*-pid(\d+)\.log")
+
+
+class NcclCollector(Collector):
+    name: ClassVar[str] = "nccl"
+    interval_seconds: ClassVar[float] = 5.0
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._ranks: dict[tuple[int, int], _Rank] = {}  # by pid and generation
+        self._strangers: dict[Path, _Inspected] = {}  # processes that are none of our ranks
+
+    def collect(self, now_ns: int) -> Collected:
+        samples: list[Sample] = []
+        events: list[DeviceEvent] = []
+        running, ended = self._look_around()
+        for rank in (*running, *ended):
+            samples += rank.samples(now_ns)
+            events += rank.events(now_ns)
+        for rank in ended:
+            rank.close()
+        for stranger in self._unclaimed():
+            samples += stranger.samples(now_ns)
+        return Collected(samples=samples, events=[*events])
+
+    def close(self) -> None:
+        for rank in self._ranks.values():
+            rank.close()
+        for stranger in self._strangers.values():
+            stranger.close()
+
+    def _look_around(self) -> tuple[list[_Rank], list[_Rank]]:
+        """Those that run, and those that have ended: what they wrote last is still to read."""
+        local = {(rank.pid, rank.generation): rank for rank in self.context.local_ranks()}
+        ended = [self._ranks.pop(key) for key in self._ranks.keys() - local.keys()]
+        for key, rank in list(local.items())[:_RANKS_AT_MOST]:
+            if key not in self._ranks:
+                process = read_process(self.context.procfs_root, rank.pid)
+                if process is not None:
+                    self._ranks[key] = _Rank(rank, process, self.context)
+        return list(self._ranks.values()), ended
+
+    def _unclaimed(self) -> Iterator[_Inspected]:
+        directory = self.context.nccl_inspector_directory
+        if directory is None:
+            return
+        claimed = {rank.inspected.path for rank in self._ranks.values() if rank.inspected}
+        present = {directory / name: name for name in entries(directory)[:_RANKS_AT_MOST]}
+        for path in self._strangers.keys() - (present.keys() - claimed):
+            self._strangers.pop(path).close()
+        for path in present.keys() - claimed:
+            named = _INSPECTOR_FILE.fullmatch(path.name)
+            if named is None:
+                continue
+            if path not in self._strangers:
+                self._strangers[path] = _Inspected(path, {"pid": named[1]})
+            yield self._strangers[path]
+
+
+class _Inspected:
+    """One process' file of the Inspector."""
+
+    def __init__(self, path: Path, labels: dict[str, str]) -> None:
+        self.path = path
+        self._labels = labels
+        self._tail = Tail(path)
+        self._performance = Performance(labels)
+
+    def samples(self, now_ns: int) -> Iterator[Sample]:
+        before = self._tail.skipped_bytes
+        lines = self._tail.read_lines()
+        if self._tail.skipped_bytes != before:
+            self._performance.lose_place()
+        for line in lines:
+            self._performance.add(line)
+        yield from self._performance.samples(now_ns)
+        skipped = float(self._tail.skipped_bytes)
+        yield Sample("paceline_nccl_inspector_skipped_bytes_total", self._labels, skipped, now_ns)
+
+    def close(self) -> None:
+        self._tail.close()
+
+
+class _Rank:
+    """What is known of one rank, and the files it writes."""
+
+    def __init__(self, rank: LocalRank, process: NcclProcess, context: Context) -> None:
+        self._rank = rank
+        self._process = process
+        self._context = context
+        self._labels = {"job": rank.job, "rank": str(rank.rank)}
+        self.inspected: _Inspected | None = None
+        self._log: Tail | None = None
+        self._said = DebugLog()
+        named = dump_names(process.environment, rank.rank)
+        places = [process.seen_from_here(name) for name in named]
+        self._dumps = [DumpWatch(place) for place in places if place is not None]
+        self._sweep = 0
+        self._warned_seconds: float | None = None
+        self._warned = 0
+
+    def samples(self, now_ns: int) -> Iterator[Sample]:
+        if self._sweep % _SEEK_SWEEPS in (0, 1):  # the second: it may have been too early
+            self._seek()
+        self._sweep += 1
+        for line in self._log.read_lines() if self._log is not None else ():
+            if b"NCCL" in line:
+                self._said.add(line.decode(errors="replace"))
+        for name, labels, value in self._values():
+            told = {**self._labels, **labels}
+            yield Sample(f"paceline_rank_nccl_{name}", told, value, now_ns)
+        if self.inspected is not None:
+            yield from self.inspected.samples(now_ns)
+
+    def events(self, now_ns: int) -> Iterator[DeviceEvent]:
+        if (warning := self._newest_warning()) is not None:
+            yield self._event("nccl_warning", warning, now_ns)
+        for dump in self._dumps:
+            if (size := dump.new_bytes()) is not None:
+                yield self._event("flight_recorder_dump", f"{dump.path}, {size} bytes", now_ns)
+
+    def _event(self, kind: str, detail: str, now_ns: int) -> DeviceEvent:
+        device = f"rank{self._rank.rank}"
+        return DeviceEvent(time_ns=now_ns, kind=kind, device=device, detail=detail)
+
+    def _newest_warning(self) -> str | None:
+        """At most once a minute."""
+        now = time.monotonic()
+        waits = self._warned_seconds is not None and now - self._warned_seconds < _WARNING_SECONDS
+        if not self._said.news or waits:
+            return None
+        more = self._said.warnings - self._warned - 1
+        newest = self._said.news[-1] + (f" ({more} more)" if more else "")
+        self._said.news.clear()
+        self._warned_seconds, self._warned = now, self._said.warnings
+        return newest
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+        if self.inspected is not None:
+            self.inspected.close()
+
+    def _seek(self) -> None:
+        """Look for the files that are not there yet."""
+        if self.inspected is None and (path := self._inspector_file()) is not None:
+            self.inspected = _Inspected(path, self._labels)
+        if self._process.version is None:  # it may not have been loaded yet
+            again = read_process(self._context.procfs_root, self._rank.pid)
+            self._process = again or self._process
+        if self._log is None and (path := self._log_file()) is not None:
+            self._log = Tail(
+                path,
+                look_bytes=_LOG_LOOK_BYTES,
+                first_bytes=_LOG_BYTES_AT_MOST,
+                lag_bytes=_LOG_BYTES_AT_MOST,
+            )
+
+    def _log_file(self) -> Path | None:
+        """NCCL_DEBUG_FILE, or the log the supervisor keeps, as it names it."""
+        if not self._process.debugs:
+            return None
+        if "NCCL_DEBUG_FILE" in self._process.environment:
+            return self._process.debug_file
+        rank = self._rank
+        name = f"{rank.job}.g{rank.generation}.r{rank.rank}.log"
+        return self._context.node_directory / "logs" / name
+
+    def _inspector_file(self) -> Path | None:
+        places = (self._process.inspector_directory, self._context.nccl_inspector_directory)
+        for directory in filter(None, places):
+            for name in entries(directory):
+                named = _INSPECTOR_FILE.fullmatch(name)
+                if named is not None and int(named[1]) in self._process.pids:
+                    return directory / name
+        return None
+
+    def _values(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        said, process = self._said, self._process
+        info = {
+            "version": said.version or process.version,
+            "network": said.network,
+            "graphs": ",".join(sorted(said.graphs)),
+            "devices": ",".join(said.devices)[:128],
+        }
+        known = {name: value for name, value in info.items() if value}
+        if known:
+            yield "info", known, 1.0
+        for name, value in process.settings.items():
+            yield "setting_info", {"name": name, "value": value}, 1.0
+        for transport, count in said.connections.items():
+            yield "connections", {"transport": transport}, float(count)
+        for (collective, algorithm, protocol), count in said.algorithms.items():
+            chosen = {"collective": collective, "algorithm": algorithm, "protocol": protocol}
+            yield "algorithm_total", chosen, float(count)
+        if self._log is not None:
+            yield "warnings_total", {}, float(said.warnings)

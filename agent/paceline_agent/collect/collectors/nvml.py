@@ -1,0 +1,290 @@
+"""GPUs through NVML: clocks, throttling, power, memory, errors, links, processes, XIDs.
+
+Names and units are those of NVIDIA's dcgm-exporter where it has one. What a GPU does not support
+is asked once and then left out. A GPU that is lost, or that does not answer, costs one event and
+its own samples only. Runs isolated: on a sick GPU a call can block for minutes in the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import msgspec
+
+from paceline_agent.collect.blocks import Block, Recurring
+from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
+from paceline_agent.collect.nvml import fields, instances, occupants, readings
+from paceline_agent.collect.nvml.activity import Activity
+from paceline_agent.collect.nvml.driver import address, optional, pynvml, versions
+from paceline_agent.collect.nvml.fields import Answer
+from paceline_agent.collect.nvml.gpu import Gpu, Trouble, Value
+from paceline_agent.collect.nvml.links import Links
+from paceline_agent.collect.nvml.watch import Watch
+from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo, Sample
+
+_SECOND_NS = 1_000_000_000
+_SLOW_NS = 10 * _SECOND_NS  # links, row remapping, processes, limits
+# While a GPU is lost, for some only come back to a new initialization. Doubled each time, for
+# where the driver does not stay loaded that can cost the others a sweep.
+_REOPEN_NS = 60 * _SECOND_NS
+_REOPEN_AT_MOST_NS = 3600 * _SECOND_NS
+_XIDS_AT_MOST = 64  # a sweep
+# A driver that is busy with another GPU may be silent for seconds: no reason yet to do without it.
+_HUNG_NS = 10 * _SECOND_NS
+_EVENTS = "events"
+_TROUBLES = ("lost", "hung")
+
+# A GPU that does not answer within a second is left behind; with the others' turn that stays
+# below the deadline, however many hang.
+_PATIENCE_SECONDS = 1.0
+_BUDGET_SECONDS = 1.5
+
+
+class NvmlCollector(Collector):
+    name: ClassVar[str] = "nvml"
+    interval_seconds: ClassVar[float] = 1.0
+    deadline_seconds: ClassVar[float] = 3.5
+    series_at_most: ClassVar[int] = 4000  # 8 GPUs of 18 links each have 1,800
+    isolated: ClassVar[bool] = True
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._gpus: list[Gpu] = []
+        self._most_gpus = 0
+        self._versions: dict[str, str] = {}
+        self._events: Any = None
+        self._opened = False
+        self._reopen_ns = 0
+        self._reopen_pause_ns = _REOPEN_NS
+        self._slow_ns: int | None = None
+        self._troubles = Recurring()
+        self._watch = Watch(_PATIENCE_SECONDS, _BUDGET_SECONDS)
+
+    def collect(self, now_ns: int) -> Collected:
+        if not self._opened:
+            self._open(now_ns)
+        elif self._should_reopen(now_ns):
+            self._reopen_pause_ns = min(2 * self._reopen_pause_ns, _REOPEN_AT_MOST_NS)
+            self._reopen(now_ns)
+        is_slow = self._slow_ns is None or abs(now_ns - self._slow_ns) >= _SLOW_NS
+        answers = self._ask(is_slow, now_ns)
+        if self._is_newly_gone(answers):
+            self._reopen(now_ns)  # rather the driver than every single GPU
+            answers = self._ask(is_slow, now_ns)
+        if is_slow:
+            self._slow_ns = now_ns
+        stuck = self._watch.stuck
+        if self._ours() and stuck.issuperset(self._ours()):
+            self._watch.wait()  # nothing to tell: let the runner see that we hang
+            stuck = set()
+        return self._collected(answers, stuck, is_slow, now_ns)
+
+    def close(self) -> None:
+        if self._opened:
+            self._opened = False
+            pynvml.nvmlShutdown()
+
+    def _open(self, now_ns: int) -> None:
+        if pynvml is None:
+            raise CollectorUnavailable("pynvml is not installed: pip install 'paceline[agent]'")
+        try:
+            pynvml.nvmlInit()
+            self._opened = True
+            self._versions = versions()
+            count = pynvml.nvmlDeviceGetCount()
+        except pynvml.NVMLError as error:
+            raise CollectorUnavailable(f"no usable NVIDIA driver: {error}") from error
+        self._reopen_ns = now_ns + self._reopen_pause_ns
+        self._slow_ns = None
+        known = {gpu.index: gpu for gpu in self._gpus}
+        self._most_gpus = max(count, self._most_gpus)
+        self._gpus = [known.get(index) or _gpu(index) for index in range(count)]
+        for gpu in self._gpus:
+            gpu.handle = None
+            gpu.is_ours = True
+            gpu.forget_refusals()
+        self._events = optional(pynvml.nvmlEventSetCreate)
+
+    def _reopen(self, now_ns: int) -> None:
+        """Never while a call is under way in the driver: that one would be pulled from below it."""
+        if not self._watch.stuck:
+            optional(self.close)
+            self._open(now_ns)
+
+    def _should_reopen(self, now_ns: int) -> bool:
+        some_vanished = len(self._gpus) < self._most_gpus  # the driver may number them anew
+        if not some_vanished and all(gpu.trouble != "lost" for gpu in self._gpus):
+            self._reopen_pause_ns = _REOPEN_NS
+            self._reopen_ns = now_ns + _REOPEN_NS
+        return now_ns >= self._reopen_ns
+
+    def _is_newly_gone(self, answers: dict[Any, Any]) -> bool:
+        """Every GPU, and not only since long ago."""
+        return any(gpu.trouble is None for gpu in self._ours()) and all(
+            isinstance(answers.get(gpu), Exception) for gpu in self._ours()
+        )
+
+    def _ours(self) -> list[Gpu]:
+        return [gpu for gpu in self._gpus if gpu.is_ours]
+
+    def _ask(self, is_slow: bool, now_ns: int) -> dict[Any, Any]:
+        jobs: dict[Any, Callable[[], Any]] = {
+            gpu: partial(self._read, gpu, is_slow, now_ns) for gpu in self._gpus if gpu.is_ours
+        }
+        if self._events is not None:
+            jobs[_EVENTS] = self._xids
+        return self._watch.run(jobs)
+
+    def _read(self, gpu: Gpu, is_slow: bool, now_ns: int) -> tuple[list[Block], list[Block]]:
+        """One GPU's samples, and those that last. Raises NVMLError if it does not answer at all."""
+        if gpu.handle is None:
+            self._identify(gpu)
+        if not gpu.is_ours:
+            return [], []
+        gpu.begin()
+        values: list[Value | Answer] = [*gpu.read(readings.EACH_SWEEP)]
+        values += gpu.ask(gpu.fast_fields) or ()
+        if not gpu.answered and gpu.last_error is not None:
+            raise gpu.last_error
+        lasting = [gpu.block(gpu.lasting, self._seldom(gpu), now_ns)] if is_slow else []
+        values += _xid_values(gpu)
+        return [gpu.block(gpu.recurring, values, now_ns)], lasting
+
+    def _seldom(self, gpu: Gpu) -> list[Value | Answer]:
+        values: list[Value | Answer] = [*instances.read(gpu)]
+        values += gpu.read(readings.SELDOM)
+        values += gpu.ask(gpu.slow_fields) or ()
+        gpu.links = gpu.links or Links()
+        values += gpu.links.read(gpu)
+        gpu.info = gpu.info and msgspec.structs.replace(gpu.info, nvlinks=gpu.links.ends)
+        gpu.activity = gpu.activity or Activity()
+        values += gpu.activity.read(gpu)
+        values += occupants.read(gpu, self.context.local_ranks(), self.context.procfs_root)
+        return values
+
+    def _identify(self, gpu: Gpu) -> None:
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
+        except pynvml.NVMLError_NoPermission:
+            gpu.is_ours = False
+            return
+        name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+        pci_bus_id = pynvml.nvmlDeviceGetPciInfo(handle).busId
+        pci_bus_id = pci_bus_id.decode() if isinstance(pci_bus_id, bytes) else pci_bus_id
+        gpu.name(
+            GpuInfo(index=gpu.index, uuid=uuid, name=name, pci_bus_id=pci_bus_id),
+            self.context.hostname,
+        )
+        gpu.handle = handle
+        if self._events is not None:
+            register = pynvml.nvmlDeviceRegisterEvents
+            xid = pynvml.nvmlEventTypeXidCriticalError
+            optional(lambda: register(handle, xid, self._events))
+
+    def _xids(self) -> list[tuple[Gpu, int]]:
+        """Every XID since the last sweep: a repeat is told again."""
+        found: list[tuple[Gpu, int]] = []
+        by_handle = {address(gpu.handle): gpu for gpu in self._gpus if gpu.handle is not None}
+        while len(found) < _XIDS_AT_MOST:
+            told = optional(lambda: pynvml.nvmlEventSetWait(self._events, 0))
+            if told is None:  # nothing more, or a GPU that is gone: told elsewhere
+                break
+            gpu = by_handle.get(address(told.device))
+            if gpu is not None:
+                found.append((gpu, int(told.eventData)))
+        return found
+
+    def _collected(
+        self, answers: dict[Any, Any], stuck: set[Any], is_slow: bool, now_ns: int
+    ) -> Collected:
+        samples: list[Sample | Block] = []
+        lasting: list[Sample | Block] = [
+            Sample("paceline_driver_info", self._versions, 1.0, now_ns)
+        ]
+        events: list[DeviceEvent | CollectorEvent] = []
+        for gpu in self._ours():
+            answer = answers.get(gpu)
+            if isinstance(answer, tuple):
+                samples += answer[0]
+                lasting += answer[1]
+            elif answer is not None and not isinstance(answer, pynvml.NVMLError):
+                raise answer
+            news = _news(gpu, answer, gpu in stuck, now_ns)
+            events += news
+            if news:
+                self._slow_ns = None  # what lasts is another list from the next sweep on
+        samples.append(self._in_trouble(now_ns))
+        for gpu, xid in answers.get(_EVENTS) or ():
+            gpu.last_xid = xid
+            gpu.xid_counts[xid] = gpu.xid_counts.get(xid, 0) + 1
+            events.append(gpu.event("xid", f"XID {xid}", now_ns))
+        return Collected(
+            samples=samples,
+            lasting=lasting if is_slow else None,
+            events=events,
+            gpus=[told for gpu in self._ours() if (told := _told(gpu, now_ns)) is not None],
+            gpu_of_pid=occupants.gpu_of_pid(self._ours()) if is_slow else None,
+        )
+
+    def _in_trouble(self, now_ns: int) -> Block:
+        asked = [(gpu.index, trouble) for gpu in self._ours() for trouble in _TROUBLES]
+        return self._troubles.block(
+            asked,
+            lambda: [(f"paceline_gpu_{trouble}", {"gpu": str(gpu)}) for gpu, trouble in asked],
+            [float(gpu.trouble == trouble) for gpu in self._ours() for trouble in _TROUBLES],
+            now_ns,
+        )
+
+
+def _gpu(index: int) -> Gpu:
+    return Gpu(index, fields.Fields(fields.FAST), fields.Fields(fields.SLOW))
+
+
+def _told(gpu: Gpu, now_ns: int) -> GpuInfo | None:
+    """None: nothing is known of it yet."""
+    hung = gpu.trouble == "hung" and now_ns - gpu.troubled_ns >= _HUNG_NS
+    if gpu.trouble != "lost" and not hung:
+        return gpu.info
+    info = gpu.info or GpuInfo(index=gpu.index, uuid="", name="", pci_bus_id="")
+    return msgspec.structs.replace(info, trouble=gpu.trouble)
+
+
+def _xid_values(gpu: Gpu) -> list[Value]:
+    values = [
+        Value("DCGM_EXP_XID_ERRORS_COUNT", count, (("xid", str(xid)),))
+        for xid, count in gpu.xid_counts.items()
+    ]
+    if gpu.last_xid is not None:
+        values.append(Value("DCGM_FI_DEV_XID_ERRORS", gpu.last_xid))
+    return values
+
+
+def _news(gpu: Gpu, answer: Any, is_stuck: bool, now_ns: int) -> list[DeviceEvent | CollectorEvent]:
+    """What changed about a GPU. One that hangs is also a collector that is partly quarantined."""
+    trouble: Trouble | None = (
+        "lost" if isinstance(answer, Exception) else "hung" if is_stuck else None
+    )
+    if answer is None and not is_stuck:  # it came back just now: the next sweep tells
+        trouble = gpu.trouble
+    before, gpu.trouble = gpu.trouble, trouble
+    if trouble == before:
+        return []
+    gpu.troubled_ns = now_ns
+    events: list[DeviceEvent | CollectorEvent] = []
+    if before == "hung":
+        events.append(_of_collector("recovered", f"gpu{gpu.index} answers again", now_ns))
+    if trouble is None:
+        events.append(gpu.event("gpu_back", f"was {before}, answers again", now_ns))
+    elif trouble == "lost":
+        events.append(gpu.event("gpu_lost", str(answer), now_ns))
+    else:
+        detail = f"gpu{gpu.index} does not answer; the others are read on"
+        events.append(gpu.event("gpu_hung", "does not answer", now_ns))
+        events.append(_of_collector("quarantined", detail, now_ns))
+    return events
+
+
+def _of_collector(kind: str, detail: str, now_ns: int) -> CollectorEvent:
+    return CollectorEvent(time_ns=now_ns, collector=NvmlCollector.name, kind=kind, detail=detail)

@@ -1,0 +1,123 @@
+"""The PCIe links of GPUs and network devices: width, speed, errors, as they are and could be.
+
+A card that trains down (a bad contact, a riser) moves a fraction of what its port could; one with
+correctable errors sends again. `node_pcidevice_*` is the same under node_exporter's names and
+labels.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
+from paceline_agent.collect.kept_files import KeptFiles, entries
+from paceline_agent.collect.pci_topology import cards_first, sysfs_address
+from paceline_wire.batch import Sample
+
+_CLASSES = {"net": "nic", "infiniband": "rdma"}
+_DEVICES_AT_MOST = 64
+# pci_regs.h, PCI_EXP_LNKCAP_MLW. 0, 255: no link, or the card is virtual; 63: it is off the bus.
+_LANES = (1, 2, 4, 8, 12, 16, 32)
+_WIDTHS = {"current_link_width": "pcie_width", "max_link_width": "pcie_width_max"}
+_SPEEDS = {
+    "current_link_speed": "pcie_transfers_per_second",
+    "max_link_speed": "pcie_transfers_per_second_max",
+}
+_NODE_EXPORTERS = {
+    "pcie_width": "node_pcidevice_current_link_width",
+    "pcie_width_max": "node_pcidevice_max_link_width",
+    "pcie_transfers_per_second": "node_pcidevice_current_link_transfers_per_second",
+    "pcie_transfers_per_second_max": "node_pcidevice_max_link_transfers_per_second",
+}
+_ERRORS = {  # Documentation/ABI/testing/sysfs-bus-pci-devices-aer_stats
+    "correctable": "aer_dev_correctable",
+    "nonfatal": "aer_dev_nonfatal",
+    "fatal": "aer_dev_fatal",
+}
+_TOTAL = re.compile(r"^TOTAL_ERR_\w+ ([0-9]{1,20})$", re.MULTILINE)
+_SPEED = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,4})?) GT/s")
+_ADDRESS = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    directory: str
+    labels: dict[str, str]
+    address: dict[str, str] | None  # as node_exporter labels it
+
+
+class PcieCollector(Collector):
+    name: ClassVar[str] = "pcie"
+    interval_seconds: ClassVar[float] = 5.0
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._files = KeptFiles(patient=True)
+
+    def collect(self, now_ns: int) -> Collected:
+        samples: list[Sample] = []
+        told: set[str] = set()
+        for device in self._devices():
+            values = list(self._link(device.directory, now_ns))
+            for name, value in values:
+                metric = f"paceline_device_{name}"
+                samples.append(Sample(metric, device.labels, value, now_ns))
+            samples += self._errors(device, now_ns)
+            address = device.address
+            if address is None or str(address) in told:  # eth0 and mlx5_0 are one card
+                continue
+            told.add(str(address))
+            for name, value in values:
+                samples.append(Sample(_NODE_EXPORTERS[name], address, value, now_ns))
+            node = self._files.read_number(f"{device.directory}/numa_node", now_ns)
+            if node is not None and node >= 0:  # -1: the firmware does not say
+                samples.append(Sample("node_pcidevice_numa_node", address, float(node), now_ns))
+        if not samples:
+            raise CollectorUnavailable("no GPU or network device on PCIe")
+        return Collected(samples=samples)
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _devices(self) -> Iterator[_Device]:
+        root = os.path.join(self.context.sysfs_root, "bus", "pci", "devices")
+        for gpu in self.context.inventory.gpus:
+            name = sysfs_address(gpu.pci_bus_id)
+            labels = {"device": f"gpu{gpu.index}", "kind": "gpu"}
+            yield _Device(os.path.join(root, name), labels, _address(name))
+        for class_name, kind in _CLASSES.items():
+            root = os.path.join(self.context.sysfs_root, "class", class_name)
+            for name in cards_first(root, entries(root))[:_DEVICES_AT_MOST]:
+                if self.context.excludes_rdma(name):
+                    continue
+                directory = os.path.join(root, name, "device")
+                function = os.path.basename(os.path.realpath(directory))
+                yield _Device(directory, {"device": name, "kind": kind}, _address(function))
+
+    def _link(self, directory: str, now_ns: int) -> Iterator[tuple[str, float]]:
+        for file, name in _WIDTHS.items():
+            width = self._files.read_number(f"{directory}/{file}", now_ns)
+            if width is not None and width in _LANES:
+                yield name, float(width)
+        for file, name in _SPEEDS.items():
+            speed = _SPEED.match(self._files.read_text(f"{directory}/{file}", now_ns) or "")
+            if speed is not None:  # "Unknown"
+                yield name, float(speed[1]) * 1e9
+
+    def _errors(self, device: _Device, now_ns: int) -> Iterator[Sample]:
+        for severity, file in _ERRORS.items():
+            found = _TOTAL.search(self._files.read_text(f"{device.directory}/{file}", now_ns) or "")
+            if found is not None:
+                labels = {**device.labels, "severity": severity}
+                yield Sample("paceline_device_pcie_errors_total", labels, float(found[1]), now_ns)
+
+
+def _address(name: str) -> dict[str, str] | None:
+    found = _ADDRESS.fullmatch(name)
+    if found is None:
+        return None
+    return dict(zip(("segment", "bus", "device", "function"), found.groups(), strict=True))

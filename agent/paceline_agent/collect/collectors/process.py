@@ -1,0 +1,112 @@
+"""Each rank's process: CPU, memory, faults, context switches, I/O, open files."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+from paceline_agent.collect.contract import Collected, Collector, Context
+from paceline_agent.collect.kept_files import read_once, read_text_once
+from paceline_wire.batch import Sample
+
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_PREFIX = "paceline_rank_process_"
+_IO = {"read_bytes": "read_bytes_total", "write_bytes": "written_bytes_total"}
+
+Values = Iterator[tuple[str, dict[str, str], float]]
+
+
+class ProcessCollector(Collector):
+    name: ClassVar[str] = "process"
+    interval_seconds: ClassVar[float] = 2.0
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._accounts_delays: bool | None = None  # asked once
+
+    def collect(self, now_ns: int) -> Collected:
+        if self._accounts_delays is None:
+            self._accounts_delays = accounts_delays(self.context.procfs_root)
+        samples: list[Sample] = []
+        for rank in self.context.local_ranks():
+            labels = {"job": rank.job, "rank": str(rank.rank)}
+            directory = self.context.procfs_root / str(rank.pid)
+            try:
+                for name, more, value in _process(directory, accounts_delays=self._accounts_delays):
+                    if not math.isfinite(value):
+                        continue
+                    samples.append(Sample(_PREFIX + name, {**labels, **more}, value, now_ns))
+            except (OSError, ValueError, IndexError, OverflowError):  # it ended in the middle
+                continue
+        return Collected(samples=samples)
+
+
+def accounts_delays(procfs_root: Path) -> bool:
+    """Whether the kernel counts what tasks wait for I/O; off by default since Linux 5.14."""
+    try:
+        return read_once(procfs_root / "sys/kernel/task_delayacct").strip() != b"0"
+    except OSError:  # an older kernel, which does
+        return True
+
+
+def _process(directory: Path, *, accounts_delays: bool) -> Values:
+    yield from _stat(read_text_once(directory / "stat"), accounts_delays)
+    for line in read_text_once(directory / "status").splitlines():
+        name, _, value = line.partition(":")
+        if name.endswith("voluntary_ctxt_switches"):
+            kind = {"kind": "involuntary" if name.startswith("non") else "voluntary"}
+            yield "context_switches_total", kind, float(value)
+        elif name == "VmHWM":
+            yield "resident_memory_max_bytes", {}, int(value.split()[0]) * 1024.0
+        elif name == "VmSwap":
+            yield "swapped_bytes", {}, int(value.split()[0]) * 1024.0
+    yield from _run_queue(directory)
+    yield from _storage(directory)
+    yield from _open_files(directory)
+
+
+def _stat(text: str, accounts_delays: bool) -> Values:
+    """Of proc(5): fields of `stat` after the command's name, which may hold spaces."""
+    fields = text.rpartition(")")[2].split()
+    ticks = int(fields[11]) + int(fields[12])
+    yield "cpu_seconds_total", {}, ticks / _TICKS_PER_SECOND
+    yield "resident_memory_bytes", {}, float(int(fields[21]) * _PAGE_BYTES)
+    yield "minor_faults_total", {}, float(fields[7])
+    yield "major_faults_total", {}, float(fields[9])
+    yield "threads", {}, float(fields[17])
+    if accounts_delays and len(fields) > 39:
+        yield "io_wait_seconds_total", {}, int(fields[39]) / _TICKS_PER_SECOND
+
+
+def _run_queue(directory: Path) -> Values:
+    """How long the main thread was ready to run and had no CPU: the kernel's own account."""
+    try:
+        _, waited_ns, _ = read_once(directory / "schedstat").split()
+    except (FileNotFoundError, ValueError):  # a kernel without CONFIG_SCHED_INFO
+        return
+    yield "run_queue_wait_seconds_total", {}, int(waited_ns) / 1e9
+
+
+def _storage(directory: Path) -> Values:
+    """What it caused to be fetched from and sent to storage; not of another user's process."""
+    try:
+        lines = read_text_once(directory / "io").splitlines()
+    except (PermissionError, FileNotFoundError):
+        return
+    for line in lines:
+        name, _, value = line.partition(": ")
+        if name in _IO:
+            yield _IO[name], {}, float(value)
+
+
+def _open_files(directory: Path) -> Values:
+    try:
+        # Their number is the directory's size since Linux 6.2.
+        count = os.stat(directory / "fd").st_size or len(os.listdir(directory / "fd"))
+    except (PermissionError, FileNotFoundError):
+        return
+    yield "open_fds", {}, float(count)

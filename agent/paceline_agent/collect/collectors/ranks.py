@@ -1,0 +1,39 @@
+"""Which rank runs on which GPU, as an info metric.
+
+Metrics of GPUs carry no job and metrics of ranks no GPU: labels multiplied onto each would make
+new series at every restart. A query joins them:
+
+    DCGM_FI_DEV_SM_CLOCK * on (UUID) group_left (job, rank) paceline_rank_info
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from paceline_agent.collect.contract import Collected, Collector, LocalRank
+from paceline_wire.batch import GpuInfo, Sample
+
+
+class RanksCollector(Collector):
+    name: ClassVar[str] = "ranks"
+    interval_seconds: ClassVar[float] = 5.0
+
+    def collect(self, now_ns: int) -> Collected:
+        samples = []
+        for rank in self.context.local_ranks():
+            gpu = self.context.gpu_of(rank)
+            labels = _labels(rank, gpu) | {"Hostname": self.context.hostname}
+            samples.append(Sample("paceline_rank_info", labels, 1.0, now_ns))
+        return Collected(samples=samples)
+
+
+def _labels(rank: LocalRank, gpu: GpuInfo | None) -> dict[str, str]:
+    labels = {
+        "job": rank.job,
+        "generation": str(rank.generation),
+        "rank": str(rank.rank),
+        "local_rank": str(rank.local_rank),
+    }
+    if gpu is not None:
+        labels |= {"gpu": str(gpu.index), "UUID": gpu.uuid, "pci_bus_id": gpu.pci_bus_id}
+    return labels

@@ -1,0 +1,177 @@
+"""Space of the file systems that a training fills: checkpoints, rings, shared memory, temporary.
+
+Asking a network file system whose server is gone can block for hours: the thread is lost to it, no
+other collector is. Of NFS also how long its operations take; of local disks `host.py` tells that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from paceline_agent.collect.contract import Collected, Collector, Context, LocalRank
+from paceline_agent.collect.kept_files import read_text_once
+from paceline_agent.collect.process_environment import read_environment
+from paceline_wire.batch import Sample
+
+_DIRECTORIES = ("/", "/tmp", "/dev/shm")
+_JOBS_AT_MOST = 16
+_VARIABLE = "PACELINE_CHECKPOINT_DIRECTORY"
+_ESCAPE = re.compile(r"\\([0-7]{3})")  # of proc_pid_mountinfo(5)
+
+_MOUNTED = re.compile(r"device \S+ mounted on (\S+) with fstype ")
+_OPERATION = re.compile(r"\s+(?P<name>READ|WRITE|COMMIT): (?P<numbers>(?:[0-9]{1,20} ?){8,})$")
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    mountpoint: str
+    device: str
+    fstype: str
+    number: str = ""  # "259:1", of its block device if it has one
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"device": self.device, "fstype": self.fstype, "mountpoint": self.mountpoint}
+
+
+class StorageCollector(Collector):
+    name: ClassVar[str] = "storage"
+    interval_seconds: ClassVar[float] = 10.0
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._is_this_machine = context.procfs_root == Path("/proc")
+        self._directories: dict[tuple[str, int, int], str | None] = {}  # of a rank's process
+
+    def collect(self, now_ns: int) -> Collected:
+        mounts = read_mounts(self.context.procfs_root)
+        own = [str(self.context.node_directory), *(_DIRECTORIES if self._is_this_machine else ())]
+        samples: list[Sample] = []
+        found: dict[str, Mount] = {}
+        for directory in own:
+            mount = mount_of(directory, mounts)
+            found.setdefault(mount.mountpoint, mount)
+        for job, directory in sorted(self._checkpoint_directories().items()):
+            mount = mount_of(directory, mounts)
+            found.setdefault(mount.mountpoint, mount)
+            disk = disk_of(mount, self.context.sysfs_root)
+            labels = {"job": job, "directory": directory, "disk": disk, **mount.labels}
+            samples.append(Sample("paceline_checkpoint_directory_info", labels, 1.0, now_ns))
+        if self._is_this_machine:  # else it is another node's tree
+            for mount in found.values():
+                samples += _space(mount, now_ns)
+        if any(mount.fstype.startswith("nfs") for mount in found.values()):
+            samples += _nfs(self.context.procfs_root, found, now_ns)
+        return Collected(samples=samples)
+
+    def _checkpoint_directories(self) -> dict[str, str]:
+        """By job, as its ranks on this node were told."""
+        ranks = self.context.local_ranks()
+        asked = {(rank.job, rank.generation, rank.pid): rank for rank in ranks}
+        self._directories = {
+            key: self._directories[key] if key in self._directories else self._told(rank)
+            for key, rank in asked.items()
+        }
+        told = {job: path for (job, _, _), path in self._directories.items() if path is not None}
+        return dict(list(told.items())[:_JOBS_AT_MOST])
+
+    def _told(self, rank: LocalRank) -> str | None:
+        told = read_environment(self.context.procfs_root, rank.pid, (_VARIABLE,)) or {}
+        directory = told.get(_VARIABLE, "")
+        return directory if directory.startswith("/") else None
+
+
+def _space(mount: Mount, now_ns: int) -> Iterator[Sample]:
+    try:
+        found = os.statvfs(mount.mountpoint)
+    except OSError:
+        return
+    if not found.f_blocks:  # a pseudo file system
+        return
+    values = {
+        "node_filesystem_size_bytes": found.f_blocks * found.f_frsize,
+        "node_filesystem_free_bytes": found.f_bfree * found.f_frsize,
+        "node_filesystem_avail_bytes": found.f_bavail * found.f_frsize,
+        "node_filesystem_readonly": int(bool(found.f_flag & os.ST_RDONLY)),
+    }
+    if found.f_files:  # network file systems may have no such limit
+        values["node_filesystem_files"] = found.f_files
+        values["node_filesystem_files_free"] = found.f_favail
+    for name, value in values.items():
+        yield Sample(name, mount.labels, float(value), now_ns)
+
+
+def _nfs(procfs_root: Path, wanted: Container[str], now_ns: int) -> Iterator[Sample]:
+    """Of /proc/self/mountstats. An operation's line: requests, transmissions, timeouts, bytes sent,
+    bytes received, and milliseconds queued, on the way, and in all (net/sunrpc/stats.c)."""
+    try:
+        lines = read_text_once(procfs_root / "self" / "mountstats").splitlines()
+    except OSError:
+        return
+    mountpoint = None
+    for line in lines:
+        mounted = _MOUNTED.match(line)
+        if mounted is not None:
+            mountpoint = _unescaped(mounted[1]) if _unescaped(mounted[1]) in wanted else None
+            continue
+        operation = None if mountpoint is None else _OPERATION.match(line)
+        if operation is None:
+            continue
+        labels = {"mountpoint": mountpoint or "", "operation": operation["name"]}
+        requests, transmissions, timeouts, sent, received, _, _, milliseconds = map(
+            float, operation["numbers"].split()[:8]
+        )
+        values = {
+            "operations_total": requests,
+            "retransmissions_total": max(transmissions - requests, 0.0),
+            "timeouts_total": timeouts,
+            "bytes_total": sent + received,
+            "operation_seconds_total": milliseconds / 1000,
+        }
+        for name, value in values.items():
+            yield Sample(f"paceline_nfs_{name}", labels, value, now_ns)
+
+
+def mount_of(directory: str, mounts: dict[str, Mount]) -> Mount:
+    """The file system a path is on: the longest mount point above it."""
+    for path in (directory, *map(str, Path(directory).parents)):
+        if path in mounts:
+            return mounts[path]
+    return Mount(directory, "", "")
+
+
+def disk_of(mount: Mount, sysfs_root: Path) -> str:
+    """As node_disk_* labels it: `nvme0n1` of what is on its first partition; empty over a network.
+
+    /sys/dev/block/259:1 is a link to .../nvme0n1/nvme0n1p1.
+    """
+    link = sysfs_root / "dev" / "block" / mount.number
+    if not mount.number or not link.exists():
+        return ""
+    found = link.resolve()
+    return found.parent.name if (found / "partition").exists() else found.name
+
+
+def read_mounts(procfs_root: Path) -> dict[str, Mount]:
+    """By mount point; of several mounts on one, the last, which hides the others."""
+    try:
+        lines = read_text_once(procfs_root / "self" / "mountinfo").splitlines()
+    except OSError:
+        return {}
+    found = {}
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        about, where = rest.split(), fields.split()
+        if len(about) >= 2 and len(where) >= 5:
+            mountpoint = _unescaped(where[4])
+            found[mountpoint] = Mount(mountpoint, about[1], about[0], where[2])
+    return found
+
+
+def _unescaped(path: str) -> str:
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), path)

@@ -1,0 +1,110 @@
+"""TCP connections of each rank: retransmits, bytes, round trips. What gloo and NCCL's sockets do.
+
+A rank's counts go on when one of its connections is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from paceline_agent.collect.contract import (
+    Collected,
+    Collector,
+    CollectorUnavailable,
+    Context,
+    LocalRank,
+)
+from paceline_agent.collect.socket_diagnosis import Connection, connections, sockets_of
+from paceline_wire.batch import Sample
+
+_LOOK_AGAIN_NS = 30 * 10**9  # into the ranks' descriptors, which is what costs here
+
+
+@dataclass(slots=True)
+class _Account:
+    """Of one rank."""
+
+    sockets: set[int] | None = None  # None: they are not ours to see
+    live: dict[int, Connection] = field(default_factory=dict)
+    # Of connections that are closed.
+    retransmitted_segments: int = 0
+    acknowledged_bytes: int = 0
+    received_bytes: int = 0
+
+    def take(self, found: dict[int, Connection]) -> None:
+        now = {inode: found[inode] for inode in self.sockets or () if inode in found}
+        for inode, last in self.live.items():
+            again = now.get(inode)
+            # A number that was given to another connection counts from 0 again.
+            if again is None or again.acknowledged_bytes < last.acknowledged_bytes:
+                self.retransmitted_segments += last.retransmitted_segments
+                self.acknowledged_bytes += last.acknowledged_bytes
+                self.received_bytes += last.received_bytes
+        self.live = now
+
+    def values(self) -> dict[str, float]:
+        live = self.live.values()
+        values = {
+            "connections": len(live),
+            "retransmitted_segments_total": self.retransmitted_segments
+            + sum(each.retransmitted_segments for each in live),
+            "sent_bytes_total": self.acknowledged_bytes
+            + sum(each.acknowledged_bytes for each in live),
+            "received_bytes_total": self.received_bytes + sum(each.received_bytes for each in live),
+        }
+        round_trips = [each.round_trip_seconds for each in live if each.round_trip_seconds > 0]
+        slowest = {"round_trip_max_seconds": max(round_trips)} if round_trips else {}
+        return {name: float(value) for name, value in values.items()} | slowest
+
+
+class TcpCollector(Collector):
+    name: ClassVar[str] = "tcp"
+    interval_seconds: ClassVar[float] = 10.0
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._accounts: dict[tuple[str, int, int, int], _Account] = {}
+        self._looked_ns: int | None = None
+
+    def collect(self, now_ns: int) -> Collected:
+        if self.context.procfs_root != Path("/proc"):
+            raise CollectorUnavailable("the kernel tells of this machine's connections only")
+        ranks = self.context.local_ranks()
+        if not ranks:
+            self._accounts = {}
+            return Collected()
+        try:
+            found = {each.inode: each for each in connections()}
+        except OSError as error:
+            raise CollectorUnavailable(f"no TCP diagnosis: {error}") from error
+        known = {_key(rank): self._accounts.get(_key(rank)) or _Account() for rank in ranks}
+        if known.keys() != self._accounts.keys() or self._is_time_to_look(now_ns):
+            self._looked_ns = now_ns
+            for rank in ranks:
+                known[_key(rank)].sockets = sockets_of(self.context.procfs_root, rank.pid)
+        self._accounts = known
+        return Collected(samples=self._samples(ranks, found, now_ns))
+
+    def _is_time_to_look(self, now_ns: int) -> bool:
+        return self._looked_ns is None or not 0 <= now_ns - self._looked_ns < _LOOK_AGAIN_NS
+
+    def _samples(
+        self, ranks: Sequence[LocalRank], found: dict[int, Connection], now_ns: int
+    ) -> list[Sample]:
+        samples = []
+        for rank in ranks:
+            account = self._accounts[_key(rank)]
+            account.take(found)
+            if account.sockets is None:
+                continue
+            labels = {"job": rank.job, "rank": str(rank.rank)}
+            for name, value in account.values().items():
+                samples.append(Sample(f"paceline_rank_tcp_{name}", labels, value, now_ns))
+        return samples
+
+
+def _key(rank: LocalRank) -> tuple[str, int, int, int]:
+    return rank.job, rank.generation, rank.rank, rank.pid

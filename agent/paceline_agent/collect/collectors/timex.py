@@ -1,0 +1,59 @@
+"""The node's clock: whether it is synchronised, how far off it may be, and what it counts.
+
+Names are node_exporter's. Times of different nodes are compared; a clock that nothing corrects
+drifts by seconds a day.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from paceline_agent.collect import clock_sync
+from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
+from paceline_agent.collect.kept_files import KeptFiles
+from paceline_wire.batch import Sample
+
+_OFFSET_LIMIT_SECONDS = 4.0  # the kernel keeps 0.5 s; some guests read an overflow of 2^32 ns
+
+
+class TimexCollector(Collector):
+    name: ClassVar[str] = "timex"
+    interval_seconds: ClassVar[float] = 10.0
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._files = KeptFiles(patient=True)
+        self._source = (
+            context.sysfs_root / "devices/system/clocksource/clocksource0/current_clocksource"
+        )
+
+    def collect(self, now_ns: int) -> Collected:
+        samples = []
+        source = self._files.read_text(self._source, now_ns)
+        if source:
+            samples.append(Sample("paceline_clock_source_info", {"source": source}, 1.0, now_ns))
+        if self.context.procfs_root == Path("/proc"):  # else it is another node's tree
+            values = _values()
+            samples += [Sample(name, {}, value, now_ns) for name, value in values.items()]
+        if not samples:
+            raise CollectorUnavailable("a copied tree tells nothing of the node's clock")
+        return Collected(samples=samples)
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def _values() -> dict[str, float]:
+    try:
+        clock = clock_sync.read()
+    except OSError as error:
+        raise CollectorUnavailable(f"the kernel does not tell: {error.strerror}") from error
+    values = {
+        "node_timex_sync_status": float(clock.is_synchronised),
+        "node_timex_maxerror_seconds": clock.maximum_error_seconds,
+        "node_timex_estimated_error_seconds": clock.estimated_error_seconds,
+    }
+    if abs(clock.offset_seconds) < _OFFSET_LIMIT_SECONDS:
+        values["node_timex_offset_seconds"] = clock.offset_seconds
+    return values

@@ -1,0 +1,85 @@
+"""The node's GPUs as the server is to know them, those included that the driver lists no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from paceline_agent.collect.contract import Collected
+from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo
+
+
+class Gpus:
+    """Follows what the nvml collector brings.
+
+    A GPU that the driver does not list any more (it was dropped from the bus, the driver was
+    unloaded) is lost until its UUID is listed again; while NVML as a whole hangs, all are hung.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, GpuInfo] = {}  # by UUID
+        self._unnamed: list[GpuInfo] = []  # that have not answered yet
+        self._silent: set[str] = set()  # UUIDs of those whose trouble was found here
+
+    @property
+    def all(self) -> list[GpuInfo]:
+        return sorted([*self._known.values(), *self._unnamed], key=lambda gpu: gpu.index)
+
+    def slots(self, asked: int | None) -> int:
+        """How many ranks the node can hold; `asked`: as many where nothing is in trouble."""
+        gpus = self.all
+        lost = sum(gpu.trouble is not None for gpu in gpus)
+        if asked is None:
+            return len(gpus) - lost if gpus else 1
+        spare = max(0, len(gpus) - asked)
+        return max(0, asked - max(0, lost - spare))
+
+    def learn(self, collected: Collected, time_ns: int) -> list[DeviceEvent]:
+        """What is to be told besides the collector's own events."""
+        if collected.gpus is not None:
+            return [*self._list(collected.gpus, time_ns), *self._miss(collected.gpus, time_ns)]
+        return self._hang(time_ns) if _is_quarantined(collected) else []
+
+    def _list(self, gpus: Sequence[GpuInfo], time_ns: int) -> list[DeviceEvent]:
+        events = []
+        for gpu in gpus:
+            if gpu.uuid in self._silent and gpu.trouble is None:
+                events.append(_event("gpu_back", gpu, "is listed again", time_ns))
+            self._silent.discard(gpu.uuid)
+            if gpu.uuid:
+                self._known[gpu.uuid] = gpu
+        self._unnamed = [gpu for gpu in gpus if not gpu.uuid]
+        return events
+
+    def _miss(self, gpus: Sequence[GpuInfo], time_ns: int) -> list[DeviceEvent]:
+        missing = self._known.keys() - {gpu.uuid for gpu in gpus}
+        return self._trouble(missing, "lost", "the driver does not list it any more", time_ns)
+
+    def _hang(self, time_ns: int) -> list[DeviceEvent]:
+        return self._trouble(set(self._known), "hung", "NVML does not answer", time_ns)
+
+    def _trouble(
+        self, uuids: set[str], trouble: Literal["lost", "hung"], why: str, time_ns: int
+    ) -> list[DeviceEvent]:
+        events = []
+        for uuid in sorted(uuids, key=lambda uuid: self._known[uuid].index):
+            gpu = self._known[uuid]
+            if gpu.trouble != trouble:
+                events.append(_event(f"gpu_{trouble}", gpu, why, time_ns))
+                self._known[uuid] = msgspec.structs.replace(gpu, trouble=trouble)
+            self._silent.add(uuid)
+        return events
+
+
+def _event(kind: str, gpu: GpuInfo, detail: str, time_ns: int) -> DeviceEvent:
+    return DeviceEvent(time_ns=time_ns, kind=kind, device=f"gpu{gpu.index}", detail=detail)
+
+
+def _is_quarantined(collected: Collected) -> bool:
+    return any(
+        isinstance(event, CollectorEvent) and event.collector == "nvml"
+        and event.kind == "quarantined"
+        for event in collected.events
+    )  # fmt: skip

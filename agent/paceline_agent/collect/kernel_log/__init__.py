@@ -1,0 +1,33 @@
+"""The kernel's log: its lines, what they mean, and how often each was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paceline_agent.collect.contract import Collected
+from paceline_agent.collect.kernel_log.ledger import Ledger
+from paceline_agent.collect.kernel_log.recognize import KernelEvent, Recognizer
+from paceline_agent.collect.kernel_log.records import Record, records_of
+
+_EVENTS_AT_MOST = 10_000  # of a whole log
+
+
+def parse(lines: Iterable[str], now_ns: int) -> Collected:
+    """What a whole log tells, whatever its age and form.
+
+    Events have the time their line gives, `now_ns` where it gives none that is of this clock.
+    Repeats within a minute of the log's own time are told once, with their count.
+    """
+    recognizer, ledger = Recognizer(), Ledger(events_at_most=_EVENTS_AT_MOST)
+    seconds = 0.0
+    for line in lines:
+        for record in records_of(line):
+            seconds = record.seconds or seconds
+            event = recognizer.recognize(record.message, record.times)
+            if event is not None:
+                ledger.take(event, record.wall_ns or now_ns, seconds)
+    events = ledger.events(float("inf"))
+    return Collected(samples=list(ledger.samples(now_ns)), events=[*events])
+
+
+__all__ = ["KernelEvent", "Ledger", "Recognizer", "Record", "parse", "records_of"]

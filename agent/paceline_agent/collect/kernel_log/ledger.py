@@ -1,0 +1,141 @@
+"""Counts of kernel events, and which of them are worth telling again.
+
+The first of each sort is told at once. Repeats are counted and told together, at most once a
+minute: a card that floods the log must not flood anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from paceline_agent.collect.contract import LocalRank
+from paceline_agent.collect.kernel_log.recognize import KernelEvent, pci_address
+from paceline_agent.collect.kernel_log.xids import explain
+from paceline_wire.batch import DeviceEvent, GpuInfo, Sample
+
+REPEAT_SECONDS = 60.0
+SORTS_AT_MOST = 256  # series of a node that has gone mad
+EVENTS_AT_MOST = 64  # a sweep
+OTHER = "other"
+_OF_A_PROCESS = ("oom_kill", "segfault", "memory_failure")  # each process is its own news
+
+Key = tuple[str, str, str]  # kind, code, device
+
+
+@dataclass(slots=True)
+class _Told:
+    """When a sort of event was last told, and what has come since."""
+
+    at_seconds: float | None = None
+    repeats: int = 0
+    newest: tuple[KernelEvent, int] | None = None  # with its time
+
+
+def _is_due(told: _Told, now_seconds: float) -> bool:
+    """The clock of a log that was kept over several boots goes back with each of them."""
+    return told.at_seconds is None or abs(now_seconds - told.at_seconds) >= REPEAT_SECONDS
+
+
+class Ledger:
+    """`name_of` gives a device its usual name: gpu3 for 0000:9b:00.0."""
+
+    def __init__(
+        self, name_of: Callable[[str], str] = str, *, events_at_most: int = EVENTS_AT_MOST
+    ) -> None:
+        self._name_of = name_of
+        self._events_at_most = events_at_most
+        self._counts: dict[Key, int] = {}
+        self._of_ranks: dict[tuple[str, str, str], int] = {}  # job, rank, kind
+        self._told: dict[tuple[str, ...], _Told] = {}
+        self._events: list[DeviceEvent] = []
+
+    def take(
+        self,
+        event: KernelEvent,
+        time_ns: int,
+        now_seconds: float,
+        *,
+        rank: LocalRank | None = None,
+        alert: bool = True,
+    ) -> None:
+        """Count one; without `alert` (an old message) no more than that."""
+        key = (event.kind, event.code, event.device)
+        if key not in self._counts and len(self._counts) >= SORTS_AT_MOST:
+            key = (event.kind, OTHER, OTHER)
+        self._counts[key] = self._counts.get(key, 0) + event.count
+        if rank is not None:
+            of_rank = (rank.job, str(rank.rank), event.kind)
+            if of_rank in self._of_ranks or len(self._of_ranks) < SORTS_AT_MOST:
+                self._of_ranks[of_rank] = self._of_ranks.get(of_rank, 0) + event.count
+        if alert:
+            self._tell(key, event, time_ns, now_seconds, rank)
+
+    def _tell(
+        self, key: Key, event: KernelEvent, time_ns: int, now: float, rank: LocalRank | None
+    ) -> None:
+        sort: tuple[str, ...] = key
+        if event.kind in _OF_A_PROCESS:
+            sort = (*key, str(event.pid))
+        if sort not in self._told and len(self._told) >= SORTS_AT_MOST:
+            self._told.pop(next(iter(self._told)))
+        told = self._told.setdefault(sort, _Told())
+        if not _is_due(told, now) or len(self._events) >= self._events_at_most:
+            told.repeats += event.count
+            told.newest = (event, time_ns)
+            return
+        self._say(told, event, time_ns, now, told.repeats, rank)
+
+    def _say(
+        self,
+        told: _Told,
+        event: KernelEvent,
+        time_ns: int,
+        now: float,
+        repeats: int,
+        rank: LocalRank | None = None,
+    ) -> None:
+        whose = "" if rank is None else f" [rank {rank.rank} of {rank.job}]"
+        more = f" ({repeats} more since it was last told)" if repeats else ""
+        told.at_seconds, told.repeats, told.newest = now, 0, None
+        self._events.append(
+            DeviceEvent(
+                time_ns=time_ns,
+                kind=event.kind,
+                device=self._name_of(event.device),
+                detail=f"{event.severity}: {event.detail}{whose}{more}",
+            )
+        )
+
+    def events(self, now_seconds: float) -> list[DeviceEvent]:
+        """What is to be told now; repeats that have waited long enough with it."""
+        for told in self._told.values():
+            if told.newest is None or len(self._events) >= self._events_at_most:
+                continue
+            if _is_due(told, now_seconds):
+                event, time_ns = told.newest
+                self._say(told, event, time_ns, now_seconds, told.repeats - event.count)
+        events, self._events = self._events, []
+        return events
+
+    def samples(self, now_ns: int, gpus: Sequence[GpuInfo] = ()) -> Iterator[Sample]:
+        known = {pci_address(gpu.pci_bus_id) for gpu in gpus}
+        for (kind, code, device), count in self._counts.items():
+            labels = {"kind": kind, "code": code, "device": self._name_of(device)}
+            yield Sample("paceline_kernel_events_total", labels, float(count), now_ns)
+            if _is_xid(kind, code) and device not in known:
+                # NVML counts those of the GPUs it sees; of one it does not, nobody else tells
+                address = {"pci_bus_id": f"0000{device.upper()}", "xid": code}
+                yield Sample("DCGM_EXP_XID_ERRORS_COUNT", address, float(count), now_ns)
+        for number in sorted({int(code) for kind, code, _ in self._counts if _is_xid(kind, code)}):
+            xid = explain(number)
+            told = {"xid": str(number), "meaning": xid.meaning, "severity": xid.severity}
+            told |= {"action": xid.action, "advice": xid.advice}
+            yield Sample("paceline_kernel_xid_info", told, 1.0, now_ns)
+        for (job, rank, kind), count in self._of_ranks.items():
+            labels = {"job": job, "rank": rank, "kind": kind}
+            yield Sample("paceline_rank_kernel_events_total", labels, float(count), now_ns)
+
+
+def _is_xid(kind: str, code: str) -> bool:
+    return kind == "xid" and code != OTHER

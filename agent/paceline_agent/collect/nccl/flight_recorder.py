@@ -1,0 +1,158 @@
+"""Dumps of PyTorch's Flight Recorder: where a rank writes them, and how to have it write one.
+
+PyTorch writes one by itself when a collective times out, and whenever something comes through the
+pipe that TORCH_NCCL_DEBUG_INFO_PIPE_FILE names: a thread of it looks there once a second. A dump is
+a pickle: it is never loaded here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline_agent.collect.nccl.process import NcclProcess
+from paceline_wire import dumps
+
+# torch/csrc/distributed/c10d: FlightRecorder, NCCLUtils and HeartbeatMonitor; newest name first
+_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_PIPES = ("TORCH_FR_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
+_OLD_DEFAULT = "/tmp/nccl_trace_rank_"  # until PyTorch 2.7
+_NEW_DEFAULT = "torch/comm_lib_trace_rank_"  # below the cache directory
+
+DUMP_SECONDS = 3.0  # a second until it looks, and a large ring takes a while to write
+_LOOK_SECONDS = 0.1
+_HOW = (
+    "set TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DEBUG_INFO_PIPE_FILE=/tmp/paceline_fr_ "
+    "for the ranks"
+)
+
+
+class DumpError(Exception):
+    """Why there is no dump, in one sentence."""
+
+
+class NoAnswerError(DumpError):
+    """The rank was told to write one, and did not."""
+
+
+def dump_names(environment: Mapping[str, str], rank: int) -> list[str]:
+    """Where it may write: one place if it was told, else those of all versions of PyTorch."""
+    for name in _PREFIXES:
+        if prefix := environment.get(name):
+            return [f"{prefix}{rank}"]
+    cache = environment.get("XDG_CACHE_HOME") or f"{environment.get('HOME', '/tmp')}/.cache"
+    return [f"{cache}/{_NEW_DEFAULT}{rank}", f"{_OLD_DEFAULT}{rank}"]
+
+
+class DumpWatch:
+    """Tells of a file once it is written whole, that is unchanged between two looks.
+
+    One that is there at the first look is another run's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._told = self._seen = _look(path)
+
+    def new_bytes(self) -> int | None:
+        """Its size, if it is new since it was last told of."""
+        before, self._seen = self._seen, _look(self.path)
+        if self._seen is None or self._seen != before or self._seen == self._told:
+            return None
+        self._told = self._seen
+        return self._seen[0] or None
+
+
+@dataclass(frozen=True, slots=True)
+class TakenDump:
+    content: bytes  # as `dumps.pack` packs it
+    written_ns: int  # CLOCK_REALTIME
+
+
+async def take(process: NcclProcess, rank: int) -> TakenDump:
+    """Have a rank write its dump, and read it; without a pipe, one it wrote since its start.
+
+    Raises DumpError.
+    """
+    named = dump_names(process.environment, rank)
+    paths = [path for name in named if (path := process.seen_from_here(name)) is not None]
+    pipe = _pipe(process, rank)
+    if pipe is None:
+        return _newest(process, paths)
+    watches = [DumpWatch(path) for path in paths]
+    _knock(pipe, process.user)
+    deadline = time.monotonic() + DUMP_SECONDS
+    while time.monotonic() < deadline:
+        await asyncio.sleep(_LOOK_SECONDS)
+        for watch in watches:
+            if watch.new_bytes() is not None:
+                return await asyncio.to_thread(_read, watch.path, process.user)
+    raise NoAnswerError(
+        f"rank {rank} was told to write its Flight Recorder dump and did not within "
+        f"{DUMP_SECONDS:.0f} s"
+    )
+
+
+def _pipe(process: NcclProcess, rank: int) -> Path | None:
+    for name in _PIPES:
+        if stem := process.environment.get(name):
+            return process.seen_from_here(f"{stem}{rank}.pipe")
+    return None
+
+
+def _knock(pipe: Path, user: int) -> None:
+    try:
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        nobody = error.errno in (errno.ENXIO, errno.ENOENT)
+        why = "nobody reads it: is the Flight Recorder on?" if nobody else error.strerror
+        raise DumpError(f"the pipe {pipe.name} cannot be used ({why}); {_HOW}") from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISFIFO(found.st_mode) or found.st_uid != user:
+            raise DumpError(f"{pipe.name} is no pipe of that rank")
+        os.write(descriptor, b"1")
+    except BlockingIOError:
+        pass  # full: it was told often enough
+    finally:
+        os.close(descriptor)
+
+
+def _newest(process: NcclProcess, paths: list[Path]) -> TakenDump:
+    written = {path: found[1] for path in paths if (found := _look(path)) is not None}
+    newest = max(written, key=written.__getitem__, default=None)
+    if newest is None or written[newest] < process.started_ns:
+        raise DumpError(f"its environment offers none: {_HOW}")
+    return _read(newest, process.user)
+
+
+def _read(path: Path, user: int) -> TakenDump:
+    """Only a file of the rank's own user: the agent may be allowed to read more than that one."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise DumpError(f"its dump {path.name} cannot be read: {error.strerror}") from error
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != user:
+            raise DumpError(f"{path.name} is no dump of that rank")
+        if found.st_size > dumps.MAXIMUM_FILE_BYTES:
+            raise DumpError(f"its dump has {found.st_size} bytes, which is too many to send")
+        packed = dumps.pack(file.read(dumps.MAXIMUM_FILE_BYTES))
+    if len(packed) > dumps.MAXIMUM_PACKED_BYTES:
+        raise DumpError(f"its dump has {len(packed)} bytes packed, which is too many to send")
+    return TakenDump(packed, found.st_mtime_ns)
+
+
+def _look(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns

@@ -1,0 +1,133 @@
+"""What /proc tells of a process that uses NCCL: its settings, its library, where it writes."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline_agent.collect.kept_files import read_once, read_text_once
+from paceline_agent.collect.processes import namespace_pids, started_ns
+
+_SETTINGS = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "UCX_", "FI_EFA_")
+_OTHERS = ("SLURM_JOBID", "HOME", "XDG_CACHE_HOME")
+_SETTINGS_AT_MOST = 64
+_VALUE_CHARACTERS = 128
+_ENVIRON_BYTES = 1 << 20
+_LIBRARY = re.compile(r"(/\S*/libnccl\.so\S*)(?: \(deleted\))?$", re.MULTILINE)
+_VERSION = re.compile(r"(?:libnccl\.so\.|nvidia_nccl_cu\d+-)(\d+\.\d+\.\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class NcclProcess:
+    """`version`: of the library's file; None where its name does not tell."""
+
+    environment: Mapping[str, str]  # what concerns NCCL, and where it writes
+    pids: frozenset[int]  # as this and the namespaces within number it
+    version: str | None
+    root: Path  # of its file system, as we see it
+    directory: Path | None  # its working directory
+    user: int = 0
+    started_ns: int = 0  # CLOCK_REALTIME
+
+    @property
+    def settings(self) -> dict[str, str]:
+        named = {
+            name: value[:_VALUE_CHARACTERS]
+            for name, value in sorted(self.environment.items())
+            if name.startswith(_SETTINGS)
+        }
+        return dict(list(named.items())[:_SETTINGS_AT_MOST])
+
+    @property
+    def inspector_directory(self) -> Path | None:
+        """As the Inspector's genDumpDir chooses it."""
+        if self.environment.get("NCCL_INSPECTOR_ENABLE", "0") == "0":
+            return None
+        named = self.environment.get("NCCL_INSPECTOR_DUMP_DIR")
+        job = self.environment.get("SLURM_JOBID", "unknown-jobid")
+        return self.seen_from_here(named or f"nccl-inspector-{job}")
+
+    @property
+    def debug_file(self) -> Path | None:
+        """NCCL_DEBUG_FILE with its %h and %p filled in."""
+        named = self.environment.get("NCCL_DEBUG_FILE")
+        if not named:
+            return None
+        for pid in sorted(self.pids):
+            path = self.seen_from_here(named.replace("%p", str(pid)))
+            if path is None:
+                continue
+            if "%h" not in path.name:
+                return path
+            found = glob.glob(path.name.replace("%h", "*"), root_dir=path.parent)
+            if found:
+                return path.parent / min(found)
+        return None
+
+    @property
+    def debugs(self) -> bool:
+        return self.environment.get("NCCL_DEBUG", "").upper() in (
+            "VERSION",
+            "WARN",
+            "INFO",
+            "TRACE",
+        )
+
+    def seen_from_here(self, named: str) -> Path | None:
+        """A path as the process names it; None for a relative one if its directory is unknown."""
+        path = Path(named)
+        if path.is_absolute():
+            return self.root / path.relative_to("/")
+        return None if self.directory is None else self.directory / path
+
+
+def read_process(procfs_root: Path, pid: int) -> NcclProcess | None:
+    """None if it is gone or not ours to read."""
+    directory = procfs_root / str(pid)
+    try:
+        content = read_once(directory / "environ", _ENVIRON_BYTES)
+        user = os.stat(directory / "environ").st_uid
+    except OSError:
+        return None
+    pairs = (entry.partition("=") for entry in content.decode(errors="replace").split("\0"))
+    environment = {
+        name: value for name, _, value in pairs if name.startswith(_SETTINGS) or name in _OTHERS
+    }
+    root = directory / "root"
+    if not os.path.exists(root):  # also where it may not be looked at
+        root = Path("/")
+    working = directory / "cwd"
+    return NcclProcess(
+        environment=environment,
+        pids=frozenset({pid, *namespace_pids(procfs_root, pid)}),
+        version=library_version(directory, root),
+        root=root,
+        directory=working if os.path.exists(working) else None,
+        user=user,
+        started_ns=started_ns(procfs_root, pid) or 0,
+    )
+
+
+def library_version(directory: Path, root: Path) -> str | None:
+    """From the name of the mapped file, or of the wheel it came in: nothing is opened or run."""
+    try:
+        maps = read_text_once(directory / "maps")
+    except OSError:
+        return None
+    found = _LIBRARY.search(maps)
+    if found is None:
+        return None
+    path = root / found[1].lstrip("/")
+    named = _VERSION.search(found[1])
+    if named is not None:
+        return named[1]
+    if len(path.parents) < 4:
+        return None
+    for wheel in sorted(glob.glob("nvidia_nccl_cu*.dist-info", root_dir=path.parents[3])):
+        if named := _VERSION.search(wheel):
+            return named[1]
+    return None

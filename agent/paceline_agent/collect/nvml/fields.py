@@ -1,0 +1,129 @@
+"""Field values: many numbers of a GPU for one call of the driver.
+
+Each field of a batch has a result of its own: one that is not supported is left out of the next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from paceline_agent.collect.nvml.driver import GONE, field_values, pynvml
+
+ALL_LINKS = 0xFFFFFFFF  # nvml.h: a scope of UINT_MAX sums over the links
+# nvmlFieldValue_t: field, scope, timestamp, latency, type, result, value. Unpacked at once, for
+# each look at an attribute of pynvml's structures costs as much as the driver's answer.
+_VALUE = struct.Struct("=IIqqIi8s")
+_TYPES = tuple(struct.Struct(code) for code in ("=d", "=I", "=Q", "=Q", "=q", "=i", "=H"))
+_NO_VALUE = b"\xff" * 8  # nvml.h, NVML_VALUE_NOT_AVAILABLE
+_UNSIGNED = (2, 3)
+_NOTHING = (0, 0, 0, 0, bytes(8))  # of all but field and scope
+_PERMANENT = frozenset({2, 3, 4, 13, 25, 26})  # nvmlReturn_t of driver.UNSUPPORTED
+
+
+class FieldRow(NamedTuple):
+    """A field of nvml.h (NVML_FI_DEV_*) and what it is here."""
+
+    name: str
+    field: int
+    scale: float = 1.0  # what one of the driver's unit is in ours
+    scope: int = 0
+    extra: tuple[tuple[str, str], ...] | None = None
+
+
+class Answer(NamedTuple):
+    name: str
+    number: float
+    extra: tuple[tuple[str, str], ...] | None
+    scope: int
+    time_us: int  # CLOCK_REALTIME of the driver's reading; 0: not told
+
+
+class Fields:
+    """A batch of fields of one GPU."""
+
+    def __init__(self, rows: Sequence[FieldRow]) -> None:
+        self._all = tuple(rows)
+        self.reset()
+
+    def reset(self) -> None:
+        self._keep(self._all)
+
+    def _keep(self, rows: Sequence[FieldRow]) -> None:
+        self._rows = rows
+        self._asked = b"".join(_VALUE.pack(row.field, row.scope, *_NOTHING) for row in rows)
+        self._told = ctypes.create_string_buffer(self._asked, len(self._asked))
+
+    def __call__(self, handle: Any) -> list[Answer]:
+        if not self._rows:
+            return []
+        self._told.raw = self._asked
+        field_values(handle, len(self._rows), self._told)
+        answers, kept, failed = [], [], None
+        told = _VALUE.iter_unpack(self._told)
+        for row, (_, _, time_us, _, kind, result, content) in zip(self._rows, told, strict=True):
+            if result == 0:
+                if content != _NO_VALUE or kind not in _UNSIGNED:
+                    name, _, scale, scope, extra = row
+                    (number,) = _TYPES[kind].unpack_from(content)
+                    answers.append(Answer(name, number * scale, extra, scope, time_us))
+            elif result not in _PERMANENT:
+                failed = pynvml.NVMLError(result)
+                if isinstance(failed, GONE):
+                    raise failed
+            if result not in _PERMANENT:
+                kept.append(row)
+        if len(kept) < len(self._rows):
+            self._keep(kept)
+        if failed is not None and not answers:
+            raise failed
+        return answers
+
+
+def _throttled(reason: str) -> str:
+    return f"DCGM_FI_DEV_CLOCKS_EVENT_REASON_{reason}_NS"
+
+
+FAST: tuple[FieldRow, ...] = (
+    FieldRow("DCGM_FI_DEV_ECC_SBE_VOL_TOTAL", 3),
+    FieldRow("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 4),
+    FieldRow("DCGM_FI_DEV_POWER_VIOLATION", 74),
+    FieldRow("DCGM_FI_DEV_THERMAL_VIOLATION", 75),
+    FieldRow("DCGM_FI_DEV_SYNC_BOOST_VIOLATION", 76),
+    FieldRow("DCGM_FI_DEV_MEMORY_TEMP", 82),
+    FieldRow("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", 83),
+    FieldRow("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", 94),
+    FieldRow("DCGM_FI_DEV_POWER_USAGE_INSTANT", 186, 0.001),
+    FieldRow("paceline_gpu_pcie_transmitted_bytes_total", 197),
+    FieldRow("paceline_gpu_pcie_received_bytes_total", 198),
+    FieldRow(_throttled("SW_THERM_SLOWDOWN"), 269),
+    FieldRow(_throttled("HW_THERM_SLOWDOWN"), 270),
+    FieldRow(_throttled("HW_POWER_BRAKE_SLOWDOWN"), 271),
+)
+
+_MARGIN = "paceline_gpu_temperature_threshold_margin_celsius"  # of DCGM_FI_DEV_GPU_TEMP_LIMIT
+
+SLOW: tuple[FieldRow, ...] = (
+    FieldRow("DCGM_FI_DEV_ECC_CURRENT", 1),
+    FieldRow("DCGM_FI_DEV_ECC_PENDING", 2),
+    FieldRow("DCGM_FI_DEV_ECC_SBE_AGG_TOTAL", 5),
+    FieldRow("DCGM_FI_DEV_ECC_DBE_AGG_TOTAL", 6),
+    FieldRow("DCGM_FI_DEV_RETIRED_SBE", 29),
+    FieldRow("DCGM_FI_DEV_RETIRED_DBE", 30),
+    FieldRow("DCGM_FI_DEV_RETIRED_PENDING", 31),
+    FieldRow("DCGM_FI_DEV_BOARD_LIMIT_VIOLATION", 77),
+    FieldRow("DCGM_FI_DEV_LOW_UTIL_VIOLATION", 78),
+    FieldRow("DCGM_FI_DEV_RELIABILITY_VIOLATION", 79),
+    FieldRow("DCGM_FI_DEV_TOTAL_APP_CLOCKS_VIOLATION", 80),
+    FieldRow("DCGM_FI_DEV_TOTAL_BASE_CLOCKS_VIOLATION", 81),
+    FieldRow("DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS", 142),
+    FieldRow("DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS", 143),
+    FieldRow("DCGM_FI_DEV_ROW_REMAP_PENDING", 144),
+    FieldRow("DCGM_FI_DEV_ROW_REMAP_FAILURE", 145),
+    FieldRow(_MARGIN, 193, extra=(("threshold", "shutdown"),)),
+    FieldRow(_MARGIN, 194, extra=(("threshold", "slowdown"),)),
+    FieldRow(_MARGIN, 195, extra=(("threshold", "memory_maximum"),)),
+    FieldRow(_MARGIN, 196, extra=(("threshold", "maximum"),)),
+)

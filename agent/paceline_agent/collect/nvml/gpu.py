@@ -1,0 +1,122 @@
+"""One GPU and what has been learnt of it: its labels, and the calls it does not support."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from paceline_agent.collect.blocks import Block, Recurring
+from paceline_agent.collect.nvml.driver import GONE, UNSUPPORTED, pynvml
+from paceline_agent.collect.nvml.fields import Answer, Fields
+from paceline_wire.batch import DeviceEvent, GpuInfo
+
+
+class Value(NamedTuple):
+    """One number. `extra` are labels beside the GPU's index and UUID; None: all of its labels."""
+
+    name: str
+    number: float
+    extra: tuple[tuple[str, str], ...] | None = None
+
+
+Trouble = Literal["lost", "hung"]
+Reading = Callable[[Any], Iterable[Value]]
+
+
+@dataclass(slots=True, eq=False)
+class Gpu:
+    """Without a handle it could not even be identified.
+
+    Used by one thread at a time: the one that reads it, which on a sick GPU may never come back.
+    """
+
+    index: int
+    fast_fields: Fields
+    slow_fields: Fields
+    handle: Any = None
+    info: GpuInfo | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+    refused: set[object] = field(default_factory=set)  # calls it does not support
+    links: Any = None  # links.Links, once it was asked for them
+    activity: Any = None  # activity.Activity, likewise
+    mig_mode: int | None = None
+    is_ours: bool = True  # False: this container may not use it
+    trouble: Trouble | None = None  # said once, until it answers again
+    troubled_ns: int = 0  # when `trouble` last changed
+    answered: bool = False  # anything since `begin`
+    last_error: Exception | None = None
+    last_xid: int | None = None
+    xid_counts: dict[int, int] = field(default_factory=dict)
+    rank_bytes: dict[int, int] = field(default_factory=dict)  # memory that ranks use, by their pid
+    recurring: Recurring = field(default_factory=Recurring)  # of each sweep
+    lasting: Recurring = field(default_factory=Recurring)
+
+    def name(self, info: GpuInfo, hostname: str) -> None:
+        if self.info is not None and self.info.uuid != info.uuid:  # numbered anew
+            self.trouble = None
+            self.last_xid = None
+            self.xid_counts.clear()
+        self.info = info
+        self.labels = {
+            "gpu": str(info.index),
+            "UUID": info.uuid,
+            "pci_bus_id": info.pci_bus_id,
+            "device": f"nvidia{info.index}",
+            "modelName": info.name,
+            "Hostname": hostname,
+        }
+
+    def begin(self) -> None:
+        self.answered = False
+        self.last_error = None
+
+    def ask(self, call: Callable[[Any], Any]) -> Any:
+        """The answer, or None: not supported (never asked again), or not this time.
+
+        Raises NVMLError where the GPU as a whole does not answer.
+        """
+        if call in self.refused:
+            return None
+        try:
+            answer = call(self.handle)
+        except UNSUPPORTED:
+            self.refused.add(call)
+            self.answered = True
+            return None
+        except GONE:
+            raise
+        except pynvml.NVMLError as error:
+            self.last_error = error
+            return None
+        self.answered = True
+        return answer
+
+    def read(self, readings: Iterable[Reading]) -> Iterable[Value]:
+        for reading in readings:
+            yield from self.ask(reading) or ()
+
+    def forget_refusals(self) -> None:
+        """A driver that was reloaded, or a change of MIG mode, may have made more possible."""
+        self.refused.clear()
+        self.fast_fields.reset()
+        self.slow_fields.reset()
+        self.links = None
+        self.activity = None
+
+    def block(self, recurring: Recurring, values: Sequence[Value | Answer], now_ns: int) -> Block:
+        names, extras = [value[0] for value in values], [value[2] for value in values]
+        return recurring.block(
+            (names, extras, self.labels),
+            lambda: list(zip(names, map(self._with, extras), strict=True)),
+            [float(value[1]) for value in values],
+            now_ns,
+        )
+
+    def _with(self, extra: tuple[tuple[str, str], ...] | None) -> dict[str, str]:
+        if extra is None:
+            return self.labels
+        return {"gpu": self.labels["gpu"], "UUID": self.labels["UUID"], **dict(extra)}
+
+    def event(self, kind: str, detail: str, now_ns: int) -> DeviceEvent:
+        return DeviceEvent(time_ns=now_ns, kind=kind, device=f"gpu{self.index}", detail=detail)

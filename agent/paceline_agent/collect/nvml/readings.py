@@ -1,0 +1,176 @@
+"""The calls made of a whole GPU: what each sweep asks, and what hardly ever changes.
+
+Names are dcgm-exporter's where it has one. Numbers of clocks, thresholds and reasons: nvml.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from paceline_agent.collect.nvml.driver import function, pynvml
+from paceline_agent.collect.nvml.gpu import Reading, Value
+
+_MEBIBYTE = 1 << 20
+
+THROTTLE_REASONS = {  # nvmlClocksEventReason*
+    "gpu_idle": 0x1,
+    "applications_clocks": 0x2,
+    "sw_power_cap": 0x4,
+    "hw_slowdown": 0x8,
+    "sync_boost": 0x10,
+    "sw_thermal_slowdown": 0x20,
+    "hw_thermal_slowdown": 0x40,
+    "hw_power_brake": 0x80,
+    "display_clocks": 0x100,
+}
+_REASONS = [(bit, (("reason", reason),)) for reason, bit in THROTTLE_REASONS.items()]
+
+
+def _number(*names: str, of: str, arguments: tuple[int, ...] = (), scale: float = 1.0) -> Reading:
+    """A call that answers with one number, told under one or more names."""
+
+    def read(handle: Any) -> Iterable[Value]:
+        number = function(of)(handle, *arguments) * scale
+        return [Value(name, number) for name in names]
+
+    return read
+
+
+def _utilization(handle: Any) -> Iterable[Value]:
+    rates = pynvml.nvmlDeviceGetUtilizationRates(handle)
+    return (
+        Value("DCGM_FI_DEV_GPU_UTIL", rates.gpu),
+        Value("DCGM_FI_DEV_MEM_COPY_UTIL", rates.memory),
+    )
+
+
+def _encoder(handle: Any) -> Iterable[Value]:
+    return (Value("DCGM_FI_DEV_ENC_UTIL", pynvml.nvmlDeviceGetEncoderUtilization(handle)[0]),)
+
+
+def _decoder(handle: Any) -> Iterable[Value]:
+    return (Value("DCGM_FI_DEV_DEC_UTIL", pynvml.nvmlDeviceGetDecoderUtilization(handle)[0]),)
+
+
+def memory(handle: Any, extra: tuple[tuple[str, str], ...] | None = None) -> Iterable[Value]:
+    """Drivers before 510 count what they reserve as used."""
+    try:
+        told = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
+    except pynvml.NVMLError_FunctionNotFound:
+        told = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    sizes = {"TOTAL": told.total, "USED": told.used, "FREE": told.free}
+    reserved = getattr(told, "reserved", None)
+    if reserved is not None:
+        sizes["RESERVED"] = reserved
+    return [
+        Value(f"DCGM_FI_DEV_FB_{what}", size / _MEBIBYTE, extra) for what, size in sizes.items()
+    ]
+
+
+def _temperature(handle: Any) -> Iterable[Value]:
+    """The older call first: the newer one came with driver 560, and CUDA 14 drops the older."""
+    try:
+        celsius = function("nvmlDeviceGetTemperature")(handle, 0)
+    except pynvml.NVMLError_FunctionNotFound:
+        celsius = function("nvmlDeviceGetTemperatureV")(handle, 0)
+    return (Value("DCGM_FI_DEV_GPU_TEMP", celsius),)
+
+
+def _throttle_reasons(handle: Any) -> Iterable[Value]:
+    try:
+        reasons = function("nvmlDeviceGetCurrentClocksEventReasons")(handle)
+    except pynvml.NVMLError_FunctionNotFound:  # drivers before 535 know it by its old name
+        reasons = function("nvmlDeviceGetCurrentClocksThrottleReasons")(handle)
+    flags = [
+        Value("paceline_gpu_throttle_reason", 1.0 if reasons & bit else 0.0, extra)
+        for bit, extra in _REASONS
+    ]
+    return [Value("DCGM_FI_DEV_CLOCKS_EVENT_REASONS", reasons), *flags]
+
+
+def _power_limits(handle: Any) -> Iterable[Value]:
+    least, most = pynvml.nvmlDeviceGetPowerManagementLimitConstraints(handle)
+    return (
+        Value("DCGM_FI_DEV_POWER_MGMT_LIMIT_MIN", least / 1000),
+        Value("DCGM_FI_DEV_POWER_MGMT_LIMIT_MAX", most / 1000),
+    )
+
+
+def _pcie_throughput(handle: Any) -> Iterable[Value]:
+    """The driver samples each for 20 ms: not for every sweep."""
+    return (
+        Value("DCGM_FI_DEV_PCIE_TX_THROUGHPUT", pynvml.nvmlDeviceGetPcieThroughput(handle, 0)),
+        Value("DCGM_FI_DEV_PCIE_RX_THROUGHPUT", pynvml.nvmlDeviceGetPcieThroughput(handle, 1)),
+    )
+
+
+def _vbios(handle: Any) -> Iterable[Value]:
+    version = pynvml.nvmlDeviceGetVbiosVersion(handle)
+    return (Value("paceline_gpu_info", 1.0, (("vbios_version", version),)),)
+
+
+EACH_SWEEP: tuple[Reading, ...] = (
+    _utilization,
+    memory,
+    _number("DCGM_FI_DEV_SM_CLOCK", of="nvmlDeviceGetClockInfo", arguments=(1,)),
+    _number("DCGM_FI_DEV_MEM_CLOCK", of="nvmlDeviceGetClockInfo", arguments=(2,)),
+    _number("DCGM_FI_DEV_POWER_USAGE", of="nvmlDeviceGetPowerUsage", scale=0.001),
+    _temperature,
+    _throttle_reasons,
+)
+
+SELDOM: tuple[Reading, ...] = (
+    _encoder,
+    _decoder,
+    _number("DCGM_FI_DEV_VIDEO_CLOCK", of="nvmlDeviceGetClockInfo", arguments=(3,)),
+    _number("DCGM_FI_DEV_GPU_TEMP_LIMIT", of="nvmlDeviceGetMarginTemperature"),
+    _number(
+        "paceline_gpu_pcie_generation",
+        "DCGM_FI_DEV_PCIE_LINK_GEN",
+        of="nvmlDeviceGetCurrPcieLinkGeneration",
+    ),
+    _number(
+        "paceline_gpu_pcie_width",
+        "DCGM_FI_DEV_PCIE_LINK_WIDTH",
+        of="nvmlDeviceGetCurrPcieLinkWidth",
+    ),
+    _number(
+        "paceline_gpu_sm_clock_max_mhz",
+        "DCGM_FI_DEV_MAX_SM_CLOCK",
+        of="nvmlDeviceGetMaxClockInfo",
+        arguments=(1,),
+    ),
+    _number(
+        "paceline_gpu_memory_clock_max_mhz",
+        "DCGM_FI_DEV_MAX_MEM_CLOCK",
+        of="nvmlDeviceGetMaxClockInfo",
+        arguments=(2,),
+    ),
+    _number("DCGM_FI_DEV_MAX_VIDEO_CLOCK", of="nvmlDeviceGetMaxClockInfo", arguments=(3,)),
+    _number(
+        "paceline_gpu_pcie_generation_max",
+        "DCGM_FI_DEV_PCIE_MAX_LINK_GEN",
+        of="nvmlDeviceGetMaxPcieLinkGeneration",
+    ),
+    _number(
+        "paceline_gpu_pcie_width_max",
+        "DCGM_FI_DEV_PCIE_MAX_LINK_WIDTH",
+        of="nvmlDeviceGetMaxPcieLinkWidth",
+    ),
+    _number("DCGM_FI_DEV_ENFORCED_POWER_LIMIT", of="nvmlDeviceGetEnforcedPowerLimit", scale=0.001),
+    _number("DCGM_FI_DEV_POWER_MGMT_LIMIT", of="nvmlDeviceGetPowerManagementLimit", scale=0.001),
+    _number(
+        "DCGM_FI_DEV_POWER_MGMT_LIMIT_DEF",
+        of="nvmlDeviceGetPowerManagementDefaultLimit",
+        scale=0.001,
+    ),
+    _power_limits,
+    _number("DCGM_FI_DEV_SHUTDOWN_TEMP", of="nvmlDeviceGetTemperatureThreshold", arguments=(0,)),
+    _number("DCGM_FI_DEV_SLOWDOWN_TEMP", of="nvmlDeviceGetTemperatureThreshold", arguments=(1,)),
+    _number("DCGM_FI_DEV_MEM_MAX_OP_TEMP", of="nvmlDeviceGetTemperatureThreshold", arguments=(2,)),
+    _number("DCGM_FI_DEV_GPU_MAX_OP_TEMP", of="nvmlDeviceGetTemperatureThreshold", arguments=(3,)),
+    _number("DCGM_FI_DEV_PERSISTENCE_MODE", of="nvmlDeviceGetPersistenceMode"),
+    _pcie_throughput,
+    _vbios,
+)

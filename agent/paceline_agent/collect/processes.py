@@ -1,0 +1,82 @@
+"""What /proc says of one process. The root is given: tests freeze it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from paceline_agent.collect.kept_files import entries, inode_of, read_once, read_text_once
+
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStatus:
+    state: str  # R S D T Z ...
+    cpu_seconds: float
+
+
+def process_status(procfs_root: Path, pid: int) -> ProcessStatus | None:
+    """None if it is gone."""
+    try:
+        content = read_once(procfs_root / str(pid) / "stat")
+        fields = content[content.rindex(b")") + 2 :].split()
+        ticks = int(fields[11]) + int(fields[12])
+    except (OSError, ValueError, IndexError):
+        return None
+    return ProcessStatus(fields[0].decode(), ticks / _TICKS_PER_SECOND)
+
+
+def namespace_pids(procfs_root: Path, pid: int) -> list[int]:
+    """What a process is numbered here, and then in each PID namespace within; one if unknown."""
+    try:
+        status = read_text_once(procfs_root / str(pid) / "status")
+    except OSError:
+        return [pid]
+    for line in status.splitlines():
+        if line.startswith("NSpid:"):
+            return [int(word) for word in line.split()[1:] if word.isdecimal()] or [pid]
+    return [pid]
+
+
+def process_that_maps(procfs_root: Path, mapped: os.stat_result, pid: int) -> int:
+    """As this node counts: a process in a container says its pid as the container counts.
+
+    `pid` itself where no process of that number is seen to map the file.
+    """
+    device = f"{os.major(mapped.st_dev):02x}:{os.minor(mapped.st_dev):02x}"
+    place = f" {device} {mapped.st_ino} ".encode()
+    for candidate in chain([pid], _numbered(procfs_root, pid)):
+        with contextlib.suppress(OSError):
+            if place in read_once(procfs_root / str(candidate) / "maps"):
+                return candidate
+    return pid
+
+
+def _numbered(procfs_root: Path, pid: int) -> Iterator[int]:
+    """Those that have this number in a PID namespace other than ours: on many nodes there is none.
+
+    Of whom we may not know the namespace, we may not read the maps either.
+    """
+    ours = inode_of(procfs_root / "self/ns/pid")
+    for name in filter(str.isdecimal, entries(procfs_root)):
+        if inode_of(f"{procfs_root}/{name}/ns/pid") in (ours, None):
+            continue
+        if namespace_pids(procfs_root, int(name))[-1] == pid:
+            yield int(name)
+
+
+def started_ns(procfs_root: Path, pid: int) -> int | None:
+    """When it was started, by CLOCK_REALTIME as it is set now; None if it is gone."""
+    try:
+        content = read_once(procfs_root / str(pid) / "stat")
+        ticks = int(content[content.rindex(b")") + 2 :].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+    up_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // _TICKS_PER_SECOND
+    return time.time_ns() - up_ns

@@ -1,0 +1,56 @@
+"""`paceline agent --check`: what this agent can and cannot see here, and what would enable it.
+
+Nothing is made, started or changed. Files that cannot be read are tried once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from paceline_agent.collect import frozen_tree as frozen
+from paceline_agent.collect.collectors import discover
+from paceline_agent.collect.contract import Context
+from paceline_agent.expose import once, standard_output
+from paceline_agent.expose.check import devices, node, privileges
+from paceline_agent.expose.check.report import Row, as_json, as_table, status
+from paceline_agent.expose.once import Outcome
+from paceline_agent.settings import AgentSettings
+
+_WITH_OWN_ROWS = {"nvml", "rdma", "kmsg", "timex"}
+
+
+def run(settings: AgentSettings, *, json: bool) -> int:
+    """Print the table; 1 if something is missing that the agent cannot work without.
+
+    Raises OutputError.
+    """
+    with frozen.sysfs_of(settings.sysfs_root) as sysfs_root:
+        context = once.context_of(settings, sysfs_root)
+        outcomes = asyncio.run(once.sweep(discover(), context))
+        rows = [
+            msgspec.structs.replace(
+                row, evidence=row.evidence.replace(str(sysfs_root), str(settings.sysfs_root))
+            )
+            for row in check(settings, context, outcomes)
+        ]
+    standard_output.write((as_json(rows) if json else as_table(rows)) + "\n")
+    return status(rows)
+
+
+def check(settings: AgentSettings, context: Context, outcomes: Sequence[Outcome]) -> Iterator[Row]:
+    found = {outcome.collector: outcome for outcome in outcomes}
+    yield from devices.gpus(found["nvml"])
+    yield from devices.rdma(context)
+    yield devices.kernel_log(found["kmsg"], settings.kmsg_path)
+    yield from devices.others(outcomes, besides=_WITH_OWN_ROWS)
+    yield privileges.pressure(settings.procfs_root)
+    yield privileges.other_processes(settings.procfs_root)
+    yield privileges.stacks(settings.procfs_root)
+    yield node.rings(settings)
+    yield node.found_by_ranks(settings)
+    yield node.spool(settings)
+    yield node.server(settings)
+    yield node.clock()

@@ -1,0 +1,166 @@
+"""The agent's own ground: directories, server and clock."""
+
+from __future__ import annotations
+
+import email.utils
+import os
+import pwd
+import time
+from http import HTTPStatus
+from pathlib import Path
+
+from paceline_agent.collect import clock_sync
+from paceline_agent.collect.kept_files import read_text_once
+from paceline_agent.errors import LinkError
+from paceline_agent.expose.check.report import NO, PARTLY, YES, Row
+from paceline_agent.forward.server_link import Target
+from paceline_agent.settings import AgentSettings
+from paceline_wire.node_directory import (
+    ACCOUNT,
+    MEMORY,
+    PREFIX,
+    RINGS,
+    rings_of_running_agents,
+)
+
+_IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
+_RINGS_BYTES = 64 << 20  # of the rings of eight ranks
+_HEALTHY = b"ok"  # what the server says at /healthz
+_WORTH_TELLING_SECONDS = 2.0  # of difference to the server; its Date header counts seconds
+_MEBIBYTE = 1 << 20
+
+
+def rings(settings: AgentSettings) -> Row:
+    what, directory = "ring directory", settings.directory
+    place = _nearest(directory)
+    if not os.access(place, os.W_OK | os.X_OK):
+        remedy = "give another with --node-directory"
+        return Row(what, NO, f"{place} may not be written", remedy, needed=True)
+    kind, free_bytes = file_system(place, settings.procfs_root), _free_bytes(place)
+    told = f"{directory} on {kind or 'an unknown file system'}, {_mebibytes(free_bytes)} free"
+    if free_bytes < _RINGS_BYTES:
+        return Row(what, PARTLY, told, "make it larger: mount -o remount,size=", needed=True)
+    if kind not in _IN_MEMORY:
+        remedy = "--node-directory on a tmpfs, or ranks wait for the disk"
+        return Row(what, PARTLY, told, remedy, needed=True)
+    return Row(what, YES, told, needed=True)
+
+
+def found_by_ranks(settings: AgentSettings) -> Row:
+    """Of jobs that others start; those the agent starts are told."""
+    what, directory = "found by ranks", settings.directory
+    others = [ring for ring in rings_of_running_agents() if ring.parent != directory]
+    named = f"set PACELINE_RING_DIRECTORY={directory / RINGS} for them"
+    if directory.parent != MEMORY or not directory.name.startswith(PREFIX):
+        return Row(what, NO, f"they look for {MEMORY}/{PREFIX}*, not {directory}", named)
+    if others:
+        return Row(what, NO, f"another agent runs here, too: {others[0].parent}", named)
+    account = _account()
+    if account is None:
+        return Row(what, YES, "by those of all users")
+    if account == ACCOUNT and _is_open(directory / RINGS):
+        return Row(what, YES, "by those of all users, as the systemd unit has it")
+    return Row(what, PARTLY, "by those of its own user only", "see deploy/README.md for others'")
+
+
+def _account() -> str | None:
+    """None: root, who makes room for all."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name if os.geteuid() else None
+    except KeyError:
+        return ""
+
+
+def _is_open(directory: Path) -> bool:
+    try:
+        return directory.stat().st_mode & 0o7777 == 0o3777
+    except OSError:
+        return False
+
+
+def spool(settings: AgentSettings) -> Row:
+    what, directory = "spool directory", settings.spool
+    place = _nearest(directory)
+    if not os.access(place, os.W_OK | os.X_OK):
+        remedy = "give another with --spool-directory"
+        return Row(what, NO, f"{place} may not be written", remedy, needed=True)
+    kind, free_bytes = file_system(place, settings.procfs_root), _free_bytes(place)
+    told = f"{directory} on {kind or 'an unknown file system'}, {_mebibytes(free_bytes)} free"
+    if free_bytes < settings.spool_bytes:
+        remedy = f"free {_mebibytes(settings.spool_bytes)}, or lower --spool-bytes"
+        return Row(what, PARTLY, told, remedy, needed=True)
+    if kind in _IN_MEMORY:
+        remedy = "--spool-directory on a disk, or what is not sent is lost at a reboot"
+        return Row(what, PARTLY, told, remedy, needed=True)
+    return Row(what, YES, told, needed=True)
+
+
+def server(settings: AgentSettings) -> Row:
+    what, url = "server", settings.server_url
+    try:
+        answer = Target(url, may_use_proxy=not settings.server_is_local).get("/healthz")
+    except LinkError as error:
+        told = f"{url} does not answer: {error}"
+        return Row(what, NO, told, "start it, or give another with --server", needed=True)
+    if answer.status != HTTPStatus.OK:
+        told = f"{url}/healthz answers {answer.status}"
+        return Row(what, NO, told, "look at the server's log", needed=True)
+    if answer.content.strip() != _HEALTHY:
+        told = f"what answers at {url} is no paceline server"
+        return Row(what, NO, told, "give the server's address with --server", needed=True)
+    ahead = _ahead_seconds(answer.headers.get("date", ""))
+    if ahead is not None and abs(ahead) > _WORTH_TELLING_SECONDS:
+        told = f"{url} answers; this node's clock is {ahead:+.0f} s from its own"
+        return Row(what, PARTLY, told, "synchronise both clocks (chrony)", needed=True)
+    return Row(what, YES, f"{url} answers", needed=True)
+
+
+def _ahead_seconds(date: str) -> float | None:
+    try:
+        return time.time() - email.utils.parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return None
+
+
+def clock() -> Row:
+    try:
+        found = clock_sync.read()
+    except OSError as error:
+        remedy = "allow adjtimex in the sandbox's system call filter"
+        return Row("clock synchronisation", NO, f"unknown: {error.strerror}", remedy)
+    bound = f"off by at most {found.maximum_error_seconds * 1e3:.1f} ms"
+    if found.is_synchronised:
+        return Row("clock synchronisation", YES, f"synchronised, {bound}")
+    remedy = "run chronyd, systemd-timesyncd or ptp4l on the node"
+    return Row("clock synchronisation", NO, "the kernel says: not synchronised", remedy)
+
+
+def file_system(path: Path, procfs: Path = Path("/proc")) -> str | None:
+    """Type of the file system a directory lies on: that of the longest mount point above it."""
+    try:
+        lines = read_text_once(procfs / "self/mounts").splitlines()
+    except OSError:
+        return None
+    resolved = path.resolve()
+    mounts = [line.split()[1:3] for line in lines if len(line.split()) >= 3]
+    above = [
+        (len(point), position, kind)
+        for position, (point, kind) in enumerate(mounts)
+        if resolved.is_relative_to(point.replace("\\040", " "))
+    ]
+    return max(above)[2] if above else None  # of two on one point the later one hides the other
+
+
+def _nearest(directory: Path) -> Path:
+    """The directory or, as it may not exist yet or be out of reach, what lies above it."""
+    above = (directory, *directory.absolute().parents)
+    return next(place for place in above if os.path.exists(place))  # False where stat is denied
+
+
+def _free_bytes(path: Path) -> int:
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count // _MEBIBYTE} MiB"

@@ -1,0 +1,107 @@
+"""The agent's own `/metrics`: what each collector brought last, and how the agent itself fares."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
+
+from paceline_agent.clock import timeline_ns
+from paceline_agent.collect.blocks import Block, each
+from paceline_agent.collect.contract import Collected
+from paceline_agent.expose.exposition import Families
+from paceline_agent.expose.scrape import completed
+from paceline_agent.settings import HOSTNAME_LABEL
+from paceline_wire.batch import Sample
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnMetric:
+    """One figure of the agent itself."""
+
+    name: str
+    read: Callable[[], float | None]  # None: not known yet, so left out
+
+
+class Exporter:
+    """Written by the event loop, read by the server's thread.
+
+    What a collector did not bring in its last call is not shown: a value that froze would look
+    alive. OpenMetrics is for those who ask for it (`Accept`), as prometheus-client does it.
+    """
+
+    def __init__(
+        self,
+        own: Sequence[OwnMetric],
+        *,
+        procfs_root: Path = Path("/proc"),
+        hostname_label: str = HOSTNAME_LABEL,
+    ) -> None:
+        self._own = own
+        self._procfs_root = procfs_root
+        self._latest: dict[str, Sequence[Sample | Block]] = {}
+        self._lasting: dict[str, Sequence[Sample | Block]] = {}
+        self._families = Families(self._samples, hostname_label=hostname_label)
+        self._server: ThreadingWSGIServer | None = None
+
+    def put(self, collected: Collected) -> None:
+        self._latest[collected.collector] = collected.samples
+        if collected.lasting is not None:
+            self._lasting[collected.collector] = collected.lasting
+
+    def start(self, host: str, port: int) -> int | None:
+        """Serve; the port, or None where that is impossible: said once, the agent goes on."""
+        registry = CollectorRegistry()
+        registry.register(self._families)
+        try:
+            server = _listening(host, port, registry)
+        except OSError as error:
+            log.error("no /metrics on %s:%d: %s", host, port, error.strerror)
+            return None
+        self._server = server
+        # Left to itself it would wake twice a second to see whether it should end.
+        Thread(target=server.serve_forever, args=[None], name="metrics", daemon=True).start()
+        log.info("/metrics on %s:%d", host, server.server_port)
+        return int(server.server_port)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._server.shutdown()
+            self._server.server_close()
+
+    def _samples(self) -> Iterator[Sample]:
+        now_ns = timeline_ns()
+        for own in self._own:
+            value = own.read()
+            if value is not None:
+                yield Sample(own.name, {}, float(value), now_ns)
+        brought = [*self._lasting.values(), *self._latest.values()]
+        yield from completed(each(itertools.chain(*brought)), self._procfs_root)
+
+
+class _Silent(WSGIRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """No line per scrape."""
+
+
+def _listening(host: str, port: int, registry: CollectorRegistry) -> ThreadingWSGIServer:
+    """prometheus-client's own `start_http_server`, but for the thread. Raises OSError."""
+    family, *_, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+
+    class Server(ThreadingWSGIServer):
+        address_family = family
+
+    return make_server(str(address[0]), port, make_wsgi_app(registry), Server, _Silent)

@@ -1,0 +1,64 @@
+"""Samples as Prometheus and OpenMetrics write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+
+from paceline_agent.expose import catalogue
+from paceline_agent.settings import HOSTNAME_LABEL
+from paceline_wire.batch import Sample
+
+
+class Families(Collector):
+    """A registry's source. `read` gives the samples of the moment, asked at each scrape."""
+
+    def __init__(
+        self, read: Callable[[], Iterable[Sample]], *, hostname_label: str = HOSTNAME_LABEL
+    ) -> None:
+        self._read = read
+        self._hostname_label = hostname_label
+
+    def describe(self) -> list[Metric]:
+        return []  # what will be there is not known beforehand
+
+    def collect(self) -> Iterator[Metric]:
+        """Families by name. Of a series that was written twice the last value counts."""
+        families: dict[str, dict[tuple[tuple[str, str], ...], Sample]] = {}
+        for sample in self._read():
+            series = families.setdefault(sample.name, {})
+            printed = ((label, printable(text)) for label, text in sample.labels.items())
+            series[tuple(sorted(printed))] = sample
+        known = catalogue.load()
+        for name in sorted(families):
+            row = known.describe(name)
+            family = Metric(row.family, row.text, row.type, row.suffix_unit)
+            for labels, sample in families[name].items():
+                family.add_sample(name, self._named(dict(labels)), sample.value)
+            yield family
+
+    def _named(self, labels: dict[str, str]) -> dict[str, str]:
+        if self._hostname_label != HOSTNAME_LABEL and HOSTNAME_LABEL in labels:
+            labels[self._hostname_label] = labels.pop(HOSTNAME_LABEL)
+        return labels
+
+
+def printable(text: str) -> str:
+    """What a file or a device told of itself, without what would break a line or a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
+def render(
+    samples: Iterable[Sample], *, hostname_label: str = HOSTNAME_LABEL, as_openmetrics: bool = False
+) -> str:
+    """What /metrics would answer if these were the samples of the moment."""
+    registry = CollectorRegistry()
+    registry.register(Families(lambda: samples, hostname_label=hostname_label))
+    write = openmetrics.generate_latest if as_openmetrics else generate_latest
+    return write(registry).decode()

@@ -1,0 +1,172 @@
+"""One sweep of all collectors and its exposition: no server, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline_agent.collect import frozen_tree as frozen
+from paceline_agent.collect.collectors import discover
+from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
+from paceline_agent.collect.pool import lane_of
+from paceline_agent.collect.runner import Patience, bounded, health, health_series
+from paceline_agent.expose import catalogue, standard_output
+from paceline_agent.expose.exposition import printable, render
+from paceline_agent.expose.scrape import completed
+from paceline_agent.rings.reader import ranks_in
+from paceline_agent.settings import AgentSettings
+from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
+from paceline_wire.node_directory import RINGS
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one collector's call: something, or the sentence that says why not."""
+
+    collector: str
+    collected: Collected | None
+    trouble: str | None
+    samples: list[Sample]  # with those that say how the call went
+
+    @property
+    def series(self) -> int:
+        return 0 if self.collected is None else len(self.collected.everything())
+
+
+def run(settings: AgentSettings, *, as_json: bool, as_openmetrics: bool) -> int:
+    """Print one sweep; 0 if at least one collector brought something. Raises OutputError."""
+    settings = replace(settings, procfs_root=frozen.procfs_of(settings.procfs_root))
+    with frozen.sysfs_of(settings.sysfs_root) as sysfs_root:
+        outcomes = asyncio.run(sweep(discover(), context_of(settings, sysfs_root)))
+    for outcome in outcomes:
+        if outcome.trouble is not None:
+            told = outcome.trouble
+            if settings.sysfs_root not in sysfs_root.parents:  # else it is one that was made
+                told = told.replace(str(sysfs_root), str(settings.sysfs_root))
+            print(printable(f"{outcome.collector}: {told}"), file=sys.stderr)
+        for event in outcome.collected.events if outcome.collected is not None else ():
+            what = f"{event.kind} {event.device}" if isinstance(event, DeviceEvent) else event.kind
+            print(printable(f"{outcome.collector}: {what}: {event.detail}"), file=sys.stderr)
+    brought = (sample for outcome in outcomes for sample in outcome.samples)
+    samples = list(completed(brought, settings.procfs_root))
+    if as_json:
+        report = _report(settings, outcomes, samples)
+        standard_output.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
+    else:
+        label = settings.hostname_label
+        standard_output.write(render(samples, hostname_label=label, as_openmetrics=as_openmetrics))
+    return 0 if any(outcome.series for outcome in outcomes) else 1
+
+
+def context_of(settings: AgentSettings, sysfs_root: Path) -> Context:
+    """As the agent gives it to its collectors; ranks are those whose rings lie on the node."""
+    ranks = ranks_in(settings.directory / RINGS, settings.procfs_root)
+    return Context(
+        local_ranks=lambda: ranks,
+        node_directory=settings.directory,
+        sysfs_root=sysfs_root,
+        procfs_root=settings.procfs_root,
+        kmsg_path=settings.kmsg_path,
+        excluded_rdma=frozenset(settings.excluded_rdma),
+        replays_kmsg=True,
+        nccl_inspector_directory=settings.nccl_inspector_directory,
+        hostname=settings.agent_id,
+    )
+
+
+async def sweep(collectors: Sequence[type[Collector]], context: Context) -> list[Outcome]:
+    """Every collector once, by name. Isolated ones go first: others need the GPUs they find."""
+    outcomes: list[Outcome] = []
+    for isolated in (True, False):
+        called = [collector for collector in collectors if collector.isolated == isolated]
+        found = await asyncio.gather(*(_call(collector, context) for collector in called))
+        for outcome in found:
+            if outcome.collected is not None and outcome.collected.gpus is not None:
+                context.inventory.gpus = tuple(outcome.collected.gpus)
+        outcomes += found
+    return sorted(outcomes, key=lambda outcome: outcome.collector)
+
+
+async def _call(collector: type[Collector], context: Context) -> Outcome:
+    """One call, and as many more as its backlog takes: each has its deadline, all have none."""
+    lane = lane_of(collector, context)
+    patience = collector.deadline_seconds
+    if collector.isolated:
+        patience += Patience().start_seconds
+    events: list[DeviceEvent | CollectorEvent] = []
+    started = time.monotonic()
+    collected: Collected | None = None
+    trouble: str | None = None
+    try:
+        while collected is None or collected.more:
+            async with asyncio.timeout(patience):
+                following = await lane.collect(time.time_ns())
+            events += following.events
+            lasting = following.lasting or (collected and collected.lasting)
+            collected = msgspec.structs.replace(following, events=events, lasting=lasting)
+    except TimeoutError:
+        trouble = f"no answer within {patience:g} s"
+    except CollectorUnavailable as unavailable:
+        trouble = str(unavailable)
+    except Exception as error:  # a collector's call, as the runner's
+        trouble = f"{type(error).__name__}: {error}"
+    finally:
+        await lane.close()
+    return _outcome(collector, collected, trouble, time.monotonic() - started)
+
+
+def _outcome(
+    collector: type[Collector],
+    collected: Collected | None,
+    trouble: str | None,
+    duration_seconds: float,
+) -> Outcome:
+    refused, brought = 0, None
+    samples: list[Sample] = []
+    if collected is not None:
+        collected, refused = bounded(collector, collected)
+        samples = collected.everything()
+        brought = len(samples)
+    series = health_series(collector.name)
+    samples += health(series, duration_seconds, time.time_ns(), brought, refused).samples()
+    return Outcome(collector.name, collected, trouble, samples)
+
+
+def _report(
+    settings: AgentSettings, outcomes: Sequence[Outcome], samples: Sequence[Sample]
+) -> dict[str, Any]:
+    return {
+        "hostname": settings.agent_id,
+        "collectors": [
+            {
+                "collector": outcome.collector,
+                "success": outcome.collected is not None,
+                "trouble": outcome.trouble,
+            }
+            for outcome in outcomes
+        ],
+        "values": list(_values(samples)),
+        "events": [
+            event for outcome in outcomes if outcome.collected for event in outcome.collected.events
+        ],
+    }
+
+
+def _values(samples: Iterable[Sample]) -> Iterable[dict[str, Any]]:
+    known = catalogue.load()
+    for sample in samples:
+        row = known.describe(sample.name)
+        yield {
+            "name": sample.name,
+            "labels": sample.labels,
+            "value": sample.value,
+            "unit": row.unit,
+            "type": row.type,
+        }

@@ -1,0 +1,1 @@
+"""Reading the ring files of this node's ranks."""

@@ -1,0 +1,1 @@
+"""The ranks of this node: start, watch, stop."""

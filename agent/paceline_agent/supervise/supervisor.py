@@ -1,0 +1,432 @@
+"""Starts, watches and kills the ranks of this node, through the guard.
+
+A rank's end is told at once, after what it was doing: the rest of its ring and its last state
+page come first. The server decides what becomes of the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline_agent.clock import timeline_ns
+from paceline_agent.collect.contract import Inventory
+from paceline_agent.errors import GuardLostError
+from paceline_agent.forward.outbox import Outbox
+from paceline_agent.rings.reader import RankKey, Rings
+from paceline_agent.supervise import guard
+from paceline_agent.supervise.guard_link import GuardLink
+from paceline_agent.supervise.logs import LogFile, prune_logs
+from paceline_wire.batch import RankExited, RankStarted
+from paceline_wire.commands import PreloadRanks, Ranks, RankSpec, StartRanks
+from paceline_wire.node_directory import RINGS
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 10.0  # for the guard to execute one rank
+DEATH_SECONDS = 10.0  # for the killed to be gone; longer means an uninterruptible wait
+_STOPPING_CONTROLS = frozenset({"checkpoint_and_stop", "stop"})
+OWN_VARIABLES = "PACELINE_AGENT_"  # the agent's own settings, its token among them
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """One process of ours, from its start until nothing of it is left."""
+
+    key: RankKey
+    log: LogFile
+    marks: list[str]
+    pid: int | None = None
+    error: str | None = None
+    stopping: bool = False
+    control: str | None = None  # the newest command on its control page
+    started: asyncio.Event = field(default_factory=asyncio.Event)  # or failed to
+    exited: bool = False
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Supervisor:
+    """The ranks of one node. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        directory: Path,
+        outbox: Outbox,
+        rings: Rings,
+        *,
+        environment: Mapping[str, str],
+        inventory: Inventory,
+        orphan_grace_seconds: float = 0.0,
+        killed: Callable[[], None] | None = None,
+    ) -> None:
+        """`killed` is called when a rank ends by a SIGKILL that was not ours."""
+        self._directory = directory
+        self._outbox = outbox
+        self._rings = rings
+        self._environment = {
+            name: value
+            for name, value in environment.items()
+            if not name.startswith(OWN_VARIABLES) and name != "PACELINE_TOKEN"
+        }
+        self._inventory = inventory
+        self._killed = killed
+        self._grace_seconds = orphan_grace_seconds
+        self._ranks: dict[RankKey, _Rank] = {}
+        self._newest: dict[str, int] = {}  # job -> newest generation started here
+        self._stopped: dict[str, int] = {}  # job -> generations up to this one were stopped
+        self._link: GuardLink | None = None
+        self._adopted: GuardLink | None = None  # until `run` takes it
+        self._link_ready = asyncio.Event()
+        self.failed_ticks = 0
+
+    @property
+    def has_ranks(self) -> bool:
+        return bool(self._ranks)
+
+    async def adopt(self) -> None:
+        """Take over the ranks that an agent before us left running; before `run`.
+
+        The guard knows them by the processes it started itself, so no pid can be mistaken.
+        """
+        link = self._new_link()
+        ranks = await link.adopt()
+        if ranks is None:
+            return
+        self._adopted = link
+        for found in ranks:
+            key = RankKey(*found["key"])
+            rank = _Rank(key, LogFile(Path(found["log"])), found["marks"], pid=found["pid"])
+            rank.started.set()
+            self._ranks[key] = rank
+            self._rings.supervised.add(key)
+            self._newest[key.job] = max(key.generation, self._newest.get(key.job, -1))
+        log.warning("adopted %d ranks of the agent before this one", len(ranks))
+
+    def _new_link(self) -> GuardLink:
+        return GuardLink(self._on_message, self._directory / "guard.sock", self._grace_seconds)
+
+    async def run(self) -> None:
+        """Keep a guard running until cancelled."""
+        while True:
+            adopted, self._adopted = self._adopted, None
+            link = adopted or self._new_link()
+            try:
+                if adopted is None:
+                    await link.start()
+                self._link = link
+                self._link_ready.set()
+                await link.listen()
+            except OSError as error:
+                log.error("the guard cannot be started, no rank can be either: %s", error)
+                await asyncio.sleep(1.0)
+            finally:
+                self._link = None
+                self._link_ready.clear()
+                await link.close()
+            log.error("the guard is gone and its ranks with it; starting another")
+            await self._bury_all(link.session, adopted=adopted is not None)
+
+    async def start(self, command: StartRanks) -> str | None:
+        """Start the ranks of a command; None, or why it could not be."""
+        job, generation = command.job, command.generation
+        if refusal := self._refusal(job, generation):
+            return refusal
+        self._newest[job] = generation
+        await self._clear_older(job, generation)
+        await self._await_guard()
+        if refusal := self._refusal(job, generation):  # stopped or overtaken while we waited
+            return refusal
+        prune_logs(self._directory / "logs")
+        ranks = [
+            self._start_rank(command, spec)
+            for spec in command.ranks
+            if RankKey(job, generation, spec.rank) not in self._ranks
+        ]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_SECONDS):
+                for rank in ranks:
+                    await rank.started.wait()
+        failed = [
+            f"rank {rank.key.rank}: {rank.error or 'not started in time'}"
+            for rank in ranks
+            if rank.pid is None
+        ]
+        if failed:
+            await self.stop(job, generation, 0.0)
+            return "; ".join(failed)
+        return None
+
+    async def preload(self, command: PreloadRanks) -> str | None:
+        """Have the modules of these ranks imported; None, or why they are not."""
+        spec = command.ranks[0]
+        key = RankKey(command.job, command.generation, spec.rank)
+        await self._await_guard()
+        try:
+            self._send(do="preload", **self._about(command, spec, key))
+        except GuardLostError as error:
+            return str(error)
+        return None
+
+    async def _await_guard(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_SECONDS):
+                await self._link_ready.wait()
+
+    def _refusal(self, job: str, generation: int) -> str | None:
+        newest = max(self._newest.get(job, -1), self._stopped.get(job, -1) + 1)
+        if generation >= newest:
+            return None
+        return f"generation {generation} of {job} is refused: {newest} is the oldest allowed here"
+
+    async def stop(self, job: str, generation: int, grace_seconds: float) -> str | None:
+        """Kill all ranks of `job` up to `generation`; None once all are dead, or who is not."""
+        self._stopped[job] = max(generation, self._stopped.get(job, -1))
+        return await self._kill(self._ranks_up_to(job, generation), grace_seconds, commanded=True)
+
+    async def stop_all(self, grace_seconds: float) -> str | None:
+        """Our own decision, not the server's: the node is drained, or the lease has lapsed."""
+        return await self._kill(list(self._ranks.values()), grace_seconds, commanded=False)
+
+    def controlled(self, job: str, generation: int, kind: str) -> None:
+        """A command was put on the ranks' control pages."""
+        for key, rank in self._ranks.items():
+            if key[:2] == (job, generation):
+                rank.control = kind
+
+    def live_ranks(self, job: str, generation: int) -> set[int]:
+        return {
+            key.rank
+            for key, rank in self._ranks.items()
+            if key[:2] == (job, generation) and not rank.exited
+        }
+
+    def bound_logs(self) -> None:
+        """Keep the logs, which are on tmpfs, from eating the node's memory."""
+        for rank in self._ranks.values():
+            rank.log.bound()
+
+    async def close(self) -> None:
+        """Hang up on the guard, which kills whatever is left."""
+        for link in (self._link, self._adopted):
+            if link is not None:
+                await link.close()
+
+    def _ranks_up_to(self, job: str, generation: int) -> list[_Rank]:
+        return [
+            rank
+            for key, rank in self._ranks.items()
+            if key.job == job and key.generation <= generation
+        ]
+
+    async def _clear_older(self, job: str, generation: int) -> None:
+        """A zombie of an older generation must not meet the new one."""
+        older = self._ranks_up_to(job, generation - 1)
+        if older:
+            await self._kill(older, 0.0, commanded=True)
+        self._rings.remove_before(job, generation)
+
+    def _start_rank(self, command: StartRanks, spec: RankSpec) -> _Rank:
+        key = RankKey(command.job, command.generation, spec.rank)
+        about = self._about(command, spec, key)
+        rank = _Rank(key, LogFile(Path(about["log"])), about["marks"])
+        self._ranks[key] = rank
+        self._rings.supervised.add(key)
+        try:
+            self._send(do="start", **about)
+        except GuardLostError as error:
+            self._on_failed(rank, str(error))
+        return rank
+
+    def _about(self, command: Ranks, spec: RankSpec, key: RankKey) -> dict[str, Any]:
+        """What the guard needs to know of a rank."""
+        environment = self._rank_environment(command, spec)
+        name = f"{key.job}.g{key.generation}.r{key.rank}.log"
+        return {
+            "key": list(key),
+            "argv": command.argv,
+            "environment": environment,
+            "directory": command.directory,
+            "log": str(self._directory / "logs" / name),
+            "marks": [f"{name}={environment[name]}" for name in _MARKS],
+        }
+
+    def _rank_environment(self, command: Ranks, spec: RankSpec) -> dict[str, str]:
+        """As docs/architecture.md has it, on top of the agent's own and the command's."""
+        topology = command.topology
+        own = {
+            "RANK": spec.rank,
+            "LOCAL_RANK": spec.local_rank,
+            "WORLD_SIZE": topology.world_size,
+            "LOCAL_WORLD_SIZE": len(command.ranks),
+            "MASTER_ADDR": command.master_address,
+            "MASTER_PORT": command.master_port,
+            "PACELINE_RING_DIRECTORY": self._directory / RINGS,
+            "PACELINE_NODE_DIRECTORY": self._directory,
+            "PACELINE_JOB": command.job,
+            "PACELINE_GENERATION": command.generation,
+            "PACELINE_DP": topology.dp,
+            "PACELINE_PP": topology.pp,
+            "PACELINE_TP": topology.tp,
+            "PACELINE_CHECKPOINT_DIRECTORY": command.checkpoint_directory,
+            "PACELINE_GPU_INDEX": spec.gpu,
+            "PACELINE_GPU_UUID": self._gpu_uuid(spec.gpu),
+        }
+        # What a rank prints last before it dies must not be lost in a buffer.
+        defaults = {"PYTHONUNBUFFERED": "1", **self._visible_gpus(command)}
+        inherited = {**defaults, **self._environment, "PATH": self._path()}
+        inherited |= command.environment
+        return inherited | {name: str(value) for name, value in own.items() if value is not None}
+
+    def _path(self) -> str:
+        """`python` is the one this agent runs on, whether its environment is activated or not."""
+        own = os.path.dirname(sys.executable)
+        return os.pathsep.join((own, self._environment.get("PATH", os.defpath)))
+
+    def _visible_gpus(self, command: Ranks) -> dict[str, str]:
+        """So that `cuda:LOCAL_RANK` is the GPU a rank was given, also where one before it is lost.
+
+        All that this node's ranks were given, for peers on one node reach each other's memory.
+        """
+        specs = sorted(command.ranks, key=lambda spec: spec.local_rank)
+        uuids = [self._gpu_uuid(spec.gpu) for spec in specs]
+        if None in uuids or [spec.local_rank for spec in specs] != list(range(len(specs))):
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, uuids))}
+
+    def _gpu_uuid(self, index: int | None) -> str | None:
+        return next((gpu.uuid for gpu in self._inventory.gpus if gpu.index == index), None)
+
+    async def _kill(
+        self, ranks: Sequence[_Rank], grace_seconds: float, *, commanded: bool
+    ) -> str | None:
+        for rank in ranks:
+            rank.stopping = rank.stopping or commanded
+        if grace_seconds > 0:
+            self._signal(ranks, signal.SIGTERM)
+            await _all_gone(ranks, grace_seconds)
+        deadline = time.monotonic() + DEATH_SECONDS
+        while not all(rank.gone.is_set() for rank in ranks):
+            if time.monotonic() > deadline:
+                left = [rank.key.rank for rank in ranks if not rank.gone.is_set()]
+                return f"ranks {left} are not dead {DEATH_SECONDS:.0f} s after SIGKILL"
+            self._signal(ranks, signal.SIGKILL)
+            await _all_gone(ranks, 1.0)
+        return None
+
+    def _signal(self, ranks: Sequence[_Rank], number: int) -> None:
+        for rank in ranks:
+            if not rank.gone.is_set():
+                with contextlib.suppress(GuardLostError):  # then they die with it
+                    self._send(do="signal", key=list(rank.key), signal=int(number))
+
+    def _send(self, **message: Any) -> None:
+        if self._link is None:
+            raise GuardLostError("the guard is gone; it is started anew")
+        self._link.send(**message)
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        rank = self._ranks.get(RankKey(*message["key"]))
+        if rank is None:
+            return
+        match message["event"]:
+            case "started":
+                self._on_started(rank, message["pid"])
+            case "failed":
+                self._on_failed(rank, message["error"])
+            case "exited":
+                self._on_exited(rank, message["exit_code"], message["signal"])
+            case "gone":
+                self._on_gone(rank)
+
+    def _on_started(self, rank: _Rank, pid: int) -> None:
+        rank.pid = pid
+        rank.started.set()
+        log.info("started rank %d of %s, pid %d", rank.key.rank, rank.key.job, pid)
+        self._outbox.put_events([RankStarted(time_ns=timeline_ns(), pid=pid, **rank.key._asdict())])
+
+    def _on_failed(self, rank: _Rank, error: str) -> None:
+        rank.error = error
+        rank.started.set()
+        self._finish_ring(rank.key)
+        self._on_gone(rank)
+
+    def _on_exited(self, rank: _Rank, exit_code: int | None, number: int | None) -> None:
+        if rank.exited or rank.pid is None:
+            return
+        rank.exited = True
+        self._finish_ring(rank.key)
+        finished_by_command = exit_code == 0 and rank.control in _STOPPING_CONTROLS
+        exited = RankExited(
+            time_ns=timeline_ns(),
+            pid=rank.pid,
+            exit_code=exit_code,
+            signal=number,
+            commanded=rank.stopping or finished_by_command,
+            log_tail=rank.log.tail(),
+            **rank.key._asdict(),
+        )
+        log.info("rank %d of %s exited: %s/%s", rank.key.rank, rank.key.job, exit_code, number)
+        self._outbox.put_events([exited])
+        if number == signal.SIGKILL and not exited.commanded and self._killed is not None:
+            self._killed()
+
+    def _finish_ring(self, key: RankKey) -> None:
+        """Whatever is wrong with its ring, a rank's end is told."""
+        try:
+            self._rings.finish(key)
+        except Exception:
+            self.failed_ticks += 1
+            log.exception("the ring of rank %d could not be finished", key.rank)
+
+    def _on_gone(self, rank: _Rank) -> None:
+        rank.gone.set()
+        self._ranks.pop(rank.key, None)
+
+    async def _bury_all(self, guard_session: int | None, *, adopted: bool) -> None:
+        """After the guard's end: its ranks were killed with it, and so are their children.
+
+        Those of our own guard have come to us. Those of an adopted one went to whom it belonged to.
+        """
+        pids = {guard_session, *(rank.pid for rank in self._ranks.values())}
+        marks = [[os.fsencode(mark) for mark in rank.marks] for rank in self._ranks.values()]
+        deadline = time.monotonic() + DEATH_SECONDS
+        while time.monotonic() < deadline:
+            strays = [
+                process
+                for process in (guard.everyone() if adopted else guard.descendants(os.getpid()))
+                if process.state != "Z" or not adopted
+                if process.session in pids
+                or any(guard.carries(process.pid, mark) for mark in marks)
+            ]
+            if not strays:
+                break
+            for process in strays:
+                guard.send_signal(process, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(process.pid, os.WNOHANG)
+            await asyncio.sleep(0.02)
+        for rank in list(self._ranks.values()):
+            if rank.pid is None:
+                self._on_failed(rank, "the guard died before it was started")
+            else:
+                self._on_exited(rank, None, signal.SIGKILL)
+                self._on_gone(rank)
+
+
+_MARKS = ("PACELINE_JOB", "PACELINE_GENERATION", "RANK", "PACELINE_NODE_DIRECTORY")
+
+
+async def _all_gone(ranks: Sequence[_Rank], seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            for rank in ranks:
+                await rank.gone.wait()

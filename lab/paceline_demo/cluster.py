@@ -1,0 +1,236 @@
+"""The demo's cluster: one server and one agent per node, as real processes of this machine.
+
+Every process carries the run's mark in its environment, so that what is left over can be counted
+whoever started it; the kernel kills server and agents when the demo dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+import httpx
+
+from paceline_demo import fake_nvml
+
+MARK = "PACELINE_DEMO"
+GPUS_PER_NODE = 2
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies. Runs between fork and exec."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def start_process(
+    argv: list[str], log: Path, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is the demo's to handle
+            preexec_fn=die_with_parent,
+        )
+
+
+@dataclass
+class Node:
+    """One emulated machine."""
+
+    number: int
+    directory: Path
+    agent: subprocess.Popen[bytes] | None = None
+    gpus: fake_nvml.FakeGpus | None = None
+
+    @property
+    def agent_id(self) -> str:
+        return f"node-{self.number}"
+
+
+@dataclass
+class Cluster:
+    """Server, agents and their directories; `close` leaves nothing behind."""
+
+    node_count: int  # spares included
+    port: int
+    directory: Path = field(init=False)
+    memory: Path = field(init=False)
+    mark: str = field(init=False)
+    url: str = field(init=False)
+    nodes: list[Node] = field(default_factory=list)
+    library: Path | None = None  # directory of the emulated driver
+    telemetry: str = "emulated"  # "emulated", "driver" or "none"
+    server: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        prefix = f"paceline-demo-{os.getpid()}-"
+        self.directory = Path(tempfile.mkdtemp(prefix=prefix))
+        shared = Path("/dev/shm")
+        self.memory = Path(tempfile.mkdtemp(prefix=prefix, dir=shared if shared.is_dir() else None))
+        remove_rings_of_the_dead(self.memory.parent)
+        self.port = free_port(self.port)
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start everything and wait until all is ready."""
+        self.library = self._gpu_library()
+        self.server = start_process(
+            [
+                *(sys.executable, "-m", "paceline_cli", "server"),
+                *("--host", "127.0.0.1", "--port", str(self.port)),
+                *("--database-url", f"sqlite:///{self.directory / 'paceline.db'}"),
+            ],
+            self.directory / "server.log",
+            self._environment(),
+        )
+        for number in range(self.node_count):
+            node = Node(number, self.memory / f"node-{number}")
+            node.directory.mkdir()
+            if self.library is not None:
+                node.gpus = fake_nvml.FakeGpus.create(node.directory / "gpus", GPUS_PER_NODE)
+            self.nodes.append(node)
+            self.start_agent(node)
+        self._await_ready()
+
+    def start_agent(self, node: Node) -> None:
+        environment = self._environment()
+        if self.library is not None and node.gpus is not None:
+            environment |= fake_nvml.environment(self.library, node.gpus.path)
+        node.agent = start_process(
+            [
+                *(sys.executable, "-m", "paceline_cli", "agent", "--server", self.url),
+                *("--agent-id", node.agent_id, "--node-directory", str(node.directory)),
+                *("--orphan-grace-seconds", "0"),  # nobody restarts an agent of the demo
+                *("--spool-directory", str(self.directory / f"{node.agent_id}-spool")),
+                *("--slots", str(GPUS_PER_NODE), "--address", "127.0.0.1"),
+                *("--metrics-port", "0", "--exit-with-parent", str(os.getpid())),
+            ],
+            self.directory / f"{node.agent_id}.log",
+            environment,
+        )
+
+    def processes(self) -> list[int]:
+        """Every live process of this run, this one excepted."""
+        wanted = f"{MARK}={self.mark}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:  # it ended meanwhile, or is somebody else's
+                continue
+        return found
+
+    def close(self) -> int:
+        """Stop everything; returns how many processes had to be killed as orphans."""
+        agents = [node.agent for node in self.nodes if node.agent is not None]
+        started = [*agents, *filter(None, [self.server])]
+        for group in (agents, [self.server]):
+            for process in group:
+                if process is not None and process.poll() is None:
+                    process.terminate()
+            for process in group:
+                if process is not None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(timeout=8)
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        deadline = time.monotonic() + 3
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.memory, ignore_errors=True)
+        return len(left)
+
+    def remove_logs(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            MARK: self.mark,
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",  # the demo's accelerators are emulated, on any machine
+        }
+
+    def _gpu_library(self) -> Path | None:
+        """The directory of the emulated driver, or None where a real one or no compiler is."""
+        if has_driver():
+            self.telemetry = "driver"
+            return None
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+        try:
+            library = fake_nvml.build(cache)
+        except fake_nvml.CompilerMissing:
+            self.telemetry = "none"
+            return None
+        self.telemetry = "emulated"
+        return library
+
+    def _await_ready(self) -> None:
+        """Wait until the server answers and every node has reported to it."""
+        assert self.server is not None
+        deadline = time.monotonic() + 180  # of a busy machine
+        while time.monotonic() < deadline and self.server.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                answer = httpx.get(f"{self.url}/api/v1/nodes", timeout=2)
+                if answer.status_code == 200 and len(answer.json()["items"]) == self.node_count:
+                    return
+            time.sleep(0.1)
+        log = (self.directory / "server.log").read_text(errors="replace")[-2000:]
+        raise click.ClickException(
+            f"server and agents did not start; the server's log ends:\n{log}"
+        )
+
+
+def remove_rings_of_the_dead(parent: Path) -> None:
+    """A demo that was killed could not free the memory its rings take."""
+    for left in parent.glob("paceline-demo-*-*/node-0"):
+        pid = left.parent.name.split("-")[2]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            shutil.rmtree(left.parent, ignore_errors=True)
+
+
+def has_driver() -> bool:
+    """Whether a real NVIDIA driver is loaded on this machine."""
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+def free_port(wanted: int) -> int:
+    """`wanted` if nobody listens there, else a free port of the kernel's choice."""
+    for port in (wanted, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            chosen: int = probe.getsockname()[1]
+            return chosen
+    raise click.ClickException("no free TCP port on 127.0.0.1")

@@ -1,0 +1,188 @@
+"""What each trial is: a job and its faults, drawn for a kind and tuned to cost what they should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from paceline_evaluation import faults
+from paceline_evaluation.conditions import QUIET, Conditions
+from paceline_evaluation.faults import COUNTED_MAGNITUDE, Fault, Plan, Traffic
+from paceline_evaluation.program import build
+from paceline_evaluation.shape import Shape, draw_shape
+from paceline_evaluation.timeline import play
+
+_LARGEST_FACTOR = 10_000.0
+_TRIES = 50
+_STALL_ROUNDS = 3
+_STEPS_OF_STALLS = 16  # over which it evens out where in the schedule they are
+_STEPS_OF_LENGTHS = 64  # over which the cost of uneven lengths evens out
+
+
+def draw_plan(kind: str, chance: np.random.Generator, onset: int, largest: int) -> Plan:
+    """Raises ValueError for a kind that is none."""
+    if kind not in faults.KINDS:
+        raise ValueError(f"kind must be one of {', '.join(faults.KINDS)}, got {kind!r}")
+    for _ in range(_TRIES):
+        pipeline = kind in ("slow_link", "stage_imbalance")
+        plan = _draw(kind, chance, draw_shape(chance, largest, pipeline=pipeline), onset)
+        if plan is not None:
+            return plan
+    raise RuntimeError(f"no {kind} that costs enough in {_TRIES} jobs")
+
+
+def step_seconds(shape: Shape, plan_faults: tuple[Fault, ...] = (), steps: int = 1) -> float:
+    """The mean step without noise (but for sequence lengths), every fault present throughout."""
+    program = build(shape, extra=has_late_traffic(plan_faults))
+    lasting = tuple(replace(fault, onset_step=0, steps=None) for fault in plan_faults)
+    conditions = Conditions(shape, program, QUIET, np.random.default_rng(0), lasting)
+    durations = conditions.draw(1, steps)
+    durations.checkpoint[:] = 0.0
+    carry = np.zeros(conditions.grid)
+    return float(play(shape, program, durations, carry).step_seconds.mean())
+
+
+def has_late_traffic(plan_faults: tuple[Fault, ...]) -> bool:
+    return any(fault.traffic is not None for fault in plan_faults)
+
+
+def _draw(kind: str, chance: np.random.Generator, shape: Shape, onset: int) -> Plan | None:
+    """None: this job cannot have such a fault."""
+    if kind == "none":
+        return Plan(shape)
+    if kind == "slow_node" and shape.node_count < 2:
+        return None  # a node is slow among others
+    if kind == "late_link" and shape.topology.dp < 2:
+        return None  # a reduction needs replicas
+    if kind == "stage_imbalance":
+        return _stage_imbalance(chance, shape)
+    if kind == "sequence_variance":
+        return _sequence_variance(chance, shape)
+    if kind == "two_faults":
+        return _two_faults(chance, shape, onset)
+    if kind in ("hang", "crash"):
+        return Plan(shape, (_ending(kind, chance, shape, onset),))
+    return _one(kind, chance, shape, onset)
+
+
+def _ending(kind: str, chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
+    """A mismatch is a rank that leaves out its data-parallel reduction: it needs peers there."""
+    rank = faults.some_rank(chance, shape)
+    sides = faults.HANG_CAUSES if shape.topology.dp > 1 else faults.HANG_CAUSES[:2]
+    cause = str(chance.choice(sides, p=[0.6, 0.2, 0.2][: len(sides)] if len(sides) > 2 else None))
+    return Fault(kind, onset, 1.0, ranks=(rank,), node=shape.node_number(rank), cause=cause)
+
+
+def _one(kind: str, chance: np.random.Generator, shape: Shape, onset: int) -> Plan | None:
+    fault = _SINGLE[kind](chance, shape, onset)
+    tuned = _tuned(shape, fault)
+    return None if tuned is None else Plan(shape, (tuned,))
+
+
+_SINGLE: dict[str, Callable[[np.random.Generator, Shape, int], Fault]] = {
+    "slow_rank": faults.slow_rank,
+    "slow_node": faults.slow_node,
+    "slow_link": faults.slow_link,
+    "data_stall": faults.data_stall,
+    "transient_stall": faults.transient_stall,
+    "stalled_microbatch": faults.stalled_microbatch,
+    "slow_creep": faults.slow_creep,
+    "late_link": faults.late_link,
+    "gc": lambda chance, shape, _: faults.gc_pauses(chance, shape, 0),
+}
+
+
+def _tuned(shape: Shape, fault: Fault) -> Fault | None:
+    """With the factor or seconds that make the step take `magnitude` longer."""
+    if fault.kind in ("slow_rank", "slow_node", "slow_creep"):
+        return fault
+    if fault.kind == "late_link":
+        return _tuned_late(shape, fault)
+    normal = step_seconds(shape)
+    if fault.kind in ("data_stall", "transient_stall"):
+        return replace(fault, seconds=fault.magnitude * normal)
+    if fault.kind == "stalled_microbatch":
+        return _tuned_stall(shape, fault, normal)
+    if fault.kind == "gc":
+        # On average one of the ranks pauses in each step: all wait for it.
+        share = min(1.0, 1.5 / shape.world_size)
+        return replace(fault, factor=share, seconds=1.5 * fault.magnitude * normal)
+    return _solved(shape, fault, normal)
+
+
+def _tuned_stall(shape: Shape, fault: Fault, normal: float) -> Fault | None:
+    """Part of a stall hides in the pipeline's slack: the more, the later the schedule needs it."""
+    seconds = fault.magnitude * normal
+    for _ in range(_STALL_ROUNDS):
+        cost = step_seconds(shape, (replace(fault, seconds=seconds),), _STEPS_OF_STALLS) / normal
+        seconds *= fault.magnitude / max(cost - 1.0, 0.1 * fault.magnitude)
+    return replace(fault, seconds=seconds)
+
+
+def _tuned_late(shape: Shape, fault: Fault) -> Fault | None:
+    """Its mean cost over the steps, of which not all have such a reduction."""
+    assert fault.traffic is not None
+    always = replace(fault, traffic=Traffic(0, 1), magnitude=fault.magnitude * fault.traffic.every)
+    solved = _solved(shape, always, step_seconds(shape))
+    return None if solved is None else replace(fault, factor=solved.factor)
+
+
+def _solved(shape: Shape, fault: Fault, normal: float) -> Fault | None:
+    """Bisect the factor; None where even the largest does not cost so much."""
+    low, high = 1.0, _LARGEST_FACTOR
+    wanted = normal * (1.0 + fault.magnitude)
+    if step_seconds(shape, (replace(fault, factor=high),)) < wanted:
+        return None
+    for _ in range(14):
+        middle = (low * high) ** 0.5
+        if step_seconds(shape, (replace(fault, factor=middle),)) < wanted:
+            low = middle
+        else:
+            high = middle
+    return replace(fault, factor=high)
+
+
+def _stage_imbalance(chance: np.random.Generator, shape: Shape) -> Plan | None:
+    """Costs what the same layers, evenly spread, would save."""
+    uneven, part = faults.uneven_stages(chance, replace(shape, head_seconds=0.0))
+    even = replace(
+        uneven,
+        layer_seconds=uneven.layer_seconds * sum(uneven.stage_layers) / sum(shape.stage_layers),
+        stage_layers=shape.stage_layers,
+    )
+    cost = step_seconds(uneven) / step_seconds(even) - 1.0
+    if cost < COUNTED_MAGNITUDE:
+        return None
+    stage = part % shape.topology.pp
+    return Plan(uneven, (Fault("stage_imbalance", 0, cost, stage=stage),))
+
+
+def _sequence_variance(chance: np.random.Generator, shape: Shape) -> Plan | None:
+    if shape.topology.dp * shape.topology.pp == 1:
+        return None  # nobody waits for whoever has the longer sequences
+    uneven = faults.uneven_sequences(chance, shape)
+    cost = (
+        step_seconds(uneven, steps=_STEPS_OF_LENGTHS) / step_seconds(replace(uneven, lengths=None))
+        - 1.0
+    )
+    if cost < COUNTED_MAGNITUDE:
+        return None
+    return Plan(uneven, (Fault("sequence_variance", 0, cost),))
+
+
+def _two_faults(chance: np.random.Generator, shape: Shape, onset: int) -> Plan | None:
+    """Two of a kind or of two kinds, on different nodes, at once or some steps apart."""
+    if shape.node_count < 2:
+        return None
+    kinds = ["slow_rank", "data_stall", *(["slow_link"] if shape.topology.pp > 1 else [])]
+    first = faults.slow_rank(chance, shape, onset, COUNTED_MAGNITUDE)
+    other = _one(str(chance.choice(kinds)), chance, shape, onset + int(chance.integers(0, 6)))
+    if other is None or not other.faults[0].counts:
+        return None
+    second = other.faults[0]
+    touched = {shape.node_number(rank) for rank in second.link or second.ranks}
+    if first.node in touched:
+        return None
+    return Plan(shape, (first, second))

@@ -1,0 +1,166 @@
+"""What the ranks of each stage do in one step, and an order in which it can be computed.
+
+The actions are the reference trainer's: its schedules are plain data. Ranks of one stage do the
+same, so a program is made once per stage; its rows are the spans that each rank writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline_evaluation.shape import Shape
+from paceline_trainer import schedule
+from paceline_trainer.schedule import Action
+from paceline_wire.spans import RECEIVE_OPS, Op
+
+TENSOR, DATA, WORLD, EXTRA = 1, 2, 3, 4  # the ranks' own ids of their groups
+
+
+@dataclass(slots=True)
+class Row:
+    """One span of a step: what does not depend on rank or time."""
+
+    op: Op
+    action: Action | None = None  # None: not of the pipeline
+    group: int = 0
+    peer_stage: int | None = None
+    is_async: bool = False
+    sequence: int = 0  # within the step, from 1
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One action with its rows in its stage's program. `source`: (stage, row) of its send."""
+
+    stage: int
+    action: Action
+    row: int
+    number: int = 0  # of a compute among its stage's, of a receive among all transfers
+    nested: int | None = None  # row of the tensor-parallel collective inside
+    source: tuple[int, int] | None = None
+
+
+@dataclass(slots=True)
+class Program:
+    """`rows[stage]`: in the order in which a rank writes them. `moves`: in an order that works."""
+
+    rows: list[list[Row]]
+    moves: list[Move]
+    computes: list[list[Action]]  # by stage, in order
+    transfers: int
+    named: list[dict[str, int]] = field(default_factory=list)  # by stage: rows outside the pipeline
+    counts: dict[tuple[int, int], int] = field(default_factory=dict)  # transfers between stages
+
+
+def build(shape: Shape, *, extra: bool = False) -> Program:
+    """`extra`: with a second reduction among the replicas, which need not be in every step."""
+    topology = shape.topology
+    made_for = schedule.Shape(topology.pp, shape.microbatches, shape.virtual)
+    order = schedule.SCHEDULES[shape.schedule]
+    todo = [schedule.plan(order, stage, made_for) for stage in range(topology.pp)]
+    return _Builder(shape, todo, extra).build()
+
+
+class _Builder:
+    def __init__(self, shape: Shape, todo: Sequence[Sequence[Action]], extra: bool) -> None:
+        self.shape, self.extra = shape, extra
+        self.pp = shape.topology.pp
+        self.todo = todo
+        self.program = Program([[] for _ in todo], [], [[] for _ in todo], 0)
+        self.sent: dict[tuple[int, Op, int], tuple[int, int]] = {}
+
+    def build(self) -> Program:
+        self._prologue()
+        position = [0] * self.pp
+        while any(position[stage] < len(self.todo[stage]) for stage in range(self.pp)):
+            before = list(position)
+            for stage in range(self.pp):
+                while position[stage] < len(self.todo[stage]):
+                    if not self._add(stage, self.todo[stage][position[stage]]):
+                        break
+                    position[stage] += 1
+            if position == before:
+                raise ValueError(f"schedule {self.shape.schedule} waits for itself")
+        self._epilogue()
+        return self.program
+
+    def _prologue(self) -> None:
+        for rows in self.program.rows:
+            rows.append(Row(Op.DATA_WAIT))
+            rows.append(Row(Op.GC))
+            self.program.named.append({"data": 0, "gc": 1})
+
+    def _add(self, stage: int, action: Action) -> bool:
+        """False: what it waits for has not been added yet."""
+        if action.op in RECEIVE_OPS:
+            return self._receive(stage, action)
+        if action.op in (Op.FORWARD_SEND, Op.BACKWARD_SEND):
+            self._send(stage, action)
+        else:
+            self._compute(stage, action)
+        return True
+
+    def _part(self, stage: int, action: Action) -> int:
+        return action.chunk * self.pp + stage
+
+    def _send(self, stage: int, action: Action) -> None:
+        step = 1 if action.op == Op.FORWARD_SEND else -1
+        part = self._part(stage, action) + step
+        rows = self.program.rows[stage]
+        peer = part % self.pp
+        self.sent[part, action.op, action.microbatch] = (stage, len(rows))
+        self.program.moves.append(Move(stage, action, len(rows)))
+        # One sequence per pair of ranks and direction: pp = 2 sends both kinds the same way.
+        counts = self.program.counts
+        counts[stage, peer] = sequence = counts.get((stage, peer), 0) + 1
+        rows.append(Row(action.op, action, peer_stage=peer, is_async=True, sequence=sequence))
+
+    def _receive(self, stage: int, action: Action) -> bool:
+        send = Op.FORWARD_SEND if action.op == Op.FORWARD_RECV else Op.BACKWARD_SEND
+        source = self.sent.get((self._part(stage, action), send, action.microbatch))
+        if source is None:
+            return False
+        rows = self.program.rows[stage]
+        sequence = self.program.rows[source[0]][source[1]].sequence
+        number = self.program.transfers
+        self.program.transfers += 1
+        self.program.moves.append(Move(stage, action, len(rows), number, source=source))
+        rows.append(Row(action.op, action, peer_stage=source[0], sequence=sequence))
+        return True
+
+    def _compute(self, stage: int, action: Action) -> None:
+        rows = self.program.rows[stage]
+        computes = self.program.computes[stage]
+        nested = None
+        if self.shape.topology.tp > 1:
+            nested = len(rows)
+            rows.append(Row(Op.ALL_REDUCE, action, TENSOR, sequence=len(computes) + 1))
+        self.program.moves.append(Move(stage, action, len(rows), len(computes), nested))
+        computes.append(action)
+        rows.append(Row(action.op, action))
+
+    def _epilogue(self) -> None:
+        """Reduce, agree, update; with ZeRO gather the parameters again; now and then checkpoint."""
+        zero = self.shape.zero
+        for stage, rows in enumerate(self.program.rows):
+            named = self.program.named[stage]
+            if self.extra:
+                named["extra"] = len(rows)
+                rows.append(Row(Op.ALL_REDUCE, group=EXTRA, sequence=1))
+            if self.shape.topology.dp > 1:
+                named["reduce"] = len(rows)
+                rows.append(
+                    Row(Op.REDUCE_SCATTER if zero else Op.ALL_REDUCE, group=DATA, sequence=1)
+                )
+            named["world"] = len(rows)
+            rows.append(Row(Op.ALL_GATHER, group=WORLD, sequence=1))
+            named["optimizer"] = len(rows)
+            rows.append(Row(Op.OPTIMIZER))
+            if zero:
+                named["gather"] = len(rows)
+                rows.append(Row(Op.ALL_GATHER, group=DATA, sequence=2))
+            named["checkpoint"] = len(rows)
+            rows.append(Row(Op.CHECKPOINT))
+            named["step"] = len(rows)
+            rows.append(Row(Op.STEP))

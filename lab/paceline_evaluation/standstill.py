@@ -1,0 +1,132 @@
+"""State pages in the middle of a step: where each rank stands and what it waits for.
+
+In a step that some rank never ends, that is where it stands for good.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, field
+
+from paceline_evaluation.emission import BOOT_OFFSET_NS, START_NS, Emission
+from paceline_evaluation.program import Row
+from paceline_evaluation.timeline import Timeline
+from paceline_wire.ring import Frame, GroupProgress, PeerProgress, StateView
+from paceline_wire.spans import COMPUTE_OPS, Op
+
+
+@dataclass(slots=True)
+class _Group:
+    op: int
+    entered: int
+    left: int
+    entered_ns: int = 0
+
+
+@dataclass(slots=True)
+class _Peer:
+    sent: list[int] = field(default_factory=lambda: [0, 0])  # entered, left
+    received: list[int] = field(default_factory=lambda: [0, 0])
+    entered_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """`step` is number `number` of the timeline's; it began `begin_seconds` after the job."""
+
+    timeline: Timeline
+    number: int
+    step: int
+    begin_seconds: float
+    seconds: float = math.inf  # since it began; infinite: when all that can move has moved
+
+
+def view_at(emission: Emission, rank: int, moment: Moment) -> StateView:
+    return _Page(emission, rank, moment).view()
+
+
+class _Page:
+    def __init__(self, emission: Emission, rank: int, moment: Moment) -> None:
+        self.emission, self.rank, self.step = emission, rank, moment.step
+        self.begin_seconds = moment.begin_seconds
+        self.now = min(moment.seconds, sys.float_info.max)
+        timeline = moment.timeline
+        self.place = emission.shape.topology.coordinates(rank)
+        self.stage = self.place.pp_rank
+        here = (slice(None), moment.number, self.place.dp_rank, self.place.tp_rank)
+        self.start, self.end = timeline.start[self.stage][here], timeline.end[self.stage][here]
+        self.frames: list[tuple[int, Frame]] = []  # depth, frame
+        self.groups: dict[int, _Group] = {}
+        self.peers: dict[int, _Peer] = {}
+
+    def view(self) -> StateView:
+        for position, row in enumerate(self.emission.program.rows[self.stage]):
+            self._add(position, row)
+        named = self.emission.program.named[self.stage]
+        in_checkpoint = any(frame.op == Op.CHECKPOINT for _, frame in self.frames)
+        return StateView(
+            head=int(self.emission.heads[self.rank] + (self.end <= self.now).sum()),
+            step=self.step,
+            step_started_ns=self._clock(named["step"]),
+            microbatch=None,
+            status="checkpointing" if in_checkpoint else "running",
+            loss_step=self.step - 1 if self.step else None,
+            loss=2.0 if self.step else None,
+            gradient_norm=None,
+            evaluation_step=None,
+            evaluation_loss=None,
+            frames=[frame for _, frame in sorted(self.frames, key=lambda each: each[0])],
+            groups=[
+                GroupProgress(group, one.entered, one.left, one.entered_ns, one.op)
+                for group, one in sorted(self.groups.items())
+            ],
+            peers=[
+                PeerProgress(
+                    peer, one.sent[0], one.sent[1], one.received[0], one.received[1], one.entered_ns
+                )
+                for peer, one in sorted(self.peers.items())
+            ],
+        )
+
+    def _clock(self, position: int) -> int:
+        """CLOCK_MONOTONIC of a row's start."""
+        seconds = self.begin_seconds + float(self.start[position])
+        return int(seconds * 1e9) + START_NS - BOOT_OFFSET_NS
+
+    def _add(self, position: int, row: Row) -> None:
+        entered = bool(self.start[position] <= self.now)
+        left = bool(self.end[position] <= self.now)
+        sequence = row.sequence + int(self.emission.increments[self.stage][position]) * self.step
+        peer = None
+        if row.peer_stage is not None:
+            topology = self.emission.shape.topology
+            peer = topology.rank(self.place.dp_rank, row.peer_stage, self.place.tp_rank)
+            self._exchange(position, row, peer, sequence, entered, left)
+        elif row.group:
+            self._collect(position, row, sequence, entered, left)
+        if entered and not left and not row.is_async:
+            depth = 0 if row.op == Op.STEP else 1 if row.op in COMPUTE_OPS else 2
+            frame = Frame(row.op, self._clock(position), row.group, peer, sequence)
+            self.frames.append((depth, frame))
+
+    def _exchange(
+        self, position: int, row: Row, peer: int, sequence: int, entered: bool, left: bool
+    ) -> None:
+        known = self.peers.setdefault(peer, _Peer())
+        counts = known.sent if row.is_async else known.received
+        if not any(counts):  # what the steps before had done
+            counts[:] = [sequence - 1, sequence - 1]
+        if entered:
+            counts[0] = max(counts[0], sequence)
+            known.entered_ns = max(known.entered_ns, self._clock(position))
+        if left:
+            counts[1] = max(counts[1], sequence)
+
+    def _collect(self, position: int, row: Row, sequence: int, entered: bool, left: bool) -> None:
+        known = self.groups.setdefault(row.group, _Group(row.op, sequence - 1, sequence - 1))
+        if entered:
+            known.op, known.entered = row.op, max(known.entered, sequence)
+            known.entered_ns = max(known.entered_ns, self._clock(position))
+        if left:
+            known.left = max(known.left, sequence)

@@ -1,0 +1,209 @@
+"""What another way through the pipeline would give, simulated with the recorded durations.
+
+The work of a stage stays what it is: its forwards and backwards are only cut into more microbatches
+or into more chunks of the model, and taken in another order. A transfer costs what it costs now,
+however little it carries; so more, smaller pieces are not promised more than they can hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline_server.detect.stage_imbalance.layers import stage_layers
+from paceline_server.detect.telling import gain
+from paceline_server.percent import percent
+from paceline_server.steps.bubbles import delays, typical_seconds
+from paceline_server.steps.phase import Phase, PhaseReader
+from paceline_server.steps.pipeline import Action, Pipeline
+from paceline_server.steps.timing import StepTiming
+from paceline_server.whatif.schedules import SCHEDULES, ScheduleError, actions
+from paceline_wire.spans import Op
+from paceline_wire.topology import Topology
+
+Floats = npt.NDArray[np.float64]
+
+# A change must give this much to be worth naming, unless it saves memory.
+WORTH_NAMING = 1.02
+SAVES_MEMORY = 0.8
+MAXIMUM_ACTIONS = 1 << 14
+# What a backward does for its input, the rest being for its weights, where that was not recorded.
+INPUT_SHARE = 0.5
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """One change. Ratios are to how it is now."""
+
+    change: str  # "twice as many microbatches of half the size"
+    schedule: str
+    microbatches: int
+    virtual_stages: int
+    speedup: float  # step time now over step time then
+    bubble_ratio: float  # mean idle share of the stages in the phase
+    bubble_ratio_now: float
+    memory_ratio: float  # activations of the stage that holds most
+
+
+class _Recorded:
+    """Seconds per microbatch and stage, and what comes between."""
+
+    def __init__(self, phase: Phase) -> None:
+        self.pipeline = phase.pipeline
+        typical, _ = typical_seconds(phase.pipeline, phase.seconds)
+        self.microbatches = np.unique(self.pipeline.microbatch).size
+        self.chunks = int(self.pipeline.chunk.max()) + 1
+        self.seconds = {
+            op: np.bincount(
+                self.pipeline.stage,
+                weights=np.where(self.pipeline.op == op, typical, 0.0),
+                minlength=self.pipeline.stages,
+            )
+            / self.microbatches
+            for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT)
+        }
+        self.splits_backward = bool((self.pipeline.op == Op.BACKWARD_WEIGHT).any())
+        late = delays(phase)
+        crossing = _crossing(self.pipeline)
+        self.transfer_seconds = float(np.median(late[crossing])) if crossing.any() else 0.0
+        order = [
+            [
+                Action(*each)
+                for each in zip(
+                    self.pipeline.op[mine].tolist(),
+                    self.pipeline.microbatch[mine].tolist(),
+                    self.pipeline.chunk[mine].tolist(),
+                    strict=True,
+                )
+            ]
+            for mine in (self.pipeline.stage == stage for stage in range(self.pipeline.stages))
+        ]
+        self.now = self.simulate(order, self.chunks)
+
+    def simulate(
+        self, order: Sequence[Sequence[Action]], chunks: int
+    ) -> tuple[float, float, float]:
+        """(seconds of the phase, mean bubble, most activations in microbatches of now)."""
+        pipeline = Pipeline(order)
+        microbatches = np.unique(pipeline.microbatch).size
+        smaller = self.microbatches / microbatches
+        splits = bool((pipeline.op == Op.BACKWARD_WEIGHT).any())
+        seconds = np.empty(pipeline.nodes)
+        for op, mine in ((op, pipeline.op == op) for op in self.seconds):
+            seconds[mine] = self._seconds(op, splits)[pipeline.stage[mine]] * smaller / chunks
+        late = np.where(_crossing(pipeline), self.transfer_seconds, 0.0)
+        total = float(pipeline.phase_seconds(seconds[:, None], late[:, None])[0])
+        busy = pipeline.by_stage(seconds[:, None])[:, 0]
+        held = max(_most_held(stage) for stage in order) * smaller / chunks
+        return total, float(1.0 - (busy / max(total, 1e-12)).mean()), held
+
+    def _seconds(self, op: Op, splits: bool) -> Floats:
+        if splits == self.splits_backward or op == Op.FORWARD:
+            return self.seconds[op]
+        if not splits:
+            both: Floats = self.seconds[Op.BACKWARD] + self.seconds[Op.BACKWARD_WEIGHT]
+            return both
+        share = INPUT_SHARE if op == Op.BACKWARD else 1.0 - INPUT_SHARE
+        part: Floats = self.seconds[Op.BACKWARD] * share
+        return part
+
+
+def advise(phase: Phase, metadata: Mapping[str, str], step_seconds: float) -> list[Advice]:
+    """Changes that are worth it, the best first. `step_seconds`: of the step the phase is of."""
+    recorded = _Recorded(phase)
+    found = []
+    for change, schedule, microbatches, chunks in _candidates(recorded, metadata):
+        try:
+            order = actions(schedule, recorded.pipeline.stages, microbatches, chunks)
+            total, bubble, held = recorded.simulate(
+                [[Action(*each) for each in stage] for stage in order], chunks
+            )
+        except (ScheduleError, ValueError):
+            continue
+        now_total, now_bubble, now_held = recorded.now
+        advice = Advice(
+            change=change,
+            schedule=schedule,
+            microbatches=microbatches,
+            virtual_stages=chunks,
+            speedup=gain((now_total - total) / max(step_seconds, 1e-12)),
+            bubble_ratio=bubble,
+            bubble_ratio_now=now_bubble,
+            memory_ratio=held / now_held,
+        )
+        saves = advice.memory_ratio <= SAVES_MEMORY and advice.speedup >= 0.995
+        if advice.speedup >= WORTH_NAMING or saves:
+            found.append(advice)
+    return sorted(found, key=lambda one: -one.speedup)
+
+
+def advise_step(
+    timing: StepTiming, topology: Topology, metadata: Mapping[str, str]
+) -> list[Advice]:
+    """The same for one recorded step; nothing without a pipeline, or where too much was lost."""
+    phase = PhaseReader(topology).read(timing)
+    if phase is None or not timing.ranks.rank.size:
+        return []
+    return advise(phase, metadata, float(np.median(timing.ranks.step_seconds)))
+
+
+def advice_text(advice: Advice) -> str:
+    return (
+        f"{advice.change[0].upper()}{advice.change[1:]} would give {advice.speedup:.2f}x (bubble "
+        f"{percent(advice.bubble_ratio_now)} to {percent(advice.bubble_ratio)}) with "
+        f"{advice.memory_ratio:.2f}x the activations."
+    )
+
+
+def _candidates(
+    recorded: _Recorded, metadata: Mapping[str, str]
+) -> list[tuple[str, str, int, int]]:
+    """(change, schedule, microbatches, chunks per stage)"""
+    stages, microbatches, chunks = (
+        recorded.pipeline.stages,
+        recorded.microbatches,
+        recorded.chunks,
+    )
+    if recorded.pipeline.nodes * 4 > MAXIMUM_ACTIONS:
+        return []
+    schedule = metadata.get("schedule", "").lower()
+    found = []
+    if schedule in SCHEDULES:
+        change = "twice as many microbatches of half the size"
+        found.append((change, schedule, 2 * microbatches, chunks))
+    if schedule == "gpipe" and chunks == 1:
+        found.append(("1F1B instead of GPipe", "1f1b", microbatches, 1))
+    if not microbatches % stages and _can_divide(metadata, stages, chunks):
+        change = f"interleaving with {2 * chunks} virtual stages per rank"
+        found.append((change, "interleaved", microbatches, 2 * chunks))
+    if chunks == 1 and not recorded.splits_backward:
+        found.append(("a zero-bubble schedule (ZB-H1)", "zero_bubble", microbatches, 1))
+    return found
+
+
+def _can_divide(metadata: Mapping[str, str], stages: int, chunks: int) -> bool:
+    """Whether each chunk has layers enough for two; unknown counts as enough."""
+    layers = stage_layers(metadata, stages * chunks)
+    return layers is None or int(layers.min()) >= 2
+
+
+def _crossing(pipeline: Pipeline) -> npt.NDArray[np.bool_]:
+    """Actions that need something from another stage."""
+    stage = np.append(pipeline.stage, -1)
+    found: npt.NDArray[np.bool_] = (pipeline.needs < pipeline.nodes) & (
+        stage[pipeline.needs] != pipeline.stage
+    )
+    return found
+
+
+def _most_held(order: Sequence[Action]) -> int:
+    """Most activations of (microbatch, chunk) a stage holds at once: until all of its backward."""
+    splits = any(action.op == Op.BACKWARD_WEIGHT for action in order)
+    frees = Op.BACKWARD_WEIGHT if splits else Op.BACKWARD
+    held = most = 0
+    for action in order:
+        held += (action.op == Op.FORWARD) - (action.op == frees)
+        most = max(most, held)
+    return most

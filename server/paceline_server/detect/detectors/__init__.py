@@ -1,1 +1,0 @@
-"""One detector per file; see `paceline_server.detect.detector`."""

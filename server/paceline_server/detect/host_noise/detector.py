@@ -1,0 +1,220 @@
+"""Flags nodes whose host slows all of their ranks together, now and again.
+
+Something else runs there: a backup, a scan, a neighbour's container. Told from a slow node by being
+irregular, from a slow rank by hitting all ranks of the node at once, and from chance by the node's
+own measurements: tasks wait for a CPU there, or switch context far more than elsewhere. Without
+such evidence nothing is said. A node's own load is no reason to restart a job.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline_server.detect.causes import diagnose
+from paceline_server.detect.contract import Detector
+from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.observation import Generation, Observation
+from paceline_server.detect.settings import DetectionSettings
+from paceline_server.detect.telling import cost_text, gain
+from paceline_server.percent import percent
+from paceline_server.steps.timing import StepTiming
+
+Floats = npt.NDArray[np.float64]
+
+PRESSURE = "node_pressure_cpu_waiting_seconds_total"
+SWITCHES = "node_context_switches_total"
+STEPS_BETWEEN_LOOKS = 4
+_USUAL = 0.2  # quantile
+
+
+class HostNoiseDetector(Detector):
+    """Finding kind `host_noise`, fingerprint `host_noise:NODE`."""
+
+    order: ClassVar[int] = 16
+
+    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
+        super().__init__(settings, generation)
+        world = generation.topology.world_size
+        ranks: dict[str, list[int]] = {}
+        for rank in range(world):
+            node = generation.node(rank)
+            if node is not None:
+                ranks.setdefault(node, []).append(rank)
+        # One rank that is slow now and then is not its host; one node has none to compare with.
+        self._ranks = {node: mine for node, mine in ranks.items() if len(mine) > 1}
+        self._judged = len(ranks) > 1
+        self._rows = np.full((settings.host_noise_window, world), np.nan)
+        self._steps: list[int] = []
+        self._started_ns: list[int] = []
+        self._seconds: list[float] = []
+        self._active: dict[str, Finding] = {}
+
+    def update(self, seen: Observation) -> list[Finding]:
+        if not self._judged:
+            return []
+        for timing in self.after_warmup(seen.timings):
+            if timing.ranks.rank.size:
+                self._remember(timing)
+        full = len(self._steps) == len(self._rows)
+        if not seen.timings or not full or self._steps[-1] % STEPS_BETWEEN_LOOKS:
+            return []
+        return self._judge(seen)
+
+    def _remember(self, timing: StepTiming) -> None:
+        self._rows[:-1] = self._rows[1:]
+        self._rows[-1] = np.nan
+        self._rows[-1, timing.ranks.rank] = timing.ranks.self_seconds
+        # What differing sequence lengths make of a step is no host's doing.
+        if timing.compute.tokens.size and np.ptp(timing.compute.tokens) > 0:
+            self._rows[-1] = np.nan
+        self._steps.append(timing.step)
+        self._started_ns.append(int(timing.ranks.start_ns.min()))
+        self._seconds.append(float(np.median(timing.ranks.step_seconds)))
+        for kept in (self._steps, self._started_ns, self._seconds):
+            del kept[: -len(self._rows)]
+
+    def _judge(self, seen: Observation) -> list[Finding]:
+        slowness = self._slowness()
+        limit = self.settings.host_noise_slowdown - 1.0
+        slow = {node: values >= limit for node, values in slowness.items()}
+        irregular = [node for node in self._ranks if self._is_irregular(slow[node])]
+        over = [node for node in self._active if not slow[node].any()]
+        findings = [self._cleared(self._active.pop(node), seen.now_ns) for node in over]
+        suspects = [
+            node
+            for node in irregular
+            if node not in self._active and not self._is_named(node, seen)
+        ]
+        for node, evidence in self._pressure(suspects, seen).items():
+            self._active[node] = self._finding(node, slow[node], slowness[node], evidence, seen)
+            findings.append(self._active[node])
+        return findings
+
+    def _slowness(self) -> dict[str, Floats]:
+        """By node and step: how much longer its ranks computed than usual, beyond the others."""
+        rows = np.where(self._rows > 0, self._rows, np.nan)
+        known = ~np.isnan(rows)
+        if not (known.any(axis=0).all() and known.any(axis=1).all()):
+            return {node: np.zeros(len(rows)) for node in self._ranks}
+        # Most of the window's steps may be noisy: its quicker ones are the usual ones.
+        place = (_USUAL * (known.sum(axis=0) - 1)).astype(np.int64)
+        usual = np.sort(rows, axis=0)[place, np.arange(rows.shape[1])]
+        relative = np.nan_to_num(rows / usual - 1.0)
+        everyone = np.median(relative, axis=1)
+        return {
+            node: relative[:, mine].min(axis=1) - everyone for node, mine in self._ranks.items()
+        }
+
+    def _is_irregular(self, slow: npt.NDArray[np.bool_]) -> bool:
+        """Often enough, in several stretches, and not all the time."""
+        settings = self.settings
+        stretches = int((np.diff(slow.astype(np.int8), prepend=0) == 1).sum())
+        share = float(slow.mean())
+        return (
+            stretches >= settings.host_noise_stretches
+            and settings.host_noise_least_share <= share <= settings.host_noise_most_share
+        )
+
+    def _is_named(self, node: str, seen: Observation) -> bool:
+        return any(rank in seen.stragglers for rank in self._ranks[node])
+
+    def _pressure(self, suspects: list[str], seen: Observation) -> dict[str, list[Evidence]]:
+        """What these nodes measure that the others do not; nodes without are left out."""
+        found: dict[str, list[Evidence]] = {}
+        if not suspects:
+            return found
+        for name, least, text in (
+            (
+                PRESSURE,
+                self.settings.host_noise_pressure,
+                "tasks on {node} wait for a CPU {share} of the time",
+            ),
+            (SWITCHES, 0.0, "{node} switches context {rate:,.0f} times a second"),
+        ):
+            rates = {
+                node: rate
+                for node in sorted(set(self.generation.nodes.values()))
+                if (rate := self._rate(node, name, seen)) is not None
+            }
+            for node in suspects:
+                others = [rate for other, rate in rates.items() if other != node]
+                if node not in rates or not others:
+                    continue
+                rate, normal = rates[node], median(others)
+                if rate >= least and rate >= self.settings.host_noise_ratio * max(normal, 1e-9):
+                    said = text.format(node=node, rate=rate, share=percent(rate))
+                    told = Evidence(said, name, rate, normal)
+                    found.setdefault(node, []).append(told)
+        return found
+
+    def _rate(self, node: str, name: str, seen: Observation) -> float | None:
+        series = seen.telemetry.find(node, name)
+        return None if series is None else series.rate_since(self._started_ns[0])
+
+    def _finding(
+        self,
+        node: str,
+        slow: npt.NDArray[np.bool_],
+        slowness: Floats,
+        evidence: list[Evidence],
+        seen: Observation,
+    ) -> Finding:
+        ranks = self._ranks[node]
+        lost = float(np.where(slow, slowness, 0.0).mean())
+        usual = float(np.nanmedian(self._rows[:, ranks]))
+        cost = min(lost * usual / max(float(np.median(self._seconds)), 1e-9), 1.0)
+        factor = 1.0 + float(np.median(slowness[slow]))
+        first = int(np.flatnonzero(slow)[0])
+        diagnosis = diagnose(
+            None,
+            self._started_ns[first],
+            self._steps[first],
+            seen,
+            self.generation,
+            kind="host_noise",
+            node=node,
+        )
+        told = {line.metric for line in evidence}
+        more = [line for line in diagnosis.evidence if line.metric not in told]
+        against = [line for line in diagnosis.counter_evidence if line.metric not in told]
+        return Finding(
+            kind="host_noise",
+            cause="CPU contention",
+            fingerprint=f"host_noise:{node}",
+            summary=(
+                f"All ranks of {node} are {factor:.2f}x slower in {slow.sum()} of the last "
+                f"{len(slow)} steps while its host is busy: it {cost_text(cost, gain(cost))}."
+            ),
+            detected_ns=seen.now_ns,
+            generation=self.generation.number,
+            node=node,
+            ranks=ranks,
+            onset_step=self._steps[first],
+            step=self._steps[-1],
+            slowdown=factor,
+            cost_ratio=cost,
+            speedup=gain(cost),
+            persistence="transient",
+            severity="warning" if cost >= self.settings.host_noise_warning_cost else "info",
+            advice=(
+                f"Find what else runs on {node}, and give the ranks CPUs of their own "
+                "(cpuset, isolcpus)."
+            ),
+            causes=diagnosis.causes,
+            evidence=[*evidence, *more],
+            counter_evidence=against,
+        )
+
+    def _cleared(self, finding: Finding, now_ns: int) -> Finding:
+        return msgspec.structs.replace(
+            finding,
+            cleared=True,
+            detected_ns=now_ns,
+            step=self._steps[-1],
+            summary=f"{finding.node} no longer slows its ranks.",
+        )

@@ -1,0 +1,1 @@
+"""The detector of kind `non_finite_loss`."""

@@ -1,0 +1,299 @@
+"""Tells what it costs that microbatches differ in their sequence lengths.
+
+Attention makes the time of a microbatch grow with the squares of its lengths, so equal numbers of
+tokens are not equal work. The costs per token and per squared token are fitted to the recent steps,
+which are then replayed with them: as they were, with the same work spread evenly, and with the same
+microbatches dealt to the replicas by cost. Nobody is at fault, so this is advice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline_server.detect.contract import Detector
+from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.observation import Generation, Observation
+from paceline_server.detect.settings import DetectionSettings
+from paceline_server.detect.statistics.lengths import fit_cost
+from paceline_server.detect.telling import cost_text, gain
+from paceline_server.percent import percent
+from paceline_server.steps.phase import Phase, PhaseReader
+from paceline_server.steps.pipeline import Action, Pipeline
+from paceline_server.steps.timing import StepTiming
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+CAUSE = "sequence lengths"
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """Seconds per step: recorded, and in the pipeline phase by what the lengths let expect."""
+
+    step_seconds: float
+    now_seconds: float
+    even_seconds: float
+    dealt_seconds: float | None  # None: there is one replica only
+    microbatch_spread: float  # longest over shortest microbatch, expected
+    explained: float  # share of the compute times' variance that lengths explain
+
+
+class SequenceVarianceDetector(Detector):
+    """Finding kind `sequence_variance`, fingerprint `sequence_variance`. Never acted on."""
+
+    order: ClassVar[int] = 15
+
+    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
+        super().__init__(settings, generation)
+        self._reader = _Lengths(generation)
+        self._steps = 0
+        self._active: Finding | None = None
+
+    def update(self, seen: Observation) -> list[Finding]:
+        settings = self.settings
+        before = self._steps - settings.warmup_steps
+        self._steps += len(seen.timings)
+        now = self._steps - settings.warmup_steps
+        if now < settings.lengths_first_steps:
+            return []
+        first = before < settings.lengths_first_steps
+        if not first and now // settings.lengths_steps == before // settings.lengths_steps:
+            return []
+        recent = [] if seen.replay is None else list(seen.replay.timings)
+        recent = recent[-min(now, settings.lengths_steps) :]
+        spread = self._reader.spread(recent)
+        if spread is None:
+            return []
+        cost = (spread.now_seconds - spread.even_seconds) / max(spread.step_seconds, 1e-9)
+        enough = spread.explained >= settings.lengths_explained
+        if self._active is not None:
+            if not enough or cost < settings.lengths_cost / 2:
+                cleared = msgspec.structs.replace(
+                    self._active,
+                    cleared=True,
+                    detected_ns=seen.now_ns,
+                    summary="Sequence lengths no longer cost much.",
+                )
+                self._active = None
+                return [cleared]
+            return []
+        if not enough or cost < settings.lengths_cost:
+            return []
+        self._active = self._finding(spread, min(cost, 1.0), recent, seen.now_ns)
+        return [self._active]
+
+    def _finding(
+        self, spread: _Spread, cost: float, recent: list[StepTiming], now_ns: int
+    ) -> Finding:
+        advice = (
+            "Fill microbatches by the sum of their squared sequence lengths, not by tokens: equal "
+            f"ones would give {gain(cost):.2f}x."
+        )
+        if spread.dealt_seconds is not None:
+            saved = (spread.now_seconds - spread.dealt_seconds) / max(spread.step_seconds, 1e-9)
+            if saved >= 0.01:
+                advice += (
+                    " Sorting the present microbatches by it and dealing them to the data-parallel "
+                    f"ranks in turns would give {gain(saved):.2f}x."
+                )
+        return Finding(
+            kind="sequence_variance",
+            cause=CAUSE,
+            fingerprint="sequence_variance",
+            summary=(
+                f"Microbatches take up to {spread.microbatch_spread:.1f}x as long as others for "
+                f"their sequence lengths: it {cost_text(cost, gain(cost))}."
+            ),
+            detected_ns=now_ns,
+            generation=self.generation.number,
+            onset_step=recent[0].step,
+            step=recent[-1].step,
+            cost_ratio=cost,
+            speedup=gain(cost),
+            persistence="chronic",
+            advice=advice,
+            severity="info",
+            evidence=[
+                Evidence(
+                    f"lengths explain {percent(spread.explained)} of how compute times differ",
+                    "explained_variance",
+                    spread.explained,
+                ),
+                Evidence(
+                    f"the pipeline takes {spread.now_seconds * 1e3:.0f} ms per step, "
+                    f"{spread.even_seconds * 1e3:.0f} ms with equal microbatches",
+                    "phase_seconds",
+                    spread.now_seconds,
+                    spread.even_seconds,
+                ),
+            ],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Some steps of some replicas as lanes. [action, lane], times in seconds."""
+
+    pipeline: Pipeline
+    seconds: Floats
+    tokens: Ints
+    squares: Ints
+
+
+class _Lengths:
+    """Replays steps with what their sequence lengths let expect."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._topology = generation.topology
+        self._reader = PhaseReader(generation.topology)
+
+    def spread(self, timings: list[StepTiming]) -> _Spread | None:
+        """None where lengths are not given, or too little was recorded."""
+        timings = [one for one in timings if (one.compute.tokens > 0).any()]
+        works = [work for one in timings if (work := self._work(one)) is not None]
+        works = [one for one in works if one.seconds.shape == works[0].seconds.shape]
+        if not works:
+            return None
+        pipeline, replicas = works[0].pipeline, works[0].seconds.shape[1]
+        tokens = np.concatenate([one.tokens for one in works], axis=1)
+        squares = np.concatenate([one.squares for one in works], axis=1)
+        seconds = np.concatenate([one.seconds for one in works], axis=1)
+        if (tokens <= 0).any():
+            return None
+        expected, rates = _expected(pipeline, tokens, squares, seconds)
+        even = _even(pipeline, expected)
+        dealt = None
+        if replicas > 1:
+            dealt = _dealt(pipeline, rates, tokens, squares, expected, replicas)
+
+        def phase(one: Floats) -> float:
+            """All replicas of a step wait for the slowest."""
+            longest = pipeline.phase_seconds(one).reshape(-1, replicas).max(axis=1)
+            return float(longest.mean())
+
+        relative = expected / even
+        return _Spread(
+            step_seconds=float(np.mean([np.median(one.ranks.step_seconds) for one in timings])),
+            now_seconds=phase(expected),
+            even_seconds=phase(even),
+            dealt_seconds=None if dealt is None else phase(dealt),
+            microbatch_spread=float(relative.max() / max(relative.min(), 1e-9)),
+            explained=_explained(seconds / even, relative),
+        )
+
+    def _work(self, timing: StepTiming) -> _Work | None:
+        """A job without a pipeline is one of a single stage."""
+        if self._topology.pp > 1:
+            phase = self._reader.read(timing)
+            return None if phase is None else _of_phase(phase, timing, self._topology.world_size)
+        return _of_single_stage(timing, self._topology.tp)
+
+
+def _of_phase(phase: Phase, timing: StepTiming, world: int) -> _Work:
+    """The rows of the ranks that stand for their replica, in the order of its actions."""
+    pipeline, compute = phase.pipeline, timing.compute
+    lane = np.full(world, -1)
+    lane[phase.ranks] = np.arange(phase.ranks.shape[1])
+    rows = np.flatnonzero((lane[compute.rank] >= 0) & (compute.microbatch >= 0))
+    order = rows[np.lexsort((compute.start_ns[rows], compute.rank[rows]))]
+    of_rank = {
+        int(rank): mine
+        for rank, mine in zip(
+            np.unique(compute.rank[order]).tolist(),
+            np.split(order, np.flatnonzero(np.diff(compute.rank[order])) + 1),
+            strict=True,
+        )
+    }
+    table = np.concatenate(
+        [np.stack([of_rank[int(rank)] for rank in stage], axis=1) for stage in phase.ranks]
+    )
+    return _Work(pipeline, phase.seconds, compute.tokens[table], compute.squared_tokens[table])
+
+
+def _of_single_stage(timing: StepTiming, tp: int) -> _Work | None:
+    compute = timing.compute
+    rows = np.flatnonzero((compute.rank % tp == 0) & (compute.microbatch >= 0))
+    rows = rows[np.lexsort((compute.start_ns[rows], compute.rank[rows]))]
+    if not rows.size:
+        return None
+    counts = np.unique(compute.rank[rows], return_counts=True)[1]
+    if np.unique(counts).size > 1:
+        return None
+    table = rows.reshape(-1, int(counts[0])).T
+    first = table[:, 0]
+    actions = [
+        Action(*each)
+        for each in zip(compute.op[first].tolist(), compute.microbatch[first].tolist(), strict=True)
+    ]
+    if (compute.op[table] != compute.op[first][:, None]).any() or len(set(actions)) < len(actions):
+        return None
+    seconds = (compute.end_ns[table] - compute.start_ns[table]) / 1e9
+    return _Work(Pipeline([actions]), seconds, compute.tokens[table], compute.squared_tokens[table])
+
+
+def _cells(pipeline: Pipeline) -> list[Ints]:
+    """The actions of each (stage, chunk, op)."""
+    cell = (pipeline.chunk * pipeline.stages + pipeline.stage) * 4 + pipeline.op
+    order = np.argsort(cell, kind="stable")
+    return list(np.split(order, np.flatnonzero(np.diff(cell[order])) + 1))
+
+
+def _expected(
+    pipeline: Pipeline, tokens: Ints, squares: Ints, seconds: Floats
+) -> tuple[Floats, Floats]:
+    """What lengths let expect [action, lane], and (base, per token, per square) [action, 3]."""
+    expected, rates = np.empty_like(seconds), np.empty((pipeline.nodes, 3))
+    for rows in _cells(pipeline):
+        cost = fit_cost(tokens[rows].ravel(), squares[rows].ravel(), seconds[rows].ravel())
+        if cost is None:
+            expected[rows], rates[rows] = seconds[rows], 0.0
+            continue
+        expected[rows] = cost.seconds(tokens[rows], squares[rows])
+        rates[rows] = cost.base, cost.per_token, cost.per_squared_token
+    return expected, rates
+
+
+def _even(pipeline: Pipeline, expected: Floats) -> Floats:
+    """All microbatches of a (stage, chunk, op) take the mean."""
+    even = np.empty_like(expected)
+    for rows in _cells(pipeline):
+        even[rows] = expected[rows].mean()
+    return even
+
+
+def _dealt(
+    pipeline: Pipeline,
+    rates: Floats,
+    tokens: Ints,
+    squares: Ints,
+    expected: Floats,
+    replicas: int,
+) -> Floats:
+    """The same microbatches of each step, sorted by cost, dealt to the replicas to and fro."""
+    microbatches, index = np.unique(pipeline.microbatch, return_inverse=True)
+    of_microbatch = np.array([int(np.argmax(index == one)) for one in range(microbatches.size)])
+    cost = np.zeros((microbatches.size, expected.shape[1]))
+    np.add.at(cost, index, expected)
+    dealt = np.empty_like(expected)
+    for first in range(0, expected.shape[1], replicas):
+        lanes = slice(first, first + replicas)
+        order = np.argsort(-cost[:, lanes].ravel(), kind="stable").reshape(-1, replicas)
+        order[1::2] = order[1::2, ::-1]
+        given = [values[of_microbatch][:, lanes].ravel()[order] for values in (tokens, squares)]
+        new_tokens, new_squares = (values[index] for values in given)
+        dealt[:, lanes] = rates[:, :1] + rates[:, 1:2] * new_tokens + rates[:, 2:] * new_squares
+    return dealt
+
+
+def _explained(recorded: Floats, expected: Floats) -> float:
+    """Squared correlation of relative durations, outliers aside."""
+    one, other = np.clip(recorded.ravel(), 0.2, 5.0), expected.ravel()
+    if one.std() == 0 or other.std() == 0:
+        return 0.0
+    return float(np.corrcoef(one, other)[0, 1] ** 2)

@@ -1,0 +1,307 @@
+"""Flags ranks that wait for their data while their peers have theirs, or all of them together.
+
+A slow disk, a starved loader process or a cold cache shows as DATA_WAIT of the ranks of one node,
+not as slow computing; everyone else then waits for them. Peers share a stage: often only the first
+and the last stage read anything. A rank is also judged by its own past, so that neither a stage
+that loads more than others nor a storage that is slow for all is blamed on a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline_server.detect.causes import UNKNOWN, diagnose
+from paceline_server.detect.contract import Detector
+from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.observation import Generation, Observation
+from paceline_server.detect.settings import DetectionSettings
+from paceline_server.detect.telling import cost_text, gain, speedup_without
+from paceline_server.steps.peers import medians_of_others
+from paceline_server.steps.timing import StepTiming
+
+Floats = npt.NDArray[np.float64]
+
+CAUSE = "slow data loading"
+CAUSE_FOR_ALL = "slow storage"
+ALL = -1  # stands for all ranks where ranks are counted
+PAST_STEPS = 32
+STEPS_BETWEEN_MEDIANS = 4
+CHANCE_SIGMAS = 4.0  # of a Poisson count
+
+
+@dataclass(slots=True)
+class _Active:
+    finding: Finding
+    quiet_steps: int = 0
+
+
+class SlowDataDetector(Detector):
+    """Finding kind `slow_data`, fingerprint `slow_data:RANK`, or `slow_data` for all ranks."""
+
+    order: ClassVar[int] = 11
+
+    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
+        super().__init__(settings, generation)
+        topology = generation.topology
+        world = topology.world_size
+        self._stage = np.arange(world) // (topology.dp * topology.tp)
+        # Ranks that have no more than their storage in common.
+        self._unrelated = _unrelated(generation)
+        # One column more than ranks: a rank that waits less than most, which stands for all.
+        self._past = _Past(world + 1)
+        self._excess = np.zeros((settings.data_wait_recurring_window, world + 1))
+        self._waits = np.zeros_like(self._excess)
+        self._steps: list[int] = []
+        self._started_ns: list[int] = []
+        self._active: dict[str, _Active] = {}
+
+    def update(self, seen: Observation) -> list[Finding]:
+        findings = []
+        for timing in self.after_warmup(seen.timings):
+            self._look_at(timing)
+            findings += self._judge(seen)
+        return findings
+
+    def _look_at(self, timing: StepTiming) -> None:
+        """Shares of the step beyond what is normal, newest last; 0 where nothing is known."""
+        ranks = timing.ranks
+        waits = np.full(self._stage.size + 1, np.nan)
+        waits[ranks.rank] = ranks.data_wait_seconds
+        waits[-1] = self._of_most(waits)
+        peers, past = self._peers(waits[:-1]), self._past.medians
+        normal = np.fmax(np.append(peers, np.nan), past)
+        # Without peers only a past that is known well enough tells.
+        own_only = np.isnan(np.append(peers, np.nan))
+        normal[own_only & (self._past.counts < self.settings.baseline_steps)] = np.nan
+        step_seconds = max(float(np.median(ranks.step_seconds)), 1e-9) if ranks.rank.size else 1.0
+        excess = (waits - normal) / step_seconds
+        slow = (excess >= self.settings.data_wait_share) & (
+            waits >= self.settings.data_wait_ratio * normal
+        )
+        # When all wait, no single one is slow.
+        slow[:-1] &= not slow[-1]
+        self._past.add(np.where(slow, np.nan, waits))
+        for rows, row in ((self._excess, np.where(slow, excess, 0.0)), (self._waits, waits)):
+            rows[:-1] = rows[1:]
+            rows[-1] = row
+        self._steps.append(timing.step)
+        self._started_ns.append(int(ranks.start_ns.min(initial=np.iinfo(np.int64).max)))
+        for kept in (self._steps, self._started_ns):
+            del kept[: -len(self._excess)]
+
+    def _of_most(self, waits: Floats) -> float:
+        """What three quarters of some unrelated ranks wait at least; NaN where there are none."""
+        least = np.nan
+        for ranks in self._unrelated:
+            known = np.sort(waits[ranks][~np.isnan(waits[ranks])])
+            if known.size > 1:
+                least = np.fmax(least, known[known.size // 4])
+        return float(least)
+
+    def _peers(self, waits: Floats) -> Floats:
+        """The median of the others of the same stage; NaN without any."""
+        normal = np.full(waits.size, np.nan)
+        for stage in range(self.generation.topology.pp):
+            known = np.flatnonzero((self._stage == stage) & ~np.isnan(waits))
+            normal[known] = medians_of_others(waits[known])
+        return normal
+
+    def _judge(self, seen: Observation) -> list[Finding]:
+        settings = self.settings
+        slow = self._excess > 0
+        recent = slow[-settings.data_wait_window :].sum(axis=0) >= settings.data_wait_hits
+        recurring = (self._stalls_beyond_others(slow) >= settings.data_wait_recurring_hits) & (
+            self._excess.mean(axis=0) >= settings.data_wait_recurring_share
+        )
+        findings = self._follow(slow[-1], seen)
+        suspects = np.flatnonzero((recent | recurring) & slow[-1]).tolist()
+        if self._excess.shape[1] - 1 in suspects:
+            suspects = [ALL]
+        for node, ranks in self._by_node(suspects).items():
+            fingerprint = "slow_data" if ranks == [ALL] else f"slow_data:{ranks[0]}"
+            if any(
+                set(ranks) & set(_ranks(active.finding)) or active.finding.node == node
+                for active in self._active.values()
+            ):
+                continue
+            steps = settings.data_wait_window if recent[ranks[0]] else len(self._excess)
+            finding = self._finding(fingerprint, ranks, steps, seen)
+            self._active[fingerprint] = _Active(finding)
+            findings.append(finding)
+        return findings
+
+    def _stalls_beyond_others(self, slow: npt.NDArray[np.bool_]) -> Floats:
+        """How many slow steps each has beyond what chance gives it where others have them too.
+
+        A busy host stalls all of its ranks, one more often than another.
+        """
+        hits: Floats = slow.sum(axis=0).astype(np.float64)
+        own = hits[:-1]
+        if own.size > 2:
+            # The worst of the others may itself be sick.
+            top = np.sort(own)[-2:]
+            worst = np.where(own == top[1], top[0], top[1])
+            usual = np.maximum((own.sum() - own - worst) / (own.size - 2), 0.0)
+            hits[:-1] -= usual + CHANCE_SIGMAS * np.sqrt(usual)
+        return hits
+
+    def _by_node(self, suspects: list[int]) -> Mapping[str | None, list[int]]:
+        """Ranks that share a node share its disk: one finding, the worst of them first."""
+        found: dict[str | None, list[int]] = {}
+        for rank in suspects:
+            node = None if rank == ALL else self.generation.node(rank) or f"rank {rank}"
+            found.setdefault(node, []).append(rank)
+        worst = self._excess.mean(axis=0)
+        return {
+            node: sorted(ranks, key=lambda rank: (-worst[rank], rank))
+            for node, ranks in found.items()
+        }
+
+    def _follow(self, slow_now: npt.NDArray[np.bool_], seen: Observation) -> list[Finding]:
+        findings = []
+        for fingerprint, active in list(self._active.items()):
+            ranks = _ranks(active.finding)
+            active.quiet_steps = 0 if slow_now[ranks].any() else active.quiet_steps + 1
+            # One that comes and goes is not over between two stalls.
+            hits = int((self._excess[:, ranks[0]] > 0).sum())
+            apart = len(self._excess) // max(hits, 1) if hits else 0
+            if active.quiet_steps >= max(self.settings.data_wait_hits, 3 * apart):
+                del self._active[fingerprint]
+                self._excess[:, ranks] = 0.0
+                findings.append(self._cleared(active.finding, seen.now_ns))
+        return findings
+
+    def _finding(
+        self, fingerprint: str, ranks: list[int], steps: int, seen: Observation
+    ) -> Finding:
+        excess, waits = self._excess[-steps:, ranks[0]], self._waits[-steps:, ranks[0]]
+        slow = np.flatnonzero(excess > 0)
+        place = max(len(self._steps) - steps + int(slow[0]), 0)
+        onset = self._steps[place]
+        waited = float(np.median(waits[slow]))
+        share = float(excess[slow[0] :].mean())
+        concerned = list(range(self._stage.size)) if ranks == [ALL] else ranks
+        cost = min(share, 1.0)
+        rank = None if ranks == [ALL] else ranks[0]
+        seconds = waited * slow.size / (len(excess) - int(slow[0]))
+        speedup = speedup_without(seen.replay, dict.fromkeys(concerned, seconds), cost, onset)
+        diagnosis = diagnose(
+            rank,
+            self._started_ns[place],
+            onset,
+            seen,
+            self.generation,
+            kind="slow_data",
+            slowdown=gain(cost),
+        )
+        cause = CAUSE_FOR_ALL if rank is None else CAUSE
+        if diagnosis.cause != UNKNOWN:
+            cause = diagnosis.cause
+        how_often = "per step" if 2 * slow.size > len(excess) else "now and again"
+        whose = "Every rank" if rank is None else self.generation.subject(rank)
+        normal = max(float(np.nan_to_num(self._past.medians[ranks[0]])), 0.0)
+        whom = "before" if rank is None else "its peers or itself before"
+        return Finding(
+            kind="slow_data",
+            cause=cause,
+            fingerprint=fingerprint,
+            summary=(
+                f"{whose} waits {waited * 1e3:.0f} ms {how_often} for its data since step "
+                f"{onset}: it {cost_text(cost, speedup)}."
+            ),
+            detected_ns=seen.now_ns,
+            generation=self.generation.number,
+            rank=rank,
+            node=self.generation.node(rank),
+            stage=self.generation.stage(rank),
+            ranks=sorted(ranks) if len(ranks) > 1 else [],
+            onset_step=onset,
+            step=self._steps[-1],
+            slowdown=gain(cost),
+            cost_ratio=cost,
+            speedup=speedup,
+            persistence="persistent",
+            causes=diagnosis.causes,
+            advice=diagnosis.advice or _ADVICE,
+            severity="critical" if share >= 1 / 3 else "warning",
+            # Its peers read the same kind of data in time: this node's path to it is slow.
+            suspects_node=rank is not None,
+            evidence=[
+                Evidence(
+                    f"data wait {waited * 1e3:.0f} ms, {normal * 1e3:.0f} ms {whom}",
+                    "data_wait_seconds",
+                    waited,
+                    normal,
+                ),
+                Evidence(
+                    f"in {slow.size} of the last {len(excess)} steps",
+                    "slow_steps",
+                    float(slow.size),
+                    0.0,
+                ),
+                *diagnosis.evidence,
+            ],
+            counter_evidence=diagnosis.counter_evidence,
+        )
+
+    def _cleared(self, finding: Finding, now_ns: int) -> Finding:
+        whose = "Every rank" if finding.rank is None else self.generation.subject(finding.rank)
+        return msgspec.structs.replace(
+            finding,
+            cleared=True,
+            detected_ns=now_ns,
+            step=self._steps[-1],
+            summary=f"{whose} has its data in time again.",
+        )
+
+
+def _unrelated(generation: Generation) -> list[slice]:
+    """Stages on several nodes; without any, all ranks."""
+    topology = generation.topology
+    size = topology.dp * topology.tp
+    stages = [
+        range(first, first + size)
+        for first in range(0, topology.world_size, size)
+        if len({generation.node(rank) for rank in range(first, first + size)}) > 1
+    ]
+    return [slice(each.start, each.stop) for each in stages] or [slice(0, topology.world_size)]
+
+
+_ADVICE = (
+    "Read ahead: more loader workers or a longer prefetch hide what is slow now and then; "
+    "a node that is always slow needs its disk or its path to storage looked at."
+)
+
+
+def _ranks(finding: Finding) -> list[int]:
+    if finding.rank is None:
+        return [ALL]
+    return finding.ranks or [finding.rank]
+
+
+class _Past:
+    """What each waited in its last steps that were not slow."""
+
+    def __init__(self, series: int) -> None:
+        self._rows = np.full((PAST_STEPS, series), np.nan)
+        self._added = 0
+        self.medians = np.full(series, np.nan)
+        self.counts = np.zeros(series, dtype=np.int64)
+
+    def add(self, waits: Floats) -> None:
+        row = self._rows[self._added % PAST_STEPS]
+        # Slow steps do not push out what was normal: a stall that stays would become it.
+        np.copyto(row, waits, where=~np.isnan(waits))
+        self._added += 1
+        if self._added < PAST_STEPS or not self._added % STEPS_BETWEEN_MEDIANS:
+            rows = self._rows[: self._added]
+            self.counts = (~np.isnan(rows)).sum(axis=0)
+            ordered = np.sort(rows, axis=0)  # NaN last
+            middle = np.maximum(self.counts - 1, 0) // 2
+            self.medians = ordered[middle, np.arange(ordered.shape[1])]

@@ -1,0 +1,203 @@
+"""Tells of pipelines whose stages do not take equally long: all wait for the longest one.
+
+A stage's time is the median of its ranks', so one slow rank is not its stage. Uneven from the first
+steps on is how the model was divided: advice, with the layers to move and what that gives. A stage
+that becomes slow later is no property of the model but a straggler of several ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline_server.detect.contract import Detector
+from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.observation import Generation, Observation
+from paceline_server.detect.settings import DetectionSettings
+from paceline_server.detect.stage_imbalance.layers import Balance, balance, moves_text
+from paceline_server.detect.telling import cost_text, gain
+from paceline_server.percent import percent
+from paceline_server.steps.phase import PhaseReader
+from paceline_server.steps.timing import StepTiming
+
+Floats = npt.NDArray[np.float64]
+
+CAUSE = "uneven stages"
+
+
+class StageImbalanceDetector(Detector):
+    """Finding kind `stage_imbalance`, fingerprint `stage_imbalance:STAGE`."""
+
+    order: ClassVar[int] = 12
+
+    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
+        super().__init__(settings, generation)
+        topology = generation.topology
+        self._stages = topology.pp
+        self._per_stage = topology.dp * topology.tp
+        self._reader = PhaseReader(topology)
+        self._rows: list[Floats] = []  # log seconds of each stage's typical rank
+        self._steps: list[int] = []
+        self._newest: StepTiming | None = None
+        self._active: Finding | None = None
+        self._judged = 0  # steps
+
+    def update(self, seen: Observation) -> list[Finding]:
+        findings: list[Finding] = []
+        if self._stages < 2:
+            return findings
+        for timing in self.after_warmup(seen.timings):
+            if self._remember(timing):
+                findings += self._judge(seen)
+        return findings
+
+    def _remember(self, timing: StepTiming) -> bool:
+        """False where a stage is missing."""
+        ranks = timing.ranks
+        stage = ranks.rank // self._per_stage
+        known = ranks.self_seconds > 0
+        middle = np.full(self._stages, np.nan)
+        for one in range(self._stages):
+            mine = ranks.self_seconds[known & (stage == one)]
+            if mine.size:
+                middle[one] = np.median(mine)
+        if np.isnan(middle).any():
+            return False
+        self._rows.append(np.log(middle))
+        self._steps.append(timing.step)
+        self._newest = timing
+        self._judged += 1
+        for kept in (self._rows, self._steps):
+            del kept[: -self.settings.imbalance_steps]
+        return True
+
+    def _judge(self, seen: Observation) -> list[Finding]:
+        if self._active is not None:
+            return (
+                self._recovered(seen) if self._judged % self.settings.imbalance_steps == 0 else []
+            )
+        # What comes later is no property of the model.
+        return self._chronic(seen) if self._judged <= self.settings.imbalance_steps else []
+
+    def _chronic(self, seen: Observation) -> list[Finding]:
+        """Uneven in all of the first steps: that is how the model was divided."""
+        settings = self.settings
+        count = len(self._rows)
+        if count < settings.imbalance_least_steps:
+            return []
+        seconds = np.exp(np.array(self._rows))
+        ratios = seconds / seconds.mean(axis=1, keepdims=True)
+        stage = int(ratios.mean(axis=0).argmax())
+        own = ratios[:, stage]
+        # Few steps are enough where they agree; in the end the middle one counts.
+        error = settings.imbalance_significance * float(own.std(ddof=1)) / math.sqrt(count)
+        surely = float(own.min()) >= settings.imbalance_ratio + error
+        if not surely and (
+            count < settings.imbalance_steps or np.median(own) < settings.imbalance_ratio
+        ):
+            return []
+        first = stage * self._per_stage
+        if seen.stragglers & set(range(first, first + self._per_stage)):
+            return []
+        found = self._balance(seen)
+        assert self._newest is not None
+        step_seconds = float(np.median(self._newest.ranks.step_seconds))
+        typical = np.median(seconds, axis=0)
+        saved = (
+            float(typical.max() - typical.mean())
+            if found is None
+            else found.now_seconds - found.even_seconds
+        )
+        cost = min(max(saved / max(step_seconds, 1e-9), 0.0), 1.0)
+        if gain(cost) < settings.imbalance_gain:
+            return []
+        advice, best = _advice(found, stage, typical, step_seconds, cost)
+        self._active = self._finding(stage, float(np.median(own)), cost, best, seen, advice)
+        return [self._active]
+
+    def _recovered(self, seen: Observation) -> list[Finding]:
+        """The model was divided anew, or what made the stage slow has gone."""
+        recent = np.exp(np.median(np.array(self._rows[-self.settings.imbalance_steps :]), axis=0))
+        halfway = 1.0 + (self.settings.imbalance_ratio - 1.0) / 2.0
+        active = self._active
+        if active is None or active.stage is None:
+            return []
+        if recent[active.stage] / recent.mean() >= halfway:
+            return []
+        self._active = None
+        return [
+            msgspec.structs.replace(
+                active,
+                cleared=True,
+                detected_ns=seen.now_ns,
+                step=self._steps[-1],
+                summary=f"Stage {active.stage} takes no longer than the others any more.",
+            )
+        ]
+
+    def _balance(self, seen: Observation) -> Balance | None:
+        phase = None if self._newest is None else self._reader.read(self._newest)
+        return None if phase is None else balance(phase, seen.metadata)
+
+    def _finding(
+        self,
+        stage: int,
+        ratio: float,
+        cost: float,
+        speedup: float,
+        seen: Observation,
+        advice: str,
+    ) -> Finding:
+        return Finding(
+            kind="stage_imbalance",
+            cause=CAUSE,
+            fingerprint=f"stage_imbalance:{stage}",
+            summary=(
+                f"Stage {stage} takes {ratio:.2f}x the stages' mean: it "
+                f"{cost_text(cost, speedup)}. {advice}"
+            ),
+            detected_ns=seen.now_ns,
+            generation=self.generation.number,
+            stage=stage,
+            ranks=list(range(stage * self._per_stage, (stage + 1) * self._per_stage)),
+            onset_step=self._steps[0],
+            step=self._steps[-1],
+            slowdown=ratio,
+            cost_ratio=cost,
+            speedup=speedup,
+            persistence="chronic",
+            advice=advice,
+            severity="info",
+            evidence=[
+                Evidence(
+                    "self time per step of stage "
+                    f"{number}: {math.exp(float(self._rows[-1][number])) * 1e3:.0f} ms",
+                    "self_seconds",
+                    math.exp(float(self._rows[-1][number])),
+                )
+                for number in range(min(self._stages, 16))
+            ],
+        )
+
+
+def _advice(
+    found: Balance | None, stage: int, seconds: Floats, step_seconds: float, cost: float
+) -> tuple[str, float]:
+    """What to change, and what it gives."""
+    if found is not None and found.moves and found.moved_seconds is not None:
+        saved = found.now_seconds - found.moved_seconds
+        best = gain(saved / max(step_seconds, 1e-9))
+        text = moves_text(found)
+        return f"{text[0].upper()}{text[1:]} gives {best:.2f}x.", best
+    share, even = seconds[stage] / seconds.sum(), 1.0 / seconds.size
+    told = (
+        f"Stage {stage} has {percent(share)} of the compute, {percent(even)} would be even: "
+        f"that gives {gain(cost):.2f}x."
+    )
+    if found is not None and found.layers:
+        told += " No move of whole layers helps; stages of smaller parts (virtual stages) may."
+    return told, gain(cost)

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from paceline_agent.collect.nccl.debug_log import DebugLog, transport_of
+
+LOG = Path(__file__).parents[2] / "fixtures" / "nccl" / "debug.log"
+
+
+def test_golden_log():
+    said = DebugLog()
+    for line in LOG.read_text().splitlines():
+        said.add(line)
+    assert said.version == "2.21.5"
+    assert said.network == "IB"
+    assert said.devices == ("mlx5_0", "mlx5_1")
+    assert said.graphs == {"ring", "tree"}
+    assert said.connections == Counter(
+        {"NET/IB/GDRDMA": 2, "P2P/CUMEM": 2, "SHM": 1, "NET/Socket": 1}
+    )
+    assert said.algorithms == Counter(
+        {("AllReduce", "ring", "simple"): 2, ("AllGather", "nvls", "ll128"): 1}
+    )
+    assert said.warnings == 1
+    assert said.news[0].startswith("NET/IB : Got completion from peer")
+
+
+def test_the_ports_of_a_card_that_are_used_as_one():
+    said = DebugLog()
+    said.add(
+        "n1:1884:2298 [0] NCCL INFO NET/IB : Using [0]={[0] mlx5_2:1/RoCE, [1] mlx5_3:1/RoCE} "
+        "[1]={[2] mlx5_0:1/RoCE, [3] mlx5_1:1/RoCE} [RO]; OOB bond0.526:10.1.1.9<0>"
+    )
+    assert said.devices == ("mlx5_2", "mlx5_3", "mlx5_0", "mlx5_1")
+
+
+def test_symmetric_kernels_are_a_choice_of_their_own():
+    said = DebugLog()
+    said.add(
+        "n1:1:2 [0] NCCL INFO AllReduce [Symmetric]: 1024 Bytes -> Kernel AllReduce_RSxLD_AGxST "
+        "nchannels 8 nthreads 512 nWorks 1"
+    )
+    assert said.algorithms == Counter({("AllReduce", "symmetric", "rsxld_agxst"): 1})
+
+
+@pytest.mark.parametrize(
+    ("via", "transport"),
+    [
+        ("P2P/IPC", "P2P/IPC"),
+        ("P2P/direct pointer", "P2P/direct pointer"),
+        ("P2P/CUMEM/read", "P2P/CUMEM"),
+        ("SHM", "SHM"),
+        ("SHM/direct/direct", "SHM"),
+        ("NET/Socket/0", "NET/Socket"),
+        ("NET/IB/0", "NET/IB"),
+        ("NET/IB/0(8)/GDRDMA", "NET/IB/GDRDMA"),
+        ("NET/IB/0/GDRDMA(PCI)/Shared", "NET/IB/GDRDMA"),
+        ("NET/AWS Libfabric/0/GDRDMA", "NET/AWS Libfabric/GDRDMA"),
+        ("COLLNET/SHARP/0/GDRDMA", "COLLNET/SHARP"),
+    ],
+)
+def test_transports(via, transport):
+    assert transport_of(via) == transport
+
+
+def test_what_is_kept_is_bounded():
+    said = DebugLog()
+    for number in range(100):
+        said.add(f"NCCL INFO Channel 00/0 : 0[0] -> 1[0] via NET/Plugin{chr(65 + number)}/0")
+        said.add(f"NCCL WARN {number}")
+    assert len(said.connections) == 32
+    assert len(said.news) <= 9
+    assert (said.warnings, said.news[-1]) == (100, "99")

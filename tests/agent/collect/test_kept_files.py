@@ -1,0 +1,65 @@
+"""Reading many files at once says of each what reading it alone does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline_agent.collect.kept_files import KeptFiles, Together, entries, read_once
+
+CONTENTS = {
+    "counter": b"18446744073709551615\n",
+    "negative": b"-1\n",
+    "none": b"N/A (no PMA)\n",
+    "empty": b"",
+    "long": b"1" * 33,
+}
+
+
+def test_numbers_of_many_files_are_those_of_each(tmp_path: Path) -> None:
+    for name, content in CONTENTS.items():
+        (tmp_path / name).write_bytes(content)
+    paths = [*(str(tmp_path / name) for name in CONTENTS), str(tmp_path / "absent"), str(tmp_path)]
+    one, many, together = KeptFiles(), KeptFiles(), Together(paths)
+    for _ in range(2):  # opened, then kept
+        assert many.read_numbers(together, 1) == [one.read_number(path, 1) for path in paths]
+    assert many.read_numbers(together, 1) == [2**64 - 1, -1, None, None, None, None, None]
+    (tmp_path / "counter").write_bytes(b"7\n")
+    os.unlink(tmp_path / "none")
+    (tmp_path / "absent").write_bytes(b"8\n")
+    assert many.read_numbers(together, 1) == [7, -1, None, None, None, 8, None]
+    many.forget_below(tmp_path)  # its descriptors are somebody else's from now on
+    others = [os.open(tmp_path / "negative", os.O_RDONLY) for _ in range(8)]
+    assert many.read_numbers(together, 1) == [7, -1, None, None, None, 8, None]
+    for other in others:
+        os.close(other)
+    assert many.read_numbers(Together([]), 1) == []
+    one.close()
+    many.close()
+
+
+def test_a_file_that_the_kernel_gives_page_by_page_is_read_whole() -> None:
+    """As /proc/vmstat and /proc/diskstats of a large node are."""
+    files = KeptFiles(bytes_at_most=1 << 20)
+    for _ in range(2):
+        content = files.read("/proc/self/maps", 1) or b""
+        assert len(content) > os.sysconf("SC_PAGE_SIZE")
+        assert b"[stack]" in content
+        assert content.endswith(b"\n")
+    files.close()
+
+
+def test_nothing_is_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    assert read_once(tmp_path / "fifo") == b""
+    assert len(read_once("/dev/zero", 100)) == 100
+    with pytest.raises(IsADirectoryError):
+        read_once(tmp_path)
+
+
+def test_a_name_that_is_no_utf8_is_not_told(tmp_path: Path) -> None:
+    for name in (b"mlx5_0", "é0".encode(), b"e\xff"):
+        os.mkdir(os.fsencode(tmp_path) + b"/" + name)
+    assert entries(tmp_path) == ["mlx5_0", "é0"]

@@ -1,0 +1,17 @@
+"""What waits to be packed, and for how long."""
+
+from __future__ import annotations
+
+from paceline_agent.forward.outbox import SAMPLES_PER_BATCH, Outbox
+from paceline_wire.batch import Sample
+
+
+def test_a_full_batch_does_not_wait_for_its_time() -> None:
+    outbox = Outbox()
+    sample = Sample("paceline_test", {}, 1.0, 1)
+    outbox.put_samples([sample] * (SAMPLES_PER_BATCH - 1))
+    assert not outbox.urgent.is_set()
+    outbox.put_samples([sample] * 2)
+    assert outbox.urgent.is_set()
+    assert [len(samples) for _, _, samples, _ in outbox.take()] == [SAMPLES_PER_BATCH, 1]
+    assert not outbox.urgent.is_set()

@@ -1,0 +1,52 @@
+"""When news are packed: with what was collected at a tick, not a moment later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline_agent.forward.forwarder import Packer
+from paceline_agent.forward.outbox import Outbox
+from paceline_agent.forward.spool import Spool
+
+
+class At:
+    """A packer, its outbox, and the time."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 1000.0
+        monkeypatch.setattr("time.monotonic", lambda: self.seconds)
+        self.outbox = Outbox()
+        spool = Spool(directory, 1 << 20)
+        self.packer = Packer("a", self.outbox, spool, flush_seconds=0.5, heartbeat_seconds=1.0)
+        self.packer.flush()
+
+    def is_packed(self, seconds: float) -> bool:
+        """Whether what has all come so long after the last time is packed now."""
+        self.seconds += seconds
+        self.packer.all_came()
+        is_urgent = self.outbox.urgent.is_set()
+        if is_urgent:
+            self.packer.flush()
+        return is_urgent
+
+
+@pytest.fixture
+def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> At:
+    return At(tmp_path, monkeypatch)
+
+
+def test_each_sweep_is_packed_as_soon_as_it_is_whole(at: At) -> None:
+    assert [at.is_packed(1.0) for _ in range(3)] == [True, True, True]
+
+
+def test_a_burst_does_not_make_a_batch_of_each_call(at: At) -> None:
+    assert sum(at.is_packed(0.1) for _ in range(30)) <= 6
+
+
+def test_a_node_that_the_server_asks_to_wait_keeps_its_own_moment(at: At) -> None:
+    at.packer.pace(3.0)
+    assert not at.is_packed(10.0)
+    at.packer.pace(0.0)
+    assert at.is_packed(0.0)

@@ -1,0 +1,336 @@
+"""The spool: order, bounds, damage, and a disk that is full or gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from paceline_agent.forward.spool import Spool
+from paceline_wire.batch import Batch, DeviceEvent, Sample, SpanBlock, decode
+from paceline_wire.spans import RECORD_BYTES, to_columns
+
+LIMIT = 1 << 20
+HOUR_NS = 3600 * 10**9
+
+
+def batch(sequence: int, *, samples: int = 0, event: bool = False, boot: str = "boot") -> Batch:
+    noise = [Sample("m", {"n": os.urandom(16).hex()}, float(n), n) for n in range(samples)]
+    events = [DeviceEvent(time_ns=sequence, kind="xid", device="gpu0")] if event else []
+    return Batch(
+        agent_id="a",
+        boot_id=boot,
+        sequence=sequence,
+        packed_ns=0,
+        samples=noise,
+        events=[*events],
+    )
+
+
+def drain(spool: Spool) -> list[Batch]:
+    """All batches in the order in which they would be sent."""
+
+    async def take() -> list[Batch]:
+        found = []
+        while len(spool):
+            entry = await spool.head()
+            payload = spool.read(entry)
+            if payload is not None:
+                found.append(decode(payload))
+                spool.remove(entry)
+        return found
+
+    return asyncio.run(take())
+
+
+def test_batches_outlive_the_agent_and_keep_their_order(tmp_path: Path) -> None:
+    first = Spool(tmp_path, LIMIT)
+    for sequence in range(12):
+        first.append(batch(sequence, boot="old"))
+    second = Spool(tmp_path, LIMIT)
+    second.append(batch(0, boot="younger"))
+    sent = [(one.boot_id, one.sequence) for one in drain(second)]
+    assert sent == [("old", sequence) for sequence in range(12)] + [("younger", 0)]
+    assert not list(tmp_path.glob("*.batch"))
+    assert second.size_bytes == 0
+
+
+def test_a_boot_that_overtakes_takes_turns_with_the_backlog(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, LIMIT)
+    for sequence in range(4):
+        spool.append(batch(sequence, boot="1"))
+    spool.overtake("2")
+    for sequence in range(2):
+        spool.append(batch(sequence, boot="2"))
+    spool.append(batch(4, boot="1"))
+    sent = [(one.boot_id, one.sequence) for one in drain(spool)]
+    assert sent == [("2", 0), ("1", 0), ("2", 1), ("1", 1), ("1", 2), ("1", 3), ("1", 4)]
+
+
+def test_what_overtook_is_backlog_to_the_next(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, LIMIT)
+    spool.append(batch(0, boot="1"))
+    spool.overtake("2")
+    spool.append(batch(0, boot="2"))
+    spool.overtake("3")
+    spool.append(batch(0, boot="3"))
+    assert [one.boot_id for one in drain(spool)] == ["3", "1", "2"]
+
+
+def test_boots_sort_in_order_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boots = []
+    for hours in (0, 1, -3, -3, 2):
+        monkeypatch.setattr(
+            "paceline_agent.forward.spool.timeline_ns", lambda h=hours: (500 + h) * HOUR_NS
+        )
+        boots += [Spool(tmp_path, LIMIT).begin_boot(), Spool(tmp_path, LIMIT).begin_boot()]
+    assert boots == sorted(set(boots))
+    (tmp_path / "newest-boot").write_bytes(b"\xff torn")
+    spool = Spool(tmp_path, LIMIT)
+    spool.append(batch(0, boot=boots[-1]))
+    assert Spool(tmp_path, LIMIT).begin_boot() > boots[-1], "the batches tell as well"
+
+
+def test_a_full_spool_drops_the_oldest_detail_and_keeps_events(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, 64 << 10)
+    for sequence in range(40):
+        spool.append(batch(sequence, samples=200, event=True))
+    assert spool.size_bytes <= 64 << 10
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.batch")) <= (64 << 10) + 40 * 16
+    kept = drain(spool)
+    assert [one.sequence for one in kept] == list(range(40)), "no event may be lost"
+    assert all(one.events for one in kept)
+    with_detail = [one.sequence for one in kept if one.samples]
+    assert with_detail[-1] == 39, "the newest detail stays"
+    assert 0 < spool.counts.dropped == 40 - len(with_detail)
+    assert spool.counts.lost_samples == 200 * spool.counts.dropped
+
+
+def test_spans_go_before_samples_and_samples_before_events(tmp_path: Path) -> None:
+    def block() -> SpanBlock:
+        columns = to_columns(os.urandom(RECORD_BYTES * 64))
+        return SpanBlock(job="j", generation=0, rank=0, columns=columns, clock_offset_ns=0)
+
+    spool = Spool(tmp_path, 64 << 10)
+    for sequence in range(30):
+        whole = batch(sequence, samples=20, event=True)
+        spool.append(msgspec.structs.replace(whole, spans=[block()]))
+    kept = drain(spool)
+    assert [one.sequence for one in kept] == list(range(30))
+    assert all(one.samples and one.events for one in kept), "spans were enough to give up"
+    without = [one.sequence for one in kept if not one.spans]
+    assert without == list(range(len(without))), "the oldest first"
+    assert spool.counts.dropped == len(without) > 0
+    assert spool.counts.lost_spans == 64 * len(without)
+    assert spool.counts.lost_samples == spool.counts.lost_events == 0
+
+
+def test_a_spool_full_of_events_drops_the_oldest(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, 64 << 10)
+    spool.append(batch(0, event=True))
+    asyncio.run(spool.head())
+    for sequence in range(1, 1500):
+        spool.append(batch(sequence, event=True))
+    kept = [one.sequence for one in drain(spool)]
+    assert kept[0] == 0, "it may be on its way"
+    assert kept[1:] == list(range(1500 - len(kept) + 1, 1500))
+    assert spool.counts.dropped == spool.counts.lost_events == 1500 - len(kept)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "garbage"])
+@pytest.mark.parametrize("which", [0, 1])  # the slot, a file
+def test_a_damaged_file_is_skipped_and_counted(tmp_path: Path, damage: str, which: int) -> None:
+    first = Spool(tmp_path, LIMIT)
+    for sequence in range(3):
+        first.append(batch(sequence, samples=5))
+    victim = sorted(tmp_path.iterdir())[which]
+    content = bytearray(victim.read_bytes())
+    content[-1] ^= 1
+    victim.write_bytes(
+        {
+            "truncate": bytes(content[:-9]),
+            "flip": bytes(content),
+            "empty": b"",
+            "garbage": b"x" * 500,
+        }[damage]
+    )
+    spool = Spool(tmp_path, LIMIT)
+    assert [one.sequence for one in drain(spool)] == [each for each in range(3) if each != which]
+    assert spool.counts.corrupt == (damage != "empty" or which == 1)
+
+
+def test_while_the_server_keeps_up_no_file_is_made(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, LIMIT)
+    for sequence, samples in enumerate((200, 3, 50)):  # what a longer one leaves does not matter
+        spool.append(batch(sequence, samples=samples))
+        assert [path.name for path in tmp_path.iterdir()] == [".slot"]
+        found = drain(Spool(tmp_path, LIMIT)) if samples == 50 else drain(spool)
+        assert [(one.sequence, len(one.samples)) for one in found] == [(sequence, samples)]
+    assert len(Spool(tmp_path, LIMIT)) == 0
+
+
+@pytest.mark.parametrize(
+    ("writes", "part", "sent", "left"),
+    [
+        (0, 0, [], []),
+        (0, 99, [], []),
+        (1, 0, [], []),
+        (2, 0, [0], [0]),  # the server will know it
+        (2, 12, [0], []),
+        (3, 99, [0], []),
+        (4, 0, [0], []),
+        (5, 0, [0, 1], [1]),
+    ],
+)
+def test_an_agent_that_is_killed_leaves_a_whole_batch_or_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    writes: int,
+    part: int,
+    sent: list[int],
+    left: list[int],
+) -> None:
+    """In its last moment it has made so many writes, and a part of the next."""
+
+    class Killed(BaseException):
+        pass
+
+    real, made = os.pwrite, count()
+
+    def pwrite(descriptor: int, content: bytes, offset: int) -> int:
+        if next(made) == writes:
+            real(descriptor, content[:part], offset)
+            raise Killed
+        return real(descriptor, content, offset)
+
+    async def send(spool: Spool) -> None:
+        for sequence in range(2):
+            spool.append(batch(sequence, samples=40 * (2 - sequence)))
+            entry = await spool.head()
+            found.append(decode(spool.read(entry) or b"").sequence)
+            spool.remove(entry)
+
+    found: list[int] = []
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(Killed):
+        asyncio.run(send(Spool(tmp_path, LIMIT)))
+    following = Spool(tmp_path, LIMIT)
+    assert found == sent
+    assert [one.sequence for one in drain(following)] == left
+    assert following.counts.corrupt == 0
+
+
+def test_a_batch_on_its_way_out_of_the_slot_is_not_sent_twice(tmp_path: Path) -> None:
+    Spool(tmp_path, LIMIT).append(batch(0, samples=5))
+    slot = (tmp_path / ".slot").read_bytes()
+    (tmp_path / f"boot.{0:012d}.batch").write_bytes(slot)
+    assert [one.sequence for one in drain(Spool(tmp_path, LIMIT))] == [0]
+    assert len(Spool(tmp_path, LIMIT)) == 0
+
+
+def test_a_file_that_vanishes_is_skipped(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, LIMIT)
+    spool.append(batch(0))
+    spool.append(batch(1))
+    next(tmp_path.glob("*.batch")).unlink()
+    assert [one.sequence for one in drain(spool)] == [0]
+
+
+def test_rejected_batches_are_set_aside_and_few_are_kept(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, LIMIT)
+
+    async def reject_all() -> None:
+        for sequence in range(30):
+            spool.append(batch(sequence))
+            spool.reject(await spool.head())
+
+    asyncio.run(reject_all())
+    assert len(spool) == 0
+    assert spool.counts.rejected == 30
+    kept = sorted(path.name for path in (tmp_path / "rejected").iterdir())
+    assert len(kept) == 16
+    assert kept[-1].endswith("29.batch")
+
+
+def test_an_unwritable_directory_keeps_batches_in_bounded_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_the_way = tmp_path / "spool"
+    in_the_way.write_text("a file where the directory should be")
+    spool = Spool(in_the_way, LIMIT, memory_bytes=64 << 10)
+    for sequence in range(60):
+        spool.append(batch(sequence, samples=100, event=True))
+    assert spool.size_bytes <= 64 << 10
+    assert len([one for one in caplog.records if one.levelname == "ERROR"]) == 1
+    assert [one.sequence for one in drain(spool)] == list(range(60))
+
+
+def test_a_full_disk_loses_nothing_and_heals(
+    small_disk: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = small_disk("128k")
+    spool = Spool(disk / "spool", 8 << 20)
+    for sequence in range(40):
+        spool.append(batch(sequence, samples=200))
+    assert spool.disk_error == "No space left on device"
+    assert len([one for one in caplog.records if one.levelname == "ERROR"]) == 1
+    assert not list(disk.glob("spool/.writing")), "a torn file takes room"
+    assert [one.sequence for one in drain(spool)] == list(range(40))
+    spool.append(batch(40))
+    assert spool.disk_error is None
+    assert [one.sequence for one in drain(Spool(disk / "spool", 8 << 20))] == [40]
+
+
+def test_a_disk_and_a_memory_that_are_full_lose_the_oldest_detail(
+    small_disk: Callable[[str], Path],
+) -> None:
+    disk = small_disk("128k")
+    spool = Spool(disk / "spool", 8 << 20, memory_bytes=64 << 10)
+    for sequence in range(40):
+        spool.append(batch(sequence, samples=400, event=True))
+        on_disk = sum(path.stat().st_size for path in (disk / "spool").iterdir())
+        assert spool.size_bytes - on_disk <= 64 << 10
+    assert spool.disk_error is not None
+    kept = drain(spool)
+    assert [one.sequence for one in kept] == list(range(40)), "no event may be lost"
+    without = [one.sequence for one in kept if not one.samples]
+    assert without == list(range(len(without))), "the oldest first"
+    assert 0 < len(without) < 35, "what was cut made room on the disk"
+    assert spool.counts.lost_samples == 400 * len(without)
+    assert not list(disk.glob("spool/*.batch")), "nothing is left that was sent"
+
+
+def test_memory_goes_to_disk_as_soon_as_there_is_room(
+    small_disk: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = small_disk("128k")
+    filler = disk / "filler"
+    filler.write_bytes(bytes(120 << 10))
+    spool = Spool(disk / "spool", 8 << 20)
+    for sequence in range(20):
+        spool.append(batch(sequence, samples=0 if sequence % 2 else 200))
+    assert spool.disk_error is not None
+    assert len(caplog.records) == 1, "that a small one still fits is no news"
+    filler.unlink()
+    spool.append(batch(20))
+    assert len(list(disk.glob("spool/*.batch"))) == 20, "and one is in the slot"
+    assert spool.disk_error is None
+    assert [one.sequence for one in drain(Spool(disk / "spool", 8 << 20))] == list(range(21))
+
+
+def test_a_slot_that_cannot_be_used_holds_up_nothing(tmp_path: Path) -> None:
+    Spool(tmp_path, LIMIT).append(batch(0, samples=5))
+    (tmp_path / ".slot").rename(tmp_path / f"boot.{0:012d}.batch")
+    (tmp_path / ".slot").mkdir()
+    spool = Spool(tmp_path, LIMIT)
+    assert [one.sequence for one in drain(spool)] == [0]
+    spool.append(batch(1))
+    assert spool.disk_error is None
+    assert [one.sequence for one in drain(Spool(tmp_path, LIMIT))] == [1]

@@ -1,0 +1,360 @@
+"""Rings become events and span blocks; a damaged one harms nobody else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline_agent.forward.outbox import Outbox
+from paceline_agent.rings.reader import RankKey, Rings
+from paceline_wire import ring
+from paceline_wire.batch import (
+    Event,
+    RankAcknowledged,
+    RankAttached,
+    RankDefined,
+    RankExited,
+    RankState,
+    Sample,
+    SpanBlock,
+)
+from paceline_wire.ring import Identity, RingFile, SectionDefinition
+from paceline_wire.spans import NONE_16, NONE_32, RECORD, RECORD_BYTES, Op, from_columns, unpack
+from paceline_wire.topology import Coordinates, Topology
+
+
+class Writer:
+    """A trainer's end of a ring."""
+
+    def __init__(self, directory: Path, rank: int = 0, generation: int = 0, pid: int = 0) -> None:
+        self.path = directory / f"job.g{generation}.r{rank}.ring"
+        identity = Identity(
+            job="job",
+            generation=generation,
+            rank=rank,
+            local_rank=rank,
+            world_size=4,
+            topology=Topology(dp=4),
+            coordinates=Coordinates(dp_rank=rank),
+            pid=pid or os.getpid(),
+            host="here",
+            clock_offset_ns=0,
+            started_ns=1,
+        )
+        self.ring: RingFile = ring.create(self.path, identity, capacity=64)
+        self.head = 0
+
+    def write(self, count: int) -> None:
+        for _ in range(count):
+            place = (self.head % 64) * RECORD_BYTES
+            self.ring.spans[place : place + RECORD_BYTES] = RECORD.pack(
+                self.head, Op.FORWARD, 0, NONE_16, 0, 5, NONE_32, NONE_32, 0, 0, 0, self.head, 10
+            )
+            self.head += 1
+            self.ring.state[ring.STATE_HEAD] = self.head
+
+
+class Bench:
+    """A directory of rings, their reader, and what came out of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.outbox = Outbox()
+        self.rings = Rings(directory, self.outbox)
+
+    def poll(self) -> tuple[list[Event], list[SpanBlock]]:
+        self.rings.poll()
+        return self.taken()
+
+    def taken(self) -> tuple[list[Event], list[SpanBlock]]:
+        events: list[Event] = []
+        spans: list[SpanBlock] = []
+        for some_events, some_spans, _, _ in self.outbox.take():
+            events += some_events
+            spans += some_spans
+        return events, spans
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.rings.close()
+
+
+def indices(blocks: list[SpanBlock]) -> list[int]:
+    return [span.index for block in blocks for span in unpack(from_columns(block.columns))]
+
+
+def test_a_rank_is_attached_once_and_every_span_comes_once(bench: Bench) -> None:
+    writer = Writer(bench.directory, rank=3)
+    ring.define(writer.ring, SectionDefinition(1, "load"))
+    writer.write(10)
+    events, blocks = bench.poll()
+    assert [type(event) for event in events] == [RankAttached, RankDefined, RankState]
+    assert indices(blocks) == list(range(10))
+    assert (blocks[0].job, blocks[0].rank, blocks[0].lost) == ("job", 3, 0)
+    writer.write(50)
+    events, blocks = bench.poll()
+    assert not events, "nothing new but spans, and the state is not due"
+    assert indices(blocks) == list(range(10, 60))
+
+
+def test_an_overrun_is_counted_where_it_happened(bench: Bench) -> None:
+    writer = Writer(bench.directory)
+    writer.write(200)
+    _, blocks = bench.poll()
+    assert blocks[0].lost == 137
+    assert indices(blocks) == list(range(137, 200))
+    writer.write(1)
+    _, blocks = bench.poll()
+    assert blocks[0].lost == 0
+    assert bench.rings.counts.lost_spans == 137
+
+
+def test_finish_reads_the_rest_and_the_last_state(bench: Bench) -> None:
+    writer = Writer(bench.directory)
+    bench.rings.supervised.add(RankKey("job", 0, 0))
+    bench.poll()
+    writer.write(7)
+    writer.ring.state[ring.STATE_STEP] = 42
+    writer.ring.control[ring.ACK_STATUS] = ring.AckStatus.DONE
+    writer.ring.control[ring.ACK_STEP] = 41
+    writer.ring.control[ring.ACK_COMMAND] = 9
+    bench.rings.finish(RankKey("job", 0, 0))
+    events, blocks = bench.taken()
+    acknowledged, state = events
+    assert isinstance(acknowledged, RankAcknowledged)
+    assert (acknowledged.command_id, acknowledged.status, acknowledged.step) == (9, "done", 41)
+    assert isinstance(state, RankState)
+    assert state.view.step == 42
+    assert indices(blocks) == list(range(7))
+    assert not writer.path.exists()
+    assert bench.poll() == ([], [])
+
+
+def test_a_rank_that_ends_before_it_was_seen_still_tells(bench: Bench) -> None:
+    Writer(bench.directory).write(3)
+    bench.rings.finish(RankKey("job", 0, 0))
+    events, blocks = bench.taken()
+    assert [type(event) for event in events] == [RankAttached, RankState]
+    assert indices(blocks) == [0, 1, 2]
+
+
+def test_a_command_reaches_the_control_pages_of_its_generation_only(bench: Bench) -> None:
+    old, new = Writer(bench.directory, 0, 0), Writer(bench.directory, 1, 1)
+    bench.poll()
+    kind = ring.ControlKind.CHECKPOINT
+    assert bench.rings.control("job", 1, command_id=5, kind=kind, target_step=12) == [1]
+    assert new.ring.control[ring.CONTROL_COMMAND] == 5
+    assert new.ring.control[ring.CONTROL_TARGET_STEP] == 12
+    assert old.ring.control[ring.CONTROL_COMMAND] == 0
+
+
+@pytest.mark.parametrize("damage", ["magic", "short", "empty", "identity", "version"])
+def test_a_file_that_is_no_ring_is_skipped_once(
+    bench: Bench, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = Writer(bench.directory, rank=1)
+    content = bytearray(bad.path.read_bytes())
+    match damage:
+        case "magic":
+            content[:8] = b"NOTARING"
+        case "short":
+            content = content[:-64]
+        case "empty":
+            content = bytearray()
+        case "identity":
+            content[28:60] = os.urandom(32)
+        case "version":
+            content[8] = 99
+    bad.path.unlink()
+    bad.path.write_bytes(content)
+    good = Writer(bench.directory, rank=0)
+    good.write(1)
+    _, blocks = bench.poll()
+    assert indices(blocks) == [0]
+    for _ in range(3):
+        bench.poll()
+    assert bench.rings.counts.corrupt == 1
+    assert len([one for one in caplog.records if "skipped" in one.message]) == 1
+
+
+@pytest.mark.parametrize(
+    "damage", ["head", "definitions", "acknowledgement", "command", "truncated"]
+)
+def test_a_ring_damaged_in_use_is_let_go_and_the_others_are_read(bench: Bench, damage: str) -> None:
+    bad, good = Writer(bench.directory, 0), Writer(bench.directory, 1)
+    bad.write(5)
+    bench.poll()
+    match damage:
+        case "head":
+            bad.ring.state[ring.STATE_HEAD] = 2
+        case "definitions":
+            bad.ring.state[ring.STATE_DEFINITIONS] = 1 << 40
+        case "acknowledgement":
+            bad.ring.control[ring.ACK_STATUS] = 77
+            bad.ring.control[ring.ACK_COMMAND] = 1
+        case "command":
+            bad.ring.control[ring.ACK_STATUS] = ring.AckStatus.DONE
+            bad.ring.control[ring.ACK_COMMAND] = 1 << 63
+        case "truncated":
+            os.truncate(bad.path, 4096)
+    good.write(2)
+    _, blocks = bench.poll()
+    assert indices(blocks) == [0, 1]
+    assert bench.rings.counts.corrupt == 1
+    assert len(bench.rings) == 1
+
+
+def test_a_ring_made_anew_is_read_from_its_start(bench: Bench) -> None:
+    Writer(bench.directory).write(20)
+    bench.poll()
+    Writer(bench.directory).write(4)
+    events, blocks = bench.poll()
+    assert isinstance(events[0], RankAttached)
+    assert indices(blocks) == [0, 1, 2, 3]
+
+
+def test_a_rank_that_others_started_is_told_when_it_is_gone(bench: Bench) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    writer = Writer(bench.directory, pid=process.pid)
+    bench.poll()
+    writer.write(3)
+    process.communicate(b"\n")
+    bench.rings._state_due = 0.0
+    events, blocks = bench.poll()
+    assert isinstance(events[-1], RankExited)
+    assert (events[-1].exit_code, events[-1].signal) == (None, None), "nobody can know"
+    assert indices(blocks) == [0, 1, 2]
+
+
+_CONTAINED = """
+import sys
+from pathlib import Path
+from test_rings import Writer
+writer = Writer(Path(sys.argv[1]))
+print(flush=True)
+input()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="PID namespaces are root's to make")
+def test_a_rank_in_a_container_is_told_when_it_is_gone(bench: Bench) -> None:
+    """It says its pid as the container counts: here 1, which on the node is another process."""
+    argv = [sys.executable, "-c", _CONTAINED, str(bench.directory)]
+    container = subprocess.Popen(
+        ["unshare", "--pid", "--fork", "--kill-child", *argv],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert container.stdout is not None
+    container.stdout.readline()
+    bench.poll()
+    (rank,) = bench.rings.local_ranks()
+    assert Path(f"/proc/{rank.pid}/stat").read_text().split()[3] == str(container.pid), "its child"
+    container.communicate(b"\n")
+    bench.rings._state_due = 0.0
+    events, _ = bench.poll()
+    assert isinstance(events[-1], RankExited)
+    assert events[-1].pid == 1, "as it says itself"
+
+
+def test_a_rank_that_ended_before_it_was_seen_is_told_if_it_says_so(bench: Bench) -> None:
+    """One that does not may run where its pid cannot be seen, in a container."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    process.wait()
+    ended, silent = (Writer(bench.directory, rank=rank, pid=process.pid) for rank in range(2))
+    ended.write(3)
+    silent.write(2)
+    ended.ring.state[ring.STATE_STATUS] = ring.Status.FINISHED
+    events, blocks = bench.poll()  # looks at processes, each half a second
+    more_events, more_blocks = bench.poll()
+    exits = [event for event in events + more_events if isinstance(event, RankExited)]
+    assert [(event.rank, event.exit_code) for event in exits] == [(0, 0)]
+    assert sorted(indices(blocks + more_blocks)) == [0, 0, 1, 1, 2]
+    assert [path.name for path in bench.directory.iterdir()] == [silent.path.name]
+
+
+def test_a_rank_that_ended_while_there_was_no_agent_is_told_with_what_was_left(
+    bench: Bench,
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    writer = Writer(bench.directory, pid=process.pid)
+    writer.write(5)
+    bench.rings.clean({RankKey("job", 0, 0): 3})
+    events, blocks = bench.taken()
+    assert isinstance(events[-1], RankExited)
+    assert events[-1].pid == process.pid
+    assert indices(blocks) == [3, 4]
+    assert not writer.path.exists()
+
+
+def test_a_rank_whose_place_the_next_run_took_at_once_is_told_first(bench: Bench) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    first = Writer(bench.directory, pid=process.pid)
+    bench.poll()
+    first.write(2)
+    process.communicate(b"\n")
+    following = Writer(bench.directory)
+    following.write(1)
+    events, blocks = bench.poll()
+    exited, attached = (one for one in events if isinstance(one, RankExited | RankAttached))
+    assert isinstance(exited, RankExited)
+    assert exited.pid == process.pid
+    assert isinstance(attached, RankAttached)
+    assert attached.identity.pid == os.getpid()
+    assert indices(blocks) == [0, 1, 0]
+    assert following.path.exists()
+
+
+def test_two_runs_of_one_name_at_once_are_told_of(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    Writer(bench.directory)
+    bench.poll()
+    Writer(bench.directory)  # the same process began anew
+    bench.poll()
+    assert "PACELINE_JOB" not in caplog.text
+    Writer(bench.directory, pid=1)
+    bench.poll()
+    assert f"processes {os.getpid()} and 1 both say that they are rank 0 of job" in caplog.text
+
+
+def test_rings_left_by_the_dead_are_cleaned_and_the_living_joined_at_their_head(
+    bench: Bench,
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    dead = Writer(bench.directory, rank=0, pid=process.pid)
+    living = Writer(bench.directory, rank=1)
+    living.write(9)
+    bench.rings.clean()
+    assert not dead.path.exists()
+    living.write(2)
+    _, blocks = bench.poll()
+    assert indices(blocks) == [9, 10]
+
+
+def test_local_ranks_are_told_to_collectors(bench: Bench) -> None:
+    Writer(bench.directory, rank=2)
+    bench.poll()
+    (only,) = bench.rings.local_ranks()
+    assert (only.job, only.rank, only.pid) == ("job", 2, os.getpid())
+
+
+def test_a_value_that_is_not_finite_never_reaches_the_server(bench: Bench) -> None:
+    values = [1.0, float("nan"), float("inf")]
+    bench.outbox.put_samples([Sample("m", {}, value, 1) for value in values])
+    ((_, _, samples, _),) = bench.outbox.take()
+    assert [one.value for one in samples] == [1.0]

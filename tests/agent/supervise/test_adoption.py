@@ -1,0 +1,116 @@
+"""An agent that is killed and started anew goes on with the ranks it finds, and their rings."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline_wire.batch import RankExited, RankStarted
+from paceline_wire.spans import from_columns, unpack
+from tests.agent.orders import marker, start_ranks, stop
+
+WRITER = [sys.executable, str(Path(__file__).parents[1] / "ring_writer.py"), "2000"]
+Fixture = Callable[..., Any]
+
+
+def span_indices(server: Any, rank: int) -> list[int]:
+    blocks = [block for batch in list(server.batches) for block in batch.spans]
+    return [
+        span.index
+        for block in blocks
+        if block.rank == rank
+        for span in unpack(from_columns(block.columns))
+    ]
+
+
+def lost(server: Any) -> int:
+    return sum(block.lost for batch in list(server.batches) for block in batch.spans)
+
+
+def test_running_ranks_and_their_rings_are_adopted_and_no_span_is_lost_or_sent_twice(
+    start_agent: Fixture,
+    server: Any,
+    order: Fixture,
+    wait_for: Fixture,
+    is_alive: Fixture,
+    processes_with: Fixture,
+) -> None:
+    agent = start_agent()
+    assert order(start_ranks("", 2, 4, argv=WRITER)).ok
+    server.commands.clear()
+    for _ in range(3):
+        seen = len(span_indices(server, 1))
+        wait_for(lambda seen=seen: len(span_indices(server, 1)) > seen + 500)
+        agent.stop(signal.SIGKILL)
+        agent = start_agent()
+    pids = [started.pid for started in server.events(RankStarted)]
+    seen = {rank: len(span_indices(server, rank)) for rank in (0, 1)}
+    wait_for(lambda: all(len(span_indices(server, rank)) > seen[rank] + 1000 for rank in (0, 1)))
+    assert all(map(is_alive, pids)), "the same processes"
+    assert len(server.events(RankStarted)) == 2, "none was started again"
+    assert order(stop(4)).ok
+    wait_for(lambda: len(server.events(RankExited)) == 2)
+    assert {(one.pid, one.commanded) for one in server.events(RankExited)} == {
+        (pid, True) for pid in pids
+    }
+    assert not processes_with(marker(agent))
+    for rank in (0, 1):
+        found = span_indices(server, rank)
+        assert found == list(range(len(found))), Counter(found).most_common(3)
+    assert lost(server) == 0
+    assert agent.log_text().count("adopted 2 ranks") == 3
+
+
+def test_a_rank_that_ended_while_there_was_no_agent_is_told_by_the_next(
+    start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture
+) -> None:
+    first = start_agent()
+    assert order(start_ranks("", 2, 4, argv=WRITER)).ok
+    wait_for(lambda: len(span_indices(server, 1)) > 100)
+    first.stop(signal.SIGKILL)
+    victim, other = server.events(RankStarted)
+    os.kill(victim.pid, signal.SIGSEGV)
+    server.commands.clear()
+    start_agent()
+    (exited,) = wait_for(lambda: server.events(RankExited))
+    assert (exited.pid, exited.signal, exited.commanded) == (victim.pid, signal.SIGSEGV, False)
+    assert other.pid != victim.pid
+    found = span_indices(server, victim.rank)
+    assert found == list(range(len(found))), "its ring was read to the end"
+
+
+def test_ranks_that_nobody_adopts_end_with_the_grace(
+    start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture, processes_with: Fixture
+) -> None:
+    agent = start_agent("--orphan-grace-seconds", "1")
+    assert order(start_ranks("", 2, 4, argv=WRITER)).ok
+    agent.stop(signal.SIGKILL)
+    assert len(processes_with(marker(agent))) == 2, "they wait for an agent"
+    wait_for(lambda: not processes_with(marker(agent)))
+
+
+def test_adopted_ranks_die_with_their_guard_and_are_told(
+    start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture, processes_with: Fixture
+) -> None:
+    first = start_agent()
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'], stdin=0)"
+    argv = [sys.executable, "-c", f"import os; os.dup2(os.pipe()[0], 0); {child}"]
+    assert order(start_ranks("", 2, 4, argv=argv)).ok
+    wait_for(lambda: len(processes_with(marker(first))) == 4)
+    first.stop(signal.SIGKILL)
+    server.commands.clear()
+    second = start_agent()
+    wait_for(lambda: "adopted 2 ranks" in second.log_text())
+    rank = server.events(RankStarted)[0].pid
+    stat = Path(f"/proc/{rank}/stat").read_text()
+    guard = int(stat[stat.rindex(")") + 2 :].split()[1])
+    stat = Path(f"/proc/{guard}/stat").read_text()
+    for pid in (int(stat[stat.rindex(")") + 2 :].split()[1]), guard):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: len(server.events(RankExited)) == 2)
+    wait_for(lambda: not processes_with(marker(second)))

@@ -1,0 +1,49 @@
+"""The output of ranks: its end is told, and it does not eat the node's memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline_agent.supervise import logs
+from paceline_agent.supervise.logs import LogFile, prune_logs
+
+
+def test_the_tail_is_the_last_fifty_lines(tmp_path: Path) -> None:
+    file = tmp_path / "a.log"
+    file.write_text("".join(f"line {n}\n" for n in range(5000)))
+    tail = LogFile(file).tail().splitlines()
+    assert tail == [f"line {n}" for n in range(4950, 5000)]
+    assert LogFile(tmp_path / "none.log").tail() == ""
+
+
+def test_one_endless_line_does_not_make_an_endless_tail(tmp_path: Path) -> None:
+    file = tmp_path / "a.log"
+    file.write_bytes(b"\xff" * 1_000_000)
+    assert len(LogFile(file).tail()) <= logs.TAIL_BYTES
+
+
+def test_a_long_log_is_cut_while_its_writer_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "LIMIT_BYTES", 10_000)
+    monkeypatch.setattr(logs, "KEPT_BYTES", 1_000)
+    path = tmp_path / "a.log"
+    with path.open("ab", buffering=0) as writer:
+        writer.write(b"x" * 20_000 + b"last words\n")
+        LogFile(path).bound()
+        writer.write(b"and more\n")
+    assert path.stat().st_size < 1_200
+    assert path.read_bytes().endswith(b"last words\nand more\n")
+
+
+def test_old_logs_are_pruned(tmp_path: Path) -> None:
+    for number in range(logs.FILES_KEPT + 5):
+        file = tmp_path / f"{number}.log"
+        file.write_text("")
+        os.utime(file, (number, number))
+    prune_logs(tmp_path)
+    left = {int(path.stem) for path in tmp_path.iterdir()}
+    assert left == set(range(5, logs.FILES_KEPT + 5))

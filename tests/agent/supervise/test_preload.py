@@ -1,0 +1,387 @@
+"""Ranks of later generations are forked from a process that has imported their modules.
+
+Each with a real agent. They must be what an executed rank is, and whatever is wrong with the fork
+server must cost nothing but time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from paceline_agent.supervise import guard
+from paceline_agent.supervise.guard import split_command
+from paceline_wire.batch import RankExited, RankStarted
+from paceline_wire.commands import PRELOAD, PreloadRanks
+from tests.agent.orders import guard_pids, start_ranks, stop
+
+Fixture = Callable[..., Any]
+
+# Tells who imported it: a rank by itself, or a fork server for it.
+SLOW = """
+import os
+with open(os.path.join(os.path.dirname(__file__), "imports"), "a") as file:
+    print(os.getpid(), file=file)
+"""
+
+ABOUT = """
+import json, os, sys
+import slow
+with open("/proc/self/cmdline", "rb") as file:
+    seen = file.read().rstrip(b"\\0").decode().split("\\0")
+with open("/proc/self/environ", "rb") as file:
+    variables = file.read().decode(errors="replace").split("\\0")
+print(json.dumps({
+    "name": __name__, "file": __file__, "arguments": sys.argv, "path": sys.path,
+    "environment": dict(os.environ), "directory": os.getcwd(), "parent": os.getppid(),
+    "leads": os.getsid(0) == os.getpid(), "seen": seen[1:], "flags": repr(sys.flags),
+    "marks": sorted(one for one in variables if one.startswith(("RANK=", "PACELINE_GENERATION="))),
+    "inputs": [os.readlink(f"/proc/self/fd/{number}") for number in (0, 1, 2)],
+    "signals": open("/proc/self/status").read().partition("SigBlk")[2].partition("Cap")[0],
+}))
+"""
+
+
+@dataclass
+class Job:
+    """A script and its generations on one agent."""
+
+    directory: Path
+    agent: Any
+    server: Any
+    order: Fixture
+    wait_for: Fixture
+    modules: str = "slow"
+
+    def start(self, generation: int, *argv: str, ranks: int = 1, **environment: str) -> None:
+        command = start_ranks(
+            "", ranks, generation, argv=[sys.executable, *(argv or ("train.py",))],
+            environment={PRELOAD: self.modules, **environment},
+            directory=str(self.directory),
+        )  # fmt: skip
+        result = self.order(command)
+        assert result.ok, result.detail
+
+    def ended(self, generation: int, ranks: int = 1) -> list[RankExited]:
+        def of_it() -> list[RankExited]:
+            found = [one for one in self.server.events(RankExited) if one.generation == generation]
+            return found if len(found) == ranks else []
+
+        return sorted(self.wait_for(of_it), key=lambda one: one.rank)  # type: ignore[no-any-return]
+
+    def pids(self, generation: int) -> list[int]:
+        return [o.pid for o in self.server.events(RankStarted) if o.generation == generation]
+
+    def fork_server(self) -> int | None:
+        for process in guard.descendants(self.agent.pid):
+            with contextlib.suppress(OSError):
+                if b"fork_server.py" in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+                    return process.pid
+        return None
+
+    def imports(self) -> list[int]:
+        told = self.directory / "imports"
+        return [int(line) for line in told.read_text().split()] if told.exists() else []
+
+    def until_preloaded(self) -> int:
+        """The fork server's pid, once it has imported and waits."""
+        pid: int = self.wait_for(
+            lambda: self.fork_server() in self.imports() and self.fork_server()
+        )
+        last: list[bytes] = []
+
+        def rests() -> bool:
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            last.append(b" ".join((fields[0], *fields[11:13])))
+            return last[-1].startswith(b"S") and last.count(last[-1]) > 5
+
+        self.wait_for(rests)
+        return pid
+
+
+@pytest.fixture
+def job(
+    tmp_path: Path, start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture
+) -> Job:
+    directory = tmp_path / "code"
+    directory.mkdir()
+    (directory / "slow.py").write_text(SLOW)
+    (directory / "train.py").write_text(ABOUT)
+    return Job(directory, start_agent(), server, order, wait_for)
+
+
+def forked(job: Job, *argv: str, code: str | None = None, **environment: str) -> RankExited:
+    """What became of rank 0 of a generation that was forked."""
+    job.start(0, *argv, **environment)
+    server = job.until_preloaded()
+    job.order(stop(0))
+    if code is not None:
+        (job.directory / "train.py").write_text(code)
+    job.start(1, *argv, **environment)
+    ended = job.ended(1)[0]
+    assert job.fork_server() == server
+    assert job.imports().count(job.pids(1)[0]) == 0, "it imported for itself"
+    return ended
+
+
+@pytest.mark.parametrize(
+    "argv", [("train.py", "--lr", "1"), ("-u", "-X", "utf8", "-m", "train", "--lr", "1")]
+)
+def test_a_forked_rank_is_what_an_executed_one_is(job: Job, argv: tuple[str, ...]) -> None:
+    job.start(0, *argv, EXTRA="1")
+    executed = json.loads(job.ended(0)[0].log_tail)
+    server = job.until_preloaded()
+    job.start(1, *argv, EXTRA="1")
+    ended = job.ended(1)[0]
+    assert ended.exit_code == 0
+    forked = json.loads(ended.log_tail)
+    assert sorted(job.imports()) == sorted([server, *job.pids(0)])
+    assert forked["environment"].pop("PACELINE_GENERATION") == "1"
+    assert executed["environment"].pop("PACELINE_GENERATION") == "0"
+    assert forked.pop("marks") == ["PACELINE_GENERATION=1", "RANK=0"]
+    assert executed.pop("marks") == ["PACELINE_GENERATION=0", "RANK=0"]
+    assert forked["inputs"][1].endswith("job-a.g1.r0.log")
+    assert executed.pop("inputs")[0] == forked.pop("inputs")[0] == "/dev/null"
+    assert forked == executed
+
+
+def test_all_ranks_of_a_node_are_forked_and_none_before_the_modules_are_there(job: Job) -> None:
+    job.start(0, ranks=3)
+    executed = job.ended(0, 3)
+    server = job.until_preloaded()
+    job.start(1, ranks=3)
+    ended = job.ended(1, 3)
+    assert [json.loads(one.log_tail)["environment"]["LOCAL_RANK"] for one in ended] == [*"012"]
+    assert sorted(job.imports()) == sorted([server, *(one.pid for one in executed)])
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "number"),
+    [
+        ("import sys; sys.exit(7)", 7, None),
+        ("import os; os._exit(9)", 9, None),
+        ("import os; os.kill(os.getpid(), 11)", None, 11),
+        ("pass", 0, None),
+    ],
+)
+def test_its_end_is_told(job: Job, code: str, exit_code: int | None, number: int | None) -> None:
+    ended = forked(job, code=code)
+    assert (ended.exit_code, ended.signal, ended.commanded) == (exit_code, number, False)
+
+
+@pytest.mark.parametrize("code", ["def loss():\n    return 1 / 0\nloss()\n", "1 +"])
+def test_an_error_is_shown_as_python_shows_it(job: Job, code: str) -> None:
+    ended = forked(job, code=code)
+    alone = subprocess.run(
+        [sys.executable, job.directory / "train.py"], capture_output=True, text=True, check=False
+    )
+    assert ended.exit_code == alone.returncode == 1
+    assert ended.log_tail.strip() == alone.stderr.strip()
+
+
+def test_what_its_script_defines_reaches_a_spawned_process(job: Job) -> None:
+    code = """
+import multiprocessing
+def double(number):
+    return 2 * number
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(double, [1, 2]))
+"""
+    ended = forked(job, code=code)
+    assert (ended.exit_code, ended.log_tail) == (0, "[2, 4]")
+
+
+def test_ranks_draw_different_random_numbers(job: Job) -> None:
+    job.modules = "slow,numpy.random"
+    (job.directory / "train.py").write_text("import numpy, random, slow")
+    job.start(0, ranks=2)
+    job.ended(0, 2)
+    job.until_preloaded()
+    draw = "import numpy, random, slow; print(numpy.random.random(), random.random())"
+    (job.directory / "train.py").write_text(draw)
+    job.start(1, ranks=2)
+    one, other = job.ended(1, 2)
+    assert not set(one.log_tail.split()) & set(other.log_tail.split())
+
+
+def test_its_children_die_with_it_also_those_that_hide(
+    job: Job, processes_with: Fixture, wait_for: Fixture
+) -> None:
+    hidden = """
+import os, time
+if not os.fork():
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+print("ready", flush=True)
+time.sleep(600)
+"""
+    job.start(0)
+    job.until_preloaded()
+    (job.directory / "train.py").write_text(hidden)
+    job.start(1)
+    about = "PACELINE_GENERATION=1\0"
+    wait_for(lambda: len(processes_with(about)) == 2)
+    os.kill(job.pids(1)[0], signal.SIGKILL)
+    wait_for(lambda: not processes_with(about))
+    assert job.ended(1)[0].signal == signal.SIGKILL
+    assert job.fork_server() is not None
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "why"),
+    [
+        ("absent", None, "ModuleNotFoundError: No module named 'absent'"),
+        ("bad", "1 / 0", "ZeroDivisionError"),
+        ("bad", "import sys; sys.exit(3)", "SystemExit: 3"),
+        ("bad", "import os; os._exit(3)", ""),
+        ("bad", "import threading, time; threading.Thread(target=time.sleep, args=(9,)).start()",
+         "it starts threads"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_preloaded_is_said_and_each_rank_imports_for_itself(
+    job: Job, module: str, code: str | None, why: str
+) -> None:
+    if code is not None:
+        (job.directory / f"{module}.py").write_text(code)
+    job.modules = f"slow,{module}"
+    job.start(0)
+    first = job.ended(0)[0]
+    log = job.agent.directory / "logs" / "job-a.g0.r0.log"
+    job.wait_for(lambda: why in log.read_text() and job.fork_server() is None)
+    job.start(1)
+    assert job.ended(1)[0].exit_code == first.exit_code == 0
+    assert job.pids(1)[0] in job.imports()
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_fork_server_that_does_not_answer_is_replaced(
+    job: Job, number: signal.Signals, wait_for: Fixture
+) -> None:
+    job.start(0)
+    first = job.until_preloaded()
+    os.kill(first, number)
+    job.start(1)
+    assert job.ended(1)[0].exit_code == 0
+    assert job.pids(1)[0] in job.imports()
+    second = wait_for(lambda: job.fork_server() != first and job.until_preloaded())
+    job.start(2)
+    assert job.ended(2)[0].exit_code == 0
+    assert job.pids(2)[0] not in job.imports()
+    assert job.fork_server() == second
+
+
+def test_another_environment_is_not_forked_from_what_was_imported_in_the_old_one(job: Job) -> None:
+    job.start(0, OMP_NUM_THREADS="1")
+    first = job.until_preloaded()
+    job.start(1, OMP_NUM_THREADS="2")
+    assert json.loads(job.ended(1)[0].log_tail)["environment"]["OMP_NUM_THREADS"] == "2"
+    assert job.pids(1)[0] in job.imports()
+    assert job.until_preloaded() != first
+
+
+def test_a_directory_that_went_is_told_as_ever(job: Job) -> None:
+    job.start(0)
+    job.until_preloaded()
+    job.directory.rename(job.directory.with_name("elsewhere"))
+    command = start_ranks(
+        "", generation=1, argv=[sys.executable, "train.py"], directory=str(job.directory),
+        environment={PRELOAD: job.modules},
+    )  # fmt: skip
+    result = job.order(command)
+    assert not result.ok
+    assert "No such file" in result.detail
+
+
+def test_a_node_may_preload_before_it_has_any_rank(job: Job) -> None:
+    environment = {PRELOAD: job.modules}
+    command = start_ranks(
+        "", generation=3, argv=[sys.executable, "train.py"], directory=str(job.directory),
+        environment=environment,
+    )  # fmt: skip
+    assert job.order(PreloadRanks(**msgspec.structs.asdict(command))).ok
+    fork_server = job.until_preloaded()
+    assert job.order(stop(3)).ok, "as all nodes are told to at a restart"
+    assert not job.server.events(RankStarted)
+    job.start(4)
+    assert job.ended(4)[0].exit_code == 0
+    assert job.imports() == [fork_server]
+
+
+@pytest.mark.parametrize("victim", ["agent", "guard", "sentinel", "none"])
+def test_it_ends_with_its_agent(
+    job: Job, victim: str, is_alive: Fixture, wait_for: Fixture
+) -> None:
+    (job.directory / "train.py").write_text("import slow, time; time.sleep(600)")
+    job.start(0)
+    fork_server = job.until_preloaded()
+    job.start(1)
+    sentinel, pid = guard_pids(job.agent.pid)
+    rank = job.pids(1)[0]
+    if victim == "none":
+        assert job.agent.stop() == 0
+    else:
+        pids = {"agent": job.agent.pid, "guard": pid, "sentinel": sentinel}
+        if victim == "agent":
+            job.order(stop(1))  # else its ranks wait for the next agent, and it with them
+        os.kill(pids[victim], signal.SIGKILL)
+    wait_for(lambda: not is_alive(fork_server) and not is_alive(rank))
+
+
+def test_it_ends_when_no_rank_came_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forks:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    ours, theirs = guard.socket.socketpair()
+    with ours, theirs:
+        it = guard.Guard(theirs, os.getpid())
+        forks = it._forks = Forks()  # type: ignore[assignment]
+        monkeypatch.setattr(guard, "reap", list)
+        clock = [1000.0]
+        monkeypatch.setattr(guard.time, "monotonic", lambda: clock[0])
+        it._busy_at = 1000.0
+        for clock[0] in (1001.0, 1899.0):
+            it.tend()
+            assert not forks.closed  # type: ignore[attr-defined]
+        assert it.patience_milliseconds is not None
+        clock[0] = 1900.0
+        it.tend()
+        assert forks.closed  # type: ignore[attr-defined]
+        assert it.patience_milliseconds is None
+
+
+@pytest.mark.parametrize(
+    ("command", "python", "program"),
+    [
+        ("python train.py", "python", "train.py"),
+        ("/venv/bin/python3.11 -u -m train --m -c", "/venv/bin/python3.11 -u", "-m train --m -c"),
+        ("python3 -W ignore -Xutf8 -X dev -sE a.py -m", "python3 -W ignore -Xutf8 -X dev -sE",
+         "a.py -m"),
+    ],
+)  # fmt: skip
+def test_a_command_of_pythons_is_split(command: str, python: str, program: str) -> None:
+    assert split_command(command.split()) == (python.split(), program.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["python", "python -m", "python -c pass", "python -", "python --version", "python -uc pass",
+     "python -W", "torchrun train.py", "./train.py", "pythonx train.py", "python -i train.py"],
+)  # fmt: skip
+def test_other_commands_are_not_forked(command: str) -> None:
+    assert split_command(command.split()) is None

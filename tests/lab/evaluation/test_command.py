@@ -1,0 +1,90 @@
+"""`paceline evaluate` at its smallest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from paceline_evaluation.campaign import Campaign
+from paceline_evaluation.command import evaluate
+from paceline_evaluation.scoring import Verdict
+from paceline_evaluation.trial import Length
+
+SHORT = Length(healthy=(14, 18), faulty=(8, 10), none=(20, 24), chronic=(12, 14))
+KINDS = ("none", "slow_rank", "hang")
+
+
+def run(campaign: Campaign, processes: int) -> list[Verdict]:
+    return campaign.run(processes, lambda _: None)
+
+
+def test_the_seed_decides_the_result_and_the_processes_do_not():
+    campaign = Campaign(seed=11, trials=2, kinds=KINDS, largest=8, length=SHORT)
+    once = run(campaign, 1)
+    assert [(one.kind, one.number) for one in once] == [(k, n) for k in KINDS for n in (0, 1)]
+    assert once == run(campaign, 2)
+    other = Campaign(seed=12, trials=2, kinds=KINDS, largest=8, length=SHORT)
+    assert [one.note for one in once] != [one.note for one in run(other, 1)]
+
+
+def test_a_trial_is_the_same_whatever_else_is_played():
+    alone = Campaign(seed=11, trials=1, kinds=("hang",), largest=8, length=SHORT)
+    among = Campaign(seed=11, trials=1, kinds=("crash", "hang"), largest=8, length=SHORT)
+    assert run(alone, 1)[0] == run(among, 1)[1]
+
+
+def test_json_has_the_promised_keys(tmp_path: Path):
+    output = tmp_path / "figures.json"
+    arguments = ["--kinds", "crash,hang", "--trials", "1", "--largest", "8", "--jobs", "1"]
+    ended = CliRunner().invoke(evaluate, [*arguments, "--json", "--output", str(output)])
+    assert ended.exit_code == 0, ended.output
+    figures = json.loads(ended.stdout)
+    assert figures == json.loads(output.read_text())
+    assert {
+        "precision",
+        "recall",
+        "f1",
+        "false_alarms_per_10k_steps",
+        "clean_steps",
+    } <= figures["overall"].keys()
+    assert list(figures["by_kind"]) == ["hang", "crash"]
+    for kind in figures["by_kind"].values():
+        assert {
+            "n",
+            "recall",
+            "top1",
+            "cause_accuracy",
+            "latency_steps_p50",
+            "latency_steps_p90",
+            "ci95",
+        } <= kind.keys()
+        assert kind["n"] == 1
+        assert kind["recall"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--kinds", "nonsense"], "'nonsense' is none of none, slow_rank"),
+        (["--kinds", ","], "name at least one"),
+        (["--arms", "imaginary"], "'imaginary' is none of synthetic, real"),
+        (["--trials", "0"], "0 is not in the range"),
+        (["--output", "/nowhere/found.json"], "there is no folder /nowhere"),
+        (["--arms", "real", "--kinds", "late_link"], "the real arm knows none of these"),
+    ],
+)
+def test_bad_flags_are_told_in_a_sentence(arguments: list[str], told: str):
+    ended = CliRunner().invoke(evaluate, arguments)
+    assert ended.exit_code == 2
+    assert told in ended.stderr
+
+
+def test_markdown_is_a_table():
+    arguments = ["--kinds", "crash", "--trials", "1", "--largest", "8", "--jobs", "1"]
+    ended = CliRunner().invoke(evaluate, [*arguments, "--markdown"])
+    lines = ended.stdout.splitlines()
+    assert lines[0].startswith("| kind | n | recall |")
+    assert lines[2].startswith("| crash | 1 | 1.000 |")

@@ -1,0 +1,30 @@
+"""The real arm, with real processes: minutes, so not part of every test run."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from paceline_demo.cluster import Cluster
+from paceline_evaluation import inject
+from paceline_evaluation.real import RealArm
+
+
+def test_a_kind_that_needs_another_job_cannot_be_put_into_a_running_one(tmp_path):
+    ranks = [{"rank": 0, "node": "node-0", "local_rank": 0, "pid": None}]
+    cluster = object.__new__(Cluster)
+    with pytest.raises(ValueError, match="stage_imbalance cannot be injected"):
+        inject.inject("stage_imbalance", cluster, ranks, 0, random.Random(0))
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+def test_real_faults_are_found_and_nothing_is_left_running():
+    arm = RealArm(("none", "slow_rank", "data_stall", "hang", "crash"), trials=1, seed=1)
+    verdicts = {one.kind: one for one in arm.run(lambda _: None)}
+    assert list(verdicts) == ["none", "slow_rank", "data_stall", "hang", "crash"]
+    assert verdicts["none"].clean_steps > 50
+    for kind in ("data_stall", "hang", "crash"):
+        assert verdicts[kind].hit, verdicts[kind]
+    assert arm.cluster.processes() == []

@@ -1,0 +1,101 @@
+"""Garbage collections of one rank that all others wait for."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from simulated_step import SimulatedStep, one_forward_one_backward
+from watched import Watched
+
+from paceline_server.detect.garbage_collection.detector import GcDetector
+from paceline_wire.topology import Topology
+
+JOB = SimulatedStep(Topology(4, 2, 1), one_forward_one_backward(2, 8), jitter=0.03)
+
+
+def played(pauses_of, steps=60):
+    """`pauses_of`: step -> rank -> seconds."""
+    return [dataclasses.replace(JOB, gc=pauses_of(step)).play(step) for step in range(steps)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pauses_at_different_moments_are_advice(seed):
+    random = np.random.default_rng(seed)
+    watched = Watched(GcDetector, JOB.topology)
+
+    def now_and_then(_):
+        return {rank: 0.15 for rank in range(8) if random.random() < 0.15}
+
+    watched.show(played(now_and_then, 100))
+    first, found = watched.findings[0], watched.findings[-1]
+    assert first.step <= 8
+    assert len({one.fingerprint for one in watched.findings}) == 1
+    assert (found.kind, found.severity, found.rank) == ("gc", "info", None)
+    assert "gc.freeze" in found.advice
+    # In 1 - 0.85^8 = 73 % of the steps somebody pauses; together it would be in 15 %.
+    usual = 0.55
+    expected = (0.73 - 0.15) * 0.15 / (usual + 0.73 * 0.15)
+    assert found.cost_ratio == pytest.approx(expected, rel=0.25)
+    assert first.cost_ratio == pytest.approx(expected, rel=0.75)
+
+
+def test_pauses_that_begin_late_are_told_within_five_steps():
+    watched = Watched(GcDetector, JOB.topology)
+    watched.show(played(lambda step: {step % 8: 0.15} if step >= 40 else {}))
+    assert [(one.onset_step, one.step) for one in watched.findings[:1]] == [(40, 42)]
+
+
+def test_what_the_start_left_behind_is_no_news():
+    watched = Watched(GcDetector, JOB.topology)
+    watched.show(played(lambda step: {step % 8: 0.3} if step < 2 else {}))
+    assert watched.findings == []
+
+
+def test_pauses_of_a_job_from_its_first_step_on_are_told_at_the_third():
+    watched = Watched(GcDetector, JOB.topology)
+    watched.show(played(lambda step: {step % 8: 0.15}, 10))
+    assert watched.findings[0].step == 2
+
+
+def test_a_start_that_leaves_more_behind_than_the_steps_after_it_is_no_evidence():
+    watched = Watched(GcDetector, JOB.topology)
+    watched.show(played(lambda step: {step % 8: 0.15 if step else 0.6}, 10))
+    assert watched.findings[0].step == 3
+
+
+def test_pauses_together_are_healthy():
+    watched = Watched(GcDetector, JOB.topology)
+    watched.show(played(lambda step: dict.fromkeys(range(8), 0.3) if step % 10 == 0 else {}))
+    assert watched.findings == []
+
+
+def test_pauses_together_that_take_a_tenth_of_the_time_are_too_many():
+    watched = Watched(GcDetector, JOB.topology)
+    watched.show(played(lambda step: dict.fromkeys(range(8), 0.1) if step >= 20 else {}, 100))
+    found = watched.findings[0]
+    assert (found.rank, found.onset_step) == (None, 20)
+    assert found.step <= 25
+    assert found.cost_ratio == pytest.approx(0.1 / 0.65, rel=0.35)  # a usual step takes 0.55 s
+    assert "same steps" in found.summary
+    assert "less often" in found.advice
+    assert watched.findings[-1].cost_ratio == pytest.approx(0.1 / 0.65, rel=0.1)
+
+
+def test_one_rank_that_leaves_much_garbage_is_named():
+    watched = Watched(GcDetector, JOB.topology)
+    watched.show(played(lambda step: {5: 0.1} if step % 2 else {}))
+    [found] = watched.findings
+    assert found.rank == 5
+
+
+def test_short_pauses_are_healthy():
+    random = np.random.default_rng(1)
+    watched = Watched(GcDetector, JOB.topology)
+    watched.show(played(lambda _: {rank: 0.005 for rank in range(8) if random.random() < 0.2}, 150))
+    assert watched.findings == []
+
+
+def test_it_clears():
+    watched = Watched(GcDetector, JOB.topology)
+    watched.show(played(lambda step: {step % 8: 0.1} if step < 40 else {}, 120))
+    assert [found.cleared for found in watched.findings] == [False, False, True]  # corrected once

@@ -1,0 +1,169 @@
+"""The event pool, on a device that is a clock we hold (the real one: tests/gpu)."""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import Any
+
+import pytest
+
+from paceline.recorder import Recorder
+from paceline.writer.device import (
+    MAXIMUM_QUEUED,
+    DevicePipelining,
+    DeviceSection,
+    DeviceTimer,
+    DeviceTransfer,
+)
+from paceline_wire.ring import RingReader
+from paceline_wire.spans import Flag, Op, Span, unpack
+
+
+class Device:
+    """Runs behind the host: events are queued and passed only when `run_to` says so."""
+
+    def __init__(self) -> None:
+        self.passed_ms = 0.0
+        self.next_ms = 0.0
+        self.made = 0
+        self.capturing = False
+        device = self
+
+        class Event:
+            def __init__(self, *, enable_timing: bool) -> None:
+                assert enable_timing
+                device.made += 1
+
+            def record(self) -> None:
+                self.at_ms = device.next_ms
+
+            def query(self) -> bool:
+                return self.at_ms <= device.passed_ms
+
+            def synchronize(self) -> None:
+                device.passed_ms = max(device.passed_ms, self.at_ms)
+
+            def elapsed_time(self, end: Any, /) -> float:
+                assert self.query()
+                assert end.query()
+                return float(end.at_ms - self.at_ms)
+
+        self.Event = Event
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
+
+    def kernel(self, milliseconds: float) -> None:
+        self.next_ms += milliseconds
+
+    def catch_up(self) -> None:
+        self.passed_ms = self.next_ms
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def timer(device: Device, ring: Recorder) -> DeviceTimer:
+    return DeviceTimer(device, ring)
+
+
+def spans(ring: Recorder) -> list[Span]:
+    return list(unpack(RingReader(ring.ring.path).read()))
+
+
+def test_a_span_is_written_once_the_device_has_passed_it(
+    device: Device, timer: DeviceTimer, ring: Recorder
+) -> None:
+    section = DeviceSection(ring, 1024, timer)
+    with section:
+        device.kernel(3.0)
+    timer.resolve()
+    assert spans(ring) == []
+    device.catch_up()
+    timer.resolve()
+    (span,) = spans(ring)
+    assert span.flags == Flag.DEVICE
+    assert span.duration_ns == 3_000_000
+
+
+def test_device_times_keep_their_distances_on_the_hosts_clock(
+    device: Device, timer: DeviceTimer, ring: Recorder
+) -> None:
+    before = perf_counter_ns()
+    for milliseconds in (1.0, 2.0, 4.0):
+        with DevicePipelining(ring, Op.FORWARD, 0, 0, None, timer):
+            device.kernel(milliseconds)
+    device.catch_up()
+    timer.resolve()
+    first, second, third = spans(ring)
+    assert (second.start_ns, third.start_ns) == (first.end_ns, second.end_ns)
+    assert abs(first.start_ns - before) < 1_000_000_000
+
+
+def test_events_are_used_again(device: Device, timer: DeviceTimer, ring: Recorder) -> None:
+    section = DeviceSection(ring, 1024, timer)
+    for step in range(100):
+        with section, section:
+            device.kernel(0.5)
+        device.catch_up()
+        timer.resolve()
+        if step == 3:
+            made = device.made
+    assert device.made == made
+    assert len(spans(ring)) == 200
+
+
+def test_a_device_that_never_answers_costs_bounded_memory(
+    device: Device, timer: DeviceTimer, ring: Recorder
+) -> None:
+    device.kernel(1.0)
+    section = DeviceSection(ring, 1024, timer)
+    for _ in range(MAXIMUM_QUEUED + 10):
+        with section:
+            pass
+    assert timer.dropped == 10
+    assert device.made < 2 * MAXIMUM_QUEUED + 10
+
+
+def test_within_a_captured_graph_the_host_is_timed(
+    device: Device, timer: DeviceTimer, ring: Recorder
+) -> None:
+    device.capturing = True
+    with DeviceSection(ring, 1024, timer), DeviceTransfer(ring, Op.FORWARD_SEND, 0, 0, 1, timer):
+        pass
+    inner, outer = spans(ring)
+    assert (inner.flags, outer.flags) == (0, 0)
+    assert ring.depth == 0
+
+
+def test_anchors_stay_within_what_the_host_has_seen(
+    device: Device, timer: DeviceTimer, ring: Recorder
+) -> None:
+    """A device clock that runs ten times too fast is pulled back at each anchor."""
+    section = DeviceSection(ring, 1024, timer)
+    for _ in range(50):
+        with section:
+            device.kernel(1000.0)
+        device.catch_up()
+        timer.resolve()
+    last = spans(ring)[-1]
+    # Its own second lies ahead of the anchor before it; fifty of them do not add up.
+    assert last.end_ns < perf_counter_ns() + 3_000_000_000
+
+
+def test_a_loss_on_the_device_is_told_when_it_arrives(
+    device: Device, timer: DeviceTimer, ring: Recorder
+) -> None:
+    ring.begin_step(4)
+    device.kernel(1.0)
+    timer.report((2.5, None, None))
+    ring.begin_step(5)
+    timer.resolve()
+    reader = RingReader(ring.ring.path)
+    assert reader.view().loss is None
+    device.catch_up()
+    timer.resolve()
+    assert (reader.view().loss_step, reader.view().loss) == (4, 2.5)

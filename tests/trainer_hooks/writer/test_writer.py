@@ -1,0 +1,395 @@
+"""The hot path in C: the same words as the reference in Python, whatever is done in which order."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import struct
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline import writer
+from paceline.writer import pure as pure_writer
+from paceline_wire.ring import (
+    FRAME_WORDS,
+    FRAMES,
+    STATE_DEPTH,
+    STATE_FRAMES,
+    STATE_GROUPS,
+    STATE_STEP_STARTED_NS,
+)
+from paceline_wire.spans import NONE_32, RECORD_BYTES, Op, unpack
+
+CAPACITY = 16
+built = pytest.mark.skipif(
+    writer.Collective is None and shutil.which("cc") is None, reason="no C compiler here"
+)
+
+
+def test_it_was_built_where_there_is_a_compiler() -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler here")
+    assert writer.Collective is not None
+    assert writer.Writer is not pure_writer.Writer
+
+
+@pytest.mark.parametrize(
+    ("environment", "module"),
+    [
+        ({"PACELINE_PURE_PYTHON": "1"}, types.SimpleNamespace(LAYOUT=writer.LAYOUT)),
+        ({}, types.SimpleNamespace(LAYOUT=())),  # built from another version's source
+        ({}, None),  # not built
+    ],
+)
+def test_what_does_not_fit_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], module: Any
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delattr("paceline.writer._native", raising=False)
+    monkeypatch.setitem(sys.modules, "paceline.writer._native", module)
+    assert writer._built() is None
+
+
+# The same words
+
+
+class Kind:
+    """One of the two implementations over memory of its own."""
+
+    def __init__(self, module: Any) -> None:
+        self.state = memoryview(bytearray(4096)).cast("Q")
+        self.spans = memoryview(bytearray(CAPACITY * RECORD_BYTES))
+        self.writer = module.Writer(self.state, self.spans)
+        self.sections = [
+            *(module.Section(self.writer, 1024 + number) for number in range(2)),
+            module.Pipelining(self.writer, Op.FORWARD, 3, 1, None),
+            module.Pipelining(self.writer, Op.BACKWARD_SEND, None, 0, 7),
+        ]
+        base = STATE_GROUPS
+        self.channel = module.Channel(self.state, base, base + 1, base + 2, base + 3, 5)
+        self.open: list[Any] = []
+
+    def do(self, name: str, words: tuple[int, ...]) -> object:
+        if name == "enter":
+            section = self.sections[words[0] % 4]
+            section.__enter__()
+            self.open.append(section)
+            return None
+        if name in ("exit", "close"):
+            if not self.open:
+                return None
+            section = self.open.pop()
+            return section.__exit__(None, None, None) if name == "exit" else section.close()
+        if name == "size":
+            for section in self.sections[2:]:
+                section.size, section.sequence, section.peer = words[:3]
+            return None
+        if name == "report":
+            floats = struct.unpack("<3d", struct.pack("<3Q", *words[:3]))
+            values = [
+                number if word % 3 else None for word, number in zip(words, floats, strict=False)
+            ]
+            return self.writer.report(words[3] & NONE_32, *values)
+        if name == "channel enter":
+            return self.channel.enter(*words[:2])
+        if name == "channel leave":
+            return self.channel.leave(words[0])
+        if name == "place":
+            self.writer.word2, self.writer.chunk = words[0], words[1] & 0xFFFF
+            return None
+        if name == "pop":
+            return self.writer.pop(words[0] % 12)
+        count = {"write": 7, "write_simple": 3, "push": 4, "begin_step": 1}.get(name, 0)
+        given = words[:count]
+        if name == "write_simple":  # time goes on
+            given = (words[0] & 0xFFFF, *sorted(words[1:3]))
+        if name == "begin_step":
+            given = (words[0] & NONE_32,)
+        return getattr(self.writer, name)(*given)
+
+    def words(self) -> tuple[list[int], list[list[int]], tuple[int, ...]]:
+        """All but what a clock was read for."""
+        state = self.state.tolist()
+        state[STATE_STEP_STARTED_NS] = 0
+        for depth in range(FRAMES):
+            state[STATE_FRAMES + depth * FRAME_WORDS + 1] = 0
+        words = self.spans.cast("Q").tolist()
+        records = [words[at : at + 6] for at in range(0, len(words), 8)]
+        kept = self.writer
+        counted = (kept.head, kept.depth, kept.step, kept.step_head)
+        return state, records, (*counted, kept.word2, kept.chunk)
+
+
+WORD = st.one_of(st.integers(0, 20), st.integers(0, 2**64 - 1))
+NAMES = (
+    *("enter", "enter", "exit", "exit", "close", "push", "pop", "write", "write_simple"),
+    *("begin_step", "end_data_wait", "end_step", "size", "report", "clear_place", "clear_frames"),
+    *("place", "channel enter", "channel leave"),
+)
+CALLS = st.tuples(st.sampled_from(NAMES), st.tuples(*[WORD] * 7))
+
+
+@built
+@settings(max_examples=150, deadline=None)
+@given(st.lists(CALLS, max_size=60))
+def test_both_write_the_same(calls: list[tuple[str, tuple[int, ...]]]) -> None:
+    one, other = Kind(writer), Kind(pure_writer)
+    for name, words in calls:
+        assert one.do(name, words) == other.do(name, words), name
+    assert one.words() == other.words()
+
+
+@built
+@pytest.mark.parametrize("module", [writer, pure_writer])
+@pytest.mark.parametrize("row", [(-1,) * 7, (2**64,) * 7, ("x",) * 7, (1, 2)])
+def test_what_fits_no_record_is_refused_whole(module: Any, row: tuple[Any, ...]) -> None:
+    kind = Kind(module)
+    with pytest.raises((TypeError, OverflowError, struct.error)):
+        kind.writer.write(*row)
+    assert kind.writer.head == 0
+
+
+@built
+@pytest.mark.parametrize("module", [writer, pure_writer])
+def test_the_short_ways_are_the_owners(module: Any) -> None:
+    kind = Kind(module)
+    kind.writer.sections["x"] = kind.sections[0]
+
+    def ways() -> list[Any]:
+        known = [kind.writer.known(name) for name in ("x", "y", [])]
+        return [*known, kind.writer.report_here(1.0, None, None)]
+
+    assert ways() == [kind.sections[0], None, None, True]
+    assert kind.writer.report_here("high", None, None) is False
+    elsewhere: list[Any] = []
+    thread = threading.Thread(target=lambda: elsewhere.extend(ways()))
+    thread.start()
+    thread.join()
+    assert elsewhere == [None, None, None, False]
+    kind.writer.timer = object()
+    assert ways() == [kind.sections[0], None, None, False]
+
+
+@built
+def test_memory_that_is_no_ring_is_refused() -> None:
+    state = memoryview(bytearray(4096)).cast("Q")
+    for spans in (bytearray(63), bytearray(3 * RECORD_BYTES), bytes(RECORD_BYTES)):
+        with pytest.raises((ValueError, BufferError)):
+            writer.Writer(state, memoryview(spans))
+    with pytest.raises(ValueError, match="words"):
+        writer.Writer(state[:100], memoryview(bytearray(RECORD_BYTES)))
+    with pytest.raises((TypeError, RuntimeError)):
+        writer.Section.__new__(writer.Section).__enter__()
+
+
+# Collectives
+
+
+class Group:
+    """Stands for a process group: what counts is which object it is."""
+
+
+class Load:
+    @property
+    def nbytes(self) -> int:
+        return 400
+
+
+class OtherLoad:
+    nbytes = 400
+
+
+class Timed:
+    """A collective of the built writer around a function of the test's."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.kind = Kind(writer)
+        self.kind.writer.clear_place()  # as a recorder does
+        self.world, self.other = Group(), Group()
+        self.holder = types.SimpleNamespace(WORLD=self.world)
+        self.general: list[tuple[Any, Any]] = []
+        self.sought: list[Any] = []
+        self.channel = writer.Channel(
+            self.kind.state,
+            *range(STATE_GROUPS, STATE_GROUPS + 4),
+            group=5,
+            reference=weakref.ref(self.world),
+        )
+        self.call = writer.Collective(
+            recorder=self.kind.writer,
+            op=int(Op.ALL_REDUCE),
+            original=original,
+            general=self._general,
+            known={id(self.world): self.channel},
+            find=self._find,
+            holder=self.holder,
+            default="WORLD",
+            payload="tensor",
+            tensor=Load,
+            group_at=1,
+            async_at=2,
+            payload_at=0,
+        )
+
+    def _general(self, args: Any, kwargs: Any) -> str:
+        self.general.append((args, kwargs))
+        return "general"
+
+    def _find(self, group: Any) -> Any:
+        self.sought.append(group)
+
+    def spans(self) -> list[Any]:
+        return list(unpack(bytes(self.kind.spans[: self.kind.writer.head * RECORD_BYTES])))
+
+    def is_at_rest(self) -> bool:
+        frame = STATE_FRAMES + self.kind.writer.depth * FRAME_WORDS
+        free = self.kind.state[frame + 2 : frame + 4].tolist() == [NONE_32, 0]
+        return not self.kind.writer.calling and self.kind.state[STATE_DEPTH] == 0 and free
+
+
+@built
+@pytest.mark.parametrize(
+    ("args", "kwargs", "size"),
+    [
+        ((Load(),), {}, 400),
+        ((), {"tensor": Load(), "group": None, "async_op": False}, 400),
+        (([Load(), OtherLoad()],), {}, 800),
+        ((None,), {}, 0),
+    ],
+)
+def test_a_collective_is_in_flight_while_it_runs_and_a_span_after(
+    args: Any, kwargs: Any, size: int
+) -> None:
+    seen: list[Any] = []
+
+    def original(*args: Any, **kwargs: Any) -> str:
+        frame = timed.kind.state[STATE_FRAMES : STATE_FRAMES + 4].tolist()
+        seen.append((args, kwargs, frame[0], frame[2:], timed.kind.state[STATE_DEPTH]))
+        return "result"
+
+    timed = Timed(original)
+    assert timed.call(*args, **kwargs) == "result"
+    assert seen == [(args, kwargs, Op.ALL_REDUCE, [5 << 32 | NONE_32, 1], 1)]
+    (span,) = timed.spans()
+    assert (span.op, span.group, span.bytes, span.sequence) == (Op.ALL_REDUCE, 5, size, 1)
+    assert timed.kind.state[STATE_GROUPS : STATE_GROUPS + 2].tolist() == [1, 1]
+    assert timed.is_at_rest()
+
+
+@built
+def test_an_error_of_the_collective_is_the_callers() -> None:
+    def original(tensor: Any) -> None:
+        raise RuntimeError("the peer is gone")
+
+    timed = Timed(original)
+    with pytest.raises(RuntimeError, match="the peer is gone"):
+        timed.call(Load())
+    assert timed.spans() == []
+    # Entered and never left: what a hang is told from.
+    assert timed.kind.state[STATE_GROUPS : STATE_GROUPS + 2].tolist() == [1, 0]
+    assert timed.is_at_rest()
+
+
+@built
+def test_what_a_collective_calls_belongs_to_it() -> None:
+    timed = Timed(lambda tensor: timed.call(None) if tensor is not None else "inner")
+    assert timed.call(Load()) == "inner"
+    assert len(timed.spans()) == 1
+
+
+@built
+def test_other_calls_take_the_general_way() -> None:
+    timed = Timed(lambda *args, **kwargs: "original")
+    assert timed.call("t", None, True) == "general"
+    assert timed.call("t", async_op=True) == "general"
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(timed.call("t", group=None)))
+    thread.start()
+    thread.join()
+    assert answers == ["general"]
+    timed.kind.writer.timer = object()
+    assert timed.call("t") == "general"
+    assert timed.general == [
+        (("t", None, True), {}),
+        (("t",), {"async_op": True}),
+        (("t",), {"group": None}),
+        (("t",), {}),
+    ]
+
+
+@built
+def test_a_group_that_is_not_ours_is_asked_for_and_not_timed() -> None:
+    timed = Timed(lambda *args, **kwargs: "original")
+    assert timed.call(Load(), timed.other) == "original"
+    assert timed.call(Load(), group=timed.other) == "original"
+    assert timed.sought == [timed.other, timed.other]
+    assert (timed.spans(), timed.kind.writer.failures) == ([], 0)
+
+
+@built
+def test_a_group_at_the_place_of_one_that_died_is_another() -> None:
+    timed = Timed(lambda *args, **kwargs: "original")
+    place = id(timed.world)
+    assert timed.call(Load(), timed.world) == "original"
+    assert (len(timed.spans()), timed.sought) == (1, [])
+    timed.world = timed.holder.WORLD = Group()
+    groups = [Group() for _ in range(1000)]
+    other = next(group for group in groups if id(group) == place)
+    assert timed.call(Load(), other) == "original"
+    assert (len(timed.spans()), timed.sought) == (1, [other])
+
+
+class Broken:
+    @property
+    def nbytes(self) -> int:
+        raise ValueError("ours to bear")
+
+
+@built
+@pytest.mark.parametrize("load", [Broken(), [Load(), Broken()], object()])
+def test_an_error_of_ours_is_counted_and_the_call_goes_on(load: Any) -> None:
+    timed = Timed(lambda tensor: "original")
+    assert timed.call(load) == "original"
+    assert (timed.spans(), timed.kind.writer.failures) == ([], 1)
+    assert timed.is_at_rest()
+
+
+@built
+def test_nothing_is_kept_of_a_call() -> None:
+    def original(tensor: Any, group: Any = None) -> None:
+        if isinstance(tensor, str):
+            raise ValueError(tensor)
+
+    timed = Timed(original)
+    calls: list[tuple[Any, ...]] = [(Load(),), (Load(), timed.other), ([Load()],), (Broken(),)]
+    watched = [timed.world, timed.other, timed.channel, original, None, *calls]
+    before = [sys.getrefcount(each) for each in watched]
+    for _ in range(500):
+        for call in calls:
+            timed.call(*call)
+        with timed.kind.sections[0], timed.kind.sections[0]:
+            pass
+    timed.sought.clear()
+    after = [sys.getrefcount(each) for each in watched]
+    grown = [b - a for a, b in zip(before, after, strict=True)]
+    assert max(grown) < 100  # one kept a call would be 500
+
+
+@built
+def test_it_is_collected_in_a_cycle() -> None:
+    timed = Timed(lambda tensor: None)
+    section = timed.kind.sections[0]
+    timed.kind.writer.timer = [timed.kind.writer, section, timed.call]
+    world = weakref.ref(timed.world)
+    del timed, section
+    gc.collect()
+    assert world() is None
