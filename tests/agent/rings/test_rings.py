@@ -252,7 +252,9 @@ def test_a_rank_in_a_container_is_told_when_it_is_gone(bench: Bench) -> None:
         ["unshare", "--pid", "--fork", "--kill-child", *argv],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
+            ),
         },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -64,7 +64,7 @@ WATCHED = """
 import json, sys
 from pathlib import Path
 from paceline_agent.collect.contract import Context
-from paceline_agent.collectors.rdma import RdmaCollector
+from paceline_agent.collect.collectors.rdma import RdmaCollector
 
 sysfs, excluded = sys.argv[1:]
 opened = []
