@@ -26,7 +26,7 @@ from simulated_job import JOB, SimulatedJob
 
 STEPS = 40
 REPEATS = 5
-# The demo makes some 1,000 spans per step of 0.6 s: at this rate they take 2 % of a core.
+# The demo makes some 1,000 spans per step of 0.6 s: at this rate they take 2% of a core.
 GOAL = 100_000
 LARGE = Topology(32, 4, 8)
 LARGE_STEPS = 6

@@ -142,15 +142,15 @@ def percent(ratio: float, digits: int = 1) -> str: ...
 @overload
 def percent(ratio: float | None, digits: int = 1) -> str | None: ...
 def percent(ratio: float | None, digits: int = 1) -> str | None:
-    """`39.0 %`, as on the page."""
-    return None if ratio is None else f"{ratio * 100:.{digits}f} %"
+    """`39.0%`, as on the page."""
+    return None if ratio is None else f"{ratio * 100:.{digits}f}%"
 
 
 def likelihood(ratio: float) -> str:
     """Nothing is certain, and nothing impossible."""
     if ratio > 0.99:
-        return ">99 %"
-    return "<1 %" if ratio < 0.01 else percent(ratio, 0)
+        return ">99%"
+    return "<1%" if ratio < 0.01 else percent(ratio, 0)
 
 
 def topology(axes: dict[str, int]) -> str:

@@ -63,7 +63,7 @@ class Fault:
 
     kind: str
     onset_step: int
-    magnitude: float  # slowdown of what is slow, or share of the step it costs; 0.2 = 20 %
+    magnitude: float  # slowdown of what is slow, or share of the step it costs; 0.2 = 20%
     steps: int | None = None  # None: it stays
     ranks: tuple[int, ...] = ()
     node: int | None = None  # number
@@ -188,7 +188,7 @@ def stalled_microbatch(chance: np.random.Generator, shape: Shape, onset: int) ->
 
 
 def slow_creep(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
-    """A rank that gets slower by half a percent in each step, to 30 %."""
+    """A rank that gets slower by half a percent in each step, to 30%."""
     rank, magnitude = some_rank(chance, shape), 0.3
     return Fault(
         "slow_creep",

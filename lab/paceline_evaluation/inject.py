@@ -16,7 +16,7 @@ from paceline_evaluation.faults import Fault
 from paceline_trainer.faults import FAULTS_FILE
 
 FATAL = frozenset({"hang", "crash"})
-UNEVEN_MAGNITUDE = 0.3  # stages of 2 and 4 layers, lengths of 1 to 3: 30 % and more of the step
+UNEVEN_MAGNITUDE = 0.3  # stages of 2 and 4 layers, lengths of 1 to 3: 30% and more of the step
 _MAXIMUM_CLOCK_MHZ = 1980
 _STEP_SECONDS = 0.2  # of the job these are put in, about
 

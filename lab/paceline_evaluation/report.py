@@ -11,7 +11,7 @@ COLUMNS = (
     "kind",
     "n",
     "recall",
-    "95 %",
+    "95%",
     "top-1",
     "cause",
     "steps p50",
@@ -47,14 +47,14 @@ def sentences(figures: dict[str, Any]) -> list[str]:
     overall = figures["overall"]
     weak = figures["by_kind"].get("slow_rank", {}).get("weak")
     said = [
-        f"{overall['faults']} faults of 10 % and more: precision {_ratio(overall['precision'])}, "
+        f"{overall['faults']} faults of 10% and more: precision {_ratio(overall['precision'])}, "
         f"recall {_ratio(overall['recall'])}, F1 {_ratio(overall['f1'])}, right subject "
         f"{_ratio(overall['top1'])}, right cause {_ratio(overall['cause_accuracy'])}.",
         f"{overall['false_alarms_in_clean_steps']} false alarms in {overall['clean_steps']} clean "
         f"steps: {_number(overall['false_alarms_per_10k_steps'])} per 10,000.",
     ]
     if weak:
-        said.append(f"Weaker slow ranks (5-10 %): {_ratio(weak['recall'])} of {weak['n']} found.")
+        said.append(f"Weaker slow ranks (5-10%): {_ratio(weak['recall'])} of {weak['n']} found.")
     return said
 
 

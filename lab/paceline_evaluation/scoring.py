@@ -5,7 +5,7 @@ begun. It is a *hit* if one of those names the right subject: the rank, the node
 ranks of it), the stage, both ends of the link; jobs' own troubles (sequence lengths, GC) have no
 subject. *Top-1*: the first finding of that kind named the right one. *Latency*: the newest step
 the engine had been fed when it gave the first hit, minus the step of the onset; of a fault that
-grows, minus the first step in which it was 10 %. A trial with two faults is a hit if both are, and
+grows, minus the first step in which it was 10%. A trial with two faults is a hit if both are, and
 as late as the later one.
 
 The *cause* is judged on hits of faults that the telemetry shows, and of those it does not show
@@ -16,7 +16,7 @@ A *false alarm* is a finding above severity `info`, not cleared, counted once fo
 stands, that is not about a fault that has begun: whatever comes earlier or in a job without
 faults, names somebody else, or is of another kind. Not counted are `SYMPTOMS` that name the right
 subject (a stage idles because of a slow rank), and findings of a fault too weak to count (below
-10 %) if they name the right rank.
+10%) if they name the right rank.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Verdict:
     kind: str
     arm: str
     number: int
-    counts: bool  # its faults are at least 10 %
+    counts: bool  # its faults are at least 10%
     detected: bool
     hit: bool
     top1: bool
@@ -248,7 +248,7 @@ def _note(record: TrialRecord) -> str:
 
 
 def wilson(hits: int, count: int) -> list[float] | None:
-    """95 % interval of a share (E. B. Wilson, JASA 22, 1927); None of nothing."""
+    """95% interval of a share (E. B. Wilson, JASA 22, 1927); None of nothing."""
     if not count:
         return None
     share, square = hits / count, _Z95**2

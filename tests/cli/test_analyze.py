@@ -44,7 +44,7 @@ def test_json_has_the_documented_keys() -> None:
 
 def test_the_report_begins_with_the_verdict() -> None:
     lines = analyze(TRACE, "--meta", META).stdout.splitlines()
-    assert lines[0].startswith("Stragglers cost 15.2 % of each step; the last stage, 3,")
+    assert lines[0].startswith("Stragglers cost 15.2% of each step; the last stage, 3,")
     assert any("rank 7 (dp 1, stage 3)" in line for line in lines)
 
 

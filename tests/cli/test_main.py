@@ -153,7 +153,7 @@ def test_a_rank_is_what_it_says_while_it_lives(state: str, status: str | None, s
 
 def test_no_cause_is_certain() -> None:
     shown = [render.likelihood(ratio) for ratio in (0.9997, 0.62, 0.001)]
-    assert shown == [">99 %", "62 %", "<1 %"]
+    assert shown == [">99%", "62%", "<1%"]
 
 
 def test_an_empty_table_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

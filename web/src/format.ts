@@ -31,16 +31,16 @@ function unit(value: string, name: string): string {
   return `${value}${THIN_SPACE}${name}`;
 }
 
-/** 0.984 -> "98.4 %". */
+/** 0.984 -> "98.4%". */
 export function percent(ratio: Maybe<number>, digits = 1): string {
   if (ratio == null || !Number.isFinite(ratio)) return UNKNOWN;
-  return unit((ratio * 100).toFixed(digits), "%");
+  return `${(ratio * 100).toFixed(digits)}%`;
 }
 
-/** 0.62 -> "62 %"; nothing is certain. */
+/** 0.62 -> "62%"; nothing is certain. */
 export function likelihood(ratio: number): string {
-  if (ratio > 0.99) return `> ${unit("99", "%")}`;
-  return ratio < 0.01 ? `< ${unit("1", "%")}` : percent(ratio, 0);
+  if (ratio > 0.99) return ">99%";
+  return ratio < 0.01 ? "<1%" : percent(ratio, 0);
 }
 
 /** 2.5 -> "2.5×". */

@@ -541,7 +541,7 @@ export interface components {
          *       "job_id": "job-ec83bfc8",
          *       "kind": "restart",
          *       "phases": [],
-         *       "reason": "Checkpoint and restart without node-1: Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55 % of each step.",
+         *       "reason": "Checkpoint and restart without node-1: Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55% of each step.",
          *       "state": "proposed"
          *     }
          */
@@ -610,7 +610,7 @@ export interface components {
          *           "job_id": "job-ec83bfc8",
          *           "kind": "restart",
          *           "phases": [],
-         *           "reason": "Checkpoint and restart without node-1: Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55 % of each step.",
+         *           "reason": "Checkpoint and restart without node-1: Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55% of each step.",
          *           "state": "proposed"
          *         }
          *       ]
@@ -921,7 +921,7 @@ export interface components {
          *       "speedup": 2.21,
          *       "stage": 0,
          *       "state": "open",
-         *       "summary": "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55 % of each step.",
+         *       "summary": "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55% of each step.",
          *       "symptoms": []
          *     }
          */
@@ -1052,7 +1052,7 @@ export interface components {
          *           "speedup": 2.21,
          *           "stage": 0,
          *           "state": "open",
-         *           "summary": "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55 % of each step.",
+         *           "summary": "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55% of each step.",
          *           "symptoms": []
          *         }
          *       ]
@@ -1130,7 +1130,7 @@ export interface components {
          *       "verdict": {
          *         "incident_id": "inc-d155b9d3",
          *         "kind": "straggler",
-         *         "text": "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55 % of each step."
+         *         "text": "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55% of each step."
          *       },
          *       "watched": false
          *     }
@@ -1301,7 +1301,7 @@ export interface components {
          *           "verdict": {
          *             "incident_id": "inc-d155b9d3",
          *             "kind": "straggler",
-         *             "text": "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55 % of each step."
+         *             "text": "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55% of each step."
          *           },
          *           "watched": false
          *         }
@@ -1935,7 +1935,7 @@ export interface components {
          *       "verdict": {
          *         "kind": "slow_worker",
          *         "target": "rank 2",
-         *         "text": "Steps take 1.79x as long as with the same work spread evenly; rank 2 (dp rank 1, stage 0) explains 97 % of it (fixing it gives 2.21x): look at the node."
+         *         "text": "Steps take 1.79x as long as with the same work spread evenly; rank 2 (dp rank 1, stage 0) explains 97% of it (fixing it gives 2.21x): look at the node."
          *       }
          *     }
          */

@@ -7,7 +7,7 @@ from typing import Any
 _TOPOLOGY = {"dp": 2, "pp": 2, "tp": 2}
 _SUMMARY = (
     "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; "
-    "it costs 55 % of each step."
+    "it costs 55% of each step."
 )
 _LEDGER = {
     "wall_seconds": 41.9,
@@ -125,7 +125,7 @@ _WHAT_IF = {
         "kind": "slow_worker",
         "target": "rank 2",
         "text": "Steps take 1.79x as long as with the same work spread evenly; rank 2 (dp rank 1, "
-        "stage 0) explains 97 % of it (fixing it gives 2.21x): look at the node.",
+        "stage 0) explains 97% of it (fixing it gives 2.21x): look at the node.",
     },
     "fixes": [{"kind": "rank", "target": "rank 2", "speedup": 2.21}],
     "advice": [

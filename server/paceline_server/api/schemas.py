@@ -194,7 +194,7 @@ class WhatIf(Resource):
     slowdown_by_stage: dict[int, float] = {}
     slowdown_by_worker: dict[int, float] = {}  # by the lowest rank of each
     m_s: float | None = None  # share of the loss that the last stage explains
-    m_w: float | None = None  # share that the slowest 3 % of workers explain
+    m_w: float | None = None  # share that the slowest 3% of workers explain
     launch_slowdown: float | None = None
     slowest_workers: list[int] = []  # those of `m_w`, slowest first
     verdict: WhatIfVerdict

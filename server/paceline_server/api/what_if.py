@@ -1,7 +1,7 @@
 """What-if analysis of a job's last steps, made when it is asked for, and not too often.
 
 Reading and replaying the steps of a large job takes about a second of one core. So an answer stands
-until there is a newer step, and at least as long as keeps the cost below 5 % of a core however many
+until there is a newer step, and at least as long as keeps the cost below 5% of a core however many
 ask, unless an incident opens or ends meanwhile; a large job is asked for fewer steps.
 """
 

@@ -51,7 +51,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None  # the newest step that was looked at
     slowdown: float | None = None  # self-time over peers' self-time; 1.0 = healthy
     cost_ratio: float | None = None  # share of the step time lost to this, 0..1
-    speedup: float | None = None  # step time over that of a replay without it; 1.21 = 21 % gained
+    speedup: float | None = None  # step time over that of a replay without it; 1.21 = 21% gained
     persistence: Persistence | None = None  # None: not judged
     ranks: list[int] = []  # all that are concerned, where it is not `rank` alone
     link: tuple[int, int] | None = None  # ranks (source, destination) of a slow one

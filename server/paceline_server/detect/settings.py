@@ -11,7 +11,7 @@ class DetectionSettings(msgspec.Struct, frozen=True, kw_only=True):
     # Allocators, caches, JIT and page faults make the first steps of a generation slow, unevenly.
     warmup_steps: int = 3
 
-    # The mildest lasting slowdown that is told. Real faults of 10 % measure 7-13 % in their first
+    # The mildest lasting slowdown that is told. Real faults of 10% measure 7-13% in their first
     # five steps; what differs by less is as often the room's temperature as a fault.
     straggler_slowdown: float = 1.06
     # Expected per step of healthy, normal noise over all ranks. A hundredth of what is allowed (one
@@ -52,7 +52,7 @@ class DetectionSettings(msgspec.Struct, frozen=True, kw_only=True):
     straggler_critical: float = 1.5
 
     # A rank's data wait counts when it takes this share of the step more than is normal: a stall
-    # that makes steps a tenth longer is 9 % of them, and jitter of the wait itself far less ...
+    # that makes steps a tenth longer is 9% of them, and jitter of the wait itself far less ...
     data_wait_share: float = 0.06
     # ... and is this many times what its peers wait, and what it waited itself before ...
     data_wait_ratio: float = 3.0
@@ -85,7 +85,7 @@ class DetectionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     # Pauses for garbage collection are told when they cost this share of the step time more than
     # the same pauses would if all ranks took them together. A healthy job of a thousand ranks,
-    # each with a pause of a hundredth of a step now and then, loses 1-1.5 % so.
+    # each with a pause of a hundredth of a step now and then, loses 1-1.5% so.
     gc_share: float = 0.025
     gc_window: int = 48
     gc_pauses: int = 5  # steps with a pause that long: a few are an accident ...

@@ -52,6 +52,6 @@ def _metrics(lines: Iterable[Evidence]) -> set[str | None]:
 
 
 def cost_text(cost_ratio: float, speedup: float | None) -> str:
-    """`costs 18 % of step time; fixing it gives 1.21x`."""
+    """`costs 18% of step time; fixing it gives 1.21x`."""
     told = f"costs {percent(cost_ratio)} of step time"
     return told if speedup is None else f"{told}; fixing it gives {speedup:.2f}x"

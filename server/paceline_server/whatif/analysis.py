@@ -37,7 +37,7 @@ Mask = npt.NDArray[np.bool_]
 class Analysis:
     """Slowdowns against the ideal run, in which each operation takes what its peers take.
 
-    `m_s` and `m_w` are the shares of the loss that the last stage, and the slowest 3 % of workers,
+    `m_s` and `m_w` are the shares of the loss that the last stage, and the slowest 3% of workers,
     explain; None where nothing was lost. `by_microbatch` is the share of how a worker's compute
     times vary that its microbatches explain; None where that is not known.
     """

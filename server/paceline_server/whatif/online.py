@@ -74,7 +74,7 @@ class RunReplay:
         excess_seconds: Mapping[int, float] | None = None,
         since_step: int | None = None,
     ) -> float | None:
-        """Step time now over step time with these idealised: 1.21 is 21 % gained.
+        """Step time now over step time with these idealised: 1.21 is 21% gained.
 
         `optypes`: as in `Analysis.slowdown_by_optype`.
         `excess_seconds`: per rank, time per step to take away outside of the model's operations

@@ -9,7 +9,7 @@ from paceline_server.percent import percent
 from paceline_server.whatif import operations as ops
 from paceline_server.whatif.analysis import Analysis
 
-# Below this nothing is blamed: the published analysis decomposes from 3 % on, too.
+# Below this nothing is blamed: the published analysis decomposes from 3% on, too.
 SLOW = 1.03
 
 # A suspect that explains less than half of the loss is not the explanation.
@@ -155,7 +155,7 @@ def _alone(analysis: Analysis, slowdown: float) -> float:
 
 
 def _explained(analysis: Analysis, share: float, gain: float | None) -> str:
-    """`82 % of it (fixing it gives 1.17x)`. `gain`: where a replay said it."""
+    """`82% of it (fixing it gives 1.17x)`. `gain`: where a replay said it."""
     if gain is None:
         lost = analysis.original_seconds - analysis.ideal_seconds
         gain = analysis.original_seconds / (analysis.original_seconds - share * lost)

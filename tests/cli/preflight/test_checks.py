@@ -222,7 +222,7 @@ FAR = ["pci0000:80", "0000:80:01.0", "0000:81:00.0", "0000:82:00.0"]
         (with_(memory_bytes=(2 << 40) - (64 << 30)), "memory", "fail", "1984 GiB"),
         (with_(numa_balancing=True), "NUMA balancing", "warn", "on"),
         (checkpoint(problem="Read-only file system"), "checkpoint path /ckpt", "fail", "Read-only"),
-        (checkpoint(available_bytes=1 << 40), "checkpoint path /ckpt", "fail", "1 % free"),
+        (checkpoint(available_bytes=1 << 40), "checkpoint path /ckpt", "fail", "1% free"),
         (checkpoint(filesystem="ext4"), "filesystem of /ckpt", "fail", "ext4; others lustre"),
         (checkpoint(write_bytes_per_second=1e8), "write speed of /ckpt", "warn", "95 MiB/s"),
     ],

@@ -250,7 +250,7 @@ def test_the_verdict_is_the_newest_open_incident(server: Any, client: httpx.Clie
         *(row for number in range(5) for row in step(job_id, number, generation=0, slowdown=1.03)),
     )
     text = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]["text"]
-    assert text == "All 2 ranks within 3 % of their peers; 0.56 s per step."
+    assert text == "All 2 ranks within 3% of their peers; 0.56 s per step."
     put(server, incident(job_id, 2))
     verdict = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]
     assert verdict["incident_id"] == "inc-2"

@@ -77,7 +77,7 @@ def test_each_command_leads_to_the_next_and_speaks_json(troubled: Recorded) -> N
     ]
     assert told("incidents", "--job", JOB)[0]["id"] == "inc-1"
     incident = lines(troubled, "incidents", "show", "inc-1")
-    assert "90 %  thermal throttle" in incident
+    assert "90%  thermal throttle" in incident
     approve = f"paceline actions approve act-1 {server}"
     assert any(line.startswith(approve) for line in incident)
     assert any(line.startswith(approve) for line in lines(troubled, "actions", "show", "act-1"))

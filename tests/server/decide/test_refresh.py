@@ -55,10 +55,10 @@ def test_less_than_is_known_is_not_shown(world):
 def test_a_symptom_is_refreshed_where_it_stands(world):
     bubble = world.finding("bubble", cause="late launches", fingerprint="bubble", severity="info")
     world.tick((bubble,))
-    world.tick((replace(bubble, evidence=[Evidence("stage 1 idles 30 %")]),))
+    world.tick((replace(bubble, evidence=[Evidence("stage 1 idles 30%")]),))
     [incident] = world.open_incidents()
     assert incident.finding.kind == "straggler"
-    assert [one.evidence for one in incident.symptoms] == [[Evidence("stage 1 idles 30 %")]]
+    assert [one.evidence for one in incident.symptoms] == [[Evidence("stage 1 idles 30%")]]
 
 
 def test_it_does_not_act_again(world):

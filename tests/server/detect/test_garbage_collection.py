@@ -32,7 +32,7 @@ def test_pauses_at_different_moments_are_advice(seed):
     assert len({one.fingerprint for one in watched.findings}) == 1
     assert (found.kind, found.severity, found.rank) == ("gc", "info", None)
     assert "gc.freeze" in found.advice
-    # In 1 - 0.85^8 = 73 % of the steps somebody pauses; together it would be in 15 %.
+    # In 1 - 0.85^8 = 73% of the steps somebody pauses; together it would be in 15%.
     usual = 0.55
     expected = (0.73 - 0.15) * 0.15 / (usual + 0.73 * 0.15)
     assert found.cost_ratio == pytest.approx(expected, rel=0.25)

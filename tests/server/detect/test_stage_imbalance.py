@@ -60,7 +60,7 @@ def test_without_layers_the_share_is_told():
     watched.show(played(job, 30))
     [found] = watched.findings
     assert found.stage == 2
-    assert "Stage 2 has 32 % of the compute" in found.advice
+    assert "Stage 2 has 32% of the compute" in found.advice
 
 
 @pytest.mark.parametrize("seed", range(5))

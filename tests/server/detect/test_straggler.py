@@ -62,7 +62,7 @@ def test_on_a_very_noisy_machine_a_throttled_rank_is_found_within_ten_steps():
 
 @pytest.mark.parametrize("seed", range(2))
 def test_levels_that_wander_on_a_busy_host_do_not_creep(seed):
-    """Each rank by itself, 7 % from its mean, over some ten steps."""
+    """Each rank by itself, 7% from its mean, over some ten steps."""
     run = watched(Topology(2, 2, 1), seed, noise=Noise(step=0.02, drift=0.0))
     chance, level = np.random.default_rng(seed + 51), np.zeros(4)
     for _ in range(80):

@@ -74,7 +74,7 @@ function Advice({ replay }: { replay: Replay }) {
     <div class="evidence">
       <h3>Another way through the pipeline, simulated</h3>
       {advice.length === 0 ? (
-        <p class="muted">None that was tried gives 2 % or saves memory.</p>
+        <p class="muted">None that was tried gives 2% or saves memory.</p>
       ) : (
         <div class="scroll">
           <table class="advised">

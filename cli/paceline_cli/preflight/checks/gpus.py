@@ -139,7 +139,7 @@ def _throttled(gpu: Gpu) -> list[str]:
 def _busy(gpu: Gpu) -> list[str]:
     words = []
     if gpu.utilization_percent is not None and gpu.utilization_percent > _BUSY_PERCENT:
-        words.append(f"{gpu.utilization_percent:g} % busy")
+        words.append(f"{gpu.utilization_percent:g}% busy")
     used, total = gpu.memory_used_mebibytes, gpu.memory_total_mebibytes
     if used is not None and total and used / total > _BUSY_RATIO:
         words.append(f"{used:.0f} MiB in use")

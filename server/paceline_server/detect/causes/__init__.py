@@ -11,7 +11,7 @@ makes it from four questions:
    always ran at a lower clock did not become slow by it, and what all nodes share singles out none.
 2. *Time*: did the metric change when the slowness began? A change minutes off is a coincidence.
 3. *Magnitude*: can it explain the slowdown? 1980 MHz over 795 MHz explains 2.49x; a clock that is
-   3 % lower does not explain 40 %. Not asked of what has no known price (an ECC error).
+   3% lower does not explain 40%. Not asked of what has no known price (an ECC error).
 4. *Agreement*: several metrics of one cause (a reason, a clock, a temperature) are not
    independent: the strongest counts, each other shifts it a little.
 

@@ -57,7 +57,7 @@ class Shift:
 class ShiftMonitor:
     """`push` a value per series and step (NaN: not known), then ask `rises`.
 
-    Values are logarithms of ratios: a shift of 0.1 is 10 %. `smallest` is the least shift that
+    Values are logarithms of ratios: a shift of 0.1 is 10%. `smallest` is the least shift that
     is told, `false_alarms` how many are expected per step of healthy, normal noise, over all
     series together. `resolution`: no scatter below it is believed. `is_spiky`: single values far
     out are usual and no sign of bursts; whoever asks must judge how many of them make a shift.

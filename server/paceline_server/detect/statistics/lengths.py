@@ -21,7 +21,7 @@ from paceline_wire.topology import Topology
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-HUBER = 1.345  # residuals beyond so many sigmas count less: 95 % efficient on normal noise
+HUBER = 1.345  # residuals beyond so many sigmas count less: 95% efficient on normal noise
 MAD_TO_SIGMA = 1.4826
 FIT_ROUNDS = 8
 FIT_SAMPLES = 24  # three coefficients from fewer would follow the noise

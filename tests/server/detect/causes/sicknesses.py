@@ -1,6 +1,6 @@
 """Each cause as nodes show it, and what looks like a cause and is none.
 
-Magnitudes are drawn anew for each seed, from barely enough for a 10 % slowdown upwards.
+Magnitudes are drawn anew for each seed, from barely enough for a 10% slowdown upwards.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def everyones_trouble(fleet: Fleet, chance: random.Random) -> None:
 
 
 def small_drop(fleet: Fleet, chance: random.Random) -> None:
-    """A clock that is 3 % lower since the onset does not make it 40 % slower."""
+    """A clock that is 3% lower since the onset does not make it 40% slower."""
     fleet.fault(NODE, "DCGM_FI_DEV_SM_CLOCK", GPU, times(0.97))
 
 
