@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline import hooks
-from paceline.environment import Surroundings, identify, read_surroundings
+from paceline import session
+from paceline.environment import RankEnvironment, identify, read_rank_environment
 from paceline_wire.ring import RingReader
 from paceline_wire.topology import Coordinates, Topology
 
@@ -43,8 +43,8 @@ MPIRUN = {
 }
 
 
-def surroundings(**environment: str) -> Surroundings:
-    found = read_surroundings({"PACELINE_RING_DIRECTORY": "/rings", **environment})
+def rank_environment(**environment: str) -> RankEnvironment:
+    found = read_rank_environment({"PACELINE_RING_DIRECTORY": "/rings", **environment})
     assert found is not None
     return found
 
@@ -63,7 +63,7 @@ def surroundings(**environment: str) -> Surroundings:
 def test_rank_and_sizes_are_the_launchers(
     environment: dict[str, str], place: tuple[int, int, int]
 ) -> None:
-    found = surroundings(**environment)
+    found = rank_environment(**environment)
     assert (found.rank, found.world_size, found.local_rank) == place
     assert found.topology.world_size == found.world_size
 
@@ -91,18 +91,18 @@ def test_rank_and_sizes_are_the_launchers(
 def test_job_and_generation_are_the_same_for_all_ranks_and_no_other_run(
     environment: dict[str, str], job: str, generation: int
 ) -> None:
-    found = surroundings(**environment)
+    found = rank_environment(**environment)
     assert (found.job, found.generation) == (job, generation)
     assert found.ring_path == Path(f"/rings/{job}.g{generation}.r{found.rank}.ring")
 
 
 def test_a_rank_that_nobody_launched_is_named_by_its_process() -> None:
-    assert surroundings().job == f"{HOST}-{os.getpid()}"
+    assert rank_environment().job == f"{HOST}-{os.getpid()}"
 
 
 def test_without_an_agent_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     agents(monkeypatch)
-    assert read_surroundings(TORCHRUN) is None
+    assert read_rank_environment(TORCHRUN) is None
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_training_is_called_by_its_script(
     monkeypatch: pytest.MonkeyPatch, program: str, script: str | None
 ) -> None:
     monkeypatch.setattr("sys.argv", [program])
-    identity = identify(surroundings(), Topology(), Coordinates(), {})
+    identity = identify(rank_environment(), Topology(), Coordinates(), {})
     assert identity.metadata.get("script") == script
 
 
@@ -132,21 +132,21 @@ def agents(monkeypatch: pytest.MonkeyPatch, *rings: str) -> None:
 
 def test_the_nodes_agent_needs_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     agents(monkeypatch, "/dev/shm/paceline-a/rings")
-    found = read_surroundings({})
+    found = read_rank_environment({})
     assert found is not None
     assert found.ring_directory == Path("/dev/shm/paceline-a/rings")
-    assert surroundings().ring_directory == Path("/rings")
+    assert rank_environment().ring_directory == Path("/rings")
 
 
 def test_an_empty_name_keeps_every_agent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     agents(monkeypatch, "/dev/shm/paceline-a/rings")
-    assert read_surroundings({"PACELINE_RING_DIRECTORY": ""}) is None
+    assert read_rank_environment({"PACELINE_RING_DIRECTORY": ""}) is None
 
 
 def test_of_several_agents_one_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     agents(monkeypatch, "/dev/shm/paceline-a/rings", "/dev/shm/paceline-b/rings")
     with pytest.raises(ValueError, match=r"several agents.*paceline-a/rings, .*paceline-b/rings"):
-        read_surroundings({})
+        read_rank_environment({})
 
 
 def test_many_short_metadata_fit_the_page(
@@ -155,7 +155,7 @@ def test_many_short_metadata_fit_the_page(
     paceline.init(metadata={f"{number:03}": "" for number in range(1000)})
     metadata = RingReader(ring_directory / "local.g0.r0.ring").identity.metadata
     assert len(metadata) > 300
-    assert "metadata are kept" in caplog.text
+    assert "metadata entries" in caplog.text
 
 
 def test_of_much_metadata_what_fits_is_kept(
@@ -164,7 +164,7 @@ def test_of_much_metadata_what_fits_is_kept(
     paceline.init(metadata={"a": "x" * 2900, "b": "y" * 2900, "c \udc80": "z" * 50})
     metadata = RingReader(ring_directory / "local.g0.r0.ring").identity.metadata
     assert metadata.keys() - {"python", "torch", "script"} == {"a", "c ?"}
-    assert "2 of 3 metadata are kept, 3000 bytes at most" in caplog.text
+    assert "kept 2 of 3 metadata entries; the limit is 3000 bytes" in caplog.text
 
 
 @pytest.mark.parametrize(("place", "is_told"), [((0, 1), False), ((1, 0), True)])
@@ -175,8 +175,8 @@ def test_coordinates_that_do_not_lie_as_the_server_takes_them_to_are_told(
     place: tuple[int, int],
     is_told: bool,
 ) -> None:
-    monkeypatch.setattr(hooks, "_said", set())
+    monkeypatch.setattr(session, "_logged", set())
     for name, value in {"RANK": "2", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     paceline.init(dp_rank=place[0], pp_rank=place[1], topology=Topology(dp=2, pp=2))
-    assert ("as in a mesh of (pp, dp, tp)" in caplog.text) is is_told
+    assert ("the (pp, dp, tp) layout" in caplog.text) is is_told

@@ -1,4 +1,4 @@
-"""Watch a distributed training from inside each rank.
+"""Record a distributed training from inside each rank.
 
     import paceline
 
@@ -6,9 +6,9 @@
     for batch in paceline.steps(loader):
         ...
 
-is enough. Without an agent on this node everything here is inert and says so once. Nothing here
-does I/O, takes a lock or starts a thread while a step runs, and none of it raises into the
-training: what goes wrong is counted, and said once.
+is enough. Without an agent on this node everything here is inert and logs that once. While a step
+runs, nothing here does I/O, takes a lock or starts a thread. Nothing raises into the training: an
+error of Paceline is counted and logged once.
 """
 
 from paceline.hooks import (

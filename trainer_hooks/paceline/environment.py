@@ -1,7 +1,7 @@
-"""What the hooks know of their surroundings: the environment, the device mesh, the process.
+"""Where this rank runs: the launcher's environment, the device mesh and the process itself.
 
-The only place of the hooks that reads `os.environ`. Nothing here imports torch; where torch is
-already loaded, it is asked.
+The only module of the hooks that reads `os.environ`. It does not import torch, but uses it if the
+script has already loaded it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline_wire.topology import Coordinates, Topology
 
 _log = logging.getLogger(__name__)
 
-# Names under which people write the three axes in `init_device_mesh`.
+# Common names of the three axes in `init_device_mesh`.
 AXES = {
     "dp": "dp",
     "data": "dp",
@@ -43,24 +43,24 @@ AXES = {
     "model": "tp",
 }
 
-
-# Where torchrun, srun (not sbatch, whose script is one process) and mpirun say who this process is.
+# Variables of torchrun, srun and mpirun that identify this process: rank, number of ranks, local
+# rank. An sbatch script is one process, without SLURM_STEP_NUM_TASKS.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
 
-_METADATA_BYTES = 3000  # of the page with the identity, whose names are short
-_HOST_LENGTH = 40  # leaves room for what is told beside it
+_METADATA_BYTES = 3000  # leaves room on the identity page for its other fields
+_HOST_LENGTH = 40  # leaves room for the rest of a job name
 _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UUID_LENGTH = 13  # 48 bits
 _SCRIPT_LENGTH = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What `PACELINE_*` and the launcher's variables say of this rank."""
+class RankEnvironment:
+    """The settings of this rank from `PACELINE_*` and the launcher's variables."""
 
     ring_directory: Path
     job: str
@@ -74,23 +74,37 @@ class Surroundings:
 
     @property
     def ring_path(self) -> Path:
+        """The path of this rank's ring file."""
         return self.ring_directory / f"{self.job}.g{self.generation}.r{self.rank}{SUFFIX}"
 
 
-def read_surroundings(environment: Mapping[str, str]) -> Surroundings | None:
-    """None where no agent is. Raises ValueError for a variable that is no number, and for several.
+def prefers_pure_python() -> bool:
+    """Return whether `PACELINE_PURE_PYTHON` asks for the writer in Python."""
+    return bool(os.environ.get("PACELINE_PURE_PYTHON"))
 
-    Agents are looked for where `PACELINE_RING_DIRECTORY` is not set; empty, it keeps all away.
+
+def read_rank_environment(environment: Mapping[str, str] | None = None) -> RankEnvironment | None:
+    """Return the settings of this rank, or None if no agent runs on this node.
+
+    Without `PACELINE_RING_DIRECTORY`, running agents are discovered; an empty value disables the
+    hooks.
+
+    Args:
+        environment: default `os.environ`.
+
+    Raises:
+        ValueError: a variable is not a number, or several agents run on this node.
     """
+    environment = os.environ if environment is None else environment
     directory = _ring_directory(environment)
     if directory is None:
         return None
-    rank, world_size, local_rank = _place_in_job(environment)
+    rank, world_size, local_rank = _launcher_ranks(environment)
     sizes = [_integer(environment, f"PACELINE_{axis}", 1) for axis in ("DP", "PP", "TP")]
     topology = Topology(*sizes)
     if topology.world_size != world_size:
         topology = Topology(dp=world_size)
-    return Surroundings(
+    return RankEnvironment(
         ring_directory=directory,
         job=as_job_name(environment.get("PACELINE_JOB") or _job_name(environment, world_size)),
         generation=_generation(environment),
@@ -104,60 +118,62 @@ def read_surroundings(environment: Mapping[str, str]) -> Surroundings | None:
 
 
 def identify(
-    surroundings: Surroundings,
+    rank_environment: RankEnvironment,
     topology: Topology,
     coordinates: Coordinates,
     metadata: Mapping[str, str],
 ) -> Identity:
-    known = {"python": sys.version.split()[0], **_script()}
+    """Return the identity that the ring's first page holds."""
+    detected = {"python": sys.version.split()[0], **_script()}
     torch = sys.modules.get("torch")
     if torch is not None:
-        known["torch"] = str(torch.__version__)
+        detected["torch"] = str(torch.__version__)
     monotonic_ns = time.perf_counter_ns()
     return Identity(
-        job=surroundings.job,
-        generation=surroundings.generation,
-        rank=surroundings.rank,
-        local_rank=surroundings.local_rank,
-        world_size=surroundings.world_size,
+        job=rank_environment.job,
+        generation=rank_environment.generation,
+        rank=rank_environment.rank,
+        local_rank=rank_environment.local_rank,
+        world_size=rank_environment.world_size,
         topology=topology,
         coordinates=coordinates,
         pid=os.getpid(),
         host=socket.gethostname(),
         clock_offset_ns=clock_offset_ns(),
         started_ns=monotonic_ns,
-        gpu_uuid=surroundings.gpu_uuid,
-        metadata=known | _that_fit(metadata),
+        gpu_uuid=rank_environment.gpu_uuid,
+        metadata=detected | _truncate_metadata(metadata),
     )
 
 
 def _script() -> dict[str, str]:
-    """What people call the training; of `-c` and of a shell there is no name."""
+    """Return the script's name as metadata; empty for `python -c` and an interactive shell."""
     program = Path((sys.argv or [""])[0])
     name = program.parent.name if program.name == "__main__.py" else program.name
-    name = name.encode(errors="replace").decode()  # not every file's name is UTF-8
+    name = name.encode(errors="replace").decode()  # a file name may not be UTF-8
     return {"script": name[:_SCRIPT_LENGTH]} if name and not name.startswith("-") else {}
 
 
-def _that_fit(metadata: Mapping[str, str]) -> dict[str, str]:
-    """The first of them: the identity is a page. A whole configuration is given here too."""
-    found: dict[str, str] = {}
-    room = _METADATA_BYTES
+def _truncate_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the first entries that fit: users pass whole configurations, and a page is 4 KiB."""
+    accepted: dict[str, str] = {}
+    free_bytes = _METADATA_BYTES
     for key, value in metadata.items():
-        texts = [str(text).encode(errors="replace") for text in (key, value)]
-        if (needed := sum(len(text) + 3 for text in texts)) <= room:  # msgpack says each length
-            room -= needed
-            found[texts[0].decode()] = texts[1].decode()
-    if len(found) < len(metadata):
+        encoded = [str(text).encode(errors="replace") for text in (key, value)]
+        # Up to three bytes of msgpack header each.
+        if (needed := sum(len(text) + 3 for text in encoded)) <= free_bytes:
+            free_bytes -= needed
+            accepted[encoded[0].decode()] = encoded[1].decode()
+    if len(accepted) < len(metadata):
         _log.warning(
-            "paceline.init: %d of %d metadata are kept, %d bytes at most",
-            *(len(found), len(metadata), _METADATA_BYTES),
+            "paceline.init: kept %d of %d metadata entries; the limit is %d bytes",
+            *(len(accepted), len(metadata), _METADATA_BYTES),
         )
-    return found
+    return accepted
 
 
 def clock_offset_ns() -> int:
-    """CLOCK_REALTIME - CLOCK_MONOTONIC, from the tightest of a few readings."""
+    """Return CLOCK_REALTIME - CLOCK_MONOTONIC, from the tightest of five readings."""
     best: tuple[int, int] | None = None
     for _ in range(5):
         before = time.perf_counter_ns()
@@ -170,7 +186,7 @@ def clock_offset_ns() -> int:
 
 
 def process_started_ns() -> int | None:
-    """CLOCK_MONOTONIC of the start of this process, or None where /proc does not tell."""
+    """Return CLOCK_MONOTONIC at the start of this process, or None if /proc does not have it."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         since_boot_ns = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
@@ -180,11 +196,11 @@ def process_started_ns() -> int | None:
     return max(0, since_boot_ns - suspended_ns)
 
 
-def is_helper_of(ring_path: Path) -> bool:
-    """Whether the ring is that of a process above this one, which is still writing it.
+def is_descendant_of_writer(ring_path: Path) -> bool:
+    """Return whether an ancestor of this process is still writing this ring.
 
-    A loader's worker that is spawned runs the script's top again, in the environment of its rank.
-    The agent has the ring mapped too, and may be above both.
+    A spawned data loader worker runs the top of the script again, in the environment of its rank.
+    The agent maps the ring too and may be an ancestor of both, so the writer's pid decides.
     """
     try:
         with closing(RingReader(ring_path)) as reader:
@@ -194,69 +210,76 @@ def is_helper_of(ring_path: Path) -> bool:
             pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
         mapped = os.fsencode(f" {ring_path.resolve()}\n")
         return mapped in Path(f"/proc/{writer}/maps").read_bytes()
-    except (RingError, OSError, ValueError, IndexError):  # none, or all up to process 1 are others
+    except (RingError, OSError, ValueError, IndexError):  # no ring, or no ancestor writes it
         return False
 
 
-def place(
+def locate_rank(
     rank: int,
     topology: Topology,
     mesh: Any | None,
     given: Mapping[str, int | None],
 ) -> tuple[Topology, Coordinates]:
-    """Sizes and coordinates: from a `DeviceMesh`, else arguments, else the layout of `topology`."""
+    """Return the axis sizes and this rank's coordinates.
+
+    Args:
+        rank: global.
+        topology: used without a mesh.
+        mesh: a `DeviceMesh`, or None.
+        given: coordinates by axis that the user passed; they override the others.
+    """
     sizes = {"dp": topology.dp, "pp": topology.pp, "tp": topology.tp}
     if mesh is not None and mesh.mesh_dim_names:
-        sizes, found = _of_mesh(mesh)
+        sizes, position = _locate_in_mesh(mesh)
     elif rank < topology.world_size:
-        standing = topology.coordinates(rank)
-        found = {"dp": standing.dp_rank, "pp": standing.pp_rank, "tp": standing.tp_rank}
+        default = topology.coordinates(rank)
+        position = {"dp": default.dp_rank, "pp": default.pp_rank, "tp": default.tp_rank}
     else:
-        found = {}
+        position = {}
     for axis, coordinate in given.items():
         if coordinate is not None:
-            found[axis] = coordinate
-    coordinates = Coordinates(found.get("dp", 0), found.get("pp", 0), found.get("tp", 0))
+            position[axis] = coordinate
+    coordinates = Coordinates(position.get("dp", 0), position.get("pp", 0), position.get("tp", 0))
     return Topology(sizes["dp"], sizes["pp"], sizes["tp"]), coordinates
 
 
-def _of_mesh(mesh: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """Several mesh dimensions of one axis (replicate x shard) multiply."""
+def _locate_in_mesh(mesh: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Return sizes and coordinates by axis; dimensions of one axis (replicate, shard) multiply."""
     sizes = {"dp": 1, "pp": 1, "tp": 1}
-    found = {"dp": 0, "pp": 0, "tp": 0}
+    position = {"dp": 0, "pp": 0, "tp": 0}
     for dimension, name in enumerate(mesh.mesh_dim_names):
         axis = AXES.get(name)
         if axis is None:
             continue
         size = int(mesh.size(dimension))
         sizes[axis] *= size
-        found[axis] = found[axis] * size + int(mesh.get_local_rank(dimension))
-    return sizes, found
+        position[axis] = position[axis] * size + int(mesh.get_local_rank(dimension))
+    return sizes, position
 
 
 def _ring_directory(environment: Mapping[str, str]) -> Path | None:
-    named = environment.get("PACELINE_RING_DIRECTORY")
-    if named is not None:
-        return Path(named) if named else None
-    found = rings_of_running_agents()
-    if len(found) > 1:
-        choice = ", ".join(map(str, found))
+    configured = environment.get("PACELINE_RING_DIRECTORY")
+    if configured is not None:
+        return Path(configured) if configured else None
+    directories = rings_of_running_agents()
+    if len(directories) > 1:
+        choice = ", ".join(map(str, directories))
         raise ValueError(f"several agents run here: set PACELINE_RING_DIRECTORY to one of {choice}")
-    return found[0] if found else None
+    return directories[0] if directories else None
 
 
-def _place_in_job(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """Rank, number of ranks, and rank on this node."""
-    by_torchrun, *by_others = _LAUNCHERS
+def _launcher_ranks(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """Return the rank, the number of ranks and the rank on this node."""
+    torchrun, *others = _LAUNCHERS
     local_rank = _integer(environment, "LOCAL_RANK", 0)
     distributed = sys.modules.get("torch.distributed")
     if "RANK" not in environment and distributed is not None and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size(), local_rank
-    names = by_torchrun
+    variables = torchrun
     if "RANK" not in environment:
-        found = (each for each in by_others if each[0] in environment and each[1] in environment)
-        names = next(found, by_torchrun)
-    rank, world_size, local = names
+        present = (names for names in others if names[0] in environment and names[1] in environment)
+        variables = next(present, torchrun)
+    rank, world_size, local = variables
     return (
         _integer(environment, rank, 0),
         _integer(environment, world_size, 1),
@@ -265,24 +288,24 @@ def _place_in_job(environment: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def _job_name(environment: Mapping[str, str], world_size: int) -> str:
-    """As whoever launched it knows it, else where it was launched.
+    """Return the launcher's name for the job, or else a name made of where it was launched.
 
-    The same for all of its ranks, also those that torchrun starts again, and no other's: several
-    run on one node, and many under one server.
+    All ranks of a job get the same name, also those that torchrun restarts. No two jobs share one:
+    several may run on one node, and many under one server.
     """
     host = socket.gethostname().partition(".")[0][:_HOST_LENGTH]
     address = environment.get("MASTER_ADDR", "")
-    here = address in ("localhost", "::1") or address.startswith("127.")
-    master = host if here else address[:_HOST_LENGTH]
+    is_local = address in ("localhost", "::1") or address.startswith("127.")
+    master = host if is_local else address[:_HOST_LENGTH]
     if job := environment.get("SLURM_JOB_ID"):
         return f"slurm-{job}"
     run = environment.get("TORCHELASTIC_RUN_ID", "")
-    if _UUID.fullmatch(run):  # torchrun's own choice: nobody has to read all of it
+    if _UUID.fullmatch(run):  # torchrun's default: the beginning is unique enough
         return f"torchrun-{run[:_UUID_LENGTH]}"
     if run not in ("", "none"):
         return f"torchrun-{run}"
     if run:
-        return f"torchrun-{_launch_by_torchrun(environment, host) or master}"
+        return f"torchrun-{_torchrun_launch_name(environment, host) or master}"
     if world_size == 1:
         return f"{host}-{os.getpid()}"
     if space := environment.get("PMIX_NAMESPACE"):
@@ -290,10 +313,11 @@ def _job_name(environment: Mapping[str, str], world_size: int) -> str:
     return f"{master}-{environment.get('MASTER_PORT', 0)}" if master else "local"
 
 
-def _launch_by_torchrun(environment: Mapping[str, str], host: str) -> str | None:
-    """Of one node: by the folder torchrun makes for each launch, FOLDER/attempt_0/0/error.json.
+def _torchrun_launch_name(environment: Mapping[str, str], host: str) -> str | None:
+    """Return a name for a torchrun launch on one node, or None.
 
-    The master's port is another one after a restart, and each rank's parent may be its own script.
+    It is the folder that torchrun creates for each launch: FOLDER/attempt_0/0/error.json. The
+    master port changes with a restart, and each rank may have a parent script of its own.
     """
     folder, attempt, _ = environment.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")
     if not attempt or environment.get("GROUP_WORLD_SIZE") != "1":
@@ -302,7 +326,7 @@ def _launch_by_torchrun(environment: Mapping[str, str], host: str) -> str | None
 
 
 def _generation(environment: Mapping[str, str]) -> int:
-    """Counts on with each restart by torchrun, and by hundreds where Slurm queues the job again."""
+    """Return the generation: plus 1 per restart by torchrun, plus 100 per requeue by Slurm."""
     first = _integer(environment, "PACELINE_GENERATION", 0)
     if "PACELINE_GENERATION" not in environment:
         first = 100 * _integer(environment, "SLURM_RESTART_COUNT", 0)
@@ -310,7 +334,10 @@ def _generation(environment: Mapping[str, str]) -> int:
 
 
 def _current_gpu_uuid() -> str | None:
-    """Asked only of a CUDA context that exists: making one here could land on the wrong GPU."""
+    """Return the UUID of the current GPU if the script has already created a CUDA context.
+
+    Creating one here could use the wrong GPU.
+    """
     cuda = sys.modules.get("torch.cuda")
     if cuda is None or not cuda.is_initialized():
         return None

@@ -1,36 +1,39 @@
-"""The public functions, and the edge past which no error of ours may go.
+"""The public functions of `paceline`. Errors of Paceline never reach the training script.
 
-A process has at most one `Session`, between `init` and `finish`. Each public function asks for it
-and does nothing where there is none.
+A process has at most one `Session`, between `init` and `finish`. Each public function uses it, and
+does nothing without one. The flow of a timed step:
+
+    steps()     loop.py: step boundaries        ->  recorder.py, writer/: records in the ring
+    section()   sections.py, device.py          ->
+    all_reduce  collectives/: replaced functions ->
 """
 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from numbers import Integral
 from operator import index
 from typing import Any, ParamSpec, TypeVar
 
-from paceline.collectives.communication import Wrapped
-from paceline.environment import AXES, identify, is_helper_of, place, read_surroundings
+from paceline.collectives.wrappers import DistributedWrappers
+from paceline.device import on_device
+from paceline.environment import (
+    AXES,
+    identify,
+    is_descendant_of_writer,
+    locate_rank,
+    read_rank_environment,
+)
 from paceline.loop import Loop, Steps
 from paceline.recorder import Recorder
-from paceline.writer import Pipelining, Section
-from paceline.writer.device import (
-    DevicePipelining,
-    DeviceSection,
-    DeviceTimer,
-    DeviceTransfer,
-    on_device,
-)
-from paceline.writer.sections import INERT, ElsewhereSection, StatusSection, Timed, Transfer
+from paceline.sections import INERT
+from paceline.session import OPTIMIZER, Session, log_once
+from paceline.writer.interface import Timed
 from paceline_wire.ring import (
     ACK_COMMAND,
     ACK_STATUS,
@@ -38,116 +41,39 @@ from paceline_wire.ring import (
     CONTROL_COMMAND,
     CONTROL_KIND,
     CONTROL_TARGET_STEP,
-    DEFINITIONS_BYTES,
-    STATE_DEFINITIONS,
     AckStatus,
     Control,
-    SectionDefinition,
     Status,
     create,
-    section_op,
 )
-from paceline_wire.spans import COMPUTE_OPS, NONE_16, NONE_32, PIPELINE_TRANSFER_OPS, Op
+from paceline_wire.spans import NONE_32, Op
 from paceline_wire.topology import Topology
-
-_log = logging.getLogger(__name__)
-
-MAXIMUM_SECTIONS = 4096  # distinct names; more means that a name holds a counter
-NAMES_BYTES = DEFINITIONS_BYTES * 3 // 4  # the rest of the definitions is for process groups
-LONGEST_NAME = 200
-MAXIMUM_ACTIONS = 1 << 14  # distinct (op, microbatch, chunk, peer)
-
-LARGEST_SQUARES = 1 << 62  # a sum of squared lengths that a reader takes for one
-
-OPTIMIZER = object()  # among the names of sections
 
 Batch = TypeVar("Batch")
 P = ParamSpec("P")
-Actions = list[dict[tuple[int | None, int, int | None], Pipelining]]
-
-
-class Session:
-    """Everything that exists between `init` and `finish`."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self.control = recorder.ring.control
-        self.timer: DeviceTimer | None = None
-        self.loop = Loop(recorder)
-        self.wrapped: Wrapped | None = None
-        self.operations: dict[str, int] = {}
-        # By op, then by place; an Op itself hashes slowly.
-        self.actions: Actions = [{} for _ in range(Op.BACKWARD_RECV + 1)]
-        self.sized: Actions = [{} for _ in range(Op.BACKWARD_RECV + 1)]  # that have lengths
-        recorder.sections[OPTIMIZER] = Section(recorder, Op.OPTIMIZER)
-        self.checkpoint = StatusSection(recorder, Op.CHECKPOINT, Status.CHECKPOINTING)
-        self.evaluate = StatusSection(recorder, Op.EVALUATE, Status.EVALUATING)
-        self.made = 0  # sections and actions
-        self.command: Control | None = None
-        self.answered = 0  # id of the last command with a final answer
-
-    def operation(self, name: str) -> int | None:
-        """The op of a section's name, defined in the ring at first sight; None: too many names."""
-        op = self.operations.get(name)
-        identifier, used = len(self.operations), self.recorder.state[STATE_DEFINITIONS]
-        if op is None and identifier < MAXIMUM_SECTIONS and used < NAMES_BYTES:
-            self.recorder.define(SectionDefinition(identifier, str(name)[:LONGEST_NAME]))
-            op = self.operations[name] = section_op(identifier)
-        return op
-
-    def section(self, op: int) -> Section:
-        if self.timer is not None:
-            made: Section = DeviceSection(self.recorder, op, self.timer)
-        else:
-            made = Section(self.recorder, op)
-        self.made += 1
-        return made
-
-    def action(self, op: int, microbatch: int | None, chunk: int, peer: int | None) -> Pipelining:
-        place = (self.recorder, op, microbatch, chunk, peer)
-        transfers = op in PIPELINE_TRANSFER_OPS
-        if self.timer is not None:
-            device = DeviceTransfer if transfers else DevicePipelining
-            made: Pipelining = device(*place, self.timer)
-        else:
-            made = Transfer(*place) if transfers else Pipelining(*place)
-        self.made += 1
-        return made
-
-    def at_boundary(self) -> None:
-        """Before each step. The device is looked for until the training has set it up itself."""
-        if self.timer is not None:
-            self.timer.resolve()
-        elif (cuda := sys.modules.get("torch.cuda")) is not None and cuda.is_initialized():
-            self.timer = self.recorder.timer = DeviceTimer(cuda, self.recorder)
-            for actions in (*self.actions, *self.sized):
-                actions.clear()
-            self.recorder.sections.clear()
-            self.recorder.sections[OPTIMIZER] = self.section(Op.OPTIMIZER)
-
-    def end(self, status: int) -> None:
-        self.recorder.leave_loop()
-        if self.timer is not None:
-            self.timer.resolve()
-        self.recorder.set_status(status)
-
-    def detach(self) -> None:
-        """In a forked child: the ring is the parent's."""
-        self.recorder.detach()
-        if self.wrapped is not None:
-            self.wrapped.uninstall()
 
 
 def _nothing(*_: object) -> None:
-    """What is found, and done, at once while there is no session."""
+    """Return None; replaces the recorder's methods while there is no session."""
 
 
 _session: Session | None = None
 _owner = get_ident()
-# The short ways, of the session's recorder.
-_known: Callable[[object], Timed | None] = _nothing
-_report_here: Callable[..., bool | None] = _nothing
-_said: set[str] = set()
+# The recorder's fast paths, as module globals: one lookup less per call.
+_find_section: Callable[[object], Timed | None] = _nothing
+_try_report: Callable[..., bool | None] = _nothing
+
+
+def _set_session(session: Session | None) -> Session | None:
+    """Make it the process's session. Return the previous one."""
+    global _session, _find_section, _try_report
+    previous, _session = _session, session
+    _find_section = _nothing if session is None else session.recorder.find_section
+    _try_report = _nothing if session is None else session.recorder.try_report
+    return previous
+
+
+# Start
 
 
 def init(
@@ -161,28 +87,34 @@ def init(
 ) -> None:
     """Start recording this rank, if an agent runs on this node.
 
-    Looked for are those of root and of this user in the default place; `PACELINE_RING_DIRECTORY`
-    names the rings of any other, and keeps all away where it is set and empty.
+    Call it once per process, from the thread that trains, before or after `init_process_group`.
+    It finds an agent of root or of this user in the default directory. `PACELINE_RING_DIRECTORY`
+    selects another agent's rings; set to an empty value it turns the hooks off. It never raises: an
+    error is logged and nothing is recorded.
 
     Args:
-        mesh: a `DeviceMesh` whose dimensions are named pp, dp, tp (or as `environment.AXES` says),
-            in this order: the server takes ranks to lie so.
-        dp_rank, pp_rank, tp_rank: this rank's coordinates, where there is no mesh.
+        mesh: a `DeviceMesh` whose dimensions are named pp, dp, tp (or as in `environment.AXES`),
+            in this order: the server assumes that ranks are laid out so.
+        dp_rank: data-parallel coordinate of this rank, where there is no mesh.
+        pp_rank: pipeline stage of this rank, where there is no mesh.
+        tp_rank: tensor-parallel coordinate of this rank, where there is no mesh.
         topology: sizes of the axes; default `PACELINE_DP`, `PACELINE_PP` and `PACELINE_TP`.
-        metadata: anything worth keeping with the run: schedule, model, emulated kernels. What does
-            not fit 3,000 bytes is left out.
+        metadata: anything to store with the run, such as the schedule or the model. Entries
+            beyond 3,000 bytes are dropped with a warning.
 
-    Call it once per process, from the thread that trains, before or after `init_process_group`.
+    Example:
+        >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("pp", "dp"))
+        >>> paceline.init(mesh=mesh, metadata={"model": "7b"})
     """
     if _session is not None:
-        _say_once("twice", "paceline.init() was called again; the first call stands")
+        log_once("twice", "paceline.init() was called again; the first call stands")
         return
     given = {"dp": dp_rank, "pp": pp_rank, "tp": tp_rank}
     try:
         _start(mesh, given, topology, metadata or {})
     except Exception as error:
         _stop()
-        _say_once("init", "paceline is off in this process: %s", error)
+        log_once("init", "paceline is off in this process: %s", error)
 
 
 def _start(
@@ -192,84 +124,96 @@ def _start(
     metadata: Mapping[str, str],
 ) -> None:
     global _owner
-    surroundings = read_surroundings(os.environ)
-    if surroundings is None:
-        _say_once("inert", "paceline is inert: no agent found on this node", info=True)
+    environment = read_rank_environment()
+    if environment is None:
+        log_once("inert", "paceline is inert: no agent found on this node", info=True)
         return
-    if is_helper_of(surroundings.ring_path):
-        _say_once("helper", "paceline is off in this process: its rank is watched", info=True)
+    if is_descendant_of_writer(environment.ring_path):
+        log_once("helper", "paceline is off in this process: its rank is recorded", info=True)
         return
-    rank = surroundings.rank
-    sizes, coordinates = place(rank, topology or surroundings.topology, mesh, given)
+    rank = environment.rank
+    sizes, coordinates = locate_rank(rank, topology or environment.topology, mesh, given)
     if rank < sizes.world_size and coordinates != sizes.coordinates(rank):
-        _say_once(
+        log_once(
             "layout",
-            "paceline.init: rank %d is said to be at %s; ranks are taken to lie as in a mesh of "
-            "(pp, dp, tp), and stages and peers will be named by that: %s",
+            "paceline.init: rank %d was given as %s, but the (pp, dp, tp) layout that Paceline "
+            "assumes puts it at %s; stages and peers will be named by that layout",
             *(rank, coordinates, sizes.coordinates(rank)),
         )
-    identity = identify(surroundings, sizes, coordinates, metadata)
-    ring = create(surroundings.ring_path, identity, surroundings.capacity)
+    identity = identify(environment, sizes, coordinates, metadata)
+    ring = create(environment.ring_path, identity, environment.capacity)
     _owner = get_ident()
     session = Session(Recorder(ring))
-    _exchange(session)
+    _set_session(session)
     session.recorder.watch_gc()
     if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:
         multiprocessing.Finalize(None, _at_exit, exitpriority=0)
-    _guard(session, _wrap_torch, session, mesh)
-
-
-def _exchange(session: Session | None) -> Session | None:
-    """Make it the process's. Returns the one before."""
-    global _session, _known, _report_here
-    before, _session = _session, session
-    _known = _nothing if session is None else session.recorder.known
-    _report_here = _nothing if session is None else session.recorder.report_here
-    return before
+    session.guard(_wrap_torch, session, mesh)
 
 
 def _wrap_torch(session: Session, mesh: Any | None) -> None:
-    """Where torch is not loaded yet there is nothing to wrap: a training loop has loaded it."""
+    """Time torch.distributed, if it is loaded: a script that trains with it has loaded it."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         return
-    session.wrapped = Wrapped(session.recorder)
-    session.wrapped.install()
+    session.wrappers = DistributedWrappers(session.recorder)
+    session.wrappers.install()
     if sys.modules["torch"].backends.cuda.is_built():
-        session.loop.at_boundary = partial(_guard, session, session.at_boundary)
+        session.loop.at_boundary = partial(session.guard, session.at_boundary)
     if mesh is not None and mesh.mesh_dim_names:
         for dimension in mesh.mesh_dim_names:
             group = mesh.get_group(dimension)
-            session.wrapped.channels.name(group, dimension, AXES.get(dimension))
+            session.wrappers.channels.name(group, dimension, AXES.get(dimension))
+
+
+# Steps
 
 
 def steps(loader: Iterable[Batch], *, start: int | None = None) -> Steps[Batch]:
-    """Iterate over `loader`; each iteration is one optimizer step, numbered from `start`.
+    """Iterate over `loader`; each iteration is one optimizer step.
 
-    By default the numbers go on where the previous loop of this process ended (0 at first); so do
-    they when what this returns is iterated over again.
+    Args:
+        loader: yields batches. What is returned has its length and attributes.
+        start: number of the first step; default: one after the last step of this process, or 0.
+            Iterating over the result again continues the count.
+
+    Returns:
+        An iterable of the loader's batches.
+
+    Example:
+        >>> for batch in paceline.steps(loader, start=checkpoint_step + 1):
+        ...     train(batch)
     """
     try:
-        start = None if start is None else _whole("start", index(start), 0, NONE_32 - 1)
+        start = None if start is None else _step_number(index(start))
     except Exception as error:
-        _say_once("start", "paceline.steps: counting from 0: %s", error)
+        log_once("start", "paceline.steps: counting from 0: %s", error)
         start = 0
     return Steps(loader, _loop, start)
+
+
+def _step_number(start: int) -> int:
+    if not 0 <= start < NONE_32:
+        raise ValueError(f"start must be a whole number from 0 to {NONE_32 - 1}, got {start}")
+    return start
 
 
 def _loop() -> Loop | None:
     session = _session
     if session is None:
         return None
-    if session.wrapped is None:
-        _guard(session, _wrap_torch, session, None)
+    if session.wrappers is None:
+        session.guard(_wrap_torch, session, None)
     return session.loop
 
 
-def _uncompiled(make: Callable[P, Timed]) -> Callable[P, Timed]:
-    """Have torch.compile trace what it knows in its place, as torch's own wrappers do.
+# Timed blocks
 
-    One manager that it does not know, and a whole frame stays uncompiled.
+
+def _uncompiled(make: Callable[P, Timed]) -> Callable[P, Timed]:
+    """Have torch.compile trace a null context instead, as torch's own wrappers do.
+
+    A context manager that it does not support would leave the whole frame uncompiled.
     """
     make._torchdynamo_inline = _null_context  # type: ignore[attr-defined]
     return make
@@ -281,36 +225,28 @@ def _null_context(*_: object, **__: object) -> nullcontext[None]:
 
 @_uncompiled
 def section(name: str) -> Timed:
-    """A context manager that times a part of the step under a name. Names are few and fixed.
+    """Time a part of the step under a name.
 
-    Within what torch.compile compiles nothing is timed; around it, all is.
+    Inside code that torch.compile compiles nothing is timed; around it, everything is.
+
+    Args:
+        name: one of a few fixed names, without counters; at most 4,096 are recorded.
+
+    Returns:
+        A context manager. It may nest, also in itself, and be used in any thread.
+
+    Example:
+        >>> with paceline.section("loss"):
+        ...     loss = criterion(model(batch), target)
     """
-    return _known(name) or _new_section(name)
+    return _find_section(name) or _add_section(name)
 
 
-def _new_section(name: str) -> Timed:
+def _add_section(name: str) -> Timed:
     session = _session
-    op = None if session is None else _operation(session, name)
-    if session is None or op is None:
+    if session is None:
         return INERT
-    if get_ident() != _owner:
-        return ElsewhereSection(session.recorder, op)
-    section = session.recorder.sections[name] = session.section(op)
-    return section
-
-
-def _operation(session: Session, name: str) -> int | None:
-    """The edge: None, counted and said once, for a name that cannot be recorded."""
-    try:
-        op = session.operation(name)
-    except Exception as error:
-        session.recorder.failures += 1
-        _say_once("name", "paceline.section(%r) is not recorded: %s", name, error)
-        return None
-    if op is None:
-        known = len(session.operations)
-        _say_once("names", "more than %d section names: the rest is not recorded", known)
-    return op
+    return session.add_section(name, in_owner_thread=get_ident() == _owner)
 
 
 @_uncompiled
@@ -322,114 +258,73 @@ def pipelining(
     peer: int | None = None,
     lengths: Sequence[int] | None = None,
 ) -> Timed:
-    """A context manager around one pipeline action: `Op.FORWARD` to `Op.BACKWARD_RECV`.
+    """Time one action of the pipeline schedule.
 
-    torch.distributed transfers made inside a send or receive action are recorded as that action,
-    with its microbatch and chunk; `peer` (a global rank) is needed only where something else
-    transfers. `lengths`: of the microbatch's sequences, where they vary, for a forward or
-    backward; numbers of the host, not of a device.
+    A torch.distributed transfer inside a send or receive action is recorded as that action, with
+    its microbatch and chunk.
+
+    Args:
+        op: `Op.FORWARD` to `Op.BACKWARD_RECV`.
+        microbatch: number of the microbatch in the step, from 0.
+        chunk: chunk of the model on this stage, from 0 (interleaved schedules).
+        peer: global rank of the other end; needed only if something other than torch.distributed
+            does the transfer.
+        lengths: lengths of the microbatch's sequences, if they vary; for a forward or backward.
+            Host numbers, not device tensors.
+
+    Returns:
+        A context manager. It does nothing in a thread other than the training's.
+
+    Example:
+        >>> with paceline.pipelining(Op.FORWARD, microbatch=3):
+        ...     output = stage(activations)
     """
     session = _session
     if session is None or get_ident() != _owner:
         return INERT
     try:
         if lengths is not None:
-            return _sized_action(session, op, microbatch, chunk, lengths)
+            sized = session.sized_action(op, microbatch, chunk, lengths)
+            if sized is not None:
+                return sized
         return session.actions[op][microbatch, chunk, peer]
-    except Exception:  # not there yet, or nothing that could be
-        return _new_action(session, session.actions, op, microbatch, chunk, peer)
-
-
-def _sized_action(
-    session: Session, op: int, microbatch: int | None, chunk: int, lengths: Sequence[int]
-) -> Timed:
-    """The record's bytes and sequence, free in what is no communication, hold sum and squares.
-
-    These actions are kept apart, so that one without lengths never shows those of another time.
-    """
-    try:
-        tokens, squares = sum(lengths), sum(length * length for length in lengths)
-        if op not in COMPUTE_OPS or not 0 <= tokens <= squares < LARGEST_SQUARES:
-            raise ValueError(f"lengths are whole numbers of a forward or backward, got {lengths}")
-        try:
-            action: Timed = session.sized[op][microbatch, chunk, None]
-        except KeyError:
-            action = _new_action(session, session.sized, op, microbatch, chunk, None)
-        if isinstance(action, Pipelining):
-            action.size, action.sequence = int(tokens), int(squares)
-        return action
-    except Exception as error:
-        session.recorder.failures += 1
-        _say_once("lengths", "paceline.pipelining: recorded without lengths: %s", error)
-        return pipelining(op, microbatch=microbatch, chunk=chunk)  # type: ignore[arg-type]
-
-
-def _new_action(
-    session: Session,
-    actions: Actions,
-    op: int,
-    microbatch: int | None,
-    chunk: int,
-    peer: int | None,
-) -> Timed:
-    """The edge: inert, counted and said once, for an action that cannot be recorded."""
-    try:
-        op = _whole("op", op, Op.FORWARD, Op.BACKWARD_RECV)
-        if microbatch is not None:
-            microbatch = _whole("microbatch", microbatch, 0, NONE_32 - 1)
-        chunk = _whole("chunk", chunk, 0, NONE_16 - 1)
-        if peer is not None:
-            peer = _whole("peer", peer, 0, NONE_32 - 1)
-        if session.made >= MAXIMUM_SECTIONS + MAXIMUM_ACTIONS:
-            raise ValueError(f"more than {MAXIMUM_ACTIONS} different actions")
-    except Exception as error:
-        session.recorder.failures += 1
-        _say_once("action", "paceline.pipelining: not recorded: %s", error)
-        return INERT
-    action = actions[op][microbatch, chunk, peer] = session.action(op, microbatch, chunk, peer)
-    return action
-
-
-def _whole(name: str, value: Any, least: int, most: int) -> int:
-    """An int of any integer, numpy's too; of no tensor, which may be on a device."""
-    if not isinstance(value, Integral) or not least <= int(value) <= most:
-        raise ValueError(f"{name} must be a number from {least} to {most}, got {value!r}")
-    return int(value)
+    except Exception:  # not created yet, or not valid
+        return session.add_action(session.actions, op, microbatch, chunk, peer)
 
 
 @_uncompiled
 def optimizer() -> Timed:
-    """A context manager around the optimizer's step."""
-    return _known(OPTIMIZER) or INERT
+    """Time the optimizer's step; returns a context manager."""
+    return _find_section(OPTIMIZER) or INERT
 
 
 @_uncompiled
 def checkpoint() -> Timed:
-    """A context manager around the time the loop is blocked by a checkpoint."""
+    """Time how long a checkpoint blocks the loop; returns a context manager."""
     return INERT if _session is None or get_ident() != _owner else _session.checkpoint
 
 
 @_uncompiled
 def evaluate() -> Timed:
-    """A context manager around an evaluation."""
+    """Time an evaluation; returns a context manager."""
     return INERT if _session is None or get_ident() != _owner else _session.evaluate
 
 
-def _guard(session: Session, call: Callable[..., None], *args: Any) -> None:
-    """The edge: an error of ours is counted, and training goes on."""
-    try:
-        call(*args)
-    except Exception as error:
-        session.recorder.failures += 1
-        _say_once(call.__name__, "paceline: %s failed: %s", call.__name__, error)
+# Names and values
 
 
 def name_group(process_group: Any, name: str, axis: str | None = None) -> None:
-    """Give a process group a name, and the axis it spans: "dp", "pp" or "tp"."""
+    """Name a process group in the product's tables and verdicts.
+
+    Args:
+        process_group: as torch.distributed takes it; None is the default group.
+        name: for example "expert".
+        axis: "dp", "pp" or "tp" if the group spans that axis.
+    """
     session = _session
-    if session is None or session.wrapped is None:
+    if session is None or session.wrappers is None:
         return
-    _guard(session, session.wrapped.channels.name, process_group, name, axis)
+    session.guard(session.wrappers.channels.name, process_group, name, axis)
 
 
 def report(
@@ -437,8 +332,19 @@ def report(
     gradient_norm: Any | None = None,
     evaluation_loss: Any | None = None,
 ) -> None:
-    """Values of the current step: numbers, or tensors of one element."""
-    if not _report_here(loss, gradient_norm, evaluation_loss):
+    """Report values of the current step.
+
+    A value on a device is copied without waiting for it and shown when it arrives.
+
+    Args:
+        loss: a number, or a tensor of one element.
+        gradient_norm: like `loss`; shown together with it.
+        evaluation_loss: like `loss`.
+
+    Example:
+        >>> paceline.report(loss=loss, gradient_norm=norm)
+    """
+    if not _try_report(loss, gradient_norm, evaluation_loss):
         _report(loss, gradient_norm, evaluation_loss)
 
 
@@ -453,11 +359,27 @@ def _report(*values: Any) -> None:
             session.recorder.report(session.recorder.step, *values)
     except Exception as error:
         session.recorder.failures += 1
-        _say_once("report", "paceline.report failed: %s", error)
+        log_once("report", "paceline.report failed: %s", error)
+
+
+# Commands
 
 
 def pending() -> Control | None:
-    """The newest command for this rank that has no final answer yet. Costs well under 1 µs."""
+    """Return the newest command for this rank without a final answer. Costs well under 1 µs.
+
+    All ranks of a job must obey a command at the same step; `paceline_trainer` shows how they
+    agree on it.
+
+    Returns:
+        The command, with `kind` (a `ControlKind`) and `target_step`; None if there is none.
+
+    Example:
+        >>> command = paceline.pending()
+        >>> if command is not None and command.kind == ControlKind.CHECKPOINT:
+        ...     save()
+        ...     paceline.acknowledge(command.command_id, AckStatus.DONE, step)
+    """
     session = _session
     if session is None:
         return None
@@ -465,16 +387,22 @@ def pending() -> Control | None:
     command_id = control[CONTROL_COMMAND]
     if command_id == session.answered:
         return None
-    known = session.command
-    if known is None or known.command_id != command_id:
-        known = session.command = Control(
+    command = session.command
+    if command is None or command.command_id != command_id:
+        command = session.command = Control(
             command_id, control[CONTROL_KIND], control[CONTROL_TARGET_STEP]
         )
-    return known
+    return command
 
 
 def acknowledge(command_id: int, status: int, step: int) -> None:
-    """Answer a command with an `AckStatus`; DONE and FAILED are final."""
+    """Answer a command.
+
+    Args:
+        command_id: of the command that `pending` returned.
+        status: an `AckStatus`; DONE and FAILED are final, `pending` no longer returns the command.
+        step: the current step.
+    """
     session = _session
     if session is None:
         return
@@ -489,47 +417,50 @@ def acknowledge(command_id: int, status: int, step: int) -> None:
         session.recorder.failures += 1
 
 
+# End
+
+
 def finish() -> None:
-    """The training is over. Called at exit too, where an uncaught exception says `failed`."""
+    """End recording: the training is over.
+
+    It is also called at exit, where an uncaught exception ends the rank as `failed`.
+    """
     session = _session
     if session is None:
         return
-    _guard(session, session.end, Status.FINISHED)
+    session.guard(session.end, Status.FINISHED)
     _stop()
 
 
 def _stop() -> None:
-    """Back to inert. The ring file stays: the agent reads it to its end."""
-    session = _exchange(None)
+    """Return to inert. The ring file stays, because the agent reads it to its end."""
+    session = _set_session(None)
     if session is None:
         return
     session.recorder.unwatch_gc()
-    if session.wrapped is not None:
-        session.wrapped.uninstall()
+    if session.wrappers is not None:
+        session.wrappers.uninstall()
 
 
 def _at_exit() -> None:
-    """In a child of multiprocessing, which runs no atexit, the exception is still on its way."""
+    """Finish as failed if an exception ends the process.
+
+    A child of multiprocessing runs no atexit; there the exception is still being handled.
+    """
     error = sys.exc_info()[1]
-    if not hasattr(sys, "ps1"):  # where people type, the last error ended nothing
+    if not hasattr(sys, "ps1"):  # in an interactive shell the last error ended nothing
         error = getattr(sys, "last_value", error)
     ended_well = error is None or (isinstance(error, SystemExit) and not error.code)
     if _session is not None and not ended_well:
-        _guard(_session, _session.end, Status.FAILED)
+        _session.guard(_session.end, Status.FAILED)
         _stop()
     finish()
 
 
 def _in_child() -> None:
-    session = _exchange(None)
+    session = _set_session(None)
     if session is not None:
         session.detach()
-
-
-def _say_once(topic: str, message: str, *values: object, info: bool = False) -> None:
-    if topic not in _said:
-        _said.add(topic)
-        _log.log(logging.INFO if info else logging.WARNING, message, *values)
 
 
 atexit.register(_at_exit)

@@ -1,4 +1,4 @@
-"""`paceline.steps`: each iteration over the loader is one optimizer step."""
+"""`paceline.steps`: each iteration over the data loader is one optimizer step."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Batch = TypeVar("Batch")
 
 
 class Steps(Generic[Batch]):
-    """Iterates like the loader it was given, and has its attributes, and its length if any."""
+    """An iterable over a data loader that also has the loader's attributes and length."""
 
     def __init__(
         self, loader: Iterable[Batch], find_loop: Callable[[], Loop | None], start: int | None
     ) -> None:
         self._loader = loader
-        self._find_loop = find_loop  # when it is needed: loaders are made before `init` too
+        self._find_loop = find_loop  # called at iteration: a loader may be created before `init`
         self._start = start
 
     def __iter__(self) -> Iterator[Batch]:
         loop = self._find_loop()
         if loop is None:
             return iter(self._loader)
-        start, self._start = self._start, None  # the next epoch goes on
+        start, self._start = self._start, None  # the next epoch continues the count
         return loop.run(self._loader, start)
 
     def __len__(self) -> int:
@@ -39,31 +39,32 @@ class Steps(Generic[Batch]):
         return bool(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        """`sampler`, `batch_size`, and whatever else the loop asks its loader for."""
-        if name == "_loader" or name.startswith("__"):  # asked for before there is a loader
+        """Return an attribute of the loader, such as `sampler` or `batch_size`."""
+        if name == "_loader" or name.startswith("__"):  # copy and pickle ask before `__init__`
             raise AttributeError(name)
         return getattr(self._loader, name)
 
 
 class Loop:
-    """Numbers the steps of a process and marks their boundaries."""
+    """The step counter of a process; marks the step boundaries in the ring."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self.at_boundary: Callable[[], None] | None = None  # where there may be a device
+        self.at_boundary: Callable[[], None] | None = None  # set if there may be a device
         self._next_step = 0
         self._started = False
         self._running = False
 
     def run(self, loader: Iterable[Batch], start: int | None) -> Iterator[Batch]:
-        if self._running:  # asked at the first batch: an iterator kept by hand may be gone by then
+        """Yield the loader's batches and record each as a step; a nested loop records nothing."""
+        if self._running:  # checked at the first batch: an iterator may be created earlier
             for batch in loader:
                 yield batch  # `yield from` would close the loader's own iterator
             return
         step = self._next_step if start is None else start
         self._running = True
         try:
-            # Names of what each step needs: between two kernels the caches are cold.
+            # Local names for what each step needs: between two kernels the caches are cold.
             recorder, batches = self._recorder, iter(loader)
             queue, at_boundary = recorder.queue, self.at_boundary
             if at_boundary is not None:
@@ -75,7 +76,7 @@ class Loop:
                 try:
                     yield batch
                 except GeneratorExit:
-                    # Left by break or an error: it was a step if anything was measured in it.
+                    # The script left by `break` or an error: a step if it measured anything.
                     if recorder.head > recorder.step_head:
                         recorder.end_step()
                         step += 1

@@ -1,7 +1,7 @@
-"""What the owner thread records: the writer of the ring, and what other threads add to it.
+"""The recorder: the ring's writer, plus what other threads and the garbage collector measure.
 
-What other threads and the garbage collector measure is queued in a bounded deque (an append is
-atomic under the interpreter's lock) and written at the owner's next step boundary.
+Other threads must not write to the ring. They append to a bounded deque (an append is atomic under
+the interpreter's lock), which the owner thread drains at its next step boundary.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from time import perf_counter_ns
 
 from paceline.writer import Writer
-from paceline.writer.pure import NO_CHUNK, NO_PLACE
+from paceline.writer.interface import NO_CHUNK, NO_PLACE, Row
 from paceline_wire.ring import (
     FRAME_WORDS,
     FRAMES,
@@ -29,11 +29,9 @@ from paceline_wire.spans import NONE_32, RECORD_BYTES, Op
 SHORTEST_GC_PAUSE_NS = 100_000  # young collections take microseconds, several per millisecond
 QUEUE_LENGTH = 4096
 
-Row = tuple[int, int, int, int, int, int, int]  # words 1..7 of a record
-
 
 class Recorder(Writer):
-    """Writes what the owner thread does into its ring."""
+    """The writer of one rank's ring, with a queue for its other threads."""
 
     __slots__ = (
         "_gc_started_ns",
@@ -54,36 +52,40 @@ class Recorder(Writer):
         self._gc_started_ns = 0
         self.state[STATE_STATUS] = Status.STARTING
         for offset in range(0, len(ring.spans), PAGE):
-            ring.spans[offset] = 0  # touch each page now: a page fault is dearer than a record
+            ring.spans[offset] = 0  # touch each page now: a page fault costs more than a record
         for depth in range(FRAMES):
             self.state[STATE_FRAMES + depth * FRAME_WORDS + 2] = NO_PLACE
 
     # Records
 
     def enqueue(self, row: Row) -> None:
-        """Any thread: have a record written at the next step boundary."""
+        """Queue a record for the next step boundary. Any thread may call it."""
         if len(self.queue) >= QUEUE_LENGTH:
             self.lost += 1
         self.queue.append(row)
 
     def drain(self) -> None:
+        """Write the queued records (owner thread only)."""
         queue = self.queue
         while queue:
             try:
                 self.write(*queue.popleft())
-            except (ValueError, OverflowError, struct.error):  # a field that fits no record
+            except (ValueError, OverflowError, struct.error):  # a value that fits no field
                 self.failures += 1
 
     def define(self, definition: Definition) -> bool:
+        """Append a definition to the ring. Return False if its area is full."""
         return define(self.ring, definition)
 
     # Steps
 
     def leave_loop(self) -> None:
+        """Close all frames and write what is queued, after the last step of a loop."""
         self.clear_frames()
         self.drain()
 
     def set_status(self, status: int) -> None:
+        """Show a `Status` on the state page."""
         if status != self.status:
             self.status = status
             self.state[STATE_STATUS] = status
@@ -91,7 +93,10 @@ class Recorder(Writer):
     # Garbage collection
 
     def on_gc(self, phase: str, information: dict[str, int]) -> None:
-        """A `gc.callbacks` entry. May run in any thread, between any two lines of the owner."""
+        """Record a pause; an entry of `gc.callbacks`.
+
+        It may run in any thread, between any two lines of the owner thread.
+        """
         if phase == "start":
             self._gc_started_ns = perf_counter_ns()
             return
@@ -101,16 +106,18 @@ class Recorder(Writer):
             self.enqueue((word1, self.word2, NONE_32, 0, 0, self._gc_started_ns, pause))
 
     def watch_gc(self) -> None:
+        """Record garbage collections from now on."""
         gc.callbacks.append(self.on_gc)
 
     def unwatch_gc(self) -> None:
+        """Stop recording garbage collections."""
         if self.on_gc in gc.callbacks:
             gc.callbacks.remove(self.on_gc)
 
     # Fork
 
     def detach(self) -> None:
-        """In a forked child: write to private memory from now on; the ring is the parent's."""
+        """Write to private memory from now on: in a forked child the ring is the parent's."""
         self.unwatch_gc()
         self.state = memoryview(bytearray(len(self.state) * 8)).cast("Q")
         self.rebind(self.state, memoryview(bytearray(RECORD_BYTES)))

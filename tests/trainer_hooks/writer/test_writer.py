@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import writer
-from paceline.writer import pure as pure_writer
+from paceline.writer import pure_python
 from paceline_wire.ring import (
     FRAME_WORDS,
     FRAMES,
@@ -38,7 +38,7 @@ def test_it_was_built_where_there_is_a_compiler() -> None:
     if shutil.which("cc") is None:
         pytest.skip("no C compiler here")
     assert writer.Collective is not None
-    assert writer.Writer is not pure_writer.Writer
+    assert writer.Writer is not pure_python.Writer
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_not_used(
         monkeypatch.setenv(name, value)
     monkeypatch.delattr("paceline.writer._native", raising=False)
     monkeypatch.setitem(sys.modules, "paceline.writer._native", module)
-    assert writer._built() is None
+    assert writer._load_native() is None
 
 
 # The same words
@@ -142,14 +142,14 @@ CALLS = st.tuples(st.sampled_from(NAMES), st.tuples(*[WORD] * 7))
 @settings(max_examples=150, deadline=None)
 @given(st.lists(CALLS, max_size=60))
 def test_both_write_the_same(calls: list[tuple[str, tuple[int, ...]]]) -> None:
-    one, other = Kind(writer), Kind(pure_writer)
+    one, other = Kind(writer), Kind(pure_python)
     for name, words in calls:
         assert one.do(name, words) == other.do(name, words), name
     assert one.words() == other.words()
 
 
 @built
-@pytest.mark.parametrize("module", [writer, pure_writer])
+@pytest.mark.parametrize("module", [writer, pure_python])
 @pytest.mark.parametrize("row", [(-1,) * 7, (2**64,) * 7, ("x",) * 7, (1, 2)])
 def test_what_fits_no_record_is_refused_whole(module: Any, row: tuple[Any, ...]) -> None:
     kind = Kind(module)
@@ -159,17 +159,17 @@ def test_what_fits_no_record_is_refused_whole(module: Any, row: tuple[Any, ...])
 
 
 @built
-@pytest.mark.parametrize("module", [writer, pure_writer])
+@pytest.mark.parametrize("module", [writer, pure_python])
 def test_the_short_ways_are_the_owners(module: Any) -> None:
     kind = Kind(module)
     kind.writer.sections["x"] = kind.sections[0]
 
     def ways() -> list[Any]:
-        known = [kind.writer.known(name) for name in ("x", "y", [])]
-        return [*known, kind.writer.report_here(1.0, None, None)]
+        known = [kind.writer.find_section(name) for name in ("x", "y", [])]
+        return [*known, kind.writer.try_report(1.0, None, None)]
 
     assert ways() == [kind.sections[0], None, None, True]
-    assert kind.writer.report_here("high", None, None) is False
+    assert kind.writer.try_report("high", None, None) is False
     elsewhere: list[Any] = []
     thread = threading.Thread(target=lambda: elsewhere.extend(ways()))
     thread.start()
@@ -215,8 +215,8 @@ class Timed:
         self.kind = Kind(writer)
         self.kind.writer.clear_place()  # as a recorder does
         self.world, self.other = Group(), Group()
-        self.holder = types.SimpleNamespace(WORLD=self.world)
-        self.general: list[tuple[Any, Any]] = []
+        self.owner = types.SimpleNamespace(WORLD=self.world)
+        self.slow_calls: list[tuple[Any, Any]] = []
         self.sought: list[Any] = []
         self.channel = writer.Channel(
             self.kind.state,
@@ -228,21 +228,21 @@ class Timed:
             recorder=self.kind.writer,
             op=int(Op.ALL_REDUCE),
             original=original,
-            general=self._general,
-            known={id(self.world): self.channel},
-            find=self._find,
-            holder=self.holder,
-            default="WORLD",
+            slow_path=self._slow_path,
+            channels={id(self.world): self.channel},
+            find_channel=self._find,
+            default_owner=self.owner,
+            default_name="WORLD",
             payload="tensor",
             tensor=Load,
-            group_at=1,
-            async_at=2,
-            payload_at=0,
+            group_position=1,
+            async_position=2,
+            payload_position=0,
         )
 
-    def _general(self, args: Any, kwargs: Any) -> str:
-        self.general.append((args, kwargs))
-        return "general"
+    def _slow_path(self, args: Any, kwargs: Any) -> str:
+        self.slow_calls.append((args, kwargs))
+        return "slow path"
 
     def _find(self, group: Any) -> Any:
         self.sought.append(group)
@@ -253,7 +253,7 @@ class Timed:
     def is_at_rest(self) -> bool:
         frame = STATE_FRAMES + self.kind.writer.depth * FRAME_WORDS
         free = self.kind.state[frame + 2 : frame + 4].tolist() == [NONE_32, 0]
-        return not self.kind.writer.calling and self.kind.state[STATE_DEPTH] == 0 and free
+        return not self.kind.writer.in_call and self.kind.state[STATE_DEPTH] == 0 and free
 
 
 @built
@@ -309,16 +309,16 @@ def test_what_a_collective_calls_belongs_to_it() -> None:
 @built
 def test_other_calls_take_the_general_way() -> None:
     timed = Timed(lambda *args, **kwargs: "original")
-    assert timed.call("t", None, True) == "general"
-    assert timed.call("t", async_op=True) == "general"
+    assert timed.call("t", None, True) == "slow path"
+    assert timed.call("t", async_op=True) == "slow path"
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(timed.call("t", group=None)))
     thread.start()
     thread.join()
-    assert answers == ["general"]
+    assert answers == ["slow path"]
     timed.kind.writer.timer = object()
-    assert timed.call("t") == "general"
-    assert timed.general == [
+    assert timed.call("t") == "slow path"
+    assert timed.slow_calls == [
         (("t", None, True), {}),
         (("t",), {"async_op": True}),
         (("t",), {"group": None}),
@@ -341,7 +341,7 @@ def test_a_group_at_the_place_of_one_that_died_is_another() -> None:
     place = id(timed.world)
     assert timed.call(Load(), timed.world) == "original"
     assert (len(timed.spans()), timed.sought) == (1, [])
-    timed.world = timed.holder.WORLD = Group()
+    timed.world = timed.owner.WORLD = Group()
     groups = [Group() for _ in range(1000)]
     other = next(group for group in groups if id(group) == place)
     assert timed.call(Load(), other) == "original"

@@ -1,8 +1,8 @@
-"""What both ends of a communication count alike: a group's collectives, a peer's transfers.
+"""Sequence numbers that both ends of a communication count alike, per process group and peer.
 
-A channel gives each communication its sequence number and keeps the entered and left words on the
-state page, from which the server can tell who has not arrived, even when a rank is dead or hung.
-Process groups are known by identity and never kept alive.
+A channel numbers each communication and keeps its entered and left words on the state page. From
+these the server sees which rank has not arrived, even if a rank is dead or hung. Process groups are
+identified by object and never kept alive.
 """
 
 from __future__ import annotations
@@ -26,49 +26,50 @@ from paceline_wire.spans import NONE_16, NONE_32
 
 
 class Channels:
-    """Groups and peers of one ring, defined there at first sight. The default group has id 0."""
+    """The channels of one ring, each defined at its first use. The default group has id 0."""
 
     def __init__(self, recorder: Recorder, c10d: Any) -> None:
         self._recorder = recorder
         self._c10d = c10d
-        self.known: dict[int, Channel] = {}  # by id() of the process group, which may have died
+        self.by_group: dict[int, Channel] = {}  # by id() of the process group, which may be gone
         self._names: dict[int, tuple[weakref.ref[Any], str, str | None]] = {}
         self._peers: dict[tuple[int, bool], Channel] = {}
-        self._slots: dict[int, int] = {}  # peer: position of its words
+        self._slots: dict[int, int] = {}  # peer: index of its slot on the state page
         self._next_identifier = 1
-        self._nobody = c10d.GroupMember.NON_GROUP_MEMBER
+        self._non_member = c10d.GroupMember.NON_GROUP_MEMBER
         self._scratch = memoryview(bytearray(64)).cast("Q")
 
     def group(self, process_group: Any | None) -> Channel | None:
-        """None for a group this rank is no member of."""
+        """Return the channel of a process group; None if this rank is not a member."""
         if process_group is None:
             process_group = self._c10d.GroupMember.WORLD
-        known = self.known.get(id(process_group))
-        if _is_of(known, process_group):
-            return known
-        if process_group is None or process_group is self._nobody:
+        channel = self.by_group.get(id(process_group))
+        if _is_channel_of(channel, process_group):
+            return channel
+        if process_group is None or process_group is self._non_member:
             return None
-        return self._first_sight(process_group)
+        return self._new_group(process_group)
 
     def name(self, process_group: Any | None, name: str, axis: str | None) -> None:
+        """Set the name and axis under which a process group is recorded."""
         if process_group is None:
             process_group = self._c10d._get_default_group()
-        if process_group is self._nobody:
+        if process_group is self._non_member:
             return
         self._names[id(process_group)] = (weakref.ref(process_group), name, axis)
-        known = self.known.get(id(process_group))
-        if _is_of(known, process_group):
-            self._define(known.group, process_group)
+        channel = self.by_group.get(id(process_group))
+        if _is_channel_of(channel, process_group):
+            self._define(channel.group, process_group)
 
     def peer(self, rank: int, receives: bool) -> Channel:
-        """The channel of transfers from (`receives`) or to the global rank."""
-        known = self._peers.get((rank, receives))
-        if known is None:
-            known = self._peers[rank, receives] = self._new_peer(rank, receives)
-        return known
+        """Return the channel of transfers from (`receives`) or to a global rank."""
+        channel = self._peers.get((rank, receives))
+        if channel is None:
+            channel = self._peers[rank, receives] = self._new_peer(rank, receives)
+        return channel
 
     def global_rank(self, process_group: Any | None, rank: int | None, in_group: int | None) -> int:
-        """The peer of a transfer, given either way; NONE_32 for a receive from anyone."""
+        """Return the global rank of a transfer's peer; NONE_32 for a receive from any rank."""
         if rank is not None:
             return rank
         if in_group is None:
@@ -77,9 +78,9 @@ class Channels:
             return in_group
         return int(self._c10d.get_global_rank(process_group, in_group))
 
-    def _first_sight(self, process_group: Any) -> Channel:
+    def _new_group(self, process_group: Any) -> Channel:
         default = process_group is self._c10d._get_default_group()
-        if default and not any(group.group == 0 for group in self.known.values()):
+        if default and not any(group.group == 0 for group in self.by_group.values()):
             identifier = 0
         else:
             identifier = min(self._next_identifier, NONE_16)
@@ -89,7 +90,7 @@ class Channels:
             words, base = self._scratch, 0
         reference = weakref.ref(process_group)
         channel = Channel(words, base, base + 1, base + 2, base + 3, identifier, reference)
-        self.known[id(process_group)] = channel
+        self.by_group[id(process_group)] = channel
         self._define(identifier, process_group)
         return channel
 
@@ -98,12 +99,12 @@ class Channels:
         if given is not None and given[0]() is process_group:
             _, name, axis = given
         else:
-            name, axis = self._guess(identifier, process_group)
+            name, axis = self._default_name(identifier, process_group)
         ranks = [int(rank) for rank in self._c10d.get_process_group_ranks(process_group)]
         self._recorder.define(GroupDefinition(identifier, name, ranks, axis))
 
-    def _guess(self, identifier: int, process_group: Any) -> tuple[str, str | None]:
-        """`init_device_mesh` describes its groups as "mesh_" and the dimension's name."""
+    def _default_name(self, identifier: int, process_group: Any) -> tuple[str, str | None]:
+        """Return name and axis; `init_device_mesh` describes a group as "mesh_" + dimension."""
         if identifier == 0:
             return "world", "world"
         description = str(getattr(process_group, "group_desc", "") or "")
@@ -123,8 +124,8 @@ class Channels:
         return Channel(state, entered, entered + 1, base + 5, base + 5)
 
 
-def _is_of(channel: Channel | None, process_group: Any) -> TypeGuard[Channel]:
-    """Whether it still is that group's: another may have got the id() of one that died."""
+def _is_channel_of(channel: Channel | None, process_group: Any) -> TypeGuard[Channel]:
+    """Return whether it is this group's channel; a new group may reuse an old group's id()."""
     if channel is None or channel.reference is None:
         return False
     return channel.reference() is process_group

@@ -1,16 +1,21 @@
-"""The hot path: `_native.c` where it was built for this version, else the same in Python.
+"""The writer's end of a ring, in C where it was built and in Python elsewhere.
 
-`PACELINE_PURE_PYTHON=1` asks for the latter. A build of another interface or layout, as an
-editable install may keep, is not used. `Collective` is there only where it was built: in Python a
-collective is timed the general way.
+    interface.py     values and protocols shared with the callers
+    pure_python.py   the reference implementation, and the fallback
+    _native.c        the same classes in C, for the hot path
+
+Import the classes from this package; it picks the implementation once, at import. Set
+`PACELINE_PURE_PYTHON=1` to force Python. A C build of another interface or layout, which an
+editable install may leave behind, is ignored. `Collective` exists only in C and is None otherwise:
+the Python implementation times a collective in `paceline.collectives`.
 """
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
-from paceline.writer.pure import Channel, Pipelining, Section, Writer
+from paceline.environment import prefers_pure_python
+from paceline.writer.pure_python import Channel, Pipelining, Section, Writer
 from paceline_wire.ring import (
     FRAME_WORDS,
     FRAMES,
@@ -31,7 +36,7 @@ from paceline_wire.spans import WORDS, Op
 
 __all__ = ["Channel", "Collective", "Pipelining", "Section", "Writer"]
 
-INTERFACE = 3  # as in _native.c
+INTERFACE = 4  # equals INTERFACE in _native.c
 LAYOUT = (
     INTERFACE,
     *(STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS, STATE_MICROBATCH),
@@ -41,8 +46,9 @@ LAYOUT = (
 )
 
 
-def _built() -> Any | None:
-    if os.environ.get("PACELINE_PURE_PYTHON"):
+def _load_native() -> Any | None:
+    """Return the C module, or None if it is missing, outdated or not wanted."""
+    if prefers_pure_python():
         return None
     try:
         from paceline.writer import _native  # type: ignore[attr-defined]  # noqa: PLC0415
@@ -52,6 +58,6 @@ def _built() -> Any | None:
 
 
 Collective: Any = None
-if not TYPE_CHECKING and (_native := _built()) is not None:
+if not TYPE_CHECKING and (_native := _load_native()) is not None:
     Channel, Collective, Writer = _native.Channel, _native.Collective, _native.Writer
     Pipelining, Section = _native.Pipelining, _native.Section

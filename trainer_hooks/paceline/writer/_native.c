@@ -1,8 +1,8 @@
-/* The writer's end of a ring in C: what runs for each section and collective of a step.
+/* The writer's end of a ring in C: the code that runs for each section and collective of a step.
  *
- * Between two kernels the host's caches are cold, and there each line of Python costs several times
- * what it does in a loop. `pure.py` does the same in Python, says what each part is for, and
- * stands in where this was not built. Only ever called with the interpreter's lock held.
+ * Between two kernels the host's caches are cold, and a line of Python costs several times as much
+ * there as in a loop. `pure_python.py` does the same in Python, documents each part, and replaces
+ * this module where it was not built. All functions run with the interpreter's lock held.
  */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -12,10 +12,10 @@
 #include <structmember.h>
 #include <time.h>
 
-/* LAYOUT tells Python, which compares: INTERFACE is one more with each change of what Python calls
- * here, the rest is as in paceline_wire.ring and paceline_wire.spans. */
+/* Python compares LAYOUT with its own. Increment INTERFACE with each change to what Python calls
+ * here; the other values are those of paceline_wire.ring and paceline_wire.spans. */
 enum {
-    INTERFACE = 3,
+    INTERFACE = 4,
     STATE_HEAD = 0,
     STATE_STEP = 1,
     STATE_STEP_STARTED_NS = 2,
@@ -37,7 +37,7 @@ enum {
 static const uint64_t NO_CHUNK = 0xFFFF, NONE_32 = 0xFFFFFFFF, NO_MICROBATCH = 0xFFFFFFFFull << 32;
 static const uint64_t INFINITY_BITS = 0x7FFull << 52, NAN_BITS = 0xFFFull << 51;
 
-static uint64_t nowhere[512]; /* the state page of a writer that has none */
+static uint64_t unbound[512]; /* the state page of a writer before it is bound to a ring */
 
 static uint64_t now_ns(void)
 {
@@ -46,7 +46,7 @@ static uint64_t now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-/* A word of a record or page from any Python integer. Returns -1 with an exception set. */
+/* Convert any Python integer to a word of a record or page. Returns -1 with an exception set. */
 static int as_word(PyObject *object, uint64_t *word)
 {
     if (PyLong_CheckExact(object)) {
@@ -80,7 +80,7 @@ static void free_object(PyObject *self)
     Py_DECREF(type);
 }
 
-/* Memory of 64-bit words, writable. Returns -1 with an exception set. */
+/* Get writable memory of 64-bit words. Returns -1 with an exception set. */
 static int get_words(PyObject *object, Py_buffer *view, Py_ssize_t least)
 {
     if (PyObject_GetBuffer(object, view, PyBUF_WRITABLE) < 0)
@@ -99,10 +99,10 @@ typedef struct {
     PyObject_HEAD
     uint64_t *state, *spans;
     uint64_t mask, head, depth, chunk, word2, step, step_started_ns, step_head, owner, failures;
-    PyObject *timer;  /* of a device; NULL: none */
-    PyObject *action; /* the transfer action we are in; NULL: none */
-    PyObject *sections; /* dict: the owner's, by name */
-    char calling;
+    PyObject *timer;    /* EventTimer; NULL: no device */
+    PyObject *action;   /* the innermost open transfer action; NULL: none */
+    PyObject *sections; /* dict: sections of the owner thread, by name */
+    char in_call;
     Py_buffer state_view, spans_view;
 } Writer;
 
@@ -111,7 +111,7 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Writer *self = (Writer *)allocate(type, 0);
     if (self != NULL) {
-        self->state = self->spans = nowhere;
+        self->state = self->spans = unbound;
         self->chunk = NO_CHUNK;
         self->word2 = NO_MICROBATCH;
         self->owner = PyThread_get_thread_ident();
@@ -319,7 +319,7 @@ static PyObject *writer_end_step(Writer *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* The bits of a value that was given. Returns -1 with an exception set, 0 if it was not. */
+/* Store the bits of a value. Returns 1, 0 for None, or -1 with an exception set. */
 static int as_bits(PyObject *given, uint64_t *bits)
 {
     if (given == Py_None)
@@ -349,8 +349,8 @@ static int show_values(Writer *self, uint64_t step, PyObject *const *values)
         return -1;
     if (!has_norm)
         norm = NAN_BITS;
-    else if ((norm & INFINITY_BITS) == INFINITY_BITS) /* an infinity, or NaN */
-        norm = INFINITY_BITS; /* NaN says "not given" on the page */
+    else if ((norm & INFINITY_BITS) == INFINITY_BITS) /* an infinity or NaN */
+        norm = INFINITY_BITS; /* NaN on the page means "not given" */
     if (has_loss) {
         self->state[STATE_LOSS] = loss;
         self->state[STATE_GRADIENT_NORM] = norm;
@@ -373,7 +373,7 @@ static PyObject *writer_report(Writer *self, PyObject *const *args, Py_ssize_t c
     Py_RETURN_NONE;
 }
 
-static int is_owners(Writer *self)
+static int is_owner_thread(Writer *self)
 {
     return self->owner == PyThread_get_thread_ident();
 }
@@ -383,24 +383,24 @@ static int has_timer(Writer *self)
     return self->timer != NULL && self->timer != Py_None;
 }
 
-static PyObject *writer_report_here(Writer *self, PyObject *const *args, Py_ssize_t count)
+static PyObject *writer_try_report(Writer *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 3 || !is_owners(self) || has_timer(self))
+    if (count != 3 || !is_owner_thread(self) || has_timer(self))
         Py_RETURN_FALSE;
     if (show_values(self, self->step, args) < 0) {
-        PyErr_Clear(); /* whoever does it the general way meets it again */
+        PyErr_Clear(); /* the caller's slow path meets it again, counts and logs it */
         Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
 }
 
-static PyObject *writer_known(Writer *self, PyObject *name)
+static PyObject *writer_find_section(Writer *self, PyObject *name)
 {
-    if (is_owners(self)) {
+    if (is_owner_thread(self)) {
         PyObject *section = PyDict_GetItemWithError(self->sections, name);
         if (section != NULL)
             return Py_NewRef(section);
-        PyErr_Clear(); /* no name */
+        PyErr_Clear(); /* not hashable */
     }
     Py_RETURN_NONE;
 }
@@ -424,8 +424,8 @@ static PyMethodDef writer_methods[] = {
     {"end_data_wait", (PyCFunction)writer_end_data_wait, METH_NOARGS, NULL},
     {"end_step", (PyCFunction)writer_end_step, METH_NOARGS, NULL},
     {"report", (PyCFunction)(void (*)(void))writer_report, METH_FASTCALL, NULL},
-    {"report_here", (PyCFunction)(void (*)(void))writer_report_here, METH_FASTCALL, NULL},
-    {"known", (PyCFunction)writer_known, METH_O, NULL},
+    {"try_report", (PyCFunction)(void (*)(void))writer_try_report, METH_FASTCALL, NULL},
+    {"find_section", (PyCFunction)writer_find_section, METH_O, NULL},
     {"rebind", (PyCFunction)writer_rebind, METH_VARARGS, NULL},
     {NULL},
 };
@@ -439,7 +439,7 @@ static PyMemberDef writer_members[] = {
     {"step_head", T_ULONGLONG, offsetof(Writer, step_head), READONLY},
     {"owner", T_ULONGLONG, offsetof(Writer, owner), 0},
     {"failures", T_ULONGLONG, offsetof(Writer, failures), 0},
-    {"calling", T_BOOL, offsetof(Writer, calling), 0},
+    {"in_call", T_BOOL, offsetof(Writer, in_call), 0},
     {"timer", T_OBJECT, offsetof(Writer, timer), 0},
     {"action", T_OBJECT, offsetof(Writer, action), 0},
     {"sections", T_OBJECT_EX, offsetof(Writer, sections), READONLY},
@@ -467,8 +467,8 @@ typedef struct {
     PyObject_HEAD
     Writer *recorder;
     uint64_t op, start, depth;
-    uint64_t word2, chunk; /* of the recorder, around a pipeline action */
-    PyObject *outer; /* list of these four of the same section further out; NULL: never nested */
+    uint64_t word2, chunk; /* the recorder's, to restore after a pipeline action */
+    PyObject *outer; /* list: (start, depth, word2, chunk) of enclosing uses; NULL: never nested */
 } Section;
 
 static PyTypeObject *writer_type;
@@ -515,43 +515,43 @@ static Writer *recorder_of(Section *self)
     return self->recorder;
 }
 
-static int remember_outer(Section *self)
+static int push_outer(Section *self)
 {
     if (self->outer == NULL && (self->outer = PyList_New(0)) == NULL)
         return -1;
-    PyObject *kept = Py_BuildValue("KKKK", self->start, self->depth, self->word2, self->chunk);
-    int failed = kept == NULL || PyList_Append(self->outer, kept) < 0;
-    Py_XDECREF(kept);
+    PyObject *saved = Py_BuildValue("KKKK", self->start, self->depth, self->word2, self->chunk);
+    int failed = saved == NULL || PyList_Append(self->outer, saved) < 0;
+    Py_XDECREF(saved);
     return failed ? -1 : 0;
 }
 
-/* Back to the same section further out, if there is one. */
-static int restore_outer(Section *self)
+/* Restore the enclosing use of the same section, if there is one. */
+static int pop_outer(Section *self)
 {
     Py_ssize_t count = self->outer == NULL ? 0 : PyList_Size(self->outer);
     self->start = 0;
     if (count == 0)
         return 0;
-    PyObject *kept = PyList_GetItem(self->outer, count - 1);
+    PyObject *saved = PyList_GetItem(self->outer, count - 1);
     unsigned long long w[4];
-    if (!PyArg_ParseTuple(kept, "KKKK", &w[0], &w[1], &w[2], &w[3]))
+    if (!PyArg_ParseTuple(saved, "KKKK", &w[0], &w[1], &w[2], &w[3]))
         return -1;
     self->start = w[0], self->depth = w[1], self->word2 = w[2], self->chunk = w[3];
     return PyList_SetSlice(self->outer, count - 1, count, NULL);
 }
 
-/* Returns the recorder; NULL with an exception set. */
+/* Save an enclosing use of this section. Returns the recorder, or NULL with an exception set. */
 static Writer *begin(Section *self)
 {
     Writer *recorder = recorder_of(self);
-    return recorder == NULL || (self->start && remember_outer(self) < 0) ? NULL : recorder;
+    return recorder == NULL || (self->start && push_outer(self) < 0) ? NULL : recorder;
 }
 
 static PyObject *enter(Section *self, Writer *recorder)
 {
     self->depth = recorder->depth;
     self->start = now_ns();
-    if (self->depth < FRAMES) { /* a free frame has no place and no sequence */
+    if (self->depth < FRAMES) { /* place and sequence of a free frame are clear */
         uint64_t *frame = recorder->state + STATE_FRAMES + self->depth * FRAME_WORDS;
         frame[0] = self->op;
         frame[1] = self->start;
@@ -580,7 +580,7 @@ static PyObject *section_exit(Section *self, PyObject *const *args, Py_ssize_t c
     if (recorder == NULL)
         return NULL;
     leave(self, recorder, NONE_32, 0, 0);
-    if (restore_outer(self) < 0)
+    if (pop_outer(self) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -591,7 +591,7 @@ static PyObject *section_close(Section *self, PyObject *unused)
     if (recorder == NULL)
         return NULL;
     pop_frame(recorder, self->depth);
-    if (restore_outer(self) < 0)
+    if (pop_outer(self) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -678,10 +678,10 @@ static PyObject *pipelining_exit(Pipelining *self, PyObject *const *args, Py_ssi
     Writer *recorder = recorder_of(section);
     if (recorder == NULL)
         return NULL;
-    recorder->chunk = self->chunk; /* whatever was done inside */
+    recorder->chunk = self->chunk; /* the block may have changed it */
     leave(section, recorder, self->peer, self->size, self->sequence);
     leave_microbatch(section, recorder);
-    if (restore_outer(section) < 0)
+    if (pop_outer(section) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -730,16 +730,16 @@ static PyType_Spec pipelining_spec = {
 typedef struct {
     PyObject_HEAD
     uint64_t *words;
-    Py_ssize_t entered, left, since, latest;
+    Py_ssize_t entered, left, entered_ns, latest; /* positions in words */
     uint64_t sequence, group;
-    PyObject *reference; /* weak, to the process group; NULL: of a peer */
+    PyObject *reference; /* weak, to the process group; NULL for a peer's channel */
     Py_buffer view;
 } Channel;
 
 static int channel_init(Channel *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"words", "entered", "left",      "since",
-                            "latest", "group",  "reference", NULL};
+    static char *names[] = {"words",  "entered", "left",      "entered_ns",
+                            "latest", "group",   "reference", NULL};
     PyObject *words, *reference = NULL;
     unsigned long long group = 0;
     Py_ssize_t at[4];
@@ -750,7 +750,7 @@ static int channel_init(Channel *self, PyObject *args, PyObject *kwargs)
     Py_ssize_t most = 0;
     for (int i = 0; i < 4; i++) {
         if (at[i] < 0)
-            return PyErr_SetString(PyExc_ValueError, "a position before the words"), -1;
+            return PyErr_SetString(PyExc_ValueError, "positions must not be negative"), -1;
         most = at[i] > most ? at[i] : most;
     }
     if (get_words(words, &view, most + 1) < 0)
@@ -758,7 +758,7 @@ static int channel_init(Channel *self, PyObject *args, PyObject *kwargs)
     PyBuffer_Release(&self->view);
     self->view = view;
     self->words = view.buf;
-    self->entered = at[0], self->left = at[1], self->since = at[2], self->latest = at[3];
+    self->entered = at[0], self->left = at[1], self->entered_ns = at[2], self->latest = at[3];
     self->group = group;
     Py_XINCREF(reference);
     Py_XDECREF(self->reference);
@@ -787,10 +787,10 @@ static void channel_dealloc(Channel *self)
     free_object((PyObject *)self);
 }
 
-static uint64_t enter_channel(Channel *self, uint64_t what, uint64_t now)
+static uint64_t enter_channel(Channel *self, uint64_t operation, uint64_t now)
 {
-    self->words[self->latest] = what;
-    self->words[self->since] = now;
+    self->words[self->latest] = operation;
+    self->words[self->entered_ns] = now;
     __atomic_store_n(&self->words[self->entered], ++self->sequence, __ATOMIC_RELEASE);
     return self->sequence;
 }
@@ -851,41 +851,43 @@ typedef struct {
     PyObject_HEAD
     Writer *recorder;
     PyObject *original; /* the function of torch.distributed */
-    PyObject *general;  /* (args, kwargs): times what is not timed here */
-    PyObject *known;    /* dict: id() of a process group to its Channel */
-    PyObject *find;     /* (process group or None): its Channel, or None */
-    PyObject *holder;   /* what has the default group, as its attribute `default_name` */
+    PyObject *slow_path;    /* (args, kwargs): times all calls that are not timed here */
+    PyObject *channels;     /* dict: id() of a process group to its Channel */
+    PyObject *find_channel; /* (process group or None): its Channel, or None */
+    PyObject *default_owner; /* the object whose attribute `default_name` is the default group */
     PyObject *default_name, *payload, *group_name, *async_name, *nbytes_name;
     PyObject *tensor, *nbytes; /* the class of tensors and its attribute */
-    descrgetfunc get_nbytes;   /* NULL: no property */
+    descrgetfunc get_nbytes;   /* NULL: not a property */
     Channel *channel;          /* of the latest call; NULL: none yet */
-    Py_ssize_t group_at, async_at, payload_at;
+    Py_ssize_t group_position, async_position, payload_position; /* of arguments */
     uint64_t op;
 } Collective;
 
 static int collective_init(Collective *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"recorder", "op",      "original", "general",  "known",    "find",
-                            "holder",   "default", "payload",  "tensor",   "group_at", "async_at",
-                            "payload_at", NULL};
+    static char *names[] = {"recorder",      "op",           "original",       "slow_path",
+                            "channels",      "find_channel", "default_owner",  "default_name",
+                            "payload",       "tensor",       "group_position", "async_position",
+                            "payload_position", NULL};
     PyObject *given[9];
     unsigned long long op;
     if (self->recorder != NULL)
-        return PyErr_SetString(PyExc_RuntimeError, "already made"), -1;
+        return PyErr_SetString(PyExc_RuntimeError, "already initialized"), -1;
     if (!PyArg_ParseTupleAndKeywords(
             args, kwargs, "O!KOOO!OOUUO!nnn", names, writer_type, &given[0], &op, &given[1],
             &given[2], &PyDict_Type, &given[3], &given[4], &given[5], &given[6], &given[7],
-            &PyType_Type, &given[8], &self->group_at, &self->async_at, &self->payload_at))
+            &PyType_Type, &given[8], &self->group_position, &self->async_position,
+            &self->payload_position))
         return -1;
     for (int i = 0; i < 9; i++)
         Py_INCREF(given[i]);
     self->op = op;
     self->recorder = (Writer *)given[0];
     self->original = given[1];
-    self->general = given[2];
-    self->known = given[3];
-    self->find = given[4];
-    self->holder = given[5];
+    self->slow_path = given[2];
+    self->channels = given[3];
+    self->find_channel = given[4];
+    self->default_owner = given[5];
     self->default_name = given[6];
     self->payload = given[7];
     self->tensor = given[8];
@@ -906,10 +908,10 @@ static int collective_traverse(Collective *self, visitproc visit, void *arg)
     Py_VISIT((PyObject *)Py_TYPE((PyObject *)self));
     Py_VISIT(self->recorder);
     Py_VISIT(self->original);
-    Py_VISIT(self->general);
-    Py_VISIT(self->known);
-    Py_VISIT(self->find);
-    Py_VISIT(self->holder);
+    Py_VISIT(self->slow_path);
+    Py_VISIT(self->channels);
+    Py_VISIT(self->find_channel);
+    Py_VISIT(self->default_owner);
     Py_VISIT(self->tensor);
     Py_VISIT(self->nbytes);
     Py_VISIT(self->channel);
@@ -920,10 +922,10 @@ static int collective_clear(Collective *self)
 {
     Py_CLEAR(self->recorder);
     Py_CLEAR(self->original);
-    Py_CLEAR(self->general);
-    Py_CLEAR(self->known);
-    Py_CLEAR(self->find);
-    Py_CLEAR(self->holder);
+    Py_CLEAR(self->slow_path);
+    Py_CLEAR(self->channels);
+    Py_CLEAR(self->find_channel);
+    Py_CLEAR(self->default_owner);
     Py_CLEAR(self->tensor);
     Py_CLEAR(self->nbytes);
     Py_CLEAR(self->channel);
@@ -942,7 +944,7 @@ static void collective_dealloc(Collective *self)
     free_object((PyObject *)self);
 }
 
-/* Borrowed; NULL where it was not given. Returns -1 with an exception set. */
+/* Find one argument (borrowed); NULL if it was not given. Returns -1 with an exception set. */
 static int argument(PyObject *args, PyObject *kwargs, Py_ssize_t at, PyObject *name,
                     PyObject **found)
 {
@@ -961,30 +963,30 @@ static int is_of(PyObject *channel, PyObject *group)
            PyWeakref_GetObject(((Channel *)channel)->reference) == group;
 }
 
-/* A new reference to the Channel of a group. NULL: no member of it, or with an exception set. */
+/* A new reference to the Channel of a group. NULL: not a member, or an exception is set. */
 static PyObject *find_channel(Collective *self, PyObject *group)
 {
     PyObject *key = PyLong_FromVoidPtr(group);
-    PyObject *known = key == NULL ? NULL : PyDict_GetItemWithError(self->known, key);
+    PyObject *channel = key == NULL ? NULL : PyDict_GetItemWithError(self->channels, key);
     Py_XDECREF(key);
-    if (is_of(known, group))
-        return Py_NewRef(known);
+    if (is_of(channel, group))
+        return Py_NewRef(channel);
     if (PyErr_Occurred())
         return NULL;
-    known = PyObject_CallFunctionObjArgs(self->find, group, NULL);
-    if (known != NULL && !PyObject_TypeCheck(known, channel_type))
-        Py_CLEAR(known);
-    return known;
+    channel = PyObject_CallFunctionObjArgs(self->find_channel, group, NULL);
+    if (channel != NULL && !PyObject_TypeCheck(channel, channel_type))
+        Py_CLEAR(channel);
+    return channel;
 }
 
-/* A new reference to the Channel of this call. NULL: as above. */
+/* A new reference to the Channel of this call. NULL as for find_channel. */
 static Channel *channel_of(Collective *self, PyObject *args, PyObject *kwargs)
 {
     PyObject *group;
-    if (argument(args, kwargs, self->group_at, self->group_name, &group) < 0)
+    if (argument(args, kwargs, self->group_position, self->group_name, &group) < 0)
         return NULL;
     if (group == NULL || group == Py_None)
-        group = PyObject_GetAttr(self->holder, self->default_name);
+        group = PyObject_GetAttr(self->default_owner, self->default_name);
     else
         Py_INCREF(group);
     if (group == NULL)
@@ -999,7 +1001,7 @@ static Channel *channel_of(Collective *self, PyObject *args, PyObject *kwargs)
     return self->channel;
 }
 
-/* Bytes of a tensor or of a list of them. Returns -1 with an exception set. */
+/* Add the bytes of a tensor or of a list of tensors. Returns -1 with an exception set. */
 static int add_size(Collective *self, PyObject *load, uint64_t *size)
 {
     if (load == NULL || load == Py_None)
@@ -1007,15 +1009,15 @@ static int add_size(Collective *self, PyObject *load, uint64_t *size)
     if (PyList_CheckExact(load) || PyTuple_CheckExact(load)) {
         Py_ssize_t count = PySequence_Size(load);
         for (Py_ssize_t i = 0; i < count; i++) {
-            PyObject *one = PySequence_GetItem(load, i);
-            int failed = one == NULL || add_size(self, one, size) < 0;
-            Py_XDECREF(one);
+            PyObject *item = PySequence_GetItem(load, i);
+            int failed = item == NULL || add_size(self, item, size) < 0;
+            Py_XDECREF(item);
             if (failed)
                 return -1;
         }
         return 0;
     }
-    /* A lookup by name is dear while the caches are cold. */
+    /* A lookup by name is expensive while the caches are cold. */
     int is_plain = (PyObject *)Py_TYPE(load) == self->tensor && self->get_nbytes != NULL;
     PyObject *number = is_plain
                            ? self->get_nbytes(self->nbytes, load, self->tensor)
@@ -1029,14 +1031,14 @@ static int add_size(Collective *self, PyObject *load, uint64_t *size)
     return 0;
 }
 
-/* Whether this call is the common one: the owner's thread, no device, blocking. -1: exception. */
-static int is_common(Collective *self, PyObject *args, PyObject *kwargs)
+/* Return 1 for a blocking call of the owner thread without a device, else 0; -1: exception. */
+static int takes_fast_path(Collective *self, PyObject *args, PyObject *kwargs)
 {
     Writer *recorder = self->recorder;
-    if (!is_owners(recorder) || has_timer(recorder))
+    if (!is_owner_thread(recorder) || has_timer(recorder))
         return 0;
     PyObject *is_async;
-    if (argument(args, kwargs, self->async_at, self->async_name, &is_async) < 0)
+    if (argument(args, kwargs, self->async_position, self->async_name, &is_async) < 0)
         return -1;
     if (is_async == NULL || is_async == Py_False)
         return 1;
@@ -1049,29 +1051,29 @@ static PyObject *collective_call(Collective *self, PyObject *args, PyObject *kwa
     if (kwargs != NULL && PyDict_Size(kwargs) == 0)
         kwargs = NULL;
     Writer *recorder = self->recorder;
-    int common = is_common(self, args, kwargs);
-    if (common == 0) {
-        PyObject *named = kwargs == NULL ? PyDict_New() : Py_NewRef(kwargs);
+    int fast = takes_fast_path(self, args, kwargs);
+    if (fast == 0) {
+        PyObject *keywords = kwargs == NULL ? PyDict_New() : Py_NewRef(kwargs);
         PyObject *result = NULL;
-        if (named != NULL)
-            result = PyObject_CallFunctionObjArgs(self->general, args, named, NULL);
-        Py_XDECREF(named);
+        if (keywords != NULL)
+            result = PyObject_CallFunctionObjArgs(self->slow_path, args, keywords, NULL);
+        Py_XDECREF(keywords);
         return result;
     }
-    if (common > 0 && recorder->calling)
+    if (fast > 0 && recorder->in_call)
         return PyObject_Call(self->original, args, kwargs);
     uint64_t size = 0;
     Channel *channel = NULL;
-    if (common > 0)
+    if (fast > 0)
         channel = channel_of(self, args, kwargs);
     if (channel != NULL) {
         PyObject *load;
-        if (argument(args, kwargs, self->payload_at, self->payload, &load) < 0 ||
+        if (argument(args, kwargs, self->payload_position, self->payload, &load) < 0 ||
             add_size(self, load, &size) < 0)
             Py_CLEAR(channel);
     }
     if (channel == NULL) {
-        if (PyErr_Occurred()) { /* ours, not the caller's: counted, and the call goes on */
+        if (PyErr_Occurred()) { /* an error of Paceline: count it and let the call continue */
             PyErr_Clear();
             recorder->failures++;
         }
@@ -1081,9 +1083,9 @@ static PyObject *collective_call(Collective *self, PyObject *args, PyObject *kwa
     uint64_t sequence = enter_channel(channel, self->op | size << GROUP_BYTES_SHIFT, started_ns);
     uint64_t place = channel->group << 32 | NONE_32;
     uint64_t depth = push_frame(recorder, self->op, started_ns, place, sequence);
-    recorder->calling = 1;
+    recorder->in_call = 1;
     PyObject *result = PyObject_Call(self->original, args, kwargs);
-    recorder->calling = 0;
+    recorder->in_call = 0;
     if (result != NULL) {
         uint64_t duration_ns = now_ns() - started_ns;
         channel->words[channel->left] = sequence;

@@ -1,10 +1,12 @@
-"""Timing on a CUDA device: pooled events, looked at later, never waited for.
+"""Timing on a CUDA device, by pooled events that are polled later and never waited for.
 
-An event is recorded on the current stream where a span begins and where it ends. At later step
-boundaries the pairs that the device has passed are turned into records; the rest stay queued.
-Device time is mapped to the host's clock by an anchor: an event whose host time is known. Each
-step sets a new anchor, computed from the one before, so that the milliseconds CUDA answers in
-float32 stay small; what the host saw (recorded after T0, passed by T1) bounds the drift.
+A timed block records one event on the current stream where it begins and one where it ends. At
+later step boundaries, pairs that the device has passed become records; the rest stay queued.
+
+Device time is mapped to the host's clock through an anchor: an event whose host time is known.
+Each step sets a new anchor, computed from the previous one, because CUDA returns elapsed
+milliseconds as float32 and long intervals would lose precision. The host observes that an event
+was recorded after T0 and had passed by T1; both bounds limit the drift.
 """
 
 from __future__ import annotations
@@ -14,48 +16,35 @@ from time import perf_counter_ns
 from typing import Any, Protocol, SupportsFloat
 
 from paceline.recorder import Recorder
+from paceline.sections import Transfer
 from paceline.writer import Pipelining, Section
-from paceline.writer.sections import Transfer
+from paceline.writer.interface import DeviceRow, Event
 from paceline_wire.spans import NONE_32, Flag
 
 MAXIMUM_QUEUED = 1 << 14  # pairs the device has not passed yet
 DEVICE_BITS = Flag.DEVICE << 48
 
 
-class Event(Protocol):
-    """The part of `torch.cuda.Event` used here."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end: Any, /) -> float: ...
-
-
 class Cuda(Protocol):
-    """The part of `torch.cuda` used here."""
+    """The part of `torch.cuda` that the hooks use."""
 
     def Event(self, *, enable_timing: bool) -> Any: ...  # noqa: N802
 
     def is_current_stream_capturing(self) -> bool: ...
 
 
-Measured = tuple[int, int, int, int, int, Event, Event]  # words 1..5 of a record, begun, ended
-
-
 class DeviceTimer:
-    """Events of one process's device, and the spans that wait for them.
+    """The events of one process's device, and the rows that wait for them.
 
-    The only wait is one `synchronize` when it is made, before the first step it measures.
+    It synchronizes with the device only once, when it is created, before the first step it
+    measures.
     """
 
     def __init__(self, cuda: Cuda, recorder: Recorder) -> None:
         self._cuda = cuda
         self._recorder = recorder
         self._free: list[Event] = []
-        self._queue: deque[Measured] = deque()
+        self._queue: deque[DeviceRow] = deque()
         self._reports: deque[tuple[Event, int, tuple[SupportsFloat | None, ...]]] = deque()
         self._next_anchor: tuple[Event, int] | None = None
         self.dropped = 0  # pairs beyond MAXIMUM_QUEUED
@@ -65,22 +54,23 @@ class DeviceTimer:
         self._anchor_ns = perf_counter_ns()
 
     def mark(self) -> Event | None:
-        """An event where the current stream is now; None while a CUDA graph is captured."""
+        """Record an event on the current stream; None while a CUDA graph is captured."""
         if self._cuda.is_current_stream_capturing():
             return None
         event: Event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def enqueue(self, measured: Measured) -> None:
+    def enqueue(self, row: DeviceRow) -> None:
+        """Have a record written once the device has passed both events."""
         if len(self._queue) >= MAXIMUM_QUEUED:
             self.dropped += 1
-            self._free += measured[5:]
+            self._free += row[5:]
         else:
-            self._queue.append(measured)
+            self._queue.append(row)
 
     def report(self, values: tuple[Any, ...]) -> None:
-        """Values that may live on the device: copied without waiting, told when they arrive."""
+        """Copy values that may live on the device without waiting; show them when they arrive."""
         copies = tuple(
             value.detach().to("cpu", non_blocking=True) if on_device(value) else value
             for value in values
@@ -90,17 +80,17 @@ class DeviceTimer:
             self._reports.append((event, self._recorder.step, copies))
 
     def resolve(self) -> None:
-        """At a step boundary: write what the device has passed by now, and renew the anchor."""
+        """Write what the device has passed by now, and renew the anchor; at a step boundary."""
         self._renew_anchor()
         queue = self._queue
         while queue and queue[0][6].query():
-            *words, begun, ended = queue.popleft()
-            start_ns = self._host_ns(begun)
-            duration_ns = max(0, int(begun.elapsed_time(ended) * 1e6))
+            *words, started, ended = queue.popleft()
+            start_ns = self._host_ns(started)
+            duration_ns = max(0, int(started.elapsed_time(ended) * 1e6))
             word1, word2, peer, size, sequence = words
             word1 |= DEVICE_BITS
             self._recorder.write(word1, word2, peer, size, sequence, start_ns, duration_ns)
-            self._free += (begun, ended)
+            self._free += (started, ended)
         while self._reports and self._reports[0][0].query():
             event, step, values = self._reports.popleft()
             self._recorder.report(step, *values)
@@ -124,27 +114,27 @@ class DeviceTimer:
 
 
 class DeviceSection(Section):
-    """A section measured by device events; the state page shows the host's side as ever."""
+    """A section measured by device events; the state page still shows the host's time."""
 
-    __slots__ = ("begun", "timer")
+    __slots__ = ("started", "timer")
 
     def __init__(self, recorder: Recorder, op: int, timer: DeviceTimer) -> None:
         super().__init__(recorder, op)
         self.timer = timer
-        self.begun: list[Event | None] = []
+        self.started: list[Event | None] = []
 
     def __enter__(self) -> None:
         super().__enter__()
-        self.begun.append(self.timer.mark())
+        self.started.append(self.timer.mark())
 
     def __exit__(self, kind: object, error: object, trace: object, /) -> None:
-        begun, ended = self.begun.pop(), self.timer.mark()
-        if begun is None or ended is None:
+        started, ended = self.started.pop(), self.timer.mark()
+        if started is None or ended is None:
             super().__exit__(kind, error, trace)
             return
         recorder = self.recorder
         word1 = self.op | recorder.chunk << 32
-        self.timer.enqueue((word1, recorder.word2, NONE_32, 0, 0, begun, ended))
+        self.timer.enqueue((word1, recorder.word2, NONE_32, 0, 0, started, ended))
         self.close()
 
 
@@ -162,34 +152,34 @@ class DevicePipelining(Pipelining):
     ) -> None:
         super().__init__(recorder, op, microbatch, chunk, peer)
         self.timer = timer
-        self.begun: list[Event | None] = []
+        self.started: list[Event | None] = []
 
     def __enter__(self) -> None:
         super().__enter__()
-        self.begun.append(self.timer.mark())
+        self.started.append(self.timer.mark())
 
     def __exit__(self, kind: object, error: object, trace: object, /) -> None:
-        begun, ended = self.begun.pop(), self.timer.mark()
-        if begun is None or ended is None or self._is_under_way():
+        started, ended = self.started.pop(), self.timer.mark()
+        if started is None or ended is None or self._has_transfers_in_flight():
             super().__exit__(kind, error, trace)
             return
         word1, word2 = self.op | self.chunk << 32, self.recorder.word2
-        self.timer.enqueue((word1, word2, self.peer, self.size, self.sequence, begun, ended))
+        self.timer.enqueue((word1, word2, self.peer, self.size, self.sequence, started, ended))
         self.close()
 
-    def _is_under_way(self) -> bool:
+    def _has_transfers_in_flight(self) -> bool:
         return False
 
 
 class DeviceTransfer(DevicePipelining, Transfer):
     """A sending or receiving action measured by device events."""
 
-    def _is_under_way(self) -> bool:
-        return self.is_under_way
+    def _has_transfers_in_flight(self) -> bool:
+        return self.is_in_flight
 
 
 def on_device(value: object) -> bool:
-    """Whether it is a tensor (or a list that begins with one) of a CUDA device."""
+    """Return whether the value is a CUDA tensor, or a list that begins with one."""
     if isinstance(value, list | tuple):
         value = value[0] if value else None
     return bool(getattr(value, "is_cuda", False))

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from paceline.recorder import Recorder
-from paceline.writer.device import (
+from paceline.device import (
     MAXIMUM_QUEUED,
     DevicePipelining,
     DeviceSection,
     DeviceTimer,
     DeviceTransfer,
 )
+from paceline.recorder import Recorder
 from paceline_wire.ring import RingReader
 from paceline_wire.spans import Flag, Op, Span, unpack
 

@@ -1,7 +1,7 @@
-"""The writer's end of a ring in Python: the reference for `_native.c`, and its stand-in.
+"""The writer's end of a ring in Python: the reference for `_native.c`, and its fallback.
 
-One thread owns the ring, the one that made the `Writer`; it alone writes records and frames, so no
-lock is needed. A record is written before the head that announces it, a frame before the depth.
+The thread that creates the `Writer` owns the ring. Only that thread writes records and frames, so
+no lock is needed. A record is written before the head that announces it, a frame before the depth.
 """
 
 from __future__ import annotations
@@ -11,8 +11,15 @@ import struct
 import weakref
 from _thread import get_ident
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import Any, SupportsFloat
 
+from paceline.writer.interface import (
+    NO_CHUNK,
+    NO_MICROBATCH,
+    NO_PLACE,
+    EventTimer,
+    TransferAction,
+)
 from paceline_wire.ring import (
     FRAME_WORDS,
     FRAMES,
@@ -28,15 +35,7 @@ from paceline_wire.ring import (
     STATE_STEP,
     STATE_STEP_STARTED_NS,
 )
-from paceline_wire.spans import NONE_16, NONE_32, RECORD_BYTES, WORDS, Op
-
-if TYPE_CHECKING:
-    from paceline.writer.device import DeviceTimer
-    from paceline.writer.sections import Transfer
-
-NO_CHUNK = NONE_16  # upper half of word 1: chunk, and no flags
-NO_MICROBATCH = NONE_32 << 32  # in word 2
-NO_PLACE = NONE_32  # a frame's `group << 32 | peer`: no group, no peer
+from paceline_wire.spans import NONE_32, RECORD_BYTES, WORDS, Op
 
 _pack_record = struct.Struct(f"<{WORDS}Q").pack_into
 _pack_float = struct.Struct("<d").pack
@@ -44,15 +43,18 @@ _float_bits = struct.Struct("<Q").unpack
 
 
 class Writer:
-    """Records and the stack of operations in flight.
+    """The records of one rank and its stack of operations in flight.
 
-    `word2` holds the step and microbatch of what is going on, as a record wants them, and `chunk`
-    the upper half of word 1; sections copy both. `state`: the words of the state page, `spans`: the
-    memory of a power of two of records.
+    `word2` is the current step and microbatch as a record stores them, `chunk` the upper half of
+    word 1; sections copy both into their records.
+
+    Args:
+        state: the words of the state page.
+        spans: memory for a power of two of records.
     """
 
     __slots__ = (
-        *("_spans", "_state", "action", "calling", "chunk", "depth", "failures", "head", "mask"),
+        *("_spans", "_state", "action", "chunk", "depth", "failures", "head", "in_call", "mask"),
         *("owner", "sections", "step", "step_head", "step_started_ns", "timer", "word2"),
     )
 
@@ -61,19 +63,19 @@ class Writer:
         self.depth = 0
         self.step = 0
         self.step_started_ns = 0
-        self.step_head = 0  # records at the end of the step's data wait
+        self.step_head = 0  # `head` when the step's data wait ended
         self.chunk = NO_CHUNK
         self.word2 = NO_MICROBATCH
         self.owner = get_ident()
-        self.calling = False  # the owner's thread is inside a timed torch.distributed function
-        self.timer: DeviceTimer | None = None
-        self.action: Transfer | None = None  # the transfer action we are in
-        self.sections: dict[object, Section] = {}  # the owner's, by name
-        self.failures = 0  # exceptions of our own that were kept from the training
+        self.in_call = False  # the owner thread is inside a timed torch.distributed function
+        self.timer: EventTimer | None = None
+        self.action: TransferAction | None = None  # the innermost open transfer action
+        self.sections: dict[object, Section] = {}  # of the owner thread, by name
+        self.failures = 0  # exceptions of Paceline that did not reach the training script
         self.rebind(state, spans)
 
     def rebind(self, state: memoryview, spans: memoryview) -> None:
-        """Write there from now on."""
+        """Write to this memory from now on."""
         self._state = state
         self._spans = spans
         self.mask = len(spans) // RECORD_BYTES - 1
@@ -81,19 +83,19 @@ class Writer:
     def write(
         self, word1: int, word2: int, peer: int, size: int, sequence: int, start: int, length: int
     ) -> None:
-        """Append one record; owner thread only. Words as `paceline_wire.spans` lays them out."""
+        """Append one record (owner thread only); `paceline_wire.spans` describes the words."""
         head = self.head
         offset = (head & self.mask) * RECORD_BYTES
         _pack_record(self._spans, offset, head, word1, word2, peer, size, sequence, start, length)
         self._state[STATE_HEAD] = self.head = head + 1
 
     def write_simple(self, op: int, start_ns: int, end_ns: int) -> None:
-        """A record of the current step that belongs to no microbatch, chunk or peer."""
+        """Append a record of the current step without microbatch, chunk or peer."""
         step = self.step | NO_MICROBATCH
         self.write(op | NO_CHUNK << 32, step, NONE_32, 0, 0, start_ns, end_ns - start_ns)
 
     def push(self, op: int, start_ns: int, place: int, sequence: int) -> int:
-        """Put a frame on the state page. Returns the depth to give to `pop`."""
+        """Put a frame on the state page. Return the depth to pass to `pop`."""
         depth = self.depth
         if depth < FRAMES:
             base = STATE_FRAMES + depth * FRAME_WORDS
@@ -106,25 +108,25 @@ class Writer:
         return depth
 
     def pop(self, depth: int) -> None:
+        """Remove all frames from `depth` on."""
         self._state[STATE_DEPTH] = self.depth = depth
         self.clear_place()
 
     def clear_place(self) -> None:
-        """Leave no place and no sequence in the free frame above the open ones: sections rely on
-        it."""
+        """Clear place and sequence of the first free frame; sections rely on both being clear."""
         if self.depth < FRAMES:
             base = STATE_FRAMES + self.depth * FRAME_WORDS
             self._state[base + 2] = NO_PLACE
             self._state[base + 3] = 0
 
     def clear_frames(self) -> None:
-        """Whatever an exception or an early exit left behind."""
+        """Remove all frames, also those that an exception or an early exit left open."""
         for depth in reversed(range(min(self.depth, FRAMES))):
             self.pop(depth)
         self._state[STATE_DEPTH] = self.depth = 0
 
     def begin_step(self, step: int) -> None:
-        """A step begins with the wait for its data."""
+        """Start a step, which begins with the wait for its data."""
         state = self._state
         self.step_started_ns = now = perf_counter_ns()
         self.step = step
@@ -139,11 +141,13 @@ class Writer:
         self.push(Op.DATA_WAIT, now, NO_PLACE, 0)
 
     def end_data_wait(self) -> None:
+        """Record the wait for data; the rest of the step follows."""
         self.pop(1)
         self.write_simple(Op.DATA_WAIT, self.step_started_ns, perf_counter_ns())
         self.step_head = self.head
 
     def end_step(self) -> None:
+        """Record the step that `begin_step` started."""
         self.write_simple(Op.STEP, self.step_started_ns, perf_counter_ns())
 
     def report(
@@ -155,51 +159,54 @@ class Writer:
     ) -> None:
         """Show these values of `step` on the state page."""
         state = self._state
-        lost, evaluated = _bits(loss), _bits(evaluation_loss)
+        loss_bits, evaluation_bits = _bits(loss), _bits(evaluation_loss)
         norm = math.nan if gradient_norm is None else _number(gradient_norm)
         if gradient_norm is not None and not math.isfinite(norm):
-            norm = math.inf  # NaN says "not given" on the page
-        if lost is not None:
-            state[STATE_LOSS] = lost
+            norm = math.inf  # NaN on the page means "not given"
+        if loss_bits is not None:
+            state[STATE_LOSS] = loss_bits
             state[STATE_GRADIENT_NORM] = _bits(norm)
             state[STATE_LOSS_STEP] = step + 1
-        if evaluated is not None:
-            state[STATE_EVALUATION_LOSS] = evaluated
+        if evaluation_bits is not None:
+            state[STATE_EVALUATION_LOSS] = evaluation_bits
             state[STATE_EVALUATION_STEP] = step + 1
 
-    def report_here(
+    def try_report(
         self,
         loss: SupportsFloat | None,
         gradient_norm: SupportsFloat | None,
         evaluation_loss: SupportsFloat | None,
     ) -> bool:
-        """Whether these values of the current step are shown: not by another thread, nor where a
-        device may still compute them, nor what is no number."""
+        """Show values of the current step on the state page; the fast path of `paceline.report`.
+
+        Return False without an effect in another thread, while a device may still compute the
+        values, or if a value is not a number.
+        """
         if get_ident() != self.owner or self.timer is not None:
             return False
         try:
             self.report(self.step, loss, gradient_norm, evaluation_loss)
-        except Exception:  # whoever does it the general way meets it again
+        except Exception:  # the caller's slow path meets it again, counts and logs it
             return False
         return True
 
-    def known(self, name: object) -> Section | None:
-        """The section of this name, in the owner's thread."""
+    def find_section(self, name: object) -> Section | None:
+        """Return the section of this name; None in another thread or for an unknown name."""
         if get_ident() != self.owner:
             return None
         try:
             return self.sections.get(name)
-        except TypeError:  # no name
+        except TypeError:  # not hashable
             return None
 
 
 def _bits(value: SupportsFloat | None) -> Any:
-    """A float as a word of the page; None for None."""
+    """Return a float as a word of the state page; None for None."""
     return None if value is None else _float_bits(_pack_float(_number(value)))[0]
 
 
 def _number(value: Any) -> float:
-    """A tensor that has a gradient warns where it is turned into a float, and not as an item."""
+    """Return a float. `item()` first: `float()` of a tensor with a gradient emits a warning."""
     return float(value.item() if hasattr(value, "item") else value)
 
 
@@ -209,11 +216,11 @@ class Section:
     __slots__ = ("_outer", "depth", "op", "recorder", "start")
 
     def __init__(self, recorder: Any, op: int) -> None:
-        self.recorder = recorder
+        self.recorder = recorder  # a Writer; a subclass may need a `Recorder`
         self.op = int(op)
-        self.start = 0
+        self.start = 0  # CLOCK_MONOTONIC in ns; 0: not open
         self.depth = 0
-        self._outer: list[tuple[int, int]] = []  # (start, depth) of the same section further out
+        self._outer: list[tuple[int, int]] = []  # (start, depth) of enclosing uses of this section
 
     def __enter__(self) -> None:
         if self.start:
@@ -241,7 +248,7 @@ class Section:
         self._restore()
 
     def close(self) -> None:
-        """Leave without a record."""
+        """Leave without writing a record."""
         self.recorder.pop(self.depth)
         self._restore()
 
@@ -255,10 +262,10 @@ class Section:
 class Pipelining(Section):
     """One pipeline action: the work on one microbatch of one chunk of the model.
 
-    Whatever is recorded inside carries its microbatch and chunk.
+    Everything recorded inside carries its microbatch and chunk.
     """
 
-    __slots__ = ("_around", "chunk", "microbatch", "peer", "sequence", "size")
+    __slots__ = ("_enclosing", "chunk", "microbatch", "peer", "sequence", "size")
 
     def __init__(
         self, recorder: Any, op: int, microbatch: int | None, chunk: int, peer: int | None
@@ -269,11 +276,11 @@ class Pipelining(Section):
         self.peer = NONE_32 if peer is None else peer
         self.size = 0
         self.sequence = 0
-        self._around: list[tuple[int, int]] = []  # (word2, chunk) outside of each time it is open
+        self._enclosing: list[tuple[int, int]] = []  # (word2, chunk) to restore, one per opening
 
     def __enter__(self) -> None:
         recorder = self.recorder
-        self._around.append((recorder.word2, recorder.chunk))
+        self._enclosing.append((recorder.word2, recorder.chunk))
         recorder.word2 = recorder.step | self.microbatch << 32
         recorder.chunk = self.chunk
         recorder._state[STATE_MICROBATCH] = self.microbatch + 1 & NONE_32
@@ -285,25 +292,29 @@ class Pipelining(Section):
         self._leave_microbatch()
 
     def close(self) -> None:
+        """Leave without writing a record."""
         super().close()
         self._leave_microbatch()
 
     def _leave_microbatch(self) -> None:
         recorder = self.recorder
-        recorder.word2, recorder.chunk = self._around.pop()
+        recorder.word2, recorder.chunk = self._enclosing.pop()
         recorder._state[STATE_MICROBATCH] = (recorder.word2 >> 32) + 1 & NONE_32
 
 
 class Channel:
-    """One stream of communications, numbered from 1.
+    """One stream of communications, numbered from 1: a group's collectives or a peer's transfers.
 
-    `entered`, `left`, `since` and `latest` are positions in `words`: those of the state page, or
-    of private memory for a channel that found no room there. `group`: the id of a process group in
-    this ring; `reference`: to the process group, weak. A peer's channel has neither.
+    Args:
+        words: the words of the state page, or private memory if the page has no slot left.
+        entered, left, entered_ns, latest: positions in `words`. A peer's channel stores no
+            operation, so there `latest` equals `entered_ns`.
+        group: id of the process group in this ring; 0 for a peer's channel.
+        reference: weak reference to the process group; None for a peer's channel.
     """
 
     __slots__ = (
-        *("_entered", "_latest", "_left", "_sequence", "_since", "_words"),
+        *("_entered", "_entered_ns", "_latest", "_left", "_sequence", "_words"),
         *("group", "reference"),
     )
 
@@ -312,7 +323,7 @@ class Channel:
         words: memoryview,
         entered: int,
         left: int,
-        since: int,
+        entered_ns: int,
         latest: int,
         group: int = 0,
         reference: weakref.ref[Any] | None = None,
@@ -320,23 +331,28 @@ class Channel:
         self._words = words
         self._entered = entered
         self._left = left
-        self._since = since
+        self._entered_ns = entered_ns
         self._latest = latest
         self._sequence = 0
         self.group = group
         self.reference = reference
 
-    def enter(self, what: int, now: int) -> int:
-        """`what`: `size << GROUP_BYTES_SHIFT | op`."""
+    def enter(self, operation: int, now_ns: int) -> int:
+        """Start a communication and return its sequence number.
+
+        Args:
+            operation: `size << GROUP_BYTES_SHIFT | op`.
+            now_ns: CLOCK_MONOTONIC.
+        """
         self._sequence = sequence = self._sequence + 1
         words = self._words
-        words[self._latest] = what  # a peer keeps no op: there it is the same word as `since`
-        words[self._since] = now
+        words[self._latest] = operation  # before the time, which may be the same word
+        words[self._entered_ns] = now_ns
         words[self._entered] = sequence
         return sequence
 
     def leave(self, sequence: int) -> None:
-        """Asynchronous ones may complete out of order; the newest stands."""
+        """Complete a communication. Completions may be out of order; the newest one counts."""
         words = self._words
         if words[self._left] < sequence:
             words[self._left] = sequence

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import paceline
 from paceline.recorder import Recorder
-from paceline.writer.sections import Timed
+from paceline.writer.interface import Timed
 from paceline_wire.ring import FRAMES, GroupDefinition, RingReader, SectionDefinition
 from paceline_wire.spans import Op, Span, op_name, unpack
 

@@ -1,38 +1,22 @@
-"""The context managers around what a training loop does: the hot path.
+"""The context managers that time parts of a training step: the hot path.
 
-Objects are made once per name and reused. A section reads the clock twice, puts itself on the
-state page on the way in and writes one record on the way out.
+Each object is created once per name and reused. A section reads the clock twice, shows itself on
+the state page while it is open and writes one record when it closes.
 """
 
 from __future__ import annotations
 
 from time import perf_counter_ns
-from types import TracebackType
-from typing import Protocol
 
 from paceline.recorder import Recorder
 from paceline.writer import Pipelining, Section
-from paceline.writer.pure import NO_CHUNK, NO_MICROBATCH
+from paceline.writer.interface import NO_CHUNK, NO_MICROBATCH, TransferAction
 from paceline_wire.ring import FRAME_WORDS, FRAMES, STATE_FRAMES
 from paceline_wire.spans import NONE_32, RECEIVE_OPS
 
 
-class Timed(Protocol):
-    """What `paceline.section` and its like return."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> None: ...
-
-
 class Inert:
-    """Stands in for every context manager while there is no agent."""
+    """A context manager that does nothing; replaces all others while nothing is recorded."""
 
     __slots__ = ()
 
@@ -47,29 +31,29 @@ INERT = Inert()
 
 
 class StatusSection(Section):
-    """A section during which the state page shows another status: checkpoint, evaluation."""
+    """A section that shows its own status on the state page: checkpoint or evaluation."""
 
-    __slots__ = ("before", "status")
+    __slots__ = ("previous", "status")
 
     def __init__(self, recorder: Recorder, op: int, status: int) -> None:
         super().__init__(recorder, op)
         self.status = status
-        self.before: list[int] = []
+        self.previous: list[int] = []
 
     def __enter__(self) -> None:
-        self.before.append(self.recorder.status)
+        self.previous.append(self.recorder.status)
         self.recorder.set_status(self.status)
         super().__enter__()
 
     def __exit__(self, kind: object, error: object, trace: object, /) -> None:
         super().__exit__(kind, error, trace)
-        before = self.before.pop()
-        if self.recorder.status == self.status:  # else it was finished in here
-            self.recorder.set_status(before)
+        previous = self.previous.pop()
+        if self.recorder.status == self.status:  # `finish` inside the block changes it for good
+            self.recorder.set_status(previous)
 
 
-class ElsewhereSection:
-    """A section of a thread that does not own the ring: timed, written at the next boundary."""
+class OtherThreadSection:
+    """A section in a thread that does not own the ring: written at the next step boundary."""
 
     __slots__ = ("recorder", "start", "word1")
 
@@ -91,18 +75,19 @@ class ElsewhereSection:
 class Transfer(Pipelining):
     """A pipeline action that sends or receives.
 
-    A torch.distributed transfer in its direction made inside it is not recorded by itself but
-    lends the action its peer, bytes and sequence number. An action that only launched transfers
-    which are still under way when it ends writes nothing: each is recorded when it completes.
+    A torch.distributed transfer made inside it, in the same direction, gets no record of its own.
+    Instead the action takes over its peer, bytes and sequence number. An action writes no record
+    if all transfers that it launched are still in flight when it ends: each of them is recorded
+    when it completes.
     """
 
-    __slots__ = ("around", "completed", "given_peer", "launched", "receives")
+    __slots__ = ("completed", "enclosing_actions", "given_peer", "launched", "receives")
 
     def __init__(
         self, recorder: Recorder, op: int, microbatch: int | None, chunk: int, peer: int | None
     ) -> None:
         super().__init__(recorder, op, microbatch, chunk, peer)
-        self.around: list[Transfer | None] = []
+        self.enclosing_actions: list[TransferAction | None] = []
         self.given_peer = self.peer
         self.receives = op in RECEIVE_OPS
         self.launched = 0
@@ -110,40 +95,41 @@ class Transfer(Pipelining):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self.around.append(self.recorder.action)
+        self.enclosing_actions.append(self.recorder.action)
         self.recorder.action = self
         self.peer = self.given_peer
         self.size = self.sequence = self.launched = self.completed = 0
         if self.peer != NONE_32:
-            self.shows(self.peer, 0)
+            self.show_transfer(self.peer, 0)
 
     def __exit__(self, kind: object, error: object, trace: object, /) -> None:
-        if self.is_under_way:
+        if self.is_in_flight:
             self.close()
             return
         super().__exit__(kind, error, trace)
-        self.recorder.action = self.around.pop()
+        self.recorder.action = self.enclosing_actions.pop()
         if self.peer != NONE_32:
             self.recorder.clear_place()
 
     def close(self) -> None:
+        """Leave without writing a record."""
         super().close()
-        self.recorder.action = self.around.pop()
+        self.recorder.action = self.enclosing_actions.pop()
 
     @property
-    def is_under_way(self) -> bool:
-        """It launched transfers, and none has completed."""
+    def is_in_flight(self) -> bool:
+        """Return whether it launched transfers and none of them has completed."""
         return self.launched > 0 and not self.completed
 
-    def shows(self, place: int, sequence: int) -> None:
-        """Name on the state page the transfer this action is blocked in."""
+    def show_transfer(self, place: int, sequence: int) -> None:
+        """Show on the state page the transfer that blocks this action."""
         if self.depth < FRAMES:
             base = STATE_FRAMES + self.depth * FRAME_WORDS
             self.recorder.state[base + 2] = place
             self.recorder.state[base + 3] = sequence
 
-    def carries(self, peer: int, size: int, sequence: int) -> None:
-        """A transfer of this action has completed inside it."""
+    def add_transfer(self, peer: int, size: int, sequence: int) -> None:
+        """Count a transfer that completed inside this action."""
         self.completed += 1
         self.peer = peer
         self.size += size

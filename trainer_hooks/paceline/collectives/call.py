@@ -1,0 +1,191 @@
+"""One collective or transfer, from its call to its completion.
+
+A blocking call: the wrapper creates a `CommunicationCall`, calls `block`, runs the function and
+calls `complete`. An asynchronous call returns a `Work`: `wait` and `complete_work` surround its
+`Work.wait`, or `drop` runs if the script never waits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from _thread import get_ident
+from time import perf_counter_ns
+from typing import Any
+
+from paceline.device import on_device
+from paceline.recorder import Recorder
+from paceline.writer import Channel
+from paceline.writer.interface import NO_CHUNK, NO_MICROBATCH, Event, Row, TransferAction
+from paceline_wire.ring import GROUP_BYTES_SHIFT
+from paceline_wire.spans import Flag, Op
+
+_TRANSFERS = (Op.SEND, Op.RECV)
+
+
+class CommunicationCall:
+    """The timing of one collective or transfer."""
+
+    __slots__ = (
+        "action",
+        "action_started_ns",
+        "channel",
+        "depth",
+        "op",
+        "peer",
+        "place",
+        "recorder",
+        "reference",
+        "sequence",
+        "size",
+        "started",
+        "started_ns",
+        "timer",
+        "wait_started",
+        "wait_started_ns",
+        "word1",
+        "word2",
+    )
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        op: int,
+        group: int,
+        channel: Channel,
+        peer: int,
+        payload: Any,
+    ) -> None:
+        self.recorder = recorder
+        self.channel = channel
+        self.peer = peer
+        self.size = _payload_bytes(payload)
+        self.timer = recorder.timer if on_device(payload) else None
+        self.depth: int | None = None
+        self.action: TransferAction | None = None
+        self.reference: weakref.ref[Any] | None = None
+        if recorder.owner == get_ident():
+            self.word2 = recorder.word2
+            chunk = recorder.chunk
+            action = recorder.action
+            direction = None if op not in _TRANSFERS else op == Op.RECV
+            if action is not None and action.receives is direction:
+                self.action = action
+                self.action_started_ns = action.start
+                op = action.op
+        else:
+            self.word2 = recorder.step | NO_MICROBATCH
+            chunk = NO_CHUNK
+        self.op = op
+        self.word1 = op | group << 16 | chunk << 32
+        self.place = group << 32 | peer
+        self.started = None if self.timer is None else self.timer.mark()
+        self.wait_started: Event | None = None
+        self.wait_started_ns: int | None = None
+        self.started_ns = perf_counter_ns()
+        self.sequence = channel.enter(op | self.size << GROUP_BYTES_SHIFT, self.started_ns)
+
+    def block(self, now_ns: int) -> None:
+        """Show on the state page that this call is about to block the owner thread."""
+        if self.recorder.owner != get_ident():
+            return
+        action = self._open_action()
+        if action is not None:
+            action.show_transfer(self.place, self.sequence)
+        else:
+            self.depth = self.recorder.push(self.op, now_ns, self.place, self.sequence)
+
+    def unblock(self) -> None:
+        """Remove this call from the state page."""
+        if self.depth is not None:
+            self.recorder.pop(self.depth)
+            self.depth = None
+
+    def complete(self) -> None:
+        """Record a blocking call that has returned."""
+        now = perf_counter_ns()
+        self.unblock()
+        self.channel.leave(self.sequence)
+        if not self._add_to_action():
+            ended = None if self.timer is None else self.timer.mark()
+            flag = Flag.ASYNC if self._is_in_background() else Flag.NONE
+            self._record(flag, self.started_ns, now, self.started, ended)
+
+    def wait(self, completed: bool) -> None:
+        """Start the host's wait for an asynchronous call, unless it has completed already."""
+        self.reference = None
+        if completed or self._is_in_background():
+            return
+        self.wait_started_ns = perf_counter_ns()
+        self.block(self.wait_started_ns)
+        if self.timer is not None:
+            self.wait_started = self.timer.mark()
+
+    def complete_work(self) -> None:
+        """Record an asynchronous call whose `Work.wait` has returned, and that wait."""
+        now = perf_counter_ns()
+        self.unblock()
+        self.channel.leave(self.sequence)
+        if self._add_to_action():
+            return
+        ended = None if self.timer is None else self.timer.mark()
+        self._record(Flag.ASYNC, self.started_ns, now, self.started, ended)
+        if self.wait_started_ns is not None:
+            # Needs an event of its own: each pair returns to the pool separately.
+            ended = None if self.timer is None else self.timer.mark()
+            self._record(Flag.WAIT, self.wait_started_ns, now, self.wait_started, ended)
+
+    def drop(self) -> None:
+        """Record an asynchronous call whose `Work` was deleted without a wait.
+
+        It may run in any thread, so it only queues.
+        """
+        self.channel.leave(self.sequence)
+        self.recorder.enqueue(self._row(Flag.ASYNC, self.started_ns, perf_counter_ns()))
+
+    def _is_in_background(self) -> bool:
+        """Return whether a thread beside the training makes this call, such as a checkpoint writer.
+
+        Such a call does not block the training. With a device it may: autograd's thread is part of
+        the training.
+        """
+        return self.timer is None and self.recorder.owner != get_ident()
+
+    def _open_action(self) -> TransferAction | None:
+        """Return the transfer action that this call was made in, if it is still open."""
+        action = self.action
+        if action is None or action is not self.recorder.action:
+            return None
+        return action if action.start == self.action_started_ns else None
+
+    def _add_to_action(self) -> bool:
+        action = self._open_action()
+        if action is None or self.recorder.owner != get_ident():
+            return False
+        action.add_transfer(self.peer, self.size, self.sequence)
+        return True
+
+    def _record(
+        self, flag: int, start_ns: int, end_ns: int, started: Event | None, ended: Event | None
+    ) -> None:
+        row = self._row(flag, start_ns, end_ns)
+        if self.timer is not None and started is not None and ended is not None:
+            self.timer.enqueue((*row[:5], started, ended))
+        elif self.recorder.owner == get_ident():
+            self.recorder.write(*row)
+        else:
+            self.recorder.enqueue(row)
+
+    def _row(self, flag: int, start_ns: int, end_ns: int) -> Row:
+        word1 = self.word1 | flag << 48
+        duration_ns = end_ns - start_ns
+        return word1, self.word2, self.peer, self.size, self.sequence, start_ns, duration_ns
+
+
+def _payload_bytes(payload: Any) -> int:
+    """Return the bytes of a tensor or of a list of tensors; 0 for None."""
+    if payload is None:
+        return 0
+    if type(payload) is list or type(payload) is tuple:
+        return sum(tensor.nbytes for tensor in payload)
+    size: int = payload.nbytes
+    return size

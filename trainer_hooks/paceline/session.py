@@ -1,0 +1,227 @@
+"""The state between `init` and `finish`: the recorder, its timed objects and their limits.
+
+A timed object (section or pipeline action) is created at its first use and reused afterwards. An
+invalid name or action is counted, logged once and replaced by an object that does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any
+
+from paceline.collectives.wrappers import DistributedWrappers
+from paceline.device import DevicePipelining, DeviceSection, DeviceTimer, DeviceTransfer
+from paceline.loop import Loop
+from paceline.recorder import Recorder
+from paceline.sections import INERT, OtherThreadSection, StatusSection, Transfer
+from paceline.writer import Pipelining, Section
+from paceline.writer.interface import Timed
+from paceline_wire.ring import (
+    DEFINITIONS_BYTES,
+    STATE_DEFINITIONS,
+    Control,
+    SectionDefinition,
+    Status,
+    section_op,
+)
+from paceline_wire.spans import COMPUTE_OPS, NONE_16, NONE_32, PIPELINE_TRANSFER_OPS, Op
+
+_log = logging.getLogger(__name__)
+
+MAXIMUM_SECTIONS = 4096  # distinct names; more means that a name contains a counter
+NAMES_BYTES = DEFINITIONS_BYTES * 3 // 4  # the rest of the definitions is for process groups
+LONGEST_NAME = 200
+MAXIMUM_ACTIONS = 1 << 14  # distinct (op, microbatch, chunk, peer)
+
+LARGEST_SQUARES = 1 << 62  # the largest sum of squared lengths that a reader accepts
+
+OPTIMIZER = object()  # key of the optimizer's section, which no user's name can equal
+
+Actions = list[dict[tuple[int | None, int, int | None], Pipelining]]
+
+
+class Session:
+    """Everything that exists between `init` and `finish`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.control = recorder.ring.control
+        self.timer: DeviceTimer | None = None
+        self.loop = Loop(recorder)
+        self.wrappers: DistributedWrappers | None = None
+        self.section_ops: dict[str, int] = {}  # by name
+        # By op, then by (microbatch, chunk, peer): hashing an Op is slow.
+        self.actions: Actions = [{} for _ in range(Op.BACKWARD_RECV + 1)]
+        self.sized_actions: Actions = [{} for _ in range(Op.BACKWARD_RECV + 1)]  # with lengths
+        recorder.sections[OPTIMIZER] = Section(recorder, Op.OPTIMIZER)
+        self.checkpoint = StatusSection(recorder, Op.CHECKPOINT, Status.CHECKPOINTING)
+        self.evaluate = StatusSection(recorder, Op.EVALUATE, Status.EVALUATING)
+        self.created = 0  # sections and actions
+        self.command: Control | None = None
+        self.answered = 0  # id of the last command with a final answer
+
+    # Sections
+
+    def add_section(self, name: str, *, in_owner_thread: bool) -> Timed:
+        """Return a timed object for a section that the recorder does not have yet."""
+        op = self._section_op(name)
+        if op is None:
+            return INERT
+        if not in_owner_thread:
+            return OtherThreadSection(self.recorder, op)
+        section = self.recorder.sections[name] = self._create_section(op)
+        return section
+
+    def _section_op(self, name: str) -> int | None:
+        """Return the op of a section's name; None, counted or logged, if it cannot be recorded."""
+        try:
+            op = self._define_section(name)
+        except Exception as error:
+            self.recorder.failures += 1
+            log_once("name", "paceline.section(%r) is not recorded: %s", name, error)
+            return None
+        if op is None:
+            count = len(self.section_ops)
+            log_once("names", "more than %d section names: the others are not recorded", count)
+        return op
+
+    def _define_section(self, name: str) -> int | None:
+        """Return the op of a section's name; None if there are too many names.
+
+        The first use of a name defines it in the ring.
+        """
+        op = self.section_ops.get(name)
+        identifier, used = len(self.section_ops), self.recorder.state[STATE_DEFINITIONS]
+        if op is None and identifier < MAXIMUM_SECTIONS and used < NAMES_BYTES:
+            self.recorder.define(SectionDefinition(identifier, str(name)[:LONGEST_NAME]))
+            op = self.section_ops[name] = section_op(identifier)
+        return op
+
+    def _create_section(self, op: int) -> Section:
+        if self.timer is not None:
+            section: Section = DeviceSection(self.recorder, op, self.timer)
+        else:
+            section = Section(self.recorder, op)
+        self.created += 1
+        return section
+
+    # Pipeline actions
+
+    def add_action(
+        self, actions: Actions, op: int, microbatch: int | None, chunk: int, peer: int | None
+    ) -> Timed:
+        """Return a new action, or an inert one, counted and logged, if it cannot be recorded."""
+        try:
+            op = _whole_number("op", op, Op.FORWARD, Op.BACKWARD_RECV)
+            if microbatch is not None:
+                microbatch = _whole_number("microbatch", microbatch, 0, NONE_32 - 1)
+            chunk = _whole_number("chunk", chunk, 0, NONE_16 - 1)
+            if peer is not None:
+                peer = _whole_number("peer", peer, 0, NONE_32 - 1)
+            if self.created >= MAXIMUM_SECTIONS + MAXIMUM_ACTIONS:
+                raise ValueError(f"more than {MAXIMUM_ACTIONS} different actions")
+        except Exception as error:
+            self.recorder.failures += 1
+            log_once("action", "paceline.pipelining: not recorded: %s", error)
+            return INERT
+        action = self._create_action(op, microbatch, chunk, peer)
+        actions[op][microbatch, chunk, peer] = action
+        return action
+
+    def sized_action(
+        self, op: int, microbatch: int | None, chunk: int, lengths: Sequence[int]
+    ) -> Timed | None:
+        """Return an action with sequence lengths; None, counted and logged, if they are invalid.
+
+        The record's `bytes` and `sequence`, which only communications use otherwise, hold the sum
+        and the sum of squares. These actions are kept apart from the others, so that an action
+        without lengths never shows those of an earlier use.
+        """
+        try:
+            tokens, squares = sum(lengths), sum(length * length for length in lengths)
+            if op not in COMPUTE_OPS or not 0 <= tokens <= squares < LARGEST_SQUARES:
+                raise ValueError(
+                    f"lengths must be whole numbers of a forward or backward, got {lengths}"
+                )
+            try:
+                action: Timed = self.sized_actions[op][microbatch, chunk, None]
+            except KeyError:
+                action = self.add_action(self.sized_actions, op, microbatch, chunk, None)
+            if isinstance(action, Pipelining):
+                action.size, action.sequence = int(tokens), int(squares)
+            return action
+        except Exception as error:
+            self.recorder.failures += 1
+            log_once("lengths", "paceline.pipelining: recorded without lengths: %s", error)
+            return None
+
+    def _create_action(
+        self, op: int, microbatch: int | None, chunk: int, peer: int | None
+    ) -> Pipelining:
+        arguments = (self.recorder, op, microbatch, chunk, peer)
+        is_transfer = op in PIPELINE_TRANSFER_OPS
+        if self.timer is not None:
+            device_class = DeviceTransfer if is_transfer else DevicePipelining
+            action: Pipelining = device_class(*arguments, self.timer)
+        else:
+            action = Transfer(*arguments) if is_transfer else Pipelining(*arguments)
+        self.created += 1
+        return action
+
+    # The session
+
+    def at_boundary(self) -> None:
+        """Resolve device events before each step; start using the device once the script does."""
+        if self.timer is not None:
+            self.timer.resolve()
+        elif (cuda := sys.modules.get("torch.cuda")) is not None and cuda.is_initialized():
+            self.timer = self.recorder.timer = DeviceTimer(cuda, self.recorder)
+            for actions in (*self.actions, *self.sized_actions):
+                actions.clear()
+            self.recorder.sections.clear()
+            self.recorder.sections[OPTIMIZER] = self._create_section(Op.OPTIMIZER)
+
+    def end(self, status: int) -> None:
+        """Write what is pending and show the final status."""
+        self.recorder.leave_loop()
+        if self.timer is not None:
+            self.timer.resolve()
+        self.recorder.set_status(status)
+
+    def detach(self) -> None:
+        """Stop writing to the ring, in a forked child: it is the parent's."""
+        self.recorder.detach()
+        if self.wrappers is not None:
+            self.wrappers.uninstall()
+
+    def guard(self, call: Callable[..., None], *args: Any) -> None:
+        """Call; count and log an error of Paceline instead of raising it into the training."""
+        try:
+            call(*args)
+        except Exception as error:
+            self.recorder.failures += 1
+            log_once(call.__name__, "paceline: %s failed: %s", call.__name__, error)
+
+
+def _whole_number(name: str, value: Any, least: int, most: int) -> int:
+    """Return an int for any integer type, numpy's too; not for a tensor, which may be on a device.
+
+    Raises:
+        ValueError: not an integer in `least`..`most`.
+    """
+    if not isinstance(value, Integral) or not least <= int(value) <= most:
+        raise ValueError(f"{name} must be a whole number from {least} to {most}, got {value!r}")
+    return int(value)
+
+
+_logged: set[str] = set()
+
+
+def log_once(topic: str, message: str, *values: object, info: bool = False) -> None:
+    """Log a message unless one of the same topic was logged before."""
+    if topic not in _logged:
+        _logged.add(topic)
+        _log.log(logging.INFO if info else logging.WARNING, message, *values)
