@@ -10,6 +10,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from paceline_agent.expose import catalogue
+from paceline_agent.printable import printable
 from paceline_agent.settings import HOSTNAME_LABEL
 from paceline_wire.batch import Sample
 
@@ -45,13 +46,6 @@ class Families(Collector):
         if self._hostname_label != HOSTNAME_LABEL and HOSTNAME_LABEL in labels:
             labels[self._hostname_label] = labels.pop(HOSTNAME_LABEL)
         return labels
-
-
-def printable(text: str) -> str:
-    """What a file or a device told of itself, without what would break a line or a terminal."""
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 def render(

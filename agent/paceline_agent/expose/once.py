@@ -18,8 +18,9 @@ from paceline_agent.collect.contract import Collected, Collector, CollectorUnava
 from paceline_agent.collect.pool import lane_of
 from paceline_agent.collect.runner import Patience, bounded, health, health_series
 from paceline_agent.expose import catalogue, standard_output
-from paceline_agent.expose.exposition import printable, render
+from paceline_agent.expose.exposition import render
 from paceline_agent.expose.scrape import completed
+from paceline_agent.printable import printable
 from paceline_agent.rings.reader import ranks_in
 from paceline_agent.settings import AgentSettings
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample

@@ -25,7 +25,7 @@ from urllib.request import getproxies, proxy_bypass
 import msgspec
 
 from paceline_agent.errors import LinkError
-from paceline_agent.expose.exposition import printable
+from paceline_agent.printable import printable
 
 CONNECT_SECONDS = 2.0
 ANSWER_SECONDS = 10.0  # without a byte

@@ -12,8 +12,8 @@ from paceline_agent.collect.contract import Context
 from paceline_agent.collect.kept_files import entries, read_text_once
 from paceline_agent.expose import catalogue
 from paceline_agent.expose.check.report import NO, PARTLY, YES, Row
-from paceline_agent.expose.exposition import printable
 from paceline_agent.expose.once import Outcome
+from paceline_agent.printable import printable
 from paceline_wire.batch import GpuInfo
 
 _GPU_PREFIXES = ("DCGM_FI_DEV_", "paceline_gpu_")
