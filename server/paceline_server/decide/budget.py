@@ -1,4 +1,4 @@
-"""How often a job may be restarted, how fast, and how many nodes may be put aside."""
+"""Limits of repair: how often and how fast a job is restarted, how many nodes are quarantined."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DAY_NS = 24 * HOUR_NS
 
 
 def fruitless_restarts(view: JobView) -> int:
-    """How many of the latest restarts led to no step beyond what was reached before them."""
+    """Return how many of the latest restarts led to no step beyond those reached before."""
     count = 0
     reached = view.highest_step
     for restart in reversed(view.restarts):
@@ -23,22 +23,22 @@ def fruitless_restarts(view: JobView) -> int:
 
 
 def refusal(view: JobView, policy: Policy, now_ns: int) -> str | None:
-    """Why the job may not be restarted once more; None if it may."""
+    """Return why the job may not be restarted once more; None if it may."""
     fruitless = fruitless_restarts(view)
     if fruitless >= policy.cycles_without_progress:
-        return f"the last {fruitless} restarts made no step of progress"
+        return f"the last {fruitless} restarts made no progress"
     for span_ns, limit, word in (
         (HOUR_NS, policy.restarts_per_hour, "hour"),
         (DAY_NS, policy.restarts_per_day, "day"),
     ):
         used = sum(now_ns - restart.at_ns < span_ns for restart in view.restarts)
         if used >= limit:
-            return f"{used} restarts within the last {word}, and {limit} are allowed"
+            return f"{used} restarts within the last {word}; {limit} are allowed"
     return None
 
 
 def not_before_ns(view: JobView, policy: Policy) -> int:
-    """When the next generation may start: at once after progress, else later each time."""
+    """Return when the next generation may start: later after each restart without progress."""
     fruitless = fruitless_restarts(view)
     if not fruitless:
         return 0
@@ -47,26 +47,25 @@ def not_before_ns(view: JobView, policy: Policy) -> int:
 
 
 def times_to_blame(view: JobView, node: str, now_ns: int) -> int:
-    """How many restarts of the last hour this node was held responsible for."""
+    """Return how many restarts of the last hour this node was held responsible for."""
     return sum(
         restart.node == node and now_ns - restart.at_ns < HOUR_NS for restart in view.restarts
     )
 
 
-def may_quarantine(nodes: list[NodeView], policy: Policy, aside: int, now_ns: int) -> bool:
-    """Whether one more node may be put aside, `aside` being already decided for.
+def may_quarantine(nodes: list[NodeView], policy: Policy, chosen: int, now_ns: int) -> bool:
+    """Return whether one more node may be quarantined, beside `chosen` that are decided already.
 
-    One may in the smallest cluster, unless the share is 0: whether others can take over is asked
-    elsewhere.
-    Nodes that have fallen silent do not count as put aside: nothing is gained by keeping them.
+    One may even in the smallest cluster, unless the share is 0; whether other nodes can take over
+    is not checked here. Silent nodes do not count as quarantined: they could not be used anyway.
     """
-    held = sum(node.quarantined and alive(node, policy, now_ns) for node in nodes)
+    quarantined = sum(node.quarantined and alive(node, policy, now_ns) for node in nodes)
     limit = max(1.0, policy.quarantine_share * len(nodes)) if policy.quarantine_share else 0.0
-    return held + aside + 1 <= limit
+    return quarantined + chosen + 1 <= limit
 
 
 def alive(node: NodeView, policy: Policy, now_ns: int) -> bool:
-    """Heard of within its lease (docs/adr/0003)."""
+    """Return whether the node was last seen within its lease (docs/adr/0003)."""
     return now_ns - node.last_seen_ns <= policy.node_lease_seconds * NANOSECONDS
 
 

@@ -1,9 +1,9 @@
-"""From findings to what shall be done about them: one readable path, and pure.
+"""Decide what to do about the findings of one job. Pure.
 
-    group findings -> ask for stacks -> advance what is under way -> propose actions
-        -> settle the job's state
+    group findings -> request stacks and dumps -> advance running actions -> propose actions
+        -> set the job's state
 
-The caller commits the `Decision` in one transaction before anything of it is carried out.
+The caller commits the `Decision` in one transaction before any of it is carried out.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paceline_server.decide.draft import NANOSECONDS, Draft
-from paceline_server.decide.evidence import ask_for_dumps, ask_for_stacks
+from paceline_server.decide.evidence import request_dumps, request_stacks
 from paceline_server.decide.incidents import group, resolve
-from paceline_server.decide.policy import propose
-from paceline_server.decide.recovery import advance, finish
-from paceline_server.decide.stopping import advance_stop
+from paceline_server.decide.propose import propose
+from paceline_server.decide.restart.advance import advance_restart
+from paceline_server.decide.restart.start import finish_start
+from paceline_server.decide.stop_job import advance_stop
 from paceline_server.decide.types import Decision, JobView
 from paceline_server.detect.finding import Finding
 from paceline_server.policy import Policy
 
 _NEVER_ACTS = ("observe", "dry-run")
 _GONE_NS = 86_400 * NANOSECONDS
-# Of exits whose codes nobody knows the cause is told once all nodes had time to tell of theirs; a
-# node that falls silent with them is lost after five seconds.
+# The cause of exits without a known code is found once all nodes had time to report theirs. A node
+# that falls silent with them is lost after the node lease (5 s).
 _EXPLAINED_NS = 8 * NANOSECONDS
 
 
@@ -36,14 +37,14 @@ def decide(
     next_command_id: Callable[[], int],
     new_id: Callable[[str], str],
 ) -> Decision:
-    """What changes about one job, now.
+    """Return what changes about one job now.
 
     Args:
-        view: the job as committed, answers of agents and people included.
-        findings: what the detectors say since the last call; may be empty, repeated or late.
+        view: the job as committed, with the results of agents and the decisions of people.
+        findings: of the detectors since the last call; may be empty, repeated or late.
         now_ns: CLOCK_REALTIME of the server, like every time in `view`.
-        next_command_id: answers a number no command of any job has had.
-        new_id: `new_id("inc")` answers a new id such as "inc-5e0f1a2b"; also asked for "act".
+        next_command_id: returns a number that no command of any job has had.
+        new_id: `new_id("inc")` returns a new id such as "inc-5e0f1a2b"; also called with "act".
     """
     draft = Draft(view, policy, now_ns, next_command_id, new_id)
     if not draft.ended:
@@ -51,8 +52,8 @@ def decide(
         _end_if_superseded(draft)
         _end_if_vanished(draft)
         group(draft, findings)
-        ask_for_stacks(draft)
-        ask_for_dumps(draft)
+        request_stacks(draft)
+        request_dumps(draft)
         _advance(draft)
         propose(draft)
         _end_if_dead(draft)
@@ -66,11 +67,11 @@ def _advance(draft: Draft) -> None:
         if action.kind == "stop":
             advance_stop(draft, action)
         else:
-            advance(draft, action)
+            advance_restart(draft, action)
 
 
 def _end_if_finished(draft: Draft) -> None:
-    """Every rank came to its end of its own accord."""
+    """End the job as finished if every rank exited with code 0, uncommanded."""
     ranks = draft.ranks
     if not ranks or any(
         rank.state != "exited" or rank.exit_code != 0 or rank.commanded for rank in ranks
@@ -78,24 +79,24 @@ def _end_if_finished(draft: Draft) -> None:
         return
     for action in draft.actions("proposed", "approved", "running"):
         if action.kind in ("start", "restart") and action.generation + 1 == draft.generation:
-            finish(draft, action)
+            finish_start(draft, action)
         else:
             draft.end_action(action, "superseded", error="The job finished first.")
     for incident in draft.incidents():
         resolve(draft, incident, "The job has finished.")
-    draft.change_state("finished", "All ranks came to their end.")
+    draft.change_state("finished", "All ranks finished.")
 
 
 def _end_if_superseded(draft: Draft) -> None:
-    """Of ranks whose node is lost nobody tells the end."""
+    """End a watched job that another run replaced: a lost node cannot report its ranks' end."""
     if draft.view.is_superseded and not draft.ended:
         for incident in draft.incidents():
             resolve(draft, incident, "Another run was started.")
-        draft.change_state("failed", "Another run was started elsewhere.")
+        draft.change_state("failed", "Another run was started outside Paceline.")
 
 
 def _end_if_vanished(draft: Draft) -> None:
-    """Nobody acts on it, and its nodes are gone for good: given back, or shut down with the job."""
+    """End a job that is only watched and whose nodes have been silent for a day."""
     agents = {rank.agent_id for rank in draft.ranks}
     seen_ns = [node.last_seen_ns for node in draft.view.nodes if node.agent_id in agents]
     silent_ns = draft.now_ns - max(seen_ns, default=0)
@@ -103,26 +104,29 @@ def _end_if_vanished(draft: Draft) -> None:
         return
     for incident in draft.incidents():
         resolve(draft, incident, "Its nodes are gone.")
-    draft.change_state("failed", "None of its nodes was heard of for a day.")
+    draft.change_state("failed", "None of its nodes has reported for a day.")
 
 
 def _is_being_explained(draft: Draft) -> bool:
-    """What a job died of is not known yet: nobody looks for it once the job is over."""
-    heard_ns = draft.view.ended_heard_ns
-    if heard_ns is None or draft.now_ns - heard_ns > _EXPLAINED_NS:
+    """Return whether the cause of the ranks' exits may still be found.
+
+    Detection ends with the job.
+    """
+    ended_ns = draft.view.ended_received_ns
+    if ended_ns is None or draft.now_ns - ended_ns > _EXPLAINED_NS:
         return False
-    return all(one.finding.kind != "failure" for one in draft.incidents())
+    return all(incident.finding.kind != "failure" for incident in draft.incidents())
 
 
 def _end_if_dead(draft: Draft) -> None:
-    """No rank is left and, by policy or by a person's word, nobody will start them again."""
+    """End the job as failed if no rank is left and none will be restarted."""
     ranks = draft.ranks
     unfinished = draft.actions("proposed", "approved", "running")
-    if draft.ended or unfinished or not ranks or any(one.state != "exited" for one in ranks):
+    if draft.ended or unfinished or not ranks or any(rank.state != "exited" for rank in ranks):
         return
     if _is_being_explained(draft):
         return
-    incidents = [one for one in draft.incidents() if one.finding.severity == "critical"]
-    rejected = bool(incidents) and all(one.action_ids for one in incidents)
+    critical = [one for one in draft.incidents() if one.finding.severity == "critical"]
+    rejected = bool(critical) and all(incident.action_ids for incident in critical)
     if draft.policy.mode in _NEVER_ACTS or rejected:
-        draft.change_state("failed", "All ranks are dead and none is to be restarted.")
+        draft.change_state("failed", "All ranks have exited and will not be restarted.")

@@ -1,4 +1,4 @@
-"""The decision while it is being made: the view as it will be, and what led there."""
+"""A decision in the making: the job's state after it, and the changes so far."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NANOSECONDS = 1_000_000_000
 
 
 class Draft:
-    """Every stage of `decide` reads the current truth here and writes its changes here."""
+    """Every stage of `decide` reads the current state here and writes its changes here."""
 
     def __init__(
         self,
@@ -44,7 +44,9 @@ class Draft:
         self.generation = view.generation
         self.topology: Topology = view.topology
         self.ranks: list[RankView] = view.ranks
-        self.escalated: set[str] = set()  # incidents that got worse, or were understood, just now
+        self.escalated: set[str] = (
+            set()
+        )  # ids of incidents that got worse, or explained, in this tick
         self.quarantine: dict[str, str] = {}
         self.restarted: Restarted | None = None
         self._next_command_id = next_command_id
@@ -58,8 +60,8 @@ class Draft:
         return self.state in ENDED
 
     def incidents(self) -> list[IncidentView]:
-        """Not resolved ones, oldest first."""
-        return [one for one in self._incidents.values() if one.state != "resolved"]
+        """Return the unresolved incidents, oldest first."""
+        return [incident for incident in self._incidents.values() if incident.state != "resolved"]
 
     def actions(self, *states: str) -> list[ActionView]:
         return [action for action in self._actions.values() if action.state in states]
@@ -81,7 +83,7 @@ class Draft:
     def end_action(
         self, action: ActionView, state: str, *, error: str | None = None, verb: str | None = None
     ) -> ActionView:
-        """The action's last state: done, failed, rejected or superseded."""
+        """Set the action's final `state`: done, failed, rejected or superseded."""
         ended = msgspec.structs.replace(
             action, state=state, finished_ns=self.now_ns, error=error or action.error
         )
@@ -89,7 +91,7 @@ class Draft:
         return self.put_action(ended)
 
     def issue(self, agent_id: str, action_id: str, command: Callable[[int], Command]) -> int:
-        """Have `agent_id` carry out `command(command_id)`; returns the id."""
+        """Send `command(command_id)` to the agent; return the id."""
         command_id = self._next_command_id()
         self._commands.append(
             IssuedCommand(agent_id=agent_id, action_id=action_id, command=command(command_id))
@@ -105,7 +107,7 @@ class Draft:
             self.state = state
 
     def decision(self) -> Decision:
-        """Only what differs from the view."""
+        """Return what differs from the view."""
         view = self.view
         incidents = {incident.incident_id: incident for incident in view.incidents}
         actions = {action.action_id: action for action in view.actions}

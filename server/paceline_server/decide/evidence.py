@@ -1,6 +1,6 @@
-"""Python stacks and Flight Recorder dumps of a job that hangs, asked for before it is killed.
+"""Request Python stacks and Flight Recorder dumps of a hung job before it is killed.
 
-A restart waits for them, but only so long: a hung job costs all its GPUs each second.
+A restart waits for them for a short time only: a hung job wastes all its GPUs.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.types import IncidentView
 from paceline_wire.commands import Command, TakeDumps, TakeStacks
 
-# A reading takes 0.1 s of an idle machine, and commands and answers as long again.
+# Reading stacks takes 0.1 s on an idle machine, and the command and its result as long again.
 GRACE_SECONDS = 1.0
-# Longer than agents wait for a rank that was told to write one. Ranks that cannot say so at once.
+# Longer than agents wait for a rank to write its dump. A rank that cannot write reports it at once.
 DUMP_GRACE_SECONDS = 5.0
-MAXIMUM_RANKS = 8  # per incident
+MAXIMUM_RANKS = 8  # whose stacks are read, per incident
 
 
-def ask_for_stacks(draft: Draft) -> None:
-    """Once for each rank that a finding wants to know more of."""
+def request_stacks(draft: Draft) -> None:
+    """Request the stacks that findings want, once for each rank."""
     agents = {rank.rank: rank.agent_id for rank in draft.ranks if rank.state != "exited"}
     for incident in draft.incidents():
         if incident.finding.generation != draft.generation:
@@ -33,52 +33,54 @@ def ask_for_stacks(draft: Draft) -> None:
             if rank in agents and rank not in incident.stacks_asked
         ][:room]
         if wanted:
-            _ask(draft, incident, wanted, agents)
+            _request(draft, incident, wanted, agents)
 
 
-def _ask(draft: Draft, incident: IncidentView, wanted: list[int], agents: dict[int, str]) -> None:
+def _request(
+    draft: Draft, incident: IncidentView, wanted: list[int], agents: dict[int, str]
+) -> None:
     by_agent: dict[str, list[int]] = defaultdict(list)
     for rank in wanted:
         by_agent[agents[rank]].append(rank)
     for agent, ranks in sorted(by_agent.items()):
-        draft.issue(agent, incident.incident_id, _Reading(draft, ranks))
-    asked = [*incident.stacks_asked, *wanted]
-    draft.put_incident(replace(incident, stacks_asked=asked, stacks_asked_ns=draft.now_ns))
+        draft.issue(agent, incident.incident_id, _ReadCommand(draft, ranks))
+    requested = [*incident.stacks_asked, *wanted]
+    draft.put_incident(replace(incident, stacks_asked=requested, stacks_asked_ns=draft.now_ns))
 
 
-def ask_for_dumps(draft: Draft) -> None:
-    """Once for each incident: what one rank launched tells only beside what the others did."""
-    asking = [
+def request_dumps(draft: Draft) -> None:
+    """Request the dumps of all ranks, once for each incident: they are compared with each other."""
+    incidents = [
         incident
         for incident in draft.incidents()
         if incident.dumps_asked_ns is None
         and incident.finding.dumps_wanted
         and incident.finding.generation == draft.generation
     ]
-    if not asking:
+    if not incidents:
         return
     by_agent: dict[str, list[int]] = defaultdict(list)
     for rank in draft.ranks:
         if rank.state != "exited":
             by_agent[rank.agent_id].append(rank.rank)
-    for incident in asking:
+    for incident in incidents:
         for agent, ranks in sorted(by_agent.items()):
-            draft.issue(agent, incident.incident_id, _Reading(draft, ranks, TakeDumps))
+            draft.issue(agent, incident.incident_id, _ReadCommand(draft, ranks, TakeDumps))
         draft.put_incident(replace(incident, dumps_asked_ns=draft.now_ns))
 
 
-class _Reading:
-    """The command that reads `ranks` of one node."""
+class _ReadCommand:
+    """Build the command that reads stacks or dumps of `ranks` on one node."""
 
     def __init__(
-        self, draft: Draft, ranks: list[int], what: type[TakeStacks | TakeDumps] = TakeStacks
+        self, draft: Draft, ranks: list[int], kind: type[TakeStacks | TakeDumps] = TakeStacks
     ) -> None:
         self._draft = draft
         self._ranks = ranks
-        self._what = what
+        self._kind = kind
 
     def __call__(self, command_id: int) -> Command:
-        return self._what(
+        return self._kind(
             command_id=command_id,
             job=self._draft.view.job_id,
             generation=self._draft.generation,
@@ -87,9 +89,9 @@ class _Reading:
 
 
 def awaits_evidence(draft: Draft, incident: IncidentView) -> bool:
-    """Whether killing the ranks now would destroy what is about to be read.
+    """Return whether killing the ranks now would destroy evidence that is being read.
 
-    Never for an incident that was acted on before: it is acted on again at once, or not at all.
+    Never for an incident that has had an action: it gets the next one immediately, or none.
     """
     if incident.action_ids:
         return False

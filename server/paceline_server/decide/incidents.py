@@ -1,11 +1,11 @@
-"""Findings grouped into incidents: one problem, however many symptoms.
+"""Group findings into incidents: one incident per problem, with any number of symptoms.
 
-- A finding with a known fingerprint updates its incident; one with the same verdict and other
-  evidence refreshes what is shown, which nobody is told of.
-- A job that hangs or has failed drags everything with it: later findings are symptoms.
-- What appears while an incident is being repaired is a symptom of it.
+- A finding with a known fingerprint updates its incident. If only its evidence differs, the
+  incident is refreshed without an alert.
+- In a job that hangs or has failed, later findings are symptoms of that.
+- A finding that appears while an incident is being repaired is a symptom of it.
 - A pipeline bubble next to a straggler is its symptom, and so is a straggler on the same node.
-- Findings of an earlier generation are about processes that no longer exist: ignored.
+- Findings of an earlier generation are ignored: their processes no longer exist.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from paceline_server.detect.finding import Finding
 
 _SEVERITIES = {"info": 0, "warning": 1, "critical": 2}
 _KINDS = {"bubble": 0, "hang": 2, "failure": 3}  # any other: 1
-# What a rank, its node or its network is to blame for.
+# Slowness that a rank, its node or its network is to blame for.
 SLOW_KINDS = frozenset({"straggler", "slow_data", "slow_link"})
 _NOTABLE_SLOWDOWN = 0.25  # smaller changes are not worth an event
-# What a finding shows beside its verdict.
-_SHOWN = (
+# Fields that are shown beside the verdict.
+_REFRESHED = (
     "summary",
     "slowdown",
     "cost_ratio",
@@ -40,30 +40,34 @@ def group(draft: Draft, findings: Sequence[Finding]) -> None:
     for finding in findings:
         if finding.generation != draft.generation or draft.ended:
             continue
-        known = _known(draft.incidents(), finding)
+        known = _incident_with(draft.incidents(), finding)
         if finding.cleared:
             if known is not None:
                 _clear(draft, known, finding)
         elif known is not None:
             _update(draft, known, finding)
-        elif (cause := _problem_behind(draft.incidents(), finding)) is not None:
+        elif (cause := _incident_explaining(draft.incidents(), finding)) is not None:
             _add_symptom(draft, cause, finding)
         else:
             open_incident(draft, finding)
 
 
 def is_fatal(finding: Finding) -> bool:
-    """Training has stopped, or what it computes is worthless."""
+    """Return whether training has stopped or computes worthless results."""
     return finding.severity == "critical" and finding.kind in ("failure", "hang")
 
 
 def live_findings(incident: IncidentView) -> list[Finding]:
-    """The strongest finding first, then the symptoms; without those that are over."""
-    return [one for one in (incident.finding, *incident.symptoms) if not one.cleared]
+    """Return the findings that are not cleared: the strongest first, then the symptoms."""
+    return [finding for finding in _findings(incident) if not finding.cleared]
+
+
+def _findings(incident: IncidentView) -> tuple[Finding, ...]:
+    return (incident.finding, *incident.symptoms)
 
 
 def strength(finding: Finding) -> tuple[int, int, bool, bool]:
-    """Findings that explain more, or matter more, compare greater."""
+    """Sort key: findings that explain more, or matter more, compare greater."""
     return (
         _SEVERITIES.get(finding.severity, 1),
         _KINDS.get(finding.kind, 1),
@@ -89,9 +93,9 @@ def resolve(draft: Draft, incident: IncidentView, why: str) -> None:
 
 
 def resolve_repaired(draft: Draft) -> None:
-    """After a restart: the troubles of the generations before are over.
+    """After a restart: resolve the incidents of earlier generations.
 
-    What was found in the new generation meanwhile was only held back, and is looked at anew.
+    Findings of the new generation that were added to them as symptoms open incidents of their own.
     """
     for incident in draft.incidents():
         everything = live_findings(incident)
@@ -108,15 +112,15 @@ def _key(finding: Finding) -> tuple[int, str]:
     return finding.generation, finding.fingerprint
 
 
-def _known(incidents: list[IncidentView], finding: Finding) -> IncidentView | None:
+def _incident_with(incidents: list[IncidentView], finding: Finding) -> IncidentView | None:
     for incident in incidents:
-        if any(_key(one) == _key(finding) for one in (incident.finding, *incident.symptoms)):
+        if any(_key(known) == _key(finding) for known in _findings(incident)):
             return incident
     return None
 
 
-def _problem_behind(incidents: list[IncidentView], finding: Finding) -> IncidentView | None:
-    return next((one for one in incidents if _explains(one, finding)), None)
+def _incident_explaining(incidents: list[IncidentView], finding: Finding) -> IncidentView | None:
+    return next((incident for incident in incidents if _explains(incident, finding)), None)
 
 
 def _explains(incident: IncidentView, finding: Finding) -> bool:
@@ -137,9 +141,9 @@ def _explains(incident: IncidentView, finding: Finding) -> bool:
 
 def _add_symptom(draft: Draft, incident: IncidentView, finding: Finding) -> None:
     main = incident.finding
-    # While an incident is repaired its name stays, unless the true culprit is only now known.
-    nameable = incident.state == "open" or (is_fatal(main) and is_fatal(finding))
-    if nameable and strength(finding) > strength(main) and main.generation == finding.generation:
+    # While an incident is repaired its main finding stays, unless the culprit is found only now.
+    replaceable = incident.state == "open" or (is_fatal(main) and is_fatal(finding))
+    if replaceable and strength(finding) > strength(main) and main.generation == finding.generation:
         found = replace(finding, detected_ns=min(main.detected_ns, finding.detected_ns))
         incident = replace(incident, finding=found, symptoms=[main, *incident.symptoms])
         draft.escalated.add(incident.incident_id)
@@ -152,7 +156,7 @@ def _add_symptom(draft: Draft, incident: IncidentView, finding: Finding) -> None
 
 
 def _clear(draft: Draft, incident: IncidentView, finding: Finding) -> None:
-    """Keep what was said, marked as over; the incident is over when all of it is."""
+    """Mark the finding as cleared; resolve the incident when all of its findings are."""
     incident = _map(
         incident, lambda one: replace(one, cleared=True) if _key(one) == _key(finding) else one
     )
@@ -162,15 +166,13 @@ def _clear(draft: Draft, incident: IncidentView, finding: Finding) -> None:
 
 
 def _update(draft: Draft, incident: IncidentView, finding: Finding) -> None:
-    before = next(
-        one for one in (incident.finding, *incident.symptoms) if _key(one) == _key(finding)
-    )
-    if not before.cleared and _says_less(finding, before):
+    before = next(known for known in _findings(incident) if _key(known) == _key(finding))
+    if not before.cleared and _is_weaker(finding, before):
         return
-    if not before.cleared and not _says_news(finding, before):
+    if not before.cleared and not _is_news(finding, before):
         _refresh(draft, incident, before, finding)
         return
-    # When it was first noticed is what detection is measured by.
+    # Detection is measured by when the finding was first made.
     after = replace(
         finding,
         detected_ns=before.detected_ns,
@@ -185,19 +187,19 @@ def _update(draft: Draft, incident: IncidentView, finding: Finding) -> None:
 
 
 def _refresh(draft: Draft, incident: IncidentView, before: Finding, finding: Finding) -> None:
-    """The same verdict, better known: no alert, no line of the audit, no reason to act."""
-    after = replace(before, **{name: getattr(finding, name) for name in _SHOWN})
+    """Show new evidence for the same verdict, without an alert, an audit entry or an action."""
+    after = replace(before, **{name: getattr(finding, name) for name in _REFRESHED})
     if after != before:
         draft.put_incident(_map(incident, lambda one: after if one is before else one))
 
 
-def _says_less(finding: Finding, before: Finding) -> bool:
+def _is_weaker(finding: Finding, before: Finding) -> bool:
     if strength(finding)[0] < strength(before)[0]:
         return True
     return finding.cause == "unknown" and before.cause != "unknown"
 
 
-def _says_news(finding: Finding, before: Finding) -> bool:
+def _is_news(finding: Finding, before: Finding) -> bool:
     return _verdict(finding) != _verdict(before) or (
         abs((finding.slowdown or 0.0) - (before.slowdown or 0.0)) >= _NOTABLE_SLOWDOWN
     )

@@ -1,7 +1,7 @@
-"""Which rank runs on which node.
+"""Assign ranks to nodes.
 
-Ranks lie in contiguous blocks in rank order, so that tensor peers share a node. When a node is
-replaced, the others keep their ranks (and with them warm page caches and local files).
+Ranks lie in contiguous blocks in rank order, so that tensor-parallel peers share a node. When a
+node is replaced, the others keep their ranks, and with them warm page caches and local files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from paceline_server.decide.types import NodeView, RankView
 from paceline_wire.topology import Topology
 
 
-class Placement(msgspec.Struct, frozen=True):
+class RankLayout(msgspec.Struct, frozen=True):
+    """The topology of a generation and the node and GPU of each rank."""
+
     topology: Topology
     ranks: list[RankView]
 
@@ -27,50 +29,57 @@ def place(
     previous: Sequence[RankView] = (),
     *,
     may_shrink: bool = True,
-) -> Placement | None:
-    """Seat the ranks on `nodes`, all of which must be usable; None: not even a smaller job fits.
+) -> RankLayout | None:
+    """Assign the ranks to `nodes`.
 
-    `previous` is the generation before, whose seats are kept where that is possible.
+    Args:
+        asked: the topology requested for the job.
+        nodes: those that may be used, all of them usable.
+        previous: ranks of the generation before; they keep their nodes where possible.
+        may_shrink: allow fewer data-parallel replicas than requested.
+
+    Returns:
+        None if the job does not fit.
     """
     slots = sum(node.slots for node in nodes)
     topology = asked.shrink(slots) if may_shrink else asked
     if topology is None or topology.world_size > slots:
         return None
     if len(previous) == topology.world_size:
-        homes = _replace_missing(nodes, previous)
+        assigned = _replace_missing(nodes, previous)
     else:
-        homes = _in_blocks(topology.world_size, nodes, previous)
-    return Placement(topology, _seat(homes, {node.agent_id: node for node in nodes}))
+        assigned = _in_blocks(topology.world_size, nodes, previous)
+    return RankLayout(topology, _assign(assigned, {node.agent_id: node for node in nodes}))
 
 
 def natural(agent_id: str) -> list[tuple[int, str]]:
-    """Sort key by which node-2 comes before node-10."""
+    """Return a sort key by which node-2 comes before node-10."""
     return [
         (int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", agent_id)
     ]
 
 
 def _replace_missing(nodes: Sequence[NodeView], previous: Sequence[RankView]) -> list[str]:
-    """Agent of each rank: as before, except that the ranks of missing nodes move together."""
+    """Return the agent of each rank; the ranks of a missing node move together."""
     free = {node.agent_id: node.slots for node in nodes}
-    homes: dict[int, str] = {}
+    assigned: dict[int, str] = {}
     for rank in previous:
         if free.get(rank.agent_id, 0) > 0:
             free[rank.agent_id] -= 1
-            homes[rank.rank] = rank.agent_id
-    homeless = [rank for rank in sorted(previous, key=_rank) if rank.rank not in homes]
-    for agent_id in dict.fromkeys(rank.agent_id for rank in homeless):
-        block = [rank.rank for rank in homeless if rank.agent_id == agent_id]
+            assigned[rank.rank] = rank.agent_id
+    unassigned = [rank for rank in sorted(previous, key=_rank) if rank.rank not in assigned]
+    for agent_id in dict.fromkeys(rank.agent_id for rank in unassigned):
+        block = [rank.rank for rank in unassigned if rank.agent_id == agent_id]
         while block:
-            home = _home(len(block), free)
-            moved, block = block[: free[home]], block[free[home] :]
-            homes |= dict.fromkeys(moved, home)
-            free[home] -= len(moved)
-    return [homes[rank] for rank in range(len(previous))]
+            target = _target_node(len(block), free)
+            moved, block = block[: free[target]], block[free[target] :]
+            assigned |= dict.fromkeys(moved, target)
+            free[target] -= len(moved)
+    return [assigned[rank] for rank in range(len(previous))]
 
 
-def _home(count: int, free: dict[str, int]) -> str:
-    """The node that takes a whole block of `count` ranks, else the one with the most room."""
+def _target_node(count: int, free: dict[str, int]) -> str:
+    """Return a node with `count` free slots, else the one with the most."""
     whole = [agent_id for agent_id, slots in free.items() if slots >= count]
     return min(whole, key=natural) if whole else max(free, key=lambda agent_id: free[agent_id])
 
@@ -78,7 +87,7 @@ def _home(count: int, free: dict[str, int]) -> str:
 def _in_blocks(
     world_size: int, nodes: Sequence[NodeView], previous: Sequence[RankView]
 ) -> list[str]:
-    """Agent of each rank, node after node; nodes of the generation before come first."""
+    """Return the agent of each rank, node by node; nodes of the previous generation come first."""
     first_rank = {rank.agent_id: rank.rank for rank in sorted(previous, key=_rank, reverse=True)}
     order = sorted(
         nodes,
@@ -90,12 +99,12 @@ def _in_blocks(
     return [node.agent_id for node in order for _ in range(node.slots)][:world_size]
 
 
-def _seat(homes: Iterable[str], nodes: dict[str, NodeView]) -> list[RankView]:
-    taken: Counter[str] = Counter()
+def _assign(agent_ids: Iterable[str], nodes: dict[str, NodeView]) -> list[RankView]:
+    used: Counter[str] = Counter()
     ranks = []
-    for rank, agent_id in enumerate(homes):
-        local_rank = taken[agent_id]
-        taken[agent_id] += 1
+    for rank, agent_id in enumerate(agent_ids):
+        local_rank = used[agent_id]
+        used[agent_id] += 1
         gpus = nodes[agent_id].gpus
         gpu = gpus[local_rank] if local_rank < len(gpus) else None
         ranks.append(RankView(rank=rank, agent_id=agent_id, local_rank=local_rank, gpu=gpu))

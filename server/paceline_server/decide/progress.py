@@ -1,4 +1,4 @@
-"""How far a running action has come: what `decide` keeps for itself in its `parameters`."""
+"""Progress of a running action: what `decide` stores in the action's `parameters`."""
 
 from __future__ import annotations
 
@@ -8,47 +8,61 @@ import msgspec
 
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.types import ActionView, JobState, Phase
+from paceline_server.decide.wording import join_names
 
 PhaseName = Literal["checkpoint", "stop", "place", "start", "observe"]
 
 
-class Course(msgspec.Struct, frozen=True, kw_only=True):
-    """The commands are {agent_id: command_id}; a repeated one replaces the id."""
+class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """State of one action between two ticks.
+
+    Commands are {agent_id: command_id}; a repeated command replaces the id.
+    """
 
     phase: PhaseName | None = None  # None: not begun
     since_ns: int = 0
-    planned: bool = False
+    planned: bool = False  # save a checkpoint before the ranks are stopped
     why: str = ""  # what is wrong, one sentence
     node: str | None = None  # held responsible
-    ends_as: JobState | None = None  # of an action `stop`
+    ends_as: JobState | None = None  # final job state of a `stop` action
     target_step: int | None = None
     highest_step: int | None = None  # finished by the generation that ends
-    saved_step: int | None = None  # steps completed in the checkpoint all ranks agreed on
-    first_step: int | None = None  # the first seen finished by the new generation
+    saved_step: int | None = None  # steps completed in the checkpoint that all ranks agreed on
+    first_step: int | None = None  # first step that the new generation finished
     deadline_ns: int = 0
-    tries: int = 1  # of the stop
-    lost: list[str] = []  # left out because they were silent: welcome again if nothing else is
+    tries: int = 1  # of the stop command
+    lost: list[str] = []  # left out because they were silent; used again if no other node is left
     checkpoint_commands: dict[str, int] = {}
     stop_commands: dict[str, int] = {}
     start_commands: dict[str, int] = {}
 
 
-def course_of(action: ActionView) -> Course:
-    return msgspec.convert(action.parameters, Course)
+def progress_of(action: ActionView) -> ActionProgress:
+    return msgspec.convert(action.parameters, ActionProgress)
 
 
-def enter(
+def set_progress(draft: Draft, action: ActionView, progress: ActionProgress) -> ActionView:
+    parameters = msgspec.to_builtins(progress)
+    return draft.put_action(msgspec.structs.replace(action, parameters=parameters))
+
+
+def enter_phase(
     draft: Draft,
     action: ActionView,
-    course: Course,
+    progress: ActionProgress,
     phase: PhaseName,
     detail: str,
     *,
     seconds: float | None = None,
 ) -> ActionView:
-    """Move to `phase`, to be left within `seconds`; `detail` is shown to people."""
-    course = msgspec.structs.replace(
-        course,
+    """Move the action to `phase`.
+
+    Args:
+        detail: one sentence about the phase, shown to people.
+        seconds: time until the phase's deadline; None: it has no deadline.
+    """
+    progress = msgspec.structs.replace(
+        progress,
         phase=phase,
         since_ns=draft.now_ns,
         deadline_ns=draft.now_ns + int(seconds * NANOSECONDS) if seconds is not None else 0,
@@ -58,13 +72,13 @@ def enter(
         msgspec.structs.replace(
             action,
             phases=[*action.phases, Phase(phase, draft.now_ns, detail)],
-            parameters=msgspec.to_builtins(course),
+            parameters=msgspec.to_builtins(progress),
         )
     )
 
 
-def explain(draft: Draft, action: ActionView, detail: str) -> ActionView:
-    """Say anew what the current phase waits for; nothing happens if it is the same."""
+def update_detail(draft: Draft, action: ActionView, detail: str) -> ActionView:
+    """Replace the text of the current phase by what it waits for now."""
     if not action.phases or action.phases[-1].detail == detail:
         return action
     last = msgspec.structs.replace(action.phases[-1], detail=detail)
@@ -72,5 +86,11 @@ def explain(draft: Draft, action: ActionView, detail: str) -> ActionView:
     return draft.put_action(msgspec.structs.replace(action, phases=[*action.phases[:-1], last]))
 
 
-def keep(draft: Draft, action: ActionView, course: Course) -> ActionView:
-    return draft.put_action(msgspec.structs.replace(action, parameters=msgspec.to_builtins(course)))
+def restart_reason(progress: ActionProgress, exclude: list[str]) -> str:
+    """Return the reason of a restart as people read it."""
+    where = f"without {join_names(exclude)}" if exclude else "in place"
+    if progress.planned and progress.target_step is not None:
+        return f"Checkpoint at step {progress.target_step} and restart {where}: {progress.why}"
+    if progress.planned:
+        return f"Checkpoint and restart {where}: {progress.why}"
+    return f"Restart {where}: {progress.why}"

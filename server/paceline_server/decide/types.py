@@ -1,4 +1,4 @@
-"""What `decide` is told and what it answers. Plain data: no database, no clock.
+"""The input and output of `decide`. Plain data: no database, no clock.
 
 Times are nanoseconds of the server's CLOCK_REALTIME.
 """
@@ -30,7 +30,7 @@ ActionState = Literal[
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     argv: list[str]
-    topology: Topology  # as asked for; the current one may be smaller
+    topology: Topology  # as requested; the current one may be smaller
     environment: dict[str, str] = {}
     directory: str | None = None
     checkpoint_directory: str | None = None
@@ -38,7 +38,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """One agent as the store knows it. `job` is the job whose ranks it holds now, if any."""
+    """One agent as the store has it. `job`: the job whose ranks it holds now, if any."""
 
     agent_id: str
     address: str
@@ -53,7 +53,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank of the current generation runs and how it is."""
+    """One rank of the current generation: its place and its state."""
 
     rank: int
     agent_id: str
@@ -68,7 +68,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """One thing an action went through."""
+    """One phase of an action."""
 
     name: str  # "checkpoint", "stop", "start", "observe", "done", ...
     started_ns: int
@@ -83,32 +83,32 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     opened_ns: int
     resolved_ns: int | None = None
     action_ids: list[str] = []
-    stacks_asked: list[int] = []  # ranks whose Python stacks were asked for ...
-    stacks_asked_ns: int | None = None  # ... last at
-    dumps_asked_ns: int | None = None  # Flight Recorder dumps of all ranks were asked for
+    stacks_asked: list[int] = []  # ranks whose Python stacks were requested
+    stacks_asked_ns: int | None = None  # when stacks were last requested
+    dumps_asked_ns: int | None = None  # when Flight Recorder dumps of all ranks were requested
 
 
 class ActionView(msgspec.Struct, frozen=True, kw_only=True):
-    """One action and how far it has come. `parameters` is private to `decide`."""
+    """One action and its progress. `parameters` is private to `decide`."""
 
     action_id: str
     kind: ActionKind
     state: ActionState
     reason: str  # one sentence for people
-    generation: int  # that it acts on; a restart leads to generation + 1
+    generation: int  # acted on; a restart leads to generation + 1
     created_ns: int
     finished_ns: int | None = None
     incident_id: str | None = None
     exclude_nodes: list[str] = []
     phases: list[Phase] = []
     parameters: dict[str, Any] = {}
-    lost_steps: int | None = None  # of a finished restart
-    resumed_step: int | None = None  # the first step that was done (again) afterwards
+    lost_steps: int | None = None  # by a finished restart
+    resumed_step: int | None = None  # first step done (again) after the restart
     error: str | None = None
 
 
 class Acknowledged(msgspec.Struct, frozen=True):
-    """A rank's answer to the control command of an action."""
+    """A rank's result of the control command of an action."""
 
     rank: int
     command_id: int
@@ -119,14 +119,14 @@ class Acknowledged(msgspec.Struct, frozen=True):
 class Restarted(msgspec.Struct, frozen=True):
     """One past generation change, for budgets and backoff."""
 
-    generation: int  # the one it led to
+    generation: int  # that it started
     at_ns: int
-    highest_step: int | None  # reached by the generation that ended
-    node: str | None = None  # that was held responsible
+    highest_step: int | None  # of the generation that ended
+    node: str | None = None  # held responsible
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything `decide` may look at."""
+    """Everything that `decide` may read."""
 
     job_id: str
     spec: JobSpec
@@ -135,24 +135,25 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     topology: Topology  # of the current generation
     ranks: list[RankView]
     nodes: list[NodeView]
-    incidents: list[IncidentView]  # not resolved
-    actions: list[ActionView]  # not finished, and those just approved or rejected
+    incidents: list[IncidentView]  # unresolved
+    actions: list[ActionView]  # unfinished, and those just approved or rejected
     restarts: list[Restarted] = []
     acknowledged: list[Acknowledged] = []  # of unfinished actions' commands
     command_results: dict[int, bool] = {}  # of unfinished actions' commands: id -> ok
     highest_step: int | None = None  # finished by all ranks, over all generations
     checkpoint_step: int | None = None  # newest that every rank reported as committed
-    step_seconds: float | None = None  # median of late
+    step_seconds: float | None = None  # median of the recent steps
     stop_requested: bool = False
-    is_superseded: bool = False  # who started it has started another run
-    ended_heard_ns: int | None = None  # that the last of its ranks is gone; None: some are there
+    is_superseded: bool = False  # another run of this job was started outside Paceline
+    # When the end of the last rank was received; None: some ranks still run.
+    ended_received_ns: int | None = None
 
 
 class IssuedCommand(msgspec.Struct, frozen=True, kw_only=True):
     """`command.command_id` is already unique: `decide` takes ids from `next_command_id`."""
 
     agent_id: str
-    action_id: str  # of an action, or of the incident that the command gathers evidence for
+    action_id: str  # of the action, or of the incident that the command gathers evidence for
     command: Command
 
 
@@ -164,7 +165,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, kw_only=True):
-    """What changes. Views are whole: the store replaces the row of the same id."""
+    """The changes to one job. Views are complete: the store replaces the row of the same id."""
 
     state: JobState | None = None
     generation: int | None = None
@@ -173,6 +174,6 @@ class Decision(msgspec.Struct, kw_only=True):
     incidents: list[IncidentView] = []
     actions: list[ActionView] = []
     commands: list[IssuedCommand] = []
-    quarantine: dict[str, str] = {}  # agent_id -> why
+    quarantine: dict[str, str] = {}  # agent_id -> reason
     restarted: Restarted | None = None
     audit: list[AuditEntry] = []

@@ -130,7 +130,7 @@ class Engine:
             step_seconds=running.step_seconds(),
             highest_step=self._highest_step,
             ended_ns=max(map(self._clocks.when_ns, running.gone), default=None),
-            ended_heard_ns=max((told.received_ns for told in running.gone), default=None),
+            ended_received_ns=max((told.received_ns for told in running.gone), default=None),
         )
 
     def ledger(self, as_of_ns: int) -> Ledger:

@@ -48,4 +48,4 @@ class Outcome(msgspec.Struct, kw_only=True):
     step_seconds: float | None = None  # median of the recent steps
     highest_step: int | None = None
     ended_ns: int | None = None  # when the last rank of the generation went; None: some are there
-    ended_heard_ns: int | None = None  # and when that was heard of
+    ended_received_ns: int | None = None  # and when that was heard of

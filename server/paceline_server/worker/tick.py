@@ -207,7 +207,7 @@ class JobWork:
         self, known: Known, outcome: Outcome, acknowledged: list[Acknowledged], now_ns: int
     ) -> Decision:
         view = known.view(known.job, self._ranks.views(), acknowledged)
-        view = replace(view, ended_heard_ns=outcome.ended_heard_ns)
+        view = replace(view, ended_received_ns=outcome.ended_received_ns)
         return decide(
             view,
             outcome.findings,

@@ -76,7 +76,7 @@ class World:
         last_step: int = 10_000,
     ) -> None:
         self.now_ns = 1_000 * SECOND
-        self.ended_heard_ns: int | None = None
+        self.ended_received_ns: int | None = None
         self.nodes = {f"node-{index}": Node(f"node-{index}", slots) for index in range(nodes)}
         self.policy = policy or Policy()
         self.spec = JobSpec(name="gpt", argv=["train"], topology=topology or Topology(2, 2, 2))
@@ -242,7 +242,7 @@ class World:
             generation=self.generation,
             topology=self.topology,
             ranks=self.ranks,
-            ended_heard_ns=self.ended_heard_ns,
+            ended_received_ns=self.ended_received_ns,
             nodes=[
                 NodeView(
                     agent_id=node.agent_id,

@@ -60,7 +60,7 @@ def test_the_wait_doubles_up_to_its_maximum(job: JobView, seconds: float | None)
 
 def test_a_refusal_says_why() -> None:
     assert refusal(view(9, 9, 9), Policy(), NOW_NS) is None
-    assert "no step of progress" in (refusal(view(9, 9, 9, 9), Policy(), NOW_NS) or "")
+    assert "made no progress" in (refusal(view(9, 9, 9, 9), Policy(), NOW_NS) or "")
     busy = view(9, 1, 2, 3)
     assert "last hour" in (refusal(busy, Policy(restarts_per_hour=3), NOW_NS) or "")
     assert refusal(busy, Policy(restarts_per_hour=3), NOW_NS + 3600 * SECOND) is None

@@ -40,7 +40,7 @@ def test_what_a_job_died_of_is_waited_for_but_not_for_ever(
     world.detects = False
     world.run(1.0, (world.finding(severity="critical"),))
     world.ranks = [replace(rank, state="exited") for rank in world.ranks]
-    world.ended_heard_ns = world.now_ns
+    world.ended_received_ns = world.now_ns
     world.run(2.0)
     assert world.state == "running", "the straggler does not explain it"
     if is_explained:

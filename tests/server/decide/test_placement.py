@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline_server.decide.placement import Placement, place
+from paceline_server.decide.placement import RankLayout, place
 from paceline_server.decide.types import NodeView
 from paceline_wire.topology import Topology
 
@@ -26,7 +26,7 @@ def node(index: int, slots: int = 2, gpus: int | None = None) -> NodeView:
     )
 
 
-def homes(placement: Placement | None) -> list[int]:
+def homes(placement: RankLayout | None) -> list[int]:
     assert placement is not None
     return [int(rank.agent_id.removeprefix("node-")) for rank in placement.ranks]
 

@@ -1,0 +1,56 @@
+"""The job's nodes and ranks as of now: which are silent, usable, or blocked by a fatal finding."""
+
+from __future__ import annotations
+
+from paceline_server.decide.budget import alive
+from paceline_server.decide.draft import Draft
+from paceline_server.decide.incidents import is_fatal, live_findings
+from paceline_server.decide.types import NodeView
+from paceline_server.detect.finding import Finding
+
+
+def usable_nodes(draft: Draft, without: set[str]) -> list[NodeView]:
+    """Return the nodes that may be given ranks of this job now."""
+    return [
+        node
+        for node in draft.view.nodes
+        if node.agent_id not in without
+        and node.agent_id not in draft.quarantine
+        and not node.quarantined
+        and node.job in (None, draft.view.job_id)
+        and alive(node, draft.policy, draft.now_ns)
+    ]
+
+
+def live_agents(draft: Draft) -> set[str]:
+    """Return all agents whose lease has not lapsed."""
+    return {node.agent_id for node in draft.view.nodes if alive(node, draft.policy, draft.now_ns)}
+
+
+def silent_agents(draft: Draft) -> set[str]:
+    """Return the agents of the generation whose lease has lapsed.
+
+    If several agents are silent and none is not, the fault is between them and the server: none
+    of them is returned.
+    """
+    agents = {rank.agent_id for rank in draft.ranks}
+    silent = agents - live_agents(draft)
+    return silent if silent != agents or len(agents) == 1 else set()
+
+
+def fatal_findings(draft: Draft) -> list[Finding]:
+    """Return the open findings about this generation that mean it no longer trains."""
+    return [
+        finding
+        for incident in draft.incidents()
+        for finding in live_findings(incident)
+        if finding.generation == draft.generation and is_fatal(finding)
+    ]
+
+
+def quarantine(draft: Draft, agent: str, why: str) -> None:
+    """Give the node no ranks until a person releases it."""
+    node = next((node for node in draft.view.nodes if node.agent_id == agent), None)
+    if node is not None and not node.quarantined and agent not in draft.quarantine:
+        draft.quarantine[agent] = why
+        draft.audit("policy", "quarantined", agent, why)

@@ -1,0 +1,208 @@
+"""Begin the actions that people requested, then those that the incidents need.
+
+Mode `observe` only opens incidents, `dry-run` records what it would have done, `approve` waits
+for a person, `auto` acts. A start or a stop that a person requested is carried out in every mode.
+"""
+
+from __future__ import annotations
+
+from msgspec import to_builtins
+from msgspec.structs import replace
+
+from paceline_server.decide import budget
+from paceline_server.decide.draft import Draft
+from paceline_server.decide.evidence import awaits_evidence
+from paceline_server.decide.incidents import is_fatal
+from paceline_server.decide.nodes import usable_nodes
+from paceline_server.decide.placement import place
+from paceline_server.decide.progress import ActionProgress, progress_of, restart_reason
+from paceline_server.decide.remedies import (
+    Remedy,
+    current_reason,
+    remedy_for,
+    remedy_for_failed_start,
+    urgency,
+)
+from paceline_server.decide.restart.advance import begin_restart, begin_start, mitigate
+from paceline_server.decide.stop_job import begin_stop
+from paceline_server.decide.types import ActionState, ActionView, IncidentView
+
+_UNFINISHED: tuple[ActionState, ...] = ("proposed", "approved", "running")
+
+
+def propose(draft: Draft) -> None:
+    """Begin or propose the next action, if one is due."""
+    if draft.ended or any(action.kind == "stop" for action in draft.actions("running")):
+        return
+    if draft.view.stop_requested:
+        _stop_by_request(draft)
+    elif draft.state == "pending":
+        _start_when_possible(draft)
+    else:
+        _end_outdated_proposals(draft)
+        _update_proposals(draft)
+        _run_approved(draft)
+        _restart_after_failed_start(draft)
+        for incident in sorted(draft.incidents(), key=urgency, reverse=True):
+            if not draft.ended:
+                _treat(draft, draft.incident(incident.incident_id))
+
+
+def _stop_by_request(draft: Draft) -> None:
+    if draft.ranks or draft.actions("running"):
+        begin_stop(draft, "stopped", "Stopped by request.", None)
+    else:
+        draft.change_state("stopped", "Stopped by request before it was started.")
+
+
+def _start_when_possible(draft: Draft) -> None:
+    """Start only with the whole topology requested; only repairs may shrink it."""
+    if draft.actions(*_UNFINISHED):
+        return
+    layout = place(draft.view.spec.topology, usable_nodes(draft, set()), may_shrink=False)
+    if layout is not None:
+        begin_start(draft, layout)
+
+
+def _end_outdated_proposals(draft: Draft) -> None:
+    """Finish rejected proposals, and those of an earlier generation or a resolved incident."""
+    unresolved = {incident.incident_id for incident in draft.incidents()}
+    for action in draft.actions("rejected"):
+        if action.finished_ns is None:
+            draft.put_action(replace(action, finished_ns=draft.now_ns))
+    for action in draft.actions("proposed", "approved"):
+        if action.generation != draft.generation:
+            draft.end_action(action, "superseded", error="Another restart came first.")
+        elif action.incident_id is not None and action.incident_id not in unresolved:
+            draft.end_action(action, "superseded", error="The incident is over.")
+
+
+def _update_proposals(draft: Draft) -> None:
+    """Bring the reasons of open proposals up to date with their incidents."""
+    findings = {incident.incident_id: incident.finding for incident in draft.incidents()}
+    for action in draft.actions("proposed"):
+        finding, progress = findings.get(action.incident_id or ""), progress_of(action)
+        if finding is None or not progress.why or progress.why.startswith(finding.summary):
+            continue
+        why = current_reason(draft, finding)
+        parameters = to_builtins(replace(progress, why=why))
+        reason = action.reason.replace(progress.why, why)
+        draft.put_action(replace(action, reason=reason, parameters=parameters))
+
+
+def _run_approved(draft: Draft) -> None:
+    for action in draft.actions("approved"):
+        if _running(draft) is not None:
+            draft.end_action(action, "superseded", error="Another action was already running.")
+        else:
+            begin_restart(draft, action)
+
+
+def _restart_after_failed_start(draft: Draft) -> None:
+    """Restart a generation that did not start, as the budget allows."""
+    for failed in draft.actions("failed"):
+        if failed.finished_ns == draft.now_ns and failed.kind in ("start", "restart"):
+            incident = _incident_of(draft, failed)
+            why = failed.error or failed.reason
+            remedy = remedy_for_failed_start(draft, why, progress_of(failed).node)
+            _act(draft, incident, remedy)
+
+
+def _incident_of(draft: Draft, failed: ActionView) -> IncidentView | None:
+    """Return the incident that the failed action was to repair, else the most urgent one."""
+    serious = [one for one in draft.incidents() if one.finding.severity != "info"]
+    own = [incident for incident in serious if failed.action_id in incident.action_ids]
+    return max(own or serious, key=urgency, default=None)
+
+
+def _treat(draft: Draft, incident: IncidentView) -> None:
+    if incident.finding.severity == "info" or incident.finding.generation != draft.generation:
+        return
+    running = _running(draft)
+    if running is not None:
+        # A restart repairs all that was found in its generation; a start fails by itself.
+        if running.kind == "restart" and running.action_id not in incident.action_ids:
+            mitigate(draft, incident.incident_id, running.action_id)
+        return
+    escalated = incident.incident_id in draft.escalated
+    if incident.action_ids and not escalated:
+        return
+    remedy = None if awaits_evidence(draft, incident) else remedy_for(draft, incident)
+    if remedy is not None:
+        _act(draft, incident, remedy)
+
+
+def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
+    """Carry out, propose or record the remedy, as the mode and the budget allow."""
+    if draft.policy.mode == "observe":
+        return
+    if remedy.kind == "notify":
+        _record(draft, incident, remedy, "done", remedy.why)
+        return
+    refusal = budget.refusal(draft.view, draft.policy, draft.now_ns)
+    if draft.policy.mode == "auto" and refusal is not None:
+        _refuse(draft, incident, remedy, refusal)
+        return
+    reason = restart_reason(_first_progress(remedy), remedy.exclude)
+    if draft.policy.mode == "dry-run":
+        _record(draft, incident, remedy, "superseded", f"Dry run, not done: {reason}")
+        return
+    pending = draft.actions("proposed")
+    if pending and incident is not None and not is_fatal(incident.finding):
+        _link(draft, incident, pending[0].action_id)
+        return
+    for other in pending:
+        draft.end_action(other, "superseded", error="A more urgent restart is proposed.")
+    if draft.policy.mode == "approve" and refusal is not None:
+        reason = f"{reason} Mode auto would not restart: {refusal}."
+    action = _record(draft, incident, remedy, "proposed", reason)
+    if draft.policy.mode == "auto":
+        begin_restart(draft, action)
+
+
+def _refuse(draft: Draft, incident: IncidentView | None, remedy: Remedy, refusal: str) -> None:
+    """The budget is used up: only notify of a slow job, give up one that no longer trains."""
+    if remedy.planned:
+        why = f"{remedy.why} The job is not restarted for it: {refusal}."
+        _record(draft, incident, Remedy(kind="notify", why=why), "done", why)
+        return
+    reason = f"Gave up: {refusal}. Last: {remedy.why}"
+    action = begin_stop(draft, "failed", reason, incident.incident_id if incident else None)
+    if incident is not None:
+        mitigate(draft, incident.incident_id, action.action_id)
+
+
+def _record(
+    draft: Draft, incident: IncidentView | None, remedy: Remedy, state: ActionState, reason: str
+) -> ActionView:
+    progress = _first_progress(remedy)
+    action = ActionView(
+        action_id=draft.new_id("act"),
+        kind=remedy.kind,
+        state=state,
+        reason=reason,
+        generation=draft.generation,
+        created_ns=draft.now_ns,
+        finished_ns=draft.now_ns if state in ("done", "superseded") else None,
+        incident_id=incident.incident_id if incident is not None else None,
+        exclude_nodes=remedy.exclude,
+        parameters=to_builtins(progress) if remedy.kind == "restart" else {},
+    )
+    draft.audit("policy", f"{remedy.kind} {state}", action.action_id, reason)
+    draft.put_action(action)
+    if incident is not None:
+        _link(draft, draft.incident(incident.incident_id), action.action_id)
+    return action
+
+
+def _link(draft: Draft, incident: IncidentView, action_id: str) -> None:
+    if action_id not in incident.action_ids:
+        draft.put_incident(replace(incident, action_ids=[*incident.action_ids, action_id]))
+
+
+def _first_progress(remedy: Remedy) -> ActionProgress:
+    return ActionProgress(planned=remedy.planned, why=remedy.why, node=remedy.node)
+
+
+def _running(draft: Draft) -> ActionView | None:
+    return next(iter(draft.actions("running")), None)

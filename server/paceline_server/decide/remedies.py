@@ -1,0 +1,179 @@
+"""The remedy for each kind of incident.
+
+| finding | remedy |
+|---|---|
+| failure, critical | restart; without the node if it is suspected |
+| hang of a process that is stopped or gone, or by a mismatch | the same |
+| any other hang | the same after the policy's `hang_patience_seconds`: it may continue by itself |
+| straggler, slow data or slow link whose node is suspected | checkpoint, restart without the node |
+| the same caused by load of the node's host, for 20 steps | the same |
+| straggler or slow data of unknown cause, critical for 20 steps | the same |
+| transient or chronic, above severity info | notify: a restart changes nothing |
+| any other, of severity warning or critical | notify |
+| bubble, or anything of severity info | none: the incident is the advice |
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from paceline_server.decide import budget
+from paceline_server.decide.draft import NANOSECONDS, Draft
+from paceline_server.decide.incidents import (
+    SLOW_KINDS,
+    is_fatal,
+    live_findings,
+    strength,
+)
+from paceline_server.decide.nodes import usable_nodes
+from paceline_server.decide.placement import place
+from paceline_server.decide.types import ActionKind, IncidentView
+from paceline_server.detect.causes.catalogue import may_pass
+from paceline_server.detect.finding import Finding
+from paceline_server.detect.hang.stuck import STANDS_STILL
+
+PERSISTENT_STEPS = 20
+# How often a node may have been to blame within an hour before a restart excludes it. A
+# generation that does not start says more about its node than a crash in the middle.
+_TOLERATED_FAILURES = 2
+_TOLERATED_FAILED_STARTS = 1
+_RESTART_DOES_NOT_HELP = ("transient", "chronic")  # it is over, or it is the model's
+
+
+class Remedy(Struct, frozen=True, kw_only=True):
+    """What to do about one incident."""
+
+    kind: ActionKind  # "restart" or "notify"
+    why: str
+    planned: bool = False  # save a checkpoint first
+    exclude: list[str] = []
+    node: str | None = None  # held responsible
+
+
+def remedy_for(draft: Draft, incident: IncidentView) -> Remedy | None:
+    """Return the remedy for the incident as it is now; None: nothing, or not yet."""
+    finding = incident.finding
+    if is_fatal(finding):
+        if _may_continue(draft, incident):
+            return None
+        exclude = _nodes_to_exclude(draft, finding.node, _TOLERATED_FAILURES)
+        return Remedy(kind="restart", why=finding.summary, exclude=exclude, node=finding.node)
+    if finding.kind in SLOW_KINDS:
+        return _remedy_for_slow(draft, finding)
+    if finding.kind == "bubble":
+        return None
+    return Remedy(kind="notify", why=finding.summary)
+
+
+def remedy_for_failed_start(draft: Draft, why: str, blamed: str | None) -> Remedy:
+    """Return a restart for a generation that did not start; `blamed` is the node at fault."""
+    exclude = _nodes_to_exclude(draft, blamed, _TOLERATED_FAILED_STARTS)
+    return Remedy(kind="restart", why=why, exclude=exclude, node=blamed)
+
+
+def current_reason(draft: Draft, finding: Finding) -> str:
+    """Return the finding's summary; for slowness, with the step that its figures are from."""
+    step = draft.view.highest_step
+    if finding.kind not in SLOW_KINDS or step is None:
+        return finding.summary
+    return f"{finding.summary} (Figures of step {step}.)"
+
+
+def urgency(incident: IncidentView) -> tuple[int, int, bool, bool]:
+    """Sort key of incidents, the most urgent last."""
+    return strength(incident.finding)
+
+
+def _may_continue(draft: Draft, incident: IncidentView) -> bool:
+    """Return whether a hang is young and its processes run.
+
+    Never for an incident for which a restart was begun before.
+    """
+    finding = incident.finding
+    if finding.kind != "hang" or incident.action_ids:
+        return False
+    if finding.side == "mismatch" or finding.cause in STANDS_STILL:
+        return False
+    return draft.now_ns - incident.opened_ns < draft.policy.hang_patience_seconds * NANOSECONDS
+
+
+def _remedy_for_slow(draft: Draft, finding: Finding) -> Remedy | None:
+    reason = current_reason(draft, finding)
+    if finding.persistence in _RESTART_DOES_NOT_HELP:
+        return Remedy(kind="notify", why=f"{reason} A restart would change nothing.")
+    # The cause of a slow link being unknown, it is also unknown which end to exclude, if any.
+    unexplained = (
+        finding.severity == "critical"
+        and finding.cause == "unknown"
+        and finding.kind != "slow_link"
+    )
+    may_end = may_pass(finding.cause) or (unexplained and not finding.suspects_node)
+    if may_end and not _persists(draft, finding):
+        return None  # it may end by itself, or its cause may yet be found
+    if finding.node is None or not (finding.suspects_node or unexplained):
+        return Remedy(kind="notify", why=f"{reason} The node itself is not suspected.")
+    if not finding.can_checkpoint:
+        return Remedy(kind="notify", why=f"{reason} It cannot save a checkpoint now.")
+    obstacle = _obstacle_to_exclusion(draft, finding)
+    if obstacle is not None:
+        return Remedy(kind="notify", why=f"{reason} {obstacle}")
+    return Remedy(
+        kind="restart",
+        planned=True,
+        why=reason,
+        exclude=[finding.node],
+        node=finding.node,
+    )
+
+
+def _persists(draft: Draft, finding: Finding) -> bool:
+    since = finding.onset_step if finding.onset_step is not None else finding.step
+    highest = draft.view.highest_step
+    return since is not None and highest is not None and highest - since >= PERSISTENT_STEPS
+
+
+def _obstacle_to_exclusion(draft: Draft, finding: Finding) -> str | None:
+    """Return why a slow node has to be kept; None: a restart without it is better."""
+    assert finding.node is not None
+    if not _may_quarantine(draft, finding.node, 0):
+        return "No more nodes may be quarantined."
+    nodes = usable_nodes(draft, {finding.node})
+    layout = place(draft.view.spec.topology, nodes, draft.ranks)
+    if layout is None:
+        return "No other node can take over."
+    share_kept = layout.topology.world_size / draft.topology.world_size
+    share_now = 1.0 - finding.cost_ratio if finding.cost_ratio is not None else None
+    if share_now is None:
+        share_now = 1.0 / finding.slowdown if finding.slowdown else 0.0
+    if share_kept < 1.0 and share_kept <= share_now:
+        return "No spare node can take over, and a smaller job would be even slower."
+    return None
+
+
+def _nodes_to_exclude(draft: Draft, blamed: str | None, tolerated: int) -> list[str]:
+    """Return the nodes that an unplanned restart excludes, as far as quarantine is allowed.
+
+    These are the nodes that findings suspect, and `blamed` if it was to blame at least
+    `tolerated` times before.
+    """
+    suspects = [
+        finding.node
+        for incident in sorted(draft.incidents(), key=urgency, reverse=True)
+        for finding in live_findings(incident)
+        if finding.suspects_node and finding.node is not None
+    ]
+    if blamed and budget.times_to_blame(draft.view, blamed, draft.now_ns) >= tolerated:
+        suspects.append(blamed)
+    chosen: list[str] = []
+    for node in dict.fromkeys(suspects):
+        if _may_quarantine(draft, node, len(chosen)):
+            chosen.append(node)
+    return chosen
+
+
+def _may_quarantine(draft: Draft, agent: str, already_chosen: int) -> bool:
+    view, policy, now_ns = draft.view, draft.policy, draft.now_ns
+    node = next((node for node in view.nodes if node.agent_id == agent), None)
+    if node is None or not budget.alive(node, policy, now_ns):
+        return True  # it is gone in any case
+    return budget.may_quarantine(view.nodes, policy, already_chosen, now_ns)

@@ -1,0 +1,97 @@
+"""Begin a restart or a start, and advance it from phase to phase.
+
+    checkpoint -> stop -> place -> start -> observe -> done
+
+A planned restart begins with a checkpoint that all ranks write at one agreed step. If that fails,
+or the ranks cannot write one, they are stopped without it. The first start of a job begins at
+`start`. A phase ends only by the agents' results or by its deadline. Every action is committed
+before its commands are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from paceline_server.decide.draft import Draft
+from paceline_server.decide.placement import RankLayout
+from paceline_server.decide.progress import ActionProgress, PhaseName, progress_of
+from paceline_server.decide.restart.checkpoint import (
+    advance_checkpoint,
+    can_checkpoint,
+    enter_checkpoint,
+)
+from paceline_server.decide.restart.place import advance_place
+from paceline_server.decide.restart.start import (
+    advance_observe,
+    advance_start,
+    start_generation,
+)
+from paceline_server.decide.restart.stop import advance_stop_phase, enter_stop
+from paceline_server.decide.types import ActionView
+from paceline_server.decide.wording import join_names
+
+
+def begin_restart(draft: Draft, action: ActionView) -> None:
+    """Run a proposed or approved restart."""
+    progress = progress_of(action)
+    planned = progress.planned and can_checkpoint(draft)
+    progress = replace(progress, planned=planned, highest_step=draft.view.highest_step)
+    action = draft.put_action(replace(action, state="running"))
+    draft.change_state("recovering", action.reason)
+    for incident in draft.incidents():
+        if incident.finding.severity != "info":
+            mitigate(draft, incident.incident_id, action.action_id)
+    if planned:
+        enter_checkpoint(draft, action, progress)
+    else:
+        enter_stop(draft, action, progress, "Stopping all ranks.")
+
+
+def begin_start(draft: Draft, layout: RankLayout) -> None:
+    """Start the first generation of a pending job."""
+    nodes = join_names({rank.agent_id for rank in layout.ranks})
+    topology = layout.topology
+    reason = (
+        f"Start {draft.view.spec.name} at dp{topology.dp} x pp{topology.pp} x tp{topology.tp} "
+        f"on {nodes}."
+    )
+    action = draft.put_action(
+        ActionView(
+            action_id=draft.new_id("act"),
+            kind="start",
+            state="running",
+            reason=reason,
+            generation=draft.generation,
+            created_ns=draft.now_ns,
+        )
+    )
+    draft.change_state("starting", reason)
+    start_generation(draft, action, ActionProgress(), layout)
+
+
+def mitigate(draft: Draft, incident_id: str, action_id: str) -> None:
+    """Record that the action deals with the incident."""
+    incident = draft.incident(incident_id)
+    ids = [*incident.action_ids, action_id] if action_id not in incident.action_ids else None
+    draft.put_incident(replace(incident, state="mitigating", action_ids=ids or incident.action_ids))
+
+
+def advance_restart(draft: Draft, action: ActionView) -> None:
+    """Advance the action by what came in since the last tick."""
+    phase = progress_of(action).phase
+    has_started = phase in ("start", "observe")
+    if draft.generation != action.generation + has_started:
+        draft.end_action(action, "superseded", error="The job is at another generation already.")
+        return
+    _PHASES[phase or "stop"](draft, action)
+
+
+_PHASES: dict[PhaseName, Callable[[Draft, ActionView], None]] = {
+    "checkpoint": advance_checkpoint,
+    "stop": advance_stop_phase,
+    "place": advance_place,
+    "start": advance_start,
+    "observe": advance_observe,
+}

@@ -1,0 +1,133 @@
+"""Phase `checkpoint` of a planned restart: all ranks save one agreed step, then stop."""
+
+from __future__ import annotations
+
+import math
+
+from msgspec.structs import replace
+
+from paceline_server.decide.draft import Draft
+from paceline_server.decide.nodes import fatal_findings, silent_agents, usable_nodes
+from paceline_server.decide.placement import place
+from paceline_server.decide.progress import (
+    ActionProgress,
+    enter_phase,
+    progress_of,
+    restart_reason,
+)
+from paceline_server.decide.restart.place import excluded_nodes
+from paceline_server.decide.restart.start import issue_to_ranks
+from paceline_server.decide.restart.stop import enter_stop
+from paceline_server.decide.types import ActionView
+from paceline_server.decide.wording import exit_text, join_names, join_numbers
+from paceline_wire.commands import PRELOAD, Command, ControlRanks, PreloadRanks
+
+
+def can_checkpoint(draft: Draft) -> bool:
+    """Return whether all ranks run and make progress."""
+    return (
+        draft.view.highest_step is not None
+        and bool(draft.ranks)
+        and not any(rank.state == "exited" for rank in draft.ranks)
+        and not silent_agents(draft)
+        and not fatal_findings(draft)
+    )
+
+
+def enter_checkpoint(draft: Draft, action: ActionView, progress: ActionProgress) -> None:
+    highest = draft.view.highest_step
+    assert highest is not None, "a planned restart needs steps"
+    step_seconds = draft.view.step_seconds or 1.0
+    # A second for the command to reach every rank, and never less than two steps: a rank receives
+    # it at a step boundary, the others at the next reduction.
+    ahead = max(2, math.ceil(1.0 / max(step_seconds, 1e-3)) + 1)
+    target = highest + ahead
+
+    def control(command_id: int) -> Command:
+        return ControlRanks(
+            command_id=command_id,
+            job=draft.view.job_id,
+            generation=draft.generation,
+            kind="checkpoint_and_stop",
+            target_step=target,
+        )
+
+    agents = sorted({rank.agent_id for rank in draft.ranks})
+    commands = {agent: draft.issue(agent, action.action_id, control) for agent in agents}
+    progress = replace(progress, target_step=target, checkpoint_commands=commands)
+    action = replace(action, reason=restart_reason(progress, action.exclude_nodes))
+    enter_phase(
+        draft,
+        action,
+        progress,
+        "checkpoint",
+        f"All ranks save step {target} and stop.",
+        seconds=draft.policy.checkpoint_timeout_seconds + ahead * step_seconds,
+    )
+    _preload(draft, action)
+
+
+def _preload(draft: Draft, action: ActionView) -> None:
+    """Have nodes that will take ranks over import their modules while the others still save."""
+    if PRELOAD not in draft.view.spec.environment:
+        return
+    nodes = usable_nodes(draft, excluded_nodes(draft, action))
+    layout = place(draft.view.spec.topology, nodes, draft.ranks)
+    if layout is not None:
+        current = {rank.agent_id for rank in draft.ranks}
+        new = {rank.agent_id for rank in layout.ranks} - current
+        issue_to_ranks(draft, action, PreloadRanks, layout, sorted(new))
+
+
+def advance_checkpoint(draft: Draft, action: ActionView) -> None:
+    """Go on to `stop` once all ranks have saved the same step, or cannot."""
+    progress = progress_of(action)
+    ids = set(progress.checkpoint_commands.values())
+    saved = {
+        result.rank: result.step
+        for result in draft.view.acknowledged
+        if result.command_id in ids and result.status == "done"
+    }
+    if len(saved) == len(draft.ranks) and len(set(saved.values())) == 1:
+        step = next(iter(saved.values()))
+        progress = replace(progress, saved_step=step)
+        enter_stop(draft, action, progress, f"All {len(saved)} ranks saved step {step}.")
+    elif (trouble := _checkpoint_trouble(draft, progress, saved)) is not None:
+        progress = replace(progress, planned=False)
+        detail = f"No checkpoint: {trouble} Stopping all ranks without it."
+        enter_stop(draft, action, progress, detail)
+
+
+def _checkpoint_trouble(
+    draft: Draft, progress: ActionProgress, saved: dict[int, int]
+) -> str | None:
+    """Return why the checkpoint will not be complete; None: it still may be."""
+    ids = set(progress.checkpoint_commands.values())
+    missing = [rank for rank in draft.ranks if rank.rank not in saved]
+    silent = silent_agents(draft) & {rank.agent_id for rank in missing}
+    dead = [rank for rank in missing if rank.state == "exited" and not rank.commanded]
+    failed = [
+        result.rank
+        for result in draft.view.acknowledged
+        if result.command_id in ids and result.status == "failed"
+    ]
+    refused = {
+        agent
+        for agent, command_id in progress.checkpoint_commands.items()
+        if draft.view.command_results.get(command_id) is False
+    }
+    if not missing:
+        return f"the ranks saved different steps ({join_numbers(set(saved.values()))})."
+    if dead:
+        return f"rank {dead[0].rank} {exit_text(dead[0])}."
+    if failed:
+        return f"rank {failed[0]} could not save."
+    if silent:
+        return f"{join_names(silent)} stopped responding."
+    if refused:
+        return f"{join_names(refused)} could not pass the command on."
+    if fatal_findings(draft):
+        return "the ranks no longer make progress."
+    if draft.now_ns > progress.deadline_ns:
+        return f"ranks {join_numbers({rank.rank for rank in missing})} did not finish in time."
+    return None

@@ -1,0 +1,99 @@
+"""Phase `place` of a restart: choose the nodes of the next generation, or wait for some."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from paceline_server.decide.budget import fruitless_restarts, not_before_ns
+from paceline_server.decide.draft import NANOSECONDS, Draft
+from paceline_server.decide.incidents import is_fatal, live_findings
+from paceline_server.decide.nodes import quarantine, silent_agents, usable_nodes
+from paceline_server.decide.placement import place
+from paceline_server.decide.progress import (
+    ActionProgress,
+    enter_phase,
+    progress_of,
+    set_progress,
+    update_detail,
+)
+from paceline_server.decide.restart.start import start_generation
+from paceline_server.decide.stopping import repeat_stop, request_stop, unconfirmed
+from paceline_server.decide.types import ActionView, NodeView, Restarted
+
+
+def enter_place(draft: Draft, action: ActionView, progress: ActionProgress, detail: str) -> None:
+    progress = add_lost_nodes(draft, action, progress)
+    advance_place(draft, enter_phase(draft, action, progress, "place", detail))
+
+
+def add_lost_nodes(draft: Draft, action: ActionView, progress: ActionProgress) -> ActionProgress:
+    """Remember the excluded nodes that are silent: they are used again if no other is left."""
+    lost = excluded_nodes(draft, action) & silent_agents(draft)
+    return replace(progress, lost=sorted(lost.union(progress.lost)))
+
+
+def advance_place(draft: Draft, action: ActionView) -> None:
+    """Start the next generation once enough nodes are ready and the backoff is over."""
+    progress = progress_of(action)
+    if draft.now_ns < not_before_ns(draft.view, draft.policy):
+        count = fruitless_restarts(draft.view)
+        restarts = "the last restart" if count == 1 else f"the last {count} restarts"
+        update_detail(draft, action, f"Backing off: {restarts} made no progress.")
+        return
+    without = excluded_nodes(draft, action)
+    unsure = unconfirmed(draft, progress.stop_commands)
+    lost = set(progress.lost)
+    # Healthy nodes first, then lost ones that are back, then those with fewer GPUs than before.
+    for readmitted in (set[str](), lost, lost | _degraded_nodes(draft)):
+        nodes = usable_nodes(draft, without - readmitted | unsure)
+        if added := {node.agent_id for node in nodes} - progress.stop_commands.keys():
+            commands = progress.stop_commands | request_stop(draft, action, added)
+            deadline_ns = draft.now_ns + int(draft.policy.stop_timeout_seconds * NANOSECONDS)
+            progress = replace(progress, stop_commands=commands, deadline_ns=deadline_ns)
+            action = set_progress(draft, action, progress)
+            unsure |= added
+            nodes = [node for node in nodes if node.agent_id not in added]
+        layout = place(draft.view.spec.topology, nodes, draft.ranks)
+        if layout is not None:
+            break
+    else:
+        if unsure and draft.now_ns > progress.deadline_ns:
+            seconds = draft.policy.stop_timeout_seconds * 2.0 ** min(progress.tries, 6)
+            action = repeat_stop(draft, action, unsure, seconds)
+        update_detail(draft, action, _shortage(draft, nodes))
+        return
+    without -= {rank.agent_id for rank in layout.ranks}
+    action = replace(action, exclude_nodes=sorted(without))
+    for agent in action.exclude_nodes:
+        quarantine(draft, agent, progress.why)
+    draft.restarted = Restarted(
+        generation=draft.generation + 1,
+        at_ns=draft.now_ns,
+        highest_step=draft.view.highest_step,
+        node=progress.node,
+    )
+    progress = replace(progress, highest_step=draft.view.highest_step)
+    start_generation(draft, action, progress, layout)
+
+
+def excluded_nodes(draft: Draft, action: ActionView) -> set[str]:
+    """Return the nodes excluded when the action began, and those found broken since."""
+    return set(action.exclude_nodes) | {
+        finding.node
+        for incident in draft.incidents()
+        if action.action_id in incident.action_ids
+        for finding in live_findings(incident)
+        if finding.suspects_node and finding.node is not None and is_fatal(finding)
+    }
+
+
+def _degraded_nodes(draft: Draft) -> set[str]:
+    """Return the nodes that lost a GPU and offer the others: better than to wait for a repair."""
+    return {node.agent_id for node in draft.view.nodes if node.is_degraded}
+
+
+def _shortage(draft: Draft, nodes: list[NodeView]) -> str:
+    topology = draft.view.spec.topology
+    needed = topology.pp * topology.tp
+    ready = sum(node.slots for node in nodes)
+    return f"Waiting for nodes: at least {needed} slots are needed, {ready} are ready."

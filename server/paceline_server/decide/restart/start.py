@@ -1,0 +1,193 @@
+"""Phases `start` and `observe`: start the new generation and see it finish a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from msgspec.structs import replace
+
+from paceline_server.decide.draft import Draft
+from paceline_server.decide.incidents import resolve_repaired
+from paceline_server.decide.nodes import fatal_findings, silent_agents
+from paceline_server.decide.placement import RankLayout
+from paceline_server.decide.progress import (
+    ActionProgress,
+    enter_phase,
+    progress_of,
+    set_progress,
+)
+from paceline_server.decide.types import ActionView, NodeView, Phase, RankView
+from paceline_server.decide.wording import exit_text, join_names, join_numbers
+from paceline_wire.commands import Command, PreloadRanks, RankSpec, StartRanks
+
+
+def start_generation(
+    draft: Draft, action: ActionView, progress: ActionProgress, layout: RankLayout
+) -> None:
+    """Start the next generation: `draft` holds its ranks afterwards."""
+    draft.generation += 1
+    draft.topology = layout.topology
+    draft.ranks = layout.ranks
+    agents = list(dict.fromkeys(rank.agent_id for rank in layout.ranks))
+    commands = issue_to_ranks(draft, action, StartRanks, layout, agents)
+    draft.audit("policy", f"started generation {draft.generation}", action.action_id, action.reason)
+    topology = layout.topology
+    detail = (
+        f"Generation {draft.generation} at dp{topology.dp} x pp{topology.pp} x tp{topology.tp} "
+        f"on {join_names(commands)}."
+    )
+    progress = replace(progress, start_commands=commands)
+    seconds = draft.policy.start_timeout_seconds
+    enter_phase(draft, action, progress, "start", detail, seconds=seconds)
+
+
+def issue_to_ranks(
+    draft: Draft,
+    action: ActionView,
+    kind: type[StartRanks] | type[PreloadRanks],
+    layout: RankLayout,
+    agents: Sequence[str],
+) -> dict[str, int]:
+    """Send a command of `kind` to each agent for its ranks of `layout`.
+
+    Returns {agent_id: command_id}.
+    """
+    first = layout.ranks[0].agent_id
+    master = next(node for node in draft.view.nodes if node.agent_id == first)
+    commands = {}
+    for agent in agents:
+        own = [rank for rank in layout.ranks if rank.agent_id == agent]
+        command = partial(_command, kind, draft, own, master)
+        commands[agent] = draft.issue(agent, action.action_id, command)
+    return commands
+
+
+def _command(
+    kind: type[StartRanks] | type[PreloadRanks],
+    draft: Draft,
+    ranks: list[RankView],
+    master: NodeView,
+    command_id: int,
+) -> Command:
+    spec = draft.view.spec
+    return kind(
+        command_id=command_id,
+        job=draft.view.job_id,
+        generation=draft.generation,
+        topology=draft.topology,
+        ranks=[RankSpec(rank.rank, rank.local_rank, rank.gpu) for rank in ranks],
+        argv=spec.argv,
+        environment=spec.environment,
+        directory=spec.directory,
+        master_address=master.address,
+        master_port=master.rendezvous_port,
+        checkpoint_directory=spec.checkpoint_directory,
+    )
+
+
+def advance_start(draft: Draft, action: ActionView) -> None:
+    """Go on to `observe` once all agents have started their ranks."""
+    if _fail_on_trouble(draft, action):
+        return
+    progress = progress_of(action)
+    results = draft.view.command_results
+    answered = all(results.get(command_id) for command_id in progress.start_commands.values())
+    if not answered and any(rank.step is None for rank in draft.ranks):
+        return
+    detail = "All ranks are started; waiting for each to finish a step."
+    seconds = draft.policy.start_timeout_seconds
+    advance_observe(draft, enter_phase(draft, action, progress, "observe", detail, seconds=seconds))
+
+
+def advance_observe(draft: Draft, action: ActionView) -> None:
+    """Finish the action once every rank has finished a step."""
+    if _fail_on_trouble(draft, action):
+        return
+    steps = [rank.step for rank in draft.ranks if rank.step is not None]
+    progress = progress_of(action)
+    if steps and progress.first_step is None:
+        action = set_progress(draft, action, replace(progress, first_step=min(steps)))
+    if len(steps) == len(draft.ranks):
+        finish_start(draft, action)
+
+
+def finish_start(draft: Draft, action: ActionView) -> None:
+    """End the action: the new generation trains, or has already finished."""
+    progress = progress_of(action)
+    resumed = _resumed_step(draft, progress)
+    if action.kind == "restart" and resumed is not None:
+        reached = -1 if progress.highest_step is None else progress.highest_step
+        lost = max(0, reached + 1 - resumed)
+        action = replace(action, resumed_step=resumed, lost_steps=lost)
+        detail = f"Training continues with step {resumed}; {_steps_lost(lost)}."
+    else:
+        detail = "Training."
+    phases = [*action.phases, Phase("done", draft.now_ns, detail)]
+    draft.end_action(replace(action, phases=phases), "done", verb="finished")
+    draft.change_state("running", detail)
+    resolve_repaired(draft)
+
+
+def _steps_lost(count: int) -> str:
+    if count == 0:
+        return "no step is lost"
+    return "1 step is lost" if count == 1 else f"{count} steps are lost"
+
+
+def _resumed_step(draft: Draft, progress: ActionProgress) -> int | None:
+    """Return the first step that the new generation did (again); None: unknown.
+
+    Checkpoints count completed steps, so a checkpoint's number is that of the next step, from 0.
+    The first step that the ranks reported decides. It may have been seen one step late: then the
+    known checkpoint corrects it.
+    """
+    first = progress.first_step
+    if progress.saved_step is not None:
+        return progress.saved_step if first is None else min(progress.saved_step, first)
+    checkpoint = draft.view.checkpoint_step
+    if checkpoint is not None and first is not None and checkpoint <= first <= checkpoint + 1:
+        return checkpoint
+    return first
+
+
+def _fail_on_trouble(draft: Draft, action: ActionView) -> bool:
+    """End the action if the new generation does not train; `propose` decides what follows."""
+    trouble, node = _start_trouble(draft, progress_of(action))
+    if trouble is None:
+        return False
+    action = set_progress(draft, action, replace(progress_of(action), node=node))
+    draft.end_action(action, "failed", error=trouble)
+    for incident in draft.incidents():
+        if incident.state == "mitigating" and action.action_id in incident.action_ids:
+            draft.put_incident(replace(incident, state="open"))
+    return True
+
+
+def _start_trouble(draft: Draft, progress: ActionProgress) -> tuple[str | None, str | None]:
+    """Return what keeps the new generation from training, and the node it happened on."""
+    for agent, command_id in progress.start_commands.items():
+        if draft.view.command_results.get(command_id) is False:
+            return f"{agent} could not start its ranks.", agent
+    dead = [
+        rank
+        for rank in draft.ranks
+        if rank.state == "exited" and (rank.exit_code != 0 or rank.commanded)
+    ]
+    if dead:
+        # If ranks of several nodes died, nothing shows which of the nodes is to blame.
+        node = dead[0].agent_id if len({rank.agent_id for rank in dead}) == 1 else None
+        return f"Rank {dead[0].rank} {exit_text(dead[0])} before its first step.", node
+    for agent in sorted(silent_agents(draft)):
+        return f"{agent} stopped responding during the start.", agent
+    for finding in fatal_findings(draft):
+        return finding.summary, finding.node
+    if draft.now_ns > progress.deadline_ns and _may_end_late_start(draft):
+        late = {rank.rank for rank in draft.ranks if rank.step is None}
+        return f"Ranks {join_numbers(late)} did not finish a step in time.", None
+    return None, None
+
+
+def _may_end_late_start(draft: Draft) -> bool:
+    """Return whether the mode allows ending a generation that does not finish a step."""
+    return draft.policy.mode in ("approve", "auto")

@@ -1,0 +1,56 @@
+"""Phase `stop` of a restart: every rank of the old generation is confirmed dead."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from paceline_server.decide.draft import NANOSECONDS, Draft
+from paceline_server.decide.nodes import quarantine, usable_nodes
+from paceline_server.decide.progress import (
+    ActionProgress,
+    enter_phase,
+    progress_of,
+    set_progress,
+    update_detail,
+)
+from paceline_server.decide.restart.place import add_lost_nodes, enter_place
+from paceline_server.decide.stopping import (
+    agents_of_generation,
+    repeat_stop,
+    request_stop,
+    unconfirmed,
+)
+from paceline_server.decide.types import ActionView
+from paceline_server.decide.wording import join_names
+
+_TRIES = 2
+_SPARE_SECONDS = 2.0  # for spare nodes, which as a rule have nothing to stop
+
+
+def enter_stop(draft: Draft, action: ActionView, progress: ActionProgress, detail: str) -> None:
+    # A spare node that was silent when an earlier generation ended may still run ranks of it.
+    spare = {node.agent_id for node in usable_nodes(draft, set())}
+    agents = agents_of_generation(draft) | spare
+    progress = replace(progress, stop_commands=request_stop(draft, action, agents), tries=1)
+    seconds = draft.policy.stop_timeout_seconds
+    enter_phase(draft, action, progress, "stop", detail, seconds=seconds)
+
+
+def advance_stop_phase(draft: Draft, action: ActionView) -> None:
+    """Go on to `place` once the old ranks are dead; nodes that never confirm are quarantined."""
+    progress = add_lost_nodes(draft, action, progress_of(action))
+    if progress != progress_of(action):
+        action = set_progress(draft, action, progress)
+    unsure = unconfirmed(draft, progress.stop_commands)
+    waiting = unsure & agents_of_generation(draft)
+    if not waiting:
+        if not unsure or draft.now_ns - progress.since_ns > _SPARE_SECONDS * NANOSECONDS:
+            enter_place(draft, action, progress, "All ranks of the old generation are dead.")
+    elif draft.now_ns > progress.deadline_ns and progress.tries < _TRIES:
+        action = repeat_stop(draft, action, waiting)
+        update_detail(draft, action, f"Asked {join_names(waiting)} again to stop its ranks.")
+    elif draft.now_ns > progress.deadline_ns:
+        for agent in waiting:
+            quarantine(draft, agent, "It did not confirm that its ranks are dead.")
+        detail = f"Going on without {join_names(waiting)}: no answer."
+        enter_place(draft, action, progress, detail)
