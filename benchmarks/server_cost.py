@@ -39,8 +39,8 @@ from paceline_server.store.database import Database
 from paceline_server.store.log import newest_log_id
 from paceline_server.store.models import HotLog, Incident, Job
 from paceline_server.store.wake import Wakes
-from paceline_server.worker.commit import Receivers
-from paceline_server.worker.tick import Rules
+from paceline_server.worker.commit import AlertTargets
+from paceline_server.worker.tick import TickSettings
 from paceline_server.worker.worker import Worker
 from paceline_wire.batch import decode, encode
 from paceline_wire.topology import Topology
@@ -116,11 +116,11 @@ class Server:
         self.database.migrate()
         wakes, registry = Wakes(), CollectorRegistry()
         settings = Settings(log_retention_bytes=LOG_BYTES)
-        rules = Rules(
+        tick_settings = TickSettings(
             lease_ns=int(settings.lease_seconds * 1e9),
             batches=settings.batches_per_tick,
             batch_bytes=settings.bytes_per_tick,
-            receivers=Receivers((), ()),
+            alert_targets=AlertTargets((), ()),
         )
         self._log = LogWriter(self.database, wakes, ServingMetrics(registry))
         self._log.start()
@@ -129,7 +129,7 @@ class Server:
             wakes,
             BackgroundMetrics(registry),
             "owner",
-            rules,
+            tick_settings,
             settings,
             lambda: self.now_ns,
         )
@@ -158,7 +158,7 @@ class Server:
                 ledger=Ledger(),
             )
             session.add(job)
-        self.worker.look_at_jobs()
+        self.worker.run_pass()
         with self.database.read() as session:
             job = session.get_one(Job, _JOB)
         if job.state != "starting":
@@ -203,7 +203,7 @@ def _play(server: Server, plan: Plan, costs: Costs) -> None:
             began = time.process_time()
             groups += 1
             if groups % _GROUPS_PER_LOOK == 0:
-                server.worker.look_at_jobs()
+                server.worker.run_pass()
                 used["worker"] += time.process_time() - began
             if server.now_ns - began_ns >= step_ns * (len(costs.worker_seconds) + 1):
                 _note(server, costs, used)

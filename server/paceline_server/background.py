@@ -16,8 +16,8 @@ from paceline_server.metrics import BackgroundMetrics
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
 from paceline_server.store.wake import Wakes
-from paceline_server.worker.commit import Receivers
-from paceline_server.worker.tick import Rules
+from paceline_server.worker.commit import AlertTargets
+from paceline_server.worker.tick import TickSettings
 from paceline_server.worker.worker import Worker
 
 
@@ -45,17 +45,17 @@ class Background:
         metrics = BackgroundMetrics(registry)
         owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         targets = receivers(settings)
-        rules = Rules(
+        tick_settings = TickSettings(
             lease_ns=int(settings.lease_seconds * 1e9),
             batches=settings.batches_per_tick,
             batch_bytes=settings.bytes_per_tick,
-            receivers=Receivers(
+            alert_targets=AlertTargets(
                 incidents=tuple(target.name for target in targets if target.takes_incidents),
                 actions=tuple(target.name for target in targets if target.takes_actions),
             ),
         )
         self._worker = Worker(
-            database, wakes, metrics, owner, rules, settings, time.time_ns, is_deaf
+            database, wakes, metrics, owner, tick_settings, settings, time.time_ns, is_deaf
         )
         self._outboxes = [
             Outbox(database, wakes, metrics, owner, target, settings, time.time_ns)

@@ -1,4 +1,4 @@
-"""Ranks' answers to control commands, and the checkpoint they add up to."""
+"""The ranks' results of control commands, and the checkpoint that they complete."""
 
 from __future__ import annotations
 
@@ -9,54 +9,57 @@ from sqlalchemy.orm import Session
 
 from paceline_server.decide.types import Acknowledged
 from paceline_server.store.models import CommandRow
-from paceline_wire.batch import RankAcknowledged
+from paceline_wire.batch import Event, RankAcknowledged
 
 _FINAL = ("done", "failed")
 _STATUSES = ("seen", *_FINAL)
 
 
-def genuine(
-    session: Session, job_id: str, generation: int, heard: Iterable[tuple[str, RankAcknowledged]]
-) -> list[Acknowledged]:
-    """Of (agent, event), those that answer a command of this generation.
+def genuine_acknowledgements(
+    session: Session, job_id: str, generation: int, events: Iterable[Event]
+) -> tuple[Acknowledged, ...]:
+    """Return the acknowledgements among `events` of commands to this generation.
 
-    Each agent was given an id of its own, and the ranks agree on the newest of them: a rank may
-    well answer with the id that another agent was given.
+    Each agent gets a command id of its own and the ranks agree on the newest of them, so a rank
+    may acknowledge the id that another agent was given.
     """
-    events = [
+    acknowledgements = [
         event
-        for _, event in heard
-        if event.job == job_id and event.generation == generation and event.status in _STATUSES
+        for event in events
+        if isinstance(event, RankAcknowledged)
+        and event.job == job_id
+        and event.generation == generation
+        and event.status in _STATUSES
     ]
-    if not events:
-        return []
-    ids = {event.command_id for event in events}
+    if not acknowledgements:
+        return ()
+    ids = {event.command_id for event in acknowledgements}
     query = select(CommandRow.id).where(
         CommandRow.id.in_(ids), CommandRow.job_id == job_id, CommandRow.generation == generation
     )
-    asked = set(session.scalars(query))
-    return [
+    issued = set(session.scalars(query))
+    return tuple(
         Acknowledged(event.rank, event.command_id, event.status, event.step)
-        for event in events
-        if event.command_id in asked
-    ]
+        for event in acknowledgements
+        if event.command_id in issued
+    )
 
 
-def merge(known: list[Acknowledged], new: list[Acknowledged]) -> list[Acknowledged]:
-    """The newest of each rank and command; a final answer stays."""
-    merged = {(each.command_id, each.rank): each for each in known}
-    for each in new:
-        before = merged.get((each.command_id, each.rank))
+def merge(stored: Iterable[Acknowledged], new: Iterable[Acknowledged]) -> list[Acknowledged]:
+    """Return the newest acknowledgement of each rank and command; a final one stays."""
+    merged = {(result.command_id, result.rank): result for result in stored}
+    for result in new:
+        before = merged.get((result.command_id, result.rank))
         if before is None or before.status not in _FINAL:
-            merged[each.command_id, each.rank] = each
+            merged[result.command_id, result.rank] = result
     return list(merged.values())
 
 
-def checkpoint_step(acknowledged: list[Acknowledged], world_size: int) -> int | None:
-    """The newest step that every rank reported as saved."""
-    done: dict[int, set[int]] = {}
-    for each in acknowledged:
-        if each.status == "done":
-            done.setdefault(each.step, set()).add(each.rank)
-    complete = [step for step, ranks in done.items() if len(ranks) == world_size]
+def checkpoint_step(acknowledged: Iterable[Acknowledged], world_size: int) -> int | None:
+    """Return the newest step that every rank reported as saved."""
+    saved: dict[int, set[int]] = {}
+    for result in acknowledged:
+        if result.status == "done":
+            saved.setdefault(result.step, set()).add(result.rank)
+    complete = [step for step, ranks in saved.items() if len(ranks) == world_size]
     return max(complete, default=None)

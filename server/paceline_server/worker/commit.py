@@ -1,9 +1,9 @@
-"""Writes what a look at a job led to. The caller has fenced the transaction."""
+"""Stage 5 of a tick: write its result in one transaction, which the caller has fenced."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import itemgetter
 from typing import Any
 
@@ -20,41 +20,52 @@ from paceline_server.store.changes import record_change
 from paceline_server.store.database import insert_into
 from paceline_server.store.log import FINISHED
 from paceline_server.store.shares import keep_step
-from paceline_server.worker.ranks import SEEN, Ranks, placed
-from paceline_server.worker.snapshot import Known
+from paceline_server.worker.ranks import CHANGING_COLUMNS, new_rank_rows
+from paceline_server.worker.snapshot import JobColumns, Snapshot
 
 _RANK_KEYS = ("job_id", "rank")
-_WRITTEN = (*_RANK_KEYS, *SEEN)
-_CHANGE_RANK = (
+_RANK_COLUMNS = (*_RANK_KEYS, *CHANGING_COLUMNS)
+_UPDATE_RANK = (
     update(models.Rank.__table__)  # type: ignore[arg-type]  # is a Table
     .where(*(models.Rank.__table__.c[name] == bindparam(f"new_{name}") for name in _RANK_KEYS))
-    .values({name: bindparam(f"new_{name}") for name in SEEN})
+    .values({name: bindparam(f"new_{name}") for name in CHANGING_COLUMNS})
 )
 
 
 class ConflictError(Exception):
-    """Somebody else changed what the decision was based on: decide again on what is true now."""
+    """Another process changed what the decision was based on: it has to be decided again."""
 
 
-@dataclass(frozen=True)
-class News:
+@dataclass(frozen=True, slots=True)
+class AlertTargets:
+    """Names of the receivers of incidents and of actions."""
+
+    incidents: tuple[str, ...]
+    actions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Everything that one tick writes."""
+
+    columns: JobColumns
     decision: Decision
-    steps: list[StepSummary]
-    acknowledged: list[Acknowledged]
-    ranks: Ranks
-    placement: Placement | None
-    memory: bytes | None = None
-    ranks_wait: bool = False  # how far they are is kept another time
+    steps: Sequence[StepSummary]
+    acknowledged: Sequence[Acknowledged]
+    placement: Placement | None  # of a new generation
+    rank_rows: Sequence[dict[str, Any]] | None  # that changed; None: written at a later tick
+    ranks_changed_visibly: bool  # more than how long an operation has been running
+    engine_memory: bytes | None  # None: written at a later tick
 
     @property
-    def matters(self) -> bool:
-        """Whether it must not wait."""
+    def is_urgent(self) -> bool:
+        """Whether it has to be written at this tick."""
         decision = self.decision
         return bool(
             self.steps
             or self.acknowledged
             or self.placement is not None
-            or (not self.ranks_wait and self.ranks.changed_visibly())
+            or self.ranks_changed_visibly
             or decision.state
             or decision.incidents
             or decision.actions
@@ -65,94 +76,82 @@ class News:
         )
 
 
-@dataclass(frozen=True)
-class Receivers:
-    incidents: tuple[str, ...]
-    actions: tuple[str, ...]
-
-
-def keep(session: Session, known: Known, news: News, to: Receivers, now_ns: int) -> None:
-    """Raises ConflictError; then nothing may be committed."""
-    job, decision = known.job, news.decision
-    over = job.state in FINISHED
-    _keep_job(session, job)
-    if news.memory is not None:
-        _upsert(session, models.EngineMemory, {"job_id": job.id, "memory": news.memory})
-    _keep_placement(session, known, news, over)
-    _keep_incidents(session, known, decision, to.incidents, now_ns)
-    _keep_actions(session, known, decision, to.actions, now_ns)
-    act(session, job.id, decision, over, now_ns)
-    _quarantine(session, decision)
-    for summary in news.steps:
-        keep_step(session, job.id, summary)
-    session.flush()  # commands before the acknowledgements that name them
-    _keep_acknowledgements(session, job, news.acknowledged)
-    for entry in decision.audit:
-        audit.record(session, job.id, entry, now_ns)
-    _announce_changes(session, job.id, news)
-
-
-# Columns that the API writes.
-_NOT_OURS = {"id", "stop_requested"}
-
-
-def _keep_job(session: Session, job: models.Job) -> None:
-    names = [column.key for column in inspect(models.Job).columns if column.key not in _NOT_OURS]
-    values = {name: getattr(job, name) for name in names}
-    session.execute(update(models.Job).where(models.Job.id == job.id).values(values))
-
-
-def _keep_placement(session: Session, known: Known, news: News, over: bool) -> None:
-    job = known.job
+def write_commit(
+    session: Session, snapshot: Snapshot, commit: Commit, targets: AlertTargets, now_ns: int
+) -> None:
+    """Raises ConflictError: the transaction has to be rolled back then."""
+    job_id, decision = snapshot.job_id, commit.decision
+    over = commit.columns.state in FINISHED
+    _update_job(session, job_id, commit.columns)
+    if commit.engine_memory is not None:
+        row: dict[str, object] = {"job_id": job_id, "memory": commit.engine_memory}
+        _upsert(session, models.EngineMemory, row)
     if over:
-        _claim(session, job.id, set())
-    if news.placement is None:
-        if not news.ranks_wait:
-            _keep_ranks(session, news.ranks.changed())
-        return
-    views = news.decision.ranks or []
-    session.execute(delete(models.Rank).where(models.Rank.job_id == job.id))
-    session.add_all(placed(job.id, job.generation, views))
+        _claim_nodes(session, job_id, set())
+    if commit.placement is not None:
+        _insert_generation(session, job_id, commit, commit.placement)
+    elif commit.rank_rows:
+        _update_ranks(session, commit.rank_rows)
+    _write_incidents(session, snapshot, decision, targets.incidents, now_ns)
+    _write_actions(session, snapshot, decision, targets.actions, now_ns)
+    act(session, job_id, decision, over, now_ns)
+    _quarantine(session, decision)
+    for summary in commit.steps:
+        keep_step(session, job_id, summary)
+    session.flush()  # commands before the acknowledgements that name them
+    _write_acknowledgements(session, job_id, commit)
+    for entry in decision.audit:
+        audit.record(session, job_id, entry, now_ns)
+    _record_changes(session, job_id, commit)
+
+
+def _update_job(session: Session, job_id: str, columns: JobColumns) -> None:
+    values = {field.name: getattr(columns, field.name) for field in fields(columns)}
+    session.execute(update(models.Job).where(models.Job.id == job_id).values(values))
+
+
+def _insert_generation(session: Session, job_id: str, commit: Commit, placement: Placement) -> None:
+    views = commit.decision.ranks or []
+    session.execute(delete(models.Rank).where(models.Rank.job_id == job_id))
+    session.add_all(new_rank_rows(job_id, placement.generation, views))
     session.add(
         models.Generation(
-            job_id=job.id,
-            generation=job.generation,
-            cursor=job.cursor,
-            placement=news.placement,
-            restarted=news.decision.restarted,
+            job_id=job_id,
+            generation=placement.generation,
+            cursor=commit.columns.cursor,
+            placement=placement,
+            restarted=commit.decision.restarted,
         )
     )
-    _claim(session, job.id, {view.agent_id for view in views})
+    _claim_nodes(session, job_id, {view.agent_id for view in views})
 
 
-def _keep_ranks(session: Session, rows: list[dict[str, Any]]) -> None:
-    """A large job has ten thousand that changed: given to the driver as they are.
+def _update_ranks(session: Session, rows: Sequence[dict[str, Any]]) -> None:
+    """Pass the rows to the driver directly: a large job has ten thousand that changed.
 
-    All columns are plain numbers and text, so there is nothing to convert on the way.
+    All columns are plain numbers and text, so there is nothing to convert.
     """
-    if not rows:
-        return
     connection = session.connection()
-    statement = _CHANGE_RANK.compile(dialect=connection.dialect)
+    statement = _UPDATE_RANK.compile(dialect=connection.dialect)
     names = statement.positiontup  # None: the driver takes parameters by name
     if names is None:
-        named = [{f"new_{name}": row[name] for name in _WRITTEN} for row in rows]
+        named = [{f"new_{name}": row[name] for name in _RANK_COLUMNS} for row in rows]
         connection.exec_driver_sql(str(statement), named)
     else:
         columns = itemgetter(*(name.removeprefix("new_") for name in names))
         connection.exec_driver_sql(str(statement), [columns(row) for row in rows])
 
 
-def _claim(session: Session, job_id: str, agents: set[str]) -> None:
-    """The job has these nodes and no others; a node has one job."""
+def _claim_nodes(session: Session, job_id: str, agents: set[str]) -> None:
+    """Assign exactly these nodes to the job. A node has one job."""
     node = models.Node
-    held = session.scalars(
+    freed = session.scalars(
         update(node)
         .where(node.job_id == job_id, node.agent_id.not_in(agents))
         .values(job_id=None)
         .returning(node.agent_id)
     ).all()
-    _pass_on(session, held)
+    _reassign_watched(session, freed)
     taken = session.scalars(
         update(node)
         .where(node.agent_id.in_(agents), (node.job_id == job_id) | node.job_id.is_(None))
@@ -161,33 +160,37 @@ def _claim(session: Session, job_id: str, agents: set[str]) -> None:
     ).all()
     if set(taken) != agents:
         raise ConflictError(f"another job has taken {sorted(agents - set(taken))}")
-    for agent_id in {*held, *taken}:
+    for agent_id in {*freed, *taken}:
         record_change(session, None, "node", agent_id)
 
 
-def _pass_on(session: Session, agents: Sequence[str]) -> None:
-    """Nodes on which others run a job beside the one that let them go: they are not free."""
+def _reassign_watched(session: Session, agents: Sequence[str]) -> None:
+    """Assign freed nodes that also run ranks of a watched job to that job."""
     node, rank, job = models.Node, models.Rank, models.Job
-    beside = (
+    watched = (
         select(rank.agent_id, func.min(rank.job_id))
         .join(job, job.id == rank.job_id)
         .where(job.watched, job.state.not_in(FINISHED))
         .where(rank.agent_id.in_(agents), rank.state != "exited")
         .group_by(rank.agent_id)
     )
-    for agent_id, job_id in session.execute(beside).all():
+    for agent_id, job_id in session.execute(watched).all():
         free = update(node).where(node.agent_id == agent_id, node.job_id.is_(None))
         session.execute(free.values(job_id=job_id))
 
 
-def _keep_incidents(
-    session: Session, known: Known, decision: Decision, receivers: tuple[str, ...], now_ns: int
+def _write_incidents(
+    session: Session,
+    snapshot: Snapshot,
+    decision: Decision,
+    receivers: tuple[str, ...],
+    now_ns: int,
 ) -> None:
-    job = known.job
-    before = {incident.incident_id: incident for incident in known.incidents}
+    before = {incident.incident_id: incident for incident in snapshot.incidents}
     for view in decision.incidents:
-        _upsert(session, models.Incident, _incident_row(job.id, view))
-        alert = incident_alert(job.id, job.name, before.get(view.incident_id), view)
+        _upsert(session, models.Incident, _incident_row(snapshot.job_id, view))
+        previous = before.get(view.incident_id)
+        alert = incident_alert(snapshot.job_id, snapshot.job_name, previous, view)
         if alert is not None:
             announce(session, receivers, alert, view.incident_id, now_ns)
 
@@ -205,26 +208,29 @@ def _incident_row(job_id: str, view: IncidentView) -> dict[str, object]:
     }
 
 
-def _keep_actions(
-    session: Session, known: Known, decision: Decision, receivers: tuple[str, ...], now_ns: int
+def _write_actions(
+    session: Session,
+    snapshot: Snapshot,
+    decision: Decision,
+    receivers: tuple[str, ...],
+    now_ns: int,
 ) -> None:
-    job = known.job
-    before = {action.action_id: action for action in known.actions}
+    before = {action.action_id: action for action in snapshot.actions}
     for view in decision.actions:
-        row = _action_row(job.id, view)
-        version = known.versions.get(view.action_id)
+        row = _action_row(snapshot.job_id, view)
+        version = snapshot.action_versions.get(view.action_id)
         if version is None:
             session.execute(insert(models.Action).values(**row, version=1))
         else:
             _replace_action(session, row, version)
-        was = before.get(view.action_id)
-        if was is None or was.state != view.state:
-            notice = ActionNotice(job_id=job.id, job_name=job.name, action=view)
+        previous = before.get(view.action_id)
+        if previous is None or previous.state != view.state:
+            notice = ActionNotice(job_id=snapshot.job_id, job_name=snapshot.job_name, action=view)
             announce(session, receivers, notice, view.action_id, now_ns)
-    seen = [action.action_id for action in known.actions if action.state == "rejected"]
-    if seen:
+    rejected = [action.action_id for action in snapshot.actions if action.state == "rejected"]
+    if rejected:
         session.execute(
-            update(models.Action).where(models.Action.id.in_(seen)).values(noticed=True)
+            update(models.Action).where(models.Action.id.in_(rejected)).values(noticed=True)
         )
 
 
@@ -237,7 +243,7 @@ def _replace_action(session: Session, row: dict[str, object], version: int) -> N
         .returning(action.id)
     )
     if replaced is None:
-        raise ConflictError(f"action {row['id']} was decided on meanwhile")
+        raise ConflictError(f"action {row['id']} was approved or rejected meanwhile")
 
 
 def _action_row(job_id: str, view: ActionView) -> dict[str, object]:
@@ -265,21 +271,19 @@ def _quarantine(session: Session, decision: Decision) -> None:
         record_change(session, None, "node", agent_id)
 
 
-def _keep_acknowledgements(
-    session: Session, job: models.Job, acknowledged: list[Acknowledged]
-) -> None:
-    final = {(each.command_id, each.rank): each for each in acknowledged}
-    for each in final.values():
+def _write_acknowledgements(session: Session, job_id: str, commit: Commit) -> None:
+    last = {(result.command_id, result.rank): result for result in commit.acknowledged}
+    for result in last.values():
         _upsert(
             session,
             models.Acknowledgement,
             {
-                "command_id": each.command_id,
-                "rank": each.rank,
-                "job_id": job.id,
-                "generation": job.generation,
-                "status": each.status,
-                "step": each.step,
+                "command_id": result.command_id,
+                "rank": result.rank,
+                "job_id": job_id,
+                "generation": commit.columns.generation,
+                "status": result.status,
+                "step": result.step,
             },
         )
 
@@ -294,13 +298,13 @@ def _upsert(session: Session, table: type[models.Base], row: dict[str, object]) 
     )
 
 
-def _announce_changes(session: Session, job_id: str, news: News) -> None:
-    for summary in news.steps:
+def _record_changes(session: Session, job_id: str, commit: Commit) -> None:
+    for summary in commit.steps:
         record_change(session, job_id, "step", f"{job_id}/{summary.step}")
-    for incident in news.decision.incidents:
+    for incident in commit.decision.incidents:
         record_change(session, job_id, "incident", incident.incident_id)
-    for action in news.decision.actions:
+    for action in commit.decision.actions:
         record_change(session, job_id, "action", action.action_id)
-    if news.placement is not None or (not news.ranks_wait and news.ranks.changed()):
+    if commit.placement is not None or commit.rank_rows:
         record_change(session, job_id, "ranks", job_id)
     record_change(session, job_id, "job", job_id)

@@ -1,7 +1,7 @@
-"""News of processes that had the ranks of a watched job before those that have them now.
+"""Events of the processes that held the ranks of a watched job before the current ones.
 
-A run of the same name and generation follows another, and its first batch may tell the end of the
-other's ranks.
+A run of the same name and generation may follow another, and its first batches may report the end
+of the earlier run's ranks.
 """
 
 from __future__ import annotations
@@ -14,23 +14,28 @@ from paceline_server.store.models import Job, Rank
 from paceline_wire.batch import Batch, Event, RankExited
 
 
-class Strangers:
-    def __init__(self, job: Job, ranks: Iterable[Rank], said: Mapping[int, int]) -> None:
-        """`said`: as in `Placement`."""
-        self._job_id, self._generation, self._said = job.id, job.generation, said
+class EarlierProcesses:
+    """Removes the exits of earlier processes from batches."""
+
+    def __init__(
+        self, job: Job, ranks: Iterable[Rank], reported_generations: Mapping[int, int]
+    ) -> None:
+        """`reported_generations`: `Placement.said`."""
+        self._job_id, self._generation = job.id, job.generation
+        self._reported_generations = reported_generations
         self._pids = {row.rank: row.pid for row in ranks} if job.watched else {}
 
-    def left_out(self, batch: Batch) -> Batch:
-        """The batch without them."""
-        if not self._pids or not any(map(self._is_one, batch.events)):
+    def filter(self, batch: Batch) -> Batch:
+        """Return the batch without their exits."""
+        if not self._pids or not any(map(self._is_earlier, batch.events)):
             return batch
-        events = [event for event in batch.events if not self._is_one(event)]
+        events = [event for event in batch.events if not self._is_earlier(event)]
         return msgspec.structs.replace(batch, events=events)
 
-    def _is_one(self, event: Event) -> bool:
+    def _is_earlier(self, event: Event) -> bool:
         return (
             isinstance(event, RankExited)
             and event.job == self._job_id
-            and event.generation == self._said.get(event.rank, self._generation)
+            and event.generation == self._reported_generations.get(event.rank, self._generation)
             and self._pids.get(event.rank, event.pid) != event.pid
         )

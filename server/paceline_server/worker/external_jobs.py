@@ -1,7 +1,6 @@
-"""Jobs that others start and end: taken up once every rank of a generation was found running.
+"""Jobs that are started outside Paceline, taken up once all ranks of a generation were found.
 
-From then on they are looked at like all others, in mode `observe`: what is wrong is named, what to
-do about it is for whoever started them.
+They are watched like all others, in mode `observe`: Paceline reports problems and repairs nothing.
 """
 
 from __future__ import annotations
@@ -32,68 +31,72 @@ from paceline_server.store.models import (
     Step,
     StepShares,
 )
-from paceline_server.worker.ranks import placed
+from paceline_server.worker.ranks import new_rank_rows
 from paceline_wire.topology import Topology
 
 _log = logging.getLogger(__name__)
-_LATE_NS = 60_000_000_000  # for ranks of a job whose others were found
+_MISSING_RANKS_NS = 60_000_000_000  # until ranks that were not found are logged
 _NAME_LENGTH = 200
-_MARGIN_NS = 1_000_000_000  # several servers may store at once, each with a clock of its own
+_MARGIN_NS = 1_000_000_000  # several servers may store batches, each with its own clock
 
 
-class Elsewhere:
+class ExternalJobs:
+    """Finds external jobs that are complete, and creates their rows."""
+
     def __init__(self, database: Database, now_ns: Callable[[], int]) -> None:
         self._database = database
         self._now_ns = now_ns
-        self._told: set[tuple[str, int, int]] = set()
+        self._logged: set[tuple[str, int, int]] = set()
         self._refused: set[Gathering] = set()
 
-    def look(self) -> bool:
-        """Take up what is whole; whether there was any."""
+    def take_up(self) -> bool:
+        """Create the jobs of which all ranks were found; return whether there were any."""
         with self._database.read() as session:
-            found = attachments.gathering(session)
-        took = False
-        for each in found:
-            if not each.is_whole:
-                self._tell_of_missing(each)
-            elif each not in self._refused:
-                took |= self._try_to_take_up(each)
-        return took
+            gatherings = attachments.gathering(session)
+        taken_up = False
+        for gathering in gatherings:
+            if not gathering.is_whole:
+                self._log_missing_ranks(gathering)
+            elif gathering not in self._refused:
+                taken_up |= self._try_to_take_up(gathering)
+        return taken_up
 
     def _try_to_take_up(self, gathering: Gathering) -> bool:
         try:
-            return self._take_up(gathering)
+            return self._create(gathering)
         except UNAVAILABLE:
             raise
         except Exception:
-            # What ranks say of themselves must not keep other jobs from being looked at.
+            # Malformed reports of its ranks must not stop the other jobs.
             self._refused.add(gathering)
-            _log.exception("%s cannot be taken up", gathering.job_id)
+            _log.exception("external job %s cannot be watched", gathering.job_id)
             return False
 
-    def _take_up(self, gathering: Gathering) -> bool:
+    def _create(self, gathering: Gathering) -> bool:
         with self._database.write() as session:
             job = session.get(Job, gathering.job_id)
             is_old = job is not None and (
                 not job.watched or not attachments.follows(session, job, gathering)
             )
             if job is not None and job.state not in FINISHED and not is_old:
-                return False  # whoever works on it ends it first
+                return False  # the worker that holds it ends it first
             ranks = attachments.take(session, gathering)
             if is_old or len(ranks) != gathering.world_size:
                 return False
             generation = _begin(session, job, ranks, self._now_ns())
-        _log.info("%s generation %d was found running", gathering.job_id, generation)
+        _log.info(
+            "external job %s was found running in generation %d", gathering.job_id, generation
+        )
         return True
 
-    def _tell_of_missing(self, gathering: Gathering) -> None:
-        name = gathering[:3]
-        if name in self._told or self._now_ns() - gathering.newest_ns < _LATE_NS:
+    def _log_missing_ranks(self, gathering: Gathering) -> None:
+        key = gathering[:3]
+        if key in self._logged or self._now_ns() - gathering.newest_ns < _MISSING_RANKS_NS:
             return
-        self._told.add(name)
+        self._logged.add(key)
         _log.warning(
-            "%s generation %d is not looked at: %d of its %d ranks were found; does an agent "
-            "that its ranks find (deploy/README.md) run on every node?",
+            "external job %s generation %d is not watched: %d of its %d ranks were found; check "
+            "that every node runs an agent that its ranks find (deploy/README.md)",
             gathering.job_id,
             gathering.generation,
             gathering.ranks,
@@ -102,27 +105,31 @@ class Elsewhere:
 
 
 def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_ns: int) -> int:
-    """The number of the generation."""
+    """Write the job and its generation; return the generation's number."""
     identity = ranks[0].identity
     topology = identity.topology
     if topology.world_size != len(ranks):
         topology = Topology(dp=len(ranks))
-    views = [_view(session, each) for each in ranks]
-    generation = _number(session, job, ranks)
+    views = [_view(session, attachment) for attachment in ranks]
+    generation = _generation_number(session, job, ranks)
     placement = Placement(
         generation=generation,
         topology=topology,
         nodes={view.rank: view.agent_id for view in views},
         gpus={view.rank: view.gpu for view in views},
         metadata=identity.metadata,
-        started_ns=min(each.received_ns for each in ranks),
+        started_ns=min(attachment.received_ns for attachment in ranks),
         was_found=True,
-        said={each.rank: each.generation for each in ranks if each.generation != generation},
+        said={
+            attachment.rank: attachment.generation
+            for attachment in ranks
+            if attachment.generation != generation
+        },
     )
-    # All that the ranks said since the first of them began is still to be read.
-    # That of a run before, whose ranks said the same generation, is not.
-    is_again = job is not None and job.generation >= generation
-    margin_ns = 0 if is_again or placement.said else _MARGIN_NS
+    # Batches since the first rank began are still to be read, but not those of an earlier run
+    # whose ranks reported the same generation.
+    is_repeated = job is not None and job.generation >= generation
+    margin_ns = 0 if is_repeated or placement.said else _MARGIN_NS
     cursor = position_at(session, placement.started_ns - margin_ns)
     script = "".join(filter(str.isprintable, identity.metadata.get("script", "")))
     name = script[:_NAME_LENGTH] or identity.job
@@ -133,7 +140,7 @@ def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_n
         _forget_progress(job, now_ns)
         verb = "found running"
     else:
-        if is_again:
+        if is_repeated:
             _forget_progress(job, now_ns)
             session.execute(delete(EngineMemory).where(EngineMemory.job_id == job.id))
         _clear(session, job.id, generation)
@@ -151,7 +158,7 @@ def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_n
             restarted=None,
         )
     )
-    session.add_all(placed(job.id, job.generation, views))
+    session.add_all(new_rank_rows(job.id, job.generation, views))
     agents = sorted(set(placement.nodes.values()))
     # Who holds ranks of another job as well stays with that one.
     free = update(Node).where(Node.agent_id.in_(agents), Node.job_id.is_(None))
@@ -165,20 +172,20 @@ def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_n
     return generation
 
 
-def _number(session: Session, job: Job | None, ranks: Sequence[Attachment]) -> int:
-    """Of the generation that these ranks are.
+def _generation_number(session: Session, job: Job | None, ranks: Sequence[Attachment]) -> int:
+    """Return the number of the generation that these ranks form.
 
-    It goes on from the last one if launchers counted on, some of them at least, and else is what
-    they say: another run of the same name counts anew.
+    It follows the last generation if at least some launchers counted up, and else is what the ranks
+    report: another run of the same name starts counting again.
     """
-    said = {each.agent_id: each.generation for each in ranks}
-    highest = max(said.values())
+    reported = {attachment.agent_id: attachment.generation for attachment in ranks}
+    highest = max(reported.values())
     if job is None:
         return highest
-    known = queries.said(session, job)
+    reported_before = queries.said(session, job)
     rows = queries.ranks(session, job.id)
-    before = {row.agent_id: known.get(row.rank, row.generation) for row in rows}
-    growth = [said[agent_id] - before[agent_id] for agent_id in said.keys() & before.keys()]
+    before = {row.agent_id: reported_before.get(row.rank, row.generation) for row in rows}
+    growth = [reported[agent] - before[agent] for agent in reported.keys() & before.keys()]
     if growth and min(growth) >= 0 and max(growth) > 0:
         return max(highest, job.generation + 1)
     return highest
@@ -192,7 +199,7 @@ def _forget_progress(job: Job, now_ns: int) -> None:
 
 
 def _clear(session: Session, job_id: str, generation: int) -> None:
-    """What is kept of ranks that are gone, and of a run that had the same name and generations."""
+    """Delete the rows of ranks that are gone and of an earlier run with the same generations."""
     for of_job in (Rank, RankEvidence):
         session.execute(delete(of_job).where(of_job.job_id == job_id))
     for of_run in (Step, StepShares, Generation):
@@ -213,7 +220,7 @@ def _view(session: Session, attachment: Attachment) -> RankView:
 
 
 def _gpu(session: Session, attachment: Attachment) -> int | None:
-    """By what the rank says itself, else as launchers hand GPUs out: by the local rank."""
+    """Return the GPU that the rank reported, else the one with its local rank's index."""
     node = session.get(Node, attachment.agent_id)
     gpus = node.hello.gpus if node is not None and node.hello is not None else []
     identity = attachment.identity

@@ -1,4 +1,4 @@
-"""The ranks of the current generation, brought up to date from events and progress."""
+"""The rows of the current generation's ranks, updated by events and progress."""
 
 from __future__ import annotations
 
@@ -11,40 +11,44 @@ from paceline_server.store.models import Rank
 from paceline_wire.batch import Event, RankAttached, RankExited, RankStarted
 
 _ORDER = ("assigned", "started", "attached", "exited")
-_SHOWN = ("pid", "state", "exit_code", "signal", "commanded", "step", "status", "process_state")
-SEEN = (*_SHOWN, "operation", "operation_seconds")  # what changes within a generation
+_VISIBLE = ("pid", "state", "exit_code", "signal", "commanded", "step", "status", "process_state")
+CHANGING_COLUMNS = (*_VISIBLE, "operation", "operation_seconds")  # within a generation
 COLUMNS = tuple(column.key for column in Rank.__table__.columns)
 
 
 class Ranks:
-    """Owned by one worker between its commits. A rank's state never goes backwards."""
+    """Rank rows as one worker has them between its commits. A rank's state never goes back."""
 
     def __init__(
-        self, generation: int, rows: Iterable[Rank], said: Mapping[int, int] | None = None
+        self,
+        generation: int,
+        rows: Iterable[Rank],
+        reported_generations: Mapping[int, int] | None = None,
     ) -> None:
-        """`said`: as in `Placement`."""
+        """`reported_generations`: `Placement.said`."""
         self.generation = generation
-        self._said = said or {}
+        self._reported_generations = reported_generations or {}
         self._rows = {row.rank: _copy(row) for row in rows}
         self._committed = {rank: dict(row) for rank, row in self._rows.items()}
         self.agents = {row["agent_id"] for row in self._rows.values()}
         self._views = {rank: _view(row) for rank, row in self._rows.items()}
-        # Heard of since `views` and `committed`: of thousands of ranks most are as they were.
-        self._unseen: set[int] = set()
+        # Only ranks changed since `views` and since `committed` are processed: of thousands of
+        # ranks most have not changed.
+        self._outdated_views: set[int] = set()
         self._uncommitted: set[int] = set()
-        self._advanced = False  # one of them, since `committed`
+        self._advanced = False  # a rank's state has changed since `committed`
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def views(self) -> list[RankView]:
-        for rank in self._unseen:
+        for rank in self._outdated_views:
             self._views[rank] = _view(self._rows[rank])
-        self._unseen.clear()
+        self._outdated_views.clear()
         return list(self._views.values())
 
-    def hear(self, agent_id: str, event: Event) -> None:
-        """Events of other generations, agents or ranks change nothing."""
+    def apply(self, agent_id: str, event: Event) -> None:
+        """Apply an event. Events of other generations, agents or ranks are ignored."""
         match event:
             case RankStarted(generation=generation, rank=rank, pid=pid):
                 self._advance(agent_id, generation, rank, state="started", pid=pid)
@@ -73,8 +77,8 @@ class Ranks:
         self, agent_id: str, generation: int, rank: int, state: str, **values: object
     ) -> None:
         row = self._rows.get(rank)
-        said = self._said.get(rank, self.generation)
-        if row is None or generation != said or row["agent_id"] != agent_id:
+        expected = self._reported_generations.get(rank, self.generation)
+        if row is None or generation != expected or row["agent_id"] != agent_id:
             return
         if _ORDER.index(state) > _ORDER.index(row["state"]):
             row.update(values, state=state)
@@ -82,24 +86,23 @@ class Ranks:
             self._touch(rank)
 
     def _touch(self, rank: int) -> None:
-        self._unseen.add(rank)
+        self._outdated_views.add(rank)
         self._uncommitted.add(rank)
 
-    def progress(self, news: Iterable[RankProgress]) -> None:
-        """Of those ranks of which there is any."""
-        for each in news:
-            row = self._rows.get(each.rank)
+    def update_progress(self, updates: Iterable[RankProgress]) -> None:
+        for update in updates:
+            row = self._rows.get(update.rank)
             if row is not None:
-                row["step"] = row["step"] if each.step is None else each.step
-                row["status"] = _text(each.status, 32)
-                row["operation"] = _text(each.operation, 200)
-                row["operation_seconds"] = each.operation_seconds
+                row["step"] = row["step"] if update.step is None else update.step
+                row["status"] = _text(update.status, 32)
+                row["operation"] = _text(update.operation, 200)
+                row["operation_seconds"] = update.operation_seconds
                 if row["state"] != "exited":
-                    row["process_state"] = _text(each.process_state, 8)
-                self._touch(each.rank)
+                    row["process_state"] = _text(update.process_state, 8)
+                self._touch(update.rank)
 
     def changed(self) -> list[dict[str, Any]]:
-        """Rows that differ from what is stored."""
+        """Return the rows that differ from the stored ones, by rank."""
         return [
             self._rows[rank]
             for rank in sorted(self._uncommitted)
@@ -107,18 +110,19 @@ class Ranks:
         ]
 
     def changed_visibly(self) -> bool:
-        """More than how long an operation has been running."""
+        """Return whether more has changed than how long an operation has been running."""
         return any(
             self._rows[rank][name] != self._committed[rank][name]
             for rank in self._uncommitted
-            for name in _SHOWN
+            for name in _VISIBLE
         )
 
-    def changed_life(self) -> bool:
-        """More than how far they are, which their next news tell again."""
+    def changed_state(self) -> bool:
+        """Return whether a rank was started, attached or exited; only progress can wait."""
         return self._advanced
 
     def committed(self) -> None:
+        """Take the current rows as stored."""
         for rank in self._uncommitted:
             self._committed[rank] = dict(self._rows[rank])
         self._uncommitted.clear()
@@ -126,7 +130,7 @@ class Ranks:
 
 
 def _text(value: str | None, length: int) -> str | None:
-    """As a column can hold it: agents may say anything."""
+    """Return the text as the column can hold it: agents may send anything."""
     return None if value is None else value.replace("\0", "")[:length]
 
 
@@ -141,8 +145,8 @@ def _copy(row: Rank) -> dict[str, Any]:
     return {name: getattr(row, name) for name in COLUMNS}
 
 
-def placed(job_id: str, generation: int, views: Iterable[RankView]) -> list[Rank]:
-    """Rows of a new generation."""
+def new_rank_rows(job_id: str, generation: int, views: Iterable[RankView]) -> list[Rank]:
+    """Return the rows of a new generation's ranks."""
     rows = []
     for view in views:
         fields = {name: getattr(view, name) for name in RankView.__struct_fields__}

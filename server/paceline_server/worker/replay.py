@@ -1,9 +1,10 @@
-"""An engine as it was at the cursor, from what it must not forget and the log that is kept.
+"""Rebuild a job's engine as of the cursor, from its stored memory and the log.
 
-What the engine says meanwhile was acted upon before, with two exceptions that are handed back:
-steps that no row holds yet, and findings of the current generation that were not cleared. (Ticks
-fall on other moments than they once did, so an engine may say something a little earlier now.)
-`decide` knows findings again by their fingerprint, and the ledger books no step twice.
+The engine's outcomes during the rebuild were acted on before, with two exceptions that are
+returned: steps that no row holds yet, and findings of the current generation that were not
+cleared. (The ticks of the rebuild fall on other moments than the original ones, so a finding may
+come a little earlier.) `decide` recognizes findings by their fingerprint, and the ledger counts no
+step twice.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from paceline_server.steps.types import StepSummary
 from paceline_server.store.database import Database
 from paceline_server.store.log import read_log
 from paceline_server.store.models import EngineMemory, Generation, HotLog, Job, Step
-from paceline_server.worker.earlier_processes import Strangers
+from paceline_server.worker.earlier_processes import EarlierProcesses
 from paceline_wire import batch as wire
 
 _CHUNK = 200
@@ -35,7 +36,7 @@ class Rebuilt:
     steps: list[StepSummary] = field(default_factory=list)
     findings: dict[str, Finding] = field(default_factory=dict)
 
-    def take(self, outcome: Outcome) -> None:
+    def add(self, outcome: Outcome) -> None:
         self.steps += outcome.steps
         for finding in outcome.findings:
             if finding.cleared:
@@ -45,20 +46,25 @@ class Rebuilt:
 
 
 def rebuild(
-    database: Database, job: Job, strangers: Strangers, keep_alive: Callable[[], None]
+    database: Database,
+    job: Job,
+    earlier_processes: EarlierProcesses,
+    keep_alive: Callable[[], None],
 ) -> Rebuilt:
-    """`keep_alive` is called now and then, to renew the lease."""
+    """`keep_alive` is called regularly, to renew the lease."""
     with database.read() as session:
-        kept = session.get(EngineMemory, job.id)
+        row = session.get(EngineMemory, job.id)
         generations = _last_generations(session, job.id)
         newest = _newest_steps(session, job.id)
-    rebuilt = Rebuilt(Engine(job.id, _settings(job), None if kept is None else kept.memory))
+    rebuilt = Rebuilt(Engine(job.id, _settings(job), None if row is None else row.memory))
     if not generations:
         return rebuilt
-    _replay(database, job, generations, rebuilt, strangers, keep_alive)
+    _replay(database, job, generations, rebuilt, earlier_processes, keep_alive)
     if job.ticked_ns is not None:
-        rebuilt.take(rebuilt.engine.tick(job.ticked_ns))
-    rebuilt.steps = [each for each in rebuilt.steps if each.step > newest.get(each.generation, -1)]
+        rebuilt.add(rebuilt.engine.tick(job.ticked_ns))
+    rebuilt.steps = [
+        summary for summary in rebuilt.steps if summary.step > newest.get(summary.generation, -1)
+    ]
     rebuilt.findings = {
         fingerprint: finding
         for fingerprint, finding in rebuilt.findings.items()
@@ -79,7 +85,7 @@ def _replay(
     job: Job,
     generations: list[Generation],
     rebuilt: Rebuilt,
-    strangers: Strangers,
+    earlier_processes: EarlierProcesses,
     keep_alive: Callable[[], None],
 ) -> None:
     position = generations[0].cursor
@@ -94,29 +100,28 @@ def _replay(
             _place(rebuilt.engine, waiting, entry.id - 1)
             if entry.received_ns - ticked_ns >= _TICK_NS:
                 ticked_ns = entry.received_ns
-                rebuilt.take(rebuilt.engine.tick(ticked_ns))
-            _feed(rebuilt.engine, entry, strangers)
+                rebuilt.add(rebuilt.engine.tick(ticked_ns))
+            _feed(rebuilt.engine, entry, earlier_processes)
         position = entries[-1].id
         keep_alive()
     _place(rebuilt.engine, waiting, job.cursor)
 
 
 def _place(engine: Engine, waiting: list[Generation], position: int) -> None:
-    """Begin the generations that were placed when the log had been read up to `position`."""
+    """Begin the generations that were placed once the log had been read up to `position`."""
     while waiting and waiting[0].cursor <= position:
         engine.place(waiting.pop(0).placement)
 
 
-def _feed(engine: Engine, entry: HotLog, strangers: Strangers) -> None:
-    """What it could not take then, it cannot take now."""
+def _feed(engine: Engine, entry: HotLog, earlier_processes: EarlierProcesses) -> None:
     try:
-        engine.feed(strangers.left_out(wire.decode(entry.payload)), entry.received_ns)
-    except Exception:  # counted when it was first read
+        engine.feed(earlier_processes.filter(wire.decode(entry.payload)), entry.received_ns)
+    except Exception:  # it failed and was counted when it was first read, too
         return
 
 
 def _last_generations(session: Session, job_id: str) -> list[Generation]:
-    """In order. Two, for the memory may be from before the last one was placed."""
+    """Return the last two, in order: the stored memory may be older than the last one."""
     query = select(Generation).where(Generation.job_id == job_id)
     newest = session.scalars(query.order_by(Generation.generation.desc()).limit(2)).all()
     return list(reversed(newest))

@@ -1,7 +1,8 @@
-"""What `decide` may look at, read in one consistent moment."""
+"""Stage 1 of a tick: the job's state and the new batches, read in one consistent transaction."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,128 +14,170 @@ from paceline_server.decide.types import (
     Acknowledged,
     ActionView,
     IncidentView,
-    JobView,
+    JobSpec,
+    JobState,
     NodeView,
-    RankView,
     Restarted,
 )
-from paceline_server.store import attachments
+from paceline_server.policy import Policy
+from paceline_server.steps.types import Ledger
+from paceline_server.store import attachments, models
 from paceline_server.store.log import read_log_part
-from paceline_server.store.models import (
-    Acknowledgement,
-    Action,
-    CommandRow,
-    Generation,
-    HotLog,
-    Incident,
-    Job,
-    Node,
-)
-from paceline_wire.batch import AgentHello
+from paceline_server.worker.acknowledgements import genuine_acknowledgements
+from paceline_wire import batch as wire
+from paceline_wire.batch import AgentHello, Batch
+from paceline_wire.topology import Topology
 
 
-@dataclass(frozen=True)
-class Known:
-    """Rows as of the beginning of a tick. `versions` are those of `actions`, by id."""
+@dataclass(frozen=True, slots=True)
+class JobColumns:
+    """The columns of a job's row that a tick may change."""
 
-    job: Job
-    log: list[HotLog]
-    behind: bool  # there is more of it
-    nodes: list[NodeView]
-    incidents: list[IncidentView]
-    actions: list[ActionView]
-    versions: dict[str, int]
-    restarts: list[Restarted]
-    acknowledged: list[Acknowledged]
-    command_results: dict[int, bool]
-    is_superseded: bool
-
-    def view(self, job: Job, ranks: list[RankView], acknowledged: list[Acknowledged]) -> JobView:
-        return JobView(
-            job_id=job.id,
-            spec=job.spec,
-            state=job.state,  # type: ignore[arg-type]  # only `decide` sets it
-            generation=job.generation,
-            topology=job.topology,
-            ranks=ranks,
-            nodes=self.nodes,
-            incidents=self.incidents,
-            actions=self.actions,
-            restarts=self.restarts,
-            acknowledged=acknowledged,
-            command_results=self.command_results,
-            highest_step=job.highest_step,
-            checkpoint_step=job.checkpoint_step,
-            step_seconds=job.step_seconds,
-            stop_requested=job.stop_requested,
-            is_superseded=self.is_superseded,
-        )
+    spec: JobSpec
+    state: JobState
+    generation: int
+    topology: Topology
+    started_ns: int | None
+    finished_ns: int | None
+    cursor: int  # id of the last log entry that the row reflects
+    ticked_ns: int | None
+    step: int | None
+    highest_step: int | None
+    checkpoint_step: int | None
+    step_seconds: float | None
+    loss: float | None
+    evaluation_loss: float | None
+    ledger: Ledger
 
 
-def know(session: Session, job_id: str, cursor: int, batches: int, batch_bytes: int) -> Known:
-    job = session.get_one(Job, job_id)
-    log, behind = read_log_part(session, cursor, batches, batch_bytes)
+@dataclass(frozen=True, slots=True)
+class ReceivedBatch:
+    """One entry of the hot log, decoded."""
+
+    log_id: int
+    batch: Batch
+    received_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that a tick reads from the database. No stage changes it."""
+
+    job_id: str
+    job_name: str
+    policy: Policy
+    stop_requested: bool
+    is_superseded: bool  # another run of a watched job has replaced this one
+    columns: JobColumns
+    log: tuple[ReceivedBatch, ...]
+    behind: bool  # the log has more entries than `log`
+    nodes: tuple[NodeView, ...]
+    incidents: tuple[IncidentView, ...]
+    actions: tuple[ActionView, ...]
+    action_versions: Mapping[str, int]  # by id of `actions`
+    restarts: tuple[Restarted, ...]
+    acknowledged: tuple[Acknowledged, ...]  # stored before
+    new_acknowledged: tuple[Acknowledged, ...]  # in `log`
+    command_results: Mapping[int, bool]
+
+
+def load_snapshot(
+    session: Session, job_id: str, cursor: int, batches: int, batch_bytes: int
+) -> Snapshot:
+    """Read the job's state, and at most `batches` log entries of `batch_bytes` after `cursor`."""
+    job = session.get_one(models.Job, job_id)
+    entries, behind = read_log_part(session, cursor, batches, batch_bytes)
+    log = tuple(
+        ReceivedBatch(entry.id, wire.decode(entry.payload), entry.received_ns) for entry in entries
+    )
     actions = session.scalars(
-        select(Action)
+        select(models.Action)
         .where(
-            Action.job_id == job_id,
+            models.Action.job_id == job_id,
             or_(
-                Action.state.in_(("proposed", "approved", "running")),
-                and_(Action.state == "rejected", ~Action.noticed),
+                models.Action.state.in_(("proposed", "approved", "running")),
+                and_(models.Action.state == "rejected", ~models.Action.noticed),
             ),
         )
-        .order_by(Action.created_ns, Action.id)
+        .order_by(models.Action.created_ns, models.Action.id)
     ).all()
-    return Known(
-        job=job,
+    action_ids = [row.id for row in actions]
+    events = (event for received in log for event in received.batch.events)
+    return Snapshot(
+        job_id=job.id,
+        job_name=job.name,
+        policy=job.policy,
+        stop_requested=job.stop_requested,
+        is_superseded=job.watched and not behind and attachments.is_superseded(session, job),
+        columns=_columns(job),
         log=log,
         behind=behind,
         nodes=_nodes(session),
         incidents=_incidents(session, job_id),
-        actions=[row.view for row in actions],
-        versions={row.id: row.version for row in actions},
+        actions=tuple(row.view for row in actions),
+        action_versions={row.id: row.version for row in actions},
         restarts=_restarts(session, job_id),
-        acknowledged=_acknowledged(session, [row.id for row in actions]),
-        command_results=_results(session, [row.id for row in actions]),
-        is_superseded=job.watched and not behind and attachments.is_superseded(session, job),
+        acknowledged=_acknowledged(session, action_ids),
+        new_acknowledged=genuine_acknowledgements(session, job.id, job.generation, events),
+        command_results=_command_results(session, action_ids),
     )
 
 
-def _nodes(session: Session) -> list[NodeView]:
-    """A node that has not said yet who it is cannot be used."""
+def _columns(job: models.Job) -> JobColumns:
+    return JobColumns(
+        spec=job.spec,
+        state=job.state,  # type: ignore[arg-type]  # only `decide` sets it
+        generation=job.generation,
+        topology=job.topology,
+        started_ns=job.started_ns,
+        finished_ns=job.finished_ns,
+        cursor=job.cursor,
+        ticked_ns=job.ticked_ns,
+        step=job.step,
+        highest_step=job.highest_step,
+        checkpoint_step=job.checkpoint_step,
+        step_seconds=job.step_seconds,
+        loss=job.loss,
+        evaluation_loss=job.evaluation_loss,
+        ledger=job.ledger,
+    )
+
+
+def _nodes(session: Session) -> tuple[NodeView, ...]:
+    """Return all nodes that have sent a hello: others cannot be used."""
     rows = session.execute(
         select(
-            Node.agent_id,
-            type_coerce(Node.hello, Text),
-            Node.last_seen_ns,
-            Node.boot_id,
-            Node.quarantine_reason,
-            Node.job_id,
+            models.Node.agent_id,
+            type_coerce(models.Node.hello, Text),
+            models.Node.last_seen_ns,
+            models.Node.boot_id,
+            models.Node.quarantine_reason,
+            models.Node.job_id,
         )
-        .where(Node.hello.is_not(None))
-        .order_by(Node.agent_id)
+        .where(models.Node.hello.is_not(None))
+        .order_by(models.Node.agent_id)
     )
-    return [_node(*row) for row in rows]
+    return tuple(_node(*row) for row in rows)
 
 
 @lru_cache(maxsize=1 << 13)
 def _node(
     agent_id: str,
-    hello: str,
+    hello_text: str,
     last_seen_ns: int,
     boot_id: str,
     quarantine_reason: str | None,
     job_id: str | None,
 ) -> NodeView:
-    """All are asked for at each look, and of a thousand few have spoken since the last one."""
-    said = _hello(hello)
+    """Cached: each tick reads all nodes, and few of a thousand have changed since the last."""
+    hello = _hello(hello_text)
     return NodeView(
         agent_id=agent_id,
-        address=said.address,
-        rendezvous_port=said.rendezvous_port,
-        slots=said.slots,
-        gpus=[gpu.index for gpu in said.gpus if gpu.trouble is None],
-        is_degraded=any(gpu.trouble is not None for gpu in said.gpus),
+        address=hello.address,
+        rendezvous_port=hello.rendezvous_port,
+        slots=hello.slots,
+        gpus=[gpu.index for gpu in hello.gpus if gpu.trouble is None],
+        is_degraded=any(gpu.trouble is not None for gpu in hello.gpus),
         last_seen_ns=last_seen_ns,
         boot_id=boot_id,
         quarantined=quarantine_reason is not None,
@@ -150,43 +193,43 @@ def _hello(text: str) -> AgentHello:
     return _hello_decoder.decode(text)
 
 
-def _incidents(session: Session, job_id: str) -> list[IncidentView]:
+def _incidents(session: Session, job_id: str) -> tuple[IncidentView, ...]:
     query = (
-        select(Incident.view)
-        .where(Incident.job_id == job_id, Incident.state != "resolved")
-        .order_by(Incident.opened_ns, Incident.id)
+        select(models.Incident.view)
+        .where(models.Incident.job_id == job_id, models.Incident.state != "resolved")
+        .order_by(models.Incident.opened_ns, models.Incident.id)
     )
-    return list(session.scalars(query))
+    return tuple(session.scalars(query))
 
 
-def _restarts(session: Session, job_id: str) -> list[Restarted]:
+def _restarts(session: Session, job_id: str) -> tuple[Restarted, ...]:
     query = (
-        select(Generation.restarted)
-        .where(Generation.job_id == job_id)
-        .order_by(Generation.generation)
+        select(models.Generation.restarted)
+        .where(models.Generation.job_id == job_id)
+        .order_by(models.Generation.generation)
     )
-    return [restarted for restarted in session.scalars(query) if restarted is not None]
+    return tuple(restarted for restarted in session.scalars(query) if restarted is not None)
 
 
-def _acknowledged(session: Session, action_ids: list[str]) -> list[Acknowledged]:
+def _acknowledged(session: Session, action_ids: list[str]) -> tuple[Acknowledged, ...]:
     if not action_ids:
-        return []
+        return ()
     query = (
-        select(Acknowledgement)
-        .join(CommandRow, CommandRow.id == Acknowledgement.command_id)
-        .where(CommandRow.action_id.in_(action_ids))
-        .order_by(Acknowledgement.command_id, Acknowledgement.rank)
+        select(models.Acknowledgement)
+        .join(models.CommandRow, models.CommandRow.id == models.Acknowledgement.command_id)
+        .where(models.CommandRow.action_id.in_(action_ids))
+        .order_by(models.Acknowledgement.command_id, models.Acknowledgement.rank)
     )
-    return [
+    return tuple(
         Acknowledged(row.rank, row.command_id, row.status, row.step)
         for row in session.scalars(query)
-    ]
+    )
 
 
-def _results(session: Session, action_ids: list[str]) -> dict[int, bool]:
+def _command_results(session: Session, action_ids: list[str]) -> dict[int, bool]:
     if not action_ids:
         return {}
-    query = select(CommandRow.id, CommandRow.ok).where(
-        CommandRow.action_id.in_(action_ids), CommandRow.finished_ns.is_not(None)
+    query = select(models.CommandRow.id, models.CommandRow.ok).where(
+        models.CommandRow.action_id.in_(action_ids), models.CommandRow.finished_ns.is_not(None)
     )
     return {command_id: bool(ok) for command_id, ok in session.execute(query)}

@@ -1,0 +1,90 @@
+"""Stage 4 of a tick: decide what to do, from the snapshot and what was detected."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+
+from paceline_server.decide.decide import decide as decide_job
+from paceline_server.decide.types import Decision, JobView, RankView
+from paceline_server.engine.types import Outcome
+from paceline_server.store.log import FINISHED
+from paceline_server.worker.detect import Detected
+from paceline_server.worker.memory import JobMemory
+from paceline_server.worker.snapshot import JobColumns, Snapshot
+
+
+def decide(
+    memory: JobMemory,
+    snapshot: Snapshot,
+    detected: Detected,
+    now_ns: int,
+    next_command_id: Callable[[], int],
+) -> Decision:
+    """Return an empty decision while the warm-up lasts."""
+    if detected.outcome is None:
+        return Decision()
+    return decide_job(
+        _view(snapshot, detected, detected.outcome, memory.ranks.views()),
+        detected.outcome.findings,
+        snapshot.policy,
+        now_ns,
+        next_command_id=next_command_id,
+        new_id=lambda kind: f"{kind}-{secrets.token_hex(4)}",
+    )
+
+
+def _view(
+    snapshot: Snapshot, detected: Detected, outcome: Outcome, ranks: list[RankView]
+) -> JobView:
+    columns = detected.columns
+    return JobView(
+        job_id=snapshot.job_id,
+        spec=columns.spec,
+        state=columns.state,
+        generation=columns.generation,
+        topology=columns.topology,
+        ranks=ranks,
+        nodes=list(snapshot.nodes),
+        incidents=list(snapshot.incidents),
+        actions=list(snapshot.actions),
+        restarts=list(snapshot.restarts),
+        acknowledged=list(detected.acknowledged),
+        command_results=dict(snapshot.command_results),
+        highest_step=columns.highest_step,
+        checkpoint_step=columns.checkpoint_step,
+        step_seconds=columns.step_seconds,
+        stop_requested=snapshot.stop_requested,
+        is_superseded=snapshot.is_superseded,
+        ended_received_ns=outcome.ended_received_ns,
+    )
+
+
+def decided_columns(
+    memory: JobMemory, detected: Detected, decision: Decision, now_ns: int
+) -> JobColumns:
+    """Return the job's columns after the decision."""
+    before, outcome = detected.columns, detected.outcome
+    columns = replace(
+        before,
+        state=decision.state or before.state,
+        topology=decision.topology or before.topology,
+        generation=before.generation if decision.generation is None else decision.generation,
+    )
+    if columns.state not in FINISHED:
+        return columns
+    ended_ns = now_ns if outcome is None or outcome.ended_ns is None else outcome.ended_ns
+    finished_ns = before.finished_ns or ended_ns
+    return replace(columns, finished_ns=finished_ns, ledger=memory.engine.ledger(finished_ns))
+
+
+def is_ending_generation(snapshot: Snapshot, decision: Decision, generation: int) -> bool:
+    """Return whether an action is stopping the ranks of `generation`."""
+    actions = {action.action_id: action for action in (*snapshot.actions, *decision.actions)}
+    return any(
+        action.state == "running"
+        and action.kind in ("restart", "stop")
+        and action.generation == generation
+        for action in actions.values()
+    )

@@ -1,0 +1,84 @@
+"""Stage 3 of a tick: run the detectors, and bring the job's columns up to date."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from msgspec.structs import replace as replace_fields
+
+from paceline_server.decide.types import Acknowledged
+from paceline_server.engine.types import Outcome
+from paceline_server.worker.acknowledgements import checkpoint_step, merge
+from paceline_server.worker.feed import Fed
+from paceline_server.worker.memory import JobMemory
+from paceline_server.worker.snapshot import JobColumns, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Detected:
+    outcome: Outcome | None  # None: the warm-up is not over, nothing can be concluded
+    columns: JobColumns  # with the progress of the ranks
+    acknowledged: tuple[Acknowledged, ...]  # the stored and the new ones
+
+
+def detect(memory: JobMemory, snapshot: Snapshot, fed: Fed, now_ns: int) -> Detected:
+    as_of_ns = _as_of_ns(snapshot, now_ns)
+    outcome = _conclude(memory, now_ns, as_of_ns)
+    acknowledged = merge(snapshot.acknowledged, snapshot.new_acknowledged)
+    before = snapshot.columns
+    spec = replace_fields(before.spec, metadata=dict(fed.metadata))
+    columns = replace(before, spec=spec, cursor=fed.cursor)
+    if outcome is not None:
+        saved = checkpoint_step(acknowledged, before.topology.world_size)
+        columns = _progress(columns, outcome, saved, memory.evaluation_loss, as_of_ns)
+    return Detected(outcome, columns, tuple(acknowledged))
+
+
+def _as_of_ns(snapshot: Snapshot, now_ns: int) -> int:
+    """Return the time that the batches read so far reflect.
+
+    While more of the log waits, a node that seems silent may be in the rest.
+    """
+    return min(now_ns, snapshot.log[-1].received_ns) if snapshot.behind else now_ns
+
+
+def _conclude(memory: JobMemory, now_ns: int, as_of_ns: int) -> Outcome | None:
+    if not memory.warm_up.is_done(memory.ranks.agents, now_ns):
+        return None
+    outcome = memory.engine.tick(as_of_ns)
+    outcome.steps[:0] = memory.rebuilt.steps
+    outcome.findings[:0] = memory.rebuilt.findings
+    memory.rebuilt = Outcome()
+    memory.ranks.update_progress(outcome.progress)
+    return outcome
+
+
+def _progress(
+    before: JobColumns,
+    outcome: Outcome,
+    saved: int | None,
+    evaluation_loss: float | None,
+    as_of_ns: int,
+) -> JobColumns:
+    started_ns, step, loss = before.started_ns, before.step, before.loss
+    for summary in outcome.steps:
+        started_ns = started_ns or summary.started_ns
+        step = summary.step
+        loss = loss if summary.loss is None else summary.loss
+    finished = [summary.step for summary in outcome.steps]
+    reached = [before.highest_step, outcome.highest_step, *finished]
+    checkpoint = before.checkpoint_step
+    if saved is not None:
+        checkpoint = max(saved, checkpoint or 0)
+    return replace(
+        before,
+        ticked_ns=as_of_ns,
+        ledger=outcome.ledger,
+        evaluation_loss=evaluation_loss,
+        step_seconds=before.step_seconds if outcome.step_seconds is None else outcome.step_seconds,
+        checkpoint_step=checkpoint,
+        started_ns=started_ns,
+        step=step,
+        loss=loss,
+        highest_step=max((step for step in reached if step is not None), default=None),
+    )

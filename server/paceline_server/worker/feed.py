@@ -1,0 +1,55 @@
+"""Stage 2 of a tick: hand the new batches to the engine, the ranks and the warm-up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline_server.metrics import BackgroundMetrics
+from paceline_server.worker.memory import JobMemory
+from paceline_server.worker.snapshot import Snapshot
+from paceline_wire.batch import Batch, Event, RankAttached, RankState
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    cursor: int  # id of the last log entry that was fed
+    metadata: Mapping[str, str]  # of the job, with what newly attached ranks reported
+
+
+def feed(memory: JobMemory, snapshot: Snapshot, metrics: BackgroundMetrics) -> Fed:
+    metadata = dict(snapshot.columns.spec.metadata)
+    for received in snapshot.log:
+        memory.cursor = received.log_id
+        batch = memory.earlier_processes.filter(received.batch)
+        memory.warm_up.receive(batch, received.received_ns)
+        try:
+            memory.engine.feed(batch, received.received_ns)
+        except Exception:
+            # A malformed batch of one agent must not stop the detection for the whole job.
+            metrics.batches_skipped.inc()
+            _log.exception("batch %d of %s skipped", received.log_id, batch.agent_id)
+        _apply_events(memory, snapshot.job_id, batch, metadata)
+    return Fed(memory.cursor, metadata)
+
+
+def _apply_events(memory: JobMemory, job_id: str, batch: Batch, metadata: dict[str, str]) -> None:
+    for event in batch.events:
+        if not _is_of(job_id, event):
+            continue
+        if isinstance(event, RankState):  # the most numerous by far
+            if event.view.evaluation_loss is not None:
+                memory.evaluation_loss = event.view.evaluation_loss
+            continue
+        memory.ranks.apply(batch.agent_id, event)
+        if isinstance(event, RankAttached):
+            metadata.update(event.identity.metadata)
+
+
+def _is_of(job_id: str, event: Event) -> bool:
+    if isinstance(event, RankAttached):
+        return event.identity.job == job_id
+    return getattr(event, "job", None) == job_id

@@ -1,0 +1,133 @@
+"""One tick: the snapshot is only read, and nothing is written without the lease."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from sqlalchemy import select
+
+from paceline_server.metrics import BackgroundMetrics
+from paceline_server.policy import Policy
+from paceline_server.store import models
+from paceline_server.store.database import Database
+from paceline_server.store.leases import LeaseLostError, acquire
+from paceline_server.store.log import append
+from paceline_server.worker.commit import AlertTargets
+from paceline_server.worker.snapshot import load_snapshot
+from paceline_server.worker.tick import JobLease, JobWorker, TickSettings, lease_name
+from paceline_wire.batch import AgentHello, Batch, encode
+from paceline_wire.commands import StartRanks
+from tests.server.rows import toy_job
+
+SECOND = 1_000_000_000
+START_NS = 1_700_000_000 * SECOND
+JOB = "job-1"
+SETTINGS = TickSettings(
+    lease_ns=SECOND,
+    batches=100,
+    batch_bytes=1 << 20,
+    alert_targets=AlertTargets(("webhook",), ("webhook",)),
+)
+
+
+@pytest.fixture
+def store(database: Database) -> Database:
+    """A pending job, and a node that has sent a batch."""
+    hello = AgentHello(
+        time_ns=START_NS,
+        version="1",
+        hostname="node-0",
+        address="127.0.0.1",
+        rendezvous_port=1,
+        slots=1,
+        gpus=[],
+    )
+    batch = Batch(agent_id="node-0", boot_id="boot", sequence=0, packed_ns=START_NS, events=[hello])
+    with database.write() as session:
+        session.add(toy_job(JOB, state="pending", generation=0, policy=Policy()))
+        session.add(
+            models.Node(
+                agent_id="node-0",
+                boot_id="boot",
+                sequence=0,
+                packed_ns=START_NS,
+                last_seen_ns=START_NS,
+                hello=hello,
+                readings={},
+                dropped_batches=0,
+            )
+        )
+        append(session, batch, encode(batch), START_NS)
+    return database
+
+
+def job_worker(store: Database, owner: str) -> JobWorker:
+    with store.write() as session:
+        epoch = acquire(session, lease_name(JOB), owner, START_NS, SETTINGS.lease_ns)
+    assert epoch is not None
+    metrics = BackgroundMetrics(CollectorRegistry())
+    return JobWorker(store, metrics, SETTINGS, JobLease(JOB, owner, epoch), lambda: START_NS)
+
+
+def rows(store: Database) -> dict[str, list[Any]]:
+    """Every row of the tables that a tick writes, but for the leases."""
+    tables = [table for table in models.Base.metadata.sorted_tables if table.name != "leases"]
+    with store.read() as session:
+        return {table.name: list(session.execute(select(table)).all()) for table in tables}
+
+
+def test_a_tick_does_not_change_its_snapshot(store: Database) -> None:
+    worker = job_worker(store, "first")
+    snapshot = worker.snapshot(START_NS)
+    before = copy.deepcopy(snapshot)
+    fed = worker.feed(snapshot)
+    detected = worker.detect(snapshot, fed, START_NS)
+    decision = worker.decide(snapshot, detected, START_NS)
+    commit = worker.prepare(snapshot, detected, decision, START_NS)
+    worker.commit(snapshot, commit, START_NS)
+    assert snapshot == before
+    assert (snapshot.columns.state, commit.columns.state) == ("pending", "starting")
+    assert [type(issued.command) for issued in decision.commands] == [StartRanks]
+
+
+def test_the_stages_before_the_commit_write_nothing(store: Database) -> None:
+    worker = job_worker(store, "first")
+    before = rows(store)
+    snapshot = worker.snapshot(START_NS)
+    detected = worker.detect(snapshot, worker.feed(snapshot), START_NS)
+    decision = worker.decide(snapshot, detected, START_NS)
+    commit = worker.prepare(snapshot, detected, decision, START_NS)
+    assert commit.is_urgent
+    ids = "counters"  # reserved in a transaction of their own
+    assert {**rows(store), ids: None} == {**before, ids: None}
+
+
+def test_nothing_is_written_when_the_fence_fails(store: Database) -> None:
+    worker = job_worker(store, "first")
+    snapshot = worker.snapshot(START_NS)
+    detected = worker.detect(snapshot, worker.feed(snapshot), START_NS)
+    decision = worker.decide(snapshot, detected, START_NS)
+    commit = worker.prepare(snapshot, detected, decision, START_NS)
+    with store.write() as session:
+        later_ns = START_NS + 2 * SETTINGS.lease_ns
+        assert acquire(session, lease_name(JOB), "second", later_ns, SETTINGS.lease_ns) is not None
+    before = rows(store)
+    with pytest.raises(LeaseLostError):
+        worker.commit(snapshot, commit, START_NS)
+    assert rows(store) == before
+
+
+def test_a_commit_writes_the_columns_that_it_holds(store: Database) -> None:
+    worker = job_worker(store, "first")
+    snapshot = worker.snapshot(START_NS)
+    detected = worker.detect(snapshot, worker.feed(snapshot), START_NS)
+    decision = worker.decide(snapshot, detected, START_NS)
+    commit = worker.prepare(snapshot, detected, decision, START_NS)
+    assert worker.commit(snapshot, commit, START_NS).commanded
+    with store.read() as session:
+        written = load_snapshot(session, JOB, 0, 100, 1 << 20)
+    assert written.columns == commit.columns
+    assert written.columns.cursor == snapshot.log[-1].log_id
