@@ -37,7 +37,7 @@ from paceline_server.settings import Settings
 from paceline_server.steps.types import Ledger
 from paceline_server.store.database import Database
 from paceline_server.store.log import newest_log_id
-from paceline_server.store.models import HotLog, Incident, Job
+from paceline_server.store.models import HotLogRow, IncidentRow, JobRow
 from paceline_server.store.wake import Wakes
 from paceline_server.worker.commit import AlertTargets
 from paceline_server.worker.tick import TickSettings
@@ -144,7 +144,7 @@ class Server:
         topology = load.topology
         metadata = {"schedule": "gpipe", "microbatches": str(load.microbatches)}
         with self.database.write() as session:
-            job = Job(
+            job = JobRow(
                 id=_JOB,
                 name="scale",
                 spec=JobSpec(name="scale", argv=["true"], topology=topology, metadata=metadata),
@@ -160,7 +160,7 @@ class Server:
             session.add(job)
         self.worker.run_pass()
         with self.database.read() as session:
-            job = session.get_one(Job, _JOB)
+            job = session.get_one(JobRow, _JOB)
         if job.state != "starting":
             raise RuntimeError(f"the job was not placed: {job.state}")
         return job.generation
@@ -222,11 +222,11 @@ def _note(server: Server, costs: Costs, used: dict[str, float]) -> None:
     files = server.scratch.glob("server.db*")
     costs.file_mib.append(sum(file.stat().st_size for file in files) / (1 << 20))
     with server.database.read() as session:
-        size = session.scalar(select(func.sum(HotLog.size_bytes))) or 0
+        size = session.scalar(select(func.sum(HotLogRow.size_bytes))) or 0
         costs.log_mib.append(size / (1 << 20))
-        step = session.get_one(Job, _JOB).step
+        step = session.get_one(JobRow, _JOB).step
         costs.steps_known = 0 if step is None else step + 1
-        costs.incidents = session.scalar(select(func.count()).select_from(Incident)) or 0
+        costs.incidents = session.scalar(select(func.count()).select_from(IncidentRow)) or 0
     print(
         f"{costs.load.name}: {costs.steps_known} steps, CPU s: ingest"
         f" {costs.ingest_seconds[-1]:.2f} worker {costs.worker_seconds[-1]:.2f} fixed"

@@ -8,7 +8,7 @@ import click
 
 from paceline_cli.commands.analyze import BadRecording
 from paceline_cli.render import show_json, show_table
-from paceline_server.flight_recorder import FlightRecorderError, Report, report
+from paceline_server.flight_recorder import FlightRecorderError, HangReport, report
 
 RANKS_LISTED = 8  # of those a rank waits for; --json has all
 
@@ -26,7 +26,7 @@ def show(directory: Path, as_json: bool) -> None:
         _show_text(found)
 
 
-def _show_text(found: Report) -> None:
+def _show_text(found: HangReport) -> None:
     click.echo(found.verdict)
     click.echo()
     rows = [

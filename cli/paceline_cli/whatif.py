@@ -13,12 +13,12 @@ from typing import Any
 import click
 
 from paceline_cli.commands.analyze import BadRecording
-from paceline_server.whatif.analysis import Analysis, Step, analyze, prepare
+from paceline_server.whatif.analysis import Analysis, PreparedTrace, analyze, prepare
 from paceline_server.whatif.errors import WhatIfError
 from paceline_server.whatif.reader import read_metadata, read_trace
 from paceline_server.whatif.timeline import ideal_timeline
 from paceline_server.whatif.trace import Trace
-from paceline_server.whatif.verdict import Verdict, judge
+from paceline_server.whatif.verdict import ReplayVerdict, judge
 
 
 def show(path: Path, metadata: Path | None, timeline: Path | None, as_json: bool) -> None:
@@ -52,7 +52,7 @@ def show_timeline(path: Path, metadata: Path, timeline: Path) -> None:
     _write_timeline(timeline, step, trace)
 
 
-def _read(path: Path, metadata: Path | None) -> tuple[Trace, Step]:
+def _read(path: Path, metadata: Path | None) -> tuple[Trace, PreparedTrace]:
     try:
         trace = read_trace(path, read_metadata(metadata) if metadata else None)
         return trace, prepare(trace)
@@ -60,14 +60,14 @@ def _read(path: Path, metadata: Path | None) -> tuple[Trace, Step]:
         raise BadRecording(str(error)) from error
 
 
-def _write_timeline(path: Path, step: Step, trace: Trace) -> None:
+def _write_timeline(path: Path, step: PreparedTrace, trace: Trace) -> None:
     try:
         path.write_text(json.dumps(ideal_timeline(step, trace)))
     except OSError as error:
         raise BadRecording(f"cannot write {path}: {error.strerror}") from error
 
 
-def as_resource(analysis: Analysis, verdict: Verdict) -> dict[str, Any]:
+def as_resource(analysis: Analysis, verdict: ReplayVerdict) -> dict[str, Any]:
     return {
         "step_seconds": analysis.original_seconds,
         "ideal_step_seconds": analysis.ideal_seconds,

@@ -52,7 +52,7 @@ def start_process(
 
 
 @dataclass
-class Node:
+class EmulatedNode:
     """One emulated machine."""
 
     number: int
@@ -75,7 +75,7 @@ class Cluster:
     memory: Path = field(init=False)
     mark: str = field(init=False)
     url: str = field(init=False)
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[EmulatedNode] = field(default_factory=list)
     library: Path | None = None  # directory of the emulated driver
     telemetry: str = "emulated"  # "emulated", "driver" or "none"
     server: subprocess.Popen[bytes] | None = None
@@ -103,7 +103,7 @@ class Cluster:
             self._environment(),
         )
         for number in range(self.node_count):
-            node = Node(number, self.memory / f"node-{number}")
+            node = EmulatedNode(number, self.memory / f"node-{number}")
             node.directory.mkdir()
             if self.library is not None:
                 node.gpus = fake_nvml.FakeGpus.create(node.directory / "gpus", GPUS_PER_NODE)
@@ -111,7 +111,7 @@ class Cluster:
             self.start_agent(node)
         self._await_ready()
 
-    def start_agent(self, node: Node) -> None:
+    def start_agent(self, node: EmulatedNode) -> None:
         environment = self._environment()
         if self.library is not None and node.gpus is not None:
             environment |= fake_nvml.environment(self.library, node.gpus.path)

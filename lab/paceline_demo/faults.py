@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from paceline_demo.cluster import Cluster, Node
+from paceline_demo.cluster import Cluster, EmulatedNode
 
 THROTTLED_CLOCK_MHZ = 795
 THROTTLED_CELSIUS = 92
@@ -52,13 +52,13 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlannedFault:
     """One fault about to be injected, where it will hit now."""
 
     kind: str
     target: int
     rank: int
-    node: Node
+    node: EmulatedNode
     local_rank: int
     pids: tuple[int, ...]
 
@@ -94,7 +94,7 @@ def parse(text: str, world_size: int, node_count: int) -> list[Request]:
 
 def aim(
     request: Request, cluster: Cluster, ranks: list[dict[str, Any]], chance: random.Random
-) -> Fault:
+) -> PlannedFault:
     """Resolve a request against where the ranks run now."""
     by_target: dict[int, list[dict[str, Any]]] = {}
     for rank in ranks:
@@ -116,10 +116,10 @@ def aim(
     pids = tuple(rank["pid"] for rank in by_target[target] if rank["pid"])
     if not pids:
         raise NotInjectableError(f"{KINDS[request.kind].target} {target} has no running process")
-    return Fault(request.kind, target, hit["rank"], node, hit["local_rank"], pids)
+    return PlannedFault(request.kind, target, hit["rank"], node, hit["local_rank"], pids)
 
 
-def inject(fault: Fault) -> str:
+def inject(fault: PlannedFault) -> str:
     """Do it, now; returns what was done, for people."""
     node, rank = fault.node, fault.rank
     if fault.kind == "throttle":
@@ -159,7 +159,7 @@ def inject(fault: Fault) -> str:
     return f"the disk of node {node.number} slows the data of rank {rank}"
 
 
-def lift(fault: Fault, cluster: Cluster) -> str | None:
+def lift(fault: PlannedFault, cluster: Cluster) -> str | None:
     """What a technician does afterwards: make the node fit for use again."""
     node = fault.node
     if fault.kind == "throttle":
@@ -175,7 +175,7 @@ def lift(fault: Fault, cluster: Cluster) -> str | None:
     return None
 
 
-def correct(fault: Fault, verdict: dict[str, Any]) -> bool:
+def correct(fault: PlannedFault, verdict: dict[str, Any]) -> bool:
     """Whether the verdict names what was done: kind, rank, node and cause."""
     expected = fault.expected
     return (

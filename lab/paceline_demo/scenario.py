@@ -95,7 +95,7 @@ class Scenario:
             if self.job["state"] == "running":
                 self._steady_from = self.job["step"] or 0
 
-    def _play(self, fault: faults.Fault, entry: FaultReport) -> None:
+    def _play(self, fault: faults.PlannedFault, entry: FaultReport) -> None:
         known = set(self._incidents)
         generation = self.job["generation"]
         self._at_fault = True
@@ -124,7 +124,7 @@ class Scenario:
             f"repaired: training again {entry.recovery_seconds:.1f} s after the verdict, {lost}"
         )
 
-    def _judge(self, fault: faults.Fault, entry: FaultReport, known: set[str]) -> None:
+    def _judge(self, fault: faults.PlannedFault, entry: FaultReport, known: set[str]) -> None:
         """Take the first incident since the injection as the verdict."""
         fresh = [incident for key, incident in self._incidents.items() if key not in known]
         first = min(fresh, key=lambda incident: incident["detected_at"])
@@ -163,7 +163,7 @@ class Scenario:
             raise ScenarioError(f"the job is {self.job['state']}: {self.job['verdict']['text']}")
         return False
 
-    def _repair_by_hand(self, fault: faults.Fault) -> None:
+    def _repair_by_hand(self, fault: faults.PlannedFault) -> None:
         """Mode observe: nothing is repaired for us, so do what an operator would."""
         if not fault.expected.fatal:
             return
@@ -176,7 +176,7 @@ class Scenario:
         )
         self.begin()
 
-    def _service(self, fault: faults.Fault) -> None:
+    def _service(self, fault: faults.PlannedFault) -> None:
         """Lift the fault and give the node back, as a technician would."""
         done = faults.lift(fault, self.cluster)
         if done is None:

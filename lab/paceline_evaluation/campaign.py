@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 
 from paceline_evaluation.faults import KINDS
-from paceline_evaluation.scoring import Verdict, judge
+from paceline_evaluation.scoring import TrialVerdict, judge
 from paceline_evaluation.trial import Length, run_trial
 
 
@@ -22,12 +22,12 @@ class Campaign:
     largest: int = 1024
     length: Length = field(default_factory=Length)
 
-    def trial(self, kind: str, number: int) -> Verdict:
+    def trial(self, kind: str, number: int) -> TrialVerdict:
         """Depends on nothing but the campaign's own fields, the kind and the number."""
         seed = (self.seed, KINDS.index(kind), number)
         return judge(run_trial(kind, seed, self.largest, self.length))
 
-    def run(self, processes: int, tell: Callable[[Verdict], None]) -> list[Verdict]:
+    def run(self, processes: int, tell: Callable[[TrialVerdict], None]) -> list[TrialVerdict]:
         """Verdicts by kind and number, whatever order they were reached in."""
         todo = [(kind, number) for kind in self.kinds for number in range(self.trials)]
         verdicts = []
@@ -36,7 +36,7 @@ class Campaign:
             verdicts.append(verdict)
         return verdicts
 
-    def _verdicts(self, todo: Sequence[tuple[str, int]], processes: int) -> Iterator[Verdict]:
+    def _verdicts(self, todo: Sequence[tuple[str, int]], processes: int) -> Iterator[TrialVerdict]:
         if processes == 1:
             for kind, number in todo:
                 yield self.trial(kind, number)
@@ -46,6 +46,6 @@ class Campaign:
             yield from pool.map(_run, [(self, kind, number) for kind, number in todo])
 
 
-def _run(task: tuple[Campaign, str, int]) -> Verdict:
+def _run(task: tuple[Campaign, str, int]) -> TrialVerdict:
     campaign, kind, number = task
     return campaign.trial(kind, number)

@@ -13,7 +13,7 @@ from paceline_evaluation import report
 from paceline_evaluation.campaign import Campaign
 from paceline_evaluation.faults import KINDS, SYNTHETIC
 from paceline_evaluation.real import RealArm
-from paceline_evaluation.scoring import Verdict, figures
+from paceline_evaluation.scoring import TrialVerdict, figures
 
 ARMS = ("synthetic", "real")
 
@@ -70,8 +70,8 @@ def evaluate(
     if not chosen:
         raise click.BadParameter("the real arm knows none of these", param_hint="--kinds")
     asked = {"synthetic": len(chosen), "real": len(real)}
-    verdicts: list[Verdict] = []
-    tell = _Progress(trials * sum(asked[arm] for arm in chosen_arms), misses)
+    verdicts: list[TrialVerdict] = []
+    tell = _ProgressLine(trials * sum(asked[arm] for arm in chosen_arms), misses)
     if "synthetic" in chosen_arms:
         campaign = Campaign(seed, trials, chosen, largest)
         verdicts += campaign.run(jobs, tell)
@@ -90,20 +90,20 @@ def evaluate(
             click.echo(line)
 
 
-class _Progress:
+class _ProgressLine:
     """On stderr, so that what is printed stays what was asked for."""
 
     def __init__(self, total: int, misses: bool) -> None:
         self.total, self.misses, self.done = total, misses, 0
 
-    def __call__(self, verdict: Verdict) -> None:
+    def __call__(self, verdict: TrialVerdict) -> None:
         self.done += 1
         if self.misses:
             self._tell(verdict)
         if self.done % 10 == 0 or self.done == self.total:
             click.echo(f"{self.done} of {self.total} trials", err=True)
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _tell(self, verdict: TrialVerdict) -> None:
         name = f"{verdict.kind} {verdict.number} ({verdict.arm})"
         if verdict.kind != "none" and not verdict.hit:
             what = "NOT RIGHTLY NAMED" if verdict.detected else "NOT FOUND"

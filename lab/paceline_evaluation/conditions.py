@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline_evaluation.faults import Fault, Ints, Traffic
-from paceline_evaluation.program import Program
-from paceline_evaluation.shape import Shape
+from paceline_evaluation.faults import HiddenTraffic, Ints, TrialFault
+from paceline_evaluation.program import StepProgram
+from paceline_evaluation.shape import JobShape
 from paceline_evaluation.timeline import Durations, Floats
 from paceline_wire.spans import RECEIVE_OPS, Op
 
@@ -66,11 +66,11 @@ class Conditions:
 
     def __init__(
         self,
-        shape: Shape,
-        program: Program,
+        shape: JobShape,
+        program: StepProgram,
         noise: Noise,
         chance: np.random.Generator,
-        faults: tuple[Fault, ...] = (),
+        faults: tuple[TrialFault, ...] = (),
     ) -> None:
         self.shape, self.program, self.noise, self.chance = shape, program, noise, chance
         self.faults = faults
@@ -237,14 +237,16 @@ class Conditions:
         durations.gc_place[here] = place[here]
         durations.gc[here] = seconds * self.chance.uniform(0.5, 1.5, durations.gc.shape)[here]
 
-    def _carry(self, traffic: Traffic, number: Ints, durations: Durations) -> None:
+    def _carry(self, traffic: HiddenTraffic, number: Ints, durations: Durations) -> None:
         """The reduction that comes late, a tenth of the usual one."""
         flows = traffic.flows(number)
         durations.extra[flows] = (
             0.1 * self.shape.reduction_seconds * self._jitter(durations.extra.shape, 0.05)[flows]
         )
 
-    def _apply(self, fault: Fault, held: np.ndarray, number: Ints, durations: Durations) -> None:
+    def _apply(
+        self, fault: TrialFault, held: np.ndarray, number: Ints, durations: Durations
+    ) -> None:
         """`held`: in which of the steps `number`."""
         where = np.zeros(self.shape.world_size, dtype=bool)
         where[list(fault.ranks)] = True
@@ -269,7 +271,7 @@ class Conditions:
             here = self.chance.random(durations.gc.shape) < fault.factor
             self._pause(durations, here & held[:, None, None, None], fault.seconds)
 
-    def _stall(self, fault: Fault, held: np.ndarray, durations: Durations) -> None:
+    def _stall(self, fault: TrialFault, held: np.ndarray, durations: Durations) -> None:
         """One operation of the rank per step takes that much longer."""
         place = self.shape.topology.coordinates(fault.ranks[0])
         compute = durations.compute[place.pp_rank]
@@ -277,7 +279,7 @@ class Conditions:
             number = int(self.chance.integers(compute.shape[0]))
             compute[number, step, place.dp_rank, place.tp_rank] += fault.seconds
 
-    def _slow_transfers(self, fault: Fault, held: np.ndarray, durations: Durations) -> None:
+    def _slow_transfers(self, fault: TrialFault, held: np.ndarray, durations: Durations) -> None:
         assert fault.link is not None
         one, other = (self.shape.topology.coordinates(rank) for rank in fault.link)
         stages = {one.pp_rank, other.pp_rank}

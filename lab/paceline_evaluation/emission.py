@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from paceline_evaluation.program import DATA, EXTRA, TENSOR, WORLD, Program, Row
-from paceline_evaluation.shape import Shape
+from paceline_evaluation.program import DATA, EXTRA, TENSOR, WORLD, ProgramSpan, StepProgram
+from paceline_evaluation.shape import JobShape
 from paceline_evaluation.timeline import Timeline
 from paceline_wire.batch import RankDefined, RankState, SpanBlock
 from paceline_wire.ring import GroupDefinition, StateView
@@ -32,7 +32,7 @@ class Emission:
     """One job's records. Feed it stretches in order with `take_in`, then read each step's."""
 
     def __init__(
-        self, shape: Shape, program: Program, chance: np.random.Generator, lost: float
+        self, shape: JobShape, program: StepProgram, chance: np.random.Generator, lost: float
     ) -> None:
         self.shape, self.program, self.chance, self.lost = shape, program, chance, lost
         topology = shape.topology
@@ -145,7 +145,7 @@ class Emission:
                 by_group[row.group] = max(by_group.get(row.group, 0), row.sequence)
         return np.array([self._increment(stage, row, by_group) for row in rows], dtype=np.uint64)
 
-    def _increment(self, stage: int, row: Row, by_group: dict[int, int]) -> int:
+    def _increment(self, stage: int, row: ProgramSpan, by_group: dict[int, int]) -> int:
         if row.group:
             return by_group[row.group]
         if row.peer_stage is None:
@@ -154,7 +154,7 @@ class Emission:
         return self.program.counts[pair]
 
     def _write_lengths(
-        self, words: Words, rows: list[Row], lengths: tuple[np.ndarray, np.ndarray]
+        self, words: Words, rows: list[ProgramSpan], lengths: tuple[np.ndarray, np.ndarray]
     ) -> None:
         for position, row in enumerate(rows):
             if row.op in COMPUTE_OPS and row.action is not None:
@@ -220,7 +220,7 @@ class Emission:
         )
 
 
-def all_ranks(shape: Shape) -> Iterator[tuple[int, range]]:
+def all_ranks(shape: JobShape) -> Iterator[tuple[int, range]]:
     """(node, its ranks)."""
     for node in range(shape.node_count):
         yield node, shape.on_node(node)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from paceline_evaluation.emission import GENERATION, JOB, all_ranks
-from paceline_evaluation.faults import Fault
+from paceline_evaluation.faults import TrialFault
 from paceline_evaluation.program import WORLD
 from paceline_evaluation.standstill import Moment, view_at
 from paceline_evaluation.timeline import Durations, play
@@ -27,7 +27,7 @@ _LAST_WORDS = "CUDA error: an illegal memory access was encountered"
 _BROKEN = "RuntimeError: Connection closed by peer"
 
 
-def hang(trial: Trial, fault: Fault) -> None:
+def hang(trial: Trial, fault: TrialFault) -> None:
     """The rank never leaves one of its operations; all others come to wait for it."""
     culprit, chance = fault.ranks[0], trial.chance
     durations = trial.conditions.draw(fault.onset_step, 1)
@@ -70,7 +70,7 @@ def _beats(trial: Trial, stands: float) -> Iterator[float]:
         yield stands + beat * HEARTBEAT_SECONDS
 
 
-def _hold(trial: Trial, fault: Fault, durations: Durations) -> None:
+def _hold(trial: Trial, fault: TrialFault, durations: Durations) -> None:
     """Make something of the rank endless."""
     place = trial.shape.topology.coordinates(fault.ranks[0])
     here = (place.dp_rank, place.tp_rank)
@@ -83,7 +83,7 @@ def _hold(trial: Trial, fault: Fault, durations: Durations) -> None:
         compute[int(trial.chance.integers(compute.shape[0])), 0, *here] = np.inf
 
 
-def _process(fault: Fault, chance: np.random.Generator) -> tuple[str, bool]:
+def _process(fault: TrialFault, chance: np.random.Generator) -> tuple[str, bool]:
     """(letter of its state, whether it uses a CPU)."""
     if fault.cause == "host":
         return [("T", False), ("S", False), ("R", True)][int(chance.integers(3))]
@@ -104,7 +104,7 @@ def _gone_on(view: StateView) -> StateView:
     return msgspec.structs.replace(view, frames=frames, groups=groups)
 
 
-def crash(trial: Trial, fault: Fault) -> None:
+def crash(trial: Trial, fault: TrialFault) -> None:
     """The rank is killed; its peers lose their connections within moments."""
     culprit, chance = fault.ranks[0], trial.chance
     at_seconds = trial.seconds + 0.05

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from paceline_evaluation.shape import Lengths, Shape
+from paceline_evaluation.shape import JobShape, Lengths
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -46,7 +46,7 @@ HANG_CAUSES = ("host", "device", "mismatch")  # the side it is stuck on
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class HiddenTraffic:
     """A reduction among replicas that nobody sees in the first steps: an average, a copy."""
 
     first_step: int
@@ -58,7 +58,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class TrialFault:
     """One thing that is wrong with a job. Ranks are global."""
 
     kind: str
@@ -73,7 +73,7 @@ class Fault:
     factor: float = 1.0  # what its operations' durations are multiplied by
     seconds: float = 0.0  # what is added to them
     ramp_steps: int = 0  # that it takes to come to its full size, evenly
-    traffic: Traffic | None = None  # what a late link carries
+    traffic: HiddenTraffic | None = None  # what a late link carries
 
     def holds(self, step: int) -> bool:
         after = self.steps is None or step < self.onset_step + self.steps
@@ -98,20 +98,22 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrialPlan:
     """A trial's job and what will be wrong with it."""
 
-    shape: Shape
-    faults: tuple[Fault, ...] = field(default=())
+    shape: JobShape
+    faults: tuple[TrialFault, ...] = field(default=())
 
 
-def some_rank(chance: np.random.Generator, shape: Shape) -> int:
+def some_rank(chance: np.random.Generator, shape: JobShape) -> int:
     return int(chance.integers(shape.world_size))
 
 
-def slow_rank(chance: np.random.Generator, shape: Shape, onset: int, least: float = 0.05) -> Fault:
+def slow_rank(
+    chance: np.random.Generator, shape: JobShape, onset: int, least: float = 0.05
+) -> TrialFault:
     rank, magnitude = some_rank(chance, shape), float(chance.uniform(least, 0.5))
-    return Fault(
+    return TrialFault(
         "slow_rank",
         onset,
         magnitude,
@@ -122,10 +124,10 @@ def slow_rank(chance: np.random.Generator, shape: Shape, onset: int, least: floa
     )
 
 
-def slow_node(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
+def slow_node(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
     node = int(chance.integers(shape.node_count))
     magnitude = float(chance.uniform(0.10, 0.5))
-    return Fault(
+    return TrialFault(
         "slow_node",
         onset,
         magnitude,
@@ -136,7 +138,7 @@ def slow_node(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
     )
 
 
-def slow_link(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
+def slow_link(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
     """Between one rank and its peer of the next stage, in both directions; tuned to its cost."""
     topology = shape.topology
     stage = int(chance.integers(topology.pp - 1))
@@ -147,12 +149,12 @@ def slow_link(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
     cause = str(chance.choice(LINK_CAUSES)) if is_far else "unknown"
     magnitude = float(chance.uniform(0.12, 0.5))
     node = shape.node_number(source)
-    return Fault("slow_link", onset, magnitude, link=(source, target), node=node, cause=cause)
+    return TrialFault("slow_link", onset, magnitude, link=(source, target), node=node, cause=cause)
 
 
-def data_stall(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
+def data_stall(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
     rank, magnitude = some_rank(chance, shape), float(chance.uniform(0.10, 0.6))
-    return Fault(
+    return TrialFault(
         "data_stall",
         onset,
         magnitude,
@@ -162,9 +164,9 @@ def data_stall(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
     )
 
 
-def transient_stall(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
+def transient_stall(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
     rank, magnitude = some_rank(chance, shape), float(chance.uniform(0.3, 2.0))
-    return Fault(
+    return TrialFault(
         "transient_stall",
         onset,
         magnitude,
@@ -174,10 +176,10 @@ def transient_stall(chance: np.random.Generator, shape: Shape, onset: int) -> Fa
     )
 
 
-def stalled_microbatch(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
+def stalled_microbatch(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
     """One operation of each step, another each time; tuned to its cost."""
     rank, magnitude = some_rank(chance, shape), float(chance.uniform(0.12, 0.5))
-    return Fault(
+    return TrialFault(
         "stalled_microbatch",
         onset,
         magnitude,
@@ -187,10 +189,10 @@ def stalled_microbatch(chance: np.random.Generator, shape: Shape, onset: int) ->
     )
 
 
-def slow_creep(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
+def slow_creep(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
     """A rank that gets slower by half a percent in each step, to 30%."""
     rank, magnitude = some_rank(chance, shape), 0.3
-    return Fault(
+    return TrialFault(
         "slow_creep",
         onset,
         magnitude,
@@ -201,7 +203,7 @@ def slow_creep(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
     )
 
 
-def late_link(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
+def late_link(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
     """A group of replicas whose reduction is first seen late, and slow later still."""
     topology = shape.topology
     place = topology.coordinates(some_rank(chance, shape))
@@ -210,22 +212,22 @@ def late_link(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
     )
     every = int(chance.choice([1, 1, 2]))
     first = int(chance.integers(6, max(7, onset - LATE_LINK_PAST * every)))
-    return Fault(
+    return TrialFault(
         "late_link",
         onset,
         float(chance.uniform(0.12, 0.5)),
         ranks=ranks,
         stage=place.pp_rank,
-        traffic=Traffic(first, every),
+        traffic=HiddenTraffic(first, every),
     )
 
 
-def gc_pauses(chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
+def gc_pauses(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
     """Every rank collects when it pleases: each pause makes all others wait."""
-    return Fault("gc", onset, float(chance.uniform(0.12, 0.4)))
+    return TrialFault("gc", onset, float(chance.uniform(0.12, 0.4)))
 
 
-def uneven_stages(chance: np.random.Generator, shape: Shape) -> tuple[Shape, int]:
+def uneven_stages(chance: np.random.Generator, shape: JobShape) -> tuple[JobShape, int]:
     """The shape with layers moved to one part of the model, and that part."""
     parts = len(shape.stage_layers)
     part, layers = int(chance.integers(parts)), list(shape.stage_layers)
@@ -233,7 +235,7 @@ def uneven_stages(chance: np.random.Generator, shape: Shape) -> tuple[Shape, int
     return replace(shape, stage_layers=tuple(layers)), part
 
 
-def uneven_sequences(chance: np.random.Generator, shape: Shape) -> Shape:
+def uneven_sequences(chance: np.random.Generator, shape: JobShape) -> JobShape:
     spread = float(chance.uniform(2.0, 3.0))
     return replace(
         shape,

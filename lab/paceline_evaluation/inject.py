@@ -10,9 +10,9 @@ import signal
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from paceline_demo.cluster import Cluster, Node
+from paceline_demo.cluster import Cluster, EmulatedNode
 from paceline_demo.faults import THERMAL_SLOWDOWN, THROTTLED_CELSIUS
-from paceline_evaluation.faults import Fault
+from paceline_evaluation.faults import TrialFault
 from paceline_trainer.faults import FAULTS_FILE
 
 FATAL = frozenset({"hang", "crash"})
@@ -29,7 +29,7 @@ def inject(
     ranks: list[dict[str, Any]],
     onset_step: int,
     chance: random.Random,
-) -> tuple[tuple[Fault, ...], Lift]:
+) -> tuple[tuple[TrialFault, ...], Lift]:
     """Do it now. Returns what was done and what undoes it."""
     scene = _Scene(cluster, ranks, onset_step, chance)
     made = scene.make(kind)
@@ -47,13 +47,13 @@ class _Scene:
         self.cluster, self.onset_step, self.chance = cluster, onset_step, chance
         self.ranks = {one["rank"]: one for one in ranks}
         self.written: dict[int, list[dict[str, Any]]] = {}  # node -> entries of its file
-        self.throttled: list[tuple[Node, int]] = []
+        self.throttled: list[tuple[EmulatedNode, int]] = []
 
-    def make(self, kind: str) -> tuple[Fault, ...]:
+    def make(self, kind: str) -> tuple[TrialFault, ...]:
         rank = self.chance.choice(sorted(self.ranks))
         match kind:
             case "slow_rank":
-                made: tuple[Fault, ...] = (self._slow_rank(rank),)
+                made: tuple[TrialFault, ...] = (self._slow_rank(rank),)
             case "slow_node":
                 made = (self._slow_node(self._node(rank)),)
             case "two_faults":
@@ -83,16 +83,16 @@ class _Scene:
             if node.gpus is not None:
                 node.gpus.reset(gpu)
 
-    def _node(self, rank: int) -> Node:
+    def _node(self, rank: int) -> EmulatedNode:
         return self.cluster.nodes[int(self.ranks[rank]["node"].removeprefix("node-"))]
 
-    def _on(self, node: Node) -> list[int]:
+    def _on(self, node: EmulatedNode) -> list[int]:
         return [rank for rank in sorted(self.ranks) if self._node(rank) is node]
 
     def _elsewhere(self, rank: int) -> list[int]:
         return [other for other in sorted(self.ranks) if self._node(other) is not self._node(rank)]
 
-    def _slow_rank(self, rank: int) -> Fault:
+    def _slow_rank(self, rank: int) -> TrialFault:
         """Its GPU throttles, which NVML shows, or it is slow and nothing shows why."""
         magnitude = self.chance.uniform(0.15, 0.5)
         node = self._node(rank)
@@ -101,7 +101,7 @@ class _Scene:
             self._throttle(node, self.ranks[rank]["local_rank"], magnitude)
         else:
             self._note(node, kind="slow_compute", rank=rank, factor=1.0 + magnitude)
-        return Fault(
+        return TrialFault(
             "slow_rank",
             self.onset_step,
             magnitude,
@@ -110,7 +110,7 @@ class _Scene:
             cause="thermal" if visible else "unknown",
         )
 
-    def _slow_node(self, node: Node) -> Fault:
+    def _slow_node(self, node: EmulatedNode) -> TrialFault:
         magnitude, ranks = self.chance.uniform(0.2, 0.5), self._on(node)
         visible = node.gpus is not None
         for rank in ranks:
@@ -119,7 +119,7 @@ class _Scene:
             else:
                 self._note(node, kind="slow_compute", rank=rank, factor=1.0 + magnitude)
         cause = "thermal" if visible else "unknown"
-        return Fault(
+        return TrialFault(
             "slow_node",
             self.onset_step,
             magnitude,
@@ -128,7 +128,7 @@ class _Scene:
             cause=cause,
         )
 
-    def _throttle(self, node: Node, gpu: int, magnitude: float) -> None:
+    def _throttle(self, node: EmulatedNode, gpu: int, magnitude: float) -> None:
         assert node.gpus is not None
         node.gpus.set(
             gpu,
@@ -138,13 +138,13 @@ class _Scene:
         )
         self.throttled.append((node, gpu))
 
-    def _slow_data(self, rank: int) -> Fault:
+    def _slow_data(self, rank: int) -> TrialFault:
         magnitude = self.chance.uniform(0.2, 0.6)
         node = self._node(rank)
         self._note(node, kind="slow_data", rank=rank, seconds=magnitude * _STEP_SECONDS)
-        return Fault("data_stall", self.onset_step, magnitude, ranks=(rank,), node=node.number)
+        return TrialFault("data_stall", self.onset_step, magnitude, ranks=(rank,), node=node.number)
 
-    def _slow_link(self) -> Fault:
+    def _slow_link(self) -> TrialFault:
         """Between a rank of the first stage and its peer of the second."""
         half = len(self.ranks) // 2
         source = self.chance.randrange(half)
@@ -158,28 +158,28 @@ class _Scene:
                 seconds=magnitude * _STEP_SECONDS / 4,
             )
         node = self._node(source).number
-        return Fault("slow_link", self.onset_step, magnitude, node=node, link=link)
+        return TrialFault("slow_link", self.onset_step, magnitude, node=node, link=link)
 
-    def _gc(self) -> Fault:
+    def _gc(self) -> TrialFault:
         for rank in self.ranks:
             self._note(self._node(rank), kind="gc", rank=rank, seconds=0.04)
-        return Fault("gc", self.onset_step, 0.2)
+        return TrialFault("gc", self.onset_step, 0.2)
 
-    def _stall(self, rank: int) -> Fault:
+    def _stall(self, rank: int) -> TrialFault:
         node = self._node(rank)
         name = f"{self.onset_step}"
         self._note(node, kind="stall", rank=rank, seconds=5 * _STEP_SECONDS, id=name)
-        return Fault(
+        return TrialFault(
             "transient_stall", self.onset_step, 5.0, steps=1, ranks=(rank,), node=node.number
         )
 
-    def _signalled(self, kind: str, rank: int, number: signal.Signals) -> Fault:
+    def _signalled(self, kind: str, rank: int, number: signal.Signals) -> TrialFault:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.ranks[rank]["pid"], number)
         node = self._node(rank).number
-        return Fault(kind, self.onset_step, 1.0, ranks=(rank,), node=node, cause="host")
+        return TrialFault(kind, self.onset_step, 1.0, ranks=(rank,), node=node, cause="host")
 
-    def _note(self, node: Node, **entry: object) -> None:
+    def _note(self, node: EmulatedNode, **entry: object) -> None:
         self.written.setdefault(node.number, []).append(entry)
 
     def _write(self) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 
 from paceline_evaluation import faults
 from paceline_evaluation.conditions import QUIET, Conditions
-from paceline_evaluation.faults import COUNTED_MAGNITUDE, Fault, Plan, Traffic
+from paceline_evaluation.faults import COUNTED_MAGNITUDE, HiddenTraffic, TrialFault, TrialPlan
 from paceline_evaluation.program import build
-from paceline_evaluation.shape import Shape, draw_shape
+from paceline_evaluation.shape import JobShape, draw_shape
 from paceline_evaluation.timeline import play
 
 _LARGEST_FACTOR = 10_000.0
@@ -21,7 +21,7 @@ _STEPS_OF_STALLS = 16  # over which it evens out where in the schedule they are
 _STEPS_OF_LENGTHS = 64  # over which the cost of uneven lengths evens out
 
 
-def draw_plan(kind: str, chance: np.random.Generator, onset: int, largest: int) -> Plan:
+def draw_plan(kind: str, chance: np.random.Generator, onset: int, largest: int) -> TrialPlan:
     """Raises ValueError for a kind that is none."""
     if kind not in faults.KINDS:
         raise ValueError(f"kind must be one of {', '.join(faults.KINDS)}, got {kind!r}")
@@ -33,7 +33,9 @@ def draw_plan(kind: str, chance: np.random.Generator, onset: int, largest: int) 
     raise RuntimeError(f"no {kind} that costs enough in {_TRIES} jobs")
 
 
-def step_seconds(shape: Shape, plan_faults: tuple[Fault, ...] = (), steps: int = 1) -> float:
+def step_seconds(
+    shape: JobShape, plan_faults: tuple[TrialFault, ...] = (), steps: int = 1
+) -> float:
     """The mean step without noise (but for sequence lengths), every fault present throughout."""
     program = build(shape, extra=has_late_traffic(plan_faults))
     lasting = tuple(replace(fault, onset_step=0, steps=None) for fault in plan_faults)
@@ -44,14 +46,14 @@ def step_seconds(shape: Shape, plan_faults: tuple[Fault, ...] = (), steps: int =
     return float(play(shape, program, durations, carry).step_seconds.mean())
 
 
-def has_late_traffic(plan_faults: tuple[Fault, ...]) -> bool:
+def has_late_traffic(plan_faults: tuple[TrialFault, ...]) -> bool:
     return any(fault.traffic is not None for fault in plan_faults)
 
 
-def _draw(kind: str, chance: np.random.Generator, shape: Shape, onset: int) -> Plan | None:
+def _draw(kind: str, chance: np.random.Generator, shape: JobShape, onset: int) -> TrialPlan | None:
     """None: this job cannot have such a fault."""
     if kind == "none":
-        return Plan(shape)
+        return TrialPlan(shape)
     if kind == "slow_node" and shape.node_count < 2:
         return None  # a node is slow among others
     if kind == "late_link" and shape.topology.dp < 2:
@@ -63,25 +65,25 @@ def _draw(kind: str, chance: np.random.Generator, shape: Shape, onset: int) -> P
     if kind == "two_faults":
         return _two_faults(chance, shape, onset)
     if kind in ("hang", "crash"):
-        return Plan(shape, (_ending(kind, chance, shape, onset),))
+        return TrialPlan(shape, (_ending(kind, chance, shape, onset),))
     return _one(kind, chance, shape, onset)
 
 
-def _ending(kind: str, chance: np.random.Generator, shape: Shape, onset: int) -> Fault:
+def _ending(kind: str, chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
     """A mismatch is a rank that leaves out its data-parallel reduction: it needs peers there."""
     rank = faults.some_rank(chance, shape)
     sides = faults.HANG_CAUSES if shape.topology.dp > 1 else faults.HANG_CAUSES[:2]
     cause = str(chance.choice(sides, p=[0.6, 0.2, 0.2][: len(sides)] if len(sides) > 2 else None))
-    return Fault(kind, onset, 1.0, ranks=(rank,), node=shape.node_number(rank), cause=cause)
+    return TrialFault(kind, onset, 1.0, ranks=(rank,), node=shape.node_number(rank), cause=cause)
 
 
-def _one(kind: str, chance: np.random.Generator, shape: Shape, onset: int) -> Plan | None:
+def _one(kind: str, chance: np.random.Generator, shape: JobShape, onset: int) -> TrialPlan | None:
     fault = _SINGLE[kind](chance, shape, onset)
     tuned = _tuned(shape, fault)
-    return None if tuned is None else Plan(shape, (tuned,))
+    return None if tuned is None else TrialPlan(shape, (tuned,))
 
 
-_SINGLE: dict[str, Callable[[np.random.Generator, Shape, int], Fault]] = {
+_SINGLE: dict[str, Callable[[np.random.Generator, JobShape, int], TrialFault]] = {
     "slow_rank": faults.slow_rank,
     "slow_node": faults.slow_node,
     "slow_link": faults.slow_link,
@@ -94,7 +96,7 @@ _SINGLE: dict[str, Callable[[np.random.Generator, Shape, int], Fault]] = {
 }
 
 
-def _tuned(shape: Shape, fault: Fault) -> Fault | None:
+def _tuned(shape: JobShape, fault: TrialFault) -> TrialFault | None:
     """With the factor or seconds that make the step take `magnitude` longer."""
     if fault.kind in ("slow_rank", "slow_node", "slow_creep"):
         return fault
@@ -112,7 +114,7 @@ def _tuned(shape: Shape, fault: Fault) -> Fault | None:
     return _solved(shape, fault, normal)
 
 
-def _tuned_stall(shape: Shape, fault: Fault, normal: float) -> Fault | None:
+def _tuned_stall(shape: JobShape, fault: TrialFault, normal: float) -> TrialFault | None:
     """Part of a stall hides in the pipeline's slack: the more, the later the schedule needs it."""
     seconds = fault.magnitude * normal
     for _ in range(_STALL_ROUNDS):
@@ -121,15 +123,17 @@ def _tuned_stall(shape: Shape, fault: Fault, normal: float) -> Fault | None:
     return replace(fault, seconds=seconds)
 
 
-def _tuned_late(shape: Shape, fault: Fault) -> Fault | None:
+def _tuned_late(shape: JobShape, fault: TrialFault) -> TrialFault | None:
     """Its mean cost over the steps, of which not all have such a reduction."""
     assert fault.traffic is not None
-    always = replace(fault, traffic=Traffic(0, 1), magnitude=fault.magnitude * fault.traffic.every)
+    always = replace(
+        fault, traffic=HiddenTraffic(0, 1), magnitude=fault.magnitude * fault.traffic.every
+    )
     solved = _solved(shape, always, step_seconds(shape))
     return None if solved is None else replace(fault, factor=solved.factor)
 
 
-def _solved(shape: Shape, fault: Fault, normal: float) -> Fault | None:
+def _solved(shape: JobShape, fault: TrialFault, normal: float) -> TrialFault | None:
     """Bisect the factor; None where even the largest does not cost so much."""
     low, high = 1.0, _LARGEST_FACTOR
     wanted = normal * (1.0 + fault.magnitude)
@@ -144,7 +148,7 @@ def _solved(shape: Shape, fault: Fault, normal: float) -> Fault | None:
     return replace(fault, factor=high)
 
 
-def _stage_imbalance(chance: np.random.Generator, shape: Shape) -> Plan | None:
+def _stage_imbalance(chance: np.random.Generator, shape: JobShape) -> TrialPlan | None:
     """Costs what the same layers, evenly spread, would save."""
     uneven, part = faults.uneven_stages(chance, replace(shape, head_seconds=0.0))
     even = replace(
@@ -156,10 +160,10 @@ def _stage_imbalance(chance: np.random.Generator, shape: Shape) -> Plan | None:
     if cost < COUNTED_MAGNITUDE:
         return None
     stage = part % shape.topology.pp
-    return Plan(uneven, (Fault("stage_imbalance", 0, cost, stage=stage),))
+    return TrialPlan(uneven, (TrialFault("stage_imbalance", 0, cost, stage=stage),))
 
 
-def _sequence_variance(chance: np.random.Generator, shape: Shape) -> Plan | None:
+def _sequence_variance(chance: np.random.Generator, shape: JobShape) -> TrialPlan | None:
     if shape.topology.dp * shape.topology.pp == 1:
         return None  # nobody waits for whoever has the longer sequences
     uneven = faults.uneven_sequences(chance, shape)
@@ -169,10 +173,10 @@ def _sequence_variance(chance: np.random.Generator, shape: Shape) -> Plan | None
     )
     if cost < COUNTED_MAGNITUDE:
         return None
-    return Plan(uneven, (Fault("sequence_variance", 0, cost),))
+    return TrialPlan(uneven, (TrialFault("sequence_variance", 0, cost),))
 
 
-def _two_faults(chance: np.random.Generator, shape: Shape, onset: int) -> Plan | None:
+def _two_faults(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialPlan | None:
     """Two of a kind or of two kinds, on different nodes, at once or some steps apart."""
     if shape.node_count < 2:
         return None
@@ -185,4 +189,4 @@ def _two_faults(chance: np.random.Generator, shape: Shape, onset: int) -> Plan |
     touched = {shape.node_number(rank) for rank in second.link or second.ranks}
     if first.node in touched:
         return None
-    return Plan(shape, (first, second))
+    return TrialPlan(shape, (first, second))

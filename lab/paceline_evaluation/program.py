@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline_evaluation.shape import Shape
+from paceline_evaluation.shape import JobShape
 from paceline_trainer import schedule
-from paceline_trainer.schedule import Action
+from paceline_trainer.schedule import ScheduleAction
 from paceline_wire.spans import RECEIVE_OPS, Op
 
 TENSOR, DATA, WORLD, EXTRA = 1, 2, 3, 4  # the ranks' own ids of their groups
 
 
 @dataclass(slots=True)
-class Row:
+class ProgramSpan:
     """One span of a step: what does not depend on rank or time."""
 
     op: Op
-    action: Action | None = None  # None: not of the pipeline
+    action: ScheduleAction | None = None  # None: not of the pipeline
     group: int = 0
     peer_stage: int | None = None
     is_async: bool = False
@@ -34,7 +34,7 @@ class Move:
     """One action with its rows in its stage's program. `source`: (stage, row) of its send."""
 
     stage: int
-    action: Action
+    action: ScheduleAction
     row: int
     number: int = 0  # of a compute among its stage's, of a receive among all transfers
     nested: int | None = None  # row of the tensor-parallel collective inside
@@ -42,35 +42,37 @@ class Move:
 
 
 @dataclass(slots=True)
-class Program:
+class StepProgram:
     """`rows[stage]`: in the order in which a rank writes them. `moves`: in an order that works."""
 
-    rows: list[list[Row]]
+    rows: list[list[ProgramSpan]]
     moves: list[Move]
-    computes: list[list[Action]]  # by stage, in order
+    computes: list[list[ScheduleAction]]  # by stage, in order
     transfers: int
     named: list[dict[str, int]] = field(default_factory=list)  # by stage: rows outside the pipeline
     counts: dict[tuple[int, int], int] = field(default_factory=dict)  # transfers between stages
 
 
-def build(shape: Shape, *, extra: bool = False) -> Program:
+def build(shape: JobShape, *, extra: bool = False) -> StepProgram:
     """`extra`: with a second reduction among the replicas, which need not be in every step."""
     topology = shape.topology
-    made_for = schedule.Shape(topology.pp, shape.microbatches, shape.virtual)
+    made_for = schedule.ScheduleShape(topology.pp, shape.microbatches, shape.virtual)
     order = schedule.SCHEDULES[shape.schedule]
     todo = [schedule.plan(order, stage, made_for) for stage in range(topology.pp)]
     return _Builder(shape, todo, extra).build()
 
 
 class _Builder:
-    def __init__(self, shape: Shape, todo: Sequence[Sequence[Action]], extra: bool) -> None:
+    def __init__(
+        self, shape: JobShape, todo: Sequence[Sequence[ScheduleAction]], extra: bool
+    ) -> None:
         self.shape, self.extra = shape, extra
         self.pp = shape.topology.pp
         self.todo = todo
-        self.program = Program([[] for _ in todo], [], [[] for _ in todo], 0)
+        self.program = StepProgram([[] for _ in todo], [], [[] for _ in todo], 0)
         self.sent: dict[tuple[int, Op, int], tuple[int, int]] = {}
 
-    def build(self) -> Program:
+    def build(self) -> StepProgram:
         self._prologue()
         position = [0] * self.pp
         while any(position[stage] < len(self.todo[stage]) for stage in range(self.pp)):
@@ -87,11 +89,11 @@ class _Builder:
 
     def _prologue(self) -> None:
         for rows in self.program.rows:
-            rows.append(Row(Op.DATA_WAIT))
-            rows.append(Row(Op.GC))
+            rows.append(ProgramSpan(Op.DATA_WAIT))
+            rows.append(ProgramSpan(Op.GC))
             self.program.named.append({"data": 0, "gc": 1})
 
-    def _add(self, stage: int, action: Action) -> bool:
+    def _add(self, stage: int, action: ScheduleAction) -> bool:
         """False: what it waits for has not been added yet."""
         if action.op in RECEIVE_OPS:
             return self._receive(stage, action)
@@ -101,10 +103,10 @@ class _Builder:
             self._compute(stage, action)
         return True
 
-    def _part(self, stage: int, action: Action) -> int:
+    def _part(self, stage: int, action: ScheduleAction) -> int:
         return action.chunk * self.pp + stage
 
-    def _send(self, stage: int, action: Action) -> None:
+    def _send(self, stage: int, action: ScheduleAction) -> None:
         step = 1 if action.op == Op.FORWARD_SEND else -1
         part = self._part(stage, action) + step
         rows = self.program.rows[stage]
@@ -114,9 +116,11 @@ class _Builder:
         # One sequence per pair of ranks and direction: pp = 2 sends both kinds the same way.
         counts = self.program.counts
         counts[stage, peer] = sequence = counts.get((stage, peer), 0) + 1
-        rows.append(Row(action.op, action, peer_stage=peer, is_async=True, sequence=sequence))
+        rows.append(
+            ProgramSpan(action.op, action, peer_stage=peer, is_async=True, sequence=sequence)
+        )
 
-    def _receive(self, stage: int, action: Action) -> bool:
+    def _receive(self, stage: int, action: ScheduleAction) -> bool:
         send = Op.FORWARD_SEND if action.op == Op.FORWARD_RECV else Op.BACKWARD_SEND
         source = self.sent.get((self._part(stage, action), send, action.microbatch))
         if source is None:
@@ -126,19 +130,19 @@ class _Builder:
         number = self.program.transfers
         self.program.transfers += 1
         self.program.moves.append(Move(stage, action, len(rows), number, source=source))
-        rows.append(Row(action.op, action, peer_stage=source[0], sequence=sequence))
+        rows.append(ProgramSpan(action.op, action, peer_stage=source[0], sequence=sequence))
         return True
 
-    def _compute(self, stage: int, action: Action) -> None:
+    def _compute(self, stage: int, action: ScheduleAction) -> None:
         rows = self.program.rows[stage]
         computes = self.program.computes[stage]
         nested = None
         if self.shape.topology.tp > 1:
             nested = len(rows)
-            rows.append(Row(Op.ALL_REDUCE, action, TENSOR, sequence=len(computes) + 1))
+            rows.append(ProgramSpan(Op.ALL_REDUCE, action, TENSOR, sequence=len(computes) + 1))
         self.program.moves.append(Move(stage, action, len(rows), len(computes), nested))
         computes.append(action)
-        rows.append(Row(action.op, action))
+        rows.append(ProgramSpan(action.op, action))
 
     def _epilogue(self) -> None:
         """Reduce, agree, update; with ZeRO gather the parameters again; now and then checkpoint."""
@@ -147,20 +151,22 @@ class _Builder:
             named = self.program.named[stage]
             if self.extra:
                 named["extra"] = len(rows)
-                rows.append(Row(Op.ALL_REDUCE, group=EXTRA, sequence=1))
+                rows.append(ProgramSpan(Op.ALL_REDUCE, group=EXTRA, sequence=1))
             if self.shape.topology.dp > 1:
                 named["reduce"] = len(rows)
                 rows.append(
-                    Row(Op.REDUCE_SCATTER if zero else Op.ALL_REDUCE, group=DATA, sequence=1)
+                    ProgramSpan(
+                        Op.REDUCE_SCATTER if zero else Op.ALL_REDUCE, group=DATA, sequence=1
+                    )
                 )
             named["world"] = len(rows)
-            rows.append(Row(Op.ALL_GATHER, group=WORLD, sequence=1))
+            rows.append(ProgramSpan(Op.ALL_GATHER, group=WORLD, sequence=1))
             named["optimizer"] = len(rows)
-            rows.append(Row(Op.OPTIMIZER))
+            rows.append(ProgramSpan(Op.OPTIMIZER))
             if zero:
                 named["gather"] = len(rows)
-                rows.append(Row(Op.ALL_GATHER, group=DATA, sequence=2))
+                rows.append(ProgramSpan(Op.ALL_GATHER, group=DATA, sequence=2))
             named["checkpoint"] = len(rows)
-            rows.append(Row(Op.CHECKPOINT))
+            rows.append(ProgramSpan(Op.CHECKPOINT))
             named["step"] = len(rows)
-            rows.append(Row(Op.STEP))
+            rows.append(ProgramSpan(Op.STEP))

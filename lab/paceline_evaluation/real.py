@@ -21,9 +21,9 @@ from paceline_cli.client import Client
 from paceline_demo.cluster import GPUS_PER_NODE, Cluster
 from paceline_demo.training import start_training
 from paceline_evaluation import inject
-from paceline_evaluation.faults import Fault
+from paceline_evaluation.faults import TrialFault
 from paceline_evaluation.record import Seen, TrialRecord
-from paceline_evaluation.scoring import Verdict, judge
+from paceline_evaluation.scoring import TrialVerdict, judge
 from paceline_server.detect.finding import Finding
 
 AXES = (2, 2, 1)  # dp, pp, tp: every rank has a peer in its stage, and there is a pipeline
@@ -97,7 +97,7 @@ class RealArm:
         self.cluster = Cluster(node_count=AXES[0] * AXES[1] * AXES[2] // GPUS_PER_NODE, port=0)
         self._jobs = 0
 
-    def run(self, tell: Callable[[Verdict], None]) -> list[Verdict]:
+    def run(self, tell: Callable[[TrialVerdict], None]) -> list[TrialVerdict]:
         """Raises click.ClickException when the cluster or a job cannot be started."""
         verdicts = []
         with self._running() as client:
@@ -162,7 +162,7 @@ class RealArm:
         """The trouble is there from the first step."""
         stage = 1 if kind == "stage_imbalance" else None
         job.steps_pass(_WARM_STEPS + _FAULTY_STEPS)
-        fault = Fault(kind, 0, inject.UNEVEN_MAGNITUDE, stage=stage)
+        fault = TrialFault(kind, 0, inject.UNEVEN_MAGNITUDE, stage=stage)
         return self._record(job, kind, (fault,), set(), 0)
 
     def _sudden(self, job: _Job, kind: str) -> TrialRecord:
@@ -211,7 +211,7 @@ class RealArm:
         )
 
     def _record(
-        self, job: _Job, kind: str, faults: tuple[Fault, ...], known: set[str], first: int
+        self, job: _Job, kind: str, faults: tuple[TrialFault, ...], known: set[str], first: int
     ) -> TrialRecord:
         """Steps count from the start of the trial."""
         found = [one for key, one in job.incidents.items() if key not in known]
@@ -234,7 +234,7 @@ class RealArm:
         return record
 
 
-def _begun(job: _Job, faults: tuple[Fault, ...], at: datetime) -> tuple[Fault, ...]:
+def _begun(job: _Job, faults: tuple[TrialFault, ...], at: datetime) -> tuple[TrialFault, ...]:
     """From the first step that began after `at`: what the server knew then was a second old."""
     steps = job.client.items(f"/jobs/{job.job_id}/steps")
     later = [one["step"] for one in steps if datetime.fromisoformat(one["started_at"]) >= at]

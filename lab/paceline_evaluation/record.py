@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline_evaluation.faults import Fault
+from paceline_evaluation.faults import TrialFault
 from paceline_server.detect.finding import Finding
 
 WARMUP_STEPS = 5  # of a generation: neither clean nor judged
@@ -24,7 +24,7 @@ class TrialRecord:
     """`kind` is one of `faults.KINDS`; `faults` is empty for `none`."""
 
     kind: str
-    faults: tuple[Fault, ...]
+    faults: tuple[TrialFault, ...]
     steps: int  # played
     arm: str = "synthetic"
     number: int = 0  # among the trials of its kind

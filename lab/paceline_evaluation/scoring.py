@@ -28,7 +28,7 @@ from math import sqrt
 import numpy as np
 
 from paceline_cli import render
-from paceline_evaluation.faults import HANG_CAUSES, Fault
+from paceline_evaluation.faults import HANG_CAUSES, TrialFault
 from paceline_evaluation.record import Seen, TrialRecord
 from paceline_server.detect.finding import Finding
 
@@ -72,7 +72,7 @@ _Z95 = 1.959964
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TrialVerdict:
     """How one trial went."""
 
     kind: str
@@ -91,14 +91,14 @@ class Verdict:
     note: str = ""  # for people: what was expected and what came
 
 
-def judge(record: TrialRecord) -> Verdict:
+def judge(record: TrialRecord) -> TrialVerdict:
     parts = [_Part.of(record, position) for position in range(len(record.faults))]
     clean, other = _false_alarms(record)
     hit = bool(parts) and all(part.hit for part in parts)
     judged = [part.cause_right for part in parts if part.cause_right is not None]
     late = [part.latency_steps for part in parts if part.latency_steps is not None]
     seconds = [part.latency_seconds for part in parts if part.latency_seconds is not None]
-    return Verdict(
+    return TrialVerdict(
         kind=record.kind,
         arm=record.arm,
         number=record.number,
@@ -150,18 +150,18 @@ class _Part:
         )
 
 
-def _of_kind(seen: Seen, fault: Fault) -> bool:
+def _of_kind(seen: Seen, fault: TrialFault) -> bool:
     """Of the fault's kind, and given once it had begun."""
     finding = seen.finding
     begun = fault.kind in ("hang", "crash") or seen.step >= fault.onset_step
     return finding.kind == EXPECTED[fault.kind] and not finding.cleared and begun
 
 
-def _hits(seen: Seen, fault: Fault) -> bool:
+def _hits(seen: Seen, fault: TrialFault) -> bool:
     return _of_kind(seen, fault) and _names(seen.finding, fault)
 
 
-def _names(finding: Finding, fault: Fault) -> bool:
+def _names(finding: Finding, fault: TrialFault) -> bool:
     """Whether the finding's subject is the fault's."""
     named = {finding.rank} if finding.rank is not None else set(finding.ranks)
     if fault.link is not None:
@@ -175,11 +175,11 @@ def _names(finding: Finding, fault: Fault) -> bool:
     return True
 
 
-def _node(fault: Fault) -> str:
+def _node(fault: TrialFault) -> str:
     return f"node-{fault.node}"
 
 
-def _cause_right(finding: Finding, fault: Fault) -> bool | None:
+def _cause_right(finding: Finding, fault: TrialFault) -> bool | None:
     if fault.kind == "hang" and fault.cause in HANG_CAUSES:
         return finding.side == fault.cause or fault.cause in finding.cause.lower()
     if fault.kind not in _CAUSED:
@@ -212,13 +212,13 @@ def _standing(found: Sequence[Seen]) -> Iterator[Seen]:
             yield seen
 
 
-def _has_begun(seen: Seen, fault: Fault) -> bool:
+def _has_begun(seen: Seen, fault: TrialFault) -> bool:
     if fault.kind in ("hang", "crash"):
         return seen.step >= fault.onset_step - 1
     return seen.step >= fault.onset_step
 
 
-def _is_about(finding: Finding, fault: Fault) -> bool:
+def _is_about(finding: Finding, fault: TrialFault) -> bool:
     """Right, a symptom of it, or advice."""
     if finding.kind == EXPECTED[fault.kind]:
         return _names(finding, fault)
@@ -257,13 +257,13 @@ def wilson(hits: int, count: int) -> list[float] | None:
     return [round(max(0.0, middle - half), 4), round(min(1.0, middle + half), 4)]
 
 
-def figures(verdicts: Sequence[Verdict], kinds: Sequence[str]) -> dict[str, object]:
+def figures(verdicts: Sequence[TrialVerdict], kinds: Sequence[str]) -> dict[str, object]:
     """The report's JSON, of all arms together."""
     by_kind = {kind: _of_one_kind([one for one in verdicts if one.kind == kind]) for kind in kinds}
     return {"overall": _overall(verdicts), "by_kind": by_kind}
 
 
-def _overall(verdicts: Sequence[Verdict]) -> dict[str, object]:
+def _overall(verdicts: Sequence[TrialVerdict]) -> dict[str, object]:
     counted = [
         one for one in verdicts if one.kind != "none" and one.kind not in FLEETING and one.counts
     ]
@@ -292,7 +292,7 @@ def _overall(verdicts: Sequence[Verdict]) -> dict[str, object]:
     }
 
 
-def _of_one_kind(verdicts: Sequence[Verdict]) -> dict[str, object]:
+def _of_one_kind(verdicts: Sequence[TrialVerdict]) -> dict[str, object]:
     counted = [one for one in verdicts if one.counts and one.kind != "none"]
     weak = [one for one in verdicts if not one.counts]
     hits = sum(one.hit for one in counted)
@@ -315,7 +315,7 @@ def _of_one_kind(verdicts: Sequence[Verdict]) -> dict[str, object]:
     return found
 
 
-def _causes(verdicts: Sequence[Verdict]) -> float | None:
+def _causes(verdicts: Sequence[TrialVerdict]) -> float | None:
     judged = [one.cause_right for one in verdicts if one.cause_right is not None]
     return _share(sum(judged), len(judged))
 

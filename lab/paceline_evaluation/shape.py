@@ -53,7 +53,7 @@ def _within(chance: np.random.Generator, spread: float, size: tuple[int, ...]) -
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class JobShape:
     """Everything about a job that stays. Seconds are of one microbatch where not said otherwise."""
 
     topology: Topology
@@ -123,7 +123,7 @@ class Shape:
 
 def draw_shape(
     chance: np.random.Generator, largest: int = 1024, *, pipeline: bool = False
-) -> Shape:
+) -> JobShape:
     """A random job of at most `largest` ranks; with `pipeline` it has at least two stages."""
     sizes = [size for size in _WORLD_SIZES if size <= largest] or [_WORLD_SIZES[0]]
     weights = np.array(_WORLD_WEIGHTS[: len(sizes)])
@@ -145,7 +145,7 @@ def draw_shape(
             given=bool(chance.random() < 0.7),
         )
     busy = 3.0 * forward * virtual * microbatches
-    return Shape(
+    return JobShape(
         topology=topology,
         schedule=schedule,
         virtual=virtual,

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass, field
 
 from paceline_evaluation.emission import BOOT_OFFSET_NS, START_NS, Emission
-from paceline_evaluation.program import Row
+from paceline_evaluation.program import ProgramSpan
 from paceline_evaluation.timeline import Timeline
 from paceline_wire.ring import Frame, GroupProgress, PeerProgress, StateView
 from paceline_wire.spans import COMPUTE_OPS, Op
@@ -94,7 +94,7 @@ class _Page:
         seconds = self.begin_seconds + float(self.start[position])
         return int(seconds * 1e9) + START_NS - BOOT_OFFSET_NS
 
-    def _add(self, position: int, row: Row) -> None:
+    def _add(self, position: int, row: ProgramSpan) -> None:
         entered = bool(self.start[position] <= self.now)
         left = bool(self.end[position] <= self.now)
         sequence = row.sequence + int(self.emission.increments[self.stage][position]) * self.step
@@ -111,7 +111,7 @@ class _Page:
             self.frames.append((depth, frame))
 
     def _exchange(
-        self, position: int, row: Row, peer: int, sequence: int, entered: bool, left: bool
+        self, position: int, row: ProgramSpan, peer: int, sequence: int, entered: bool, left: bool
     ) -> None:
         known = self.peers.setdefault(peer, _Peer())
         counts = known.sent if row.is_async else known.received
@@ -123,7 +123,9 @@ class _Page:
         if left:
             counts[1] = max(counts[1], sequence)
 
-    def _collect(self, position: int, row: Row, sequence: int, entered: bool, left: bool) -> None:
+    def _collect(
+        self, position: int, row: ProgramSpan, sequence: int, entered: bool, left: bool
+    ) -> None:
         known = self.groups.setdefault(row.group, _Group(row.op, sequence - 1, sequence - 1))
         if entered:
             known.op, known.entered = row.op, max(known.entered, sequence)

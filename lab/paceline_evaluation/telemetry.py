@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline_evaluation.emission import JOB
-from paceline_evaluation.faults import Fault
-from paceline_evaluation.shape import Shape
+from paceline_evaluation.faults import TrialFault
+from paceline_evaluation.shape import JobShape
 from paceline_wire.batch import Sample
 
 _REASONS = (
@@ -114,7 +114,7 @@ class NodeTelemetry:
     """Sweeps of all nodes; counters grow with the time between two sweeps."""
 
     def __init__(
-        self, shape: Shape, chance: np.random.Generator, faults: tuple[Fault, ...]
+        self, shape: JobShape, chance: np.random.Generator, faults: tuple[TrialFault, ...]
     ) -> None:
         self.shape, self.chance, self.faults = shape, chance, faults
         self._counters: dict[tuple[str, str], float] = {}
@@ -146,12 +146,12 @@ class NodeTelemetry:
             samples += self._gpu(node, rank, mine, elapsed, time_ns)
         return samples
 
-    def _causes(self, present: Iterable[Fault]) -> dict[str, float]:
+    def _causes(self, present: Iterable[TrialFault]) -> dict[str, float]:
         """Cause -> how strongly it shows."""
         return {fault.cause: self._strength[fault] for fault in present}
 
     def _gpu(
-        self, node: int, rank: int, present: list[Fault], elapsed: float, time_ns: int
+        self, node: int, rank: int, present: list[TrialFault], elapsed: float, time_ns: int
     ) -> Iterator[Sample]:
         gpu = str(rank % self.shape.ranks_per_node)
         labels = self._label("gpu", gpu)
@@ -193,7 +193,7 @@ class NodeTelemetry:
             yield self._counter(name, labels, f"{node}/{gpu}", rate, elapsed, time_ns, start)
         yield from self._process(rank, causes, elapsed, time_ns)
 
-    def _clock(self, present: list[Fault]) -> float:
+    def _clock(self, present: list[TrialFault]) -> float:
         factor = max(
             (fault.factor for fault in present if fault.cause in ("thermal", "power")), default=1.0
         )
@@ -215,7 +215,7 @@ class NodeTelemetry:
         yield self._counter(faults, labels, str(rank), paging, elapsed, time_ns)
 
     def _host(
-        self, node: int, present: list[Fault], elapsed: float, time_ns: int
+        self, node: int, present: list[TrialFault], elapsed: float, time_ns: int
     ) -> Iterator[Sample]:
         # A slow link's cause is in the port, not in the host.
         causes = self._causes(one for one in present if one.node == node and not one.link)
@@ -233,7 +233,7 @@ class NodeTelemetry:
         yield Sample("node_load1", nothing, 400.0 if "cpu" in causes else 20.0, time_ns)
 
     def _port(
-        self, node: int, present: list[Fault], elapsed: float, time_ns: int
+        self, node: int, present: list[TrialFault], elapsed: float, time_ns: int
     ) -> Iterator[Sample]:
         labels = self._label("device", "mlx5_0", "port", "1")
         causes = self._causes(one for one in present if one.node == node and one.link)

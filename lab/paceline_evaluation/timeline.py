@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline_evaluation.program import Move, Program
-from paceline_evaluation.shape import Shape
+from paceline_evaluation.program import Move, StepProgram
+from paceline_evaluation.shape import JobShape
 from paceline_wire.spans import RECEIVE_OPS, Op
 
 Floats = npt.NDArray[np.float64]
@@ -49,7 +49,7 @@ class Timeline:
     carry: Floats  # (pp, dp, tp): when the next step can begin, after the last exchange
 
 
-def play(shape: Shape, program: Program, durations: Durations, carry: Floats) -> Timeline:
+def play(shape: JobShape, program: StepProgram, durations: Durations, carry: Floats) -> Timeline:
     """`carry`: when the first step can begin, as the stretch before left it."""
     player = _Player(shape, program, durations)
     player.begin(carry)
@@ -64,7 +64,7 @@ def play(shape: Shape, program: Program, durations: Durations, carry: Floats) ->
 
 
 class _Player:
-    def __init__(self, shape: Shape, program: Program, durations: Durations) -> None:
+    def __init__(self, shape: JobShape, program: StepProgram, durations: Durations) -> None:
         topology = shape.topology
         self.program, self.durations = program, durations
         self.steps = durations.world.size

@@ -9,7 +9,7 @@ import numpy as np
 from paceline_evaluation.conditions import Conditions, Noise, draw_noise
 from paceline_evaluation.emission import GENERATION, JOB, START_NS, Emission, all_ranks
 from paceline_evaluation.endings import crash, hang
-from paceline_evaluation.faults import CHRONIC, Plan
+from paceline_evaluation.faults import CHRONIC, TrialPlan
 from paceline_evaluation.plans import draw_plan, has_late_traffic
 from paceline_evaluation.program import build
 from paceline_evaluation.record import Seen, TrialRecord
@@ -70,7 +70,7 @@ class Trial:
     def __init__(
         self,
         kind: str,
-        plan: Plan,
+        plan: TrialPlan,
         steps: int,
         chance: np.random.Generator,
         noise: Noise | None = None,

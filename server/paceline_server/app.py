@@ -49,7 +49,7 @@ class Works(Protocol):
 
 
 @dataclass(frozen=True)
-class Program:
+class ServerRuntime:
     """Everything that runs, and what it runs on."""
 
     database: Database
@@ -77,7 +77,7 @@ class Program:
         return [*self.log.unready(), *background]
 
 
-def compose(settings: Settings, *, apart: bool) -> Program:
+def compose(settings: Settings, *, apart: bool) -> ServerRuntime:
     """Build the parts; opens nothing yet. `apart`: the background in a process of its own."""
     database, wakes, registry = database_of(settings), Wakes(), CollectorRegistry()
     registry.register(JobCollector(database))
@@ -88,7 +88,7 @@ def compose(settings: Settings, *, apart: bool) -> Program:
     elif settings.role == "all":
         background = Background(settings, database, wakes, registry)
     metrics = ServingMetrics(registry)
-    return Program(database, wakes, LogWriter(database, wakes, metrics), background, metrics)
+    return ServerRuntime(database, wakes, LogWriter(database, wakes, metrics), background, metrics)
 
 
 def create_app(settings: Settings, *, apart: bool = False) -> FastAPI:
@@ -138,10 +138,10 @@ def serve(settings: Settings) -> None:
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         server_header=False,
     )
-    Server(config, app.state.program.wakes).run(sockets=[listener])
+    UvicornServer(config, app.state.program.wakes).run(sockets=[listener])
 
 
-class Server(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """Says where it listens once it does, and ends open streams, for uvicorn waits for them."""
 
     def __init__(self, config: uvicorn.Config, wakes: Wakes) -> None:

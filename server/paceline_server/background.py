@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from paceline_server.alerts.outbox import Outbox
+from paceline_server.alerts.outbox import AlertDelivery
 from paceline_server.alerts.receivers import receivers
 from paceline_server.metrics import BackgroundMetrics
 from paceline_server.settings import Settings
@@ -58,7 +58,7 @@ class Background:
             database, wakes, metrics, owner, tick_settings, settings, time.time_ns, is_deaf
         )
         self._outboxes = [
-            Outbox(database, wakes, metrics, owner, target, settings, time.time_ns)
+            AlertDelivery(database, wakes, metrics, owner, target, settings, time.time_ns)
             for target in targets
         ]
 

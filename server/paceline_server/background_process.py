@@ -55,12 +55,12 @@ class Beat(msgspec.Struct, tag="beat"):
     """The process that serves lives."""
 
 
-class Report(msgspec.Struct, tag="report"):
+class WorkerReport(msgspec.Struct, tag="report"):
     unready: list[str]
     metrics: str  # OpenMetrics text
 
 
-Message = Woken | Beat | Report
+Message = Woken | Beat | WorkerReport
 _decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
@@ -76,7 +76,7 @@ class BackgroundProcess(Collector):
         self._stopping = threading.Event()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._report = Report(["worker: starting"], "# EOF\n")
+        self._report = WorkerReport(["worker: starting"], "# EOF\n")
         self._reported = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="background", daemon=True)
         self._beating = threading.Thread(target=self._beat, name="beat", daemon=True)
@@ -128,7 +128,7 @@ class BackgroundProcess(Collector):
                 why = f"cannot be started: {error}"
             if not self._stopping.is_set():
                 _log.error("the worker's process %s; starting it again", why)
-                self._report = Report(["worker: not running"], "# EOF\n")
+                self._report = WorkerReport(["worker: not running"], "# EOF\n")
             self._stopping.wait(_AGAIN_SECONDS)
 
     def _run_once(self) -> int:
@@ -159,7 +159,7 @@ class BackgroundProcess(Collector):
     def _hear(self, message: Message) -> None:
         if isinstance(message, Woken):
             _wake(self._wakes, message.kind).notify()
-        elif isinstance(message, Report):
+        elif isinstance(message, WorkerReport):
             self._report = message
             self._reported = time.monotonic()
             self._silent_beats = 0
@@ -180,7 +180,7 @@ def main() -> None:
         background.start()
         while True:
             counted = generate_latest(registry)  # type: ignore[no-untyped-call]
-            _tell(connection, Report(background.unready(), counted.decode()))
+            _tell(connection, WorkerReport(background.unready(), counted.decode()))
             if hearing.ended.wait(_REPORT_SECONDS):
                 break
         wakes.close()

@@ -16,7 +16,7 @@ import click
 import pytest
 
 from paceline_demo import faults
-from paceline_demo.cluster import Cluster, Node, free_port, remove_rings_of_the_dead
+from paceline_demo.cluster import Cluster, EmulatedNode, free_port, remove_rings_of_the_dead
 from paceline_demo.report import DemoReport, FaultReport
 
 
@@ -47,7 +47,7 @@ def test_a_wrong_fault_says_what_was_expected(text: str, message: str) -> None:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made = Cluster(3, 0)
-    made.nodes = [Node(number, tmp_path / str(number)) for number in range(3)]
+    made.nodes = [EmulatedNode(number, tmp_path / str(number)) for number in range(3)]
     for node in made.nodes:
         node.directory.mkdir()
     yield made

@@ -24,7 +24,7 @@ import uvicorn
 
 sys.path.insert(0, str(Path(__file__).parent / "fleet"))
 
-from paceline_server.app import Program, Server, create_app, listen
+from paceline_server.app import ServerRuntime, UvicornServer, create_app, listen
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
 
@@ -98,7 +98,7 @@ class RunningServer:
 
     def __init__(self, settings: Settings) -> None:
         app = create_app(settings)
-        self.program: Program = app.state.program
+        self.program: ServerRuntime = app.state.program
         self.app = app
         self._socket = listen(settings)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
@@ -107,7 +107,7 @@ class RunningServer:
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=2
         )
-        self._server = Server(config, self.program.wakes)
+        self._server = UvicornServer(config, self.program.wakes)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
 
     def start(self) -> None:

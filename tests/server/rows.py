@@ -7,13 +7,13 @@ from typing import Any
 from paceline_server.decide.types import JobSpec
 from paceline_server.policy import Policy
 from paceline_server.steps.types import Ledger
-from paceline_server.store.models import Job
+from paceline_server.store.models import JobRow
 from paceline_wire.topology import Topology
 
 ONE_RANK = Topology(1, 1, 1)
 
 
-def toy_job(job_id: str, *, topology: Topology = ONE_RANK, **changes: Any) -> Job:
+def toy_job(job_id: str, *, topology: Topology = ONE_RANK, **changes: Any) -> JobRow:
     """One that is over, but for the `changes`."""
     fields: dict[str, Any] = {
         "name": "toy",
@@ -26,4 +26,4 @@ def toy_job(job_id: str, *, topology: Topology = ONE_RANK, **changes: Any) -> Jo
         "cursor": 0,
         "ledger": Ledger(),
     }
-    return Job(id=job_id, topology=topology, **(fields | changes))
+    return JobRow(id=job_id, topology=topology, **(fields | changes))

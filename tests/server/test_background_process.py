@@ -18,7 +18,7 @@ from paceline_server import background_process
 from paceline_server.background_process import BackgroundProcess
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
-from paceline_server.store.models import Lease
+from paceline_server.store.models import LeaseRow
 
 
 @pytest.fixture
@@ -110,9 +110,9 @@ def test_the_worker_ends_with_a_server_that_is_killed(
 def test_a_server_that_ends_gives_its_leases_back(
     process: Any, nodes: list[SimulatedNode], database: Database, wait_for: Callable[..., Any]
 ) -> None:
-    def leases() -> list[Lease]:
+    def leases() -> list[LeaseRow]:
         with database.read() as session:
-            return list(session.scalars(select(Lease)))
+            return list(session.scalars(select(LeaseRow)))
 
     post_job(process.url())
     wait_for(leases, "a lease")

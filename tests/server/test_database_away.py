@@ -15,7 +15,7 @@ from simulated_node import SimulatedNode, post_job, stop_all
 from sqlalchemy import func, select
 
 from paceline_server.settings import Settings
-from paceline_server.store.models import Generation, HotLog
+from paceline_server.store.models import GenerationRow, HotLogRow
 from paceline_wire import batch as wire
 from paceline_wire.batch import Batch
 
@@ -94,7 +94,7 @@ def test_ingest_says_come_back_and_stores_when_it_is_back(
         assert server.client.get("/healthz").status_code == 200
     wait_for(lambda: post(server, 1).status_code == 200, "the database")
     with server.program.database.read() as session:
-        assert session.scalar(select(func.count()).select_from(HotLog)) == 2
+        assert session.scalar(select(func.count()).select_from(HotLogRow)) == 2
 
 
 def test_a_job_goes_on_unharmed(
@@ -120,7 +120,7 @@ def test_a_job_goes_on_unharmed(
         answer = wait_for(lambda: _success(server, "/api/v1/incidents"), "the incidents")
         assert answer.json()["items"] == []
         with server.program.database.read() as session:
-            assert session.scalar(select(func.count()).select_from(Generation)) == 1
+            assert session.scalar(select(func.count()).select_from(GenerationRow)) == 1
     finally:
         stop_all(nodes)
 

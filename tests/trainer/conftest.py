@@ -15,13 +15,13 @@ from typing import BinaryIO
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from paceline_trainer.settings import ModelSettings, Place, Settings
-from paceline_trainer.train import Outcome
+from paceline_trainer.settings import ModelSettings, RankPlacement, TrainerSettings
+from paceline_trainer.train import TrainingResult
 from paceline_wire.topology import Topology
 
 WORKER = Path(__file__).with_name("worker.py")
 MEMBERS = 8
-TINY = Settings(
+TINY = TrainerSettings(
     model=ModelSettings(layers=2, width=16, heads=2, sequence_length=16),
     dtype="float64",
     steps=20,
@@ -46,11 +46,11 @@ class Run:
     def __init__(self, members: list[Member]) -> None:
         self._members = members
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[TrainingResult]:
         """One per rank; fails the test with the rank's traceback if it raised."""
         answers = [pickle.load(member.answers) for member in self._members]
         for answer in answers:
-            assert isinstance(answer, Outcome), answer
+            assert isinstance(answer, TrainingResult), answer
         return answers
 
     def failures(self) -> list[str]:
@@ -82,17 +82,19 @@ class Crew:
             os.close(descriptor)
 
     def start(
-        self, settings: Settings, topology: Topology, *, first: int = 0, generation: int = 0
+        self, settings: TrainerSettings, topology: Topology, *, first: int = 0, generation: int = 0
     ) -> Run:
         members = self.members[first : first + topology.world_size]
         self._runs += 1
         for rank, member in enumerate(members):
-            place = Place(rank=rank, topology=topology, generation=generation)
+            place = RankPlacement(rank=rank, topology=topology, generation=generation)
             pickle.dump((f"run-{self._runs}", settings, place), member.orders)
             member.orders.flush()
         return Run(members)
 
-    def run(self, settings: Settings, topology: Topology, *, generation: int = 0) -> Outcome:
+    def run(
+        self, settings: TrainerSettings, topology: Topology, *, generation: int = 0
+    ) -> TrainingResult:
         """Rank 0's outcome, having checked that all ranks' are the same."""
         outcomes = self.start(settings, topology, generation=generation).outcomes()
         assert all(outcome == outcomes[0] for outcome in outcomes)
@@ -121,6 +123,6 @@ def crew(_gloo_on_loopback: None) -> Iterator[Crew]:
 
 
 @pytest.fixture(scope="session")
-def tiny_settings() -> Settings:
+def tiny_settings() -> TrainerSettings:
     """A run of the trainer small enough to prove things with."""
     return TINY

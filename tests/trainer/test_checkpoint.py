@@ -23,7 +23,7 @@ from paceline_trainer.checkpoint import (
     read_manifest,
     saved_checkpoints,
 )
-from paceline_trainer.errors import CheckpointError, SettingsError
+from paceline_trainer.errors import CheckpointError, TrainerSettingsError
 
 State = dict[str, Tensor]
 Open = Callable[..., Checkpointer]
@@ -179,7 +179,7 @@ def test_a_step_already_committed_is_not_written_again(opened: Open, tmp_path: P
 
 def test_another_run_is_refused(opened: Open) -> None:
     save(opened(seed=0), 4)
-    with pytest.raises(SettingsError, match="give another directory"):
+    with pytest.raises(TrainerSettingsError, match="give another directory"):
         loaded(opened(seed=1))
 
 

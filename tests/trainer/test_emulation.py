@@ -14,7 +14,7 @@ import pytest
 from paceline_demo import fake_nvml
 from paceline_trainer.emulation import Emulation, SteadyClock, start_emulation
 from paceline_trainer.parallel import TensorParallel
-from paceline_trainer.settings import Place, Settings
+from paceline_trainer.settings import RankPlacement, TrainerSettings
 from paceline_wire.spans import Op
 
 ASK = """
@@ -106,7 +106,7 @@ def test_the_log_says_what_is_emulated(
     said: str,
 ) -> None:
     caplog.set_level(logging.INFO, "paceline_trainer")
-    settings = Settings(device=device, emulated_kernel_seconds=kernels)
-    emulation = start_emulation(settings, Place(), TensorParallel())
+    settings = TrainerSettings(device=device, emulated_kernel_seconds=kernels)
+    emulation = start_emulation(settings, RankPlacement(), TensorParallel())
     assert bool(emulation.seconds) == (device == "cpu" and kernels is not None)
     assert said in caplog.text

@@ -17,7 +17,7 @@ from paceline_trainer.data import Loader, Sequences
 from paceline_trainer.emulation import Emulation, SteadyClock, start_emulation
 from paceline_trainer.faults import FAULTS_FILE, Faults
 from paceline_trainer.parallel import TensorParallel
-from paceline_trainer.settings import Place, Settings
+from paceline_trainer.settings import RankPlacement, TrainerSettings
 from paceline_wire.spans import Op
 from paceline_wire.topology import Topology
 
@@ -29,7 +29,9 @@ def write(directory: Path, *faults: dict[str, Any]) -> None:
 
 
 def of_rank(directory: Path, rank: int) -> Faults:
-    place = Place(rank=rank, local_rank=rank % 2, topology=TOPOLOGY, node_directory=directory)
+    place = RankPlacement(
+        rank=rank, local_rank=rank % 2, topology=TOPOLOGY, node_directory=directory
+    )
     faults = Faults.on(place)
     faults.read()
     return faults
@@ -116,15 +118,15 @@ def test_noise_burns_the_cpu(tmp_path: Path) -> None:
 
 
 def test_slow_data_and_checkpoint_stalls_hold_up_their_rank(
-    tmp_path: Path, tiny_settings: Settings
+    tmp_path: Path, tiny_settings: TrainerSettings
 ) -> None:
     write(
         tmp_path,
         {"kind": "slow_data", "rank": 0, "seconds": 0.05},
         {"kind": "checkpoint_stall", "rank": 0, "seconds": 0.04},
     )
-    faults = Faults.on(Place(topology=TOPOLOGY, node_directory=tmp_path))
-    loader = Loader(Sequences(bytes(10_000), 16), tiny_settings, Place(), faults=faults)
+    faults = Faults.on(RankPlacement(topology=TOPOLOGY, node_directory=tmp_path))
+    loader = Loader(Sequences(bytes(10_000), 16), tiny_settings, RankPlacement(), faults=faults)
     assert seconds_of(lambda: next(iter(loader))) >= 0.05
     assert seconds_of(faults.at_checkpoint) >= 0.04
     (tmp_path / FAULTS_FILE).unlink()
@@ -149,9 +151,9 @@ def test_a_file_that_is_no_good_is_said_once_and_read_again(
     assert faults.present
 
 
-def test_only_emulated_runs_obey(tmp_path: Path, tiny_settings: Settings) -> None:
+def test_only_emulated_runs_obey(tmp_path: Path, tiny_settings: TrainerSettings) -> None:
     write(tmp_path, {"kind": "slow_data", "rank": 0, "seconds": 3600})
-    place = Place(node_directory=tmp_path)
+    place = RankPlacement(node_directory=tmp_path)
     real = start_emulation(tiny_settings, place, TensorParallel()).faults
     real.before_batch()
     assert not real.present

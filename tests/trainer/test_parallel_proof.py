@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline_trainer.data import Batch, Loader, read_corpus, validation_batch
+from paceline_trainer.data import Loader, TokenBatch, read_corpus, validation_batch
 from paceline_trainer.model import Chunk, initialise, shards
 from paceline_trainer.optimizer import BETAS, EPSILON
 from paceline_trainer.parallel import TensorParallel
-from paceline_trainer.settings import Place, Settings
-from paceline_trainer.train import Outcome
+from paceline_trainer.settings import RankPlacement, TrainerSettings
+from paceline_trainer.train import TrainingResult
 from paceline_wire.topology import Topology
 
 # (2, 2, 2) takes the whole crew; the others run side by side, each on its own members.
@@ -38,7 +38,7 @@ class Plain(NamedTuple):
 
 
 @functools.cache
-def plain(settings: Settings) -> Plain:
+def plain(settings: TrainerSettings) -> Plain:
     """Nothing of the trainer's parallelism, schedules, padding, clipping or optimizer is in it."""
     torch.set_num_threads(1)  # as the ranks do: more of them would only wait for one another
     training, validation = read_corpus(settings)
@@ -56,7 +56,7 @@ def plain(settings: Settings) -> Plain:
         weight_decay=settings.weight_decay,
     )
     losses, norms = [], []
-    for step, batch in enumerate(Loader(training, settings, Place())):
+    for step, batch in enumerate(Loader(training, settings, RankPlacement())):
         loss = _mean_loss(model, batch)
         optimizer.zero_grad()
         loss.backward()
@@ -68,11 +68,11 @@ def plain(settings: Settings) -> Plain:
         optimizer.step()
         losses.append(loss.item())
     with torch.no_grad():
-        held_back = _mean_loss(model, validation_batch(validation, settings, Place()))
+        held_back = _mean_loss(model, validation_batch(validation, settings, RankPlacement()))
     return Plain(losses, norms, held_back.item())
 
 
-def _mean_loss(model: Chunk, batch: Batch) -> Tensor:
+def _mean_loss(model: Chunk, batch: TokenBatch) -> Tensor:
     """Over sequences, each by itself where they differ in length, and so without padding."""
     rows, lengths = batch.tokens.flatten(0, 1), batch.lengths.flatten().tolist()
     if len(set(lengths)) == 1:
@@ -85,7 +85,9 @@ def _mean_loss(model: Chunk, batch: Batch) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def _trained_like(outcomes: list[Outcome], settings: Settings, topology: Topology) -> None:
+def _trained_like(
+    outcomes: list[TrainingResult], settings: TrainerSettings, topology: Topology
+) -> None:
     expected = plain(settings)
     for rank, outcome in enumerate(outcomes):
         where = f"{topology}, rank {rank}"
@@ -98,7 +100,7 @@ def _trained_like(outcomes: list[Outcome], settings: Settings, topology: Topolog
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_every_division_of_the_model_trains_like_one_process(
-    crew: Any, tiny_settings: Settings, schedule: str
+    crew: Any, tiny_settings: TrainerSettings, schedule: str
 ) -> None:
     settings = replace(tiny_settings, schedule=schedule)
     runs = {
@@ -118,7 +120,7 @@ INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
 
 
 def test_chunks_zero_uneven_stages_and_padding_change_nothing(
-    crew: Any, tiny_settings: Settings
+    crew: Any, tiny_settings: TrainerSettings
 ) -> None:
     deep = replace(tiny_settings, model=replace(tiny_settings.model, layers=4), sequence_spread=3.0)
     odd = replace(deep, global_batch_size=6)  # over 3 ranks, which do not divide the parameters
@@ -155,7 +157,7 @@ def test_chunks_zero_uneven_stages_and_padding_change_nothing(
     ],
 )
 def test_larger_divisions_train_like_one_process(
-    crew: Any, tiny_settings: Settings, topology: Topology, layers: int, how: dict[str, Any]
+    crew: Any, tiny_settings: TrainerSettings, topology: Topology, layers: int, how: dict[str, Any]
 ) -> None:
     settings = replace(
         tiny_settings,
@@ -166,7 +168,7 @@ def test_larger_divisions_train_like_one_process(
     _trained_like(crew.start(replace(settings, **how), topology).outcomes(), settings, topology)
 
 
-def test_held_back_loss_falls(crew: Any, tiny_settings: Settings) -> None:
+def test_held_back_loss_falls(crew: Any, tiny_settings: TrainerSettings) -> None:
     settings = replace(tiny_settings, steps=60, evaluate_every=20, dtype="float32")
     outcome = crew.run(settings, Topology(1, 2, 1))
     first, *_, last = outcome.evaluation_losses.values()

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from paceline_trainer.__main__ import main
 from paceline_trainer.checkpoint import saved_checkpoints
-from paceline_trainer.errors import SettingsError
+from paceline_trainer.errors import TrainerSettingsError
 from paceline_trainer.settings import read_place
 from paceline_wire.ring import AckStatus, ControlKind, RingError, RingReader
 from paceline_wire.topology import Topology
@@ -192,5 +192,5 @@ def test_the_place_is_read_from_the_environment() -> None:
     assert place.topology == Topology(2, 2, 2)
     assert place.coordinates == Topology(2, 2, 2).coordinates(5)
     assert read_place({"WORLD_SIZE": "4"}).topology == Topology(4, 1, 1)
-    with pytest.raises(SettingsError):
+    with pytest.raises(TrainerSettingsError):
         read_place({"RANK": "4", "WORLD_SIZE": "4"})

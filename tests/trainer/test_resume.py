@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 
 from paceline_trainer.checkpoint import DAMAGED, saved_checkpoints
-from paceline_trainer.settings import Settings
+from paceline_trainer.settings import TrainerSettings
 from paceline_wire.topology import Topology
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_settings: Settings) -> Settings:
+def settings(tiny_settings: TrainerSettings) -> TrainerSettings:
     return replace(tiny_settings, steps=12, evaluate_every=0, checkpoint_every=3)
 
 
 @pytest.fixture(scope="module")
-def unbroken(crew: Any, settings: Settings) -> list[float]:
+def unbroken(crew: Any, settings: TrainerSettings) -> list[float]:
     losses: list[float] = crew.run(settings, Topology(2, 1, 2)).losses
     return losses
 
 
 def test_a_resume_at_another_dp_size_continues_the_loss_curve(
-    crew: Any, settings: Settings, unbroken: list[float], tmp_path: Path
+    crew: Any, settings: TrainerSettings, unbroken: list[float], tmp_path: Path
 ) -> None:
     settings = replace(settings, checkpoint_directory=tmp_path)
     first = crew.run(replace(settings, steps=5), Topology(2, 1, 2))
@@ -37,7 +37,7 @@ def test_a_resume_at_another_dp_size_continues_the_loss_curve(
 
 
 def test_a_resume_with_other_stages_chunks_and_zero_continues_the_loss_curve(
-    crew: Any, settings: Settings, tmp_path: Path
+    crew: Any, settings: TrainerSettings, tmp_path: Path
 ) -> None:
     settings = replace(settings, model=replace(settings.model, layers=4))
     expected = crew.run(settings, Topology(1, 1, 1)).losses
@@ -59,7 +59,7 @@ def test_a_resume_with_other_stages_chunks_and_zero_continues_the_loss_curve(
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
-    crew: Any, settings: Settings, unbroken: list[float], tmp_path: Path
+    crew: Any, settings: TrainerSettings, unbroken: list[float], tmp_path: Path
 ) -> None:
     settings = replace(settings, checkpoint_directory=tmp_path)
     crew.run(replace(settings, steps=9), Topology(2, 1, 2))
@@ -78,7 +78,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
 
 
 def test_a_generation_that_was_taken_over_is_refused(
-    crew: Any, settings: Settings, tmp_path: Path
+    crew: Any, settings: TrainerSettings, tmp_path: Path
 ) -> None:
     settings = replace(settings, checkpoint_directory=tmp_path, steps=1)
     crew.run(settings, Topology(2, 1, 1), generation=3)
@@ -87,7 +87,7 @@ def test_a_generation_that_was_taken_over_is_refused(
 
 
 def test_another_runs_checkpoints_are_refused(
-    crew: Any, settings: Settings, tmp_path: Path
+    crew: Any, settings: TrainerSettings, tmp_path: Path
 ) -> None:
     settings = replace(settings, checkpoint_directory=tmp_path, steps=1)
     crew.run(settings, Topology(2, 1, 1))

@@ -4,15 +4,15 @@ from collections import deque
 
 import pytest
 
-from paceline_trainer.schedule import SCHEDULES, Action, Shape, forward_only, plan
+from paceline_trainer.schedule import SCHEDULES, ScheduleAction, ScheduleShape, forward_only, plan
 from paceline_wire.spans import Op
 
 SHAPES = [(1, 1), (1, 4), (2, 1), (2, 8), (3, 2), (4, 3), (4, 8), (8, 32)]
 INTERLEAVED = [(2, 2, 2), (2, 8, 2), (2, 6, 3), (3, 6, 2), (4, 4, 2), (4, 8, 3), (8, 32, 2)]
 EVERY = [
-    *(("gpipe", Shape(*shape)) for shape in SHAPES),
-    *(("1f1b", Shape(*shape)) for shape in SHAPES),
-    *(("interleaved", Shape(*shape)) for shape in INTERLEAVED),
+    *(("gpipe", ScheduleShape(*shape)) for shape in SHAPES),
+    *(("1f1b", ScheduleShape(*shape)) for shape in SHAPES),
+    *(("interleaved", ScheduleShape(*shape)) for shape in INTERLEAVED),
 ]
 
 Sent = tuple[Op, int, int]  # receiving op, microbatch, receiving chunk
@@ -20,7 +20,7 @@ Sent = tuple[Op, int, int]  # receiving op, microbatch, receiving chunk
 
 @pytest.mark.parametrize(("schedule", "shape"), EVERY)
 def test_every_stage_does_everything_once_and_none_waits_for_ever(
-    schedule: str, shape: Shape
+    schedule: str, shape: ScheduleShape
 ) -> None:
     todo = [deque(plan(SCHEDULES[schedule], stage, shape)) for stage in range(shape.stages)]
     every = [(m, c) for m in range(shape.microbatches) for c in range(shape.chunks)]
@@ -30,8 +30,10 @@ def test_every_stage_does_everything_once_and_none_waits_for_ever(
     Line(shape).play(todo)
 
 
-@pytest.mark.parametrize("shape", [Shape(3, 4), Shape(2, 4, 2), Shape(4, 3, 3)])
-def test_an_evaluation_is_only_forwards(shape: Shape) -> None:
+@pytest.mark.parametrize(
+    "shape", [ScheduleShape(3, 4), ScheduleShape(2, 4, 2), ScheduleShape(4, 3, 3)]
+)
+def test_an_evaluation_is_only_forwards(shape: ScheduleShape) -> None:
     todo = [deque(plan(forward_only, stage, shape)) for stage in range(shape.stages)]
     assert not any(op in (Op.BACKWARD, Op.BACKWARD_RECV) for actions in todo for op, *_ in actions)
     Line(shape).play(todo)
@@ -44,12 +46,12 @@ class Line:
     from gradients.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ScheduleShape) -> None:
         self.shape = shape
         self.channels: dict[tuple[int, int], deque[Sent]] = {}
         self.there: list[set[Sent]] = [set() for _ in range(shape.stages)]
 
-    def play(self, todo: list[deque[Action]]) -> None:
+    def play(self, todo: list[deque[ScheduleAction]]) -> None:
         while any(todo):
             moved = False
             for stage, actions in enumerate(todo):
@@ -59,7 +61,7 @@ class Line:
             assert moved, f"stuck at {[str(actions[0]) for actions in todo if actions]}"
         assert not any(self.channels.values()), "something was sent that nobody received"
 
-    def _carry_out(self, stage: int, action: Action) -> bool:
+    def _carry_out(self, stage: int, action: ScheduleAction) -> bool:
         """False if the action has to wait."""
         op, microbatch, chunk = action
         part = chunk * self.shape.stages + stage
@@ -89,12 +91,12 @@ class Line:
 
 def test_1f1b_holds_no_more_microbatches_than_stages_are_left() -> None:
     for stage in range(4):
-        assert _most_held(SCHEDULES["1f1b"](stage, Shape(4, 16))) == 4 - stage
+        assert _most_held(SCHEDULES["1f1b"](stage, ScheduleShape(4, 16))) == 4 - stage
 
 
 def test_interleaved_holds_what_its_paper_says() -> None:
     """The first stage: chunks * stages + stages - 1 (arXiv:2104.04473, section 2.2)."""
-    assert _most_held(SCHEDULES["interleaved"](0, Shape(4, 16, 2))) == 2 * 4 + 4 - 1
+    assert _most_held(SCHEDULES["interleaved"](0, ScheduleShape(4, 16, 2))) == 2 * 4 + 4 - 1
 
 
 def _most_held(actions: object) -> int:
@@ -108,7 +110,7 @@ def _most_held(actions: object) -> int:
 @pytest.mark.parametrize(("forward", "backward"), [(1.0, 2.0), (1.0, 1.0), (2.0, 1.0)])
 @pytest.mark.parametrize(("schedule", "shape"), EVERY)
 def test_equal_stages_idle_as_long_as_theory_says(
-    schedule: str, shape: Shape, forward: float, backward: float
+    schedule: str, shape: ScheduleShape, forward: float, backward: float
 ) -> None:
     """(p - 1) / (v m + p - 1) of the time from the first action to the last."""
     seconds = {Op.FORWARD: forward, Op.BACKWARD: backward}
@@ -140,6 +142,6 @@ def _before(op: Op, part: int, parts: int) -> tuple[Op, int] | None:
 
 
 def test_actions_print_as_people_write_them() -> None:
-    actions = plan(SCHEDULES["1f1b"], 0, Shape(2, 2))
+    actions = plan(SCHEDULES["1f1b"], 0, ScheduleShape(2, 2))
     assert " ".join(map(str, actions)) == "F0 SEND_F0 F1 SEND_F1 RECV_B0 B0 RECV_B1 B1"
-    assert str(Action(Op.BACKWARD, 3, 1)) == "B3.1"
+    assert str(ScheduleAction(Op.BACKWARD, 3, 1)) == "B3.1"

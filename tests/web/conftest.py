@@ -138,7 +138,7 @@ class Story:
         self.step += 1
         with self.site.change() as session:
             session.add_all(self._step_rows(self.step))
-            job = session.get_one(models.Job, self.job_id)
+            job = session.get_one(models.JobRow, self.job_id)
             job.step = job.highest_step = self.step
             self._tell(session, "step", f"{self.job_id}/{self.step}")
             self._tell(session, "job", self.job_id)
@@ -164,7 +164,7 @@ class Story:
         """The approved restart ran: generation 2, the incident resolved."""
         now_ns = time.time_ns()
         with self.site.change() as session:
-            action = session.get_one(models.Action, self.action_id)
+            action = session.get_one(models.ActionRow, self.action_id)
             done = msgspec.structs.replace(
                 action.view,
                 state="done",
@@ -178,12 +178,12 @@ class Story:
                 ],
             )
             action.view, action.state, action.restart_of = done, "done", 1
-            incident = session.get_one(models.Incident, self.incident_id)
+            incident = session.get_one(models.IncidentRow, self.incident_id)
             incident.view = msgspec.structs.replace(
                 incident.view, state="resolved", resolved_ns=now_ns
             )
             incident.state, incident.resolved_ns = "resolved", now_ns
-            session.get_one(models.Job, self.job_id).generation = 2
+            session.get_one(models.JobRow, self.job_id).generation = 2
             self._tell(session, "action", self.action_id)
             self._tell(session, "incident", self.incident_id)
             self._tell(session, "job", self.job_id)
@@ -191,19 +191,19 @@ class Story:
     def supersede_quietly(self) -> None:
         """The action ends without a word to streams."""
         with self.site.database.write() as session:
-            action = session.get_one(models.Action, self.action_id)
+            action = session.get_one(models.ActionRow, self.action_id)
             action.state = "superseded"
             action.view = msgspec.structs.replace(action.view, state="superseded")
 
     def action_state(self) -> str:
         with self.site.database.read() as session:
-            return session.get_one(models.Action, self.action_id).state
+            return session.get_one(models.ActionRow, self.action_id).state
 
     def _tell(self, session: Session, kind: Kind, subject: str) -> None:
         session.flush()
         record_change(session, self.job_id, kind, subject)
 
-    def _job(self, mode: str, name: str) -> models.Job:
+    def _job(self, mode: str, name: str) -> models.JobRow:
         parts = {
             "compute_seconds": 30.0,
             "communication_seconds": 6.0,
@@ -217,7 +217,7 @@ class Story:
             "idle_seconds": 0.0,
         }
         wall = sum(parts.values())
-        return models.Job(
+        return models.JobRow(
             id=self.job_id,
             name=name,
             spec=JobSpec(name="gpt", argv=["python"], topology=self.topology),
@@ -244,7 +244,7 @@ class Story:
         for rank in ranks:
             slow = rank == self.slow_rank
             session.add(
-                models.Rank(
+                models.RankRow(
                     job_id=self.job_id,
                     rank=rank,
                     generation=1,
@@ -262,7 +262,7 @@ class Story:
                 )
             )
         session.add(
-            models.Generation(
+            models.GenerationRow(
                 job_id=self.job_id,
                 generation=1,
                 cursor=0,
@@ -280,7 +280,7 @@ class Story:
         for number in range(nodes + 1):
             session.add(self._node(number, spare=number == nodes))
 
-    def _node(self, number: int, spare: bool) -> models.Node:
+    def _node(self, number: int, spare: bool) -> models.NodeRow:
         name = f"node-{number}"
         hot = not spare and name == self.node(self.slow_rank)
         readings = {
@@ -295,7 +295,7 @@ class Story:
             for gpu in range(2)
         }
         gpus = [GpuInfo(gpu, f"GPU-{number}-{gpu}", "NVIDIA H200", f"00:{gpu}") for gpu in range(2)]
-        return models.Node(
+        return models.NodeRow(
             agent_id=name,
             boot_id="boot",
             sequence=0,
@@ -348,7 +348,7 @@ class Story:
             slowdown=slowdown,
         )
 
-    def _incident(self) -> models.Incident:
+    def _incident(self) -> models.IncidentRow:
         now_ns = time.time_ns() - 8 * SECOND
         node = self.node(self.slow_rank)
         finding = Finding(
@@ -379,7 +379,7 @@ class Story:
             opened_ns=now_ns,
             action_ids=[self.action_id],
         )
-        return models.Incident(
+        return models.IncidentRow(
             id=self.incident_id,
             job_id=self.job_id,
             kind="straggler",
@@ -401,7 +401,7 @@ class Story:
             "exclude_nodes": [self.node(self.slow_rank)],
         }
 
-    def _start(self) -> models.Action:
+    def _start(self) -> models.ActionRow:
         return self._action(
             ActionView(
                 action_id="act-00000000",
@@ -415,8 +415,8 @@ class Story:
             )
         )
 
-    def _action(self, view: ActionView) -> models.Action:
-        return models.Action(
+    def _action(self, view: ActionView) -> models.ActionRow:
+        return models.ActionRow(
             id=view.action_id,
             job_id=self.job_id,
             incident_id=view.incident_id,

@@ -66,7 +66,7 @@ def test_ranks_that_ended_are_told_beside_the_state(site: Any, story: Any, visit
     story.begin()
     with site.change() as session:
         for rank in (2, 3):
-            session.get_one(models.Rank, (story.job_id, rank)).state = "exited"
+            session.get_one(models.RankRow, (story.job_id, rank)).state = "exited"
     expect(visit(story.url).page.locator(".stats")).to_contain_text("2 ranks ended")
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import click
 import torch
 
-from paceline_trainer.errors import SettingsError, TrainerError
+from paceline_trainer.errors import TrainerError, TrainerSettingsError
 from paceline_trainer.schedule import SCHEDULES
-from paceline_trainer.settings import DTYPES, ModelSettings, Settings, read_place
+from paceline_trainer.settings import DTYPES, ModelSettings, TrainerSettings, read_place
 from paceline_trainer.train import check, train
 
-_defaults = Settings()
+_defaults = TrainerSettings()
 _model = ModelSettings()
 
 
@@ -150,7 +150,7 @@ def main(
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank blocked in gloo could not be interrupted
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    settings = Settings(
+    settings = TrainerSettings(
         model=ModelSettings(
             layers=layers, width=width, heads=heads, sequence_length=sequence_length
         ),
@@ -162,7 +162,7 @@ def main(
     try:
         place = read_place(os.environ, dp=dp, pp=pp, tp=tp)
         check(settings, place.topology)
-    except SettingsError as error:
+    except TrainerSettingsError as error:
         raise click.UsageError(str(error)) from error
     if place.master_address in ("127.0.0.1", "localhost", "::1"):
         # gloo would listen where the host's name points, which need not exist.

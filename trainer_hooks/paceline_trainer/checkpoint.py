@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from paceline_trainer.errors import CheckpointError, DamagedError, SettingsError
+from paceline_trainer.errors import CheckpointError, DamagedError, TrainerSettingsError
 
 _log = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ class Checkpointer:
         """This rank's share of the files. Raises DamagedError, SettingsError."""
         manifest = read_manifest(path)
         if manifest["run"] != self.run:
-            raise SettingsError(
+            raise TrainerSettingsError(
                 f"the checkpoints in {self.directory} are of the run {manifest['run']}, but this "
                 f"is {self.run}; give another directory or the same settings"
             )

@@ -21,14 +21,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline_trainer.errors import SettingsError
+from paceline_trainer.errors import TrainerSettingsError
 from paceline_trainer.faults import Faults
-from paceline_trainer.settings import Place, Settings
+from paceline_trainer.settings import RankPlacement, TrainerSettings
 
 VALIDATION_SHARE = 10  # one file in this many
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     """What one dp rank trains on in a step."""
 
     tokens: Tensor  # (microbatches, microbatch size, length + 1), padded
@@ -53,7 +53,7 @@ class Sequences:
         return self._bytes[start : start + self.length + 1]
 
 
-def read_corpus(settings: Settings) -> tuple[Sequences, Sequences]:
+def read_corpus(settings: TrainerSettings) -> tuple[Sequences, Sequences]:
     """Training and validation sequences. Raises SettingsError if there is too little text."""
     directory = settings.data_directory or Path(sysconfig.get_path("stdlib"))
     train, validation = bytearray(), bytearray()
@@ -62,7 +62,7 @@ def read_corpus(settings: Settings) -> tuple[Sequences, Sequences]:
         (train if digest[0] % VALIDATION_SHARE else validation).extend(path.read_bytes())
     length = settings.model.sequence_length
     if min(len(train), len(validation)) <= length:
-        raise SettingsError(
+        raise TrainerSettingsError(
             f"{directory} holds too little Python source to train on and to hold back; give "
             "another --data-directory"
         )
@@ -93,8 +93,8 @@ class Loader:
     def __init__(
         self,
         sequences: Sequences,
-        settings: Settings,
-        place: Place,
+        settings: TrainerSettings,
+        place: RankPlacement,
         start: int = 0,
         faults: Faults | None = None,
     ) -> None:
@@ -106,7 +106,7 @@ class Loader:
         self.faults = faults or Faults()
         self.microbatches = settings.microbatches(place.topology)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[TokenBatch]:
         for step in range(self.start, self.settings.steps):
             self.faults.before_batch()
             yield self.batch(step)
@@ -117,12 +117,14 @@ class Loader:
         first = step * self.settings.global_batch_size + self.place.coordinates.dp_rank * share
         return range(first, first + share)
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TokenBatch:
         chosen = [self.order[number] for number in self.numbers(step)]
         return _batch(self.sequences, chosen, self.microbatches)
 
 
-def validation_batch(sequences: Sequences, settings: Settings, place: Place) -> Batch:
+def validation_batch(
+    sequences: Sequences, settings: TrainerSettings, place: RankPlacement
+) -> TokenBatch:
     """The same held-back sequences each time, spread over the text and divided over dp ranks."""
     share = settings.evaluation_microbatches * settings.microbatch_size
     total = share * place.topology.dp
@@ -134,9 +136,9 @@ def validation_batch(sequences: Sequences, settings: Settings, place: Place) -> 
     return _batch(sequences, chosen, settings.evaluation_microbatches)
 
 
-def _batch(sequences: Sequences, chosen: list[int], microbatches: int) -> Batch:
+def _batch(sequences: Sequences, chosen: list[int], microbatches: int) -> TokenBatch:
     tokens = torch.stack([sequences[index] for index in chosen]).to(torch.int64)
     lengths = sequences.lengths[chosen]
-    return Batch(
+    return TokenBatch(
         tokens.view(microbatches, -1, sequences.length + 1), lengths.view(microbatches, -1)
     )

@@ -21,7 +21,7 @@ from typing import Protocol
 from paceline_trainer.errors import GpuLostError
 from paceline_trainer.faults import Faults
 from paceline_trainer.parallel import TensorParallel
-from paceline_trainer.settings import Place, Settings
+from paceline_trainer.settings import RankPlacement, TrainerSettings
 from paceline_wire.spans import Op
 
 try:
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 ATTENTION_SHARE = 0.5  # of a full-length microbatch's time; so much goes with the length's square
 
 
-class Clock(Protocol):
+class KernelClock(Protocol):
     def slowdown(self) -> float:
         """Maximum over present SM clock, at least 1."""
         ...
@@ -76,7 +76,7 @@ class Emulation:
     def __init__(
         self,
         seconds: dict[Op, float],
-        clock: Clock,
+        clock: KernelClock,
         parallel: TensorParallel,
         faults: Faults | None = None,
     ) -> None:
@@ -111,7 +111,9 @@ def length_share(lengths: Sequence[int], longest: int) -> float:
     return whole / len(parts)
 
 
-def start_emulation(settings: Settings, place: Place, parallel: TensorParallel) -> Emulation:
+def start_emulation(
+    settings: TrainerSettings, place: RankPlacement, parallel: TensorParallel
+) -> Emulation:
     """The emulation this rank is to run under; says in the log what it is."""
     if settings.emulated_kernel_seconds is None:
         return Emulation.off()
@@ -130,7 +132,7 @@ def start_emulation(settings: Settings, place: Place, parallel: TensorParallel) 
     return Emulation(seconds, _clock(place), parallel, Faults.on(place))
 
 
-def _clock(place: Place) -> Clock:
+def _clock(place: RankPlacement) -> KernelClock:
     if place.gpu_index is None:
         return SteadyClock()
     if pynvml is None:

@@ -14,7 +14,7 @@ class TrainerError(Exception):
     """Base of the tree; the message is one sentence for the user."""
 
 
-class SettingsError(TrainerError):
+class TrainerSettingsError(TrainerError):
     pass
 
 

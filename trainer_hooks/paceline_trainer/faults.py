@@ -33,7 +33,7 @@ from typing import Literal
 
 import msgspec
 
-from paceline_trainer.settings import Place
+from paceline_trainer.settings import RankPlacement
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ Kind = Literal[
 ]
 
 
-class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ConfiguredFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One entry of the file."""
 
     kind: Kind
@@ -64,7 +64,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str = ""
 
 
-_decoder = msgspec.json.Decoder(list[Fault])
+_decoder = msgspec.json.Decoder(list[ConfiguredFault])
 
 
 class Faults:
@@ -75,15 +75,15 @@ class Faults:
         self.path = path
         self.rank = rank
         self.local_rank = local_rank
-        self.present: list[Fault] = []  # that this rank has a part in
+        self.present: list[ConfiguredFault] = []  # that this rank has a part in
         self._complaint = ""
         self._stalled: set[str] = set()
-        self._pauses: list[Fault] = []  # of this step, not yet made
+        self._pauses: list[ConfiguredFault] = []  # of this step, not yet made
         self._heap: list[list[object]] = []
         self._chance = random.Random(rank)
 
     @classmethod
-    def on(cls, place: Place) -> Faults:
+    def on(cls, place: RankPlacement) -> Faults:
         directory = place.node_directory
         path = None if directory is None else directory / FAULTS_FILE
         return cls(path, place.rank, place.local_rank)
@@ -138,12 +138,12 @@ class Faults:
     def _seconds(self, kind: Kind) -> float:
         return sum(fault.seconds for fault in self.present if fault.kind == kind)
 
-    def _has_part(self, fault: Fault) -> bool:
+    def _has_part(self, fault: ConfiguredFault) -> bool:
         if fault.ranks is not None:
             return self.rank in fault.ranks
         return self.rank == fault.rank or self.local_rank == fault.local_rank
 
-    def _read(self, path: Path) -> list[Fault]:
+    def _read(self, path: Path) -> list[ConfiguredFault]:
         """None, said once, from a file that is wrong or half-written."""
         try:
             return _decoder.decode(path.read_bytes())

@@ -17,14 +17,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # document
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import paceline
-from paceline_trainer.settings import Place, Settings
+from paceline_trainer.settings import RankPlacement, TrainerSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """This rank's process groups. An axis of size 1 has no group: nothing to say to anyone."""
 
-    place: Place
+    place: RankPlacement
     device: torch.device
     data: dist.ProcessGroup | None
     tensor: dist.ProcessGroup | None
@@ -42,7 +42,7 @@ class Mesh:
         return self.downstream if source < destination else self.upstream
 
 
-def connect(settings: Settings, place: Place, store: Store | None = None) -> Mesh:
+def connect(settings: TrainerSettings, place: RankPlacement, store: Store | None = None) -> Mesh:
     """Join the process group of this generation; returns when every rank has joined."""
     device = torch.device(settings.device)
     if device.type == "cuda":
@@ -70,7 +70,7 @@ def disconnect() -> None:
     dist.destroy_process_group()
 
 
-def _groups(place: Place, device: torch.device) -> Mesh:
+def _groups(place: RankPlacement, device: torch.device) -> Mesh:
     own, topology = place.coordinates, place.topology
     data = [topology.rank(dp, own.pp_rank, own.tp_rank) for dp in range(topology.dp)]
     stages = [topology.rank(own.dp_rank, pp, own.tp_rank) for pp in range(topology.pp)]

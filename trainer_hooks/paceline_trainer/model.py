@@ -27,7 +27,7 @@ from paceline_trainer.settings import ModelSettings
 WEIGHT_DEVIATION = 0.05
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Causal attention and feed-forward, side by side on one normalised input.
 
     So both share one column- and one row-parallel layer, and a block costs one all-reduce in each
@@ -83,7 +83,7 @@ class Chunk(nn.Module):
             )
             self.positions = nn.Embedding(settings.sequence_length, settings.width, dtype=dtype)
         self.blocks = nn.ModuleDict(
-            {str(layer): Block(settings, parallel, dtype) for layer in layers}
+            {str(layer): TransformerBlock(settings, parallel, dtype) for layer in layers}
         )
         if self.last:
             self.norm = nn.LayerNorm(settings.width, dtype=dtype)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import paceline
-from paceline_trainer.data import Batch
+from paceline_trainer.data import TokenBatch
 from paceline_trainer.emulation import Emulation, length_share
 from paceline_trainer.mesh import Mesh
 from paceline_trainer.model import Chunk
-from paceline_trainer.schedule import Action
+from paceline_trainer.schedule import ScheduleAction
 from paceline_trainer.settings import ModelSettings
 from paceline_wire.spans import Op
 
@@ -25,7 +25,7 @@ _Key = tuple[int, int]  # chunk, microbatch
 _SIDE = {Op.FORWARD_SEND: 1, Op.BACKWARD_RECV: 1, Op.FORWARD_RECV: -1, Op.BACKWARD_SEND: -1}
 
 
-class Pipeline:
+class StagePipeline:
     """The chunks of one rank; chunk c is part c * stages + stage of the model."""
 
     def __init__(
@@ -40,25 +40,29 @@ class Pipeline:
         average = model.layers / (self.stages * len(chunks))
         self.shares = [len(chunk.blocks) / average for chunk in chunks]
 
-    def run(self, actions: Sequence[Action], batch: Batch, loss_scale: float) -> Tensor:
+    def run(
+        self, actions: Sequence[ScheduleAction], batch: TokenBatch, loss_scale: float
+    ) -> Tensor:
         """Train on `batch`: gradients of loss_scale x the microbatches' losses are accumulated.
 
         Returns that scaled sum of losses where the last part of the model is, else zero.
         """
         with torch.enable_grad():
-            return _Step(self, batch, loss_scale, self.emulation).run(actions)
+            return _ScheduleRun(self, batch, loss_scale, self.emulation).run(actions)
 
-    def evaluate(self, actions: Sequence[Action], batch: Batch, loss_scale: float) -> Tensor:
+    def evaluate(
+        self, actions: Sequence[ScheduleAction], batch: TokenBatch, loss_scale: float
+    ) -> Tensor:
         """The same without gradients, and without emulated kernels: it should cost little."""
         with torch.no_grad():
-            return _Step(self, batch, loss_scale, Emulation.off()).run(actions)
+            return _ScheduleRun(self, batch, loss_scale, Emulation.off()).run(actions)
 
 
-class _Step:
+class _ScheduleRun:
     """What is in flight during one run of a schedule."""
 
     def __init__(
-        self, pipeline: Pipeline, batch: Batch, loss_scale: float, emulation: Emulation
+        self, pipeline: StagePipeline, batch: TokenBatch, loss_scale: float, emulation: Emulation
     ) -> None:
         self.pipeline = pipeline
         self.loss_scale = loss_scale
@@ -79,7 +83,7 @@ class _Step:
         self.sends: list[tuple[dist.Work, Tensor]] = []  # a tensor lives until it is sent
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
 
-    def run(self, actions: Sequence[Action]) -> Tensor:
+    def run(self, actions: Sequence[ScheduleAction]) -> Tensor:
         for action in actions:
             peer = self._peer_stage(action)
             computes = peer is None
@@ -98,7 +102,7 @@ class _Step:
             work.wait()
         return self.loss
 
-    def _compute(self, action: Action) -> None:
+    def _compute(self, action: ScheduleAction) -> None:
         key = (action.chunk, action.microbatch)
         share = self.pipeline.shares[action.chunk]
         if self.is_padded:
@@ -112,7 +116,7 @@ class _Step:
                 case _:
                     raise ValueError(f"a pipeline cannot carry out {action}")
 
-    def _transfer(self, action: Action, peer: int) -> None:
+    def _transfer(self, action: ScheduleAction, peer: int) -> None:
         key = (action.chunk, action.microbatch)
         match action.op:
             case Op.FORWARD_RECV:
@@ -168,7 +172,7 @@ class _Step:
         assert work is not None, "both ends of a transfer are members of its group"
         self.sends.append((work, value))
 
-    def _peer_stage(self, action: Action) -> int | None:
+    def _peer_stage(self, action: ScheduleAction) -> int | None:
         """The stage at the other end of a transfer."""
         side = _SIDE.get(action.op)
         return None if side is None else (self.pipeline.stage + side) % self.pipeline.stages

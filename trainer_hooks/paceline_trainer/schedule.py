@@ -18,7 +18,7 @@ from typing import NamedTuple
 from paceline_wire.spans import Op
 
 
-class Action(NamedTuple):
+class ScheduleAction(NamedTuple):
     """One thing a stage does; printed as `F3`, `SEND_B0`; `.1` names a chunk other than 0."""
 
     op: Op
@@ -29,7 +29,7 @@ class Action(NamedTuple):
         return f"{_SHORT[self.op]}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
 
-class Shape(NamedTuple):
+class ScheduleShape(NamedTuple):
     """What a schedule is made for; `chunks` per stage."""
 
     stages: int
@@ -37,7 +37,9 @@ class Shape(NamedTuple):
     chunks: int = 1
 
 
-Schedule = Callable[[int, Shape], Iterator[Action]]  # the forwards and backwards of one stage
+Schedule = Callable[
+    [int, ScheduleShape], Iterator[ScheduleAction]
+]  # the forwards and backwards of one stage
 
 _SHORT = {
     Op.FORWARD: "F",
@@ -51,26 +53,26 @@ _RECEIVE = {Op.FORWARD: Op.FORWARD_RECV, Op.BACKWARD: Op.BACKWARD_RECV}
 _SEND = {Op.FORWARD: Op.FORWARD_SEND, Op.BACKWARD: Op.BACKWARD_SEND}
 
 
-def gpipe(_stage: int, shape: Shape) -> Iterator[Action]:
+def gpipe(_stage: int, shape: ScheduleShape) -> Iterator[ScheduleAction]:
     """All forwards, then all backwards (arXiv:1811.06965)."""
     for microbatch in range(shape.microbatches):
-        yield Action(Op.FORWARD, microbatch)
+        yield ScheduleAction(Op.FORWARD, microbatch)
     for microbatch in range(shape.microbatches):
-        yield Action(Op.BACKWARD, microbatch)
+        yield ScheduleAction(Op.BACKWARD, microbatch)
 
 
-def one_forward_one_backward(stage: int, shape: Shape) -> Iterator[Action]:
+def one_forward_one_backward(stage: int, shape: ScheduleShape) -> Iterator[ScheduleAction]:
     """Fill the pipeline, then alternate: at most `stages - stage` microbatches are held at once.
 
     Source: PipeDream-Flush, arXiv:2006.09503, section 3.
     """
     order = range(shape.microbatches)
-    forwards = (Action(Op.FORWARD, microbatch) for microbatch in order)
-    backwards = (Action(Op.BACKWARD, microbatch) for microbatch in order)
+    forwards = (ScheduleAction(Op.FORWARD, microbatch) for microbatch in order)
+    backwards = (ScheduleAction(Op.BACKWARD, microbatch) for microbatch in order)
     yield from _alternate(forwards, backwards, ahead=shape.stages - stage - 1)
 
 
-def interleaved(stage: int, shape: Shape) -> Iterator[Action]:
+def interleaved(stage: int, shape: ScheduleShape) -> Iterator[ScheduleAction]:
     """1F1B over several chunks: rounds of `stages` microbatches, each through chunk after chunk.
 
     The number of microbatches must be a multiple of `stages`. Source: Narayanan et al.,
@@ -83,16 +85,18 @@ def interleaved(stage: int, shape: Shape) -> Iterator[Action]:
         for chunk in range(chunks)
         for place in range(stages)
     ]
-    forwards = (Action(Op.FORWARD, microbatch, chunk) for microbatch, chunk in turns)
-    backwards = (Action(Op.BACKWARD, microbatch, chunks - 1 - chunk) for microbatch, chunk in turns)
+    forwards = (ScheduleAction(Op.FORWARD, microbatch, chunk) for microbatch, chunk in turns)
+    backwards = (
+        ScheduleAction(Op.BACKWARD, microbatch, chunks - 1 - chunk) for microbatch, chunk in turns
+    )
     yield from _alternate(
         forwards, backwards, ahead=2 * (stages - stage - 1) + (chunks - 1) * stages
     )
 
 
 def _alternate(
-    forwards: Iterator[Action], backwards: Iterator[Action], ahead: int
-) -> Iterator[Action]:
+    forwards: Iterator[ScheduleAction], backwards: Iterator[ScheduleAction], ahead: int
+) -> Iterator[ScheduleAction]:
     """`ahead` forwards, then one forward, one backward, until there are none left."""
     yield from islice(forwards, ahead)
     for backward in backwards:
@@ -100,11 +104,11 @@ def _alternate(
         yield backward
 
 
-def forward_only(_stage: int, shape: Shape) -> Iterator[Action]:
+def forward_only(_stage: int, shape: ScheduleShape) -> Iterator[ScheduleAction]:
     """For evaluation."""
     for chunk in range(shape.chunks):
         for microbatch in range(shape.microbatches):
-            yield Action(Op.FORWARD, microbatch, chunk)
+            yield ScheduleAction(Op.FORWARD, microbatch, chunk)
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -114,7 +118,7 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def plan(schedule: Schedule, stage: int, shape: Shape) -> list[Action]:
+def plan(schedule: Schedule, stage: int, shape: ScheduleShape) -> list[ScheduleAction]:
     """What `stage` does in one step: receive what each action needs, send on what it makes.
 
     Sends never block (see `pipeline`), so the order of the receives decides everything. From each
@@ -123,32 +127,34 @@ def plan(schedule: Schedule, stage: int, shape: Shape) -> list[Action]:
     Only two stages with several chunks each send one another both activations and gradients.
     """
     sent = {peer: _sent(schedule, peer, stage, shape) for peer in range(shape.stages)}
-    received: set[Action] = set()
-    result: list[Action] = []
+    received: set[ScheduleAction] = set()
+    result: list[ScheduleAction] = []
     for action in schedule(stage, shape):
         source = _neighbour(action, stage, shape, -1)
         if source is not None:
-            wanted = Action(_RECEIVE[action.op], action.microbatch, action.chunk)
+            wanted = ScheduleAction(_RECEIVE[action.op], action.microbatch, action.chunk)
             while wanted not in received:
                 result.append(sent[source[0]].popleft())
                 received.add(result[-1])
         result.append(action)
         if _neighbour(action, stage, shape, 1) is not None:
-            result.append(Action(_SEND[action.op], action.microbatch, action.chunk))
+            result.append(ScheduleAction(_SEND[action.op], action.microbatch, action.chunk))
     return result
 
 
-def _sent(schedule: Schedule, stage: int, to: int, shape: Shape) -> deque[Action]:
+def _sent(schedule: Schedule, stage: int, to: int, shape: ScheduleShape) -> deque[ScheduleAction]:
     """The receives that what `stage` sends means for stage `to`, in the order of sending."""
-    receives = deque[Action]()
+    receives = deque[ScheduleAction]()
     for action in schedule(stage, shape):
         sink = _neighbour(action, stage, shape, 1)
         if sink is not None and sink[0] == to:
-            receives.append(Action(_RECEIVE[action.op], action.microbatch, sink[1]))
+            receives.append(ScheduleAction(_RECEIVE[action.op], action.microbatch, sink[1]))
     return receives
 
 
-def _neighbour(action: Action, stage: int, shape: Shape, side: int) -> tuple[int, int] | None:
+def _neighbour(
+    action: ScheduleAction, stage: int, shape: ScheduleShape, side: int
+) -> tuple[int, int] | None:
     """Stage and chunk that an action's input is from (`side` -1) or its output for (1)."""
     direction = side if action.op == Op.FORWARD else -side
     part = action.chunk * shape.stages + stage + direction

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from paceline_trainer.errors import SettingsError
+from paceline_trainer.errors import TrainerSettingsError
 from paceline_wire.topology import Coordinates, Topology
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -30,14 +30,14 @@ class ModelSettings:
 
     def check(self, topology: Topology) -> None:
         if self.heads % topology.tp or self.width % self.heads or self.vocabulary % topology.tp:
-            raise SettingsError(
+            raise TrainerSettingsError(
                 f"--heads ({self.heads}) must divide --width ({self.width}) and be a multiple of "
                 f"the tensor-parallel size ({topology.tp})"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class TrainerSettings:
     """Everything that decides the numbers, and how often what is done."""
 
     model: ModelSettings = ModelSettings()
@@ -69,7 +69,7 @@ class Settings:
         """Per data-parallel rank and step. Raises SettingsError if the batch cannot be divided."""
         count, rest = divmod(self.global_batch_size, topology.dp * self.microbatch_size)
         if rest or not count:
-            raise SettingsError(
+            raise TrainerSettingsError(
                 f"--global-batch-size {self.global_batch_size} must be a multiple of the "
                 f"data-parallel size ({topology.dp}) times --microbatch-size "
                 f"({self.microbatch_size})"
@@ -83,7 +83,7 @@ class Settings:
         """
         chunks, layers = topology.pp * self.virtual_stages, self.model.layers
         if layers < chunks:
-            raise SettingsError(
+            raise TrainerSettingsError(
                 f"{chunks} pipeline stages need at least as many layers, virtual ones included, "
                 f"got --layers {layers}"
             )
@@ -92,7 +92,7 @@ class Settings:
         else:
             ends = list(accumulate(self.stage_layers))
             if len(ends) != chunks or ends[-1] != layers or min(self.stage_layers) < 1:
-                raise SettingsError(
+                raise TrainerSettingsError(
                     f"--stage-layers needs {chunks} numbers from 1 that sum to --layers "
                     f"({layers}), got {','.join(map(str, self.stage_layers))}"
                 )
@@ -102,25 +102,25 @@ class Settings:
         """Raises SettingsError for a number of chunks or microbatches the schedule cannot take."""
         if self.schedule != "interleaved":
             if self.virtual_stages > 1:
-                raise SettingsError(
+                raise TrainerSettingsError(
                     f"--virtual-stages {self.virtual_stages} needs --schedule interleaved, got "
                     f"{self.schedule}"
                 )
             return
         if self.virtual_stages < 2 or topology.pp < 2:
-            raise SettingsError(
+            raise TrainerSettingsError(
                 "--schedule interleaved needs --virtual-stages 2 or more, on two pipeline stages "
                 f"or more; got {self.virtual_stages} on {topology.pp}"
             )
         if self.microbatches(topology) % topology.pp:
-            raise SettingsError(
+            raise TrainerSettingsError(
                 f"--schedule interleaved needs a multiple of {topology.pp} (the pipeline stages) "
                 f"microbatches, got {self.microbatches(topology)}; change --global-batch-size"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlacement:
     """Which rank this process is, and where it finds the others and its node's things."""
 
     rank: int = 0
@@ -143,7 +143,7 @@ def read_place(
     dp: int | None = None,
     pp: int | None = None,
     tp: int | None = None,
-) -> Place:
+) -> RankPlacement:
     """The place given by the environment; axis sizes given as arguments win over its own.
 
     Without sizes from either, all ranks are data-parallel. Raises SettingsError if the sizes do
@@ -155,14 +155,14 @@ def read_place(
     dp = dp or _number(environment, "PACELINE_DP", max(1, world_size // (pp * tp)))
     topology = Topology(dp, pp, tp)
     if topology.world_size != world_size or not 0 <= rank < world_size:
-        raise SettingsError(
+        raise TrainerSettingsError(
             f"dp {dp} x pp {pp} x tp {tp} makes {topology.world_size} ranks, but this is rank "
             f"{rank} of WORLD_SIZE {world_size}; start one process per rank, as `paceline run` or "
             "torchrun does"
         )
     node_directory = environment.get("PACELINE_NODE_DIRECTORY")
     gpu_index = environment.get("PACELINE_GPU_INDEX")
-    return Place(
+    return RankPlacement(
         rank=rank,
         local_rank=_number(environment, "LOCAL_RANK", 0),
         topology=topology,
@@ -181,4 +181,4 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(value)
     except ValueError:
-        raise SettingsError(f"{name} must be a whole number, got {value!r}") from None
+        raise TrainerSettingsError(f"{name} must be a whole number, got {value!r}") from None

@@ -16,23 +16,23 @@ from torch.distributed.distributed_c10d import Store
 import paceline
 from paceline_trainer.agreement import WORDS, Agreement, wants_checkpoint, wants_stop
 from paceline_trainer.checkpoint import Checkpointer
-from paceline_trainer.data import Batch, Loader, Sequences, read_corpus, validation_batch
+from paceline_trainer.data import Loader, Sequences, TokenBatch, read_corpus, validation_batch
 from paceline_trainer.emulation import start_emulation
-from paceline_trainer.errors import SettingsError
+from paceline_trainer.errors import TrainerSettingsError
 from paceline_trainer.mesh import Mesh, connect, disconnect
 from paceline_trainer.model import Chunk, initialise, shards
 from paceline_trainer.optimizer import AdamW, DataParallel
 from paceline_trainer.parallel import TensorParallel
-from paceline_trainer.pipeline import Pipeline
-from paceline_trainer.schedule import SCHEDULES, Shape, forward_only, plan
-from paceline_trainer.settings import DTYPES, Place, Settings
+from paceline_trainer.pipeline import StagePipeline
+from paceline_trainer.schedule import SCHEDULES, ScheduleShape, forward_only, plan
+from paceline_trainer.settings import DTYPES, RankPlacement, TrainerSettings
 from paceline_wire.topology import Topology
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Outcome:
+class TrainingResult:
     """What a run did, the same on every rank."""
 
     first_step: int = 0
@@ -41,7 +41,9 @@ class Outcome:
     evaluation_losses: dict[int, float] = field(default_factory=dict)  # by steps completed
 
 
-def train(settings: Settings, place: Place, store: Store | None = None) -> Outcome:
+def train(
+    settings: TrainerSettings, place: RankPlacement, store: Store | None = None
+) -> TrainingResult:
     """Join the others, resume from the best checkpoint, train until done or told to stop.
 
     Raises SettingsError for a run that cannot be, CheckpointError if a newer generation has the
@@ -63,19 +65,19 @@ def train(settings: Settings, place: Place, store: Store | None = None) -> Outco
     return outcome
 
 
-def check(settings: Settings, topology: Topology) -> None:
+def check(settings: TrainerSettings, topology: Topology) -> None:
     """Raises SettingsError with the fix if the settings do not fit each other or the topology."""
     settings.model.check(topology)
     settings.microbatches(topology)
     settings.layers_of_chunks(topology)
     if settings.schedule not in SCHEDULES:
-        raise SettingsError(
+        raise TrainerSettingsError(
             f"--schedule must be one of {', '.join(SCHEDULES)}, got {settings.schedule!r}"
         )
     settings.check_schedule(topology)
 
 
-def describe(settings: Settings, topology: Topology) -> dict[str, str]:
+def describe(settings: TrainerSettings, topology: Topology) -> dict[str, str]:
     """The metadata that goes with the job's spans."""
     model = settings.model
     metadata = {
@@ -103,11 +105,11 @@ def describe(settings: Settings, topology: Topology) -> dict[str, str]:
 class Trainer:
     """One rank's model, data and state, joined."""
 
-    def __init__(self, settings: Settings, place: Place, mesh: Mesh) -> None:
+    def __init__(self, settings: TrainerSettings, place: RankPlacement, mesh: Mesh) -> None:
         self.settings = settings
         self.place = place
         self.mesh = mesh
-        self.outcome = Outcome()
+        self.outcome = TrainingResult()
         topology, own = place.topology, place.coordinates
         self.microbatches = settings.microbatches(topology)
         parallel = TensorParallel(mesh.tensor, own.tp_rank, topology.tp)
@@ -125,14 +127,14 @@ class Trainer:
             ),
         )
         self.emulation = start_emulation(settings, place, parallel)
-        self.pipeline = Pipeline(chunks, mesh, settings.model, self.emulation)
+        self.pipeline = StagePipeline(chunks, mesh, settings.model, self.emulation)
         self.actions = plan(
             SCHEDULES[settings.schedule], own.pp_rank, self._shape(self.microbatches)
         )
         self.agreement = Agreement(paceline.pending, paceline.acknowledge)
         self.checkpointer = self._open_checkpoints()
 
-    def run(self) -> Outcome:
+    def run(self) -> TrainingResult:
         training, validation = read_corpus(self.settings)
         self._announce(training)
         completed = self._resume()
@@ -160,7 +162,7 @@ class Trainer:
             self.checkpointer.close()
         return self.outcome
 
-    def _step(self, batch: Batch, completed: int) -> None:
+    def _step(self, batch: TokenBatch, completed: int) -> None:
         """Accumulate, reduce, agree, update."""
         topology = self.place.topology
         loss = self.pipeline.run(self.actions, batch, 1 / (self.microbatches * topology.dp))
@@ -224,8 +226,8 @@ class Trainer:
         self.agreement.answer(command, done, completed)
         return done and wants_stop(command)
 
-    def _shape(self, microbatches: int) -> Shape:
-        return Shape(self.place.topology.pp, microbatches, self.settings.virtual_stages)
+    def _shape(self, microbatches: int) -> ScheduleShape:
+        return ScheduleShape(self.place.topology.pp, microbatches, self.settings.virtual_stages)
 
     def _open_checkpoints(self) -> Checkpointer | None:
         if self.settings.checkpoint_directory is None:

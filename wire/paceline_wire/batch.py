@@ -196,7 +196,7 @@ class RankAcknowledged(msgspec.Struct, frozen=True, kw_only=True, tag="rank_ackn
     step: int
 
 
-class RankStacks(msgspec.Struct, frozen=True, kw_only=True, tag="rank_stacks"):
+class RankStackTraces(msgspec.Struct, frozen=True, kw_only=True, tag="rank_stacks"):
     """What a rank's threads were in the middle of; `error` says why that could not be read."""
 
     time_ns: int
@@ -257,7 +257,7 @@ Event = (
     | RankExited
     | RankState
     | RankAcknowledged
-    | RankStacks
+    | RankStackTraces
     | RankDump
     | CommandResult
     | DeviceEvent
@@ -413,7 +413,7 @@ __all__ = [
     "RankDefined",
     "RankDump",
     "RankExited",
-    "RankStacks",
+    "RankStackTraces",
     "RankStarted",
     "RankState",
     "Sample",

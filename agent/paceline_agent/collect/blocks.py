@@ -38,7 +38,7 @@ class Series:
         return self._rows
 
 
-class Block:
+class SeriesBlock:
     """A value of each of the series; one that is not finite is one that is not there."""
 
     __slots__ = ("_count", "_values", "packed", "series", "time_ns")
@@ -53,7 +53,7 @@ class Block:
         self.packed = SampleBlock(series.packed, pack_values(values), time_ns)
 
     @classmethod
-    def from_packed(cls, series: Series, values: bytes, count: int, time_ns: int) -> Block:
+    def from_packed(cls, series: Series, values: bytes, count: int, time_ns: int) -> SeriesBlock:
         """Unpacked once somebody asks for the values."""
         block = cls.__new__(cls)
         block.series, block.time_ns = series, time_ns
@@ -89,26 +89,26 @@ class Recurring:
         rows: Callable[[], Sequence[wire.Series]],
         values: Sequence[float],
         time_ns: int,
-    ) -> Block:
+    ) -> SeriesBlock:
         """`rows` is called where `key` is not equal to that of the time before."""
         if key != self._key:
             self._key, self._series = key, Series(rows())
-        return Block(self._series, values, time_ns)
+        return SeriesBlock(self._series, values, time_ns)
 
 
-def each(samples: Iterable[Sample | Block]) -> Iterator[Sample]:
+def each(samples: Iterable[Sample | SeriesBlock]) -> Iterator[Sample]:
     for one in samples:
-        if isinstance(one, Block):
+        if isinstance(one, SeriesBlock):
             yield from one.samples()
         else:
             yield one
 
 
-def count(samples: Iterable[Sample | Block]) -> int:
-    return sum(len(one) if isinstance(one, Block) else 1 for one in samples)
+def count(samples: Iterable[Sample | SeriesBlock]) -> int:
+    return sum(len(one) if isinstance(one, SeriesBlock) else 1 for one in samples)
 
 
-class Columns(msgspec.Struct, array_like=True):
+class PackedColumns(msgspec.Struct, array_like=True):
     """A block on its way to another process of this machine."""
 
     series: bytes  # packed; empty: those of the block in this place the time before
@@ -123,11 +123,11 @@ class ColumnWriter:
     def __init__(self) -> None:
         self._told: list[Series] = []
 
-    def write(self, blocks: Sequence[Block]) -> list[Columns]:
+    def write(self, blocks: Sequence[SeriesBlock]) -> list[PackedColumns]:
         before: list[Series | None] = [*self._told, *[None] * len(blocks)]
         self._told = [block.series for block in blocks]
         return [
-            Columns(
+            PackedColumns(
                 b"" if block.series is told else bytes(block.series.packed),
                 block.packed.values,
                 len(block),
@@ -141,7 +141,7 @@ class ColumnReader:
     def __init__(self) -> None:
         self._known: list[Series] = []
 
-    def read(self, columns: Sequence[Columns]) -> list[Block]:
+    def read(self, columns: Sequence[PackedColumns]) -> list[SeriesBlock]:
         """Raises ValueError if blocks were missed in between."""
         known = self._known
         self._known = [
@@ -149,7 +149,7 @@ class ColumnReader:
             for place, told in enumerate(columns)
         ]
         return [
-            Block.from_packed(series, told.values, told.count, told.time_ns)
+            SeriesBlock.from_packed(series, told.values, told.count, told.time_ns)
             for series, told in zip(self._known, columns, strict=True)
         ]
 

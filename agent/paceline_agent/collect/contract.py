@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import msgspec
 
-from paceline_agent.collect.blocks import Block, each
+from paceline_agent.collect.blocks import SeriesBlock, each
 from paceline_agent.collect.visible_gpus import visible_gpu
 from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo, Sample
 
@@ -94,15 +94,15 @@ class Collected(msgspec.Struct, frozen=True):
     """What one call brought. `gpus` is None unless the collector knows the node's GPUs; so is
     `gpu_of_pid` (see Inventory), also where it was not looked up this time.
 
-    `samples` are what is the case now: /metrics shows those of the last call and no others; the
-    many that come together each time are a `Block`. `lasting` is for what hardly ever changes: it
-    is shown until a later call brings another list, or fails; None says that nothing changed.
+    `samples` hold current values: /metrics shows those of the last call and no others; the
+    many that come together each time are a `SeriesBlock`. `lasting` is for what rarely changes:
+    it is shown until a later call brings another list, or fails; None says that nothing changed.
     `more`: another call right away would bring more of the same backlog (a log being read).
     `collector` is filled in by the runner.
     """
 
-    samples: Sequence[Sample | Block] = ()
-    lasting: Sequence[Sample | Block] | None = None
+    samples: Sequence[Sample | SeriesBlock] = ()
+    lasting: Sequence[Sample | SeriesBlock] | None = None
     events: list[DeviceEvent | CollectorEvent] = []
     gpus: list[GpuInfo] | None = None
     gpu_of_pid: dict[int, int] | None = None

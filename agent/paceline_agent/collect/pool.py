@@ -27,7 +27,7 @@ from paceline_agent.collect.contract import Collected, Collector, CollectorUnava
 from paceline_agent.collect.worker_process import (
     LENGTH,
     Answers,
-    Failed,
+    CallFailed,
     Unavailable,
     encode_call,
     encode_setup,
@@ -48,7 +48,7 @@ class WorkerFailed(Exception):  # noqa: N818
     """A collector raised something in its process; the text is its type and message."""
 
 
-class Lane(Protocol):
+class CollectorLane(Protocol):
     opened: asyncio.Event  # set while a call need not start anything first
     took_seconds: float | None  # by the last call, without what it had to wait for; None: not told
 
@@ -289,7 +289,7 @@ class ProcessLane:
         if isinstance(answer, Unavailable):
             await self.close()
             raise CollectorUnavailable(answer.reason)
-        if isinstance(answer, Failed):
+        if isinstance(answer, CallFailed):
             raise WorkerFailed(answer.error)
         return answer
 

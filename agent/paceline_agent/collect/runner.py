@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import msgspec
 
 from paceline_agent.clock import Clock, SystemClock
-from paceline_agent.collect.blocks import Block, Series, count
+from paceline_agent.collect.blocks import Series, SeriesBlock, count
 from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
-from paceline_agent.collect.pool import Crew, Lane, lane_of
+from paceline_agent.collect.pool import CollectorLane, Crew, lane_of
 from paceline_wire.batch import CollectorEvent, GpuInfo
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class _Seat:
     def __init__(
         self,
         collector: type[Collector],
-        lane: Lane,
+        lane: CollectorLane,
         context: Context,
         clock: Clock,
         patience: Patience,
@@ -269,7 +269,7 @@ class _Seat:
             time_ns=self._clock.realtime_ns(), collector=self.name, kind=kind, detail=detail
         )
 
-    def _health(self, *, brought: int | None = None) -> Block:
+    def _health(self, *, brought: int | None = None) -> SeriesBlock:
         now_ns = self._clock.realtime_ns()
         duration = self.lane.took_seconds
         if duration is None:
@@ -298,8 +298,8 @@ def health(
     brought: int | None,
     refused: int,
     not_taken: float = math.nan,
-) -> Block:
+) -> SeriesBlock:
     """How a call of a collector went; `brought` is None if it failed."""
     success = brought is not None
     values = (success, duration_seconds, brought or 0, refused, not_taken)
-    return Block(series, [*map(float, values)], now_ns)
+    return SeriesBlock(series, [*map(float, values)], now_ns)

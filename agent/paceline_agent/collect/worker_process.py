@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline_agent.collect.blocks import Block, ColumnReader, Columns, ColumnWriter
+from paceline_agent.collect.blocks import ColumnReader, ColumnWriter, PackedColumns, SeriesBlock
 from paceline_agent.collect.contract import (
     Collected,
     Collector,
@@ -57,9 +57,9 @@ class Answered(msgspec.Struct, tag="answered"):
     """What a call brought, its blocks as columns."""
 
     samples: list[Sample]
-    blocks: list[Columns]
+    blocks: list[PackedColumns]
     lasting: list[Sample] | None
-    lasting_blocks: list[Columns]
+    lasting_blocks: list[PackedColumns]
     events: list[DeviceEvent | CollectorEvent]
     gpus: list[GpuInfo] | None
     same_gpus: bool  # as in the answer before
@@ -71,15 +71,15 @@ class Unavailable(msgspec.Struct, tag="unavailable"):
     reason: str
 
 
-class Failed(msgspec.Struct, tag="failed"):
+class CallFailed(msgspec.Struct, tag="failed"):
     error: str
 
 
 _encoder = msgspec.msgpack.Encoder()
 _setup_decoder = msgspec.msgpack.Decoder(Setup)
 _call_decoder = msgspec.msgpack.Decoder(Call)
-_answer_decoder: msgspec.msgpack.Decoder[Answered | Unavailable | Failed]
-_answer_decoder = msgspec.msgpack.Decoder(Answered | Unavailable | Failed)
+_answer_decoder: msgspec.msgpack.Decoder[Answered | Unavailable | CallFailed]
+_answer_decoder = msgspec.msgpack.Decoder(Answered | Unavailable | CallFailed)
 
 
 class Answers:
@@ -89,13 +89,13 @@ class Answers:
         self._blocks, self._lasting = ColumnReader(), ColumnReader()
         self._gpus: list[GpuInfo] | None = None
 
-    def decode(self, payload: memoryview) -> Collected | Unavailable | Failed:
+    def decode(self, payload: memoryview) -> Collected | Unavailable | CallFailed:
         answer = _answer_decoder.decode(payload)
         if not isinstance(answer, Answered):
             return answer
         if not answer.same_gpus:
             self._gpus = answer.gpus
-        lasting: list[Sample | Block] | None = None
+        lasting: list[Sample | SeriesBlock] | None = None
         if answer.lasting is not None:
             lasting = [*answer.lasting, *self._lasting.read(answer.lasting_blocks)]
         return Collected(
@@ -133,9 +133,9 @@ class _Answering:
         )
 
 
-def _parted(brought: Sequence[Sample | Block]) -> tuple[list[Sample], list[Block]]:
-    samples = [one for one in brought if not isinstance(one, Block)]
-    return samples, [one for one in brought if isinstance(one, Block)]
+def _parted(brought: Sequence[Sample | SeriesBlock]) -> tuple[list[Sample], list[SeriesBlock]]:
+    samples = [one for one in brought if not isinstance(one, SeriesBlock)]
+    return samples, [one for one in brought if isinstance(one, SeriesBlock)]
 
 
 def encode_setup(collector_type: type[Collector], context: Context) -> bytes:
@@ -188,7 +188,7 @@ def serve(setup: Setup, agent: FileIO) -> None:
             _write(agent, Unavailable(str(unavailable)))
         except Exception as error:
             answering = _Answering()
-            _write(agent, Failed(f"{type(error).__name__}: {error}"))
+            _write(agent, CallFailed(f"{type(error).__name__}: {error}"))
 
 
 def _die_with(parent_pid: int) -> None:
@@ -212,7 +212,7 @@ def _read(agent: FileIO) -> bytes:
     return received[LENGTH.size :]
 
 
-def _write(agent: FileIO, message: Ready | Answered | Unavailable | Failed) -> None:
+def _write(agent: FileIO, message: Ready | Answered | Unavailable | CallFailed) -> None:
     payload = _encoder.encode(message)
     left = memoryview(LENGTH.pack(len(payload)) + payload)
     while left:

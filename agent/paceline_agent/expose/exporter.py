@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from paceline_agent.clock import timeline_ns
-from paceline_agent.collect.blocks import Block, each
+from paceline_agent.collect.blocks import SeriesBlock, each
 from paceline_agent.collect.contract import Collected
 from paceline_agent.expose.exposition import Families
 from paceline_agent.expose.scrape import completed
@@ -49,8 +49,8 @@ class Exporter:
     ) -> None:
         self._own = own
         self._procfs_root = procfs_root
-        self._latest: dict[str, Sequence[Sample | Block]] = {}
-        self._lasting: dict[str, Sequence[Sample | Block]] = {}
+        self._latest: dict[str, Sequence[Sample | SeriesBlock]] = {}
+        self._lasting: dict[str, Sequence[Sample | SeriesBlock]] = {}
         self._families = Families(self._samples, hostname_label=hostname_label)
         self._server: ThreadingWSGIServer | None = None
 
@@ -101,7 +101,7 @@ def _listening(host: str, port: int, registry: CollectorRegistry) -> ThreadingWS
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
 
-    class Server(ThreadingWSGIServer):
+    class MetricsServer(ThreadingWSGIServer):
         address_family = family
 
-    return make_server(str(address[0]), port, make_wsgi_app(registry), Server, _Silent)
+    return make_server(str(address[0]), port, make_wsgi_app(registry), MetricsServer, _Silent)

@@ -28,7 +28,7 @@ from paceline_wire.node_directory import RINGS
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CollectorResult:
     """What came of one collector's call: something, or the sentence that says why not."""
 
     collector: str
@@ -82,9 +82,9 @@ def context_of(settings: AgentSettings, sysfs_root: Path) -> Context:
     )
 
 
-async def sweep(collectors: Sequence[type[Collector]], context: Context) -> list[Outcome]:
+async def sweep(collectors: Sequence[type[Collector]], context: Context) -> list[CollectorResult]:
     """Every collector once, by name. Isolated ones go first: others need the GPUs they find."""
-    outcomes: list[Outcome] = []
+    outcomes: list[CollectorResult] = []
     for isolated in (True, False):
         called = [collector for collector in collectors if collector.isolated == isolated]
         found = await asyncio.gather(*(_call(collector, context) for collector in called))
@@ -95,7 +95,7 @@ async def sweep(collectors: Sequence[type[Collector]], context: Context) -> list
     return sorted(outcomes, key=lambda outcome: outcome.collector)
 
 
-async def _call(collector: type[Collector], context: Context) -> Outcome:
+async def _call(collector: type[Collector], context: Context) -> CollectorResult:
     """One call, and as many more as its backlog takes: each has its deadline, all have none."""
     lane = lane_of(collector, context)
     patience = collector.deadline_seconds
@@ -128,7 +128,7 @@ def _outcome(
     collected: Collected | None,
     trouble: str | None,
     duration_seconds: float,
-) -> Outcome:
+) -> CollectorResult:
     refused, brought = 0, None
     samples: list[Sample] = []
     if collected is not None:
@@ -137,11 +137,11 @@ def _outcome(
         brought = len(samples)
     series = health_series(collector.name)
     samples += health(series, duration_seconds, time.time_ns(), brought, refused).samples()
-    return Outcome(collector.name, collected, trouble, samples)
+    return CollectorResult(collector.name, collected, trouble, samples)
 
 
 def _report(
-    settings: AgentSettings, outcomes: Sequence[Outcome], samples: Sequence[Sample]
+    settings: AgentSettings, outcomes: Sequence[CollectorResult], samples: Sequence[Sample]
 ) -> dict[str, Any]:
     return {
         "hostname": settings.agent_id,

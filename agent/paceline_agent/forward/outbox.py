@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from paceline_agent.collect.blocks import Block
+from paceline_agent.collect.blocks import SeriesBlock
 from paceline_wire.batch import (
     AgentHello,
     CommandResult,
@@ -19,7 +19,7 @@ from paceline_wire.batch import (
     RankDefined,
     RankDump,
     RankExited,
-    RankStacks,
+    RankStackTraces,
     RankStarted,
     RankState,
     Sample,
@@ -32,7 +32,7 @@ URGENT = (
     RankStarted,
     RankExited,
     RankAcknowledged,
-    RankStacks,
+    RankStackTraces,
     RankDump,
     CommandResult,
     DeviceEvent,
@@ -85,10 +85,10 @@ class Outbox:
     def put_spans(self, blocks: Iterable[SpanBlock]) -> None:
         self._spans.extend(blocks)
 
-    def put_samples(self, samples: Iterable[Sample | Block]) -> None:
+    def put_samples(self, samples: Iterable[Sample | SeriesBlock]) -> None:
         """A value that is not finite is left out: the server would refuse the whole batch."""
         for one in samples:
-            if isinstance(one, Block):
+            if isinstance(one, SeriesBlock):
                 self._blocks.append(one.packed)
                 self._values += one.packed.count
             elif math.isfinite(one.value):

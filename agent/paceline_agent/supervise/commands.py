@@ -30,7 +30,7 @@ from paceline_agent.rings import stacks
 from paceline_agent.rings.reader import Rings
 from paceline_agent.supervise.supervisor import Supervisor
 from paceline_wire import ring
-from paceline_wire.batch import CommandResult, RankDump, RankStacks
+from paceline_wire.batch import CommandResult, RankDump, RankStackTraces
 from paceline_wire.commands import (
     Burst,
     Command,
@@ -183,7 +183,7 @@ class Commands:
             threads = await stacks.take(pid)
         except stacks.StacksError as failure:
             error = str(failure)
-        told = RankStacks(
+        told = RankStackTraces(
             time_ns=timeline_ns(),
             job=command.job,
             generation=command.generation,

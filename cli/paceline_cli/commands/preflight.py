@@ -18,7 +18,7 @@ from paceline_cli.options import Seconds
 from paceline_cli.preflight import benchmark, nccl_tests, report, speeds, survey
 from paceline_cli.preflight.checks import all_checks
 from paceline_cli.preflight.collect import collect
-from paceline_cli.preflight.launch import SSH, AllNodes, Commands, EachNode, Reach
+from paceline_cli.preflight.launch import SSH, AllNodes, EachNode, Reach, RemoteCommands
 from paceline_cli.preflight.plan import Result
 from paceline_cli.preflight.verdict import Check, skipped
 
@@ -81,7 +81,7 @@ def preflight(
         nodes = ",".join(_nodes_of(server, token))
     reach = _reach(nodes, template, launcher)
     prefix = survey.forwarded(os.environ, dict(_pair(each) for each in environment))
-    commands = Commands()
+    commands = RemoteCommands()
     start = [*prefix, python]
     try:
         if files:
@@ -92,7 +92,7 @@ def preflight(
         measured: list[Result] = []
         checks = [*found.checks(), *(all_checks(found.nodes) if found.nodes else ())]
         if benchmarks and not files and found.nodes:
-            asked = benchmark.Asked(
+            asked = benchmark.BenchmarkRequest(
                 None if backend == "auto" else "nccl" if backend == "nccl" else "gloo",
                 port,
                 rounds,
@@ -168,10 +168,10 @@ def _facts(checkpoints: tuple[str, ...]) -> list[str]:
 
 def _measure(
     found: survey.Survey,
-    asked: benchmark.Asked,
+    asked: benchmark.BenchmarkRequest,
     reach: Reach,
     start: list[str],
-    commands: Commands,
+    commands: RemoteCommands,
 ) -> tuple[list[Check], list[Result]]:
     reason = benchmark.why_not(found.nodes)
     if reason is not None:

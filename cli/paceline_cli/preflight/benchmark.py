@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline_cli.preflight.facts import NodeFacts
-from paceline_cli.preflight.launch import AllNodes, Commands, Reach
-from paceline_cli.preflight.plan import Failed, Plan, Result, of_kind, parse, scale_steps
+from paceline_cli.preflight.launch import AllNodes, Reach, RemoteCommands
+from paceline_cli.preflight.plan import (
+    BenchmarkPlan,
+    FailedNode,
+    Result,
+    of_kind,
+    parse,
+    scale_steps,
+)
 from paceline_cli.preflight.traffic import address
 
 Backend = Literal["gloo", "nccl"]
@@ -19,7 +26,7 @@ _COMPUTE_SECONDS: dict[Backend, float] = {"gloo": 0.2, "nccl": 2.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BenchmarkRequest:
     backend: Backend | None  # None: what the nodes can
     port: int | None
     rounds: int
@@ -36,14 +43,14 @@ def why_not(nodes: Sequence[NodeFacts]) -> str | None:
     return None
 
 
-def plan(nodes: Sequence[NodeFacts], asked: Asked) -> Plan:
+def plan(nodes: Sequence[NodeFacts], asked: BenchmarkRequest) -> BenchmarkPlan:
     """NCCL where every node has GPUs and NCCL; else gloo with one process a node."""
     gpus = [len([gpu for gpu in node.gpus if gpu.trouble is None]) for node in nodes]
     able = all(gpus) and all("nccl" in node.versions for node in nodes)
     backend: Backend = asked.backend or ("nccl" if able else "gloo")
     meetings = min(asked.rounds, len(nodes)) + len(scale_steps(len(nodes))) + 3
     here = "127.0.0.1" if len(nodes) == 1 else None
-    return Plan(
+    return BenchmarkPlan(
         nodes=[node.node for node in nodes],
         hostnames=[node.hostname for node in nodes],
         ranks_of_nodes=[max(1, count) for count in gpus] if backend == "nccl" else [1] * len(nodes),
@@ -60,11 +67,11 @@ def plan(nodes: Sequence[NodeFacts], asked: Asked) -> Plan:
 
 def run_where_they_meet(
     nodes: Sequence[NodeFacts],
-    asked: Asked,
+    asked: BenchmarkRequest,
     reach: Reach,
     python: Sequence[str],
-    commands: Commands,
-) -> tuple[Plan, list[Result]]:
+    commands: RemoteCommands,
+) -> tuple[BenchmarkPlan, list[Result]]:
     """They meet at the first node. If nobody gets there, it is the one in doubt: at the second."""
     nodes = sorted(nodes, key=lambda node: address(node, nodes) is None)  # a stable sort
     chosen = plan(nodes, asked)
@@ -76,7 +83,9 @@ def run_where_they_meet(
     return chosen, run(chosen, reach, python, commands)
 
 
-def run(chosen: Plan, reach: Reach, python: Sequence[str], commands: Commands) -> list[Result]:
+def run(
+    chosen: BenchmarkPlan, reach: Reach, python: Sequence[str], commands: RemoteCommands
+) -> list[Result]:
     """`python`: how it is started on a node, with its environment."""
     there = [*python, "-m", _MODULE, chosen.encode()]
     if isinstance(reach, AllNodes):
@@ -89,7 +98,7 @@ def run(chosen: Plan, reach: Reach, python: Sequence[str], commands: Commands) -
     results: list[Result] = []
     for node, end in commands.run(argv, chosen.deadline_seconds + 10).items():
         told = list(parse(end.output))
-        if end.status != 0 and not any(isinstance(each, Failed) for each in told):
-            told.append(Failed(node=node, error=end.complaint))
+        if end.status != 0 and not any(isinstance(each, FailedNode) for each in told):
+            told.append(FailedNode(node=node, error=end.complaint))
         results += told
     return results

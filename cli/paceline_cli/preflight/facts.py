@@ -12,7 +12,7 @@ import msgspec
 PEER_MEMORY_MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+class PreflightGpu(msgspec.Struct, frozen=True, kw_only=True):
     index: int  # NVML's
     name: str | None = None
     uuid: str | None = None
@@ -84,7 +84,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     hostname: str
     time_ns: int  # CLOCK_REALTIME when the facts were complete
     versions: dict[str, str] = {}  # kernel, driver, cuda, nccl, torch, python, paceline ...
-    gpus: list[Gpu] = []
+    gpus: list[PreflightGpu] = []
     gpu_absence: str | None = None  # why there are none to ask, as without a driver
     gpu_problem: str | None = None  # why those that are there do not answer
     rdma_ports: list[RdmaPort] = []

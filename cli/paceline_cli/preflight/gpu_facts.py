@@ -20,7 +20,7 @@ import msgspec
 from paceline_agent.collect.collectors.nvml import NvmlCollector
 from paceline_agent.collect.contract import CollectorUnavailable, Context
 from paceline_agent.collect.pci_topology import find_gpu
-from paceline_cli.preflight.facts import Gpu
+from paceline_cli.preflight.facts import PreflightGpu
 from paceline_wire.batch import Sample
 
 _PATIENCE_SECONDS = 60.0
@@ -55,7 +55,7 @@ _VERSIONS = {
 
 
 class GpuFacts(msgspec.Struct, frozen=True):
-    gpus: list[Gpu] = []
+    gpus: list[PreflightGpu] = []
     versions: dict[str, str] = {}
     absence: str | None = None  # no driver
     problem: str | None = None  # no answer
@@ -137,12 +137,14 @@ def _identity(labels: dict[str, str]) -> dict[str, str]:
     return {ours: labels[label] for label, ours in named.items() if label in labels}
 
 
-def _gpu(index: int, known: dict[str, object], throttled: list[str], sysfs_root: Path) -> Gpu:
+def _gpu(
+    index: int, known: dict[str, object], throttled: list[str], sysfs_root: Path
+) -> PreflightGpu:
     bus_id = known.get("pci_bus_id")
     device = find_gpu(sysfs_root, bus_id) if isinstance(bus_id, str) else None
     place = {"pci_path": device.way, "numa_node": device.numa_node} if device else {}
     told = {"index": index, "throttle_reasons": throttled, **known, **place}
-    return msgspec.convert(told, Gpu)
+    return msgspec.convert(told, PreflightGpu)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Ended:
         return last or f"status {self.status}"
 
 
-class Commands:
+class RemoteCommands:
     """Commands that run at once, and end with us: by their end, in time, or by an interrupt."""
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ _FAILURE = re.compile(r"Test (?:NCCL|CUDA) failure.*|.*Test failure.*")
 _WARNING = re.compile(r".*NCCL WARN.*")
 
 
-class Row(msgspec.Struct, frozen=True):
+class NcclTestRow(msgspec.Struct, frozen=True):
     size_bytes: int
     in_place: bool
     time_seconds: float
@@ -46,7 +46,7 @@ class Row(msgspec.Struct, frozen=True):
 
 class Output(msgspec.Struct, frozen=True):
     test: str | None
-    rows: list[Row]
+    rows: list[NcclTestRow]
     out_of_bounds: int | None
     average_gigabytes_per_second: float | None
     failures: list[str]
@@ -77,8 +77,8 @@ class _Timing(msgspec.Struct, frozen=True):
     cpu_time: float | str | None = None
     nwrong: float | None = None
 
-    def row(self, size_bytes: int, in_place: bool) -> Row:
-        return Row(
+    def row(self, size_bytes: int, in_place: bool) -> NcclTestRow:
+        return NcclTestRow(
             size_bytes=size_bytes,
             in_place=in_place,
             time_seconds=float(self.time or self.cpu_time or "nan") / 1e6,
@@ -101,7 +101,7 @@ class _Average(msgspec.Struct, frozen=True):
     bandwidth: float | str
 
 
-class _File(msgspec.Struct, frozen=True):
+class _NcclTestFile(msgspec.Struct, frozen=True):
     """What `-J` writes; `NVIDIA/nccl-tests`, src/util.cu."""
 
     results: list[_Size]
@@ -111,7 +111,7 @@ class _File(msgspec.Struct, frozen=True):
     errors: list[str | None] = []
 
 
-_decoder = msgspec.json.Decoder(_File)
+_decoder = msgspec.json.Decoder(_NcclTestFile)
 
 
 def parse(text: str) -> Output:
@@ -124,7 +124,7 @@ def parse(text: str) -> Output:
     return _from_tables(text)
 
 
-def _from_json(file: _File) -> Output:
+def _from_json(file: _NcclTestFile) -> Output:
     rows = [
         timing.row(each.size, bool(in_place))
         for each in file.results
@@ -145,7 +145,7 @@ def _from_json(file: _File) -> Output:
 
 def _from_tables(text: str) -> Output:
     columns: list[str] = []
-    rows: list[Row] = []
+    rows: list[NcclTestRow] = []
     for line in text.splitlines():
         words = _after_prefix(line)
         if "busbw" in words and "size" in words:
@@ -168,14 +168,14 @@ def _after_prefix(line: str) -> list[str]:
     return _PREFIX.sub("", line).replace("#wrong", "wrong").lstrip("# ").split()
 
 
-def _rows(columns: Sequence[str], words: Sequence[str]) -> Iterator[Row]:
+def _rows(columns: Sequence[str], words: Sequence[str]) -> Iterator[NcclTestRow]:
     """Out of place first, in place second: each begins with its time."""
     starts = [position for position, name in enumerate(columns) if name in _TIMES]
     for number, start in enumerate(starts):
         end = starts[number + 1] if number + 1 < len(starts) else len(columns)
         named = dict(zip(columns[start:end], words[start:end], strict=False))
         try:
-            yield Row(
+            yield NcclTestRow(
                 size_bytes=int(words[0]),
                 in_place=number == 1,
                 time_seconds=float(named[columns[start]]) / 1e6,

@@ -11,7 +11,7 @@ import msgspec
 MARK = "paceline-probe "  # before each line that is a result: libraries print too
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class BenchmarkPlan(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[str]
     hostnames: list[str]  # of the nodes, for those that are not told which one they are
     ranks_of_nodes: list[int]
@@ -29,7 +29,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode().rstrip("=")
 
     @staticmethod
-    def decode(text: str) -> Plan:
+    def decode(text: str) -> BenchmarkPlan:
         padded = text + "=" * (-len(text) % 4)
         return _plans.decode(base64.urlsafe_b64decode(padded))
 
@@ -42,7 +42,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return range(first, first + self.ranks_of_nodes[node])
 
 
-_plans = msgspec.json.Decoder(Plan)
+_plans = msgspec.json.Decoder(BenchmarkPlan)
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True, tag="compute"):
@@ -71,12 +71,12 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag="transport"):
     network: str  # "IB", "Socket", or a plugin's name, by NCCL's own word
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+class FailedNode(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     node: str
     error: str
 
 
-Result = Compute | Exchange | Transport | Failed
+Result = Compute | Exchange | Transport | FailedNode
 _decoder = msgspec.json.Decoder(Result)
 
 

@@ -25,10 +25,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from paceline_cli.preflight.network_facts import addresses
 from paceline_cli.preflight.plan import (
+    BenchmarkPlan,
     Compute,
     Exchange,
-    Failed,
-    Plan,
+    FailedNode,
     Result,
     Transport,
     line,
@@ -52,10 +52,10 @@ _SHOWN_CHARACTERS = 160
 _NETWORK = re.compile(r"Using network (\S+)")
 
 
-class Rank:
+class ProbeRank:
     """One process of the micro-benchmarks."""
 
-    def __init__(self, plan: Plan, node: int, local_rank: int) -> None:
+    def __init__(self, plan: BenchmarkPlan, node: int, local_rank: int) -> None:
         self.plan, self.node, self.local_rank = plan, node, local_rank
         self.rank = plan.ranks_of(node)[local_rank]
         cuda = plan.backend == "nccl"
@@ -190,7 +190,7 @@ class Rank:
                 self.reach(nodes)
             elif self.store.check([_UNREACHED]):
                 raise Unreachable("left out, since a pair does not reach each other")
-            group = Group(self, f"{kind}/{'-'.join(map(str, nodes))}", ranks)
+            group = ProbeGroup(self, f"{kind}/{'-'.join(map(str, nodes))}", ranks)
             latency = group.latency_seconds()
             size, seconds = group.bandwidth()
             bus = 2 * (len(ranks) - 1) / len(ranks) * size / seconds
@@ -223,10 +223,10 @@ class Rank:
         outcome(self.store, key)
 
 
-class Group:
+class ProbeGroup:
     """A process group of some ranks, and all-reduces within it."""
 
-    def __init__(self, rank: Rank, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, rank: ProbeRank, name: str, ranks: Sequence[int]) -> None:
         self._rank, self._plan = rank, rank.plan
         store = PrefixStore(name, rank.store)
         mine, size = ranks.index(rank.rank), len(ranks)
@@ -283,7 +283,7 @@ def tell(result: Result) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    plan = Plan.decode(arguments[0])
+    plan = BenchmarkPlan.decode(arguments[0])
     node, local_rank = int(arguments[1]), int(arguments[2])
     signal.alarm(int(plan.deadline_seconds))  # even if nobody is left to end us
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // plan.ranks_of_nodes[node]))
@@ -294,9 +294,9 @@ def main(arguments: Sequence[str]) -> None:
             # A collective that hangs is to be an error here, not the end of the process.
             os.environ |= {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
         try:
-            Rank(plan, node, local_rank).run()
+            ProbeRank(plan, node, local_rank).run()
         except RuntimeError as error:  # nobody to meet, no device, out of memory
-            tell(Failed(node=plan.nodes[node], error=in_short(error)))
+            tell(FailedNode(node=plan.nodes[node], error=in_short(error)))
         said = _NETWORK.search(log.read_text(errors="replace")) if log.exists() else None
         if said is not None and local_rank == 0:
             tell(Transport(node=plan.nodes[node], network=said[1]))

@@ -13,13 +13,13 @@ import sys
 import time
 
 from paceline_cli.preflight.network_facts import addresses
-from paceline_cli.preflight.plan import Failed, Plan, line
+from paceline_cli.preflight.plan import BenchmarkPlan, FailedNode, line
 
 _POLL_SECONDS = 0.05
 
 
 def main(arguments: list[str]) -> int:
-    plan = Plan.decode(arguments[0])
+    plan = BenchmarkPlan.decode(arguments[0])
     node = int(arguments[1]) if len(arguments) > 1 else _which(plan)
     environment = dict(os.environ)
     interface = _interface_towards(plan.address, plan.port)
@@ -39,22 +39,22 @@ def main(arguments: list[str]) -> int:
             rank.wait()
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], plan: Plan, node: int) -> int:
+def _wait(ranks: list[subprocess.Popen[bytes]], plan: BenchmarkPlan, node: int) -> int:
     deadline = time.monotonic() + plan.deadline_seconds
     while any(rank.poll() is None for rank in ranks):
         if time.monotonic() > deadline:
             error = f"not done within {plan.deadline_seconds:g} s"
-            print(line(Failed(node=plan.nodes[node], error=error)), flush=True)
+            print(line(FailedNode(node=plan.nodes[node], error=error)), flush=True)
             return 1
         time.sleep(_POLL_SECONDS)
     bad = [rank.returncode for rank in ranks if rank.returncode]
     if bad:
         error = f"a process ended with status {bad[0]}"
-        print(line(Failed(node=plan.nodes[node], error=error)), flush=True)
+        print(line(FailedNode(node=plan.nodes[node], error=error)), flush=True)
     return 1 if bad else 0
 
 
-def _which(plan: Plan) -> int:
+def _which(plan: BenchmarkPlan) -> int:
     try:
         return plan.hostnames.index(socket.gethostname())
     except ValueError:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline_cli.preflight.facts import NodeFacts
-from paceline_cli.preflight.plan import Compute, Exchange, Failed, Result, Transport, of_kind
+from paceline_cli.preflight.plan import Compute, Exchange, FailedNode, Result, Transport, of_kind
 from paceline_cli.preflight.traffic import traffic_interface
 from paceline_cli.preflight.verdict import Check, Status, faults, listing, skipped
 
@@ -59,7 +59,7 @@ def checks(results: Sequence[Result], nodes: Sequence[NodeFacts], backend: str) 
 def _finished(results: Sequence[Result]) -> Check:
     found: dict[str, list[str]] = defaultdict(list)
     for each in results:
-        if isinstance(each, Failed):
+        if isinstance(each, FailedNode):
             found[each.node].append(each.error)
     fix = "read what it said on stderr"
     return faults("micro-benchmarks", found, fix, "every node ended in time")

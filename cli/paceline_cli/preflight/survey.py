@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from paceline_cli.preflight.facts import NodeFacts
-from paceline_cli.preflight.launch import AllNodes, Commands, Ended, Reach
+from paceline_cli.preflight.launch import AllNodes, Ended, Reach, RemoteCommands
 from paceline_cli.preflight.verdict import Check, faults
 
 _BEGINNING = '{"node"'  # of a node's facts, whatever a launcher put before it in its line
@@ -54,7 +54,7 @@ def _in_most(ranges: Sequence[tuple[int, int]]) -> int:
     return max(ends, key=lambda end: (sum(low <= end <= high for low, high in ranges), -abs(end)))
 
 
-def ask(reach: Reach, there: Sequence[str], commands: Commands, seconds: float) -> Survey:
+def ask(reach: Reach, there: Sequence[str], commands: RemoteCommands, seconds: float) -> Survey:
     """`there`: the command that prints the facts on a node."""
     if isinstance(reach, AllNodes):
         return _from_launcher(commands.run({"": reach.command(there)}, seconds)[""])

@@ -25,7 +25,7 @@ from paceline_server.alerts.receivers import DeliveryError, Receiver, RefusedErr
 from paceline_server.metrics import BackgroundMetrics
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.leases import LeaseLostError, acquire, fence, is_held, release
-from paceline_server.store.models import Incident, Job, OutboxRow
+from paceline_server.store.models import IncidentRow, JobRow, OutboxRow
 from paceline_server.store.wake import Wakes
 
 _log = logging.getLogger(__name__)
@@ -38,12 +38,12 @@ _ATTEMPTS = 100  # more than an hour; what was not heard by then is no news
 _notices: msgspec.json.Decoder[Notice] = msgspec.json.Decoder(Notice)
 
 
-class Pace(Protocol):
+class DeliveryIntervals(Protocol):
     @property
     def alert_repeat_seconds(self) -> float: ...
 
 
-class Outbox:
+class AlertDelivery:
     def __init__(
         self,
         database: Database,
@@ -51,7 +51,7 @@ class Outbox:
         metrics: BackgroundMetrics,
         owner: str,
         target: Receiver,
-        pace: Pace,
+        pace: DeliveryIntervals,
         now_ns: Callable[[], int],
     ) -> None:
         self._database = database
@@ -207,9 +207,9 @@ def _next(session: Session, receiver: str) -> OutboxRow | None:
 
 def _firing(session: Session) -> list[IncidentAlert]:
     query = (
-        select(Incident.view, Job.id, Job.name)
-        .join(Job, Job.id == Incident.job_id)
-        .where(Incident.state != "resolved")
+        select(IncidentRow.view, JobRow.id, JobRow.name)
+        .join(JobRow, JobRow.id == IncidentRow.job_id)
+        .where(IncidentRow.state != "resolved")
         .limit(1000)
     )
     return [

@@ -21,7 +21,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from fastapi.security.utils import get_authorization_scheme_param
 
 from paceline_server.api.dependencies import Parts, PartsDep
-from paceline_server.api.problems import Problem
+from paceline_server.api.problems import ProblemError
 from paceline_server.settings import is_loopback
 from paceline_server.store.database import UNAVAILABLE
 from paceline_server.store.tokens import Scope, any_token, find_token
@@ -43,7 +43,7 @@ class Caller:
     scope: Scope | None
 
 
-class Guard:
+class TokenVerifier:
     """Looks tokens up, remembering answers for a second; one per program."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -99,10 +99,10 @@ def _requires(scope: Scope) -> Callable[..., Awaitable[Caller]]:
 
 async def authorized(request: Request, of: Parts, scope: Scope, secret: str | None) -> Caller:
     """Raises Problem unless who calls with this token may do what `scope` allows."""
-    guard: Guard = request.app.state.guard
+    guard: TokenVerifier = request.app.state.guard
     caller = await guard.caller(of, secret)
     if caller is None:
-        raise Problem(
+        raise ProblemError(
             401,
             "Expected `Authorization: Bearer TOKEN` with a token of this server.",
             {"WWW-Authenticate": 'Bearer realm="paceline"'},
@@ -110,7 +110,7 @@ async def authorized(request: Request, of: Parts, scope: Scope, secret: str | No
     if caller.scope is None:
         _refuse_foreign_pages(request)
     elif scope not in _GRANTS[caller.scope]:
-        raise Problem(
+        raise ProblemError(
             403, f"This needs a token of scope {scope}; {caller.name!r} is {caller.scope}."
         )
     return caller
@@ -120,7 +120,7 @@ async def still_authorized(request: Request, of: Parts, scope: Scope) -> bool:
     """Whether an open stream may go on. One outlives that the database is away."""
     try:
         await authorized(request, of, scope, bearer(request))
-    except Problem:
+    except ProblemError:
         return False
     except UNAVAILABLE:
         return True
@@ -136,10 +136,10 @@ def bearer(request: Request) -> str | None:
 def _refuse_foreign_pages(request: Request) -> None:
     host = request.headers.get("host", "")
     if not _names_loopback(host):
-        raise Problem(403, f"Without tokens, call this server as localhost, not {host!r}.")
+        raise ProblemError(403, f"Without tokens, call this server as localhost, not {host!r}.")
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-        raise Problem(403, f"Without tokens, no page of {origin} may call this server.")
+        raise ProblemError(403, f"Without tokens, no page of {origin} may call this server.")
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from fastapi import Depends, Query, Request
 from sqlalchemy.orm import Session
 
 from paceline_server.api.pending import PendingCommands
-from paceline_server.api.problems import Problem
+from paceline_server.api.problems import ProblemError
 from paceline_server.api.what_if import WhatIfs
 from paceline_server.ingest.writer import LogWriter
 from paceline_server.metrics import ServingMetrics
@@ -79,7 +79,7 @@ def _after(
         padded = cursor + "=" * (-len(cursor) % 4)
         return base64.b64decode(padded, altchars=b"-_", validate=True).decode()
     except (binascii.Error, UnicodeDecodeError) as error:
-        raise Problem(400, "cursor: expected the next_cursor of an earlier page.") from error
+        raise ProblemError(400, "cursor: expected the next_cursor of an earlier page.") from error
 
 
 AfterDep = Annotated[str | None, Depends(_after)]

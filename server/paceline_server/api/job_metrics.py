@@ -15,7 +15,7 @@ from paceline_server.steps.types import Ledger, StepSummary
 from paceline_server.store import queries
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.log import FINISHED, oldest_unread_ns
-from paceline_server.store.models import Incident, Job
+from paceline_server.store.models import IncidentRow, JobRow
 from paceline_server.store.shares import medians, newest_shares
 
 _JOBS = 200
@@ -43,21 +43,21 @@ class JobCollector(Collector):
         try:
             with self._database.read() as session:
                 states = dict(
-                    session.execute(select(Job.state, func.count()).group_by(Job.state)).all()
+                    session.execute(select(JobRow.state, func.count()).group_by(JobRow.state)).all()
                 )
                 jobs = session.scalars(
-                    select(Job)
-                    .where(Job.state.not_in(FINISHED))
-                    .order_by(Job.created_ns.desc())
+                    select(JobRow)
+                    .where(JobRow.state.not_in(FINISHED))
+                    .order_by(JobRow.created_ns.desc())
                     .limit(_JOBS)
                 ).all()
                 incidents = session.scalars(
-                    select(Incident.kind).where(Incident.state != "resolved")
+                    select(IncidentRow.kind).where(IncidentRow.state != "resolved")
                 ).all()
                 open_incidents = session.scalars(
-                    select(Incident)
-                    .where(Incident.state != "resolved")
-                    .order_by(Incident.opened_ns.desc())
+                    select(IncidentRow)
+                    .where(IncidentRow.state != "resolved")
+                    .order_by(IncidentRow.opened_ns.desc())
                     .limit(_INCIDENTS)
                 ).all()
                 unread_ns = oldest_unread_ns(session)
@@ -106,7 +106,7 @@ def _incidents(kinds: Iterable[str]) -> Metric:
     return family
 
 
-def _each(jobs: Iterable[Job]) -> Iterator[Metric]:
+def _each(jobs: Iterable[JobRow]) -> Iterator[Metric]:
     labels = ["job_id", "job"]
     goodput = GaugeMetricFamily(
         "paceline_job_goodput_ratio", "Useful share of the wall time.", labels=labels
@@ -126,7 +126,7 @@ def _each(jobs: Iterable[Job]) -> Iterator[Metric]:
     yield from (goodput, pace, step)
 
 
-def _ledgers(jobs: Iterable[Job]) -> Metric:
+def _ledgers(jobs: Iterable[JobRow]) -> Metric:
     family = GaugeMetricFamily(
         "paceline_job_ledger_seconds",
         "Where the job's wall time went.",
@@ -138,7 +138,7 @@ def _ledgers(jobs: Iterable[Job]) -> Metric:
     return family
 
 
-def _verdicts(incidents: Iterable[Incident]) -> Metric:
+def _verdicts(incidents: Iterable[IncidentRow]) -> Metric:
     """As an info metric: its value is 1, what it says is in its labels."""
     family = GaugeMetricFamily(
         "paceline_incident_info",
@@ -161,13 +161,15 @@ def _verdicts(incidents: Iterable[Incident]) -> Metric:
     return family
 
 
-def _slowdowns(session: Session, job: Job) -> list[float | None]:
+def _slowdowns(session: Session, job: JobRow) -> list[float | None]:
     """Of each rank, in the newest step."""
     shares = newest_shares(session, job.id, job.generation, job.topology.world_size, 1)
     return medians(shares.slowdown)
 
 
-def _slowest_ranks(jobs: Sequence[Job], slowdowns: Mapping[str, Sequence[float | None]]) -> Metric:
+def _slowest_ranks(
+    jobs: Sequence[JobRow], slowdowns: Mapping[str, Sequence[float | None]]
+) -> Metric:
     family = GaugeMetricFamily(
         "paceline_job_rank_slowdown_ratio",
         "Self time of a rank in the newest step over its peers'; of a large job the slowest ranks.",
@@ -180,7 +182,7 @@ def _slowest_ranks(jobs: Sequence[Job], slowdowns: Mapping[str, Sequence[float |
     return family
 
 
-def _bubbles(jobs: Sequence[Job], newest: Mapping[str, StepSummary]) -> Metric:
+def _bubbles(jobs: Sequence[JobRow], newest: Mapping[str, StepSummary]) -> Metric:
     family = GaugeMetricFamily(
         "paceline_job_stage_bubble_ratio",
         "Idle share of a stage in the newest step, as measured and as the schedule has it.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline_server.api.problems import Problem
+from paceline_server.api.problems import ProblemError
 
 MAXIMUM_BODY_BYTES = 1 << 20
 
@@ -24,7 +24,7 @@ class BodyLimit:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > MAXIMUM_BODY_BYTES:
-                raise Problem(413, f"A body holds at most {MAXIMUM_BODY_BYTES} bytes.")
+                raise ProblemError(413, f"A body holds at most {MAXIMUM_BODY_BYTES} bytes.")
             return message
 
         await self._app(scope, counted, send)

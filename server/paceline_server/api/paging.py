@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline_server.api.dependencies import Bounds
-from paceline_server.api.problems import Problem
+from paceline_server.api.problems import ProblemError
 
 _LIMIT = 1 << 63
 
@@ -22,11 +22,11 @@ def position(bounds: Bounds) -> tuple[int, str] | None:
 
 def number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) < _LIMIT):
-        raise Problem(400, "cursor: expected the next_cursor of an earlier page of this list.")
+        raise ProblemError(400, "cursor: expected the next_cursor of an earlier page of this list.")
     return int(text)
 
 
 def clean(text: str) -> str:
     if "\0" in text:
-        raise Problem(400, "cursor: expected the next_cursor of an earlier page of this list.")
+        raise ProblemError(400, "cursor: expected the next_cursor of an earlier page of this list.")
     return text

@@ -24,19 +24,19 @@ MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_SECONDS = 1
 
 
-class Problem(HTTPException):
+class ProblemError(HTTPException):
     """One sentence with the fix, as `detail`."""
 
     def __init__(self, status: int, detail: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(status, detail, dict(headers or {}))
 
 
-def not_found(kind: str, identifier: str) -> Problem:
-    return Problem(404, f"There is no {kind} {identifier!r}.")
+def not_found(kind: str, identifier: str) -> ProblemError:
+    return ProblemError(404, f"There is no {kind} {identifier!r}.")
 
 
-def unavailable(detail: str) -> Problem:
-    return Problem(503, detail, {"Retry-After": str(RETRY_AFTER_SECONDS)})
+def unavailable(detail: str) -> ProblemError:
+    return ProblemError(503, detail, {"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -85,7 +85,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 
 async def answer_to(request: Request, error: Exception) -> Response:
-    """To a `Problem`, or to a database that is away."""
+    """To a `ProblemError`, or to a database that is away."""
     handle = _http if isinstance(error, HTTPException) else _database
     return await handle(request, error)
 

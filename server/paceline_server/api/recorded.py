@@ -30,9 +30,9 @@ class Recorded:
     timings: list[StepTiming]  # of the steps of which enough is kept
 
 
-def recorded_steps(session: Session, job: models.Job, steps: int) -> Recorded | None:
+def recorded_steps(session: Session, job: models.JobRow, steps: int) -> Recorded | None:
     """The newest `steps` of the current generation; None: it has finished none."""
-    generation = session.get(models.Generation, (job.id, job.generation))
+    generation = session.get(models.GenerationRow, (job.id, job.generation))
     newest = queries.steps(session, job.id, None, steps, job.generation)
     if generation is None or not newest:
         return None
@@ -43,7 +43,7 @@ def recorded_steps(session: Session, job: models.Job, steps: int) -> Recorded | 
 
 
 def _batches(
-    session: Session, generation: models.Generation, since_ns: int
+    session: Session, generation: models.GenerationRow, since_ns: int
 ) -> Iterator[tuple[Batch, int]]:
     """What the ranks defined at the beginning, then everything from `since_ns` on."""
     begin = max(position_at(session, since_ns), generation.cursor)
@@ -56,7 +56,7 @@ def _batches(
             yield batch, entry.received_ns
 
 
-def _decoded(entry: models.HotLog) -> Iterator[Batch]:
+def _decoded(entry: models.HotLogRow) -> Iterator[Batch]:
     try:
         yield wire.decode(entry.payload)
     except BatchError:  # counted when it was first read

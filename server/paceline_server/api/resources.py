@@ -18,7 +18,7 @@ from paceline_server.steps.types import Ledger, StepMeans, StepSummary
 from paceline_server.store import models, queries, rank_evidence
 from paceline_server.store.shares import brief, medians, newest_shares
 from paceline_server.whatif.online import RunReplay
-from paceline_wire.batch import AgentHello, RankStacks
+from paceline_wire.batch import AgentHello, RankStackTraces
 from paceline_wire.topology import Topology
 
 # A node that is silent for longer is shown as lost; the same as Policy.node_lease_seconds.
@@ -46,7 +46,7 @@ def ledger(value: Ledger) -> schemas.LedgerModel:
     return schemas.LedgerModel(**msgspec.to_builtins(value))
 
 
-def job(session: Session, row: models.Job) -> schemas.Job:
+def job(session: Session, row: models.JobRow) -> schemas.Job:
     return schemas.Job(
         id=row.id,
         name=row.name,
@@ -72,7 +72,7 @@ def job(session: Session, row: models.Job) -> schemas.Job:
     )
 
 
-def rank(row: models.Rank, of: Topology) -> schemas.Rank:
+def rank(row: models.RankRow, of: Topology) -> schemas.Rank:
     coordinates = of.coordinates(row.rank)
     return schemas.Rank(
         rank=row.rank,
@@ -94,7 +94,7 @@ def rank(row: models.Rank, of: Topology) -> schemas.Rank:
     )
 
 
-def ranks(session: Session, row: models.Job) -> schemas.RankPage:
+def ranks(session: Session, row: models.JobRow) -> schemas.RankPage:
     rows = queries.ranks(session, row.id)
     return schemas.RankPage(items=[rank(each, row.topology) for each in rows])
 
@@ -116,7 +116,9 @@ def step(summary: StepSummary) -> schemas.Step:
     )
 
 
-def what_if(row: models.Job, replay: RunReplay, advice: Sequence[Advice]) -> schemas.WhatIf | None:
+def what_if(
+    row: models.JobRow, replay: RunReplay, advice: Sequence[Advice]
+) -> schemas.WhatIf | None:
     """None: the steps cannot be replayed."""
     analysis, answer = replay.analysis, replay.verdict()
     if analysis is None or answer is None:
@@ -145,7 +147,7 @@ def what_if(row: models.Job, replay: RunReplay, advice: Sequence[Advice]) -> sch
     )
 
 
-def unknown_what_if(row: models.Job, why: str) -> schemas.WhatIf:
+def unknown_what_if(row: models.JobRow, why: str) -> schemas.WhatIf:
     return schemas.WhatIf(
         job_id=row.id,
         generation=row.generation,
@@ -154,7 +156,7 @@ def unknown_what_if(row: models.Job, why: str) -> schemas.WhatIf:
     )
 
 
-def grid(session: Session, row: models.Job, window_steps: int) -> schemas.Grid:
+def grid(session: Session, row: models.JobRow, window_steps: int) -> schemas.Grid:
     world_size = row.topology.world_size
     shares = newest_shares(session, row.id, row.generation, world_size, window_steps)
     placed = {each.rank: each for each in queries.ranks(session, row.id)}
@@ -175,7 +177,7 @@ def grid(session: Session, row: models.Job, window_steps: int) -> schemas.Grid:
 def _cell(
     number: int,
     of: Topology,
-    placed: models.Rank | None,
+    placed: models.RankRow | None,
     self_seconds: float | None,
     slowdown: float | None,
 ) -> schemas.GridCell:
@@ -192,7 +194,7 @@ def _cell(
     )
 
 
-def node(session: Session, row: models.Node, now_ns: int) -> schemas.Node:
+def node(session: Session, row: models.NodeRow, now_ns: int) -> schemas.Node:
     hello, ranks = row.hello, queries.ranks_on(session, row.agent_id)
     return schemas.Node(
         id=row.agent_id,
@@ -209,7 +211,7 @@ def node(session: Session, row: models.Node, now_ns: int) -> schemas.Node:
     )
 
 
-def _node_state(row: models.Node, now_ns: int) -> str:
+def _node_state(row: models.NodeRow, now_ns: int) -> str:
     if now_ns - row.last_seen_ns > _NODE_LEASE_NS:
         return "lost"
     if row.quarantine_reason is not None:
@@ -246,7 +248,7 @@ def _reading(reading: models.GpuReading | None) -> dict[str, Any]:
     return fields
 
 
-def incident(row: models.Incident, *, in_full: bool = False) -> schemas.Incident:
+def incident(row: models.IncidentRow, *, in_full: bool = False) -> schemas.Incident:
     """`in_full`: with the stacks, which are long."""
     view = row.view
     finding = view.finding
@@ -309,7 +311,7 @@ def rank_stacks(session: Session, job_id: str, rank: int) -> schemas.RankStacks:
     )
 
 
-def _stacks(value: RankStacks) -> schemas.StacksModel:
+def _stacks(value: RankStackTraces) -> schemas.StacksModel:
     return schemas.StacksModel(
         rank=value.rank,
         taken_at=time_of(value.time_ns),
@@ -338,7 +340,7 @@ def _evidence(value: Evidence) -> schemas.EvidenceModel:
     )
 
 
-def action(row: models.Action) -> schemas.Action:
+def action(row: models.ActionRow) -> schemas.Action:
     view = row.view
     return schemas.Action(
         id=row.id,

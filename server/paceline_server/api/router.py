@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline_server.api import problems, schemas
-from paceline_server.api.auth import Guard
+from paceline_server.api.auth import TokenVerifier
 from paceline_server.api.limit import BodyLimit
 from paceline_server.api.routes import (
     actions,
@@ -60,7 +60,7 @@ def build(static_directory: Path | None) -> FastAPI:
         responses=problems.responses(422),
         generate_unique_id_function=lambda route: route.name,
     )
-    app.state.guard = Guard()
+    app.state.guard = TokenVerifier()
     app.state.decoders = anyio.CapacityLimiter(_DECODERS)
     app.add_middleware(Compressed, minimum_size=4096, compresslevel=1)
     app.add_middleware(BodyLimit)

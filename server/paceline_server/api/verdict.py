@@ -13,7 +13,7 @@ _WINDOW_STEPS = 10
 _EVEN_RATIO = 0.15  # a wider spread reads like trouble, which the detectors would have named
 
 
-def verdict(session: Session, job: models.Job) -> schemas.Verdict:
+def verdict(session: Session, job: models.JobRow) -> schemas.Verdict:
     match job.state:
         case "finished":
             return _told("finished", f"Finished{_at_step(job)}.")
@@ -35,19 +35,19 @@ def verdict(session: Session, job: models.Job) -> schemas.Verdict:
     return _told("healthy", _healthy(session, job))
 
 
-def _told(kind: str, text: str, worst: models.Incident | None = None) -> schemas.Verdict:
+def _told(kind: str, text: str, worst: models.IncidentRow | None = None) -> schemas.Verdict:
     incident_id = None if worst is None else worst.id
     return schemas.Verdict(kind=kind, text=text, incident_id=incident_id)
 
 
-def _waiting(job: models.Job) -> str:
+def _waiting(job: models.JobRow) -> str:
     slots = "1 free rank slot on a ready node"
     if job.topology.world_size > 1:
         slots = f"{job.topology.world_size} free rank slots on ready nodes"
     return f"Waiting for {slots}: start `paceline agent` on more nodes, or stop another job."
 
 
-def _failed(session: Session, job: models.Job, worst: models.Incident | None) -> str:
+def _failed(session: Session, job: models.JobRow, worst: models.IncidentRow | None) -> str:
     """With the reason why no restart followed."""
     stop = queries.newest_action(session, job.id, "stop")
     if stop is not None:
@@ -59,17 +59,17 @@ def _failed(session: Session, job: models.Job, worst: models.Incident | None) ->
     return f"Failed{_at_step(job)}. {why}"
 
 
-def _at_step(job: models.Job) -> str:
+def _at_step(job: models.JobRow) -> str:
     return "" if job.step is None else f" at step {job.step}"
 
 
-def _starting(session: Session, job: models.Job) -> str:
+def _starting(session: Session, job: models.JobRow) -> str:
     states = queries.rank_states(session, job.id)
     ready, count = states.get("attached", 0), sum(states.values())
     return f"Generation {job.generation} is starting: {ready} of {count} ranks are up."
 
 
-def _healthy(session: Session, job: models.Job) -> str:
+def _healthy(session: Session, job: models.JobRow) -> str:
     pace = "" if job.step_seconds is None else f"; {job.step_seconds:.2f} s per step"
     world_size = job.topology.world_size
     shares = newest_shares(session, job.id, job.generation, world_size, _WINDOW_STEPS)

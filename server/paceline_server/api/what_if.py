@@ -50,7 +50,7 @@ class _Moment:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _CachedAnswer:
     moment: _Moment  # when it was made
     stands_until: float
     resource: schemas.WhatIf
@@ -63,13 +63,13 @@ class WhatIfs:
         """`clock`: seconds, from any beginning."""
         self._clock = clock
         self._making = threading.Lock()
-        self._answers: OrderedDict[tuple[str, int], _Answer] = OrderedDict()
+        self._answers: OrderedDict[tuple[str, int], _CachedAnswer] = OrderedDict()
 
     def of(self, database: Database, job_id: str, steps: int) -> schemas.WhatIf:
         """Raises Problem if there is no such job."""
         key = (job_id, steps)
         with database.read() as session:
-            job = session.get(models.Job, job_id) if "\0" not in job_id else None
+            job = session.get(models.JobRow, job_id) if "\0" not in job_id else None
             if job is None:
                 raise not_found("job", job_id)
             newest = queries.steps(session, job_id, None, 1, job.generation)
@@ -92,7 +92,7 @@ class WhatIfs:
         finally:
             self._making.release()
 
-    def _stands(self, answer: _Answer, now: _Moment) -> bool:
+    def _stands(self, answer: _CachedAnswer, now: _Moment) -> bool:
         made = answer.moment
         # What was replayed before an incident began would contradict it.
         if (made.generation, made.incident_id) != (now.generation, now.incident_id):
@@ -106,20 +106,20 @@ class WhatIfs:
         began = time.thread_time()
         job_id, steps = key
         with database.read() as session:
-            job = session.get_one(models.Job, job_id)
+            job = session.get_one(models.JobRow, job_id)
             recorded = recorded_steps(
                 session, job, max(1, min(steps, MOST_RANK_STEPS // job.topology.world_size))
             )
         resource = what_if(job, recorded)
         rest = max(REST * (time.thread_time() - began), LEAST_SECONDS)
-        self._answers[key] = _Answer(now, self._clock() + rest, resource)
+        self._answers[key] = _CachedAnswer(now, self._clock() + rest, resource)
         self._answers.move_to_end(key)
         while len(self._answers) > JOBS_KEPT:
             self._answers.popitem(last=False)
         return resource
 
 
-def what_if(job: models.Job, recorded: Recorded | None) -> schemas.WhatIf:
+def what_if(job: models.JobRow, recorded: Recorded | None) -> schemas.WhatIf:
     if recorded is None:
         return resources.unknown_what_if(job, NO_STEP)
     if not recorded.timings:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from paceline_wire.batch import RankStacks
+from paceline_wire.batch import RankStackTraces
 
 Persistence = Literal["persistent", "transient", "chronic"]
 Side = Literal["host", "device", "mismatch"]
@@ -65,6 +65,6 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     evidence: list[Evidence] = []
     counter_evidence: list[Evidence] = []
     stacks_wanted: list[int] = []  # ranks whose Python stacks would tell more, most wanted first
-    stacks: list[RankStacks] = []  # those that were taken
+    stacks: list[RankStackTraces] = []  # those that were taken
     dumps_wanted: bool = False  # Flight Recorder dumps of all ranks would tell more ...
     dumps_told: bool = False  # ... and what came of them is among the evidence

@@ -12,7 +12,7 @@ from paceline_server.steps.groups import Groups
 from paceline_server.steps.timing import StepTiming
 from paceline_server.steps.types import StepSummary
 from paceline_server.whatif.online import RunReplay
-from paceline_wire.batch import DeviceEvent, RankExited, RankStacks, RankState
+from paceline_wire.batch import DeviceEvent, RankExited, RankStackTraces, RankState
 from paceline_wire.ring import StateView
 from paceline_wire.topology import Topology
 
@@ -158,7 +158,7 @@ class Observation:
     replay: RunReplay | None = None  # of the recent steps
     metadata: Mapping[str, str] = field(default_factory=dict)  # schedule, microbatches, ...
     records: RecentRecords | None = None  # newest of each rank
-    stacks: Mapping[int, RankStacks] = field(default_factory=dict)  # newest taken of each rank
+    stacks: Mapping[int, RankStackTraces] = field(default_factory=dict)  # newest taken of each rank
     dumps: Mapping[int, Received] = field(default_factory=dict)  # newest of each rank
     stragglers: frozenset[int] = frozenset()  # ranks named by earlier detectors of this tick
     # agent_id -> how much longer that batch was under way than its fastest one

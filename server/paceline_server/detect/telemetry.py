@@ -117,7 +117,7 @@ SERIES_PER_NODE = 1536  # a node of 8 GPUs, 10 ports and 16 disks has 600
 Labels = tuple[str | None, ...]  # the values of those labels
 
 
-class Series:
+class MetricSeries:
     """One metric of one thing, oldest first."""
 
     __slots__ = ("_flat",)
@@ -254,7 +254,7 @@ def _rate(times: Floats, values: Floats) -> float | None:
 class _Node:
     """By metric, then by the values of its labels."""
 
-    metrics: dict[str, dict[Labels, Series]] = field(default_factory=dict)
+    metrics: dict[str, dict[Labels, MetricSeries]] = field(default_factory=dict)
     series: int = 0
 
 
@@ -289,10 +289,10 @@ class Telemetry:
                 if known.series >= SERIES_PER_NODE:
                     continue
                 known.series += 1
-                series = of_metric[self._labels.setdefault(key, key)] = Series()
+                series = of_metric[self._labels.setdefault(key, key)] = MetricSeries()
             series.add(sample.time_ns + clock_shift_ns, sample.value)
 
-    def find(self, node: str, name: str, **labels: str) -> Series | None:
+    def find(self, node: str, name: str, **labels: str) -> MetricSeries | None:
         """The series with exactly these labels (of those that are kept)."""
         known = self._nodes.get(node)
         names = KEPT.get(name)
@@ -306,7 +306,7 @@ class Telemetry:
 
     def all_of(
         self, node: str, name: str, **labels: str
-    ) -> Iterator[tuple[dict[str, str], Series]]:
+    ) -> Iterator[tuple[dict[str, str], MetricSeries]]:
         """Every series of one metric of a node that has these labels, with all its labels."""
         known = self._nodes.get(node)
         if known is None:
@@ -317,7 +317,7 @@ class Telemetry:
             if labels.items() <= found.items():
                 yield found, series
 
-    def throttle_reasons(self, node: str, gpu: int) -> dict[str, Series]:
+    def throttle_reasons(self, node: str, gpu: int) -> dict[str, MetricSeries]:
         """Reason -> its 0/1 series, for one GPU."""
         found = self.all_of(node, "paceline_gpu_throttle_reason", gpu=str(gpu))
         return {labels["reason"]: series for labels, series in found if "reason" in labels}

@@ -39,7 +39,7 @@ from paceline_wire.batch import (
     RankDefined,
     RankDump,
     RankExited,
-    RankStacks,
+    RankStackTraces,
     RankState,
 )
 from paceline_wire.ring import GroupDefinition
@@ -78,7 +78,7 @@ class RunningGeneration:
         self._detectors = [detector(settings, self.generation) for detector in detectors]
         self._ranks: dict[int, LiveRank] = {}
         self._exited: dict[int, RankExited] = {}
-        self._stacks: dict[int, RankStacks] = {}
+        self._stacks: dict[int, RankStackTraces] = {}
         self._dumps: dict[int, Received] = {}
         self._records = RecentRecords(placement.topology.world_size)
         self.attached: dict[str, Told] = {}  # by node, the first of its ranks
@@ -111,7 +111,7 @@ class RunningGeneration:
                 case RankDump():
                     if self._is_ours(event, batch.agent_id):
                         self._dumps[event.rank] = received.read(event)
-                case RankStacks():
+                case RankStackTraces():
                     if self._is_ours(event, batch.agent_id):
                         self._see_stacks(event)
                 case RankAttached(identity=identity):
@@ -133,7 +133,7 @@ class RunningGeneration:
 
     def _is_ours(
         self,
-        event: RankState | RankDefined | RankExited | RankStacks | RankDump,
+        event: RankState | RankDefined | RankExited | RankStackTraces | RankDump,
         agent_id: str,
     ) -> bool:
         said = self._is_said(event.job, event.generation, event.rank)
@@ -166,7 +166,7 @@ class RunningGeneration:
             else:
                 self._sections[event.rank, definition.id] = definition.name
 
-    def _see_stacks(self, event: RankStacks) -> None:
+    def _see_stacks(self, event: RankStackTraces) -> None:
         self._stacks[event.rank] = replace_fields(
             event,
             threads=bounded(event.threads),

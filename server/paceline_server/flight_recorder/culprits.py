@@ -25,30 +25,36 @@ from itertools import combinations
 from paceline_server.flight_recorder.components import final_components
 from paceline_server.flight_recorder.dump import Dump
 from paceline_server.flight_recorder.operations import Operation
-from paceline_server.flight_recorder.waiting import Reason, Wait
+from paceline_server.flight_recorder.waiting import DumpWait, DumpWaitReason
 
 # What is reported where a rank is waited for in several ways: the nearest to the cause first.
-_PRECEDENCE = (Reason.MISMATCH, Reason.DEVICE, Reason.HOST, Reason.NO_DUMP, Reason.BEHIND)
+_PRECEDENCE = (
+    DumpWaitReason.MISMATCH,
+    DumpWaitReason.DEVICE,
+    DumpWaitReason.HOST,
+    DumpWaitReason.NO_DUMP,
+    DumpWaitReason.BEHIND,
+)
 _KINDS = {
-    Reason.MISMATCH: "mismatch",
-    Reason.DEVICE: "device",
-    Reason.HOST: "host",
-    Reason.NO_DUMP: "host",
-    Reason.BEHIND: "device",
+    DumpWaitReason.MISMATCH: "mismatch",
+    DumpWaitReason.DEVICE: "device",
+    DumpWaitReason.HOST: "host",
+    DumpWaitReason.NO_DUMP: "host",
+    DumpWaitReason.BEHIND: "device",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Culprit:
+class DumpCulprit:
     """A rank from whose stall others follow, with the waits that point at it, oldest first."""
 
     rank: int
     kind: str  # host, device, mismatch
-    waits: tuple[Wait, ...]
+    waits: tuple[DumpWait, ...]
     is_certain: bool
 
 
-def narrowed(waits: Iterable[Wait]) -> list[Wait]:
+def narrowed(waits: Iterable[DumpWait]) -> list[DumpWait]:
     """Of the devices on which an operation may not end: those whose host stopped too.
 
     A device that dies takes its host with it: the next call fails.
@@ -57,13 +63,13 @@ def narrowed(waits: Iterable[Wait]) -> list[Wait]:
     lagging = set(_held_by_nothing(waits, _queues(waits)))
     return [
         replace(wait, targets=wait.targets & lagging, is_certain=True)
-        if wait.reason is Reason.DEVICE and not wait.is_certain and wait.targets & lagging
+        if wait.reason is DumpWaitReason.DEVICE and not wait.is_certain and wait.targets & lagging
         else wait
         for wait in waits
     ]
 
 
-def culprits_of(waits: Iterable[Wait], dumps: Mapping[int, Dump]) -> list[Culprit]:
+def culprits_of(waits: Iterable[DumpWait], dumps: Mapping[int, Dump]) -> list[DumpCulprit]:
     """The ranks to look at, by rank; none if nobody waits. `waits`: `narrowed`."""
     waits = sorted(waits, key=lambda wait: wait.operation.launched_ns())
     queues = _queues(waits)
@@ -83,9 +89,9 @@ def culprits_of(waits: Iterable[Wait], dumps: Mapping[int, Dump]) -> list[Culpri
     return sorted(certain or found, key=lambda culprit: culprit.rank)
 
 
-def _queues(waits: Iterable[Wait]) -> dict[int, list[Wait]]:
+def _queues(waits: Iterable[DumpWait]) -> dict[int, list[DumpWait]]:
     """By rank, the waits it takes part in, in the order in which it launched them."""
-    queues: dict[int, list[Wait]] = defaultdict(list)
+    queues: dict[int, list[DumpWait]] = defaultdict(list)
     for wait in waits:
         for rank in wait.operation.unfinished():
             queues[rank].append(wait)
@@ -95,8 +101,8 @@ def _queues(waits: Iterable[Wait]) -> dict[int, list[Wait]]:
 
 
 def _follow(
-    queues: Mapping[int, list[Wait]], lagging: set[int]
-) -> tuple[dict[int, Wait], list[frozenset[int]]]:
+    queues: Mapping[int, list[DumpWait]], lagging: set[int]
+) -> tuple[dict[int, DumpWait], list[frozenset[int]]]:
     """The wait each rank is in, and the ends of the waiting (nodes as in `_edges`)."""
     current = {rank: queue[0] for rank, queue in queues.items() if queue}
     to_blame = {rank for rank, wait in current.items() if rank in wait.targets}
@@ -105,7 +111,7 @@ def _follow(
     return current, final_components(_edges(current) | ends)
 
 
-def _edges(current: Mapping[int, Wait]) -> dict[int, list[int]]:
+def _edges(current: Mapping[int, DumpWait]) -> dict[int, list[int]]:
     """Ranks are nodes as they are; waits are negative nodes, so that big groups stay cheap."""
     numbers = {id(wait): -1 - index for index, wait in enumerate(current.values())}
     edges = {rank: [numbers[id(wait)]] for rank, wait in current.items()}
@@ -113,7 +119,9 @@ def _edges(current: Mapping[int, Wait]) -> dict[int, list[int]]:
     return edges
 
 
-def _held_by_nothing(waits: Iterable[Wait], queues: Mapping[int, list[Wait]]) -> Iterator[int]:
+def _held_by_nothing(
+    waits: Iterable[DumpWait], queues: Mapping[int, list[DumpWait]]
+) -> Iterator[int]:
     """Ranks that lag for a reason of their own, even if they also wait.
 
     Some participant has launched what they missed after all that they wait in, unfinished.
@@ -127,14 +135,14 @@ def _held_by_nothing(waits: Iterable[Wait], queues: Mapping[int, list[Wait]]) ->
         return max((orders.get(place, math.inf) for place in launched.get(rank, ())), default=-1)
 
     for wait in waits:
-        if wait.reason is Reason.HOST and not wait.operation.is_p2p:
+        if wait.reason is DumpWaitReason.HOST and not wait.operation.is_p2p:
             for rank in wait.targets:
                 arrivals = wait.operation.arrivals.items()
                 if any(arrival.order > caught_up(rank, other) for other, arrival in arrivals):
                     yield rank
 
 
-def _orders(rank: int, queue: Iterable[Wait]) -> dict[Hashable, int]:
+def _orders(rank: int, queue: Iterable[DumpWait]) -> dict[Hashable, int]:
     """When the rank first launched each place in the program that it waits in."""
     orders: dict[Hashable, int] = {}
     for wait in queue:
@@ -151,7 +159,7 @@ def _program_place(operation: Operation) -> Hashable:
     return operation.sequence, description, operation.sends_only, distance
 
 
-def _open_at_sends(circle: frozenset[int], queues: dict[int, list[Wait]]) -> bool:
+def _open_at_sends(circle: frozenset[int], queues: dict[int, list[DumpWait]]) -> bool:
     """Leave out the sends that the circle's ranks wait in; False if there are none."""
     opened = False
     for rank in circle if len(circle) > 1 else ():
@@ -161,16 +169,16 @@ def _open_at_sends(circle: frozenset[int], queues: dict[int, list[Wait]]) -> boo
     return opened
 
 
-def _alone(rank: int, waits: Iterable[Wait]) -> list[Culprit]:
+def _alone(rank: int, waits: Iterable[DumpWait]) -> list[DumpCulprit]:
     pointing = [wait for wait in waits if rank in wait.targets]
     reason = min((wait.reason for wait in pointing), key=_PRECEDENCE.index)
     nearest = tuple(wait for wait in pointing if wait.reason is reason)
-    return [Culprit(rank, _KINDS[reason], nearest, any(wait.is_certain for wait in nearest))]
+    return [DumpCulprit(rank, _KINDS[reason], nearest, any(wait.is_certain for wait in nearest))]
 
 
 def _in_circle(
-    circle: frozenset[int], current: Mapping[int, Wait], dumps: Mapping[int, Dump]
-) -> list[Culprit]:
+    circle: frozenset[int], current: Mapping[int, DumpWait], dumps: Mapping[int, Dump]
+) -> list[DumpCulprit]:
     """Those whose order is not that of most, else the fewest whose other order explains it."""
     inside = list({id(current[rank]): current[rank] for rank in circle if rank >= 0}.values())
     blamed = sorted(inside, key=lambda wait: (wait.operation.is_p2p, len(wait.targets)))
@@ -182,9 +190,9 @@ def _in_circle(
         ranks = {rank for wait in fewest for rank in wait.targets if rank in circle}
         is_certain = len(fewest) == 1
     # Two ranks that each wait to receive from the other: one of them stopped before its send.
-    is_host = all(w.reason is Reason.HOST and w.operation.is_p2p for w in inside)
+    is_host = all(w.reason is DumpWaitReason.HOST and w.operation.is_p2p for w in inside)
     return [
-        Culprit(
+        DumpCulprit(
             rank,
             "host" if is_host else "mismatch",
             tuple(wait for wait in inside if rank in wait.targets),
@@ -195,7 +203,7 @@ def _in_circle(
 
 
 def _in_odd_order(
-    circle: frozenset[int], inside: Iterable[Wait], dumps: Mapping[int, Dump]
+    circle: frozenset[int], inside: Iterable[DumpWait], dumps: Mapping[int, Dump]
 ) -> set[int]:
     """The circle's ranks that launched two of its operations in the order that most did not.
 

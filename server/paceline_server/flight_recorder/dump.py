@@ -5,7 +5,7 @@ versions), so one reader serves all. Three oddities of the format are settled he
 
 - An entry's `state` is not the whole truth. Gloo leaves it `scheduled` for ever and says `retired`;
   NCCL leaves the members of a coalesced batch `scheduled` and keeps only the batch's own entry,
-  `nccl:coalesced`, up to date. `completed` of an `Entry` has looked at all of it.
+  `nccl:coalesced`, up to date. `completed` of an `DumpEntry` has looked at all of it.
 - `pg_status` has the rank's own number of a group as its key and `pg_config` the group's name;
   entries hold both. A group without an entry is joined by order: both count up as groups are made.
 - What `pg_status` counts differs: NCCL counts the operations of one kind, gloo all of them. Only
@@ -35,7 +35,7 @@ _PEERS = re.compile(r"^(send|recv) (\d+)(->|<-)(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DumpGroup:
     """A process group. `ranks` are global, in the group's order; empty where nobody lists them."""
 
     name: str
@@ -60,7 +60,7 @@ class Peers(msgspec.Struct, frozen=True, gc=False):
     sends: bool
 
 
-class Entry(msgspec.Struct, frozen=True, gc=False):
+class DumpEntry(msgspec.Struct, frozen=True, gc=False):
     """One operation that this rank has launched (enqueued)."""
 
     order: int  # position in this rank's own order of launches
@@ -83,7 +83,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class GroupStatus:
     """The last sequence numbers of one group. None: not known."""
 
     enqueued: int | None
@@ -97,10 +97,10 @@ class Dump:
 
     rank: int
     version: str
-    entries: tuple[Entry, ...]
+    entries: tuple[DumpEntry, ...]
     is_timed: bool  # whether it says which kernels have started: NCCL does so only when asked to
-    groups: Mapping[str, Group]
-    status: Mapping[str, Status]
+    groups: Mapping[str, DumpGroup]
+    status: Mapping[str, GroupStatus]
 
 
 def dump_from(document: object, rank: int) -> Dump:
@@ -171,7 +171,7 @@ def _text(value: object) -> str:
     return text if text.isprintable() else "".join(filter(str.isprintable, text))
 
 
-def _entry(item: Mapping[str, Any], order: int) -> Entry:
+def _entry(item: Mapping[str, Any], order: int) -> DumpEntry:
     local = _text(item.get("pg_id", ""))
     name, description = (*item.get("process_group", (local, "")), "")[:2]
     backend, _, op = _text(item["profiling_name"]).rpartition(":")
@@ -181,7 +181,7 @@ def _entry(item: Mapping[str, Any], order: int) -> Entry:
         bool(item.get("retired")) and backend != "nccl"
     )
     sequences = _number(item["collective_seq_id"]), _number(item.get("p2p_seq_id", 0))
-    return Entry(
+    return DumpEntry(
         order=order,
         local_group=local,
         group=_text(name),
@@ -227,15 +227,15 @@ def _elements(sizes: list[list[int]]) -> int:
     return sum(math.prod(map(_number, dimensions[:64])) for dimensions in sizes)
 
 
-def _status(value: Mapping[str, Any]) -> Status:
+def _status(value: Mapping[str, Any]) -> GroupStatus:
     def last(what: str) -> int | None:
         sequence = _number(value.get(f"last_{what}_collective", -1))
         return None if sequence < 0 else sequence
 
-    return Status(last("enqueued"), last("started"), last("completed"))
+    return GroupStatus(last("enqueued"), last("started"), last("completed"))
 
 
-def _groups(config: Mapping[Any, Any]) -> dict[str, Group]:
+def _groups(config: Mapping[Any, Any]) -> dict[str, DumpGroup]:
     """The groups with a name: gloo writes one nameless group, of no use."""
     groups = {}
     for key, value in config.items():
@@ -249,12 +249,12 @@ def _groups(config: Mapping[Any, Any]) -> dict[str, Group]:
             members = tuple(_number(rank) for rank in ranks)
             if any(rank < 0 for rank in members):
                 raise ValueError("a negative rank")
-            groups[name] = Group(name, _text(value.get("desc", "")), members)
+            groups[name] = DumpGroup(name, _text(value.get("desc", "")), members)
     return groups
 
 
 def _local_names(
-    entries: Iterable[Entry], groups: Mapping[str, Group], status: Mapping[str, Status]
+    entries: Iterable[DumpEntry], groups: Mapping[str, DumpGroup], status: Mapping[str, GroupStatus]
 ) -> dict[str, str]:
     """The name of each group by the rank's own number of it."""
     known = {entry.local_group: entry.group for entry in entries}
@@ -266,7 +266,7 @@ def _local_names(
     return known
 
 
-def _settled(entries: list[Entry], status: Mapping[str, Status]) -> list[Entry]:
+def _settled(entries: list[DumpEntry], status: Mapping[str, GroupStatus]) -> list[DumpEntry]:
     """The entries with `completed` and `started` as the rest of the dump implies them."""
     implied = _implied_completions(entries, status)
     batches = {_batch(e): e for e in entries if e.signature.op == "coalesced"}
@@ -281,17 +281,19 @@ def _settled(entries: list[Entry], status: Mapping[str, Status]) -> list[Entry]:
     ]
 
 
-def _batch(entry: Entry) -> tuple[str, tuple[int, int]]:
+def _batch(entry: DumpEntry) -> tuple[str, tuple[int, int]]:
     return entry.group, entry.sequences
 
 
-def _implied_completions(entries: list[Entry], status: Mapping[str, Status]) -> dict[str, int]:
+def _implied_completions(
+    entries: list[DumpEntry], status: Mapping[str, GroupStatus]
+) -> dict[str, int]:
     """By group, the sequence number up to which NCCL has completed its collectives.
 
     One stream runs them in order. Messages use a stream for each pair and finish in any order.
     """
     implied: dict[str, int] = {}
-    last: dict[str, Entry] = {}
+    last: dict[str, DumpEntry] = {}
     for entry in entries:
         if entry.backend == "nccl":
             last[entry.group] = entry
@@ -308,8 +310,8 @@ def _implied_completions(entries: list[Entry], status: Mapping[str, Status]) -> 
 
 
 def _settle(
-    entry: Entry, implied: Mapping[str, int], batch: Entry | None, is_batching: bool
-) -> Entry:
+    entry: DumpEntry, implied: Mapping[str, int], batch: DumpEntry | None, is_batching: bool
+) -> DumpEntry:
     completed = (
         entry.completed
         or (not entry.is_p2p and entry.sequence <= implied.get(entry.group, 0))

@@ -56,7 +56,7 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _DumpFile:
     path: Path
     name: str  # in the folder that is read
     rank: int
@@ -91,8 +91,8 @@ def read_folder(directory: Path) -> Folder:
 
 def _read_all(directory: Path, paths: Iterable[Path]) -> Folder:
     dumps: dict[int, Dump] = {}
-    files: dict[int, _File] = {}
-    failed: list[tuple[_File, FlightRecorderError]] = []
+    files: dict[int, _DumpFile] = {}
+    failed: list[tuple[_DumpFile, FlightRecorderError]] = []
     notes: list[str] = []
     ignored: list[str] = []
     for path in sorted(paths, key=lambda path: (len(path.name), path.name, path)):
@@ -138,7 +138,7 @@ def _read_all(directory: Path, paths: Iterable[Path]) -> Folder:
     return Folder(dumps, tuple(notes), frozenset(unreadable), malformed)
 
 
-def _named(path: Path, directory: Path) -> _File | None:
+def _named(path: Path, directory: Path) -> _DumpFile | None:
     """The rank is in the name of the file, or else of the folder it is in."""
     relative = path.relative_to(directory)
     for part, rest in ((path.name, ""), (relative.parent.name, f"/{path.name}")):
@@ -146,11 +146,11 @@ def _named(path: Path, directory: Path) -> _File | None:
         if found is not None:
             first, last = found.span(found.lastindex or 0)
             form = part[:first] + part[last:] + rest
-            return _File(path, str(relative), int(part[first:last]), form)
+            return _DumpFile(path, str(relative), int(part[first:last]), form)
     return None
 
 
-def _read(file: _File) -> Dump:
+def _read(file: _DumpFile) -> Dump:
     try:
         if file.path.stat().st_size > FILE_BYTES_LIMIT:
             raise MalformedDumpError(f"is larger than {FILE_BYTES_LIMIT} bytes, no dump is")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from paceline_server.flight_recorder.dump import Dump, Entry, Group
+from paceline_server.flight_recorder.dump import Dump, DumpEntry, DumpGroup
 
 # A rank that has finished one of these knows that every participant has launched it.
 _SYNCHRONIZING = ("all_reduce", "allreduce", "barrier", "all_to_all", "alltoall", "reduce_scatter")
@@ -23,12 +23,12 @@ _SYNCHRONIZING_GATHERS = ("all_gather", "allgather")
 class Operation:
     """One collective or message that somebody has launched and not finished."""
 
-    group: Group
+    group: DumpGroup
     is_p2p: bool
     op: str  # all_reduce, send 0->1, ...
     sequence: int
     members: tuple[int, ...]
-    arrivals: dict[int, Entry] = field(default_factory=dict)
+    arrivals: dict[int, DumpEntry] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)  # have not launched it
     silent: set[int] = field(default_factory=set)  # left no dump
     sends_only: bool = False  # a message whose receiver has not arrived: seldom waited for
@@ -64,8 +64,8 @@ class _Groups:
     """The group that an entry of a rank belongs to, with its ranks, whoever knows them."""
 
     def __init__(self, dumps: Mapping[int, Dump], world: set[int]) -> None:
-        self._own: dict[tuple[int, str], Group] = {}
-        self._listed: dict[str, set[Group]] = defaultdict(set)
+        self._own: dict[tuple[int, str], DumpGroup] = {}
+        self._listed: dict[str, set[DumpGroup]] = defaultdict(set)
         users: dict[str, set[int]] = defaultdict(set)
         for rank, dump in dumps.items():
             for name, group in dump.groups.items():
@@ -76,9 +76,9 @@ class _Groups:
                 users[used].add(rank)
         self._users = users
         self._world = world
-        self._derived: dict[str, Group] = {}
+        self._derived: dict[str, DumpGroup] = {}
 
-    def of(self, rank: int, entry: Entry) -> Group:
+    def of(self, rank: int, entry: DumpEntry) -> DumpGroup:
         own = self._own.get((rank, entry.group))
         if own is not None:
             return own
@@ -87,10 +87,10 @@ class _Groups:
             return listed[0]
         return self._derived.setdefault(entry.group, self._derive(entry))
 
-    def _derive(self, entry: Entry) -> Group:
+    def _derive(self, entry: DumpEntry) -> DumpGroup:
         is_default = entry.description == "default_pg" or entry.group in ("0", "default_pg")
         ranks = self._world if is_default else self._users[entry.group]
-        return Group(entry.group, entry.description, tuple(sorted(ranks)))
+        return DumpGroup(entry.group, entry.description, tuple(sorted(ranks)))
 
 
 def _collectives(dumps: Mapping[int, Dump], groups: _Groups) -> list[Operation]:
@@ -115,14 +115,14 @@ def _collectives(dumps: Mapping[int, Dump], groups: _Groups) -> list[Operation]:
                 )
             # Of a coalesced batch under one number, the first stands for all.
             operation.arrivals.setdefault(rank, entry)
-    progress = _Progress(dumps)
+    progress = _GroupProgress(dumps)
     open_operations = [o for o in operations.values() if o.unfinished()]
     for operation in open_operations:
         _find_absent(operation, dumps, progress)
     return open_operations
 
 
-def _find_absent(operation: Operation, dumps: Mapping[int, Dump], progress: _Progress) -> None:
+def _find_absent(operation: Operation, dumps: Mapping[int, Dump], progress: _GroupProgress) -> None:
     absent = set(operation.members) - set(operation.arrivals)
     operation.silent = {rank for rank in absent if rank not in dumps}
     if absent == operation.silent or _finished_by_somebody(operation):
@@ -140,7 +140,7 @@ def _finished_by_somebody(operation: Operation) -> bool:
     )
 
 
-class _Progress:
+class _GroupProgress:
     """How far each rank has come in each group, where a collective itself is not in its dump.
 
     A ring keeps the newest entries only, and a dump of active entries holds none that finished.
@@ -186,7 +186,7 @@ class _Progress:
 
 
 def _messages(dumps: Mapping[int, Dump], groups: _Groups) -> list[Operation]:
-    sides: dict[tuple[Group, int, int], dict[bool, list[Entry]]] = defaultdict(
+    sides: dict[tuple[DumpGroup, int, int], dict[bool, list[DumpEntry]]] = defaultdict(
         lambda: {True: [], False: []}
     )
     for rank, dump in dumps.items():
@@ -206,10 +206,10 @@ def _messages(dumps: Mapping[int, Dump], groups: _Groups) -> list[Operation]:
 
 
 def _paired(
-    group: Group,
+    group: DumpGroup,
     sender: int,
     receiver: int,
-    side: Mapping[bool, list[Entry]],
+    side: Mapping[bool, list[DumpEntry]],
     dumps: Mapping[int, Dump],
 ) -> Iterable[Operation]:
     """Messages between two ranks in order. Their numbers count each rank's own, so do not join."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paceline_server.flight_recorder.dump import Dump, dump_from
 from paceline_server.flight_recorder.errors import FlightRecorderError
 from paceline_server.flight_recorder.folder import load
-from paceline_server.flight_recorder.report import Report, analyse
+from paceline_server.flight_recorder.report import HangReport, analyse
 from paceline_wire.batch import RankDump
 from paceline_wire.dumps import unpack
 
@@ -37,7 +37,7 @@ def read(event: RankDump) -> Received:
 
 def conclude(
     received: Mapping[int, Received], expected: Collection[int]
-) -> tuple[Report | None, str]:
+) -> tuple[HangReport | None, str]:
     """The report, or None, and a sentence.
 
     A rank without a dump counts as standing still on its host only if it was told to write one:

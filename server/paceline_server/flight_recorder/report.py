@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline_server.flight_recorder.culprits import Culprit, culprits_of, narrowed
+from paceline_server.flight_recorder.culprits import DumpCulprit, culprits_of, narrowed
 from paceline_server.flight_recorder.dump import Dump
 from paceline_server.flight_recorder.folder import read_folder
 from paceline_server.flight_recorder.operations import (
@@ -16,7 +16,7 @@ from paceline_server.flight_recorder.operations import (
     known_ranks,
     unfinished_operations,
 )
-from paceline_server.flight_recorder.waiting import Reason, Wait, waits_of
+from paceline_server.flight_recorder.waiting import DumpWait, DumpWaitReason, waits_of
 
 _RANKS_SHOWN = 12
 
@@ -66,7 +66,7 @@ class RankStanding:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class HangReport:
     """The whole answer. `kind` is None where nothing hangs."""
 
     culprits: tuple[int, ...]
@@ -83,7 +83,7 @@ class Report:
         return asdict(self)
 
 
-def report(directory: Path) -> Report:
+def report(directory: Path) -> HangReport:
     """Read and analyse a folder of dumps. Raises FlightRecorderError."""
     folder = read_folder(directory)
     return analyse(folder.dumps, folder.notes, folder.unreadable)
@@ -91,7 +91,7 @@ def report(directory: Path) -> Report:
 
 def analyse(
     dumps: Mapping[int, Dump], notes: Iterable[str] = (), expected: Collection[int] = ()
-) -> Report:
+) -> HangReport:
     """The analysis alone: no files, no clock.
 
     `expected`: ranks of the job, with or without a dump, where more is known than the dumps say.
@@ -102,7 +102,7 @@ def analyse(
     ranks = tuple(culprit.rank for culprit in culprits)
     first = _first(culprits)
     without_dump = tuple(sorted(known_ranks(dumps, expected) - set(dumps)))
-    return Report(
+    return HangReport(
         culprits=ranks,
         kind=_kind(culprits, first),
         is_certain=all(culprit.is_certain for culprit in culprits),
@@ -115,8 +115,8 @@ def analyse(
     )
 
 
-def _doubts(first: Wait | None, dumps: Mapping[int, Dump]) -> Iterator[str]:
-    if first is None or first.reason is not Reason.DEVICE:
+def _doubts(first: DumpWait | None, dumps: Mapping[int, Dump]) -> Iterator[str]:
+    if first is None or first.reason is not DumpWaitReason.DEVICE:
         return
     name = first.operation.group.name
     if not any(name in dump.groups and dump.groups[name].ranks for dump in dumps.values()):
@@ -126,9 +126,9 @@ def _doubts(first: Wait | None, dumps: Mapping[int, Dump]) -> Iterator[str]:
         )
 
 
-def _first(culprits: Iterable[Culprit]) -> Wait | None:
+def _first(culprits: Iterable[DumpCulprit]) -> DumpWait | None:
     """The wait that most culprits are the reason of; the oldest of those."""
-    held_by: dict[int, tuple[Wait, int]] = {}
+    held_by: dict[int, tuple[DumpWait, int]] = {}
     for culprit in culprits:
         for wait in culprit.waits:
             held_by[id(wait)] = (wait, held_by.get(id(wait), (wait, 0))[1] + 1)
@@ -136,7 +136,7 @@ def _first(culprits: Iterable[Culprit]) -> Wait | None:
     return min(ranked, key=lambda item: item[:2])[2] if ranked else None
 
 
-def _kind(culprits: Iterable[Culprit], first: Wait | None) -> str | None:
+def _kind(culprits: Iterable[DumpCulprit], first: DumpWait | None) -> str | None:
     return next(
         (c.kind for c in culprits if any(wait is first for wait in c.waits)),
         None,
@@ -148,7 +148,7 @@ def _group(operation: Operation) -> ProcessGroup:
     return ProcessGroup(group.name, group.description, group.ranks)
 
 
-def _missing(wait: Wait) -> MissingCollective:
+def _missing(wait: DumpWait) -> MissingCollective:
     operation = wait.operation
     return MissingCollective(
         op=wait.op,
@@ -157,14 +157,14 @@ def _missing(wait: Wait) -> MissingCollective:
         process_group=_group(operation),
         launched_by=tuple(sorted(operation.arrivals)),
         not_launched_by=tuple(sorted(operation.missing | operation.silent)),
-        differing=tuple(sorted(wait.targets)) if wait.reason is Reason.MISMATCH else (),
+        differing=tuple(sorted(wait.targets)) if wait.reason is DumpWaitReason.MISMATCH else (),
     )
 
 
 def _standings(
     dumps: Mapping[int, Dump],
     operations: Iterable[Operation],
-    waits: Iterable[Wait],
+    waits: Iterable[DumpWait],
     culprits: set[int],
     without_dump: Iterable[int],
 ) -> list[RankStanding]:
@@ -172,7 +172,7 @@ def _standings(
     for operation in operations:
         for rank in operation.members:
             relevant[rank].add(operation.group.name)
-    first: dict[int, Wait] = {}
+    first: dict[int, DumpWait] = {}
     for wait in waits:
         for rank in wait.operation.unfinished():
             order = wait.operation.arrivals[rank].order
@@ -186,7 +186,9 @@ def _standings(
     return sorted(standings, key=lambda standing: standing.rank)
 
 
-def _standing(dump: Dump, wait: Wait | None, is_culprit: bool, names: list[str]) -> RankStanding:
+def _standing(
+    dump: Dump, wait: DumpWait | None, is_culprit: bool, names: list[str]
+) -> RankStanding:
     state = "culprit" if is_culprit else "waiting" if wait else "not waiting"
     others = () if wait is None else tuple(sorted(wait.targets - {dump.rank}))
     named = None if wait is None else _name(wait)
@@ -212,12 +214,14 @@ def _group_standing(dump: Dump, name: str) -> GroupStanding:
     )
 
 
-def _name(wait: Wait) -> str:
+def _name(wait: DumpWait) -> str:
     group = wait.operation.group
     return f"{wait.op} {wait.operation.sequence} of {group.description or 'group'} ({group.name})"
 
 
-def _verdict(culprits: list[Culprit], first: Wait | None, without_dump: tuple[int, ...]) -> str:
+def _verdict(
+    culprits: list[DumpCulprit], first: DumpWait | None, without_dump: tuple[int, ...]
+) -> str:
     if first is None:
         lost = f"; {_ranks(without_dump)} left no dump" if without_dump else ""
         return f"Nothing hangs: no rank waits for another in any collective or message{lost}."
@@ -229,19 +233,19 @@ def _verdict(culprits: list[Culprit], first: Wait | None, without_dump: tuple[in
     return f"{_cause(culprits, first, who, what)} (group of {members}{held})."
 
 
-def _cause(culprits: list[Culprit], first: Wait, who: str, what: str) -> str:
+def _cause(culprits: list[DumpCulprit], first: DumpWait, who: str, what: str) -> str:
     if not all(culprit.is_certain for culprit in culprits):
         who = f"One of {who} (the dumps do not say which)" if len(culprits) > 1 else who
     else:
         who = who[0].upper() + who[1:]
     match first.reason:
-        case Reason.MISMATCH:
+        case DumpWaitReason.MISMATCH:
             return f"{who} launched something else in the place of {what}"
-        case Reason.NO_DUMP:
+        case DumpWaitReason.NO_DUMP:
             return f"{who} left no dump, and all others launched {what}: dead or stuck on the host"
         case _ if any(culprit.kind == "mismatch" for culprit in culprits):
             return f"{who} launched in another order: something else stands before {what}"
-        case Reason.HOST:
+        case DumpWaitReason.HOST:
             return f"{who} stopped on the host, before launching {what}"
     return f"{who} stopped on the device: every rank launched {what}, and it does not end"
 

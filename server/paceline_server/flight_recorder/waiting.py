@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from paceline_server.flight_recorder.dump import Dump, Entry, Signature
+from paceline_server.flight_recorder.dump import Dump, DumpEntry, Signature
 from paceline_server.flight_recorder.operations import Operation
 
 # Operations of these names have the same number of elements on every rank. Others may differ by
@@ -23,7 +23,7 @@ _EVEN = {"all_reduce", "allreduce", "broadcast", "reduce", "p2p"}
 _EVEN |= {"_all_gather_base", "_allgather_base", "_reduce_scatter_base"}
 
 
-class Reason(enum.Enum):
+class DumpWaitReason(enum.Enum):
     """Why an operation does not finish."""
 
     HOST = "host"
@@ -34,11 +34,11 @@ class Reason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class DumpWait:
     """One unfinished operation and the ranks that keep it from finishing."""
 
     operation: Operation
-    reason: Reason
+    reason: DumpWaitReason
     targets: frozenset[int]
     is_certain: bool = True  # False: one of the targets, and the dumps do not say which
 
@@ -52,7 +52,7 @@ class Wait:
         return arrivals[min(due)].signature.op
 
 
-def waits_of(operations: Iterable[Operation], dumps: Mapping[int, Dump]) -> list[Wait]:
+def waits_of(operations: Iterable[Operation], dumps: Mapping[int, Dump]) -> list[DumpWait]:
     """Every operation that somebody keeps from finishing, with the reason."""
     operations = list(operations)
     earliest: dict[int, int] = {}
@@ -67,23 +67,27 @@ def waits_of(operations: Iterable[Operation], dumps: Mapping[int, Dump]) -> list
 
 def _wait(
     operation: Operation, earliest: Mapping[int, int], dumps: Mapping[int, Dump], votes: _Votes
-) -> Wait:
+) -> DumpWait:
     odd = votes.odd_ones(operation)
     if odd:
-        return Wait(operation, Reason.MISMATCH, frozenset(odd), odd != set(operation.arrivals))
+        return DumpWait(
+            operation, DumpWaitReason.MISMATCH, frozenset(odd), odd != set(operation.arrivals)
+        )
     if operation.missing:
-        return Wait(operation, Reason.HOST, frozenset(operation.missing))
+        return DumpWait(operation, DumpWaitReason.HOST, frozenset(operation.missing))
     if operation.silent:
-        return Wait(operation, Reason.NO_DUMP, frozenset(operation.silent))
+        return DumpWait(operation, DumpWaitReason.NO_DUMP, frozenset(operation.silent))
     if len(operation.arrivals) < len(operation.members):
-        return Wait(operation, Reason.HOST, frozenset())  # the others' dumps are older, no more
+        return DumpWait(
+            operation, DumpWaitReason.HOST, frozenset()
+        )  # the others' dumps are older, no more
     unfinished = operation.unfinished()
     suspects = _not_started(operation, dumps) or unfinished
     late = {rank for rank in suspects if operation.arrivals[rank].order > earliest[rank]}
     if late:
-        return Wait(operation, Reason.BEHIND, frozenset(late), is_certain=False)
+        return DumpWait(operation, DumpWaitReason.BEHIND, frozenset(late), is_certain=False)
     is_certain = len(suspects) == 1 or suspects != set(operation.arrivals)
-    return Wait(operation, Reason.DEVICE, frozenset(suspects), is_certain)
+    return DumpWait(operation, DumpWaitReason.DEVICE, frozenset(suspects), is_certain)
 
 
 def _not_started(operation: Operation, dumps: Mapping[int, Dump]) -> set[int]:
@@ -135,7 +139,7 @@ class _Votes:
         return {rank for rank, claim in claims.items() if claim != leading[0]}
 
 
-def _place(entry: Entry) -> Hashable:
+def _place(entry: DumpEntry) -> Hashable:
     return entry.description, entry.is_p2p, entry.sequence
 
 

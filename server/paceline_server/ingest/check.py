@@ -15,7 +15,7 @@ from paceline_wire.batch import (
     RankDefined,
     RankDump,
     RankExited,
-    RankStacks,
+    RankStackTraces,
     RankStarted,
     RankState,
     SpanBlock,
@@ -83,7 +83,7 @@ def _event_numbers(event: Event) -> _Numbers:
         case RankAttached(identity=identity):
             rank = _rank(identity.generation, identity.rank)
             return (at, *rank, ("pid", identity.pid, _LIMIT_32))
-        case RankStacks():
+        case RankStackTraces():
             return (at, *_rank(event.generation, event.rank), ("pid", event.pid or 0, _LIMIT_32))
         case RankDump():
             return (

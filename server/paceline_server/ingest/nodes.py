@@ -11,7 +11,7 @@ from sqlalchemy import BindParameter, Connection, Table, bindparam, insert, sele
 from sqlalchemy.orm import Session
 
 from paceline_server.store.changes import record_changes
-from paceline_server.store.models import Boot, GpuReading, Node
+from paceline_server.store.models import BootRow, GpuReading, NodeRow
 from paceline_wire.batch import AgentHello, Batch, Sample
 
 _GPU_SHOWN_NS = 1_000_000_000  # a node's readings are announced this often at most
@@ -33,8 +33,8 @@ class _Heard:
 
 
 # Over the bare tables: of a thousand nodes mapped objects would cost more than all else here.
-_NODES: Table = Node.__table__  # type: ignore[assignment]  # is a Table
-_BOOTS: Table = Boot.__table__  # type: ignore[assignment]
+_NODES: Table = NodeRow.__table__  # type: ignore[assignment]  # is a Table
+_BOOTS: Table = BootRow.__table__  # type: ignore[assignment]
 _FIELDS = tuple(field.name for field in fields(_Heard) if field.name != "hello")
 _AGENTS: BindParameter[str] = bindparam("agents", expanding=True)
 _KNOWN_NODES = select(*(_NODES.c[name] for name in _FIELDS)).where(_NODES.c.agent_id.in_(_AGENTS))

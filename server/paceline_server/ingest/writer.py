@@ -24,9 +24,16 @@ from paceline_server.metrics import ServingMetrics
 from paceline_server.store import attachments, rank_evidence
 from paceline_server.store.commands import finish_command
 from paceline_server.store.database import UNAVAILABLE, Database
-from paceline_server.store.log import Entry, append_all
+from paceline_server.store.log import ReceivedBatch, append_all
 from paceline_server.store.wake import Wakes
-from paceline_wire.batch import Batch, CommandResult, RankAttached, RankDump, RankExited, RankStacks
+from paceline_wire.batch import (
+    Batch,
+    CommandResult,
+    RankAttached,
+    RankDump,
+    RankExited,
+    RankStackTraces,
+)
 
 _log = logging.getLogger(__name__)
 Status = Literal["stored", "duplicate"]
@@ -153,7 +160,7 @@ class LogWriter:
 
 
 def _store(session: Session, group: list[Arrival]) -> list[Status]:
-    entries = [Entry(one.batch, one.payload, one.received_ns) for one in group]
+    entries = [ReceivedBatch(one.batch, one.payload, one.received_ns) for one in group]
     stored = append_all(session, entries)
     new = [entry for entry, is_new in zip(entries, stored, strict=True) if is_new]
     if new:
@@ -162,7 +169,7 @@ def _store(session: Session, group: list[Arrival]) -> list[Status]:
         for event in entry.batch.events:
             if isinstance(event, CommandResult):
                 finish_command(session, entry.batch.agent_id, event, entry.received_ns)
-            elif isinstance(event, RankStacks | RankDump):
+            elif isinstance(event, RankStackTraces | RankDump):
                 rank_evidence.keep(session, entry.batch.agent_id, event, entry.received_ns)
             elif isinstance(event, RankAttached):
                 attachments.keep(session, entry.batch.agent_id, event, entry.received_ns)

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from paceline_server.store.database import insert_into
 from paceline_server.store.log import FINISHED
-from paceline_server.store.models import Attachment, Generation, Job, Rank
+from paceline_server.store.models import AttachmentRow, GenerationRow, JobRow, RankRow
 from paceline_wire.batch import RankAttached, RankExited
 from paceline_wire.job_name import is_job_name
 from paceline_wire.ring import Identity
@@ -45,7 +45,7 @@ def keep(session: Session, agent_id: str, event: RankAttached, received_ns: int)
     job_id, world_size = identity.job, identity.world_size
     if not is_job_name(job_id) or not 0 <= identity.rank < world_size <= RANKS_AT_MOST:
         return
-    if session.scalar(select(Job.watched).where(Job.id == job_id)) is False:
+    if session.scalar(select(JobRow.watched).where(JobRow.id == job_id)) is False:
         return
     row = {
         "agent_id": agent_id,
@@ -58,9 +58,9 @@ def keep(session: Session, agent_id: str, event: RankAttached, received_ns: int)
     }
     keys = {"job_id": job_id, "generation": identity.generation, "rank": identity.rank}
     _give_up_earlier(session, agent_id, identity)
-    same = Attachment.agent_id == agent_id, Attachment.started_ns == identity.started_ns
+    same = AttachmentRow.agent_id == agent_id, AttachmentRow.started_ns == identity.started_ns
     session.execute(
-        insert_into(session, Attachment)
+        insert_into(session, AttachmentRow)
         .values(**keys, **row)
         .on_conflict_do_update(index_elements=list(keys), set_=row, where=not_(and_(*same)))
     )
@@ -69,19 +69,21 @@ def keep(session: Session, agent_id: str, event: RankAttached, received_ns: int)
 def _give_up_earlier(session: Session, agent_id: str, identity: Identity) -> None:
     """A node's launcher ends the processes of one generation before it starts those of another."""
     earlier = (
-        Attachment.job_id == identity.job,
-        Attachment.agent_id == agent_id,
-        Attachment.generation != identity.generation,
-        Attachment.started_ns < identity.started_ns,
-        Attachment.placed.is_(False),
+        AttachmentRow.job_id == identity.job,
+        AttachmentRow.agent_id == agent_id,
+        AttachmentRow.generation != identity.generation,
+        AttachmentRow.started_ns < identity.started_ns,
+        AttachmentRow.placed.is_(False),
     )
-    session.execute(update(Attachment).where(*earlier).values(placed=True))
+    session.execute(update(AttachmentRow).where(*earlier).values(placed=True))
 
 
 def end(session: Session, agent_id: str, event: RankExited, received_ns: int) -> None:
     """Of a rank whose run is not whole yet."""
     keys = event.job, event.generation, event.rank
-    row = session.get(Attachment, keys, populate_existing=True) if "\0" not in event.job else None
+    row = (
+        session.get(AttachmentRow, keys, populate_existing=True) if "\0" not in event.job else None
+    )
     if row is None or row.placed:
         return
     if (row.agent_id, row.identity.pid) == (agent_id, event.pid):
@@ -90,39 +92,39 @@ def end(session: Session, agent_id: str, event: RankExited, received_ns: int) ->
 
 def give_up(session: Session, before_ns: int) -> None:
     """Ranks that ended by then gather no more: those that are still to come are of another run."""
-    ended = Attachment.placed.is_(False), Attachment.ended_ns < before_ns
-    session.execute(update(Attachment).where(*ended).values(placed=True))
+    ended = AttachmentRow.placed.is_(False), AttachmentRow.ended_ns < before_ns
+    session.execute(update(AttachmentRow).where(*ended).values(placed=True))
 
 
 def gathering(session: Session, job_id: str | None = None) -> list[Gathering]:
     """Of one job, or of all."""
     query = select(
-        Attachment.job_id,
-        func.max(Attachment.generation),
-        Attachment.world_size,
-        func.count(Attachment.rank.distinct()),
-        func.min(Attachment.received_ns),
-        func.max(Attachment.received_ns),
-    ).where(Attachment.placed.is_(False))
+        AttachmentRow.job_id,
+        func.max(AttachmentRow.generation),
+        AttachmentRow.world_size,
+        func.count(AttachmentRow.rank.distinct()),
+        func.min(AttachmentRow.received_ns),
+        func.max(AttachmentRow.received_ns),
+    ).where(AttachmentRow.placed.is_(False))
     if job_id is not None:
-        query = query.where(Attachment.job_id == job_id)
-    together = Attachment.job_id, Attachment.world_size
+        query = query.where(AttachmentRow.job_id == job_id)
+    together = AttachmentRow.job_id, AttachmentRow.world_size
     rows = session.execute(query.group_by(*together).order_by(*together))
     return [Gathering(*row) for row in rows]
 
 
-def follows(session: Session, job: Job, gathered: Gathering) -> bool:
+def follows(session: Session, job: JobRow, gathered: Gathering) -> bool:
     """Whether it came after what is known of a job; else it is news that were late.
 
     Another run of the same name counts its generations anew.
     """
     if gathered.generation > job.generation:
         return True
-    known = session.get(Generation, (job.id, job.generation))
+    known = session.get(GenerationRow, (job.id, job.generation))
     return known is None or gathered.oldest_ns > known.placement.started_ns
 
 
-def is_superseded(session: Session, job: Job) -> bool:
+def is_superseded(session: Session, job: JobRow) -> bool:
     """Whether a later run of a watched job is whole, and this one cannot go on beside it.
 
     A node has one process of a rank, so those of a run on the same nodes are gone, even where
@@ -130,18 +132,18 @@ def is_superseded(session: Session, job: Job) -> bool:
     """
     whole = [each for each in gathering(session, job.id) if each.is_whole]
     for later in (each for each in whole if follows(session, job, each)):
-        nodes = select(Attachment.agent_id).where(*_of(later))
-        left = select(Rank.rank).where(Rank.job_id == job.id, Rank.state != "exited")
-        is_beside = left.where(Rank.agent_id.not_in(nodes)).limit(1)
+        nodes = select(AttachmentRow.agent_id).where(*_of(later))
+        left = select(RankRow.rank).where(RankRow.job_id == job.id, RankRow.state != "exited")
+        is_beside = left.where(RankRow.agent_id.not_in(nodes)).limit(1)
         if later.generation > job.generation or session.scalar(is_beside) is None:
             return True
     return False
 
 
-def take(session: Session, gathered: Gathering) -> list[Attachment]:
+def take(session: Session, gathered: Gathering) -> list[AttachmentRow]:
     """They gather no more. Only one worker is given them, in the order of their ranks."""
     taken = session.scalars(
-        update(Attachment).where(*_of(gathered)).values(placed=True).returning(Attachment)
+        update(AttachmentRow).where(*_of(gathered)).values(placed=True).returning(AttachmentRow)
     )
     newest = {each.rank: each for each in sorted(taken, key=attrgetter("received_ns"))}
     return [newest[rank] for rank in sorted(newest)]
@@ -149,14 +151,14 @@ def take(session: Session, gathered: Gathering) -> list[Attachment]:
 
 def _of(gathered: Gathering) -> tuple[ColumnElement[bool], ...]:
     return (
-        Attachment.job_id == gathered.job_id,
-        Attachment.world_size == gathered.world_size,
-        Attachment.placed.is_(False),
+        AttachmentRow.job_id == gathered.job_id,
+        AttachmentRow.world_size == gathered.world_size,
+        AttachmentRow.placed.is_(False),
     )
 
 
 def forget(session: Session, before_ns: int) -> None:
     """But for those of jobs that go on: an agent may tell of them again."""
-    goes_on = select(Job.id).where(Job.state.not_in(FINISHED))
-    is_old = Attachment.received_ns < before_ns, Attachment.job_id.not_in(goes_on)
-    session.execute(delete(Attachment).where(*is_old))
+    goes_on = select(JobRow.id).where(JobRow.state.not_in(FINISHED))
+    is_old = AttachmentRow.received_ns < before_ns, AttachmentRow.job_id.not_in(goes_on)
+    session.execute(delete(AttachmentRow).where(*is_old))

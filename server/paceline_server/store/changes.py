@@ -8,14 +8,14 @@ from typing import Literal
 from sqlalchemy import Table, delete, func, insert, or_, select
 from sqlalchemy.orm import Session
 
-from paceline_server.store.models import Change
+from paceline_server.store.models import ChangeRow
 
-_TABLE: Table = Change.__table__  # type: ignore[assignment]  # is a Table
+_TABLE: Table = ChangeRow.__table__  # type: ignore[assignment]  # is a Table
 Kind = Literal["job", "step", "incident", "action", "node", "ranks"]
 
 
 def record_change(session: Session, job_id: str | None, kind: Kind, subject: str) -> None:
-    session.execute(insert(Change).values(job_id=job_id, kind=kind, subject=subject))
+    session.execute(insert(ChangeRow).values(job_id=job_id, kind=kind, subject=subject))
 
 
 def record_changes(
@@ -28,22 +28,22 @@ def record_changes(
 
 
 def newest_change(session: Session) -> int:
-    return session.scalar(select(func.max(Change.id))) or 0
+    return session.scalar(select(func.max(ChangeRow.id))) or 0
 
 
 def oldest_change(session: Session) -> int:
-    return session.scalar(select(func.min(Change.id))) or 0
+    return session.scalar(select(func.min(ChangeRow.id))) or 0
 
 
 def changes_after(
     session: Session, position: int, job_id: str | None, limit: int = 1000
-) -> list[Change]:
+) -> list[ChangeRow]:
     """In order. With `job_id`, those of that job and those of interest to all."""
-    query = select(Change).where(Change.id > position).order_by(Change.id).limit(limit)
+    query = select(ChangeRow).where(ChangeRow.id > position).order_by(ChangeRow.id).limit(limit)
     if job_id is not None:
-        query = query.where(or_(Change.job_id == job_id, Change.job_id.is_(None)))
+        query = query.where(or_(ChangeRow.job_id == job_id, ChangeRow.job_id.is_(None)))
     return list(session.scalars(query))
 
 
 def prune_changes(session: Session, kept: int) -> None:
-    session.execute(delete(Change).where(Change.id <= newest_change(session) - kept))
+    session.execute(delete(ChangeRow).where(ChangeRow.id <= newest_change(session) - kept))

@@ -8,7 +8,14 @@ from sqlalchemy.orm import Session
 
 from paceline_server.decide.types import IssuedCommand
 from paceline_server.store import queries
-from paceline_server.store.models import Acknowledgement, Action, CommandRow, Counter, Job, Node
+from paceline_server.store.models import (
+    AcknowledgementRow,
+    ActionRow,
+    CommandRow,
+    CounterRow,
+    JobRow,
+    NodeRow,
+)
 from paceline_wire.batch import CommandResult
 from paceline_wire.commands import Burst, Ping, TakeDumps, TakeStacks
 
@@ -18,10 +25,10 @@ _COUNTER = "command"
 def reserve_command_ids(session: Session, count: int) -> range:
     """Ids that nobody else gets, from 1. An unused rest is lost, which does no harm."""
     end = session.scalar(
-        update(Counter)
-        .where(Counter.name == _COUNTER)
-        .values(value=Counter.value + count)
-        .returning(Counter.value)
+        update(CounterRow)
+        .where(CounterRow.name == _COUNTER)
+        .values(value=CounterRow.value + count)
+        .returning(CounterRow.value)
     )
     assert end is not None, "the first migration makes the counter"
     return range(end - count + 1, end + 1)
@@ -39,17 +46,17 @@ def _as_ranks_say(
     session: Session, job_id: str, command: TakeStacks | TakeDumps
 ) -> TakeStacks | TakeDumps:
     """Those of one node agree on the number of their generation."""
-    said = queries.said(session, session.get_one(Job, job_id))
+    said = queries.said(session, session.get_one(JobRow, job_id))
     generation = said.get(command.ranks[0], command.generation)
     return msgspec.structs.replace(command, generation=generation)
 
 
 def ask_for_burst(
-    session: Session, node: Node, collectors: list[str], seconds: float, now_ns: int
+    session: Session, node: NodeRow, collectors: list[str], seconds: float, now_ns: int
 ) -> None:
     """Have a node's agent collect ten times a second. The node must hold ranks of a job."""
     assert node.job_id is not None
-    job = session.get_one(Job, node.job_id)
+    job = session.get_one(JobRow, node.job_id)
     (command_id,) = reserve_command_ids(session, 1)
     command = Burst(command_id=command_id, collectors=collectors, seconds=seconds)
     asked = IssuedCommand(agent_id=node.agent_id, action_id="", command=command)
@@ -105,11 +112,11 @@ def withdraw(session: Session, job_id: str, before_generation: int | None, now_n
 
 def prune_commands(session: Session, before_ns: int) -> None:
     """Forget those that were finished by then, but for those of actions that run."""
-    runs = select(Action.id).where(Action.state == "running")
+    runs = select(ActionRow.id).where(ActionRow.state == "running")
     old = select(CommandRow.id).where(
         CommandRow.finished_ns < before_ns, CommandRow.action_id.not_in(runs)
     )
-    session.execute(delete(Acknowledgement).where(Acknowledgement.command_id.in_(old)))
+    session.execute(delete(AcknowledgementRow).where(AcknowledgementRow.command_id.in_(old)))
     session.execute(delete(CommandRow).where(CommandRow.id.in_(old)))
 
 

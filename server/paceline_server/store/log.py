@@ -10,19 +10,19 @@ from sqlalchemy import Table, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from paceline_server.store.database import insert_into
-from paceline_server.store.models import Boot, HotLog, Job
+from paceline_server.store.models import BootRow, HotLogRow, JobRow
 from paceline_wire.batch import Batch
 
 FINISHED = ("finished", "failed", "stopped")
 
 _WALKED_TOGETHER = 100
-_TABLE: Table = HotLog.__table__  # type: ignore[assignment]  # is a Table
-_PRUNED = select(Boot.agent_id, Boot.boot_id, Boot.pruned_sequence).where(
-    Boot.agent_id.in_(bindparam("agents", expanding=True)), Boot.pruned_sequence.is_not(None)
+_TABLE: Table = HotLogRow.__table__  # type: ignore[assignment]  # is a Table
+_PRUNED = select(BootRow.agent_id, BootRow.boot_id, BootRow.pruned_sequence).where(
+    BootRow.agent_id.in_(bindparam("agents", expanding=True)), BootRow.pruned_sequence.is_not(None)
 )
 
 
-class Entry(NamedTuple):
+class ReceivedBatch(NamedTuple):
     """A batch as it came."""
 
     batch: Batch
@@ -36,16 +36,16 @@ class Entry(NamedTuple):
 
 def append(session: Session, batch: Batch, payload: bytes, received_ns: int) -> bool:
     """False if this batch was stored before, pruned since or not."""
-    return append_all(session, [Entry(batch, payload, received_ns)])[0]
+    return append_all(session, [ReceivedBatch(batch, payload, received_ns)])[0]
 
 
-def append_all(session: Session, entries: Sequence[Entry]) -> list[bool]:
+def append_all(session: Session, entries: Sequence[ReceivedBatch]) -> list[bool]:
     """In order, with one statement for all; for each what `append` says of it."""
     pruned = _pruned(session, entries)
     new = [entry for entry in entries if entry.key[2] > pruned.get(entry.key[:2], -1)]
     stored: set[tuple[str, str, int]] = set()
     if new:
-        columns = HotLog.agent_id, HotLog.boot_id, HotLog.sequence
+        columns = HotLogRow.agent_id, HotLogRow.boot_id, HotLogRow.sequence
         statement = (
             insert_into(session, _TABLE)
             .on_conflict_do_nothing(index_elements=["agent_id", "boot_id", "sequence"])
@@ -60,7 +60,7 @@ def append_all(session: Session, entries: Sequence[Entry]) -> list[bool]:
     return answers
 
 
-def _row(entry: Entry) -> dict[str, object]:
+def _row(entry: ReceivedBatch) -> dict[str, object]:
     agent_id, boot_id, sequence = entry.key
     return {
         "agent_id": agent_id,
@@ -72,7 +72,7 @@ def _row(entry: Entry) -> dict[str, object]:
     }
 
 
-def _pruned(session: Session, entries: Sequence[Entry]) -> dict[tuple[str, str], int]:
+def _pruned(session: Session, entries: Sequence[ReceivedBatch]) -> dict[tuple[str, str], int]:
     """By boot, the last sequence number that was stored once and is no longer here."""
     asked = {"agents": sorted({entry.batch.agent_id for entry in entries})}
     rows = session.connection().execute(_PRUNED, asked)
@@ -80,25 +80,25 @@ def _pruned(session: Session, entries: Sequence[Entry]) -> dict[tuple[str, str],
 
 
 def newest_log_id(session: Session) -> int:
-    return session.scalar(select(func.max(HotLog.id))) or 0
+    return session.scalar(select(func.max(HotLogRow.id))) or 0
 
 
-def read_log(session: Session, after: int, limit: int) -> list[HotLog]:
-    query = select(HotLog).where(HotLog.id > after).order_by(HotLog.id).limit(limit)
+def read_log(session: Session, after: int, limit: int) -> list[HotLogRow]:
+    query = select(HotLogRow).where(HotLogRow.id > after).order_by(HotLogRow.id).limit(limit)
     return list(session.scalars(query))
 
 
 def read_log_part(
     session: Session, after: int, limit: int, most_bytes: int
-) -> tuple[list[HotLog], bool]:
+) -> tuple[list[HotLogRow], bool]:
     """The next up to `limit` entries, of up to `most_bytes` together (or one larger entry).
 
     Also whether there are more.
     """
     sizes = session.execute(
-        select(HotLog.id, HotLog.size_bytes)
-        .where(HotLog.id > after)
-        .order_by(HotLog.id)
+        select(HotLogRow.id, HotLogRow.size_bytes)
+        .where(HotLogRow.id > after)
+        .order_by(HotLogRow.id)
         .limit(limit + 1)
     ).all()
     taken, total = 0, 0
@@ -110,7 +110,7 @@ def read_log_part(
     return read_log(session, after, taken) if taken else [], taken < len(sizes)
 
 
-def walk_log(session: Session, after: int, most: int) -> Iterator[HotLog]:
+def walk_log(session: Session, after: int, most: int) -> Iterator[HotLogRow]:
     """Up to `most` entries after a position, a few in memory at a time."""
     while most > 0:
         entries = read_log(session, after, min(most, _WALKED_TOGETHER))
@@ -124,13 +124,13 @@ def walk_log(session: Session, after: int, most: int) -> Iterator[HotLog]:
 
 def position_at(session: Session, received_ns: int) -> int:
     """The last entry that had come by then; 0: none that is kept."""
-    query = select(func.max(HotLog.id)).where(HotLog.received_ns < received_ns)
+    query = select(func.max(HotLogRow.id)).where(HotLogRow.received_ns < received_ns)
     return session.scalar(query) or 0
 
 
 def _least_cursor(session: Session) -> int | None:
     """What all unfinished jobs have read; None: there are none."""
-    return session.scalar(select(func.min(Job.cursor)).where(Job.state.not_in(FINISHED)))
+    return session.scalar(select(func.min(JobRow.cursor)).where(JobRow.state.not_in(FINISHED)))
 
 
 def oldest_unread_ns(session: Session) -> int | None:
@@ -138,7 +138,9 @@ def oldest_unread_ns(session: Session) -> int | None:
     cursor = _least_cursor(session)
     if cursor is None:
         return None
-    query = select(HotLog.received_ns).where(HotLog.id > cursor).order_by(HotLog.id).limit(1)
+    query = (
+        select(HotLogRow.received_ns).where(HotLogRow.id > cursor).order_by(HotLogRow.id).limit(1)
+    )
     return session.scalar(query)
 
 
@@ -157,10 +159,10 @@ class LogSizes:
 
     def last_in_excess(self, session: Session, keep_bytes: int) -> int:
         """The last entry that may go so that `keep_bytes` are kept, or a part more; 0: none."""
-        oldest = session.scalar(select(func.min(HotLog.id))) or 0
-        last, size = func.max(HotLog.id), func.sum(HotLog.size_bytes)
-        part = HotLog.id // self._entries_per_part
-        news = select(last, size).where(HotLog.id > self._seen).group_by(part).order_by(last)
+        oldest = session.scalar(select(func.min(HotLogRow.id))) or 0
+        last, size = func.max(HotLogRow.id), func.sum(HotLogRow.size_bytes)
+        part = HotLogRow.id // self._entries_per_part
+        news = select(last, size).where(HotLogRow.id > self._seen).group_by(part).order_by(last)
         for last_id, size_bytes in session.execute(news):
             self._parts.append((last_id, int(size_bytes)))
             self._bytes += int(size_bytes)
@@ -178,7 +180,9 @@ class LogSizes:
 
 def last_to_drop(session: Session, before_ns: int, in_excess: int) -> int | None:
     """The last entry older than `before_ns` or up to `in_excess`; never one that is unread."""
-    old = session.scalar(select(func.max(HotLog.id)).where(HotLog.received_ns < before_ns)) or 0
+    old = (
+        session.scalar(select(func.max(HotLogRow.id)).where(HotLogRow.received_ns < before_ns)) or 0
+    )
     last = max(old, in_excess)
     unread = _least_cursor(session)
     if unread is not None:
@@ -191,26 +195,34 @@ def drop_log(session: Session, last: int, most: int) -> int:
 
     Returns how many.
     """
-    oldest = select(HotLog.id).where(HotLog.id <= last).order_by(HotLog.id).limit(most).subquery()
+    oldest = (
+        select(HotLogRow.id)
+        .where(HotLogRow.id <= last)
+        .order_by(HotLogRow.id)
+        .limit(most)
+        .subquery()
+    )
     count, until = session.execute(select(func.count(), func.max(oldest.c.id))).one()
     if not count:
         return 0
     dropped = (
-        select(HotLog.agent_id, HotLog.boot_id, func.max(HotLog.sequence).label("sequence"))
-        .where(HotLog.id <= until)
-        .group_by(HotLog.agent_id, HotLog.boot_id)
+        select(
+            HotLogRow.agent_id, HotLogRow.boot_id, func.max(HotLogRow.sequence).label("sequence")
+        )
+        .where(HotLogRow.id <= until)
+        .group_by(HotLogRow.agent_id, HotLogRow.boot_id)
         .subquery()
     )
-    known = func.coalesce(Boot.pruned_sequence, -1)
+    known = func.coalesce(BootRow.pruned_sequence, -1)
     session.execute(
-        update(Boot)
+        update(BootRow)
         .where(
-            Boot.agent_id == dropped.c.agent_id,
-            Boot.boot_id == dropped.c.boot_id,
+            BootRow.agent_id == dropped.c.agent_id,
+            BootRow.boot_id == dropped.c.boot_id,
             dropped.c.sequence > known,
         )
         .values(pruned_sequence=dropped.c.sequence)
         .execution_options(synchronize_session=False)
     )
-    session.execute(delete(HotLog).where(HotLog.id <= until))
+    session.execute(delete(HotLogRow).where(HotLogRow.id <= until))
     return int(count)

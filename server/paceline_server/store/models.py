@@ -1,6 +1,6 @@
 """The tables. Times are nanoseconds of the server's CLOCK_REALTIME; structs are stored as JSON.
 
-`HotLog` is the truth as it arrived. All other rows of a job are written by the worker that holds
+`HotLogRow` is the truth as it arrived. All other rows of a job are written by the worker that holds
 its lease, except where a column says otherwise.
 """
 
@@ -33,7 +33,7 @@ from paceline_server.decide.types import (
 from paceline_server.engine.types import Placement
 from paceline_server.policy import Policy
 from paceline_server.steps.types import Ledger, StepSummary
-from paceline_wire.batch import AgentHello, RankDump, RankStacks
+from paceline_wire.batch import AgentHello, RankDump, RankStackTraces
 from paceline_wire.ring import Identity
 from paceline_wire.topology import Topology
 
@@ -101,7 +101,7 @@ class Base(DeclarativeBase):
     type_annotation_map = {int: BigInteger, str: Text}  # noqa: RUF012 (SQLAlchemy reads it so)
 
 
-class Token(Base):
+class TokenRow(Base):
     """A bearer token. `hash` is SHA-256: the token itself is 256 random bits."""
 
     __tablename__ = "tokens"
@@ -113,7 +113,7 @@ class Token(Base):
     revoked_ns: Mapped[int | None]
 
 
-class HotLog(Base):
+class HotLogRow(Base):
     """Every batch as it came, compressed. Ids are in commit order, and never used twice."""
 
     __tablename__ = "hot_log"
@@ -132,7 +132,7 @@ class HotLog(Base):
     payload: Mapped[bytes] = mapped_column(LargeBinary)
 
 
-class Boot(Base):
+class BootRow(Base):
     """One life of an agent. Batches up to `pruned_sequence` were stored once and pruned since."""
 
     __tablename__ = "boots"
@@ -143,7 +143,7 @@ class Boot(Base):
     pruned_sequence: Mapped[int | None]
 
 
-class Node(Base):
+class NodeRow(Base):
     """One agent. Ingest writes all but `quarantine_reason` and `job_id`."""
 
     __tablename__ = "nodes"
@@ -160,7 +160,7 @@ class Node(Base):
     job_id: Mapped[str | None] = mapped_column(String(64), index=True)
 
 
-class Job(Base):
+class JobRow(Base):
     __tablename__ = "jobs"
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -186,7 +186,7 @@ class Job(Base):
     ledger: Mapped[Ledger] = mapped_column(StructColumn(Ledger))
 
 
-class EngineMemory(Base):
+class EngineMemoryRow(Base):
     """What a job's engine must not forget (`Engine.memory`), as of some entry up to the cursor."""
 
     __tablename__ = "engine_memories"
@@ -195,7 +195,7 @@ class EngineMemory(Base):
     memory: Mapped[bytes] = mapped_column(LargeBinary)
 
 
-class Lease(Base):
+class LeaseRow(Base):
     """Who works on something. `epoch` grows with each owner and fences its transactions."""
 
     __tablename__ = "leases"
@@ -206,7 +206,7 @@ class Lease(Base):
     expires_ns: Mapped[int]
 
 
-class Generation(Base):
+class GenerationRow(Base):
     """One generation of a job: where it was placed, and after which entry of the log.
 
     `restarted` is None for the first. The key makes a second restart to one generation impossible.
@@ -221,7 +221,7 @@ class Generation(Base):
     restarted: Mapped[Restarted | None] = mapped_column(StructColumn(Restarted))
 
 
-class Rank(Base):
+class RankRow(Base):
     """One rank of the current generation."""
 
     __tablename__ = "ranks"
@@ -244,7 +244,7 @@ class Rank(Base):
     commanded: Mapped[bool]
 
 
-class Attachment(Base):
+class AttachmentRow(Base):
     """A rank that an agent found running. Ingest writes it, `placed` a worker."""
 
     __tablename__ = "attachments"
@@ -262,7 +262,7 @@ class Attachment(Base):
     identity: Mapped[Identity] = mapped_column(StructColumn(Identity))
 
 
-class RankEvidence(Base):
+class RankEvidenceRow(Base):
     """The newest stacks and the newest dump of a rank. Ingest writes it."""
 
     __tablename__ = "rank_evidence"
@@ -272,10 +272,12 @@ class RankEvidence(Base):
     kind: Mapped[str] = mapped_column(String(16), primary_key=True)  # tag of the event
     generation: Mapped[int]
     received_ns: Mapped[int]
-    body: Mapped[RankStacks | RankDump] = mapped_column(PackedColumn(RankStacks | RankDump))
+    body: Mapped[RankStackTraces | RankDump] = mapped_column(
+        PackedColumn(RankStackTraces | RankDump)
+    )
 
 
-class Step(Base):
+class StepRow(Base):
     __tablename__ = "steps"
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
@@ -284,7 +286,7 @@ class Step(Base):
     summary: Mapped[StepSummary] = mapped_column(PackedColumn(StepSummary))
 
 
-class StepShares(Base):
+class StepSharesRow(Base):
     """Each rank's share of one step, as columns (see `store.shares`)."""
 
     __tablename__ = "step_shares"
@@ -297,7 +299,7 @@ class StepShares(Base):
     slowdown: Mapped[bytes] = mapped_column(LargeBinary)
 
 
-class Incident(Base):
+class IncidentRow(Base):
     __tablename__ = "incidents"
     __table_args__ = (Index(None, "job_id", "state"),)
 
@@ -311,7 +313,7 @@ class Incident(Base):
     view: Mapped[IncidentView] = mapped_column(StructColumn(IncidentView))
 
 
-class Action(Base):
+class ActionRow(Base):
     """`version` guards against the API and the worker changing one action at once.
 
     `restart_of` is the generation that a running or done restart ended: unique within a job.
@@ -355,7 +357,7 @@ class CommandRow(Base):
     detail: Mapped[str | None]
 
 
-class Acknowledgement(Base):
+class AcknowledgementRow(Base):
     """A rank's newest answer to a control command."""
 
     __tablename__ = "acknowledgements"
@@ -389,7 +391,7 @@ class OutboxRow(Base):
     error: Mapped[str | None]
 
 
-class Change(Base):
+class ChangeRow(Base):
     """A resource changed; the stream sends what it is by then. No `job_id`: of interest to all."""
 
     __tablename__ = "changes"
@@ -416,7 +418,7 @@ class AuditRow(Base):
     detail: Mapped[str]
 
 
-class Counter(Base):
+class CounterRow(Base):
     """A number that only grows: ids that must be known before their row is written."""
 
     __tablename__ = "counters"

@@ -10,18 +10,18 @@ from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from paceline_server.store.log import FINISHED
 from paceline_server.store.models import (
-    Action,
+    ActionRow,
     AuditRow,
     Base,
-    Generation,
-    Incident,
-    Job,
-    Node,
-    Rank,
-    Step,
+    GenerationRow,
+    IncidentRow,
+    JobRow,
+    NodeRow,
+    RankRow,
+    StepRow,
 )
 
-_Row = TypeVar("_Row", Job, Incident, Action)
+_Row = TypeVar("_Row", JobRow, IncidentRow, ActionRow)
 
 
 def newest_first(
@@ -36,8 +36,8 @@ def newest_first(
     return query.order_by(at_ns.desc(), identifier.desc())
 
 
-def jobs(session: Session, limit: int, after: tuple[int, str] | None) -> Sequence[Job]:
-    query = newest_first(select(Job), Job.created_ns, Job.id, after)
+def jobs(session: Session, limit: int, after: tuple[int, str] | None) -> Sequence[JobRow]:
+    query = newest_first(select(JobRow), JobRow.created_ns, JobRow.id, after)
     return session.scalars(query.limit(limit)).all()
 
 
@@ -47,9 +47,11 @@ def incidents(
     after: tuple[int, str] | None = None,
     job_id: str | None = None,
     state: str | None = None,
-) -> Sequence[Incident]:
-    query = select(Incident).where(*_equal((Incident.job_id, job_id), (Incident.state, state)))
-    query = newest_first(query, Incident.opened_ns, Incident.id, after)
+) -> Sequence[IncidentRow]:
+    query = select(IncidentRow).where(
+        *_equal((IncidentRow.job_id, job_id), (IncidentRow.state, state))
+    )
+    query = newest_first(query, IncidentRow.opened_ns, IncidentRow.id, after)
     return session.scalars(query.limit(limit)).all()
 
 
@@ -59,15 +61,15 @@ def actions(
     after: tuple[int, str] | None = None,
     job_id: str | None = None,
     state: str | None = None,
-) -> Sequence[Action]:
-    query = select(Action).where(*_equal((Action.job_id, job_id), (Action.state, state)))
-    query = newest_first(query, Action.created_ns, Action.id, after)
+) -> Sequence[ActionRow]:
+    query = select(ActionRow).where(*_equal((ActionRow.job_id, job_id), (ActionRow.state, state)))
+    query = newest_first(query, ActionRow.created_ns, ActionRow.id, after)
     return session.scalars(query.limit(limit)).all()
 
 
-def newest_action(session: Session, job_id: str, kind: str) -> Action | None:
-    query = select(Action).where(Action.job_id == job_id, Action.kind == kind)
-    return session.scalar(query.order_by(Action.created_ns.desc(), Action.id.desc()).limit(1))
+def newest_action(session: Session, job_id: str, kind: str) -> ActionRow | None:
+    query = select(ActionRow).where(ActionRow.job_id == job_id, ActionRow.kind == kind)
+    return session.scalar(query.order_by(ActionRow.created_ns.desc(), ActionRow.id.desc()).limit(1))
 
 
 def _equal(*wanted: tuple[Any, str | None]) -> list[ColumnElement[bool]]:
@@ -85,36 +87,40 @@ def audit(
     return session.scalars(query).all()
 
 
-def ranks(session: Session, job_id: str) -> Sequence[Rank]:
-    return session.scalars(select(Rank).where(Rank.job_id == job_id).order_by(Rank.rank)).all()
+def ranks(session: Session, job_id: str) -> Sequence[RankRow]:
+    return session.scalars(
+        select(RankRow).where(RankRow.job_id == job_id).order_by(RankRow.rank)
+    ).all()
 
 
-def said(session: Session, job: Job) -> dict[int, int]:
+def said(session: Session, job: JobRow) -> dict[int, int]:
     """`Placement.said` of the current generation; of a job that we started nothing."""
-    generation = session.get(Generation, (job.id, job.generation)) if job.watched else None
+    generation = session.get(GenerationRow, (job.id, job.generation)) if job.watched else None
     return {} if generation is None else generation.placement.said
 
 
 def rank_states(session: Session, job_id: str) -> dict[str, int]:
     """How many ranks are in each state."""
-    query = select(Rank.state, func.count()).where(Rank.job_id == job_id).group_by(Rank.state)
+    query = (
+        select(RankRow.state, func.count()).where(RankRow.job_id == job_id).group_by(RankRow.state)
+    )
     return dict(session.execute(query).all())
 
 
-def nodes(session: Session, limit: int, after: str | None) -> Sequence[Node]:
-    query = select(Node).order_by(Node.agent_id).limit(limit)
+def nodes(session: Session, limit: int, after: str | None) -> Sequence[NodeRow]:
+    query = select(NodeRow).order_by(NodeRow.agent_id).limit(limit)
     if after is not None:
-        query = query.where(Node.agent_id > after)
+        query = query.where(NodeRow.agent_id > after)
     return session.scalars(query).all()
 
 
 def ranks_on(session: Session, agent_id: str) -> dict[str, list[int]]:
     """By job, the oldest first, of those that are not over."""
     query = (
-        select(Rank.job_id, Rank.rank)
-        .join(Job, Job.id == Rank.job_id)
-        .where(Rank.agent_id == agent_id, Job.state.not_in(FINISHED))
-        .order_by(Job.created_ns, Rank.job_id, Rank.rank)
+        select(RankRow.job_id, RankRow.rank)
+        .join(JobRow, JobRow.id == RankRow.job_id)
+        .where(RankRow.agent_id == agent_id, JobRow.state.not_in(FINISHED))
+        .order_by(JobRow.created_ns, RankRow.job_id, RankRow.rank)
     )
     found: dict[str, list[int]] = {}
     for job_id, rank in session.execute(query):
@@ -124,54 +130,61 @@ def ranks_on(session: Session, agent_id: str) -> dict[str, list[int]]:
 
 def steps(
     session: Session, job_id: str, after: int | None, limit: int, generation: int | None = None
-) -> Sequence[Step]:
+) -> Sequence[StepRow]:
     """Ascending; without `after` the newest. A step that was done again shows its newest run."""
-    newer = aliased(Step)
+    newer = aliased(StepRow)
     done_again = (
         select(newer.step)
         .where(
-            newer.job_id == Step.job_id,
-            newer.step == Step.step,
-            newer.generation > Step.generation,
+            newer.job_id == StepRow.job_id,
+            newer.step == StepRow.step,
+            newer.generation > StepRow.generation,
         )
         .exists()
     )
-    query = select(Step).where(Step.job_id == job_id, ~done_again)
+    query = select(StepRow).where(StepRow.job_id == job_id, ~done_again)
     if generation is not None:
-        query = query.where(Step.generation == generation)
+        query = query.where(StepRow.generation == generation)
     if after is not None:
         return session.scalars(
-            query.where(Step.step > after).order_by(Step.step).limit(limit)
+            query.where(StepRow.step > after).order_by(StepRow.step).limit(limit)
         ).all()
     newest = session.scalars(
-        query.order_by(Step.generation.desc(), Step.step.desc()).limit(limit)
+        query.order_by(StepRow.generation.desc(), StepRow.step.desc()).limit(limit)
     ).all()
     return sorted(newest, key=lambda row: row.step)
 
 
-def step(session: Session, job_id: str, number: int) -> Step | None:
-    query = select(Step).where(Step.job_id == job_id, Step.step == number)
-    return session.scalar(query.order_by(Step.generation.desc()).limit(1))
+def step(session: Session, job_id: str, number: int) -> StepRow | None:
+    query = select(StepRow).where(StepRow.job_id == job_id, StepRow.step == number)
+    return session.scalar(query.order_by(StepRow.generation.desc()).limit(1))
 
 
 def count_restarts(session: Session, job_id: str) -> int:
     return _count(
-        session, Generation.job_id == job_id, Generation.restarted.is_not(None), of=Generation
+        session,
+        GenerationRow.job_id == job_id,
+        GenerationRow.restarted.is_not(None),
+        of=GenerationRow,
     )
 
 
 def count_open_incidents(session: Session, job_id: str) -> int:
-    return _count(session, Incident.job_id == job_id, Incident.state != "resolved", of=Incident)
+    return _count(
+        session, IncidentRow.job_id == job_id, IncidentRow.state != "resolved", of=IncidentRow
+    )
 
 
 def count_pending_actions(session: Session, job_id: str) -> int:
-    return _count(session, Action.job_id == job_id, Action.state == "proposed", of=Action)
+    return _count(session, ActionRow.job_id == job_id, ActionRow.state == "proposed", of=ActionRow)
 
 
 def _count(session: Session, *conditions: ColumnElement[bool], of: type[Base]) -> int:
     return session.scalar(select(func.count()).select_from(of).where(*conditions)) or 0
 
 
-def newest_open_incident(session: Session, job_id: str) -> Incident | None:
-    query = select(Incident).where(Incident.job_id == job_id, Incident.state != "resolved")
-    return session.scalar(query.order_by(Incident.opened_ns.desc(), Incident.id.desc()).limit(1))
+def newest_open_incident(session: Session, job_id: str) -> IncidentRow | None:
+    query = select(IncidentRow).where(IncidentRow.job_id == job_id, IncidentRow.state != "resolved")
+    return session.scalar(
+        query.order_by(IncidentRow.opened_ns.desc(), IncidentRow.id.desc()).limit(1)
+    )

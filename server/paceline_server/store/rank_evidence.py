@@ -12,15 +12,15 @@ from sqlalchemy.orm import Session
 from paceline_server.decide.types import IssuedCommand
 from paceline_server.store import queries
 from paceline_server.store.commands import issue, reserve_command_ids
-from paceline_server.store.models import CommandRow, Job, Rank, RankEvidence
-from paceline_wire.batch import RankDump, RankStacks
+from paceline_server.store.models import CommandRow, JobRow, RankEvidenceRow, RankRow
+from paceline_wire.batch import RankDump, RankStackTraces
 from paceline_wire.commands import TakeDumps, TakeStacks
 
-_TAGS: dict[type, str] = {RankStacks: "rank_stacks", RankDump: "rank_dump"}
+_TAGS: dict[type, str] = {RankStackTraces: "rank_stacks", RankDump: "rank_dump"}
 _ON_DEMAND = "on-demand"  # in place of the action that a command belongs to
 
 
-_Event = TypeVar("_Event", RankStacks, RankDump)
+_Event = TypeVar("_Event", RankStackTraces, RankDump)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Taken(Generic[_Event]):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EvidenceRequest:
     """The newest request for one rank; `ok` is None until it was answered."""
 
     at_ns: int
@@ -38,16 +38,18 @@ class Asked:
     detail: str | None
 
 
-def keep(session: Session, agent_id: str, event: RankStacks | RankDump, received_ns: int) -> None:
+def keep(
+    session: Session, agent_id: str, event: RankStackTraces | RankDump, received_ns: int
+) -> None:
     """What a node says of ranks that are not on it, or of another generation, changes nothing."""
-    rank = session.get(Rank, (event.job, event.rank)) if "\0" not in event.job else None
+    rank = session.get(RankRow, (event.job, event.rank)) if "\0" not in event.job else None
     if rank is None or rank.agent_id != agent_id:
         return
-    said = queries.said(session, session.get_one(Job, rank.job_id))
+    said = queries.said(session, session.get_one(JobRow, rank.job_id))
     if event.generation != said.get(rank.rank, rank.generation):
         return
     session.merge(
-        RankEvidence(
+        RankEvidenceRow(
             job_id=event.job,
             rank=event.rank,
             kind=_TAGS[type(event)],
@@ -58,28 +60,28 @@ def keep(session: Session, agent_id: str, event: RankStacks | RankDump, received
     )
 
 
-def newest_stacks(session: Session, job_id: str, rank: int) -> Taken[RankStacks] | None:
-    row = session.get(RankEvidence, (job_id, rank, _TAGS[RankStacks]))
-    if row is None or not isinstance(row.body, RankStacks):
+def newest_stacks(session: Session, job_id: str, rank: int) -> Taken[RankStackTraces] | None:
+    row = session.get(RankEvidenceRow, (job_id, rank, _TAGS[RankStackTraces]))
+    if row is None or not isinstance(row.body, RankStackTraces):
         return None
     return Taken(row.body, row.received_ns)
 
 
 def newest_dumps(session: Session, job_id: str, generation: int) -> list[Taken[RankDump]]:
     """Of the ranks of one generation, in their order."""
-    query = select(RankEvidence).where(
-        RankEvidence.job_id == job_id,
-        RankEvidence.kind == _TAGS[RankDump],
-        RankEvidence.generation == generation,
+    query = select(RankEvidenceRow).where(
+        RankEvidenceRow.job_id == job_id,
+        RankEvidenceRow.kind == _TAGS[RankDump],
+        RankEvidenceRow.generation == generation,
     )
-    rows = session.scalars(query.order_by(RankEvidence.rank))
+    rows = session.scalars(query.order_by(RankEvidenceRow.rank))
     return [Taken(row.body, row.received_ns) for row in rows if isinstance(row.body, RankDump)]
 
 
 def ask(
     session: Session,
-    job: Job,
-    ranks: Sequence[Rank],
+    job: JobRow,
+    ranks: Sequence[RankRow],
     what: type[TakeStacks | TakeDumps],
     now_ns: int,
 ) -> None:
@@ -94,7 +96,7 @@ def ask(
         issue(session, job.id, asked, now_ns)
 
 
-def asked_for_stacks(session: Session, job_id: str, rank: int) -> Asked | None:
+def asked_for_stacks(session: Session, job_id: str, rank: int) -> EvidenceRequest | None:
     query = (
         select(CommandRow)
         .where(
@@ -106,7 +108,7 @@ def asked_for_stacks(session: Session, job_id: str, rank: int) -> Asked | None:
         .limit(1)
     )
     row = session.scalar(query)
-    return None if row is None else Asked(row.created_ns, row.ok, row.detail)
+    return None if row is None else EvidenceRequest(row.created_ns, row.ok, row.detail)
 
 
 def _name(ranks: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from paceline_server.steps.types import RankStep, StepMeans, StepSummary
 from paceline_server.store.database import insert_into
-from paceline_server.store.models import Base, Step, StepShares
+from paceline_server.store.models import Base, StepRow, StepSharesRow
 
 _RANK, _SECONDS = np.dtype("<i4"), np.dtype("<f8")
 
@@ -46,7 +46,7 @@ def rows_of(job_id: str, summary: StepSummary) -> dict[type[Base], dict[str, obj
         "self_seconds": _column(summary, lambda share: share.self_seconds, _SECONDS),
         "slowdown": _column(summary, lambda share: share.slowdown, _SECONDS),
     }
-    return {Step: {**key, "summary": brief(summary)}, StepShares: {**key, **columns}}
+    return {StepRow: {**key, "summary": brief(summary)}, StepSharesRow: {**key, **columns}}
 
 
 def _column(
@@ -78,9 +78,9 @@ def newest_shares(
 ) -> Shares:
     """Of up to `most` steps of one generation, oldest first; as many as are still kept."""
     query = (
-        select(StepShares)
-        .where(StepShares.job_id == job_id, StepShares.generation == generation)
-        .order_by(StepShares.step.desc())
+        select(StepSharesRow)
+        .where(StepSharesRow.job_id == job_id, StepSharesRow.generation == generation)
+        .order_by(StepSharesRow.step.desc())
         .limit(most)
     )
     rows = session.scalars(query).all()[::-1]
@@ -92,7 +92,7 @@ def newest_shares(
 
 
 def _table(
-    rows: Sequence[StepShares], columns: Sequence[bytes], world_size: int
+    rows: Sequence[StepSharesRow], columns: Sequence[bytes], world_size: int
 ) -> npt.NDArray[np.float64]:
     table = np.full((len(rows), world_size), np.nan)
     for number, (row, column) in enumerate(zip(rows, columns, strict=True)):
@@ -115,8 +115,8 @@ def medians(table: npt.NDArray[np.float64]) -> list[float | None]:
 
 def prune_steps(session: Session, job_id: str, kept: int, shares_kept: int) -> None:
     """Forget all but the newest of a job."""
-    newest = session.scalar(select(func.max(Step.step)).where(Step.job_id == job_id))
+    newest = session.scalar(select(func.max(StepRow.step)).where(StepRow.job_id == job_id))
     if newest is not None:
-        for table, most in ((Step, kept), (StepShares, shares_kept)):
+        for table, most in ((StepRow, kept), (StepSharesRow, shares_kept)):
             old = table.job_id == job_id, table.step <= newest - most
             session.execute(delete(table).where(*old))

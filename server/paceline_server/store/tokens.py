@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from sqlalchemy import exists, select, update
 from sqlalchemy.orm import Session
 
-from paceline_server.store.models import Token
+from paceline_server.store.models import TokenRow
 
 Scope = Literal["agent", "viewer", "operator"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
@@ -17,32 +17,32 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 def create_token(session: Session, name: str, scope: Scope, now_ns: int) -> str:
     """Returns the token, which is not kept. Raises ValueError if the name is taken."""
-    if session.get(Token, name) is not None:
+    if session.get(TokenRow, name) is not None:
         raise ValueError(f"a token named {name!r} exists; choose another name")
     secret = "paceline_" + secrets.token_urlsafe(32)
-    session.add(Token(name=name, scope=scope, hash=_hash(secret), created_ns=now_ns))
+    session.add(TokenRow(name=name, scope=scope, hash=_hash(secret), created_ns=now_ns))
     return secret
 
 
 def revoke_token(session: Session, name: str, now_ns: int) -> bool:
     revoked = session.execute(
-        update(Token)
-        .where(Token.name == name, Token.revoked_ns.is_(None))
+        update(TokenRow)
+        .where(TokenRow.name == name, TokenRow.revoked_ns.is_(None))
         .values(revoked_ns=now_ns)
-        .returning(Token.name)
+        .returning(TokenRow.name)
     )
     return revoked.first() is not None
 
 
 def any_token(session: Session) -> bool:
     """True once a token was ever made: revoking the last one must not open the door."""
-    return bool(session.scalar(select(exists().select_from(Token))))
+    return bool(session.scalar(select(exists().select_from(TokenRow))))
 
 
-def find_token(session: Session, secret: str) -> Token | None:
+def find_token(session: Session, secret: str) -> TokenRow | None:
     """A plain hash is enough: the secret has 256 random bits, so nothing can be guessed."""
     return session.scalar(
-        select(Token).where(Token.hash == _hash(secret), Token.revoked_ns.is_(None))
+        select(TokenRow).where(TokenRow.hash == _hash(secret), TokenRow.revoked_ns.is_(None))
     )
 
 

@@ -59,7 +59,7 @@ class Analysis:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PreparedTrace:
     """A trace made ready for replay; first axis: places of the model."""
 
     model: Model
@@ -71,13 +71,13 @@ class Step:
     ideal: Seconds  # [place]
 
 
-def prepare(trace: Trace) -> Step:
+def prepare(trace: Trace) -> PreparedTrace:
     """Raises TraceError if the operations do not form a training step."""
     operations = trace.operations
     model = lay_out(dependencies.find(operations), operations.optype)
     optype = np.array(operations.optype)[model.order]
     recorded = _without_waiting(model, optype, trace)
-    return Step(
+    return PreparedTrace(
         model,
         optype,
         operations.stage[model.order],
@@ -123,7 +123,7 @@ def _without_waiting(model: Model, optype: npt.NDArray[np.str_], trace: Trace) -
     return durations
 
 
-def analyze(trace: Trace, step: Step | None = None) -> Analysis:
+def analyze(trace: Trace, step: PreparedTrace | None = None) -> Analysis:
     """Raises TraceError as `prepare` does, or if nothing takes time.
 
     `step` is the trace prepared, where that is done already.
@@ -134,7 +134,11 @@ def analyze(trace: Trace, step: Step | None = None) -> Analysis:
 
 
 def judge_step(
-    step: Step, steps: Integers, dp_ranks: Integers, ranks: Integers, recorded_seconds: float
+    step: PreparedTrace,
+    steps: Integers,
+    dp_ranks: Integers,
+    ranks: Integers,
+    recorded_seconds: float,
 ) -> Analysis:
     """`ranks`: by [dp rank, stage]. Raises TraceError if nothing takes time."""
     ideal = ideal_step_seconds(step)
@@ -180,7 +184,7 @@ def judge_step(
     )
 
 
-def _by_microbatch(step: Step) -> float | None:
+def _by_microbatch(step: PreparedTrace) -> float | None:
     """Squared correlation of forward and backward times of the same microbatch and worker.
 
     A long sequence takes long both ways; a pause or a busy host does not. Differences between
@@ -225,13 +229,13 @@ def _explained(original: float, ideal: float, without: float) -> float | None:
     return (original - without) / (original - ideal) if original > ideal else None
 
 
-def ideal_step_seconds(step: Step) -> float:
+def ideal_step_seconds(step: PreparedTrace) -> float:
     """All steps and dp ranks are alike in the ideal run, so one of each is enough."""
     ends = replay(step.model, step.ideal[:, None, None].copy())
     return float(step_seconds(step.model, ends)[0])
 
 
-def _keeping_operations(step: Step, kept: list[Mask]) -> Seconds:
+def _keeping_operations(step: PreparedTrace, kept: list[Mask]) -> Seconds:
     """[counterfactual, step]: step times with only the `kept` operations as they were."""
     count, steps, dp_ranks = step.recorded.shape
     results = []
@@ -245,7 +249,7 @@ def _keeping_operations(step: Step, kept: list[Mask]) -> Seconds:
     return np.concatenate(results)
 
 
-def _keeping_dp_ranks(step: Step) -> Seconds:
+def _keeping_dp_ranks(step: PreparedTrace) -> Seconds:
     """[dp rank]: mean step times with only that dp rank as it was.
 
     The others are then all alike, and one stands for them: two columns instead of all.
@@ -276,7 +280,7 @@ def _slowest(scores: Seconds, ranks: npt.NDArray[np.int64]) -> tuple[npt.NDArray
     return np.unravel_index(order[:count], scores.shape)
 
 
-def _without_workers(step: Step, workers: tuple[npt.NDArray[np.intp], ...]) -> float:
+def _without_workers(step: PreparedTrace, workers: tuple[npt.NDArray[np.intp], ...]) -> float:
     """Mean step time with these (dp rank, stage) idealised."""
     times = step.recorded.copy()
     for dp_rank, stage in zip(*workers, strict=True):

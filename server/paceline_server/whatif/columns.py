@@ -24,7 +24,7 @@ CLOCK_TOLERANCE_NS = 50_000
 _SENDS = sorted(TRANSFER_OPS - RECEIVE_OPS)
 
 
-class Columns:
+class StepColumns:
     """Equally long columns by name; `cell` is (step, dp rank, tp rank) as one number."""
 
     def __init__(
@@ -41,14 +41,14 @@ class Columns:
     def __getitem__(self, name: str) -> Ints:
         return self._columns[name]
 
-    def rows(self, cell: int) -> Columns:
+    def rows(self, cell: int) -> StepColumns:
         return self.where(self.cell == cell)
 
-    def where(self, mask: npt.NDArray[np.bool_]) -> Columns:
+    def where(self, mask: npt.NDArray[np.bool_]) -> StepColumns:
         if mask.all():
             return self
         columns = {name: column[mask] for name, column in self._columns.items()}
-        return Columns(columns, self.seconds[mask], self.cell[mask], self.cells)
+        return StepColumns(columns, self.seconds[mask], self.cell[mask], self.cells)
 
     def tuples(self, *names: str) -> Iterator[tuple[int, ...]]:
         return zip(*(self._columns[name].tolist() for name in names), strict=True)
@@ -88,7 +88,7 @@ class Layout:
         return found
 
 
-def compute_columns(timings: Sequence[StepTiming], layout: Layout) -> Columns:
+def compute_columns(timings: Sequence[StepTiming], layout: Layout) -> StepColumns:
     """A loop without microbatch hooks counts as one forward a step, if it has no pipeline."""
     tables = [timing.compute for timing in timings]
     if layout.topology.pp == 1 and not any(table.rank.size for table in tables):
@@ -104,7 +104,7 @@ def compute_columns(timings: Sequence[StepTiming], layout: Layout) -> Columns:
     rank = columns.pop("rank")
     columns["stage"] = layout.stage[rank]
     cell = step * layout.replicas + layout.replica[rank]
-    return Columns(columns, seconds, cell, len(tables) * layout.replicas)
+    return StepColumns(columns, seconds, cell, len(tables) * layout.replicas)
 
 
 def _whole_step(timing: StepTiming) -> ComputeTimes:
@@ -124,7 +124,7 @@ def _whole_step(timing: StepTiming) -> ComputeTimes:
     )
 
 
-def transfer_columns(timings: Sequence[StepTiming], layout: Layout) -> Columns:
+def transfer_columns(timings: Sequence[StepTiming], layout: Layout) -> StepColumns:
     """Those along a pipeline: from stage to stage of one dp and tp rank."""
     tables = [timing.transfers for timing in timings]
     names = ("source", "destination", "op", "microbatch", "chunk")
@@ -141,12 +141,12 @@ def transfer_columns(timings: Sequence[StepTiming], layout: Layout) -> Columns:
     source, target = columns.pop("source"), columns.pop("destination")
     columns["source"], columns["target"] = layout.stage[source], layout.stage[target]
     cell = step * layout.replicas + layout.replica[source]
-    found = Columns(columns, seconds, cell, len(tables) * layout.replicas)
+    found = StepColumns(columns, seconds, cell, len(tables) * layout.replicas)
     along = layout.replica[source] == layout.replica[target]
     return found.where(along & (columns["source"] != columns["target"]))
 
 
-def without_repeats(transfers: Columns, compute: Columns) -> Columns:
+def without_repeats(transfers: StepColumns, compute: StepColumns) -> StepColumns:
     """Of transfers that are alike within a step, the first since what it carries was computed.
 
     An evaluation within the step numbers its microbatches as training does.
@@ -167,7 +167,7 @@ def without_repeats(transfers: Columns, compute: Columns) -> Columns:
     return transfers.where(kept)
 
 
-def _computed_ns(transfers: Columns, rows: Ints, compute: Columns) -> Ints:
+def _computed_ns(transfers: StepColumns, rows: Ints, compute: StepColumns) -> Ints:
     """When the sender had computed what it sends; the distant past where that was not seen."""
     op = transfers["op"][rows]
     forwards = (op == Op.FORWARD_SEND) | (

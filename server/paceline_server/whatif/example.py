@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from paceline_server.whatif.columns import Columns, Layout
+from paceline_server.whatif.columns import Layout, StepColumns
 from paceline_server.whatif.order import Computed, Order, Transferred, learn
 
 # A pipeline with so many more operations than most is an odd one, no example.
@@ -23,7 +23,7 @@ DONORS = 8
 _NAMES = ("op", "chunk", "microbatch")
 
 
-def learn_order(compute: Columns, transfers: Columns, layout: Layout) -> Order | None:
+def learn_order(compute: StepColumns, transfers: StepColumns, layout: Layout) -> Order | None:
     """None: there is no pipeline of which each stage was seen.
 
     Microbatches are counted, in both tables, where they have no numbers.
@@ -53,7 +53,7 @@ def learn_order(compute: Columns, transfers: Columns, layout: Layout) -> Order |
     return learn(chains, [Transferred(*row) for row in transferred])
 
 
-def _chains(compute: Columns, cell: int, stages: int) -> list[list[Computed]]:
+def _chains(compute: StepColumns, cell: int, stages: int) -> list[list[Computed]]:
     """By stage, in recorded order."""
     rows = compute.rows(cell).tuples("stage", *_NAMES, "start_ns", "end_ns")
     chains: list[list[Computed]] = [[] for _ in range(stages)]

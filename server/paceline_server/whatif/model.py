@@ -20,7 +20,7 @@ Indexes = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ReplayBlock:
     """Nodes of one level, all synchronised over data-parallel ranks or none of them.
 
     Its operations are the places `first:stop` of the model's order. Nodes come by falling number of
@@ -40,7 +40,7 @@ class Model:
     """`order[place]` is the operation at a place; everything else counts in places."""
 
     order: Indexes
-    blocks: tuple[Block, ...]
+    blocks: tuple[ReplayBlock, ...]
     last: Indexes  # operations nobody waits for: one of them ends the step
     pairs: npt.NDArray[np.intp]  # [pair, 2]: a send and its receive
     larger_groups: tuple[Indexes, ...]
@@ -85,7 +85,7 @@ def lay_out(
             place[[waits[node][at] for node in run if at < len(waits[node])]] for at in range(depth)
         )
         stop = first + sum(sizes)
-        blocks.append(Block(first, stop, len(run), members, columns, synchronized[run[0]]))
+        blocks.append(ReplayBlock(first, stop, len(run), members, columns, synchronized[run[0]]))
         first = stop
     waited_for = {op for before in waits for op in before}
     last = [op for op in range(len(optype)) if op not in waited_for]

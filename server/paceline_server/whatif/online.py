@@ -11,15 +11,15 @@ import numpy as np
 
 from paceline_server.steps.timing import StepTiming
 from paceline_server.whatif import operations as ops
-from paceline_server.whatif.analysis import Analysis, Step, ideal_seconds, judge_step
+from paceline_server.whatif.analysis import Analysis, PreparedTrace, ideal_seconds, judge_step
 from paceline_server.whatif.columns import Layout
 from paceline_server.whatif.errors import TraceError
 from paceline_server.whatif.fixes import Fixes
 from paceline_server.whatif.model import Model, lay_out
 from paceline_server.whatif.order import COMPUTE_OPTYPES
 from paceline_server.whatif.replay import Seconds, replay, step_seconds
-from paceline_server.whatif.schedules import Action, Actions
-from paceline_server.whatif.verdict import Repairs, Verdict, judge
+from paceline_server.whatif.schedules import Actions, ScheduledAction
+from paceline_server.whatif.verdict import Repairs, ReplayVerdict, judge
 from paceline_server.whatif.window import Window, align
 from paceline_wire.topology import Topology
 
@@ -107,13 +107,15 @@ class RunReplay:
         ops_of = {optype: op for op, optype in COMPUTE_OPTYPES.items()}
         return [
             [
-                Action(ops_of[order.optype[op]], order.microbatch[op], max(order.chunk[op], 0))
+                ScheduledAction(
+                    ops_of[order.optype[op]], order.microbatch[op], max(order.chunk[op], 0)
+                )
                 for op in chain
             ]
             for chain in order.compute
         ]
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> ReplayVerdict | None:
         """Who slows the job, in one sentence; None: the steps cannot be replayed."""
         found = self.analysis
         if found is None:
@@ -197,7 +199,7 @@ class RunReplay:
         chunk = np.array(window.order.chunk)[model.order]
         microbatch = np.array(window.order.microbatch)[model.order]
         ideal = ideal_seconds(optype, recorded)
-        step = Step(model, optype, stage, chunk, microbatch, recorded, ideal)
+        step = PreparedTrace(model, optype, stage, chunk, microbatch, recorded, ideal)
         topology = self.topology
         ranks = np.arange(0, topology.world_size, topology.tp).reshape(topology.pp, topology.dp).T
         return judge_step(

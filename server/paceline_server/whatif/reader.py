@@ -20,7 +20,7 @@ _BEYOND = 2.0**63  # what indices are counted in
 _MAY_BE_NULL = ("mc", "mb_id", "gmc")
 
 
-class Metadata(msgspec.Struct, frozen=True):
+class TraceMetadata(msgspec.Struct, frozen=True):
     """Sizes of the job; None: not said. `dsp_size` counts ranks that share a sequence."""
 
     dp_size: int
@@ -31,10 +31,10 @@ class Metadata(msgspec.Struct, frozen=True):
     vpp_size: int | None = None
 
 
-def read_metadata(path: Path) -> Metadata:
+def read_metadata(path: Path) -> TraceMetadata:
     """Raises MetadataError."""
     try:
-        metadata = msgspec.convert(yaml.safe_load(path.read_text()), Metadata)
+        metadata = msgspec.convert(yaml.safe_load(path.read_text()), TraceMetadata)
     except OSError as error:
         raise MetadataError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -48,7 +48,7 @@ def read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-def _check_world(path: Path, metadata: Metadata) -> None:
+def _check_world(path: Path, metadata: TraceMetadata) -> None:
     """Ranks that share a sequence are counted beside the dp ranks, or among them."""
     if metadata.world_size is None or metadata.tp_size is None:
         return
@@ -60,7 +60,7 @@ def _check_world(path: Path, metadata: Metadata) -> None:
         )
 
 
-def read_trace(path: Path, metadata: Metadata | None = None) -> Trace:
+def read_trace(path: Path, metadata: TraceMetadata | None = None) -> Trace:
     """Raises TraceError, or MetadataError if `metadata` is of another job."""
     columns, optypes = _read_columns(path)
     trace = align(columns, optypes)
@@ -144,7 +144,7 @@ def _integers(column: Any, name: str, path: Path) -> npt.NDArray[Any]:
     return values.astype(np.int64)
 
 
-def _check_sizes(trace: Trace, metadata: Metadata) -> None:
+def _check_sizes(trace: Trace, metadata: TraceMetadata) -> None:
     """Where a sequence is shared, its ranks may be counted as dp ranks of their own."""
     dp_ranks, stages = trace.ranks.shape
     if dp_ranks not in (metadata.dp_size, metadata.dp_size * (metadata.dsp_size or 1)):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline_server.whatif.model import Block, Model
+from paceline_server.whatif.model import Model, ReplayBlock
 
 Seconds = npt.NDArray[np.float64]
 
@@ -47,7 +47,7 @@ def step_seconds(model: Model, ends: Seconds) -> Seconds:
     return latest
 
 
-def _starts(block: Block, ends: Seconds) -> npt.NDArray[Any]:
+def _starts(block: ReplayBlock, ends: Seconds) -> npt.NDArray[Any]:
     """[node, lane, dp rank], the last axis being 1 where all dp ranks start together."""
     latest = ends.take(block.waits[0], axis=0)
     for waits in block.waits[1:]:

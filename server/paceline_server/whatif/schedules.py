@@ -13,7 +13,7 @@ from typing import NamedTuple
 from paceline_wire.spans import Op
 
 
-class Action(NamedTuple):
+class ScheduledAction(NamedTuple):
     """A computation: FORWARD, BACKWARD, or BACKWARD_WEIGHT where a schedule splits backwards (then
     BACKWARD is the part that the stage before waits for)."""
 
@@ -22,7 +22,7 @@ class Action(NamedTuple):
     chunk: int = 0
 
 
-Actions = Sequence[Sequence[Action]]  # [stage][position]
+Actions = Sequence[Sequence[ScheduledAction]]  # [stage][position]
 
 
 class ScheduleError(ValueError):
@@ -31,9 +31,9 @@ class ScheduleError(ValueError):
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Actions:
     """All forwards, then all backwards (arXiv:1811.06965)."""
-    forwards = [Action(Op.FORWARD, *unit) for unit in _units(stages, microbatches, chunks)]
+    forwards = [ScheduledAction(Op.FORWARD, *unit) for unit in _units(stages, microbatches, chunks)]
     backwards = [
-        Action(Op.BACKWARD, microbatch, chunks - 1 - chunk)
+        ScheduledAction(Op.BACKWARD, microbatch, chunks - 1 - chunk)
         for microbatch, chunk in _units(stages, microbatches, chunks)
     ]
     return [forwards + backwards for _ in range(stages)]
@@ -48,18 +48,20 @@ def one_forward_one_backward(stages: int, microbatches: int, chunks: int = 1) ->
     return [list(_alternating(stage, stages, microbatches, chunks)) for stage in range(stages)]
 
 
-def _alternating(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Action]:
+def _alternating(
+    stage: int, stages: int, microbatches: int, chunks: int
+) -> Iterator[ScheduledAction]:
     units = _units(stages, microbatches, chunks)
     ahead = stages - stage - 1
     if chunks > 1:
         ahead = 2 * ahead + (chunks - 1) * stages
     ahead = min(ahead, len(units))
     for unit in units[:ahead]:
-        yield Action(Op.FORWARD, *unit)
+        yield ScheduledAction(Op.FORWARD, *unit)
     for position, (microbatch, chunk) in enumerate(units):
         if position + ahead < len(units):
-            yield Action(Op.FORWARD, *units[position + ahead])
-        yield Action(Op.BACKWARD, microbatch, chunks - 1 - chunk)
+            yield ScheduledAction(Op.FORWARD, *units[position + ahead])
+        yield ScheduledAction(Op.BACKWARD, microbatch, chunks - 1 - chunk)
 
 
 def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Actions:
@@ -73,15 +75,15 @@ def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Actions:
     return [list(_putting_off(stage, stages, microbatches)) for stage in range(stages)]
 
 
-def _putting_off(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
+def _putting_off(stage: int, stages: int, microbatches: int) -> Iterator[ScheduledAction]:
     weights = 0
     for action in _alternating(stage, stages, microbatches, 1):
         yield action
         if action.op == Op.BACKWARD and action.microbatch - weights >= stage:
-            yield Action(Op.BACKWARD_WEIGHT, weights)
+            yield ScheduledAction(Op.BACKWARD_WEIGHT, weights)
             weights += 1
     for microbatch in range(weights, microbatches):
-        yield Action(Op.BACKWARD_WEIGHT, microbatch)
+        yield ScheduledAction(Op.BACKWARD_WEIGHT, microbatch)
 
 
 def _units(stages: int, microbatches: int, chunks: int) -> list[tuple[int, int]]:
@@ -148,7 +150,7 @@ def usual_part(stage: int, chunk: int, stages: int) -> int:
 
 def simulate(
     actions: Actions,
-    seconds_of: Callable[[int, Action], float],
+    seconds_of: Callable[[int, ScheduledAction], float],
     transfer_seconds: float = 0.0,
     part_of: Callable[[int, int, int], int] = usual_part,
 ) -> Simulated:
@@ -174,7 +176,7 @@ class _Run:
     def __init__(
         self,
         actions: Actions,
-        seconds_of: Callable[[int, Action], float],
+        seconds_of: Callable[[int, ScheduledAction], float],
         transfer_seconds: float,
         part_of: Callable[[int, int, int], int],
     ) -> None:
@@ -221,7 +223,7 @@ class _Run:
                 f"{stuck.microbatch}, chunk {stuck.chunk}"
             )
 
-    def _start(self, stage: int, action: Action, part: int) -> tuple[int, int, int] | None:
+    def _start(self, stage: int, action: ScheduledAction, part: int) -> tuple[int, int, int] | None:
         """Carry it out, or say what it waits for."""
         op, microbatch, _ = action
         start = self.free[stage]
@@ -248,7 +250,7 @@ class _Run:
         raise ScheduleError(f"{op.name.lower()} is no computation")
 
 
-def _activations(actions: Sequence[Action]) -> int:
+def _activations(actions: Sequence[ScheduledAction]) -> int:
     """An activation is held from its forward to the last use that the backward makes of it."""
     split = any(action.op == Op.BACKWARD_WEIGHT for action in actions)
     last_use = Op.BACKWARD_WEIGHT if split else Op.BACKWARD

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline_server.whatif import operations as ops
-from paceline_server.whatif.analysis import Step
+from paceline_server.whatif.analysis import PreparedTrace
 from paceline_server.whatif.replay import replay, starts
 from paceline_server.whatif.trace import Trace
 
@@ -29,12 +29,12 @@ STREAM_OF = {
 }
 
 
-def ideal_timeline(step: Step, trace: Trace) -> dict[str, Any]:
+def ideal_timeline(step: PreparedTrace, trace: Trace) -> dict[str, Any]:
     """One step of one pipeline: in the ideal run all steps and dp ranks are alike."""
     return {"traceEvents": list(_events(step, trace)), "displayTimeUnit": "ms"}
 
 
-def _events(step: Step, trace: Trace) -> Iterator[dict[str, Any]]:
+def _events(step: PreparedTrace, trace: Trace) -> Iterator[dict[str, Any]]:
     for stage in range(trace.stage_count):
         name = f"stage {stage} (ranks {', '.join(map(str, trace.ranks[:4, stage].tolist()))}"
         name += ", ...)" if len(trace.ranks) > 4 else ")"

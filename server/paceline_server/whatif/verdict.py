@@ -17,7 +17,7 @@ EXPLAINS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ReplayVerdict:
     """`kind`: none, slow_worker, stage_imbalance, slow_dp_rank, sequence_variance,
     slow_communication, host_pauses or unexplained. `target`: what it is about, where there is one.
     """
@@ -40,7 +40,7 @@ class Repairs:
     last_stage_speedup: float | None = None
 
 
-def judge(analysis: Analysis, repairs: Repairs | None = None) -> Verdict:
+def judge(analysis: Analysis, repairs: Repairs | None = None) -> ReplayVerdict:
     """`repairs`: of a running job."""
     found = _judge(analysis, repairs or Repairs())
     if found.kind == "none":
@@ -55,10 +55,10 @@ def judge(analysis: Analysis, repairs: Repairs | None = None) -> Verdict:
     return replace(found, text=f"{lost}; {found.text}.")
 
 
-def _judge(analysis: Analysis, repairs: Repairs) -> Verdict:
+def _judge(analysis: Analysis, repairs: Repairs) -> ReplayVerdict:
     """`text` is why."""
     if analysis.slowdown < SLOW or analysis.m_s is None or analysis.m_w is None:
-        return Verdict("none", None, "")
+        return ReplayVerdict("none", None, "")
     last = max(analysis.slowdown_by_stage)
     # With a single dp rank the last stage is a worker: imbalance is the likelier reason.
     one_pipeline = len(analysis.slowdown_by_dp_rank) == 1
@@ -66,7 +66,7 @@ def _judge(analysis: Analysis, repairs: Repairs) -> Verdict:
         return _slow_workers(analysis, analysis.m_w, repairs)
     if analysis.m_s >= EXPLAINS:
         share = _explained(analysis, analysis.m_s, repairs.last_stage_speedup)
-        return Verdict(
+        return ReplayVerdict(
             "stage_imbalance",
             f"stage {last}",
             f"the last stage, {last}, has more to do than the others and explains {share}: move "
@@ -75,7 +75,7 @@ def _judge(analysis: Analysis, repairs: Repairs) -> Verdict:
     return _bright(analysis) or _by_operation(analysis)
 
 
-def _slow_workers(analysis: Analysis, share: float, repairs: Repairs) -> Verdict:
+def _slow_workers(analysis: Analysis, share: float, repairs: Repairs) -> ReplayVerdict:
     ranks = analysis.slowest_workers
     names = [repairs.workers.get(rank, f"rank {rank}") for rank in ranks]
     places = "; ".join(
@@ -86,7 +86,7 @@ def _slow_workers(analysis: Analysis, share: float, repairs: Repairs) -> Verdict
     verb = "explains" if len(ranks) == 1 else "explain"
     explained = _explained(analysis, share, repairs.workers_speedup)
     target = ", ".join(names) if repairs.workers else "rank " + ",".join(map(str, ranks))
-    return Verdict(
+    return ReplayVerdict(
         "slow_worker", target, f"{places}{rest} {verb} {explained}: {_look_at(analysis)}"
     )
 
@@ -97,7 +97,7 @@ def _look_at(analysis: Analysis) -> str:
     return "data comes late there, look at the loader" if late else "look at the node"
 
 
-def _bright(analysis: Analysis) -> Verdict | None:
+def _bright(analysis: Analysis) -> ReplayVerdict | None:
     """One stage or dp rank that alone costs most of it, while no other costs half as much."""
     for kind, name, slowdowns, advice in (
         ("stage_imbalance", "stage", analysis.slowdown_by_stage, "move layers away from it"),
@@ -107,11 +107,13 @@ def _bright(analysis: Analysis) -> Verdict | None:
         share = _alone(analysis, slowdowns[worst])
         if others and share >= EXPLAINS and _alone(analysis, slowdowns[others[0]]) < share / 2:
             target = f"{name} {worst}"
-            return Verdict(kind, target, f"{target} alone costs {_part(share)} of it: {advice}")
+            return ReplayVerdict(
+                kind, target, f"{target} alone costs {_part(share)} of it: {advice}"
+            )
     return None
 
 
-def _by_operation(analysis: Analysis) -> Verdict:
+def _by_operation(analysis: Analysis) -> ReplayVerdict:
     slowdowns = analysis.slowdown_by_optype
     worst = max(slowdowns, key=lambda name: slowdowns[name])
     share = _alone(analysis, slowdowns[worst])
@@ -121,7 +123,7 @@ def _by_operation(analysis: Analysis) -> Verdict:
             "alone), and not by microbatch, so it is not the sequence lengths: look at what else "
             "the hosts do"
         )
-        return Verdict("unexplained", worst, why)
+        return ReplayVerdict("unexplained", worst, why)
     if worst in ops.COMPUTE:
         kind = "sequence_variance"
         why = (
@@ -133,7 +135,7 @@ def _by_operation(analysis: Analysis) -> Verdict:
             "no worker, stage or operation type explains half of it, the most is "
             f"{worst} with {_part(share)}"
         )
-        return Verdict("unexplained", None, why)
+        return ReplayVerdict("unexplained", None, why)
     elif worst in (ops.GC, ops.OPTIMIZER):
         kind = "host_pauses"
         why = (
@@ -146,7 +148,7 @@ def _by_operation(analysis: Analysis) -> Verdict:
             f"{worst} takes longer at times than it usually does ({_part(share)} of it alone): "
             "look at the network"
         )
-    return Verdict(kind, worst, why)
+    return ReplayVerdict(kind, worst, why)
 
 
 def _alone(analysis: Analysis, slowdown: float) -> float:

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from paceline_server.steps.timing import StepTiming
 from paceline_server.whatif.columns import (
-    Columns,
     Layout,
+    StepColumns,
     compute_columns,
     transfer_columns,
     without_repeats,
@@ -75,8 +75,8 @@ class _Tables:
         timings: Sequence[StepTiming],
         layout: Layout,
         order: Order,
-        compute: Columns,
-        transfers: Columns,
+        compute: StepColumns,
+        transfers: StepColumns,
     ) -> None:
         self.timings = timings
         self.layout = layout
@@ -98,11 +98,11 @@ class _Tables:
         self.transfer_seconds = self._scatter(transfers, at, transfers.seconds)
         self.begun, self.ended, self.alone = self._ranks()
 
-    def _moments(self, columns: Columns, at: Ints, name: str) -> Seconds:
+    def _moments(self, columns: StepColumns, at: Ints, name: str) -> Seconds:
         step = columns.cell // self.layout.replicas
         return self._scatter(columns, at, (columns[name] - self.base_ns[step]) / 1e9)
 
-    def _scatter(self, columns: Columns, at: Ints, values: Seconds) -> Seconds:
+    def _scatter(self, columns: StepColumns, at: Ints, values: Seconds) -> Seconds:
         count = len(self.order.optype)
         table = np.full(count * columns.cells, np.nan)
         known = at >= 0
@@ -288,7 +288,7 @@ def _least(table: Seconds, axes: tuple[int, ...]) -> Seconds:
 
 
 def _places(
-    numbers: Mapping[tuple[int, ...], int], columns: Columns, names: tuple[str, ...]
+    numbers: Mapping[tuple[int, ...], int], columns: StepColumns, names: tuple[str, ...]
 ) -> Ints:
     """The operation of each row; -1: not one of the order's."""
     if not numbers:

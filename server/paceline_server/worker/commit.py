@@ -26,8 +26,8 @@ from paceline_server.worker.snapshot import JobColumns, Snapshot
 _RANK_KEYS = ("job_id", "rank")
 _RANK_COLUMNS = (*_RANK_KEYS, *CHANGING_COLUMNS)
 _UPDATE_RANK = (
-    update(models.Rank.__table__)  # type: ignore[arg-type]  # is a Table
-    .where(*(models.Rank.__table__.c[name] == bindparam(f"new_{name}") for name in _RANK_KEYS))
+    update(models.RankRow.__table__)  # type: ignore[arg-type]  # is a Table
+    .where(*(models.RankRow.__table__.c[name] == bindparam(f"new_{name}") for name in _RANK_KEYS))
     .values({name: bindparam(f"new_{name}") for name in CHANGING_COLUMNS})
 )
 
@@ -85,7 +85,7 @@ def write_commit(
     _update_job(session, job_id, commit.columns)
     if commit.engine_memory is not None:
         row: dict[str, object] = {"job_id": job_id, "memory": commit.engine_memory}
-        _upsert(session, models.EngineMemory, row)
+        _upsert(session, models.EngineMemoryRow, row)
     if over:
         _claim_nodes(session, job_id, set())
     if commit.placement is not None:
@@ -107,15 +107,15 @@ def write_commit(
 
 def _update_job(session: Session, job_id: str, columns: JobColumns) -> None:
     values = {field.name: getattr(columns, field.name) for field in fields(columns)}
-    session.execute(update(models.Job).where(models.Job.id == job_id).values(values))
+    session.execute(update(models.JobRow).where(models.JobRow.id == job_id).values(values))
 
 
 def _insert_generation(session: Session, job_id: str, commit: Commit, placement: Placement) -> None:
     views = commit.decision.ranks or []
-    session.execute(delete(models.Rank).where(models.Rank.job_id == job_id))
+    session.execute(delete(models.RankRow).where(models.RankRow.job_id == job_id))
     session.add_all(new_rank_rows(job_id, placement.generation, views))
     session.add(
-        models.Generation(
+        models.GenerationRow(
             job_id=job_id,
             generation=placement.generation,
             cursor=commit.columns.cursor,
@@ -144,7 +144,7 @@ def _update_ranks(session: Session, rows: Sequence[dict[str, Any]]) -> None:
 
 def _claim_nodes(session: Session, job_id: str, agents: set[str]) -> None:
     """Assign exactly these nodes to the job. A node has one job."""
-    node = models.Node
+    node = models.NodeRow
     freed = session.scalars(
         update(node)
         .where(node.job_id == job_id, node.agent_id.not_in(agents))
@@ -166,7 +166,7 @@ def _claim_nodes(session: Session, job_id: str, agents: set[str]) -> None:
 
 def _reassign_watched(session: Session, agents: Sequence[str]) -> None:
     """Assign freed nodes that also run ranks of a watched job to that job."""
-    node, rank, job = models.Node, models.Rank, models.Job
+    node, rank, job = models.NodeRow, models.RankRow, models.JobRow
     watched = (
         select(rank.agent_id, func.min(rank.job_id))
         .join(job, job.id == rank.job_id)
@@ -188,7 +188,7 @@ def _write_incidents(
 ) -> None:
     before = {incident.incident_id: incident for incident in snapshot.incidents}
     for view in decision.incidents:
-        _upsert(session, models.Incident, _incident_row(snapshot.job_id, view))
+        _upsert(session, models.IncidentRow, _incident_row(snapshot.job_id, view))
         previous = before.get(view.incident_id)
         alert = incident_alert(snapshot.job_id, snapshot.job_name, previous, view)
         if alert is not None:
@@ -220,7 +220,7 @@ def _write_actions(
         row = _action_row(snapshot.job_id, view)
         version = snapshot.action_versions.get(view.action_id)
         if version is None:
-            session.execute(insert(models.Action).values(**row, version=1))
+            session.execute(insert(models.ActionRow).values(**row, version=1))
         else:
             _replace_action(session, row, version)
         previous = before.get(view.action_id)
@@ -230,12 +230,12 @@ def _write_actions(
     rejected = [action.action_id for action in snapshot.actions if action.state == "rejected"]
     if rejected:
         session.execute(
-            update(models.Action).where(models.Action.id.in_(rejected)).values(noticed=True)
+            update(models.ActionRow).where(models.ActionRow.id.in_(rejected)).values(noticed=True)
         )
 
 
 def _replace_action(session: Session, row: dict[str, object], version: int) -> None:
-    action = models.Action
+    action = models.ActionRow
     replaced = session.scalar(
         update(action)
         .where(action.id == row["id"], action.version == version)
@@ -264,8 +264,8 @@ def _action_row(job_id: str, view: ActionView) -> dict[str, object]:
 def _quarantine(session: Session, decision: Decision) -> None:
     for agent_id, reason in decision.quarantine.items():
         session.execute(
-            update(models.Node)
-            .where(models.Node.agent_id == agent_id)
+            update(models.NodeRow)
+            .where(models.NodeRow.agent_id == agent_id)
             .values(quarantine_reason=reason.replace("\0", ""))
         )
         record_change(session, None, "node", agent_id)
@@ -276,7 +276,7 @@ def _write_acknowledgements(session: Session, job_id: str, commit: Commit) -> No
     for result in last.values():
         _upsert(
             session,
-            models.Acknowledgement,
+            models.AcknowledgementRow,
             {
                 "command_id": result.command_id,
                 "rank": result.rank,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from paceline_server.store.models import Job, Rank
+from paceline_server.store.models import JobRow, RankRow
 from paceline_wire.batch import Batch, Event, RankExited
 
 
@@ -18,7 +18,7 @@ class EarlierProcesses:
     """Removes the exits of earlier processes from batches."""
 
     def __init__(
-        self, job: Job, ranks: Iterable[Rank], reported_generations: Mapping[int, int]
+        self, job: JobRow, ranks: Iterable[RankRow], reported_generations: Mapping[int, int]
     ) -> None:
         """`reported_generations`: `Placement.said`."""
         self._job_id, self._generation = job.id, job.generation

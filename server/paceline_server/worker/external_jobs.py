@@ -21,15 +21,15 @@ from paceline_server.store.changes import record_change
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.log import FINISHED, position_at
 from paceline_server.store.models import (
-    Attachment,
-    EngineMemory,
-    Generation,
-    Job,
-    Node,
-    Rank,
-    RankEvidence,
-    Step,
-    StepShares,
+    AttachmentRow,
+    EngineMemoryRow,
+    GenerationRow,
+    JobRow,
+    NodeRow,
+    RankEvidenceRow,
+    RankRow,
+    StepRow,
+    StepSharesRow,
 )
 from paceline_server.worker.ranks import new_rank_rows
 from paceline_wire.topology import Topology
@@ -74,7 +74,7 @@ class ExternalJobs:
 
     def _create(self, gathering: Gathering) -> bool:
         with self._database.write() as session:
-            job = session.get(Job, gathering.job_id)
+            job = session.get(JobRow, gathering.job_id)
             is_old = job is not None and (
                 not job.watched or not attachments.follows(session, job, gathering)
             )
@@ -104,7 +104,9 @@ class ExternalJobs:
         )
 
 
-def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_ns: int) -> int:
+def _begin(
+    session: Session, job: JobRow | None, ranks: Sequence[AttachmentRow], now_ns: int
+) -> int:
     """Write the job and its generation; return the generation's number."""
     identity = ranks[0].identity
     topology = identity.topology
@@ -135,14 +137,14 @@ def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_n
     name = script[:_NAME_LENGTH] or identity.job
     spec = JobSpec(name=name, argv=[], topology=topology, metadata=identity.metadata)
     if job is None:
-        job = Job(id=identity.job, watched=True, stop_requested=False)
+        job = JobRow(id=identity.job, watched=True, stop_requested=False)
         job.policy = Policy(mode="observe")
         _forget_progress(job, now_ns)
         verb = "found running"
     else:
         if is_repeated:
             _forget_progress(job, now_ns)
-            session.execute(delete(EngineMemory).where(EngineMemory.job_id == job.id))
+            session.execute(delete(EngineMemoryRow).where(EngineMemoryRow.job_id == job.id))
         _clear(session, job.id, generation)
         verb = f"found running in generation {generation}"
     job.name, job.spec, job.topology, job.generation = name, spec, topology, generation
@@ -150,7 +152,7 @@ def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_n
     session.add(job)
     session.flush()
     session.add(
-        Generation(
+        GenerationRow(
             job_id=job.id,
             generation=job.generation,
             cursor=cursor,
@@ -161,7 +163,7 @@ def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_n
     session.add_all(new_rank_rows(job.id, job.generation, views))
     agents = sorted(set(placement.nodes.values()))
     # Who holds ranks of another job as well stays with that one.
-    free = update(Node).where(Node.agent_id.in_(agents), Node.job_id.is_(None))
+    free = update(NodeRow).where(NodeRow.agent_id.in_(agents), NodeRow.job_id.is_(None))
     session.execute(free.values(job_id=job.id))
     entry = AuditEntry(actor="agents", verb=verb, subject=job.id, detail=", ".join(agents))
     audit.record(session, job.id, entry, now_ns)
@@ -172,7 +174,7 @@ def _begin(session: Session, job: Job | None, ranks: Sequence[Attachment], now_n
     return generation
 
 
-def _generation_number(session: Session, job: Job | None, ranks: Sequence[Attachment]) -> int:
+def _generation_number(session: Session, job: JobRow | None, ranks: Sequence[AttachmentRow]) -> int:
     """Return the number of the generation that these ranks form.
 
     It follows the last generation if at least some launchers counted up, and else is what the ranks
@@ -191,7 +193,7 @@ def _generation_number(session: Session, job: Job | None, ranks: Sequence[Attach
     return highest
 
 
-def _forget_progress(job: Job, now_ns: int) -> None:
+def _forget_progress(job: JobRow, now_ns: int) -> None:
     job.created_ns = now_ns
     job.started_ns = job.step = job.highest_step = job.checkpoint_step = None
     job.step_seconds = job.loss = job.evaluation_loss = None
@@ -200,14 +202,14 @@ def _forget_progress(job: Job, now_ns: int) -> None:
 
 def _clear(session: Session, job_id: str, generation: int) -> None:
     """Delete the rows of ranks that are gone and of an earlier run with the same generations."""
-    for of_job in (Rank, RankEvidence):
+    for of_job in (RankRow, RankEvidenceRow):
         session.execute(delete(of_job).where(of_job.job_id == job_id))
-    for of_run in (Step, StepShares, Generation):
+    for of_run in (StepRow, StepSharesRow, GenerationRow):
         is_gone = of_run.job_id == job_id, of_run.generation >= generation
         session.execute(delete(of_run).where(*is_gone))
 
 
-def _view(session: Session, attachment: Attachment) -> RankView:
+def _view(session: Session, attachment: AttachmentRow) -> RankView:
     identity = attachment.identity
     return RankView(
         rank=identity.rank,
@@ -219,9 +221,9 @@ def _view(session: Session, attachment: Attachment) -> RankView:
     )
 
 
-def _gpu(session: Session, attachment: Attachment) -> int | None:
+def _gpu(session: Session, attachment: AttachmentRow) -> int | None:
     """Return the GPU that the rank reported, else the one with its local rank's index."""
-    node = session.get(Node, attachment.agent_id)
+    node = session.get(NodeRow, attachment.agent_id)
     gpus = node.hello.gpus if node is not None and node.hello is not None else []
     identity = attachment.identity
     for gpu in gpus:

@@ -41,7 +41,7 @@ def load_memory(
 ) -> JobMemory:
     """Rebuild the engine from the log; `keep_alive` is called meanwhile to renew the lease."""
     with database.read() as session:
-        job = session.get_one(models.Job, job_id)
+        job = session.get_one(models.JobRow, job_id)
         rows = queries.ranks(session, job_id)
         reported_generations = queries.said(session, job)
     earlier_processes = EarlierProcesses(job, rows, reported_generations)

@@ -7,13 +7,13 @@ from typing import Any
 
 from paceline_server.decide.types import RankView
 from paceline_server.engine.types import RankProgress
-from paceline_server.store.models import Rank
+from paceline_server.store.models import RankRow
 from paceline_wire.batch import Event, RankAttached, RankExited, RankStarted
 
 _ORDER = ("assigned", "started", "attached", "exited")
 _VISIBLE = ("pid", "state", "exit_code", "signal", "commanded", "step", "status", "process_state")
 CHANGING_COLUMNS = (*_VISIBLE, "operation", "operation_seconds")  # within a generation
-COLUMNS = tuple(column.key for column in Rank.__table__.columns)
+COLUMNS = tuple(column.key for column in RankRow.__table__.columns)
 
 
 class Ranks:
@@ -22,7 +22,7 @@ class Ranks:
     def __init__(
         self,
         generation: int,
-        rows: Iterable[Rank],
+        rows: Iterable[RankRow],
         reported_generations: Mapping[int, int] | None = None,
     ) -> None:
         """`reported_generations`: `Placement.said`."""
@@ -141,17 +141,17 @@ def _view(row: dict[str, Any]) -> RankView:
     return RankView(**{name: row[name] for name in _VIEWED})
 
 
-def _copy(row: Rank) -> dict[str, Any]:
+def _copy(row: RankRow) -> dict[str, Any]:
     return {name: getattr(row, name) for name in COLUMNS}
 
 
-def new_rank_rows(job_id: str, generation: int, views: Iterable[RankView]) -> list[Rank]:
+def new_rank_rows(job_id: str, generation: int, views: Iterable[RankView]) -> list[RankRow]:
     """Return the rows of a new generation's ranks."""
     rows = []
     for view in views:
         fields = {name: getattr(view, name) for name in RankView.__struct_fields__}
         rows.append(
-            Rank(
+            RankRow(
                 **fields,
                 job_id=job_id,
                 generation=generation,

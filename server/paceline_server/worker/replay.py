@@ -22,7 +22,7 @@ from paceline_server.engine.types import Outcome
 from paceline_server.steps.types import StepSummary
 from paceline_server.store.database import Database
 from paceline_server.store.log import read_log
-from paceline_server.store.models import EngineMemory, Generation, HotLog, Job, Step
+from paceline_server.store.models import EngineMemoryRow, GenerationRow, HotLogRow, JobRow, StepRow
 from paceline_server.worker.earlier_processes import EarlierProcesses
 from paceline_wire import batch as wire
 
@@ -47,13 +47,13 @@ class Rebuilt:
 
 def rebuild(
     database: Database,
-    job: Job,
+    job: JobRow,
     earlier_processes: EarlierProcesses,
     keep_alive: Callable[[], None],
 ) -> Rebuilt:
     """`keep_alive` is called regularly, to renew the lease."""
     with database.read() as session:
-        row = session.get(EngineMemory, job.id)
+        row = session.get(EngineMemoryRow, job.id)
         generations = _last_generations(session, job.id)
         newest = _newest_steps(session, job.id)
     rebuilt = Rebuilt(Engine(job.id, _settings(job), None if row is None else row.memory))
@@ -73,7 +73,7 @@ def rebuild(
     return rebuilt
 
 
-def _settings(job: Job) -> DetectionSettings:
+def _settings(job: JobRow) -> DetectionSettings:
     return DetectionSettings(
         node_lease_seconds=job.policy.node_lease_seconds,
         hang_startup_seconds=job.policy.start_timeout_seconds,
@@ -82,8 +82,8 @@ def _settings(job: Job) -> DetectionSettings:
 
 def _replay(
     database: Database,
-    job: Job,
-    generations: list[Generation],
+    job: JobRow,
+    generations: list[GenerationRow],
     rebuilt: Rebuilt,
     earlier_processes: EarlierProcesses,
     keep_alive: Callable[[], None],
@@ -107,30 +107,30 @@ def _replay(
     _place(rebuilt.engine, waiting, job.cursor)
 
 
-def _place(engine: Engine, waiting: list[Generation], position: int) -> None:
+def _place(engine: Engine, waiting: list[GenerationRow], position: int) -> None:
     """Begin the generations that were placed once the log had been read up to `position`."""
     while waiting and waiting[0].cursor <= position:
         engine.place(waiting.pop(0).placement)
 
 
-def _feed(engine: Engine, entry: HotLog, earlier_processes: EarlierProcesses) -> None:
+def _feed(engine: Engine, entry: HotLogRow, earlier_processes: EarlierProcesses) -> None:
     try:
         engine.feed(earlier_processes.filter(wire.decode(entry.payload)), entry.received_ns)
     except Exception:  # it failed and was counted when it was first read, too
         return
 
 
-def _last_generations(session: Session, job_id: str) -> list[Generation]:
+def _last_generations(session: Session, job_id: str) -> list[GenerationRow]:
     """Return the last two, in order: the stored memory may be older than the last one."""
-    query = select(Generation).where(Generation.job_id == job_id)
-    newest = session.scalars(query.order_by(Generation.generation.desc()).limit(2)).all()
+    query = select(GenerationRow).where(GenerationRow.job_id == job_id)
+    newest = session.scalars(query.order_by(GenerationRow.generation.desc()).limit(2)).all()
     return list(reversed(newest))
 
 
 def _newest_steps(session: Session, job_id: str) -> dict[int, int]:
     query = (
-        select(Step.generation, func.max(Step.step))
-        .where(Step.job_id == job_id)
-        .group_by(Step.generation)
+        select(StepRow.generation, func.max(StepRow.step))
+        .where(StepRow.job_id == job_id)
+        .group_by(StepRow.generation)
     )
     return dict(session.execute(query).all())

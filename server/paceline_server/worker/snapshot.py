@@ -85,21 +85,21 @@ def load_snapshot(
     session: Session, job_id: str, cursor: int, batches: int, batch_bytes: int
 ) -> Snapshot:
     """Read the job's state, and at most `batches` log entries of `batch_bytes` after `cursor`."""
-    job = session.get_one(models.Job, job_id)
+    job = session.get_one(models.JobRow, job_id)
     entries, behind = read_log_part(session, cursor, batches, batch_bytes)
     log = tuple(
         ReceivedBatch(entry.id, wire.decode(entry.payload), entry.received_ns) for entry in entries
     )
     actions = session.scalars(
-        select(models.Action)
+        select(models.ActionRow)
         .where(
-            models.Action.job_id == job_id,
+            models.ActionRow.job_id == job_id,
             or_(
-                models.Action.state.in_(("proposed", "approved", "running")),
-                and_(models.Action.state == "rejected", ~models.Action.noticed),
+                models.ActionRow.state.in_(("proposed", "approved", "running")),
+                and_(models.ActionRow.state == "rejected", ~models.ActionRow.noticed),
             ),
         )
-        .order_by(models.Action.created_ns, models.Action.id)
+        .order_by(models.ActionRow.created_ns, models.ActionRow.id)
     ).all()
     action_ids = [row.id for row in actions]
     events = (event for received in log for event in received.batch.events)
@@ -123,7 +123,7 @@ def load_snapshot(
     )
 
 
-def _columns(job: models.Job) -> JobColumns:
+def _columns(job: models.JobRow) -> JobColumns:
     return JobColumns(
         spec=job.spec,
         state=job.state,  # type: ignore[arg-type]  # only `decide` sets it
@@ -147,15 +147,15 @@ def _nodes(session: Session) -> tuple[NodeView, ...]:
     """Return all nodes that have sent a hello: others cannot be used."""
     rows = session.execute(
         select(
-            models.Node.agent_id,
-            type_coerce(models.Node.hello, Text),
-            models.Node.last_seen_ns,
-            models.Node.boot_id,
-            models.Node.quarantine_reason,
-            models.Node.job_id,
+            models.NodeRow.agent_id,
+            type_coerce(models.NodeRow.hello, Text),
+            models.NodeRow.last_seen_ns,
+            models.NodeRow.boot_id,
+            models.NodeRow.quarantine_reason,
+            models.NodeRow.job_id,
         )
-        .where(models.Node.hello.is_not(None))
-        .order_by(models.Node.agent_id)
+        .where(models.NodeRow.hello.is_not(None))
+        .order_by(models.NodeRow.agent_id)
     )
     return tuple(_node(*row) for row in rows)
 
@@ -195,18 +195,18 @@ def _hello(text: str) -> AgentHello:
 
 def _incidents(session: Session, job_id: str) -> tuple[IncidentView, ...]:
     query = (
-        select(models.Incident.view)
-        .where(models.Incident.job_id == job_id, models.Incident.state != "resolved")
-        .order_by(models.Incident.opened_ns, models.Incident.id)
+        select(models.IncidentRow.view)
+        .where(models.IncidentRow.job_id == job_id, models.IncidentRow.state != "resolved")
+        .order_by(models.IncidentRow.opened_ns, models.IncidentRow.id)
     )
     return tuple(session.scalars(query))
 
 
 def _restarts(session: Session, job_id: str) -> tuple[Restarted, ...]:
     query = (
-        select(models.Generation.restarted)
-        .where(models.Generation.job_id == job_id)
-        .order_by(models.Generation.generation)
+        select(models.GenerationRow.restarted)
+        .where(models.GenerationRow.job_id == job_id)
+        .order_by(models.GenerationRow.generation)
     )
     return tuple(restarted for restarted in session.scalars(query) if restarted is not None)
 
@@ -215,10 +215,10 @@ def _acknowledged(session: Session, action_ids: list[str]) -> tuple[Acknowledged
     if not action_ids:
         return ()
     query = (
-        select(models.Acknowledgement)
-        .join(models.CommandRow, models.CommandRow.id == models.Acknowledgement.command_id)
+        select(models.AcknowledgementRow)
+        .join(models.CommandRow, models.CommandRow.id == models.AcknowledgementRow.command_id)
         .where(models.CommandRow.action_id.in_(action_ids))
-        .order_by(models.Acknowledgement.command_id, models.Acknowledgement.rank)
+        .order_by(models.AcknowledgementRow.command_id, models.AcknowledgementRow.rank)
     )
     return tuple(
         Acknowledged(row.rank, row.command_id, row.status, row.step)

@@ -23,7 +23,7 @@ from paceline_server.store.commands import prune_commands
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.leases import LeaseLostError, acquire, is_held
 from paceline_server.store.log import FINISHED, LogSizes, drop_log, last_to_drop
-from paceline_server.store.models import Job
+from paceline_server.store.models import JobRow
 from paceline_server.store.shares import prune_steps
 from paceline_server.store.wake import Wakes
 from paceline_server.worker.commit import ConflictError
@@ -153,7 +153,9 @@ class Worker:
 
     def _unfinished(self) -> list[str]:
         with self._database.read() as session:
-            query = select(Job.id).where(Job.state.not_in(FINISHED)).order_by(Job.created_ns)
+            query = (
+                select(JobRow.id).where(JobRow.state.not_in(FINISHED)).order_by(JobRow.created_ns)
+            )
             return list(session.scalars(query))
 
     def _tick(self, job_id: str) -> bool:

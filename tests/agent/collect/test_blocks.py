@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from paceline_agent.collect.blocks import (
-    Block,
     ColumnReader,
-    Columns,
     ColumnWriter,
+    PackedColumns,
     Recurring,
     Series,
+    SeriesBlock,
     count,
     each,
 )
@@ -26,12 +26,12 @@ def series(*gpus: int) -> Series:
     return Series([("clock", {"gpu": str(gpu)}) for gpu in gpus])
 
 
-def across(columns: list[Columns]) -> list[Columns]:
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(columns), type=list[Columns])
+def across(columns: list[PackedColumns]) -> list[PackedColumns]:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(columns), type=list[PackedColumns])
 
 
 def test_a_value_that_is_not_finite_is_one_that_is_not_there() -> None:
-    block = Block(series(0, 1, 2, 3), [math.nan, 0.1, math.inf, -math.inf], AT_NS)
+    block = SeriesBlock(series(0, 1, 2, 3), [math.nan, 0.1, math.inf, -math.inf], AT_NS)
     there = [Sample("clock", {"gpu": "1"}, 0.1, AT_NS)]
     assert len(block) == count([block]) == 1
     assert list(each([block])) == there
@@ -42,7 +42,7 @@ def test_a_value_that_is_not_finite_is_one_that_is_not_there() -> None:
 
 def test_samples_and_blocks_go_together() -> None:
     plain = Sample("up", {}, 1.0, 7)
-    brought = [plain, Block(series(0, 1), [1.0, 2.0], 7), plain]
+    brought = [plain, SeriesBlock(series(0, 1), [1.0, 2.0], 7), plain]
     assert count(brought) == 4
     assert [one.value for one in each(brought)] == [1.0, 1.0, 2.0, 1.0]
 
@@ -51,12 +51,12 @@ def test_series_are_told_when_they_change_and_values_each_time() -> None:
     writer, reader = ColumnWriter(), ColumnReader()
     one, other = series(0, 1), series(1)
     sweeps = [
-        [Block(one, [0.1, 1.1], 7)],
-        [Block(one, [0.2, math.nan], 8)],
-        [Block(one, [0.3, 1.3], 9), Block(other, [1.4], 9)],
-        [Block(other, [1.5], 10)],
+        [SeriesBlock(one, [0.1, 1.1], 7)],
+        [SeriesBlock(one, [0.2, math.nan], 8)],
+        [SeriesBlock(one, [0.3, 1.3], 9), SeriesBlock(other, [1.4], 9)],
+        [SeriesBlock(other, [1.5], 10)],
         [],
-        [Block(other, [1.6], 11)],
+        [SeriesBlock(other, [1.6], 11)],
     ]
     told = []
     for sweep in sweeps:
@@ -68,7 +68,7 @@ def test_series_are_told_when_they_change_and_values_each_time() -> None:
 
 def test_columns_without_their_series_are_refused() -> None:
     writer, reader = ColumnWriter(), ColumnReader()
-    block = Block(series(0), [0.1], 7)
+    block = SeriesBlock(series(0), [0.1], 7)
     writer.write([block])
     with pytest.raises(ValueError, match="never told"):
         reader.read(across(writer.write([block])))
@@ -77,7 +77,7 @@ def test_columns_without_their_series_are_refused() -> None:
 def test_series_that_recur_are_packed_once() -> None:
     recurring, packed = Recurring(), []
 
-    def block(*gpus: int) -> Block:
+    def block(*gpus: int) -> SeriesBlock:
         made = recurring.block(
             gpus, lambda: [("clock", {"gpu": str(gpu)}) for gpu in gpus], gpus, 7
         )

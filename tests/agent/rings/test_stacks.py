@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from paceline_wire.batch import CommandResult, RankStacks, RankStarted
+from paceline_wire.batch import CommandResult, RankStackTraces, RankStarted
 from paceline_wire.commands import RankSpec, StartRanks, TakeStacks
 from paceline_wire.stacks import (
     MAXIMUM_FRAMES,
@@ -65,13 +65,15 @@ def start(ranks: int) -> StartRanks:
     )
 
 
-def take(server: Any, wait_for: Fixture, command_id: int, *ranks: int) -> dict[int, RankStacks]:
-    before = len(server.events(RankStacks))
+def take(
+    server: Any, wait_for: Fixture, command_id: int, *ranks: int
+) -> dict[int, RankStackTraces]:
+    before = len(server.events(RankStackTraces))
     server.commands.append(
         TakeStacks(command_id=command_id, job="job-a", generation=0, ranks=list(ranks))
     )
     wait_for(lambda: any(one.command_id == command_id for one in server.events(CommandResult)))
-    return {one.rank: one for one in server.events(RankStacks)[before:]}
+    return {one.rank: one for one in server.events(RankStackTraces)[before:]}
 
 
 def functions(thread: ThreadStack) -> list[str]:

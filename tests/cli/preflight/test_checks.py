@@ -9,15 +9,21 @@ import msgspec
 import pytest
 
 from paceline_cli.preflight.checks import all_checks
-from paceline_cli.preflight.facts import CheckpointPath, Gpu, Interface, NodeFacts, RdmaPort
+from paceline_cli.preflight.facts import (
+    CheckpointPath,
+    Interface,
+    NodeFacts,
+    PreflightGpu,
+    RdmaPort,
+)
 from paceline_cli.preflight.traffic import matches
 from paceline_cli.preflight.verdict import Check, compare
 
 ODD = "node-2"
 
 
-def gpu(index: int) -> Gpu:
-    return Gpu(
+def gpu(index: int) -> PreflightGpu:
+    return PreflightGpu(
         index=index,
         name="NVIDIA H200",
         pci_bus_id=f"00000000:{0x1A + index:02X}:00.0",

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paceline_cli.main import main
-from paceline_cli.preflight.launch import AllNodes, Commands, EachNode
+from paceline_cli.preflight.launch import AllNodes, EachNode, RemoteCommands
 from paceline_cli.preflight.survey import Survey, ask, forwarded
 from tests.cli.preflight.test_checks import eth0, node
 
@@ -176,19 +176,19 @@ def test_a_node_that_does_not_answer_fails_and_the_others_are_still_checked() ->
     told = msgspec.json.encode(node(0)).decode()
     script = f"import sys\nif sys.argv[1] == 'bad': sys.exit('no route')\nprint({told!r})"
     reach = EachNode(("good", "bad"), f"{sys.executable} -c {_quoted(script)} {{node}}")
-    survey = ask(reach, ["facts"], Commands(), 20)
+    survey = ask(reach, ["facts"], RemoteCommands(), 20)
     assert [each.node for each in survey.nodes] == ["good"]
     assert survey.complaints == {"bad": "no route"}
 
 
 def test_who_does_not_answer_in_time_is_ended_with_its_children() -> None:
     reach = EachNode(("slow",), "sh -c 'sleep 60 & wait'  {node}")
-    survey = ask(reach, [], Commands(), 0.3)
+    survey = ask(reach, [], RemoteCommands(), 0.3)
     assert survey.complaints == {"slow": "no answer in time"}
 
 
 def test_an_end_by_signal_meets_what_is_just_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands, started, start = Commands(), [], subprocess.Popen
+    commands, started, start = RemoteCommands(), [], subprocess.Popen
 
     def interrupted(*args: Any, **kwargs: Any) -> subprocess.Popen[str]:
         started.append(start(*args, **kwargs))
@@ -206,7 +206,7 @@ def test_an_end_by_signal_meets_what_is_just_being_started(monkeypatch: pytest.M
 def test_a_launcher_tells_of_all_its_nodes_once() -> None:
     lines = [f"task: {msgspec.json.encode(node(number)).decode()}" for number in (1, 0, 1)]
     script = "print({!r})".format("\n".join(lines))
-    survey = ask(AllNodes(f"{sys.executable} -c {_quoted(script)}"), [], Commands(), 20)
+    survey = ask(AllNodes(f"{sys.executable} -c {_quoted(script)}"), [], RemoteCommands(), 20)
     assert [each.node for each in survey.nodes] == ["node-0", "node-1"]
     assert survey.complaints == {}
 

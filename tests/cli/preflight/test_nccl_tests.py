@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from paceline_cli.preflight.nccl_tests import Output, Row, checks, parse
+from paceline_cli.preflight.nccl_tests import NcclTestRow, Output, checks, parse
 from paceline_cli.preflight.verdict import Check
 
 HEADER = """\
@@ -70,7 +70,7 @@ def test_launchers_prefixes_are_left_out(prefix: str) -> None:
 def test_the_json_file_says_what_the_table_says() -> None:
     table = parse(WHOLE)
 
-    def timing(row: Row) -> dict[str, float]:
+    def timing(row: NcclTestRow) -> dict[str, float]:
         return {
             "time": row.time_seconds * 1e6,
             "alg_bw": row.bus_gigabytes_per_second / 2,

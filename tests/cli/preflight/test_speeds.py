@@ -8,9 +8,9 @@ import pytest
 
 from paceline_cli.preflight.facts import Interface, NodeFacts, RdmaPort
 from paceline_cli.preflight.plan import (
+    BenchmarkPlan,
     Compute,
     Exchange,
-    Plan,
     Result,
     line,
     pair_rounds,
@@ -180,7 +180,7 @@ def test_results_are_found_in_what_launchers_add() -> None:
 
 
 def test_a_plan_survives_any_shell() -> None:
-    plan = Plan(
+    plan = BenchmarkPlan(
         nodes=NODES,
         hostnames=["a b", "'"],
         ranks_of_nodes=[8, 7, 8, 8, 8, 8],
@@ -193,7 +193,7 @@ def test_a_plan_survives_any_shell() -> None:
         patience_seconds=1,
         deadline_seconds=1,
     )
-    assert Plan.decode(plan.encode()) == plan
+    assert BenchmarkPlan.decode(plan.encode()) == plan
     assert plan.encode().replace("-", "").replace("_", "").isalnum()
     assert [plan.ranks_of(node) for node in range(2)] == [range(8), range(8, 15)]
     assert all(a.stop == b.start for a, b in pairwise(plan.ranks_of(n) for n in range(6)))

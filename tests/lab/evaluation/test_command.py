@@ -10,14 +10,14 @@ from click.testing import CliRunner
 
 from paceline_evaluation.campaign import Campaign
 from paceline_evaluation.command import evaluate
-from paceline_evaluation.scoring import Verdict
+from paceline_evaluation.scoring import TrialVerdict
 from paceline_evaluation.trial import Length
 
 SHORT = Length(healthy=(14, 18), faulty=(8, 10), none=(20, 24), chronic=(12, 14))
 KINDS = ("none", "slow_rank", "hang")
 
 
-def run(campaign: Campaign, processes: int) -> list[Verdict]:
+def run(campaign: Campaign, processes: int) -> list[TrialVerdict]:
     return campaign.run(processes, lambda _: None)
 
 

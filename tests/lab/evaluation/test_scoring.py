@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from paceline_evaluation.faults import Fault
+from paceline_evaluation.faults import TrialFault
 from paceline_evaluation.record import Seen, TrialRecord
-from paceline_evaluation.scoring import Verdict, figures, judge, wilson
+from paceline_evaluation.scoring import TrialVerdict, figures, judge, wilson
 from paceline_server.detect.finding import Finding
 
 ONSET = 50
-SLOW = Fault("slow_rank", ONSET, 0.3, ranks=(3,), node=1, cause="thermal")
+SLOW = TrialFault("slow_rank", ONSET, 0.3, ranks=(3,), node=1, cause="thermal")
 
 
 def finding(kind: str = "straggler", rank: int | None = 3, **fields: object) -> Finding:
@@ -28,7 +28,7 @@ def finding(kind: str = "straggler", rank: int | None = 3, **fields: object) -> 
     return msgspec.structs.replace(made, **fields)
 
 
-def record(*seen: tuple[int, Finding], faults: tuple[Fault, ...] = (SLOW,)) -> TrialRecord:
+def record(*seen: tuple[int, Finding], faults: tuple[TrialFault, ...] = (SLOW,)) -> TrialRecord:
     made = TrialRecord(faults[0].kind if len(faults) == 1 else "two_faults", faults, steps=80)
     made.onset_seconds = (10.0,) * len(faults)
     made.seen = [Seen(found, step, step / 4) for step, found in seen]
@@ -41,7 +41,7 @@ def healthy(*seen: tuple[int, Finding]) -> TrialRecord:
     return made
 
 
-def alarms(verdict: Verdict) -> tuple[int, int]:
+def alarms(verdict: TrialVerdict) -> tuple[int, int]:
     return len(verdict.clean_alarms), len(verdict.other_alarms)
 
 
@@ -109,13 +109,13 @@ def test_the_newest_cause_is_judged_and_unknown_is_right_where_nothing_shows():
     first = finding(cause="unknown")
     assert judge(record((55, first), (57, finding()))).cause_right is True
     assert judge(record((55, finding()), (57, first))).cause_right is False
-    unseen = Fault("slow_rank", ONSET, 0.3, ranks=(3,), node=1, cause="unknown")
+    unseen = TrialFault("slow_rank", ONSET, 0.3, ranks=(3,), node=1, cause="unknown")
     assert judge(record((55, first), faults=(unseen,))).cause_right is True
     assert judge(record((55, finding()), faults=(unseen,))).cause_right is False
 
 
 def test_two_faults_must_both_be_found_and_are_as_late_as_the_later():
-    data = Fault("data_stall", ONSET + 2, 0.3, ranks=(6,), node=3, cause="disk")
+    data = TrialFault("data_stall", ONSET + 2, 0.3, ranks=(6,), node=3, cause="disk")
     slow = finding("slow_data", 6, cause="slow disk")
     both = judge(record((54, finding()), (59, slow), faults=(SLOW, data)))
     assert (both.hit, both.latency_steps, alarms(both)) == (True, 7, (0, 0))
@@ -124,7 +124,7 @@ def test_two_faults_must_both_be_found_and_are_as_late_as_the_later():
 
 
 def test_two_slow_ranks_do_not_vouch_for_one_another():
-    other = Fault("slow_rank", ONSET, 0.3, ranks=(6,), node=3, cause="unknown")
+    other = TrialFault("slow_rank", ONSET, 0.3, ranks=(6,), node=3, cause="unknown")
     verdict = judge(record((54, finding()), faults=(SLOW, other)))
     assert (verdict.hit, alarms(verdict)) == (False, (0, 0))
 
@@ -139,12 +139,12 @@ def test_two_slow_ranks_do_not_vouch_for_one_another():
     ],
 )
 def test_a_slow_node_is_named_by_itself_or_its_own_ranks(found: Finding, hit: bool):
-    fault = Fault("slow_node", ONSET, 0.3, ranks=(2, 3), node=1)
+    fault = TrialFault("slow_node", ONSET, 0.3, ranks=(2, 3), node=1)
     assert judge(record((55, found), faults=(fault,))).hit is hit
 
 
 def test_a_link_has_two_ends_in_any_order():
-    fault = Fault("slow_link", ONSET, 0.3, link=(1, 5), node=0)
+    fault = TrialFault("slow_link", ONSET, 0.3, link=(1, 5), node=0)
     one = finding("slow_link", None, link=(5, 1))
     assert judge(record((55, one), faults=(fault,))).hit
     wrong = judge(record((55, finding("slow_link", None, link=(1, 4))), faults=(fault,)))
@@ -152,7 +152,7 @@ def test_a_link_has_two_ends_in_any_order():
 
 
 def test_a_weak_fault_is_no_miss_and_naming_its_rank_no_alarm():
-    weak = Fault("slow_rank", ONSET, 0.06, ranks=(3,), node=1)
+    weak = TrialFault("slow_rank", ONSET, 0.06, ranks=(3,), node=1)
     found = judge(record((60, finding()), faults=(weak,)))
     missed = judge(record(faults=(weak,)))
     result = figures([found, missed], ["slow_rank"])
@@ -180,7 +180,7 @@ def test_figures_of_a_campaign():
 
 
 def test_a_fleeting_fault_is_not_in_the_overall_figures_but_its_alarms_are():
-    stall = Fault("transient_stall", ONSET, 2.0, steps=2, ranks=(3,), node=1)
+    stall = TrialFault("transient_stall", ONSET, 2.0, steps=2, ranks=(3,), node=1)
     verdict = judge(record((52, finding()), faults=(stall,)))  # taken for one that lasts
     overall = figures([verdict], ["transient_stall"])["overall"]
     assert overall["faults"] == 0  # type: ignore[index]

@@ -9,10 +9,17 @@ import pytest
 
 from paceline_evaluation.conditions import QUIET, Conditions, Noise
 from paceline_evaluation.emission import Emission
-from paceline_evaluation.faults import CHRONIC, COUNTED_MAGNITUDE, KINDS, Fault, Plan, Traffic
+from paceline_evaluation.faults import (
+    CHRONIC,
+    COUNTED_MAGNITUDE,
+    KINDS,
+    HiddenTraffic,
+    TrialFault,
+    TrialPlan,
+)
 from paceline_evaluation.plans import draw_plan, step_seconds
 from paceline_evaluation.program import EXTRA, build
-from paceline_evaluation.shape import Shape, draw_shape
+from paceline_evaluation.shape import JobShape, draw_shape
 from paceline_evaluation.timeline import Timeline, play
 from paceline_evaluation.trial import Length, Trial, draw_steps
 from paceline_server.engine.types import Outcome
@@ -21,7 +28,7 @@ from paceline_wire.batch import Batch
 from paceline_wire.spans import Op, from_columns, unpack
 from paceline_wire.topology import Topology
 
-SHAPE = Shape(
+SHAPE = JobShape(
     topology=Topology(dp=2, pp=4, tp=1),
     schedule="1f1b",
     virtual=1,
@@ -50,7 +57,7 @@ SHAPES = [
 ]
 
 
-def theory(shape: Shape) -> float:
+def theory(shape: JobShape) -> float:
     stages = shape.topology.pp
     return (stages - 1) / (shape.virtual * shape.microbatches + stages - 1)
 
@@ -58,7 +65,7 @@ def theory(shape: Shape) -> float:
 class Watched(Trial):
     """A trial whose batches and steps are kept."""
 
-    def __init__(self, plan: Plan, steps: int, noise: Noise, seed: int = 0) -> None:
+    def __init__(self, plan: TrialPlan, steps: int, noise: Noise, seed: int = 0) -> None:
         super().__init__("none", plan, steps, np.random.default_rng(seed), noise)
         self.outcomes: list[Outcome] = []
         self.sent: list[Batch] = []
@@ -79,7 +86,7 @@ class Watched(Trial):
         return [step for outcome in self.outcomes for step in outcome.steps]
 
 
-def played(shape: Shape, *faults: Fault) -> tuple[Conditions, Timeline]:
+def played(shape: JobShape, *faults: TrialFault) -> tuple[Conditions, Timeline]:
     program = build(shape)
     conditions = Conditions(shape, program, QUIET, np.random.default_rng(0), faults)
     durations = conditions.draw(0, 3)
@@ -87,15 +94,15 @@ def played(shape: Shape, *faults: Fault) -> tuple[Conditions, Timeline]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.text)
-def test_a_healthy_step_takes_what_its_schedule_promises(shape: Shape):
+def test_a_healthy_step_takes_what_its_schedule_promises(shape: JobShape):
     busy = 3 * 0.010 * shape.microbatches  # forward and backward of two layers per rank
     assert step_seconds(shape) == pytest.approx(busy / (1 - theory(shape)), rel=0.01)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.text)
-def test_the_engine_sees_the_bubble_of_theory_and_the_self_time_that_was_put_in(shape: Shape):
-    slow = Fault("slow_rank", 3, 0.5, ranks=(1,), factor=1.5)
-    trial = Watched(Plan(shape, (slow,)), 6, QUIET)
+def test_the_engine_sees_the_bubble_of_theory_and_the_self_time_that_was_put_in(shape: JobShape):
+    slow = TrialFault("slow_rank", 3, 0.5, ranks=(1,), factor=1.5)
+    trial = Watched(TrialPlan(shape, (slow,)), 6, QUIET)
     trial.run()
     assert [step.step for step in trial.steps] == list(range(6))
     busy = 3 * 0.010 * shape.microbatches
@@ -111,7 +118,7 @@ def test_the_engine_sees_the_bubble_of_theory_and_the_self_time_that_was_put_in(
 
 def test_every_receive_ends_with_its_send_and_their_numbers_agree():
     shape = SHAPES[2]
-    trial = Watched(Plan(shape), 2, QUIET)
+    trial = Watched(TrialPlan(shape), 2, QUIET)
     trial.run()
     sends, receives = {}, {}
     for batch in trial.sent:
@@ -127,7 +134,7 @@ def test_every_receive_ends_with_its_send_and_their_numbers_agree():
 
 
 def test_numbers_of_transfers_and_collectives_go_on_from_step_to_step():
-    trial = Watched(Plan(SHAPES[3]), 4, QUIET)
+    trial = Watched(TrialPlan(SHAPES[3]), 4, QUIET)
     trial.run()
     numbers: dict[tuple[int, int], list[int]] = {}
     for batch in trial.sent:
@@ -150,7 +157,7 @@ def test_clocks_differ_by_at_most_five_milliseconds_and_drift_little():
 
 
 def test_an_overrun_ring_says_how_many_spans_it_lost():
-    trial = Watched(Plan(SHAPE), 30, Noise())
+    trial = Watched(TrialPlan(SHAPE), 30, Noise())
     trial.emission.lost = 0.1
     trial.run()
     blocks = [block for batch in trial.sent for block in batch.spans]
@@ -189,7 +196,7 @@ def test_however_large_a_job_its_fault_is_played(kind: str):
 
 
 def test_a_creep_grows_evenly_and_counts_from_a_tenth_on():
-    fault = Fault("slow_creep", 10, 0.3, ranks=(1,), factor=1.3, ramp_steps=60)
+    fault = TrialFault("slow_creep", 10, 0.3, ranks=(1,), factor=1.3, ramp_steps=60)
     assert fault.share(np.array([9, 10, 39, 69, 90])).tolist() == pytest.approx(
         [0.0, 1 / 60, 0.5, 1.0, 1.0]
     )
@@ -199,8 +206,10 @@ def test_a_creep_grows_evenly_and_counts_from_a_tenth_on():
 
 def test_a_late_reduction_comes_when_it_is_due_and_its_fault_makes_one_group_slow():
     shape = SHAPES[3]  # dp 2, pp 2, tp 2
-    fault = Fault("late_link", 6, 0.2, ranks=(4, 6), stage=1, factor=1000.0, traffic=Traffic(3, 2))
-    trial = Watched(Plan(shape, (fault,)), 9, QUIET)
+    fault = TrialFault(
+        "late_link", 6, 0.2, ranks=(4, 6), stage=1, factor=1000.0, traffic=HiddenTraffic(3, 2)
+    )
+    trial = Watched(TrialPlan(shape, (fault,)), 9, QUIET)
     trial.run()
     lengths: dict[int, dict[int, list[int]]] = {}
     for batch in trial.sent:
@@ -217,8 +226,8 @@ def test_a_late_reduction_comes_when_it_is_due_and_its_fault_makes_one_group_slo
 
 
 def test_a_hung_rank_leaves_the_others_waiting_for_it():
-    fault = Fault("hang", 3, 1.0, ranks=(5,), node=2)
-    trial = Watched(Plan(SHAPES[3], (fault,)), 3, Noise())
+    fault = TrialFault("hang", 3, 1.0, ranks=(5,), node=2)
+    trial = Watched(TrialPlan(SHAPES[3], (fault,)), 3, Noise())
     trial.record.faults = (fault,)
     trial.run()
     assert [seen.finding.rank for seen in trial.record.seen if seen.finding.kind == "hang"] == [5]

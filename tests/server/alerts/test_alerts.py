@@ -26,7 +26,7 @@ from paceline_server.alerts.chat import text_of
 from paceline_server.decide.types import ActionView, IncidentView
 from paceline_server.detect.finding import Finding
 from paceline_server.store.database import Database
-from paceline_server.store.models import Incident, OutboxRow
+from paceline_server.store.models import IncidentRow, OutboxRow
 from tests.server.rows import toy_job
 
 
@@ -177,7 +177,7 @@ def test_ready_says_whose_alerts_wait_for_a_thread_that_died_or_hangs(
             wait_for(lambda: missing() == ["outbox:webhook: stalled"], "it to be told")
         wait_for(lambda: missing() == [], "the end of it")
     monkeypatch.setattr(outbox_module, "_STALLED_SECONDS", 600.0)
-    monkeypatch.setattr(outbox_module.Outbox, "_pass", lambda *_: 1 / 0)
+    monkeypatch.setattr(outbox_module.AlertDelivery, "_pass", lambda *_: 1 / 0)
     wait_for(lambda: len(missing()) == 2, "the end of both")
     assert missing() == ["outbox:webhook: not running", "outbox:chat: not running"]
 
@@ -388,7 +388,7 @@ def test_what_still_fires_is_pushed_again(
 ) -> None:
     server = run_server(alertmanager_url=listener.url, alert_repeat_seconds=0.3)
     incident = view()
-    row = Incident(
+    row = IncidentRow(
         id="inc-1",
         job_id="job-1",
         kind="straggler",

@@ -19,7 +19,7 @@ from paceline_server.decide.types import ActionView, IncidentView
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.ingest import writer
 from paceline_server.steps.types import RankStep, StageBubble, StepSummary
-from paceline_server.store.models import Action, AuditRow, Base, Incident, Job, Node
+from paceline_server.store.models import ActionRow, AuditRow, Base, IncidentRow, JobRow, NodeRow
 from paceline_server.store.shares import rows_of
 from paceline_server.store.tokens import Scope, create_token, revoke_token
 from paceline_wire.batch import Batch
@@ -43,7 +43,7 @@ def put(server: Any, *rows: Any) -> None:
         session.add_all(rows)
 
 
-def incident(job_id: str, number: int, state: Any = "open") -> Incident:
+def incident(job_id: str, number: int, state: Any = "open") -> IncidentRow:
     finding = Finding(
         kind="straggler",
         cause="thermal throttle",
@@ -59,7 +59,7 @@ def incident(job_id: str, number: int, state: Any = "open") -> Incident:
     view = IncidentView(
         incident_id=f"inc-{number}", finding=finding, state=state, opened_ns=NOW + number
     )
-    return Incident(
+    return IncidentRow(
         id=view.incident_id,
         job_id=job_id,
         kind=finding.kind,
@@ -70,7 +70,7 @@ def incident(job_id: str, number: int, state: Any = "open") -> Incident:
     )
 
 
-def action(job_id: str, number: int = 1) -> Action:
+def action(job_id: str, number: int = 1) -> ActionRow:
     view = ActionView(
         action_id=f"act-{number}",
         kind="restart",
@@ -80,7 +80,7 @@ def action(job_id: str, number: int = 1) -> Action:
         created_ns=NOW + number,
         parameters={"secret": 1},
     )
-    return Action(
+    return ActionRow(
         id=view.action_id,
         job_id=job_id,
         kind=view.kind,
@@ -183,7 +183,9 @@ def test_how_long_a_start_may_take_is_the_jobs(server: Any, client: httpx.Client
     url = str(client.base_url).rstrip("/")
     jobs = {post_job(url): 900.0, post_job(url, start_timeout_seconds=30): 30.0}
     with server.program.database.read() as session:
-        found = {job.id: job.policy.start_timeout_seconds for job in session.scalars(select(Job))}
+        found = {
+            job.id: job.policy.start_timeout_seconds for job in session.scalars(select(JobRow))
+        }
     assert found == jobs
     body = {"name": "x", "argv": ["true"], "topology": {}, "start_timeout_seconds": 0}
     assert client.post("/api/v1/jobs", json=body).status_code == 422
@@ -237,7 +239,7 @@ def test_the_verdict_is_the_newest_open_incident(server: Any, client: httpx.Clie
     job_id = post_job(server.url)
     put(server, incident(job_id, 1, "resolved"))
     with server.program.database.write() as session:
-        job = session.get_one(Job, job_id)
+        job = session.get_one(JobRow, job_id)
         job.state, job.step, job.step_seconds = "running", 5, 0.5612
     verdict = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]
     assert verdict == {
@@ -262,7 +264,7 @@ def test_the_verdict_says_what_became_of_the_job(server: Any, client: httpx.Clie
 
     def verdict(state: str) -> tuple[str, str | None]:
         with server.program.database.write() as session:
-            job = session.get_one(Job, job_id)
+            job = session.get_one(JobRow, job_id)
             job.state, job.step, job.generation = state, 5, 1  # type: ignore[assignment]
         found = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]
         return found["text"], found["incident_id"]
@@ -297,7 +299,7 @@ def test_the_verdict_does_not_compare_a_rank_with_itself(server: Any, client: ht
     job_id = post_job(server.url, dp=1)
     put(server, *(row for number in range(5) for row in step(job_id, number, generation=0)))
     with server.program.database.write() as session:
-        job = session.get_one(Job, job_id)
+        job = session.get_one(JobRow, job_id)
         job.state, job.step, job.step_seconds = "running", 5, 0.5
     text = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]["text"]
     assert text == "No trouble found; 0.50 s per step."
@@ -312,7 +314,7 @@ def test_an_action_is_decided_once(server: Any, client: httpx.Client) -> None:
     again = client.post("/api/v1/actions/act-1/reject")
     assert again.status_code == 409
     with server.program.database.read() as session:
-        row = session.get_one(Action, "act-1")
+        row = session.get_one(ActionRow, "act-1")
         assert (row.state, row.version, row.noticed) == ("approved", 2, False)
         assert session.scalars(
             select(AuditRow.detail).where(AuditRow.verb == "approved")
@@ -320,7 +322,7 @@ def test_an_action_is_decided_once(server: Any, client: httpx.Client) -> None:
 
 
 def test_a_quarantined_node_is_released(server: Any, client: httpx.Client) -> None:
-    node = Node(
+    node = NodeRow(
         agent_id="node-1",
         boot_id="boot",
         sequence=0,

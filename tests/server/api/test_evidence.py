@@ -14,7 +14,7 @@ from simulated_node import SimulatedNode, post_job, stop_all
 
 from paceline_cli.main import main
 from paceline_wire import dumps
-from paceline_wire.batch import RankDump, RankStacks
+from paceline_wire.batch import RankDump, RankStackTraces
 from paceline_wire.commands import TakeDumps, TakeStacks
 from paceline_wire.stacks import StackFrame, ThreadStack
 
@@ -60,9 +60,9 @@ def test_stacks_and_dumps_on_demand(server, nodes, wait_for):
     [order] = wait_for(lambda: orders(home, TakeStacks), "the command")
     assert (order.job, order.generation, order.ranks) == (job, 1, [1])
     forged = ThreadStack("MainThread", [StackFrame("forged", "x.py", 1)])
-    stranger.say(RankStacks(**of(job, 1), threads=[forged]))
-    home.say(RankStacks(**of(job, 1, generation=0), threads=[forged]))
-    home.say(RankStacks(**of(job, 1), threads=[STACK]))
+    stranger.say(RankStackTraces(**of(job, 1), threads=[forged]))
+    home.say(RankStackTraces(**of(job, 1, generation=0), threads=[forged]))
+    home.say(RankStackTraces(**of(job, 1), threads=[STACK]))
     wait_for(lambda: get(stacks)["stacks"], "the stacks")
     wait_for(lambda: get(stacks)["state"] == "taken", "the result")
     [thread] = get(stacks)["stacks"]["threads"]
@@ -108,7 +108,7 @@ def test_the_cli_waits_for_the_nodes_and_shows_what_came(server, nodes, wait_for
     try:
         asking = paceline("stacks", job, "--rank", "1")
         wait_for(lambda: orders(home[1], TakeStacks), "the command")
-        home[1].say(RankStacks(**of(job, 1), threads=[STACK]))
+        home[1].say(RankStackTraces(**of(job, 1), threads=[STACK]))
         shown, _ = asking.communicate(timeout=60)
         assert asking.returncode == 0
         assert shown == "Rank 1, thread MainThread:\n    __next__  data.py:88\n"

@@ -30,10 +30,10 @@ def troubled(recorded: Recorded) -> Recorded:
         incident_id="inc-1",
     )
     with recorded.server.program.database.write() as session:
-        session.get_one(models.Job, JOB).step = 7
+        session.get_one(models.JobRow, JOB).step = 7
         session.add(open_incident("act-1"))
         session.add(
-            models.Action(
+            models.ActionRow(
                 id="act-1",
                 job_id=JOB,
                 incident_id="inc-1",

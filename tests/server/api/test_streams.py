@@ -13,7 +13,7 @@ from simulated_node import hello, post_job
 from paceline_server.decide.types import IssuedCommand
 from paceline_server.store.changes import prune_changes, record_change
 from paceline_server.store.commands import issue, withdraw
-from paceline_server.store.models import Node
+from paceline_server.store.models import NodeRow
 from paceline_server.store.tokens import Scope, create_token, revoke_token
 from paceline_wire import batch as wire
 from paceline_wire.batch import Batch, CommandResult
@@ -77,12 +77,12 @@ def test_a_burst_reaches_the_agent_of_a_node_that_holds_ranks(server: Any) -> No
     job_id = post_job(server.url)
     node = {"agent_id": "node-0", "boot_id": "boot", "sequence": 0, "packed_ns": 1}
     with server.program.database.write() as session:
-        session.add(Node(**node, last_seen_ns=1, hello=hello(), readings={}, dropped_batches=0))
+        session.add(NodeRow(**node, last_seen_ns=1, hello=hello(), readings={}, dropped_batches=0))
     url = f"{server.url}/api/v1/nodes/node-0/burst"
     idle = httpx.post(url, json={})
     assert (idle.status_code, "holds no ranks" in idle.text) == (409, True)
     with server.program.database.write() as session:
-        session.get_one(Node, "node-0").job_id = job_id
+        session.get_one(NodeRow, "node-0").job_id = job_id
     assert httpx.post(url, json={"seconds": 31}).status_code == 422
     httpx.post(url, json={"collectors": ["nvml"], "seconds": 5}).raise_for_status()
     with stream(server, "/api/v1/agents/node-0/commands") as answer:

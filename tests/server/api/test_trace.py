@@ -16,7 +16,7 @@ from simulated_job import JOB
 from sqlalchemy import delete, select
 
 from paceline_cli.main import main
-from paceline_server.store.models import HotLog
+from paceline_server.store.models import HotLogRow
 
 
 def analysed(recorded: Recorded) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def test_a_job_that_is_not_there_is_told(recorded: Recorded) -> None:
 
 def test_what_was_pruned_is_told(recorded: Recorded) -> None:
     with recorded.server.program.database.write() as session:
-        session.execute(delete(HotLog))
+        session.execute(delete(HotLogRow))
     answer = recorded.server.client.get(f"/api/v1/jobs/{JOB}/trace")
     assert answer.status_code == 409
     assert "too little" in answer.json()["detail"]
@@ -95,6 +95,6 @@ def test_what_was_pruned_is_told(recorded: Recorded) -> None:
 
 def test_a_damaged_batch_costs_no_more_than_itself(recorded: Recorded) -> None:
     with recorded.server.program.database.write() as session:
-        last = session.scalars(select(HotLog).order_by(HotLog.id.desc()).limit(1)).one()
+        last = session.scalars(select(HotLogRow).order_by(HotLogRow.id.desc()).limit(1)).one()
         last.payload = b"no batch"
     assert recorded.server.client.get(f"/api/v1/jobs/{JOB}/trace").status_code == 200

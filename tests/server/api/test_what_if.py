@@ -16,7 +16,7 @@ from sqlalchemy import delete
 from paceline_server.api import what_if
 from paceline_server.api.recorded import recorded_steps
 from paceline_server.api.what_if import WhatIfs
-from paceline_server.store.models import HotLog, Job
+from paceline_server.store.models import HotLogRow, JobRow
 
 # What is read of a database, test_trace.py reads of each kind.
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -52,7 +52,7 @@ def test_the_slow_rank_is_named_with_what_fixing_it_gives(recorded: Recorded) ->
 
 def test_another_schedule_is_told_with_its_gain_and_what_it_takes(recorded: Recorded) -> None:
     with recorded.server.program.database.write() as session:
-        job = session.get_one(Job, JOB)
+        job = session.get_one(JobRow, JOB)
         job.spec = replace(job.spec, metadata={"schedule": "gpipe"})
     advice = asked(recorded)["advice"]
     other = next(each for each in advice if each["schedule"] == "1f1b")
@@ -88,7 +88,7 @@ def test_without_a_step_it_says_what_to_wait_for(run_server: Callable[..., Any])
 
 def test_what_was_pruned_is_told(recorded: Recorded) -> None:
     with recorded.server.program.database.write() as session:
-        session.execute(delete(HotLog))
+        session.execute(delete(HotLogRow))
     assert asked(recorded)["verdict"]["text"] == what_if.NOTHING_KEPT
 
 

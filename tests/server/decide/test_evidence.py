@@ -8,7 +8,7 @@ from paceline_server.decide.evidence import DUMP_GRACE_SECONDS, GRACE_SECONDS
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.hang.stuck import STOPPED_CAUSE
 from paceline_server.policy import Policy
-from paceline_wire.batch import RankStacks
+from paceline_wire.batch import RankStackTraces
 from paceline_wire.commands import StopGeneration, TakeDumps, TakeStacks
 from paceline_wire.stacks import StackFrame, ThreadStack
 
@@ -19,7 +19,9 @@ STACKS = ThreadStack("MainThread", [StackFrame("__next__", "data.py", 88)])
 
 def hang(world: World, *read: int) -> Finding:
     """Rank 5 holds up the job; stacks of `read` have come."""
-    stacks = [RankStacks(time_ns=1, job="j", generation=1, rank=r, threads=[STACKS]) for r in read]
+    stacks = [
+        RankStackTraces(time_ns=1, job="j", generation=1, rank=r, threads=[STACKS]) for r in read
+    ]
     return world.finding(
         "hang",
         cause=STOPPED_CAUSE,

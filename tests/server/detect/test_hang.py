@@ -4,7 +4,7 @@ import pytest
 from simulated_job import DP, TP, SimulatedJob
 
 from paceline_server.detect.finding import Finding
-from paceline_wire.batch import RankDefined, RankDump, RankStacks, RankState, Sample
+from paceline_wire.batch import RankDefined, RankDump, RankStackTraces, RankState, Sample
 from paceline_wire.ring import Frame, GroupProgress, SectionDefinition, section_op
 from paceline_wire.spans import Op
 from paceline_wire.stacks import StackFrame, ThreadStack
@@ -225,9 +225,9 @@ def test_it_clears_when_the_process_goes_on():
     assert found.cleared
 
 
-def read_stacks(stuck: StuckJob, rank: int, *threads: ThreadStack) -> RankStacks:
+def read_stacks(stuck: StuckJob, rank: int, *threads: ThreadStack) -> RankStackTraces:
     job = stuck.job
-    taken = RankStacks(
+    taken = RankStackTraces(
         time_ns=job.now_ns, job="job-simulated", generation=0, rank=rank, threads=list(threads)
     )
     job.engine.feed(job.batch(job.node(rank), events=[taken]), job.now_ns)
@@ -279,7 +279,7 @@ def test_why_there_is_no_stack_is_told():
     everyone_waits_for(stuck, 2)
     stuck.wait(3)
     job = stuck.job
-    failed = RankStacks(
+    failed = RankStackTraces(
         time_ns=job.now_ns, job="job-simulated", generation=0, rank=2, error="not \0allowed"
     )
     job.engine.feed(job.batch("node-1", events=[failed]), job.now_ns)

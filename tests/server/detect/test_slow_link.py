@@ -8,7 +8,7 @@ from timed_run import Noise, TimedRun
 
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.slow_link.detector import SlowLinkDetector
-from paceline_server.detect.slow_link.traffic import MOST_FAMILIES, Lane, Traffic
+from paceline_server.detect.slow_link.traffic import MOST_FAMILIES, TransferBaselines, TransferLane
 from paceline_server.steps.timing import TransferTimes
 from paceline_wire.spans import Op
 from paceline_wire.topology import Topology
@@ -131,7 +131,7 @@ def test_groups_that_are_first_seen_late_are_healthy():
 
 
 def test_who_talks_to_anyone_at_any_time_is_not_watched_for_ever():
-    traffic, run = Traffic(), TimedRun(Topology(16, 1, 1), 12)
+    traffic, run = TransferBaselines(), TimedRun(Topology(16, 1, 1), 12)
     for _ in range(200):
         timing = run.timing()
         pair = np.sort(run.chance.choice(16, 2, replace=False))
@@ -144,4 +144,4 @@ def test_who_talks_to_anyone_at_any_time_is_not_watched_for_ever():
         traffic.seconds(dataclasses.replace(timing, transfers=TransferTimes(**one, **rest)))
         run.step += 1
     assert len(traffic.families) <= MOST_FAMILIES
-    assert traffic.families[0].lanes == [Lane(tuple(range(16)), int(Op.ALL_REDUCE))]
+    assert traffic.families[0].lanes == [TransferLane(tuple(range(16)), int(Op.ALL_REDUCE))]

@@ -10,7 +10,7 @@ from paceline_server.detect.telemetry import (
     KEPT,
     POINTS_PER_SERIES,
     SERIES_PER_NODE,
-    Series,
+    MetricSeries,
     Telemetry,
 )
 from paceline_wire.batch import Sample
@@ -20,8 +20,8 @@ START_NS = 1_700_000_000 * SECOND_NS
 CLOCK = "DCGM_FI_DEV_SM_CLOCK"
 
 
-def series(values, seconds: float = 1.0) -> Series:
-    found = Series()
+def series(values, seconds: float = 1.0) -> MetricSeries:
+    found = MetricSeries()
     for index, value in enumerate(values):
         found.add(START_NS + round(index * seconds * SECOND_NS), value)
     return found
@@ -62,7 +62,7 @@ def test_the_typical_value_is_that_of_most_of_the_time():
 
 
 def test_late_samples_take_their_place_and_repeated_ones_none():
-    found = Series()
+    found = MetricSeries()
     for second in (0, 1, 2, 6, 7, 4, 3, 5, 4, 7):
         found.add(START_NS + second * SECOND_NS, float(second))
     assert [value for _, value in found.points] == [0, 1, 2, 3, 4, 5, 6, 7]

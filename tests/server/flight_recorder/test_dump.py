@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline_server.flight_recorder import Dump, Report, analyse, dump_from
+from paceline_server.flight_recorder import Dump, HangReport, analyse, dump_from
 
 RANKS = range(3)
 
@@ -49,7 +49,7 @@ def status(enqueued: int, completed: int) -> dict[str, dict[str, int]]:
     }
 
 
-def judged(*dumps: Dump) -> Report:
+def judged(*dumps: Dump) -> HangReport:
     return analyse({each.rank: each for each in dumps})
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline_server.flight_recorder import Report, report
+from paceline_server.flight_recorder import HangReport, report
 
 SCRIPT = Path(__file__).parent / "gloo_rank.py"
 
 
-def dumped(directory: Path, fault: str, world_size: int = 3) -> Report:
+def dumped(directory: Path, fault: str, world_size: int = 3) -> HangReport:
     (directory / "dumps").mkdir()
     environment = os.environ | {
         "TORCH_FR_BUFFER_SIZE": "2000",

@@ -19,7 +19,7 @@ from sqlalchemy import func, select
 from paceline_server.api.routes import ingest as routes
 from paceline_server.ingest.nodes import hear
 from paceline_server.store.database import Database
-from paceline_server.store.models import HotLog, Node
+from paceline_server.store.models import HotLogRow, NodeRow
 from paceline_server.store.tokens import create_token
 from paceline_wire import batch as wire
 from paceline_wire.batch import Batch, RankStarted, Sample
@@ -60,11 +60,11 @@ class Ingest:
 
     def stored(self) -> int:
         with self.server.program.database.read() as session:
-            return session.scalar(select(func.count()).select_from(HotLog)) or 0
+            return session.scalar(select(func.count()).select_from(HotLogRow)) or 0
 
-    def node(self, agent_id: str = "node-0") -> Node:
+    def node(self, agent_id: str = "node-0") -> NodeRow:
         with self.server.program.database.read() as session:
-            return session.get_one(Node, agent_id)
+            return session.get_one(NodeRow, agent_id)
 
     def rejected(self, reason: str) -> float:
         registry = self.server.program.metrics.registry
@@ -179,7 +179,7 @@ def test_a_node_is_seen_when_it_is_heard_also_once_the_clock_was_set_back(
     def seen(sequence: int, received_ns: int) -> int | None:
         with database.write() as session:
             hear(session, [(batch(sequence), received_ns)])
-            return session.scalar(select(Node.last_seen_ns))
+            return session.scalar(select(NodeRow.last_seen_ns))
 
     assert seen(0, 7200 * second_ns) == 7200 * second_ns
     assert seen(1, 7199 * second_ns) == 7200 * second_ns, "stored out of order"

@@ -13,7 +13,7 @@ from paceline_server.engine.engine import Engine
 from paceline_server.policy import Policy
 from paceline_server.steps.types import Ledger, StepSummary
 from paceline_server.store.log import append
-from paceline_server.store.models import Boot, Generation, Job, Step
+from paceline_server.store.models import BootRow, GenerationRow, JobRow, StepRow
 from paceline_wire.batch import encode
 from paceline_wire.topology import Topology
 
@@ -34,10 +34,12 @@ class Recorded:
             session.add(self._job_row(placement.started_ns))
             session.flush()
             session.add(
-                Generation(job_id=JOB, generation=0, cursor=0, placement=placement, restarted=None)
+                GenerationRow(
+                    job_id=JOB, generation=0, cursor=0, placement=placement, restarted=None
+                )
             )
             for node in self.job.nodes:
-                session.add(Boot(agent_id=node, boot_id="boot", first_seen_ns=0))
+                session.add(BootRow(agent_id=node, boot_id="boot", first_seen_ns=0))
             for step in range(steps):
                 self._play(session, step)
 
@@ -54,11 +56,11 @@ class Recorded:
         summary = StepSummary(
             generation=0, step=step, started_ns=began_ns, duration_seconds=seconds
         )
-        session.add(Step(job_id=JOB, step=step, generation=0, summary=summary))
+        session.add(StepRow(job_id=JOB, step=step, generation=0, summary=summary))
 
-    def _job_row(self, created_ns: int) -> Job:
+    def _job_row(self, created_ns: int) -> JobRow:
         spec = JobSpec(name="simulated", argv=["train"], topology=TOPOLOGY)
-        return Job(
+        return JobRow(
             id=JOB,
             name="simulated",
             spec=spec,

@@ -8,7 +8,7 @@ from simulated_job import JOB
 
 from paceline_server.decide.types import IncidentView
 from paceline_server.detect.finding import Cause, Finding
-from paceline_server.store.models import Incident
+from paceline_server.store.models import IncidentRow
 
 SUMMARY = "Rank 5 on node-2 is 1.6x slower than its peers."
 
@@ -26,12 +26,12 @@ def straggler(likelihood: float = 0.9, **evidence: Any) -> Finding:
     )
 
 
-def open_incident(*action_ids: str) -> Incident:
+def open_incident(*action_ids: str) -> IncidentRow:
     """`inc-1`: of `straggler`, with the ids of its actions."""
     view = IncidentView(
         incident_id="inc-1", finding=straggler(), opened_ns=1, action_ids=[*action_ids]
     )
-    return Incident(
+    return IncidentRow(
         id="inc-1",
         job_id=JOB,
         kind="straggler",

@@ -74,9 +74,9 @@ def test_old_shares_go_first_and_steps_later(job: Database) -> None:
         prune_steps(session, "no such job", kept=20, shares_kept=5)
         kept = {
             table: session.execute(select(func.min(table.step), func.count())).one()
-            for table in (models.Step, models.StepShares)
+            for table in (models.StepRow, models.StepSharesRow)
         }
-    assert kept == {models.Step: (10, 20), models.StepShares: (25, 5)}
+    assert kept == {models.StepRow: (10, 20), models.StepSharesRow: (25, 5)}
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)

@@ -19,7 +19,7 @@ from paceline_server.store.commands import reserve_command_ids
 from paceline_server.store.database import UNAVAILABLE, Database, Turns
 from paceline_server.store.leases import LeaseLostError, acquire, fence, is_held, release
 from paceline_server.store.log import LogSizes, append, drop_log, last_to_drop, read_log_part
-from paceline_server.store.models import AuditRow, Base, Boot, HotLog, Job
+from paceline_server.store.models import AuditRow, Base, BootRow, HotLogRow, JobRow
 from paceline_wire.batch import Batch
 from tests.server.rows import toy_job
 
@@ -166,15 +166,15 @@ def test_readers_by_cursor_miss_no_change_of_concurrent_writers(database: Databa
 def store(database: Database, sequence: int, received_ns: int, size: int = 10) -> bool:
     batch = Batch(agent_id="node-0", boot_id="boot-1", sequence=sequence, packed_ns=1)
     with database.write() as session:
-        if session.get(Boot, ("node-0", "boot-1")) is None:
-            session.add(Boot(agent_id="node-0", boot_id="boot-1", first_seen_ns=1))
+        if session.get(BootRow, ("node-0", "boot-1")) is None:
+            session.add(BootRow(agent_id="node-0", boot_id="boot-1", first_seen_ns=1))
             session.flush()
         return append(session, batch, b"x" * size, received_ns)
 
 
 def kept(database: Database) -> list[int]:
     with database.read() as session:
-        return list(session.scalars(select(HotLog.sequence).order_by(HotLog.id)))
+        return list(session.scalars(select(HotLogRow.sequence).order_by(HotLogRow.id)))
 
 
 def prune(database: Database, before_ns: int, keep_bytes: int = 1 << 30) -> int:
@@ -194,7 +194,7 @@ def test_the_log_is_pruned_by_age_and_still_knows_duplicates(database: Database)
     assert prune(database, before_ns=100) == 3
     assert store(database, 6, received_ns=10)
     with database.read() as session:
-        assert session.scalar(select(func.max(HotLog.id))) == 7, "an id is never used twice"
+        assert session.scalar(select(func.max(HotLogRow.id))) == 7, "an id is never used twice"
 
 
 def test_the_log_is_pruned_by_size(database: Database) -> None:
@@ -265,7 +265,7 @@ def test_changes_are_pruned_to_a_number(database: Database) -> None:
         assert len(changes_after(session, 0, None)) == 3
 
 
-def job(job_id: str, cursor: int = 0) -> Job:
+def job(job_id: str, cursor: int = 0) -> JobRow:
     return toy_job(job_id, state="pending", generation=0, created_ns=time.time_ns(), cursor=cursor)
 
 

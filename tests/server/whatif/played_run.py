@@ -19,7 +19,7 @@ from paceline_server.steps.timing import (
     StepTiming,
     TransferTimes,
 )
-from paceline_server.whatif.schedules import Action, actions, usual_part
+from paceline_server.whatif.schedules import ScheduledAction, actions, usual_part
 from paceline_wire.spans import Op
 from paceline_wire.topology import Topology
 
@@ -69,8 +69,8 @@ class PlayedRun:
             1.0, self.spread, (self.microbatches, self.steps, topology.dp, 1)
         )
         self.length = drawn / ((1.0 + self.spread) / 2)
-        self.computed: list[tuple[int, Action, Times, Times, Times]] = []
-        self.transferred: list[tuple[int, int, Action, Times, Times, Times, Times]] = []
+        self.computed: list[tuple[int, ScheduledAction, Times, Times, Times]] = []
+        self.transferred: list[tuple[int, int, ScheduledAction, Times, Times, Times, Times]] = []
         data = [self._per_rank(self.data_seconds, stage, DATA_SECONDS) for stage in self._stages]
         self.free = [self._zeros() + each for each in data]
         self.done: dict[tuple[int, int, int], Times] = {}
@@ -98,7 +98,7 @@ class PlayedRun:
         values = [chosen.get(rank, usual) for rank in self.ranks[stage].ravel().tolist()]
         return np.array(values).reshape(self.shape[1:])
 
-    def _compute(self, stage: int, action: Action) -> bool:
+    def _compute(self, stage: int, action: ScheduledAction) -> bool:
         stages = self.topology.pp
         part = usual_part(stage, action.chunk, stages)
         last = stages * self.chunks - 1
@@ -135,7 +135,7 @@ class PlayedRun:
         self.computed.append((stage, action, start, end, own))
         return True
 
-    def _receive(self, source: int, target: int, chunk: int, action: Action) -> Times:
+    def _receive(self, source: int, target: int, chunk: int, action: ScheduledAction) -> Times:
         sent = self.done[action.op, chunk * self.topology.pp + source, action.microbatch]
         posted = self.free[target]
         seconds = self._zeros() + self.transfer_seconds

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from paceline_server.whatif.schedules import (
-    Action,
+    ScheduledAction,
     ScheduleError,
     actions,
     gpipe,
@@ -18,11 +18,11 @@ SIZES = [
 ]
 
 
-def equal_seconds(_stage: int, _action: Action) -> float:
+def equal_seconds(_stage: int, _action: ScheduledAction) -> float:
     return 1.0
 
 
-def whole_backwards(_stage: int, action: Action) -> float:
+def whole_backwards(_stage: int, action: ScheduledAction) -> float:
     """As long as both parts of a split one."""
     return 1.0 if action.op == Op.FORWARD else 2.0
 
@@ -99,8 +99,8 @@ def test_a_slow_stage_makes_the_others_idle() -> None:
 
 def test_a_made_up_order_is_carried_out_as_well() -> None:
     """Chunks laid out in a V: the last stage of the first pass is the first of the second."""
-    forwards = [Action(Op.FORWARD, 0, 0), Action(Op.FORWARD, 0, 1)]
-    backwards = [Action(Op.BACKWARD, 0, 1), Action(Op.BACKWARD, 0, 0)]
+    forwards = [ScheduledAction(Op.FORWARD, 0, 0), ScheduledAction(Op.FORWARD, 0, 1)]
+    backwards = [ScheduledAction(Op.BACKWARD, 0, 1), ScheduledAction(Op.BACKWARD, 0, 0)]
     simulated = simulate(
         [forwards + backwards] * 2,
         equal_seconds,
@@ -111,19 +111,22 @@ def test_a_made_up_order_is_carried_out_as_well() -> None:
 
 
 def test_an_order_that_cannot_be_carried_out_is_refused() -> None:
-    backward_first = [Action(Op.BACKWARD, 0), Action(Op.FORWARD, 0)]
+    backward_first = [ScheduledAction(Op.BACKWARD, 0), ScheduledAction(Op.FORWARD, 0)]
     with pytest.raises(
         ScheduleError, match="stage 0 waits for ever to do backward of microbatch 0"
     ):
         simulate([backward_first], equal_seconds)
-    missing = [[Action(Op.FORWARD, 0)], [Action(Op.FORWARD, 0), Action(Op.FORWARD, 1)]]
+    missing = [
+        [ScheduledAction(Op.FORWARD, 0)],
+        [ScheduledAction(Op.FORWARD, 0), ScheduledAction(Op.FORWARD, 1)],
+    ]
     with pytest.raises(ScheduleError, match="stage 1 waits for ever"):
         simulate(missing, equal_seconds)
 
 
 def test_only_computations_are_actions() -> None:
     with pytest.raises(ScheduleError, match="optimizer is no computation"):
-        simulate([[Action(Op.OPTIMIZER, 0)]], equal_seconds)
+        simulate([[ScheduledAction(Op.OPTIMIZER, 0)]], equal_seconds)
 
 
 @pytest.mark.parametrize(

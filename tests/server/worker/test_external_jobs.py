@@ -14,8 +14,8 @@ from simulated_node import STEP_SECONDS, SimulatedNode, post_job
 
 from paceline_cli.main import main
 from paceline_server.engine.engine import Engine
-from paceline_server.store.models import Attachment, EngineMemory
-from paceline_wire.batch import RankExited, RankStacks
+from paceline_server.store.models import AttachmentRow, EngineMemoryRow
+from paceline_wire.batch import RankExited, RankStackTraces
 from paceline_wire.stacks import StackFrame, ThreadStack
 from paceline_wire.topology import Topology
 
@@ -140,7 +140,7 @@ def test_the_books_are_kept_over_all_generations(
             nodes[number].crash(number)
         wait_for(lambda: job("train")["state"] == "failed", "the end")
         with server.program.database.read() as session:
-            kept = session.get_one(EngineMemory, "train").memory
+            kept = session.get_one(EngineMemoryRow, "train").memory
         steps = Engine("train", memory=kept).ledger(time.time_ns()).useful_steps
         assert steps >= 3, "whoever takes up the next generation need not read this one again"
     assert started[0] > 0
@@ -171,7 +171,7 @@ def test_what_only_some_nodes_count_is_a_generation_of_all(
         assert (order.ranks, order.generation) == ([number], 1 + number)
         stack = ThreadStack("MainThread", [StackFrame("step", "train.py", 1)])
         nodes[number].say(
-            RankStacks(
+            RankStackTraces(
                 time_ns=time.time_ns(),
                 job="train",
                 generation=order.generation,
@@ -367,7 +367,7 @@ def test_names_that_are_no_names_and_jobs_of_our_own_are_left_alone(
     nodes[2].run_for_others("one", 0, Topology())
     wait_for(lambda: job("one"), "the one with a name")
     with server.program.database.read() as session:
-        assert {row.job_id for row in session.query(Attachment)} == {"one"}
+        assert {row.job_id for row in session.query(AttachmentRow)} == {"one"}
     assert not job(ours)["watched"]
     listed = server.client.get("/api/v1/jobs").json()["items"]
     assert {each["id"] for each in listed} == {ours, "one"}

@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from paceline_server.decide.types import ActionView
 from paceline_server.store.database import Database
-from paceline_server.store.models import Acknowledgement, Action, CommandRow, OutboxRow
+from paceline_server.store.models import AcknowledgementRow, ActionRow, CommandRow, OutboxRow
 from tests.server.rows import toy_job
 
 _NOW_NS = time.time_ns()
@@ -44,11 +44,11 @@ def command(command_id: int, finished_ns: int | None, action_id: str = "") -> Co
     )
 
 
-def running_action() -> Action:
+def running_action() -> ActionRow:
     view = ActionView(
         action_id="act-1", kind="checkpoint", state="running", reason="", generation=1, created_ns=1
     )
-    return Action(
+    return ActionRow(
         id="act-1",
         job_id="job-1",
         kind="checkpoint",
@@ -93,8 +93,8 @@ def test_finished_commands_go_after_a_week_but_not_those_of_an_action_that_runs(
         )
         session.flush()
         answer = {"job_id": "job-1", "generation": 1, "status": "done", "step": 7}
-        session.add_all(Acknowledgement(command_id=id, rank=0, **answer) for id in (1, 2))
+        session.add_all(AcknowledgementRow(command_id=id, rank=0, **answer) for id in (1, 2))
     run_server()
     wait_for(lambda: ids(database, CommandRow) == [2, 3, 4], "the old one to go")
     with database.read() as session:
-        assert session.scalars(select(Acknowledgement.command_id)).all() == [2]
+        assert session.scalars(select(AcknowledgementRow.command_id)).all() == [2]

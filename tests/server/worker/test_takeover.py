@@ -18,14 +18,14 @@ from sqlalchemy import func, select
 
 from paceline_server.store.database import Database
 from paceline_server.store.models import (
-    Action,
+    ActionRow,
     CommandRow,
-    Generation,
-    HotLog,
-    Incident,
-    Lease,
+    GenerationRow,
+    HotLogRow,
+    IncidentRow,
+    LeaseRow,
     OutboxRow,
-    Step,
+    StepRow,
 )
 from paceline_wire.commands import StartRanks, StopGeneration
 
@@ -76,7 +76,7 @@ def cluster(
 
 def check_side_effects(cluster: Cluster, job_id: str, restarts: int) -> None:
     """Each generation was started once on each of its nodes, each incident told of once."""
-    generations = {row.generation: row.placement for row in cluster.rows(Generation)}
+    generations = {row.generation: row.placement for row in cluster.rows(GenerationRow)}
     assert sorted(generations) == list(range(1, restarts + 2))
     commands = Counter((row.kind, row.generation, row.agent_id) for row in cluster.rows(CommandRow))
     starts = {key: count for key, count in commands.items() if key[0] == "start_ranks"}
@@ -92,13 +92,13 @@ def check_side_effects(cluster: Cluster, job_id: str, restarts: int) -> None:
         if isinstance(command, StartRanks)
     )
     assert set(carried_out.values()) == {1}
-    incidents = [row for row in cluster.rows(Incident) if row.kind == "failure"]
+    incidents = [row for row in cluster.rows(IncidentRow) if row.kind == "failure"]
     assert len(incidents) == restarts, [row.view.finding.summary for row in incidents]
     told = Counter((row.subject, row.event) for row in cluster.rows(OutboxRow))
     for incident in incidents:
         assert told[incident.id, "opened"] == 1
         assert told[incident.id, "resolved"] == 1
-    restart_actions = [row for row in cluster.rows(Action) if row.kind == "restart"]
+    restart_actions = [row for row in cluster.rows(ActionRow) if row.kind == "restart"]
     assert [row.state for row in restart_actions] == ["done"] * restarts
     check_steps(cluster, job_id)
 
@@ -106,7 +106,7 @@ def check_side_effects(cluster: Cluster, job_id: str, restarts: int) -> None:
 def check_steps(cluster: Cluster, job_id: str) -> None:
     """No step of a generation is missing between its first and its last."""
     by_generation: dict[int, list[int]] = {}
-    for row in cluster.rows(Step):
+    for row in cluster.rows(StepRow):
         by_generation.setdefault(row.generation, []).append(row.step)
     for steps in by_generation.values():
         assert sorted(steps) == list(range(min(steps), max(steps) + 1))
@@ -129,7 +129,7 @@ def test_a_killed_worker_is_replaced_without_loss_or_repetition(
     third.signal(signal.SIGTERM)
     assert third.process.wait(60) == 0
     check_side_effects(cluster, job_id, restarts=1)
-    (lease,) = [row for row in cluster.rows(Lease) if row.name == f"job:{job_id}"]
+    (lease,) = [row for row in cluster.rows(LeaseRow) if row.name == f"job:{job_id}"]
     assert lease.epoch == 3
     assert lease.expires_ns == 0, "a worker that ends gives its lease back"
 
@@ -182,8 +182,8 @@ def stored(database: Database) -> dict[str, int]:
     """Batches by node; none may be missing before the newest."""
     with database.read() as session:
         rows = session.execute(
-            select(HotLog.agent_id, func.count(), func.max(HotLog.sequence)).group_by(
-                HotLog.agent_id
+            select(HotLogRow.agent_id, func.count(), func.max(HotLogRow.sequence)).group_by(
+                HotLogRow.agent_id
             )
         ).all()
     assert all(count == highest + 1 for _, count, highest in rows), rows

@@ -49,7 +49,7 @@ def store(database: Database) -> Database:
     with database.write() as session:
         session.add(toy_job(JOB, state="pending", generation=0, policy=Policy()))
         session.add(
-            models.Node(
+            models.NodeRow(
                 agent_id="node-0",
                 boot_id="boot",
                 sequence=0,

@@ -50,7 +50,7 @@ _LINE = re.compile(r"^\s*([^:\n]+): ([0-9]{1,20})$", re.MULTILINE)
 
 
 @dataclass(slots=True)
-class _Device:
+class _EthtoolDevice:
     names: list[str]
     wanted: list[tuple[int, str]]  # where in the list, metric
     driver: Driver | None
@@ -65,7 +65,7 @@ class EthtoolCollector(Collector):
         self._root = context.sysfs_root / "class" / "net"
         self._is_this_machine = context.sysfs_root == Path("/sys")
         self._ethtool: Ethtool | None = None
-        self._devices: dict[str, _Device] = {}
+        self._devices: dict[str, _EthtoolDevice] = {}
         self._silent_until_ns: dict[str, int] = {}
 
     def collect(self, now_ns: int) -> Collected:
@@ -106,13 +106,13 @@ class EthtoolCollector(Collector):
             if values[index] < BEYOND_COUNTERS:
                 yield Sample(metric, {"device": name}, float(values[index]), now_ns)
 
-    def _learn(self, ethtool: Ethtool, name: str) -> _Device:
+    def _learn(self, ethtool: Ethtool, name: str) -> _EthtoolDevice:
         names = ethtool.names(name)
         try:
             driver = ethtool.driver(name)
         except OSError:
             driver = None
-        device = self._devices[name] = _Device(names, list(wanted(names)), driver)
+        device = self._devices[name] = _EthtoolDevice(names, list(wanted(names)), driver)
         return device
 
     def _read(self, name: str, now_ns: int) -> Iterator[Sample]:

@@ -22,7 +22,7 @@ from paceline_agent.collect.contract import (
     LocalRank,
 )
 from paceline_agent.collect.kept_files import entries
-from paceline_agent.collect.kernel_log.ledger import Ledger
+from paceline_agent.collect.kernel_log.ledger import KernelEventCounts
 from paceline_agent.collect.kernel_log.recognize import Recognizer, pci_address
 from paceline_agent.collect.kernel_log.records import Record, records_of
 from paceline_agent.collect.kernel_log.source import KernelLogFile
@@ -43,7 +43,7 @@ class KmsgCollector(Collector):
         super().__init__(context)
         self._log = KernelLogFile(context.kmsg_path)
         self._recognizer = Recognizer()
-        self._ledger = Ledger(self._name_of)
+        self._ledger = KernelEventCounts(self._name_of)
         # Of the two clocks the log may go by: rather an event too few than an old one told again.
         self._began_us = max(self.boot_ns(), self.boot_ns(time.CLOCK_MONOTONIC_RAW)) // 1000
         self._has_begun = False

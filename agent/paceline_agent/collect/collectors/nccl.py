@@ -35,7 +35,7 @@ class NcclCollector(Collector):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._ranks: dict[tuple[int, int], _Rank] = {}  # by pid and generation
+        self._ranks: dict[tuple[int, int], _NcclRank] = {}  # by pid and generation
         self._strangers: dict[Path, _Inspected] = {}  # processes that are none of our ranks
 
     def collect(self, now_ns: int) -> Collected:
@@ -57,7 +57,7 @@ class NcclCollector(Collector):
         for stranger in self._strangers.values():
             stranger.close()
 
-    def _look_around(self) -> tuple[list[_Rank], list[_Rank]]:
+    def _look_around(self) -> tuple[list[_NcclRank], list[_NcclRank]]:
         """Those that run, and those that have ended: what they wrote last is still to read."""
         local = {(rank.pid, rank.generation): rank for rank in self.context.local_ranks()}
         ended = [self._ranks.pop(key) for key in self._ranks.keys() - local.keys()]
@@ -65,7 +65,7 @@ class NcclCollector(Collector):
             if key not in self._ranks:
                 process = read_process(self.context.procfs_root, rank.pid)
                 if process is not None:
-                    self._ranks[key] = _Rank(rank, process, self.context)
+                    self._ranks[key] = _NcclRank(rank, process, self.context)
         return list(self._ranks.values()), ended
 
     def _unclaimed(self) -> Iterator[_Inspected]:
@@ -109,7 +109,7 @@ class _Inspected:
         self._tail.close()
 
 
-class _Rank:
+class _NcclRank:
     """What is known of one rank, and the files it writes."""
 
     def __init__(self, rank: LocalRank, process: NcclProcess, context: Context) -> None:

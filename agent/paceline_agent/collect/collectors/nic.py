@@ -64,7 +64,7 @@ _PROTOCOLS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 @dataclass(slots=True)
-class _Device:
+class _Interface:
     name: str
     directory: str
     inode: int
@@ -88,7 +88,7 @@ class NicCollector(Collector):
         # Patient: a link that is down answers EINVAL for now.
         self._files = KeptFiles(patient=True, bytes_at_most=1 << 14, share=0.2)
         self._protocols_root = os.path.join(context.procfs_root, "net")
-        self._devices: dict[str, _Device] = {}
+        self._devices: dict[str, _Interface] = {}
         self._look_ns: int | None = None  # of the last look at the directory
 
     def collect(self, now_ns: int) -> Collected:
@@ -118,7 +118,7 @@ class NicCollector(Collector):
         )
 
     def _discover(self) -> None:
-        found: dict[str, _Device] = {}
+        found: dict[str, _Interface] = {}
         names = [name for name in entries(self._root) if not _NOT_THE_NODES.match(name)]
         if len(names) > _DEVICES_AT_MOST:
             names = cards_first(self._root, names)[:_DEVICES_AT_MOST]
@@ -136,13 +136,13 @@ class NicCollector(Collector):
                     if os.path.exists(path := os.path.join(directory, file))  # kernels differ
                 }
                 files, metrics = Together(numbers), list(numbers.values())
-                known = _Device(name, directory, inode, {"device": name}, files, metrics)
+                known = _Interface(name, directory, inode, {"device": name}, files, metrics)
             found[name] = known
         for gone in self._devices.keys() - found.keys():
             self._files.forget_below(self._devices[gone].directory)
         self._devices = found
 
-    def _values(self, device: _Device, now_ns: int) -> list[tuple[str, float]]:
+    def _values(self, device: _Interface, now_ns: int) -> list[tuple[str, float]]:
         values = [
             (metric, float(value))
             for metric, value in zip(
@@ -160,7 +160,7 @@ class NicCollector(Collector):
             values.append(("paceline_network_jumbo", float(mtu > _STANDARD_MTU_BYTES)))
         return values
 
-    def _ask(self, device: _Device, now_ns: int) -> None:
+    def _ask(self, device: _Interface, now_ns: int) -> None:
         """A label is empty where the interface does not have it."""
         was, device.state = device.state, self._text(device, "operstate", now_ns)
         asked_ns = device.asked_ns
@@ -170,7 +170,7 @@ class NicCollector(Collector):
             about = {file: self._text(device, file, now_ns) or "" for file in _INFORMATION}
             device.about = {**device.labels, **about, "operstate": device.state or ""}
 
-    def _text(self, device: _Device, file: str, now_ns: int) -> str | None:
+    def _text(self, device: _Interface, file: str, now_ns: int) -> str | None:
         return self._files.read_text(f"{device.directory}/{file}", now_ns)
 
     def _protocols(
@@ -199,7 +199,7 @@ def _positions(line: str, wanted: tuple[str, ...]) -> list[tuple[str, int]]:
     ]
 
 
-def _link_events(device: _Device, carrier: float | None, now_ns: int) -> list[DeviceEvent]:
+def _link_events(device: _Interface, carrier: float | None, now_ns: int) -> list[DeviceEvent]:
     now = bool(carrier)  # administratively down: the kernel answers EINVAL
     was, device.carrier = device.carrier, now
     if was is None or was == now:

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from paceline_agent.collect.blocks import Block, Recurring
+from paceline_agent.collect.blocks import Recurring, SeriesBlock
 from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
 from paceline_agent.collect.nvml import fields, instances, occupants, readings
 from paceline_agent.collect.nvml.activity import Activity
 from paceline_agent.collect.nvml.driver import address, optional, pynvml, versions
-from paceline_agent.collect.nvml.fields import Answer
-from paceline_agent.collect.nvml.gpu import Gpu, Trouble, Value
+from paceline_agent.collect.nvml.fields import FieldReading
+from paceline_agent.collect.nvml.gpu import NvmlGpu, Trouble, Value
 from paceline_agent.collect.nvml.links import Links
 from paceline_agent.collect.nvml.watch import Watch
 from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo, Sample
@@ -51,7 +51,7 @@ class NvmlCollector(Collector):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._gpus: list[Gpu] = []
+        self._gpus: list[NvmlGpu] = []
         self._most_gpus = 0
         self._versions: dict[str, str] = {}
         self._events: Any = None
@@ -126,7 +126,7 @@ class NvmlCollector(Collector):
             isinstance(answers.get(gpu), Exception) for gpu in self._ours()
         )
 
-    def _ours(self) -> list[Gpu]:
+    def _ours(self) -> list[NvmlGpu]:
         return [gpu for gpu in self._gpus if gpu.is_ours]
 
     def _ask(self, is_slow: bool, now_ns: int) -> dict[Any, Any]:
@@ -137,14 +137,16 @@ class NvmlCollector(Collector):
             jobs[_EVENTS] = self._xids
         return self._watch.run(jobs)
 
-    def _read(self, gpu: Gpu, is_slow: bool, now_ns: int) -> tuple[list[Block], list[Block]]:
+    def _read(
+        self, gpu: NvmlGpu, is_slow: bool, now_ns: int
+    ) -> tuple[list[SeriesBlock], list[SeriesBlock]]:
         """One GPU's samples, and those that last. Raises NVMLError if it does not answer at all."""
         if gpu.handle is None:
             self._identify(gpu)
         if not gpu.is_ours:
             return [], []
         gpu.begin()
-        values: list[Value | Answer] = [*gpu.read(readings.EACH_SWEEP)]
+        values: list[Value | FieldReading] = [*gpu.read(readings.EACH_SWEEP)]
         values += gpu.ask(gpu.fast_fields) or ()
         if not gpu.answered and gpu.last_error is not None:
             raise gpu.last_error
@@ -152,8 +154,8 @@ class NvmlCollector(Collector):
         values += _xid_values(gpu)
         return [gpu.block(gpu.recurring, values, now_ns)], lasting
 
-    def _seldom(self, gpu: Gpu) -> list[Value | Answer]:
-        values: list[Value | Answer] = [*instances.read(gpu)]
+    def _seldom(self, gpu: NvmlGpu) -> list[Value | FieldReading]:
+        values: list[Value | FieldReading] = [*instances.read(gpu)]
         values += gpu.read(readings.SELDOM)
         values += gpu.ask(gpu.slow_fields) or ()
         gpu.links = gpu.links or Links()
@@ -164,7 +166,7 @@ class NvmlCollector(Collector):
         values += occupants.read(gpu, self.context.local_ranks(), self.context.procfs_root)
         return values
 
-    def _identify(self, gpu: Gpu) -> None:
+    def _identify(self, gpu: NvmlGpu) -> None:
         try:
             handle = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
         except pynvml.NVMLError_NoPermission:
@@ -183,9 +185,9 @@ class NvmlCollector(Collector):
             xid = pynvml.nvmlEventTypeXidCriticalError
             optional(lambda: register(handle, xid, self._events))
 
-    def _xids(self) -> list[tuple[Gpu, int]]:
+    def _xids(self) -> list[tuple[NvmlGpu, int]]:
         """Every XID since the last sweep: a repeat is told again."""
-        found: list[tuple[Gpu, int]] = []
+        found: list[tuple[NvmlGpu, int]] = []
         by_handle = {address(gpu.handle): gpu for gpu in self._gpus if gpu.handle is not None}
         while len(found) < _XIDS_AT_MOST:
             told = optional(lambda: pynvml.nvmlEventSetWait(self._events, 0))
@@ -199,8 +201,8 @@ class NvmlCollector(Collector):
     def _collected(
         self, answers: dict[Any, Any], stuck: set[Any], is_slow: bool, now_ns: int
     ) -> Collected:
-        samples: list[Sample | Block] = []
-        lasting: list[Sample | Block] = [
+        samples: list[Sample | SeriesBlock] = []
+        lasting: list[Sample | SeriesBlock] = [
             Sample("paceline_driver_info", self._versions, 1.0, now_ns)
         ]
         events: list[DeviceEvent | CollectorEvent] = []
@@ -228,7 +230,7 @@ class NvmlCollector(Collector):
             gpu_of_pid=occupants.gpu_of_pid(self._ours()) if is_slow else None,
         )
 
-    def _in_trouble(self, now_ns: int) -> Block:
+    def _in_trouble(self, now_ns: int) -> SeriesBlock:
         asked = [(gpu.index, trouble) for gpu in self._ours() for trouble in _TROUBLES]
         return self._troubles.block(
             asked,
@@ -238,11 +240,11 @@ class NvmlCollector(Collector):
         )
 
 
-def _gpu(index: int) -> Gpu:
-    return Gpu(index, fields.Fields(fields.FAST), fields.Fields(fields.SLOW))
+def _gpu(index: int) -> NvmlGpu:
+    return NvmlGpu(index, fields.Fields(fields.FAST), fields.Fields(fields.SLOW))
 
 
-def _told(gpu: Gpu, now_ns: int) -> GpuInfo | None:
+def _told(gpu: NvmlGpu, now_ns: int) -> GpuInfo | None:
     """None: nothing is known of it yet."""
     hung = gpu.trouble == "hung" and now_ns - gpu.troubled_ns >= _HUNG_NS
     if gpu.trouble != "lost" and not hung:
@@ -251,7 +253,7 @@ def _told(gpu: Gpu, now_ns: int) -> GpuInfo | None:
     return msgspec.structs.replace(info, trouble=gpu.trouble)
 
 
-def _xid_values(gpu: Gpu) -> list[Value]:
+def _xid_values(gpu: NvmlGpu) -> list[Value]:
     values = [
         Value("DCGM_EXP_XID_ERRORS_COUNT", count, (("xid", str(xid)),))
         for xid, count in gpu.xid_counts.items()
@@ -261,7 +263,9 @@ def _xid_values(gpu: Gpu) -> list[Value]:
     return values
 
 
-def _news(gpu: Gpu, answer: Any, is_stuck: bool, now_ns: int) -> list[DeviceEvent | CollectorEvent]:
+def _news(
+    gpu: NvmlGpu, answer: Any, is_stuck: bool, now_ns: int
+) -> list[DeviceEvent | CollectorEvent]:
     """What changed about a GPU. One that hangs is also a collector that is partly quarantined."""
     trouble: Trouble | None = (
         "lost" if isinstance(answer, Exception) else "hung" if is_stuck else None

@@ -44,7 +44,7 @@ _ADDRESS = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
 
 
 @dataclass(frozen=True, slots=True)
-class _Device:
+class _PcieDevice:
     directory: str
     labels: dict[str, str]
     address: dict[str, str] | None  # as node_exporter labels it
@@ -83,12 +83,12 @@ class PcieCollector(Collector):
     def close(self) -> None:
         self._files.close()
 
-    def _devices(self) -> Iterator[_Device]:
+    def _devices(self) -> Iterator[_PcieDevice]:
         root = os.path.join(self.context.sysfs_root, "bus", "pci", "devices")
         for gpu in self.context.inventory.gpus:
             name = sysfs_address(gpu.pci_bus_id)
             labels = {"device": f"gpu{gpu.index}", "kind": "gpu"}
-            yield _Device(os.path.join(root, name), labels, _address(name))
+            yield _PcieDevice(os.path.join(root, name), labels, _address(name))
         for class_name, kind in _CLASSES.items():
             root = os.path.join(self.context.sysfs_root, "class", class_name)
             for name in cards_first(root, entries(root))[:_DEVICES_AT_MOST]:
@@ -96,7 +96,7 @@ class PcieCollector(Collector):
                     continue
                 directory = os.path.join(root, name, "device")
                 function = os.path.basename(os.path.realpath(directory))
-                yield _Device(directory, {"device": name, "kind": kind}, _address(function))
+                yield _PcieDevice(directory, {"device": name, "kind": kind}, _address(function))
 
     def _link(self, directory: str, now_ns: int) -> Iterator[tuple[str, float]]:
         for file, name in _WIDTHS.items():
@@ -108,7 +108,7 @@ class PcieCollector(Collector):
             if speed is not None:  # "Unknown"
                 yield name, float(speed[1]) * 1e9
 
-    def _errors(self, device: _Device, now_ns: int) -> Iterator[Sample]:
+    def _errors(self, device: _PcieDevice, now_ns: int) -> Iterator[Sample]:
         for severity, file in _ERRORS.items():
             found = _TOTAL.search(self._files.read_text(f"{device.directory}/{file}", now_ns) or "")
             if found is not None:

@@ -19,7 +19,7 @@ from operator import lt, mul
 from typing import ClassVar, cast
 
 from paceline_agent.collect import blocks
-from paceline_agent.collect.blocks import Block
+from paceline_agent.collect.blocks import SeriesBlock
 from paceline_agent.collect.contract import (
     BEYOND_COUNTERS,
     Collected,
@@ -238,7 +238,9 @@ class RdmaCollector(Collector):
             values += [1.0] * len(port.information)
             values += self._state(port, events, now_ns)
             values += self._counters(port, saturated, now_ns)
-        return Collected(samples=[Block(self._series, values, now_ns), *saturated], events=events)
+        return Collected(
+            samples=[SeriesBlock(self._series, values, now_ns), *saturated], events=events
+        )
 
     def close(self) -> None:
         self._files.close()

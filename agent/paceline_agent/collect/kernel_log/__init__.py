@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline_agent.collect.contract import Collected
-from paceline_agent.collect.kernel_log.ledger import Ledger
+from paceline_agent.collect.kernel_log.ledger import KernelEventCounts
 from paceline_agent.collect.kernel_log.recognize import KernelEvent, Recognizer
 from paceline_agent.collect.kernel_log.records import Record, records_of
 
@@ -18,7 +18,7 @@ def parse(lines: Iterable[str], now_ns: int) -> Collected:
     Events have the time their line gives, `now_ns` where it gives none that is of this clock.
     Repeats within a minute of the log's own time are told once, with their count.
     """
-    recognizer, ledger = Recognizer(), Ledger(events_at_most=_EVENTS_AT_MOST)
+    recognizer, ledger = Recognizer(), KernelEventCounts(events_at_most=_EVENTS_AT_MOST)
     seconds = 0.0
     for line in lines:
         for record in records_of(line):
@@ -30,4 +30,4 @@ def parse(lines: Iterable[str], now_ns: int) -> Collected:
     return Collected(samples=list(ledger.samples(now_ns)), events=[*events])
 
 
-__all__ = ["KernelEvent", "Ledger", "Recognizer", "Record", "parse", "records_of"]
+__all__ = ["KernelEvent", "KernelEventCounts", "Recognizer", "Record", "parse", "records_of"]

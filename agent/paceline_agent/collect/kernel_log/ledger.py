@@ -37,7 +37,7 @@ def _is_due(told: _Told, now_seconds: float) -> bool:
     return told.at_seconds is None or abs(now_seconds - told.at_seconds) >= REPEAT_SECONDS
 
 
-class Ledger:
+class KernelEventCounts:
     """`name_of` gives a device its usual name: gpu3 for 0000:9b:00.0."""
 
     def __init__(

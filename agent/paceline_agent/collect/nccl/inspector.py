@@ -29,7 +29,7 @@ class Header(msgspec.Struct):
     nnodes: int | None = None
 
 
-class Metadata(msgspec.Struct):
+class InspectorMetadata(msgspec.Struct):
     pid: int | None = None
     hostname: str | None = None
     dump_timestamp_us: int | None = None
@@ -62,13 +62,13 @@ class DumpStatistics(msgspec.Struct):
     p2p_dropped_since_last_dump: int = 0
 
 
-class Line(msgspec.Struct):
+class InspectorLine(msgspec.Struct):
     header: Header | None = None
     coll_perf: CollectivePerformance | None = None
     p2p_perf: PointToPointPerformance | None = None
     proxy_trace: ProxyTrace | None = None
     dump_stats: DumpStatistics | None = None
-    metadata: Metadata = msgspec.field(default_factory=Metadata)
+    metadata: InspectorMetadata = msgspec.field(default_factory=InspectorMetadata)
 
     @property
     def is_known(self) -> bool:
@@ -76,10 +76,10 @@ class Line(msgspec.Struct):
         return any(each is not None for each in told)
 
 
-_decoder = msgspec.json.Decoder(Line)
+_decoder = msgspec.json.Decoder(InspectorLine)
 
 
-def decode(line: bytes) -> Line | None:
+def decode(line: bytes) -> InspectorLine | None:
     """None for what is no such line: another format, or one that was torn."""
     try:
         decoded = _decoder.decode(line)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from paceline_agent.collect.nvml.driver import function, pynvml
-from paceline_agent.collect.nvml.gpu import Gpu, Value
+from paceline_agent.collect.nvml.gpu import NvmlGpu, Value
 
 _PERCENT = 100.0
 _MEBIBYTE = 2.0**-20
@@ -39,7 +39,7 @@ class Activity:
         self._newest: Any = None
         self._spare: Any = None
 
-    def read(self, gpu: Gpu) -> Iterable[Value]:
+    def read(self, gpu: NvmlGpu) -> Iterable[Value]:
         return gpu.ask(self._look) or ()
 
     def _look(self, handle: Any) -> list[Value]:

@@ -33,7 +33,7 @@ class FieldRow(NamedTuple):
     extra: tuple[tuple[str, str], ...] | None = None
 
 
-class Answer(NamedTuple):
+class FieldReading(NamedTuple):
     name: str
     number: float
     extra: tuple[tuple[str, str], ...] | None
@@ -56,7 +56,7 @@ class Fields:
         self._asked = b"".join(_VALUE.pack(row.field, row.scope, *_NOTHING) for row in rows)
         self._told = ctypes.create_string_buffer(self._asked, len(self._asked))
 
-    def __call__(self, handle: Any) -> list[Answer]:
+    def __call__(self, handle: Any) -> list[FieldReading]:
         if not self._rows:
             return []
         self._told.raw = self._asked
@@ -68,7 +68,7 @@ class Fields:
                 if content != _NO_VALUE or kind not in _UNSIGNED:
                     name, _, scale, scope, extra = row
                     (number,) = _TYPES[kind].unpack_from(content)
-                    answers.append(Answer(name, number * scale, extra, scope, time_us))
+                    answers.append(FieldReading(name, number * scale, extra, scope, time_us))
             elif result not in _PERMANENT:
                 failed = pynvml.NVMLError(result)
                 if isinstance(failed, GONE):

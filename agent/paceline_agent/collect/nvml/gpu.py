@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from paceline_agent.collect.blocks import Block, Recurring
+from paceline_agent.collect.blocks import Recurring, SeriesBlock
 from paceline_agent.collect.nvml.driver import GONE, UNSUPPORTED, pynvml
-from paceline_agent.collect.nvml.fields import Answer, Fields
+from paceline_agent.collect.nvml.fields import FieldReading, Fields
 from paceline_wire.batch import DeviceEvent, GpuInfo
 
 
@@ -25,7 +25,7 @@ Reading = Callable[[Any], Iterable[Value]]
 
 
 @dataclass(slots=True, eq=False)
-class Gpu:
+class NvmlGpu:
     """Without a handle it could not even be identified.
 
     Used by one thread at a time: the one that reads it, which on a sick GPU may never come back.
@@ -104,7 +104,9 @@ class Gpu:
         self.links = None
         self.activity = None
 
-    def block(self, recurring: Recurring, values: Sequence[Value | Answer], now_ns: int) -> Block:
+    def block(
+        self, recurring: Recurring, values: Sequence[Value | FieldReading], now_ns: int
+    ) -> SeriesBlock:
         names, extras = [value[0] for value in values], [value[2] for value in values]
         return recurring.block(
             (names, extras, self.labels),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline_agent.collect.nvml.driver import NOTHING_THERE, pynvml
-from paceline_agent.collect.nvml.gpu import Gpu, Value
+from paceline_agent.collect.nvml.gpu import NvmlGpu, Value
 from paceline_agent.collect.nvml.readings import memory
 
 _MIG_AT_MOST = 8  # instances of one GPU; there are at most 7 today
@@ -18,7 +18,7 @@ def mig_mode(handle: Any) -> int:
     return current
 
 
-def read(gpu: Gpu) -> Iterator[Value]:
+def read(gpu: NvmlGpu) -> Iterator[Value]:
     mode = gpu.ask(mig_mode)
     if mode is None:
         return

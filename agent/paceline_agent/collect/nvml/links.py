@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline_agent.collect.nvml.driver import function, pynvml
-from paceline_agent.collect.nvml.fields import ALL_LINKS, Answer, FieldRow, Fields
-from paceline_agent.collect.nvml.gpu import Gpu, Value
+from paceline_agent.collect.nvml.fields import ALL_LINKS, FieldReading, FieldRow, Fields
+from paceline_agent.collect.nvml.gpu import NvmlGpu, Value
 
 _KIBIBYTE = 1024.0
 _TRANSMITTED = "paceline_gpu_nvlink_transmitted_bytes_total"
@@ -72,7 +72,7 @@ class Links:
         self._active: list[int] = []
         self.ends: dict[str, int] = {}  # active links by PCI bus id, SWITCH or "cpu"
 
-    def read(self, gpu: Gpu) -> Iterator[Value]:
+    def read(self, gpu: NvmlGpu) -> Iterator[Value]:
         up = self._up(gpu)
         self._look_at_ends(gpu, [link for link, active in up.items() if active])
         if self._counters is None:
@@ -81,7 +81,7 @@ class Links:
             yield Value("paceline_gpu_nvlink_active_links", sum(up.values()))
         for link, active in up.items():
             yield Value("paceline_gpu_nvlink_up", active, _of(link))
-        totals: list[Answer] = gpu.ask(self._totals) or []
+        totals: list[FieldReading] = gpu.ask(self._totals) or []
         told = {answer.name: answer.number for answer in totals}
         by_link = _by_link(gpu.ask(self._counters) or [], told)
         for name, links in by_link.items():
@@ -96,7 +96,7 @@ class Links:
         if time_us and _TRANSMITTED in told and _RECEIVED in told:
             yield from self._rate(told[_TRANSMITTED] + told[_RECEIVED], time_us / 1e6)
 
-    def _up(self, gpu: Gpu) -> dict[int, int]:
+    def _up(self, gpu: NvmlGpu) -> dict[int, int]:
         """Link -> 1 if it is up. One the GPU does not have is never asked for again."""
         answers = {link: gpu.ask(state) for link, state in self._states.items()}
         self._states = {
@@ -106,7 +106,7 @@ class Links:
             self._counters = Fields(_rows(list(self._states)))
         return {link: answer for link, answer in answers.items() if answer is not None}
 
-    def _look_at_ends(self, gpu: Gpu, active: list[int]) -> None:
+    def _look_at_ends(self, gpu: NvmlGpu, active: list[int]) -> None:
         """Where a link goes changes with its state only."""
         if active != self._active:
             self._active = active
@@ -135,7 +135,7 @@ def _rows(links: list[int]) -> list[FieldRow]:
     return rows
 
 
-def _by_link(answers: list[Answer], totals: dict[str, float]) -> dict[str, dict[int, float]]:
+def _by_link(answers: list[FieldReading], totals: dict[str, float]) -> dict[str, dict[int, float]]:
     """Name -> link -> number.
 
     Some drivers answer for every link with the sum over all of them: that is no link's own.

@@ -9,7 +9,7 @@ from typing import Any
 from paceline_agent.collect.contract import LocalRank
 from paceline_agent.collect.kept_files import read_once
 from paceline_agent.collect.nvml.driver import pynvml
-from paceline_agent.collect.nvml.gpu import Gpu, Value
+from paceline_agent.collect.nvml.gpu import NvmlGpu, Value
 from paceline_agent.collect.process_environment import read_environment
 from paceline_agent.collect.processes import namespace_pids
 
@@ -22,7 +22,7 @@ def _processes(handle: Any) -> list[Any]:
     return found
 
 
-def read(gpu: Gpu, ranks: Sequence[LocalRank], procfs_root: Path) -> Iterator[Value]:
+def read(gpu: NvmlGpu, ranks: Sequence[LocalRank], procfs_root: Path) -> Iterator[Value]:
     """A process of no rank (a leftover, another user's) is shown all the same."""
     processes = gpu.ask(_processes)
     if processes is None:
@@ -46,7 +46,7 @@ def read(gpu: Gpu, ranks: Sequence[LocalRank], procfs_root: Path) -> Iterator[Va
     gpu.rank_bytes = rank_bytes
 
 
-def gpu_of_pid(gpus: Iterable[Gpu]) -> dict[int, int]:
+def gpu_of_pid(gpus: Iterable[NvmlGpu]) -> dict[int, int]:
     """Index of the GPU on which a rank, by its pid, has most memory.
 
     Ranks often hold a little on their node's first GPU too. Where the driver does not tell how

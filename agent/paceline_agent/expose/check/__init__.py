@@ -15,8 +15,8 @@ from paceline_agent.collect.collectors import discover
 from paceline_agent.collect.contract import Context
 from paceline_agent.expose import once, standard_output
 from paceline_agent.expose.check import devices, node, privileges
-from paceline_agent.expose.check.report import Row, as_json, as_table, status
-from paceline_agent.expose.once import Outcome
+from paceline_agent.expose.check.report import CheckRow, as_json, as_table, status
+from paceline_agent.expose.once import CollectorResult
 from paceline_agent.settings import AgentSettings
 
 _WITH_OWN_ROWS = {"nvml", "rdma", "kmsg", "timex"}
@@ -40,7 +40,9 @@ def run(settings: AgentSettings, *, json: bool) -> int:
     return status(rows)
 
 
-def check(settings: AgentSettings, context: Context, outcomes: Sequence[Outcome]) -> Iterator[Row]:
+def check(
+    settings: AgentSettings, context: Context, outcomes: Sequence[CollectorResult]
+) -> Iterator[CheckRow]:
     found = {outcome.collector: outcome for outcome in outcomes}
     yield from devices.gpus(found["nvml"])
     yield from devices.rdma(context)

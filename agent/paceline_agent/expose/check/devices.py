@@ -11,8 +11,8 @@ from pathlib import Path
 from paceline_agent.collect.contract import Context
 from paceline_agent.collect.kept_files import entries, read_text_once
 from paceline_agent.expose import catalogue
-from paceline_agent.expose.check.report import NO, PARTLY, YES, Row
-from paceline_agent.expose.once import Outcome
+from paceline_agent.expose.check.report import NO, PARTLY, YES, CheckRow
+from paceline_agent.expose.once import CollectorResult
 from paceline_agent.printable import printable
 from paceline_wire.batch import GpuInfo
 
@@ -33,22 +33,22 @@ _REASONS = {
 _NO_PMA = ("no performance agent (N/A)", "a firmware that implements the PMA")
 
 
-def gpus(outcome: Outcome) -> Iterator[Row]:
+def gpus(outcome: CollectorResult) -> Iterator[CheckRow]:
     if outcome.collected is None:
         remedy = (
             "install the NVIDIA driver; in a container, pass libnvidia-ml.so.1 and /dev/nvidia*"
         )
-        yield Row("GPUs (NVML)", NO, outcome.trouble or "", remedy)
+        yield CheckRow("GPUs (NVML)", NO, outcome.trouble or "", remedy)
         return
     found = outcome.collected.gpus or []
     versions = next((s.labels for s in outcome.samples if s.name == "paceline_driver_info"), {})
     told = ", ".join(f"{name.removesuffix('_version')} {text}" for name, text in versions.items())
-    yield Row("GPUs (NVML)", YES if found else NO, f"{len(found)} GPUs; {told}")
+    yield CheckRow("GPUs (NVML)", YES if found else NO, f"{len(found)} GPUs; {told}")
     for missing, alike in _by_missing(outcome, found).items():
         evidence = f"all {len(_gpu_signals())} signals"
         if missing:
             evidence = f"without {', '.join(missing)}"
-        yield Row(
+        yield CheckRow(
             f"  {', '.join(f'gpu{gpu.index}' for gpu in alike)}",
             PARTLY if missing else YES,
             f"{alike[0].name}: {evidence}",
@@ -57,7 +57,7 @@ def gpus(outcome: Outcome) -> Iterator[Row]:
 
 
 def _by_missing(
-    outcome: Outcome, found: Sequence[GpuInfo]
+    outcome: CollectorResult, found: Sequence[GpuInfo]
 ) -> Mapping[tuple[str, ...], list[GpuInfo]]:
     brought: dict[str, set[str]] = defaultdict(set)
     for sample in outcome.samples:
@@ -92,7 +92,7 @@ def _shortened(name: str) -> str:
     return name.removeprefix("DCGM_FI_DEV_").removeprefix("paceline_gpu_")
 
 
-def rdma(context: Context) -> Iterator[Row]:
+def rdma(context: Context) -> Iterator[CheckRow]:
     """Each port's state, and which of its counters cannot be read and why."""
     what = "InfiniBand and RoCE"
     root = context.sysfs_root / "class" / "infiniband"
@@ -101,18 +101,18 @@ def rdma(context: Context) -> Iterator[Row]:
     ]
     if not ports:
         remedy = "load the adapter's driver; in a container, mount the host's /sys"
-        yield Row(what, NO, f"no ports in {root}", remedy)
+        yield CheckRow(what, NO, f"no ports in {root}", remedy)
         return
-    yield Row(what, YES, f"{len(ports)} ports")
+    yield CheckRow(what, YES, f"{len(ports)} ports")
     for device, number in ports:
         name = f"{device}/{number}"
         if context.excludes_rdma(device) or context.excludes_rdma(name):
-            yield Row(f"  {name}", NO, "excluded by --exclude-rdma, never opened")
+            yield CheckRow(f"  {name}", NO, "excluded by --exclude-rdma, never opened")
         else:
             yield _port(name, root / device / "ports" / number)
 
 
-def _port(name: str, directory: Path) -> Row:
+def _port(name: str, directory: Path) -> CheckRow:
     unread: dict[tuple[str, str], int] = defaultdict(int)
     readable = 0
     for folder in ("counters", "counters_ext", "hw_counters"):
@@ -126,7 +126,7 @@ def _port(name: str, directory: Path) -> Row:
     told = ", ".join(text for text in state if text)
     counters = [f"{readable} counters"]
     counters += [f"{count} not: {reason}" for (reason, _), count in unread.items()]
-    return Row(
+    return CheckRow(
         f"  {name}",
         YES if readable and not unread else PARTLY if readable or told else NO,
         "; ".join([told, *counters] if told else counters),
@@ -153,10 +153,10 @@ def _first_line(path: Path) -> str:
         return ""
 
 
-def kernel_log(outcome: Outcome, path: Path) -> Row:
+def kernel_log(outcome: CollectorResult, path: Path) -> CheckRow:
     if outcome.collected is None:
-        return Row(f"kernel log ({path})", NO, *_evidence_and_remedy(outcome.trouble or ""))
-    return Row(f"kernel log ({path})", YES, "XIDs, link, memory and disk errors are told")
+        return CheckRow(f"kernel log ({path})", NO, *_evidence_and_remedy(outcome.trouble or ""))
+    return CheckRow(f"kernel log ({path})", YES, "XIDs, link, memory and disk errors are told")
 
 
 def _evidence_and_remedy(trouble: str) -> tuple[str, str]:
@@ -165,13 +165,13 @@ def _evidence_and_remedy(trouble: str) -> tuple[str, str]:
     return evidence, remedy
 
 
-def others(outcomes: Sequence[Outcome], *, besides: set[str]) -> Iterator[Row]:
+def others(outcomes: Sequence[CollectorResult], *, besides: set[str]) -> Iterator[CheckRow]:
     """The collectors that have no row of their own."""
     for outcome in outcomes:
         if outcome.collector in besides:
             continue
         what = f"collector {outcome.collector}"
         if outcome.trouble is not None:
-            yield Row(what, NO, outcome.trouble)
+            yield CheckRow(what, NO, outcome.trouble)
         else:
-            yield Row(what, YES, f"{outcome.series} series")
+            yield CheckRow(what, YES, f"{outcome.series} series")

@@ -12,7 +12,7 @@ from pathlib import Path
 from paceline_agent.collect import clock_sync
 from paceline_agent.collect.kept_files import read_text_once
 from paceline_agent.errors import LinkError
-from paceline_agent.expose.check.report import NO, PARTLY, YES, Row
+from paceline_agent.expose.check.report import NO, PARTLY, YES, CheckRow
 from paceline_agent.forward.server_link import Target
 from paceline_agent.settings import AgentSettings
 from paceline_wire.node_directory import (
@@ -30,37 +30,39 @@ _WORTH_TELLING_SECONDS = 2.0  # of difference to the server; its Date header cou
 _MEBIBYTE = 1 << 20
 
 
-def rings(settings: AgentSettings) -> Row:
+def rings(settings: AgentSettings) -> CheckRow:
     what, directory = "ring directory", settings.directory
     place = _nearest(directory)
     if not os.access(place, os.W_OK | os.X_OK):
         remedy = "give another with --node-directory"
-        return Row(what, NO, f"{place} may not be written", remedy, needed=True)
+        return CheckRow(what, NO, f"{place} may not be written", remedy, needed=True)
     kind, free_bytes = file_system(place, settings.procfs_root), _free_bytes(place)
     told = f"{directory} on {kind or 'an unknown file system'}, {_mebibytes(free_bytes)} free"
     if free_bytes < _RINGS_BYTES:
-        return Row(what, PARTLY, told, "make it larger: mount -o remount,size=", needed=True)
+        return CheckRow(what, PARTLY, told, "make it larger: mount -o remount,size=", needed=True)
     if kind not in _IN_MEMORY:
         remedy = "--node-directory on a tmpfs, or ranks wait for the disk"
-        return Row(what, PARTLY, told, remedy, needed=True)
-    return Row(what, YES, told, needed=True)
+        return CheckRow(what, PARTLY, told, remedy, needed=True)
+    return CheckRow(what, YES, told, needed=True)
 
 
-def found_by_ranks(settings: AgentSettings) -> Row:
+def found_by_ranks(settings: AgentSettings) -> CheckRow:
     """Of jobs that others start; those the agent starts are told."""
     what, directory = "found by ranks", settings.directory
     others = [ring for ring in rings_of_running_agents() if ring.parent != directory]
     named = f"set PACELINE_RING_DIRECTORY={directory / RINGS} for them"
     if directory.parent != MEMORY or not directory.name.startswith(PREFIX):
-        return Row(what, NO, f"they look for {MEMORY}/{PREFIX}*, not {directory}", named)
+        return CheckRow(what, NO, f"they look for {MEMORY}/{PREFIX}*, not {directory}", named)
     if others:
-        return Row(what, NO, f"another agent runs here, too: {others[0].parent}", named)
+        return CheckRow(what, NO, f"another agent runs here, too: {others[0].parent}", named)
     account = _account()
     if account is None:
-        return Row(what, YES, "by those of all users")
+        return CheckRow(what, YES, "by those of all users")
     if account == ACCOUNT and _is_open(directory / RINGS):
-        return Row(what, YES, "by those of all users, as the systemd unit has it")
-    return Row(what, PARTLY, "by those of its own user only", "see deploy/README.md for others'")
+        return CheckRow(what, YES, "by those of all users, as the systemd unit has it")
+    return CheckRow(
+        what, PARTLY, "by those of its own user only", "see deploy/README.md for others'"
+    )
 
 
 def _account() -> str | None:
@@ -78,41 +80,41 @@ def _is_open(directory: Path) -> bool:
         return False
 
 
-def spool(settings: AgentSettings) -> Row:
+def spool(settings: AgentSettings) -> CheckRow:
     what, directory = "spool directory", settings.spool
     place = _nearest(directory)
     if not os.access(place, os.W_OK | os.X_OK):
         remedy = "give another with --spool-directory"
-        return Row(what, NO, f"{place} may not be written", remedy, needed=True)
+        return CheckRow(what, NO, f"{place} may not be written", remedy, needed=True)
     kind, free_bytes = file_system(place, settings.procfs_root), _free_bytes(place)
     told = f"{directory} on {kind or 'an unknown file system'}, {_mebibytes(free_bytes)} free"
     if free_bytes < settings.spool_bytes:
         remedy = f"free {_mebibytes(settings.spool_bytes)}, or lower --spool-bytes"
-        return Row(what, PARTLY, told, remedy, needed=True)
+        return CheckRow(what, PARTLY, told, remedy, needed=True)
     if kind in _IN_MEMORY:
         remedy = "--spool-directory on a disk, or what is not sent is lost at a reboot"
-        return Row(what, PARTLY, told, remedy, needed=True)
-    return Row(what, YES, told, needed=True)
+        return CheckRow(what, PARTLY, told, remedy, needed=True)
+    return CheckRow(what, YES, told, needed=True)
 
 
-def server(settings: AgentSettings) -> Row:
+def server(settings: AgentSettings) -> CheckRow:
     what, url = "server", settings.server_url
     try:
         answer = Target(url, may_use_proxy=not settings.server_is_local).get("/healthz")
     except LinkError as error:
         told = f"{url} does not answer: {error}"
-        return Row(what, NO, told, "start it, or give another with --server", needed=True)
+        return CheckRow(what, NO, told, "start it, or give another with --server", needed=True)
     if answer.status != HTTPStatus.OK:
         told = f"{url}/healthz answers {answer.status}"
-        return Row(what, NO, told, "look at the server's log", needed=True)
+        return CheckRow(what, NO, told, "look at the server's log", needed=True)
     if answer.content.strip() != _HEALTHY:
         told = f"what answers at {url} is no paceline server"
-        return Row(what, NO, told, "give the server's address with --server", needed=True)
+        return CheckRow(what, NO, told, "give the server's address with --server", needed=True)
     ahead = _ahead_seconds(answer.headers.get("date", ""))
     if ahead is not None and abs(ahead) > _WORTH_TELLING_SECONDS:
         told = f"{url} answers; this node's clock is {ahead:+.0f} s from its own"
-        return Row(what, PARTLY, told, "synchronise both clocks (chrony)", needed=True)
-    return Row(what, YES, f"{url} answers", needed=True)
+        return CheckRow(what, PARTLY, told, "synchronise both clocks (chrony)", needed=True)
+    return CheckRow(what, YES, f"{url} answers", needed=True)
 
 
 def _ahead_seconds(date: str) -> float | None:
@@ -122,17 +124,17 @@ def _ahead_seconds(date: str) -> float | None:
         return None
 
 
-def clock() -> Row:
+def clock() -> CheckRow:
     try:
         found = clock_sync.read()
     except OSError as error:
         remedy = "allow adjtimex in the sandbox's system call filter"
-        return Row("clock synchronisation", NO, f"unknown: {error.strerror}", remedy)
+        return CheckRow("clock synchronisation", NO, f"unknown: {error.strerror}", remedy)
     bound = f"off by at most {found.maximum_error_seconds * 1e3:.1f} ms"
     if found.is_synchronised:
-        return Row("clock synchronisation", YES, f"synchronised, {bound}")
+        return CheckRow("clock synchronisation", YES, f"synchronised, {bound}")
     remedy = "run chronyd, systemd-timesyncd or ptp4l on the node"
-    return Row("clock synchronisation", NO, "the kernel says: not synchronised", remedy)
+    return CheckRow("clock synchronisation", NO, "the kernel says: not synchronised", remedy)
 
 
 def file_system(path: Path, procfs: Path = Path("/proc")) -> str | None:

@@ -9,30 +9,32 @@ import sysconfig
 from pathlib import Path
 
 from paceline_agent.collect.kept_files import read_once, read_text_once
-from paceline_agent.expose.check.report import NO, PARTLY, YES, Row
+from paceline_agent.expose.check.report import NO, PARTLY, YES, CheckRow
 
 _CAP_SYS_PTRACE = 19  # linux/capability.h
 _HIDING = re.compile(r"\bhidepid=(\w+)")
 _READABLE_BY_ALL = {"0", "off"}
 
 
-def pressure(procfs: Path) -> Row:
+def pressure(procfs: Path) -> CheckRow:
     found = [name for name in ("cpu", "memory", "io") if _reads(procfs / "pressure" / name)]
     if len(found) == 3:
-        return Row("pressure (PSI)", YES, "cpu, memory, io")
+        return CheckRow("pressure (PSI)", YES, "cpu, memory, io")
     remedy = "boot with psi=1, on a kernel 4.20 or later with CONFIG_PSI"
-    return Row("pressure (PSI)", PARTLY if found else NO, ", ".join(found) or "not there", remedy)
+    return CheckRow(
+        "pressure (PSI)", PARTLY if found else NO, ", ".join(found) or "not there", remedy
+    )
 
 
-def other_processes(procfs: Path) -> Row:
+def other_processes(procfs: Path) -> CheckRow:
     """Counters of ranks that another user runs: `io` and `environ` need what ptrace needs."""
     hiding = _HIDING.search(_proc_mount(procfs))
     if hiding is not None and hiding[1] not in _READABLE_BY_ALL and not _sees(procfs, "stat"):
         remedy = "mount /proc with hidepid=0, or put the agent into the group of gid="
-        return Row("other users' /proc", NO, f"hidden by hidepid={hiding[1]}", remedy)
+        return CheckRow("other users' /proc", NO, f"hidden by hidepid={hiding[1]}", remedy)
     if has_capability(procfs, _CAP_SYS_PTRACE) or _sees(procfs, "environ"):
-        return Row("other users' /proc", YES, "all of it")
-    return Row(
+        return CheckRow("other users' /proc", YES, "all of it")
+    return CheckRow(
         "other users' /proc",
         PARTLY,
         "CPU, memory and context switches, not I/O and environment",
@@ -40,22 +42,22 @@ def other_processes(procfs: Path) -> Row:
     )
 
 
-def stacks(procfs: Path) -> Row:
+def stacks(procfs: Path) -> CheckRow:
     """Whether py-spy may read ranks: the same rules as for a debugger."""
     what = "stacks of ranks (py-spy)"
     scripts = sysconfig.get_path("scripts")
     if shutil.which("py-spy", path=scripts) is None and shutil.which("py-spy") is None:
-        return Row(what, NO, "py-spy is not installed", "pip install 'paceline[agent]'")
+        return CheckRow(what, NO, "py-spy is not installed", "pip install 'paceline[agent]'")
     scope = _text(procfs / "sys/kernel/yama/ptrace_scope") or "0"
     told = f"kernel.yama.ptrace_scope={scope}"
     if scope == "3":
-        return Row(what, NO, told, "reboot with kernel.yama.ptrace_scope at most 2")
+        return CheckRow(what, NO, told, "reboot with kernel.yama.ptrace_scope at most 2")
     if has_capability(procfs, _CAP_SYS_PTRACE):
-        return Row(what, YES, f"of all users: CAP_SYS_PTRACE, {told}")
+        return CheckRow(what, YES, f"of all users: CAP_SYS_PTRACE, {told}")
     if scope == "2":
-        return Row(what, NO, told, "grant CAP_SYS_PTRACE")
+        return CheckRow(what, NO, told, "grant CAP_SYS_PTRACE")
     whose = "of this user's ranks" if scope == "0" else "of ranks this agent started"
-    return Row(what, PARTLY, f"{whose}, {told}", "grant CAP_SYS_PTRACE for other users' ranks")
+    return CheckRow(what, PARTLY, f"{whose}, {told}", "grant CAP_SYS_PTRACE for other users' ranks")
 
 
 def has_capability(procfs: Path, number: int) -> bool:

@@ -12,7 +12,7 @@ _EVIDENCE_COLUMNS = 58  # characters
 _REMEDY_COLUMNS = 52
 
 
-class Row(msgspec.Struct, frozen=True, omit_defaults=False):
+class CheckRow(msgspec.Struct, frozen=True, omit_defaults=False):
     """`remedy` is what would enable the rest; `needed`: the agent cannot do its work without."""
 
     what: str
@@ -22,17 +22,17 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=False):
     needed: bool = False
 
 
-def status(rows: Sequence[Row]) -> int:
+def status(rows: Sequence[CheckRow]) -> int:
     """1 if something is missing that is needed."""
     return int(any(row.needed and row.seen == NO for row in rows))
 
 
-def as_json(rows: Sequence[Row]) -> str:
+def as_json(rows: Sequence[CheckRow]) -> str:
     report = {"ok": not status(rows), "checks": rows}
     return msgspec.json.format(msgspec.json.encode(report)).decode()
 
 
-def as_table(rows: Sequence[Row]) -> str:
+def as_table(rows: Sequence[CheckRow]) -> str:
     cells = [("WHAT", "SEEN", "EVIDENCE", "TO ENABLE"), *map(_cells, rows)]
     widths = [max(len(row[0]) for row in cells), 6, _EVIDENCE_COLUMNS]
     lines: list[str] = []
@@ -47,7 +47,7 @@ def as_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _cells(row: Row) -> tuple[str, str, str, str]:
+def _cells(row: CheckRow) -> tuple[str, str, str, str]:
     needed = " (the agent needs this)" if row.needed and row.seen == NO else ""
     return row.what, row.seen, row.evidence + needed, row.remedy
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from paceline_agent.collect.pci_topology import Distance, PciDevice, distance
-from paceline_cli.preflight.facts import Gpu, NodeFacts, RdmaPort
+from paceline_cli.preflight.facts import NodeFacts, PreflightGpu, RdmaPort
 from paceline_cli.preflight.verdict import Check, equal, faults, skipped
 
 _NAME = "GPU to NIC"
@@ -35,7 +35,7 @@ def _nearest_of(node: NodeFacts) -> dict[int, str]:
     return {index: near.name for index, near in classes.items() if near is not None}
 
 
-def _nearest(gpu: Gpu, node: NodeFacts) -> Distance | None:
+def _nearest(gpu: PreflightGpu, node: NodeFacts) -> Distance | None:
     here = _place(gpu)
     ways = [
         distance(here, there, node.numa_nodes or 0)
@@ -45,7 +45,7 @@ def _nearest(gpu: Gpu, node: NodeFacts) -> Distance | None:
     return min((way for way in ways if way is not None), default=None)
 
 
-def _place(device: Gpu | RdmaPort) -> PciDevice | None:
+def _place(device: PreflightGpu | RdmaPort) -> PciDevice | None:
     if len(device.pci_path) < 2:  # a host bridge at least, and the device
         return None
     return PciDevice(tuple(device.pci_path), device.numa_node, local_cpus="")

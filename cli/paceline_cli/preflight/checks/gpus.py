@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from paceline_cli.preflight.facts import Gpu, NodeFacts
+from paceline_cli.preflight.facts import NodeFacts, PreflightGpu
 from paceline_cli.preflight.verdict import Check, equal, faults, listing, skipped
 
 _BAD_THROTTLING = {"hw_slowdown", "hw_thermal_slowdown", "hw_power_brake", "sw_thermal_slowdown"}
@@ -64,7 +64,7 @@ def _answers(nodes: Sequence[NodeFacts]) -> Check:
     return faults("GPUs answer", found, "reboot the node, or leave it out", "every GPU answers")
 
 
-def _answering(node: NodeFacts) -> list[Gpu]:
+def _answering(node: NodeFacts) -> list[PreflightGpu]:
     return [gpu for gpu in node.gpus if gpu.trouble is None]
 
 
@@ -96,7 +96,7 @@ def _spelled(told: Sequence[tuple[object, ...]]) -> tuple[object, ...]:
 def _each(
     nodes: Sequence[NodeFacts],
     name: str,
-    wrong: Callable[[Gpu], Sequence[str]],
+    wrong: Callable[[PreflightGpu], Sequence[str]],
     fix: str,
     *,
     status: str = "fail",
@@ -115,7 +115,7 @@ def _each(
     return faults(name, found, fix, passed, status="warn" if status == "warn" else "fail")
 
 
-def _memory_wrong(gpu: Gpu) -> list[str]:
+def _memory_wrong(gpu: PreflightGpu) -> list[str]:
     said = (
         (gpu.remap_failure, "row remapping has failed"),
         (gpu.remap_pending, "row remapping is pending"),
@@ -124,7 +124,7 @@ def _memory_wrong(gpu: Gpu) -> list[str]:
     return [words for value, words in said if value]
 
 
-def _width_wrong(gpu: Gpu) -> list[str]:
+def _width_wrong(gpu: PreflightGpu) -> list[str]:
     if gpu.pcie_width is None or gpu.pcie_width_max is None:
         return []
     if gpu.pcie_width >= gpu.pcie_width_max:
@@ -132,11 +132,11 @@ def _width_wrong(gpu: Gpu) -> list[str]:
     return [f"x{gpu.pcie_width:g} of x{gpu.pcie_width_max:g}"]
 
 
-def _throttled(gpu: Gpu) -> list[str]:
+def _throttled(gpu: PreflightGpu) -> list[str]:
     return [reason for reason in gpu.throttle_reasons if reason in _BAD_THROTTLING]
 
 
-def _busy(gpu: Gpu) -> list[str]:
+def _busy(gpu: PreflightGpu) -> list[str]:
     words = []
     if gpu.utilization_percent is not None and gpu.utilization_percent > _BUSY_PERCENT:
         words.append(f"{gpu.utilization_percent:g}% busy")

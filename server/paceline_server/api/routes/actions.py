@@ -11,7 +11,7 @@ from paceline_server.api import problems, resources, schemas
 from paceline_server.api.auth import Caller, Operator, viewer
 from paceline_server.api.dependencies import BoundsDep, Parts, PartsDep, ReadDep
 from paceline_server.api.paging import position, text_of
-from paceline_server.api.problems import Problem, not_found
+from paceline_server.api.problems import ProblemError, not_found
 from paceline_server.decide.types import ActionState, AuditEntry
 from paceline_server.store import audit, models, queries
 from paceline_server.store.changes import record_change
@@ -48,7 +48,7 @@ def list_actions(
     responses=problems.responses(401, 403, 404, 503),
 )
 def get_action(action_id: str, session: ReadDep) -> schemas.Action:
-    row = session.get(models.Action, action_id) if "\0" not in action_id else None
+    row = session.get(models.ActionRow, action_id) if "\0" not in action_id else None
     if row is None:
         raise not_found("action", action_id)
     return resources.action(row)
@@ -79,11 +79,11 @@ def _decide(
 ) -> schemas.Action:
     now_ns = of.now_ns()
     with of.database.write() as session:
-        row = session.get(models.Action, action_id.replace("\0", ""))
+        row = session.get(models.ActionRow, action_id.replace("\0", ""))
         if row is None:
             raise not_found("action", action_id)
         if row.state != "proposed":
-            raise Problem(409, f"The action is {row.state}, no longer proposed.")
+            raise ProblemError(409, f"The action is {row.state}, no longer proposed.")
         finished_ns = now_ns if word == "rejected" else None
         row.view = msgspec.structs.replace(row.view, state=word, finished_ns=finished_ns)
         row.state, row.noticed, row.version = word, False, row.version + 1

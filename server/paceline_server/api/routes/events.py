@@ -30,7 +30,7 @@ _EXAMPLE = 'id: 42\nevent: job\ndata: {"id": "job-1a2b3c4d", "state": "running"}
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class EventPage:
     """What one look at the changes found: events to send, and where to look from next."""
 
     position: int
@@ -58,10 +58,10 @@ def stream_events(
     last_event_id: Annotated[str | None, Header(max_length=40)] = None,
 ) -> StreamingResponse:
     with of.database.read() as session:
-        if job is not None and ("\0" in job or session.get(models.Job, job) is None):
+        if job is not None and ("\0" in job or session.get(models.JobRow, job) is None):
             raise not_found("job", job)
         resume = _resume(session, last_event_id)
-        first = _snapshot(session, of, job) if resume is None else Look(resume, "")
+        first = _snapshot(session, of, job) if resume is None else EventPage(resume, "")
     return StreamingResponse(
         _events(request, of, job, first),
         media_type="text/event-stream",
@@ -78,10 +78,12 @@ def _resume(session: Session, last_event_id: str | None) -> int | None:
     return position if known else None
 
 
-async def _events(request: Request, of: Parts, job: str | None, first: Look) -> AsyncIterator[str]:
+async def _events(
+    request: Request, of: Parts, job: str | None, first: EventPage
+) -> AsyncIterator[str]:
     subscription = of.wakes.changes.subscribe()
     of.metrics.streams.labels("events").inc()
-    look: Look | None = first
+    look: EventPage | None = first
     spoke_ns = 0
     try:
         while look is not None and await _goes_on(request, of):
@@ -102,7 +104,7 @@ async def _goes_on(request: Request, of: Parts) -> bool:
     return not of.wakes.changes.closed and await still_authorized(request, of, "viewer")
 
 
-def _look(of: Parts, job: str | None, position: int) -> Look | None:
+def _look(of: Parts, job: str | None, position: int) -> EventPage | None:
     """None: some of what came since is no longer kept; who comes back begins anew."""
     try:
         with of.database.read() as session:
@@ -116,11 +118,11 @@ def _look(of: Parts, job: str | None, position: int) -> Look | None:
                 for (kind, subject, _), number in sorted(newest.items(), key=lambda item: item[1])
             ]
     except UNAVAILABLE:
-        return Look(position, "")
-    return Look(seen, "".join(parts))
+        return EventPage(position, "")
+    return EventPage(seen, "".join(parts))
 
 
-def _snapshot(session: Session, of: Parts, job: str | None) -> Look:
+def _snapshot(session: Session, of: Parts, job: str | None) -> EventPage:
     position = newest_change(session)
     wanted: list[tuple[str, str]] = []
     if job is None:
@@ -135,7 +137,7 @@ def _snapshot(session: Session, of: Parts, job: str | None) -> Look:
         wanted += [("action", each.id) for each in queries.actions(session, 100, None, job, state)]
     number = str(position)
     texts = [_event(session, of, kind, subject, number) for kind, subject in wanted]
-    return Look(position, "".join(texts) or f"id: {number}\n: nothing yet\n\n")
+    return EventPage(position, "".join(texts) or f"id: {number}\n: nothing yet\n\n")
 
 
 def _event(session: Session, of: Parts, kind: str, subject: str, number: str) -> str:
@@ -156,21 +158,21 @@ def _resource(
 ) -> BaseModel | list[BaseModel] | None:
     match kind:
         case "job":
-            job = session.get(models.Job, subject)
+            job = session.get(models.JobRow, subject)
             return None if job is None else resources.job(session, job)
         case "ranks":
-            job = session.get(models.Job, subject)
+            job = session.get(models.JobRow, subject)
             return None if job is None else [*resources.ranks(session, job).items]
         case "step":
             job_id, _, number = subject.partition("/")
             step = queries.step(session, job_id, int(number))
             return None if step is None else resources.step(step.summary)
         case "incident":
-            incident = session.get(models.Incident, subject)
+            incident = session.get(models.IncidentRow, subject)
             return None if incident is None else resources.incident(incident)
         case "action":
-            action = session.get(models.Action, subject)
+            action = session.get(models.ActionRow, subject)
             return None if action is None else resources.action(action)
         case _:
-            node = session.get(models.Node, subject)
+            node = session.get(models.NodeRow, subject)
             return None if node is None else resources.node(session, node, of.now_ns())

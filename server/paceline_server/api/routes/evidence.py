@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from paceline_server.api import problems, resources, schemas
 from paceline_server.api.auth import Operator, viewer
 from paceline_server.api.dependencies import PartsDep, ReadDep
-from paceline_server.api.problems import Problem, not_found
+from paceline_server.api.problems import ProblemError, not_found
 from paceline_server.api.routes.jobs import find
 from paceline_server.decide.types import AuditEntry
 from paceline_server.flight_recorder.received import conclude, read
@@ -88,24 +88,26 @@ def get_dumps(job_id: str, session: ReadDep) -> schemas.FlightRecorder:
     return _flight_recorder(session, find(session, job_id))
 
 
-def _rank(session: Session, job_id: str, rank: int) -> models.Rank:
-    row = session.get(models.Rank, (job_id, rank))
+def _rank(session: Session, job_id: str, rank: int) -> models.RankRow:
+    row = session.get(models.RankRow, (job_id, rank))
     if row is None:
         raise not_found("rank", str(rank))
     return row
 
 
-def _alive(job: models.Job, ranks: Sequence[models.Rank]) -> list[models.Rank]:
+def _alive(job: models.JobRow, ranks: Sequence[models.RankRow]) -> list[models.RankRow]:
     alive = [rank for rank in ranks if rank.state != "exited"]
     if job.state in FINISHED or not alive:
-        raise Problem(409, f"The job is {job.state} and no such rank runs: nothing can be taken.")
+        raise ProblemError(
+            409, f"The job is {job.state} and no such rank runs: nothing can be taken."
+        )
     return alive
 
 
 def _ask(
     session: Session,
-    job: models.Job,
-    ranks: Sequence[models.Rank],
+    job: models.JobRow,
+    ranks: Sequence[models.RankRow],
     what: type[TakeStacks | TakeDumps],
     actor: str,
     whose: str,
@@ -118,7 +120,7 @@ def _ask(
     session.flush()
 
 
-def _flight_recorder(session: Session, job: models.Job) -> schemas.FlightRecorder:
+def _flight_recorder(session: Session, job: models.JobRow) -> schemas.FlightRecorder:
     taken = rank_evidence.newest_dumps(session, job.id, job.generation)
     received = {one.event.rank: read(one.event) for one in taken}
     report, text = conclude(received, range(job.topology.world_size))

@@ -41,7 +41,7 @@ def list_incidents(
     responses=problems.responses(401, 403, 404, 503),
 )
 def get_incident(incident_id: str, session: ReadDep) -> schemas.Incident:
-    row = session.get(models.Incident, incident_id) if "\0" not in incident_id else None
+    row = session.get(models.IncidentRow, incident_id) if "\0" not in incident_id else None
     if row is None:
         raise not_found("incident", incident_id)
     return resources.incident(row, in_full=True)

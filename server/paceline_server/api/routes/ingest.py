@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from paceline_server.api import problems, schemas
 from paceline_server.api.auth import agent, authorized, bearer
 from paceline_server.api.dependencies import Parts
-from paceline_server.api.problems import Problem
+from paceline_server.api.problems import ProblemError
 from paceline_server.ingest.check import check
 from paceline_server.ingest.errors import IngestError, UnstorableError
 from paceline_server.store.database import UNAVAILABLE
@@ -61,7 +61,7 @@ class Ingest:
         request = Request(scope, receive, send)
         try:
             answer = await _take(request)
-        except (Problem, *UNAVAILABLE) as error:
+        except (ProblemError, *UNAVAILABLE) as error:
             response = await problems.answer_to(request, error)
             await response(scope, receive, send)
             return
@@ -127,7 +127,9 @@ def _decoders(request: Request) -> anyio.CapacityLimiter:
 _STATUS = {"oversized": 413, "content_type": 415}
 
 
-def _problem(error: BatchError | IngestError) -> Problem:
+def _problem(error: BatchError | IngestError) -> ProblemError:
     if isinstance(error, IngestError) and not isinstance(error, UnstorableError):
         return problems.unavailable(f"Not stored: {error}; try again.")
-    return Problem(_STATUS.get(error.reason, 400), f"Nothing stored ({error.reason}): {error}.")
+    return ProblemError(
+        _STATUS.get(error.reason, 400), f"Nothing stored ({error.reason}): {error}."
+    )

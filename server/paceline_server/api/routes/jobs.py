@@ -12,7 +12,7 @@ from paceline_server.api import problems, resources, schemas
 from paceline_server.api.auth import Operator, viewer
 from paceline_server.api.dependencies import AfterDep, Bounds, BoundsDep, PartsDep, ReadDep
 from paceline_server.api.paging import number, position, text_of
-from paceline_server.api.problems import Problem, not_found
+from paceline_server.api.problems import ProblemError, not_found
 from paceline_server.decide.types import AuditEntry, JobSpec
 from paceline_server.policy import Policy
 from paceline_server.steps.types import Ledger
@@ -43,13 +43,13 @@ def create_job(body: schemas.JobCreate, of: PartsDep, caller: Operator) -> schem
     return created
 
 
-def _new_job(session: Session, body: schemas.JobCreate, now_ns: int) -> models.Job:
+def _new_job(session: Session, body: schemas.JobCreate, now_ns: int) -> models.JobRow:
     for name, text in _texts(body):
         if "\0" in text:
-            raise Problem(422, f"{name}: expected text without NUL.")
+            raise ProblemError(422, f"{name}: expected text without NUL.")
     topology = Topology(body.topology.dp, body.topology.pp, body.topology.tp)
     if topology.world_size > RANKS_AT_MOST:
-        raise Problem(
+        raise ProblemError(
             422, f"topology: expected at most {RANKS_AT_MOST} ranks, got {topology.world_size}."
         )
     spec = JobSpec(
@@ -61,7 +61,7 @@ def _new_job(session: Session, body: schemas.JobCreate, now_ns: int) -> models.J
         checkpoint_directory=body.checkpoint_directory,
         metadata=body.metadata,
     )
-    return models.Job(
+    return models.JobRow(
         id=f"job-{secrets.token_hex(4)}",
         name=body.name,
         spec=spec,
@@ -112,9 +112,11 @@ def stop_job(job_id: str, of: PartsDep, caller: Operator) -> schemas.Job:
     with of.database.write() as session:
         row = find(session, job_id)
         if row.state in FINISHED:
-            raise Problem(409, f"The job is {row.state} already.")
+            raise ProblemError(409, f"The job is {row.state} already.")
         if row.watched:
-            raise Problem(409, "The job was started elsewhere: end it there (scancel, Ctrl-C).")
+            raise ProblemError(
+                409, "The job was started elsewhere: end it there (scancel, Ctrl-C)."
+            )
         if not row.stop_requested:
             row.stop_requested = True
             entry = AuditEntry(actor=caller.name, verb="asked to stop", subject=job_id)
@@ -163,8 +165,8 @@ def get_grid(
     return resources.grid(session, find(session, job_id), steps)
 
 
-def find(session: Session, job_id: str) -> models.Job:
-    row = session.get(models.Job, job_id) if "\0" not in job_id else None
+def find(session: Session, job_id: str) -> models.JobRow:
+    row = session.get(models.JobRow, job_id) if "\0" not in job_id else None
     if row is None:
         raise not_found("job", job_id)
     return row

@@ -9,7 +9,7 @@ from paceline_server.api import problems, resources, schemas
 from paceline_server.api.auth import Operator, viewer
 from paceline_server.api.dependencies import Bounds, BoundsDep, PartsDep, ReadDep
 from paceline_server.api.paging import clean
-from paceline_server.api.problems import Problem, not_found
+from paceline_server.api.problems import ProblemError, not_found
 from paceline_server.decide.types import AuditEntry
 from paceline_server.store import audit, commands, models, queries
 from paceline_server.store.changes import record_change
@@ -72,7 +72,9 @@ def burst_node(
     with of.database.write() as session:
         row = _find(session, node_id)
         if row.job_id is None:
-            raise Problem(409, f"{node_id} holds no ranks: there is nothing to look at closely.")
+            raise ProblemError(
+                409, f"{node_id} holds no ranks: there is nothing to look at closely."
+            )
         commands.ask_for_burst(session, row, request.collectors, request.seconds, now_ns)
         detail = f"{', '.join(request.collectors) or 'all collectors'}, {request.seconds:g} s"
         entry = AuditEntry(actor=caller.name, verb="burst", subject=node_id, detail=detail)
@@ -82,8 +84,8 @@ def burst_node(
     return asked
 
 
-def _find(session: Session, node_id: str) -> models.Node:
-    row = session.get(models.Node, node_id) if "\0" not in node_id else None
+def _find(session: Session, node_id: str) -> models.NodeRow:
+    row = session.get(models.NodeRow, node_id) if "\0" not in node_id else None
     if row is None:
         raise not_found("node", node_id)
     return row

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Response
 from paceline_server.api import problems
 from paceline_server.api.auth import viewer
 from paceline_server.api.dependencies import ReadDep
-from paceline_server.api.problems import Problem
+from paceline_server.api.problems import ProblemError
 from paceline_server.api.recorded import Recorded, recorded_steps
 from paceline_server.api.routes.jobs import find
 from paceline_server.whatif.export import Export, export
@@ -60,10 +60,10 @@ def get_trace(
     row = find(session, job_id)
     found = recorded_steps(session, row, steps)
     if found is None:
-        raise Problem(409, "No step of the current generation is finished yet.")
+        raise ProblemError(409, "No step of the current generation is finished yet.")
     exported = _export(found)
     if exported is None:
-        raise Problem(
+        raise ProblemError(
             409,
             "What is kept of the last steps is too little to know in which order the job works.",
         )

@@ -20,11 +20,11 @@ from paceline_server.detect.causes.checks import (
     process,
 )
 from paceline_server.detect.causes.suspect import Scope, Suspect
-from paceline_server.detect.causes.symptom import Look, Symptom, together
+from paceline_server.detect.causes.symptom import MetricObservation, Symptom, together
 from paceline_server.detect.finding import Cause, Evidence
 from paceline_server.detect.observation import Generation, Observation
 
-CHECKS: tuple[Callable[[Suspect], list[Look]], ...] = (
+CHECKS: tuple[Callable[[Suspect], list[MetricObservation]], ...] = (
     clocks.check,
     gpu_memory.check,
     gpu_errors.check,
@@ -167,9 +167,9 @@ def _is_chronic(onset_step: int | None, seen: Observation) -> bool:
     return onset_step - first_step < _FIRST_STEPS
 
 
-def _looks(suspect: Suspect) -> dict[str, Look]:
+def _looks(suspect: Suspect) -> dict[str, MetricObservation]:
     """By cause, those only that this kind of finding can have."""
-    looks: dict[str, list[Look]] = {}
+    looks: dict[str, list[MetricObservation]] = {}
     for check in CHECKS:
         for each in check(suspect):
             if suspect.kind in CAUSES[each.cause].priors:
@@ -179,7 +179,7 @@ def _looks(suspect: Suspect) -> dict[str, Look]:
     }
 
 
-def _answer(suspect: Suspect, looks: dict[str, Look]) -> Diagnosis:
+def _answer(suspect: Suspect, looks: dict[str, MetricObservation]) -> Diagnosis:
     weights = {cause: each.weight for cause, each in looks.items()}
     found = weighing.likelihoods(weights, suspect.kind)
     ranked = sorted(found, key=lambda cause: -found[cause])

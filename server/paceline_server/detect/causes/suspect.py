@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TypeVar
 
 from paceline_server.detect.observation import Generation, LiveRank, Observation
-from paceline_server.detect.telemetry import Series
+from paceline_server.detect.telemetry import MetricSeries
 
 # Enough for a median; all 10,000 of a large job would make each diagnosis slow.
 PEERS_AT_MOST = 16
@@ -26,7 +26,7 @@ class Scope(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeasuredDevice:
     """One thing that is measured."""
 
     node: str
@@ -69,40 +69,42 @@ class Suspect:
     def at_onset(self) -> str:
         return "" if self.onset_step is None else f" at step {self.onset_step}"
 
-    def places(self, scope: Scope, metric: str, **labels: str) -> list[Place]:
+    def places(self, scope: Scope, metric: str, **labels: str) -> list[MeasuredDevice]:
         """Where this metric is measured of the suspect."""
         if scope is Scope.NODE:
-            return [Place(self.node, labels, self.node)]
+            return [MeasuredDevice(self.node, labels, self.node)]
         if scope is Scope.GPU:
             return [place for rank in self.ranks if (place := self._gpu(rank, labels)) is not None]
         if scope is Scope.RANK:
             return [self._of_rank(rank, labels) for rank in self.ranks]
         return [
-            Place(self.node, found, f"{found.get('device', '?')} of {self.node}")
+            MeasuredDevice(self.node, found, f"{found.get('device', '?')} of {self.node}")
             for found, _ in self.seen.telemetry.all_of(self.node, metric, **labels)
         ]
 
-    def series(self, metric: str, place: Place) -> Series | None:
+    def series(self, metric: str, place: MeasuredDevice) -> MetricSeries | None:
         found = self.seen.telemetry.find(place.node, metric, **place.labels)
         if found is None and "job" in place.labels:  # an agent that serves one job only
             labels = {name: value for name, value in place.labels.items() if name != "job"}
             found = self.seen.telemetry.find(place.node, metric, **labels)
         return found
 
-    def peers(self, scope: Scope, metric: str, place: Place) -> list[Series]:
+    def peers(self, scope: Scope, metric: str, place: MeasuredDevice) -> list[MetricSeries]:
         """The same metric of things that should behave alike: at most `PEERS_AT_MOST`."""
         found = (self.series(metric, peer) for peer in self._peer_places(scope, metric, place))
         return [series for series in found if series is not None]
 
-    def _peer_places(self, scope: Scope, metric: str, place: Place) -> Iterator[Place]:
+    def _peer_places(
+        self, scope: Scope, metric: str, place: MeasuredDevice
+    ) -> Iterator[MeasuredDevice]:
         if scope in (Scope.GPU, Scope.RANK):
             yield from self._peer_ranks(scope, place)
             return
         others = sorted(set(self.generation.nodes.values()) - {self.node})
         for node in spread(others):
-            yield Place(node, place.labels, node)
+            yield MeasuredDevice(node, place.labels, node)
 
-    def _peer_ranks(self, scope: Scope, place: Place) -> Iterator[Place]:
+    def _peer_ranks(self, scope: Scope, place: MeasuredDevice) -> Iterator[MeasuredDevice]:
         more = {k: v for k, v in place.labels.items() if k not in ("gpu", "rank", "job")}
         mine = set(self.ranks)
         others = [rank for rank in sorted(self.generation.nodes) if rank not in mine]
@@ -111,15 +113,15 @@ class Suspect:
             if peer is not None and (peer.node, peer.labels) != (place.node, place.labels):
                 yield peer
 
-    def _of_rank(self, rank: int, labels: dict[str, str]) -> Place:
+    def _of_rank(self, rank: int, labels: dict[str, str]) -> MeasuredDevice:
         where = {"job": self.generation.job, "rank": str(rank), **labels}
-        return Place(self.generation.nodes[rank], where, f"rank {rank}")
+        return MeasuredDevice(self.generation.nodes[rank], where, f"rank {rank}")
 
-    def _gpu(self, rank: int, labels: dict[str, str]) -> Place | None:
+    def _gpu(self, rank: int, labels: dict[str, str]) -> MeasuredDevice | None:
         gpu, node = self.generation.gpus.get(rank), self.generation.node(rank)
         if gpu is None or node is None:
             return None
-        return Place(node, {"gpu": str(gpu), **labels}, f"gpu{gpu} of {node}")
+        return MeasuredDevice(node, {"gpu": str(gpu), **labels}, f"gpu{gpu} of {node}")
 
 
 def spread(things: Sequence[_T]) -> Sequence[_T]:

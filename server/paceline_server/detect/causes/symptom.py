@@ -1,4 +1,4 @@
-"""A metric that a cause shows in, and what it says of one suspect: a `Look`."""
+"""A metric that a cause shows in, and what it says of one suspect: a `MetricObservation`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 
 from paceline_server.detect.causes import weighing
 from paceline_server.detect.causes.catalogue import CAUSES
-from paceline_server.detect.causes.suspect import Place, Scope, Suspect
+from paceline_server.detect.causes.suspect import MeasuredDevice, Scope, Suspect
 from paceline_server.detect.causes.track import MAD_TO_SIGMA, Track, levels, rates
 from paceline_server.detect.finding import Evidence
-from paceline_server.detect.telemetry import Series
+from paceline_server.detect.telemetry import MetricSeries
 from paceline_server.percent import percent
 
 _NS = 1e9
@@ -37,7 +37,7 @@ def stalled(now: float, expected: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class MetricObservation:
     """What one metric, or several, say of one cause. `weight`: see the package's docstring."""
 
     cause: str
@@ -76,7 +76,7 @@ class Symptom:
         return f"{number} {self.unit}" if self.unit and self.unit[0] != "/" else number + self.unit
 
 
-def look(suspect: Suspect, symptom: Symptom) -> Look | None:
+def look(suspect: Suspect, symptom: Symptom) -> MetricObservation | None:
     """None: not measured, or nothing to compare it with.
 
     Of several ports or disks the worst counts; of a whole node's GPUs or ranks the typical one.
@@ -95,13 +95,13 @@ def look(suspect: Suspect, symptom: Symptom) -> Look | None:
     worst = looks[-1]
     if worst.weight <= 0 and len(looks) > 1:
         text = f"{symptom.what} of all {len(looks)} devices of {suspect.node}: nothing unusual"
-        return Look(symptom.cause, worst.weight, (Evidence(text, symptom.metric),))
+        return MetricObservation(symptom.cause, worst.weight, (Evidence(text, symptom.metric),))
     return worst
 
 
-def looks_at(suspect: Suspect, symptoms: Iterable[Symptom]) -> list[Look]:
+def looks_at(suspect: Suspect, symptoms: Iterable[Symptom]) -> list[MetricObservation]:
     """One look per cause, all its symptoms together."""
-    by_cause: dict[str, list[Look]] = {}
+    by_cause: dict[str, list[MetricObservation]] = {}
     for symptom in symptoms:
         found = look(suspect, symptom)
         if found is not None:
@@ -109,12 +109,12 @@ def looks_at(suspect: Suspect, symptoms: Iterable[Symptom]) -> list[Look]:
     return [together(cause, looks) for cause, looks in by_cause.items()]
 
 
-def together(cause: str, looks: Sequence[Look]) -> Look:
+def together(cause: str, looks: Sequence[MetricObservation]) -> MetricObservation:
     weight = weighing.combined([each.weight for each in looks])
     loudest = sorted(looks, key=lambda each: -each.weight)
     # Of a cause that is ruled out, one line is enough.
     shown = [each for each in loudest if each.weight > 0] or loudest[:1]
-    return Look(cause, weight, tuple(line for each in shown for line in each.evidence))
+    return MetricObservation(cause, weight, tuple(line for each in shown for line in each.evidence))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,8 @@ class _Measured:
 
 
 def look_at(
-    suspect: Suspect, symptom: Symptom, place: Place, series: Series | None = None
-) -> Look | None:
+    suspect: Suspect, symptom: Symptom, place: MeasuredDevice, series: MetricSeries | None = None
+) -> MetricObservation | None:
     """`series`: instead of what is kept of that metric."""
     if suspect.kind not in CAUSES[symptom.cause].priors:
         return None
@@ -147,10 +147,12 @@ def look_at(
     weight, remarks = _weigh(suspect, symptom, measured)
     text = _text(suspect, symptom, place, measured, weight) + remarks
     evidence = Evidence(text, symptom.metric, measured.now, measured.expected)
-    return Look(symptom.cause, weight, (evidence,))
+    return MetricObservation(symptom.cause, weight, (evidence,))
 
 
-def _values(suspect: Suspect, symptom: Symptom, place: Place, series: Series) -> _Measured | None:
+def _values(
+    suspect: Suspect, symptom: Symptom, place: MeasuredDevice, series: MetricSeries
+) -> _Measured | None:
     track = _track(symptom, series)
     now = track.now(suspect.onset_ns)
     if now is None:
@@ -180,7 +182,7 @@ def _values(suspect: Suspect, symptom: Symptom, place: Place, series: Series) ->
     return _Measured(now, past, peers, expected, score, change)
 
 
-def _of_peers(suspect: Suspect, symptom: Symptom, place: Place) -> list[float]:
+def _of_peers(suspect: Suspect, symptom: Symptom, place: MeasuredDevice) -> list[float]:
     return [
         value
         for peer in suspect.peers(symptom.scope, symptom.metric, place)
@@ -188,7 +190,9 @@ def _of_peers(suspect: Suspect, symptom: Symptom, place: Place) -> list[float]:
     ]
 
 
-def _events(suspect: Suspect, symptom: Symptom, place: Place, series: Series) -> _Measured | None:
+def _events(
+    suspect: Suspect, symptom: Symptom, place: MeasuredDevice, series: MetricSeries
+) -> _Measured | None:
     """Counts: `now` is how many since the onset, `expected` what the past or the peers had."""
     if (series.latest_ns() or 0.0) < suspect.onset_ns:
         return None
@@ -216,7 +220,7 @@ def _events(suspect: Suspect, symptom: Symptom, place: Place, series: Series) ->
 
 
 def _counts_of_peers(
-    suspect: Suspect, symptom: Symptom, place: Place, first_ns: float
+    suspect: Suspect, symptom: Symptom, place: MeasuredDevice, first_ns: float
 ) -> list[float]:
     return [
         float((found.values * found.weights).sum())
@@ -225,7 +229,7 @@ def _counts_of_peers(
     ]
 
 
-def _track(symptom: Symptom, series: Series) -> Track:
+def _track(symptom: Symptom, series: MetricSeries) -> Track:
     found = levels(series) if symptom.how == "level" else rates(series)
     return found if symptom.scale == 1.0 else found.scaled(symptom.scale)
 
@@ -274,7 +278,7 @@ def _seconds_away(onset_ns: int, change: tuple[float, float]) -> float:
 
 
 def _text(
-    suspect: Suspect, symptom: Symptom, place: Place, measured: _Measured, weight: float
+    suspect: Suspect, symptom: Symptom, place: MeasuredDevice, measured: _Measured, weight: float
 ) -> str:
     now, past, peers = measured.now, measured.past, measured.peers
     show = symptom.text

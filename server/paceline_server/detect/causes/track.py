@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline_server.detect.telemetry import Floats, Series, without_dips
+from paceline_server.detect.telemetry import Floats, MetricSeries, without_dips
 
 MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
@@ -76,14 +76,14 @@ class Track:
         return float(self.starts[first]), float(self.ends[first])
 
 
-def levels(series: Series) -> Track:
+def levels(series: MetricSeries) -> Track:
     times, values = series.columns()
     starts = np.concatenate((times[:1], times[:-1]))
     following = np.concatenate((times[1:], times[-1:]))
     return Track(starts, times, values, (following - starts) / 2 + 1.0, is_rate=False)
 
 
-def rates(series: Series) -> Track:
+def rates(series: MetricSeries) -> Track:
     """A counter that was reset grew by nothing that is known."""
     times, values = without_dips(*series.columns())
     seconds = np.diff(times) / 1e9

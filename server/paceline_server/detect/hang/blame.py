@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline_server.detect.finding import Side
-from paceline_server.detect.hang.program import Channel, Program, departs, entered
+from paceline_server.detect.hang.program import ProgramChannel, RankProgram, departs, entered
 from paceline_server.detect.hang.waiting import (
+    BlockedOperation,
+    BlockReason,
     Graph,
-    Reason,
-    Wait,
     communication_frames,
     graph_of,
     innermost_op,
@@ -40,16 +40,16 @@ class Blame:
 
     side: Side
     ranks: tuple[int, ...]
-    waits: tuple[Wait, ...]
+    waits: tuple[BlockedOperation, ...]
     dependents: frozenset[int]
-    departures: Mapping[int, Mapping[Channel, int]]  # of culprits that left their program
+    departures: Mapping[int, Mapping[ProgramChannel, int]]  # of culprits that left their program
     circle: frozenset[int] = frozenset()  # ranks that wait for each other
 
 
 def blame(
     views: Mapping[int, StateView],
     groups: Groups,
-    program: Callable[[int], Program | None],
+    program: Callable[[int], RankProgram | None],
     on_device: frozenset[int] = frozenset(),
 ) -> Blame | None:
     """None: nobody waits for anybody. `on_device`: ranks whose host may be ahead of its device."""
@@ -61,7 +61,7 @@ def blame(
     reach = {component: _dependents(graph, component) for component in components}
     circles = [one for one in components if len(one) > 1]
     alone = [rank for one in components if len(one) == 1 for rank in one]
-    odd = {rank for wait in found if wait.reason is Reason.MISMATCH for rank in wait.targets}
+    odd = {rank for wait in found if wait.reason is BlockReason.MISMATCH for rank in wait.targets}
     held = {wait.rank for wait in found} - odd
     candidates = [rank for rank in alone if rank not in held and reach[frozenset({rank})]]
     if candidates and _in_step_on_device(candidates, views, groups, on_device):
@@ -71,7 +71,9 @@ def blame(
     if circles:
         circle = max(circles, key=lambda one: (len(reach[one]), len(one), -min(one)))
         return _of_circle(circle, found, views, groups, program, reach[circle])
-    launched = [wait for wait in found if wait.reason is Reason.LAUNCHED and wait.rank in alone]
+    launched = [
+        wait for wait in found if wait.reason is BlockReason.LAUNCHED and wait.rank in alone
+    ]
     if launched:
         stuck = _of_launched(launched, reach)
         return _of_those_gone_on(stuck, views, groups, program) or stuck
@@ -83,7 +85,7 @@ def blame(
 def _of_ranks(
     candidates: Sequence[int],
     odd: set[int],
-    found: Sequence[Wait],
+    found: Sequence[BlockedOperation],
     reach: Mapping[frozenset[int], frozenset[int]],
     seen: Mapping[int, StateView],
 ) -> Blame:
@@ -98,7 +100,9 @@ def _of_ranks(
     return Blame("host" if host else "mismatch", tuple(ranks), pointing, dependents, {})
 
 
-def _of_launched(launched: Sequence[Wait], reach: Mapping[frozenset[int], frozenset[int]]) -> Blame:
+def _of_launched(
+    launched: Sequence[BlockedOperation], reach: Mapping[frozenset[int], frozenset[int]]
+) -> Blame:
     """The communication that most ranks stand in or wait for; its members are not told apart."""
     weights: Counter[tuple[int, ...]] = Counter()
     for wait in launched:
@@ -132,7 +136,7 @@ def _in_step_on_device(
 
 
 def _launched_alike(
-    one: int, other: int, counts: Mapping[int, Mapping[Channel, int]], groups: Groups
+    one: int, other: int, counts: Mapping[int, Mapping[ProgramChannel, int]], groups: Groups
 ) -> bool:
     """Whether two ranks have something in common of which both have launched as much."""
     return any(
@@ -147,7 +151,7 @@ def _of_those_gone_on(
     stuck: Blame,
     views: Mapping[int, StateView],
     groups: Groups,
-    program: Callable[[int], Program | None],
+    program: Callable[[int], RankProgram | None],
 ) -> Blame | None:
     """Participants that are past what never ended for the others took another for it."""
     members = set(stuck.waits[0].members)
@@ -169,10 +173,10 @@ def _departures(
     ranks: frozenset[int],
     views: Mapping[int, StateView],
     groups: Groups,
-    program: Callable[[int], Program | None],
-) -> dict[int, Mapping[Channel, int]]:
+    program: Callable[[int], RankProgram | None],
+) -> dict[int, Mapping[ProgramChannel, int]]:
     """Of those that left their program, how."""
-    found: dict[int, Mapping[Channel, int]] = {}
+    found: dict[int, Mapping[ProgramChannel, int]] = {}
     for rank in sorted(ranks & views.keys()):
         own = program(rank)
         changed = departs(own, rank, views[rank], groups) if own is not None else {}
@@ -183,16 +187,18 @@ def _departures(
 
 def _of_circle(
     circle: frozenset[int],
-    found: Sequence[Wait],
+    found: Sequence[BlockedOperation],
     views: Mapping[int, StateView],
     groups: Groups,
-    program: Callable[[int], Program | None],
+    program: Callable[[int], RankProgram | None],
     dependents: frozenset[int],
 ) -> Blame:
     inside = [wait for wait in found if wait.rank in circle]
-    if any(wait.reason is Reason.MISMATCH for wait in inside):  # and nobody can tell who is odd
-        odd = frozenset(r for w in inside if w.reason is Reason.MISMATCH for r in w.targets)
-        pointing = tuple(wait for wait in found if wait.reason is Reason.MISMATCH)
+    if any(
+        wait.reason is BlockReason.MISMATCH for wait in inside
+    ):  # and nobody can tell who is odd
+        odd = frozenset(r for w in inside if w.reason is BlockReason.MISMATCH for r in w.targets)
+        pointing = tuple(wait for wait in found if wait.reason is BlockReason.MISMATCH)
         return Blame("mismatch", tuple(sorted(odd)), pointing, dependents, {})
     departures = _departures(circle, views, groups, program)
     ranks = set(departures)
@@ -266,11 +272,11 @@ def _with_launches(
     return answer
 
 
-def _mirrored(channel: Channel, rank: int) -> Channel:
+def _mirrored(channel: ProgramChannel, rank: int) -> ProgramChannel:
     """The same channel as the other end counts it."""
     if channel.kind == "group":
         return channel
-    return Channel("receive" if channel.kind == "send" else "send", rank)
+    return ProgramChannel("receive" if channel.kind == "send" else "send", rank)
 
 
 def _dependents(graph: Graph, awaited: frozenset[int]) -> frozenset[int]:

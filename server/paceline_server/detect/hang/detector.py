@@ -20,7 +20,7 @@ from paceline_server.detect.causes import UNKNOWN, Diagnosis, diagnose
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.hang.blame import Blame, blame
-from paceline_server.detect.hang.program import Program, program_of
+from paceline_server.detect.hang.program import RankProgram, program_of
 from paceline_server.detect.hang.stuck import (
     BUSY_CPU_SHARE,
     GONE,
@@ -29,13 +29,13 @@ from paceline_server.detect.hang.stuck import (
     stack_evidence,
     telling_frame,
 )
-from paceline_server.detect.hang.verdict import Culprit, culprit_of, stopped_culprit
+from paceline_server.detect.hang.verdict import HangCulprit, culprit_of, stopped_culprit
 from paceline_server.detect.hang.waiting import innermost_op
 from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_server.detect.recent import p99_seconds
 from paceline_server.detect.settings import DetectionSettings
 from paceline_server.flight_recorder.received import Received, conclude
-from paceline_wire.batch import RankStacks
+from paceline_wire.batch import RankStackTraces
 from paceline_wire.ring import StateView
 
 MOST_DUMPS = 512  # of ranks; reading each takes some milliseconds of the job's worker
@@ -62,7 +62,7 @@ class _Known:
     unseen: frozenset[int] | None = None  # for which `found` holds; None: not worked out
     found: Blame | None = None
     usual: dict[tuple[int, int], float | None] = field(default_factory=dict)  # by rank and op
-    programs: dict[int, Program | None] = field(default_factory=dict)
+    programs: dict[int, RankProgram | None] = field(default_factory=dict)
 
 
 class HangDetector(Detector):
@@ -74,7 +74,7 @@ class HangDetector(Detector):
         super().__init__(settings, generation)
         self._active: Finding | None = None
         self._known = _Known()
-        self._stacks_before: dict[int, RankStacks] = {}  # taken for an earlier hang
+        self._stacks_before: dict[int, RankStackTraces] = {}  # taken for an earlier hang
         self._dumps_before: dict[int, Received] = {}
         self._found_ns = 0
 
@@ -143,7 +143,7 @@ class HangDetector(Detector):
 
     # --- who ------------------------------------------------------------------------------
 
-    def _stopped(self, standing: _Standing, seen: Observation) -> Culprit | None:
+    def _stopped(self, standing: _Standing, seen: Observation) -> HangCulprit | None:
         """Stopped or vanished processes that the whole job has come to wait for."""
         limit = self.settings.hang_confirmed_seconds
         stopped = [
@@ -160,7 +160,7 @@ class HangDetector(Detector):
             return None
         return stopped_culprit(stopped, self._views(standing), seen)
 
-    def _stuck(self, standing: _Standing, seen: Observation) -> Culprit | None:
+    def _stuck(self, standing: _Standing, seen: Observation) -> HangCulprit | None:
         settings = self.settings
         sure = settings.hang_looked_seconds
         if not all(rank.surely_frozen_seconds >= sure for rank in standing.live):
@@ -190,7 +190,7 @@ class HangDetector(Detector):
     def _views(self, standing: _Standing) -> dict[int, StateView]:
         return {rank.rank: rank.state.view for rank in standing.live if rank.state}
 
-    def _program(self, rank: int, seen: Observation) -> Program | None:
+    def _program(self, rank: int, seen: Observation) -> RankProgram | None:
         programs = self._known.programs
         if rank not in programs:
             spans = [] if seen.records is None else seen.records.of(rank)
@@ -234,7 +234,7 @@ class HangDetector(Detector):
 
     # --- what is said ---------------------------------------------------------------------
 
-    def _finding(self, culprit: Culprit, standing: _Standing, seen: Observation) -> Finding:
+    def _finding(self, culprit: HangCulprit, standing: _Standing, seen: Observation) -> Finding:
         frozen = min(rank.apparently_frozen_seconds for rank in standing.live)
         steps = [rank.state.view.step for rank in standing.live if rank.state]
         rank = culprit.ranks[0] if culprit.is_single else None
@@ -269,7 +269,7 @@ class HangDetector(Detector):
         )
 
     def _on_node(
-        self, culprit: Culprit, frozen: float, step: int | None, seen: Observation
+        self, culprit: HangCulprit, frozen: float, step: int | None, seen: Observation
     ) -> Diagnosis:
         """What the culprit's node shows of it. Who is to blame, and for what, stays as it is."""
         rank = culprit.ranks[0] if culprit.ranks else None

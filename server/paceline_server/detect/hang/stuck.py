@@ -9,7 +9,7 @@ from paceline_server.detect.hang.operations import operation_text, section_name
 from paceline_server.detect.hang.waiting import innermost_op
 from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_server.percent import percent
-from paceline_wire.batch import RankStacks
+from paceline_wire.batch import RankStackTraces
 from paceline_wire.ring import StateView
 from paceline_wire.spans import COMPUTE_OPS, SECTION_BASE, Op, op_name
 from paceline_wire.stacks import StackFrame, ThreadStack
@@ -93,7 +93,7 @@ def _operation_cause(rank: int, view: StateView, seen: Observation, generation: 
     return f"stuck in {operation_of(rank, view, seen)}"
 
 
-def python_cause(stacks: RankStacks, cause: str) -> str:
+def python_cause(stacks: RankStackTraces, cause: str) -> str:
     """One thread that keeps all others from running explains whatever the main one is in."""
     holder = next((thread for thread in stacks.threads if thread.holds_gil), None)
     if holder is None or holder.name == _MAIN or not cause.startswith("stuck in"):
@@ -150,7 +150,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(parts)}"
 
 
-def stack_evidence(stacks: RankStacks) -> list[Evidence]:
+def stack_evidence(stacks: RankStackTraces) -> list[Evidence]:
     """Where the main thread is, and who holds the interpreter's lock."""
     if stacks.error is not None:
         return [Evidence(f"no Python stack of rank {stacks.rank}: {stacks.error}")]
@@ -168,7 +168,7 @@ def stack_evidence(stacks: RankStacks) -> list[Evidence]:
     return told
 
 
-def telling_frame(stacks: RankStacks) -> StackFrame | None:
+def telling_frame(stacks: RankStackTraces) -> StackFrame | None:
     """The innermost frame of the main thread that is not merely a wait on somebody's behalf."""
     main = _main_thread(stacks)
     for frame in main.frames if main is not None else ():
@@ -179,6 +179,6 @@ def telling_frame(stacks: RankStacks) -> StackFrame | None:
     return main.frames[0] if main is not None and main.frames else None
 
 
-def _main_thread(stacks: RankStacks) -> ThreadStack | None:
+def _main_thread(stacks: RankStackTraces) -> ThreadStack | None:
     threads = stacks.threads
     return next((one for one in threads if one.name == _MAIN), threads[0] if threads else None)

@@ -9,7 +9,7 @@ from itertools import chain
 from paceline_server.detect.finding import Evidence, Side
 from paceline_server.detect.hang.blame import Blame
 from paceline_server.detect.hang.operations import operation_text
-from paceline_server.detect.hang.program import Channel
+from paceline_server.detect.hang.program import ProgramChannel
 from paceline_server.detect.hang.stuck import (
     BUSY_GPU,
     IDLE_GPU,
@@ -20,7 +20,7 @@ from paceline_server.detect.hang.stuck import (
     ranks_text,
     standing_evidence,
 )
-from paceline_server.detect.hang.waiting import Reason, Wait, communication_frames
+from paceline_server.detect.hang.waiting import BlockedOperation, BlockReason, communication_frames
 from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_wire.ring import StateView
 from paceline_wire.spans import op_name
@@ -31,7 +31,7 @@ _BEFORE = "than at this point of its steps before"
 
 
 @dataclass(frozen=True, slots=True)
-class Culprit:
+class HangCulprit:
     """`ranks`: the culprits, or (`is_single` False) all in the communication that does not end."""
 
     ranks: tuple[int, ...]
@@ -46,14 +46,14 @@ class Culprit:
 
 def stopped_culprit(
     stopped: Sequence[LiveRank], views: Mapping[int, StateView], seen: Observation
-) -> Culprit:
+) -> HangCulprit:
     """Processes that cannot run, and that all others have come to wait for."""
     cause, evidence = process_cause(stopped[0]) or ("unknown", [])
     ranks = tuple(rank.rank for rank in stopped)
     if len(ranks) > 1:
         evidence = [Evidence(f"{ranks_text(ranks)} are stopped or gone"), *evidence]
     witness = [rank for rank in views if rank not in ranks][:1]
-    return Culprit(
+    return HangCulprit(
         ranks,
         cause,
         "host",
@@ -68,7 +68,7 @@ def culprit_of(
     unseen: frozenset[int],
     seen: Observation,
     generation: Generation,
-) -> Culprit:
+) -> HangCulprit:
     """Put a blame into words. `unseen`: ranks that have no page, though their node speaks."""
     views = {rank: one.state.view for rank, one in live.items() if one.state}
     where = standing_evidence(views, seen) if len(views) > 1 else []
@@ -87,7 +87,7 @@ def culprit_of(
         cause, evidence = host_cause(live[rank], seen, generation)
     elif rank in seen.exited:
         cause, evidence = "ended early", [Evidence(f"rank {rank} has exited with code 0")]
-    return Culprit(
+    return HangCulprit(
         found.ranks,
         cause,
         "host",
@@ -102,14 +102,14 @@ def _all_in_host_code(
     where: list[Evidence],
     seen: Observation,
     generation: Generation,
-) -> Culprit:
+) -> HangCulprit:
     """Nobody waits for anybody, as far as the pages show."""
     first = min(live)
     cause, evidence = host_cause(live[first], seen, generation)
     places = {operation_of(rank, one.state.view, seen) for rank, one in live.items() if one.state}
     if len(live) > 1 and len(places) == 1:
         evidence = [Evidence("all ranks are at the same place, and none waits for another")]
-    return Culprit(
+    return HangCulprit(
         (first,) if len(live) == 1 else tuple(sorted(live)),
         cause,
         "host",
@@ -125,7 +125,7 @@ def _in_communication(
     where: list[Evidence],
     seen: Observation,
     generation: Generation,
-) -> Culprit:
+) -> HangCulprit:
     """Launched by all its members, never completed. A device at rest has not begun it."""
     wait = found.waits[0] if found.waits else None
     if wait is None:
@@ -150,7 +150,7 @@ def _in_communication(
     if is_single:
         text = f"the device of rank {idle[0]} is idle, those of all other participants spin in it"
         evidence.insert(0, Evidence(text, "DCGM_FI_DEV_GPU_UTIL", told[idle[0]], BUSY_GPU))
-    return Culprit(
+    return HangCulprit(
         (idle[0], *(rank for rank in members if rank != idle[0])) if is_single else members,
         cause,
         "device",
@@ -168,7 +168,7 @@ def _mismatch(
     where: list[Evidence],
     witness: list[int],
     seen: Observation,
-) -> Culprit:
+) -> HangCulprit:
     wanted = [*found.ranks[:_CULPRITS_READ], *witness]
     if found.circle:
         rings = "; ".join(
@@ -178,14 +178,14 @@ def _mismatch(
             ranks = tuple(sorted(found.circle))
             cause = "deadlock: ranks wait for each other"
             evidence = [Evidence(rings), *where]
-            return Culprit(
+            return HangCulprit(
                 ranks, cause, "mismatch", evidence, is_single=False, stacks_wanted=ranks[:2]
             )
         departures = [*chain.from_iterable(_departures(rank, found, seen) for rank in found.ranks)]
         cause = _circle_cause(found, seen)
         evidence = [*departures, Evidence(rings), *where]
-        return Culprit(found.ranks, cause, "mismatch", evidence, stacks_wanted=wanted)
-    wait = next(wait for wait in found.waits if wait.reason is Reason.MISMATCH)
+        return HangCulprit(found.ranks, cause, "mismatch", evidence, stacks_wanted=wanted)
+    wait = next(wait for wait in found.waits if wait.reason is BlockReason.MISMATCH)
     odd = [rank for rank in found.ranks if rank in wait.members]
     others = [rank for rank in wait.members if rank not in odd and rank in views]
     told = [
@@ -194,7 +194,7 @@ def _mismatch(
     ]
     is_single = set(odd) != set(wait.members)
     name = "operation" if _ops(odd, wait, views, seen) - _ops(others, wait, views, seen) else "size"
-    return Culprit(
+    return HangCulprit(
         found.ranks,
         f"{_MISMATCH}: another {name if is_single else 'one on each rank'}",
         "mismatch",
@@ -226,13 +226,15 @@ def _departure(difference: int) -> str:
     return f"has entered {abs(difference)} {'fewer' if difference < 0 else 'more'} of"
 
 
-def _channel_text(channel: Channel, seen: Observation) -> str:
+def _channel_text(channel: ProgramChannel, seen: Observation) -> str:
     if channel.kind == "group":
         return f"collectives of {seen.groups.name_of(channel.number)}"
     return f"{'sends to' if channel.kind == 'send' else 'receives from'} rank {channel.number}"
 
 
-def _entered_text(rank: int, wait: Wait, views: Mapping[int, StateView], seen: Observation) -> str:
+def _entered_text(
+    rank: int, wait: BlockedOperation, views: Mapping[int, StateView], seen: Observation
+) -> str:
     """`all_gather tp#5 of 4096 bytes`."""
     for progress in views[rank].groups:
         if wait.channel and seen.groups.key(rank, progress.group) == wait.channel.number:
@@ -243,7 +245,7 @@ def _entered_text(rank: int, wait: Wait, views: Mapping[int, StateView], seen: O
 
 
 def _ops(
-    ranks: Sequence[int], wait: Wait, views: Mapping[int, StateView], seen: Observation
+    ranks: Sequence[int], wait: BlockedOperation, views: Mapping[int, StateView], seen: Observation
 ) -> set[int]:
     return {
         progress.op

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from paceline_server.detect.hang.program import Channel, Program
+from paceline_server.detect.hang.program import ProgramChannel, RankProgram
 from paceline_server.steps.groups import Groups
 from paceline_wire.ring import Frame, GroupProgress, StateView
 from paceline_wire.spans import COMMUNICATION_OPS, RECEIVE_OPS, Op
@@ -24,7 +24,7 @@ _EVEN_OPS = frozenset({Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.BROAD
 Graph = Mapping[int, frozenset[int]]
 
 
-class Reason(enum.Enum):
+class BlockReason(enum.Enum):
     """Why an operation does not end: because of its targets, or else of itself."""
 
     MISSING = "not entered"  # the targets have not entered it
@@ -34,13 +34,13 @@ class Reason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class BlockedOperation:
     """One rank held by one communication."""
 
     rank: int
     frame: Frame
-    channel: Channel | None  # None: its group was never defined
-    reason: Reason
+    channel: ProgramChannel | None  # None: its group was never defined
+    reason: BlockReason
     targets: frozenset[int]
     members: tuple[int, ...]
 
@@ -59,8 +59,8 @@ def innermost_op(view: StateView) -> int:
 def waits(
     views: Mapping[int, StateView],
     groups: Groups,
-    program: Callable[[int], Program | None] = lambda rank: None,
-) -> list[Wait]:
+    program: Callable[[int], RankProgram | None] = lambda rank: None,
+) -> list[BlockedOperation]:
     """What each rank waits in. Ranks without a view have entered nothing."""
     host = {rank for rank, view in views.items() if not communication_frames(view)}
     table = _Table(views, groups)
@@ -74,7 +74,7 @@ def waits(
     return found
 
 
-def graph_of(found: Iterable[Wait], ranks: Iterable[int]) -> dict[int, frozenset[int]]:
+def graph_of(found: Iterable[BlockedOperation], ranks: Iterable[int]) -> dict[int, frozenset[int]]:
     """Rank -> the other ranks it waits for."""
     graph: dict[int, frozenset[int]] = {rank: frozenset() for rank in ranks}
     for wait in found:
@@ -82,23 +82,25 @@ def graph_of(found: Iterable[Wait], ranks: Iterable[int]) -> dict[int, frozenset
     return graph
 
 
-def _transfer(rank: int, frame: Frame, views: Mapping[int, StateView], host: set[int]) -> Wait:
+def _transfer(
+    rank: int, frame: Frame, views: Mapping[int, StateView], host: set[int]
+) -> BlockedOperation:
     peer = frame.peer
     assert peer is not None
     receives = frame.op in RECEIVE_OPS
-    channel = Channel("receive" if receives else "send", peer)
+    channel = ProgramChannel("receive" if receives else "send", peer)
     begun = 0
     view = views.get(peer)
     for progress in view.peers if view is not None else ():
         if progress.peer == rank:
             begun = progress.send_entered if receives else progress.recv_entered
-    reason = Reason.LAUNCHED
+    reason = BlockReason.LAUNCHED
     if begun < frame.sequence:
-        reason = Reason.MISSING
+        reason = BlockReason.MISSING
     elif peer in host:
-        reason = Reason.ELSEWHERE
-    targets = frozenset() if reason is Reason.LAUNCHED else frozenset({peer})
-    return Wait(rank, frame, channel, reason, targets, (rank, peer))
+        reason = BlockReason.ELSEWHERE
+    targets = frozenset() if reason is BlockReason.LAUNCHED else frozenset({peer})
+    return BlockedOperation(rank, frame, channel, reason, targets, (rank, peer))
 
 
 class _Table:
@@ -137,25 +139,25 @@ def _collective(
     frame: Frame,
     table: _Table,
     host: set[int],
-    program: Callable[[int], Program | None],
-) -> Wait:
+    program: Callable[[int], RankProgram | None],
+) -> BlockedOperation:
     key = table.groups.key(rank, frame.group)
     if key is None:
-        return Wait(rank, frame, None, Reason.LAUNCHED, frozenset(), (rank,))
+        return BlockedOperation(rank, frame, None, BlockReason.LAUNCHED, frozenset(), (rank,))
     members = table.groups.members(key)
     progress = table.of(key)
     entered = {member: progress[member].entered for member in members if member in progress}
     entered[rank] = max(entered.get(rank, 0), frame.sequence)
     missing = frozenset(member for member in members if entered.get(member, 0) < frame.sequence)
     odd = _odd_ones(key, frame.sequence, members, table, program)
-    reason, targets = Reason.LAUNCHED, frozenset[int]()
+    reason, targets = BlockReason.LAUNCHED, frozenset[int]()
     if odd:
-        reason, targets = Reason.MISMATCH, odd
+        reason, targets = BlockReason.MISMATCH, odd
     elif missing:
-        reason, targets = Reason.MISSING, missing
+        reason, targets = BlockReason.MISSING, missing
     elif elsewhere := frozenset(members) & host - {rank}:
-        reason, targets = Reason.ELSEWHERE, elsewhere
-    return Wait(rank, frame, Channel("group", key), reason, targets, members)
+        reason, targets = BlockReason.ELSEWHERE, elsewhere
+    return BlockedOperation(rank, frame, ProgramChannel("group", key), reason, targets, members)
 
 
 def _odd_ones(
@@ -163,7 +165,7 @@ def _odd_ones(
     sequence: int,
     members: tuple[int, ...],
     table: _Table,
-    program: Callable[[int], Program | None],
+    program: Callable[[int], RankProgram | None],
 ) -> frozenset[int]:
     """Members that entered something else than the others as this number; who cannot be told: all.
 
@@ -199,9 +201,9 @@ def _odd_ones(
     return frozenset(member for member, said in claims.items() if said != usual)
 
 
-def _is_as_the_one_before(said: tuple[int, int], key: int, own: Program | None) -> bool:
+def _is_as_the_one_before(said: tuple[int, int], key: int, own: RankProgram | None) -> bool:
     """Sizes that follow the data differ between steps, and hardly from one layer to the next."""
-    return own is not None and own.sizes.get((Channel("group", key), said[0])) == said[1]
+    return own is not None and own.sizes.get((ProgramChannel("group", key), said[0])) == said[1]
 
 
 def _did_something_else(
@@ -209,10 +211,10 @@ def _did_something_else(
     key: int,
     sequence: int,
     claims: Mapping[int, tuple[int, int]],
-    program: Callable[[int], Program | None],
+    program: Callable[[int], RankProgram | None],
 ) -> bool:
     own = program(rank)
-    before = None if own is None else own.expected(Channel("group", key), sequence)
+    before = None if own is None else own.expected(ProgramChannel("group", key), sequence)
     if before is None:
         return False
     op, size = claim(before.op, before.bytes)

@@ -24,7 +24,7 @@ from paceline_server.detect.observation import (
     SeenExit,
 )
 from paceline_server.detect.settings import DetectionSettings
-from paceline_server.detect.telemetry import Series
+from paceline_server.detect.telemetry import MetricSeries
 from paceline_wire.batch import RankExited
 
 _CONSEQUENCE = re.compile(
@@ -260,7 +260,7 @@ def _is_of(kill: str, event: RankExited) -> bool:
     return any(found[1] in named[1].split(", ") for named in _WORKERS.finditer(event.log_tail))
 
 
-def _grown_since(series: Series, since_ns: int) -> float:
+def _grown_since(series: MetricSeries, since_ns: int) -> float:
     """By how much a count grew; one that begins since then began at nothing."""
     before = [value for at, value in series.points if at < since_ns]
     return (series.latest() or 0.0) - (before[-1] if before else 0.0)

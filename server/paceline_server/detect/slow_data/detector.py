@@ -36,7 +36,7 @@ CHANCE_SIGMAS = 4.0  # of a Poisson count
 
 
 @dataclass(slots=True)
-class _Active:
+class _LateData:
     finding: Finding
     quiet_steps: int = 0
 
@@ -59,7 +59,7 @@ class SlowDataDetector(Detector):
         self._waits = np.zeros_like(self._excess)
         self._steps: list[int] = []
         self._started_ns: list[int] = []
-        self._active: dict[str, _Active] = {}
+        self._active: dict[str, _LateData] = {}
 
     def update(self, seen: Observation) -> list[Finding]:
         findings = []
@@ -132,7 +132,7 @@ class SlowDataDetector(Detector):
                 continue
             steps = settings.data_wait_window if recent[ranks[0]] else len(self._excess)
             finding = self._finding(fingerprint, ranks, steps, seen)
-            self._active[fingerprint] = _Active(finding)
+            self._active[fingerprint] = _LateData(finding)
             findings.append(finding)
         return findings
 

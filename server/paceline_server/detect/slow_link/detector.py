@@ -23,7 +23,7 @@ from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.slow_link.slow_route import SlowRoute, name_route
-from paceline_server.detect.slow_link.traffic import Family, Lane, Traffic
+from paceline_server.detect.slow_link.traffic import Family, TransferBaselines, TransferLane
 from paceline_server.detect.statistics.change_point import (
     KEPT,
     NEWEST,
@@ -47,7 +47,7 @@ ALIKE = 0.25
 
 
 @dataclass(slots=True)
-class _Active:
+class _SlowRoute:
     route: SlowRoute
     rise: Rise
     usual_seconds: float  # per step, before
@@ -56,7 +56,7 @@ class _Active:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _LaneStep:
     """One in which the family was seen."""
 
     number: int
@@ -73,7 +73,7 @@ class SlowLinkDetector(Detector):
 
     def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
         super().__init__(settings, generation)
-        self._traffic = Traffic()
+        self._traffic = TransferBaselines()
         self._watches: list[_Watch] = []
 
     def update(self, seen: Observation) -> list[Finding]:
@@ -103,7 +103,7 @@ class _Watch:
         step_seconds: float,
     ) -> None:
         self.settings, self.generation = settings, generation
-        self._lanes: list[Lane] = family.lanes
+        self._lanes: list[TransferLane] = family.lanes
         self._levels = PeerLevels(
             len(self._lanes),
             smallest=math.log(settings.link_slowdown),
@@ -113,9 +113,9 @@ class _Watch:
         )
         self._seconds: deque[Floats] = deque(maxlen=KEPT)
         self._negligible_seconds = max(NEGLIGIBLE_SHARE * step_seconds, 1e-6)
-        self._steps: deque[_Step] = deque(maxlen=KEPT)
+        self._steps: deque[_LaneStep] = deque(maxlen=KEPT)
         self._usual_step_seconds = math.nan
-        self._active: dict[str, _Active] = {}
+        self._active: dict[str, _SlowRoute] = {}
 
     def look(self, timing: StepTiming, seconds: Floats, seen: Observation) -> list[Finding]:
         self._remember(timing, seconds)
@@ -126,7 +126,7 @@ class _Watch:
 
     def _remember(self, timing: StepTiming, seconds: Floats) -> None:
         step_seconds = float(np.median(timing.ranks.step_seconds))
-        self._steps.append(_Step(timing.step, int(timing.ranks.start_ns.min()), step_seconds))
+        self._steps.append(_LaneStep(timing.step, int(timing.ranks.start_ns.min()), step_seconds))
         if len(self._steps) <= BASELINE_STEPS:
             self._usual_step_seconds = float(np.median([step.seconds for step in self._steps]))
         self._seconds.append(seconds)
@@ -140,7 +140,7 @@ class _Watch:
     # What is new
 
     def _new(self, seen: Observation) -> list[Finding]:
-        told: dict[str, _Active] = {}
+        told: dict[str, _SlowRoute] = {}
         done: set[int] = set()
         shifts = {shift.series: shift for shift in self._levels.rises()}
         for shift in shifts.values():
@@ -151,7 +151,7 @@ class _Watch:
             told[active.route.fingerprint] = active
         return [self._tell(active, seen) for active in told.values()]
 
-    def _begin(self, shift: Shift, shifts: dict[int, Shift]) -> _Active:
+    def _begin(self, shift: Shift, shifts: dict[int, Shift]) -> _SlowRoute:
         others = [place for place in shifts if place != shift.series]
         beside = [place for place in others if self._matters(place, shift.steps)]
         slow = [shift.series, *beside]
@@ -164,7 +164,7 @@ class _Watch:
         rise = self._levels.begin(route.lanes, shift.steps)
         onset = self._steps[-min(shift.steps, len(self._steps))]
         finding = self._blank(route, onset.number)
-        active = _Active(route, rise, usual, onset.started_ns, finding)
+        active = _SlowRoute(route, rise, usual, onset.started_ns, finding)
         self._active[route.fingerprint] = active
         return active
 
@@ -183,7 +183,7 @@ class _Watch:
 
     # What becomes of it
 
-    def _follow(self, active: _Active, seen: Observation) -> list[Finding]:
+    def _follow(self, active: _SlowRoute, seen: Observation) -> list[Finding]:
         course = self._levels.follow(active.rise)
         if course == "over":
             del self._active[active.route.fingerprint]
@@ -216,7 +216,7 @@ class _Watch:
 
     # How it is said
 
-    def _tell(self, active: _Active, seen: Observation) -> Finding:
+    def _tell(self, active: _SlowRoute, seen: Observation) -> Finding:
         active.finding = self._finding(active, seen)
         return active.finding
 
@@ -236,7 +236,7 @@ class _Watch:
             persistence="persistent",
         )
 
-    def _finding(self, active: _Active, seen: Observation) -> Finding:
+    def _finding(self, active: _SlowRoute, seen: Observation) -> Finding:
         route, before, usual = active.route, active.finding, active.usual_seconds
         now, slowdown = self._slowdown(active)
         speedup = self._speedup(route, seen, before.onset_step)
@@ -273,7 +273,7 @@ class _Watch:
             counter_evidence=diagnosis.counter_evidence,
         )
 
-    def _slowdown(self, active: _Active) -> tuple[float, float | None]:
+    def _slowdown(self, active: _SlowRoute) -> tuple[float, float | None]:
         """Seconds of the recent steps, and how many times what was usual."""
         rows = np.array(list(self._seconds)[-FOLLOWED_STEPS:])[:, list(active.route.lanes)]
         now = float(np.nan_to_num(np.median(column_medians(rows))))
@@ -292,7 +292,9 @@ class _Watch:
         recent = [step.seconds for step in list(self._steps)[-FOLLOWED_STEPS:]]
         return min(max(self._share(extra_seconds, float(np.median(recent))), 0.0), 1.0)
 
-    def _diagnosis(self, active: _Active, slowdown: float | None, seen: Observation) -> Diagnosis:
+    def _diagnosis(
+        self, active: _SlowRoute, slowdown: float | None, seen: Observation
+    ) -> Diagnosis:
         route = active.route
         one, other = route.link if route.link is not None else (None, None)
         return diagnose(

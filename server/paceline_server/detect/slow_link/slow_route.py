@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline_server.detect.observation import Generation
-from paceline_server.detect.slow_link.traffic import Lane
+from paceline_server.detect.slow_link.traffic import TransferLane
 from paceline_wire.spans import op_name
 
 
@@ -39,7 +39,7 @@ class SlowRoute:
 
 
 def name_route(
-    slow: Sequence[int], lanes: Sequence[Lane], surest: int, generation: Generation
+    slow: Sequence[int], lanes: Sequence[TransferLane], surest: int, generation: Generation
 ) -> SlowRoute:
     """Intersect the lanes that got slow together: `slow` are their positions, `surest` the worst.
 
@@ -65,11 +65,13 @@ def name_route(
     return SlowRoute((surest,), best.ranks, op=best.op)
 
 
-def _nodes(lane: Lane, generation: Generation) -> set[str]:
+def _nodes(lane: TransferLane, generation: Generation) -> set[str]:
     return {node for rank in lane.ranks if (node := generation.node(rank)) is not None}
 
 
-def _healthy_nodes(slow: Sequence[int], lanes: Sequence[Lane], generation: Generation) -> set[str]:
+def _healthy_nodes(
+    slow: Sequence[int], lanes: Sequence[TransferLane], generation: Generation
+) -> set[str]:
     """Nodes that other lanes of the same kinds cross the network from, and are not slow."""
     kinds = {(lanes[place].op, lanes[place].pair is None) for place in slow}
     standing = set(slow)

@@ -28,7 +28,7 @@ _OPS = 1 << 8
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class TransferLane:
     """`ranks`: of a pair both, of a group all; `op` is None for a pair."""
 
     ranks: tuple[int, ...]
@@ -46,9 +46,9 @@ class Family:
     """
 
     def __init__(self) -> None:
-        self.lanes: list[Lane] = []
+        self.lanes: list[TransferLane] = []
         self.every = 1.0
-        self._found: dict[int, Lane] = {}
+        self._found: dict[int, TransferLane] = {}
         self._sightings: dict[int, int] = {}
         self._seen = 0
         self._first_step, self._last_step = 0, 0
@@ -75,7 +75,7 @@ class Family:
         return np.array(kept, dtype=np.int64)
 
 
-class Traffic:
+class TransferBaselines:
     """Learns the families of a generation, then measures them."""
 
     def __init__(self) -> None:
@@ -127,11 +127,11 @@ class Traffic:
         self.families.append(family)
 
 
-def _lane(key: int, timing: StepTiming) -> Lane:
+def _lane(key: int, timing: StepTiming) -> TransferLane:
     if key >= 0:
-        return Lane((key // _RANKS, key % _RANKS))
+        return TransferLane((key // _RANKS, key % _RANKS))
     group, op = divmod(-key - 1, _OPS)
-    return Lane(tuple(timing.groups.get(group, ())), op)
+    return TransferLane(tuple(timing.groups.get(group, ())), op)
 
 
 def _pair_keys(transfers: TransferTimes) -> Ints:

@@ -61,7 +61,7 @@ _GROWN = 1.5  # times what was told: then a creep is told again
 
 
 @dataclass(slots=True)
-class _Active:
+class _ReportedStraggler:
     """A straggler that was reported and has not recovered."""
 
     unit: SlowUnit
@@ -73,7 +73,7 @@ class _Active:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _ComputeStep:
     number: int
     started_ns: int
     seconds: float  # of the typical rank
@@ -107,8 +107,8 @@ class StragglerDetector(Detector):
         # Against the others of the stage, for what is so from the first step on.
         self._against_peers: deque[Floats] = deque(maxlen=KEPT)
         self._self_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS)
-        self._steps: deque[_Step] = deque(maxlen=KEPT)
-        self._active: dict[str, _Active] = {}
+        self._steps: deque[_ComputeStep] = deque(maxlen=KEPT)
+        self._active: dict[str, _ReportedStraggler] = {}
         self._chronic: dict[int, Finding] = {}
 
     def update(self, seen: Observation) -> list[Finding]:
@@ -131,7 +131,7 @@ class StragglerDetector(Detector):
         ranks = timing.ranks
         started_ns = int(ranks.start_ns.min()) if ranks.rank.size else 0
         seconds = float(np.median(ranks.step_seconds)) if ranks.rank.size else math.nan
-        self._steps.append(_Step(timing.step, started_ns, seconds))
+        self._steps.append(_ComputeStep(timing.step, started_ns, seconds))
 
     def _compared(self, levels: Floats) -> Floats:
         """Each rank's level over the median of the other ranks of its stage."""
@@ -145,14 +145,14 @@ class StragglerDetector(Detector):
     # What is new
 
     def _new(self, seen: Observation) -> list[Finding]:
-        told: dict[str, _Active] = {}
+        told: dict[str, _ReportedStraggler] = {}
         for active in (*self._risen("steady", self._levels), *self._crept()):
             told[active.unit.fingerprint] = active
         for active in self._risen("stalls", self._stalls):
             told[active.unit.fingerprint] = active
         return [self._tell(active, seen) for active in told.values()]
 
-    def _risen(self, way: Way, levels: PeerLevels) -> Iterator[_Active]:
+    def _risen(self, way: Way, levels: PeerLevels) -> Iterator[_ReportedStraggler]:
         done: set[int] = set()
         for shift in levels.rises():
             if shift.series not in done and (way != "stalls" or self._lasts(shift)):
@@ -168,7 +168,7 @@ class StragglerDetector(Detector):
             and accidents <= self.settings.straggler_false_alarms
         )
 
-    def _begin(self, way: Way, levels: PeerLevels, shift: Shift) -> _Active:
+    def _begin(self, way: Way, levels: PeerLevels, shift: Shift) -> _ReportedStraggler:
         beside = self._units.beside(shift.series)
         slow = {shift.series, *levels.joined(beside, shift)}
         unit = self._units.name(shift.series, slow)
@@ -182,7 +182,7 @@ class StragglerDetector(Detector):
         rise = levels.begin(unit.ranks, shift.steps)
         return self._activate(unit, way, levels, rise, shift.steps)
 
-    def _crept(self) -> Iterator[_Active]:
+    def _crept(self) -> Iterator[_ReportedStraggler]:
         for ranks, size in self._creep.found(self._levels):
             unit = self._units.name(ranks[0], ranks)
             if unit.fingerprint in self._active:
@@ -196,14 +196,14 @@ class StragglerDetector(Detector):
 
     def _activate(
         self, unit: SlowUnit, way: Way, levels: PeerLevels, rise: Rise, steps: int
-    ) -> _Active:
+    ) -> _ReportedStraggler:
         onset = self._steps[-min(steps, len(self._steps))]
         finding = self._blank(unit, onset.number)
-        active = _Active(unit, way, levels, rise, onset.started_ns, finding)
+        active = _ReportedStraggler(unit, way, levels, rise, onset.started_ns, finding)
         self._active[unit.fingerprint] = active
         return active
 
-    def _tell(self, active: _Active, seen: Observation) -> Finding:
+    def _tell(self, active: _ReportedStraggler, seen: Observation) -> Finding:
         active.finding = self._finding(active, seen)
         return active.finding
 
@@ -286,7 +286,7 @@ class StragglerDetector(Detector):
 
     # What becomes of it
 
-    def _follow(self, active: _Active, seen: Observation) -> list[Finding]:
+    def _follow(self, active: _ReportedStraggler, seen: Observation) -> list[Finding]:
         """News of a known straggler: recovered, explained, or much changed."""
         course = active.levels.follow(active.rise)
         if course == "over":
@@ -342,7 +342,7 @@ class StragglerDetector(Detector):
             persistence="persistent",
         )
 
-    def _finding(self, active: _Active, seen: Observation) -> Finding:
+    def _finding(self, active: _ReportedStraggler, seen: Observation) -> Finding:
         """The verdict as it stands."""
         unit, before = active.unit, active.finding
         slowdown = math.exp(active.rise.size)
@@ -390,7 +390,9 @@ class StragglerDetector(Detector):
         step_seconds = float(np.median(recent))
         return min(max(extra_seconds / step_seconds, 0.0), 1.0) if step_seconds > 0 else 0.0
 
-    def _diagnosis(self, active: _Active, slowdown: float, seen: Observation) -> Diagnosis:
+    def _diagnosis(
+        self, active: _ReportedStraggler, slowdown: float, seen: Observation
+    ) -> Diagnosis:
         unit = active.unit
         return diagnose(
             unit.rank,

@@ -17,8 +17,8 @@ import pytest
 
 from paceline_agent.collect.contract import Collected, Context
 from paceline_agent.expose.check import devices, node, privileges, report
-from paceline_agent.expose.check.report import NO, PARTLY, YES, Row
-from paceline_agent.expose.once import Outcome
+from paceline_agent.expose.check.report import NO, PARTLY, YES, CheckRow
+from paceline_agent.expose.once import CollectorResult
 from paceline_agent.settings import AgentSettings
 from paceline_wire.batch import GpuInfo, Sample
 
@@ -71,7 +71,7 @@ def test_a_gpu_says_which_signals_it_lacks(tmp_path: Path) -> None:
         if gpu.index != 1 or name not in lacking
     ]
     collected = Collected(samples=samples, gpus=every)
-    summary, complete, without = devices.gpus(Outcome("nvml", collected, None, samples))
+    summary, complete, without = devices.gpus(CollectorResult("nvml", collected, None, samples))
     assert summary.evidence.startswith("3 GPUs")
     assert (complete.what.strip(), complete.seen) == ("gpu0, gpu2", YES)
     assert (without.what.strip(), without.seen) == ("gpu1", PARTLY)
@@ -214,7 +214,7 @@ def test_whose_ranks_find_the_agent(
 
 def test_the_table_wraps_and_loses_nothing() -> None:
     long = " ".join(f"word{number}" for number in range(40))
-    table = report.as_table([Row("thing", PARTLY, long, long, needed=True)])
+    table = report.as_table([CheckRow("thing", PARTLY, long, long, needed=True)])
     lines = table.splitlines()
     assert all(len(line) <= 140 for line in lines)
     words = " ".join(lines).split()

@@ -13,7 +13,13 @@ from msgspec.structs import replace as replace_evidence
 
 from paceline_server.detect.causes import weighing
 from paceline_server.detect.causes.suspect import Scope, Suspect
-from paceline_server.detect.causes.symptom import Look, Symptom, inverse, look, together
+from paceline_server.detect.causes.symptom import (
+    MetricObservation,
+    Symptom,
+    inverse,
+    look,
+    together,
+)
 
 # Healthy clocks move by some percent (boost, temperature, the kernels that run).
 SM_CLOCK = Symptom(
@@ -77,7 +83,7 @@ SYMPTOMS = (
 _BEYOND_ONE_METRIC = 1.0  # a reason and the clock that follows from it, together
 
 
-def check(suspect: Suspect) -> list[Look]:
+def check(suspect: Suspect) -> list[MetricObservation]:
     looks = []
     clock = look(suspect, SM_CLOCK)
     held_back = False
@@ -98,28 +104,32 @@ def check(suspect: Suspect) -> list[Look]:
     return looks if memory is None else [*looks, memory]
 
 
-def _with_clock(cause: str, reason: Look, clock: Look | None, held_back: bool) -> Look:
+def _with_clock(
+    cause: str, reason: MetricObservation, clock: MetricObservation | None, held_back: bool
+) -> MetricObservation:
     if reason.weight <= 0:
         weight = reason.weight if clock is None else reason.weight + min(clock.weight, 0.0)
         said = reason.evidence[0]
         text = f"no throttle reason speaks for a {cause}: {said.text}"
-        return Look(cause, weight, (replace_evidence(said, text=text),))
+        return MetricObservation(cause, weight, (replace_evidence(said, text=text),))
     weight = reason.weight
     if clock is not None:
         fell = clock.weight > weighing.RULED_OUT  # by as little as it may: the GPU says so itself
         weight = clock.weight + (_BEYOND_ONE_METRIC if fell else 0.0)
     if held_back:
         weight += weighing.EXPLAINED_AWAY
-    return Look(cause, weight, reason.evidence + (() if clock is None else clock.evidence))
+    return MetricObservation(
+        cause, weight, reason.evidence + (() if clock is None else clock.evidence)
+    )
 
 
-def _with_temperature(suspect: Suspect, found: Look) -> Look:
+def _with_temperature(suspect: Suspect, found: MetricObservation) -> MetricObservation:
     """Never the cause by itself: it supports a thermal throttle or speaks against one."""
     heat = look(suspect, TEMPERATURE)
     if heat is None:
         return found
     if found.weight <= 0:
-        return Look(found.cause, found.weight, found.evidence + heat.evidence)
+        return MetricObservation(found.cause, found.weight, found.evidence + heat.evidence)
     return (
         together(found.cause, [found, heat])
         if heat.weight > 0

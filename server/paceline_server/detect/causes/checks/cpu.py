@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline_server.detect.causes.suspect import Scope, Suspect
-from paceline_server.detect.causes.symptom import Look, Symptom, looks_at, stalled
+from paceline_server.detect.causes.symptom import MetricObservation, Symptom, looks_at, stalled
 
 SYMPTOMS = (
     Symptom(
@@ -29,5 +29,5 @@ SYMPTOMS = (
 )  # fmt: skip
 
 
-def check(suspect: Suspect) -> list[Look]:
+def check(suspect: Suspect) -> list[MetricObservation]:
     return looks_at(suspect, SYMPTOMS)

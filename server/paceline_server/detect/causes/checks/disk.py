@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline_server.detect.causes.suspect import Scope, Suspect
-from paceline_server.detect.causes.symptom import Look, Symptom, looks_at, stalled
+from paceline_server.detect.causes.symptom import MetricObservation, Symptom, looks_at, stalled
 from paceline_server.detect.finding import Evidence
 from paceline_server.percent import percent
 
@@ -26,11 +26,11 @@ _AVAILABLE = "node_filesystem_avail_bytes"
 _FULL_SHARE = 0.01
 
 
-def check(suspect: Suspect) -> list[Look]:
+def check(suspect: Suspect) -> list[MetricObservation]:
     return [*looks_at(suspect, SYMPTOMS), *_space(suspect)]
 
 
-def _space(suspect: Suspect) -> list[Look]:
+def _space(suspect: Suspect) -> list[MetricObservation]:
     telemetry, node = suspect.seen.telemetry, suspect.node
     looks = []
     for labels, series in telemetry.all_of(node, _AVAILABLE):
@@ -41,5 +41,5 @@ def _space(suspect: Suspect) -> list[Look]:
         share = free / size
         text = f"{labels.get('mountpoint', '?')} of {node} has {percent(share)} of its space left"
         evidence = (Evidence(text, _AVAILABLE, free, size),)
-        looks.append(Look("disk full", 2.5 if share < _FULL_SHARE else -1.5, evidence))
+        looks.append(MetricObservation("disk full", 2.5 if share < _FULL_SHARE else -1.5, evidence))
     return [max(looks, key=lambda each: each.weight)] if looks else []

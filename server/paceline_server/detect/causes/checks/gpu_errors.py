@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from paceline_server.detect.causes import weighing
 from paceline_server.detect.causes.checks import kernel_log
-from paceline_server.detect.causes.suspect import Place, Scope, Suspect
-from paceline_server.detect.causes.symptom import Look, Symptom, looks_at
+from paceline_server.detect.causes.suspect import MeasuredDevice, Scope, Suspect
+from paceline_server.detect.causes.symptom import MetricObservation, Symptom, looks_at
 from paceline_server.detect.finding import Evidence
 
 XIDS = "DCGM_EXP_XID_ERRORS_COUNT"
@@ -56,19 +56,19 @@ SYMPTOMS = (
 )  # fmt: skip
 
 
-def check(suspect: Suspect) -> list[Look]:
+def check(suspect: Suspect) -> list[MetricObservation]:
     looks = looks_at(suspect, SYMPTOMS)
     told = [each for place in suspect.places(Scope.GPU, XIDS) if (each := _xids(suspect, place))]
     return [*looks, max(told, key=lambda each: each.weight)] if told else looks
 
 
-def _xids(suspect: Suspect, place: Place) -> Look | None:
+def _xids(suspect: Suspect, place: MeasuredDevice) -> MetricObservation | None:
     """Of a GPU that the kernel's log and NVML both tell of, each code counts once.
 
     An XID's series begins with its first occurrence: so nothing before it means none.
     """
     telemetry = suspect.seen.telemetry
-    looks: dict[str, list[Look]] = {}
+    looks: dict[str, list[MetricObservation]] = {}
     answering = telemetry.find(place.node, LOST, **place.labels)
     is_watched = kernel_log.is_read(telemetry, place.node, suspect.onset_ns)
     if is_watched:
@@ -92,7 +92,7 @@ def _xids(suspect: Suspect, place: Place) -> Look | None:
     if told:
         return max(told, key=lambda each: each.weight)
     none = Evidence(f"{place.name}: no XID", XIDS)
-    return Look(XID_CAUSE, weighing.of_strength(0.0), (none,)) if is_watched else None
+    return MetricObservation(XID_CAUSE, weighing.of_strength(0.0), (none,)) if is_watched else None
 
 
 def _moments(points: list[tuple[float, float]], heard_from_ns: float) -> list[tuple[float, float]]:
@@ -114,7 +114,9 @@ def _meaning(suspect: Suspect, node: str, xid: str) -> str | None:
     return _NAMES.get(xid)
 
 
-def _look(suspect: Suspect, place: Place, xid: str, start_ns: float, end_ns: float) -> Look:
+def _look(
+    suspect: Suspect, place: MeasuredDevice, xid: str, start_ns: float, end_ns: float
+) -> MetricObservation:
     away = (
         0.0
         if start_ns <= suspect.onset_ns <= end_ns
@@ -130,4 +132,4 @@ def _look(suspect: Suspect, place: Place, xid: str, start_ns: float, end_ns: flo
         else f"{abs(away):.0f} s " + ("before" if away < 0 else "after")
     )
     text = f"{place.name} reported XID {xid}{name} {when} the trouble began"
-    return Look(XID_CAUSE, weight, (Evidence(text, XIDS, float(xid)),))
+    return MetricObservation(XID_CAUSE, weight, (Evidence(text, XIDS, float(xid)),))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline_server.detect.causes.suspect import Scope, Suspect
-from paceline_server.detect.causes.symptom import Look, Symptom, looks_at
+from paceline_server.detect.causes.symptom import MetricObservation, Symptom, looks_at
 
 
 def _counts(cause: str, metric: str, what: str, no_deviation: float) -> Symptom:
@@ -38,5 +38,5 @@ SYMPTOMS = (
 )
 
 
-def check(suspect: Suspect) -> list[Look]:
+def check(suspect: Suspect) -> list[MetricObservation]:
     return looks_at(suspect, SYMPTOMS)

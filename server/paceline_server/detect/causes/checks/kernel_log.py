@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from paceline_server.detect.causes import weighing
-from paceline_server.detect.causes.suspect import Place, Scope, Suspect
-from paceline_server.detect.causes.symptom import Look, Symptom, look_at, together
+from paceline_server.detect.causes.suspect import MeasuredDevice, Scope, Suspect
+from paceline_server.detect.causes.symptom import MetricObservation, Symptom, look_at, together
 from paceline_server.detect.finding import Evidence
-from paceline_server.detect.telemetry import Series, Telemetry
+from paceline_server.detect.telemetry import MetricSeries, Telemetry
 
 EVENTS = "paceline_kernel_events_total"
 READ = "paceline_kernel_log_lost_total"  # told at each sweep: the log is read
@@ -84,16 +84,16 @@ ONLY_HERE = (_PCIE, _NIC, _HARDWARE, _LOCKUP)
 SYMPTOMS = tuple(MESSAGES.values())
 
 
-def check(suspect: Suspect) -> list[Look]:
+def check(suspect: Suspect) -> list[MetricObservation]:
     if not is_read(suspect.seen.telemetry, suspect.node, suspect.onset_ns):
         return []
-    by_cause: dict[str, list[Look]] = {}
+    by_cause: dict[str, list[MetricObservation]] = {}
     for each in _told(suspect):
         by_cause.setdefault(each.cause, []).append(each)
     silent = Evidence(f"the kernel's log of {suspect.node} tells of no such error", EVENTS)
     found = [together(cause, looks) for cause, looks in by_cause.items()]
     return found + [
-        Look(cause, weighing.of_strength(0.0), (silent,))
+        MetricObservation(cause, weighing.of_strength(0.0), (silent,))
         for cause in ONLY_HERE
         if cause not in by_cause
     ]
@@ -105,7 +105,7 @@ def is_read(telemetry: Telemetry, node: str, since_ns: float) -> bool:
     return read is not None and (read.latest_ns() or 0.0) >= since_ns
 
 
-def _told(suspect: Suspect) -> Iterator[Look]:
+def _told(suspect: Suspect) -> Iterator[MetricObservation]:
     telemetry, node = suspect.seen.telemetry, suspect.node
     for labels, series in telemetry.all_of(node, EVENTS):
         message = message_of(labels.get("kind", ""), labels.get("code", ""))
@@ -113,7 +113,7 @@ def _told(suspect: Suspect) -> Iterator[Look]:
         if message is None or not _concerns(suspect, device):
             continue
         name = node if device == "host" else f"{device} of {node}"
-        place = Place(node, labels, f"the kernel's log of {name}")
+        place = MeasuredDevice(node, labels, f"the kernel's log of {name}")
         found = look_at(suspect, message, place, from_nothing(telemetry, node, series))
         if found is not None and found.weight > 0:
             yield found
@@ -131,7 +131,7 @@ def _concerns(suspect: Suspect, device: str) -> bool:
     return device.removeprefix("gpu") in {str(gpu) for gpu in mine if gpu is not None}
 
 
-def from_nothing(telemetry: Telemetry, node: str, series: Series) -> Series:
+def from_nothing(telemetry: Telemetry, node: str, series: MetricSeries) -> MetricSeries:
     """The same count from when the log was first read, if that was before its first message."""
     read, points = telemetry.find(node, READ), series.points
     if read is None or not points:
@@ -140,7 +140,7 @@ def from_nothing(telemetry: Telemetry, node: str, series: Series) -> Series:
     begun_ns = read.points[0][0]
     if first_ns - begun_ns < _OLD_LOG_NS:
         return series
-    begun = Series()
+    begun = MetricSeries()
     begun.add(int(begun_ns), 0.0)
     begun.add(int(first_ns - _SWEEP_NS), 0.0)
     for at, value in points:

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 from paceline_server.detect.causes import weighing
 from paceline_server.detect.causes.suspect import Scope, Suspect
-from paceline_server.detect.causes.symptom import Look, Symptom, looks_at, stalled, together
+from paceline_server.detect.causes.symptom import (
+    MetricObservation,
+    Symptom,
+    looks_at,
+    stalled,
+    together,
+)
 from paceline_server.detect.finding import Evidence
 from paceline_server.percent import percent
 
@@ -37,7 +43,7 @@ SYMPTOMS = (
 )  # fmt: skip
 
 
-def check(suspect: Suspect) -> list[Look]:
+def check(suspect: Suspect) -> list[MetricObservation]:
     looks = looks_at(suspect, SYMPTOMS)
     scarce = _available(suspect)
     if scarce is not None:
@@ -53,7 +59,7 @@ def check(suspect: Suspect) -> list[Look]:
     return looks
 
 
-def _available(suspect: Suspect) -> Look | None:
+def _available(suspect: Suspect) -> MetricObservation | None:
     telemetry = suspect.seen.telemetry
     free = telemetry.latest(suspect.node, _AVAILABLE)
     total = telemetry.latest(suspect.node, "node_memory_MemTotal_bytes")
@@ -61,10 +67,10 @@ def _available(suspect: Suspect) -> Look | None:
         return None
     text = f"{suspect.node} has {percent(free / total)} of its memory left"
     weight = 1.0 if free / total < _SCARCE_SHARE else -0.5
-    return Look("memory pressure", weight, (Evidence(text, _AVAILABLE, free, total),))
+    return MetricObservation("memory pressure", weight, (Evidence(text, _AVAILABLE, free, total),))
 
 
-def _joined(looks: list[Look], more: Look) -> list[Look]:
+def _joined(looks: list[MetricObservation], more: MetricObservation) -> list[MetricObservation]:
     same = [each for each in looks if each.cause == more.cause]
     if same and more.weight <= 0:
         return looks  # that there is some left is the weaker statement

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from paceline_server.detect.causes import weighing
 from paceline_server.detect.causes.suspect import Scope, Suspect
-from paceline_server.detect.causes.symptom import Look, Symptom, inverse, looks_at
+from paceline_server.detect.causes.symptom import MetricObservation, Symptom, inverse, looks_at
 
 _IB = "node_infiniband_"
 # Counters that stop at their width (InfiniBand 1.x): at its end one counts no more.
@@ -121,7 +121,7 @@ SYMPTOMS = (
 _BY_DEPTH = ("link down", "link errors", "packet loss", "network congestion")
 
 
-def check(suspect: Suspect) -> list[Look]:
+def check(suspect: Suspect) -> list[MetricObservation]:
     looks = {each.cause: each for each in looks_at(suspect, SYMPTOMS)}
     deeper = False
     for cause in _BY_DEPTH:

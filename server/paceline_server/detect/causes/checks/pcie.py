@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline_server.detect.causes.suspect import Place, Scope, Suspect
+from paceline_server.detect.causes.suspect import MeasuredDevice, Scope, Suspect
 from paceline_server.detect.causes.symptom import (
-    Look,
+    MetricObservation,
     Symptom,
     inverse,
     look_at,
@@ -40,7 +40,7 @@ SYMPTOMS = (
 )  # fmt: skip
 
 
-def check(suspect: Suspect) -> list[Look]:
+def check(suspect: Suspect) -> list[MetricObservation]:
     looks = looks_at(suspect, SYMPTOMS[len(LINKS) :])
     for cause in (_GPU, _NIC):
         found = [
@@ -55,7 +55,7 @@ def check(suspect: Suspect) -> list[Look]:
     return looks
 
 
-def _look(suspect: Suspect, link: Symptom, place: Place) -> Look | None:
+def _look(suspect: Suspect, link: Symptom, place: MeasuredDevice) -> MetricObservation | None:
     """Without a past and peers, what the device could do is what it should do."""
     limit = suspect.seen.telemetry.latest(place.node, f"{link.metric}_max", **place.labels)
     return look_at(suspect, replace(link, normal=limit), place)

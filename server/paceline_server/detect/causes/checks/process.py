@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from paceline_server.detect.causes.suspect import Suspect
-from paceline_server.detect.causes.symptom import Look
+from paceline_server.detect.causes.symptom import MetricObservation
 from paceline_server.detect.finding import Evidence
 
 _CAUSE = "blocked on I/O"
 
 
-def check(suspect: Suspect) -> list[Look]:
+def check(suspect: Suspect) -> list[MetricObservation]:
     states = {
         live.rank: live.state.process_state
         for live in suspect.live
@@ -20,7 +20,11 @@ def check(suspect: Suspect) -> list[Look]:
     blocked = [rank for rank, state in states.items() if state == "D"]
     if blocked:
         text = f"the process of rank {blocked[0]} is blocked in uninterruptible I/O (state D)"
-        return [Look(_CAUSE, 2.0, (Evidence(text),))]
+        return [MetricObservation(_CAUSE, 2.0, (Evidence(text),))]
     rank, state = next(iter(states.items()))
     # One glance; most I/O waits are shorter than the time between two.
-    return [Look(_CAUSE, -0.7, (Evidence(f"the process of rank {rank} is in state {state}"),))]
+    return [
+        MetricObservation(
+            _CAUSE, -0.7, (Evidence(f"the process of rank {rank} is in state {state}"),)
+        )
+    ]
