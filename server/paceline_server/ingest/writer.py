@@ -24,7 +24,7 @@ from paceline_server.metrics import ServingMetrics
 from paceline_server.store import attachments, rank_evidence
 from paceline_server.store.commands import finish_command
 from paceline_server.store.database import UNAVAILABLE, Database
-from paceline_server.store.log import ReceivedBatch, append_all
+from paceline_server.store.log import UnwrittenBatch, append_all
 from paceline_server.store.wake import Wakes
 from paceline_wire.batch import (
     Batch,
@@ -160,7 +160,7 @@ class LogWriter:
 
 
 def _store(session: Session, group: list[Arrival]) -> list[Status]:
-    entries = [ReceivedBatch(one.batch, one.payload, one.received_ns) for one in group]
+    entries = [UnwrittenBatch(one.batch, one.payload, one.received_ns) for one in group]
     stored = append_all(session, entries)
     new = [entry for entry, is_new in zip(entries, stored, strict=True) if is_new]
     if new:

@@ -22,7 +22,7 @@ _PRUNED = select(BootRow.agent_id, BootRow.boot_id, BootRow.pruned_sequence).whe
 )
 
 
-class ReceivedBatch(NamedTuple):
+class UnwrittenBatch(NamedTuple):
     """A batch as it came."""
 
     batch: Batch
@@ -36,10 +36,10 @@ class ReceivedBatch(NamedTuple):
 
 def append(session: Session, batch: Batch, payload: bytes, received_ns: int) -> bool:
     """False if this batch was stored before, pruned since or not."""
-    return append_all(session, [ReceivedBatch(batch, payload, received_ns)])[0]
+    return append_all(session, [UnwrittenBatch(batch, payload, received_ns)])[0]
 
 
-def append_all(session: Session, entries: Sequence[ReceivedBatch]) -> list[bool]:
+def append_all(session: Session, entries: Sequence[UnwrittenBatch]) -> list[bool]:
     """In order, with one statement for all; for each what `append` says of it."""
     pruned = _pruned(session, entries)
     new = [entry for entry in entries if entry.key[2] > pruned.get(entry.key[:2], -1)]
@@ -60,7 +60,7 @@ def append_all(session: Session, entries: Sequence[ReceivedBatch]) -> list[bool]
     return answers
 
 
-def _row(entry: ReceivedBatch) -> dict[str, object]:
+def _row(entry: UnwrittenBatch) -> dict[str, object]:
     agent_id, boot_id, sequence = entry.key
     return {
         "agent_id": agent_id,
@@ -72,7 +72,7 @@ def _row(entry: ReceivedBatch) -> dict[str, object]:
     }
 
 
-def _pruned(session: Session, entries: Sequence[ReceivedBatch]) -> dict[tuple[str, str], int]:
+def _pruned(session: Session, entries: Sequence[UnwrittenBatch]) -> dict[tuple[str, str], int]:
     """By boot, the last sequence number that was stored once and is no longer here."""
     asked = {"agents": sorted({entry.batch.agent_id for entry in entries})}
     rows = session.connection().execute(_PRUNED, asked)
