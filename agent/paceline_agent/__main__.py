@@ -21,10 +21,12 @@ from paceline_agent.errors import OutputError, SettingsError
 from paceline_agent.expose.check import run as check_node
 from paceline_agent.expose.once import run as sweep_once
 from paceline_agent.settings import (
+    DEFAULT_SERVER_URL,
     FLUSH_SECONDS,
     HOSTNAME_LABEL,
     HOSTNAME_LABELS,
     LEASE_SECONDS,
+    METRICS_HOST,
     METRICS_PORT,
     ORPHAN_GRACE_SECONDS,
     SPOOL_BYTES,
@@ -36,21 +38,23 @@ _DIRECTORY = click.Path(path_type=Path, file_okay=False)
 
 
 def _read_file(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
-    """Settings of a file stand behind flags and environment, before defaults."""
+    """Read settings from a file; flags and environment override them, they override defaults."""
     if path is not None:
         try:
-            told = tomllib.loads(path.read_text())
+            values = tomllib.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise click.BadParameter(f"{path} cannot be read: {error}") from error
         names = _names(context.command)
-        if unknown := [name for name in told if name.replace("-", "_") not in names]:
-            raise click.BadParameter(f"{path} has what is no option: {', '.join(unknown)}")
-        context.default_map = {names[name.replace("-", "_")]: told[name] for name in told}
+        if unknown := [name for name in values if name.replace("-", "_") not in names]:
+            raise click.BadParameter(f"{path} contains unknown options: {', '.join(unknown)}")
+        context.default_map = {
+            names[name.replace("-", "_")]: value for name, value in values.items()
+        }
     return path
 
 
 def _names(command: click.Command) -> dict[str, str]:
-    """Of each option by the names it may have in a file: that of --server, or `server_url`."""
+    """Return parameter names by the names allowed in a file, such as `server` or `server_url`."""
     names = {param.name: param.name for param in command.params if param.name}
     for param in command.params:
         for option in param.opts:
@@ -76,8 +80,8 @@ def _names(command: click.Command) -> dict[str, str]:
     "--server",
     "server_url",
     envvar=["PACELINE_AGENT_SERVER_URL", "PACELINE_SERVER"],
-    default="http://127.0.0.1:8470",
-    help="The server to send to.",
+    default=DEFAULT_SERVER_URL,
+    help="URL of the server.",
 )
 @click.option("--agent-id", help="This node's name, unique among agents. [default: hostname]")
 @click.option(
@@ -88,33 +92,39 @@ def _names(command: click.Command) -> dict[str, str]:
 @click.option(
     "--node-directory",
     type=_DIRECTORY,
-    help="Rings and logs of this node. [default: /dev/shm/paceline-AGENT_ID]",
+    help="Directory for rings and logs of this node. [default: /dev/shm/paceline-AGENT_ID]",
 )
-@click.option("--spool-directory", type=_DIRECTORY, help="Batches not yet sent; best on disk.")
-@click.option("--slots", type=int, help="Ranks this node can hold. [default: its GPUs, else 1]")
-@click.option("--address", help="Where other nodes reach rank 0. [default: hostname]")
+@click.option(
+    "--spool-directory",
+    type=_DIRECTORY,
+    help="Directory for batches that are not sent yet; best on disk.",
+)
+@click.option(
+    "--slots", type=int, help="Number of ranks this node can run. [default: its GPUs, else 1]"
+)
+@click.option("--address", help="Address at which other nodes reach rank 0. [default: hostname]")
 @click.option(
     "--once",
     is_flag=True,
-    help="Sweep once, print the exposition and end: no server, no ranks. Exit status 0 if at "
-    "least one collector brought something. With --sysfs, --procfs or --kmsg any node's tree "
-    "or log can be looked at.",
+    help="Collect once, print the metrics and exit; needs no server and starts no ranks. Exit "
+    "status 0 if at least one collector returned something. With --sysfs, --procfs or --kmsg it "
+    "reads a copy of any node's tree or log.",
 )
 @click.option(
     "--check",
     is_flag=True,
-    help="Say what this agent can and cannot see here, and what would enable it. Exit status 1 "
-    "if something is missing that it cannot work without.",
+    help="Show what this agent can and cannot see on this node, and how to enable the rest. Exit "
+    "status 1 if something is missing that the agent cannot work without.",
 )
-@click.option("--json", "as_json", is_flag=True, help="With --once or --check: JSON.")
-@click.option("--openmetrics", is_flag=True, help="With --once: OpenMetrics.")
+@click.option("--json", "as_json", is_flag=True, help="With --once or --check: print JSON.")
+@click.option("--openmetrics", is_flag=True, help="With --once: print OpenMetrics.")
 @click.option(
     "--sysfs",
     "--sysfs-root",
     "sysfs_root",
     type=_DIRECTORY,
     default=Path("/sys"),
-    help="With --once also a copy of /sys/class or of one of its directories.",
+    help="With --once also a copy of /sys/class, or of one of its directories.",
 )
 @click.option("--procfs", "--procfs-root", "procfs_root", type=_DIRECTORY, default=Path("/proc"))
 @click.option(
@@ -123,51 +133,61 @@ def _names(command: click.Command) -> dict[str, str]:
     "kmsg_path",
     type=click.Path(path_type=Path, dir_okay=False),
     default=Path("/dev/kmsg"),
-    help="The kernel's log, or a file with the like.",
+    help="The kernel log, or a file in the same format.",
 )
 @click.option(
     "--exclude-rdma",
     "excluded_rdma",
     multiple=True,
     metavar="NAME",
-    help="An RDMA device or port that is never opened: mlx5_1, mlx5_1/1, mlx5_bond_*.",
+    help="RDMA device or port that is never opened: mlx5_1, mlx5_1/1, mlx5_bond_*.",
 )
 @click.option(
     "--nccl-inspector-directory",
     type=_DIRECTORY,
-    help="Where the NCCL Inspector writes. [default: what each rank's environment says]",
+    help="Output directory of the NCCL Inspector. [default: from each rank's environment]",
 )
-@click.option("--flush-seconds", type=float, default=FLUSH_SECONDS, help="Between two batches.")
-@click.option("--spool-bytes", type=int, default=SPOOL_BYTES, help="Limit of the spool.")
-@click.option("--metrics-host", default="127.0.0.1")
-@click.option("--metrics-port", type=int, default=METRICS_PORT, help="0: any free port.")
+@click.option(
+    "--flush-seconds", type=float, default=FLUSH_SECONDS, help="Interval between batches."
+)
+@click.option("--spool-bytes", type=int, default=SPOOL_BYTES, help="Maximum size of the spool.")
+@click.option("--metrics-host", default=METRICS_HOST, help="Address that /metrics listens on.")
+@click.option(
+    "--metrics-port", type=int, default=METRICS_PORT, help="Port of /metrics; 0: any free port."
+)
 @click.option("--metrics/--no-metrics", default=True, help="Serve /metrics.")
 @click.option(
     "--hostname-label",
     type=click.Choice(HOSTNAME_LABELS),
     default=HOSTNAME_LABEL,
-    help="On /metrics, as your dashboards spell it: newer dcgm-exporters write hostname.",
+    help="Name of the host label on /metrics; newer dcgm-exporters write hostname.",
 )
 @click.option(
     "--lease-seconds",
     type=float,
     default=LEASE_SECONDS,
-    help="Kill the ranks after so long without the server; 0: never.",
+    help="Kill the ranks after this time without contact to the server; 0: never.",
 )
 @click.option(
     "--orphan-grace-seconds",
     type=float,
     default=ORPHAN_GRACE_SECONDS,
-    help="The ranks of an agent that was killed wait so long for the next one to adopt them.",
+    help="How long ranks of a killed agent wait for the next agent to adopt them.",
 )
-@click.option("--label", "labels", multiple=True, metavar="NAME=VALUE", help="Said of this node.")
+@click.option(
+    "--label",
+    "labels",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Label of this node in the server.",
+)
 @click.option(
     "--exit-with-parent",
     is_flag=False,
     flag_value=0,
     type=int,
     metavar="[PID]",
-    help="Stop when the process that started this one (or PID, if it is that) ends.",
+    help="Stop when the parent process ends (which must be PID, if given).",
 )
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="info")
 def main(
@@ -181,15 +201,15 @@ def main(
     openmetrics: bool,
     **options: Any,
 ) -> None:
-    """Watch this node, and run the ranks the server gives it.
+    """Watch this node and run the ranks that the server places on it.
 
-    Needs nothing but the server's URL. Stops on SIGTERM: its ranks first, then it sends what is
-    left for at most five seconds.
+    Needs only the server's URL. On SIGTERM it stops its ranks, then sends the remaining data for
+    at most five seconds.
     """
     if once and check:
-        raise click.UsageError("--once and --check are two things: give one of them")
+        raise click.UsageError("--once and --check cannot be combined")
     if (as_json and not (once or check)) or (openmetrics and not once):
-        raise click.UsageError("--json goes with --once or --check, --openmetrics with --once")
+        raise click.UsageError("--json needs --once or --check, --openmetrics needs --once")
     logging.basicConfig(
         level="WARNING" if once or check else log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -211,7 +231,7 @@ def main(
 
 
 def _settings(metrics: bool, labels: tuple[str, ...], options: dict[str, Any]) -> AgentSettings:
-    """Options that were not given are left to the defaults of AgentSettings."""
+    """Build the settings; options that were not given keep the defaults of AgentSettings."""
     given = {name: value for name, value in options.items() if value is not None}
     if not metrics:
         given["metrics_port"] = None
@@ -222,26 +242,26 @@ def _settings(metrics: bool, labels: tuple[str, ...], options: dict[str, Any]) -
 def _parse_labels(labels: tuple[str, ...]) -> dict[str, str]:
     for label in labels:
         if "=" not in label:
-            raise SettingsError(f"a label looks like NAME=VALUE, got {label!r}")
+            raise SettingsError(f"a label must look like NAME=VALUE, got {label!r}")
     return dict(label.split("=", 1) for label in labels)
 
 
 def _exit_with(parent: int) -> None:
-    """Take the parent's end for SIGTERM; at once if it has ended already.
+    """Send SIGTERM to this process when its parent ends, or fail if it has ended already.
 
-    A thread that waits on a pidfd: the kernel's parent-death signal would come when the parent's
-    thread ends, which need not be its process.
+    A thread waits on a pidfd. The kernel's parent-death signal would be sent when the parent's
+    thread ends, which may be earlier than its process.
     """
-    now = os.getppid()
-    if (parent and now != parent) or (not parent and now == 1):
+    current = os.getppid()
+    if (parent and current != parent) or (not parent and current == 1):
         raise click.ClickException("the process that started this agent has ended")
-    descriptor = open_pidfd(now)
+    descriptor = open_pidfd(current)
 
     def watch() -> None:
         if descriptor is not None:
             select.select([descriptor], [], [])
         else:
-            while os.getppid() == now:
+            while os.getppid() == current:
                 time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,4 +1,10 @@
-"""The composition root: one agent, from its settings to its last batch."""
+"""The composition root: builds the parts of an agent from its settings and runs them.
+
+collect/    collectors -> samples and events    -+
+rings/      rings of the ranks -> spans, state  -+-> forward/  outbox, batches, spool, server
+supervise/  commands of the server -> ranks     -+
+expose/     the newest samples on /metrics
+"""
 
 from __future__ import annotations
 
@@ -29,8 +35,8 @@ from paceline_agent.rings.positions import Positions
 from paceline_agent.rings.reader import Rings
 from paceline_agent.settings import HEARTBEAT_SECONDS, AgentSettings
 from paceline_agent.supervise import guard
-from paceline_agent.supervise.commands import Commands, CommandStream
-from paceline_agent.supervise.lease import Lease
+from paceline_agent.supervise.commands import CommandRunner, CommandStream
+from paceline_agent.supervise.lease import RankLease
 from paceline_agent.supervise.supervisor import Supervisor
 from paceline_wire.batch import Sample
 from paceline_wire.commands import StartRanks
@@ -40,17 +46,17 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.25
 IDLE_POLL_SECONDS = 1.0  # while no rank runs here: with the tick of the collectors
-PAUSE_SECONDS = 1.0  # after a part of the agent broke
+PAUSE_SECONDS = 1.0  # before a failed part is restarted
 HOUSEKEEPING_SECONDS = 10.0
 RANKS_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL of the ranks of a draining node
-DRAIN_SECONDS = 4.0  # and what closing takes makes no more than five
-KERNEL_LOG_SECONDS = 0.5  # read often after a rank was killed
+DRAIN_SECONDS = 4.0  # with the time for closing, at most five
+KERNEL_LOG_SECONDS = 0.5  # how long it is read often after a rank was killed
 COLLECT_AFTER_OBJECTS = 20_000
 _M_ARENA_MAX = -8  # malloc.h
 
 
 def run(settings: AgentSettings) -> int:
-    """Run until SIGTERM or SIGINT; the exit status."""
+    """Run an agent until SIGTERM or SIGINT. Return the exit status."""
     _share_heap()
     try:
         asyncio.run(_until_signalled(settings))
@@ -69,10 +75,11 @@ async def _until_signalled(settings: AgentSettings) -> None:
 
 
 async def serve(settings: AgentSettings, stop: asyncio.Event | None = None) -> None:
-    """Run one agent until `stop` is set, then drain: ranks first, then what is still to be sent.
+    """Run one agent until `stop` is set, then drain: stop the ranks, send the remaining batches.
 
-    Raises DirectoryInUseError if another agent has this node's directory, OSError if that directory
-    cannot be made.
+    Raises:
+        DirectoryInUseError: another agent uses this node's directory.
+        AgentError: the directory cannot be created or locked.
     """
     with _lock(settings.directory):
         agent = Agent(settings)
@@ -80,14 +87,14 @@ async def serve(settings: AgentSettings, stop: asyncio.Event | None = None) -> N
 
 
 class Agent:
-    """All parts of an agent and the tasks that drive them."""
+    """All parts of an agent and the tasks that run them."""
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
         directory = settings.directory
         for name in (RINGS, "logs"):
             (directory / name).mkdir(parents=True, exist_ok=True)
-        if os.geteuid() == 0:  # ranks that others start run as any user, and give us their rings
+        if os.geteuid() == 0:  # ranks of external jobs run as any user and create rings here
             (directory / RINGS).chmod(0o3777)
         self._outbox = Outbox()
         self._spool = Spool(settings.spool, settings.spool_bytes)
@@ -97,7 +104,7 @@ class Agent:
             self._spool,
             flush_seconds=settings.flush_seconds,
             heartbeat_seconds=HEARTBEAT_SECONDS,
-            packed=self._remember_positions,
+            packed=self._save_positions,
             greet=lambda: self._greeter.greet(first=True),
         )
         self._positions = Positions(directory / "positions.json")
@@ -110,16 +117,16 @@ class Agent:
             environment=settings.environment,
             inventory=inventory,
             orphan_grace_seconds=settings.orphan_grace_seconds,
-            killed=self._look_into_kernel_log,
+            killed=self._burst_kernel_log,
         )
         self._link = ServerLink(
             Target(
                 settings.server_url,
                 settings.token,
-                may_use_proxy=not settings.server_is_local,  # none stands between us and loopback
+                may_use_proxy=not settings.server_is_local,  # there is no proxy on loopback
             )
         )
-        self._lease = Lease(
+        self._lease = RankLease(
             settings.lease_seconds,
             lambda: self._supervisor.has_ranks,
             lambda: self._supervisor.stop_all(0.0),
@@ -131,14 +138,14 @@ class Agent:
         self._stream = CommandStream(
             self._link,
             settings.agent_id,
-            Commands(
+            CommandRunner(
                 self._supervisor,
                 self._rings,
                 self._outbox,
                 self._before_start,
                 self._burst,
                 settings.procfs_root,
-            ).take,
+            ).accept,
             self._packer.pace,
         )
         self._exporter = Exporter(
@@ -163,8 +170,8 @@ class Agent:
         self._failed_ticks = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set."""
-        with contextlib.suppress(OSError):  # a kernel that cannot: the guard is one anyhow
+        """Run until `stop` is set."""
+        with contextlib.suppress(OSError):  # without it, the guard still is a subreaper
             guard.become_subreaper()
         if self._settings.metrics_port is not None:
             self._exporter.start(self._settings.metrics_host, self._settings.metrics_port)
@@ -175,14 +182,14 @@ class Agent:
             async with asyncio.TaskGroup() as group:
 
                 def begin(part: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-                    return group.create_task(self._keep_up(part), name=part.__qualname__)
+                    return group.create_task(self._restart_on_error(part), name=part.__qualname__)
 
                 collecting = begin(self._collect)
                 await self._greeter.greet_first()
-                _spare_collections()
+                _tune_garbage_collection()
                 tasks = [collecting, begin(self._forwarder.run), begin(self._packer.run)]
                 tasks += [begin(self._supervisor.run), begin(self._lease.run)]
-                tasks += [begin(self._read_rings), begin(self._keep_house)]
+                tasks += [begin(self._read_rings), begin(self._run_housekeeping)]
                 listening = begin(self._stream.run)
                 await stop.wait()
                 listening.cancel()
@@ -209,14 +216,14 @@ class Agent:
         self._greeter.close()
         self._exporter.close()
 
-    async def _keep_up(self, part: Callable[[], Awaitable[None]]) -> None:
-        """Run a part until it ends; one that breaks is counted and run anew, the others go on."""
+    async def _restart_on_error(self, part: Callable[[], Awaitable[None]]) -> None:
+        """Run a part until it ends. A failure is counted and the part restarted."""
         while True:
             try:
                 return await part()
-            except Exception:  # a loop's tick: the next one may do better
+            except Exception:  # a failed tick must not end the agent
                 self._failed_ticks += 1
-                log.exception("a part of the agent failed and is run anew")
+                log.exception("%s failed and is restarted", part.__qualname__)
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def _read_rings(self) -> None:
@@ -228,45 +235,45 @@ class Agent:
     async def _collect(self) -> None:
         await self._runner.run(self._emit)
 
-    async def _keep_house(self) -> None:
+    async def _run_housekeeping(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
-            self._supervisor.bound_logs()
-            self._tell_clocks()
+            self._supervisor.truncate_logs()
+            self._report_clocks()
 
-    def _tell_clocks(self) -> None:
+    def _report_clocks(self) -> None:
         offset_seconds = self._stream.server_clock.offset_seconds
-        found = {"stepped": stepped_ns() / 1e9, "server_offset": offset_seconds}
+        clocks = {"stepped": stepped_ns() / 1e9, "server_offset": offset_seconds}
         now_ns = timeline_ns()
         self._outbox.put_samples(
             [
                 Sample(f"paceline_agent_clock_{name}_seconds", {}, value, now_ns)
-                for name, value in found.items()
+                for name, value in clocks.items()
                 if value is not None
             ]
         )
 
-    def _remember_positions(self, boot_id: str, sequence: int) -> None:
+    def _save_positions(self, boot_id: str, sequence: int) -> None:
         self._positions.save(boot_id, sequence, self._rings.positions)
 
     def _emit(self, collected: Collected) -> None:
-        self._greeter.learn(collected)
+        self._greeter.update(collected)
         self._outbox.put_samples(collected.samples)
         self._outbox.put_samples(collected.lasting or ())
         self._outbox.put_events(collected.events)
         self._exporter.put(collected)
         if self._runner.is_resting:
-            self._packer.all_came()
+            self._packer.on_collected()
 
     def _count_failed_ticks(self) -> float:
         return self._failed_ticks + self._supervisor.failed_ticks
 
     def _before_start(self, command: StartRanks) -> None:
-        self._lease.renew()  # the server has just spoken to us
+        self._lease.renew()  # the server has just sent a command
         self._greeter.before_start(command)
 
-    def _look_into_kernel_log(self) -> None:
-        """It may say why a rank was killed (memory ran out), and the server waits for that."""
+    def _burst_kernel_log(self) -> None:
+        """Read the kernel log often: it may show why a rank was killed, such as out of memory."""
         self._runner.burst(["kmsg"], KERNEL_LOG_SECONDS)
 
     def _burst(self, collectors: Sequence[str], seconds: float) -> str | None:
@@ -275,7 +282,7 @@ class Agent:
     def _own_metrics(self) -> list[OwnMetric]:
         spool, rings, sent = self._spool, self._rings, self._forwarder.counts
         lost = spool.counts
-        named: list[tuple[str, Callable[[], float | None]]] = [
+        metrics: list[tuple[str, Callable[[], float | None]]] = [
             ("batches_sent_total", lambda: sent.batches_sent),
             ("batch_duplicates_total", lambda: sent.duplicates),
             ("send_retries_total", lambda: sent.retries),
@@ -299,23 +306,23 @@ class Agent:
             ("clock_server_offset_seconds", lambda: self._stream.server_clock.offset_seconds),
             ("failed_ticks_total", self._count_failed_ticks),
         ]
-        return [OwnMetric(f"paceline_agent_{name}", read) for name, read in named]
+        return [OwnMetric(f"paceline_agent_{name}", read) for name, read in metrics]
 
 
 def _share_heap() -> None:
-    """What one thread frees is there for all others.
+    """Use one heap for all threads.
 
-    Left to itself glibc gives each thread a heap of its own, and batches, which one thread makes
-    and another sends, leave holes in each of them.
+    By default glibc gives each thread its own heap. Batches are allocated by one thread and freed
+    by another, which would fragment each of them.
     """
-    with contextlib.suppress(AttributeError):  # another C library
+    with contextlib.suppress(AttributeError):  # not glibc
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
-def _spare_collections() -> None:
-    """What is loaded stays, and a sweep's hundreds of samples hold no cycles.
+def _tune_garbage_collection() -> None:
+    """Run the garbage collector less often: by default it walks all objects several times a second.
 
-    Python would walk all of it several times a second.
+    Loaded modules are never freed, and the hundreds of samples of a sweep contain no cycles.
     """
     gc.collect()
     gc.freeze()
@@ -324,20 +331,20 @@ def _spare_collections() -> None:
 
 @contextlib.contextmanager
 def _lock(directory: Path) -> Iterator[None]:
-    """Keep the node's directory to ourselves, for as long as this process lives."""
+    """Lock the node's directory for as long as this process lives."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise AgentError(
             f"the node directory {directory} cannot be used ({error.strerror}); "
-            "give another with --node-directory"
+            "set another one with --node-directory"
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise DirectoryInUseError(
-            f"another agent uses {directory}; stop it, or give this one its own --node-directory"
+            f"another agent uses {directory}; stop it, or give this agent its own --node-directory"
         ) from None
     else:
         yield

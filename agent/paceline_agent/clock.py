@@ -1,4 +1,4 @@
-"""The clocks the agent goes by; a test brings its own."""
+"""The agent's clocks; a test passes its own."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # counts on while suspended
+# Continues while the machine is suspended, where the system has such a clock.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def timeline_ns() -> int:
-    """CLOCK_REALTIME as it was when this agent began, plus what has passed since.
+    """Return the time on the agent's timeline: CLOCK_REALTIME at its start, plus elapsed time.
 
-    Whoever sets the node's clock meanwhile neither reorders nor repeats what was measured: nothing
-    an agent says of one boot goes back. How far the timeline is from the server's clock, and
-    CLOCK_REALTIME from the timeline, are metrics; the server corrects by its own estimate.
+    Setting the node's clock later neither reorders nor repeats measurements: within a boot, no
+    timestamp of the agent goes back. The offsets of the server's clock and of CLOCK_REALTIME from
+    the timeline are metrics; the server corrects by its own estimate.
     """
     return _REALTIME_MINUS_CLOCK_NS + time.clock_gettime_ns(_CLOCK)
 
 
 def stepped_ns() -> int:
-    """How far CLOCK_REALTIME was set since the agent began."""
+    """Return by how much CLOCK_REALTIME was set since the agent started."""
     return time.time_ns() - timeline_ns()
 
 
@@ -29,29 +30,33 @@ _REALTIME_MINUS_CLOCK_NS = time.time_ns() - time.clock_gettime_ns(_CLOCK)
 
 
 class Clock(Protocol):
-    def realtime_ns(self) -> int:
-        """CLOCK_REALTIME of the node, or what stands for it."""
+    """Time and timers."""
 
-    def monotonic_seconds(self) -> float: ...
+    def realtime_ns(self) -> int:
+        """Return the time on the agent's timeline."""
+
+    def monotonic_seconds(self) -> float:
+        """Return a time that only differences are taken of."""
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> asyncio.Handle:
-        """In the running loop."""
+        """Call back in the running loop after a pause."""
 
 
-_TICKS = ((0.75, 1.0), (0.25, 0.125))  # of pauses from so long on: their ends fall on multiples
+# (shortest pause, tick): a pause of at least the former ends on a multiple of the latter.
+_TICKS = ((0.75, 1.0), (0.25, 0.125))
 
 
 def until_next(period_seconds: float, phase_seconds: float = 0.0) -> float:
-    """Seconds until the next multiple of a period, counted from when the machine started."""
+    """Return the seconds until the next multiple of a period since the machine started."""
     return period_seconds - (time.monotonic() - phase_seconds) % period_seconds
 
 
 class SystemClock:
-    """The machine's own clocks.
+    """The machine's clocks.
 
-    A longer pause ends at the nearest tick. What is due at about the same time then wakes the
-    process once: each wake-up costs as much as many a collector, and what was read together
-    belongs together.
+    A longer pause ends at the nearest tick, so that timers due at about the same time wake the
+    process once. A wake-up costs as much as many collectors, and values read together are
+    comparable.
     """
 
     def realtime_ns(self) -> int:

@@ -1,16 +1,16 @@
-"""What can go wrong in the agent.
+"""The errors of the agent.
 
 AgentError
-├── SettingsError        the user asked for something impossible
-├── DirectoryInUseError  another agent holds this node's directory
-├── GuardLostError       the process that holds the ranks is gone
-├── LinkError            the server could not be reached, or not understood
-└── OutputError          what was asked for could not be printed
+├── SettingsError        an option or a combination of options is not valid
+├── DirectoryInUseError  another agent uses this node's directory
+├── GuardLostError       the guard process, parent of the ranks, is gone
+├── LinkError            the server did not respond, or not as a Paceline server
+└── OutputError          standard output cannot be written
 """
 
 
 class AgentError(Exception):
-    """Base of all errors of the agent; its text is one sentence with the fix."""
+    """Base of the agent's errors; the message is one sentence that includes the fix."""
 
 
 class SettingsError(AgentError):

@@ -18,7 +18,7 @@ HOUR_NS = 3600 * 10**9
 
 
 @pytest.mark.parametrize("step_ns", [HOUR_NS, -HOUR_NS])
-def test_a_clock_that_is_set_reorders_nothing_and_is_told(
+def test_setting_the_clock_reorders_nothing_and_is_reported(
     step_ns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offset, before, real = ClockOffset(), clock.timeline_ns(), time.time_ns
@@ -29,14 +29,14 @@ def test_a_clock_that_is_set_reorders_nothing_and_is_told(
     assert abs(clock.stepped_ns() - step_ns) < 10**9
 
 
-def test_the_timeline_is_the_realtime_it_began_with() -> None:
+def test_the_timeline_starts_at_the_realtime_clock() -> None:
     program = "import time\nfrom paceline_agent.clock import timeline_ns\n"
     program += "print(abs(timeline_ns() - time.time_ns()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert int(done.stdout) < 10**7
 
 
-def test_the_offset_to_the_server_is_that_of_the_quickest_ping(
+def test_the_offset_to_the_server_comes_from_the_fastest_ping(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_ns = 10**18
@@ -44,20 +44,20 @@ def test_the_offset_to_the_server_is_that_of_the_quickest_ping(
     server = ServerClock()
     assert server.offset_seconds is None
     for delay_ns in (40_000_000, 2_000_000, 900_000_000):
-        server.see(now_ns + HOUR_NS - delay_ns)
+        server.add_ping(now_ns + HOUR_NS - delay_ns)
     assert server.offset_seconds == pytest.approx(3600 - 0.002)
 
 
-def test_after_a_suspension_the_offset_is_not_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspension_discards_the_offset(monkeypatch: pytest.MonkeyPatch) -> None:
     now_ns = 10**18
     monkeypatch.setattr(server_clock, "timeline_ns", lambda: now_ns)
     server = ServerClock()
     for delay_ns in (0, 2_000_000, 600 * 10**9 + 3_000_000, 600 * 10**9 + 1_000_000):
-        server.see(now_ns - delay_ns)
+        server.add_ping(now_ns - delay_ns)
     assert server.offset_seconds == pytest.approx(-600.001)
 
 
-def test_what_is_due_at_about_the_same_time_is_due_at_once() -> None:
+def test_timers_due_at_about_the_same_time_fire_together() -> None:
     wakes = {round(time.monotonic() + until_next(0.5, phase), 3) % 0.5 for phase in (0.2, 0.2)}
     assert len({round(wake, 2) for wake in wakes}) == 1
     assert 0 < until_next(0.5) <= 0.5

@@ -54,7 +54,7 @@ class Metrics:
 
 
 @pytest.mark.campaign
-def test_a_full_disk_costs_the_oldest_detail_which_is_counted_and_heals(
+def test_a_full_disk_costs_only_the_oldest_detail_is_counted_and_recovers(
     start_agent: Fixture,
     server: Any,
     wait_for: Fixture,
@@ -99,12 +99,12 @@ def test_a_full_disk_costs_the_oldest_detail_which_is_counted_and_heals(
 PROBLEM = "application/problem+json"
 PAGE = "<html>\n<body>\x1b[2J nginx</body></html>"
 ANSWERS: list[tuple[Callable[[], Response], str]] = [
-    (lambda: Response(status_code=500), "500 with no content, as from something in front"),
-    (lambda: HTMLResponse(PAGE, 502), "502 with text/html; charset=utf-8, as from something"),
-    (lambda: HTMLResponse(PAGE, 400), "400 with text/html; charset=utf-8, as from something"),
-    (lambda: HTMLResponse(PAGE, 407), "407 with text/html; charset=utf-8, as from something"),
+    (lambda: Response(status_code=500), "500 with no content, probably from a proxy in front"),
+    (lambda: HTMLResponse(PAGE, 502), "502 with text/html; charset=utf-8, probably from a proxy"),
+    (lambda: HTMLResponse(PAGE, 400), "400 with text/html; charset=utf-8, probably from a proxy"),
+    (lambda: HTMLResponse(PAGE, 407), "407 with text/html; charset=utf-8, probably from a proxy"),
     (lambda: HTMLResponse(PAGE, 200), "the server's answer is not an ingest answer"),
-    (lambda: RedirectResponse("http://127.0.0.1:9/"), "307 with no content, as from something"),
+    (lambda: RedirectResponse("http://127.0.0.1:9/"), "307 with no content, probably from a proxy"),
     (
         lambda: Response(
             '{"title": "Too many", "detail": "Come back later."}',
@@ -121,7 +121,7 @@ ANSWERS: list[tuple[Callable[[], Response], str]] = [
 ]
 
 
-def test_whatever_is_answered_loses_nothing_and_is_told_once(
+def test_no_answer_loses_a_batch_and_each_kind_is_logged_once(
     start_agent: Fixture, server: Any, wait_for: Fixture
 ) -> None:
     attempts: list[tuple[str, int]] = []
@@ -150,7 +150,7 @@ def test_whatever_is_answered_loses_nothing_and_is_told_once(
 
 
 @pytest.mark.campaign
-def test_what_is_too_large_for_a_proxy_is_set_aside_and_the_rest_goes_on(
+def test_a_batch_too_large_for_a_proxy_is_set_aside_and_the_others_are_sent(
     start_agent: Fixture, server: Any, wait_for: Fixture
 ) -> None:
     server.refuse = lambda batch: HTMLResponse(PAGE, 413) if batch.sequence == 1 else None
@@ -160,7 +160,7 @@ def test_what_is_too_large_for_a_proxy_is_set_aside_and_the_rest_goes_on(
     assert metrics["batches_rejected_total"] == 1
     agent.stop()
     assert [batch.sequence for batch in server.batches][:2] == [0, 2]
-    assert "413 with text/html; charset=utf-8, as from something in front" in agent.log_text()
+    assert "413 with text/html; charset=utf-8, probably from a proxy in front" in agent.log_text()
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def answering(port: int, pieces: Callable[[], Iterator[bytes]]) -> Iterator[None
 
 
 @pytest.mark.campaign
-def test_an_answer_that_is_no_http_is_a_printable_sentence(
+def test_an_answer_that_is_not_http_becomes_a_printable_sentence(
     start_agent: Fixture, server: Any, wait_for: Fixture
 ) -> None:
     server.stop()
@@ -214,7 +214,7 @@ def test_an_answer_that_is_no_http_is_a_printable_sentence(
     assert "Traceback" not in agent.log_text()
 
 
-def test_an_answer_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_arrives_too_slowly_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Byte by byte no single wait is ever too long."""
     monkeypatch.setattr(server_link, "EXCHANGE_SECONDS", 0.5)
     monkeypatch.setattr(server_link, "CONNECT_SECONDS", 0.25)
@@ -228,9 +228,9 @@ def test_an_answer_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     async def ask(url: str) -> None:
         link = ServerLink(Target(url))
         for _ in range(2):
-            with pytest.raises(LinkError, match=r"no whole answer within 0\.5 s"):
+            with pytest.raises(LinkError, match=r"no complete answer within 0\.5 s"):
                 await link.post("/api/v1/ingest", b"x", "y")
-        with pytest.raises(LinkError, match="no whole line within"):
+        with pytest.raises(LinkError, match="no complete line within"):
             async for _ in link.lines("/api/v1/agents/a/commands", 0.25):
                 pass
         link.close()
@@ -241,7 +241,7 @@ def test_an_answer_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.campaign
-def test_a_host_that_nobody_knows_is_a_sentence_and_work_goes_on(
+def test_an_unknown_host_is_one_sentence_and_the_agent_continues(
     start_agent: Fixture, wait_for: Fixture
 ) -> None:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
@@ -257,7 +257,7 @@ def test_a_host_that_nobody_knows_is_a_sentence_and_work_goes_on(
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("trouble", ["read-only", "of another user"])
-def test_a_spool_that_cannot_be_used_is_a_sentence_and_work_goes_on(
+def test_an_unusable_spool_is_one_sentence_and_the_agent_continues(
     start_agent: Fixture,
     server: Any,
     wait_for: Fixture,

@@ -34,7 +34,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AgentSettings]:
     return parse
 
 
-def test_flags_stand_before_environment_before_file_before_defaults(
+def test_flags_override_environment_overrides_file_overrides_defaults(
     settings: Callable[..., AgentSettings], tmp_path: Path
 ) -> None:
     file = tmp_path / "agent.toml"
@@ -52,7 +52,7 @@ def test_flags_stand_before_environment_before_file_before_defaults(
     assert given.server_url == "http://127.0.0.1:8470"
 
 
-def test_a_file_names_settings_as_the_options_do(
+def test_a_settings_file_uses_the_names_of_the_options(
     settings: Callable[..., AgentSettings], tmp_path: Path
 ) -> None:
     file = tmp_path / "agent.toml"
@@ -63,20 +63,18 @@ def test_a_file_names_settings_as_the_options_do(
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
-        (b"flush_secnds = 1\n", "has what is no option: flush_secnds"),
-        (b"[agent]\nslots = 1\n", "has what is no option: agent"),
+        (b"flush_secnds = 1\n", "contains unknown options: flush_secnds"),
+        (b"[agent]\nslots = 1\n", "contains unknown options: agent"),
         (b"\xff\xfe", "cannot be read"),
     ],
 )
-def test_a_file_that_is_not_understood_is_refused(
-    content: bytes, said: str, tmp_path: Path
-) -> None:
+def test_an_invalid_settings_file_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "agent.toml").write_bytes(content)
     result = CliRunner().invoke(command.main, ["--config", str(tmp_path / "agent.toml")])
     assert result.exit_code == 2
-    assert said in result.output
+    assert message in result.output
 
 
 def test_every_setting_can_be_given(settings: Callable[..., AgentSettings]) -> None:
@@ -88,7 +86,7 @@ def test_every_setting_can_be_given(settings: Callable[..., AgentSettings]) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--server", "server:8470"], "must look like http://HOST:PORT"),
         (["--slots", "-1"], "slots must be at least 0"),
@@ -96,24 +94,24 @@ def test_every_setting_can_be_given(settings: Callable[..., AgentSettings]) -> N
         (["--flush-seconds", "nan"], "must be positive"),
         (["--lease-seconds", "inf"], "the lease must be at least 0 and finite"),
         (["--orphan-grace-seconds", "-1"], "the grace must be at least 0"),
-        (["--metrics-port", "99999"], "a port is 0 to 65535"),
-        (["--label", "rack"], "looks like NAME=VALUE"),
+        (["--metrics-port", "99999"], "the metrics port must be in 0..65535"),
+        (["--label", "rack"], "must look like NAME=VALUE"),
         (["--spool-bytes", "10"], "at least 64 KiB"),
         (["--agent-id", "a/b"], "no '/'"),
         (["--config", "/nonexistent"], "cannot be read"),
     ],
 )
-def test_what_cannot_work_is_said_in_a_sentence(arguments: list[str], said: str) -> None:
+def test_an_invalid_option_ends_with_one_sentence(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(command.main, arguments)
     assert result.exit_code == 2
-    assert said in result.output
+    assert message in result.output
 
 
 def test_the_token_is_not_shown() -> None:
     assert "secret" not in repr(AgentSettings(server_url="http://a", token="secret"))
 
 
-def test_a_node_directory_that_cannot_be_is_said_in_a_sentence(tmp_path: Path) -> None:
+def test_an_unusable_node_directory_ends_with_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     arguments = ["--node-directory", str(tmp_path / "file" / "x"), "--no-metrics"]
     ended = subprocess.run(

@@ -41,6 +41,6 @@ def test_the_same_command_written_again_stays_answered(reader: RingReader) -> No
     assert paceline.pending() is None
 
 
-def test_an_answer_that_does_not_fit_is_not_raised(reader: RingReader) -> None:
+def test_an_answer_that_does_not_fit_its_word_raises_nothing(reader: RingReader) -> None:
     paceline.acknowledge(-1, AckStatus.DONE, 1)
     assert reader.acknowledgement() is None

@@ -89,7 +89,7 @@ def test_a_span_is_written_once_the_device_has_passed_it(
     assert span.duration_ns == 3_000_000
 
 
-def test_device_times_keep_their_distances_on_the_hosts_clock(
+def test_device_intervals_are_preserved_on_the_host_clock(
     device: Device, timer: DeviceTimer, ring: Recorder
 ) -> None:
     before = perf_counter_ns()
@@ -103,7 +103,7 @@ def test_device_times_keep_their_distances_on_the_hosts_clock(
     assert abs(first.start_ns - before) < 1_000_000_000
 
 
-def test_events_are_used_again(device: Device, timer: DeviceTimer, ring: Recorder) -> None:
+def test_events_are_reused(device: Device, timer: DeviceTimer, ring: Recorder) -> None:
     section = DeviceSection(ring, 1024, timer)
     for step in range(100):
         with section, section:
@@ -128,7 +128,7 @@ def test_a_device_that_never_answers_costs_bounded_memory(
     assert device.made < 2 * MAXIMUM_QUEUED + 10
 
 
-def test_within_a_captured_graph_the_host_is_timed(
+def test_inside_a_captured_graph_host_time_is_recorded(
     device: Device, timer: DeviceTimer, ring: Recorder
 ) -> None:
     device.capturing = True
@@ -139,7 +139,7 @@ def test_within_a_captured_graph_the_host_is_timed(
     assert ring.depth == 0
 
 
-def test_anchors_stay_within_what_the_host_has_seen(
+def test_anchors_stay_within_the_bounds_that_the_host_observed(
     device: Device, timer: DeviceTimer, ring: Recorder
 ) -> None:
     """A device clock that runs ten times too fast is pulled back at each anchor."""
@@ -154,7 +154,7 @@ def test_anchors_stay_within_what_the_host_has_seen(
     assert last.end_ns < perf_counter_ns() + 3_000_000_000
 
 
-def test_a_loss_on_the_device_is_told_when_it_arrives(
+def test_a_loss_on_the_device_is_shown_when_it_arrives(
     device: Device, timer: DeviceTimer, ring: Recorder
 ) -> None:
     ring.begin_step(4)

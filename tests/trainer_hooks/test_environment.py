@@ -60,7 +60,7 @@ def rank_environment(**environment: str) -> RankEnvironment:
         (MPIRUN, (2, 6, 0)),
     ],
 )
-def test_rank_and_sizes_are_the_launchers(
+def test_rank_and_sizes_come_from_the_launcher(
     environment: dict[str, str], place: tuple[int, int, int]
 ) -> None:
     found = rank_environment(**environment)
@@ -96,7 +96,7 @@ def test_job_and_generation_are_the_same_for_all_ranks_and_no_other_run(
     assert found.ring_path == Path(f"/rings/{job}.g{generation}.r{found.rank}.ring")
 
 
-def test_a_rank_that_nobody_launched_is_named_by_its_process() -> None:
+def test_a_rank_without_a_launcher_is_named_after_its_process() -> None:
     assert rank_environment().job == f"{HOST}-{os.getpid()}"
 
 
@@ -117,7 +117,7 @@ def test_without_an_agent_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -
         ("", None),
     ],
 )
-def test_a_training_is_called_by_its_script(
+def test_a_training_is_named_after_its_script(
     monkeypatch: pytest.MonkeyPatch, program: str, script: str | None
 ) -> None:
     monkeypatch.setattr("sys.argv", [program])
@@ -130,7 +130,7 @@ def agents(monkeypatch: pytest.MonkeyPatch, *rings: str) -> None:
     monkeypatch.setattr("paceline.environment.rings_of_running_agents", lambda: found)
 
 
-def test_the_nodes_agent_needs_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_agent_of_the_node_is_found_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     agents(monkeypatch, "/dev/shm/paceline-a/rings")
     found = read_rank_environment({})
     assert found is not None
@@ -138,18 +138,18 @@ def test_the_nodes_agent_needs_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_environment().ring_directory == Path("/rings")
 
 
-def test_an_empty_name_keeps_every_agent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_ring_directory_disables_the_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     agents(monkeypatch, "/dev/shm/paceline-a/rings")
     assert read_rank_environment({"PACELINE_RING_DIRECTORY": ""}) is None
 
 
-def test_of_several_agents_one_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_agents_on_a_node_need_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     agents(monkeypatch, "/dev/shm/paceline-a/rings", "/dev/shm/paceline-b/rings")
     with pytest.raises(ValueError, match=r"several agents.*paceline-a/rings, .*paceline-b/rings"):
         read_rank_environment({})
 
 
-def test_many_short_metadata_fit_the_page(
+def test_many_short_metadata_entries_fit_the_page(
     ring_directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     paceline.init(metadata={f"{number:03}": "" for number in range(1000)})
@@ -158,7 +158,7 @@ def test_many_short_metadata_fit_the_page(
     assert "metadata entries" in caplog.text
 
 
-def test_of_much_metadata_what_fits_is_kept(
+def test_metadata_that_fits_is_kept_and_the_rest_is_dropped(
     ring_directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     paceline.init(metadata={"a": "x" * 2900, "b": "y" * 2900, "c \udc80": "z" * 50})
@@ -168,7 +168,7 @@ def test_of_much_metadata_what_fits_is_kept(
 
 
 @pytest.mark.parametrize(("place", "is_told"), [((0, 1), False), ((1, 0), True)])
-def test_coordinates_that_do_not_lie_as_the_server_takes_them_to_are_told(
+def test_coordinates_that_differ_from_the_assumed_layout_are_logged(
     ring_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -25,7 +25,7 @@ def recorded(reader: RingReader) -> list[tuple[int, int]]:
     return [(span.op, span.step) for span in spans(reader) if span.op != Op.GC]
 
 
-def test_each_iteration_is_a_step_that_holds_its_data_wait(reader: RingReader) -> None:
+def test_each_iteration_is_a_step_that_contains_its_data_wait(reader: RingReader) -> None:
     batches = list(paceline.steps(["a", "b"]))
     assert batches == ["a", "b"]
     found = spans(reader)
@@ -41,21 +41,21 @@ def test_each_iteration_is_a_step_that_holds_its_data_wait(reader: RingReader) -
     assert wait.end_ns <= step.end_ns
 
 
-def test_startup_reaches_from_the_process_start_to_the_first_step(reader: RingReader) -> None:
+def test_startup_lasts_from_the_process_start_to_the_first_step(reader: RingReader) -> None:
     list(paceline.steps([0]))
     found = {span.op: span for span in spans(reader)}
     assert found[Op.STARTUP].end_ns == found[Op.STEP].start_ns
     assert found[Op.STARTUP].start_ns < reader.identity.started_ns
 
 
-def test_steps_count_from_start_and_go_on_in_the_next_loop(reader: RingReader) -> None:
+def test_steps_count_from_start_and_continue_in_the_next_loop(reader: RingReader) -> None:
     list(paceline.steps([0, 0], start=40))
     list(paceline.steps([0]))
     assert [step for op, step in recorded(reader) if op == Op.STEP] == [40, 41, 42]
 
 
 @pytest.mark.parametrize("start", [-3, 2**32, 3.0, "3", [3]])
-def test_a_start_that_is_no_step_counts_from_zero(
+def test_an_invalid_start_counts_from_zero(
     reader: RingReader, start: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert list(paceline.steps(["a"], start=start)) == ["a"]
@@ -133,18 +133,18 @@ def test_a_loader_wrapped_before_init_is_recorded(ring_directory: Path) -> None:
     assert list(loader) == [0, 1]
 
 
-def test_a_wrapped_loader_can_be_pickled_and_goes_on(reader: RingReader) -> None:
+def test_a_wrapped_loader_can_be_pickled_and_continues(reader: RingReader) -> None:
     list(pickle.loads(pickle.dumps(paceline.steps([0, 1]))))
     assert [step for op, step in recorded(reader) if op == Op.STEP] == [0, 1]
 
 
-def test_a_loop_within_a_loop_is_no_step_of_its_own(reader: RingReader) -> None:
+def test_a_nested_loop_records_no_steps(reader: RingReader) -> None:
     for _ in paceline.steps([0]):
         assert list(paceline.steps([7, 8])) == [7, 8]
     assert [step for op, step in recorded(reader) if op == Op.STEP] == [0]
 
 
-def test_the_next_epoch_of_an_iterator_kept_by_hand_goes_on(reader: RingReader) -> None:
+def test_the_next_epoch_continues_with_an_iterator_kept_by_hand(reader: RingReader) -> None:
     batches = iter(paceline.steps([0, 1, 2]))
     for _ in range(3):
         for _ in range(2):
@@ -155,20 +155,20 @@ def test_the_next_epoch_of_an_iterator_kept_by_hand_goes_on(reader: RingReader) 
     assert [step for op, step in recorded(reader) if op == Op.STEP] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_start_is_of_the_first_epoch_only(reader: RingReader) -> None:
+def test_a_start_applies_to_the_first_epoch_only(reader: RingReader) -> None:
     loader = paceline.steps([0, 0], start=40)
     for _ in range(2):
         list(loader)
     assert [step for op, step in recorded(reader) if op == Op.STEP] == [40, 41, 42, 43]
 
 
-def test_of_two_loops_side_by_side_the_first_counts(reader: RingReader) -> None:
+def test_the_first_of_two_interleaved_loops_counts_steps(reader: RingReader) -> None:
     pairs = zip(paceline.steps([0, 1]), paceline.steps([2, 3]), strict=True)
     assert list(pairs) == [(0, 2), (1, 3)]
     assert [step for op, step in recorded(reader) if op == Op.STEP] == [0, 1]
 
 
-def test_a_loop_within_a_loop_leaves_its_loader_open(reader: RingReader) -> None:
+def test_a_nested_loop_leaves_its_loader_open(reader: RingReader) -> None:
     inner = (number for number in range(3))
     for _ in paceline.steps([0]):
         for _ in paceline.steps(inner):
@@ -176,13 +176,13 @@ def test_a_loop_within_a_loop_leaves_its_loader_open(reader: RingReader) -> None
     assert list(inner) == [1, 2]
 
 
-def test_it_has_the_length_of_its_loader(reader: RingReader) -> None:
+def test_steps_have_the_length_of_their_loader(reader: RingReader) -> None:
     assert len(paceline.steps([1, 2, 3])) == 3
     with pytest.raises(TypeError, match="generator has no len"):
         len(paceline.steps(x for x in [1]))
 
 
-def test_it_has_the_attributes_of_its_loader() -> None:
+def test_steps_have_the_attributes_of_their_loader() -> None:
     class Loader(list[int]):
         batch_size = 32
 
@@ -200,7 +200,7 @@ def test_it_has_the_attributes_of_its_loader() -> None:
         wrapped.sampler  # noqa: B018
 
 
-def test_reported_values_stand_on_the_page_with_their_step(reader: RingReader) -> None:
+def test_reported_values_are_on_the_page_with_their_step(reader: RingReader) -> None:
     for _ in paceline.steps([0], start=5):
         paceline.report(loss=1.5, gradient_norm=0.25)
         paceline.report(evaluation_loss=2.5)
@@ -209,7 +209,7 @@ def test_reported_values_stand_on_the_page_with_their_step(reader: RingReader) -
     assert (view.evaluation_step, view.evaluation_loss) == (5, 2.5)
 
 
-def test_a_loss_without_a_norm_and_a_norm_that_overflowed(reader: RingReader) -> None:
+def test_a_missing_norm_and_an_overflowed_norm_differ_on_the_page(reader: RingReader) -> None:
     for step in paceline.steps([0, 1]):
         paceline.report(loss=float("nan"), gradient_norm=float("nan") if step else None)
         expected = float("inf") if step else None
@@ -219,14 +219,14 @@ def test_a_loss_without_a_norm_and_a_norm_that_overflowed(reader: RingReader) ->
     assert loss != loss
 
 
-def test_something_that_is_no_number_is_counted_not_raised(
+def test_a_value_that_is_not_a_number_is_counted_not_raised(
     reader: RingReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     paceline.report(loss="high")
     assert reader.view().loss is None
 
 
-def test_a_second_init_that_cannot_be_leaves_the_first(
+def test_an_invalid_second_init_leaves_the_first(
     reader: RingReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Uncertain(dict[str, str]):
@@ -238,7 +238,9 @@ def test_a_second_init_that_cannot_be_leaves_the_first(
     assert [step for op, step in recorded(reader) if op == Op.STEP] == [0]
 
 
-def test_inert_steps_are_the_loader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_inert_steps_iterate_over_the_loader(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("PACELINE_RING_DIRECTORY", raising=False)
     paceline.init()
     assert list(paceline.steps([1, 2])) == [1, 2]

@@ -42,7 +42,7 @@ def run(source: str, ring: Path | None) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_without_an_agent_it_says_so_once_and_does_nothing(tmp_path: Path) -> None:
+def test_without_an_agent_the_hooks_log_that_once_and_do_nothing(tmp_path: Path) -> None:
     finished = run(LOOP + "paceline.init()", None)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.splitlines() == [
@@ -51,7 +51,7 @@ def test_without_an_agent_it_says_so_once_and_does_nothing(tmp_path: Path) -> No
     ]
 
 
-def test_it_neither_needs_nor_loads_torch(tmp_path: Path) -> None:
+def test_the_hooks_neither_need_nor_load_torch(tmp_path: Path) -> None:
     blocked = "import sys; sys.modules['torch'] = None\n"
     finished = run(blocked + LOOP, tmp_path)
     assert finished.returncode == 0, finished.stderr
@@ -117,7 +117,7 @@ def test_a_second_init_changes_nothing(tmp_path: Path) -> None:
         ("import os; os._exit(1)", "running"),
     ],
 )
-def test_the_page_tells_how_the_process_ended(tmp_path: Path, ending: str, status: str) -> None:
+def test_the_page_shows_how_the_process_ended(tmp_path: Path, ending: str, status: str) -> None:
     run(LOOP + ending, tmp_path)
     assert RingReader(tmp_path / RING).view().status == status
 
@@ -133,7 +133,7 @@ def test_the_page_tells_how_the_process_ended(tmp_path: Path, ending: str, statu
         ("os._exit(1)", "running"),
     ],
 )
-def test_the_page_tells_how_a_child_of_multiprocessing_ended(
+def test_the_page_shows_how_a_child_of_multiprocessing_ended(
     tmp_path: Path, method: str, ending: str, status: str
 ) -> None:
     """As torch.multiprocessing starts ranks, and notebooks do."""
@@ -161,7 +161,7 @@ rank.join()
     assert RingReader(tmp_path / RING).view().status == status
 
 
-def test_an_error_typed_before_is_no_failure(tmp_path: Path) -> None:
+def test_an_earlier_error_in_an_interactive_shell_is_not_a_failure(tmp_path: Path) -> None:
     typed = "1 / 0\nimport paceline; paceline.init(); list(paceline.steps([0]))\n"
     finished = subprocess.run(
         [sys.executable, "-i"],
@@ -175,7 +175,7 @@ def test_an_error_typed_before_is_no_failure(tmp_path: Path) -> None:
     assert RingReader(tmp_path / RING).view().status == "finished"
 
 
-def test_after_sigkill_the_page_says_what_it_was_doing(tmp_path: Path) -> None:
+def test_after_sigkill_the_page_shows_what_the_rank_was_doing(tmp_path: Path) -> None:
     finished = run(
         """
 import os, signal, paceline
@@ -255,9 +255,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_a_loaders_worker_that_runs_the_script_again_leaves_the_ring_alone(
-    tmp_path: Path, method: str
-) -> None:
+def test_a_spawned_loader_worker_leaves_the_ring_alone(tmp_path: Path, method: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         f"""
@@ -279,7 +277,7 @@ if __name__ == "__main__":
     assert [span.step for span in unpack(reader.read()) if span.op == Op.STEP] == [0, 1]
 
 
-def test_a_run_in_the_place_of_one_that_died_has_the_ring(tmp_path: Path) -> None:
+def test_a_run_that_replaces_a_dead_one_gets_the_ring(tmp_path: Path) -> None:
     """Also below a process that reads the old one, as the agent does."""
     run(LOOP + "import os; os._exit(1)", tmp_path)
     with closing(RingReader(tmp_path / RING)) as of_first:
@@ -302,7 +300,7 @@ def test_coordinates_come_from_the_environment_or_arguments(tmp_path: Path) -> N
     assert identity.coordinates.tp_rank == 0
 
 
-def test_torch_loaded_after_init_is_timed_all_the_same(tmp_path: Path) -> None:
+def test_torch_loaded_after_init_is_timed_too(tmp_path: Path) -> None:
     finished = run(
         """
 import paceline
@@ -320,7 +318,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("pure", ["", "1"], ids=["built", "pure"])
-def test_a_loss_that_has_a_gradient_is_told_without_a_warning(tmp_path: Path, pure: str) -> None:
+def test_a_loss_with_a_gradient_is_reported_without_a_warning(tmp_path: Path, pure: str) -> None:
     finished = run(
         f"""
 import os
@@ -385,7 +383,7 @@ with paceline.section("around"):
         assert [op for op in ops if op != Op.GC] == [1024]
 
 
-def test_finish_gives_torch_its_functions_back(tmp_path: Path) -> None:
+def test_finish_restores_the_functions_of_torch(tmp_path: Path) -> None:
     finished = run(
         """
 import torch.distributed as dist, paceline

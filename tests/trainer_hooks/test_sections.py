@@ -65,7 +65,7 @@ def test_a_section_may_nest_in_itself(reader: RingReader) -> None:
     assert reader.view().frames == []
 
 
-def test_deeper_than_the_page_shows_is_still_recorded(reader: RingReader) -> None:
+def test_sections_deeper_than_the_page_are_still_recorded(reader: RingReader) -> None:
     def descend(levels: int) -> None:
         with paceline.section(f"level {levels}"):
             if levels:
@@ -87,7 +87,7 @@ def test_a_section_left_by_an_error_is_closed(reader: RingReader) -> None:
     assert reader.view().frames == []
 
 
-def test_an_action_gives_its_microbatch_and_chunk_to_what_is_inside(reader: RingReader) -> None:
+def test_records_inside_an_action_have_its_microbatch_and_chunk(reader: RingReader) -> None:
     for _ in paceline.steps([0], start=9):
         with paceline.pipelining(Op.FORWARD, microbatch=3, chunk=1):
             assert reader.view().microbatch == 3
@@ -115,7 +115,7 @@ def test_lengths_are_recorded_as_their_sum_and_the_sum_of_their_squares(
 @pytest.mark.parametrize(
     "lengths", [["long"], 7, [-3, 1], [0.5], [2**40], [float("nan")], [float("inf")]]
 )
-def test_lengths_that_are_none_are_left_out(
+def test_invalid_lengths_are_left_out(
     reader: RingReader, lengths: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with paceline.pipelining(Op.BACKWARD, microbatch=1, lengths=lengths):
@@ -139,7 +139,7 @@ def test_actions_nest(reader: RingReader) -> None:
     assert [(s.op, s.microbatch) for s in spans(reader)] == [(Op.FORWARD, 2), (Op.BACKWARD, 1)]
 
 
-def test_a_transfer_by_other_means_names_its_peer(reader: RingReader) -> None:
+def test_a_transfer_outside_torch_shows_its_peer(reader: RingReader) -> None:
     with paceline.pipelining(Op.FORWARD_SEND, microbatch=0, peer=5):
         (frame,) = reader.view().frames
         assert frame.peer == 5
@@ -150,7 +150,7 @@ def test_a_transfer_by_other_means_names_its_peer(reader: RingReader) -> None:
 
 
 @pytest.mark.parametrize("op", [Op.ALL_REDUCE, 0, 999])
-def test_an_op_that_is_no_action_is_not_recorded(reader: RingReader, op: int) -> None:
+def test_an_op_that_is_not_an_action_is_not_recorded(reader: RingReader, op: int) -> None:
     with paceline.pipelining(op, microbatch=0):  # type: ignore[arg-type]
         pass
     assert spans(reader) == []
@@ -170,7 +170,7 @@ def test_an_op_that_is_no_action_is_not_recorded(reader: RingReader, op: int) ->
         {"peer": "rank 3"},
     ],
 )
-def test_a_place_that_fits_no_record_is_not_recorded(
+def test_an_action_with_an_invalid_position_is_not_recorded(
     reader: RingReader, place: dict[str, Any]
 ) -> None:
     with paceline.pipelining(Op.FORWARD, **place), paceline.section("inside"):
@@ -178,7 +178,7 @@ def test_a_place_that_fits_no_record_is_not_recorded(
     assert [span.op for span in spans(reader)] == [1024]
 
 
-def test_numpys_integers_are_places_too(reader: RingReader) -> None:
+def test_numpy_integers_are_accepted(reader: RingReader) -> None:
     for number in np.arange(2):
         with paceline.pipelining(Op.FORWARD, microbatch=number, chunk=number):
             pass
@@ -186,14 +186,14 @@ def test_numpys_integers_are_places_too(reader: RingReader) -> None:
 
 
 @pytest.mark.parametrize("name", [["a", "list"], "half a \udc80 character"])
-def test_a_name_that_cannot_be_written_is_not_recorded(reader: RingReader, name: Any) -> None:
+def test_a_name_that_cannot_be_encoded_is_not_recorded(reader: RingReader, name: Any) -> None:
     with paceline.section(name), paceline.section("good"):
         pass
     assert list(names(reader).values()) == ["good"]
     assert len(spans(reader)) == 1
 
 
-def test_a_name_that_is_no_text_is_written_as_text(reader: RingReader) -> None:
+def test_a_name_that_is_not_a_string_is_converted(reader: RingReader) -> None:
     with paceline.section(3):  # type: ignore[arg-type]
         pass
     assert list(names(reader).values()) == ["3"]
@@ -207,7 +207,7 @@ def test_a_name_that_is_no_text_is_written_as_text(reader: RingReader) -> None:
         (paceline.optimizer, Op.OPTIMIZER, "running"),
     ],
 )
-def test_the_page_says_what_kind_of_work_goes_on(
+def test_the_page_shows_the_kind_of_work(
     reader: RingReader, timed: object, op: Op, status: str
 ) -> None:
     assert callable(timed)
@@ -220,7 +220,7 @@ def test_the_page_says_what_kind_of_work_goes_on(
 
 
 @pytest.mark.parametrize("timed", [paceline.checkpoint, paceline.evaluate])
-def test_what_is_finished_within_a_checkpoint_stays_finished(
+def test_finish_inside_a_checkpoint_stays_finished(
     reader: RingReader, timed: Callable[[], Timed]
 ) -> None:
     """As a handler of SIGTERM may do."""
@@ -244,7 +244,7 @@ def test_a_section_of_another_thread_is_recorded_at_the_boundary(reader: RingRea
     assert [span.op for span in spans(reader)].count(1024) == 2
 
 
-def test_threads_that_flood_lose_their_own_records_only(ring: Recorder) -> None:
+def test_a_full_queue_loses_only_records_of_other_threads(ring: Recorder) -> None:
     for number in range(5000):
         ring.enqueue((1, 2, 3, 4, 5, number, 7))
     assert ring.lost == 5000 - 4096
@@ -271,9 +271,7 @@ def test_a_long_garbage_collection_is_recorded(reader: RingReader) -> None:
     assert all(pause.duration_ns >= 100_000 for pause in pauses)
 
 
-def test_too_many_names_are_refused_not_stored(
-    reader: RingReader, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_too_many_names_are_refused(reader: RingReader, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(5000):
         with paceline.section(f"step {number}"):
             pass
@@ -281,7 +279,7 @@ def test_too_many_names_are_refused_not_stored(
     assert "section names" in caplog.text
 
 
-def test_process_groups_are_defined_however_many_names_there_are(
+def test_process_groups_are_defined_even_after_too_many_names(
     reader: RingReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -294,7 +292,7 @@ def test_process_groups_are_defined_however_many_names_there_are(
     assert reader.new_definitions()[-1] == GroupDefinition(0, "world", [0], "world")
 
 
-def test_of_a_very_long_name_the_beginning_is_shown(reader: RingReader) -> None:
+def test_a_very_long_name_is_truncated(reader: RingReader) -> None:
     with paceline.section("x" * 1_000_000):
         pass
     assert list(names(reader).values()) == ["x" * 200]

@@ -11,7 +11,7 @@ from paceline_wire.address import is_http_address
     "url",
     ["http://host", "https://host:8470/x?y=1", "http://[::1]:8470", "http://me:word@10.0.0.1/"],
 )
-def test_what_can_be_asked_for_is_an_address(url: str) -> None:
+def test_a_url_with_host_and_port_is_an_address(url: str) -> None:
     assert is_http_address(url)
 
 
@@ -23,5 +23,5 @@ def test_what_can_be_asked_for_is_an_address(url: str) -> None:
         *("http://host:0", "http://host:65536"),
     ],
 )
-def test_what_cannot_is_none(url: str) -> None:
+def test_an_invalid_url_is_not_an_address(url: str) -> None:
     assert not is_http_address(url)

@@ -38,7 +38,7 @@ COMMANDS: list[Command] = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: type(command).__name__)
-def test_a_command_is_one_line_and_comes_back(command: Command) -> None:
+def test_a_command_is_one_line_and_is_decoded_as_encoded(command: Command) -> None:
     line = encode_line(command)
     assert line.count(b"\n") == 1
     assert line.endswith(b"\n")
@@ -52,6 +52,6 @@ def test_noise_is_an_error(noise: bytes) -> None:
 
 
 @pytest.mark.parametrize("line", ["{}", '{"type":"format_disk"}', '{"type":"ping"}', "null", ""])
-def test_what_is_no_command_is_an_error(line: str) -> None:
+def test_an_invalid_command_is_an_error(line: str) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_line(line)

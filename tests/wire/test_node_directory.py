@@ -29,7 +29,7 @@ def lay_out(memory: Path, agent: str) -> Path:
     return lock
 
 
-def test_an_agent_is_found_while_it_lives(memory: Path) -> None:
+def test_an_agent_is_found_while_it_runs(memory: Path) -> None:
     lay_out(memory, "gone")
     with lay_out(memory, "here").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -39,7 +39,7 @@ def test_an_agent_is_found_while_it_lives(memory: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives directories away")
 @pytest.mark.parametrize("place", [".", "rings"])
-def test_another_users_agent_has_to_be_named_but_for_that_of_the_service(
+def test_only_the_service_agent_of_another_user_is_found(
     memory: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     with lay_out(memory, "theirs").open() as lock:
@@ -52,7 +52,7 @@ def test_another_users_agent_has_to_be_named_but_for_that_of_the_service(
         assert rings_of_running_agents() == []
 
 
-def test_where_locks_are_not_told_nobody_is_found(
+def test_without_proc_locks_no_agent_is_found(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_directory, "_LOCKS", memory / "locks")

@@ -37,7 +37,7 @@ from .conftest import CAPACITY
 reuse = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
-def test_a_ring_is_its_ranks_alone_but_for_a_directory_that_gives_it_a_group(
+def test_a_ring_is_private_unless_its_directory_sets_a_group(
     tmp_path: Path, identity: Identity
 ) -> None:
     own, shared = tmp_path / "own.ring", tmp_path / "shared" / "rank.ring"
@@ -49,7 +49,7 @@ def test_a_ring_is_its_ranks_alone_but_for_a_directory_that_gives_it_a_group(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give its own rights up")
-def test_an_agent_without_roots_rights_reads_a_ring_that_another_user_shares(
+def test_an_agent_without_root_reads_a_ring_that_another_user_shares(
     tmp_path: Path, identity: Identity
 ) -> None:
     """As root with no capabilities in a container, or as a service's user under Slurm."""
@@ -78,11 +78,11 @@ def indices(records: bytes) -> list[int]:
     return [span.index for span in unpack(records)]
 
 
-def test_the_reader_knows_who_writes(ring: RingFile, identity: Identity) -> None:
+def test_the_reader_has_the_writers_identity(ring: RingFile, identity: Identity) -> None:
     assert RingReader(ring.path).identity == identity
 
 
-def test_records_come_out_once_in_order(ring: RingFile) -> None:
+def test_records_are_read_once_in_order(ring: RingFile) -> None:
     reader = RingReader(ring.path)
     assert reader.read() == b""
     write(ring, 5)
@@ -93,7 +93,7 @@ def test_records_come_out_once_in_order(ring: RingFile) -> None:
     assert reader.lost == 0
 
 
-def test_a_limit_leaves_the_rest_for_later(ring: RingFile) -> None:
+def test_a_limit_leaves_the_rest_for_the_next_read(ring: RingFile) -> None:
     reader = RingReader(ring.path)
     write(ring, 10)
     assert indices(reader.read(limit=4)) == [0, 1, 2, 3]
@@ -102,7 +102,7 @@ def test_a_limit_leaves_the_rest_for_later(ring: RingFile) -> None:
 
 @reuse
 @given(st.lists(st.integers(0, 3 * CAPACITY), max_size=12))
-def test_what_is_read_and_what_is_lost_is_all_there_was(
+def test_read_and_lost_records_add_up(
     tmp_path: Path, identity: Identity, bursts: list[int]
 ) -> None:
     ring = create(tmp_path / "some.ring", identity, CAPACITY)
@@ -143,7 +143,7 @@ def test_records_overwritten_during_the_read_are_dropped(
 
 
 @pytest.mark.parametrize("head", [2**63, 3])
-def test_an_absurd_head_is_corruption(ring: RingFile, head: int) -> None:
+def test_an_implausible_head_is_corruption(ring: RingFile, head: int) -> None:
     reader = RingReader(ring.path)
     write(ring, 5)
     reader.read()
@@ -152,7 +152,7 @@ def test_an_absurd_head_is_corruption(ring: RingFile, head: int) -> None:
         reader.read()
 
 
-def test_definitions_come_out_once_in_order(ring: RingFile) -> None:
+def test_definitions_are_read_once_in_order(ring: RingFile) -> None:
     reader = RingReader(ring.path)
     first, second = SectionDefinition(0, "attention"), GroupDefinition(1, "tp", [2, 3], "tp")
     assert define(ring, first)
@@ -215,7 +215,7 @@ def test_the_state_page_is_decoded(ring: RingFile) -> None:
 
 @reuse
 @given(words=st.lists(st.integers(0, 2**64 - 1), min_size=512, max_size=512))
-def test_any_state_page_can_be_looked_at(ring: RingFile, words: list[int]) -> None:
+def test_any_state_page_can_be_decoded(ring: RingFile, words: list[int]) -> None:
     """A rank may have scribbled over its own memory: the view is then wrong, never an error."""
     ring.state[:] = memoryview(struct.pack("<512Q", *words)).cast("Q")
     reader = RingReader(ring.path)
@@ -226,7 +226,7 @@ def test_any_state_page_can_be_looked_at(ring: RingFile, words: list[int]) -> No
 
 @reuse
 @given(noise=st.binary(min_size=1, max_size=200), used=st.integers(0, 2**64 - 1))
-def test_corrupt_definitions_are_an_error_of_ours(
+def test_corrupt_definitions_raise_a_ring_error(
     tmp_path: Path, identity: Identity, noise: bytes, used: int
 ) -> None:
     ring = create(tmp_path / "noise.ring", identity, CAPACITY)
@@ -239,7 +239,7 @@ def test_corrupt_definitions_are_an_error_of_ours(
     ring.close()
 
 
-def test_commands_go_one_way_and_answers_the_other(ring: RingFile) -> None:
+def test_commands_reach_the_writer_and_answers_the_reader(ring: RingFile) -> None:
     reader = RingReader(ring.path)
     reader.command(9, 2, 140)
     assert ring.control[layout.CONTROL_COMMAND] == 9
@@ -250,14 +250,14 @@ def test_commands_go_one_way_and_answers_the_other(ring: RingFile) -> None:
     assert reader.acknowledgement() == Acknowledgement(9, 2, 140)
 
 
-def test_a_ring_appears_whole_or_not_at_all(tmp_path: Path, identity: Identity) -> None:
+def test_a_ring_appears_complete_or_not_at_all(tmp_path: Path, identity: Identity) -> None:
     create(tmp_path / "a.ring", identity, CAPACITY).close()
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.ring"]
     assert (tmp_path / "a.ring").stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize("capacity", [0, 63, 100, 1 << 25])
-def test_a_capacity_is_a_power_of_two_within_reason(
+def test_a_capacity_is_a_power_of_two_within_limits(
     tmp_path: Path, identity: Identity, capacity: int
 ) -> None:
     with pytest.raises(ValueError, match="power of two"):
@@ -265,20 +265,18 @@ def test_a_capacity_is_a_power_of_two_within_reason(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_identity_that_fits_no_page_is_refused(tmp_path: Path, identity: Identity) -> None:
+def test_an_identity_larger_than_a_page_is_refused(tmp_path: Path, identity: Identity) -> None:
     big = msgspec.structs.replace(identity, metadata={"note": "x" * 5000})
     with pytest.raises(ValueError, match="more than one page"):
         create(tmp_path / "a.ring", big, CAPACITY)
 
 
-def test_a_directory_that_is_missing_is_the_systems_error(
-    tmp_path: Path, identity: Identity
-) -> None:
+def test_a_missing_directory_raises_an_os_error(tmp_path: Path, identity: Identity) -> None:
     with pytest.raises(FileNotFoundError):
         create(tmp_path / "missing" / "a.ring", identity, CAPACITY)
 
 
-def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_is_a_ring_error(tmp_path: Path) -> None:
     with pytest.raises(RingError, match="No such file"):
         RingReader(tmp_path / "none.ring")
 
@@ -310,7 +308,7 @@ def test_a_damaged_header_is_refused(
 @pytest.mark.parametrize(
     ("name", "value"), [("rank", -1), ("generation", 1 << 31), ("pid", -7), ("started_ns", 1 << 63)]
 )
-def test_numbers_that_no_batch_may_hold_are_refused(
+def test_numbers_too_large_for_a_batch_are_refused(
     tmp_path: Path, identity: Identity, name: str, value: int
 ) -> None:
     """Else the server refuses whatever else is in the batch, of all ranks of the node."""
@@ -350,7 +348,7 @@ def test_a_failed_creation_leaves_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_only_leads_to_a_ring_is_none(tmp_path: Path, identity: Identity) -> None:
+def test_a_link_to_a_ring_is_refused(tmp_path: Path, identity: Identity) -> None:
     """Any user may write where rings are."""
     create(tmp_path / "real.ring", identity, CAPACITY).close()
     (tmp_path / "link.ring").symlink_to(tmp_path / "real.ring")

@@ -24,12 +24,12 @@ records = st.lists(rows, max_size=40).map(lambda many: b"".join(RECORD.pack(*row
 
 
 @given(records)
-def test_columns_give_the_records_back(block: bytes) -> None:
+def test_columns_are_converted_back_to_the_records(block: bytes) -> None:
     assert from_columns(to_columns(block)) == block
 
 
 @given(rows)
-def test_a_span_says_what_its_record_holds(row: tuple[int, ...]) -> None:
+def test_a_span_has_the_values_of_its_record(row: tuple[int, ...]) -> None:
     (span,) = unpack(RECORD.pack(*row))
     assert (span.index, span.op, span.group, span.flags) == (row[0], row[1], row[2], row[4])
     assert span.chunk == (None if row[3] == NONE_16 else row[3])
@@ -56,7 +56,7 @@ def test_a_fragment_is_refused(length: int) -> None:
         from_columns(bytes(length))
 
 
-def test_every_op_has_a_name_and_an_unknown_one_too() -> None:
+def test_every_op_has_a_name_also_an_unknown_one() -> None:
     assert op_name(Op.FORWARD_SEND) == "forward_send"
     assert op_name(1027) == "section:3"
     assert op_name(999) == "op:999"

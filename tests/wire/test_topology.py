@@ -12,14 +12,14 @@ topologies = st.builds(Topology, st.integers(1, 6), st.integers(1, 6), st.intege
 
 
 @given(topologies)
-def test_each_rank_has_its_own_place(topology: Topology) -> None:
+def test_each_rank_has_its_own_coordinates(topology: Topology) -> None:
     places = [topology.coordinates(rank) for rank in range(topology.world_size)]
     assert len(set(places)) == topology.world_size
     for rank, place in enumerate(places):
         assert topology.rank(place.dp_rank, place.pp_rank, place.tp_rank) == rank
 
 
-def test_tensor_ranks_are_neighbours_then_data_then_pipeline() -> None:
+def test_tensor_ranks_are_adjacent_then_data_then_pipeline() -> None:
     topology = Topology(dp=2, pp=2, tp=2)
     assert [topology.coordinates(rank).tp_rank for rank in range(4)] == [0, 1, 0, 1]
     assert [topology.coordinates(rank).dp_rank for rank in range(4)] == [0, 0, 1, 1]
@@ -45,6 +45,6 @@ def test_an_axis_has_at_least_one_rank(sizes: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("rank", [-1, 8])
-def test_a_rank_outside_has_no_place(rank: int) -> None:
+def test_a_rank_outside_the_topology_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match="rank must be in"):
         Topology(2, 2, 2).coordinates(rank)

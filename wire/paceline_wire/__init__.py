@@ -1,4 +1,4 @@
-"""What crosses a process boundary: topology, spans, the ring file, batches and commands.
+"""The formats that cross a process boundary: topology, spans, ring files, batches and commands.
 
-Everything else in Paceline may import this package; it imports nothing of ours.
+Every other package of Paceline may import this one; it imports none of them.
 """

@@ -1,4 +1,4 @@
-"""What the address of a server or a receiver looks like."""
+"""The address of a server or of a receiver of alerts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from urllib.parse import urlsplit
 
 
 def is_http_address(url: str) -> bool:
-    """Whether it is http(s)://HOST..., with a host and a port that can be asked for."""
+    """Return whether this is http(s)://HOST... with a valid host and port."""
     try:
         parts = urlsplit(url)
-        # As the resolver does, which breaks on what is no name.
+        # As the resolver does, which raises UnicodeError for an invalid name.
         host = (parts.hostname or "").encode("idna")
         return parts.scheme in ("http", "https") and host != b"" and parts.port != 0
-    except ValueError:  # a bracket that is not closed, a port that is none
+    except ValueError:  # an unclosed bracket, an invalid port or host
         return False

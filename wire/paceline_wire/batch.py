@@ -1,8 +1,8 @@
-"""Batches: what an agent sends, and how it is packed (msgpack inside one zstd frame).
+"""Batches: the data that an agent sends, packed as msgpack inside one zstd frame.
 
-A batch is identified by (agent_id, boot_id, sequence). `boot_id` is new with each agent process,
-and when its news overtake a backlog; an agent's boots sort in the order in which they began.
-`sequence` counts from 0 without gaps except where the spool had to drop.
+A batch is identified by (agent_id, boot_id, sequence). A new `boot_id` starts with each agent
+process, and when current data overtakes a backlog; an agent's boots sort in the order in which they
+started. `sequence` counts from 0, without gaps except where the spool had to drop batches.
 Times are nanoseconds of the node's CLOCK_REALTIME unless a field says otherwise.
 """
 
@@ -30,15 +30,15 @@ from paceline_wire.spans import RECORD_BYTES
 from paceline_wire.stacks import ThreadStack
 
 VERSION = 2
-_READ_VERSIONS = (1, 2)  # the first has no blocks of samples
+_READ_VERSIONS = (1, 2)  # version 1 has no blocks of samples
 CONTENT_TYPE = "application/x-paceline-batch"
 MAXIMUM_COMPRESSED_BYTES = 8 << 20
 MAXIMUM_BYTES = 64 << 20
-_LEVEL = 2  # a third cheaper than 3, and smaller where values prevail
+_LEVEL = 2  # a third cheaper than level 3, and smaller for batches of mostly values
 
 
 class BatchError(Exception):
-    """A payload that is no batch. `reason` is a short stable word for the counter."""
+    """A payload that is not a valid batch. `reason` is a short stable word for the counter."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -58,10 +58,10 @@ Series = tuple[str, dict[str, str]]  # name and labels
 
 
 class SampleBlock(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Values of many series at one moment: what a collector brings call after call.
+    """Values of many series at one time, as a collector returns them call after call.
 
-    `series` is made once, by `pack_series`; `values` by `pack_values`: a little-endian double for
-    each of the series, NaN for one that has no value this time.
+    `series` is packed once, by `pack_series`. `values` is packed by `pack_values`: one
+    little-endian double per series, NaN for a series without a value this time.
     """
 
     series: msgspec.Raw
@@ -70,15 +70,15 @@ class SampleBlock(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     @property
     def count(self) -> int:
-        """With those that are not there."""
+        """The number of values, absent ones included."""
         return len(self.values) // 8
 
     def samples(self) -> list[Sample]:
-        """One for each value that is there. Raises BatchError."""
+        """Return a sample for each value that is not absent. Raises BatchError."""
         try:
             series, values = unpack_series(self.series), unpack_values(self.values)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BatchError("malformed", f"a block's series are not any: {error}") from error
+            raise BatchError("malformed", f"a block's series are malformed: {error}") from error
         except struct.error as error:
             raise BatchError("invalid", f"a block's values are torn: {error}") from error
         if len(values) != len(series):
@@ -111,13 +111,13 @@ class SpanBlock(msgspec.Struct, frozen=True, gc=False):
 
 
 class GpuInfo(msgspec.Struct, frozen=True):
-    """One GPU of a node. Without an answer since the agent began all its texts are empty."""
+    """One GPU of a node. Its string fields are empty until the GPU responds."""
 
     index: int
     uuid: str
     name: str
     pci_bus_id: str
-    trouble: Literal["lost", "hung"] | None = None  # it can hold no rank
+    trouble: Literal["lost", "hung"] | None = None  # such a GPU can run no rank
     nvlinks: dict[str, int] = {}  # active links by PCI bus id of the other end, or "switch"
 
 
@@ -127,14 +127,16 @@ class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
     time_ns: int
     hostname: str
     version: str
-    address: str  # where other nodes reach a rank 0 that runs here
+    address: str  # at which other nodes reach a rank 0 on this node
     rendezvous_port: int  # free at `time_ns`; renewed after each use
-    slots: int  # ranks this node can hold now: none on a GPU that is in trouble
+    slots: int  # ranks this node can run now, without lost or hung GPUs
     gpus: list[GpuInfo] = []
     labels: dict[str, str] = {}
 
 
 class RankStarted(msgspec.Struct, frozen=True, kw_only=True, tag="rank_started"):
+    """The agent started a rank's process."""
+
     time_ns: int
     job: str
     generation: int
@@ -150,6 +152,8 @@ class RankAttached(msgspec.Struct, frozen=True, kw_only=True, tag="rank_attached
 
 
 class RankDefined(msgspec.Struct, frozen=True, kw_only=True, tag="rank_defined"):
+    """A rank defined names of sections or process groups."""
+
     time_ns: int
     job: str
     generation: int
@@ -158,7 +162,10 @@ class RankDefined(msgspec.Struct, frozen=True, kw_only=True, tag="rank_defined")
 
 
 class RankExited(msgspec.Struct, frozen=True, kw_only=True, tag="rank_exited"):
-    """`exit_code` if it exited, `signal` if it was killed. `log_tail`: its last lines of output."""
+    """A rank ended: `exit_code` if it exited, `signal` if it was killed.
+
+    `log_tail`: its last lines of output.
+    """
 
     time_ns: int
     job: str
@@ -197,7 +204,7 @@ class RankAcknowledged(msgspec.Struct, frozen=True, kw_only=True, tag="rank_ackn
 
 
 class RankStackTraces(msgspec.Struct, frozen=True, kw_only=True, tag="rank_stacks"):
-    """What a rank's threads were in the middle of; `error` says why that could not be read."""
+    """The Python stacks of a rank's threads; `error` is the reason if they could not be read."""
 
     time_ns: int
     job: str
@@ -209,9 +216,9 @@ class RankStackTraces(msgspec.Struct, frozen=True, kw_only=True, tag="rank_stack
 
 
 class RankDump(msgspec.Struct, frozen=True, kw_only=True, tag="rank_dump"):
-    """A rank's Flight Recorder dump as `dumps.pack` packs it, or in `error` why there is none.
+    """A rank's Flight Recorder dump, packed by `dumps.pack`; `error`: the reason if there is none.
 
-    `was_asked`: the rank was told to write one, so that it did not says something of it.
+    `was_asked`: the rank was asked to write a dump and did not, which is evidence itself.
     """
 
     time_ns: int
@@ -225,6 +232,8 @@ class RankDump(msgspec.Struct, frozen=True, kw_only=True, tag="rank_dump"):
 
 
 class CommandResult(msgspec.Struct, frozen=True, kw_only=True, tag="command_result"):
+    """The result of a command; `detail` is the reason if it failed."""
+
     time_ns: int
     command_id: int
     ok: bool
@@ -232,7 +241,7 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True, tag="command_resu
 
 
 class DeviceEvent(msgspec.Struct, frozen=True, kw_only=True, tag="device_event"):
-    """Something a collector saw happen: `gpu_lost`, `gpu_hung`, `gpu_back`, `xid`, ..."""
+    """An event of a device that a collector detected: `gpu_lost`, `gpu_hung`, `xid`, ..."""
 
     time_ns: int
     kind: str
@@ -266,7 +275,7 @@ Event = (
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """One node's news. An empty one is a heartbeat."""
+    """New data of one node. An empty batch is a heartbeat."""
 
     version: int = VERSION
     agent_id: str
@@ -276,13 +285,13 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     events: list[Event] = []
     spans: list[SpanBlock] = []
     samples: list[Sample] = []
-    blocks: list[SampleBlock] = []  # more of them; `decode` gives them as samples
-    dropped_batches: int = 0  # lost by the spool since the boot began
-    overtakes: bool = False  # older news of the node's ranks still wait there
+    blocks: list[SampleBlock] = []  # more samples; `decode` converts them
+    dropped_batches: int = 0  # dropped by the spool since the boot started
+    overtakes: bool = False  # older data of the node's ranks still waits on the node
 
 
 class _Contexts(threading.local):
-    """Making one costs as much as what it is used for; two threads must not share one."""
+    """One pair per thread: creating it costs as much as a use, and threads must not share it."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=_LEVEL)
@@ -297,33 +306,37 @@ _value = attrgetter("value")
 
 
 def pack_series(series: Sequence[Series]) -> msgspec.Raw:
-    """For any number of `SampleBlock`s."""
+    """Pack series, for any number of `SampleBlock`s."""
     return msgspec.Raw(_encoder.encode(series))
 
 
 def unpack_series(packed: msgspec.Raw) -> list[Series]:
-    """Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError."""
+    """Unpack series. Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError."""
     return _series_decoder.decode(packed)
 
 
 def pack_values(values: Sequence[float]) -> bytes:
+    """Pack the values of a `SampleBlock`."""
     return struct.pack(f"<{len(values)}d", *values)
 
 
 def unpack_values(packed: bytes) -> tuple[float, ...]:
-    """Raises struct.error."""
+    """Unpack the values of a `SampleBlock`. Raises struct.error."""
     return struct.unpack(f"<{len(packed) // 8}d", packed)
 
 
 def encode(batch: Batch) -> bytes:
+    """Return the payload of a batch."""
     return _contexts.compressor.compress(_encoder.encode(batch))
 
 
 def decode(payload: bytes) -> Batch:
     """Decode and check one payload.
 
-    Raises BatchError with reason `oversized`, `compression`, `malformed`, `version` or `invalid`;
-    never allocates more than MAXIMUM_BYTES for the content, whatever the frame claims.
+    It never allocates more than MAXIMUM_BYTES for the content, whatever size the frame declares.
+
+    Raises:
+        BatchError: its reason is `oversized`, `compression`, `malformed`, `version` or `invalid`.
     """
     if len(payload) > MAXIMUM_COMPRESSED_BYTES:
         raise BatchError("oversized", f"more than {MAXIMUM_COMPRESSED_BYTES} bytes compressed")
@@ -336,7 +349,7 @@ def decode(payload: bytes) -> Batch:
         if len(block.columns) % RECORD_BYTES:
             raise BatchError("invalid", f"a span block of {len(block.columns)} bytes is torn")
     if batch.blocks:
-        samples = [*batch.samples, *chain.from_iterable(each.samples() for each in batch.blocks)]
+        samples = [*batch.samples, *chain.from_iterable(block.samples() for block in batch.blocks)]
         batch = msgspec.structs.replace(batch, samples=samples, blocks=[])
     if not all(map(math.isfinite, map(_value, batch.samples))):
         raise BatchError("invalid", "a sample is not finite; absent values are left out")
@@ -344,7 +357,7 @@ def decode(payload: bytes) -> Batch:
 
 
 def content_bytes(payload: bytes) -> int | None:
-    """As the frame declares it, None where it does not. Raises BatchError."""
+    """Return the size that the frame declares; None if it declares none. Raises BatchError."""
     try:
         declared = zstandard.get_frame_parameters(payload).content_size
     except zstandard.ZstdError as error:
@@ -383,7 +396,7 @@ def _decode_content(content: bytes) -> Batch:
         batch = _decoder.decode(content)
         version = batch.version
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        version = _version(content)  # another one may well look otherwise
+        version = _version(content)  # another version may have another structure
         if version in _READ_VERSIONS:
             raise BatchError("malformed", f"not a batch: {error}") from error
     if version not in _READ_VERSIONS:

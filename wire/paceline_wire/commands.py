@@ -1,6 +1,6 @@
-"""What the server asks of an agent, over the long-lived command stream.
+"""Commands of the server to an agent, over a long-lived stream.
 
-Commands are idempotent: an agent remembers the ids it has carried out and answers a repeated one
+Commands are idempotent: an agent remembers the ids that it has executed and answers a repeated one
 with the same `CommandResult`. The stream is newline-delimited JSON; a `Ping` keeps it alive.
 """
 
@@ -10,9 +10,9 @@ import msgspec
 
 from paceline_wire.topology import Topology
 
-# In a job's environment: modules, by commas, that the ranks of a restart are to find imported.
+# A variable of a job: modules, separated by commas, that ranks of a restart find imported.
 PRELOAD = "PACELINE_PRELOAD"
-PING_SECONDS = 2.0  # an agent takes a stream that is silent for 5 s for dead
+PING_SECONDS = 2.0  # an agent closes a stream that is silent for 5 s
 
 
 class RankSpec(msgspec.Struct, frozen=True):
@@ -24,7 +24,7 @@ class RankSpec(msgspec.Struct, frozen=True):
 
 
 class Ranks(msgspec.Struct, frozen=True, kw_only=True):
-    """Those of generation `generation` that are a node's, and all that starting them takes."""
+    """The ranks of one generation on one node, and everything needed to start them."""
 
     command_id: int
     job: str
@@ -40,17 +40,17 @@ class Ranks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartRanks(Ranks, frozen=True, kw_only=True, tag="start_ranks"):
-    """Start them. Refused if a newer generation is known."""
+    """Start these ranks. An agent refuses it if it knows a newer generation of the job."""
 
 
 class PreloadRanks(Ranks, frozen=True, kw_only=True, tag="preload_ranks"):
-    """Import what these ranks will, but start none: a later generation is to have them here."""
+    """Import the modules of these ranks without starting any, for a later generation."""
 
 
 class StopGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="stop_generation"):
     """Kill every rank of `job` up to and including `generation`; done when all are dead.
 
-    SIGTERM first, SIGKILL after `grace_seconds` (stopped processes are killed all the same).
+    SIGTERM first, SIGKILL after `grace_seconds` (which also kills stopped processes).
     """
 
     command_id: int
@@ -74,7 +74,7 @@ class ControlRanks(msgspec.Struct, frozen=True, kw_only=True, tag="control_ranks
 
 
 class TakeStacks(msgspec.Struct, frozen=True, kw_only=True, tag="take_stacks"):
-    """Read the Python stacks of local ranks without stopping them; each is told as `RankStacks`."""
+    """Read the Python stacks of local ranks without pausing them; one `RankStacks` each."""
 
     command_id: int
     job: str
@@ -83,7 +83,7 @@ class TakeStacks(msgspec.Struct, frozen=True, kw_only=True, tag="take_stacks"):
 
 
 class TakeDumps(msgspec.Struct, frozen=True, kw_only=True, tag="take_dumps"):
-    """Have local ranks write their Flight Recorder dumps; each is told as `RankDump`."""
+    """Have local ranks write their Flight Recorder dumps; one `RankDump` each."""
 
     command_id: int
     job: str
@@ -92,9 +92,9 @@ class TakeDumps(msgspec.Struct, frozen=True, kw_only=True, tag="take_dumps"):
 
 
 class Burst(msgspec.Struct, frozen=True, kw_only=True, tag="burst"):
-    """Let collectors collect ten times a second, for at most 30 s; done once they have begun.
+    """Run collectors ten times a second, for at most 30 s. The result is sent when they started.
 
-    `collectors` are names as in docs/adding-a-collector.md; none: all of them.
+    `collectors` are names as in docs/adding-a-collector.md; empty means all.
     """
 
     command_id: int
@@ -105,7 +105,8 @@ class Burst(msgspec.Struct, frozen=True, kw_only=True, tag="burst"):
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Keeps the stream alive, each PING_SECONDS; `server_ns` is the server's CLOCK_REALTIME.
 
-    `flush_seconds`: send what is not urgent no more often than this; a server of many asks for it.
+    `flush_seconds`: the shortest time between batches, except for urgent events; a server with many
+    agents increases it.
     """
 
     server_ns: int
@@ -118,9 +119,10 @@ _decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 
 
 def encode_line(command: Command) -> bytes:
+    """Return a command as one line of the stream."""
     return msgspec.json.encode(command) + b"\n"
 
 
 def decode_line(line: bytes | str) -> Command:
-    """Raises msgspec.ValidationError or msgspec.DecodeError on anything else."""
+    """Decode one line of the stream. Raises msgspec.ValidationError or msgspec.DecodeError."""
     return _decoder.decode(line)

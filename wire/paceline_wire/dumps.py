@@ -1,19 +1,20 @@
-"""A rank's Flight Recorder dump on its way: the file as it is, compressed, never unpickled."""
+"""A rank's Flight Recorder dump in transit: the unchanged file, compressed, never unpickled."""
 
 from __future__ import annotations
 
 import zstandard
 
 MAXIMUM_FILE_BYTES = 64 << 20
-MAXIMUM_PACKED_BYTES = 4 << 20  # a batch holds one of these beside all else
+MAXIMUM_PACKED_BYTES = 4 << 20  # a batch holds at most one of these
 
 
 def pack(content: bytes) -> bytes:
+    """Compress a dump."""
     return zstandard.ZstdCompressor(level=3).compress(content)
 
 
 def unpack(packed: bytes) -> bytes:
-    """Raises ValueError for what `pack` did not make, whatever size it claims to have."""
+    """Decompress a dump. Raises ValueError if `pack` did not make it or it is too large."""
     try:
         declared = zstandard.get_frame_parameters(packed).content_size
         if not 0 <= declared <= MAXIMUM_FILE_BYTES:

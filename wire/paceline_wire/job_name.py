@@ -1,4 +1,4 @@
-"""What a job may be called: a name is its id, and a part of addresses and of its rings' files."""
+"""Job names: a job's name is its id, and a part of URLs and of the names of its ring files."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import re
 
 _LENGTH = 64
 _NOT_FIRST = "._:+=@-"
-_OTHERS = re.compile(rf"[^A-Za-z0-9{_NOT_FIRST}]")
+_INVALID = re.compile(rf"[^A-Za-z0-9{_NOT_FIRST}]")
 
 
 def as_job_name(text: str) -> str:
-    """A name stays as it is; of anything else comes one."""
-    return _OTHERS.sub("_", text).lstrip(_NOT_FIRST)[:_LENGTH] or "local"
+    """Return a valid name; a text that is one already stays unchanged."""
+    return _INVALID.sub("_", text).lstrip(_NOT_FIRST)[:_LENGTH] or "local"
 
 
 def is_job_name(text: str) -> bool:
+    """Return whether the text is a valid job name."""
     return as_job_name(text) == text

@@ -1,7 +1,8 @@
-"""Where an agent keeps the rings of its node, and how a process of that node finds them.
+"""The directory with the rings of a node, and how a process on that node finds it.
 
-Whoever owns the directory can tell a rank what to do (its control page): one that nobody named is
-taken only from root, from the process's own user, and from the account the agent's service has.
+The owner of the directory can send commands to a rank (through its control page). A directory that
+is found by default is therefore used only if it belongs to root, to the process's own user, or to
+the account of the agent's service.
 """
 
 from __future__ import annotations
@@ -14,23 +15,25 @@ MEMORY = Path("/dev/shm")
 PREFIX = "paceline-"
 LOCK = "agent.lock"  # held (flock) while the agent lives
 RINGS = "rings"
-ACCOUNT = "paceline"  # deploy/systemd
+ACCOUNT = "paceline"  # as in deploy/systemd
 
 _LOCKS = Path("/proc/locks")
 
 
 def rings_of_running_agents() -> list[Path]:
-    """Of the agents of this node whose directory is where it is by default."""
-    held = _held_locks()
+    """Return the ring directories of this node's running agents with a default directory."""
+    held_locks = _held_locks()
     return sorted(
         lock.parent / RINGS
         for lock in MEMORY.glob(f"{PREFIX}*/{LOCK}")
-        if _place(lock) in held and _is_trusted(lock.parent) and _is_trusted(lock.parent / RINGS)
+        if _lock_id(lock) in held_locks
+        and _is_trusted(lock.parent)
+        and _is_trusted(lock.parent / RINGS)
     )
 
 
 def _held_locks() -> set[str]:
-    """`MAJOR:MINOR:INODE` of each file that somebody has locked, as far as we may see."""
+    """Return `MAJOR:MINOR:INODE` of each locked file that this process can see."""
     try:
         lines = _LOCKS.read_text().splitlines()
     except OSError:
@@ -38,12 +41,13 @@ def _held_locks() -> set[str]:
     return {fields[5] for line in lines if len(fields := line.split()) > 5 and fields[1] == "FLOCK"}
 
 
-def _place(lock: Path) -> str | None:
+def _lock_id(lock: Path) -> str | None:
+    """Return a file's id as /proc/locks shows it."""
     try:
-        found = lock.stat()
+        status = lock.stat()
     except OSError:
         return None
-    return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    return f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
 
 
 def _is_trusted(directory: Path) -> bool:

@@ -1,7 +1,7 @@
-"""The ring file: how one rank tells its node's agent what it does, without I/O, locks or threads.
+"""The ring file: one rank reports to its node's agent through it, without I/O, locks or threads.
 
-One memory-mapped file per rank, under a tmpfs directory; the trainer writes everything but the
-command half of the control page, the agent reads everything.
+One memory-mapped file per rank, in a tmpfs directory. The trainer writes everything except the
+command half of the control page; the agent reads everything.
 
     page 0        identity     magic, layout version, capacity, then msgpack of `Identity`
     page 1        state        512 words, see the `STATE_*` constants; survives SIGKILL
@@ -9,9 +9,9 @@ command half of the control page, the agent reads everything.
     pages 3..18   definitions  append-only msgpack records: names of sections, process groups
     pages 19..    spans        `capacity` records of `spans.RECORD_BYTES`
 
-Words are 64-bit little-endian and aligned, so each store is atomic on the machines we run on.
-A record is written first and `STATE_HEAD` after it. The reader copies records, reads the head
-again and drops what may have been overwritten meanwhile: an overrun is counted, never blocks.
+Words are 64-bit little-endian and aligned, so each store is atomic on supported machines. A record
+is written first and `STATE_HEAD` after it. The reader copies records, reads the head again and
+drops records that may have been overwritten meanwhile. An overrun is counted; it never blocks.
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ STATE_GROUPS = 48  # GROUPS x (sequence entered, sequence left, entered_ns, byte
 GROUPS = 64
 GROUP_WORDS = 4
 GROUP_BYTES_SHIFT = 16
-STATE_PEERS = (
-    304  # PEERS x (peer + 1, send entered, send left, recv entered, recv left, entered_ns)
-)
+# PEERS x (peer + 1, send entered, send left, recv entered, recv left, entered_ns)
+STATE_PEERS = 304
 PEERS = 32
 PEER_WORDS = 6
 
@@ -74,7 +73,7 @@ ACK_COMMAND = 8  # written last
 ACK_STATUS = 9  # an `AckStatus`
 ACK_STEP = 10
 
-# Any user may put files where rings are: no links to others, no devices, no FIFOs to wait for.
+# Any user may put files into a ring directory: do not follow links, do not block on a FIFO.
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _HEADER = struct.Struct("<8sIIQI")  # magic, layout version, reserved, capacity, identity length
 
@@ -94,18 +93,18 @@ class ControlKind:
 
 
 class AckStatus:
-    """Values of ACK_STATUS. SEEN: the rank knows; DONE and FAILED are final."""
+    """Values of ACK_STATUS. SEEN: the rank has read the command; DONE and FAILED are final."""
 
     SEEN, DONE, FAILED = range(1, 4)
     NAMES = (None, "seen", "done", "failed")
 
 
 class RingError(Exception):
-    """A ring file that cannot be used: not ours, another version, truncated or corrupt."""
+    """A ring file that cannot be used: another format or version, truncated or corrupt."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who writes this ring. Times are nanoseconds."""
+    """The rank and process that write this ring. Times are nanoseconds."""
 
     job: str
     generation: int
@@ -130,12 +129,12 @@ class SectionDefinition(msgspec.Struct, frozen=True, tag="section"):
 
 
 class GroupDefinition(msgspec.Struct, frozen=True, tag="group"):
-    """A process group, as its members know it. `ranks` are global."""
+    """A process group. `ranks` are global."""
 
     id: int
     name: str
     ranks: list[int]
-    axis: str | None = None  # "dp", "pp", "tp", "world" where it is known
+    axis: str | None = None  # "dp", "pp", "tp" or "world"; None: unknown
 
 
 Definition = SectionDefinition | GroupDefinition
@@ -162,7 +161,7 @@ class GroupProgress(msgspec.Struct, frozen=True, gc=False):
     left: int
     entered_ns: int
     op: int
-    bytes: int = 0  # payload of the one entered last; 0: not given
+    bytes: int = 0  # payload of the last entered; 0: unknown
 
 
 class PeerProgress(msgspec.Struct, frozen=True, gc=False):
@@ -203,13 +202,15 @@ class Control(msgspec.Struct, frozen=True):
 
 
 class Acknowledgement(msgspec.Struct, frozen=True):
+    """The trainer's answer to a command; `status` is an `AckStatus`."""
+
     command_id: int
     status: int
     step: int
 
 
 class RingFile:
-    """The mapped file and its pages; base of the two ends."""
+    """The mapped file and its pages; base class of both ends."""
 
     def __init__(self, path: Path, mapping: mmap.mmap, capacity: int) -> None:
         self.path = path
@@ -225,6 +226,7 @@ class RingFile:
         self._view = view
 
     def close(self) -> None:
+        """Unmap the file."""
         for view in self._views:
             view.release()
         self._view.release()
@@ -234,8 +236,9 @@ class RingFile:
 def create(path: Path, identity: Identity, capacity: int = DEFAULT_CAPACITY) -> RingFile:
     """Create `path` (it appears complete, by rename) and map it for the writer.
 
-    Raises ValueError for a capacity that is no power of two or too large, OSError where the
-    directory cannot be written.
+    Raises:
+        ValueError: the capacity is not a power of two or too large, or the identity is too long.
+        OSError: the directory cannot be written.
     """
     if capacity < 64 or capacity > MAXIMUM_CAPACITY or capacity & (capacity - 1):
         raise ValueError(f"capacity must be a power of two in 64..{MAXIMUM_CAPACITY}: {capacity}")
@@ -247,9 +250,11 @@ def create(path: Path, identity: Identity, capacity: int = DEFAULT_CAPACITY) -> 
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     descriptor = os.open(temporary, flags, 0o600)
     try:
-        if os.stat(path.parent).st_mode & stat.S_ISGID:  # an agent's that is another user
+        if (
+            os.stat(path.parent).st_mode & stat.S_ISGID
+        ):  # the agent runs as another user of this group
             os.fchmod(descriptor, 0o660)
-        os.posix_fallocate(descriptor, 0, size)  # a full tmpfs says so now, not as SIGBUS later
+        os.posix_fallocate(descriptor, 0, size)  # a full tmpfs fails here, not with SIGBUS later
         mapping = mmap.mmap(descriptor, size)
         mapping[: _HEADER.size] = _HEADER.pack(MAGIC, LAYOUT_VERSION, 0, capacity, len(encoded))
         mapping[_HEADER.size : _HEADER.size + len(encoded)] = encoded
@@ -263,7 +268,7 @@ def create(path: Path, identity: Identity, capacity: int = DEFAULT_CAPACITY) -> 
 
 
 def define(ring: RingFile, definition: Definition) -> bool:
-    """Append a definition (writer's end). False, and counted, if the area is full."""
+    """Append a definition (writer's end). Return False, and count it, if the area is full."""
     encoded = msgspec.msgpack.encode(definition)
     used = ring.state[STATE_DEFINITIONS]
     end = used + 4 + len(encoded)
@@ -276,10 +281,10 @@ def define(ring: RingFile, definition: Definition) -> bool:
 
 
 class RingReader(RingFile):
-    """The agent's end. One reader per ring; it remembers how far it has read."""
+    """The agent's end. One reader per ring; it keeps its read position."""
 
     def __init__(self, path: Path) -> None:
-        """Raises RingError for anything that is not a whole ring of this layout version."""
+        """Open a ring. Raises RingError if it is not a complete ring of this layout version."""
         try:
             descriptor = os.open(path, _OPEN_FLAGS)
         except OSError as error:
@@ -288,7 +293,7 @@ class RingReader(RingFile):
             status = os.fstat(descriptor)
             size = status.st_size
             if not stat.S_ISREG(status.st_mode):
-                raise RingError(f"{path}: no regular file")
+                raise RingError(f"{path}: not a regular file")
             if size < SPANS_OFFSET:
                 raise RingError(f"{path}: {size} bytes is too short for a ring")
             mapping = mmap.mmap(descriptor, size)
@@ -320,14 +325,14 @@ class RingReader(RingFile):
         self._defined = 0
 
     def read(self, limit: int = 1 << 14) -> bytes:
-        """At most `limit` new records, row-major, oldest first. Adds overruns to `lost`.
+        """Return at most `limit` new records, row-major, oldest first; add overruns to `lost`.
 
-        Raises RingError if the head went backwards or is absurd (a corrupt state page).
+        Raises RingError if the head went backwards or is not plausible (a corrupt state page).
         """
         head = self.state[STATE_HEAD]
         if head < self.position or head >> 60:
             raise RingError(f"{self.path}: head {head} behind position {self.position}")
-        # One slot of slack: the record at `head` may be half written over the oldest one.
+        # One slot of margin: the record at `head` may be half written over the oldest one.
         oldest = max(0, head - self.capacity + 1)
         if self.position < oldest:
             self.lost += oldest - self.position
@@ -349,22 +354,22 @@ class RingReader(RingFile):
         return records
 
     def new_definitions(self) -> list[Definition]:
-        """Definitions appended since the last call. Raises RingError on a corrupt area."""
+        """Return the definitions since the last call. Raises RingError on a corrupt area."""
         used = self.state[STATE_DEFINITIONS]
         if used > DEFINITIONS_BYTES:
             raise RingError(f"{self.path}: definitions claim {used} bytes")
-        found: list[Definition] = []
+        definitions: list[Definition] = []
         while self._defined < used:
             start = self._defined + 4
             end = start + int.from_bytes(self.definitions[self._defined : start], "little")
             if end > used:
                 raise RingError(f"{self.path}: a definition overruns its area")
             try:
-                found.append(_definitions.decode(self.definitions[start:end]))
+                definitions.append(_definitions.decode(self.definitions[start:end]))
             except (msgspec.DecodeError, ValueError) as error:
                 raise RingError(f"{self.path}: corrupt definition: {error}") from error
             self._defined = end
-        return found
+        return definitions
 
     def view(self) -> StateView:
         """Decode the state page as it is now."""
@@ -381,11 +386,11 @@ class RingReader(RingFile):
             )
         groups = []
         for group in range(GROUPS):
-            entered, left, entered_ns, what = words[STATE_GROUPS + group * GROUP_WORDS :][
+            entered, left, entered_ns, operation = words[STATE_GROUPS + group * GROUP_WORDS :][
                 :GROUP_WORDS
             ]
             if entered:
-                op, size = what & 0xFFFF, what >> GROUP_BYTES_SHIFT
+                op, size = operation & 0xFFFF, operation >> GROUP_BYTES_SHIFT
                 groups.append(GroupProgress(group, entered, left, entered_ns, op, size))
         peers = []
         for slot in range(PEERS):
@@ -395,7 +400,7 @@ class RingReader(RingFile):
         has_loss = bool(words[STATE_LOSS_STEP])
         norm = floats[STATE_GRADIENT_NORM]
         status = words[STATE_STATUS]
-        evaluated = words[STATE_EVALUATION_STEP]
+        evaluation_step = words[STATE_EVALUATION_STEP]
         return StateView(
             head=words[STATE_HEAD],
             step=words[STATE_STEP],
@@ -405,21 +410,21 @@ class RingReader(RingFile):
             loss_step=words[STATE_LOSS_STEP] - 1 if has_loss else None,
             loss=floats[STATE_LOSS] if has_loss else None,
             gradient_norm=norm if has_loss and norm == norm else None,
-            evaluation_step=evaluated - 1 if evaluated else None,
-            evaluation_loss=floats[STATE_EVALUATION_LOSS] if evaluated else None,
+            evaluation_step=evaluation_step - 1 if evaluation_step else None,
+            evaluation_loss=floats[STATE_EVALUATION_LOSS] if evaluation_step else None,
             frames=frames,
             groups=groups,
             peers=peers,
         )
 
     def command(self, command_id: int, kind: int, target_step: int) -> None:
-        """Hand a command to the trainer; it sees the newest one at its next step boundary."""
+        """Write a command for the trainer, which reads the newest one at its next step boundary."""
         self.control[CONTROL_KIND] = kind
         self.control[CONTROL_TARGET_STEP] = target_step
         self.control[CONTROL_COMMAND] = command_id
 
     def acknowledgement(self) -> Acknowledgement | None:
-        """What the trainer last said of a command, or None."""
+        """Return the trainer's last answer to a command, or None."""
         command_id = self.control[ACK_COMMAND]
         if not command_id:
             return None
@@ -427,7 +432,7 @@ class RingReader(RingFile):
 
 
 def _check_numbers(identity: Identity) -> None:
-    """Raises ValueError for one that no batch may hold: the server would refuse all news of it."""
+    """Raise ValueError for numbers that a batch cannot hold: the server would refuse it."""
     for name, limit in _LIMITS.items():
         value = getattr(identity, name)
         if not 0 <= value < limit:
@@ -435,4 +440,5 @@ def _check_numbers(identity: Identity) -> None:
 
 
 def section_op(definition_id: int) -> int:
+    """Return the op of a user's section."""
     return SECTION_BASE + definition_id

@@ -1,4 +1,4 @@
-"""Spans: the fixed-size records that a rank writes about what it did.
+"""Spans: fixed-size records of what a rank did and how long it took.
 
 A record is eight 64-bit little-endian words, so that columns can be cut out of a block of
 records with a plain strided slice (no numpy in the trainer or the agent):
@@ -95,7 +95,7 @@ class Flag(enum.IntFlag):
     A blocking call writes one span with no flag. An async call writes an ASYNC span (launch to
     completion as seen by the host) and, if the host had to wait for it, a WAIT span with the same
     op, group and sequence: only that one took the host's time.
-    What a thread beside the training's does on the host is ASYNC too: it holds nobody up.
+    Host calls of a thread other than the training's are ASYNC too: they do not block the training.
     """
 
     NONE = 0
@@ -126,7 +126,10 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 def op_name(op: int) -> str:
-    """`forward_send` for Op.FORWARD_SEND; `section:3` for a user's section with definition 3."""
+    """Return the name of an op.
+
+    `forward_send` for Op.FORWARD_SEND, `section:3` for a user's section with definition 3.
+    """
     if op >= SECTION_BASE:
         return f"section:{op - SECTION_BASE}"
     try:
@@ -158,14 +161,14 @@ def unpack(records: bytes | memoryview) -> Iterator[Span]:
 
 
 def to_columns(records: bytes) -> bytes:
-    """Row-major records to column-major words (word 0 of all, word 1 of all, ...)."""
+    """Transpose row-major records to columns: word 0 of all records, word 1 of all, ..."""
     words = array("Q")
     words.frombytes(records)
     return b"".join(words[column::WORDS].tobytes() for column in range(WORDS))
 
 
 def from_columns(columns: bytes) -> bytes:
-    """Inverse of `to_columns`. Raises ValueError on a length that is no whole number of records."""
+    """Invert `to_columns`. Raises ValueError if the length is not a multiple of RECORD_BYTES."""
     if len(columns) % RECORD_BYTES:
         raise ValueError(f"columns must be a multiple of {RECORD_BYTES} bytes, got {len(columns)}")
     words = array("Q")

@@ -1,16 +1,16 @@
-"""The Python stacks of one process as read from outside it. Bounded: evidence, not a dump."""
+"""The Python stacks of one process, read from outside it, with a limited size."""
 
 from __future__ import annotations
 
 import msgspec
 
 MAXIMUM_THREADS = 32
-MAXIMUM_FRAMES = 48  # per thread, the innermost
+MAXIMUM_FRAMES = 48  # per thread; the innermost ones
 MAXIMUM_TEXT = 200  # characters of a name or a path
 
 
 class StackFrame(msgspec.Struct, frozen=True, array_like=True):
-    """`file` is shortened to the part below the folder that packages are imported from."""
+    """One frame. `file` is relative to the directory that its package is imported from."""
 
     function: str
     file: str
@@ -21,7 +21,7 @@ class StackFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ThreadStack(msgspec.Struct, frozen=True):
-    """`frames`: innermost first. `holds_gil`: this thread held the interpreter's lock."""
+    """One thread. `frames`: innermost first. `holds_gil`: it held the interpreter's lock."""
 
     name: str
     frames: list[StackFrame]
@@ -30,7 +30,7 @@ class ThreadStack(msgspec.Struct, frozen=True):
 
 
 def bounded(threads: list[ThreadStack]) -> list[ThreadStack]:
-    """The same within the limits above, and without what a database's text cannot hold."""
+    """Return the stacks within the limits above, without NUL characters."""
     return [
         msgspec.structs.replace(
             thread,
@@ -45,4 +45,5 @@ def bounded(threads: list[ThreadStack]) -> list[ThreadStack]:
 
 
 def plain(text: str) -> str:
+    """Return text that a database can store, shortened to MAXIMUM_TEXT."""
     return text.replace("\0", "")[:MAXIMUM_TEXT]

@@ -1,14 +1,14 @@
-"""Where a rank stands in a 3D-parallel (data x pipeline x tensor) job."""
+"""The position of a rank in a 3D-parallel (data x pipeline x tensor) job."""
 
 from __future__ import annotations
 
 import msgspec
 
-RANKS_AT_MOST = 1 << 17  # of a job; an order of magnitude beyond the largest known
+RANKS_AT_MOST = 1 << 17  # per job; an order of magnitude beyond the largest known
 
 
 class Coordinates(msgspec.Struct, frozen=True, order=True):
-    """One rank's place on each parallel axis, all counted from 0."""
+    """The position of one rank on each parallel axis, from 0."""
 
     dp_rank: int = 0
     pp_rank: int = 0  # the pipeline stage
@@ -33,10 +33,11 @@ class Topology(msgspec.Struct, frozen=True):
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.dp * self.pp * self.tp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Raises ValueError if `rank` is outside 0..world_size-1."""
+        """Return a rank's coordinates. Raises ValueError if it is not in 0..world_size-1."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in 0..{self.world_size - 1}, got {rank}")
         rest, tp_rank = divmod(rank, self.tp)
@@ -44,9 +45,10 @@ class Topology(msgspec.Struct, frozen=True):
         return Coordinates(dp_rank, pp_rank, tp_rank)
 
     def rank(self, dp_rank: int, pp_rank: int, tp_rank: int) -> int:
+        """Return the global rank at these coordinates."""
         return (pp_rank * self.dp + dp_rank) * self.tp + tp_rank
 
     def shrink(self, slots: int) -> Topology | None:
-        """The largest topology with the same tp and pp that fits `slots` ranks, or None."""
+        """Return the largest topology with the same tp and pp that fits `slots` ranks, or None."""
         dp = min(self.dp, slots // (self.tp * self.pp))
         return Topology(dp, self.pp, self.tp) if dp else None

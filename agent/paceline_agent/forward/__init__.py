@@ -1,1 +1,1 @@
-"""From samples to the server: pack, spool, send."""
+"""Pack measurements into batches, spool them on disk and send them to the server."""

@@ -1,4 +1,4 @@
-"""What the agent says of its node: on every boot, and again whenever it changes."""
+"""The hello: a description of the node, sent at every boot and again whenever it changes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from paceline_agent.clock import timeline_ns
 from paceline_agent.collect.contract import Collected
 from paceline_agent.collect.gpus import Gpus
 from paceline_agent.forward.outbox import Outbox
-from paceline_agent.settings import AgentSettings
+from paceline_agent.settings import RENDEZVOUS_PORT, AgentSettings
 from paceline_wire.batch import AgentHello, CollectorEvent, GpuInfo
 from paceline_wire.commands import StartRanks
 
-INVENTORY_SECONDS = 5.0
+INVENTORY_SECONDS = 5.0  # the longest wait for the GPUs
 
 
 class RendezvousPort:
-    """A port kept free for the next rank 0 on this node.
+    """A TCP port reserved for the next rank 0 on this node, whose store will listen on it.
 
-    It is bound but not listened on, both with SO_REUSEADDR: nobody is given it by chance, while
-    the ranks' store, which sets that option too, could even bind it beside us.
+    It is bound with SO_REUSEADDR and not listened on: the kernel gives it to no other process by
+    chance, while the ranks' store, which sets that option too, can bind it at any time.
     """
 
     def __init__(self) -> None:
@@ -30,10 +30,11 @@ class RendezvousPort:
 
     @property
     def number(self) -> int:
+        """The port's number, chosen by the kernel."""
         return int(self._socket.getsockname()[1])
 
     def hand_over(self) -> None:
-        """Let go of it, since a rank is about to use it, and keep another."""
+        """Release the port, which a rank is about to use, and reserve another."""
         used, self._socket = self._socket, _reserve()
         used.close()
 
@@ -44,33 +45,34 @@ class RendezvousPort:
 def _reserve() -> socket.socket:
     reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("", 0))
+    reserved.bind(("", RENDEZVOUS_PORT))
     return reserved
 
 
 class Greeter:
-    """Says hello."""
+    """Sends the hello, and sends it again when the node's GPUs or rendezvous port change."""
 
     def __init__(self, settings: AgentSettings, outbox: Outbox) -> None:
         self._settings = settings
         self._outbox = outbox
         self._gpus = Gpus()
         self._greeted = False
-        self._learnt: list[GpuInfo] | None = None  # of the call before
-        self._inventory_known = asyncio.Event()
+        self._previous_gpus: list[GpuInfo] | None = None  # as last collected
+        self._inventory_ready = asyncio.Event()
         self._port = RendezvousPort()
 
     async def greet_first(self) -> None:
-        """Wait a moment for the GPUs: a node is to be given ranks only when it knows them."""
+        """Send the first hello, after a wait for the GPUs: placement needs to know them."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(INVENTORY_SECONDS):
-                await self._inventory_known.wait()
+                await self._inventory_ready.wait()
         self.greet(first=True)
 
     def greet(self, *, first: bool = False) -> None:
-        """The lease goes along, so that the server knows how long a silent node may still run.
+        """Send the hello. It has the lease, after which a node without contact kills its ranks.
 
-        `first`: before all that waits to be packed.
+        Args:
+            first: put it before everything that waits to be packed.
         """
         settings = self._settings
         hello = AgentHello(
@@ -86,24 +88,24 @@ class Greeter:
         self._outbox.put_hello(hello, first=first)
         self._greeted = True
 
-    def learn(self, collected: Collected) -> None:
-        """Look for news of the node's GPUs in what a collector brought."""
+    def update(self, collected: Collected) -> None:
+        """Take the node's GPUs from a collector's result, and send the hello if they changed."""
         if collected.gpus is None and not any(
             isinstance(event, CollectorEvent) and event.collector == "nvml"
             for event in collected.events
         ):
             return
-        if collected.gpus is not None and collected.gpus is self._learnt:
+        if collected.gpus is not None and collected.gpus is self._previous_gpus:
             return
-        self._learnt = collected.gpus
-        before = self._gpus.all
+        self._previous_gpus = collected.gpus
+        previous = self._gpus.all
         self._outbox.put_events(self._gpus.learn(collected, timeline_ns()))
-        if self._gpus.all != before and self._greeted:
+        if self._gpus.all != previous and self._greeted:
             self.greet()
-        self._inventory_known.set()  # or known not to be had
+        self._inventory_ready.set()  # also if there are no GPUs
 
     def before_start(self, command: StartRanks) -> None:
-        """Rank 0 is about to listen on our port."""
+        """Release the rendezvous port if rank 0 of this command is about to listen on it."""
         if command.master_port == self._port.number:
             self._port.hand_over()
             self.greet()

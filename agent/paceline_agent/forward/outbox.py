@@ -1,4 +1,4 @@
-"""What waits to be packed into the next batch."""
+"""The outbox: events, spans and samples that wait for the next batch."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ URGENT = (
     DeviceEvent,
 )
 _OF_RANK = (RankStarted, RankAttached, RankDefined, RankState, RankAcknowledged, RankExited)
-SPAN_BYTES_PER_BATCH = 4 << 20  # packed, well below what the server takes
-SAMPLES_PER_BATCH = 8_000  # of a large node three seconds' worth, the longest a server asks for
+SPAN_BYTES_PER_BATCH = 4 << 20  # packed, well below what the server accepts
+SAMPLES_PER_BATCH = 8_000  # three seconds of a large node, the longest period of a server
 EVENTS_PER_BATCH = 2_000
 
 
 def is_of_rank(event: Event) -> bool:
-    """It means something only after what the rank's ring said before."""
+    """Return whether an event must stay in order with the rank's earlier events and spans."""
     return isinstance(event, _OF_RANK)
 
 
-class News(NamedTuple):
-    """What goes into one batch."""
+class BatchContents(NamedTuple):
+    """The contents of one batch."""
 
     events: list[Event]
     spans: list[SpanBlock]
@@ -58,7 +58,7 @@ class News(NamedTuple):
 
 
 class Outbox:
-    """Gathers news in the order it came; `urgent` is set when it should not wait."""
+    """Queues for the packer, in order of arrival; `urgent` is set if it should flush at once."""
 
     def __init__(self) -> None:
         self.urgent = asyncio.Event()
@@ -66,16 +66,17 @@ class Outbox:
         self._spans: deque[SpanBlock] = deque()
         self._samples: deque[Sample] = deque()
         self._blocks: deque[SampleBlock] = deque()
-        self._values = 0
+        self._values = 0  # samples and values of blocks
 
     def put_events(self, events: Iterable[Event]) -> None:
+        """Queue events."""
         for event in events:
             self._events.append(event)
             if isinstance(event, URGENT):
                 self.urgent.set()
 
     def put_hello(self, hello: AgentHello, *, first: bool) -> None:
-        """The first one of a boot goes before whatever came while it was made ready."""
+        """Queue a hello; the `first` one of a boot goes before everything queued so far."""
         if first:
             self._events.appendleft(hello)
             self.urgent.set()
@@ -83,48 +84,51 @@ class Outbox:
             self.put_events([hello])
 
     def put_spans(self, blocks: Iterable[SpanBlock]) -> None:
+        """Queue blocks of spans."""
         self._spans.extend(blocks)
 
     def put_samples(self, samples: Iterable[Sample | SeriesBlock]) -> None:
-        """A value that is not finite is left out: the server would refuse the whole batch."""
-        for one in samples:
-            if isinstance(one, SeriesBlock):
-                self._blocks.append(one.packed)
-                self._values += one.packed.count
-            elif math.isfinite(one.value):
-                self._samples.append(one)
+        """Queue samples without non-finite values, for which the server would refuse the batch."""
+        for sample in samples:
+            if isinstance(sample, SeriesBlock):
+                self._blocks.append(sample.packed)
+                self._values += sample.packed.count
+            elif math.isfinite(sample.value):
+                self._samples.append(sample)
                 self._values += 1
-        if self._values >= SAMPLES_PER_BATCH:  # as in a burst: rather soon than large
+        if self._values >= SAMPLES_PER_BATCH:  # in a burst: rather an early batch than a large one
             self.urgent.set()
 
-    def take(self) -> Iterator[News]:
-        """Everything, cut into pieces that each fit a batch."""
+    def take(self) -> Iterator[BatchContents]:
+        """Yield everything queued, in pieces that each fit a batch."""
         self.urgent.clear()
         self._values = 0
         while self._events or self._spans or self._samples or self._blocks:
-            yield News(_first_events(self._events), self._first_spans(), *self._first_samples())
+            yield BatchContents(
+                _first_events(self._events), self._first_spans(), *self._first_samples()
+            )
 
     def _first_spans(self) -> list[SpanBlock]:
         spans: list[SpanBlock] = []
-        room = SPAN_BYTES_PER_BATCH
-        while self._spans and (not spans or len(self._spans[0].columns) <= room):
+        free_bytes = SPAN_BYTES_PER_BATCH
+        while self._spans and (not spans or len(self._spans[0].columns) <= free_bytes):
             spans.append(self._spans.popleft())
-            room -= len(spans[-1].columns)
+            free_bytes -= len(spans[-1].columns)
         return spans
 
     def _first_samples(self) -> tuple[list[Sample], list[SampleBlock]]:
-        room = min(SAMPLES_PER_BATCH, len(self._samples))
-        samples = [self._samples.popleft() for _ in range(room)]
+        count = min(SAMPLES_PER_BATCH, len(self._samples))
+        samples = [self._samples.popleft() for _ in range(count)]
         blocks: list[SampleBlock] = []
-        room = SAMPLES_PER_BATCH - room
-        while self._blocks and room > 0:
+        free = SAMPLES_PER_BATCH - count
+        while self._blocks and free > 0:
             blocks.append(self._blocks.popleft())
-            room -= blocks[-1].count
+            free -= blocks[-1].count
         return samples, blocks
 
 
 def _first_events(queue: deque[Event]) -> list[Event]:
-    """No more than one dump, which is large."""
+    """Return the first events, with at most one dump, which is large."""
     events: list[Event] = []
     while queue and len(events) < EVENTS_PER_BATCH:
         events.append(queue.popleft())

@@ -1,9 +1,9 @@
-"""How far the server's clock is from the agent's timeline.
+"""The offset of the server's clock from the agent's timeline.
 
-Each ping says when it was sent. Its way takes time, never less than none: the largest of the last
-differences is the one that was delayed least, and short of the truth by that delay. No ping is
-under way for as long as a stream may be silent: one that seems to be shows that the server's clock
-was set back, or that this node was suspended.
+Each ping has the time when it was sent. Its delay is never negative, so the largest of the recent
+differences is the one with the least delay, and is too small by that delay. No ping can be delayed
+for as long as a stream may be silent: a larger apparent delay shows that the server's clock was set
+back, or that this node was suspended.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from collections import deque
 
 from paceline_agent.clock import timeline_ns
 
-PINGS = 30  # a minute of them
-LONGEST_DELAY_NS = 5_000_000_000  # a stream that is silent for longer is given up
+PINGS = 30  # one minute
+LONGEST_DELAY_NS = 5_000_000_000  # a stream that is silent for longer is closed
 
 
 class ServerClock:
+    """An estimate of the server's clock from the pings of the command stream."""
+
     def __init__(self) -> None:
         self._differences_ns: deque[int] = deque(maxlen=PINGS)
 
-    def see(self, server_ns: int) -> None:
-        """A ping that was sent at `server_ns` has just come."""
+    def add_ping(self, server_ns: int) -> None:
+        """Take a ping that was just received and was sent at `server_ns` (server's clock)."""
         difference_ns = server_ns - timeline_ns()
         if max(self._differences_ns, default=difference_ns) - difference_ns > LONGEST_DELAY_NS:
             self._differences_ns.clear()
@@ -29,5 +31,5 @@ class ServerClock:
 
     @property
     def offset_seconds(self) -> float | None:
-        """Add it to the agent's time to get the server's; None before the first ping."""
+        """Server's time minus the agent's timeline; None before the first ping."""
         return max(self._differences_ns) / 1e9 if self._differences_ns else None

@@ -1,8 +1,8 @@
-"""HTTP to the server: one kept connection for batches, one for the stream of commands.
+"""HTTP to the server: one persistent connection for batches, one for the command stream.
 
-The standard library's client in threads of our own: of the libraries that speak HTTP from an
-event loop, each costs more memory than all collectors, and several times the CPU of a whole sweep
-for each batch. The threads are daemons: one that waits for a dead server holds up no exit.
+It uses the standard library's client in threads: every HTTP library for event loops costs more
+memory than all collectors together, and per batch several times the CPU of a whole sweep. The
+threads are daemons, so that one that waits for a dead server does not delay the exit.
 """
 
 from __future__ import annotations
@@ -29,30 +29,32 @@ from paceline_agent.printable import printable
 
 CONNECT_SECONDS = 2.0
 ANSWER_SECONDS = 10.0  # without a byte
-EXCHANGE_SECONDS = 30.0  # for a whole answer, however many bytes trickle in
+EXCHANGE_SECONDS = 30.0  # for a complete answer, even if bytes keep arriving
 MAXIMUM_ANSWER_BYTES = 1 << 20
 MAXIMUM_LINE_BYTES = 8 << 20
 
-_FAILURES = (OSError, HTTPException, ValueError)  # the last: a host's name that is none
+_FAILURES = (OSError, HTTPException, ValueError)  # ValueError: an invalid host name
 
 T = TypeVar("T")
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
+    """The answer to a request."""
+
     status: int
-    headers: Mapping[str, str]  # names in small letters
+    headers: Mapping[str, str]  # names in lower case
     content: bytes
 
     @property
     def is_problem(self) -> bool:
-        """Our server's own words, rather than those of a proxy in front of it."""
+        """Return whether the Paceline server wrote it, rather than a proxy in front of it."""
         return "application/problem+json" in self.headers.get("content-type", "")
 
-    def in_words(self) -> str:
-        """Why it is not what was asked for."""
+    def describe(self) -> str:
+        """Return the reason of an unexpected answer, on one line."""
         if not self.is_problem:
             kind = printable(self.headers.get("content-type", "no content"))
-            return f"{self.status} with {kind}, as from something in front of the server"
+            return f"{self.status} with {kind}, probably from a proxy in front of the server"
         with contextlib.suppress(msgspec.MsgspecError):
             problem = _problems.decode(self.content)
             return printable(f"{self.status} {problem.detail or problem.title}")
@@ -69,14 +71,18 @@ _problems = msgspec.json.Decoder(_Problem)
 
 @dataclass(frozen=True)
 class Target:
-    """Where the server is and how it is reached."""
+    """The server's address and how to reach it."""
 
     url: str
     token: str | None = None
     may_use_proxy: bool = True
 
     def connect(self) -> HTTPConnection:
-        """Raises OSError."""
+        """Open a connection, through a proxy if one is configured.
+
+        Raises:
+            OSError: the server or the proxy cannot be reached.
+        """
         parts = urlsplit(self.url)
         connection = self._connection(parts)
         connection.timeout = CONNECT_SECONDS
@@ -84,8 +90,12 @@ class Target:
         self._socket(connection).setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
 
-    def get(self, path: str) -> Answer:
-        """On a connection of its own, while the caller waits. Raises LinkError."""
+    def get(self, path: str) -> HttpAnswer:
+        """Return the answer to a GET on a new connection; blocks the caller.
+
+        Raises:
+            LinkError: the server cannot be reached or does not speak HTTP.
+        """
         try:
             with contextlib.closing(self.connect()) as connection:
                 self.request(connection, "GET", path)
@@ -94,21 +104,29 @@ class Target:
             raise _link_error(error) from error
 
     def request(self, connection: HTTPConnection, method: str, path: str, **more: object) -> None:
+        """Send a request.
+
+        Args:
+            connection: from `connect`.
+            method: GET or POST.
+            path: below the server's URL.
+            more: `body` (bytes), and headers with `_` for `-`.
+        """
         parts = urlsplit(self.url)
-        whole = parts.path.rstrip("/") + path
+        target = parts.path.rstrip("/") + path
         headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
         proxy = self._proxy
         if proxy is not None and parts.scheme == "http":
-            whole = f"http://{parts.netloc}{whole}"
+            target = f"http://{parts.netloc}{target}"
             headers |= {"host": parts.netloc, **_credentials(proxy)}
         body = more.pop("body", None)
         assert body is None or isinstance(body, bytes)
         headers |= {name.replace("_", "-"): str(value) for name, value in more.items()}
-        connection.request(method, whole, body=body, headers=headers)
+        connection.request(method, target, body=body, headers=headers)
 
     @cached_property
     def _proxy(self) -> SplitResult | None:
-        """As HTTP_PROXY, HTTPS_PROXY and NO_PROXY have it, which to read takes 70 us."""
+        """The proxy from HTTP_PROXY, HTTPS_PROXY and NO_PROXY. Cached: reading them takes 70 µs."""
         parts = urlsplit(self.url)
         if not self.may_use_proxy or proxy_bypass(parts.netloc):
             return None
@@ -118,8 +136,8 @@ class Target:
     def _connection(self, parts: SplitResult) -> HTTPConnection:
         host, proxy = parts.hostname or "", self._proxy
         if parts.scheme == "http":
-            place = proxy or parts
-            return HTTPConnection(place.hostname or "", place.port or 80)
+            peer = proxy or parts
+            return HTTPConnection(peer.hostname or "", peer.port or 80)
         context = ssl.create_default_context()
         if proxy is None:
             return HTTPSConnection(host, parts.port, context=context)
@@ -134,21 +152,25 @@ class Target:
 
 
 class ServerLink:
-    """All methods belong to one event loop. Whatever fails on the way is a LinkError."""
+    """The connections to the server, for one event loop. Every failure is a LinkError."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._connection: HTTPConnection | None = None
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._exchanges: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    async def post(self, path: str, content: bytes, content_type: str) -> Answer:
-        """One at a time. Raises LinkError."""
+    async def post(self, path: str, content: bytes, content_type: str) -> HttpAnswer:
+        """POST and return the answer; one request at a time.
+
+        Raises:
+            LinkError: no connection, or no complete answer within EXCHANGE_SECONDS.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="batches", daemon=True)
             self._thread.start()
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Answer] = loop.create_future()
+        future: asyncio.Future[HttpAnswer] = loop.create_future()
 
         def exchange() -> None:
             if future.done():
@@ -156,50 +178,51 @@ class ServerLink:
             try:
                 answer = self._exchange(path, content, content_type, future.done)
             except _FAILURES as error:
-                _hand_over(loop, _fail, future, _link_error(error))
+                _call_in_loop(loop, _set_exception, future, _link_error(error))
             else:
-                _hand_over(loop, _settle, future, answer)
+                _call_in_loop(loop, _set_result, future, answer)
 
-        self._calls.put(exchange)
+        self._exchanges.put(exchange)
         try:
             async with asyncio.timeout(EXCHANGE_SECONDS):
                 return await future
         except TimeoutError:
             self._hang_up()
-            raise LinkError(f"no whole answer within {EXCHANGE_SECONDS:g} s") from None
+            raise LinkError(f"no complete answer within {EXCHANGE_SECONDS:g} s") from None
 
     async def lines(self, path: str, silence_seconds: float) -> AsyncGenerator[bytes, None]:
-        """The lines of a GET that does not end; the first item, empty, says that it is open.
+        """Yield the lines of a GET that does not end; a first empty item means that it is open.
 
-        Raises LinkError for an answer other than 200, and after so long without a whole line.
+        Raises:
+            LinkError: an answer other than 200, or no complete line for `silence_seconds`.
         """
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[bytes | LinkError | None] = asyncio.Queue()
         sockets: list[socket.socket] = []
 
         def read() -> None:
-            last: LinkError | None = None
+            failure: LinkError | None = None
             try:
                 for line in self._stream(path, silence_seconds, sockets):
-                    _hand_over(loop, arrived.put_nowait, line)
+                    _call_in_loop(loop, arrived.put_nowait, line)
             except _FAILURES as error:
-                last = _link_error(error)
+                failure = _link_error(error)
             except LinkError as error:
-                last = error
-            _hand_over(loop, arrived.put_nowait, last)
+                failure = error
+            _call_in_loop(loop, arrived.put_nowait, failure)
 
         threading.Thread(target=read, name="commands", daemon=True).start()
         try:
-            patience = CONNECT_SECONDS + silence_seconds
-            while (line := await _next_line(arrived, patience)) is not None:
+            timeout_seconds = CONNECT_SECONDS + silence_seconds
+            while (line := await _next_line(arrived, timeout_seconds)) is not None:
                 yield line
         finally:
             for opened in sockets:  # wakes the thread
                 _shut(opened)
 
     def close(self) -> None:
-        """Without waiting: an exchange under way ends as a failure that nobody awaits."""
-        self._calls.put(None)
+        """Close without waiting; an exchange in flight fails, and its result is ignored."""
+        self._exchanges.put(None)
         self._hang_up()
 
     def _hang_up(self) -> None:
@@ -208,24 +231,24 @@ class ServerLink:
             _shut(connection.sock)
 
     def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
+        while (exchange := self._exchanges.get()) is not None:
+            exchange()
         if self._connection is not None:
             self._connection.close()
 
     def _exchange(
-        self, path: str, content: bytes, content_type: str, given_up: Callable[[], bool]
-    ) -> Answer:
-        kept = self._connection is not None
+        self, path: str, content: bytes, content_type: str, is_abandoned: Callable[[], bool]
+    ) -> HttpAnswer:
+        was_connected = self._connection is not None
         try:
             return self._try_exchange(path, content, content_type)
         except _FAILURES:
-            if not kept or given_up():
+            if not was_connected or is_abandoned():
                 raise
-        # The server may close a kept connection at any time; what it had stored, it knows again.
+        # The server may close an idle connection at any time; it recognizes a duplicate batch.
         return self._try_exchange(path, content, content_type)
 
-    def _try_exchange(self, path: str, content: bytes, content_type: str) -> Answer:
+    def _try_exchange(self, path: str, content: bytes, content_type: str) -> HttpAnswer:
         try:
             if self._connection is None:
                 self._connection = self._target.connect()
@@ -250,7 +273,7 @@ class ServerLink:
             self._target.request(connection, "GET", path)
             with connection.getresponse() as response:
                 if response.status != 200:
-                    raise LinkError(_read(response).in_words())
+                    raise LinkError(_read(response).describe())
                 yield b""
                 while line := response.readline(MAXIMUM_LINE_BYTES):
                     yield line
@@ -258,19 +281,21 @@ class ServerLink:
             connection.close()
 
 
-def _settle(future: asyncio.Future[T], value: T) -> None:
+def _set_result(future: asyncio.Future[T], value: T) -> None:
     if not future.done():
         future.set_result(value)
 
 
-def _fail(future: asyncio.Future[T], error: Exception) -> None:
+def _set_exception(future: asyncio.Future[T], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
 
 
-def _hand_over(loop: asyncio.AbstractEventLoop, take: Callable[..., object], *what: object) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop closed meanwhile
-        loop.call_soon_threadsafe(take, *what)
+def _call_in_loop(
+    loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object
+) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+        loop.call_soon_threadsafe(callback, *arguments)
 
 
 def _link_error(error: OSError | HTTPException | ValueError) -> LinkError:
@@ -278,14 +303,14 @@ def _link_error(error: OSError | HTTPException | ValueError) -> LinkError:
 
 
 async def _next_line(
-    arrived: asyncio.Queue[bytes | LinkError | None], patience_seconds: float
+    arrived: asyncio.Queue[bytes | LinkError | None], timeout_seconds: float
 ) -> bytes | None:
-    """Not `asyncio.wait_for`: in Python 3.11 it forgets a cancellation that meets a line."""
+    """Return the next line. Not `asyncio.wait_for`: in Python 3.11 it can lose a cancellation."""
     try:
-        async with asyncio.timeout(patience_seconds):
+        async with asyncio.timeout(timeout_seconds):
             line = await arrived.get()
     except TimeoutError:
-        raise LinkError(f"no whole line within {patience_seconds:g} s") from None
+        raise LinkError(f"no complete line within {timeout_seconds:g} s") from None
     if isinstance(line, LinkError):
         raise line
     return line
@@ -296,11 +321,11 @@ def _shut(opened: socket.socket) -> None:
         opened.shutdown(socket.SHUT_RDWR)
 
 
-def _read(response: HTTPResponse) -> Answer:
+def _read(response: HTTPResponse) -> HttpAnswer:
     headers = {name.lower(): value for name, value in response.getheaders()}
-    answer = Answer(response.status, headers, response.read(MAXIMUM_ANSWER_BYTES))
+    answer = HttpAnswer(response.status, headers, response.read(MAXIMUM_ANSWER_BYTES))
     if not response.isclosed():
-        raise HTTPException("the answer is longer than any of ours")
+        raise HTTPException(f"the answer is longer than {MAXIMUM_ANSWER_BYTES} bytes")
     return answer
 
 

@@ -1,8 +1,8 @@
-"""The file that one batch after another passes through while the server keeps up.
+"""The slot: one file that is reused for batch after batch while the server keeps up.
 
-A file of its own costs each batch thirty times as much: to be made, renamed, opened, read, removed.
-The slot holds a batch while it begins with that batch's frame, which is written last and wiped
-first: an agent that is killed in between leaves the batch whole, or none.
+A new file per batch costs thirty times as much: create, rename, open, read, remove. The slot holds
+a batch if it begins with that batch's frame, which is written last and wiped first. An agent that
+is killed in between leaves either the complete batch or none.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ ROOM_BYTES = 64 << 10
 
 
 class Slot:
-    """Methods raise OSError where the disk does not do it."""
+    """A reusable file for one batch. Its methods raise OSError if the disk fails."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
 
     def put(self, frame: bytes, payload: bytes) -> None:
-        """Into an empty slot."""
+        """Write a batch into the empty slot."""
         if self._descriptor is not None and not os.fstat(self._descriptor).st_nlink:
-            os.close(self._descriptor)  # somebody removed the file
+            os.close(self._descriptor)  # the file was removed
             self._descriptor = None
         descriptor = self._opened()
         if os.pwrite(descriptor, payload, len(frame)) < len(payload):
@@ -33,11 +33,12 @@ class Slot:
         os.pwrite(descriptor, frame, 0)
 
     def read(self) -> bytes:
-        """Frame, payload, and what longer ones left behind it; empty if there is none."""
+        """Return frame and payload, then old bytes of longer batches; empty if there is none."""
         content = os.pread(self._opened(), len(_WIPED) + ROOM_BYTES, 0)
         return b"" if content.startswith(_WIPED) else content
 
     def clear(self) -> None:
+        """Empty the slot."""
         os.pwrite(self._opened(), _WIPED, 0)
 
     def _opened(self) -> int:

@@ -1,1 +1,1 @@
-"""Reading the ring files of this node's ranks."""
+"""Read the ring files of this node's ranks, and their Python stacks."""

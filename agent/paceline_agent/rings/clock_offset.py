@@ -1,4 +1,4 @@
-"""How the clock of the spans lies to that of everything else."""
+"""The offset between the clock of spans (CLOCK_MONOTONIC) and the agent's timeline."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import time
 
 from paceline_agent.clock import timeline_ns
 
-_TOLERANCE_NS = 200_000
+_TOLERANCE_NS = 200_000  # a larger change is a suspension, not a scheduling delay
 
 
 class ClockOffset:
-    """The agent's timeline - CLOCK_MONOTONIC, held still until the machine was suspended.
+    """The agent's timeline minus CLOCK_MONOTONIC: constant until the machine is suspended.
 
-    Both clocks are slewed alike, and nobody can set them; what a single reading varies by is our
-    own scheduling.
+    Both clocks are slewed alike and cannot be set. Single readings vary only because this process
+    may be descheduled in between.
     """
 
     def __init__(self) -> None:
         self._offset_ns = _measure()
 
     def read_ns(self) -> int:
+        """Return the offset."""
         measured = _measure()
         if abs(measured - self._offset_ns) > _TOLERANCE_NS:
             self._offset_ns = measured
@@ -27,7 +28,7 @@ class ClockOffset:
 
 
 def _measure() -> int:
-    """The tightest of a few readings."""
+    """Return the offset from the tightest of three readings."""
     readings = []
     for _ in range(3):
         before = time.monotonic_ns()

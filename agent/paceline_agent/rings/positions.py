@@ -1,7 +1,7 @@
-"""How far each ring is in the spool, so that the next agent loses nothing and sends nothing twice.
+"""The read position of each ring, saved so that the next agent loses no span and sends none twice.
 
-Written right after batches went to the spool, before any of them can be sent: what the spool holds
-beyond the last record was packed between the two, and counts as read.
+The file is written right after batches are in the spool, before any of them can be sent. Batches in
+the spool beyond the saved one were packed after it, and count as read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 class _Record(msgspec.Struct):
     boot_id: str
-    sequence: int  # of the last batch that is accounted for
+    sequence: int  # of the last batch that `read` includes
     read: list[tuple[str, int, int, int]]  # job, generation, rank, records
 
 
@@ -30,13 +30,14 @@ _decoder = msgspec.json.Decoder(_Record)
 
 
 class Positions:
-    """One small file on the node's tmpfs."""
+    """The saved positions: one small file on the node's tmpfs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._saved: dict[RankKey, int] | None = None
 
     def save(self, boot_id: str, sequence: int, read: Mapping[RankKey, int]) -> None:
+        """Write the positions as of this batch, if they changed."""
         if read == self._saved:
             return
         self._saved = dict(read)
@@ -45,13 +46,13 @@ class Positions:
         try:
             temporary.write_bytes(msgspec.json.encode(record))
             os.rename(temporary, self._path)
-        except OSError as error:  # a full tmpfs: the next agent joins at the rings' heads
+        except OSError as error:  # a full tmpfs: the next agent starts at the rings' heads
             log.warning("%s cannot be written: %s", self._path, error.strerror)
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
 
     def load(self, spool: Spool) -> dict[RankKey, int] | None:
-        """Of a ring that is not named nothing was packed; None: of no ring is anything known."""
+        """Return the positions; None if they are unknown. A ring without one was not read yet."""
         try:
             record = _decoder.decode(self._path.read_bytes())
         except (OSError, msgspec.MsgspecError):

@@ -1,8 +1,8 @@
-"""The trainer collector: reads the rings of this node's ranks.
+"""The ring reader: sends what this node's ranks write to their rings.
 
-Rings appear in one directory. Each is attached once; from then on its new spans, definitions,
-acknowledgements and, at a slower pace, its state page go to the outbox. Spans are never looked at
-one by one: a block of records is cut into columns and sent as it is.
+Rings appear in one directory. Each is attached once. From then on its new spans, definitions and
+acknowledgements go to the outbox, and at a slower pace its state page. Spans are not decoded here:
+a block of records is transposed into columns and sent unchanged.
 """
 
 from __future__ import annotations
@@ -46,22 +46,24 @@ log = logging.getLogger(__name__)
 
 STATE_SECONDS = 0.5
 RECORDS_PER_BLOCK = 1 << 14
-_LIMIT = 1 << 63  # of what the server stores: it refuses a batch that holds more
+_LIMIT = 1 << 63  # the server refuses a batch with larger numbers
 
 
 class RankKey(NamedTuple):
+    """The identity of a rank's process."""
+
     job: str
     generation: int
     rank: int
 
 
 @dataclass(slots=True)
-class _Attached:
+class _AttachedRing:
     """One open ring."""
 
     reader: RingReader
     key: RankKey
-    pid: int  # as this node counts, not its container
+    pid: int  # in the node's PID namespace, not the container's
     inode: int
     size_bytes: int
     reported_lost: int = 0
@@ -71,6 +73,8 @@ class _Attached:
 
 @dataclass(slots=True)
 class RingCounts:
+    """What was read since the agent started."""
+
     corrupt: int = 0
     lost_spans: int = 0
     spans: int = 0
@@ -79,8 +83,8 @@ class RingCounts:
 class Rings:
     """All rings in `directory`.
 
-    Ranks that the agent started itself are finished by its supervisor, through `finish`; others
-    (started by torchrun, say) when their process is seen to be gone.
+    For a rank that the agent started, the supervisor calls `finish` at its end. A rank of an
+    external job (started by torchrun, for example) is finished when its process is gone.
     """
 
     def __init__(self, directory: Path, outbox: Outbox, procfs_root: Path = Path("/proc")) -> None:
@@ -90,19 +94,21 @@ class Rings:
         self._outbox = outbox
         self._procfs_root = procfs_root
         self._clock = ClockOffset()
-        self._attached: dict[Path, _Attached] = {}
-        self._refused: dict[Path, tuple[int, int]] = {}  # inode and change of files that are none
+        self._attached: dict[Path, _AttachedRing] = {}
+        self._refused: dict[Path, tuple[int, int]] = {}  # (inode, mtime) of invalid files
         self._state_due = 0.0
 
     def __len__(self) -> int:
         return len(self._attached)
 
     def clean(self, read: Mapping[RankKey, int] | None = None) -> None:
-        """Before the first poll: tell what ended meanwhile, go on with the rings of the living.
+        """Attach the rings of an earlier agent, and finish those whose rank has ended meanwhile.
 
-        `read` is how much of each ring an earlier agent had packed. Where that is not known (None),
-        rings are joined at their heads: sending a span twice would count it twice. A rank that was
-        adopted may have ended meanwhile: its supervisor will finish its ring.
+        Call it before the first poll. The supervisor finishes the rings of adopted ranks.
+
+        Args:
+            read: how many records of each ring the earlier agent packed. If unknown (None), rings
+                are read from their heads on: a span that is sent twice would count twice.
         """
         self._discover()
         for attached in list(self._attached.values()):
@@ -111,26 +117,26 @@ class Rings:
             reader.position = head if read is None else min(read.get(attached.key, 0), head)
             ended = process_status(self._procfs_root, attached.pid) is None
             if ended and attached.key not in self.supervised:
-                self._finish_foreign(attached)
+                self._finish_external(attached)
 
     @property
     def positions(self) -> dict[RankKey, int]:
-        """How many records of each ring were read or found lost."""
-        return {each.key: each.reader.position for each in self._attached.values()}
+        """The number of records of each ring that were read or lost."""
+        return {attached.key: attached.reader.position for attached in self._attached.values()}
 
     def poll(self) -> None:
-        """Look for new rings and read all of them."""
+        """Attach new rings, and read all rings."""
         self._discover()
         now = time.monotonic()
         state_is_due = now >= self._state_due
         if state_is_due:
-            # Looks come a little early or late: the one meant is not to be missed by a millisecond.
+            # Polls are a little early or late: a margin, so that none is missed by a millisecond.
             self._state_due = now + 0.75 * STATE_SECONDS
         for attached in list(self._attached.values()):
-            self._tend(attached, state_is_due)
+            self._poll_ring(attached, state_is_due)
 
     def finish(self, key: RankKey) -> None:
-        """Read what is left of an ended rank, its state page included, and let go of its ring."""
+        """Read the rest of an ended rank's ring and its state page, then delete the ring."""
         self._discover()
         for attached in list(self._attached.values()):
             if attached.key == key and self._read(attached, with_state=True):
@@ -138,7 +144,7 @@ class Rings:
         self.supervised.discard(key)
 
     def remove_before(self, job: str, generation: int) -> None:
-        """Delete the rings that older generations of `job` left behind."""
+        """Delete the rings of older generations of `job`."""
         for attached in list(self._attached.values()):
             if attached.key.job == job and attached.key.generation < generation:
                 self._drop(attached, delete=True)
@@ -146,7 +152,7 @@ class Rings:
     def control(
         self, job: str, generation: int, command_id: int, kind: int, target_step: int
     ) -> list[int]:
-        """Write a command to the control page of each rank of a generation; which ranks."""
+        """Write a command to the control page of each rank of a generation. Return these ranks."""
         self._discover()
         ranks = []
         for attached in list(self._attached.values()):
@@ -157,7 +163,7 @@ class Rings:
         return ranks
 
     def pid(self, job: str, generation: int, rank: int) -> int | None:
-        """Of a rank that lives here, as this node counts."""
+        """Return a rank's pid in the node's namespace; None if it is not on this node."""
         key = RankKey(job, generation, rank)
         for attached in self._attached.values():
             if attached.key == key:
@@ -165,11 +171,12 @@ class Rings:
         return None
 
     def local_ranks(self) -> list[LocalRank]:
-        """A snapshot, for collectors in other threads."""
-        attached = list(self._attached.values())
-        return [_local_rank(each.reader.identity, each.pid) for each in attached]
+        """Return the ranks on this node; a snapshot, for collectors in other threads."""
+        rings = list(self._attached.values())
+        return [_local_rank(attached.reader.identity, attached.pid) for attached in rings]
 
     def close(self) -> None:
+        """Detach all rings; their files stay."""
         for attached in list(self._attached.values()):
             self._drop(attached, delete=False)
 
@@ -186,30 +193,30 @@ class Rings:
                 status = os.stat(path)
             except OSError:
                 continue
-            known = self._attached.get(path)
-            if known is not None and known.inode != status.st_ino:
-                self._let_go(known)
+            previous = self._attached.get(path)
+            if previous is not None and previous.inode != status.st_ino:
+                self._detach_replaced(previous)
             if path not in self._attached and self._refused.get(path) != _version(status):
                 self._attach(path, status)
-                if known is not None:
-                    self._tell_of_two(known, self._attached.get(path))
+                if previous is not None:
+                    self._warn_of_same_rank(previous, self._attached.get(path))
 
-    def _tell_of_two(self, first: _Attached, second: _Attached | None) -> None:
-        """Processes with one name, of which only the later one is watched."""
+    def _warn_of_same_rank(self, first: _AttachedRing, second: _AttachedRing | None) -> None:
+        """Warn of two processes that claim to be the same rank; only the later one is watched."""
         if second is None or second.pid == first.pid or first.key in self.supervised:
             return
         if process_status(self._procfs_root, first.pid) is not None:
             log.warning(
-                "processes %d and %d both say that they are rank %d of %s: only the later one is "
-                "watched; give each run a PACELINE_JOB of its own",
+                "processes %d and %d both claim to be rank %d of %s; only the later one is "
+                "watched: set a different PACELINE_JOB for each run",
                 *(first.pid, second.pid, first.key.rank, first.key.job),
             )
 
-    def _let_go(self, attached: _Attached) -> None:
-        """Of a ring in whose place there is another: of the next run, as a rule."""
+    def _detach_replaced(self, attached: _AttachedRing) -> None:
+        """Detach a ring whose file was replaced, usually by the next run."""
         ended = process_status(self._procfs_root, attached.pid) is None
         if ended and attached.key not in self.supervised:
-            self._finish_foreign(attached)
+            self._finish_external(attached)
         else:
             self._drop(attached, delete=False)
 
@@ -226,7 +233,7 @@ class Rings:
                 self._drop(other, delete=False)
         self._refused.pop(path, None)
         pid = process_that_maps(self._procfs_root, status, identity.pid)
-        self._attached[path] = _Attached(reader, key, pid, status.st_ino, status.st_size)
+        self._attached[path] = _AttachedRing(reader, key, pid, status.st_ino, status.st_size)
         log.info("attached rank %d of %s generation %d", key.rank, key.job, key.generation)
         self._outbox.put_events([RankAttached(time_ns=timeline_ns(), identity=identity)])
 
@@ -236,22 +243,25 @@ class Rings:
         self.counts.corrupt += 1
         log.warning("ring skipped: %s", error)
 
-    def _tend(self, attached: _Attached, state_is_due: bool) -> None:
+    def _poll_ring(self, attached: _AttachedRing, state_is_due: bool) -> None:
         if not state_is_due or attached.key in self.supervised:
             self._read(attached, state_is_due)
         elif process_status(self._procfs_root, attached.pid) is not None:
             attached.seen_alive = True
             self._read(attached, state_is_due)
-        elif attached.seen_alive or self._says_it_ended(attached):
-            self._finish_foreign(attached)
+        elif attached.seen_alive or self._has_final_status(attached):
+            self._finish_external(attached)
 
-    def _says_it_ended(self, attached: _Attached) -> bool:
-        """Of a rank that was never seen: it was too short-lived, or is where we see no pid."""
+    def _has_final_status(self, attached: _AttachedRing) -> bool:
+        """Return whether a rank whose process was never seen reports its end itself.
+
+        It was short-lived, or its pid is not visible here.
+        """
         status = attached.reader.state[ring.STATE_STATUS] if self._is_whole(attached) else None
         return status in (ring.Status.FINISHED, ring.Status.FAILED)
 
-    def _finish_foreign(self, attached: _Attached) -> None:
-        """A rank that somebody else started is gone; nobody could tell us its exit code."""
+    def _finish_external(self, attached: _AttachedRing) -> None:
+        """Report the end of an external rank, whose exit code is unknown unless it finished."""
         if not self._read(attached, with_state=True):
             return
         finished = attached.reader.view().status == "finished"
@@ -264,8 +274,8 @@ class Rings:
         self._outbox.put_events([exited])
         self._drop(attached, delete=True)
 
-    def _read(self, attached: _Attached, with_state: bool) -> bool:
-        """One look at one ring; a corrupt one (False) is counted, named once and left alone."""
+    def _read(self, attached: _AttachedRing, with_state: bool) -> bool:
+        """Read a ring. Return False if it is corrupt: it is counted, logged once and detached."""
         try:
             if not self._is_whole(attached):
                 raise RingError(f"{attached.reader.path}: truncated while in use")
@@ -280,15 +290,15 @@ class Rings:
             return False
         return True
 
-    def _is_whole(self, attached: _Attached) -> bool:
-        """A mapped file that was cut short would end us with SIGBUS."""
+    def _is_whole(self, attached: _AttachedRing) -> bool:
+        """Return whether the file has its full size: reading a truncated one would raise SIGBUS."""
         try:
             status = os.stat(attached.reader.path)
         except OSError:
             return True  # unlinked: the mapping stays
         return status.st_ino != attached.inode or status.st_size >= attached.size_bytes
 
-    def _read_definitions(self, attached: _Attached) -> None:
+    def _read_definitions(self, attached: _AttachedRing) -> None:
         definitions = attached.reader.new_definitions()
         if definitions:
             event: Event = RankDefined(
@@ -296,8 +306,8 @@ class Rings:
             )
             self._outbox.put_events([event])
 
-    def _read_spans(self, attached: _Attached) -> None:
-        """At most what the ring holds: a rank that outruns us does not keep us here."""
+    def _read_spans(self, attached: _AttachedRing) -> None:
+        """Read at most the ring's capacity, so that a fast writer cannot block the agent here."""
         reader = attached.reader
         offset_ns = self._clock.read_ns()
         for _ in range(0, reader.capacity, RECORDS_PER_BLOCK):
@@ -316,25 +326,25 @@ class Rings:
             self.counts.spans += block.count
             self._outbox.put_spans([block])
 
-    def _read_acknowledgement(self, attached: _Attached) -> None:
-        now = attached.reader.acknowledgement()
-        if now is None or now == attached.acknowledged:
+    def _read_acknowledgement(self, attached: _AttachedRing) -> None:
+        latest = attached.reader.acknowledgement()
+        if latest is None or latest == attached.acknowledged:
             return
-        attached.acknowledged = now
-        if not 0 < now.status < len(AckStatus.NAMES):
-            raise RingError(f"{attached.reader.path}: acknowledgement status {now.status}")
-        if max(now.command_id, now.step) >= _LIMIT:
-            raise RingError(f"{attached.reader.path}: acknowledgement of {now}")
+        attached.acknowledged = latest
+        if not 0 < latest.status < len(AckStatus.NAMES):
+            raise RingError(f"{attached.reader.path}: acknowledgement status {latest.status}")
+        if max(latest.command_id, latest.step) >= _LIMIT:
+            raise RingError(f"{attached.reader.path}: acknowledgement of {latest}")
         event = RankAcknowledged(
             time_ns=timeline_ns(),
-            command_id=now.command_id,
-            status=str(AckStatus.NAMES[now.status]),
-            step=now.step,
+            command_id=latest.command_id,
+            status=str(AckStatus.NAMES[latest.status]),
+            step=latest.step,
             **attached.key._asdict(),
         )
         self._outbox.put_events([event])
 
-    def _state(self, attached: _Attached) -> RankState:
+    def _state(self, attached: _AttachedRing) -> RankState:
         status = process_status(self._procfs_root, attached.pid)
         return RankState(
             time_ns=timeline_ns(),
@@ -345,17 +355,17 @@ class Rings:
             **attached.key._asdict(),
         )
 
-    def _drop(self, attached: _Attached, *, delete: bool) -> None:
+    def _drop(self, attached: _AttachedRing, *, delete: bool) -> None:
         self._attached.pop(attached.reader.path, None)
         attached.reader.close()
-        # In its place there may be another by now.
+        # The file may have been replaced by another ring.
         if delete and inode_of(attached.reader.path) == attached.inode:
             attached.reader.path.unlink(missing_ok=True)
 
 
 def ranks_in(directory: Path, procfs_root: Path) -> list[LocalRank]:
-    """Who lives here by the rings in `directory`; nothing else is read, and nothing written."""
-    found: list[LocalRank] = []
+    """Return the live ranks of the rings in `directory`; reads nothing else, writes nothing."""
+    ranks: list[LocalRank] = []
     for name in entries(directory):
         path = directory / name
         if path.suffix != ring.SUFFIX:
@@ -369,8 +379,8 @@ def ranks_in(directory: Path, procfs_root: Path) -> list[LocalRank]:
         reader.close()
         pid = process_that_maps(procfs_root, status, identity.pid)
         if process_status(procfs_root, pid) is not None:
-            found.append(_local_rank(identity, pid))
-    return sorted(found, key=lambda rank: (rank.job, rank.rank))
+            ranks.append(_local_rank(identity, pid))
+    return sorted(ranks, key=lambda rank: (rank.job, rank.rank))
 
 
 def _local_rank(identity: Identity, pid: int) -> LocalRank:
@@ -385,5 +395,5 @@ def _local_rank(identity: Identity, pid: int) -> LocalRank:
 
 
 def _version(status: os.stat_result) -> tuple[int, int]:
-    """Another file, or this one written anew."""
+    """Return values that change if the file is replaced or rewritten."""
     return status.st_ino, status.st_mtime_ns

@@ -1,8 +1,8 @@
-"""Python stacks of ranks, read from outside by py-spy: nothing in the process takes part.
+"""Python stacks of ranks, read from outside by py-spy without help from the process.
 
-Read without pausing it (`--nonblocking`): a hung or stopped process stands still anyhow, and one
-that was merely slow must not be disturbed by our suspicion. A stack that changed under the reader
-comes out as an error, and is read again.
+The process is not paused (`--nonblocking`): a hung or stopped one does not move anyway, and one
+that is only slow must not be disturbed. If a stack changes while it is read, py-spy reports an
+error and it is read again.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import msgspec
 
 from paceline_wire.stacks import StackFrame, ThreadStack, bounded, plain
 
-SECONDS = 5.0  # for one reading: symbols of a large program on a busy machine
+SECONDS = 5.0  # for one rank: a large program has many symbols to load on a busy machine
 TRIES = 3
 MAXIMUM_OUTPUT_BYTES = 8 << 20
 _PERMISSION = (
-    "py-spy may not read process {pid}: run the agent as the same user, and where "
-    "kernel.yama.ptrace_scope is 1 or more give it CAP_SYS_PTRACE"
+    "py-spy may not read process {pid}: run the agent as the same user; if "
+    "kernel.yama.ptrace_scope is 1 or more, also give it CAP_SYS_PTRACE"
 )
 
 
 class StacksError(Exception):
-    """Why a stack could not be taken, in one sentence."""
+    """A stack could not be read; the message is one sentence."""
 
 
 class _Frame(msgspec.Struct):
@@ -48,7 +48,7 @@ _threads = msgspec.json.Decoder(list[_Thread])
 
 
 async def take(pid: int) -> list[ThreadStack]:
-    """The threads of a Python process, the main one first. Raises StacksError."""
+    """Return the threads of a Python process, the main one first. Raises StacksError."""
     program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
     if program is None:
         raise StacksError("py-spy is not installed beside the agent: pip install 'paceline[agent]'")
@@ -82,18 +82,19 @@ async def _read(program: str, pid: int) -> list[ThreadStack]:
     try:
         threads = _threads.decode(output[:MAXIMUM_OUTPUT_BYTES])
     except msgspec.MsgspecError as error:
-        raise StacksError(f"py-spy's answer is not understood: {error}") from error
+        raise StacksError(f"the output of py-spy is not valid: {error}") from error
     threads.sort(key=lambda thread: (thread.thread_name != "MainThread", thread.thread_id))
     return bounded([_stack(thread) for thread in threads])
 
 
 def _reason(pid: int, complaint: str) -> str:
-    """py-spy prints a chain of causes; the last one says most."""
+    """Return one sentence. py-spy prints a chain of causes, of which the last is the root."""
     if "ermission denied" in complaint or "not permitted" in complaint:
         return _PERMISSION.format(pid=pid)
     lines = [line.strip() for line in complaint.partition("Stack backtrace")[0].splitlines()]
-    told = [line for line in lines if line and line not in ("Caused by:",)]
-    return plain(f"py-spy could not read process {pid}: {told[-1] if told else 'no reason given'}")
+    causes = [line for line in lines if line and line not in ("Caused by:",)]
+    cause = causes[-1] if causes else "no reason given"
+    return plain(f"py-spy could not read process {pid}: {cause}")
 
 
 def _stack(thread: _Thread) -> ThreadStack:

@@ -1,7 +1,7 @@
-"""The command stream: what the server asks of this node, carried out once per command id.
+"""The command stream from the server; each command is executed once per command id.
 
-A stream that says nothing for some seconds (the server pings every other one) is dead, whatever TCP
-thinks of it, and opened anew.
+The server sends a ping every two seconds. A stream without a line for SILENCE_SECONDS is considered
+dead, even if TCP still considers it open, and is opened again.
 """
 
 from __future__ import annotations
@@ -49,12 +49,17 @@ log = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 5.0
 RECONNECT_MAXIMUM_SECONDS = 2.0
-REMEMBERED = 1024  # results of commands, for those that are asked again
-RING_SECONDS = 5.0  # a control waits so long for the rings of ranks that are just starting
+REMEMBERED = 1024  # results of commands, for those that the server sends again
+RING_SECONDS = 5.0  # how long a control waits for the rings of ranks that are just starting
 
 
-class Commands:
-    """Carries out commands, each in its own task, so that a slow stop holds up nothing."""
+class CommandRunner:
+    """Executes commands, each in its own task, so that a slow stop does not delay the others.
+
+    Args:
+        before_start: called before ranks are started.
+        burst: runs collectors often for some seconds; returns the reason if it cannot.
+    """
 
     def __init__(
         self,
@@ -71,26 +76,26 @@ class Commands:
         self._before_start = before_start
         self._burst = burst
         self._procfs_root = procfs_root
-        self._results: OrderedDict[int, CommandResult | None] = OrderedDict()  # None: under way
+        self._results: OrderedDict[int, CommandResult | None] = OrderedDict()  # None: in progress
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def take(self, command: Order) -> None:
-        """Carry out a new command; answer a known one as before."""
+    def accept(self, command: Order) -> None:
+        """Execute a new command; send the stored result of one that was executed before."""
         command_id = command.command_id
         if command_id not in self._results:
             self._results[command_id] = None
             while len(self._results) > REMEMBERED:
                 self._results.popitem(last=False)
-            task = asyncio.create_task(self._carry_out(command))
+            task = asyncio.create_task(self._run(command))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif (result := self._results[command_id]) is not None:
             self._outbox.put_events([result])
 
-    async def _carry_out(self, command: Order) -> None:
+    async def _run(self, command: Order) -> None:
         try:
-            failure = await self._act(command)
-        except Exception as error:  # a command's tick: the agent goes on, the server is told
+            failure = await self._execute(command)
+        except Exception as error:  # a failed command must not end the agent
             log.exception("command %d failed", command.command_id)
             failure = f"{type(error).__name__}: {error}"
         if failure:
@@ -105,8 +110,8 @@ class Commands:
             self._results[command.command_id] = result
         self._outbox.put_events([result])
 
-    async def _act(self, command: Order) -> str | None:
-        """None, or why it could not be done."""
+    async def _execute(self, command: Order) -> str | None:
+        """Execute a command. Return None, or the reason if it failed."""
         match command:
             case PreloadRanks():
                 return await self._supervisor.preload(command)
@@ -134,7 +139,7 @@ class Commands:
         reached: set[int] = set()
         deadline = time.monotonic() + RING_SECONDS
         while True:
-            self._supervisor.controlled(job, generation, command.kind)
+            self._supervisor.set_control(job, generation, command.kind)
             reached |= set(
                 self._rings.control(job, generation, command.command_id, kind, command.target_step)
             )
@@ -142,23 +147,25 @@ class Commands:
             if reached and not missing:
                 return None
             if time.monotonic() > deadline:
-                return f"no ring of ranks {sorted(missing)}" if missing else "no rank of it is here"
+                if missing:
+                    return f"ranks {sorted(missing)} have no ring yet"
+                return f"no rank of {job} generation {generation} runs on this node"
             await asyncio.sleep(0.1)
 
     async def _take_stacks(self, command: TakeStacks) -> str | None:
-        """Each rank is told of as soon as it was read: the server may be waiting for the first."""
-        taken = [self._tell_stacks(command, rank) for rank in sorted(set(command.ranks))]
-        errors = [error for error in await asyncio.gather(*taken) if error is not None]
+        """Read the stacks; each rank's are sent at once: the server may wait for the first."""
+        tasks = [self._send_stacks(command, rank) for rank in sorted(set(command.ranks))]
+        errors = [error for error in await asyncio.gather(*tasks) if error is not None]
         return "; ".join(errors) or None
 
     async def _take_dumps(self, command: TakeDumps) -> str | None:
-        """Each rank is told of as soon as it was read, as with stacks."""
-        taken = [self._tell_dump(command, rank) for rank in sorted(set(command.ranks))]
-        errors = [error for error in await asyncio.gather(*taken) if error is not None]
+        """Read the flight recorder dumps; each rank's is sent at once."""
+        tasks = [self._send_dump(command, rank) for rank in sorted(set(command.ranks))]
+        errors = [error for error in await asyncio.gather(*tasks) if error is not None]
         return "; ".join(errors) or None
 
-    async def _tell_dump(self, command: TakeDumps, rank: int) -> str | None:
-        told = RankDump(
+    async def _send_dump(self, command: TakeDumps, rank: int) -> str | None:
+        event = RankDump(
             time_ns=timeline_ns(), job=command.job, generation=command.generation, rank=rank
         )
         try:
@@ -167,14 +174,14 @@ class Commands:
             if process is None:
                 raise flight_recorder.DumpError(f"rank {rank} has no process on this node")
             dump = await flight_recorder.take(process, rank)
-            told = replace(told, content=dump.content, written_ns=dump.written_ns)
+            event = replace(event, content=dump.content, written_ns=dump.written_ns)
         except flight_recorder.DumpError as failure:
-            silent = isinstance(failure, flight_recorder.NoAnswerError)
-            told = replace(told, error=str(failure), was_asked=silent)
-        self._outbox.put_events([replace(told, time_ns=timeline_ns())])
-        return told.error
+            was_asked = isinstance(failure, flight_recorder.NoAnswerError)
+            event = replace(event, error=str(failure), was_asked=was_asked)
+        self._outbox.put_events([replace(event, time_ns=timeline_ns())])
+        return event.error
 
-    async def _tell_stacks(self, command: TakeStacks, rank: int) -> str | None:
+    async def _send_stacks(self, command: TakeStacks, rank: int) -> str | None:
         pid = self._rings.pid(command.job, command.generation, rank)
         threads, error = [], None
         try:
@@ -183,7 +190,7 @@ class Commands:
             threads = await stacks.take(pid)
         except stacks.StacksError as failure:
             error = str(failure)
-        told = RankStackTraces(
+        event = RankStackTraces(
             time_ns=timeline_ns(),
             job=command.job,
             generation=command.generation,
@@ -192,18 +199,23 @@ class Commands:
             threads=threads,
             error=error,
         )
-        self._outbox.put_events([told])
+        self._outbox.put_events([event])
         return error
 
 
 class CommandStream:
-    """Holds the stream open and hands on what comes."""
+    """Keeps the command stream open and passes its commands on.
+
+    Args:
+        accept: called with each command.
+        pace: called with the seconds between batches that each ping requests.
+    """
 
     def __init__(
         self,
         link: ServerLink,
         agent_id: str,
-        take: Callable[[Order], None],
+        accept: Callable[[Order], None],
         pace: Callable[[float], None],
     ) -> None:
         self.connected = False
@@ -212,10 +224,11 @@ class CommandStream:
         self.server_clock = ServerClock()
         self._link = link
         self._path = f"/api/v1/agents/{quote(agent_id, safe='')}/commands"
-        self._take = take
+        self._accept = accept
         self._pace = pace
 
     async def run(self) -> None:
+        """Listen until cancelled; reconnect with back-off."""
         while True:
             async for attempt in tenacity.AsyncRetrying(
                 retry=tenacity.retry_if_exception_type(LinkError),
@@ -229,7 +242,7 @@ class CommandStream:
             await asyncio.sleep(0.1)
 
     async def _listen(self) -> None:
-        """Until the stream ends. An end after it had begun is no failure: the back-off is new."""
+        """Read the stream to its end. Raises LinkError only if it could not be opened."""
         lines = self._link.lines(self._path, SILENCE_SECONDS)
         try:
             async with contextlib.aclosing(lines):
@@ -252,10 +265,10 @@ class CommandStream:
             command: Command = decode_line(line)
         except msgspec.MsgspecError as error:
             self.refused_lines += 1
-            log.warning("a line of the command stream is no command: %s", error)
+            log.warning("an invalid line in the command stream is ignored: %s", error)
             return
         if isinstance(command, Ping):
-            self.server_clock.see(command.server_ns)
+            self.server_clock.add_ping(command.server_ns)
             self._pace(command.flush_seconds)
         else:
-            self._take(command)
+            self._accept(command)

@@ -1,14 +1,14 @@
-"""The fork server: imports what a job's ranks import, once, and forks ranks that need not.
+"""The fork server: imports the modules of a job's ranks once, then forks ranks that have them.
 
-Run as a file by the job's own interpreter, with the standard library alone, as
+The job's interpreter runs it as a file, with only the standard library, as
 `python FLAGS fork_server.py FD MODULE,... PROGRAM`; PROGRAM is `script.py ARGS` or `-m NAME ARGS`.
-The guard starts it beside the first ranks of a job that asks for it (`PACELINE_PRELOAD`) and talks
-to it over the packet socket FD: it says `ready` once, and answers each request with the pid of a
-rank or with an error. A rank is forked twice, so that it is the guard's child like any other, and
-begins when the guard, which knows it by then, writes to the pipe that came with the request.
+The guard starts it beside the first ranks of a job that sets `PACELINE_PRELOAD` and talks to it
+over the packet socket FD: it sends `ready` once, and answers each request with the pid of a rank or
+an error. A rank is forked twice, so that it becomes a child of the guard like any other. It starts
+when the guard, which knows its pid by then, writes to the pipe that came with the request.
 
-Of its own a rank has all that a fresh interpreter would have, but for what modules drew at random
-while they were imported. `ps` and /proc/PID/environ show its command, RANK and PACELINE_GENERATION.
+A forked rank equals one in a new interpreter, except for random numbers that modules drew during
+import. `ps` and /proc/PID/environ show its command, RANK and PACELINE_GENERATION.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
 _REQUEST_BYTES = 1 << 20
-_ARGUMENTS, _ENVIRONMENT = 45, 47  # of the fields of proc_pid_stat(5) from the third on
+_ARGUMENTS, _ENVIRONMENT = 45, 47  # arg_start, env_start of proc_pid_stat(5), without two fields
 
 
 def main(arguments: list[str]) -> None:
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
     try:
         preload(modules.split(","))
     except BaseException as error:
-        sys.exit(f"paceline: every rank imports for itself, {modules} cannot be preloaded: "
+        sys.exit(f"paceline: {modules} cannot be preloaded, each rank imports for itself: "
                  f"{type(error).__name__}: {error}")  # fmt: skip
     connection.send(b'"ready"')
     request = serve(connection)
@@ -51,25 +51,25 @@ def main(arguments: list[str]) -> None:
 
 
 def _own_directory(program: list[str]) -> str:
-    """That of the modules beside it."""
+    """Return the directory that Python puts first in `sys.path` for this program."""
     return os.getcwd() if program[0] == "-m" else os.path.dirname(os.path.realpath(program[0]))
 
 
 def preload(modules: list[str]) -> None:
-    """Raises what the imports raise, and RuntimeError where a rank could not be forked."""
+    """Import the modules. Raises their errors, and RuntimeError if a fork would not work."""
     for name in modules:
         importlib.import_module(name)
     if threading.active_count() > 1:
-        raise RuntimeError("it starts threads, which no fork would have")
+        raise RuntimeError("an import started threads, which a forked rank would not have")
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        raise RuntimeError("it sets up CUDA, which no fork could use")
+        raise RuntimeError("an import initialized CUDA, which a forked rank cannot use")
     gc.collect()
-    gc.freeze()  # else the first collection of each rank would copy all of it
+    gc.freeze()  # otherwise the first collection of each rank would copy all pages
 
 
 def serve(connection: socket.socket) -> dict[str, Any] | None:
-    """Fork ranks until the guard is gone: None. In a rank: the request that it is to fulfil."""
+    """Fork ranks until the guard is gone. Return None then; in a rank, return its request."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 1)
         if not message:
@@ -77,7 +77,7 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
         request: dict[str, Any] = json.loads(message)
         readable, writable = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of numpy's threads, which it sees to itself
+            warnings.simplefilter("ignore")  # about numpy's threads, which handle a fork themselves
             between = os.fork()
             is_rank = not between and _fork_again()
         if is_rank:
@@ -93,7 +93,7 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def _fork_again() -> bool:
-    """True in the second process; the first one has ended."""
+    """Fork and end the parent. Return True in the new process."""
     pid = -1
     try:
         pid = os.fork()
@@ -103,8 +103,8 @@ def _fork_again() -> bool:
     return True
 
 
-def _prepare(request: dict[str, Any], told: int, go: int) -> None:
-    """Become what the guard makes of a process before it executes it; wait for its word."""
+def _prepare(request: dict[str, Any], reply: int, go: int) -> None:
+    """Set up this process as the guard does for a rank that it executes; wait for its start."""
     try:
         os.setsid()
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -114,26 +114,26 @@ def _prepare(request: dict[str, Any], told: int, go: int) -> None:
         if request["directory"]:
             os.chdir(request["directory"])
     except OSError as error:
-        os.write(told, json.dumps({"error": str(error)}).encode())
+        os.write(reply, json.dumps({"error": str(error)}).encode())
         os._exit(127)
-    os.write(told, json.dumps({"pid": os.getpid()}).encode())
-    os.close(told)
+    os.write(reply, json.dumps({"pid": os.getpid()}).encode())
+    os.close(reply)
     if not os.read(go, 1):
-        os._exit(127)  # the guard does not know us
+        os._exit(127)  # the guard did not register this rank
     os.close(go)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != request["guard_pid"]:
-        os._exit(127)  # it died before the kernel knew our wish
+        os._exit(127)  # the guard died before the parent-death signal was set
     libc.prctl(_PR_SET_PTRACER, request["agent_pid"], 0, 0, 0)
 
 
 def run(request: dict[str, Any], program: list[str]) -> None:
-    """The program, as `python PROGRAM` runs it."""
+    """Run the program as `python PROGRAM` does."""
     environment = request["environment"]
     os.environ.clear()
     os.environ.update(environment)
-    _be_seen_as(environment, request["argv"])
+    _show_command(environment, request["argv"])
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     as_module = program[0] == "-m"
@@ -145,14 +145,14 @@ def run(request: dict[str, Any], program: list[str]) -> None:
             _run_script(os.path.abspath(program[0]))
     except Exception as error:
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in _NOT_THE_PROGRAMS:
+        while trace is not None and trace.tb_frame.f_code.co_filename in _INTERNAL_FILES:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
 
 
 def _run_script(path: str) -> None:
-    """Not by `runpy.run_path`, which makes the path `sys.argv[0]`."""
+    """Run a script. Not by `runpy.run_path`, which sets `sys.argv[0]` to the path."""
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=path, __builtins__=builtins)
     with open(path, "rb") as file:
@@ -161,13 +161,14 @@ def _run_script(path: str) -> None:
     exec(code, main.__dict__)
 
 
-_NOT_THE_PROGRAMS = {__file__, runpy.__file__, "<frozen runpy>"}
+_INTERNAL_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
 
 
-def _be_seen_as(environment: dict[str, str], command: list[str]) -> None:
-    """Write it where the kernel reads /proc/self/environ and cmdline: at the top of our stack.
+def _show_command(environment: dict[str, str], command: list[str]) -> None:
+    """Show the rank's command and environment in /proc/self/cmdline and environ.
 
-    Only over what the guard left room for, as others may hold pointers to the rest.
+    The kernel reads both from the top of the process's stack. Only the space that the guard
+    reserved is overwritten: other code may hold pointers to the rest.
     """
     try:
         with open("/proc/self/stat", "rb") as file:
@@ -175,18 +176,18 @@ def _be_seen_as(environment: dict[str, str], command: list[str]) -> None:
         with open("/proc/self/environ", "rb") as file:
             variables = file.read()
         with open("/proc/self/cmdline", "rb") as file:
-            room = len(file.read())
+            space = len(file.read())
     except OSError:
         return
     for name in ("RANK", "PACELINE_GENERATION"):
-        at = (b"\0" + variables).find(f"\0{name}=".encode())
-        size = variables.find(b"\0", at) - at
+        offset = (b"\0" + variables).find(f"\0{name}=".encode())
+        size = variables.find(b"\0", offset) - offset
         text = f"{name}={environment[name]}".encode()
-        if int(fields[_ENVIRONMENT]) and at >= 0 and len(text) <= size:
-            ctypes.memmove(int(fields[_ENVIRONMENT]) + at, text.ljust(size, b"\0"), size)
+        if int(fields[_ENVIRONMENT]) and offset >= 0 and len(text) <= size:
+            ctypes.memmove(int(fields[_ENVIRONMENT]) + offset, text.ljust(size, b"\0"), size)
     text = b"\0".join(map(os.fsencode, command))
-    if int(fields[_ARGUMENTS]) and len(text) < room:
-        ctypes.memmove(int(fields[_ARGUMENTS]), text.ljust(room, b"\0"), room)
+    if int(fields[_ARGUMENTS]) and len(text) < space:
+        ctypes.memmove(int(fields[_ARGUMENTS]), text.ljust(space, b"\0"), space)
 
 
 if __name__ == "__main__":

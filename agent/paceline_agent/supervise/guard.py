@@ -1,28 +1,28 @@
-"""The guard: the small process that holds a node's ranks, so that none outlives the agent.
+"""The guard: a small process that is the parent of a node's ranks, so that no rank is orphaned.
 
-Run as a file with the standard library alone (`python -I -S guard.py FD AGENT_PID GRACE PATH`): it
-is up in some tens of milliseconds and has nothing that could break. Three processes watch each
-other:
+It runs as a file with only the standard library (`python -I -S guard.py FD AGENT_PID GRACE PATH`),
+so it starts within tens of milliseconds and depends on nothing that could break. Three processes
+watch each other:
 
     agent ── sentinel (subreaper) ── guard (subreaper) ── ranks ── their children
 
-- The agent goes (end of file, or its pidfd fires): the guard kills all its descendants and exits,
-  unless there is a grace and the agent did not say `end`. Then it keeps the ranks that long for the
-  next agent of this node, which finds it at the socket PATH: it is told what runs and what ended
-  meanwhile, and is then the agent. Nobody came: all are killed.
-- The guard goes: its ranks die by their parent-death signal; the sentinel, to whom their children
-  now belong, kills those and exits.
-- The sentinel goes: the guard sees that and does as if the agent had gone.
-- Both go: the ranks die as above; their children now belong to the agent, which is a subreaper
-  too, sweeps them and starts anew.
+- The agent ends (end of file, or its pidfd fires): the guard kills all its descendants and exits.
+  With a grace period, and unless the agent sent `end`, it keeps the ranks that long for the next
+  agent of this node. That agent connects to the socket PATH, receives what runs and what ended
+  meanwhile, and takes over. If none connects in time, all ranks are killed.
+- The guard ends: its ranks die by their parent-death signal. Their children become the sentinel's,
+  which kills them and exits.
+- The sentinel ends: the guard detects that and acts as if the agent had ended.
+- Both end: the ranks die as above. Their children become the agent's, which is a subreaper too,
+  kills them and starts a new guard.
 
 Messages are lines of JSON over a Unix socket. The agent sends `start`, `preload`, `signal` and
-`end`, the guard answers `started`, `failed`, `exited` (at once) and `gone` (nothing of that rank is
-left); to an agent that adopts its ranks it says `adopted` first.
+`end`. The guard sends `started`, `failed`, `exited` (at once) and `gone` (no process of that rank
+is left); to an agent that adopts its ranks it sends `adopted` first.
 
-Where a job asks for it (`PACELINE_PRELOAD`), the ranks of its later generations are forked by a
-process that has imported their modules already: see fork_server.py. Whatever is wrong with that,
-they are executed like the first ones.
+If a job sets `PACELINE_PRELOAD`, the ranks of its later generations are forked by a process that
+has already imported their modules: see fork_server.py. If that fails, they are executed like the
+first ones.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
 _CREDENTIALS = struct.Struct("iII")  # ucred: pid, uid, gid
 _SOCKET_PATH_BYTES = 107  # sockaddr_un
-_SWEEP_SECONDS = 0.02  # between two looks at whether the killed are gone
+_SWEEP_SECONDS = 0.02  # between two checks whether killed processes are gone
 
 _PRELOAD = "PACELINE_PRELOAD"  # paceline_wire.commands.PRELOAD
 _FORK_SERVER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fork_server.py")
@@ -54,8 +54,8 @@ _FORK_SECONDS = 2.0  # tens of milliseconds are usual
 _IDLE_SECONDS = 900.0  # a fork server without ranks is kept for the next generation
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _FLAGS = re.compile(r"-[bBEIOPsSuv]+|-[WX].+")
-_WIDE = "0" * 20  # room for any number
-_RANKS_OWN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+_WIDE = "0" * 20  # reserves space for any number
+_PER_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
               "PACELINE_GENERATION", "PACELINE_DP", "PACELINE_PP", "PACELINE_TP",
               "PACELINE_GPU_INDEX", "PACELINE_GPU_UUID"}  # fmt: skip
 
@@ -63,21 +63,22 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def become_subreaper() -> None:
-    """Descendants whose parent dies become our children rather than init's."""
+    """Make descendants whose parent dies children of this process instead of init's."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Have the kernel send us `signal_number` when the thread that forked us ends."""
+    """Have the kernel send this process a signal when the thread that forked it ends."""
     _prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
-def may_be_read_by(pid: int) -> None:
-    """Let a process and its descendants read our stacks, where Yama's ptrace_scope is 1.
+def allow_tracing_by(pid: int) -> None:
+    """Let a process and its descendants read this one's stacks where Yama's ptrace_scope is 1.
 
-    It is most distributions' default, and otherwise only lets ancestors do so. Kept across exec.
+    That is the default of most distributions, and otherwise allows only ancestors. It persists
+    across exec.
     """
-    with contextlib.suppress(OSError):  # a kernel without Yama asks for nothing
+    with contextlib.suppress(OSError):  # a kernel without Yama needs no permission
         _prctl(_PR_SET_PTRACER, pid)
 
 
@@ -88,15 +89,17 @@ def _prctl(option: int, value: int) -> None:
 
 
 class Process(NamedTuple):
+    """A process as /proc/PID/stat shows it."""
+
     pid: int
     parent: int
     session: int
     state: str
-    started: int  # clock ticks since boot: tells a reused pid from the old one
+    started: int  # clock ticks since boot: distinguishes reuses of a pid
 
 
 def read_process(pid: int) -> Process | None:
-    """None if it is gone."""
+    """Return a process; None if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             content = file.read()
@@ -106,30 +109,31 @@ def read_process(pid: int) -> Process | None:
     return Process(pid, int(fields[1]), int(fields[3]), fields[0].decode(), int(fields[19]))
 
 
-def everyone() -> list[Process]:
+def all_processes() -> list[Process]:
+    """Return all processes that this one can see."""
     names = [name for name in os.listdir("/proc") if name.isdigit()]
     return [process for name in names if (process := read_process(int(name)))]
 
 
 def descendants(root: int) -> list[Process]:
-    """Every process below `root`, zombies included."""
+    """Return every process below `root`, zombies included; parents before their children."""
     children: dict[int, list[Process]] = {}
-    for process in everyone():
+    for process in all_processes():
         children.setdefault(process.parent, []).append(process)
-    found: list[Process] = []
+    result: list[Process] = []
     open_pids = [root]
     while open_pids:
         below = children.pop(open_pids.pop(), [])
-        found += below
+        result += below
         open_pids += [process.pid for process in below]
-    return found
+    return result
 
 
 def send_signal(process: Process, number: int) -> None:
-    """Signal exactly this process, not a later one that got its pid."""
+    """Signal exactly this process, not a later one with the same pid."""
     descriptor = open_pidfd(process.pid)
-    now = read_process(process.pid)
-    if now is not None and now.started == process.started:
+    current = read_process(process.pid)
+    if current is not None and current.started == process.started:
         with contextlib.suppress(ProcessLookupError):
             if descriptor is None:
                 os.kill(process.pid, number)
@@ -140,15 +144,15 @@ def send_signal(process: Process, number: int) -> None:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """None if it is gone, or where the kernel or this Python cannot."""
+    """Return a pidfd; None if the process is gone, or kernel or Python do not support it."""
     try:
         return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # some builds of Python leave pidfd_open out
+    except (AttributeError, OSError):  # some builds of Python have no pidfd_open
         return None
 
 
-def carries(pid: int, marks: Collection[bytes]) -> bool:
-    """Whether the process was started with all of these `NAME=value` in its environment."""
+def has_marks(pid: int, marks: Collection[bytes]) -> bool:
+    """Return whether the process was started with all of these `NAME=value` variables."""
     if not marks:
         return False
     try:
@@ -160,19 +164,19 @@ def carries(pid: int, marks: Collection[bytes]) -> bool:
 
 
 def kill_all(root: int) -> None:
-    """Kill every descendant of `root` and reap our own, until none is left."""
+    """Kill every descendant of `root` and reap own children, until none is left."""
     while True:
-        left = [process for process in descendants(root) if process.state != "Z"]
-        for process in left:
+        alive = [process for process in descendants(root) if process.state != "Z"]
+        for process in alive:
             send_signal(process, signal.SIGKILL)
         reap()
-        if not left:
+        if not alive:
             return
         time.sleep(_SWEEP_SECONDS)
 
 
 def reap() -> list[tuple[int, int]]:
-    """(pid, wait status) of every child that has ended."""
+    """Reap every child that has ended. Return (pid, wait status) of each."""
     ended: list[tuple[int, int]] = []
     while True:
         try:
@@ -185,26 +189,31 @@ def reap() -> list[tuple[int, int]]:
 
 
 def split_command(command: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """`python -u train.py --lr 1` is `python -u` and `train.py --lr 1`; None: it is no script."""
+    """Split a command into interpreter and program; None if it runs no Python script or module.
+
+    `python -u train.py --lr 1` becomes `python -u` and `train.py --lr 1`.
+    """
     if not _PYTHON.fullmatch(os.path.basename(command[0])):
         return None
-    at = 1
-    while at < len(command) and (command[at] in ("-W", "-X") or _FLAGS.fullmatch(command[at])):
-        at += 2 if command[at] in ("-W", "-X") else 1
-    program = list(command[at:])
+    index = 1
+    while index < len(command) and (
+        command[index] in ("-W", "-X") or _FLAGS.fullmatch(command[index])
+    ):
+        index += 2 if command[index] in ("-W", "-X") else 1
+    program = list(command[index:])
     if not program or program == ["-m"] or (program[0] != "-m" and program[0].startswith("-")):
         return None
-    return list(command[:at]), program
+    return list(command[:index]), program
 
 
 class ForkServer:
-    """Our end of a fork server: of one job, and of ranks that differ in `_RANKS_OWN` only."""
+    """The guard's end of a fork server, for ranks of one job that differ only in `_PER_RANK`."""
 
     def __init__(self, start: dict[str, Any], agent_pid: int) -> None:
-        """Raises OSError and ValueError where there can be none."""
+        """Start it. Raises OSError, and ValueError if the command is not a Python script."""
         split = split_command(start["argv"])
         if split is None:
-            raise ValueError(f"no script of Python's: {start['argv']}")
+            raise ValueError(f"not a Python script: {start['argv']}")
         python, program = split
         self._common = _common(start)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -223,19 +232,20 @@ class ForkServer:
         self._process = read_process(pid)
 
     def is_for(self, start: dict[str, Any]) -> bool:
-        return _common(start) == self._common and self._answers()
+        """Return whether it runs and can fork this rank."""
+        return _common(start) == self._common and self._is_running()
 
     def fork(self, start: dict[str, Any], agent_pid: int) -> int | None:
-        """Start a rank: its pid, or None if that is not possible (now)."""
+        """Start a rank. Return its pid, or None if that is not possible (now)."""
         if not self.is_for(start) or not self._is_ready:
             return None
-        about = {name: start[name] for name in ("argv", "environment", "directory", "log")}
-        request = json.dumps({**about, "agent_pid": agent_pid, "guard_pid": os.getpid()})
+        fields = {name: start[name] for name in ("argv", "environment", "directory", "log")}
+        request = json.dumps({**fields, "agent_pid": agent_pid, "guard_pid": os.getpid()})
         readable, writable = os.pipe()
         try:
             socket.send_fds(self._socket, [request.encode()], [readable])
             pid: int = json.loads(self._socket.recv(1 << 16))["pid"]
-            os.write(writable, b"!")  # until now it has not begun, and otherwise never will
+            os.write(writable, b"!")  # the rank starts only now
         except (OSError, ValueError, KeyError, TypeError):
             self.close()
             return None
@@ -245,12 +255,13 @@ class ForkServer:
         return pid
 
     def close(self) -> None:
+        """End the fork server; its ranks continue."""
         self._socket.close()
         if self._process is not None:
             send_signal(self._process, signal.SIGKILL)
 
-    def _answers(self) -> bool:
-        """Not after it could not import, nor after its end."""
+    def _is_running(self) -> bool:
+        """Return False after a failed import and after its end."""
         try:
             if not select.select([self._socket], [], [], 0)[0]:
                 return True
@@ -261,65 +272,67 @@ class ForkServer:
 
 
 def _common(start: dict[str, Any]) -> dict[str, Any]:
-    """What one rank's start has in common with that of the others, and of later generations."""
+    """Return the part of a start message that all ranks and later generations share."""
     environment = start["environment"].items()
     return {
         "argv": start["argv"],
         "directory": start["directory"],
-        "environment": {name: value for name, value in environment if name not in _RANKS_OWN},
+        "environment": {name: value for name, value in environment if name not in _PER_RANK},
     }
 
 
 class Guard:
-    """Starts ranks, tells of their ends, and cleans up after each."""
+    """Starts ranks, reports their ends to the agent, and kills what each leaves behind."""
 
     def __init__(self, agent: socket.socket, agent_pid: int) -> None:
         self._agent: socket.socket | None = agent
         self._agent_pid = agent_pid
-        self.told_to_end = False
-        self._untold: list[dict[str, Any]] = []  # while there is no agent
-        self._gone_untold: list[tuple[int, dict[str, Any]]] = []
+        self.is_ending = False
+        self._unsent: list[dict[str, Any]] = []  # messages while there is no agent
+        self._unsent_gone: list[tuple[int, dict[str, Any]]] = []  # pid, start message
         self._running: dict[int, dict[str, Any]] = {}  # pid -> the start message
-        self._ended: dict[int, dict[str, Any]] = {}  # children of these may still be alive
+        self._ended: dict[int, dict[str, Any]] = {}  # their children may still be alive
         self._sweeps = 0
-        self._forks: ForkServer | None = None
-        self._forks_of: list[Any] = []  # job and generation that it was last looked at for
-        self._busy_at = 0.0  # when there last was a rank
+        self._fork_server: ForkServer | None = None
+        self._fork_server_key: list[Any] = []  # job and generation that it was last checked for
+        self._busy_at = 0.0  # when it last had a rank
 
     @property
-    def patience_milliseconds(self) -> float | None:
-        """Until the next look at whether the killed are gone; None: nothing to look for.
+    def timeout_milliseconds(self) -> float | None:
+        """The time until the next check whether killed processes are gone; None: no check.
 
-        Longer each time: a process in an uninterruptible wait may take its time.
+        It doubles each time, because a process in an uninterruptible wait may take long.
         """
         if self._ended:
             return min(500.0, 20.0 * 2.0**self._sweeps)
-        return None if self._running or self._forks is None else _IDLE_SECONDS * 1000
+        return None if self._running or self._fork_server is None else _IDLE_SECONDS * 1000
 
     @property
-    def holds_any(self) -> bool:
+    def has_ranks(self) -> bool:
+        """Return whether processes of a rank may be left."""
         return bool(self._running or self._ended)
 
     def detach(self) -> None:
-        """The agent is gone; keep what there is to tell for the next."""
+        """Keep messages for the next agent: this one is gone."""
         self._agent = None
 
     def attach(self, agent: socket.socket, agent_pid: int) -> None:
-        """Hand all ranks, and what became of them meanwhile, to another agent."""
+        """Hand all ranks over to another agent, with what happened to them meanwhile."""
         self._agent, self._agent_pid = agent, agent_pid
-        held = [*self._running.items(), *self._ended.items(), *self._gone_untold]
+        held = [*self._running.items(), *self._ended.items(), *self._unsent_gone]
         ranks = [
             {"pid": pid, **{name: start[name] for name in ("key", "marks", "log")}}
             for pid, start in held
         ]
-        self._tell(event="adopted", session=os.getsid(0), ranks=ranks)
-        untold, self._untold, self._gone_untold = self._untold, [], []
-        for message in untold:
-            self._tell(**message)
+        self._send(event="adopted", session=os.getsid(0), ranks=ranks)
+        unsent, self._unsent, self._unsent_gone = self._unsent, [], []
+        for message in unsent:
+            self._send(**message)
 
     def handle(self, line: bytes) -> None:
+        """Execute a message of the agent."""
         message = json.loads(line)
-        self.told_to_end |= message["do"] == "end"
+        self.is_ending |= message["do"] == "end"
         if message["do"] == "start":
             self._start(message)
         elif message["do"] == "preload":
@@ -330,15 +343,15 @@ class Guard:
                     if start["key"] == message["key"]:
                         self._signal(pid, start, message["signal"])
 
-    def tend(self) -> None:
-        """Tell of the ranks that ended, and kill what they left behind."""
+    def check_ranks(self) -> None:
+        """Report the ranks that ended, and kill what they left behind."""
         for pid, status in reap():
             start = self._running.pop(pid, None)
             if start is None:
-                continue  # a grandchild that had come to us
+                continue  # a grandchild whose parent died
             self._ended[pid] = start
             killed = os.WIFSIGNALED(status)
-            self._tell(
+            self._send(
                 event="exited",
                 key=start["key"],
                 pid=pid,
@@ -350,16 +363,16 @@ class Guard:
             if not self._signal(pid, start, signal.SIGKILL):
                 del self._ended[pid]
                 if self._agent is None:
-                    self._gone_untold.append((pid, start))
-                self._tell(event="gone", key=start["key"], pid=pid)
-        if self.holds_any:
+                    self._unsent_gone.append((pid, start))
+                self._send(event="gone", key=start["key"], pid=pid)
+        if self.has_ranks:
             self._busy_at = time.monotonic()
-        elif self._forks is not None and time.monotonic() - self._busy_at >= _IDLE_SECONDS:
-            self._forks.close()
-            self._forks = None
+        elif self._fork_server is not None and time.monotonic() - self._busy_at >= _IDLE_SECONDS:
+            self._fork_server.close()
+            self._fork_server = None
 
     def _signal(self, rank_pid: int, start: dict[str, Any], number: int) -> int:
-        """Signal a rank and all that came from it; how many there were."""
+        """Signal a rank and all processes that it started. Return their number."""
         marks = [mark.encode("utf-8", "surrogateescape") for mark in start["marks"]]
         processes = descendants(os.getpid())
         family = {rank_pid}
@@ -369,41 +382,41 @@ class Guard:
                 family.add(process.pid)
             if process.state == "Z":
                 continue
-            theirs = process.pid in family or process.session == rank_pid
-            if theirs or carries(process.pid, marks):
+            is_family = process.pid in family or process.session == rank_pid
+            if is_family or has_marks(process.pid, marks):
                 send_signal(process, number)
                 reached += 1
         return reached
 
     def _start(self, message: dict[str, Any]) -> None:
         try:
-            forked = self._forks and self._forks.fork(message, self._agent_pid)
+            forked = self._fork_server and self._fork_server.fork(message, self._agent_pid)
             pid = forked or _spawn(message, self._agent_pid)
         except OSError as error:
-            self._tell(event="failed", key=message["key"], error=str(error))
+            self._send(event="failed", key=message["key"], error=str(error))
             return
         self._running[pid] = message
-        self._tell(event="started", key=message["key"], pid=pid)
+        self._send(event="started", key=message["key"], pid=pid)
         self._preload(message)
 
     def _preload(self, start: dict[str, Any]) -> None:
-        """Have a fork server for the generations after this one, if the job wants one."""
-        if start["key"][:2] == self._forks_of:
+        """Start a fork server for the next generations, if the job asks for one."""
+        if start["key"][:2] == self._fork_server_key:
             return
-        self._forks_of = start["key"][:2]
+        self._fork_server_key = start["key"][:2]
         self._busy_at = time.monotonic()
-        if self._forks is not None and not self._forks.is_for(start):
-            self._forks.close()
-            self._forks = None
-        if self._forks is None and start["environment"].get(_PRELOAD):
+        if self._fork_server is not None and not self._fork_server.is_for(start):
+            self._fork_server.close()
+            self._fork_server = None
+        if self._fork_server is None and start["environment"].get(_PRELOAD):
             with contextlib.suppress(OSError, ValueError):
-                self._forks = ForkServer(start, self._agent_pid)
+                self._fork_server = ForkServer(start, self._agent_pid)
 
-    def _tell(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         if self._agent is None:
-            self._untold.append(message)
+            self._unsent.append(message)
             return
-        with contextlib.suppress(OSError):  # the agent is gone: the loop sees it too
+        with contextlib.suppress(OSError):  # the agent is gone, which the loop detects too
             self._agent.sendall(json.dumps(message).encode() + b"\n")
 
 
@@ -414,7 +427,7 @@ def _spawn(message: dict[str, Any], agent_pid: int) -> int:
     pid = os.fork()
     if not pid:
         try:
-            may_be_read_by(agent_pid)
+            allow_tracing_by(agent_pid)
             _become_rank(message, guard)
         except BaseException as error:
             code = error.errno if isinstance(error, OSError) else None
@@ -435,7 +448,7 @@ def _become_rank(message: dict[str, Any], guard: int) -> NoReturn:
     os.setsid()
     die_with_parent(signal.SIGKILL)
     if os.getppid() != guard:
-        os._exit(127)  # the guard died before the kernel knew our wish
+        os._exit(127)  # the guard died before the parent-death signal was set
     for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGINT, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
@@ -450,7 +463,7 @@ def _become_rank(message: dict[str, Any], guard: int) -> NoReturn:
 
 
 def _serve(agent: socket.socket, agent_pid: int, grace_seconds: float, path: str) -> None:
-    """Until the agent is gone for good, or the sentinel; then kill everything below us."""
+    """Serve agents until none is left or the sentinel is gone; then kill all descendants."""
     become_subreaper()
     wake_reader, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -461,8 +474,8 @@ def _serve(agent: socket.socket, agent_pid: int, grace_seconds: float, path: str
     listener = _listen(path) if grace_seconds > 0 else None
     guard = Guard(agent, agent_pid)
     while True:
-        sentinel_is_gone = _attend(guard, agent, agent_pid, poll, wake_reader, sentinel)
-        if sentinel_is_gone or guard.told_to_end or listener is None:
+        sentinel_is_gone = _serve_agent(guard, agent, agent_pid, poll, wake_reader, sentinel)
+        if sentinel_is_gone or guard.is_ending or listener is None:
             break
         agent.close()
         guard.detach()
@@ -474,7 +487,7 @@ def _serve(agent: socket.socket, agent_pid: int, grace_seconds: float, path: str
     kill_all(os.getpid())
 
 
-def _attend(
+def _serve_agent(
     guard: Guard,
     agent: socket.socket,
     agent_pid: int,
@@ -482,13 +495,13 @@ def _attend(
     wake_reader: int,
     sentinel: int | None,
 ) -> bool:
-    """Do what the agent says until it is gone; True if it is the sentinel that is."""
+    """Execute the agent's messages until it is gone. Return True if the sentinel is gone."""
     poll.register(agent.fileno(), select.POLLIN)
     agent_end = _watch(agent_pid, poll)
     pending = b""
     try:
         while True:
-            ready = {descriptor for descriptor, _ in poll.poll(guard.patience_milliseconds)}
+            ready = {descriptor for descriptor, _ in poll.poll(guard.timeout_milliseconds)}
             if wake_reader in ready:
                 os.read(wake_reader, 4096)
             if agent.fileno() in ready:
@@ -498,7 +511,7 @@ def _attend(
                 *lines, pending = (pending + received).split(b"\n")
                 for line in lines:
                     guard.handle(line)
-            guard.tend()
+            guard.check_ranks()
             if sentinel in ready:
                 return True
             if agent_end in ready:
@@ -518,19 +531,18 @@ def _await_agent(
     sentinel: int | None,
     grace_seconds: float,
 ) -> tuple[socket.socket, int] | None:
-    """The next agent and its pid; None if there is nothing to hand over or nobody came."""
+    """Wait for the next agent. Return its socket and pid; None if no rank is left or none came."""
     deadline = time.monotonic() + grace_seconds
     poll.register(listener.fileno(), select.POLLIN)
     try:
-        while guard.holds_any and (left_seconds := deadline - time.monotonic()) > 0:
-            patience = guard.patience_milliseconds
+        while guard.has_ranks and (left_seconds := deadline - time.monotonic()) > 0:
+            timeout = guard.timeout_milliseconds
             left = left_seconds * 1000
-            ready = {
-                each for each, _ in poll.poll(left if patience is None else min(patience, left))
-            }
+            timeout = left if timeout is None else min(timeout, left)
+            ready = {descriptor for descriptor, _ in poll.poll(timeout)}
             if wake_reader in ready:
                 os.read(wake_reader, 4096)
-            guard.tend()
+            guard.check_ranks()
             if sentinel in ready:
                 return None
             if listener.fileno() in ready and (adopted := _accept(listener)):
@@ -541,7 +553,7 @@ def _await_agent(
 
 
 def _listen(path: str) -> socket.socket | None:
-    """None where it cannot be: then the ranks end with the agent."""
+    """Listen for the next agent. Return None if that fails: the ranks then end with the agent."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -557,7 +569,7 @@ def _listen(path: str) -> socket.socket | None:
 
 
 def _accept(listener: socket.socket) -> tuple[socket.socket, int] | None:
-    """Whoever connects, if it is a process of our own user."""
+    """Accept a connection. Return its socket and pid; None if another user connected."""
     try:
         agent, _ = listener.accept()
     except OSError:
@@ -571,8 +583,8 @@ def _accept(listener: socket.socket) -> tuple[socket.socket, int] | None:
     return agent, pid
 
 
-def adopt(path: str) -> socket.socket | None:
-    """Connect to a guard that an earlier agent left, if there is one."""
+def connect(path: str) -> socket.socket | None:
+    """Connect to a guard that an earlier agent left; None if there is none."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(_short(path))
@@ -583,10 +595,10 @@ def adopt(path: str) -> socket.socket | None:
 
 
 def _short(path: str) -> str:
-    """The address of a Unix socket holds 107 bytes, a path may hold more."""
+    """Return a path of at most 107 bytes, the limit of a Unix socket's address."""
     if len(os.fsencode(path)) <= _SOCKET_PATH_BYTES:
         return path
-    directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY)  # open for good
+    directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY)  # stays open
     return f"/proc/self/fd/{directory}/{os.path.basename(path)}"
 
 
@@ -598,7 +610,7 @@ def _receive(agent: socket.socket) -> bytes:
 
 
 def _watch(pid: int, poll: select.poll) -> int | None:
-    """Notice another's end. The socket alone would tell the agent's only once nobody holds it."""
+    """Poll for the end of a process; its socket closes only when no process holds it any more."""
     descriptor = open_pidfd(pid)
     if descriptor is not None:
         poll.register(descriptor, select.POLLIN)
@@ -608,7 +620,7 @@ def _watch(pid: int, poll: select.poll) -> int | None:
 def main(arguments: list[str]) -> None:
     descriptor, agent_pid = int(arguments[0]), int(arguments[1])
     grace_seconds, path = float(arguments[2]), arguments[3]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent handles Ctrl-C
     os.set_inheritable(descriptor, False)
     sentinel = os.getpid()
     become_subreaper()

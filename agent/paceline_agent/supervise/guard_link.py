@@ -1,4 +1,4 @@
-"""The agent's end of the guard: starts or adopts it, talks to it, notices when it is gone."""
+"""The agent's link to the guard: starts or adopts it, exchanges messages, detects its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ ADOPTION_SECONDS = 5.0
 class GuardLink:
     """One guard process and the socket to it.
 
-    `on_message` is called in the event loop with each message as the guard sends it.
+    Args:
+        on_message: called in the event loop with each message of the guard.
+        socket_path: where a later agent can connect to the guard.
+        orphan_grace_seconds: how long the guard keeps the ranks without an agent.
     """
 
     def __init__(
@@ -43,12 +46,12 @@ class GuardLink:
 
     @property
     def session(self) -> int | None:
-        """Id of the session of the sentinel and the guard."""
+        """Session id of the sentinel and the guard."""
         return self._process.pid if self._process is not None else self._adopted_session
 
     async def adopt(self) -> list[dict[str, Any]] | None:
-        """Take over the guard of an earlier agent: its ranks, or None if there is none."""
-        connection = guard.adopt(str(self._socket_path))
+        """Take over the guard of an earlier agent. Return its ranks; None if there is no guard."""
+        connection = guard.connect(str(self._socket_path))
         if connection is None:
             return None
         self._reader, self._writer = await asyncio.open_connection(
@@ -59,7 +62,7 @@ class GuardLink:
                 line = await self._reader.readline()
         except (TimeoutError, ConnectionError):
             line = b""
-        if not line:  # it is about to end, with all it holds
+        if not line:  # the guard is about to end, with all its ranks
             self._writer.close()
             self._reader = self._writer = None
             return None
@@ -69,13 +72,13 @@ class GuardLink:
         return ranks
 
     async def start(self) -> None:
-        """Raises OSError where no process can be started."""
+        """Start a guard. Raises OSError if no process can be started."""
         ours, theirs = socket.socketpair()
         with theirs:
             descriptor = theirs.fileno()
             arguments = [str(descriptor), str(os.getpid()), str(self._grace_seconds)]
             arguments.append(str(self._socket_path))
-            # -I -S: neither site-packages nor the environment can slow or break it.
+            # -I -S: site-packages and the environment cannot slow or break it.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_GUARD), *arguments],
                 pass_fds=[descriptor],
@@ -85,20 +88,20 @@ class GuardLink:
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_LINE_BYTES)
 
     def send(self, **message: Any) -> None:
-        """Raises GuardLostError if the guard is known to be gone."""
+        """Send a message. Raises GuardLostError if the guard is known to be gone."""
         if self._writer is None or self._writer.is_closing():
-            raise GuardLostError("the guard is gone; it is started anew")
+            raise GuardLostError("the guard process is gone; it is being restarted")
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def listen(self) -> None:
-        """Until the guard is gone."""
+        """Receive messages until the guard is gone."""
         assert self._reader is not None
         with contextlib.suppress(ConnectionError):
             while line := await self._reader.readline():
                 self._on_message(json.loads(line))
 
     async def close(self) -> None:
-        """Hang up: the guard kills whatever it still holds. Returns when it is gone."""
+        """End the guard, which kills its remaining ranks. Return when it is gone."""
         if self._writer is not None:
             with contextlib.suppress(GuardLostError):
                 self.send(do="end")

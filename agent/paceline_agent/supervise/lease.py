@@ -1,4 +1,7 @@
-"""The lease: ranks of a node that is cut off must die before they are started elsewhere."""
+"""The lease: a node without contact to the server kills its ranks.
+
+The server may have started them on another node.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from collections.abc import Awaitable, Callable
 log = logging.getLogger(__name__)
 
 
-class Lease:
-    """Renewed by each contact with the server; `expire` is awaited once it has lapsed."""
+class RankLease:
+    """Renewed by each contact with the server; `expire` is awaited when it lapses."""
 
     def __init__(
         self,
@@ -26,9 +29,11 @@ class Lease:
         self._renewed_at = time.monotonic()
 
     def renew(self) -> None:
+        """Start the lease again: the server responded."""
         self._renewed_at = time.monotonic()
 
     async def run(self) -> None:
+        """Watch the lease until cancelled."""
         while self._lease_seconds > 0:
             left_seconds = self._renewed_at + self._lease_seconds - time.monotonic()
             if left_seconds > 0 or not self._has_ranks():
@@ -36,8 +41,8 @@ class Lease:
                 continue
             self.lapses += 1
             log.error(
-                "no contact with the server for %.0f s: the ranks of this node are killed, "
-                "since it may have started them elsewhere",
+                "no contact with the server for %.0f s: killing the ranks of this node, "
+                "because the server may have started them on another one",
                 self._lease_seconds,
             )
             await self._expire()

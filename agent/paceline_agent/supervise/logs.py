@@ -1,4 +1,4 @@
-"""The output of a rank: a file that the rank appends to and the agent keeps short."""
+"""Log files of ranks: each rank appends to its own, and the agent limits their size."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ FILES_KEPT = 64
 
 
 class LogFile:
-    """Its writer holds it open with O_APPEND, so cutting it short from outside is safe."""
+    """The log of one rank. The rank writes with O_APPEND, so the agent can truncate it safely."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def tail(self) -> str:
-        """The last lines, or what the limit leaves of them."""
+        """Return the last TAIL_LINES lines, at most TAIL_BYTES."""
         content = self._last(TAIL_BYTES).decode(errors="replace")
         return "\n".join(content.splitlines()[-TAIL_LINES:])
 
-    def bound(self) -> None:
-        """Past the limit keep the end only; a line written meanwhile may be lost."""
+    def truncate(self) -> None:
+        """Keep only the end of a file beyond the limit; a line written meanwhile may be lost."""
         with contextlib.suppress(OSError):
             if self.path.stat().st_size <= LIMIT_BYTES:
                 return
-            kept = self._last(KEPT_BYTES)
+            end = self._last(KEPT_BYTES)
             os.truncate(self.path, 0)
             with open(self.path, "ab") as file:
-                file.write(b"[paceline: the log was cut here]\n" + kept)
+                file.write(b"[paceline: the log was truncated here]\n" + end)
 
     def _last(self, count: int) -> bytes:
         try:
@@ -45,8 +45,8 @@ class LogFile:
 
 
 def prune_logs(directory: Path) -> None:
-    """Keep the newest files of ended ranks."""
+    """Delete all but the newest log files."""
     with contextlib.suppress(OSError):
-        found = sorted(directory.glob("*.log"), key=lambda path: path.stat().st_mtime)
-        for old in found[:-FILES_KEPT]:
+        paths = sorted(directory.glob("*.log"), key=lambda path: path.stat().st_mtime)
+        for old in paths[:-FILES_KEPT]:
             old.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Starts, watches and kills the ranks of this node, through the guard.
+"""The supervisor: starts, watches and kills the ranks of this node, through the guard.
 
-A rank's end is told at once, after what it was doing: the rest of its ring and its last state
-page come first. The server decides what becomes of the others.
+The end of a rank is reported at once, after the rest of its ring and its last state page. The
+server decides what happens to the other ranks.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from paceline_wire.node_directory import RINGS
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 10.0  # for the guard to execute one rank
-DEATH_SECONDS = 10.0  # for the killed to be gone; longer means an uninterruptible wait
+START_SECONDS = 10.0  # how long the guard may take to execute a rank
+DEATH_SECONDS = 10.0  # how long killed ranks may take; longer: an uninterruptible wait
 _STOPPING_CONTROLS = frozenset({"checkpoint_and_stop", "stop"})
 OWN_VARIABLES = "PACELINE_AGENT_"  # the agent's own settings, its token among them
 
 
 @dataclass(slots=True, eq=False)
-class _Rank:
-    """One process of ours, from its start until nothing of it is left."""
+class _SupervisedRank:
+    """A rank of this node, from its start until none of its processes is left."""
 
     key: RankKey
     log: LogFile
-    marks: list[str]
+    marks: list[str]  # NAME=value variables that identify its processes
     pid: int | None = None
     error: str | None = None
     stopping: bool = False
     control: str | None = None  # the newest command on its control page
-    started: asyncio.Event = field(default_factory=asyncio.Event)  # or failed to
+    started: asyncio.Event = field(default_factory=asyncio.Event)  # set also if the start failed
     exited: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -68,7 +68,7 @@ class Supervisor:
         orphan_grace_seconds: float = 0.0,
         killed: Callable[[], None] | None = None,
     ) -> None:
-        """`killed` is called when a rank ends by a SIGKILL that was not ours."""
+        """`killed` is called when a rank ends by a SIGKILL that the agent did not send."""
         self._directory = directory
         self._outbox = outbox
         self._rings = rings
@@ -80,7 +80,7 @@ class Supervisor:
         self._inventory = inventory
         self._killed = killed
         self._grace_seconds = orphan_grace_seconds
-        self._ranks: dict[RankKey, _Rank] = {}
+        self._ranks: dict[RankKey, _SupervisedRank] = {}
         self._newest: dict[str, int] = {}  # job -> newest generation started here
         self._stopped: dict[str, int] = {}  # job -> generations up to this one were stopped
         self._link: GuardLink | None = None
@@ -93,23 +93,23 @@ class Supervisor:
         return bool(self._ranks)
 
     async def adopt(self) -> None:
-        """Take over the ranks that an agent before us left running; before `run`.
+        """Take over the ranks that an earlier agent left running. Call it before `run`.
 
-        The guard knows them by the processes it started itself, so no pid can be mistaken.
+        The guard is the parent of these processes, so a reused pid cannot be mistaken for one.
         """
         link = self._new_link()
         ranks = await link.adopt()
         if ranks is None:
             return
         self._adopted = link
-        for found in ranks:
-            key = RankKey(*found["key"])
-            rank = _Rank(key, LogFile(Path(found["log"])), found["marks"], pid=found["pid"])
+        for entry in ranks:
+            key, log_file = RankKey(*entry["key"]), LogFile(Path(entry["log"]))
+            rank = _SupervisedRank(key, log_file, entry["marks"], pid=entry["pid"])
             rank.started.set()
             self._ranks[key] = rank
             self._rings.supervised.add(key)
             self._newest[key.job] = max(key.generation, self._newest.get(key.job, -1))
-        log.warning("adopted %d ranks of the agent before this one", len(ranks))
+        log.warning("adopted %d ranks of an earlier agent", len(ranks))
 
     def _new_link(self) -> GuardLink:
         return GuardLink(self._on_message, self._directory / "guard.sock", self._grace_seconds)
@@ -126,24 +126,24 @@ class Supervisor:
                 self._link_ready.set()
                 await link.listen()
             except OSError as error:
-                log.error("the guard cannot be started, no rank can be either: %s", error)
+                log.error("the guard cannot be started, so no rank can be started: %s", error)
                 await asyncio.sleep(1.0)
             finally:
                 self._link = None
                 self._link_ready.clear()
                 await link.close()
-            log.error("the guard is gone and its ranks with it; starting another")
-            await self._bury_all(link.session, adopted=adopted is not None)
+            log.error("the guard is gone, and its ranks with it; starting another one")
+            await self._clean_up_after_guard(link.session, adopted=adopted is not None)
 
     async def start(self, command: StartRanks) -> str | None:
-        """Start the ranks of a command; None, or why it could not be."""
+        """Start the ranks of a command. Return None, or the reason if they cannot be started."""
         job, generation = command.job, command.generation
         if refusal := self._refusal(job, generation):
             return refusal
         self._newest[job] = generation
-        await self._clear_older(job, generation)
+        await self._kill_older(job, generation)
         await self._await_guard()
-        if refusal := self._refusal(job, generation):  # stopped or overtaken while we waited
+        if refusal := self._refusal(job, generation):  # stopped or superseded meanwhile
             return refusal
         prune_logs(self._directory / "logs")
         ranks = [
@@ -166,12 +166,12 @@ class Supervisor:
         return None
 
     async def preload(self, command: PreloadRanks) -> str | None:
-        """Have the modules of these ranks imported; None, or why they are not."""
+        """Have the modules of these ranks imported. Return None, or the reason if that fails."""
         spec = command.ranks[0]
         key = RankKey(command.job, command.generation, spec.rank)
         await self._await_guard()
         try:
-            self._send(do="preload", **self._about(command, spec, key))
+            self._send(do="preload", **self._start_message(command, spec, key))
         except GuardLostError as error:
             return str(error)
         return None
@@ -188,66 +188,67 @@ class Supervisor:
         return f"generation {generation} of {job} is refused: {newest} is the oldest allowed here"
 
     async def stop(self, job: str, generation: int, grace_seconds: float) -> str | None:
-        """Kill all ranks of `job` up to `generation`; None once all are dead, or who is not."""
+        """Kill all ranks of `job` up to `generation`. Return None, or which ranks are not dead."""
         self._stopped[job] = max(generation, self._stopped.get(job, -1))
         return await self._kill(self._ranks_up_to(job, generation), grace_seconds, commanded=True)
 
     async def stop_all(self, grace_seconds: float) -> str | None:
-        """Our own decision, not the server's: the node is drained, or the lease has lapsed."""
+        """Kill all ranks without a command: the node is drained, or the lease has lapsed."""
         return await self._kill(list(self._ranks.values()), grace_seconds, commanded=False)
 
-    def controlled(self, job: str, generation: int, kind: str) -> None:
-        """A command was put on the ranks' control pages."""
+    def set_control(self, job: str, generation: int, kind: str) -> None:
+        """Store the command that was written to the ranks' control pages."""
         for key, rank in self._ranks.items():
             if key[:2] == (job, generation):
                 rank.control = kind
 
     def live_ranks(self, job: str, generation: int) -> set[int]:
+        """Return the ranks of a generation that have not exited."""
         return {
             key.rank
             for key, rank in self._ranks.items()
             if key[:2] == (job, generation) and not rank.exited
         }
 
-    def bound_logs(self) -> None:
-        """Keep the logs, which are on tmpfs, from eating the node's memory."""
+    def truncate_logs(self) -> None:
+        """Limit the size of the logs, which are on tmpfs, in the node's memory."""
         for rank in self._ranks.values():
-            rank.log.bound()
+            rank.log.truncate()
 
     async def close(self) -> None:
-        """Hang up on the guard, which kills whatever is left."""
+        """End the guard, which kills the remaining ranks."""
         for link in (self._link, self._adopted):
             if link is not None:
                 await link.close()
 
-    def _ranks_up_to(self, job: str, generation: int) -> list[_Rank]:
+    def _ranks_up_to(self, job: str, generation: int) -> list[_SupervisedRank]:
         return [
             rank
             for key, rank in self._ranks.items()
             if key.job == job and key.generation <= generation
         ]
 
-    async def _clear_older(self, job: str, generation: int) -> None:
-        """A zombie of an older generation must not meet the new one."""
+    async def _kill_older(self, job: str, generation: int) -> None:
+        """Kill the ranks of older generations, which must not communicate with the new one."""
         older = self._ranks_up_to(job, generation - 1)
         if older:
             await self._kill(older, 0.0, commanded=True)
         self._rings.remove_before(job, generation)
 
-    def _start_rank(self, command: StartRanks, spec: RankSpec) -> _Rank:
+    def _start_rank(self, command: StartRanks, spec: RankSpec) -> _SupervisedRank:
         key = RankKey(command.job, command.generation, spec.rank)
-        about = self._about(command, spec, key)
-        rank = _Rank(key, LogFile(Path(about["log"])), about["marks"])
+        message = self._start_message(command, spec, key)
+        rank = _SupervisedRank(key, LogFile(Path(message["log"])), message["marks"])
         self._ranks[key] = rank
         self._rings.supervised.add(key)
         try:
-            self._send(do="start", **about)
+            self._send(do="start", **message)
         except GuardLostError as error:
             self._on_failed(rank, str(error))
         return rank
 
-    def _about(self, command: Ranks, spec: RankSpec, key: RankKey) -> dict[str, Any]:
-        """What the guard needs to know of a rank."""
+    def _start_message(self, command: Ranks, spec: RankSpec, key: RankKey) -> dict[str, Any]:
+        """Return the guard's message that starts or preloads a rank, without its kind."""
         environment = self._rank_environment(command, spec)
         name = f"{key.job}.g{key.generation}.r{key.rank}.log"
         return {
@@ -260,7 +261,10 @@ class Supervisor:
         }
 
     def _rank_environment(self, command: Ranks, spec: RankSpec) -> dict[str, str]:
-        """As docs/architecture.md has it, on top of the agent's own and the command's."""
+        """Return a rank's environment, on top of the agent's and the command's.
+
+        docs/architecture.md lists the variables.
+        """
         topology = command.topology
         own = {
             "RANK": spec.rank,
@@ -280,21 +284,22 @@ class Supervisor:
             "PACELINE_GPU_INDEX": spec.gpu,
             "PACELINE_GPU_UUID": self._gpu_uuid(spec.gpu),
         }
-        # What a rank prints last before it dies must not be lost in a buffer.
+        # Unbuffered: the last output of a rank that dies must not be lost.
         defaults = {"PYTHONUNBUFFERED": "1", **self._visible_gpus(command)}
         inherited = {**defaults, **self._environment, "PATH": self._path()}
         inherited |= command.environment
         return inherited | {name: str(value) for name, value in own.items() if value is not None}
 
     def _path(self) -> str:
-        """`python` is the one this agent runs on, whether its environment is activated or not."""
+        """Return a PATH where `python` is this agent's, even if its environment is not active."""
         own = os.path.dirname(sys.executable)
         return os.pathsep.join((own, self._environment.get("PATH", os.defpath)))
 
     def _visible_gpus(self, command: Ranks) -> dict[str, str]:
-        """So that `cuda:LOCAL_RANK` is the GPU a rank was given, also where one before it is lost.
+        """Return CUDA_VISIBLE_DEVICES, so that `cuda:LOCAL_RANK` is the GPU assigned to a rank.
 
-        All that this node's ranks were given, for peers on one node reach each other's memory.
+        That holds also if a GPU with a lower index is lost. It lists the GPUs of all ranks on this
+        node, because peers on one node access each other's memory.
         """
         specs = sorted(command.ranks, key=lambda spec: spec.local_rank)
         uuids = [self._gpu_uuid(spec.gpu) for spec in specs]
@@ -306,7 +311,7 @@ class Supervisor:
         return next((gpu.uuid for gpu in self._inventory.gpus if gpu.index == index), None)
 
     async def _kill(
-        self, ranks: Sequence[_Rank], grace_seconds: float, *, commanded: bool
+        self, ranks: Sequence[_SupervisedRank], grace_seconds: float, *, commanded: bool
     ) -> str | None:
         for rank in ranks:
             rank.stopping = rank.stopping or commanded
@@ -322,15 +327,15 @@ class Supervisor:
             await _all_gone(ranks, 1.0)
         return None
 
-    def _signal(self, ranks: Sequence[_Rank], number: int) -> None:
+    def _signal(self, ranks: Sequence[_SupervisedRank], number: int) -> None:
         for rank in ranks:
             if not rank.gone.is_set():
-                with contextlib.suppress(GuardLostError):  # then they die with it
+                with contextlib.suppress(GuardLostError):  # the ranks die with the guard
                     self._send(do="signal", key=list(rank.key), signal=int(number))
 
     def _send(self, **message: Any) -> None:
         if self._link is None:
-            raise GuardLostError("the guard is gone; it is started anew")
+            raise GuardLostError("the guard process is gone; it is being restarted")
         self._link.send(**message)
 
     def _on_message(self, message: dict[str, Any]) -> None:
@@ -347,19 +352,19 @@ class Supervisor:
             case "gone":
                 self._on_gone(rank)
 
-    def _on_started(self, rank: _Rank, pid: int) -> None:
+    def _on_started(self, rank: _SupervisedRank, pid: int) -> None:
         rank.pid = pid
         rank.started.set()
         log.info("started rank %d of %s, pid %d", rank.key.rank, rank.key.job, pid)
         self._outbox.put_events([RankStarted(time_ns=timeline_ns(), pid=pid, **rank.key._asdict())])
 
-    def _on_failed(self, rank: _Rank, error: str) -> None:
+    def _on_failed(self, rank: _SupervisedRank, error: str) -> None:
         rank.error = error
         rank.started.set()
         self._finish_ring(rank.key)
         self._on_gone(rank)
 
-    def _on_exited(self, rank: _Rank, exit_code: int | None, number: int | None) -> None:
+    def _on_exited(self, rank: _SupervisedRank, exit_code: int | None, number: int | None) -> None:
         if rank.exited or rank.pid is None:
             return
         rank.exited = True
@@ -380,21 +385,22 @@ class Supervisor:
             self._killed()
 
     def _finish_ring(self, key: RankKey) -> None:
-        """Whatever is wrong with its ring, a rank's end is told."""
+        """Read the rest of a ring. An error must not suppress the report of the rank's end."""
         try:
             self._rings.finish(key)
         except Exception:
             self.failed_ticks += 1
             log.exception("the ring of rank %d could not be finished", key.rank)
 
-    def _on_gone(self, rank: _Rank) -> None:
+    def _on_gone(self, rank: _SupervisedRank) -> None:
         rank.gone.set()
         self._ranks.pop(rank.key, None)
 
-    async def _bury_all(self, guard_session: int | None, *, adopted: bool) -> None:
-        """After the guard's end: its ranks were killed with it, and so are their children.
+    async def _clean_up_after_guard(self, guard_session: int | None, *, adopted: bool) -> None:
+        """Kill the children of the ranks that died with the guard, and report the ranks as exited.
 
-        Those of our own guard have come to us. Those of an adopted one went to whom it belonged to.
+        Children of an own guard's ranks are now this process's. Those of an adopted guard's ranks
+        belong to another process, so all processes are searched.
         """
         pids = {guard_session, *(rank.pid for rank in self._ranks.values())}
         marks = [[os.fsencode(mark) for mark in rank.marks] for rank in self._ranks.values()]
@@ -402,10 +408,12 @@ class Supervisor:
         while time.monotonic() < deadline:
             strays = [
                 process
-                for process in (guard.everyone() if adopted else guard.descendants(os.getpid()))
+                for process in (
+                    guard.all_processes() if adopted else guard.descendants(os.getpid())
+                )
                 if process.state != "Z" or not adopted
                 if process.session in pids
-                or any(guard.carries(process.pid, mark) for mark in marks)
+                or any(guard.has_marks(process.pid, mark) for mark in marks)
             ]
             if not strays:
                 break
@@ -425,7 +433,7 @@ class Supervisor:
 _MARKS = ("PACELINE_JOB", "PACELINE_GENERATION", "RANK", "PACELINE_NODE_DIRECTORY")
 
 
-async def _all_gone(ranks: Sequence[_Rank], seconds: float) -> None:
+async def _all_gone(ranks: Sequence[_SupervisedRank], seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             for rank in ranks:

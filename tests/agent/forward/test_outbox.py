@@ -6,7 +6,7 @@ from paceline_agent.forward.outbox import SAMPLES_PER_BATCH, Outbox
 from paceline_wire.batch import Sample
 
 
-def test_a_full_batch_does_not_wait_for_its_time() -> None:
+def test_a_full_batch_is_packed_before_its_interval() -> None:
     outbox = Outbox()
     sample = Sample("paceline_test", {}, 1.0, 1)
     outbox.put_samples([sample] * (SAMPLES_PER_BATCH - 1))

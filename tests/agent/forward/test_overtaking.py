@@ -35,7 +35,7 @@ def has_caught_up(server: Any) -> bool:
     return any(batch.boot_id == newest and not batch.overtakes for batch in list(server.batches))
 
 
-def test_live_news_overtake_a_backlog_and_those_of_ranks_stay_in_order(
+def test_current_data_overtakes_a_backlog_and_data_of_ranks_stays_in_order(
     start_agent: Fixture,
     server: Any,
     wait_for: Fixture,
@@ -79,7 +79,7 @@ def test_live_news_overtake_a_backlog_and_those_of_ranks_stay_in_order(
         assert of_boot == list(range(len(of_boot)))
 
 
-def test_an_agent_killed_while_its_news_overtake_leaves_nothing_unsent_or_sent_twice(
+def test_an_agent_killed_while_data_overtakes_leaves_nothing_unsent_or_sent_twice(
     start_agent: Fixture,
     server: Any,
     wait_for: Fixture,

@@ -25,7 +25,7 @@ class At:
     def is_packed(self, seconds: float) -> bool:
         """Whether what has all come so long after the last time is packed now."""
         self.seconds += seconds
-        self.packer.all_came()
+        self.packer.on_collected()
         is_urgent = self.outbox.urgent.is_set()
         if is_urgent:
             self.packer.flush()
@@ -37,15 +37,15 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> At:
     return At(tmp_path, monkeypatch)
 
 
-def test_each_sweep_is_packed_as_soon_as_it_is_whole(at: At) -> None:
+def test_each_sweep_is_packed_as_soon_as_it_is_complete(at: At) -> None:
     assert [at.is_packed(1.0) for _ in range(3)] == [True, True, True]
 
 
-def test_a_burst_does_not_make_a_batch_of_each_call(at: At) -> None:
+def test_a_burst_does_not_create_a_batch_per_call(at: At) -> None:
     assert sum(at.is_packed(0.1) for _ in range(30)) <= 6
 
 
-def test_a_node_that_the_server_asks_to_wait_keeps_its_own_moment(at: At) -> None:
+def test_a_node_that_the_server_throttles_keeps_its_own_phase(at: At) -> None:
     at.packer.pace(3.0)
     assert not at.is_packed(10.0)
     at.packer.pace(0.0)

@@ -60,7 +60,7 @@ def test_batches_outlive_the_agent_and_keep_their_order(tmp_path: Path) -> None:
     assert second.size_bytes == 0
 
 
-def test_a_boot_that_overtakes_takes_turns_with_the_backlog(tmp_path: Path) -> None:
+def test_an_overtaking_boot_alternates_with_the_backlog(tmp_path: Path) -> None:
     spool = Spool(tmp_path, LIMIT)
     for sequence in range(4):
         spool.append(batch(sequence, boot="1"))
@@ -72,7 +72,7 @@ def test_a_boot_that_overtakes_takes_turns_with_the_backlog(tmp_path: Path) -> N
     assert sent == [("2", 0), ("1", 0), ("2", 1), ("1", 1), ("1", 2), ("1", 3), ("1", 4)]
 
 
-def test_what_overtook_is_backlog_to_the_next(tmp_path: Path) -> None:
+def test_overtaking_batches_are_backlog_for_the_next_agent(tmp_path: Path) -> None:
     spool = Spool(tmp_path, LIMIT)
     spool.append(batch(0, boot="1"))
     spool.overtake("2")
@@ -82,7 +82,7 @@ def test_what_overtook_is_backlog_to_the_next(tmp_path: Path) -> None:
     assert [one.boot_id for one in drain(spool)] == ["3", "1", "2"]
 
 
-def test_boots_sort_in_order_whatever_the_clock_says(
+def test_boots_sort_in_order_even_if_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     boots = []
@@ -113,7 +113,7 @@ def test_a_full_spool_drops_the_oldest_detail_and_keeps_events(tmp_path: Path) -
     assert spool.counts.lost_samples == 200 * spool.counts.dropped
 
 
-def test_spans_go_before_samples_and_samples_before_events(tmp_path: Path) -> None:
+def test_spans_are_dropped_before_samples_and_samples_before_events(tmp_path: Path) -> None:
     def block() -> SpanBlock:
         columns = to_columns(os.urandom(RECORD_BYTES * 64))
         return SpanBlock(job="j", generation=0, rank=0, columns=columns, clock_offset_ns=0)
@@ -166,7 +166,7 @@ def test_a_damaged_file_is_skipped_and_counted(tmp_path: Path, damage: str, whic
     assert spool.counts.corrupt == (damage != "empty" or which == 1)
 
 
-def test_while_the_server_keeps_up_no_file_is_made(tmp_path: Path) -> None:
+def test_while_the_server_keeps_up_no_file_is_created(tmp_path: Path) -> None:
     spool = Spool(tmp_path, LIMIT)
     for sequence, samples in enumerate((200, 3, 50)):  # what a longer one leaves does not matter
         spool.append(batch(sequence, samples=samples))
@@ -189,7 +189,7 @@ def test_while_the_server_keeps_up_no_file_is_made(tmp_path: Path) -> None:
         (5, 0, [0, 1], [1]),
     ],
 )
-def test_an_agent_that_is_killed_leaves_a_whole_batch_or_none(
+def test_a_killed_agent_leaves_a_complete_batch_or_none(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     writes: int,
@@ -227,7 +227,7 @@ def test_an_agent_that_is_killed_leaves_a_whole_batch_or_none(
     assert following.counts.corrupt == 0
 
 
-def test_a_batch_on_its_way_out_of_the_slot_is_not_sent_twice(tmp_path: Path) -> None:
+def test_a_batch_moving_out_of_the_slot_is_not_sent_twice(tmp_path: Path) -> None:
     Spool(tmp_path, LIMIT).append(batch(0, samples=5))
     slot = (tmp_path / ".slot").read_bytes()
     (tmp_path / f"boot.{0:012d}.batch").write_bytes(slot)
@@ -272,7 +272,7 @@ def test_an_unwritable_directory_keeps_batches_in_bounded_memory(
     assert [one.sequence for one in drain(spool)] == list(range(60))
 
 
-def test_a_full_disk_loses_nothing_and_heals(
+def test_a_full_disk_loses_nothing_and_recovers(
     small_disk: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = small_disk("128k")
@@ -288,7 +288,7 @@ def test_a_full_disk_loses_nothing_and_heals(
     assert [one.sequence for one in drain(Spool(disk / "spool", 8 << 20))] == [40]
 
 
-def test_a_disk_and_a_memory_that_are_full_lose_the_oldest_detail(
+def test_full_disk_and_memory_lose_the_oldest_detail(
     small_disk: Callable[[str], Path],
 ) -> None:
     disk = small_disk("128k")
@@ -307,7 +307,7 @@ def test_a_disk_and_a_memory_that_are_full_lose_the_oldest_detail(
     assert not list(disk.glob("spool/*.batch")), "nothing is left that was sent"
 
 
-def test_memory_goes_to_disk_as_soon_as_there_is_room(
+def test_batches_in_memory_move_to_disk_as_soon_as_it_has_space(
     small_disk: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = small_disk("128k")
@@ -325,7 +325,7 @@ def test_memory_goes_to_disk_as_soon_as_there_is_room(
     assert [one.sequence for one in drain(Spool(disk / "spool", 8 << 20))] == list(range(21))
 
 
-def test_a_slot_that_cannot_be_used_holds_up_nothing(tmp_path: Path) -> None:
+def test_an_unusable_slot_blocks_nothing(tmp_path: Path) -> None:
     Spool(tmp_path, LIMIT).append(batch(0, samples=5))
     (tmp_path / ".slot").rename(tmp_path / f"boot.{0:012d}.batch")
     (tmp_path / ".slot").mkdir()

@@ -58,7 +58,7 @@ def attached(server: Any) -> list[int]:
         ),
     ],
 )
-def test_two_lines_are_enough(
+def test_two_lines_in_a_script_are_enough(
     start_agent: Fixture, server: Any, memory: Path, wait_for: Fixture, user: int | None
 ) -> None:
     options = ["--node-directory", str(memory / "paceline-node-0")]

@@ -26,7 +26,7 @@ def counts(server: Any) -> dict[int, int]:
     return found
 
 
-def test_what_eight_ranks_write_at_once_is_sent_whole(
+def test_everything_that_eight_ranks_write_at_once_is_sent(
     start_agent: Fixture, server: Any, wait_for: Fixture, make_rank: Fixture
 ) -> None:
     agent = start_agent()

@@ -91,7 +91,7 @@ def indices(blocks: list[SpanBlock]) -> list[int]:
     return [span.index for block in blocks for span in unpack(from_columns(block.columns))]
 
 
-def test_a_rank_is_attached_once_and_every_span_comes_once(bench: Bench) -> None:
+def test_a_rank_is_attached_once_and_every_span_is_sent_once(bench: Bench) -> None:
     writer = Writer(bench.directory, rank=3)
     ring.define(writer.ring, SectionDefinition(1, "load"))
     writer.write(10)
@@ -138,7 +138,7 @@ def test_finish_reads_the_rest_and_the_last_state(bench: Bench) -> None:
     assert bench.poll() == ([], [])
 
 
-def test_a_rank_that_ends_before_it_was_seen_still_tells(bench: Bench) -> None:
+def test_a_rank_that_ends_before_the_first_poll_is_still_read(bench: Bench) -> None:
     Writer(bench.directory).write(3)
     bench.rings.finish(RankKey("job", 0, 0))
     events, blocks = bench.taken()
@@ -157,7 +157,7 @@ def test_a_command_reaches_the_control_pages_of_its_generation_only(bench: Bench
 
 
 @pytest.mark.parametrize("damage", ["magic", "short", "empty", "identity", "version"])
-def test_a_file_that_is_no_ring_is_skipped_once(
+def test_a_file_that_is_not_a_ring_is_skipped_once(
     bench: Bench, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = Writer(bench.directory, rank=1)
@@ -188,7 +188,9 @@ def test_a_file_that_is_no_ring_is_skipped_once(
 @pytest.mark.parametrize(
     "damage", ["head", "definitions", "acknowledgement", "command", "truncated"]
 )
-def test_a_ring_damaged_in_use_is_let_go_and_the_others_are_read(bench: Bench, damage: str) -> None:
+def test_a_ring_damaged_in_use_is_detached_and_the_others_are_read(
+    bench: Bench, damage: str
+) -> None:
     bad, good = Writer(bench.directory, 0), Writer(bench.directory, 1)
     bad.write(5)
     bench.poll()
@@ -212,7 +214,7 @@ def test_a_ring_damaged_in_use_is_let_go_and_the_others_are_read(bench: Bench, d
     assert len(bench.rings) == 1
 
 
-def test_a_ring_made_anew_is_read_from_its_start(bench: Bench) -> None:
+def test_a_recreated_ring_is_read_from_its_start(bench: Bench) -> None:
     Writer(bench.directory).write(20)
     bench.poll()
     Writer(bench.directory).write(4)
@@ -221,7 +223,7 @@ def test_a_ring_made_anew_is_read_from_its_start(bench: Bench) -> None:
     assert indices(blocks) == [0, 1, 2, 3]
 
 
-def test_a_rank_that_others_started_is_told_when_it_is_gone(bench: Bench) -> None:
+def test_the_end_of_an_external_rank_is_reported(bench: Bench) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     writer = Writer(bench.directory, pid=process.pid)
     bench.poll()
@@ -245,7 +247,7 @@ input()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="PID namespaces are root's to make")
-def test_a_rank_in_a_container_is_told_when_it_is_gone(bench: Bench) -> None:
+def test_the_end_of_a_rank_in_a_container_is_reported(bench: Bench) -> None:
     """It says its pid as the container counts: here 1, which on the node is another process."""
     argv = [sys.executable, "-c", _CONTAINED, str(bench.directory)]
     container = subprocess.Popen(
@@ -271,7 +273,7 @@ def test_a_rank_in_a_container_is_told_when_it_is_gone(bench: Bench) -> None:
     assert events[-1].pid == 1, "as it says itself"
 
 
-def test_a_rank_that_ended_before_it_was_seen_is_told_if_it_says_so(bench: Bench) -> None:
+def test_a_rank_that_ended_unseen_is_reported_if_its_status_is_final(bench: Bench) -> None:
     """One that does not may run where its pid cannot be seen, in a container."""
     process = subprocess.Popen([sys.executable, "-S", "-c", ""])
     process.wait()
@@ -287,7 +289,7 @@ def test_a_rank_that_ended_before_it_was_seen_is_told_if_it_says_so(bench: Bench
     assert [path.name for path in bench.directory.iterdir()] == [silent.path.name]
 
 
-def test_a_rank_that_ended_while_there_was_no_agent_is_told_with_what_was_left(
+def test_a_rank_that_ended_without_an_agent_is_reported_with_its_last_spans(
     bench: Bench,
 ) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
@@ -302,7 +304,7 @@ def test_a_rank_that_ended_while_there_was_no_agent_is_told_with_what_was_left(
     assert not writer.path.exists()
 
 
-def test_a_rank_whose_place_the_next_run_took_at_once_is_told_first(bench: Bench) -> None:
+def test_a_rank_replaced_by_the_next_run_is_reported_first(bench: Bench) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     first = Writer(bench.directory, pid=process.pid)
     bench.poll()
@@ -320,7 +322,7 @@ def test_a_rank_whose_place_the_next_run_took_at_once_is_told_first(bench: Bench
     assert following.path.exists()
 
 
-def test_two_runs_of_one_name_at_once_are_told_of(
+def test_two_simultaneous_runs_with_one_name_are_logged(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     Writer(bench.directory)
@@ -330,10 +332,10 @@ def test_two_runs_of_one_name_at_once_are_told_of(
     assert "PACELINE_JOB" not in caplog.text
     Writer(bench.directory, pid=1)
     bench.poll()
-    assert f"processes {os.getpid()} and 1 both say that they are rank 0 of job" in caplog.text
+    assert f"processes {os.getpid()} and 1 both claim to be rank 0 of job" in caplog.text
 
 
-def test_rings_left_by_the_dead_are_cleaned_and_the_living_joined_at_their_head(
+def test_rings_of_dead_ranks_are_deleted_and_live_ones_are_read_from_their_head(
     bench: Bench,
 ) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
@@ -348,7 +350,7 @@ def test_rings_left_by_the_dead_are_cleaned_and_the_living_joined_at_their_head(
     assert indices(blocks) == [9, 10]
 
 
-def test_local_ranks_are_told_to_collectors(bench: Bench) -> None:
+def test_collectors_get_the_local_ranks(bench: Bench) -> None:
     Writer(bench.directory, rank=2)
     bench.poll()
     (only,) = bench.rings.local_ranks()

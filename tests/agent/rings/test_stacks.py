@@ -80,7 +80,7 @@ def functions(thread: ThreadStack) -> list[str]:
     return [frame.function for frame in thread.frames]
 
 
-def test_the_thread_that_waits_and_the_one_that_holds_are_told_running_or_stopped(
+def test_waiting_and_lock_holding_threads_are_shown_in_running_and_stopped_processes(
     start_agent: Fixture, server: Any, wait_for: Fixture
 ) -> None:
     agent = start_agent()
@@ -111,7 +111,7 @@ def test_the_thread_that_waits_and_the_one_that_holds_are_told_running_or_stoppe
     assert result.ok
 
 
-def test_why_a_stack_could_not_be_taken(
+def test_the_reason_why_a_stack_could_not_be_read_is_one_sentence(
     start_agent: Fixture, server: Any, wait_for: Fixture
 ) -> None:
     start_agent()

@@ -66,7 +66,7 @@ def test_running_ranks_and_their_rings_are_adopted_and_no_span_is_lost_or_sent_t
     assert agent.log_text().count("adopted 2 ranks") == 3
 
 
-def test_a_rank_that_ended_while_there_was_no_agent_is_told_by_the_next(
+def test_a_rank_that_ended_without_an_agent_is_reported_by_the_next_agent(
     start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture
 ) -> None:
     first = start_agent()
@@ -84,7 +84,7 @@ def test_a_rank_that_ended_while_there_was_no_agent_is_told_by_the_next(
     assert found == list(range(len(found))), "its ring was read to the end"
 
 
-def test_ranks_that_nobody_adopts_end_with_the_grace(
+def test_ranks_that_no_agent_adopts_end_with_the_grace_period(
     start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture, processes_with: Fixture
 ) -> None:
     agent = start_agent("--orphan-grace-seconds", "1")
@@ -94,7 +94,7 @@ def test_ranks_that_nobody_adopts_end_with_the_grace(
     wait_for(lambda: not processes_with(marker(agent)))
 
 
-def test_adopted_ranks_die_with_their_guard_and_are_told(
+def test_adopted_ranks_die_with_their_guard_and_are_reported(
     start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture, processes_with: Fixture
 ) -> None:
     first = start_agent()

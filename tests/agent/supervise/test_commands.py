@@ -40,7 +40,7 @@ mine.control[ring.ACK_COMMAND] = mine.control[ring.CONTROL_COMMAND]
 """
 
 
-def test_checkpoint_and_stop_is_acknowledged_before_the_ranks_leave(
+def test_checkpoint_and_stop_is_acknowledged_before_the_ranks_exit(
     start_agent: Fixture, server: Any, wait_for: Fixture
 ) -> None:
     agent = start_agent()
@@ -78,7 +78,7 @@ def test_checkpoint_and_stop_is_acknowledged_before_the_ranks_leave(
     assert not list((agent.directory / "rings").iterdir())
 
 
-def test_a_control_that_reaches_nobody_fails(
+def test_a_control_that_reaches_no_rank_fails(
     start_agent: Fixture, server: Any, wait_for: Fixture
 ) -> None:
     start_agent()
@@ -89,11 +89,11 @@ def test_a_control_that_reaches_nobody_fails(
     wait_for(lambda: len(server.events(CommandResult)) == 2)
     results = {one.command_id: one for one in server.events(CommandResult)}
     assert not results[1].ok
-    assert "no rank of it is here" in results[1].detail
+    assert "runs on this node" in results[1].detail
     assert results[2].detail == "unknown control 'dance'"
 
 
-def test_lines_that_are_no_commands_are_passed_over(
+def test_invalid_lines_of_the_stream_are_ignored(
     start_agent: Fixture, server: Any, wait_for: Fixture, tmp_path: Path
 ) -> None:
     server.raw_lines = [b"\n", b"nonsense\n", b'{"type":"unheard_of"}\n', b"[" * 5000 + b"\n"]
@@ -105,7 +105,7 @@ def test_lines_that_are_no_commands_are_passed_over(
     assert server.streams_opened == 1
 
 
-def test_a_burst_is_ten_times_a_second_of_the_collectors_it_names(
+def test_a_burst_runs_the_named_collectors_ten_times_a_second(
     start_agent: Fixture, server: Any, wait_for: Fixture
 ) -> None:
     start_agent()

@@ -19,13 +19,13 @@ def test_the_tail_is_the_last_fifty_lines(tmp_path: Path) -> None:
     assert LogFile(tmp_path / "none.log").tail() == ""
 
 
-def test_one_endless_line_does_not_make_an_endless_tail(tmp_path: Path) -> None:
+def test_an_endless_line_does_not_create_an_endless_tail(tmp_path: Path) -> None:
     file = tmp_path / "a.log"
     file.write_bytes(b"\xff" * 1_000_000)
     assert len(LogFile(file).tail()) <= logs.TAIL_BYTES
 
 
-def test_a_long_log_is_cut_while_its_writer_goes_on(
+def test_a_long_log_is_truncated_while_its_writer_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "LIMIT_BYTES", 10_000)
@@ -33,7 +33,7 @@ def test_a_long_log_is_cut_while_its_writer_goes_on(
     path = tmp_path / "a.log"
     with path.open("ab", buffering=0) as writer:
         writer.write(b"x" * 20_000 + b"last words\n")
-        LogFile(path).bound()
+        LogFile(path).truncate()
         writer.write(b"and more\n")
     assert path.stat().st_size < 1_200
     assert path.read_bytes().endswith(b"last words\nand more\n")

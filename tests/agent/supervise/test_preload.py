@@ -138,7 +138,7 @@ def forked(job: Job, *argv: str, code: str | None = None, **environment: str) ->
 @pytest.mark.parametrize(
     "argv", [("train.py", "--lr", "1"), ("-u", "-X", "utf8", "-m", "train", "--lr", "1")]
 )
-def test_a_forked_rank_is_what_an_executed_one_is(job: Job, argv: tuple[str, ...]) -> None:
+def test_a_forked_rank_equals_an_executed_one(job: Job, argv: tuple[str, ...]) -> None:
     job.start(0, *argv, EXTRA="1")
     executed = json.loads(job.ended(0)[0].log_tail)
     server = job.until_preloaded()
@@ -156,7 +156,7 @@ def test_a_forked_rank_is_what_an_executed_one_is(job: Job, argv: tuple[str, ...
     assert forked == executed
 
 
-def test_all_ranks_of_a_node_are_forked_and_none_before_the_modules_are_there(job: Job) -> None:
+def test_all_ranks_of_a_node_are_forked_and_none_before_the_modules_are_imported(job: Job) -> None:
     job.start(0, ranks=3)
     executed = job.ended(0, 3)
     server = job.until_preloaded()
@@ -175,13 +175,15 @@ def test_all_ranks_of_a_node_are_forked_and_none_before_the_modules_are_there(jo
         ("pass", 0, None),
     ],
 )
-def test_its_end_is_told(job: Job, code: str, exit_code: int | None, number: int | None) -> None:
+def test_the_end_of_a_forked_rank_is_reported(
+    job: Job, code: str, exit_code: int | None, number: int | None
+) -> None:
     ended = forked(job, code=code)
     assert (ended.exit_code, ended.signal, ended.commanded) == (exit_code, number, False)
 
 
 @pytest.mark.parametrize("code", ["def loss():\n    return 1 / 0\nloss()\n", "1 +"])
-def test_an_error_is_shown_as_python_shows_it(job: Job, code: str) -> None:
+def test_an_error_of_a_forked_rank_looks_as_python_shows_it(job: Job, code: str) -> None:
     ended = forked(job, code=code)
     alone = subprocess.run(
         [sys.executable, job.directory / "train.py"], capture_output=True, text=True, check=False
@@ -190,7 +192,7 @@ def test_an_error_is_shown_as_python_shows_it(job: Job, code: str) -> None:
     assert ended.log_tail.strip() == alone.stderr.strip()
 
 
-def test_what_its_script_defines_reaches_a_spawned_process(job: Job) -> None:
+def test_definitions_of_a_forked_script_reach_a_spawned_process(job: Job) -> None:
     code = """
 import multiprocessing
 def double(number):
@@ -216,7 +218,7 @@ def test_ranks_draw_different_random_numbers(job: Job) -> None:
     assert not set(one.log_tail.split()) & set(other.log_tail.split())
 
 
-def test_its_children_die_with_it_also_those_that_hide(
+def test_children_of_a_forked_rank_die_with_it_also_detached_ones(
     job: Job, processes_with: Fixture, wait_for: Fixture
 ) -> None:
     hidden = """
@@ -248,10 +250,10 @@ time.sleep(600)
         ("bad", "import sys; sys.exit(3)", "SystemExit: 3"),
         ("bad", "import os; os._exit(3)", ""),
         ("bad", "import threading, time; threading.Thread(target=time.sleep, args=(9,)).start()",
-         "it starts threads"),
+         "an import started threads"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_preloaded_is_said_and_each_rank_imports_for_itself(
+def test_a_failed_preload_is_logged_and_each_rank_imports_for_itself(
     job: Job, module: str, code: str | None, why: str
 ) -> None:
     if code is not None:
@@ -267,7 +269,7 @@ def test_what_cannot_be_preloaded_is_said_and_each_rank_imports_for_itself(
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_fork_server_that_does_not_answer_is_replaced(
+def test_a_fork_server_that_does_not_respond_is_replaced(
     job: Job, number: signal.Signals, wait_for: Fixture
 ) -> None:
     job.start(0)
@@ -283,7 +285,7 @@ def test_a_fork_server_that_does_not_answer_is_replaced(
     assert job.fork_server() == second
 
 
-def test_another_environment_is_not_forked_from_what_was_imported_in_the_old_one(job: Job) -> None:
+def test_a_changed_environment_is_not_forked_from_the_old_fork_server(job: Job) -> None:
     job.start(0, OMP_NUM_THREADS="1")
     first = job.until_preloaded()
     job.start(1, OMP_NUM_THREADS="2")
@@ -292,7 +294,7 @@ def test_another_environment_is_not_forked_from_what_was_imported_in_the_old_one
     assert job.until_preloaded() != first
 
 
-def test_a_directory_that_went_is_told_as_ever(job: Job) -> None:
+def test_a_missing_directory_is_reported_as_without_preload(job: Job) -> None:
     job.start(0)
     job.until_preloaded()
     job.directory.rename(job.directory.with_name("elsewhere"))
@@ -305,7 +307,7 @@ def test_a_directory_that_went_is_told_as_ever(job: Job) -> None:
     assert "No such file" in result.detail
 
 
-def test_a_node_may_preload_before_it_has_any_rank(job: Job) -> None:
+def test_a_node_can_preload_before_it_has_a_rank(job: Job) -> None:
     environment = {PRELOAD: job.modules}
     command = start_ranks(
         "", generation=3, argv=[sys.executable, "train.py"], directory=str(job.directory),
@@ -321,7 +323,7 @@ def test_a_node_may_preload_before_it_has_any_rank(job: Job) -> None:
 
 
 @pytest.mark.parametrize("victim", ["agent", "guard", "sentinel", "none"])
-def test_it_ends_with_its_agent(
+def test_the_fork_server_ends_with_its_agent(
     job: Job, victim: str, is_alive: Fixture, wait_for: Fixture
 ) -> None:
     (job.directory / "train.py").write_text("import slow, time; time.sleep(600)")
@@ -340,8 +342,10 @@ def test_it_ends_with_its_agent(
     wait_for(lambda: not is_alive(fork_server) and not is_alive(rank))
 
 
-def test_it_ends_when_no_rank_came_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Forks:
+def test_the_fork_server_ends_after_a_long_time_without_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class FakeForkServer:
         closed = False
 
         def close(self) -> None:
@@ -350,19 +354,19 @@ def test_it_ends_when_no_rank_came_for_long(monkeypatch: pytest.MonkeyPatch) -> 
     ours, theirs = guard.socket.socketpair()
     with ours, theirs:
         it = guard.Guard(theirs, os.getpid())
-        forks = it._forks = Forks()  # type: ignore[assignment]
+        forks = it._fork_server = FakeForkServer()  # type: ignore[assignment]
         monkeypatch.setattr(guard, "reap", list)
         clock = [1000.0]
         monkeypatch.setattr(guard.time, "monotonic", lambda: clock[0])
         it._busy_at = 1000.0
         for clock[0] in (1001.0, 1899.0):
-            it.tend()
+            it.check_ranks()
             assert not forks.closed  # type: ignore[attr-defined]
-        assert it.patience_milliseconds is not None
+        assert it.timeout_milliseconds is not None
         clock[0] = 1900.0
-        it.tend()
+        it.check_ranks()
         assert forks.closed  # type: ignore[attr-defined]
-        assert it.patience_milliseconds is None
+        assert it.timeout_milliseconds is None
 
 
 @pytest.mark.parametrize(
@@ -374,7 +378,7 @@ def test_it_ends_when_no_rank_came_for_long(monkeypatch: pytest.MonkeyPatch) -> 
          "a.py -m"),
     ],
 )  # fmt: skip
-def test_a_command_of_pythons_is_split(command: str, python: str, program: str) -> None:
+def test_a_python_command_is_split(command: str, python: str, program: str) -> None:
     assert split_command(command.split()) == (python.split(), program.split())
 
 

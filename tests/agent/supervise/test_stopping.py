@@ -41,7 +41,7 @@ def ignores_sigterm(pid: int) -> bool:
     return bool(int(status.split("SigIgn:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def test_a_dead_server_holds_nobody_up_and_all_is_kept(
+def test_a_dead_server_does_not_delay_the_exit_and_all_batches_are_kept(
     start_agent: Fixture, server: Any, wait_for: Fixture, processes_with: Fixture
 ) -> None:
     agent = start_agent()
@@ -62,7 +62,7 @@ def test_a_dead_server_holds_nobody_up_and_all_is_kept(
     assert len(found) > seen
 
 
-def test_a_server_that_never_answers_holds_nobody_up(
+def test_a_server_that_never_responds_does_not_delay_the_exit(
     start_agent: Fixture, server: Any, wait_for: Fixture
 ) -> None:
     agent = start_agent()
@@ -82,7 +82,7 @@ def test_a_server_that_never_answers_holds_nobody_up(
         released.set()
 
 
-def test_a_second_agent_says_so_and_stops_and_may_take_over_from_one_that_was_killed(
+def test_a_second_agent_stops_with_a_message_and_can_replace_a_killed_one(
     start_agent: Fixture, server: Any, wait_for: Fixture
 ) -> None:
     first = start_agent()

@@ -80,7 +80,7 @@ def test_a_rank_gets_its_environment_and_its_output_is_kept(
     assert (agent.directory / "logs" / "job-a.g3.r1.log").exists()
 
 
-def test_hello_comes_first_and_a_used_port_is_renewed(
+def test_the_hello_is_first_and_a_used_rendezvous_port_is_renewed(
     start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture
 ) -> None:
     start_agent("--slots", "4", "--label", "rack=7")
@@ -96,7 +96,7 @@ def test_hello_comes_first_and_a_used_port_is_renewed(
     assert renewed.rendezvous_port != hello.rendezvous_port
 
 
-def test_a_killed_rank_is_told_with_its_signal(
+def test_a_killed_rank_is_reported_with_its_signal(
     start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture
 ) -> None:
     start_agent()
@@ -107,7 +107,7 @@ def test_a_killed_rank_is_told_with_its_signal(
     assert [(one.rank, one.signal, one.commanded) for one in exited] == [(1, 9, False)]
 
 
-def test_a_program_that_does_not_exist_is_told(
+def test_a_program_that_does_not_exist_is_reported(
     start_agent: Fixture, server: Any, order: Fixture
 ) -> None:
     start_agent()
@@ -135,7 +135,7 @@ def test_an_older_generation_is_refused_and_a_newer_one_replaces(
     assert order(start_ranks(code, generation=3)).ok
 
 
-def test_a_repeated_command_is_carried_out_once_and_answered_again(
+def test_a_repeated_command_is_executed_once_and_answered_again(
     start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture
 ) -> None:
     start_agent()
@@ -227,7 +227,7 @@ def test_sigterm_stops_the_ranks_and_sends_the_rest(
     assert not list((agent.directory / "spool").glob("*.batch"))
 
 
-def test_an_agent_that_is_cut_off_kills_its_ranks(
+def test_an_agent_without_contact_to_the_server_kills_its_ranks(
     start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture, processes_with: Fixture
 ) -> None:
     agent = start_agent("--lease-seconds", "1.5")

@@ -68,7 +68,7 @@ def test_both_ranks_give_a_collective_the_same_number(two_rank_spans: list[list[
     assert numbers[0] == numbers[1]
 
 
-def test_asynchronous_work_is_seen_from_launch_to_completion(
+def test_asynchronous_work_is_recorded_from_launch_to_completion(
     two_rank_spans: list[list[Span]],
 ) -> None:
     for spans in two_rank_spans:
@@ -83,7 +83,7 @@ def test_asynchronous_work_is_seen_from_launch_to_completion(
                 assert wait.end_ns == span.end_ns
 
 
-def test_an_object_collective_is_its_parts(two_rank_spans: list[list[Span]]) -> None:
+def test_an_object_collective_is_recorded_as_its_parts(two_rank_spans: list[list[Span]]) -> None:
     """`all_gather_object` gathers the sizes, then the objects: two, not three."""
     for spans in two_rank_spans:
         found = during(spans, "object_collectives")
@@ -108,7 +108,7 @@ def test_transfers_count_per_peer_and_direction(
     ("scenario", "microbatch", "chunk", "sequence"),
     [("pipelined_blocking", 1, 2, 4), ("pipelined_waited_inside", 2, 0, 5)],
 )
-def test_a_transfer_inside_an_action_is_that_action(
+def test_a_transfer_inside_an_action_is_recorded_as_that_action(
     two_rank_spans: list[list[Span]], scenario: str, microbatch: int, chunk: int, sequence: int
 ) -> None:
     for rank, op in ((0, Op.FORWARD_SEND), (1, Op.FORWARD_RECV)):
@@ -132,7 +132,9 @@ def test_a_transfer_that_outlives_its_action_is_recorded_when_it_ends(
         assert {(span.microbatch, span.sequence) for span in found} == {(3, 6)}
 
 
-def test_a_collective_carries_the_microbatch_around_it(two_rank_spans: list[list[Span]]) -> None:
+def test_a_collective_has_the_microbatch_of_the_enclosing_action(
+    two_rank_spans: list[list[Span]],
+) -> None:
     for spans in two_rank_spans:
         (span,) = [
             span for span in during(spans, "pipelined_waited_outside") if span.op == Op.ALL_REDUCE
@@ -140,7 +142,7 @@ def test_a_collective_carries_the_microbatch_around_it(two_rank_spans: list[list
         assert (span.microbatch, span.chunk) == (4, 0)
 
 
-def test_the_other_direction_of_a_batch_is_not_the_action(
+def test_the_other_direction_of_a_batch_is_recorded_separately(
     two_rank_spans: list[list[Span]],
 ) -> None:
     for spans in two_rank_spans:
@@ -151,7 +153,7 @@ def test_the_other_direction_of_a_batch_is_not_the_action(
         assert {span.microbatch for span in found} == {5}
 
 
-def test_operations_made_before_init_still_work(two_rank_spans: list[list[Span]]) -> None:
+def test_operations_created_before_init_still_work(two_rank_spans: list[list[Span]]) -> None:
     for spans, op in zip(two_rank_spans, (Op.SEND, Op.RECV), strict=True):
         assert {span.op for span in during(spans, "operation_made_before_init")} == {op}
 
@@ -210,7 +212,7 @@ def test_coordinates_come_from_the_mesh(two_ranks: list[RingReader]) -> None:
         assert reader.identity.metadata["made_by"] == "a test"
 
 
-def test_the_loop_frames_every_step(two_rank_spans: list[list[Span]]) -> None:
+def test_every_step_contains_its_spans(two_rank_spans: list[list[Span]]) -> None:
     for spans in two_rank_spans:
         steps = [span.step for span in spans if span.op == Op.STEP]
         assert steps == list(range(len(SCENARIOS)))

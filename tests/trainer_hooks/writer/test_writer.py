@@ -34,7 +34,7 @@ built = pytest.mark.skipif(
 )
 
 
-def test_it_was_built_where_there_is_a_compiler() -> None:
+def test_the_c_writer_is_built_where_there_is_a_compiler() -> None:
     if shutil.which("cc") is None:
         pytest.skip("no C compiler here")
     assert writer.Collective is not None
@@ -49,7 +49,7 @@ def test_it_was_built_where_there_is_a_compiler() -> None:
         ({}, None),  # not built
     ],
 )
-def test_what_does_not_fit_is_not_used(
+def test_an_outdated_or_unwanted_build_is_not_used(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], module: Any
 ) -> None:
     for name, value in environment.items():
@@ -141,7 +141,7 @@ CALLS = st.tuples(st.sampled_from(NAMES), st.tuples(*[WORD] * 7))
 @built
 @settings(max_examples=150, deadline=None)
 @given(st.lists(CALLS, max_size=60))
-def test_both_write_the_same(calls: list[tuple[str, tuple[int, ...]]]) -> None:
+def test_c_and_python_write_the_same_words(calls: list[tuple[str, tuple[int, ...]]]) -> None:
     one, other = Kind(writer), Kind(pure_python)
     for name, words in calls:
         assert one.do(name, words) == other.do(name, words), name
@@ -151,7 +151,7 @@ def test_both_write_the_same(calls: list[tuple[str, tuple[int, ...]]]) -> None:
 @built
 @pytest.mark.parametrize("module", [writer, pure_python])
 @pytest.mark.parametrize("row", [(-1,) * 7, (2**64,) * 7, ("x",) * 7, (1, 2)])
-def test_what_fits_no_record_is_refused_whole(module: Any, row: tuple[Any, ...]) -> None:
+def test_a_row_that_does_not_fit_a_record_is_refused(module: Any, row: tuple[Any, ...]) -> None:
     kind = Kind(module)
     with pytest.raises((TypeError, OverflowError, struct.error)):
         kind.writer.write(*row)
@@ -160,7 +160,7 @@ def test_what_fits_no_record_is_refused_whole(module: Any, row: tuple[Any, ...])
 
 @built
 @pytest.mark.parametrize("module", [writer, pure_python])
-def test_the_short_ways_are_the_owners(module: Any) -> None:
+def test_fast_paths_are_for_the_owner_thread_only(module: Any) -> None:
     kind = Kind(module)
     kind.writer.sections["x"] = kind.sections[0]
 
@@ -180,7 +180,7 @@ def test_the_short_ways_are_the_owners(module: Any) -> None:
 
 
 @built
-def test_memory_that_is_no_ring_is_refused() -> None:
+def test_memory_that_is_not_a_ring_is_refused() -> None:
     state = memoryview(bytearray(4096)).cast("Q")
     for spans in (bytearray(63), bytearray(3 * RECORD_BYTES), bytes(RECORD_BYTES)):
         with pytest.raises((ValueError, BufferError)):
@@ -266,7 +266,7 @@ class Timed:
         ((None,), {}, 0),
     ],
 )
-def test_a_collective_is_in_flight_while_it_runs_and_a_span_after(
+def test_a_collective_is_in_flight_while_it_runs_and_a_span_afterwards(
     args: Any, kwargs: Any, size: int
 ) -> None:
     seen: list[Any] = []
@@ -286,7 +286,7 @@ def test_a_collective_is_in_flight_while_it_runs_and_a_span_after(
 
 
 @built
-def test_an_error_of_the_collective_is_the_callers() -> None:
+def test_an_error_of_the_collective_reaches_the_caller() -> None:
     def original(tensor: Any) -> None:
         raise RuntimeError("the peer is gone")
 
@@ -300,14 +300,14 @@ def test_an_error_of_the_collective_is_the_callers() -> None:
 
 
 @built
-def test_what_a_collective_calls_belongs_to_it() -> None:
+def test_a_collective_inside_a_collective_is_not_timed() -> None:
     timed = Timed(lambda tensor: timed.call(None) if tensor is not None else "inner")
     assert timed.call(Load()) == "inner"
     assert len(timed.spans()) == 1
 
 
 @built
-def test_other_calls_take_the_general_way() -> None:
+def test_other_calls_take_the_slow_path() -> None:
     timed = Timed(lambda *args, **kwargs: "original")
     assert timed.call("t", None, True) == "slow path"
     assert timed.call("t", async_op=True) == "slow path"
@@ -327,7 +327,7 @@ def test_other_calls_take_the_general_way() -> None:
 
 
 @built
-def test_a_group_that_is_not_ours_is_asked_for_and_not_timed() -> None:
+def test_a_group_without_this_rank_is_looked_up_and_not_timed() -> None:
     timed = Timed(lambda *args, **kwargs: "original")
     assert timed.call(Load(), timed.other) == "original"
     assert timed.call(Load(), group=timed.other) == "original"
@@ -336,7 +336,7 @@ def test_a_group_that_is_not_ours_is_asked_for_and_not_timed() -> None:
 
 
 @built
-def test_a_group_at_the_place_of_one_that_died_is_another() -> None:
+def test_a_group_that_reuses_the_id_of_a_dead_one_is_another() -> None:
     timed = Timed(lambda *args, **kwargs: "original")
     place = id(timed.world)
     assert timed.call(Load(), timed.world) == "original"
@@ -356,7 +356,7 @@ class Broken:
 
 @built
 @pytest.mark.parametrize("load", [Broken(), [Load(), Broken()], object()])
-def test_an_error_of_ours_is_counted_and_the_call_goes_on(load: Any) -> None:
+def test_an_error_of_paceline_is_counted_and_the_call_continues(load: Any) -> None:
     timed = Timed(lambda tensor: "original")
     assert timed.call(load) == "original"
     assert (timed.spans(), timed.kind.writer.failures) == ([], 1)
@@ -364,7 +364,7 @@ def test_an_error_of_ours_is_counted_and_the_call_goes_on(load: Any) -> None:
 
 
 @built
-def test_nothing_is_kept_of_a_call() -> None:
+def test_a_call_leaks_no_reference() -> None:
     def original(tensor: Any, group: Any = None) -> None:
         if isinstance(tensor, str):
             raise ValueError(tensor)
@@ -385,7 +385,7 @@ def test_nothing_is_kept_of_a_call() -> None:
 
 
 @built
-def test_it_is_collected_in_a_cycle() -> None:
+def test_the_c_objects_are_collected_in_a_cycle() -> None:
     timed = Timed(lambda tensor: None)
     section = timed.kind.sections[0]
     timed.kind.writer.timer = [timed.kind.writer, section, timed.call]
