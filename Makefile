@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WEB_READY := web/node_modules/.ready
 ARGS ?=
+# Most tests wait for processes and sockets: two of them for each core keep the cores busy.
+JOBS ?= $(shell n=$$(( $$(nproc) * 2 )); echo $$(( n < 8 ? n : 8 )))
 ONLY ?=
 
 # Tests and demo start hundreds of processes: none should compile the sources anew.
@@ -30,7 +32,7 @@ web: $(WEB_READY)
 	cd web && npm run --silent check && npm run --silent lint && npm run --silent test && npm run --silent verify
 
 unit: $(READY) browser
-	$(BIN)/pytest -m "not campaign and not alone" -n 3 --dist loadfile
+	$(BIN)/pytest -m "not campaign and not alone" -n $(JOBS) --dist loadfile --no-loadscope-reorder
 	$(BIN)/pytest -m "alone and not campaign"
 
 bench: $(READY)

@@ -1,0 +1,38 @@
+"""Order of the test files: those that take longest start first.
+
+`make unit` gives whole files to parallel processes. A long file that starts last would run alone
+while the other processes have nothing left to do.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+# By wall time, longest first. Names, not paths: a file that moves keeps its place.
+LONGEST = (
+    "test_external_jobs",
+    "test_takeover",
+    "test_job_page",
+    "test_alerts",
+    "test_process",
+    "test_demo",
+    "test_preload",
+    "test_api",
+    "test_background_process",
+    "test_clock_jumps",
+    "test_streams",
+    "test_forward",
+    "test_starved_server",
+    "test_life_of_a_job",
+    "test_parallel_proof",
+    "test_database_away",
+    "test_program",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        name = item.path.stem
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
