@@ -10,7 +10,7 @@ ARGS ?=
 JOBS ?= $(shell n=$$(( $$(nproc) * 2 )); echo $$(( n < 8 ? n : 8 )))
 ONLY ?=
 
-# Tests and demo start hundreds of processes: none should compile the sources anew.
+# Tests and demo start hundreds of processes, which should share the compiled sources.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test bench campaign fix clean lint types web unit browser

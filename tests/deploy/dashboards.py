@@ -1,4 +1,4 @@
-"""Queries of dashboards: ours, and the stock ones that are to show data unchanged."""
+"""Queries of our dashboard and of the stock dashboards that must work unchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana/paceline.json").read_text())
 
-# grafana.com 12239, as dcgm-exporter ships it today and as it was before.
+# grafana.com 12239, in the version that dcgm-exporter ships and the one before.
 DCGM_EXPORTER = (
     'max(DCGM_FI_DEV_GPU_TEMP{Hostname=~"$Hostname", gpu=~"$gpu"}) by (Hostname, gpu, uuid)',
     'avg(DCGM_FI_DEV_GPU_TEMP{Hostname=~"$Hostname", gpu=~"$gpu"})',
@@ -27,7 +27,7 @@ DCGM_EXPORTER = (
     'DCGM_FI_DEV_GPU_UTIL{instance=~"$instance", gpu=~"$gpu"}',
     'DCGM_FI_DEV_SM_CLOCK{instance=~"$instance", gpu=~"$gpu"} * 1000000',
 )
-# grafana.com 1860, "Node Exporter Full": the signals that both have.
+# grafana.com 1860, "Node Exporter Full": the metrics that both exporters have.
 NODE_EXPORTER = (
     'node_uname_info{job="$job", nodename="$nodename"}',
     'irate(node_pressure_cpu_waiting_seconds_total{instance="$node",job="$job"}[$__rate_interval])',
@@ -68,7 +68,7 @@ def names(queries: list[str]) -> set[str]:
 
 
 def substituted(query: str, scrape_seconds: float) -> str:
-    """As Grafana writes it: all of each variable, the last half hour, four scrapes."""
+    """Return the query as Grafana sends it: all values of each variable, the last half hour."""
     query = query.replace("$__rate_interval", f"{4 * scrape_seconds:g}s")
     query = query.replace("$__range", "1800s")
     return _VARIABLE.sub('".+"', query).replace('=".+"', '=~".+"')

@@ -1,4 +1,4 @@
-"""What lies in deploy/ can be read by what it is for, and asks only for what there is."""
+"""The files of deploy/ are valid for their programs and use existing commands only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRIPTS = sorted((DEPLOY / "slurm").glob("*.sh"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_shell_scripts_parse_and_can_be_run(script: Path) -> None:
+def test_shell_scripts_parse_and_are_executable(script: Path) -> None:
     assert os.access(script, os.X_OK)
     subprocess.run(["sh", "-n", script], check=True)
 
@@ -40,7 +40,7 @@ def slurm(script: str, directory: Path, **more: str) -> str:
     return done.stdout
 
 
-def test_slurm_gives_ranks_their_rings_and_removes_them_afterwards(tmp_path: Path) -> None:
+def test_slurm_scripts_set_the_ring_directory_and_remove_rings_afterwards(tmp_path: Path) -> None:
     slurm("prolog.sh", tmp_path)
     rings = tmp_path / "rings"
     assert rings.stat().st_mode & 0o7777 == 0o3777
@@ -55,7 +55,7 @@ def test_slurm_gives_ranks_their_rings_and_removes_them_afterwards(tmp_path: Pat
     assert [path.name for path in rings.iterdir()] == ["slurm-770.g0.r0.ring"]
 
 
-def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
     text = (DEPLOY / "systemd/paceline-agent.service").read_text()
@@ -66,7 +66,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")
-def test_the_unit_makes_room_for_rings_where_ranks_look_for_them(tmp_path: Path) -> None:
+def test_the_unit_creates_the_ring_directory_that_ranks_search(tmp_path: Path) -> None:
     lines = (DEPLOY / "systemd/paceline-agent.service").read_text().splitlines()
     before = [line.partition("=+")[2] for line in lines if line.startswith("ExecStartPre=+")]
     for command in before:
@@ -79,8 +79,8 @@ def test_the_unit_makes_room_for_rings_where_ranks_look_for_them(tmp_path: Path)
     assert (node / node_directory.RINGS).stat().st_mode & 0o7777 == 0o3777
 
 
-def test_the_unit_leaves_ranks_to_be_adopted() -> None:
-    """With the default, systemd would kill them with their agent."""
+def test_the_unit_keeps_ranks_alive_for_adoption() -> None:
+    """By default, systemd would kill them with their agent."""
     lines = (DEPLOY / "systemd/paceline-agent.service").read_text().splitlines()
     assert "KillMode=process" in lines
     assert "NoNewPrivileges=yes" in lines
@@ -107,7 +107,7 @@ def test_the_daemon_set_has_the_least_privilege() -> None:
     assert labels == daemons["spec"]["selector"]["matchLabels"]
 
 
-def test_the_daemon_sets_command_is_one_that_the_agent_takes() -> None:
+def test_the_agent_accepts_the_command_of_the_daemon_set() -> None:
     (container,) = documents()[1]["spec"]["template"]["spec"]["containers"]
     program, name, *options = container["args"]
     assert (program, name) == ("paceline", "agent")

@@ -1,4 +1,4 @@
-"""What is scraped is valid, and dashboards, ours and the stock ones, ask for what is there."""
+"""/metrics is valid, and every metric that our and the stock dashboards query is exposed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RING_WRITER = Path(__file__).parents[1] / "agent/ring_writer.py"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 PROGRAMS = ("agent", "server")
 _SECONDS = 120.0
-_LINT = 3  # promtool's exit status where every line could be read
+_LINT = 3  # promtool's exit status if it parsed every line
 
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None,
@@ -44,7 +44,7 @@ needs_promtool = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Scraped:
-    """The answers of /metrics by program."""
+    """Responses of /metrics by program."""
 
     classic: dict[str, str]
     openmetrics: dict[str, str]
@@ -56,7 +56,7 @@ class Scraped:
 
 @pytest.fixture(scope="module")
 def scraped() -> Iterator[Scraped]:
-    """What a real agent, with GPUs, HCAs and a rank, and a real server say on /metrics."""
+    """/metrics of a real agent with GPUs, HCAs and a rank, and of a real server."""
     ports = {program: free_port() for program in PROGRAMS}
     with FakeNode() as node:
         interface = node.sysfs / "class" / "net" / "bond0"
@@ -80,7 +80,7 @@ def scraped() -> Iterator[Scraped]:
 
 
 def _scrape(ports: dict[str, int]) -> Scraped:
-    """Once everything that is asked for is there, or after some time."""
+    """Return the response once it has every wanted metric, or after a timeout."""
     deadline = time.monotonic() + _SECONDS
     wanted = names([*own_queries(), *DCGM_EXPORTER, *NODE_EXPORTER])
     while True:
@@ -103,7 +103,7 @@ def _get(port: int, accept: str) -> str:
 
 
 def exposed(text: str) -> set[str]:
-    """Samples; and families without any yet, as of a server that has no job."""
+    """Return sample names and the names of families that have no sample yet."""
     found = set(re.findall(r"^([A-Za-z_:][A-Za-z0-9_:]*)[{ ]", text, re.MULTILINE))
     for name, kind in re.findall(r"^# TYPE (\S+) (\S+)", text, re.MULTILINE):
         found.add(f"{name}_total" if kind == "counter" and not name.endswith("_total") else name)
@@ -118,7 +118,7 @@ def test_every_metric_of_a_dashboard_is_exposed(scraped: Scraped, queries: list[
     assert names(queries) - exposed(scraped.text) == set()
 
 
-def test_labels_the_dashboard_joins_and_sums_by_are_there(scraped: Scraped) -> None:
+def test_labels_of_joins_and_sums_exist(scraped: Scraped) -> None:
     (rank,) = re.findall(r"^paceline_rank_info\{(.*)\} 1", scraped.text, re.MULTILINE)
     assert 'job="j"' in rank
     assert 'rank="0"' in rank
@@ -128,7 +128,7 @@ def test_labels_the_dashboard_joins_and_sums_by_are_there(scraped: Scraped) -> N
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("parse", [classic, openmetrics], ids=["text", "openmetrics"])
-def test_what_is_scraped_can_be_parsed(
+def test_scraped_text_can_be_parsed(
     scraped: Scraped, program: str, parse: Callable[[str], Iterator[object]]
 ) -> None:
     answers = scraped.openmetrics if parse is openmetrics else scraped.classic
@@ -138,22 +138,20 @@ def test_what_is_scraped_can_be_parsed(
 
 @needs_promtool
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_promtool_finds_fault_only_with_names_that_others_gave(
-    scraped: Scraped, program: str
-) -> None:
+def test_promtool_reports_only_names_of_other_exporters(scraped: Scraped, program: str) -> None:
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=scraped.classic[program], text=True,
         capture_output=True, check=False,
     )  # fmt: skip
     assert done.returncode in (0, _LINT), done.stderr
-    others = ("DCGM_", "node_", "paceline_rdma_counter_")  # the last is of counters, but none
+    others = ("DCGM_", "node_", "paceline_rdma_counter_")  # the last is a gauge about counters
     faults = [line for line in done.stderr.splitlines() if not line.startswith(others)]
-    # dcgm-exporter's labels stand on our GPU metrics too, so that the two can be joined.
+    # Our GPU metrics have dcgm-exporter's labels too, so that the two can be joined.
     assert [fault for fault in faults if "label names should be written" not in fault] == []
 
 
 @needs_promtool
-def test_promtool_takes_the_scrape_configuration() -> None:
+def test_promtool_accepts_the_scrape_configuration() -> None:
     subprocess.run(
         ["promtool", "check", "config", DEPLOY / "prometheus.yml"], check=True, capture_output=True
     )
@@ -172,7 +170,7 @@ def test_every_query_is_promql(tmp_path: Path) -> None:
     assert f"{len(queries)} rules found" in done.stdout, done.stderr
 
 
-def test_the_dashboard_is_one_that_grafana_takes() -> None:
+def test_grafana_accepts_the_dashboard() -> None:
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(ids) == len(set(ids))
     for panel in DASHBOARD["panels"]:

@@ -51,7 +51,7 @@ Query = Callable[[str], list[Any]]
 
 @pytest.fixture(scope="module")
 def prometheus() -> Iterator[Query]:
-    """Of a Prometheus that scraped a demo from its start until it had found its fault."""
+    """Query function of a Prometheus that scraped a demo until its fault was detected."""
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(TemporaryDirectory(prefix="paceline-prometheus-")))
         log = cleanup.enter_context(_demo(scratch))
@@ -72,7 +72,7 @@ def prometheus() -> Iterator[Query]:
 
 @contextmanager
 def _demo(scratch: Path) -> Iterator[Path]:
-    """Its log, once its server and agents are up."""
+    """Return the demo's log once its server and agents are up."""
     log = scratch / "demo.log"
     command = [sys.executable, "-m", "paceline_cli", "demo", *_DEMO, "--port", str(free_port())]
     variables = os.environ | {"TMPDIR": str(scratch), "PYTHONUNBUFFERED": "1"}
@@ -96,7 +96,7 @@ def _running(directory: Path, configuration: Any) -> Iterator[Query]:
     process = subprocess.Popen(command)
 
     def query(expression: str) -> list[Any]:
-        """As Grafana asks for the last half hour."""
+        """Run a query over the last half hour, as Grafana does."""
         now = time.time()
         asked = {"query": expression, "start": now - 1800, "end": now, "step": 5}
         url = f"http://{address}/api/v1/query_range?{urllib.parse.urlencode(asked)}"
@@ -139,7 +139,7 @@ def test_variables_have_values(prometheus: Query) -> None:
         assert prometheus(f'{found[1]}{{{found[2]}!=""}}')
 
 
-def test_only_rdma_is_not_in_the_demo(prometheus: Query) -> None:
-    """A query that falls back on another metric would else hide a name that is wrong."""
+def test_only_rdma_is_missing_in_the_demo(prometheus: Query) -> None:
+    """A query that falls back to another metric could otherwise hide a wrong name."""
     missing = {name for name in names(own_queries()) if not prometheus(name)}
     assert {name for name in missing if not name.startswith("node_infiniband_")} == set()

@@ -1,4 +1,4 @@
-"""Everything here needs a CUDA device and says so where there is none."""
+"""Tests that need a CUDA device; without one they are skipped with the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RingReader]:
-    """Hooks that record in this process, with the device already in use."""
+    """Hooks that record in this process while the device is already in use."""
     monkeypatch.setenv("PACELINE_RING_DIRECTORY", str(tmp_path))
     monkeypatch.setenv("PACELINE_JOB", "local")
     for name in ("RANK", "WORLD_SIZE", "PACELINE_GENERATION"):
@@ -40,7 +40,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RingRead
 
 @pytest.fixture
 def no_synchronize(reader: RingReader) -> Iterator[None]:
-    """Any call that makes the host wait for the device is an error."""
+    """Raise an error at any call that makes the host wait for the device."""
     for _ in paceline.steps([0]):  # the hooks' one wait is at their first boundary
         pass
     torch.cuda.set_sync_debug_mode("error")

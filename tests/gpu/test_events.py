@@ -1,4 +1,4 @@
-"""CUDA events: spans of the device on the host's clock, without ever waiting for it."""
+"""CUDA events: device spans on the host's clock, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import paceline
 from paceline_wire.ring import RingReader
 from paceline_wire.spans import Flag, Op, Span, unpack
 
-CYCLES = 20_000_000  # of the GPU's clock: 10 ms at 2 GHz
+CYCLES = 20_000_000  # GPU clock cycles: 10 ms at 2 GHz
 LONGEST_CLOCK_HZ = 5e9  # no GPU is faster: CYCLES take at least 4 ms
 TOLERANCE_NS = 2_000_000
 
 
 def run(body: Callable[[], None], steps: int = 1) -> None:
-    """Steps whose spans are resolved: the device is idle at the boundary after each."""
+    """Run steps and wait until the device is idle after each, so that all spans resolve."""
     for _ in paceline.steps(range(steps)):
         body()
         torch.cuda.synchronize()
@@ -45,7 +45,7 @@ def test_a_section_lasts_as_long_as_its_kernel(reader: RingReader) -> None:
     assert all(span.duration_ns >= CYCLES / LONGEST_CLOCK_HZ * 1e9 for span in found)
 
 
-def test_device_spans_lie_where_the_host_saw_them(reader: RingReader) -> None:
+def test_device_spans_lie_within_the_hosts_bounds(reader: RingReader) -> None:
     seen = []
 
     def body() -> None:
@@ -64,7 +64,7 @@ def test_device_spans_lie_where_the_host_saw_them(reader: RingReader) -> None:
         assert span.end_ns <= after + TOLERANCE_NS
 
 
-def test_kernels_queued_at_once_are_told_apart(reader: RingReader) -> None:
+def test_kernels_queued_together_get_separate_spans(reader: RingReader) -> None:
     def body() -> None:
         for microbatch in range(3):
             with paceline.pipelining(Op.FORWARD, microbatch=microbatch):
@@ -117,7 +117,7 @@ def test_a_captured_graph_replays(reader: RingReader) -> None:
 
 
 def test_the_pool_stops_growing(reader: RingReader) -> None:
-    from paceline import hooks  # noqa: PLC0415 (looks inside, on purpose)
+    from paceline import hooks  # noqa: PLC0415 (a test of internals)
 
     def body() -> None:
         for _ in range(50):

@@ -1,4 +1,4 @@
-"""NCCL in a group of one rank, and a trainer's step, each in a process of its own."""
+"""NCCL in a group of one rank, and one step of the trainer, each in its own process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(arguments: list[str], directory: Path) -> list[Span]:
 
 def test_collectives_are_timed_on_the_device(tmp_path: Path) -> None:
     spans = run(["-c", COLLECTIVES], tmp_path)
-    # From the second step on: the device is found at the first boundary where it is in use.
+    # From the second step: the hooks detect the device at the first boundary with it in use.
     second = [span for span in spans if span.step == 2]
     reduced = [span for span in second if span.op == Op.ALL_REDUCE]
     assert {span.bytes for span in reduced} == {4000}

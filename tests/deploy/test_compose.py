@@ -1,7 +1,7 @@
-"""docker-compose.yml without docker: its very commands, as processes of this machine.
+"""docker-compose.yml without docker: its commands, run as processes of this machine.
 
-PostgreSQL is a real one, though not of the image; names of services become 127.0.0.1 and their
-ports free ones. Prometheus is not started: its configuration must name what the others serve.
+PostgreSQL is real, but not from the image. Service names become 127.0.0.1 and their
+ports free ones. Prometheus is not started: its configuration must name the served endpoints.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import httpx
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 PROMETHEUS = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
@@ -51,13 +51,13 @@ def free_port() -> int:
 
 
 def interpolate(text: str) -> str:
-    """As compose does, with nothing set: ${NAME:-default}."""
+    """Return the text with ${NAME:-default} replaced as compose does when nothing is set."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
 @dataclass
 class Machine:
-    """Where the services run here instead of in containers."""
+    """The directories and ports that replace the containers."""
 
     directory: Path
     database_url: str
@@ -85,7 +85,7 @@ class Machine:
             environment["PACELINE_SERVER_DATABASE_URL"] = self.database_url
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         home = str(self.directory / "home")
-        # The node's directories are volumes of the service, and are told to the agent here.
+        # The node's directories are volumes of the service; here the environment sets them.
         node = {
             "PACELINE_AGENT_NODE_DIRECTORY": str(self.directory / "node"),
             "PACELINE_AGENT_SPOOL_DIRECTORY": str(self.directory / "spool"),
@@ -104,7 +104,7 @@ class Machine:
         self.processes.append(process)
         return process
 
-    def said(self, service: str) -> str:
+    def log_of(self, service: str) -> str:
         return (self.directory / f"{service}.log").read_text()
 
     def get(self, path: str, token: str | None = None) -> httpx.Response | None:
@@ -131,7 +131,7 @@ class Machine:
 @pytest.fixture(scope="module")
 def postgresql() -> Iterator[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of a missing XDG_RUNTIME_DIR
+        warnings.simplefilter("ignore")  # a missing XDG_RUNTIME_DIR
         pgserver = importlib.import_module("pgserver")
     directory = tempfile.mkdtemp(prefix="paceline-compose-")  # its user must reach it
     cluster = pgserver.get_server(directory, cleanup_mode="stop")
@@ -142,16 +142,16 @@ def postgresql() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def machine(postgresql: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    """Everything up, in the order `depends_on` asks for."""
+    """All services, started in the order of `depends_on`."""
     machine = Machine(tmp_path_factory.mktemp("compose"), postgresql)
     try:
         made = machine.start("tokens")
-        assert made.wait(120) == 0, machine.said("tokens")
+        assert made.wait(120) == 0, machine.log_of("tokens")
         server = machine.start("server")
         wait_for(
             lambda: server.poll() is not None or machine.get("/healthz"), "the server to answer"
         )
-        assert server.poll() is None, machine.said("server")
+        assert server.poll() is None, machine.log_of("server")
         machine.start("agent")
         yield machine
     finally:
@@ -166,7 +166,7 @@ def nodes(machine: Machine) -> list[dict[str, Any]]:
     return items
 
 
-def test_the_server_is_healthy_and_lets_nobody_in_without_a_token(machine: Machine) -> None:
+def test_the_server_is_healthy_and_rejects_requests_without_a_token(machine: Machine) -> None:
     health = machine.get("/healthz")
     assert health is not None
     assert health.text == "ok\n"
@@ -186,7 +186,7 @@ def test_the_example_agent_appears_as_a_node(machine: Machine) -> None:
     assert node["state"] == "ready"
 
 
-def test_what_prometheus_scrapes_is_served(machine: Machine) -> None:
+def test_every_scraped_endpoint_is_served(machine: Machine) -> None:
     ports = {"server:8470": machine.server_port, "agent:9478": machine.agent_port}
     for target in targets():
         url = f"http://127.0.0.1:{ports[target]}/metrics"
@@ -211,7 +211,7 @@ def targets() -> list[str]:
     ]
 
 
-def test_prometheus_scrapes_every_service_of_ours_where_it_listens() -> None:
+def test_prometheus_scrapes_each_service_at_its_port() -> None:
     listening = {
         "server:" + option("server", "--port"),
         "agent:" + option("agent", "--metrics-port"),
@@ -229,24 +229,24 @@ def option(service: str, name: str) -> str:
     return str(words[words.index(name) + 1])
 
 
-def test_making_the_tokens_again_keeps_them(machine: Machine) -> None:
+def test_creating_the_tokens_again_keeps_them(machine: Machine) -> None:
     names = ("agent", "operator")
     before = [machine.token(name) for name in names]
-    assert machine.start("tokens").wait(120) == 0, machine.said("tokens")
+    assert machine.start("tokens").wait(120) == 0, machine.log_of("tokens")
     assert [machine.token(name) for name in names] == before
     config = (machine.directory / "tokens" / "agent.toml").read_text()
     assert tomllib.loads(config) == {"token": before[0]}
 
 
-def test_lost_tokens_are_made_anew(machine: Machine) -> None:
+def test_lost_tokens_are_created_again(machine: Machine) -> None:
     before = machine.token("operator")
     (machine.directory / "tokens" / "operator").unlink()
-    assert machine.start("tokens").wait(120) == 0, machine.said("tokens")
+    assert machine.start("tokens").wait(120) == 0, machine.log_of("tokens")
     assert machine.token("operator") != before
     wait_for(lambda: nodes(machine), "the new token to be accepted")
 
 
-def test_every_name_in_the_file_is_defined() -> None:
+def test_every_reference_in_the_file_is_defined() -> None:
     volumes = {
         source
         for service in SERVICES.values()
@@ -262,7 +262,7 @@ def test_every_name_in_the_file_is_defined() -> None:
                 assert (ROOT / volume.split(":", 1)[0]).exists(), volume
 
 
-def test_the_image_holds_what_the_commands_need() -> None:
+def test_the_image_contains_what_the_commands_need() -> None:
     copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     sources = {source for line in copied for source in line.split()}
     assert all((ROOT / source).exists() for source in sources)
