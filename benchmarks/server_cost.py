@@ -131,6 +131,7 @@ class Server:
             "owner",
             tick_settings,
             settings,
+            Policy(),
             lambda: self.now_ns,
         )
 

@@ -4,6 +4,7 @@ python -m paceline_server server [--port N]
 python -m paceline_server server token create --name NAME --scope SCOPE
 python -m paceline_server server migrate
 python -m paceline_server openapi
+python -m paceline_server policy
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 
 from paceline_server.api import router
 from paceline_server.app import StartError, serve
+from paceline_server.policy import policy_table
 from paceline_server.settings import Role, Settings
 from paceline_server.store.database import Database, UnusableError
 from paceline_server.store.tokens import SCOPES, create_token, revoke_token
@@ -45,6 +47,11 @@ _ROLES = (
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on, 0 for any.  [default: 8470]")
 @click.option("--role", type=click.Choice(get_args(Role)), help=_ROLES)
+@click.option(
+    "--policy",
+    metavar="FILE",
+    help="TOML file with the policy of new jobs (docs/policy.md).",
+)
 @click.option("--webhook-url", metavar="URL", help="Where incidents are posted.")
 @click.option("--action-webhook-url", metavar="URL", help="Where actions are posted.")
 @click.option(
@@ -142,6 +149,12 @@ class _open:  # noqa: N801 (reads as a verb)
 
     def __exit__(self, *_: object) -> None:
         self._database.close()
+
+
+@main.command()
+def policy() -> None:
+    """Print the table of policy fields."""
+    click.echo(policy_table())
 
 
 @main.command()

@@ -27,6 +27,7 @@ from paceline_server.background_process import BackgroundProcess
 from paceline_server.ingest.writer import LogWriter
 from paceline_server.interpreter import tune_interpreter
 from paceline_server.metrics import ServingMetrics
+from paceline_server.policy_file import load_policy
 from paceline_server.settings import Settings, is_loopback
 from paceline_server.store.database import Database
 from paceline_server.store.tokens import any_token
@@ -106,6 +107,7 @@ def create_app(settings: Settings, *, apart: bool = False) -> FastAPI:
         pending=PendingCommands(program.database, program.wakes.commands, poll_seconds),
         now_ns=time.time_ns,
         unready=program.unready,
+        policy=load_policy(settings.policy),
         stream_poll_seconds=poll_seconds,
     )
 

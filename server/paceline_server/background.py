@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from paceline_server.alerts.outbox import AlertDelivery
 from paceline_server.alerts.receivers import receivers
 from paceline_server.metrics import BackgroundMetrics
+from paceline_server.policy_file import load_policy
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
 from paceline_server.store.wake import Wakes
@@ -55,7 +56,15 @@ class Background:
             ),
         )
         self._worker = Worker(
-            database, wakes, metrics, owner, tick_settings, settings, time.time_ns, is_deaf
+            database,
+            wakes,
+            metrics,
+            owner,
+            tick_settings,
+            settings,
+            load_policy(settings.policy),
+            time.time_ns,
+            is_deaf,
         )
         self._outboxes = [
             AlertDelivery(database, wakes, metrics, owner, target, settings, time.time_ns)

@@ -1,34 +1,210 @@
-"""What an operator may want to change: when Paceline reports, when it acts, and how often.
+"""What an operator may change: when Paceline reports, when it acts, and how often.
 
-Every value is defined here once, with its default and the reason for it.
+Every value is defined here once, with its limits, its default and the reason for it;
+docs/policy.md shows the same as a table. A job's policy is fixed when the job is created: the
+values of the request override those of the server's policy file, which override the defaults.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 Mode = Literal["observe", "dry-run", "approve", "auto"]
 
-START_TIMEOUT_SECONDS = 900.0
+_DAY_SECONDS = 86_400
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """When to act by ourselves. Every default states its reason where it is set."""
+    """The policy of one job. Use `parse_policy` for values that come from outside."""
 
-    mode: Mode = "auto"
-    restarts_per_hour: int = 10
-    restarts_per_day: int = 50
-    backoff_seconds: float = 1.0  # doubled after each restart without progress
-    backoff_maximum_seconds: float = 300.0
-    cycles_without_progress: int = 3
-    quarantine_share: float = 0.34  # at most this share of the nodes
-    node_lease_seconds: float = 5.0  # silent for longer: the node counts as lost
-    # A restart costs more than to wait for a link that flaps or storage that hiccups.
-    hang_patience_seconds: float = 10.0
-    checkpoint_timeout_seconds: float = 60.0
-    stop_timeout_seconds: float = 15.0
-    # For the first step of all ranks: a large job loads its checkpoint, compiles and sets up NCCL
-    # for minutes. A rank that ends meanwhile is seen at once.
-    start_timeout_seconds: float = START_TIMEOUT_SECONDS
+    mode: Annotated[
+        Mode,
+        Meta(
+            description="Who decides on repairs. observe: only incidents are reported; dry-run: "
+            "says what it would do; approve: a person approves each restart; auto: Paceline."
+        ),
+    ] = "auto"
+    restarts_per_hour: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1000,
+            description="More restarts than this end the job: its problem is not being repaired.",
+        ),
+    ] = 10
+    restarts_per_day: Annotated[
+        int, Meta(ge=0, le=10_000, description="The same over a day, for slow cycles of failures.")
+    ] = 50
+    backoff_seconds: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=_DAY_SECONDS,
+            description="Pause before a restart that follows one without progress; doubled each "
+            "time. After progress there is none.",
+        ),
+    ] = 1.0
+    backoff_maximum_seconds: Annotated[
+        float, Meta(ge=0, le=_DAY_SECONDS, description="Upper limit of that pause.")
+    ] = 300.0
+    cycles_without_progress: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1000,
+            description="Restarts in a row without a new step, after which the job is ended.",
+        ),
+    ] = 3
+    quarantine_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Largest share of the nodes that may be quarantined; one node always may, "
+            "unless it is 0. It limits what a wrong verdict can cost.",
+        ),
+    ] = 0.34
+    node_lease_seconds: Annotated[
+        float,
+        Meta(
+            ge=5,
+            le=_DAY_SECONDS,
+            description="A node silent for longer counts as lost. Agents report every 0.5 s, those "
+            "of very large jobs every 2.5 s. Keep it far below the agents' own --lease-seconds "
+            "(docs/adr/0003).",
+        ),
+    ] = 5.0
+    hang_patience_seconds: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=_DAY_SECONDS,
+            description="How long a hang of running processes waits before a restart, which costs "
+            "more than waiting for a link that flaps or storage that stalls. Stopped or dead "
+            "processes do not wait.",
+        ),
+    ] = 10.0
+    checkpoint_timeout_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=_DAY_SECONDS,
+            description="Time for all ranks to save before a planned restart; then they are "
+            "stopped without a checkpoint.",
+        ),
+    ] = 60.0
+    stop_timeout_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=_DAY_SECONDS,
+            description="Time for an agent to confirm that its ranks are dead; then it is asked "
+            "again, and its node is left out.",
+        ),
+    ] = 15.0
+    start_timeout_seconds: Annotated[
+        float,
+        Meta(
+            ge=1,
+            le=_DAY_SECONDS,
+            description="Time for the first step of all ranks. A large job loads its checkpoint, "
+            "compiles and sets up NCCL for minutes; a rank that exits is noticed at once.",
+        ),
+    ] = 900.0
+
+
+class PolicyError(ValueError):
+    """A value that the policy cannot take; the message says what was expected and found."""
+
+
+class PolicyField(NamedTuple):
+    """One field of the policy, for documents and messages."""
+
+    name: str
+    expected: str
+    unit: str
+    default: object
+    description: str
+
+
+def parse_policy(values: Mapping[str, object], base: Policy | None = None) -> Policy:
+    """Return `base` (default: the defaults) with `values` replaced.
+
+    Numbers may be given as text, as on a command line. Raises PolicyError.
+    """
+    hints = get_type_hints(Policy, include_extras=True)
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in hints:
+            raise PolicyError(f"{name} is not a policy field; expected one of {', '.join(hints)}")
+        try:
+            found[name] = msgspec.convert(value, hints[name], strict=False)
+        except msgspec.ValidationError as error:
+            raise PolicyError(
+                f"{name}: expected {_expected(hints[name])}, got {value!r}"
+            ) from error
+    return msgspec.structs.replace(base or Policy(), **found)
+
+
+def policy_fields() -> list[PolicyField]:
+    """Return all fields in order."""
+    hints = get_type_hints(Policy, include_extras=True)
+    default = Policy()
+    return [
+        PolicyField(
+            name,
+            _expected(hint),
+            _unit(name),
+            getattr(default, name),
+            _meta(hint).description or "",
+        )
+        for name, hint in hints.items()
+    ]
+
+
+def policy_table() -> str:
+    """Return the table of docs/policy.md."""
+    lines = ["| field | default | unit | value | meaning and reason |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{field.name}` | `{field.default}` | {field.unit} | {field.expected} | "
+        f"{field.description} |"
+        for field in policy_fields()
+    ]
+    return "\n".join(lines)
+
+
+def policy_schema() -> dict[str, Any]:
+    """Return the JSON schema of a policy, for the description of the API."""
+    (_,), components = msgspec.json.schema_components([Policy], ref_template="#/{name}")
+    return {**components["Policy"], "additionalProperties": False}
+
+
+def _unit(name: str) -> str:
+    """Return the unit that the field's name ends with."""
+    units = {"_seconds": "s", "_per_hour": "1/h", "_per_day": "1/day", "_share": "ratio"}
+    return next((unit for suffix, unit in units.items() if name.endswith(suffix)), "")
+
+
+def _meta(hint: Any) -> Meta:
+    """Return the limits and the description of a field; empty if it has none."""
+    if get_origin(hint) is not Annotated:
+        return Meta()
+    return next((extra for extra in get_args(hint)[1:] if isinstance(extra, Meta)), Meta())
+
+
+def _expected(hint: Any) -> str:
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    meta = _meta(hint)
+    noun = "a whole number" if kind is int else "a number"
+    if meta.gt is not None:
+        lower = f" above {meta.gt:g}"
+    else:
+        lower = "" if meta.ge is None else f" of at least {meta.ge:g}"
+    upper = "" if meta.le is None else f"{' and' if lower else ' of'} at most {meta.le:g}"
+    return f"{noun}{lower}{upper}"

@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
+from paceline_server.policy_file import load_policy
 from paceline_wire.address import is_http_address
 
 Role = Literal["all", "api", "worker"]
@@ -46,6 +47,8 @@ class Settings(BaseSettings):
     sqlite_synchronous: Literal["normal", "full"] = "full"
     database_timeout_seconds: float = Field(5.0, gt=0, description="Longest wait for the database.")
 
+    policy: Path | None = Field(None, description="TOML file with defaults for new jobs.")
+
     lease_seconds: float = Field(3.0, gt=0, description="A silent worker loses its jobs after.")
     # Ticks are at least this far apart, so that a burst of batches costs one pass; detection in
     # a second leaves room for it.
@@ -72,6 +75,12 @@ class Settings(BaseSettings):
     external_url: Address | None = Field(None, description="How people reach this server.")
 
     static_directory: Path | None = Field(None, description="Other assets than the built-in.")
+
+    @field_validator("policy")
+    @classmethod
+    def _valid_policy(cls, path: Path | None) -> Path | None:
+        load_policy(path)  # PolicyError is a ValueError
+        return path
 
     @field_validator("database_url")
     @classmethod

@@ -97,6 +97,13 @@ def test_run_wants_name_equals_value() -> None:
     assert "expected NAME=VALUE, got 'DEBUG'" in shown
 
 
+def test_run_wants_each_policy_field_once_as_key_equals_value() -> None:
+    command = ("--", "python", "train.py")
+    assert "expected KEY=VALUE, got 'auto'" in invoke("run", "--policy", "auto", *command)
+    twice = invoke("run", "--mode", "auto", "--policy", "mode=observe", *command)
+    assert "mode is also given by --mode" in twice
+
+
 @pytest.mark.parametrize(
     ("module", "command", "message"),
     [

@@ -1112,6 +1112,20 @@ export interface components {
          *       "name": "gpt-7b",
          *       "open_incidents": 1,
          *       "pending_actions": 1,
+         *       "policy": {
+         *         "backoff_maximum_seconds": 300,
+         *         "backoff_seconds": 1,
+         *         "checkpoint_timeout_seconds": 60,
+         *         "cycles_without_progress": 3,
+         *         "hang_patience_seconds": 10,
+         *         "mode": "approve",
+         *         "node_lease_seconds": 5,
+         *         "quarantine_share": 0.34,
+         *         "restarts_per_day": 50,
+         *         "restarts_per_hour": 10,
+         *         "start_timeout_seconds": 900,
+         *         "stop_timeout_seconds": 15
+         *       },
          *       "requested_topology": {
          *         "dp": 2,
          *         "pp": 2,
@@ -1164,6 +1178,73 @@ export interface components {
             open_incidents: number;
             /** Pending Actions */
             pending_actions: number;
+            /**
+             * Policy
+             * @description The policy of one job. Use `parse_policy` for values that come from outside.
+             */
+            policy: {
+                /**
+                 * @description Upper limit of that pause.
+                 * @default 300
+                 */
+                backoff_maximum_seconds: number;
+                /**
+                 * @description Pause before a restart that follows one without progress; doubled each time. After progress there is none.
+                 * @default 1
+                 */
+                backoff_seconds: number;
+                /**
+                 * @description Time for all ranks to save before a planned restart; then they are stopped without a checkpoint.
+                 * @default 60
+                 */
+                checkpoint_timeout_seconds: number;
+                /**
+                 * @description Restarts in a row without a new step, after which the job is ended.
+                 * @default 3
+                 */
+                cycles_without_progress: number;
+                /**
+                 * @description How long a hang of running processes waits before a restart, which costs more than waiting for a link that flaps or storage that stalls. Stopped or dead processes do not wait.
+                 * @default 10
+                 */
+                hang_patience_seconds: number;
+                /**
+                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline.
+                 * @default auto
+                 * @enum {unknown}
+                 */
+                mode: "approve" | "auto" | "dry-run" | "observe";
+                /**
+                 * @description A node silent for longer counts as lost. Agents report every 0.5 s, those of very large jobs every 2.5 s. Keep it far below the agents' own --lease-seconds (docs/adr/0003).
+                 * @default 5
+                 */
+                node_lease_seconds: number;
+                /**
+                 * @description Largest share of the nodes that may be quarantined; one node always may, unless it is 0. It limits what a wrong verdict can cost.
+                 * @default 0.34
+                 */
+                quarantine_share: number;
+                /**
+                 * @description The same over a day, for slow cycles of failures.
+                 * @default 50
+                 */
+                restarts_per_day: number;
+                /**
+                 * @description More restarts than this end the job: its problem is not being repaired.
+                 * @default 10
+                 */
+                restarts_per_hour: number;
+                /**
+                 * @description Time for the first step of all ranks. A large job loads its checkpoint, compiles and sets up NCCL for minutes; a rank that exits is noticed at once.
+                 * @default 900
+                 */
+                start_timeout_seconds: number;
+                /**
+                 * @description Time for an agent to confirm that its ranks are dead; then it is asked again, and its node is left out.
+                 * @default 15
+                 */
+                stop_timeout_seconds: number;
+            };
             requested_topology: components["schemas"]["TopologyModel"];
             /** Restarts */
             restarts: number;
@@ -1196,6 +1277,9 @@ export interface components {
          *       "checkpoint_directory": "/checkpoints/gpt-7b",
          *       "mode": "approve",
          *       "name": "gpt-7b",
+         *       "policy": {
+         *         "hang_patience_seconds": 60
+         *       },
          *       "topology": {
          *         "dp": 2,
          *         "pp": 2,
@@ -1231,22 +1315,83 @@ export interface components {
             metadata: {
                 [key: string]: string;
             };
-            /**
-             * Mode
-             * @default auto
-             * @enum {string}
-             */
-            mode: "observe" | "dry-run" | "approve" | "auto";
+            /** Mode */
+            mode?: ("observe" | "dry-run" | "approve" | "auto") | null;
             /**
              * Name
              * @example gpt-7b
              */
             name: string;
             /**
-             * Start Timeout Seconds
-             * @default 900
+             * Policy
+             * @description Fields that differ from the server's policy.
+             * @default {}
              */
-            start_timeout_seconds: number;
+            policy: {
+                /**
+                 * @description Upper limit of that pause.
+                 * @default 300
+                 */
+                backoff_maximum_seconds: number;
+                /**
+                 * @description Pause before a restart that follows one without progress; doubled each time. After progress there is none.
+                 * @default 1
+                 */
+                backoff_seconds: number;
+                /**
+                 * @description Time for all ranks to save before a planned restart; then they are stopped without a checkpoint.
+                 * @default 60
+                 */
+                checkpoint_timeout_seconds: number;
+                /**
+                 * @description Restarts in a row without a new step, after which the job is ended.
+                 * @default 3
+                 */
+                cycles_without_progress: number;
+                /**
+                 * @description How long a hang of running processes waits before a restart, which costs more than waiting for a link that flaps or storage that stalls. Stopped or dead processes do not wait.
+                 * @default 10
+                 */
+                hang_patience_seconds: number;
+                /**
+                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline.
+                 * @default auto
+                 * @enum {unknown}
+                 */
+                mode: "approve" | "auto" | "dry-run" | "observe";
+                /**
+                 * @description A node silent for longer counts as lost. Agents report every 0.5 s, those of very large jobs every 2.5 s. Keep it far below the agents' own --lease-seconds (docs/adr/0003).
+                 * @default 5
+                 */
+                node_lease_seconds: number;
+                /**
+                 * @description Largest share of the nodes that may be quarantined; one node always may, unless it is 0. It limits what a wrong verdict can cost.
+                 * @default 0.34
+                 */
+                quarantine_share: number;
+                /**
+                 * @description The same over a day, for slow cycles of failures.
+                 * @default 50
+                 */
+                restarts_per_day: number;
+                /**
+                 * @description More restarts than this end the job: its problem is not being repaired.
+                 * @default 10
+                 */
+                restarts_per_hour: number;
+                /**
+                 * @description Time for the first step of all ranks. A large job loads its checkpoint, compiles and sets up NCCL for minutes; a rank that exits is noticed at once.
+                 * @default 900
+                 */
+                start_timeout_seconds: number;
+                /**
+                 * @description Time for an agent to confirm that its ranks are dead; then it is asked again, and its node is left out.
+                 * @default 15
+                 */
+                stop_timeout_seconds: number;
+            };
+            /** Start Timeout Seconds */
+            start_timeout_seconds?: number | null;
             topology: components["schemas"]["TopologyModel"];
         };
         /**
@@ -1283,6 +1428,20 @@ export interface components {
          *           "name": "gpt-7b",
          *           "open_incidents": 1,
          *           "pending_actions": 1,
+         *           "policy": {
+         *             "backoff_maximum_seconds": 300,
+         *             "backoff_seconds": 1,
+         *             "checkpoint_timeout_seconds": 60,
+         *             "cycles_without_progress": 3,
+         *             "hang_patience_seconds": 10,
+         *             "mode": "approve",
+         *             "node_lease_seconds": 5,
+         *             "quarantine_share": 0.34,
+         *             "restarts_per_day": 50,
+         *             "restarts_per_hour": 10,
+         *             "start_timeout_seconds": 900,
+         *             "stop_timeout_seconds": 15
+         *           },
          *           "requested_topology": {
          *             "dp": 2,
          *             "pp": 2,

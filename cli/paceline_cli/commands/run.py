@@ -30,19 +30,23 @@ ENDED = ("finished", "failed", "stopped")
 @click.option(
     "--mode",
     type=click.Choice(["observe", "dry-run", "approve", "auto"]),
-    default="auto",
-    show_default=True,
     help="Who decides on repairs: nobody (observe only reports, dry-run says what it would do), "
-    "you (approve) or Paceline (auto).",
+    "you (approve) or Paceline (auto).  [default: the server's policy, auto]",
 )
 @click.option(
     "--start-timeout",
     type=Seconds(1, 86_400),
-    default=900.0,
-    show_default=True,
     metavar="SECONDS",
-    help="For the first step of all ranks: loading, compiling, setting up NCCL. Later, the start "
-    "has failed.",
+    help="Time for the first step of all ranks: loading, compiling, setting up NCCL. After it the "
+    "start has failed.  [default: the server's policy, 900]",
+)
+@click.option(
+    "--policy",
+    "policy",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A field of the job's policy, such as hang_patience_seconds=60 (docs/policy.md); may be "
+    "repeated.",
 )
 @click.option(
     "--checkpoint-directory",
@@ -76,8 +80,9 @@ def run(
     pp: int,
     tp: int,
     name: str | None,
-    mode: str,
-    start_timeout: float,
+    mode: str | None,
+    start_timeout: float | None,
+    policy: tuple[str, ...],
     checkpoint_directory: Path | None,
     environment: tuple[str, ...],
     modules: tuple[str, ...],
@@ -96,15 +101,14 @@ def run(
     Ctrl-C stops following; the job goes on (`paceline jobs stop JOB` ends it). Exit status 0 only
     if the job has finished.
     """
-    variables = dict(_pair(item) for item in environment)
+    variables = dict(_pair(item, "NAME", "--environment") for item in environment)
     if modules:
         variables[PRELOAD] = _preloaded(modules, command)
     body = {
         "name": name or _default_name(command),
         "argv": list(command),
         "topology": {"dp": dp, "pp": pp, "tp": tp},
-        "mode": mode,
-        "start_timeout_seconds": start_timeout,
+        "policy": _policy(policy, mode, start_timeout),
         "environment": variables,
         "directory": os.getcwd(),
         "checkpoint_directory": str(checkpoint_directory.resolve())
@@ -137,10 +141,26 @@ def _default_name(command: tuple[str, ...]) -> str:
     return Path(words[1] if len(words) > 1 else words[0]).name
 
 
-def _pair(item: str) -> tuple[str, str]:
+def _policy(
+    items: tuple[str, ...], mode: str | None, start_timeout: float | None
+) -> dict[str, str | float]:
+    """Return the fields given; the server checks them."""
+    fields: dict[str, str | float] = dict(_pair(item, "KEY", "--policy") for item in items)
+    for name, option, value in (
+        ("mode", "--mode", mode),
+        ("start_timeout_seconds", "--start-timeout", start_timeout),
+    ):
+        if value is not None and name in fields:
+            raise click.BadParameter(f"{name} is also given by {option}", param_hint="--policy")
+        if value is not None:
+            fields[name] = value
+    return fields
+
+
+def _pair(item: str, key: str, option: str) -> tuple[str, str]:
     name, sign, value = item.partition("=")
     if not sign or not name:
-        raise click.BadParameter(f"expected NAME=VALUE, got {item!r}", param_hint="--environment")
+        raise click.BadParameter(f"expected {key}=VALUE, got {item!r}", param_hint=option)
     return name, value
 
 

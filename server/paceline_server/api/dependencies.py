@@ -16,6 +16,7 @@ from paceline_server.api.problems import ProblemError
 from paceline_server.api.what_if import WhatIfs
 from paceline_server.ingest.writer import LogWriter
 from paceline_server.metrics import ServingMetrics
+from paceline_server.policy import Policy
 from paceline_server.store.database import Database
 from paceline_server.store.wake import Wakes
 from paceline_wire.commands import PING_SECONDS
@@ -32,6 +33,7 @@ class Parts:
     pending: PendingCommands
     now_ns: Callable[[], int]
     unready: Callable[[], list[str]]
+    policy: Policy  # of new jobs
     # How often a stream looks for what other processes committed.
     stream_poll_seconds: float = 0.25
     ping_seconds: float = PING_SECONDS

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from paceline_server.policy import Policy
+
 _TOPOLOGY = {"dp": 2, "pp": 2, "tp": 2}
 _SUMMARY = (
     "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; "
@@ -34,6 +38,7 @@ _JOB = {
     "topology": _TOPOLOGY,
     "requested_topology": _TOPOLOGY,
     "mode": "approve",
+    "policy": msgspec.to_builtins(Policy(mode="approve")),
     "watched": False,
     "created_at": "2026-11-20T20:15:31.000000Z",
     "started_at": "2026-11-20T20:15:44.000000Z",
@@ -283,6 +288,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "argv": ["python", "-m", "paceline_trainer", "--schedule", "1f1b"],
         "topology": _TOPOLOGY,
         "mode": "approve",
+        "policy": {"hang_patience_seconds": 60.0},
         "checkpoint_directory": "/checkpoints/gpt-7b",
     },
     "Job": _JOB,

@@ -21,9 +21,6 @@ from paceline_server.whatif.online import RunReplay
 from paceline_wire.batch import AgentHello, RankStackTraces
 from paceline_wire.topology import Topology
 
-# A node that is silent for longer is shown as lost; the same as Policy.node_lease_seconds.
-_NODE_LEASE_NS = 5_000_000_000
-
 
 def time_of(ns: int) -> datetime:
     return datetime.fromtimestamp(ns / 1e9, UTC)
@@ -56,6 +53,7 @@ def job(session: Session, row: models.JobRow) -> schemas.Job:
         topology=topology(row.topology),
         requested_topology=topology(row.spec.topology),
         mode=row.policy.mode,
+        policy=msgspec.to_builtins(row.policy),
         watched=row.watched,
         created_at=time_of(row.created_ns),
         started_at=optional_time(row.started_ns),
@@ -194,13 +192,16 @@ def _cell(
     )
 
 
-def node(session: Session, row: models.NodeRow, now_ns: int) -> schemas.Node:
+def node(
+    session: Session, row: models.NodeRow, now_ns: int, node_lease_seconds: float
+) -> schemas.Node:
+    """`node_lease_seconds`: of the server's policy; a node silent for longer is shown as lost."""
     hello, ranks = row.hello, queries.ranks_on(session, row.agent_id)
     return schemas.Node(
         id=row.agent_id,
         hostname=hello.hostname if hello else row.agent_id,
         version=hello.version if hello else "",
-        state=_node_state(row, now_ns),  # type: ignore[arg-type]  # pydantic checks it
+        state=_node_state(row, now_ns, node_lease_seconds),  # type: ignore[arg-type]  # pydantic checks it
         reason=row.quarantine_reason or _trouble(hello),
         slots=hello.slots if hello else 0,
         job_id=row.job_id,
@@ -211,8 +212,8 @@ def node(session: Session, row: models.NodeRow, now_ns: int) -> schemas.Node:
     )
 
 
-def _node_state(row: models.NodeRow, now_ns: int) -> str:
-    if now_ns - row.last_seen_ns > _NODE_LEASE_NS:
+def _node_state(row: models.NodeRow, now_ns: int, node_lease_seconds: float) -> str:
+    if now_ns - row.last_seen_ns > node_lease_seconds * 1e9:
         return "lost"
     if row.quarantine_reason is not None:
         return "quarantined"

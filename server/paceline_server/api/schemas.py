@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from paceline_server.api.examples import EXAMPLES
-from paceline_server.policy import START_TIMEOUT_SECONDS
+from paceline_server.policy import policy_schema
+
+# Checked by `parse_policy`, whose messages are the same for files, flags and requests.
+PolicyValues = Annotated[dict[str, Any], WithJsonSchema(policy_schema())]
 
 
 def _add_example(schema: dict[str, Any], model: type[BaseModel]) -> None:
@@ -30,9 +33,10 @@ class JobCreate(Resource):
     name: str = Field(min_length=1, max_length=200, examples=["gpt-7b"])
     argv: list[str] = Field(min_length=1, examples=[["python", "-m", "paceline_trainer"]])
     topology: TopologyModel
-    mode: Literal["observe", "dry-run", "approve", "auto"] = "auto"
-    # For the first step of all ranks, before the start counts as failed.
-    start_timeout_seconds: float = Field(START_TIMEOUT_SECONDS, ge=1, le=86_400)
+    # Short for the same fields of `policy`.
+    mode: Literal["observe", "dry-run", "approve", "auto"] | None = None
+    start_timeout_seconds: float | None = Field(None, ge=1, le=86_400)
+    policy: PolicyValues = Field({}, description="Fields that differ from the server's policy.")
     environment: dict[str, str] = {}
     directory: str | None = None
     checkpoint_directory: str | None = None
@@ -73,6 +77,7 @@ class Job(Resource):
     topology: TopologyModel
     requested_topology: TopologyModel
     mode: str
+    policy: PolicyValues
     watched: bool  # started elsewhere (torchrun, Slurm): it is looked at, never acted on
     created_at: datetime
     started_at: datetime | None  # first step

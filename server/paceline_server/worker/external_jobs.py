@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
 from sqlalchemy import delete, update
 from sqlalchemy.orm import Session
 
@@ -43,8 +44,9 @@ _MARGIN_NS = 1_000_000_000  # several servers may store batches, each with its o
 class ExternalJobs:
     """Finds external jobs that are complete, and creates their rows."""
 
-    def __init__(self, database: Database, now_ns: Callable[[], int]) -> None:
+    def __init__(self, database: Database, policy: Policy, now_ns: Callable[[], int]) -> None:
         self._database = database
+        self._policy = replace(policy, mode="observe")
         self._now_ns = now_ns
         self._logged: set[tuple[str, int, int]] = set()
         self._refused: set[Gathering] = set()
@@ -83,7 +85,7 @@ class ExternalJobs:
             ranks = attachments.take(session, gathering)
             if is_old or len(ranks) != gathering.world_size:
                 return False
-            generation = _begin(session, job, ranks, self._now_ns())
+            generation = _begin(session, job, ranks, self._policy, self._now_ns())
         _log.info(
             "external job %s was found running in generation %d", gathering.job_id, generation
         )
@@ -105,7 +107,11 @@ class ExternalJobs:
 
 
 def _begin(
-    session: Session, job: JobRow | None, ranks: Sequence[AttachmentRow], now_ns: int
+    session: Session,
+    job: JobRow | None,
+    ranks: Sequence[AttachmentRow],
+    policy: Policy,
+    now_ns: int,
 ) -> int:
     """Write the job and its generation; return the generation's number."""
     identity = ranks[0].identity
@@ -138,7 +144,7 @@ def _begin(
     spec = JobSpec(name=name, argv=[], topology=topology, metadata=identity.metadata)
     if job is None:
         job = JobRow(id=identity.job, watched=True, stop_requested=False)
-        job.policy = Policy(mode="observe")
+        job.policy = policy
         _forget_progress(job, now_ns)
         verb = "found running"
     else:

@@ -17,6 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from paceline_server.act.announce import prune_outbox
 from paceline_server.metrics import BackgroundMetrics
+from paceline_server.policy import Policy
 from paceline_server.store import attachments
 from paceline_server.store.changes import prune_changes
 from paceline_server.store.commands import prune_commands
@@ -75,10 +76,14 @@ class Worker:
         owner: str,
         tick_settings: TickSettings,
         settings: WorkerSettings,
+        policy: Policy,
         now_ns: Callable[[], int],
         is_ingest_paused: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`is_ingest_paused`: no batches are received now, so all nodes only seem silent."""
+        """`policy`: of external jobs, but for its mode.
+
+        `is_ingest_paused`: no batches are received now, so all nodes only seem silent.
+        """
         self._database = database
         self._wakes = wakes
         self._metrics = metrics
@@ -87,7 +92,7 @@ class Worker:
         self._settings = settings
         self._now_ns = now_ns
         self._is_ingest_paused = is_ingest_paused
-        self._external_jobs = ExternalJobs(database, now_ns)
+        self._external_jobs = ExternalJobs(database, policy, now_ns)
         self._jobs: dict[str, JobWorker] = {}
         self._not_before_ns: dict[str, int] = {}
         self._stop = threading.Event()

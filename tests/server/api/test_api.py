@@ -6,9 +6,11 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from msgspec.structs import replace
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
@@ -18,6 +20,7 @@ from sqlalchemy import select
 from paceline_server.decide.types import ActionView, IncidentView
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.ingest import writer
+from paceline_server.policy import Policy
 from paceline_server.steps.types import RankStep, StageBubble, StepSummary
 from paceline_server.store.models import ActionRow, AuditRow, Base, IncidentRow, JobRow, NodeRow
 from paceline_server.store.shares import rows_of
@@ -189,6 +192,49 @@ def test_how_long_a_start_may_take_is_the_jobs(server: Any, client: httpx.Client
     assert found == jobs
     body = {"name": "x", "argv": ["true"], "topology": {}, "start_timeout_seconds": 0}
     assert client.post("/api/v1/jobs", json=body).status_code == 422
+
+
+def test_a_job_has_the_policy_of_its_request(client: httpx.Client) -> None:
+    body = {"name": "x", "argv": ["true"], "topology": {"dp": 1, "pp": 1, "tp": 1}}
+    given = {"hang_patience_seconds": 60, "mode": "approve"}
+    created = client.post("/api/v1/jobs", json=body | {"policy": given}).json()
+    shown = client.get(f"/api/v1/jobs/{created['id']}").json()
+    assert shown["mode"] == "approve"
+    assert shown["policy"] == msgspec.to_builtins(
+        Policy(mode="approve", hang_patience_seconds=60.0)
+    )
+
+
+def test_a_job_has_the_policy_of_the_server_unless_the_request_differs(
+    run_server: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text('mode = "approve"\nrestarts_per_day = 7\n')
+    url = run_server(role="api", policy=path).url
+    job_id = post_job(url, mode="dry-run", policy={"backoff_seconds": 2})
+    job = httpx.get(f"{url}/api/v1/jobs/{job_id}", verify=False).json()
+    policy = Policy(mode="dry-run", restarts_per_day=7, backoff_seconds=2.0)
+    assert job["policy"] == msgspec.to_builtins(policy)
+
+
+@pytest.mark.parametrize(
+    ("fields", "detail"),
+    [
+        ({"policy": {"mode": "manual"}}, "policy: mode: expected one of observe, dry-run,"),
+        ({"policy": {"patience": 1}}, "policy: patience is not a policy field"),
+        (
+            {"mode": "auto", "policy": {"mode": "observe"}},
+            "mode: expected one value, got auto and observe.",
+        ),
+    ],
+)
+def test_an_invalid_policy_is_refused(
+    client: httpx.Client, fields: dict[str, object], detail: str
+) -> None:
+    body = {"name": "x", "argv": ["true"], "topology": {"dp": 1, "pp": 1, "tp": 1}}
+    answer = client.post("/api/v1/jobs", json=body | fields)
+    assert answer.status_code == 422
+    assert answer.json()["detail"].startswith(detail)
 
 
 def test_steps_show_the_newest_run_of_each(server: Any, client: httpx.Client) -> None:

@@ -175,4 +175,8 @@ def _resource(
             return None if action is None else resources.action(action)
         case _:
             node = session.get(models.NodeRow, subject)
-            return None if node is None else resources.node(session, node, of.now_ns())
+            return (
+                None
+                if node is None
+                else resources.node(session, node, of.now_ns(), of.policy.node_lease_seconds)
+            )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from typing import Annotated
 
 from fastapi import APIRouter, Query
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from paceline_server.api import problems, resources, schemas
@@ -14,13 +16,15 @@ from paceline_server.api.dependencies import AfterDep, Bounds, BoundsDep, PartsD
 from paceline_server.api.paging import number, position, text_of
 from paceline_server.api.problems import ProblemError, not_found
 from paceline_server.decide.types import AuditEntry, JobSpec
-from paceline_server.policy import Policy
+from paceline_server.policy import Policy, PolicyError, parse_policy
 from paceline_server.steps.types import Ledger
 from paceline_server.store import audit, models, queries
 from paceline_server.store.changes import record_change
 from paceline_server.store.log import FINISHED, newest_log_id
 from paceline_wire.topology import RANKS_AT_MOST, Topology
 
+_log = logging.getLogger(__name__)
+_HOSTS_LOGGED = 8
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 _READ = problems.responses(401, 403, 422, 503)
 _ONE = problems.responses(401, 403, 404, 422, 503)
@@ -31,7 +35,8 @@ def create_job(body: schemas.JobCreate, of: PartsDep, caller: Operator) -> schem
     """Ask for a job. It starts as soon as enough ready nodes have room for its ranks."""
     now_ns = of.now_ns()
     with of.database.write() as session:
-        row = _new_job(session, body, now_ns)
+        row = _new_job(session, body, of.policy, now_ns)
+        _warn_of_short_agent_leases(session, row.policy)
         session.add(row)
         session.flush()
         entry = AuditEntry(actor=caller.name, verb="created", subject=row.id, detail=row.name)
@@ -43,7 +48,9 @@ def create_job(body: schemas.JobCreate, of: PartsDep, caller: Operator) -> schem
     return created
 
 
-def _new_job(session: Session, body: schemas.JobCreate, now_ns: int) -> models.JobRow:
+def _new_job(
+    session: Session, body: schemas.JobCreate, default: Policy, now_ns: int
+) -> models.JobRow:
     for name, text in _texts(body):
         if "\0" in text:
             raise ProblemError(422, f"{name}: expected text without NUL.")
@@ -65,7 +72,7 @@ def _new_job(session: Session, body: schemas.JobCreate, now_ns: int) -> models.J
         id=f"job-{secrets.token_hex(4)}",
         name=body.name,
         spec=spec,
-        policy=Policy(mode=body.mode, start_timeout_seconds=body.start_timeout_seconds),
+        policy=_policy(body, default),
         state="pending",
         generation=0,
         topology=topology,
@@ -74,6 +81,44 @@ def _new_job(session: Session, body: schemas.JobCreate, now_ns: int) -> models.J
         cursor=newest_log_id(session),
         ledger=Ledger(),
     )
+
+
+def _policy(body: schemas.JobCreate, default: Policy) -> Policy:
+    values = dict(body.policy)
+    for name in ("mode", "start_timeout_seconds"):
+        value = getattr(body, name)
+        if value is not None and values.setdefault(name, value) != value:
+            raise ProblemError(422, f"{name}: expected one value, got {value} and {values[name]}.")
+    try:
+        return parse_policy(values, default)
+    except PolicyError as error:
+        raise ProblemError(422, f"policy: {error}.") from error
+
+
+def _warn_of_short_agent_leases(session: Session, policy: Policy) -> None:
+    """An agent kills its ranks after its own lease without the server (docs/adr/0003).
+
+    If that is not longer than the node lease, a server that restarts ends the training.
+    """
+    hellos = session.scalars(select(models.NodeRow.hello).where(models.NodeRow.hello.is_not(None)))
+    leases = {hello.hostname: hello.labels.get("lease_seconds", "0") for hello in hellos if hello}
+    short = sorted(
+        host for host, lease in leases.items() if 0 < _number(lease) <= policy.node_lease_seconds
+    )
+    if short:
+        _log.warning(
+            "agents kill their ranks after no more than the node lease of %g s without the server: "
+            "start them with a longer --lease-seconds: %s",
+            policy.node_lease_seconds,
+            ", ".join(short[:_HOSTS_LOGGED]),
+        )
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
 
 
 def _texts(body: schemas.JobCreate) -> list[tuple[str, str]]:

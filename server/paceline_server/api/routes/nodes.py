@@ -29,7 +29,9 @@ def list_nodes(session: ReadDep, bounds: BoundsDep, of: PartsDep) -> schemas.Nod
     rows = queries.nodes(session, bounds.limit, after)
     more = len(rows) == bounds.limit
     return schemas.NodePage(
-        items=[resources.node(session, row, of.now_ns()) for row in rows],
+        items=[
+            resources.node(session, row, of.now_ns(), of.policy.node_lease_seconds) for row in rows
+        ],
         next_cursor=Bounds.encode(rows[-1].agent_id) if more else None,
     )
 
@@ -52,7 +54,7 @@ def release_node(node_id: str, of: PartsDep, caller: Operator) -> schemas.Node:
             row.quarantine_reason = None
             session.flush()
             record_change(session, None, "node", node_id)
-        released = resources.node(session, row, now_ns)
+        released = resources.node(session, row, now_ns, of.policy.node_lease_seconds)
     of.wakes.work.notify()
     of.wakes.changes.notify()
     return released
@@ -79,7 +81,7 @@ def burst_node(
         detail = f"{', '.join(request.collectors) or 'all collectors'}, {request.seconds:g} s"
         entry = AuditEntry(actor=caller.name, verb="burst", subject=node_id, detail=detail)
         audit.record(session, row.job_id, entry, now_ns)
-        asked = resources.node(session, row, now_ns)
+        asked = resources.node(session, row, now_ns, of.policy.node_lease_seconds)
     of.wakes.commands.notify()
     return asked
 
