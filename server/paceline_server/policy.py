@@ -115,6 +115,69 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             "compiles and sets up NCCL for minutes; a rank that exits is noticed at once.",
         ),
     ] = 900.0
+    hang_after_seconds: Annotated[
+        float,
+        Meta(
+            ge=2,
+            le=_DAY_SECONDS,
+            description="A job in which no rank makes progress for longer hangs, unless the "
+            "blocking operation usually takes more than a third of it. 2.4 s is reported within "
+            "3 s: agents read the state pages every 0.5 s.",
+        ),
+    ] = 2.4
+    hang_checkpoint_seconds: Annotated[
+        float,
+        Meta(
+            ge=2,
+            le=_DAY_SECONDS,
+            description="The same while a rank saves a checkpoint: slow shared storage blocks "
+            "every rank at once.",
+        ),
+    ] = 60.0
+    hang_evaluation_seconds: Annotated[
+        float,
+        Meta(
+            ge=2,
+            le=_DAY_SECONDS,
+            description="The same during evaluation, whose forward passes often record nothing.",
+        ),
+    ] = 20.0
+    gpu_hung_seconds: Annotated[
+        float,
+        Meta(
+            ge=1,
+            le=_DAY_SECONDS,
+            description="A GPU that does not answer its driver for longer is reported as hung. "
+            "Drivers are sometimes busy for seconds.",
+        ),
+    ] = 10.0
+    straggler_slowdown: Annotated[
+        float,
+        Meta(
+            gt=1,
+            le=100,
+            description="Mildest lasting slowdown of a rank that is reported. Real faults of 10% "
+            "measure 7% to 13% in their first five steps; less is as often the room's temperature.",
+        ),
+    ] = 1.06
+    straggler_critical_slowdown: Annotated[
+        float,
+        Meta(
+            gt=1,
+            le=100,
+            description="From this slowdown on a straggler is critical: at 1.5 a third of the "
+            "job's GPU time is lost.",
+        ),
+    ] = 1.5
+    slow_link_slowdown: Annotated[
+        float,
+        Meta(
+            gt=1,
+            le=100,
+            description="Mildest lasting slowdown of a link that is reported, if it costs at least "
+            "2% of step time. Transfers are short, and their jitter is large.",
+        ),
+    ] = 1.1
 
 
 class PolicyError(ValueError):
@@ -185,7 +248,13 @@ def policy_schema() -> dict[str, Any]:
 
 def _unit(name: str) -> str:
     """Return the unit that the field's name ends with."""
-    units = {"_seconds": "s", "_per_hour": "1/h", "_per_day": "1/day", "_share": "ratio"}
+    units = {
+        "_seconds": "s",
+        "_per_hour": "1/h",
+        "_per_day": "1/day",
+        "_share": "ratio",
+        "_slowdown": "ratio",
+    }
     return next((unit for suffix, unit in units.items() if name.endswith(suffix)), "")
 
 

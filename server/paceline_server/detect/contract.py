@@ -1,47 +1,87 @@
 """The contract of a detector.
 
-A detector is one folder beside this file, whose `detector.py` has one subclass of `Detector`;
-being there registers it.
-It is made anew for each generation, sees one `Observation` per tick, and returns what is new to
-say: a finding when trouble begins, again when the verdict changes, and once with `cleared=True`
-when it is over. It must be pure: no clock, no I/O, no logging, no global state.
+A detector is a folder beside this file whose `detector.py` contains one subclass of `Detector`;
+being there registers it. An instance lives for one generation, receives one `Observation` per
+tick, and returns only what is new: a finding when a problem begins, again when the verdict
+changes, and once with `cleared=True` when it is over. It must be pure: no clock, no I/O, no
+logging, no global state.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, Unpack
 
-from paceline_server.detect.finding import Finding
+from paceline_server.detect.finding import Finding, FindingDetails
+from paceline_server.detect.kinds import Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.settings import DetectionSettings
+from paceline_server.detect.shared_settings import WARMUP_STEPS
+from paceline_server.policy import Policy
 
-Each = TypeVar("Each")
+Step = TypeVar("Step")
 
 
 class Detector(ABC):
-    """`order`: those that explain others come first (the bubble asks who straggles).
+    """Base class of all detectors.
 
-    `warmup_steps`: how many of its first steps a detector leaves out.
+    Args:
+        generation: which rank runs on which node and GPU; fixed for the detector's life.
+        policy: what an operator may change. A detector's own thresholds are in the `settings.py`
+            beside it; its constructor takes them as a third argument.
+
+    `kinds`: of the findings it emits, the usual one first. `order`: detectors run in ascending
+    order, those whose findings explain others first. `warmup_steps`: steps of a generation that
+    are skipped.
     """
 
+    kinds: ClassVar[tuple[Kind, ...]]
     order: ClassVar[int] = 50
-    warmup_steps: ClassVar[int | None] = None  # None: as the settings say
+    warmup_steps: ClassVar[int] = WARMUP_STEPS
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        self.settings = settings
+    def __init__(self, generation: Generation, policy: Policy) -> None:
         self.generation = generation
+        self.policy = policy
         self._skipped = 0
 
-    def after_warmup(self, steps: Iterable[Each]) -> Iterator[Each]:
-        """Without the first `warmup_steps` that were ever asked about."""
-        skipped = self.settings.warmup_steps if self.warmup_steps is None else self.warmup_steps
+    @abstractmethod
+    def update(self, seen: Observation) -> list[Finding]:
+        """Return what is new in this tick."""
+
+    def after_warmup(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """Return `steps` without the first `warmup_steps` of the generation."""
         for step in steps:
-            if self._skipped < skipped:
+            if self._skipped < self.warmup_steps:
                 self._skipped += 1
             else:
                 yield step
 
-    @abstractmethod
-    def update(self, seen: Observation) -> list[Finding]: ...
+    def finding(
+        self,
+        fingerprint: str,
+        *,
+        cause: str,
+        summary: str,
+        now_ns: int,
+        kind: Kind | None = None,
+        **details: Unpack[FindingDetails],
+    ) -> Finding:
+        """Return a finding of this generation.
+
+        Unless given, the kind is the detector's first, the severity that of the kind, and node and
+        stage are those of `rank`.
+        """
+        kind = kind or self.kinds[0]
+        rank = details.get("rank")
+        details.setdefault("severity", kind.severity)
+        details.setdefault("node", self.generation.node(rank))
+        details.setdefault("stage", self.generation.stage(rank))
+        return Finding(
+            kind=kind.name,
+            cause=cause,
+            fingerprint=fingerprint,
+            summary=summary,
+            detected_ns=now_ns,
+            generation=self.generation.number,
+            **details,
+        )

@@ -1,8 +1,8 @@
-"""What a detector says."""
+"""A finding: the verdict of a detector, with its causes and evidence."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypedDict
 
 import msgspec
 
@@ -13,7 +13,7 @@ Side = Literal["host", "device", "mismatch"]
 
 
 class Evidence(msgspec.Struct, frozen=True):
-    """One observation for (or, in `counter_evidence`, against) a finding, with its numbers."""
+    """One measurement for (or, in `counter_evidence`, against) a finding."""
 
     text: str  # "SM clock of gpu0 on node 1 fell from 1980 to 795 MHz at step 41"
     metric: str | None = None
@@ -22,7 +22,7 @@ class Evidence(msgspec.Struct, frozen=True):
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """One possible reason, weighed. Likelihoods of a finding's causes sum to at most 1."""
+    """One possible cause. The likelihoods of a finding's causes sum to at most 1."""
 
     name: str  # as in `Finding.cause`
     likelihood: float  # 0..1
@@ -31,30 +31,31 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One detector's verdict at one moment.
+    """The verdict of one detector at one moment.
 
-    The same trouble keeps its `fingerprint` for as long as it lasts within a generation, so that
-    later findings update an incident instead of opening another. `cleared` says it is over.
-    Times are nanoseconds of CLOCK_REALTIME.
+    A problem keeps its `fingerprint` for as long as it lasts within a generation, so that later
+    findings update its incident instead of opening another. `cleared`: the problem is over.
+    Times are nanoseconds of the server's CLOCK_REALTIME. `FindingDetails` repeats the optional
+    fields.
     """
 
-    kind: str  # "straggler", "slow_link", "stage_imbalance", "bubble", "hang", "failure", ...
+    kind: str  # a name of `kinds.KINDS`
     cause: str  # "thermal throttle", "killed by signal 9", "process stopped", ..., "unknown"
     fingerprint: str
-    summary: str  # one sentence: who, what, by how much, why
+    summary: str  # one sentence: who, what, since when, why, at what cost
     detected_ns: int
     generation: int
     rank: int | None = None
     node: str | None = None  # agent_id
     stage: int | None = None
     onset_step: int | None = None
-    step: int | None = None  # the newest step that was looked at
+    step: int | None = None  # the newest step that was analyzed
     slowdown: float | None = None  # self-time over peers' self-time; 1.0 = healthy
     cost_ratio: float | None = None  # share of the step time lost to this, 0..1
     speedup: float | None = None  # step time over that of a replay without it; 1.21 = 21% gained
     persistence: Persistence | None = None  # None: not judged
-    ranks: list[int] = []  # all that are concerned, where it is not `rank` alone
-    link: tuple[int, int] | None = None  # ranks (source, destination) of a slow one
+    ranks: list[int] = []  # all ranks concerned, where it is not `rank` alone
+    link: tuple[int, int] | None = None  # ranks (source, destination) of a slow link
     side: Side | None = None  # of a hang: where it is stuck
     causes: list[Cause] = []  # likeliest first
     advice: str | None = None  # what to change in the training, and what it would give
@@ -64,7 +65,45 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     cleared: bool = False
     evidence: list[Evidence] = []
     counter_evidence: list[Evidence] = []
-    stacks_wanted: list[int] = []  # ranks whose Python stacks would tell more, most wanted first
+    stacks_wanted: list[int] = []  # ranks whose Python stacks would help, most useful first
     stacks: list[RankStackTraces] = []  # those that were taken
-    dumps_wanted: bool = False  # Flight Recorder dumps of all ranks would tell more ...
-    dumps_told: bool = False  # ... and what came of them is among the evidence
+    dumps_wanted: bool = False  # Flight Recorder dumps of all ranks would help ...
+    dumps_told: bool = False  # ... and their conclusion is part of the evidence
+
+
+class FindingDetails(TypedDict, total=False):
+    """The optional fields of a finding, as keyword arguments of `Detector.finding`."""
+
+    rank: int | None
+    node: str | None
+    stage: int | None
+    onset_step: int | None
+    step: int | None
+    slowdown: float | None
+    cost_ratio: float | None
+    speedup: float | None
+    persistence: Persistence | None
+    ranks: list[int]
+    link: tuple[int, int] | None
+    side: Side | None
+    causes: list[Cause]
+    advice: str | None
+    severity: str
+    suspects_node: bool
+    can_checkpoint: bool
+    evidence: list[Evidence]
+    counter_evidence: list[Evidence]
+    stacks_wanted: list[int]
+    stacks: list[RankStackTraces]
+    dumps_wanted: bool
+
+
+def cleared(finding: Finding, summary: str, now_ns: int, step: int | None = None) -> Finding:
+    """Return the finding as it is reported when the problem is over; `step` unless unchanged."""
+    return msgspec.structs.replace(
+        finding,
+        cleared=True,
+        summary=summary,
+        detected_ns=now_ns,
+        step=finding.step if step is None else step,
+    )

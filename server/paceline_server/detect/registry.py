@@ -1,4 +1,4 @@
-"""Find the detectors: every concrete `Detector` in a `detector.py` of a folder beside this file."""
+"""The registry of detectors: it finds the packages beside this file that have a `detector.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline_server.detect.contract import Detector
 
 
 def detector_classes() -> list[type[Detector]]:
-    """In the order in which they are asked."""
+    """Return every concrete `Detector`, in the order in which they run."""
     found: list[type[Detector]] = []
     for package in pkgutil.iter_modules(detect.__path__, prefix=f"{detect.__name__}."):
         name = f"{package.name}.detector"

@@ -11,11 +11,11 @@ import msgspec
 
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.registry import detector_classes
-from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.telemetry import Telemetry
 from paceline_server.engine.clocks import NodeClocks
 from paceline_server.engine.generation import RunningGeneration
 from paceline_server.engine.types import Outcome, Placement
+from paceline_server.policy import Policy
 from paceline_server.steps.ledger import LedgerBook, LedgerState
 from paceline_server.steps.types import Ledger, StepSummary
 from paceline_wire.batch import Batch
@@ -44,14 +44,14 @@ class Engine:
     def __init__(
         self,
         job_id: str,
-        settings: DetectionSettings | None = None,
+        policy: Policy | None = None,
         memory: bytes | None = None,
         detectors: Sequence[type[Detector]] | None = None,
     ) -> None:
         """`detectors`: all there are, unless given. Raises msgspec.DecodeError for bad `memory`."""
         self.job_id = job_id
         self._detectors = detector_classes() if detectors is None else detectors
-        self._settings = settings or DetectionSettings()
+        self._policy = policy or Policy()
         known = _Memory(LedgerState())
         if memory is not None:
             known = _memory.decode(memory)
@@ -78,7 +78,7 @@ class Engine:
             return
         if self._running is not None:
             self._left_over += self._running.take_complete(None)
-        self._running = RunningGeneration(self.job_id, placement, self._settings, self._detectors)
+        self._running = RunningGeneration(self.job_id, placement, self._policy, self._detectors)
         self._suspended = False
         self._ledger.begin(placement.generation, placement.started_ns, placement.resume_step)
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace as replace_fields
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.hang.operations import operation_text
+from paceline_server.detect.kinds import kind_of
 from paceline_server.detect.observation import (
     Generation,
     LiveRank,
@@ -21,13 +22,13 @@ from paceline_server.detect.observation import (
     SeenExit,
 )
 from paceline_server.detect.recent import RecentRecords
-from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.telemetry import Telemetry
 from paceline_server.engine.clocks import Told
 from paceline_server.engine.losses import LossJoin
 from paceline_server.engine.types import Placement, RankProgress
 from paceline_server.flight_recorder import received
 from paceline_server.flight_recorder.received import Received
+from paceline_server.policy import Policy
 from paceline_server.steps.model import StepModel
 from paceline_server.steps.timing import StepTiming
 from paceline_server.steps.types import StepSummary
@@ -60,7 +61,7 @@ class RunningGeneration:
         self,
         job_id: str,
         placement: Placement,
-        settings: DetectionSettings,
+        policy: Policy,
         detectors: Sequence[type[Detector]],
     ) -> None:
         self.placement = placement
@@ -75,7 +76,7 @@ class RunningGeneration:
         self._job = job_id
         self._world_size = placement.topology.world_size
         self.model = StepModel(placement.generation, placement.topology, placement.metadata)
-        self._detectors = [detector(settings, self.generation) for detector in detectors]
+        self._detectors = [detector(self.generation, policy) for detector in detectors]
         self._ranks: dict[int, LiveRank] = {}
         self._exited: dict[int, RankExited] = {}
         self._stacks: dict[int, RankStackTraces] = {}
@@ -297,7 +298,7 @@ class RunningGeneration:
 
 def _stragglers(findings: Iterable[Finding]) -> Iterator[int]:
     for finding in findings:
-        if finding.kind in ("straggler", "slow_data"):
+        if kind_of(finding.kind).names_ranks:
             yield from finding.ranks
             if finding.rank is not None:
                 yield finding.rank

@@ -16,7 +16,6 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from paceline_server.detect.finding import Finding
-from paceline_server.detect.settings import DetectionSettings
 from paceline_server.engine.engine import Engine
 from paceline_server.engine.types import Outcome
 from paceline_server.steps.types import StepSummary
@@ -56,7 +55,7 @@ def rebuild(
         row = session.get(EngineMemoryRow, job.id)
         generations = _last_generations(session, job.id)
         newest = _newest_steps(session, job.id)
-    rebuilt = Rebuilt(Engine(job.id, _settings(job), None if row is None else row.memory))
+    rebuilt = Rebuilt(Engine(job.id, job.policy, None if row is None else row.memory))
     if not generations:
         return rebuilt
     _replay(database, job, generations, rebuilt, earlier_processes, keep_alive)
@@ -71,13 +70,6 @@ def rebuild(
         if finding.generation == job.generation
     }
     return rebuilt
-
-
-def _settings(job: JobRow) -> DetectionSettings:
-    return DetectionSettings(
-        node_lease_seconds=job.policy.node_lease_seconds,
-        hang_startup_seconds=job.policy.start_timeout_seconds,
-    )
 
 
 def _replay(

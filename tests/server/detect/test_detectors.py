@@ -7,8 +7,8 @@ from simulated_job import SimulatedJob
 
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.registry import detector_classes
-from paceline_server.detect.settings import DetectionSettings
 from paceline_server.engine.generation import RunningGeneration
+from paceline_server.policy import Policy
 from paceline_wire.topology import Topology
 
 NAMES = {
@@ -82,8 +82,8 @@ def test_no_detector_minds_an_empty_job():
 
 def test_nothing_is_shared_between_generations():
     job = SimulatedJob(seed=1)
-    first = RunningGeneration("job", job.placement(), DetectionSettings(), detector_classes())
-    second = RunningGeneration("job", job.placement(), DetectionSettings(), detector_classes())
+    first = RunningGeneration("job", job.placement(), Policy(), detector_classes())
+    second = RunningGeneration("job", job.placement(), Policy(), detector_classes())
     before = [copy.deepcopy(vars(each)) for each in second._detectors]
     job.advance(3)
     assert first._detectors is not second._detectors

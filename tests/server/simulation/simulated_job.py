@@ -16,6 +16,7 @@ import numpy as np
 from paceline_server.detect.finding import Finding
 from paceline_server.engine.engine import Engine
 from paceline_server.engine.types import Outcome, Placement
+from paceline_server.policy import Policy
 from paceline_wire.batch import (
     Batch,
     DeviceEvent,
@@ -70,7 +71,7 @@ class SimulatedJob:
         self.chance = random.Random(seed)
         self.ranks_per_node = ranks_per_node
         self.generation = generation
-        self.engine = engine or Engine(JOB)
+        self.engine = engine or Engine(JOB, Policy(start_timeout_seconds=120.0))
         self.faults = Faults()
         self.now_ns = START_NS
         self.step = 0

@@ -16,8 +16,8 @@ import numpy as np
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.observation import Generation, LiveRank, Observation
-from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.telemetry import Telemetry
+from paceline_server.policy import Policy
 from paceline_server.steps.groups import Groups
 from paceline_server.steps.timing import (
     CollectiveTimes,
@@ -56,7 +56,7 @@ class TimedRun:
     microbatches: int = 8
     ranks_per_node: int = 2
     lengths: float = 1.0  # largest over smallest squares of a microbatch; 1: not given
-    settings: DetectionSettings = field(default_factory=DetectionSettings)
+    policy: Policy = field(default_factory=Policy)
 
     def __post_init__(self) -> None:
         world = self.topology.world_size
@@ -87,7 +87,7 @@ class TimedRun:
         self._detectors: list[Detector] = []
 
     def watch(self, *detectors: type[Detector]) -> TimedRun:
-        self._detectors = [detector(self.settings, self.generation) for detector in detectors]
+        self._detectors = [detector(self.generation, self.policy) for detector in detectors]
         return self
 
     def advance(self, steps: int) -> list[Finding]:

@@ -9,8 +9,8 @@ import numpy as np
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.telemetry import Telemetry
+from paceline_server.policy import Policy
 from paceline_server.steps.bubbles import BubbleModel
 from paceline_server.steps.groups import Groups
 from paceline_server.steps.timing import StepTiming
@@ -41,7 +41,7 @@ class Watched:
             gpus={},
             started_ns=0,
         )
-        self.detector = detector(DetectionSettings(), self.generation)
+        self.detector = detector(self.generation, Policy())
         self.telemetry = Telemetry()
         self.stragglers: frozenset[int] = frozenset()
         self.standing: frozenset[str] = frozenset()

@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections import deque
 from typing import ClassVar
 
-import msgspec
 import numpy as np
 
 from paceline_server.detect.bubble.pipeline_advice import advice_text, advise_step
+from paceline_server.detect.bubble.settings import DEFAULTS, BubbleSettings
 from paceline_server.detect.contract import Detector
-from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.kinds import BUBBLE, KINDS, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.settings import DetectionSettings
-from paceline_server.detect.telling import cost_text, gain
+from paceline_server.detect.reporting import cost_text, gain
 from paceline_server.percent import percent
+from paceline_server.policy import Policy
 from paceline_server.steps.types import StageBubble
 
 # Share of a bubble -> (cause, what is to be done about it).
@@ -39,22 +40,26 @@ _TELLS = {
 }
 # These are another detector's to tell; a bubble that has mostly them is explained.
 _ELSEWHERE = ("imbalance", "straggler", "data")
-# Detectors whose standing findings explain what a bubble shows as variation or transfers.
-_EXPLAINING = frozenset({"slow_link", "sequence_variance", "gc", "host_noise", "slow_data"})
+# Kinds whose open findings explain a bubble.
+_EXPLAINING = frozenset(kind.name for kind in KINDS.values() if BUBBLE.name in kind.explains)
 
 
 class BubbleDetector(Detector):
     """Finding kind `bubble`, fingerprint `bubble`; `stage` is the one that idles most."""
 
+    kinds: ClassVar[tuple[Kind, ...]] = (BUBBLE,)
     order: ClassVar[int] = 20
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        super().__init__(settings, generation)
-        self._looks: deque[tuple[int, list[StageBubble]]] = deque(maxlen=settings.bubble_window)
+    def __init__(
+        self, generation: Generation, policy: Policy, settings: BubbleSettings = DEFAULTS
+    ) -> None:
+        super().__init__(generation, policy)
+        self.settings = settings
+        self._looks: deque[tuple[int, list[StageBubble]]] = deque(maxlen=settings.window_steps)
         self._active: Finding | None = None
 
     def update(self, seen: Observation) -> list[Finding]:
-        if seen.stragglers or _EXPLAINING & seen.standing:
+        if _EXPLAINING & seen.standing:
             self._looks.clear()
             return self._clear(seen, "Something else explains it.")
         findings = []
@@ -65,15 +70,15 @@ class BubbleDetector(Detector):
         return findings
 
     def _judge(self, seen: Observation) -> list[Finding]:
-        if len(self._looks) < self.settings.bubble_window:
+        if len(self._looks) < self.settings.window_steps:
             return []
         causes = [_cause(bubbles) for _, bubbles in self._looks]
         bad = [cause for cause, share in causes if share >= self._limit(cause)]
-        if len(bad) >= self.settings.bubble_hits:
+        if len(bad) >= self.settings.hits:
             if self._active is None:
                 self._active = self._finding(max(set(bad), key=bad.count), seen)
                 return [self._active]
-        elif len(causes) - len(bad) >= self.settings.bubble_hits:
+        elif len(causes) - len(bad) >= self.settings.hits:
             return self._clear(seen, "The pipeline idles no more than its schedule promises.")
         return []
 
@@ -81,14 +86,14 @@ class BubbleDetector(Detector):
         if cause in _ELSEWHERE:
             return float("inf")
         if cause == "transfer":
-            return self.settings.bubble_excess
-        return self.settings.bubble_unexplained_excess
+            return self.settings.excess
+        return self.settings.unexplained_excess
 
     def _clear(self, seen: Observation, why: str) -> list[Finding]:
         active, self._active = self._active, None
         if active is None:
             return []
-        return [msgspec.structs.replace(active, cleared=True, detected_ns=seen.now_ns, summary=why)]
+        return [cleared(active, why, seen.now_ns)]
 
     def _finding(self, name: str, seen: Observation) -> Finding:
         steps = [bubbles for _, bubbles in self._looks]
@@ -104,16 +109,14 @@ class BubbleDetector(Detector):
         if seen.timings:
             found = advise_step(seen.timings[-1], self.generation.topology, seen.metadata)
             advice = " ".join([advice, *map(advice_text, found[:3])]).strip()
-        return Finding(
-            kind="bubble",
+        return self.finding(
+            "bubble",
             cause=cause,
-            fingerprint="bubble",
             summary=(
                 f"Stage {stage} idles {percent(measured[stage])} of the pipeline phase, "
                 f"{percent(theory)} expected, for {cause}: it {cost_text(cost, gain(cost))}."
             ),
-            detected_ns=seen.now_ns,
-            generation=self.generation.number,
+            now_ns=seen.now_ns,
             stage=steps[-1][stage].stage,
             onset_step=self._looks[0][0],
             step=self._looks[-1][0],
@@ -121,7 +124,7 @@ class BubbleDetector(Detector):
             speedup=gain(cost),
             persistence="persistent",
             advice=advice or None,
-            severity="warning" if cost >= self.settings.bubble_warning_excess else "info",
+            severity="warning" if cost >= self.settings.warning_excess else "info",
             evidence=[
                 Evidence(
                     f"bubble of stage {stage}: {percent(measured[stage], '.1f')}, "

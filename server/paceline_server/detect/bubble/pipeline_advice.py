@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from paceline_server.detect.reporting import gain
 from paceline_server.detect.stage_imbalance.layers import stage_layers
-from paceline_server.detect.telling import gain
 from paceline_server.percent import percent
 from paceline_server.steps.bubbles import delays, typical_seconds
 from paceline_server.steps.phase import Phase, PhaseReader

@@ -16,11 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline_server.detect.causes import diagnose
+from paceline_server.detect.checkpoint_stall.settings import DEFAULTS, CheckpointStallSettings
 from paceline_server.detect.contract import Detector
-from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.kinds import CHECKPOINT_STALL, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.settings import DetectionSettings
-from paceline_server.detect.telling import cost_text, gain
+from paceline_server.detect.reporting import cost_text, gain
+from paceline_server.policy import Policy
 from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
@@ -47,10 +49,14 @@ class _Checkpoint:
 class CheckpointStallDetector(Detector):
     """Finding kind `checkpoint_stall`, fingerprints `checkpoint_stall[:RANK]`."""
 
+    kinds: ClassVar[tuple[Kind, ...]] = (CHECKPOINT_STALL,)
     order: ClassVar[int] = 14
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        super().__init__(settings, generation)
+    def __init__(
+        self, generation: Generation, policy: Policy, settings: CheckpointStallSettings = DEFAULTS
+    ) -> None:
+        super().__init__(generation, policy)
+        self.settings = settings
         self._seen: deque[_Checkpoint] = deque(maxlen=KEPT_CHECKPOINTS)
         self._ordinary: deque[float] = deque(maxlen=16)  # steps without one
         self._since_seconds = 0.0
@@ -86,12 +92,7 @@ class CheckpointStallDetector(Detector):
             found = self._expensive(now_ns)
         told = {one.fingerprint: one for one in found}
         over = [
-            msgspec.structs.replace(
-                one,
-                cleared=True,
-                detected_ns=now_ns,
-                summary="Checkpoints are written as fast as they should be again.",
-            )
+            cleared(one, "Checkpoints are written as fast as they should be again.", now_ns)
             for fingerprint, one in self._active.items()
             if fingerprint not in told
         ]
@@ -139,7 +140,7 @@ class CheckpointStallDetector(Detector):
         )
 
     def _exceeds(self, seconds: Floats, usual: float, one: _Checkpoint) -> npt.NDArray[np.bool_]:
-        ratio, share = self.settings.checkpoint_ratio, self.settings.checkpoint_step_share
+        ratio, share = self.settings.ratio, self.settings.step_share
         found: npt.NDArray[np.bool_] = (seconds >= ratio * usual) & (
             seconds - usual >= share * one.step_seconds
         )
@@ -193,7 +194,7 @@ class CheckpointStallDetector(Detector):
         wall = sum(one.since_seconds for one in known)
         blocked = sum(float(one.seconds.max()) for one in known)
         cost = blocked / max(wall, 1e-9)
-        limit = self.settings.checkpoint_cost
+        limit = self.settings.cost_ratio
         if cost < (limit * 0.8 if "checkpoint_stall" in self._active else limit):
             return []
         seconds = blocked / len(known)
@@ -212,19 +213,16 @@ class CheckpointStallDetector(Detector):
         cost = min(max(seconds - normal, 0.0) / between, 1.0)
         blocked = min(seconds / between, 1.0)
         asynchronous = (1.0 - blocked) + blocked * ASYNC_BLOCKS
-        return Finding(
-            kind="checkpoint_stall",
+        return self.finding(
+            "checkpoint_stall",
             cause="unknown",
-            fingerprint="checkpoint_stall",
             summary=f"{what}: it {cost_text(cost, gain(cost))}.",
-            detected_ns=now_ns,
-            generation=self.generation.number,
+            now_ns=now_ns,
             onset_step=self._seen[-2].step if len(self._seen) > 1 else newest.step,
             step=newest.step,
             cost_ratio=cost,
             speedup=gain(cost),
             persistence="persistent",
-            severity="warning",
             advice=(
                 "Save asynchronously (torch.distributed.checkpoint.async_save blocks for "
                 f"{ASYNC_BLOCKS:.1f}x of the time): predicted {1.0 / asynchronous:.2f}x."

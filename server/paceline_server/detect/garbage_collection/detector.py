@@ -17,11 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline_server.detect.contract import Detector
-from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.garbage_collection.settings import DEFAULTS, GarbageCollectionSettings
+from paceline_server.detect.kinds import GC, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.settings import DetectionSettings
-from paceline_server.detect.telling import cost_text, gain
+from paceline_server.detect.reporting import cost_text, gain
 from paceline_server.percent import percent
+from paceline_server.policy import Policy
 from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
@@ -50,14 +52,18 @@ class _Look:
 class GcDetector(Detector):
     """Finding kind `gc`, fingerprint `gc`; `rank` where one alone pauses. Never acted on."""
 
+    kinds: ClassVar[tuple[Kind, ...]] = (GC,)
     order: ClassVar[int] = 13
     # Pauses are measured, not inferred: slow first steps do not blur them. The first one collects
     # what was left of the start.
-    warmup_steps: ClassVar[int | None] = 1
+    warmup_steps: ClassVar[int] = 1
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        super().__init__(settings, generation)
-        window = settings.gc_window
+    def __init__(
+        self, generation: Generation, policy: Policy, settings: GarbageCollectionSettings = DEFAULTS
+    ) -> None:
+        super().__init__(generation, policy)
+        self.settings = settings
+        window = settings.window_steps
         self._longest: deque[float] = deque(maxlen=window)  # pause of each step
         self._blamed: deque[int] = deque(maxlen=window)  # whose it was
         self._seconds: deque[float] = deque(maxlen=window)
@@ -90,15 +96,15 @@ class GcDetector(Detector):
         settings = self.settings
         if self._active is not None:
             return self._follow(self._active, now_ns)
-        obvious = settings.gc_obvious * settings.gc_share
+        obvious = settings.obvious_ratio * settings.share
         for steps, least, pauses in (
-            (settings.gc_recent_steps, obvious, settings.gc_least_pauses),
-            (settings.gc_window, settings.gc_share, settings.gc_pauses),
+            (settings.recent_steps, obvious, settings.fewest_pauses),
+            (settings.window_steps, settings.share, settings.pauses),
         ):
             if sum(list(self._longest)[-steps:]) < least * sum(list(self._seconds)[-steps:]):
                 continue
             look = self._look(steps)
-            wanted = settings.gc_pauses if look.too_often else pauses
+            wanted = settings.pauses if look.too_often else pauses
             if (look.too_often or look.apart >= least) and self._pauses_of(look) >= wanted:
                 self._active = self._finding(look, now_ns)
                 self._is_rough = True
@@ -108,19 +114,21 @@ class GcDetector(Detector):
     def _pauses_of(self, look: _Look) -> int:
         """The first step's counts where it was as those after it, and they are all there are."""
         alike = look.longest[look.paused]
-        is_all = len(look.longest) == len(self._longest) < self.settings.gc_recent_steps
+        is_all = len(look.longest) == len(self._longest) < self.settings.recent_steps
         at_start = self._at_start or 0.0
         as_later = is_all and alike.size > 0 and alike.min() / 2 <= at_start <= alike.max()
         return alike.size + as_later
 
     def _follow(self, active: Finding, now_ns: int) -> list[Finding]:
         """Over, or better known: what was told early was told from few steps."""
-        window, since = self.settings.gc_window, self._steps[-1] - (active.step or 0)
+        window, since = self.settings.window_steps, self._steps[-1] - (active.step or 0)
         if len(self._longest) < window:
             return []
         look = self._look(window)
-        if look.cost < self.settings.gc_share / 2:
-            return [self._cleared(active, now_ns)]
+        if look.cost < self.settings.share / 2:
+            self._active = None
+            summary = "Garbage collections no longer slow the steps."
+            return [cleared(active, summary, now_ns, self._steps[-1])]
         if not self._is_rough or since < window // 2:
             return []
         self._is_rough = False
@@ -144,20 +152,10 @@ class GcDetector(Detector):
         apart = min(max(whole - together, 0.0), 1.0)
         return _Look(
             longest,
-            longest >= self.settings.gc_share * seconds,
+            longest >= self.settings.share * seconds,
             apart,
             together,
-            whole >= self.settings.gc_together_share and apart < together,
-        )
-
-    def _cleared(self, active: Finding, now_ns: int) -> Finding:
-        self._active = None
-        return msgspec.structs.replace(
-            active,
-            cleared=True,
-            detected_ns=now_ns,
-            step=self._steps[-1],
-            summary="Garbage collections no longer slow the steps.",
+            whole >= self.settings.together_share and apart < together,
         )
 
     def _finding(self, look: _Look, now_ns: int) -> Finding:
@@ -179,26 +177,21 @@ class GcDetector(Detector):
             who = f"Ranks collect garbage at different moments ({len(ranks)} of them)"
         speedup = gain(cost)
         together = look.together * float(np.mean(list(self._seconds)[-steps:]))
-        return Finding(
-            kind="gc",
+        return self.finding(
+            "gc",
             cause=CAUSE,
-            fingerprint="gc",
             summary=(
                 f"{who}, {pause * 1e3:.0f} ms in {paused.sum()} of {len(longest)} steps, and all "
                 f"wait: it {cost_text(cost, speedup)}."
             ),
-            detected_ns=now_ns,
-            generation=self.generation.number,
+            now_ns=now_ns,
             rank=rank,
-            node=self.generation.node(rank),
-            stage=self.generation.stage(rank),
             ranks=[] if rank is not None else ranks,
             onset_step=list(self._steps)[-steps:][int(np.flatnonzero(paused)[0])],
             step=self._steps[-1],
             cost_ratio=cost,
             speedup=speedup,
             persistence="persistent",
-            severity="info",
             advice=advice.format(gain=speedup, left=percent(look.together, ".1f")),
             evidence=[
                 Evidence(

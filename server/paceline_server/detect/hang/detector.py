@@ -18,9 +18,10 @@ import msgspec
 
 from paceline_server.detect.causes import UNKNOWN, Diagnosis, diagnose
 from paceline_server.detect.contract import Detector
-from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.hang.blame import Blame, blame
 from paceline_server.detect.hang.program import RankProgram, program_of
+from paceline_server.detect.hang.settings import DEFAULTS, HangSettings
 from paceline_server.detect.hang.stuck import (
     BUSY_CPU_SHARE,
     GONE,
@@ -31,10 +32,11 @@ from paceline_server.detect.hang.stuck import (
 )
 from paceline_server.detect.hang.verdict import HangCulprit, culprit_of, stopped_culprit
 from paceline_server.detect.hang.waiting import innermost_op
+from paceline_server.detect.kinds import HANG, Kind
 from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_server.detect.recent import p99_seconds
-from paceline_server.detect.settings import DetectionSettings
 from paceline_server.flight_recorder.received import Received, conclude
+from paceline_server.policy import Policy
 from paceline_wire.batch import RankStackTraces
 from paceline_wire.ring import StateView
 
@@ -68,10 +70,14 @@ class _Known:
 class HangDetector(Detector):
     """Finding kind `hang`, fingerprint `hang`."""
 
+    kinds: ClassVar[tuple[Kind, ...]] = (HANG,)
     order: ClassVar[int] = 40
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        super().__init__(settings, generation)
+    def __init__(
+        self, generation: Generation, policy: Policy, settings: HangSettings = DEFAULTS
+    ) -> None:
+        super().__init__(generation, policy)
+        self.settings = settings
         self._active: Finding | None = None
         self._known = _Known()
         self._stacks_before: dict[int, RankStackTraces] = {}  # taken for an earlier hang
@@ -113,7 +119,7 @@ class HangDetector(Detector):
         )
 
     def _fresh_since_ns(self, seen: Observation) -> int:
-        return seen.now_ns - int(self.settings.hang_freshness_seconds * 1e9)
+        return seen.now_ns - int(self.settings.freshness_seconds * 1e9)
 
     def _standing(self, seen: Observation) -> _Standing | None:
         """None where stillness cannot be judged.
@@ -145,7 +151,7 @@ class HangDetector(Detector):
 
     def _stopped(self, standing: _Standing, seen: Observation) -> HangCulprit | None:
         """Stopped or vanished processes that the whole job has come to wait for."""
-        limit = self.settings.hang_confirmed_seconds
+        limit = self.settings.confirmed_seconds
         stopped = [
             rank
             for rank in standing.live
@@ -161,13 +167,13 @@ class HangDetector(Detector):
         return stopped_culprit(stopped, self._views(standing), seen)
 
     def _stuck(self, standing: _Standing, seen: Observation) -> HangCulprit | None:
-        settings = self.settings
-        sure = settings.hang_looked_seconds
+        settings, policy = self.settings, self.policy
+        sure = settings.observed_seconds
         if not all(rank.surely_frozen_seconds >= sure for rank in standing.live):
             self._known = _Known()
             return None
         frozen = min(rank.apparently_frozen_seconds for rank in standing.live)
-        if frozen < max(settings.hang_floor_seconds, self._patience_seconds(standing, seen)):
+        if frozen < max(policy.hang_after_seconds, self._patience_seconds(standing, seen)):
             return None
         found = self._blame(standing, seen)
         limit = self._limit_seconds(standing, found, seen)
@@ -201,26 +207,26 @@ class HangDetector(Detector):
 
     def _patience_seconds(self, standing: _Standing, seen: Observation) -> float:
         """What may be silent for long, whoever holds it up."""
-        settings, statuses = self.settings, standing.statuses
+        settings, policy, statuses = self.settings, self.policy, standing.statuses
         if "checkpointing" in statuses:
-            return settings.hang_checkpoint_seconds
+            return policy.hang_checkpoint_seconds
         never_seen = any(rank not in seen.ranks for rank in standing.unseen)
-        if "starting" in statuses or never_seen or seen.steps_finished < settings.hang_known_steps:
-            return settings.hang_startup_seconds
-        return settings.hang_evaluation_seconds if "evaluating" in statuses else 0.0
+        if "starting" in statuses or never_seen or seen.steps_finished < settings.known_steps:
+            return policy.start_timeout_seconds
+        return policy.hang_evaluation_seconds if "evaluating" in statuses else 0.0
 
     def _limit_seconds(self, standing: _Standing, found: Blame | None, seen: Observation) -> float:
         """By what those to blame are in; where nobody waits, all may be at the same long thing."""
-        settings = self.settings
-        step_seconds = settings.hang_step_multiple * (seen.step_seconds_p99 or 0.0)
+        settings, policy = self.settings, self.policy
+        step_seconds = settings.step_multiple * (seen.step_seconds_p99 or 0.0)
         if found is None and len(standing.live) > 1:
-            return max(step_seconds, settings.hang_evaluation_seconds)
+            return max(step_seconds, policy.hang_evaluation_seconds)
         concerned = _concerned(found, standing)
         usual = [self._usual_seconds(rank, seen) for rank in concerned[:_RANKS_MEASURED]]
         known = [seconds for seconds in usual if seconds is not None]
         if not known or len(known) < len(usual):
-            return max(settings.hang_floor_seconds, step_seconds)
-        limit = max(settings.hang_floor_seconds, settings.hang_step_multiple * max(known))
+            return max(policy.hang_after_seconds, step_seconds)
+        limit = max(policy.hang_after_seconds, settings.step_multiple * max(known))
         return 2 * limit if any(_starves(rank) for rank in concerned) else limit
 
     def _usual_seconds(self, rank: LiveRank, seen: Observation) -> float | None:
@@ -242,23 +248,18 @@ class HangDetector(Detector):
             f"no rank has made progress for {frozen:.1f} s", "frozen_seconds", frozen
         )
         node = self._on_node(culprit, frozen, min(steps, default=None), seen)
-        return Finding(
-            kind="hang",
+        return self.finding(
+            "hang",
             cause=culprit.cause,
-            fingerprint="hang",
             summary=self._summary(rank, culprit.cause),
-            detected_ns=seen.now_ns,
-            generation=self.generation.number,
+            now_ns=seen.now_ns,
             rank=rank,
-            node=self.generation.node(rank),
-            stage=self.generation.stage(rank),
             ranks=list(culprit.ranks),
             link=culprit.link,
             side=culprit.side,
             onset_step=min(steps, default=None),
             step=max(steps, default=None),
             cost_ratio=1.0,
-            severity="critical",
             can_checkpoint=False,
             causes=node.causes if node.cause != UNKNOWN else [],
             advice=node.advice,
@@ -348,9 +349,7 @@ class HangDetector(Detector):
             return []
         self._active = None
         summary = "The job makes progress again."
-        return [
-            msgspec.structs.replace(active, cleared=True, detected_ns=seen.now_ns, summary=summary)
-        ]
+        return [cleared(active, summary, seen.now_ns)]
 
 
 def _normal(node: Diagnosis) -> list[Evidence]:

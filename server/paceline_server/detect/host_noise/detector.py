@@ -11,17 +11,18 @@ from __future__ import annotations
 from statistics import median
 from typing import ClassVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from paceline_server.detect.causes import diagnose
 from paceline_server.detect.contract import Detector
-from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.host_noise.settings import DEFAULTS, HostNoiseSettings
+from paceline_server.detect.kinds import HOST_NOISE, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.settings import DetectionSettings
-from paceline_server.detect.telling import cost_text, gain
+from paceline_server.detect.reporting import cost_text, gain
 from paceline_server.percent import percent
+from paceline_server.policy import Policy
 from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
@@ -35,10 +36,14 @@ _USUAL = 0.2  # quantile
 class HostNoiseDetector(Detector):
     """Finding kind `host_noise`, fingerprint `host_noise:NODE`."""
 
+    kinds: ClassVar[tuple[Kind, ...]] = (HOST_NOISE,)
     order: ClassVar[int] = 16
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        super().__init__(settings, generation)
+    def __init__(
+        self, generation: Generation, policy: Policy, settings: HostNoiseSettings = DEFAULTS
+    ) -> None:
+        super().__init__(generation, policy)
+        self.settings = settings
         world = generation.topology.world_size
         ranks: dict[str, list[int]] = {}
         for rank in range(world):
@@ -48,7 +53,7 @@ class HostNoiseDetector(Detector):
         # One rank that is slow now and then is not its host; one node has none to compare with.
         self._ranks = {node: mine for node, mine in ranks.items() if len(mine) > 1}
         self._judged = len(ranks) > 1
-        self._rows = np.full((settings.host_noise_window, world), np.nan)
+        self._rows = np.full((settings.window_steps, world), np.nan)
         self._steps: list[int] = []
         self._started_ns: list[int] = []
         self._seconds: list[float] = []
@@ -80,11 +85,11 @@ class HostNoiseDetector(Detector):
 
     def _judge(self, seen: Observation) -> list[Finding]:
         slowness = self._slowness()
-        limit = self.settings.host_noise_slowdown - 1.0
+        limit = self.settings.slowdown - 1.0
         slow = {node: values >= limit for node, values in slowness.items()}
         irregular = [node for node in self._ranks if self._is_irregular(slow[node])]
         over = [node for node in self._active if not slow[node].any()]
-        findings = [self._cleared(self._active.pop(node), seen.now_ns) for node in over]
+        findings = [self._recovered(node, seen.now_ns) for node in over]
         suspects = [
             node
             for node in irregular
@@ -116,8 +121,7 @@ class HostNoiseDetector(Detector):
         stretches = int((np.diff(slow.astype(np.int8), prepend=0) == 1).sum())
         share = float(slow.mean())
         return (
-            stretches >= settings.host_noise_stretches
-            and settings.host_noise_least_share <= share <= settings.host_noise_most_share
+            stretches >= settings.stretches and settings.least_share <= share <= settings.most_share
         )
 
     def _is_named(self, node: str, seen: Observation) -> bool:
@@ -131,7 +135,7 @@ class HostNoiseDetector(Detector):
         for name, least, text in (
             (
                 PRESSURE,
-                self.settings.host_noise_pressure,
+                self.settings.pressure,
                 "tasks on {node} wait for a CPU {share} of the time",
             ),
             (SWITCHES, 0.0, "{node} switches context {rate:,.0f} times a second"),
@@ -146,7 +150,7 @@ class HostNoiseDetector(Detector):
                 if node not in rates or not others:
                     continue
                 rate, normal = rates[node], median(others)
-                if rate >= least and rate >= self.settings.host_noise_ratio * max(normal, 1e-9):
+                if rate >= least and rate >= self.settings.ratio * max(normal, 1e-9):
                     said = text.format(node=node, rate=rate, share=percent(rate))
                     told = Evidence(said, name, rate, normal)
                     found.setdefault(node, []).append(told)
@@ -182,16 +186,14 @@ class HostNoiseDetector(Detector):
         told = {line.metric for line in evidence}
         more = [line for line in diagnosis.evidence if line.metric not in told]
         against = [line for line in diagnosis.counter_evidence if line.metric not in told]
-        return Finding(
-            kind="host_noise",
+        return self.finding(
+            f"host_noise:{node}",
             cause="CPU contention",
-            fingerprint=f"host_noise:{node}",
             summary=(
                 f"All ranks of {node} are {factor:.2f}x slower in {slow.sum()} of the last "
                 f"{len(slow)} steps while its host is busy: it {cost_text(cost, gain(cost))}."
             ),
-            detected_ns=seen.now_ns,
-            generation=self.generation.number,
+            now_ns=seen.now_ns,
             node=node,
             ranks=ranks,
             onset_step=self._steps[first],
@@ -200,7 +202,7 @@ class HostNoiseDetector(Detector):
             cost_ratio=cost,
             speedup=gain(cost),
             persistence="transient",
-            severity="warning" if cost >= self.settings.host_noise_warning_cost else "info",
+            severity="warning" if cost >= self.settings.warning_cost_ratio else "info",
             advice=(
                 f"Find what else runs on {node}, and give the ranks CPUs of their own "
                 "(cpuset, isolcpus)."
@@ -210,11 +212,6 @@ class HostNoiseDetector(Detector):
             counter_evidence=against,
         )
 
-    def _cleared(self, finding: Finding, now_ns: int) -> Finding:
-        return msgspec.structs.replace(
-            finding,
-            cleared=True,
-            detected_ns=now_ns,
-            step=self._steps[-1],
-            summary=f"{finding.node} no longer slows its ranks.",
-        )
+    def _recovered(self, node: str, now_ns: int) -> Finding:
+        summary = f"{node} no longer slows its ranks."
+        return cleared(self._active.pop(node), summary, now_ns, self._steps[-1])

@@ -15,10 +15,12 @@ import msgspec
 from paceline_server.detect.causes import CAUSES
 from paceline_server.detect.causes.checks.kernel_log import is_read
 from paceline_server.detect.contract import Detector
-from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.kinds import FAILURE, GPU_ERROR, Kind
 from paceline_server.detect.lost_gpu.gpu_trouble import GpuTrouble, trouble_of
+from paceline_server.detect.lost_gpu.settings import DEFAULTS, LostGpuSettings
 from paceline_server.detect.observation import Generation, Observation, SeenDeviceEvent
-from paceline_server.detect.settings import DetectionSettings
+from paceline_server.policy import Policy
 
 LOST = "GPU lost"
 HUNG = "GPU hung"
@@ -47,10 +49,14 @@ class LostGpuDetector(Detector):
     this generation computes on; of a GPU that nobody can name, no more than a warning.
     """
 
+    kinds: ClassVar[tuple[Kind, ...]] = (FAILURE, GPU_ERROR)
     order: ClassVar[int] = 31
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        super().__init__(settings, generation)
+    def __init__(
+        self, generation: Generation, policy: Policy, settings: LostGpuSettings = DEFAULTS
+    ) -> None:
+        super().__init__(generation, policy)
+        self.settings = settings
         self._sick: dict[Place, _Sick] = {}
         # XIDs that NVML told and the kernel's log, which says more, has not told yet, by code
         self._plain: dict[tuple[Place, str], SeenDeviceEvent] = {}
@@ -70,7 +76,7 @@ class LostGpuDetector(Detector):
         return findings + late + self._over(seen.now_ns)
 
     def _still_silent(self, seen: Observation) -> list[Finding]:
-        limit_ns = seen.now_ns - int(self.settings.gpu_hung_seconds * 1e9)
+        limit_ns = seen.now_ns - int(self.policy.gpu_hung_seconds * 1e9)
         due = [place for place, one in self._silent.items() if one.event.time_ns <= limit_ns]
         return [finding for place in due for finding in self._see(self._silent.pop(place), seen)]
 
@@ -139,9 +145,7 @@ class LostGpuDetector(Detector):
         known.finding = finding
         if finding.fingerprint == before.fingerprint:
             return [finding]
-        over = msgspec.structs.replace(
-            before, cleared=True, detected_ns=now_ns, summary=finding.summary
-        )
+        over = cleared(before, finding.summary, now_ns)
         return [finding, over]
 
     def _back(self, place: Place, now_ns: int) -> list[Finding]:
@@ -151,20 +155,20 @@ class LostGpuDetector(Detector):
             return []
         del self._sick[place]
         node, device = place
-        return [_cleared(known.finding, f"{device} of {node} is back.", now_ns)]
+        return [cleared(known.finding, f"{device} of {node} is back.", now_ns)]
 
     def _over(self, now_ns: int) -> list[Finding]:
         """Warnings go when nothing more was told; of what failed, the restart is the end."""
-        limit_ns = int(self.settings.gpu_error_told_seconds * 1e9)
+        limit_ns = int(self.settings.error_reported_seconds * 1e9)
         quiet = [
             place
             for place, known in self._sick.items()
-            if known.finding.kind == "gpu_error"
+            if known.finding.kind == GPU_ERROR.name
             and known.finding.cause != HUNG
             and now_ns - known.last_ns >= limit_ns
         ]
         return [
-            _cleared(
+            cleared(
                 self._sick.pop(place).finding,
                 f"{place[1]} of {place[0]} has reported no further error.",
                 now_ns,
@@ -201,18 +205,15 @@ class LostGpuDetector(Detector):
             whose = f"{device} of {node}, which joins the GPUs of ranks {_few(ranks)},"
         cause = LOST if trouble.is_lost else HUNG if trouble.is_hung else XID
         detail = f": {one.event.detail}" if one.event.detail else ""
-        return Finding(
-            kind="failure" if fatal else "gpu_error",
+        return self.finding(
+            f"{'failure:gpu' if fatal else 'gpu_error'}:{node}:{device}",
+            kind=FAILURE if fatal else GPU_ERROR,
             cause=cause,
-            fingerprint=f"{'failure:gpu' if fatal else 'gpu_error'}:{node}:{device}",
             summary=f"{whose} {trouble.what}.",
-            detected_ns=now_ns,
-            generation=self.generation.number,
+            now_ns=now_ns,
             rank=rank,
             ranks=ranks if rank is None else [],
             node=node,
-            stage=self.generation.stage(rank),
-            severity="critical" if fatal else "warning",
             suspects_node=fatal,
             can_checkpoint=not fatal,
             advice=trouble.advice or CAUSES[cause].advice,
@@ -232,8 +233,4 @@ def _few(ranks: list[int]) -> str:
 
 
 def _gravity(finding: Finding) -> tuple[bool, bool]:
-    return finding.kind == "failure", finding.cause == LOST
-
-
-def _cleared(finding: Finding, summary: str, now_ns: int) -> Finding:
-    return msgspec.structs.replace(finding, cleared=True, detected_ns=now_ns, summary=summary)
+    return finding.kind == FAILURE.name, finding.cause == LOST

@@ -7,8 +7,10 @@ from typing import ClassVar
 
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.kinds import FAILURE, Kind
+from paceline_server.detect.lost_node.settings import DEFAULTS, LostNodeSettings
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.settings import DetectionSettings
+from paceline_server.policy import Policy
 
 _NEARLY_ALL = 0.9
 
@@ -23,10 +25,14 @@ class LostNodeDetector(Detector):
     much longer.
     """
 
+    kinds: ClassVar[tuple[Kind, ...]] = (FAILURE,)
     order: ClassVar[int] = 30
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        super().__init__(settings, generation)
+    def __init__(
+        self, generation: Generation, policy: Policy, settings: LostNodeSettings = DEFAULTS
+    ) -> None:
+        super().__init__(generation, policy)
+        self.settings = settings
         self._listening_since_ns: int | None = None
         self._last_tick_ns = 0
         self._lost: dict[str, Finding] = {}
@@ -43,7 +49,7 @@ class LostNodeDetector(Detector):
         self._last_tick_ns = seen.now_ns
         nodes = sorted(self._ranks_on)
         silence = {node: self._silent_seconds(node, seen) for node in nodes}
-        lease = self.settings.node_lease_seconds
+        lease = self.policy.node_lease_seconds
         heard = [node for node in nodes if silence[node] < lease]
         # Who was so far behind needs as long to catch up with everybody.
         self._behind_seconds = max(self._behind_seconds - passed, self._late_seconds(heard, seen))
@@ -63,7 +69,7 @@ class LostNodeDetector(Detector):
     def _late_seconds(self, heard: list[str], seen: Observation) -> float:
         """What nearly all news stays below; more than a minute is a clock that was set back."""
         late = sorted(seen.lateness_ns.get(node, 0) / 1e9 for node in heard)
-        late = [seconds for seconds in late if seconds < self.settings.latest_news_seconds]
+        late = [seconds for seconds in late if seconds < self.settings.most_lateness_seconds]
         return late[int(_NEARLY_ALL * (len(late) - 1))] if late else 0.0
 
     def _silent_seconds(self, node: str, seen: Observation) -> float:
@@ -78,22 +84,20 @@ class LostNodeDetector(Detector):
                 f"no word from {node} for {seconds:.1f} s",
                 "silent_seconds",
                 seconds,
-                self.settings.node_lease_seconds,
+                self.policy.node_lease_seconds,
             )
         ]
         ended = sorted(rank for rank in seen.exited if rank not in ranks)
         if ended:
             evidence.append(Evidence(f"ranks {', '.join(map(str, ended))} ended meanwhile"))
-        return Finding(
-            kind="failure",
+        return self.finding(
+            f"failure:node:{node}",
             cause="node lost",
-            fingerprint=f"failure:node:{node}",
             summary=f"Node {node} is lost with ranks {named}: silent for {seconds:.0f} s.",
-            detected_ns=seen.now_ns,
-            generation=self.generation.number,
+            now_ns=seen.now_ns,
             rank=ranks[0] if len(ranks) == 1 else None,
             node=node,
-            severity="critical",
+            stage=None,
             suspects_node=True,
             can_checkpoint=False,
             evidence=evidence,

@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import msgspec
-
 from paceline_server.detect.contract import Detector
-from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.kinds import MISPLACED_RANK, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.settings import DetectionSettings
+from paceline_server.policy import Policy
 
 BETWEEN_LOOKS_NS = 10 * 10**9
 # A launcher may bind a rank only after its start; the agent looks every 10 to 30 s.
@@ -65,10 +64,11 @@ class MisplacedRankDetector(Detector):
     One for all ranks that are misplaced alike, told again when they are others. Severity info.
     """
 
+    kinds: ClassVar[tuple[Kind, ...]] = (MISPLACED_RANK,)
     order: ClassVar[int] = 18
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        super().__init__(settings, generation)
+    def __init__(self, generation: Generation, policy: Policy) -> None:
+        super().__init__(generation, policy)
         self._looked_ns: int | None = None
         self._told: dict[str, Finding] = {}
 
@@ -89,8 +89,7 @@ class MisplacedRankDetector(Detector):
             elif told is not None:
                 del self._told[misplacement.what]
                 summary = f"No rank {misplacement.text} any more."
-                findings.append(msgspec.structs.replace(
-                    told, cleared=True, summary=summary, detected_ns=seen.now_ns))  # fmt: skip
+                findings.append(cleared(told, summary, seen.now_ns))
         return findings
 
     def _misplaced(self, metric: str, seen: Observation) -> list[int]:
@@ -115,19 +114,14 @@ class MisplacedRankDetector(Detector):
             Evidence(f"{self.generation.place(rank)} {text}", misplacement.metric, 1.0, 0.0)
             for rank in ranks[:_NAMED_AT_MOST]
         ]
-        return Finding(
-            kind="misplaced_rank",
+        return self.finding(
+            f"misplaced_rank:{misplacement.what}",
             cause=misplacement.cause,
-            fingerprint=f"misplaced_rank:{misplacement.what}",
             summary=f"{who} {text}.",
-            detected_ns=now_ns,
-            generation=self.generation.number,
+            now_ns=now_ns,
             rank=alone,
-            node=self.generation.node(alone),
-            stage=self.generation.stage(alone),
             ranks=ranks,
             advice=misplacement.advice,
             persistence="chronic",
-            severity="info",
             evidence=evidence,
         )

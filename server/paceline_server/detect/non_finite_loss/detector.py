@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.kinds import FAILURE, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.settings import DetectionSettings
+from paceline_server.policy import Policy
 
 
 class NonFiniteLossDetector(Detector):
@@ -17,10 +18,11 @@ class NonFiniteLossDetector(Detector):
     A checkpoint taken now would keep the damage: a restart goes back to an earlier one.
     """
 
+    kinds: ClassVar[tuple[Kind, ...]] = (FAILURE,)
     order: ClassVar[int] = 33
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        super().__init__(settings, generation)
+    def __init__(self, generation: Generation, policy: Policy) -> None:
+        super().__init__(generation, policy)
         self._told = False
 
     def update(self, seen: Observation) -> list[Finding]:
@@ -41,19 +43,14 @@ class NonFiniteLossDetector(Detector):
         # Usually all report the mean over the job; only a loss that is one rank's own names it.
         is_own = len(bad) == 1 and bool(finite)
         return [
-            Finding(
-                kind="failure",
+            self.finding(
+                "failure:loss",
                 cause="non-finite loss",
-                fingerprint="failure:loss",
                 summary=f"The loss is {loss} at step {step}: what follows is worthless.",
-                detected_ns=seen.now_ns,
-                generation=self.generation.number,
+                now_ns=seen.now_ns,
                 rank=rank if is_own else None,
-                node=self.generation.node(rank) if is_own else None,
-                stage=self.generation.stage(rank) if is_own else None,
                 onset_step=step,
                 step=step,
-                severity="critical",
                 can_checkpoint=False,
                 evidence=evidence[:8],
             )

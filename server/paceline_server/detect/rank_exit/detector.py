@@ -17,14 +17,16 @@ from typing import ClassVar
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.hang.waiting import communication_frames
+from paceline_server.detect.kinds import FAILURE, Kind
 from paceline_server.detect.observation import (
     Generation,
     Observation,
     SeenDeviceEvent,
     SeenExit,
 )
-from paceline_server.detect.settings import DetectionSettings
+from paceline_server.detect.rank_exit.settings import DEFAULTS, RankExitSettings
 from paceline_server.detect.telemetry import MetricSeries
+from paceline_server.policy import Policy
 from paceline_wire.batch import RankExited
 
 _CONSEQUENCE = re.compile(
@@ -54,10 +56,14 @@ _LESS_MEMORY = (
 class ExitDetector(Detector):
     """Finding kind `failure`, fingerprint `failure:exit`."""
 
+    kinds: ClassVar[tuple[Kind, ...]] = (FAILURE,)
     order: ClassVar[int] = 32  # after the detectors of lost nodes and GPUs, which explain exits
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        super().__init__(settings, generation)
+    def __init__(
+        self, generation: Generation, policy: Policy, settings: RankExitSettings = DEFAULTS
+    ) -> None:
+        super().__init__(generation, policy)
+        self.settings = settings
         self._abnormal: dict[int, SeenExit] = {}
         self._waited: set[int] = set()  # ranks of those that were in a communication
         self._blamed: int | None = None
@@ -108,7 +114,7 @@ class ExitDetector(Detector):
         """Another rank's or node's death may be on its way to us."""
         if _is_cause(culprit):
             return self._awaits_kernel_log(culprit, seen)
-        settled_ns = culprit.received_ns + int(self.settings.exit_settle_seconds * 1e9)
+        settled_ns = culprit.received_ns + int(self.settings.first_exit_seconds * 1e9)
         # A node not heard of since then is either heard soon, or found to be lost and explains it.
         return seen.now_ns < settled_ns or any(
             seen.heard_ns.get(node, 0) <= settled_ns for node in self.generation.nodes.values()
@@ -119,7 +125,7 @@ class ExitDetector(Detector):
         event = culprit.event
         if event.signal != signal.SIGKILL or self._killed_for_memory(culprit, seen) is not None:
             return False
-        wait_ns = int(self.settings.exit_kernel_log_seconds * 1e9)
+        wait_ns = int(self.settings.kernel_log_seconds * 1e9)
         read = seen.telemetry.find(culprit.node, KERNEL_LOG_READ)
         if read is None or seen.now_ns >= culprit.received_ns + wait_ns:
             return False
@@ -172,18 +178,14 @@ class ExitDetector(Detector):
         followers = sorted(self._abnormal.keys() - set(together))
         if followers:
             evidence.append(Evidence(f"then ranks {', '.join(map(str, followers))} ended as well"))
-        return Finding(
-            kind="failure",
+        return self.finding(
+            "failure:exit",
             cause=cause,
-            fingerprint="failure:exit",
             summary=f"{subject} ended: {cause}.",
-            detected_ns=seen.now_ns,
-            generation=self.generation.number,
+            now_ns=seen.now_ns,
             rank=rank,
             ranks=together if rank is None else [],
             node=self.generation.node(event.rank) or culprit.node,
-            stage=self.generation.stage(rank),
-            severity="critical",
             can_checkpoint=False,
             advice=_LESS_MEMORY if killed is not None else None,
             evidence=evidence,

@@ -11,17 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from paceline_server.detect.contract import Detector
-from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.kinds import SEQUENCE_VARIANCE, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.settings import DetectionSettings
+from paceline_server.detect.reporting import cost_text, gain
+from paceline_server.detect.sequence_variance.settings import DEFAULTS, SequenceVarianceSettings
 from paceline_server.detect.statistics.lengths import fit_cost
-from paceline_server.detect.telling import cost_text, gain
 from paceline_server.percent import percent
+from paceline_server.policy import Policy
 from paceline_server.steps.phase import Phase, PhaseReader
 from paceline_server.steps.pipeline import Action, Pipeline
 from paceline_server.steps.timing import StepTiming
@@ -47,43 +48,41 @@ class _Spread:
 class SequenceVarianceDetector(Detector):
     """Finding kind `sequence_variance`, fingerprint `sequence_variance`. Never acted on."""
 
+    kinds: ClassVar[tuple[Kind, ...]] = (SEQUENCE_VARIANCE,)
     order: ClassVar[int] = 15
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        super().__init__(settings, generation)
+    def __init__(
+        self, generation: Generation, policy: Policy, settings: SequenceVarianceSettings = DEFAULTS
+    ) -> None:
+        super().__init__(generation, policy)
+        self.settings = settings
         self._reader = _Lengths(generation)
         self._steps = 0
         self._active: Finding | None = None
 
     def update(self, seen: Observation) -> list[Finding]:
         settings = self.settings
-        before = self._steps - settings.warmup_steps
+        before = self._steps - self.warmup_steps
         self._steps += len(seen.timings)
-        now = self._steps - settings.warmup_steps
-        if now < settings.lengths_first_steps:
+        now = self._steps - self.warmup_steps
+        if now < settings.first_steps:
             return []
-        first = before < settings.lengths_first_steps
-        if not first and now // settings.lengths_steps == before // settings.lengths_steps:
+        first = before < settings.first_steps
+        if not first and now // settings.steps == before // settings.steps:
             return []
         recent = [] if seen.replay is None else list(seen.replay.timings)
-        recent = recent[-min(now, settings.lengths_steps) :]
+        recent = recent[-min(now, settings.steps) :]
         spread = self._reader.spread(recent)
         if spread is None:
             return []
         cost = (spread.now_seconds - spread.even_seconds) / max(spread.step_seconds, 1e-9)
-        enough = spread.explained >= settings.lengths_explained
+        enough = spread.explained >= settings.explained
         if self._active is not None:
-            if not enough or cost < settings.lengths_cost / 2:
-                cleared = msgspec.structs.replace(
-                    self._active,
-                    cleared=True,
-                    detected_ns=seen.now_ns,
-                    summary="Sequence lengths no longer cost much.",
-                )
-                self._active = None
-                return [cleared]
+            if not enough or cost < settings.cost_ratio / 2:
+                active, self._active = self._active, None
+                return [cleared(active, "Sequence lengths no longer cost much.", seen.now_ns)]
             return []
-        if not enough or cost < settings.lengths_cost:
+        if not enough or cost < settings.cost_ratio:
             return []
         self._active = self._finding(spread, min(cost, 1.0), recent, seen.now_ns)
         return [self._active]
@@ -102,23 +101,20 @@ class SequenceVarianceDetector(Detector):
                     " Sorting the present microbatches by it and dealing them to the data-parallel "
                     f"ranks in turns would give {gain(saved):.2f}x."
                 )
-        return Finding(
-            kind="sequence_variance",
+        return self.finding(
+            "sequence_variance",
             cause=CAUSE,
-            fingerprint="sequence_variance",
             summary=(
                 f"Microbatches take up to {spread.microbatch_spread:.1f}x as long as others for "
                 f"their sequence lengths: it {cost_text(cost, gain(cost))}."
             ),
-            detected_ns=now_ns,
-            generation=self.generation.number,
+            now_ns=now_ns,
             onset_step=recent[0].step,
             step=recent[-1].step,
             cost_ratio=cost,
             speedup=gain(cost),
             persistence="chronic",
             advice=advice,
-            severity="info",
             evidence=[
                 Evidence(
                     f"lengths explain {percent(spread.explained)} of how compute times differ",

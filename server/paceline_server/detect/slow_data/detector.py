@@ -12,16 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from paceline_server.detect.causes import UNKNOWN, diagnose
 from paceline_server.detect.contract import Detector
-from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.kinds import SLOW_DATA, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.settings import DetectionSettings
-from paceline_server.detect.telling import cost_text, gain, speedup_without
+from paceline_server.detect.reporting import cost_text, gain, speedup_without
+from paceline_server.detect.slow_data.settings import DEFAULTS, SlowDataSettings
+from paceline_server.policy import Policy
 from paceline_server.steps.peers import medians_of_others
 from paceline_server.steps.timing import StepTiming
 
@@ -44,10 +45,14 @@ class _LateData:
 class SlowDataDetector(Detector):
     """Finding kind `slow_data`, fingerprint `slow_data:RANK`, or `slow_data` for all ranks."""
 
+    kinds: ClassVar[tuple[Kind, ...]] = (SLOW_DATA,)
     order: ClassVar[int] = 11
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        super().__init__(settings, generation)
+    def __init__(
+        self, generation: Generation, policy: Policy, settings: SlowDataSettings = DEFAULTS
+    ) -> None:
+        super().__init__(generation, policy)
+        self.settings = settings
         topology = generation.topology
         world = topology.world_size
         self._stage = np.arange(world) // (topology.dp * topology.tp)
@@ -55,7 +60,7 @@ class SlowDataDetector(Detector):
         self._unrelated = _unrelated(generation)
         # One column more than ranks: a rank that waits less than most, which stands for all.
         self._past = _Past(world + 1)
-        self._excess = np.zeros((settings.data_wait_recurring_window, world + 1))
+        self._excess = np.zeros((settings.recurring_window_steps, world + 1))
         self._waits = np.zeros_like(self._excess)
         self._steps: list[int] = []
         self._started_ns: list[int] = []
@@ -81,9 +86,7 @@ class SlowDataDetector(Detector):
         normal[own_only & (self._past.counts < self.settings.baseline_steps)] = np.nan
         step_seconds = max(float(np.median(ranks.step_seconds)), 1e-9) if ranks.rank.size else 1.0
         excess = (waits - normal) / step_seconds
-        slow = (excess >= self.settings.data_wait_share) & (
-            waits >= self.settings.data_wait_ratio * normal
-        )
+        slow = (excess >= self.settings.share) & (waits >= self.settings.ratio * normal)
         # When all wait, no single one is slow.
         slow[:-1] &= not slow[-1]
         self._past.add(np.where(slow, np.nan, waits))
@@ -115,9 +118,9 @@ class SlowDataDetector(Detector):
     def _judge(self, seen: Observation) -> list[Finding]:
         settings = self.settings
         slow = self._excess > 0
-        recent = slow[-settings.data_wait_window :].sum(axis=0) >= settings.data_wait_hits
-        recurring = (self._stalls_beyond_others(slow) >= settings.data_wait_recurring_hits) & (
-            self._excess.mean(axis=0) >= settings.data_wait_recurring_share
+        recent = slow[-settings.window_steps :].sum(axis=0) >= settings.hits
+        recurring = (self._stalls_beyond_others(slow) >= settings.recurring_hits) & (
+            self._excess.mean(axis=0) >= settings.recurring_share
         )
         findings = self._follow(slow[-1], seen)
         suspects = np.flatnonzero((recent | recurring) & slow[-1]).tolist()
@@ -130,7 +133,7 @@ class SlowDataDetector(Detector):
                 for active in self._active.values()
             ):
                 continue
-            steps = settings.data_wait_window if recent[ranks[0]] else len(self._excess)
+            steps = settings.window_steps if recent[ranks[0]] else len(self._excess)
             finding = self._finding(fingerprint, ranks, steps, seen)
             self._active[fingerprint] = _LateData(finding)
             findings.append(finding)
@@ -171,11 +174,15 @@ class SlowDataDetector(Detector):
             # One that comes and goes is not over between two stalls.
             hits = int((self._excess[:, ranks[0]] > 0).sum())
             apart = len(self._excess) // max(hits, 1) if hits else 0
-            if active.quiet_steps >= max(self.settings.data_wait_hits, 3 * apart):
+            if active.quiet_steps >= max(self.settings.hits, 3 * apart):
                 del self._active[fingerprint]
                 self._excess[:, ranks] = 0.0
-                findings.append(self._cleared(active.finding, seen.now_ns))
+                summary = f"{self._subject(active.finding.rank)} has its data in time again."
+                findings.append(cleared(active.finding, summary, seen.now_ns, self._steps[-1]))
         return findings
+
+    def _subject(self, rank: int | None) -> str:
+        return "Every rank" if rank is None else self.generation.subject(rank)
 
     def _finding(
         self, fingerprint: str, ranks: list[int], steps: int, seen: Observation
@@ -204,22 +211,17 @@ class SlowDataDetector(Detector):
         if diagnosis.cause != UNKNOWN:
             cause = diagnosis.cause
         how_often = "per step" if 2 * slow.size > len(excess) else "now and again"
-        whose = "Every rank" if rank is None else self.generation.subject(rank)
         normal = max(float(np.nan_to_num(self._past.medians[ranks[0]])), 0.0)
         whom = "before" if rank is None else "its peers or itself before"
-        return Finding(
-            kind="slow_data",
+        return self.finding(
+            fingerprint,
             cause=cause,
-            fingerprint=fingerprint,
             summary=(
-                f"{whose} waits {waited * 1e3:.0f} ms {how_often} for its data since step "
-                f"{onset}: it {cost_text(cost, speedup)}."
+                f"{self._subject(rank)} waits {waited * 1e3:.0f} ms {how_often} for its data "
+                f"since step {onset}: it {cost_text(cost, speedup)}."
             ),
-            detected_ns=seen.now_ns,
-            generation=self.generation.number,
+            now_ns=seen.now_ns,
             rank=rank,
-            node=self.generation.node(rank),
-            stage=self.generation.stage(rank),
             ranks=sorted(ranks) if len(ranks) > 1 else [],
             onset_step=onset,
             step=self._steps[-1],
@@ -248,16 +250,6 @@ class SlowDataDetector(Detector):
                 *diagnosis.evidence,
             ],
             counter_evidence=diagnosis.counter_evidence,
-        )
-
-    def _cleared(self, finding: Finding, now_ns: int) -> Finding:
-        whose = "Every rank" if finding.rank is None else self.generation.subject(finding.rank)
-        return msgspec.structs.replace(
-            finding,
-            cleared=True,
-            detected_ns=now_ns,
-            step=self._steps[-1],
-            summary=f"{whose} has its data in time again.",
         )
 
 

@@ -20,8 +20,11 @@ import numpy.typing as npt
 from paceline_server.detect.causes import UNKNOWN, Diagnosis, diagnose
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.kinds import SLOW_LINK, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.settings import DetectionSettings
+from paceline_server.detect.reporting import cost_of, cost_text, is_alike
+from paceline_server.detect.rise_reports import ReportedRise, RiseReports
+from paceline_server.detect.slow_link.settings import DEFAULTS, SlowLinkSettings
 from paceline_server.detect.slow_link.slow_route import SlowRoute, name_route
 from paceline_server.detect.slow_link.traffic import Family, TransferBaselines, TransferLane
 from paceline_server.detect.statistics.change_point import (
@@ -31,8 +34,8 @@ from paceline_server.detect.statistics.change_point import (
     Shift,
     column_medians,
 )
-from paceline_server.detect.statistics.peer_levels import FOLLOWED_STEPS, PeerLevels, Rise
-from paceline_server.detect.telling import SHOWN_AGAIN_NS, cost_text, weighs_differently
+from paceline_server.detect.statistics.peer_levels import FOLLOWED_STEPS, PeerLevels
+from paceline_server.policy import Policy
 from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
@@ -41,18 +44,16 @@ Floats = npt.NDArray[np.float64]
 NEGLIGIBLE_SHARE = 0.01
 RESOLUTION = 0.01
 BASELINE_STEPS = 64  # before the onset, by which a lane's usual seconds are known
-STEPS_BETWEEN_UPDATES = 10
 APART = 1.5  # steps from one sighting to the next: three of them are four steps and more
 ALIKE = 0.25
 
 
 @dataclass(slots=True)
-class _SlowRoute:
+class _ReportedRoute(ReportedRise):
+    """A slow link, port or group that was reported and has not recovered."""
+
     route: SlowRoute
-    rise: Rise
     usual_seconds: float  # per step, before
-    onset_ns: int
-    finding: Finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,14 @@ class SlowLinkDetector(Detector):
     `slow_link:OP:RANKS`.
     """
 
+    kinds: ClassVar[tuple[Kind, ...]] = (SLOW_LINK,)
     order: ClassVar[int] = 13
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        super().__init__(settings, generation)
+    def __init__(
+        self, generation: Generation, policy: Policy, settings: SlowLinkSettings = DEFAULTS
+    ) -> None:
+        super().__init__(generation, policy)
+        self.settings = settings
         self._traffic = TransferBaselines()
         self._watches: list[_Watch] = []
 
@@ -87,27 +92,23 @@ class SlowLinkDetector(Detector):
                     findings += watch.look(timing, taken, seen)
             for family in self._traffic.families[len(self._watches) :]:
                 step_seconds = float(np.median(timing.ranks.step_seconds))
-                watch = _Watch(family, self.settings, self.generation, step_seconds)
+                watch = _Watch(self, family, step_seconds)
                 self._watches.append(watch)
         return findings
 
 
-class _Watch:
+class _Watch(RiseReports[_ReportedRoute]):
     """The lanes of one family, in the steps in which it was seen."""
 
-    def __init__(
-        self,
-        family: Family,
-        settings: DetectionSettings,
-        generation: Generation,
-        step_seconds: float,
-    ) -> None:
-        self.settings, self.generation = settings, generation
+    def __init__(self, detector: SlowLinkDetector, family: Family, step_seconds: float) -> None:
+        super().__init__()
+        self._detector = detector
+        self.generation = detector.generation
         self._lanes: list[TransferLane] = family.lanes
         self._levels = PeerLevels(
             len(self._lanes),
-            smallest=math.log(settings.link_slowdown),
-            false_alarms=settings.straggler_false_alarms,
+            smallest=math.log(detector.policy.slow_link_slowdown),
+            false_alarms=detector.settings.false_alarms_per_step,
             resolution=RESOLUTION,
             newest=NEWEST_APART if family.every >= APART else NEWEST,
         )
@@ -115,14 +116,11 @@ class _Watch:
         self._negligible_seconds = max(NEGLIGIBLE_SHARE * step_seconds, 1e-6)
         self._steps: deque[_LaneStep] = deque(maxlen=KEPT)
         self._usual_step_seconds = math.nan
-        self._active: dict[str, _SlowRoute] = {}
 
     def look(self, timing: StepTiming, seconds: Floats, seen: Observation) -> list[Finding]:
         self._remember(timing, seconds)
         findings = self._new(seen)
-        for active in list(self._active.values()):
-            findings += self._follow(active, seen)
-        return findings
+        return findings + self.follow(timing.step, seen)
 
     def _remember(self, timing: StepTiming, seconds: Floats) -> None:
         step_seconds = float(np.median(timing.ranks.step_seconds))
@@ -140,7 +138,7 @@ class _Watch:
     # What is new
 
     def _new(self, seen: Observation) -> list[Finding]:
-        told: dict[str, _SlowRoute] = {}
+        told: dict[str, _ReportedRoute] = {}
         done: set[int] = set()
         shifts = {shift.series: shift for shift in self._levels.rises()}
         for shift in shifts.values():
@@ -149,14 +147,14 @@ class _Watch:
             active = self._begin(shift, shifts)
             done.update(active.route.lanes)
             told[active.route.fingerprint] = active
-        return [self._tell(active, seen) for active in told.values()]
+        return [self.report(active, seen) for active in told.values()]
 
-    def _begin(self, shift: Shift, shifts: dict[int, Shift]) -> _SlowRoute:
+    def _begin(self, shift: Shift, shifts: dict[int, Shift]) -> _ReportedRoute:
         others = [place for place in shifts if place != shift.series]
         beside = [place for place in others if self._matters(place, shift.steps)]
         slow = [shift.series, *beside]
         route = name_route(slow, self._lanes, shift.series, self.generation)
-        before = self._active.get(route.fingerprint)
+        before = self.reported.get(route.fingerprint)
         if before is not None:
             self._levels.worsen(before.rise, shift.steps)
             return before
@@ -164,15 +162,16 @@ class _Watch:
         rise = self._levels.begin(route.lanes, shift.steps)
         onset = self._steps[-min(shift.steps, len(self._steps))]
         finding = self._blank(route, onset.number)
-        active = _SlowRoute(route, rise, usual, onset.started_ns, finding)
-        self._active[route.fingerprint] = active
+        active = _ReportedRoute(self._levels, rise, onset.started_ns, finding, route, usual)
+        self.reported[route.fingerprint] = active
         return active
 
     def _matters(self, lane: int, steps: int) -> bool:
         """Whether it costs enough, by seconds per step."""
         usual, now = self._before_and_after((lane,), steps)
         share = self._share(now - usual, self._usual_step_seconds)
-        return share >= self.settings.link_cost and now >= self.settings.link_slowdown * usual
+        least = self._detector.policy.slow_link_slowdown
+        return share >= self._detector.settings.cost_ratio and now >= least * usual
 
     def _before_and_after(self, lanes: tuple[int, ...], steps: int) -> tuple[float, float]:
         """Seconds per step of the typical one of them, without what was told of them before."""
@@ -183,52 +182,24 @@ class _Watch:
 
     # What becomes of it
 
-    def _follow(self, active: _SlowRoute, seen: Observation) -> list[Finding]:
-        course = self._levels.follow(active.rise)
-        if course == "over":
-            del self._active[active.route.fingerprint]
-            subject = active.route.subject(self.generation)
-            return [
-                msgspec.structs.replace(
-                    active.finding,
-                    summary=f"{subject} is as fast as before again.",
-                    detected_ns=seen.now_ns,
-                    step=self._steps[-1].number,
-                    cleared=True,
-                )
-            ]
-        if course == "milder":
-            return [self._tell(active, seen)]
-        before, step = active.finding, self._steps[-1].number
-        is_due = step - (before.step or step) >= STEPS_BETWEEN_UPDATES
-        if step == before.step or not (is_due or before.cause == UNKNOWN):
-            return []
-        # The replay is asked only for what is told: it costs more than all else in a step.
-        slowdown = self._slowdown(active)[1]
-        diagnosis = self._diagnosis(active, slowdown, seen)
-        if diagnosis.cause == UNKNOWN and before.cause != UNKNOWN:
-            return []
-        if diagnosis.cause == before.cause and _alike(slowdown, before.slowdown):
-            is_old = is_due and seen.now_ns - before.detected_ns >= SHOWN_AGAIN_NS
-            if not (is_old and weighs_differently(diagnosis, before)):
-                return []
-        return [self._tell(active, seen)]
+    def recovery_text(self, reported: _ReportedRoute) -> str:
+        return f"{reported.route.subject(self.generation)} is as fast as before again."
+
+    def slowdown(self, reported: _ReportedRoute) -> float | None:
+        return self._now_and_slowdown(reported)[1]
+
+    def is_alike(self, reported: _ReportedRoute, slowdown: float | None) -> bool:
+        return is_alike(slowdown, reported.finding.slowdown, ALIKE)
 
     # How it is said
 
-    def _tell(self, active: _SlowRoute, seen: Observation) -> Finding:
-        active.finding = self._finding(active, seen)
-        return active.finding
-
     def _blank(self, route: SlowRoute, onset_step: int) -> Finding:
         nodes = {self.generation.node(rank) for rank in route.ranks}
-        return Finding(
-            kind="slow_link",
+        return self._detector.finding(
+            route.fingerprint,
             cause=UNKNOWN,
-            fingerprint=route.fingerprint,
             summary="",
-            detected_ns=0,
-            generation=self.generation.number,
+            now_ns=0,
             node=route.node or (nodes.pop() if len(nodes) == 1 else None),
             ranks=list(route.ranks),
             link=route.link,
@@ -236,12 +207,12 @@ class _Watch:
             persistence="persistent",
         )
 
-    def _finding(self, active: _SlowRoute, seen: Observation) -> Finding:
+    def describe(self, active: _ReportedRoute, seen: Observation) -> Finding:
         route, before, usual = active.route, active.finding, active.usual_seconds
-        now, slowdown = self._slowdown(active)
+        now, slowdown = self._now_and_slowdown(active)
         speedup = self._speedup(route, seen, before.onset_step)
         cost_ratio = self._cost_ratio(now - usual, speedup)
-        diagnosis = self._diagnosis(active, slowdown, seen)
+        diagnosis = self.diagnose(active, slowdown, seen)
         node = before.node or self.generation.node(diagnosis.rank if diagnosis.on_node else None)
         how_much = "" if slowdown is None else f" {slowdown:.1f}x"
         reason = "cause " if diagnosis.cause == UNKNOWN else "because of "
@@ -273,7 +244,7 @@ class _Watch:
             counter_evidence=diagnosis.counter_evidence,
         )
 
-    def _slowdown(self, active: _SlowRoute) -> tuple[float, float | None]:
+    def _now_and_slowdown(self, active: _ReportedRoute) -> tuple[float, float | None]:
         """Seconds of the recent steps, and how many times what was usual."""
         rows = np.array(list(self._seconds)[-FOLLOWED_STEPS:])[:, list(active.route.lanes)]
         now = float(np.nan_to_num(np.median(column_medians(rows))))
@@ -287,28 +258,24 @@ class _Watch:
         return seen.replay.speedup(links=pairs, since_step=onset_step)
 
     def _cost_ratio(self, extra_seconds: float, speedup: float | None) -> float:
-        if speedup is not None and speedup > 0:
-            return min(max(1.0 - 1.0 / speedup, 0.0), 1.0)
+        if (cost := cost_of(speedup)) is not None:
+            return cost
         recent = [step.seconds for step in list(self._steps)[-FOLLOWED_STEPS:]]
         return min(max(self._share(extra_seconds, float(np.median(recent))), 0.0), 1.0)
 
-    def _diagnosis(
-        self, active: _SlowRoute, slowdown: float | None, seen: Observation
+    def diagnose(
+        self, reported: _ReportedRoute, slowdown: float | None, seen: Observation
     ) -> Diagnosis:
-        route = active.route
+        route = reported.route
         one, other = route.link if route.link is not None else (None, None)
         return diagnose(
             one,
-            active.onset_ns,
-            active.finding.onset_step,
+            reported.onset_ns,
+            reported.finding.onset_step,
             seen,
             self.generation,
-            kind="slow_link",
+            kind=SLOW_LINK.name,
             slowdown=slowdown,
             node=route.node,
             peer=other,
         )
-
-
-def _alike(one: float | None, other: float | None) -> bool:
-    return one is not None and other is not None and abs(one - other) <= ALIKE * other

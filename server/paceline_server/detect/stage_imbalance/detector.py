@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from paceline_server.detect.contract import Detector
-from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.kinds import STAGE_IMBALANCE, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.settings import DetectionSettings
+from paceline_server.detect.reporting import cost_text, gain
 from paceline_server.detect.stage_imbalance.layers import Balance, balance, moves_text
-from paceline_server.detect.telling import cost_text, gain
+from paceline_server.detect.stage_imbalance.settings import DEFAULTS, StageImbalanceSettings
 from paceline_server.percent import percent
+from paceline_server.policy import Policy
 from paceline_server.steps.phase import PhaseReader
 from paceline_server.steps.timing import StepTiming
 
@@ -32,10 +33,14 @@ CAUSE = "uneven stages"
 class StageImbalanceDetector(Detector):
     """Finding kind `stage_imbalance`, fingerprint `stage_imbalance:STAGE`."""
 
+    kinds: ClassVar[tuple[Kind, ...]] = (STAGE_IMBALANCE,)
     order: ClassVar[int] = 12
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        super().__init__(settings, generation)
+    def __init__(
+        self, generation: Generation, policy: Policy, settings: StageImbalanceSettings = DEFAULTS
+    ) -> None:
+        super().__init__(generation, policy)
+        self.settings = settings
         topology = generation.topology
         self._stages = topology.pp
         self._per_stage = topology.dp * topology.tp
@@ -72,33 +77,29 @@ class StageImbalanceDetector(Detector):
         self._newest = timing
         self._judged += 1
         for kept in (self._rows, self._steps):
-            del kept[: -self.settings.imbalance_steps]
+            del kept[: -self.settings.steps]
         return True
 
     def _judge(self, seen: Observation) -> list[Finding]:
         if self._active is not None:
-            return (
-                self._recovered(seen) if self._judged % self.settings.imbalance_steps == 0 else []
-            )
+            return self._recovered(seen) if self._judged % self.settings.steps == 0 else []
         # What comes later is no property of the model.
-        return self._chronic(seen) if self._judged <= self.settings.imbalance_steps else []
+        return self._chronic(seen) if self._judged <= self.settings.steps else []
 
     def _chronic(self, seen: Observation) -> list[Finding]:
         """Uneven in all of the first steps: that is how the model was divided."""
         settings = self.settings
         count = len(self._rows)
-        if count < settings.imbalance_least_steps:
+        if count < settings.fewest_steps:
             return []
         seconds = np.exp(np.array(self._rows))
         ratios = seconds / seconds.mean(axis=1, keepdims=True)
         stage = int(ratios.mean(axis=0).argmax())
         own = ratios[:, stage]
         # Few steps are enough where they agree; in the end the middle one counts.
-        error = settings.imbalance_significance * float(own.std(ddof=1)) / math.sqrt(count)
-        surely = float(own.min()) >= settings.imbalance_ratio + error
-        if not surely and (
-            count < settings.imbalance_steps or np.median(own) < settings.imbalance_ratio
-        ):
+        error = settings.significance * float(own.std(ddof=1)) / math.sqrt(count)
+        surely = float(own.min()) >= settings.ratio + error
+        if not surely and (count < settings.steps or np.median(own) < settings.ratio):
             return []
         first = stage * self._per_stage
         if seen.stragglers & set(range(first, first + self._per_stage)):
@@ -113,7 +114,7 @@ class StageImbalanceDetector(Detector):
             else found.now_seconds - found.even_seconds
         )
         cost = min(max(saved / max(step_seconds, 1e-9), 0.0), 1.0)
-        if gain(cost) < settings.imbalance_gain:
+        if gain(cost) < settings.least_gain:
             return []
         advice, best = _advice(found, stage, typical, step_seconds, cost)
         self._active = self._finding(stage, float(np.median(own)), cost, best, seen, advice)
@@ -121,23 +122,16 @@ class StageImbalanceDetector(Detector):
 
     def _recovered(self, seen: Observation) -> list[Finding]:
         """The model was divided anew, or what made the stage slow has gone."""
-        recent = np.exp(np.median(np.array(self._rows[-self.settings.imbalance_steps :]), axis=0))
-        halfway = 1.0 + (self.settings.imbalance_ratio - 1.0) / 2.0
+        recent = np.exp(np.median(np.array(self._rows[-self.settings.steps :]), axis=0))
+        halfway = 1.0 + (self.settings.ratio - 1.0) / 2.0
         active = self._active
         if active is None or active.stage is None:
             return []
         if recent[active.stage] / recent.mean() >= halfway:
             return []
         self._active = None
-        return [
-            msgspec.structs.replace(
-                active,
-                cleared=True,
-                detected_ns=seen.now_ns,
-                step=self._steps[-1],
-                summary=f"Stage {active.stage} takes no longer than the others any more.",
-            )
-        ]
+        summary = f"Stage {active.stage} takes no longer than the others any more."
+        return [cleared(active, summary, seen.now_ns, self._steps[-1])]
 
     def _balance(self, seen: Observation) -> Balance | None:
         phase = None if self._newest is None else self._reader.read(self._newest)
@@ -152,16 +146,14 @@ class StageImbalanceDetector(Detector):
         seen: Observation,
         advice: str,
     ) -> Finding:
-        return Finding(
-            kind="stage_imbalance",
+        return self.finding(
+            f"stage_imbalance:{stage}",
             cause=CAUSE,
-            fingerprint=f"stage_imbalance:{stage}",
             summary=(
                 f"Stage {stage} takes {ratio:.2f}x the stages' mean: it "
                 f"{cost_text(cost, speedup)}. {advice}"
             ),
-            detected_ns=seen.now_ns,
-            generation=self.generation.number,
+            now_ns=seen.now_ns,
             stage=stage,
             ranks=list(range(stage * self._per_stage, (stage + 1) * self._per_stage)),
             onset_step=self._steps[0],
@@ -171,7 +163,6 @@ class StageImbalanceDetector(Detector):
             speedup=speedup,
             persistence="chronic",
             advice=advice,
-            severity="info",
             evidence=[
                 Evidence(
                     "self time per step of stage "

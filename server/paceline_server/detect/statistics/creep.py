@@ -12,9 +12,7 @@ import math
 import numpy as np
 
 from paceline_server.detect.observation import Generation
-from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.statistics.peer_levels import Floats, PeerLevels
-from paceline_server.detect.straggler.slow_unit import MOST
 
 # A step is found within so many steps; of a creep a good part was there before.
 STEP_STEPS = 8
@@ -23,9 +21,17 @@ LEAST_RANKS = 3  # of two that differ more and more, either may have changed
 
 
 class Creep:
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        self._least = math.log(settings.creep_slowdown)
-        self._least_of_node = math.log(settings.creep_slowdown_of_node)
+    def __init__(
+        self,
+        generation: Generation,
+        *,
+        slowdown: float,
+        slowdown_of_node: float,
+        most_of_node: float,
+    ) -> None:
+        self._least = math.log(slowdown)
+        self._least_of_node = math.log(slowdown_of_node)
+        self._most_of_node = most_of_node
         self._on_node: dict[str | None, list[int]] = {}
         for rank in range(generation.topology.world_size):
             self._on_node.setdefault(generation.node(rank), []).append(rank)
@@ -56,5 +62,5 @@ class Creep:
         others = others[~np.isnan(moved[others])]
         if not others.size or moved[rank] - np.median(moved[others]) < self._least:
             slow = [one for one in node if moved[one] >= self._least_of_node]
-            return slow if rank in slow and len(slow) >= MOST * len(node) else []
+            return slow if rank in slow and len(slow) >= self._most_of_node * len(node) else []
         return [rank]

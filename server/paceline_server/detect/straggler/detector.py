@@ -24,22 +24,24 @@ import numpy.typing as npt
 
 from paceline_server.detect.causes import UNKNOWN, Diagnosis, diagnose
 from paceline_server.detect.contract import Detector
-from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.kinds import STRAGGLER, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.settings import DetectionSettings
+from paceline_server.detect.reporting import cost_of, cost_text, is_alike
+from paceline_server.detect.rise_reports import ReportedRise, RiseReports
 from paceline_server.detect.statistics.change_point import KEPT, Shift, column_medians
 from paceline_server.detect.statistics.creep import STEP_STEPS, Creep
 from paceline_server.detect.statistics.load import ComputeLoads
 from paceline_server.detect.statistics.peer_levels import FOLLOWED_STEPS, PeerLevels, Rise
-from paceline_server.detect.straggler.slow_unit import SlowUnit, SlowUnits
-from paceline_server.detect.telling import SHOWN_AGAIN_NS, cost_text, weighs_differently
+from paceline_server.detect.straggler.settings import DEFAULTS, StragglerSettings
+from paceline_server.detect.straggler.slow_unit import MOST, SlowUnit, SlowUnits
+from paceline_server.policy import Policy
 from paceline_server.steps.peers import medians_of_others
 from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
 
 RESOLUTION = 0.004  # of a step's typical microbatch: timers and schedulers are not more exact
-STEPS_BETWEEN_UPDATES = 10
 STEPS_BETWEEN_CHRONIC_LOOKS = 8
 ALIKE = 0.2  # a slowdown that changed by less is no news
 
@@ -61,15 +63,11 @@ _GROWN = 1.5  # times what was told: then a creep is told again
 
 
 @dataclass(slots=True)
-class _ReportedStraggler:
+class _ReportedStraggler(ReportedRise):
     """A straggler that was reported and has not recovered."""
 
     unit: SlowUnit
     way: Way
-    levels: PeerLevels  # in which it rose
-    rise: Rise
-    onset_ns: int
-    finding: Finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +77,21 @@ class _ComputeStep:
     seconds: float  # of the typical rank
 
 
-class StragglerDetector(Detector):
+class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
     """Finding kind `straggler`, fingerprints `straggler:RANK`, `straggler:node:NODE` and
     `straggler:stage:STAGE`, with `straggler:stalls:` for those that stall in single microbatches;
     `straggler:chronic:RANK` is advice.
     """
 
+    kinds: ClassVar[tuple[Kind, ...]] = (STRAGGLER,)
     order: ClassVar[int] = 10
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        super().__init__(settings, generation)
+    def __init__(
+        self, generation: Generation, policy: Policy, settings: StragglerSettings = DEFAULTS
+    ) -> None:
+        Detector.__init__(self, generation, policy)
+        RiseReports.__init__(self)
+        self.settings = settings
         topology = generation.topology
         self._stages = topology.pp
         self._units = SlowUnits(generation)
@@ -96,19 +99,23 @@ class StragglerDetector(Detector):
         self._levels, self._stalls = (
             PeerLevels(
                 topology.world_size,
-                smallest=math.log(settings.straggler_slowdown),
-                false_alarms=settings.straggler_false_alarms,
+                smallest=math.log(policy.straggler_slowdown),
+                false_alarms=settings.false_alarms_per_step,
                 resolution=RESOLUTION,
                 is_spiky=is_spiky,
             )
             for is_spiky in (False, True)
         )
-        self._creep = Creep(settings, generation)
+        self._creep = Creep(
+            generation,
+            slowdown=settings.creep_slowdown,
+            slowdown_of_node=settings.creep_slowdown_of_node,
+            most_of_node=MOST,
+        )
         # Against the others of the stage, for what is so from the first step on.
         self._against_peers: deque[Floats] = deque(maxlen=KEPT)
         self._self_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS)
         self._steps: deque[_ComputeStep] = deque(maxlen=KEPT)
-        self._active: dict[str, _ReportedStraggler] = {}
         self._chronic: dict[int, Finding] = {}
 
     def update(self, seen: Observation) -> list[Finding]:
@@ -117,8 +124,7 @@ class StragglerDetector(Detector):
             self._remember(timing)
             findings += self._new(seen)
             findings += self._always(seen)
-            for active in list(self._active.values()):
-                findings += self._follow(active, seen)
+            findings += self.follow(timing.step, seen)
         return findings
 
     def _remember(self, timing: StepTiming) -> None:
@@ -150,7 +156,7 @@ class StragglerDetector(Detector):
             told[active.unit.fingerprint] = active
         for active in self._risen("stalls", self._stalls):
             told[active.unit.fingerprint] = active
-        return [self._tell(active, seen) for active in told.values()]
+        return [self.report(active, seen) for active in told.values()]
 
     def _risen(self, way: Way, levels: PeerLevels) -> Iterator[_ReportedStraggler]:
         done: set[int] = set()
@@ -165,7 +171,7 @@ class StragglerDetector(Detector):
         accidents = self._stalls.accidents(shift)
         return (
             not self._levels.explained[shift.series]
-            and accidents <= self.settings.straggler_false_alarms
+            and accidents <= self.settings.false_alarms_per_step
         )
 
     def _begin(self, way: Way, levels: PeerLevels, shift: Shift) -> _ReportedStraggler:
@@ -175,7 +181,7 @@ class StragglerDetector(Detector):
         if way == "stalls":
             name = unit.fingerprint.removeprefix("straggler:")
             unit = replace(unit, fingerprint=f"straggler:stalls:{name}")
-        before = self._active.get(unit.fingerprint)
+        before = self.reported.get(unit.fingerprint)
         if before is not None:
             levels.worsen(before.rise, shift.steps)
             return before
@@ -185,7 +191,7 @@ class StragglerDetector(Detector):
     def _crept(self) -> Iterator[_ReportedStraggler]:
         for ranks, size in self._creep.found(self._levels):
             unit = self._units.name(ranks[0], ranks)
-            if unit.fingerprint in self._active:
+            if unit.fingerprint in self.reported:
                 continue
             early = self._levels.steps_above(ranks[0], _CREPT_EARLY * size)
             if early < STEP_STEPS:
@@ -199,13 +205,9 @@ class StragglerDetector(Detector):
     ) -> _ReportedStraggler:
         onset = self._steps[-min(steps, len(self._steps))]
         finding = self._blank(unit, onset.number)
-        active = _ReportedStraggler(unit, way, levels, rise, onset.started_ns, finding)
-        self._active[unit.fingerprint] = active
+        active = _ReportedStraggler(levels, rise, onset.started_ns, finding, unit, way)
+        self.reported[unit.fingerprint] = active
         return active
-
-    def _tell(self, active: _ReportedStraggler, seen: Observation) -> Finding:
-        active.finding = self._finding(active, seen)
-        return active.finding
 
     # What was always so
 
@@ -219,7 +221,7 @@ class StragglerDetector(Detector):
         if not is_due:
             return []
         is_early = steps < settings.chronic_steps
-        least = settings.chronic_fault if is_early else settings.chronic_slowdown
+        least = settings.chronic_fault_slowdown if is_early else settings.chronic_slowdown
         rows = self._levels.unexplained_rows(self._against_peers)
         # Three of four steps, so that noise around the bar does not make one.
         level = np.sort(np.where(np.isnan(rows), -np.inf, rows), axis=0)[len(rows) // 4]
@@ -242,18 +244,25 @@ class StragglerDetector(Detector):
             and recent[rank] < math.log(settings.chronic_slowdown) / 2.0
         ]
         return [
-            self._cleared(self._chronic.pop(rank), self._units.name(rank, {rank}), seen)
+            cleared(
+                self._chronic.pop(rank),
+                self._recovery_text(self._units.name(rank, {rank})),
+                seen.now_ns,
+                self._steps[-1].number,
+            )
             for rank in over
         ]
 
     def _always_slow(self, rank: int, size: float, seen: Observation) -> Finding:
         unit = self._units.name(rank, {rank})
         peers = self._against_peers[0].size // self._stages - 1
-        if peers >= self.settings.chronic_peers and size >= math.log(self.settings.chronic_fault):
+        if peers >= self.settings.chronic_fault_peers and size >= math.log(
+            self.settings.chronic_fault_slowdown
+        ):
             steps = self._levels.pushed
             rise = self._levels.assume(unit.ranks, steps, size)
             active = self._activate(unit, "steady", self._levels, rise, steps)
-            return self._tell(active, seen)
+            return self.report(active, seen)
         slowdown = math.exp(size)
         return msgspec.structs.replace(
             self._blank(unit, None),
@@ -286,54 +295,35 @@ class StragglerDetector(Detector):
 
     # What becomes of it
 
-    def _follow(self, active: _ReportedStraggler, seen: Observation) -> list[Finding]:
-        """News of a known straggler: recovered, explained, or much changed."""
-        course = active.levels.follow(active.rise)
-        if course == "over":
-            del self._active[active.unit.fingerprint]
-            return [self._cleared(active.finding, active.unit, seen)]
-        if course == "milder":
-            return [self._tell(active, seen)]
-        before, step = active.finding, self._steps[-1].number
-        is_due = step - (before.step or step) >= STEPS_BETWEEN_UPDATES
-        if is_due and active.way == "creeps":
-            active.levels.grow(active.rise)
-        elif is_due:
-            active.levels.correct(active.rise)
-        elif before.cause != UNKNOWN or step == before.step:
-            return []
-        # The replay is asked only for what is told: it costs more than all else in a step.
-        slowdown = math.exp(active.rise.size)
-        diagnosis = self._diagnosis(active, slowdown, seen)
-        if diagnosis.cause == UNKNOWN and before.cause != UNKNOWN:
-            return []  # the telemetry may have aged out; what was known stays
-        if active.way == "creeps" and slowdown - 1.0 >= _GROWN * ((before.slowdown or 1.0) - 1.0):
-            return [self._tell(active, seen)]
-        if diagnosis.cause == before.cause and _alike(slowdown, before.slowdown):
-            is_old = is_due and seen.now_ns - before.detected_ns >= SHOWN_AGAIN_NS
-            if not (is_old and weighs_differently(diagnosis, before)):
-                return []
-        return [self._tell(active, seen)]
+    def recovery_text(self, reported: _ReportedStraggler) -> str:
+        return self._recovery_text(reported.unit)
 
-    def _cleared(self, finding: Finding, unit: SlowUnit, seen: Observation) -> Finding:
-        return msgspec.structs.replace(
-            finding,
-            summary=f"{unit.subject(self.generation)} is as fast as its peers again.",
-            detected_ns=seen.now_ns,
-            step=self._steps[-1].number,
-            cleared=True,
-        )
+    def _recovery_text(self, unit: SlowUnit) -> str:
+        return f"{unit.subject(self.generation)} is as fast as its peers again."
+
+    def measure_again(self, reported: _ReportedStraggler) -> None:
+        if reported.way == "creeps":
+            reported.levels.grow(reported.rise)
+        else:
+            reported.levels.correct(reported.rise)
+
+    def slowdown(self, reported: _ReportedStraggler) -> float:
+        return math.exp(reported.rise.size)
+
+    def is_alike(self, reported: _ReportedStraggler, slowdown: float | None) -> bool:
+        before = reported.finding.slowdown
+        if reported.way == "creeps" and (slowdown or 1.0) - 1.0 >= _GROWN * ((before or 1.0) - 1.0):
+            return False
+        return is_alike(slowdown, before, ALIKE)
 
     # How it is said
 
     def _blank(self, unit: SlowUnit, onset_step: int | None) -> Finding:
-        return Finding(
-            kind="straggler",
+        return self.finding(
+            unit.fingerprint,
             cause=UNKNOWN,
-            fingerprint=unit.fingerprint,
             summary="",
-            detected_ns=0,
-            generation=self.generation.number,
+            now_ns=0,
             rank=unit.rank,
             node=unit.node,
             stage=unit.stage,
@@ -342,17 +332,17 @@ class StragglerDetector(Detector):
             persistence="persistent",
         )
 
-    def _finding(self, active: _ReportedStraggler, seen: Observation) -> Finding:
+    def describe(self, active: _ReportedStraggler, seen: Observation) -> Finding:
         """The verdict as it stands."""
         unit, before = active.unit, active.finding
-        slowdown = math.exp(active.rise.size)
+        slowdown = self.slowdown(active)
         own = column_medians(np.array(self._self_seconds)[:, list(unit.ranks)])
         self_seconds = float(np.nan_to_num(own).max())
         speedup = None
         if seen.replay is not None:
             speedup = seen.replay.speedup(ranks=unit.ranks, since_step=before.onset_step)
         cost_ratio = self._cost_ratio(self_seconds * (1.0 - 1.0 / slowdown), speedup)
-        diagnosis = self._diagnosis(active, slowdown, seen)
+        diagnosis = self.diagnose(active, slowdown, seen)
         whom = "its peers" if self.generation.topology.world_size > 1 else "before"
         how = _WAYS[active.way].format(slowdown=slowdown, whom=whom, onset=before.onset_step)
         measured = Evidence(
@@ -376,7 +366,9 @@ class StragglerDetector(Detector):
             slowdown=slowdown,
             cost_ratio=cost_ratio,
             speedup=speedup,
-            severity="critical" if slowdown >= self.settings.straggler_critical else "warning",
+            severity="critical"
+            if slowdown >= self.policy.straggler_critical_slowdown
+            else "warning",
             suspects_node=diagnosis.on_node and unit.node is not None,
             evidence=[measured, *diagnosis.evidence],
             counter_evidence=diagnosis.counter_evidence,
@@ -384,20 +376,20 @@ class StragglerDetector(Detector):
 
     def _cost_ratio(self, extra_seconds: float, speedup: float | None) -> float:
         """The share of a step that is lost."""
-        if speedup is not None and speedup > 0:
-            return min(max(1.0 - 1.0 / speedup, 0.0), 1.0)
+        if (cost := cost_of(speedup)) is not None:
+            return cost
         recent = [step.seconds for step in list(self._steps)[-FOLLOWED_STEPS:]]
         step_seconds = float(np.median(recent))
         return min(max(extra_seconds / step_seconds, 0.0), 1.0) if step_seconds > 0 else 0.0
 
-    def _diagnosis(
-        self, active: _ReportedStraggler, slowdown: float, seen: Observation
+    def diagnose(
+        self, reported: _ReportedStraggler, slowdown: float | None, seen: Observation
     ) -> Diagnosis:
-        unit = active.unit
+        unit = reported.unit
         return diagnose(
             unit.rank,
-            active.onset_ns,
-            active.finding.onset_step,
+            reported.onset_ns,
+            reported.finding.onset_step,
             seen,
             self.generation,
             slowdown=slowdown,
@@ -409,7 +401,3 @@ def because(diagnosis: Diagnosis) -> str:
     return (
         f"cause {diagnosis.text}" if diagnosis.cause == UNKNOWN else f"because of {diagnosis.text}"
     )
-
-
-def _alike(one: float | None, other: float | None) -> bool:
-    return one is not None and other is not None and abs(one - other) <= ALIKE * other

@@ -13,21 +13,22 @@ from collections import deque
 from dataclasses import dataclass
 from typing import ClassVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from paceline_server.detect.contract import Detector
-from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.detect.finding import Evidence, Finding, cleared
+from paceline_server.detect.kinds import TRANSIENT_STALL, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.settings import DetectionSettings
 from paceline_server.detect.statistics.change_point import (
     NEWEST,
     STEPS_BETWEEN_RENEWALS,
     column_medians,
 )
 from paceline_server.detect.statistics.load import ComputeLoads
+from paceline_server.detect.transient_stall.settings import DEFAULTS, TransientStallSettings
 from paceline_server.percent import percent
+from paceline_server.policy import Policy
 from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
@@ -54,10 +55,14 @@ class TransientStallDetector(Detector):
     come back for a while.
     """
 
+    kinds: ClassVar[tuple[Kind, ...]] = (TRANSIENT_STALL,)
     order: ClassVar[int] = 12
 
-    def __init__(self, settings: DetectionSettings, generation: Generation) -> None:
-        super().__init__(settings, generation)
+    def __init__(
+        self, generation: Generation, policy: Policy, settings: TransientStallSettings = DEFAULTS
+    ) -> None:
+        super().__init__(generation, policy)
+        self.settings = settings
         self._loads = ComputeLoads(generation.topology)
         self._levels: deque[Floats] = deque(maxlen=PAST_STEPS)
         self._usual: Floats = np.empty(0)
@@ -97,9 +102,9 @@ class TransientStallDetector(Detector):
         """Begin or prolong stalls; returns who is in one."""
         settings = self.settings
         worst = max(max(self._worst, default=np.inf), self._often_told(step))
-        least = max(settings.stall_share, settings.stall_over_worst * worst)
+        least = max(settings.share, settings.over_worst * worst)
         stuck = set(np.flatnonzero(share >= least).tolist())
-        if len(stuck) > max(1.0, settings.stall_ranks * share.size):
+        if len(stuck) > max(1.0, settings.most_ranks_share * share.size):
             stuck = set()  # the host, the network, the file system: no rank's own
         for rank in stuck:
             stall = self._stalls.setdefault(rank, _Stall(step))
@@ -129,15 +134,14 @@ class TransientStallDetector(Detector):
         quiet = [
             rank
             for rank, finding in self._told.items()
-            if step - (finding.step or 0) >= self.settings.stall_told_steps
+            if step - (finding.step or 0) >= self.settings.reported_steps
         ]
         return [
-            msgspec.structs.replace(
+            cleared(
                 self._told.pop(rank),
-                summary=f"{self.generation.subject(rank)} was not stuck again.",
-                detected_ns=seen.now_ns,
-                step=step,
-                cleared=True,
+                f"{self.generation.subject(rank)} was not stuck again.",
+                seen.now_ns,
+                step,
             )
             for rank in quiet
         ]
@@ -147,25 +151,20 @@ class TransientStallDetector(Detector):
         if stall.steps > 1:
             when = f"in steps {stall.onset_step}-{stall.onset_step + stall.steps - 1}"
         subject = self.generation.subject(rank)
-        return Finding(
-            kind="transient_stall",
+        return self.finding(
+            f"transient_stall:{rank}",
             cause="transient stall",
-            fingerprint=f"transient_stall:{rank}",
             summary=(
                 f"{subject} was stuck for {stall.seconds * 1e3:.0f} ms {when} "
                 "and is as fast as before again: nothing to do."
             ),
-            detected_ns=seen.now_ns,
-            generation=self.generation.number,
+            now_ns=seen.now_ns,
             rank=rank,
-            node=self.generation.node(rank),
-            stage=self.generation.stage(rank),
             onset_step=stall.onset_step,
             step=step,
             slowdown=stall.slowdown,
             cost_ratio=min(stall.share, 1.0),
             persistence="transient",
-            severity="info",
             evidence=[
                 Evidence(
                     f"computed {stall.slowdown:.1f}x as long as usual, "

@@ -5,7 +5,7 @@ from simulated_finding import straggler
 
 from paceline_server.detect.causes.diagnose import Diagnosis
 from paceline_server.detect.finding import Cause, Evidence
-from paceline_server.detect.telling import weighs_differently
+from paceline_server.detect.reporting import evidence_changed
 
 CLOCK, POWER = Evidence("clock fell", "clock"), Evidence("power is as before", "power")
 BEFORE = straggler(0.6, evidence=[CLOCK], counter_evidence=[POWER])
@@ -34,4 +34,4 @@ def diagnosis(likelihood: float = 0.6, *against: Evidence) -> Diagnosis:
 def test_other_likelihoods_or_other_things_ruled_out_are_told_and_other_numbers_are_not(
     found: Diagnosis, expected: bool
 ):
-    assert weighs_differently(found, BEFORE) is expected
+    assert evidence_changed(found, BEFORE) is expected

@@ -1,0 +1,23 @@
+"""Thresholds of the bubble detector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BubbleSettings:
+    """How much longer than its schedule requires a pipeline must idle."""
+
+    # Idle share beyond theory due to slow transfers, as a mean over the stages.
+    excess: float = 0.12
+    # The same for late launches and uneven microbatches. Scheduling jitter causes these as well:
+    # on a machine with fewer cores than ranks it alone reaches 0.05 to 0.15.
+    unexplained_excess: float = 0.30
+    window_steps: int = 20
+    hits: int = 16  # of the window's steps
+    # From this excess on the bubble is worth a warning rather than a note.
+    warning_excess: float = 0.25
+
+
+DEFAULTS = BubbleSettings()

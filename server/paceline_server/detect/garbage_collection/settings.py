@@ -1,0 +1,26 @@
+"""Thresholds of the garbage collection detector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GarbageCollectionSettings:
+    """What pauses for garbage collection must cost, and in how many steps."""
+
+    # Share of step time that the pauses must cost beyond what they would cost if all ranks paused
+    # together. A healthy job of a thousand ranks, each of which now and then pauses for a
+    # hundredth of a step, loses 1 to 1.5% this way.
+    share: float = 0.025
+    window_steps: int = 48
+    pauses: int = 5  # steps with such a pause: a few are an accident ...
+    # ... unless within this many steps they cost this many times the share.
+    fewest_pauses: int = 3
+    recent_steps: int = 8
+    obvious_ratio: float = 2.5
+    # Share of step time from which pauses that all ranks take together, as advised, are reported.
+    together_share: float = 0.1
+
+
+DEFAULTS = GarbageCollectionSettings()

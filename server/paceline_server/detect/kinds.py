@@ -1,0 +1,84 @@
+"""The kinds of findings: one row each, with what the rest of Paceline needs to know of a kind.
+
+Names are stable: alerts, policies, dashboards and stored incidents match on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["info", "warning", "critical"]
+Effect = Literal["slow", "stopped", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of finding."""
+
+    name: str
+    # Of a finding unless its detector knows better.
+    severity: Severity
+    # What it does to training. "stopped": no useful step follows, when it is critical.
+    effect: Effect
+    # Whether a restart, without the node where that is suspected, can fix it.
+    restartable: bool = False
+    # Whether its findings name the ranks that make all others wait.
+    names_ranks: bool = False
+    # Of two findings in one incident, the one that explains more gives the incident its name.
+    precedence: int = 1
+    # Kinds whose findings are only symptoms beside one of this kind.
+    explains: frozenset[str] = frozenset()
+
+    @property
+    def is_slow_fault(self) -> bool:
+        """Return whether a rank, its node or its network is to blame for slowness."""
+        return self.effect == "slow" and self.restartable
+
+
+_BUBBLE = frozenset({"bubble"})
+
+STRAGGLER = Kind(
+    "straggler", "warning", "slow", restartable=True, names_ranks=True, explains=_BUBBLE
+)
+SLOW_DATA = Kind(
+    "slow_data", "warning", "slow", restartable=True, names_ranks=True, explains=_BUBBLE
+)
+SLOW_LINK = Kind("slow_link", "warning", "slow", restartable=True, explains=_BUBBLE)
+STAGE_IMBALANCE = Kind("stage_imbalance", "info", "slow")
+SEQUENCE_VARIANCE = Kind("sequence_variance", "info", "slow", explains=_BUBBLE)
+GC = Kind("gc", "info", "slow", explains=_BUBBLE)
+CHECKPOINT_STALL = Kind("checkpoint_stall", "warning", "slow")
+HOST_NOISE = Kind("host_noise", "info", "slow", explains=_BUBBLE)
+TRANSIENT_STALL = Kind("transient_stall", "info", "slow")
+MISPLACED_RANK = Kind("misplaced_rank", "info", "none")
+BUBBLE = Kind("bubble", "info", "slow", precedence=0)
+GPU_ERROR = Kind("gpu_error", "warning", "none")
+HANG = Kind("hang", "critical", "stopped", restartable=True, precedence=2)
+FAILURE = Kind("failure", "critical", "stopped", restartable=True, precedence=3)
+
+KINDS: Mapping[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        STRAGGLER,
+        SLOW_DATA,
+        SLOW_LINK,
+        STAGE_IMBALANCE,
+        SEQUENCE_VARIANCE,
+        GC,
+        CHECKPOINT_STALL,
+        HOST_NOISE,
+        TRANSIENT_STALL,
+        MISPLACED_RANK,
+        BUBBLE,
+        GPU_ERROR,
+        HANG,
+        FAILURE,
+    )
+}
+
+
+def kind_of(name: str) -> Kind:
+    """Return the row of a kind; a plain one for a name from an older or newer server."""
+    return KINDS.get(name) or Kind(name, "warning", "none")

@@ -1,0 +1,19 @@
+"""Thresholds of the rank exit detector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RankExitSettings:
+    """How long to wait for the message that explains an exit."""
+
+    # Peers of a dead rank exit within milliseconds: wait this long for the one that died first.
+    first_exit_seconds: float = 0.6
+    # The agent reads the kernel's log as soon as a rank is killed: wait this long to learn
+    # whether memory had run out.
+    kernel_log_seconds: float = 0.8
+
+
+DEFAULTS = RankExitSettings()

@@ -1,0 +1,88 @@
+"""How findings are reported: their cost in words, and when a known problem is reported again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from paceline_server.detect.causes.catalogue import UNKNOWN
+from paceline_server.detect.causes.diagnose import Diagnosis
+from paceline_server.detect.finding import Evidence, Finding
+from paceline_server.percent import percent
+from paceline_server.whatif.online import RunReplay
+
+NOTABLE_LIKELIHOOD = 0.1
+REFRESH_NS = 10_000_000_000  # new evidence for the same verdict is reported no more often
+
+
+def gain(cost_ratio: float) -> float:
+    """Return the speedup without a part of the step time: 1.25 without a fifth."""
+    return 1.0 / max(1.0 - cost_ratio, 0.01)
+
+
+def cost_of(speedup: float | None) -> float | None:
+    """Return the share of step time that a speedup saves; None if it is unknown."""
+    if speedup is None or speedup <= 0:
+        return None
+    return min(max(1.0 - 1.0 / speedup, 0.0), 1.0)
+
+
+def speedup_without(
+    replay: RunReplay | None,
+    excess_seconds: Mapping[int, float],
+    cost_ratio: float,
+    since_step: int | None = None,
+) -> float:
+    """Return the speedup of a replay without these seconds of each rank.
+
+    Without a replay, assume that all of the seconds would be saved.
+    """
+    found = None
+    if replay is not None:
+        found = replay.speedup(excess_seconds=excess_seconds, since_step=since_step)
+    return gain(cost_ratio) if found is None else found
+
+
+def cost_text(cost_ratio: float, speedup: float | None) -> str:
+    """Return `costs 18% of step time; fixing it gives 1.21x`."""
+    cost = f"costs {percent(cost_ratio)} of step time"
+    return cost if speedup is None else f"{cost}; fixing it gives {speedup:.2f}x"
+
+
+def is_alike(value: float | None, before: float | None, tolerance: float) -> bool:
+    """Return whether a value changed by no more than a share of what it was."""
+    return value is not None and before is not None and abs(value - before) <= tolerance * before
+
+
+def is_new_verdict(
+    before: Finding, diagnosis: Diagnosis, now_ns: int, *, size_is_alike: bool, is_due: bool
+) -> bool:
+    """Return whether a known problem is to be reported again.
+
+    It is when its cause or size changed; and when it `is_due`, at most every `REFRESH_NS`, for
+    other evidence of the same verdict. Never when the cause is only no longer measured: the
+    telemetry may have aged out.
+    """
+    if diagnosis.cause == UNKNOWN and before.cause != UNKNOWN:
+        return False
+    if diagnosis.cause != before.cause or not size_is_alike:
+        return True
+    return (
+        is_due and now_ns - before.detected_ns >= REFRESH_NS and evidence_changed(diagnosis, before)
+    )
+
+
+def evidence_changed(diagnosis: Diagnosis, before: Finding) -> bool:
+    """Return whether the same verdict has other evidence: worth showing, not worth an alert."""
+    likelihoods = {cause.name: cause.likelihood for cause in before.causes}
+    now = {cause.name: cause.likelihood for cause in diagnosis.causes}
+    moved = max(
+        (abs(now.get(name, 0.0) - likelihoods.get(name, 0.0)) for name in {*now, *likelihoods}),
+        default=0.0,
+    )
+    return moved >= NOTABLE_LIKELIHOOD or _metrics(diagnosis.counter_evidence) != _metrics(
+        before.counter_evidence
+    )
+
+
+def _metrics(lines: Iterable[Evidence]) -> set[str | None]:
+    return {line.metric for line in lines}

@@ -1,0 +1,20 @@
+"""Thresholds of the slow link detector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline_server.detect.shared_settings import FALSE_ALARMS_PER_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLinkSettings:
+    """What slower transfers must cost. `Policy` says how much slower they must be."""
+
+    false_alarms_per_step: float = FALSE_ALARMS_PER_STEP
+    # Share of step time that the slower transfers must cost. Transfers are short and their jitter
+    # is large: what costs less is often only jitter.
+    cost_ratio: float = 0.02
+
+
+DEFAULTS = SlowLinkSettings()

@@ -1,0 +1,25 @@
+"""Thresholds of the transient stall detector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline_server.detect.shared_settings import BASELINE_STEPS
+
+
+@dataclass(frozen=True, slots=True)
+class TransientStallSettings:
+    """How large a stall must be to be worth a note."""
+
+    baseline_steps: int = BASELINE_STEPS
+    # Share of a step that a stall must take ...
+    share: float = 0.2
+    # ... and how many times the worst of the earlier steps: hosts have heavy tails all the time.
+    over_worst: float = 1.25
+    # The note is cleared after this many steps without another stall: time enough to see it.
+    reported_steps: int = 50
+    # When more than this share of the ranks stall at once, the cause is something they share.
+    most_ranks_share: float = 0.25
+
+
+DEFAULTS = TransientStallSettings()
