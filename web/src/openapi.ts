@@ -1117,14 +1117,21 @@ export interface components {
          *         "backoff_seconds": 1,
          *         "checkpoint_timeout_seconds": 60,
          *         "cycles_without_progress": 3,
+         *         "gpu_hung_seconds": 10,
+         *         "hang_after_seconds": 2.4,
+         *         "hang_checkpoint_seconds": 60,
+         *         "hang_evaluation_seconds": 20,
          *         "hang_patience_seconds": 10,
          *         "mode": "approve",
          *         "node_lease_seconds": 5,
          *         "quarantine_share": 0.34,
          *         "restarts_per_day": 50,
          *         "restarts_per_hour": 10,
+         *         "slow_link_slowdown": 1.1,
          *         "start_timeout_seconds": 900,
-         *         "stop_timeout_seconds": 15
+         *         "stop_timeout_seconds": 15,
+         *         "straggler_critical_slowdown": 1.5,
+         *         "straggler_slowdown": 1.06
          *       },
          *       "requested_topology": {
          *         "dp": 2,
@@ -1204,6 +1211,26 @@ export interface components {
                  */
                 cycles_without_progress: number;
                 /**
+                 * @description A GPU that does not answer its driver for longer is reported as hung. Drivers are sometimes busy for seconds.
+                 * @default 10
+                 */
+                gpu_hung_seconds: number;
+                /**
+                 * @description A job in which no rank makes progress for longer hangs, unless the blocking operation usually takes more than a third of it. 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
+                 * @default 2.4
+                 */
+                hang_after_seconds: number;
+                /**
+                 * @description The same while a rank saves a checkpoint: slow shared storage blocks every rank at once.
+                 * @default 60
+                 */
+                hang_checkpoint_seconds: number;
+                /**
+                 * @description The same during evaluation, whose forward passes often record nothing.
+                 * @default 20
+                 */
+                hang_evaluation_seconds: number;
+                /**
                  * @description How long a hang of running processes waits before a restart, which costs more than waiting for a link that flaps or storage that stalls. Stopped or dead processes do not wait.
                  * @default 10
                  */
@@ -1235,6 +1262,11 @@ export interface components {
                  */
                 restarts_per_hour: number;
                 /**
+                 * @description Mildest lasting slowdown of a link that is reported, if it costs at least 2% of step time. Transfers are short, and their jitter is large.
+                 * @default 1.1
+                 */
+                slow_link_slowdown: number;
+                /**
                  * @description Time for the first step of all ranks. A large job loads its checkpoint, compiles and sets up NCCL for minutes; a rank that exits is noticed at once.
                  * @default 900
                  */
@@ -1244,6 +1276,16 @@ export interface components {
                  * @default 15
                  */
                 stop_timeout_seconds: number;
+                /**
+                 * @description From this slowdown on a straggler is critical: at 1.5 a third of the job's GPU time is lost.
+                 * @default 1.5
+                 */
+                straggler_critical_slowdown: number;
+                /**
+                 * @description Mildest lasting slowdown of a rank that is reported. Real faults of 10% measure 7% to 13% in their first five steps; less is as often the room's temperature.
+                 * @default 1.06
+                 */
+                straggler_slowdown: number;
             };
             requested_topology: components["schemas"]["TopologyModel"];
             /** Restarts */
@@ -1349,6 +1391,26 @@ export interface components {
                  */
                 cycles_without_progress: number;
                 /**
+                 * @description A GPU that does not answer its driver for longer is reported as hung. Drivers are sometimes busy for seconds.
+                 * @default 10
+                 */
+                gpu_hung_seconds: number;
+                /**
+                 * @description A job in which no rank makes progress for longer hangs, unless the blocking operation usually takes more than a third of it. 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
+                 * @default 2.4
+                 */
+                hang_after_seconds: number;
+                /**
+                 * @description The same while a rank saves a checkpoint: slow shared storage blocks every rank at once.
+                 * @default 60
+                 */
+                hang_checkpoint_seconds: number;
+                /**
+                 * @description The same during evaluation, whose forward passes often record nothing.
+                 * @default 20
+                 */
+                hang_evaluation_seconds: number;
+                /**
                  * @description How long a hang of running processes waits before a restart, which costs more than waiting for a link that flaps or storage that stalls. Stopped or dead processes do not wait.
                  * @default 10
                  */
@@ -1380,6 +1442,11 @@ export interface components {
                  */
                 restarts_per_hour: number;
                 /**
+                 * @description Mildest lasting slowdown of a link that is reported, if it costs at least 2% of step time. Transfers are short, and their jitter is large.
+                 * @default 1.1
+                 */
+                slow_link_slowdown: number;
+                /**
                  * @description Time for the first step of all ranks. A large job loads its checkpoint, compiles and sets up NCCL for minutes; a rank that exits is noticed at once.
                  * @default 900
                  */
@@ -1389,6 +1456,16 @@ export interface components {
                  * @default 15
                  */
                 stop_timeout_seconds: number;
+                /**
+                 * @description From this slowdown on a straggler is critical: at 1.5 a third of the job's GPU time is lost.
+                 * @default 1.5
+                 */
+                straggler_critical_slowdown: number;
+                /**
+                 * @description Mildest lasting slowdown of a rank that is reported. Real faults of 10% measure 7% to 13% in their first five steps; less is as often the room's temperature.
+                 * @default 1.06
+                 */
+                straggler_slowdown: number;
             };
             /** Start Timeout Seconds */
             start_timeout_seconds?: number | null;
@@ -1433,14 +1510,21 @@ export interface components {
          *             "backoff_seconds": 1,
          *             "checkpoint_timeout_seconds": 60,
          *             "cycles_without_progress": 3,
+         *             "gpu_hung_seconds": 10,
+         *             "hang_after_seconds": 2.4,
+         *             "hang_checkpoint_seconds": 60,
+         *             "hang_evaluation_seconds": 20,
          *             "hang_patience_seconds": 10,
          *             "mode": "approve",
          *             "node_lease_seconds": 5,
          *             "quarantine_share": 0.34,
          *             "restarts_per_day": 50,
          *             "restarts_per_hour": 10,
+         *             "slow_link_slowdown": 1.1,
          *             "start_timeout_seconds": 900,
-         *             "stop_timeout_seconds": 15
+         *             "stop_timeout_seconds": 15,
+         *             "straggler_critical_slowdown": 1.5,
+         *             "straggler_slowdown": 1.06
          *           },
          *           "requested_topology": {
          *             "dp": 2,

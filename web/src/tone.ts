@@ -42,7 +42,6 @@ export function lookOfVerdict(verdict: Verdict, job: Job, incident: Incident | u
     case "finished":
       return GOOD;
     case "starting":
-    case "pending":
       return WAITING;
     case "recovering":
       return REPAIRING;

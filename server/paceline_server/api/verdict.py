@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from sqlalchemy.orm import Session
 
 from paceline_server.api import schemas
@@ -9,6 +11,8 @@ from paceline_server.percent import percent
 from paceline_server.store import models, queries
 from paceline_server.store.shares import medians, newest_shares
 
+# Kinds of a verdict when no incident is open; else it is that of the incident's finding.
+JobVerdict = Literal["healthy", "starting", "recovering", "finished", "stopped", "failed"]
 _WINDOW_STEPS = 10
 _EVEN_RATIO = 0.15  # a wider spread reads like trouble, which the detectors would have named
 
@@ -16,26 +20,30 @@ _EVEN_RATIO = 0.15  # a wider spread reads like trouble, which the detectors wou
 def verdict(session: Session, job: models.JobRow) -> schemas.Verdict:
     match job.state:
         case "finished":
-            return _told("finished", f"Finished{_at_step(job)}.")
+            return _verdict("finished", f"Finished{_at_step(job)}.")
         case "stopped":
-            return _told("stopped", f"Stopped{_at_step(job)}.")
+            return _verdict("stopped", f"Stopped{_at_step(job)}.")
         case "pending":
-            return _told("starting", _waiting(job))
+            return _verdict("starting", _waiting(job))
     worst = queries.newest_open_incident(session, job.id)
     if job.state == "failed":
-        return _told("failed", _failed(session, job, worst), worst)
+        return _verdict("failed", _failed(session, job, worst), worst)
     if worst is not None:
         finding = worst.view.finding
         restarting = "Restarting. " if job.state == "recovering" else ""
-        return _told(finding.kind, restarting + finding.summary, worst)
+        return schemas.Verdict(
+            kind=finding.kind, text=restarting + finding.summary, incident_id=worst.id
+        )
     if job.state == "recovering":
-        return _told("recovering", f"Restarting after generation {job.generation}.")
+        return _verdict("recovering", f"Restarting after generation {job.generation}.")
     if job.state == "starting" or job.step is None:
-        return _told("starting", _starting(session, job))
-    return _told("healthy", _healthy(session, job))
+        return _verdict("starting", _starting(session, job))
+    return _verdict("healthy", _healthy(session, job))
 
 
-def _told(kind: str, text: str, worst: models.IncidentRow | None = None) -> schemas.Verdict:
+def _verdict(
+    kind: JobVerdict, text: str, worst: models.IncidentRow | None = None
+) -> schemas.Verdict:
     incident_id = None if worst is None else worst.id
     return schemas.Verdict(kind=kind, text=text, incident_id=incident_id)
 

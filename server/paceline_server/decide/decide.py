@@ -19,6 +19,7 @@ from paceline_server.decide.restart.start import finish_start
 from paceline_server.decide.stop_job import advance_stop
 from paceline_server.decide.types import Decision, JobView
 from paceline_server.detect.finding import Finding
+from paceline_server.detect.kinds import FAILURE
 from paceline_server.policy import Policy
 
 _NEVER_ACTS = ("observe", "dry-run")
@@ -115,7 +116,7 @@ def _is_being_explained(draft: Draft) -> bool:
     ended_ns = draft.view.ended_received_ns
     if ended_ns is None or draft.now_ns - ended_ns > _EXPLAINED_NS:
         return False
-    return all(incident.finding.kind != "failure" for incident in draft.incidents())
+    return all(incident.finding.kind != FAILURE.name for incident in draft.incidents())
 
 
 def _end_if_dead(draft: Draft) -> None:

@@ -17,11 +17,9 @@ from msgspec.structs import replace
 from paceline_server.decide.draft import Draft
 from paceline_server.decide.types import IncidentView
 from paceline_server.detect.finding import Finding
+from paceline_server.detect.kinds import kind_of
 
 _SEVERITIES = {"info": 0, "warning": 1, "critical": 2}
-_KINDS = {"bubble": 0, "hang": 2, "failure": 3}  # any other: 1
-# Slowness that a rank, its node or its network is to blame for.
-SLOW_KINDS = frozenset({"straggler", "slow_data", "slow_link"})
 _NOTABLE_SLOWDOWN = 0.25  # smaller changes are not worth an event
 # Fields that are shown beside the verdict.
 _REFRESHED = (
@@ -54,7 +52,7 @@ def group(draft: Draft, findings: Sequence[Finding]) -> None:
 
 def is_fatal(finding: Finding) -> bool:
     """Return whether training has stopped or computes worthless results."""
-    return finding.severity == "critical" and finding.kind in ("failure", "hang")
+    return finding.severity == "critical" and kind_of(finding.kind).effect == "stopped"
 
 
 def live_findings(incident: IncidentView) -> list[Finding]:
@@ -70,7 +68,7 @@ def strength(finding: Finding) -> tuple[int, int, bool, bool]:
     """Sort key: findings that explain more, or matter more, compare greater."""
     return (
         _SEVERITIES.get(finding.severity, 1),
-        _KINDS.get(finding.kind, 1),
+        kind_of(finding.kind).precedence,
         finding.suspects_node,
         finding.cause != "unknown",
     )
@@ -133,10 +131,11 @@ def _explains(incident: IncidentView, finding: Finding) -> bool:
         return True
     if is_fatal(finding):
         return False
-    kinds = {main.kind, finding.kind}
-    if "bubble" in kinds and kinds & SLOW_KINDS:
+    kinds = (kind_of(main.kind), kind_of(finding.kind))
+    faults = [kind for kind in kinds if kind.is_slow_fault]
+    if any(kind.name in fault.explains for fault in faults for kind in kinds):
         return True
-    return kinds <= SLOW_KINDS and main.node is not None and main.node == finding.node
+    return len(faults) == 2 and main.node is not None and main.node == finding.node
 
 
 def _add_symptom(draft: Draft, incident: IncidentView, finding: Finding) -> None:

@@ -20,7 +20,6 @@ from msgspec import Struct
 from paceline_server.decide import budget
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.incidents import (
-    SLOW_KINDS,
     is_fatal,
     live_findings,
     strength,
@@ -31,6 +30,7 @@ from paceline_server.decide.types import ActionKind, IncidentView
 from paceline_server.detect.causes.catalogue import may_pass
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.hang.stuck import STANDS_STILL
+from paceline_server.detect.kinds import BUBBLE, HANG, kind_of
 
 PERSISTENT_STEPS = 20
 # How often a node may have been to blame within an hour before a restart excludes it. A
@@ -58,9 +58,9 @@ def remedy_for(draft: Draft, incident: IncidentView) -> Remedy | None:
             return None
         exclude = _nodes_to_exclude(draft, finding.node, _TOLERATED_FAILURES)
         return Remedy(kind="restart", why=finding.summary, exclude=exclude, node=finding.node)
-    if finding.kind in SLOW_KINDS:
+    if kind_of(finding.kind).is_slow_fault:
         return _remedy_for_slow(draft, finding)
-    if finding.kind == "bubble":
+    if finding.kind == BUBBLE.name:
         return None
     return Remedy(kind="notify", why=finding.summary)
 
@@ -74,7 +74,7 @@ def remedy_for_failed_start(draft: Draft, why: str, blamed: str | None) -> Remed
 def current_reason(draft: Draft, finding: Finding) -> str:
     """Return the finding's summary; for slowness, with the step that its figures are from."""
     step = draft.view.highest_step
-    if finding.kind not in SLOW_KINDS or step is None:
+    if not kind_of(finding.kind).is_slow_fault or step is None:
         return finding.summary
     return f"{finding.summary} (Figures of step {step}.)"
 
@@ -90,7 +90,7 @@ def _may_continue(draft: Draft, incident: IncidentView) -> bool:
     Never for an incident for which a restart was begun before.
     """
     finding = incident.finding
-    if finding.kind != "hang" or incident.action_ids:
+    if finding.kind != HANG.name or incident.action_ids:
         return False
     if finding.side == "mismatch" or finding.cause in STANDS_STILL:
         return False
@@ -105,7 +105,7 @@ def _remedy_for_slow(draft: Draft, finding: Finding) -> Remedy | None:
     unexplained = (
         finding.severity == "critical"
         and finding.cause == "unknown"
-        and finding.kind != "slow_link"
+        and kind_of(finding.kind).names_ranks
     )
     may_end = may_pass(finding.cause) or (unexplained and not finding.suspects_node)
     if may_end and not _persists(draft, finding):
