@@ -1,4 +1,4 @@
-"""Compiles the hooks' hot path, where there is a compiler; everything works without it."""
+"""Compile the hooks' hot path if there is a compiler; everything works without it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGE = Path("trainer_hooks", "paceline", "writer")
-LIBRARY = PACKAGE / "_native.abi3.so"  # of the stable ABI: one for every Python from 3.11
+LIBRARY = PACKAGE / "_native.abi3.so"  # stable ABI: one build for every Python from 3.11
 
 
 class WriterBuildHook(BuildHookInterface):  # type: ignore[misc]
-    """Of the wheel, editable ones too: then the library lies beside its source."""
+    """Builds the library into the wheel; for an editable one, beside its source."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        trouble = self._compile() if sys.platform == "linux" else "not on this system"
-        if trouble:
-            self.app.display_warning(f"paceline's hooks stay in Python: {trouble}")
+        failure = self._compile() if sys.platform == "linux" else "not on this system"
+        if failure:
+            self.app.display_warning(f"paceline's hooks stay in Python: {failure}")
             return
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
@@ -31,23 +31,23 @@ class WriterBuildHook(BuildHookInterface):  # type: ignore[misc]
         build_data["artifacts"].append(f"/{LIBRARY}")
 
     def _compile(self) -> str | None:
-        """What kept it from being built, if anything did."""
+        """Build the library. Return the reason if that failed."""
         compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
         if shutil.which(compiler[0]) is None:
             compiler = ["cc"]
         library = Path(self.root, LIBRARY)
-        # Never written in place: a training may have it mapped.
-        made = library.with_suffix(f".{os.getpid()}")
+        # Replaced by rename, never overwritten: a training may have it mapped.
+        temporary = library.with_suffix(f".{os.getpid()}")
         command = [
             *(*compiler, "-O2", "-fno-plt", "-shared", "-fPIC", "-fvisibility=hidden"),
-            *("-I", sysconfig.get_path("include"), "-o", str(made)),
+            *("-I", sysconfig.get_path("include"), "-o", str(temporary)),
             str(Path(self.root, PACKAGE, "_native.c")),
         ]
         try:
-            ended = subprocess.run(command, capture_output=True, text=True)
+            result = subprocess.run(command, capture_output=True, text=True)
         except OSError as error:
             return str(error)
-        if ended.returncode:
-            return ended.stderr.strip() or f"{command[0]} ended with {ended.returncode}"
-        made.replace(library)
+        if result.returncode:
+            return result.stderr.strip() or f"{command[0]} exited with {result.returncode}"
+        temporary.replace(library)
         return None

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Slurm's Epilog, as root on each node after a job: remove the rings that its ranks left, so that
-# none fills the node's memory. The agent has read them: it notices a rank's end within a second.
+# Slurm's Epilog, run as root on each node after a job: removes the rings that its ranks left, which
+# would use up the node's memory. The agent has read them: it detects a rank's end within a second.
 set -u
 rings=${PACELINE_NODE_DIRECTORY:-/dev/shm/paceline-$(hostname)}/rings
 if [ -n "${SLURM_JOB_ID:-}" ] && [ -d "$rings" ]; then

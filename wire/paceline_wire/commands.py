@@ -74,7 +74,7 @@ class ControlRanks(msgspec.Struct, frozen=True, kw_only=True, tag="control_ranks
 
 
 class TakeStacks(msgspec.Struct, frozen=True, kw_only=True, tag="take_stacks"):
-    """Read the Python stacks of local ranks without pausing them; one `RankStacks` each."""
+    """Read the Python stacks of local ranks without pausing them; one `RankStackTraces` each."""
 
     command_id: int
     job: str
