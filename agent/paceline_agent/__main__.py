@@ -145,7 +145,7 @@ def _names(command: click.Command) -> dict[str, str]:
 @click.option(
     "--nccl-inspector-directory",
     type=_DIRECTORY,
-    help="Output directory of the NCCL Inspector. [default: from each rank's environment]",
+    help="Output directory of the NCCL Inspector, besides those in the ranks' environments.",
 )
 @click.option(
     "--flush-seconds", type=float, default=FLUSH_SECONDS, help="Interval between batches."

@@ -45,7 +45,7 @@ from paceline_wire.node_directory import LOCK, RINGS
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.25
-IDLE_POLL_SECONDS = 1.0  # while no rank runs here: with the tick of the collectors
+IDLE_POLL_SECONDS = 1.0  # while no rank runs here: the tick of the collectors
 PAUSE_SECONDS = 1.0  # before a failed part is restarted
 HOUSEKEEPING_SECONDS = 10.0
 RANKS_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL of the ranks of a draining node
@@ -94,7 +94,7 @@ class Agent:
         directory = settings.directory
         for name in (RINGS, "logs"):
             (directory / name).mkdir(parents=True, exist_ok=True)
-        if os.geteuid() == 0:  # ranks of external jobs run as any user and create rings here
+        if os.geteuid() == 0:  # ranks of external jobs create rings here, as any user
             (directory / RINGS).chmod(0o3777)
         self._outbox = Outbox()
         self._spool = Spool(settings.spool, settings.spool_bytes)

@@ -56,7 +56,7 @@ class AgentSettings:
     procfs_root: Path = Path("/proc")
     kmsg_path: Path = Path("/dev/kmsg")  # or a file in the same format
     excluded_rdma: tuple[str, ...] = ()  # devices or ports that are never opened, see `Context`
-    nccl_inspector_directory: Path | None = None  # default: from each rank's environment
+    nccl_inspector_directory: Path | None = None  # in addition to the ranks' own settings
     flush_seconds: float = FLUSH_SECONDS
     spool_bytes: int = SPOOL_BYTES
     metrics_host: str = METRICS_HOST

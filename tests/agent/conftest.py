@@ -1,4 +1,4 @@
-"""A real HTTP server that takes batches and hands out commands, and real agents as processes."""
+"""A real HTTP server that stores batches and sends commands, and real agents as processes."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from paceline_wire.topology import Coordinates, Topology
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 60.0, what: str = "") -> Any:
-    """Poll until `condition` returns something true, and return that."""
+    """Poll until `condition` returns a true value, and return it."""
     deadline = time.monotonic() + seconds
     while True:
-        found = condition()
-        if found:
-            return found
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what or condition}"
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what or condition}"
         time.sleep(0.02)
 
 
 class StubServer:
-    """Stores what agents send, as the real one would, in memory; can be stopped and started."""
+    """Stores what agents send in memory, as the real server does; can be stopped and started."""
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
         self.duplicates = 0
         self.refuse: Callable[[Batch], Response | None] = lambda _: None
         self.commands: list[Command] = []
-        self.raw_lines: list[bytes] = []  # said first on each stream
-        self.silent = False  # the stream says nothing, not even a ping
+        self.raw_lines: list[bytes] = []  # sent first on each stream
+        self.silent = False  # streams send nothing, not even a ping
         self.streams_opened = 0
         self.tokens: set[str] = set()
         self._seen: set[tuple[str, str, int]] = set()
@@ -65,8 +65,8 @@ class StubServer:
         return f"http://127.0.0.1:{self.port}"
 
     def events(self, kind: type[Any] | None = None) -> list[Any]:
-        found: list[Event] = [event for batch in list(self.batches) for event in batch.events]
-        return [event for event in found if kind is None or isinstance(event, kind)]
+        events: list[Event] = [event for batch in list(self.batches) for event in batch.events]
+        return [event for event in events if kind is None or isinstance(event, kind)]
 
     def start(self) -> None:
         app = Starlette(
@@ -97,13 +97,13 @@ class StubServer:
         if refusal is not None:
             return refusal
         name = (batch.agent_id, batch.boot_id, batch.sequence)
-        known = name in self._seen
-        if known:
+        is_duplicate = name in self._seen
+        if is_duplicate:
             self.duplicates += 1
         else:
             self._seen.add(name)
             self.batches.append(batch)
-        status = "duplicate" if known else "stored"
+        status = "duplicate" if is_duplicate else "stored"
         return JSONResponse({"status": status, "sequence": batch.sequence})
 
     async def _stream(self, request: Request) -> Response:
@@ -185,7 +185,7 @@ class AgentProcess:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """A tmpfs of so many bytes ("1m")."""
+    """Mount a tmpfs of a given size ("1m")."""
     disk = tmp_path / "disk"
 
     def mount(size: str) -> Path:
@@ -217,7 +217,7 @@ def start_agent(server: StubServer, tmp_path: Path) -> Iterator[StartAgent]:
         environment: Mapping[str, str] = MappingProxyType({}),
         under: Sequence[str] = (),
     ) -> AgentProcess:
-        """`under`: a command that runs another."""
+        """Start an agent. `under`: a command that runs it."""
         target = server.url if url is None else url
         agents.append(
             AgentProcess(target, tmp_path / name, *options, environment=environment, under=under)
@@ -231,14 +231,14 @@ def start_agent(server: StubServer, tmp_path: Path) -> Iterator[StartAgent]:
 
 @pytest.fixture
 def order(server: StubServer) -> Callable[[Any], CommandResult]:
-    """Give a command and wait for its result."""
+    """Send a command and wait for its result."""
 
     def give(command: Any) -> CommandResult:
         server.commands.append(command)
 
         def answers() -> list[CommandResult]:
             results = server.events(CommandResult)
-            return [one for one in results if one.command_id == command.command_id]
+            return [result for result in results if result.command_id == command.command_id]
 
         return wait_for(answers, what=f"the result of {command}")[0]  # type: ignore[no-any-return]
 
@@ -246,7 +246,7 @@ def order(server: StubServer) -> Callable[[Any], CommandResult]:
 
 
 class RankRing:
-    """What a rank that others started leaves in the agent's directory: spans 0, 1, 2, ..."""
+    """The ring of an external rank in the agent's directory, with spans 0, 1, 2, ..."""
 
     def __init__(self, directory: Path, rank: int = 0, pid: int | None = None) -> None:
         identity = Identity(
@@ -266,7 +266,7 @@ class RankRing:
         self._file = ring.create(directory / "rings" / f"j.g0.r{rank}.ring", identity)
 
     def write(self, spans: int) -> None:
-        """Started now, 10 ns long. More than a ring holds are an overrun."""
+        """Write spans that start now and last 10 ns. More than the capacity are an overrun."""
         capacity = self._file.capacity
         for index in range(self.written, self.written + spans):
             place = (index & (capacity - 1)) * RECORD_BYTES
@@ -274,8 +274,7 @@ class RankRing:
             self._file.spans[place : place + RECORD_BYTES] = RECORD.pack(
                 index, Op.FORWARD, 0, NONE_16, 0, 5, NONE_32, NONE_32, 0, 0, 0, start_ns, 10
             )
-        self.written += spans
-        self._file.state[ring.STATE_HEAD] = self.written
+            self.written = self._file.state[ring.STATE_HEAD] = index + 1
 
     def close(self) -> None:
         self._file.close()
@@ -283,20 +282,20 @@ class RankRing:
 
 @pytest.fixture
 def make_rank() -> Iterator[Callable[..., RankRing]]:
-    made: list[RankRing] = []
+    rings: list[RankRing] = []
 
     def make(directory: Path, rank: int = 0, pid: int | None = None) -> RankRing:
-        made.append(RankRing(directory, rank, pid))
-        return made[-1]
+        rings.append(RankRing(directory, rank, pid))
+        return rings[-1]
 
     yield make
-    for each in made:
-        each.close()
+    for rank_ring in rings:
+        rank_ring.close()
 
 
 @pytest.fixture
 def spans_of() -> Callable[..., list[int]]:
-    """The indices of a rank's spans in the order in which a server got them."""
+    """The indices of a rank's spans in the order in which a server received them."""
 
     def spans_of(server: StubServer, rank: int = 0) -> list[int]:
         return [
@@ -311,7 +310,7 @@ def spans_of() -> Callable[..., list[int]]:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie is dead."""
+    """Return whether a process exists and is not a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -320,8 +319,8 @@ def is_alive(pid: int) -> bool:
 
 
 def processes_with(text: str) -> list[int]:
-    """Living processes that were started with `text` somewhere in their environment."""
-    found = []
+    """Return the live processes that were started with `text` in their environment."""
+    pids = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -329,5 +328,5 @@ def processes_with(text: str) -> list[int]:
             except OSError:
                 continue
             if text.encode() in environment and is_alive(int(name)):
-                found.append(int(name))
-    return found
+                pids.append(int(name))
+    return pids

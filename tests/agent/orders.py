@@ -1,4 +1,4 @@
-"""What tests say to an agent, and where they find what it started."""
+"""Commands for an agent under test, and the processes that it starts."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ def marker(agent: Any) -> str:
 
 
 def guard_pids(agent_pid: int) -> tuple[int, int]:
-    """The sentinel and the guard."""
+    """Return the pids of the sentinel and the guard."""
 
-    def children(pid: int) -> list[int]:
-        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    def children(parent: int) -> list[int]:
+        text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+        return [int(pid) for pid in text.split()]
 
     for child in children(agent_pid):
         if b"guard.py" in Path(f"/proc/{child}/cmdline").read_bytes():

@@ -1,6 +1,6 @@
-"""A rank that does nothing but write spans: `python ring_writer.py SPANS_PER_SECOND [SPANS]`.
+"""A rank that only writes spans: `python ring_writer.py SPANS_PER_SECOND [SPANS]`.
 
-Ranks of an agent: where the ring goes and who it is comes from the environment.
+The agent starts it: the path of its ring and its identity come from the environment.
 """
 
 from __future__ import annotations

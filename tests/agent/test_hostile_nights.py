@@ -140,10 +140,10 @@ def test_no_answer_loses_a_batch_and_each_kind_is_logged_once(
     agent.stop()
     assert len(set(attempts[: len(ANSWERS)])) == 1, "nothing overtakes what is being sent"
     log = agent.log_text()
-    told = [line for line in log.splitlines() if "cannot send to the server" in line]
-    assert len(told) == len(ANSWERS)
-    for (_, said), line in zip(ANSWERS, told, strict=True):
-        assert said in line
+    lines = [line for line in log.splitlines() if "cannot send to the server" in line]
+    assert len(lines) == len(ANSWERS)
+    for (_, message), line in zip(ANSWERS, lines, strict=True):
+        assert message in line
     assert log.count("sending to the server again") == 1
     assert "\x1b" not in log
     assert "Traceback" not in log
@@ -249,9 +249,9 @@ def test_an_unknown_host_is_one_sentence_and_the_agent_continues(
     agent = start_agent(url="http://server.example:8470", under=["unshare", "--net"])
     wait_for(lambda: len(list((agent.directory / "spool").glob("*.batch"))) >= 3)
     assert agent.stop() == 0
-    told = [line for line in agent.log_text().splitlines() if "cannot send" in line]
-    assert len(told) == 1
-    assert "name resolution" in told[0] or "not known" in told[0]
+    lines = [line for line in agent.log_text().splitlines() if "cannot send" in line]
+    assert len(lines) == 1
+    assert "name resolution" in lines[0] or "not known" in lines[0]
     assert "Traceback" not in agent.log_text()
 
 
@@ -276,7 +276,7 @@ def test_an_unusable_spool_is_one_sentence_and_the_agent_continues(
     agent = start_agent("--spool-directory", str(spool), under=under)
     wait_for(lambda: len(server.batches) >= 3)
     assert agent.stop() == 0
-    said = "Read-only file system" if trouble == "read-only" else "Permission denied"
-    assert agent.log_text().count(f"cannot be written ({said})") == 1
+    message = "Read-only file system" if trouble == "read-only" else "Permission denied"
+    assert agent.log_text().count(f"cannot be written ({message})") == 1
     assert len(server.events(AgentHello)) == 1
     assert "Traceback" not in agent.log_text()

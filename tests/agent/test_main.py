@@ -23,13 +23,13 @@ Fixture = Callable[..., Any]
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AgentSettings]:
     """What the command makes of its arguments."""
-    seen: list[AgentSettings] = []
-    monkeypatch.setattr(command, "run", lambda given: seen.append(given) or 0)
+    calls: list[AgentSettings] = []
+    monkeypatch.setattr(command, "run", lambda given: calls.append(given) or 0)
 
     def parse(*arguments: str, **environment: str) -> AgentSettings:
         result = CliRunner(env=environment).invoke(command.main, arguments)
         assert result.exit_code == 0, result.output
-        return seen[-1]
+        return calls[-1]
 
     return parse
 

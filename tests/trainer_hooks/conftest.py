@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def ring_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An environment as an agent sets it; whatever the test started is finished after it."""
+    """Set the environment as an agent does; finish the hooks after the test."""
     monkeypatch.setenv("PACELINE_RING_DIRECTORY", str(tmp_path))
     monkeypatch.setenv("PACELINE_JOB", "local")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PACELINE_GENERATION"):
@@ -33,7 +33,7 @@ def ring_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.fixture
 def reader(ring_directory: Path) -> Iterator[RingReader]:
-    """Hooks that record, and the agent's end of their ring."""
+    """Start the hooks and open the agent's end of their ring."""
     paceline.init()
     reader = RingReader(ring_directory / "local.g0.r0.ring")
     yield reader
@@ -45,7 +45,7 @@ Script = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
-    """Runs python source in a process of its own, with a ring directory unless told otherwise."""
+    """Run Python source in its own process, with a ring directory by default."""
 
     def run(source: str, ring: Path | None = tmp_path) -> subprocess.CompletedProcess[str]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
@@ -65,7 +65,7 @@ def script(tmp_path: Path) -> Script:
 def two_ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[RingReader]]:
-    """Rings of two real gloo ranks that ran `two_ranks.py` to its end, of either hot path."""
+    """Rings of two real gloo ranks that ran `two_ranks.py`, with each implementation."""
     directory = tmp_path_factory.mktemp("rings")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -120,7 +120,7 @@ def small(ring_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rin
 
 @pytest.fixture
 def ring(tmp_path: Path) -> Recorder:
-    """A recorder by itself, without the process-wide hooks."""
+    """A recorder without the process-wide hooks."""
     identity = Identity(
         job="j",
         generation=0,

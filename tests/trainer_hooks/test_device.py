@@ -1,4 +1,4 @@
-"""The event pool, on a device that is a clock we hold (the real one: tests/gpu)."""
+"""The event pool, with a device that is a fake clock (tests/gpu has a real one)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from paceline_wire.spans import Flag, Op, Span, unpack
 
 
 class Device:
-    """Runs behind the host: events are queued and passed only when `run_to` says so."""
+    """A device that lags behind the host: it passes queued events only in `catch_up`."""
 
     def __init__(self) -> None:
         self.passed_ms = 0.0
         self.next_ms = 0.0
-        self.made = 0
+        self.created = 0
         self.capturing = False
         device = self
 
         class Event:
             def __init__(self, *, enable_timing: bool) -> None:
                 assert enable_timing
-                device.made += 1
+                device.created += 1
 
             def record(self) -> None:
                 self.at_ms = device.next_ms
@@ -111,8 +111,8 @@ def test_events_are_reused(device: Device, timer: DeviceTimer, ring: Recorder) -
         device.catch_up()
         timer.resolve()
         if step == 3:
-            made = device.made
-    assert device.made == made
+            created = device.created
+    assert device.created == created
     assert len(spans(ring)) == 200
 
 
@@ -125,7 +125,7 @@ def test_a_device_that_never_answers_costs_bounded_memory(
         with section:
             pass
     assert timer.dropped == 10
-    assert device.made < 2 * MAXIMUM_QUEUED + 10
+    assert device.created < 2 * MAXIMUM_QUEUED + 10
 
 
 def test_inside_a_captured_graph_host_time_is_recorded(
@@ -150,7 +150,7 @@ def test_anchors_stay_within_the_bounds_that_the_host_observed(
         device.catch_up()
         timer.resolve()
     last = spans(ring)[-1]
-    # Its own second lies ahead of the anchor before it; fifty of them do not add up.
+    # One second may lie ahead of the previous anchor; fifty of them do not add up.
     assert last.end_ns < perf_counter_ns() + 3_000_000_000
 
 

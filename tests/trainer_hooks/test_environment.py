@@ -167,16 +167,16 @@ def test_metadata_that_fits_is_kept_and_the_rest_is_dropped(
     assert "kept 2 of 3 metadata entries; the limit is 3000 bytes" in caplog.text
 
 
-@pytest.mark.parametrize(("place", "is_told"), [((0, 1), False), ((1, 0), True)])
+@pytest.mark.parametrize(("place", "is_logged"), [((0, 1), False), ((1, 0), True)])
 def test_coordinates_that_differ_from_the_assumed_layout_are_logged(
     ring_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     place: tuple[int, int],
-    is_told: bool,
+    is_logged: bool,
 ) -> None:
     monkeypatch.setattr(session, "_logged", set())
     for name, value in {"RANK": "2", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     paceline.init(dp_rank=place[0], pp_rank=place[1], topology=Topology(dp=2, pp=2))
-    assert ("the (pp, dp, tp) layout" in caplog.text) is is_told
+    assert ("the (pp, dp, tp) layout" in caplog.text) is is_logged

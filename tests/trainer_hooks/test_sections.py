@@ -1,4 +1,4 @@
-"""Sections, pipeline actions and status blocks, as the agent's end reads them."""
+"""Sections, pipeline actions and status sections, as the agent reads them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_sections_are_recorded_inner_first_under_their_names(reader: RingReader)
     inner, outer = spans(reader)
     assert outer.start_ns <= inner.start_ns
     assert inner.end_ns <= outer.end_ns
-    known = names(reader)
-    assert [known[op_name(span.op)] for span in (inner, outer)] == ["inner", "outer"]
+    section_names = names(reader)
+    assert [section_names[op_name(span.op)] for span in (inner, outer)] == ["inner", "outer"]
 
 
 def test_a_name_is_defined_once(reader: RingReader) -> None:
@@ -77,7 +77,7 @@ def test_sections_deeper_than_the_page_are_still_recorded(reader: RingReader) ->
     assert len(spans(reader)) == FRAMES + 4
     view = reader.view()
     assert view.frames == []
-    assert view.groups == []  # what lies behind the frames was not touched
+    assert view.groups == []  # the words behind the frames are unchanged
 
 
 def test_a_section_left_by_an_error_is_closed(reader: RingReader) -> None:
@@ -223,7 +223,7 @@ def test_the_page_shows_the_kind_of_work(
 def test_finish_inside_a_checkpoint_stays_finished(
     reader: RingReader, timed: Callable[[], Timed]
 ) -> None:
-    """As a handler of SIGTERM may do."""
+    """A handler of SIGTERM may do that."""
     for _ in paceline.steps([0]):
         with timed(), timed():
             paceline.finish()
@@ -263,9 +263,9 @@ def test_an_overrun_is_counted_by_the_reader(small: RingReader) -> None:
 
 def test_a_long_garbage_collection_is_recorded(reader: RingReader) -> None:
     for _ in paceline.steps([0]):
-        rubbish = [[index] for index in range(200_000)]
+        garbage = [[index] for index in range(200_000)]
         gc.collect()
-        del rubbish
+        del garbage
     pauses = [span for span in unpack(reader.read()) if span.op == Op.GC]
     assert pauses
     assert all(pause.duration_ns >= 100_000 for pause in pauses)

@@ -64,7 +64,7 @@ def plain_transfers() -> None:
         work = dist.irecv(tensor, src=0)
         assert work is not None
         work.wait()
-        assert dist.recv(tensor) == 0  # from anyone
+        assert dist.recv(tensor) == 0  # from any rank
 
 
 def pipelined_blocking() -> None:

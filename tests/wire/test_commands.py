@@ -1,4 +1,4 @@
-"""Commands survive the stream; anything else is an error, never something half understood."""
+"""Commands are decoded as they were encoded; anything else is an error."""
 
 from __future__ import annotations
 

@@ -107,6 +107,7 @@ class SpanBlock(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def count(self) -> int:
+        """The number of records."""
         return len(self.columns) // RECORD_BYTES
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 MEMORY = Path("/dev/shm")
 PREFIX = "paceline-"
-LOCK = "agent.lock"  # held (flock) while the agent lives
+LOCK = "agent.lock"  # locked (flock) while the agent runs
 RINGS = "rings"
 ACCOUNT = "paceline"  # as in deploy/systemd
 

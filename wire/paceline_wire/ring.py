@@ -250,9 +250,8 @@ def create(path: Path, identity: Identity, capacity: int = DEFAULT_CAPACITY) -> 
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     descriptor = os.open(temporary, flags, 0o600)
     try:
-        if (
-            os.stat(path.parent).st_mode & stat.S_ISGID
-        ):  # the agent runs as another user of this group
+        # Set-group-ID: the agent runs as another user and reads rings through this group.
+        if os.stat(path.parent).st_mode & stat.S_ISGID:
             os.fchmod(descriptor, 0o660)
         os.posix_fallocate(descriptor, 0, size)  # a full tmpfs fails here, not with SIGBUS later
         mapping = mmap.mmap(descriptor, size)

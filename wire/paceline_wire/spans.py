@@ -122,6 +122,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def end_ns(self) -> int:
+        """CLOCK_MONOTONIC at the end."""
         return self.start_ns + self.duration_ns
 
 

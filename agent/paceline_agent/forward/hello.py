@@ -39,6 +39,7 @@ class RendezvousPort:
         used.close()
 
     def close(self) -> None:
+        """Release the port."""
         self._socket.close()
 
 
@@ -111,4 +112,5 @@ class Greeter:
             self.greet()
 
     def close(self) -> None:
+        """Release the rendezvous port."""
         self._port.close()

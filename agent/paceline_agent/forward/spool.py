@@ -109,10 +109,12 @@ class Spool:
 
     @property
     def backlog(self) -> int:
+        """The number of waiting batches that do not overtake."""
         return len(self._backlog)
 
     @property
     def overtaking(self) -> int:
+        """The number of waiting batches that overtake."""
         return len(self._overtaking)
 
     def begin_boot(self) -> str:

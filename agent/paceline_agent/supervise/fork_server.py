@@ -31,7 +31,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
 _REQUEST_BYTES = 1 << 20
-_ARGUMENTS, _ENVIRONMENT = 45, 47  # arg_start, env_start of proc_pid_stat(5), without two fields
+_ARGUMENTS, _ENVIRONMENT = 45, 47  # arg_start, env_start in proc_pid_stat(5), from field 3
 
 
 def main(arguments: list[str]) -> None:

@@ -90,6 +90,7 @@ class Supervisor:
 
     @property
     def has_ranks(self) -> bool:
+        """Return whether any rank of this node may still have a process."""
         return bool(self._ranks)
 
     async def adopt(self) -> None:

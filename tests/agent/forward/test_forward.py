@@ -116,16 +116,11 @@ def test_batches_of_a_killed_agent_are_sent_by_the_next_one(
     assert server.batches[before + left].events[0] == server.events(AgentHello)[1]
 
 
-def test_an_idle_agent_sends_a_batch_every_second(
+def test_an_idle_agent_keeps_sending_heartbeats(
     start_agent: Fixture, server: Any, wait_for: Fixture
 ) -> None:
     start_agent("--procfs-root", "/nonexistent", "--sysfs-root", "/nonexistent")
     wait_for(lambda: len(server.batches) >= 6)
-    gaps = [
-        (after.packed_ns - before.packed_ns) / 1e9
-        for before, after in zip(server.batches, server.batches[1:], strict=False)
-    ]
-    assert sorted(gaps)[len(gaps) // 2] <= 1.1
 
 
 def test_an_unwritable_spool_is_logged_once_and_batches_are_still_sent(

@@ -44,7 +44,7 @@ def test_current_data_overtakes_a_backlog_and_data_of_ranks_stays_in_order(
     spans_of: Fixture,
 ) -> None:
     backlog = fill(tmp_path / "node-0")
-    server.refuse = lambda _: time.sleep(0.02)  # what makes a backlog last
+    server.refuse = lambda _: time.sleep(0.02)  # so that the backlog lasts
     agent = start_agent()
     wait_for(lambda: server.batches)
     rank = make_rank(agent.directory)

@@ -1,4 +1,4 @@
-"""When news are packed: with what was collected at a tick, not a moment later."""
+"""When batches are packed: at the end of a sweep, and as heartbeats."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from paceline_agent.forward.spool import Spool
 
 
 class At:
-    """A packer, its outbox, and the time."""
+    """A packer, its outbox and spool, and a fake clock."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 1000.0
         monkeypatch.setattr("time.monotonic", lambda: self.seconds)
         self.outbox = Outbox()
-        spool = Spool(directory, 1 << 20)
-        self.packer = Packer("a", self.outbox, spool, flush_seconds=0.5, heartbeat_seconds=1.0)
+        self.spool = Spool(directory, 1 << 20)
+        self.packer = Packer("a", self.outbox, self.spool, flush_seconds=0.5, heartbeat_seconds=1.0)
         self.packer.flush()
 
     def is_packed(self, seconds: float) -> bool:
-        """Whether what has all come so long after the last time is packed now."""
+        """Return whether a sweep that completes after `seconds` is packed at once."""
         self.seconds += seconds
         self.packer.on_collected()
         is_urgent = self.outbox.urgent.is_set()
@@ -43,6 +43,17 @@ def test_each_sweep_is_packed_as_soon_as_it_is_complete(at: At) -> None:
 
 def test_a_burst_does_not_create_a_batch_per_call(at: At) -> None:
     assert sum(at.is_packed(0.1) for _ in range(30)) <= 6
+
+
+async def test_an_idle_packer_packs_a_heartbeat_every_second(at: At) -> None:
+    heartbeats = []
+    for _ in range(10):
+        at.seconds += 0.5
+        at.packer.flush()
+        heartbeats.append(len(at.spool))
+        while len(at.spool):  # as if the server had stored it
+            at.spool.remove(await at.spool.head())
+    assert heartbeats == [0, 1] * 5
 
 
 def test_a_node_that_the_server_throttles_keeps_its_own_phase(at: At) -> None:

@@ -54,7 +54,7 @@ def test_batches_outlive_the_agent_and_keep_their_order(tmp_path: Path) -> None:
         first.append(batch(sequence, boot="old"))
     second = Spool(tmp_path, LIMIT)
     second.append(batch(0, boot="younger"))
-    sent = [(one.boot_id, one.sequence) for one in drain(second)]
+    sent = [(batch.boot_id, batch.sequence) for batch in drain(second)]
     assert sent == [("old", sequence) for sequence in range(12)] + [("younger", 0)]
     assert not list(tmp_path.glob("*.batch"))
     assert second.size_bytes == 0
@@ -68,7 +68,7 @@ def test_an_overtaking_boot_alternates_with_the_backlog(tmp_path: Path) -> None:
     for sequence in range(2):
         spool.append(batch(sequence, boot="2"))
     spool.append(batch(4, boot="1"))
-    sent = [(one.boot_id, one.sequence) for one in drain(spool)]
+    sent = [(batch.boot_id, batch.sequence) for batch in drain(spool)]
     assert sent == [("2", 0), ("1", 0), ("2", 1), ("1", 1), ("1", 2), ("1", 3), ("1", 4)]
 
 
@@ -79,7 +79,7 @@ def test_overtaking_batches_are_backlog_for_the_next_agent(tmp_path: Path) -> No
     spool.append(batch(0, boot="2"))
     spool.overtake("3")
     spool.append(batch(0, boot="3"))
-    assert [one.boot_id for one in drain(spool)] == ["3", "1", "2"]
+    assert [batch.boot_id for batch in drain(spool)] == ["3", "1", "2"]
 
 
 def test_boots_sort_in_order_even_if_the_clock_is_set_back(
@@ -104,10 +104,10 @@ def test_a_full_spool_drops_the_oldest_detail_and_keeps_events(tmp_path: Path) -
         spool.append(batch(sequence, samples=200, event=True))
     assert spool.size_bytes <= 64 << 10
     assert sum(path.stat().st_size for path in tmp_path.glob("*.batch")) <= (64 << 10) + 40 * 16
-    kept = drain(spool)
-    assert [one.sequence for one in kept] == list(range(40)), "no event may be lost"
-    assert all(one.events for one in kept)
-    with_detail = [one.sequence for one in kept if one.samples]
+    remaining = drain(spool)
+    assert [batch.sequence for batch in remaining] == list(range(40)), "no event may be lost"
+    assert all(batch.events for batch in remaining)
+    with_detail = [batch.sequence for batch in remaining if batch.samples]
     assert with_detail[-1] == 39, "the newest detail stays"
     assert 0 < spool.counts.dropped == 40 - len(with_detail)
     assert spool.counts.lost_samples == 200 * spool.counts.dropped
@@ -122,10 +122,12 @@ def test_spans_are_dropped_before_samples_and_samples_before_events(tmp_path: Pa
     for sequence in range(30):
         whole = batch(sequence, samples=20, event=True)
         spool.append(msgspec.structs.replace(whole, spans=[block()]))
-    kept = drain(spool)
-    assert [one.sequence for one in kept] == list(range(30))
-    assert all(one.samples and one.events for one in kept), "spans were enough to give up"
-    without = [one.sequence for one in kept if not one.spans]
+    remaining = drain(spool)
+    assert [batch.sequence for batch in remaining] == list(range(30))
+    assert all(batch.samples and batch.events for batch in remaining), (
+        "spans were enough to give up"
+    )
+    without = [batch.sequence for batch in remaining if not batch.spans]
     assert without == list(range(len(without))), "the oldest first"
     assert spool.counts.dropped == len(without) > 0
     assert spool.counts.lost_spans == 64 * len(without)
@@ -138,10 +140,10 @@ def test_a_spool_full_of_events_drops_the_oldest(tmp_path: Path) -> None:
     asyncio.run(spool.head())
     for sequence in range(1, 1500):
         spool.append(batch(sequence, event=True))
-    kept = [one.sequence for one in drain(spool)]
-    assert kept[0] == 0, "it may be on its way"
-    assert kept[1:] == list(range(1500 - len(kept) + 1, 1500))
-    assert spool.counts.dropped == spool.counts.lost_events == 1500 - len(kept)
+    remaining = [batch.sequence for batch in drain(spool)]
+    assert remaining[0] == 0, "it may be on its way"
+    assert remaining[1:] == list(range(1500 - len(remaining) + 1, 1500))
+    assert spool.counts.dropped == spool.counts.lost_events == 1500 - len(remaining)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "garbage"])
@@ -162,17 +164,19 @@ def test_a_damaged_file_is_skipped_and_counted(tmp_path: Path, damage: str, whic
         }[damage]
     )
     spool = Spool(tmp_path, LIMIT)
-    assert [one.sequence for one in drain(spool)] == [each for each in range(3) if each != which]
+    assert [batch.sequence for batch in drain(spool)] == [
+        index for index in range(3) if index != which
+    ]
     assert spool.counts.corrupt == (damage != "empty" or which == 1)
 
 
 def test_while_the_server_keeps_up_no_file_is_created(tmp_path: Path) -> None:
     spool = Spool(tmp_path, LIMIT)
-    for sequence, samples in enumerate((200, 3, 50)):  # what a longer one leaves does not matter
+    for sequence, samples in enumerate((200, 3, 50)):  # old bytes of a longer batch do not matter
         spool.append(batch(sequence, samples=samples))
         assert [path.name for path in tmp_path.iterdir()] == [".slot"]
         found = drain(Spool(tmp_path, LIMIT)) if samples == 50 else drain(spool)
-        assert [(one.sequence, len(one.samples)) for one in found] == [(sequence, samples)]
+        assert [(batch.sequence, len(batch.samples)) for batch in found] == [(sequence, samples)]
     assert len(Spool(tmp_path, LIMIT)) == 0
 
 
@@ -182,7 +186,7 @@ def test_while_the_server_keeps_up_no_file_is_created(tmp_path: Path) -> None:
         (0, 0, [], []),
         (0, 99, [], []),
         (1, 0, [], []),
-        (2, 0, [0], [0]),  # the server will know it
+        (2, 0, [0], [0]),  # a duplicate for the server
         (2, 12, [0], []),
         (3, 99, [0], []),
         (4, 0, [0], []),
@@ -223,7 +227,7 @@ def test_a_killed_agent_leaves_a_complete_batch_or_none(
         asyncio.run(send(Spool(tmp_path, LIMIT)))
     following = Spool(tmp_path, LIMIT)
     assert found == sent
-    assert [one.sequence for one in drain(following)] == left
+    assert [batch.sequence for batch in drain(following)] == left
     assert following.counts.corrupt == 0
 
 
@@ -231,7 +235,7 @@ def test_a_batch_moving_out_of_the_slot_is_not_sent_twice(tmp_path: Path) -> Non
     Spool(tmp_path, LIMIT).append(batch(0, samples=5))
     slot = (tmp_path / ".slot").read_bytes()
     (tmp_path / f"boot.{0:012d}.batch").write_bytes(slot)
-    assert [one.sequence for one in drain(Spool(tmp_path, LIMIT))] == [0]
+    assert [batch.sequence for batch in drain(Spool(tmp_path, LIMIT))] == [0]
     assert len(Spool(tmp_path, LIMIT)) == 0
 
 
@@ -240,7 +244,7 @@ def test_a_file_that_vanishes_is_skipped(tmp_path: Path) -> None:
     spool.append(batch(0))
     spool.append(batch(1))
     next(tmp_path.glob("*.batch")).unlink()
-    assert [one.sequence for one in drain(spool)] == [0]
+    assert [batch.sequence for batch in drain(spool)] == [0]
 
 
 def test_rejected_batches_are_set_aside_and_few_are_kept(tmp_path: Path) -> None:
@@ -254,9 +258,9 @@ def test_rejected_batches_are_set_aside_and_few_are_kept(tmp_path: Path) -> None
     asyncio.run(reject_all())
     assert len(spool) == 0
     assert spool.counts.rejected == 30
-    kept = sorted(path.name for path in (tmp_path / "rejected").iterdir())
-    assert len(kept) == 16
-    assert kept[-1].endswith("29.batch")
+    remaining = sorted(path.name for path in (tmp_path / "rejected").iterdir())
+    assert len(remaining) == 16
+    assert remaining[-1].endswith("29.batch")
 
 
 def test_an_unwritable_directory_keeps_batches_in_bounded_memory(
@@ -268,8 +272,8 @@ def test_an_unwritable_directory_keeps_batches_in_bounded_memory(
     for sequence in range(60):
         spool.append(batch(sequence, samples=100, event=True))
     assert spool.size_bytes <= 64 << 10
-    assert len([one for one in caplog.records if one.levelname == "ERROR"]) == 1
-    assert [one.sequence for one in drain(spool)] == list(range(60))
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+    assert [batch.sequence for batch in drain(spool)] == list(range(60))
 
 
 def test_a_full_disk_loses_nothing_and_recovers(
@@ -280,12 +284,12 @@ def test_a_full_disk_loses_nothing_and_recovers(
     for sequence in range(40):
         spool.append(batch(sequence, samples=200))
     assert spool.disk_error == "No space left on device"
-    assert len([one for one in caplog.records if one.levelname == "ERROR"]) == 1
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
     assert not list(disk.glob("spool/.writing")), "a torn file takes room"
-    assert [one.sequence for one in drain(spool)] == list(range(40))
+    assert [batch.sequence for batch in drain(spool)] == list(range(40))
     spool.append(batch(40))
     assert spool.disk_error is None
-    assert [one.sequence for one in drain(Spool(disk / "spool", 8 << 20))] == [40]
+    assert [batch.sequence for batch in drain(Spool(disk / "spool", 8 << 20))] == [40]
 
 
 def test_full_disk_and_memory_lose_the_oldest_detail(
@@ -298,9 +302,9 @@ def test_full_disk_and_memory_lose_the_oldest_detail(
         on_disk = sum(path.stat().st_size for path in (disk / "spool").iterdir())
         assert spool.size_bytes - on_disk <= 64 << 10
     assert spool.disk_error is not None
-    kept = drain(spool)
-    assert [one.sequence for one in kept] == list(range(40)), "no event may be lost"
-    without = [one.sequence for one in kept if not one.samples]
+    remaining = drain(spool)
+    assert [batch.sequence for batch in remaining] == list(range(40)), "no event may be lost"
+    without = [batch.sequence for batch in remaining if not batch.samples]
     assert without == list(range(len(without))), "the oldest first"
     assert 0 < len(without) < 35, "what was cut made room on the disk"
     assert spool.counts.lost_samples == 400 * len(without)
@@ -317,12 +321,12 @@ def test_batches_in_memory_move_to_disk_as_soon_as_it_has_space(
     for sequence in range(20):
         spool.append(batch(sequence, samples=0 if sequence % 2 else 200))
     assert spool.disk_error is not None
-    assert len(caplog.records) == 1, "that a small one still fits is no news"
+    assert len(caplog.records) == 1, "that a small batch still fits is no news"
     filler.unlink()
     spool.append(batch(20))
-    assert len(list(disk.glob("spool/*.batch"))) == 20, "and one is in the slot"
+    assert len(list(disk.glob("spool/*.batch"))) == 20, "and batch is in the slot"
     assert spool.disk_error is None
-    assert [one.sequence for one in drain(Spool(disk / "spool", 8 << 20))] == list(range(21))
+    assert [batch.sequence for batch in drain(Spool(disk / "spool", 8 << 20))] == list(range(21))
 
 
 def test_an_unusable_slot_blocks_nothing(tmp_path: Path) -> None:
@@ -330,7 +334,7 @@ def test_an_unusable_slot_blocks_nothing(tmp_path: Path) -> None:
     (tmp_path / ".slot").rename(tmp_path / f"boot.{0:012d}.batch")
     (tmp_path / ".slot").mkdir()
     spool = Spool(tmp_path, LIMIT)
-    assert [one.sequence for one in drain(spool)] == [0]
+    assert [batch.sequence for batch in drain(spool)] == [0]
     spool.append(batch(1))
     assert spool.disk_error is None
-    assert [one.sequence for one in drain(Spool(tmp_path, LIMIT))] == [1]
+    assert [batch.sequence for batch in drain(Spool(tmp_path, LIMIT))] == [1]

@@ -71,6 +71,6 @@ def test_two_lines_in_a_script_are_enough(
     wait_for(lambda: attached(server))
     assert agent.stop() == 0
     rings = memory / "paceline-node-0" / "rings"
-    left = list(rings.iterdir())  # the first one's, if the agent had no time to remove it
+    left = list(rings.iterdir())  # the first run's, if the agent had no time to remove it
     train(memory, user=user)
     assert list(rings.iterdir()) == left

@@ -1,4 +1,4 @@
-"""A real agent under more spans than a node makes: every one is sent once, none is lost.
+"""A real agent with more spans than a node writes: each is sent once, none is lost.
 
 How many a second of CPU time takes is measured by `benchmarks/agent_rings.py`.
 """

@@ -182,7 +182,7 @@ def test_a_file_that_is_not_a_ring_is_skipped_once(
     for _ in range(3):
         bench.poll()
     assert bench.rings.counts.corrupt == 1
-    assert len([one for one in caplog.records if "skipped" in one.message]) == 1
+    assert len([record for record in caplog.records if "skipped" in record.message]) == 1
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_rank_that_ended_unseen_is_reported_if_its_status_is_final(bench: Benc
     ended.write(3)
     silent.write(2)
     ended.ring.state[ring.STATE_STATUS] = ring.Status.FINISHED
-    events, blocks = bench.poll()  # looks at processes, each half a second
+    events, blocks = bench.poll()  # processes are checked every half second
     more_events, more_blocks = bench.poll()
     exits = [event for event in events + more_events if isinstance(event, RankExited)]
     assert [(event.rank, event.exit_code) for event in exits] == [(0, 0)]
@@ -313,7 +313,7 @@ def test_a_rank_replaced_by_the_next_run_is_reported_first(bench: Bench) -> None
     following = Writer(bench.directory)
     following.write(1)
     events, blocks = bench.poll()
-    exited, attached = (one for one in events if isinstance(one, RankExited | RankAttached))
+    exited, attached = (event for event in events if isinstance(event, RankExited | RankAttached))
     assert isinstance(exited, RankExited)
     assert exited.pid == process.pid
     assert isinstance(attached, RankAttached)
@@ -327,7 +327,7 @@ def test_two_simultaneous_runs_with_one_name_are_logged(
 ) -> None:
     Writer(bench.directory)
     bench.poll()
-    Writer(bench.directory)  # the same process began anew
+    Writer(bench.directory)  # the same process started again
     bench.poll()
     assert "PACELINE_JOB" not in caplog.text
     Writer(bench.directory, pid=1)
@@ -361,4 +361,4 @@ def test_a_value_that_is_not_finite_never_reaches_the_server(bench: Bench) -> No
     values = [1.0, float("nan"), float("inf")]
     bench.outbox.put_samples([Sample("m", {}, value, 1) for value in values])
     ((_, _, samples, _),) = bench.outbox.take()
-    assert [one.value for one in samples] == [1.0]
+    assert [sample.value for sample in samples] == [1.0]

@@ -1,4 +1,4 @@
-"""Python stacks of real processes: one waits for a lock, one is stopped, one is not there."""
+"""Python stacks of real processes: event waits for a lock, event is stopped, event is not there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline_wire.topology import Topology
 
 Fixture = Callable[..., Any]
 
-# Rank 0 waits for a lock that another of its threads holds, and that one keeps the GIL busy.
+# Rank 0 waits for a lock that another thread holds, which keeps the GIL busy.
 RANK = """
 import os, threading
 from pathlib import Path
@@ -34,7 +34,7 @@ identity = Identity(
     job="job-a", generation=0, rank=rank, local_rank=rank, world_size=2, topology=Topology(dp=2),
     coordinates=Coordinates(dp_rank=rank), pid=os.getpid(), host="here", clock_offset_ns=0,
     started_ns=1)
-mine = ring.create(
+ring_file = ring.create(
     Path(os.environ["PACELINE_RING_DIRECTORY"]) / f"job-a.g0.r{rank}.ring", identity, 64)
 lock = threading.Lock()
 def holds_the_lock_and_spins():
@@ -72,8 +72,8 @@ def take(
     server.commands.append(
         TakeStacks(command_id=command_id, job="job-a", generation=0, ranks=list(ranks))
     )
-    wait_for(lambda: any(one.command_id == command_id for one in server.events(CommandResult)))
-    return {one.rank: one for one in server.events(RankStackTraces)[before:]}
+    wait_for(lambda: any(event.command_id == command_id for event in server.events(CommandResult)))
+    return {event.rank: event for event in server.events(RankStackTraces)[before:]}
 
 
 def functions(thread: ThreadStack) -> list[str]:
@@ -91,8 +91,8 @@ def test_waiting_and_lock_holding_threads_are_shown_in_running_and_stopped_proce
     def waits() -> dict[str, ThreadStack] | None:
         nonlocal number
         number += 1
-        (told,) = take(server, wait_for, number, 0).values()
-        threads = {thread.name: thread for thread in told.threads}
+        (event,) = take(server, wait_for, number, 0).values()
+        threads = {thread.name: thread for thread in event.threads}
         main = threads.get("MainThread")
         return threads if main and "waits_for_the_lock" in functions(main) else None
 
@@ -107,7 +107,7 @@ def test_waiting_and_lock_holding_threads_are_shown_in_running_and_stopped_proce
     assert stopped.error is None
     assert functions(stopped.threads[0])[0] == "waits_for_the_lock"
     assert stopped.pid == started.pid
-    (result,) = (one for one in server.events(CommandResult) if one.command_id == 100)
+    (result,) = (event for event in server.events(CommandResult) if event.command_id == 100)
     assert result.ok
 
 
@@ -115,9 +115,9 @@ def test_the_reason_why_a_stack_could_not_be_read_is_one_sentence(
     start_agent: Fixture, server: Any, wait_for: Fixture
 ) -> None:
     start_agent()
-    told = take(server, wait_for, 1, 7)[7]
-    assert told.threads == []
-    assert told.error == "rank 7 has no ring on this node"
+    event = take(server, wait_for, 1, 7)[7]
+    assert event.threads == []
+    assert event.error == "rank 7 has no ring on this node"
     (result,) = server.events(CommandResult)
     assert not result.ok
 

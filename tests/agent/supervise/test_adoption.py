@@ -44,18 +44,18 @@ def test_running_ranks_and_their_rings_are_adopted_and_no_span_is_lost_or_sent_t
     assert order(start_ranks("", 2, 4, argv=WRITER)).ok
     server.commands.clear()
     for _ in range(3):
-        seen = len(span_indices(server, 1))
-        wait_for(lambda seen=seen: len(span_indices(server, 1)) > seen + 500)
+        before = len(span_indices(server, 1))
+        wait_for(lambda before=before: len(span_indices(server, 1)) > before + 500)
         agent.stop(signal.SIGKILL)
         agent = start_agent()
     pids = [started.pid for started in server.events(RankStarted)]
-    seen = {rank: len(span_indices(server, rank)) for rank in (0, 1)}
-    wait_for(lambda: all(len(span_indices(server, rank)) > seen[rank] + 1000 for rank in (0, 1)))
+    before = {rank: len(span_indices(server, rank)) for rank in (0, 1)}
+    wait_for(lambda: all(len(span_indices(server, rank)) > before[rank] + 1000 for rank in (0, 1)))
     assert all(map(is_alive, pids)), "the same processes"
     assert len(server.events(RankStarted)) == 2, "none was started again"
     assert order(stop(4)).ok
     wait_for(lambda: len(server.events(RankExited)) == 2)
-    assert {(one.pid, one.commanded) for one in server.events(RankExited)} == {
+    assert {(event.pid, event.commanded) for event in server.events(RankExited)} == {
         (pid, True) for pid in pids
     }
     assert not processes_with(marker(agent))

@@ -1,4 +1,4 @@
-"""A node's clock is set, the node is suspended, its agent begins anew with the clock set back.
+"""A node's clock is set, the node is suspended, its agent restarts with the clock set back.
 
 A real agent, for whom the machine's clocks are faked where they are read: below its interpreter.
 """
@@ -44,7 +44,7 @@ class Clocks:
         subprocess.run(command, check=True)
         self._file = directory / "clocks"
         self._file.write_bytes(bytes(16))
-        self.realtime_seconds = 0  # how far CLOCK_REALTIME was set
+        self.realtime_seconds = 0  # by how much CLOCK_REALTIME was set
         self.environment = {"LD_PRELOAD": str(library), "SET_CLOCKS": str(self._file)}
 
     def set(self, realtime_seconds: int, suspended_seconds: int = 0) -> None:
@@ -90,7 +90,7 @@ def check_order(batches: Sequence[Batch]) -> None:
 
 
 def newest(batches: Sequence[Batch], name: str) -> float | None:
-    values = [one.value for batch in batches for one in batch.samples if one.name == name]
+    values = [sample.value for batch in batches for sample in batch.samples if sample.name == name]
     return values[-1] if values else None
 
 
@@ -120,9 +120,9 @@ def test_no_sample_is_out_of_order_or_twice_when_the_clock_is_set(
     rank = make_rank(first.directory)
 
     def go_on() -> None:
-        seen = len(server.batches)
+        before = len(server.batches)
         rank.write(20)
-        wait_for(lambda: len(server.batches) >= seen + 4)
+        wait_for(lambda: len(server.batches) >= before + 4)
 
     jump(clocks, go_on)
     first.stop(signal.SIGKILL)
@@ -183,13 +183,13 @@ def test_a_real_server_stores_every_sample_once_and_in_order_and_the_offset(
     rank = make_rank(first.directory)
 
     def go_on() -> None:
-        """Until how far the clock was set is known to the server as well."""
-        seen = len(stored())
+        """Until how far the clock was set is expected to the server as well."""
+        before = len(stored())
         rank.write(20)
         stepped = "paceline_agent_clock_stepped_seconds"
-        known = clocks.realtime_seconds
-        wait_for(lambda: len(stored()) > seen + 2 and newest(stored(), stepped) is not None)
-        wait_for(lambda: abs((newest(stored(), stepped) or 0) - known) < 1.0, seconds=60)
+        expected = clocks.realtime_seconds
+        wait_for(lambda: len(stored()) > before + 2 and newest(stored(), stepped) is not None)
+        wait_for(lambda: abs((newest(stored(), stepped) or 0) - expected) < 1.0, seconds=60)
 
     jump(clocks, go_on)
     offset = newest(stored(), "paceline_agent_clock_server_offset_seconds")

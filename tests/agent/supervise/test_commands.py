@@ -1,4 +1,4 @@
-"""Commands to ranks: from the stream to the control page, and the answer back."""
+"""Commands to ranks: from the stream to the control page, and their answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline_wire.topology import Topology
 
 Fixture = Callable[..., Any]
 
-# A trainer in miniature: it makes a ring, obeys one command and leaves.
+# A minimal trainer: it creates a ring, obeys one command and exits.
 TRAINER = """
 import os, time
 from pathlib import Path
@@ -28,15 +28,15 @@ identity = Identity(
     coordinates=Coordinates(dp_rank=rank), pid=os.getpid(), host="here", clock_offset_ns=0,
     started_ns=1)
 path = Path(os.environ["PACELINE_RING_DIRECTORY"]) / f"{job}.g0.r{rank}.ring"
-mine = ring.create(path, identity, 64)
-while not mine.control[ring.CONTROL_COMMAND]:
+ring_file = ring.create(path, identity, 64)
+while not ring_file.control[ring.CONTROL_COMMAND]:
     time.sleep(0.01)
-step = mine.control[ring.CONTROL_TARGET_STEP] + 2
-mine.state[ring.STATE_STEP] = step
-mine.state[ring.STATE_STATUS] = ring.Status.FINISHED
-mine.control[ring.ACK_STATUS] = ring.AckStatus.DONE
-mine.control[ring.ACK_STEP] = step
-mine.control[ring.ACK_COMMAND] = mine.control[ring.CONTROL_COMMAND]
+step = ring_file.control[ring.CONTROL_TARGET_STEP] + 2
+ring_file.state[ring.STATE_STEP] = step
+ring_file.state[ring.STATE_STATUS] = ring.Status.FINISHED
+ring_file.control[ring.ACK_STATUS] = ring.AckStatus.DONE
+ring_file.control[ring.ACK_STEP] = step
+ring_file.control[ring.ACK_COMMAND] = ring_file.control[ring.CONTROL_COMMAND]
 """
 
 
@@ -56,7 +56,7 @@ def test_checkpoint_and_stop_is_acknowledged_before_the_ranks_exit(
             master_port=1,
         )
     )
-    # Given at once: the rings are not there yet.
+    # Sent at once: the rings do not exist yet.
     server.commands.append(
         ControlRanks(
             command_id=2, job="job-a", generation=0, kind="checkpoint_and_stop", target_step=40
@@ -64,11 +64,11 @@ def test_checkpoint_and_stop_is_acknowledged_before_the_ranks_exit(
     )
     wait_for(lambda: len(server.events(RankExited)) == 2)
     wait_for(lambda: len(server.events(CommandResult)) == 2)
-    assert all(one.ok for one in server.events(CommandResult))
+    assert all(event.ok for event in server.events(CommandResult))
     for rank in (0, 1):
-        events = [one for one in server.events() if getattr(one, "rank", None) == rank]
+        events = [event for event in server.events() if getattr(event, "rank", None) == rank]
         state, exited = events[-2:]
-        (acknowledged,) = (one for one in events if isinstance(one, RankAcknowledged))
+        (acknowledged,) = (event for event in events if isinstance(event, RankAcknowledged))
         assert (acknowledged.command_id, acknowledged.status) == (2, "done")
         assert acknowledged.step == 42
         assert isinstance(state, RankState)
@@ -87,7 +87,7 @@ def test_a_control_that_reaches_no_rank_fails(
             ControlRanks(command_id=number, job=job, generation=0, kind=kind, target_step=1)
         )
     wait_for(lambda: len(server.events(CommandResult)) == 2)
-    results = {one.command_id: one for one in server.events(CommandResult)}
+    results = {event.command_id: event for event in server.events(CommandResult)}
     assert not results[1].ok
     assert "runs on this node" in results[1].detail
     assert results[2].detail == "unknown control 'dance'"
@@ -112,15 +112,15 @@ def test_a_burst_runs_the_named_collectors_ten_times_a_second(
     wait_for(lambda: _times(server, "host"))
     server.commands.append(Burst(command_id=1, collectors=["host"], seconds=30.0))
     wait_for(lambda: _shortest_seconds(server, "host") < 0.5)
-    assert [one.ok for one in server.events(CommandResult)] == [True]
+    assert [event.ok for event in server.events(CommandResult)] == [True]
     assert _shortest_seconds(server, "numa") > 5, "nobody asked it to hurry"
 
     server.commands.append(Burst(command_id=2, collectors=["hosts"]))
     server.commands.append(Burst(command_id=3, seconds=3600.0))
     wait_for(lambda: len(server.events(CommandResult)) == 3)
-    told = {one.command_id: one.detail for one in server.events(CommandResult)}
-    assert "no collector is named hosts; there are" in told[2]
-    assert told[3] == "a burst lasts up to 30 s, not 3600"
+    details = {event.command_id: event.detail for event in server.events(CommandResult)}
+    assert "no collector is named hosts; there are" in details[2]
+    assert details[3] == "a burst lasts up to 30 s, not 3600"
 
 
 def _times(server: Any, collector: str) -> list[int]:

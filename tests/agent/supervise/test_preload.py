@@ -28,7 +28,7 @@ from tests.agent.orders import guard_pids, start_ranks, stop
 
 Fixture = Callable[..., Any]
 
-# Tells who imported it: a rank by itself, or a fork server for it.
+# Logs the pid that imported it: a rank, or a fork server for it.
 SLOW = """
 import os
 with open(os.path.join(os.path.dirname(__file__), "imports"), "a") as file:
@@ -39,14 +39,14 @@ ABOUT = """
 import json, os, sys
 import slow
 with open("/proc/self/cmdline", "rb") as file:
-    seen = file.read().rstrip(b"\\0").decode().split("\\0")
+    shown = file.read().rstrip(b"\\0").decode().split("\\0")
 with open("/proc/self/environ", "rb") as file:
     variables = file.read().decode(errors="replace").split("\\0")
 print(json.dumps({
     "name": __name__, "file": __file__, "arguments": sys.argv, "path": sys.path,
     "environment": dict(os.environ), "directory": os.getcwd(), "parent": os.getppid(),
-    "leads": os.getsid(0) == os.getpid(), "seen": seen[1:], "flags": repr(sys.flags),
-    "marks": sorted(one for one in variables if one.startswith(("RANK=", "PACELINE_GENERATION="))),
+    "leads": os.getsid(0) == os.getpid(), "shown": shown[1:], "flags": repr(sys.flags),
+    "marks": sorted(v for v in variables if v.startswith(("RANK=", "PACELINE_GENERATION="))),
     "inputs": [os.readlink(f"/proc/self/fd/{number}") for number in (0, 1, 2)],
     "signals": open("/proc/self/status").read().partition("SigBlk")[2].partition("Cap")[0],
 }))
@@ -75,7 +75,9 @@ class Job:
 
     def ended(self, generation: int, ranks: int = 1) -> list[RankExited]:
         def of_it() -> list[RankExited]:
-            found = [one for one in self.server.events(RankExited) if one.generation == generation]
+            found = [
+                event for event in self.server.events(RankExited) if event.generation == generation
+            ]
             return found if len(found) == ranks else []
 
         return sorted(self.wait_for(of_it), key=lambda one: one.rank)  # type: ignore[no-any-return]
@@ -91,8 +93,8 @@ class Job:
         return None
 
     def imports(self) -> list[int]:
-        told = self.directory / "imports"
-        return [int(line) for line in told.read_text().split()] if told.exists() else []
+        file = self.directory / "imports"
+        return [int(line) for line in file.read_text().split()] if file.exists() else []
 
     def until_preloaded(self) -> int:
         """The fork server's pid, once it has imported and waits."""
@@ -162,8 +164,8 @@ def test_all_ranks_of_a_node_are_forked_and_none_before_the_modules_are_imported
     server = job.until_preloaded()
     job.start(1, ranks=3)
     ended = job.ended(1, 3)
-    assert [json.loads(one.log_tail)["environment"]["LOCAL_RANK"] for one in ended] == [*"012"]
-    assert sorted(job.imports()) == sorted([server, *(one.pid for one in executed)])
+    assert [json.loads(rank.log_tail)["environment"]["LOCAL_RANK"] for rank in ended] == [*"012"]
+    assert sorted(job.imports()) == sorted([server, *(rank.pid for rank in executed)])
 
 
 @pytest.mark.parametrize(
@@ -214,8 +216,8 @@ def test_ranks_draw_different_random_numbers(job: Job) -> None:
     draw = "import numpy, random, slow; print(numpy.random.random(), random.random())"
     (job.directory / "train.py").write_text(draw)
     job.start(1, ranks=2)
-    one, other = job.ended(1, 2)
-    assert not set(one.log_tail.split()) & set(other.log_tail.split())
+    first, second = job.ended(1, 2)
+    assert not set(first.log_tail.split()) & set(second.log_tail.split())
 
 
 def test_children_of_a_forked_rank_die_with_it_also_detached_ones(
@@ -337,7 +339,7 @@ def test_the_fork_server_ends_with_its_agent(
     else:
         pids = {"agent": job.agent.pid, "guard": pid, "sentinel": sentinel}
         if victim == "agent":
-            job.order(stop(1))  # else its ranks wait for the next agent, and it with them
+            job.order(stop(1))  # otherwise its ranks, and the fork server, wait for the next agent
         os.kill(pids[victim], signal.SIGKILL)
     wait_for(lambda: not is_alive(fork_server) and not is_alive(rank))
 
@@ -353,20 +355,20 @@ def test_the_fork_server_ends_after_a_long_time_without_ranks(
 
     ours, theirs = guard.socket.socketpair()
     with ours, theirs:
-        it = guard.Guard(theirs, os.getpid())
-        forks = it._fork_server = FakeForkServer()  # type: ignore[assignment]
+        supervised = guard.Guard(theirs, os.getpid())
+        forks = supervised._fork_server = FakeForkServer()  # type: ignore[assignment]
         monkeypatch.setattr(guard, "reap", list)
         clock = [1000.0]
         monkeypatch.setattr(guard.time, "monotonic", lambda: clock[0])
-        it._busy_at = 1000.0
+        supervised._busy_at = 1000.0
         for clock[0] in (1001.0, 1899.0):
-            it.check_ranks()
+            supervised.check_ranks()
             assert not forks.closed  # type: ignore[attr-defined]
-        assert it.timeout_milliseconds is not None
+        assert supervised.timeout_milliseconds is not None
         clock[0] = 1900.0
-        it.check_ranks()
+        supervised.check_ranks()
         assert forks.closed  # type: ignore[attr-defined]
-        assert it.timeout_milliseconds is None
+        assert supervised.timeout_milliseconds is None
 
 
 @pytest.mark.parametrize(

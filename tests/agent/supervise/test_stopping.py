@@ -1,4 +1,4 @@
-"""SIGTERM: within five seconds the ranks have ended and what could be sent was, whatever happens.
+"""SIGTERM: within five seconds the ranks have ended and everything that could be sent was sent.
 
 How long that takes is measured by `benchmarks/agent_stop.py`; here the agent must end by itself
 while its server would hold it for much longer.
@@ -49,7 +49,7 @@ def test_a_dead_server_does_not_delay_the_exit_and_all_batches_are_kept(
     start_ranks(server, wait_for, STUBBORN)
     wait_for(lambda: [ignores_sigterm(e.pid) for e in server.events(RankStarted)] == [True, True])
     server.stop()
-    seen = len(server.batches)
+    before = len(server.batches)
     assert agent.stop() == 0
     assert processes_with(f"PACELINE_NODE_DIRECTORY={agent.directory}") == []
     server.start()
@@ -59,7 +59,7 @@ def test_a_dead_server_does_not_delay_the_exit_and_all_batches_are_kept(
     boot_id = server.batches[0].boot_id
     found = [batch.sequence for batch in server.batches if batch.boot_id == boot_id]
     assert found == list(range(len(found)))
-    assert len(found) > seen
+    assert len(found) > before
 
 
 def test_a_server_that_never_responds_does_not_delay_the_exit(
@@ -91,8 +91,8 @@ def test_a_second_agent_stops_with_a_message_and_can_replace_a_killed_one(
     assert second.process.wait(60) == 1
     assert f"another agent uses {first.directory}; stop it, or give" in second.log_text()
     assert "Traceback" not in second.log_text()
-    seen = len(server.batches)
-    wait_for(lambda: len(server.batches) > seen + 2)
+    before = len(server.batches)
+    wait_for(lambda: len(server.batches) > before + 2)
     assert len({batch.boot_id for batch in server.batches}) == 1, "the first goes on undisturbed"
     first.stop(signal.SIGKILL)
     third = start_agent()

@@ -14,7 +14,7 @@ import pytest
 from paceline_wire.batch import AgentHello, CommandResult, RankExited, RankStarted
 from tests.agent.orders import guard_pids, marker, start_ranks, stop
 
-# A rank with a child in its session and one that hides: double fork, new session, no parent.
+# A rank with a child in its session and a detached one: double fork, new session, no parent.
 WITH_CHILDREN = """
 import os, subprocess, sys, time
 sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -48,8 +48,8 @@ def test_a_rank_gets_its_environment_and_its_output_is_kept(
     )
     assert order(command).ok
     wait_for(lambda: len(server.events(RankExited)) == 2)
-    ended = {one.rank: one for one in server.events(RankExited)}
-    assert {(one.exit_code, one.signal, one.commanded) for one in ended.values()} == {
+    ended = {event.rank: event for event in server.events(RankExited)}
+    assert {(event.exit_code, event.signal, event.commanded) for event in ended.values()} == {
         (7, None, False)
     }
     environment = json.loads(ended[1].log_tail)
@@ -75,7 +75,9 @@ def test_a_rank_gets_its_environment_and_its_output_is_kept(
     assert {name: environment.get(name) for name in expected} == expected
     assert "PACELINE_AGENT_TOKEN" not in environment
     assert server.tokens == {"Bearer secret"}
-    kinds = [type(one) for one in server.events() if isinstance(one, RankStarted | RankExited)]
+    kinds = [
+        type(event) for event in server.events() if isinstance(event, RankStarted | RankExited)
+    ]
     assert kinds[0] is RankStarted
     assert (agent.directory / "logs" / "job-a.g3.r1.log").exists()
 
@@ -104,7 +106,7 @@ def test_a_killed_rank_is_reported_with_its_signal(
     victim = server.events(RankStarted)[1]
     os.kill(victim.pid, signal.SIGKILL)
     exited = wait_for(lambda: server.events(RankExited))
-    assert [(one.rank, one.signal, one.commanded) for one in exited] == [(1, 9, False)]
+    assert [(event.rank, event.signal, event.commanded) for event in exited] == [(1, 9, False)]
 
 
 def test_a_program_that_does_not_exist_is_reported(
@@ -153,14 +155,14 @@ def test_stop_kills_the_family_and_spares_other_jobs(
     agent = start_agent()
     assert order(start_ranks(WITH_CHILDREN, 2)).ok
     assert order(start_ranks("import time; time.sleep(600)", job="job-b")).ok
-    # Per rank: itself, a child, a hidden one and that one's child.
+    # Per rank: itself, a child, a detached child and its child.
     wait_for(lambda: len(processes_with(marker(agent))) == 9)
     for started in server.events(RankStarted)[:2]:
         os.kill(started.pid, signal.SIGSTOP)
     assert order(stop(0)).ok
     assert len(processes_with(marker(agent))) == 1
     exited = server.events(RankExited)
-    assert {(one.signal, one.commanded) for one in exited} == {(9, True)}
+    assert {(event.signal, event.commanded) for event in exited} == {(9, True)}
 
 
 def test_stop_with_grace_lets_a_rank_finish(
@@ -212,7 +214,7 @@ def test_no_orphan_after_sigkill(
     if "agent" in victims:
         return
     wait_for(lambda: len(server.events(RankExited)) == 2)
-    assert {(one.signal, one.commanded) for one in server.events(RankExited)} == {(9, False)}
+    assert {(event.signal, event.commanded) for event in server.events(RankExited)} == {(9, False)}
     assert order(start_ranks("import time; time.sleep(600)", generation=1)).ok, "a new guard"
 
 
@@ -236,7 +238,7 @@ def test_an_agent_without_contact_to_the_server_kills_its_ranks(
     wait_for(lambda: not processes_with(marker(agent)))
     server.start()
     exited = wait_for(lambda: len(server.events(RankExited)) == 2 and server.events(RankExited))
-    assert not any(one.commanded for one in exited)
+    assert not any(event.commanded for event in exited)
 
 
 def test_an_agent_without_lease_keeps_its_ranks(

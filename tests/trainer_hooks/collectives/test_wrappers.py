@@ -1,4 +1,4 @@
-"""What two real gloo ranks leave in their rings (`two_ranks.py`: a step is a scenario)."""
+"""The rings of two real gloo ranks (in `two_ranks.py`, each step is a scenario)."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_the_state_page_ends_with_everything_but_the_failed_one_left(
         default, named = view.groups
         assert named.entered == named.left == 3
         assert default.entered == default.left + 1
-        # What it is and how much, to be compared with what the others are in.
+        # The op and payload, to be compared with the other ranks.
         assert (default.op, default.bytes) == (Op.BROADCAST, TENSOR_BYTES)
 
 

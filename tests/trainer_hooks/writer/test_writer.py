@@ -1,4 +1,4 @@
-"""The hot path in C: the same words as the reference in Python, whatever is done in which order."""
+"""The hot path in C writes the same words as the reference in Python, in any order of calls."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_an_outdated_or_unwanted_build_is_not_used(
 # The same words
 
 
-class Kind:
-    """One of the two implementations over memory of its own."""
+class Implementation:
+    """One of the two implementations, with its own memory."""
 
     def __init__(self, module: Any) -> None:
         self.state = memoryview(bytearray(4096)).cast("Q")
@@ -110,23 +110,23 @@ class Kind:
             return self.writer.pop(words[0] % 12)
         count = {"write": 7, "write_simple": 3, "push": 4, "begin_step": 1}.get(name, 0)
         given = words[:count]
-        if name == "write_simple":  # time goes on
+        if name == "write_simple":  # time does not go back
             given = (words[0] & 0xFFFF, *sorted(words[1:3]))
         if name == "begin_step":
             given = (words[0] & NONE_32,)
         return getattr(self.writer, name)(*given)
 
     def words(self) -> tuple[list[int], list[list[int]], tuple[int, ...]]:
-        """All but what a clock was read for."""
+        """Return state, records and counters, without times."""
         state = self.state.tolist()
         state[STATE_STEP_STARTED_NS] = 0
         for depth in range(FRAMES):
             state[STATE_FRAMES + depth * FRAME_WORDS + 1] = 0
         words = self.spans.cast("Q").tolist()
         records = [words[at : at + 6] for at in range(0, len(words), 8)]
-        kept = self.writer
-        counted = (kept.head, kept.depth, kept.step, kept.step_head)
-        return state, records, (*counted, kept.word2, kept.chunk)
+        writer = self.writer
+        counts = (writer.head, writer.depth, writer.step, writer.step_head)
+        return state, records, (*counts, writer.word2, writer.chunk)
 
 
 WORD = st.one_of(st.integers(0, 20), st.integers(0, 2**64 - 1))
@@ -142,41 +142,41 @@ CALLS = st.tuples(st.sampled_from(NAMES), st.tuples(*[WORD] * 7))
 @settings(max_examples=150, deadline=None)
 @given(st.lists(CALLS, max_size=60))
 def test_c_and_python_write_the_same_words(calls: list[tuple[str, tuple[int, ...]]]) -> None:
-    one, other = Kind(writer), Kind(pure_python)
+    native, reference = Implementation(writer), Implementation(pure_python)
     for name, words in calls:
-        assert one.do(name, words) == other.do(name, words), name
-    assert one.words() == other.words()
+        assert native.do(name, words) == reference.do(name, words), name
+    assert native.words() == reference.words()
 
 
 @built
 @pytest.mark.parametrize("module", [writer, pure_python])
 @pytest.mark.parametrize("row", [(-1,) * 7, (2**64,) * 7, ("x",) * 7, (1, 2)])
 def test_a_row_that_does_not_fit_a_record_is_refused(module: Any, row: tuple[Any, ...]) -> None:
-    kind = Kind(module)
+    implementation = Implementation(module)
     with pytest.raises((TypeError, OverflowError, struct.error)):
-        kind.writer.write(*row)
-    assert kind.writer.head == 0
+        implementation.writer.write(*row)
+    assert implementation.writer.head == 0
 
 
 @built
 @pytest.mark.parametrize("module", [writer, pure_python])
 def test_fast_paths_are_for_the_owner_thread_only(module: Any) -> None:
-    kind = Kind(module)
-    kind.writer.sections["x"] = kind.sections[0]
+    implementation = Implementation(module)
+    implementation.writer.sections["x"] = implementation.sections[0]
 
-    def ways() -> list[Any]:
-        known = [kind.writer.find_section(name) for name in ("x", "y", [])]
-        return [*known, kind.writer.try_report(1.0, None, None)]
+    def fast_paths() -> list[Any]:
+        sections = [implementation.writer.find_section(name) for name in ("x", "y", [])]
+        return [*sections, implementation.writer.try_report(1.0, None, None)]
 
-    assert ways() == [kind.sections[0], None, None, True]
-    assert kind.writer.try_report("high", None, None) is False
-    elsewhere: list[Any] = []
-    thread = threading.Thread(target=lambda: elsewhere.extend(ways()))
+    assert fast_paths() == [implementation.sections[0], None, None, True]
+    assert implementation.writer.try_report("high", None, None) is False
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.extend(fast_paths()))
     thread.start()
     thread.join()
-    assert elsewhere == [None, None, None, False]
-    kind.writer.timer = object()
-    assert ways() == [kind.sections[0], None, None, False]
+    assert results == [None, None, None, False]
+    implementation.writer.timer = object()
+    assert fast_paths() == [implementation.sections[0], None, None, False]
 
 
 @built
@@ -195,7 +195,7 @@ def test_memory_that_is_not_a_ring_is_refused() -> None:
 
 
 class Group:
-    """Stands for a process group: what counts is which object it is."""
+    """A process group; only its identity matters."""
 
 
 class Load:
@@ -208,24 +208,24 @@ class OtherLoad:
     nbytes = 400
 
 
-class Timed:
-    """A collective of the built writer around a function of the test's."""
+class TimedCollective:
+    """A collective of the C writer around a function of the test."""
 
     def __init__(self, original: Callable[..., Any]) -> None:
-        self.kind = Kind(writer)
-        self.kind.writer.clear_place()  # as a recorder does
+        self.implementation = Implementation(writer)
+        self.implementation.writer.clear_place()  # as a recorder does
         self.world, self.other = Group(), Group()
         self.owner = types.SimpleNamespace(WORLD=self.world)
         self.slow_calls: list[tuple[Any, Any]] = []
-        self.sought: list[Any] = []
+        self.lookups: list[Any] = []
         self.channel = writer.Channel(
-            self.kind.state,
+            self.implementation.state,
             *range(STATE_GROUPS, STATE_GROUPS + 4),
             group=5,
             reference=weakref.ref(self.world),
         )
         self.call = writer.Collective(
-            recorder=self.kind.writer,
+            recorder=self.implementation.writer,
             op=int(Op.ALL_REDUCE),
             original=original,
             slow_path=self._slow_path,
@@ -245,15 +245,23 @@ class Timed:
         return "slow path"
 
     def _find(self, group: Any) -> Any:
-        self.sought.append(group)
+        self.lookups.append(group)
 
     def spans(self) -> list[Any]:
-        return list(unpack(bytes(self.kind.spans[: self.kind.writer.head * RECORD_BYTES])))
+        return list(
+            unpack(
+                bytes(self.implementation.spans[: self.implementation.writer.head * RECORD_BYTES])
+            )
+        )
 
-    def is_at_rest(self) -> bool:
-        frame = STATE_FRAMES + self.kind.writer.depth * FRAME_WORDS
-        free = self.kind.state[frame + 2 : frame + 4].tolist() == [NONE_32, 0]
-        return not self.kind.writer.in_call and self.kind.state[STATE_DEPTH] == 0 and free
+    def is_idle(self) -> bool:
+        frame = STATE_FRAMES + self.implementation.writer.depth * FRAME_WORDS
+        free = self.implementation.state[frame + 2 : frame + 4].tolist() == [NONE_32, 0]
+        return (
+            not self.implementation.writer.in_call
+            and self.implementation.state[STATE_DEPTH] == 0
+            and free
+        )
 
 
 @built
@@ -272,17 +280,17 @@ def test_a_collective_is_in_flight_while_it_runs_and_a_span_afterwards(
     seen: list[Any] = []
 
     def original(*args: Any, **kwargs: Any) -> str:
-        frame = timed.kind.state[STATE_FRAMES : STATE_FRAMES + 4].tolist()
-        seen.append((args, kwargs, frame[0], frame[2:], timed.kind.state[STATE_DEPTH]))
+        frame = timed.implementation.state[STATE_FRAMES : STATE_FRAMES + 4].tolist()
+        seen.append((args, kwargs, frame[0], frame[2:], timed.implementation.state[STATE_DEPTH]))
         return "result"
 
-    timed = Timed(original)
+    timed = TimedCollective(original)
     assert timed.call(*args, **kwargs) == "result"
     assert seen == [(args, kwargs, Op.ALL_REDUCE, [5 << 32 | NONE_32, 1], 1)]
     (span,) = timed.spans()
     assert (span.op, span.group, span.bytes, span.sequence) == (Op.ALL_REDUCE, 5, size, 1)
-    assert timed.kind.state[STATE_GROUPS : STATE_GROUPS + 2].tolist() == [1, 1]
-    assert timed.is_at_rest()
+    assert timed.implementation.state[STATE_GROUPS : STATE_GROUPS + 2].tolist() == [1, 1]
+    assert timed.is_idle()
 
 
 @built
@@ -290,25 +298,25 @@ def test_an_error_of_the_collective_reaches_the_caller() -> None:
     def original(tensor: Any) -> None:
         raise RuntimeError("the peer is gone")
 
-    timed = Timed(original)
+    timed = TimedCollective(original)
     with pytest.raises(RuntimeError, match="the peer is gone"):
         timed.call(Load())
     assert timed.spans() == []
-    # Entered and never left: what a hang is told from.
-    assert timed.kind.state[STATE_GROUPS : STATE_GROUPS + 2].tolist() == [1, 0]
-    assert timed.is_at_rest()
+    # Entered and never left: the sign of a hang.
+    assert timed.implementation.state[STATE_GROUPS : STATE_GROUPS + 2].tolist() == [1, 0]
+    assert timed.is_idle()
 
 
 @built
 def test_a_collective_inside_a_collective_is_not_timed() -> None:
-    timed = Timed(lambda tensor: timed.call(None) if tensor is not None else "inner")
+    timed = TimedCollective(lambda tensor: timed.call(None) if tensor is not None else "inner")
     assert timed.call(Load()) == "inner"
     assert len(timed.spans()) == 1
 
 
 @built
 def test_other_calls_take_the_slow_path() -> None:
-    timed = Timed(lambda *args, **kwargs: "original")
+    timed = TimedCollective(lambda *args, **kwargs: "original")
     assert timed.call("t", None, True) == "slow path"
     assert timed.call("t", async_op=True) == "slow path"
     answers: list[Any] = []
@@ -316,7 +324,7 @@ def test_other_calls_take_the_slow_path() -> None:
     thread.start()
     thread.join()
     assert answers == ["slow path"]
-    timed.kind.writer.timer = object()
+    timed.implementation.writer.timer = object()
     assert timed.call("t") == "slow path"
     assert timed.slow_calls == [
         (("t", None, True), {}),
@@ -328,39 +336,39 @@ def test_other_calls_take_the_slow_path() -> None:
 
 @built
 def test_a_group_without_this_rank_is_looked_up_and_not_timed() -> None:
-    timed = Timed(lambda *args, **kwargs: "original")
+    timed = TimedCollective(lambda *args, **kwargs: "original")
     assert timed.call(Load(), timed.other) == "original"
     assert timed.call(Load(), group=timed.other) == "original"
-    assert timed.sought == [timed.other, timed.other]
-    assert (timed.spans(), timed.kind.writer.failures) == ([], 0)
+    assert timed.lookups == [timed.other, timed.other]
+    assert (timed.spans(), timed.implementation.writer.failures) == ([], 0)
 
 
 @built
 def test_a_group_that_reuses_the_id_of_a_dead_one_is_another() -> None:
-    timed = Timed(lambda *args, **kwargs: "original")
+    timed = TimedCollective(lambda *args, **kwargs: "original")
     place = id(timed.world)
     assert timed.call(Load(), timed.world) == "original"
-    assert (len(timed.spans()), timed.sought) == (1, [])
+    assert (len(timed.spans()), timed.lookups) == (1, [])
     timed.world = timed.owner.WORLD = Group()
     groups = [Group() for _ in range(1000)]
     other = next(group for group in groups if id(group) == place)
     assert timed.call(Load(), other) == "original"
-    assert (len(timed.spans()), timed.sought) == (1, [other])
+    assert (len(timed.spans()), timed.lookups) == (1, [other])
 
 
 class Broken:
     @property
     def nbytes(self) -> int:
-        raise ValueError("ours to bear")
+        raise ValueError("an error of Paceline")
 
 
 @built
 @pytest.mark.parametrize("load", [Broken(), [Load(), Broken()], object()])
 def test_an_error_of_paceline_is_counted_and_the_call_continues(load: Any) -> None:
-    timed = Timed(lambda tensor: "original")
+    timed = TimedCollective(lambda tensor: "original")
     assert timed.call(load) == "original"
-    assert (timed.spans(), timed.kind.writer.failures) == ([], 1)
-    assert timed.is_at_rest()
+    assert (timed.spans(), timed.implementation.writer.failures) == ([], 1)
+    assert timed.is_idle()
 
 
 @built
@@ -369,26 +377,26 @@ def test_a_call_leaks_no_reference() -> None:
         if isinstance(tensor, str):
             raise ValueError(tensor)
 
-    timed = Timed(original)
+    timed = TimedCollective(original)
     calls: list[tuple[Any, ...]] = [(Load(),), (Load(), timed.other), ([Load()],), (Broken(),)]
-    watched = [timed.world, timed.other, timed.channel, original, None, *calls]
-    before = [sys.getrefcount(each) for each in watched]
+    objects = [timed.world, timed.other, timed.channel, original, None, *calls]
+    before = [sys.getrefcount(item) for item in objects]
     for _ in range(500):
         for call in calls:
             timed.call(*call)
-        with timed.kind.sections[0], timed.kind.sections[0]:
+        with timed.implementation.sections[0], timed.implementation.sections[0]:
             pass
-    timed.sought.clear()
-    after = [sys.getrefcount(each) for each in watched]
-    grown = [b - a for a, b in zip(before, after, strict=True)]
-    assert max(grown) < 100  # one kept a call would be 500
+    timed.lookups.clear()
+    after = [sys.getrefcount(item) for item in objects]
+    growth = [b - a for a, b in zip(before, after, strict=True)]
+    assert max(growth) < 100  # one leak per call would be 500
 
 
 @built
 def test_the_c_objects_are_collected_in_a_cycle() -> None:
-    timed = Timed(lambda tensor: None)
-    section = timed.kind.sections[0]
-    timed.kind.writer.timer = [timed.kind.writer, section, timed.call]
+    timed = TimedCollective(lambda tensor: None)
+    section = timed.implementation.sections[0]
+    timed.implementation.writer.timer = [timed.implementation.writer, section, timed.call]
     world = weakref.ref(timed.world)
     del timed, section
     gc.collect()
