@@ -1,4 +1,4 @@
-"""The node's clock is set while an agent runs: what it says goes on as if nothing had happened."""
+"""The node's clock is set while an agent runs: its timestamps continue without a jump."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real agent through what a night may bring: each is one clear sentence, and work goes on."""
+"""A real agent with failing disks, servers and proxies: each is one log line, and it continues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 class Metrics:
-    """What an agent that was started with `options` says of itself."""
+    """The own metrics of an agent that was started with `options`."""
 
     def __init__(self) -> None:
         self._port = free_port()
@@ -165,7 +165,7 @@ def test_a_batch_too_large_for_a_proxy_is_set_aside_and_the_others_are_sent(
 
 @contextmanager
 def answering(port: int, pieces: Callable[[], Iterator[bytes]]) -> Iterator[None]:
-    """A server that reads a little and answers with these bytes, whatever was asked."""
+    """A server that answers any request with these bytes."""
     listener = socket.create_server(("127.0.0.1", port))
     ended = threading.Event()
 
@@ -215,7 +215,7 @@ def test_an_answer_that_is_not_http_becomes_a_printable_sentence(
 
 
 def test_an_answer_that_arrives_too_slowly_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Byte by byte no single wait is ever too long."""
+    """It arrives byte by byte, so that no single wait is too long."""
     monkeypatch.setattr(server_link, "EXCHANGE_SECONDS", 0.5)
     monkeypatch.setattr(server_link, "CONNECT_SECONDS", 0.25)
 

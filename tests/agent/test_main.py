@@ -22,7 +22,7 @@ Fixture = Callable[..., Any]
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AgentSettings]:
-    """What the command makes of its arguments."""
+    """Return the settings that the command builds from its arguments."""
     calls: list[AgentSettings] = []
     monkeypatch.setattr(command, "run", lambda given: calls.append(given) or 0)
 
@@ -125,7 +125,7 @@ def test_an_unusable_node_directory_ends_with_one_sentence(tmp_path: Path) -> No
 def test_the_agent_ends_with_its_parent(
     server: Any, wait_for: Fixture, tmp_path: Path, is_alive: Fixture
 ) -> None:
-    """The parent starts it from a thread that ends at once: that must not count."""
+    """The parent starts it from a thread that ends at once, which must not end the agent."""
     program = (
         "import subprocess, sys, threading, time\n"
         "def start():\n"

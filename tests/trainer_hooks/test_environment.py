@@ -1,4 +1,4 @@
-"""Who a rank is, by what its launcher says."""
+"""The identity of a rank, from the variables of its launcher."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def spans(reader: RingReader) -> list[Span]:
 
 
 def recorded(reader: RingReader) -> list[tuple[int, int]]:
-    """(op, step) of all but the garbage collector's, which comes when it likes."""
+    """Return (op, step) of all spans except the garbage collector's, which are not predictable."""
     return [(span.op, span.step) for span in spans(reader) if span.op != Op.GC]
 
 

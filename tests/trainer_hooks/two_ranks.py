@@ -1,4 +1,4 @@
-"""One of two gloo ranks that make every kind of call once. Each scenario is one step."""
+"""One of two gloo ranks that call every kind of function once. Each scenario is one step."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def failing_collective() -> None:
 
 
 def last() -> None:
-    """What other threads measured is written at the boundary before this step."""
+    """Records of other threads are written at the boundary before this step."""
 
 
 SCENARIOS: list[Callable[[], None]] = [

@@ -1,4 +1,4 @@
-"""Addresses that can be asked for are told from those that only look so."""
+"""Valid and invalid addresses of servers and receivers."""
 
 from __future__ import annotations
 

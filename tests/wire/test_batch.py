@@ -1,4 +1,4 @@
-"""Batches come back as they were sent; anything else is refused with its reason."""
+"""Batches are decoded as they were encoded; anything else is refused with a reason."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ batches = st.builds(
 
 
 def packed(**changes: object) -> bytes:
-    """A payload whose fields need not make sense."""
+    """Return a payload whose fields need not be valid."""
     fields: dict[str, object] = {
         "version": wire.VERSION,
         "agent_id": "node-0",

@@ -1,4 +1,4 @@
-"""Text that is no UTF-8 is a malformed batch, not an accident."""
+"""Text that is not UTF-8 is a malformed batch, not a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which agents of a node its processes find."""
+"""The agents that a process finds on its node."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_a_ring_is_private_unless_its_directory_sets_a_group(
 def test_an_agent_without_root_reads_a_ring_that_another_user_shares(
     tmp_path: Path, identity: Identity
 ) -> None:
-    """As root with no capabilities in a container, or as a service's user under Slurm."""
+    """For example root without capabilities in a container, or a service account under Slurm."""
     rings = tmp_path / "rings"
     rings.mkdir()
     program = "import sys; from paceline_wire.ring import RingReader; RingReader(sys.argv[1])"
@@ -122,12 +122,12 @@ def test_read_and_lost_records_add_up(
 def test_records_overwritten_during_the_read_are_dropped(
     ring: RingFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer laps the reader between its copy and its second look at the head."""
+    """The writer laps the reader between its copy and its second read of the head."""
     reader = RingReader(ring.path)
     write(ring, CAPACITY - 1)
 
     class Lapping:
-        """The state page, on which the head moves after the first look."""
+        """A state page whose head moves after the first read."""
 
         looks = 0
 
@@ -216,7 +216,7 @@ def test_the_state_page_is_decoded(ring: RingFile) -> None:
 @reuse
 @given(words=st.lists(st.integers(0, 2**64 - 1), min_size=512, max_size=512))
 def test_any_state_page_can_be_decoded(ring: RingFile, words: list[int]) -> None:
-    """A rank may have scribbled over its own memory: the view is then wrong, never an error."""
+    """A rank may corrupt its own memory: the view is then wrong, but never an error."""
     ring.state[:] = memoryview(struct.pack("<512Q", *words)).cast("Q")
     reader = RingReader(ring.path)
     view = reader.view()
@@ -311,7 +311,7 @@ def test_a_damaged_header_is_refused(
 def test_numbers_too_large_for_a_batch_are_refused(
     tmp_path: Path, identity: Identity, name: str, value: int
 ) -> None:
-    """Else the server refuses whatever else is in the batch, of all ranks of the node."""
+    """The server would refuse the whole batch, with data of all ranks of the node."""
     path = tmp_path / "any.ring"
     create(path, msgspec.structs.replace(identity, **{name: value}), CAPACITY).close()
     with pytest.raises(RingError, match=f"{name} of {value}"):
@@ -349,7 +349,7 @@ def test_a_failed_creation_leaves_no_file(
 
 
 def test_a_link_to_a_ring_is_refused(tmp_path: Path, identity: Identity) -> None:
-    """Any user may write where rings are."""
+    """Any user can create files in a ring directory."""
     create(tmp_path / "real.ring", identity, CAPACITY).close()
     (tmp_path / "link.ring").symlink_to(tmp_path / "real.ring")
     os.mkfifo(tmp_path / "fifo.ring")

@@ -1,4 +1,4 @@
-"""Ranks and coordinates are one to one; a shrunk topology fits what it was given."""
+"""Ranks map one to one to coordinates; a shrunk topology fits the given slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits to be packed, and for how long."""
+"""The outbox: what is packed, and when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After an outage: the node's own news do not wait behind the backlog, those of its ranks do."""
+"""After an outage: current data of the node overtakes the backlog, data of its ranks does not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAITING = 150
 
 
 def fill(directory: Path) -> list[tuple[str, int]]:
-    """What an agent before left unsent; its batches in order."""
+    """Fill the spool as an earlier agent left it. Return its batches in order."""
     spool = Spool(directory / "spool", 8 << 20)
     boot_id = spool.begin_boot()
     for sequence in range(WAITING):
@@ -30,7 +30,7 @@ def names(batches: list[Batch]) -> list[tuple[str, int]]:
 
 
 def has_caught_up(server: Any) -> bool:
-    """The boot that overtook carries everything."""
+    """Return whether the overtaking boot has taken over everything."""
     newest = max(batch.boot_id for batch in server.batches)
     return any(batch.boot_id == newest and not batch.overtakes for batch in list(server.batches))
 

@@ -33,7 +33,7 @@ def batch(sequence: int, *, samples: int = 0, event: bool = False, boot: str = "
 
 
 def drain(spool: Spool) -> list[Batch]:
-    """All batches in the order in which they would be sent."""
+    """Return all batches in the order in which they would be sent."""
 
     async def take() -> list[Batch]:
         found = []
@@ -201,7 +201,7 @@ def test_a_killed_agent_leaves_a_complete_batch_or_none(
     sent: list[int],
     left: list[int],
 ) -> None:
-    """In its last moment it has made so many writes, and a part of the next."""
+    """It is killed after some writes, in the middle of the next one."""
 
     class Killed(BaseException):
         pass

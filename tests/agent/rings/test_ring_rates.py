@@ -1,6 +1,6 @@
 """A real agent with more spans than a node writes: each is sent once, none is lost.
 
-How many a second of CPU time takes is measured by `benchmarks/agent_rings.py`.
+`benchmarks/agent_rings.py` measures the CPU time per span.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_everything_that_eight_ranks_write_at_once_is_sent(
 def test_short_lived_ranks_lose_nothing_and_leave_nothing(
     start_agent: Fixture, server: Any, wait_for: Fixture, make_rank: Fixture
 ) -> None:
-    """Each ends by SIGKILL once the agent has seen it, half of its spans just written."""
+    """Each is killed once the agent has seen it, when half of its spans were just written."""
     agent = start_agent()
     wait_for(lambda: server.batches)
     lives = []
@@ -63,5 +63,5 @@ def test_short_lived_ranks_lose_nothing_and_leave_nothing(
 
 
 def seen(server: Any) -> set[int]:
-    """Ranks whose process was looked at."""
+    """Return the ranks whose process was checked."""
     return {event.rank for event in server.events(RankState) if event.process_state is not None}

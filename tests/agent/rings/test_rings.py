@@ -1,4 +1,4 @@
-"""Rings become events and span blocks; a damaged one harms nobody else."""
+"""Rings become events and span blocks; a damaged ring does not affect the others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from paceline_wire.topology import Coordinates, Topology
 
 
 class Writer:
-    """A trainer's end of a ring."""
+    """The trainer's end of a ring."""
 
     def __init__(self, directory: Path, rank: int = 0, generation: int = 0, pid: int = 0) -> None:
         self.path = directory / f"job.g{generation}.r{rank}.ring"
@@ -60,7 +60,7 @@ class Writer:
 
 
 class Bench:
-    """A directory of rings, their reader, and what came out of it."""
+    """A directory of rings, their reader, and its outbox."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -248,7 +248,7 @@ input()
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="PID namespaces are root's to make")
 def test_the_end_of_a_rank_in_a_container_is_reported(bench: Bench) -> None:
-    """It says its pid as the container counts: here 1, which on the node is another process."""
+    """Its pid is the container's: here 1, which is another process on the node."""
     argv = [sys.executable, "-c", _CONTAINED, str(bench.directory)]
     container = subprocess.Popen(
         ["unshare", "--pid", "--fork", "--kill-child", *argv],
@@ -274,7 +274,7 @@ def test_the_end_of_a_rank_in_a_container_is_reported(bench: Bench) -> None:
 
 
 def test_a_rank_that_ended_unseen_is_reported_if_its_status_is_final(bench: Bench) -> None:
-    """One that does not may run where its pid cannot be seen, in a container."""
+    """A rank without a final status may run in a container, where its pid is not visible."""
     process = subprocess.Popen([sys.executable, "-S", "-c", ""])
     process.wait()
     ended, silent = (Writer(bench.directory, rank=rank, pid=process.pid) for rank in range(2))

@@ -1,4 +1,4 @@
-"""Python stacks of real processes: event waits for a lock, event is stopped, event is not there."""
+"""Python stacks of real processes: one waits for a lock, one is stopped, one does not exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent that is killed and started anew goes on with the ranks it finds, and their rings."""
+"""A killed and restarted agent continues with its ranks and their rings."""
 
 from __future__ import annotations
 

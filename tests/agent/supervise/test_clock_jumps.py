@@ -1,6 +1,6 @@
 """A node's clock is set, the node is suspended, its agent restarts with the clock set back.
 
-A real agent, for whom the machine's clocks are faked where they are read: below its interpreter.
+A real agent, with the machine's clocks faked below its interpreter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SUSPENDED = 600
 
 
 class Clocks:
-    """Of the processes with this environment."""
+    """The faked clocks of all processes with this environment."""
 
     def __init__(self, directory: Path) -> None:
         compiler = shutil.which("cc") or shutil.which("gcc")
@@ -48,7 +48,7 @@ class Clocks:
         self.environment = {"LD_PRELOAD": str(library), "SET_CLOCKS": str(self._file)}
 
     def set(self, realtime_seconds: int, suspended_seconds: int = 0) -> None:
-        """CLOCK_MONOTONIC stands while the machine is suspended, the others run on."""
+        """Set the clocks. CLOCK_MONOTONIC stops during a suspension, the others continue."""
         self.realtime_seconds = realtime_seconds
         realtime_ns = (realtime_seconds + suspended_seconds) * 10**9
         with self._file.open("r+b") as file:
@@ -61,7 +61,7 @@ def clocks(tmp_path: Path) -> Clocks:
 
 
 def check_order(batches: Sequence[Batch]) -> None:
-    """Of each boot: every batch once, every series forward in time, every span once and forward."""
+    """Check each boot: every batch once, every series and the spans in order of time and unique."""
     boots: dict[str, list[Batch]] = defaultdict(list)
     for batch in batches:
         boots[batch.boot_id].append(batch)
@@ -94,17 +94,20 @@ def newest(batches: Sequence[Batch], name: str) -> float | None:
     return values[-1] if values else None
 
 
-def jump(clocks: Clocks, go_on: Callable[[], object]) -> None:
-    """An hour forward, two back, a suspension, and back to now; `go_on` waits for news."""
+def jump(clocks: Clocks, wait_for_data: Callable[[], object]) -> None:
+    """Set the clock an hour forward, two back, suspend, and back to now.
+
+    `wait_for_data` is called after each change.
+    """
     for realtime_seconds, suspended_seconds in (
         (HOUR, 0),
         (-HOUR, 0),
         (-HOUR, SUSPENDED),
         (0, SUSPENDED),
     ):
-        go_on()
+        wait_for_data()
         clocks.set(realtime_seconds, suspended_seconds)
-    go_on()
+    wait_for_data()
 
 
 def test_no_sample_is_out_of_order_or_twice_when_the_clock_is_set(
@@ -119,16 +122,16 @@ def test_no_sample_is_out_of_order_or_twice_when_the_clock_is_set(
     wait_for(lambda: server.batches)
     rank = make_rank(first.directory)
 
-    def go_on() -> None:
+    def wait_for_data() -> None:
         before = len(server.batches)
         rank.write(20)
         wait_for(lambda: len(server.batches) >= before + 4)
 
-    jump(clocks, go_on)
+    jump(clocks, wait_for_data)
     first.stop(signal.SIGKILL)
     clocks.set(-2 * HOUR)
     start_agent(environment=clocks.environment)
-    go_on()
+    wait_for_data()
     wait_for(lambda: len(spans_of(server)) == rank.written)
     assert spans_of(server) == list(range(rank.written))
     assert len({batch.boot_id for batch in server.batches}) == 2
@@ -140,7 +143,7 @@ def test_no_sample_is_out_of_order_or_twice_when_the_clock_is_set(
 
 @pytest.fixture
 def real_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """Its URL and its database."""
+    """Start a real server. Return its URL and its database."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -182,8 +185,8 @@ def test_a_real_server_stores_every_sample_once_and_in_order_and_the_offset(
     wait_for(stored)
     rank = make_rank(first.directory)
 
-    def go_on() -> None:
-        """Until how far the clock was set is expected to the server as well."""
+    def wait_for_data() -> None:
+        """Wait until the server has the offset by which the clock was set."""
         before = len(stored())
         rank.write(20)
         stepped = "paceline_agent_clock_stepped_seconds"
@@ -191,7 +194,7 @@ def test_a_real_server_stores_every_sample_once_and_in_order_and_the_offset(
         wait_for(lambda: len(stored()) > before + 2 and newest(stored(), stepped) is not None)
         wait_for(lambda: abs((newest(stored(), stepped) or 0) - expected) < 1.0, seconds=60)
 
-    jump(clocks, go_on)
+    jump(clocks, wait_for_data)
     offset = newest(stored(), "paceline_agent_clock_server_offset_seconds")
     assert offset is not None
     assert offset == pytest.approx(-SUSPENDED, abs=5.0), "the server was not suspended"

@@ -1,4 +1,4 @@
-"""The output of ranks: its end is told, and it does not eat the node's memory."""
+"""The output of ranks: its end is reported, and its size is limited."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ranks of later generations are forked from a process that has imported their modules.
 
-Each with a real agent. They must be what an executed rank is, and whatever is wrong with the fork
-server must cost nothing but time.
+Each test has a real agent. A forked rank must equal an executed one, and a failing fork server may
+cost only time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ print(json.dumps({
 
 @dataclass
 class Job:
-    """A script and its generations on one agent."""
+    """A script, and its generations on one agent."""
 
     directory: Path
     agent: Any
@@ -74,13 +74,13 @@ class Job:
         assert result.ok, result.detail
 
     def ended(self, generation: int, ranks: int = 1) -> list[RankExited]:
-        def of_it() -> list[RankExited]:
+        def of_generation() -> list[RankExited]:
             found = [
                 event for event in self.server.events(RankExited) if event.generation == generation
             ]
             return found if len(found) == ranks else []
 
-        return sorted(self.wait_for(of_it), key=lambda one: one.rank)  # type: ignore[no-any-return]
+        return sorted(self.wait_for(of_generation), key=lambda one: one.rank)  # type: ignore[no-any-return]
 
     def pids(self, generation: int) -> list[int]:
         return [o.pid for o in self.server.events(RankStarted) if o.generation == generation]
@@ -97,7 +97,7 @@ class Job:
         return [int(line) for line in file.read_text().split()] if file.exists() else []
 
     def until_preloaded(self) -> int:
-        """The fork server's pid, once it has imported and waits."""
+        """Wait until the fork server has imported. Return its pid."""
         pid: int = self.wait_for(
             lambda: self.fork_server() in self.imports() and self.fork_server()
         )
@@ -124,7 +124,7 @@ def job(
 
 
 def forked(job: Job, *argv: str, code: str | None = None, **environment: str) -> RankExited:
-    """What became of rank 0 of a generation that was forked."""
+    """Return the end of rank 0 of a forked generation."""
     job.start(0, *argv, **environment)
     server = job.until_preloaded()
     job.order(stop(0))

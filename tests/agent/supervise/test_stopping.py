@@ -1,7 +1,7 @@
 """SIGTERM: within five seconds the ranks have ended and everything that could be sent was sent.
 
-How long that takes is measured by `benchmarks/agent_stop.py`; here the agent must end by itself
-while its server would hold it for much longer.
+`benchmarks/agent_stop.py` measures how long that takes; here the agent must end by itself, while
+its server would block it for much longer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real agents with real ranks: they start, end and die as they should, and none is left behind."""
+"""Real agents with real ranks: ranks start, end and are killed, and no process is left."""
 
 from __future__ import annotations
 
