@@ -14,7 +14,7 @@ from statistics import median
 from time import process_time_ns
 
 from benchmarks.harness import Result
-from paceline_server.detect.causes import diagnose
+from paceline_server.detect.causes.diagnosis import diagnose
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.telemetry import KEPT, Telemetry
 from paceline_server.steps.groups import Groups

@@ -27,9 +27,8 @@ from paceline_server.decide.incidents import (
 from paceline_server.decide.nodes import usable_nodes
 from paceline_server.decide.placement import place
 from paceline_server.decide.types import ActionKind, IncidentView
-from paceline_server.detect.causes.catalogue import may_pass
+from paceline_server.detect.causes.catalog import can_end_without_fix, cannot_resume
 from paceline_server.detect.finding import Finding
-from paceline_server.detect.hang.stuck import STANDS_STILL
 from paceline_server.detect.kinds import BUBBLE, HANG, kind_of
 
 PERSISTENT_STEPS = 20
@@ -92,7 +91,7 @@ def _may_continue(draft: Draft, incident: IncidentView) -> bool:
     finding = incident.finding
     if finding.kind != HANG.name or incident.action_ids:
         return False
-    if finding.side == "mismatch" or finding.cause in STANDS_STILL:
+    if finding.side == "mismatch" or cannot_resume(finding.cause):
         return False
     return draft.now_ns - incident.opened_ns < draft.policy.hang_patience_seconds * NANOSECONDS
 
@@ -107,7 +106,7 @@ def _remedy_for_slow(draft: Draft, finding: Finding) -> Remedy | None:
         and finding.cause == "unknown"
         and kind_of(finding.kind).names_ranks
     )
-    may_end = may_pass(finding.cause) or (unexplained and not finding.suspects_node)
+    may_end = can_end_without_fix(finding.cause) or (unexplained and not finding.suspects_node)
     if may_end and not _persists(draft, finding):
         return None  # it may end by itself, or its cause may yet be found
     if finding.node is None or not (finding.suspects_node or unexplained):

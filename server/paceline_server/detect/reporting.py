@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from paceline_server.detect.causes.catalogue import UNKNOWN
-from paceline_server.detect.causes.diagnose import Diagnosis
+from paceline_server.detect.causes.catalog import UNKNOWN
+from paceline_server.detect.causes.diagnosis import Diagnosis
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.percent import percent
 from paceline_server.whatif.online import RunReplay

@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from paceline_server.detect.causes import UNKNOWN, Diagnosis
+from paceline_server.detect.causes.catalog import UNKNOWN
+from paceline_server.detect.causes.diagnosis import Diagnosis
 from paceline_server.detect.finding import Finding, cleared
 from paceline_server.detect.observation import Observation
 from paceline_server.detect.reporting import is_new_verdict

@@ -26,8 +26,8 @@ from paceline_server.decide.types import (
     RankView,
     Restarted,
 )
+from paceline_server.detect.causes.catalog import PROCESS_STOPPED
 from paceline_server.detect.finding import Finding
-from paceline_server.detect.hang.stuck import STOPPED_CAUSE
 from paceline_server.policy import Policy
 from paceline_wire.commands import ControlRanks, StartRanks, StopGeneration
 from paceline_wire.topology import Topology
@@ -394,7 +394,7 @@ class World:
         there = sorted(self._current(), key=lambda one: not one.hung)
         if there and self.now_ns - (self._silent_since_ns or self.now_ns) > 3 * SECOND:
             rank = there[0].rank
-            found.append(self._fatal("hang", STOPPED_CAUSE, rank, self.home(rank)))
+            found.append(self._fatal("hang", PROCESS_STOPPED, rank, self.home(rank)))
         return found
 
     def _fatal(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from paceline_server.decide.evidence import DUMP_GRACE_SECONDS, GRACE_SECONDS
+from paceline_server.detect.causes.catalog import PROCESS_STOPPED
 from paceline_server.detect.finding import Finding
-from paceline_server.detect.hang.stuck import STOPPED_CAUSE
 from paceline_server.policy import Policy
 from paceline_wire.batch import RankStackTraces
 from paceline_wire.commands import StopGeneration, TakeDumps, TakeStacks
@@ -24,7 +24,7 @@ def hang(world: World, *read: int) -> Finding:
     ]
     return world.finding(
         "hang",
-        cause=STOPPED_CAUSE,
+        cause=PROCESS_STOPPED,
         rank=5,
         node=world.home(5),
         severity="critical",

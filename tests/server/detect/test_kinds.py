@@ -11,7 +11,7 @@ import pytest
 
 from paceline_server.api.verdict import JobVerdict
 from paceline_server.detect import kinds
-from paceline_server.detect.causes.catalogue import CAUSES
+from paceline_server.detect.causes.catalog import CAUSES
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Finding, FindingDetails
 from paceline_server.detect.kinds import KINDS, Kind

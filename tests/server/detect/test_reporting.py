@@ -3,7 +3,7 @@
 import pytest
 from simulated_finding import straggler
 
-from paceline_server.detect.causes.diagnose import Diagnosis
+from paceline_server.detect.causes.diagnosis import Diagnosis
 from paceline_server.detect.finding import Cause, Evidence
 from paceline_server.detect.reporting import evidence_changed
 

@@ -1,27 +1,22 @@
-"""Why is a rank, a node or a link slow? What its node measured, weighed.
+"""Why is a rank, a node or a link slow? `diagnosis.diagnose` weighs what its node measured.
 
-Each *check* looks at one part of the node (`clocks`, `gpu_memory`, `pcie`, `network`, ...) and
-says for each cause it knows how strongly its metrics speak for or against it. That is a likelihood
-ratio: how much likelier this measurement is if the cause is real than if it is not, as its
-decimal logarithm (`weight`; 2 is "a hundred to one for", -1 "ten to one against"). `weighing.py`
-makes it from four questions:
+Each *check* reads the metrics of one part of the node (`checks/clocks.py`, `checks/network.py`,
+...) and returns, for each cause it knows, how strongly its metrics speak for or against it. This
+is a likelihood ratio: how much likelier the measurement is with this cause than without it. It is
+kept as a decimal logarithm, the `weight` (2: a hundred to one for, -1: ten to one against).
+`weighing.py` computes it from four questions:
 
-1. *Strength*: how far is the value from what it should be, in units of what is no deviation at all?
-   It must differ from the node's own past and from its peers, whichever is closer: a GPU that
-   always ran at a lower clock did not become slow by it, and what all nodes share singles out none.
-2. *Time*: did the metric change when the slowness began? A change minutes off is a coincidence.
-3. *Magnitude*: can it explain the slowdown? 1980 MHz over 795 MHz explains 2.49x; a clock that is
-   3% lower does not explain 40%. Not asked of what has no known price (an ECC error).
-4. *Agreement*: several metrics of one cause (a reason, a clock, a temperature) are not
-   independent: the strongest counts, each other shifts it a little.
+1. *Strength*: how far is the value from the expected one, in units of the normal variation? It must
+   differ from the node's own past and from its peers; the closer of both counts. A GPU that always
+   ran at a lower clock did not become slow by it. A value that all nodes share blames none of them.
+2. *Time*: did the metric change when the slowdown began? A change minutes away is a coincidence.
+3. *Magnitude*: can it explain the slowdown? 1980 MHz over 795 MHz explains 2.49x. A clock that is
+   3% lower does not explain 40%. Not asked if the cost is not known (an ECC error).
+4. *Agreement*: several metrics of one cause (throttle reason, clock, temperature) are not
+   independent. The strongest counts, and the others shift it a little.
 
-The weights move prior odds, how often each cause is met (per kind of finding, `catalogue.py`), to
-likelihoods (Bayes' rule, with one cause at a time). What was not measured moves nothing and its
-prior counts as unknown. Weights are capped: no metric is that trustworthy. A cause is named when it
-is likelier than `unknown`; otherwise the answer is "unknown, but not: ..." with what was ruled out.
+Bayes' rule turns the weights and the priors (`catalog.py`, per kind of finding) into likelihoods,
+one cause at a time. A cause that was not measured keeps its prior, which counts as unknown. Weights
+are capped, because no metric is fully reliable. A cause is named if it is likelier than `unknown`;
+otherwise the diagnosis is "unknown, but not: ..." with the causes that were ruled out.
 """
-
-from paceline_server.detect.causes.catalogue import CAUSES, UNKNOWN, CauseInfo
-from paceline_server.detect.causes.diagnose import Diagnosis, diagnose
-
-__all__ = ["CAUSES", "UNKNOWN", "CauseInfo", "Diagnosis", "diagnose"]

@@ -1,4 +1,4 @@
-"""Who is slow since when, and where the measurements of it and of its peers are found."""
+"""The suspect of a diagnosis: who is slow since when, and the series of it and of its peers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import TypeVar
 from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_server.detect.telemetry import MetricSeries
 
-# Enough for a median; all 10,000 of a large job would make each diagnosis slow.
-PEERS_AT_MOST = 16
+# Enough for a median. Reading all 10,000 ranks of a large job would make each diagnosis slow.
+MAX_PEERS = 16
 _SECOND_NS = 1_000_000_000
 _T = TypeVar("_T")
 
 
 class Scope(Enum):
-    """What one series of a metric is about."""
+    """The kind of object that one series of a metric describes."""
 
     GPU = "gpu"
     RANK = "rank"
     NODE = "node"
-    DEVICE = "device"  # one of several of a node: ports, interfaces, disks
+    DEVICE = "device"  # one of several on a node: port, interface, disk
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredDevice:
-    """One thing that is measured."""
+    """One GPU, rank, port, disk or node with its labels."""
 
     node: str
     labels: dict[str, str]
@@ -36,17 +36,17 @@ class MeasuredDevice:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A rank, or (rank None) a whole node, and when it became slow."""
+    """A rank, or a whole node if `rank` is None, and when it became slow."""
 
     rank: int | None
     node: str
     onset_ns: int  # server's clock
     onset_step: int | None
-    is_chronic: bool  # slow from the first steps on: there is no past to compare with
+    is_chronic: bool  # slow since the first steps: no past to compare with
     kind: str
     slowdown: float | None  # 1: healthy
-    tolerance_seconds: float  # how well onset and samples line up in time
-    seen: Observation
+    tolerance_seconds: float  # error of the onset against the times of samples
+    observation: Observation
     generation: Generation
 
     @property
@@ -57,11 +57,13 @@ class Suspect:
 
     @property
     def live(self) -> list[LiveRank]:
-        return [self.seen.ranks[rank] for rank in self.ranks if rank in self.seen.ranks]
+        return [
+            self.observation.ranks[rank] for rank in self.ranks if rank in self.observation.ranks
+        ]
 
     @property
     def past_ns(self) -> tuple[float, float]:
-        """Healthy time: since the ranks began to work and surely before they became slow."""
+        """Return (start, end) of the healthy time: from the start until safely before the onset."""
         until_ns = self.onset_ns - self.tolerance_seconds / 2 * _SECOND_NS
         return float(self.generation.started_ns), until_ns
 
@@ -69,63 +71,71 @@ class Suspect:
     def at_onset(self) -> str:
         return "" if self.onset_step is None else f" at step {self.onset_step}"
 
-    def places(self, scope: Scope, metric: str, **labels: str) -> list[MeasuredDevice]:
-        """Where this metric is measured of the suspect."""
+    def devices(self, scope: Scope, metric: str, **labels: str) -> list[MeasuredDevice]:
+        """Return what the metric is measured on: the suspect's GPUs, ranks, ports or its node."""
         if scope is Scope.NODE:
             return [MeasuredDevice(self.node, labels, self.node)]
         if scope is Scope.GPU:
-            return [place for rank in self.ranks if (place := self._gpu(rank, labels)) is not None]
+            return [
+                device
+                for rank in self.ranks
+                if (device := self._gpu_device(rank, labels)) is not None
+            ]
         if scope is Scope.RANK:
-            return [self._of_rank(rank, labels) for rank in self.ranks]
+            return [self._rank_device(rank, labels) for rank in self.ranks]
         return [
             MeasuredDevice(self.node, found, f"{found.get('device', '?')} of {self.node}")
-            for found, _ in self.seen.telemetry.all_of(self.node, metric, **labels)
+            for found, _ in self.observation.telemetry.all_of(self.node, metric, **labels)
         ]
 
-    def series(self, metric: str, place: MeasuredDevice) -> MetricSeries | None:
-        found = self.seen.telemetry.find(place.node, metric, **place.labels)
-        if found is None and "job" in place.labels:  # an agent that serves one job only
-            labels = {name: value for name, value in place.labels.items() if name != "job"}
-            found = self.seen.telemetry.find(place.node, metric, **labels)
+    def series(self, metric: str, device: MeasuredDevice) -> MetricSeries | None:
+        found = self.observation.telemetry.find(device.node, metric, **device.labels)
+        if found is None and "job" in device.labels:  # an agent that serves a single job
+            labels = {name: value for name, value in device.labels.items() if name != "job"}
+            found = self.observation.telemetry.find(device.node, metric, **labels)
         return found
 
-    def peers(self, scope: Scope, metric: str, place: MeasuredDevice) -> list[MetricSeries]:
-        """The same metric of things that should behave alike: at most `PEERS_AT_MOST`."""
-        found = (self.series(metric, peer) for peer in self._peer_places(scope, metric, place))
+    def peers(self, scope: Scope, metric: str, device: MeasuredDevice) -> list[MetricSeries]:
+        """Return the same metric of at most `MAX_PEERS` comparable devices."""
+        found = (self.series(metric, peer) for peer in self._peer_devices(scope, metric, device))
         return [series for series in found if series is not None]
 
-    def _peer_places(
-        self, scope: Scope, metric: str, place: MeasuredDevice
+    def _peer_devices(
+        self, scope: Scope, metric: str, device: MeasuredDevice
     ) -> Iterator[MeasuredDevice]:
         if scope in (Scope.GPU, Scope.RANK):
-            yield from self._peer_ranks(scope, place)
+            yield from self._peer_ranks(scope, device)
             return
         others = sorted(set(self.generation.nodes.values()) - {self.node})
         for node in spread(others):
-            yield MeasuredDevice(node, place.labels, node)
+            yield MeasuredDevice(node, device.labels, node)
 
-    def _peer_ranks(self, scope: Scope, place: MeasuredDevice) -> Iterator[MeasuredDevice]:
-        more = {k: v for k, v in place.labels.items() if k not in ("gpu", "rank", "job")}
-        mine = set(self.ranks)
-        others = [rank for rank in sorted(self.generation.nodes) if rank not in mine]
+    def _peer_ranks(self, scope: Scope, device: MeasuredDevice) -> Iterator[MeasuredDevice]:
+        other_labels = {k: v for k, v in device.labels.items() if k not in ("gpu", "rank", "job")}
+        own = set(self.ranks)
+        others = [rank for rank in sorted(self.generation.nodes) if rank not in own]
         for rank in spread(others):
-            peer = self._of_rank(rank, more) if scope is Scope.RANK else self._gpu(rank, more)
-            if peer is not None and (peer.node, peer.labels) != (place.node, place.labels):
+            peer = (
+                self._rank_device(rank, other_labels)
+                if scope is Scope.RANK
+                else self._gpu_device(rank, other_labels)
+            )
+            if peer is not None and (peer.node, peer.labels) != (device.node, device.labels):
                 yield peer
 
-    def _of_rank(self, rank: int, labels: dict[str, str]) -> MeasuredDevice:
-        where = {"job": self.generation.job, "rank": str(rank), **labels}
-        return MeasuredDevice(self.generation.nodes[rank], where, f"rank {rank}")
+    def _rank_device(self, rank: int, labels: dict[str, str]) -> MeasuredDevice:
+        identity = {"job": self.generation.job, "rank": str(rank), **labels}
+        return MeasuredDevice(self.generation.nodes[rank], identity, f"rank {rank}")
 
-    def _gpu(self, rank: int, labels: dict[str, str]) -> MeasuredDevice | None:
+    def _gpu_device(self, rank: int, labels: dict[str, str]) -> MeasuredDevice | None:
         gpu, node = self.generation.gpus.get(rank), self.generation.node(rank)
         if gpu is None or node is None:
             return None
         return MeasuredDevice(node, {"gpu": str(gpu), **labels}, f"gpu{gpu} of {node}")
 
 
-def spread(things: Sequence[_T]) -> Sequence[_T]:
-    """At most `PEERS_AT_MOST` of them, evenly."""
-    if len(things) <= PEERS_AT_MOST:
-        return things
-    return [things[index * len(things) // PEERS_AT_MOST] for index in range(PEERS_AT_MOST)]
+def spread(items: Sequence[_T]) -> Sequence[_T]:
+    """Return at most `MAX_PEERS` items, evenly spaced."""
+    if len(items) <= MAX_PEERS:
+        return items
+    return [items[index * len(items) // MAX_PEERS] for index in range(MAX_PEERS)]

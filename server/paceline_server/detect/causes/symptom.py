@@ -1,4 +1,4 @@
-"""A metric that a cause shows in, and what it says of one suspect: a `MetricObservation`."""
+"""Symptoms: the metrics in which a cause shows, and their weight for one suspect."""
 
 from __future__ import annotations
 
@@ -11,34 +11,37 @@ from typing import Literal
 import numpy as np
 
 from paceline_server.detect.causes import weighing
-from paceline_server.detect.causes.catalogue import CAUSES
+from paceline_server.detect.causes.catalog import CAUSES
 from paceline_server.detect.causes.suspect import MeasuredDevice, Scope, Suspect
-from paceline_server.detect.causes.track import MAD_TO_SIGMA, Track, levels, rates
+from paceline_server.detect.causes.timeline import MAD_TO_SIGMA, MetricTimeline, levels, rates
 from paceline_server.detect.finding import Evidence
 from paceline_server.detect.telemetry import MetricSeries
 from paceline_server.percent import percent
 
 _NS = 1e9
-# A score that is no evidence, whatever the peers show.
-_AS_BEFORE = 0.5
+# A value this close to its past is no evidence, whatever the peers show.
+_UNCHANGED_SCORE = 0.5
 
-# (value now, value expected) -> how many times slower that makes the suspect, at most
+# (value now, value expected) -> the largest slowdown that this explains
 Prediction = Callable[[float, float], float]
 
 
 def inverse(now: float, expected: float) -> float:
-    """Half of it takes twice as long."""
+    """Return the slowdown of work whose speed is proportional to the metric."""
     return expected / now if now > 0 else 1.0
 
 
 def stalled(now: float, expected: float) -> float:
-    """Waiting for that share of the time leaves the rest for work."""
+    """Return the slowdown if waiting for a share of the time leaves only the rest for work."""
     return 1.0 / max(1.0 - max(now - expected, 0.0), 0.02)
 
 
 @dataclass(frozen=True, slots=True)
-class MetricObservation:
-    """What one metric, or several, say of one cause. `weight`: see the package's docstring."""
+class WeighedEvidence:
+    """How strongly one or several metrics speak for a cause (`weight` > 0) or against it.
+
+    `weight` is the decimal logarithm of a likelihood ratio; the package docstring explains it.
+    """
 
     cause: str
     weight: float
@@ -47,74 +50,84 @@ class MetricObservation:
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """`no_deviation` (plus `relative` of the expected value) is a difference that means nothing.
+    """One metric in which one cause shows.
 
-    `how`: "level" compares samples, "rate" a counter's growth per second, "events" how often
-    something rare that a counter counts has happened since the onset. `normal` is what a healthy
-    one shows, for where neither a past nor peers are known.
+    Attributes:
+        name: The metric in a sentence: "SM clock".
+        unit: "MHz", "/s", "%" (of a share), "flag" (0 or 1), ...
+        how: "level" compares samples, "rate" the growth of a counter per second, "events" the
+            number of rare events that a counter has counted since the onset.
+        tolerance: Difference from the expected value that is normal.
+        relative_tolerance: The same as a share of the expected value. Both are added up.
+        rises: The cause makes the value rise, not fall.
+        scale: Factor from the metric's unit to `unit`.
+        normal: Value of a healthy device, used if neither its past nor its peers are measured.
+        predicts: Largest slowdown that the deviation explains. None: not known.
+        saturates_at: Value at which the counter stops to count.
     """
 
     cause: str
     metric: str
     scope: Scope
-    what: str
-    unit: str  # "MHz", "/s", "%" (of a share), "flag" (0 or 1), ...
+    name: str
+    unit: str
     how: Literal["level", "rate", "events"]
-    no_deviation: float
-    relative: float = 0.0
+    tolerance: float
+    relative_tolerance: float = 0.0
     rises: bool = True
-    scale: float = 1.0  # metric's unit -> `unit`
+    scale: float = 1.0
     normal: float | None = None
     predicts: Prediction | None = None
     labels: tuple[tuple[str, str], ...] = ()
-    ends_at: float | None = None  # where a counter stops to count
+    saturates_at: float | None = None
 
-    def text(self, value: float) -> str:
+    def format(self, value: float) -> str:
         if self.unit == "%":
             return percent(value)
         number = f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
         return f"{number} {self.unit}" if self.unit and self.unit[0] != "/" else number + self.unit
 
 
-def look(suspect: Suspect, symptom: Symptom) -> MetricObservation | None:
-    """None: not measured, or nothing to compare it with.
+def weigh_symptom(suspect: Suspect, symptom: Symptom) -> WeighedEvidence | None:
+    """Return the weight of one symptom; None if it is not measured or cannot be compared.
 
-    Of several ports or disks the worst counts; of a whole node's GPUs or ranks the typical one.
+    Of several ports or disks the worst counts. Of several GPUs or ranks the median counts.
     """
     labels = dict(symptom.labels)
-    looks = [
+    weighed = [
         found
-        for place in suspect.places(symptom.scope, symptom.metric, **labels)
-        if (found := look_at(suspect, symptom, place)) is not None
+        for device in suspect.devices(symptom.scope, symptom.metric, **labels)
+        if (found := weigh_series(suspect, symptom, device)) is not None
     ]
-    if not looks:
+    if not weighed:
         return None
-    looks.sort(key=lambda each: each.weight)
+    weighed.sort(key=lambda each: each.weight)
     if symptom.scope is not Scope.DEVICE:
-        return looks[len(looks) // 2]
-    worst = looks[-1]
-    if worst.weight <= 0 and len(looks) > 1:
-        text = f"{symptom.what} of all {len(looks)} devices of {suspect.node}: nothing unusual"
-        return MetricObservation(symptom.cause, worst.weight, (Evidence(text, symptom.metric),))
+        return weighed[len(weighed) // 2]
+    worst = weighed[-1]
+    if worst.weight <= 0 and len(weighed) > 1:
+        text = f"{symptom.name} of all {len(weighed)} devices of {suspect.node} is normal"
+        return WeighedEvidence(symptom.cause, worst.weight, (Evidence(text, symptom.metric),))
     return worst
 
 
-def looks_at(suspect: Suspect, symptoms: Iterable[Symptom]) -> list[MetricObservation]:
-    """One look per cause, all its symptoms together."""
-    by_cause: dict[str, list[MetricObservation]] = {}
+def weigh_symptoms(suspect: Suspect, symptoms: Iterable[Symptom]) -> list[WeighedEvidence]:
+    """Return one result per cause, with all symptoms of the cause combined."""
+    by_cause: dict[str, list[WeighedEvidence]] = {}
     for symptom in symptoms:
-        found = look(suspect, symptom)
+        found = weigh_symptom(suspect, symptom)
         if found is not None:
             by_cause.setdefault(symptom.cause, []).append(found)
-    return [together(cause, looks) for cause, looks in by_cause.items()]
+    return [combine(cause, weighed) for cause, weighed in by_cause.items()]
 
 
-def together(cause: str, looks: Sequence[MetricObservation]) -> MetricObservation:
-    weight = weighing.combined([each.weight for each in looks])
-    loudest = sorted(looks, key=lambda each: -each.weight)
-    # Of a cause that is ruled out, one line is enough.
-    shown = [each for each in loudest if each.weight > 0] or loudest[:1]
-    return MetricObservation(cause, weight, tuple(line for each in shown for line in each.evidence))
+def combine(cause: str, weighed: Sequence[WeighedEvidence]) -> WeighedEvidence:
+    """Combine the evidence of several metrics of one cause."""
+    weight = weighing.combined_weight([each.weight for each in weighed])
+    strongest = sorted(weighed, key=lambda each: -each.weight)
+    # One line is enough for a cause that is ruled out.
+    shown = [each for each in strongest if each.weight > 0] or strongest[:1]
+    return WeighedEvidence(cause, weight, tuple(line for each in shown for line in each.evidence))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,48 +135,51 @@ class _Measured:
     now: float
     past: float | None
     peers: float | None
-    expected: float  # of past and peers, the one that is closer to `now`
+    expected: float  # past or peers, whichever is closer to `now`
     score: float
     change: tuple[float, float] | None  # ns
 
 
-def look_at(
-    suspect: Suspect, symptom: Symptom, place: MeasuredDevice, series: MetricSeries | None = None
-) -> MetricObservation | None:
-    """`series`: instead of what is kept of that metric."""
+def weigh_series(
+    suspect: Suspect, symptom: Symptom, device: MeasuredDevice, series: MetricSeries | None = None
+) -> WeighedEvidence | None:
+    """Weigh one series of the symptom's metric. None: not measured, or nothing to compare with.
+
+    `series` replaces the series that the telemetry has for this device.
+    """
     if suspect.kind not in CAUSES[symptom.cause].priors:
         return None
     if series is None:
-        series = suspect.series(symptom.metric, place)
-    if series is None or not len(series) or series.latest() == symptom.ends_at:
+        series = suspect.series(symptom.metric, device)
+    if series is None or not len(series) or series.latest() == symptom.saturates_at:
         return None
     measured = (
-        _events(suspect, symptom, place, series)
+        _events(suspect, symptom, device, series)
         if symptom.how == "events"
-        else _values(suspect, symptom, place, series)
+        else _values(suspect, symptom, device, series)
     )
     if measured is None:
         return None
     weight, remarks = _weigh(suspect, symptom, measured)
-    text = _text(suspect, symptom, place, measured, weight) + remarks
+    text = _text(suspect, symptom, device, measured, weight) + remarks
     evidence = Evidence(text, symptom.metric, measured.now, measured.expected)
-    return MetricObservation(symptom.cause, weight, (evidence,))
+    return WeighedEvidence(symptom.cause, weight, (evidence,))
 
 
 def _values(
-    suspect: Suspect, symptom: Symptom, place: MeasuredDevice, series: MetricSeries
+    suspect: Suspect, symptom: Symptom, device: MeasuredDevice, series: MetricSeries
 ) -> _Measured | None:
-    track = _track(symptom, series)
-    now = track.now(suspect.onset_ns)
+    timeline = _timeline(symptom, series)
+    now = timeline.now(suspect.onset_ns)
     if now is None:
         return None
-    before = track.between(*suspect.past_ns)
+    before = timeline.between(*suspect.past_ns)
     past, scatter = (None, 0.0) if suspect.is_chronic else (before.typical(), before.scatter())
-    if past is not None and (score := _score(symptom, now, past, scatter)) <= _AS_BEFORE:
-        return _Measured(now, past, None, past, score, None)  # no need to ask the peers
-    others = _of_peers(suspect, symptom, place)
+    if past is not None and (score := _score(symptom, now, past, scatter)) <= _UNCHANGED_SCORE:
+        return _Measured(now, past, None, past, score, None)  # its peers need not be read
+    others = _peer_values(suspect, symptom, device)
     peers = median(others) if others else None
-    unsteady = scatter / past if past else 0.0  # what is unsteady here is so at peers
+    unsteady = scatter / past if past else 0.0  # assume that peers scatter as much
     references = [(past, scatter), (peers, max(_scatter(others), unsteady * (peers or 0.0)))]
     scored = [
         (_score(symptom, now, expected, sigma), expected)
@@ -177,41 +193,41 @@ def _values(
     score, expected = min(scored)
     change = None
     if past is not None and score > 0:
-        known = track.between(suspect.past_ns[0], math.inf)
-        change = known.change((now + past) / 2, rises=symptom.rises)
+        since_start = timeline.between(suspect.past_ns[0], math.inf)
+        change = since_start.change((now + past) / 2, rises=symptom.rises)
     return _Measured(now, past, peers, expected, score, change)
 
 
-def _of_peers(suspect: Suspect, symptom: Symptom, place: MeasuredDevice) -> list[float]:
+def _peer_values(suspect: Suspect, symptom: Symptom, device: MeasuredDevice) -> list[float]:
     return [
         value
-        for peer in suspect.peers(symptom.scope, symptom.metric, place)
-        if (value := _track(symptom, peer).now(suspect.onset_ns)) is not None
+        for peer in suspect.peers(symptom.scope, symptom.metric, device)
+        if (value := _timeline(symptom, peer).now(suspect.onset_ns)) is not None
     ]
 
 
 def _events(
-    suspect: Suspect, symptom: Symptom, place: MeasuredDevice, series: MetricSeries
+    suspect: Suspect, symptom: Symptom, device: MeasuredDevice, series: MetricSeries
 ) -> _Measured | None:
-    """Counts: `now` is how many since the onset, `expected` what the past or the peers had."""
+    """Count events. `now`: number since the onset; `expected`: as many as past or peers had."""
     if (series.latest_ns() or 0.0) < suspect.onset_ns:
         return None
-    track = _track(symptom, series)
+    timeline = _timeline(symptom, series)
     first_ns = suspect.onset_ns - suspect.tolerance_seconds * _NS
-    recent = track.between(first_ns, math.inf)
+    recent = timeline.between(first_ns, math.inf)
     if not recent.values.size:
         return None
     counts = recent.values * recent.weights
     now, seconds = float(counts.sum()), float(recent.weights.sum())
     if now == 0:
         return _Measured(0.0, None, None, 0.0, 0.0, None)
-    before = track.between(suspect.past_ns[0], first_ns).typical()
+    before = timeline.between(suspect.past_ns[0], first_ns).typical()
     past = None if suspect.is_chronic or before is None else before * seconds
-    others = _counts_of_peers(suspect, symptom, place, first_ns)
+    others = _peer_counts(suspect, symptom, device, first_ns)
     peers = median(others) if others else None
     expected = max((value for value in (past, peers) if value is not None), default=0.0)
     # Counts of independent events scatter by their square root.
-    score = (now - expected) / (symptom.no_deviation + 2 * math.sqrt(expected))
+    score = (now - expected) / (symptom.tolerance + 2 * math.sqrt(expected))
     change = None
     if not suspect.is_chronic:
         index = int(np.argmax(counts > 0))
@@ -219,19 +235,19 @@ def _events(
     return _Measured(now, past, peers, expected, score, change)
 
 
-def _counts_of_peers(
-    suspect: Suspect, symptom: Symptom, place: MeasuredDevice, first_ns: float
+def _peer_counts(
+    suspect: Suspect, symptom: Symptom, device: MeasuredDevice, first_ns: float
 ) -> list[float]:
     return [
         float((found.values * found.weights).sum())
-        for peer in suspect.peers(symptom.scope, symptom.metric, place)
-        if (found := _track(symptom, peer).between(first_ns, math.inf)).values.size
+        for peer in suspect.peers(symptom.scope, symptom.metric, device)
+        if (found := _timeline(symptom, peer).between(first_ns, math.inf)).values.size
     ]
 
 
-def _track(symptom: Symptom, series: MetricSeries) -> Track:
-    found = levels(series) if symptom.how == "level" else rates(series)
-    return found if symptom.scale == 1.0 else found.scaled(symptom.scale)
+def _timeline(symptom: Symptom, series: MetricSeries) -> MetricTimeline:
+    timeline = levels(series) if symptom.how == "level" else rates(series)
+    return timeline if symptom.scale == 1.0 else timeline.scaled(symptom.scale)
 
 
 def _scatter(values: list[float]) -> float:
@@ -242,34 +258,34 @@ def _scatter(values: list[float]) -> float:
 
 
 def _score(symptom: Symptom, now: float, expected: float, scatter: float) -> float:
-    no_deviation = symptom.no_deviation + symptom.relative * abs(expected) + 2 * scatter
+    tolerance = symptom.tolerance + symptom.relative_tolerance * abs(expected) + 2 * scatter
     difference = now - expected if symptom.rises else expected - now
-    return difference / no_deviation
+    return difference / tolerance
 
 
 def _weigh(suspect: Suspect, symptom: Symptom, measured: _Measured) -> tuple[float, str]:
-    """The weight, and in words what lessens it."""
-    weight, remarks = weighing.of_strength(measured.score), ""
+    """Return the weight, and the remarks that explain it."""
+    weight, remarks = weighing.strength_weight(measured.score), ""
     if weight <= 0:
         return weight, remarks
     if measured.change is not None:
-        away = _seconds_away(suspect.onset_ns, measured.change)
-        weight += weighing.of_time(abs(away), suspect.tolerance_seconds)
-        if abs(away) > suspect.tolerance_seconds:
-            order = "before" if away < 0 else "after"
-            remarks += f", but {abs(away):.0f} s {order} it became slow"
+        distance = _distance_seconds(suspect.onset_ns, measured.change)
+        weight += weighing.time_weight(abs(distance), suspect.tolerance_seconds)
+        if abs(distance) > suspect.tolerance_seconds:
+            order = "before" if distance < 0 else "after"
+            remarks += f", but {abs(distance):.0f} s {order} the slowdown began"
     if symptom.predicts is not None and suspect.slowdown is not None:
         predicted = symptom.predicts(measured.now, measured.expected)
-        of_magnitude = weighing.of_magnitude(predicted, suspect.slowdown)
-        weight += of_magnitude
-        verb = "explains" if of_magnitude > 0 else "explains only"
-        if of_magnitude > 0 or predicted < suspect.slowdown:
+        magnitude_weight = weighing.magnitude_weight(predicted, suspect.slowdown)
+        weight += magnitude_weight
+        verb = "explains" if magnitude_weight > 0 else "explains only"
+        if magnitude_weight > 0 or predicted < suspect.slowdown:
             remarks += f" ({verb} {predicted:.2f}x of {suspect.slowdown:.2f}x)"
     return weight, remarks
 
 
-def _seconds_away(onset_ns: int, change: tuple[float, float]) -> float:
-    """From the onset to the change, 0 if it may have been the same moment."""
+def _distance_seconds(onset_ns: int, change: tuple[float, float]) -> float:
+    """Return the time from the onset to the change; 0 if they may have been simultaneous."""
     start_ns, end_ns = change
     if start_ns <= onset_ns <= end_ns:
         return 0.0
@@ -278,38 +294,40 @@ def _seconds_away(onset_ns: int, change: tuple[float, float]) -> float:
 
 
 def _text(
-    suspect: Suspect, symptom: Symptom, place: MeasuredDevice, measured: _Measured, weight: float
+    suspect: Suspect, symptom: Symptom, device: MeasuredDevice, measured: _Measured, weight: float
 ) -> str:
     now, past, peers = measured.now, measured.past, measured.peers
-    show = symptom.text
+    show = symptom.format
     if symptom.unit == "flag":
-        before = ", but was so before as well" if past else ""
+        before = ", but it was active before as well" if past else ""
         active = "active" if now else "not active"
         return (
-            f"{symptom.what} of {place.name} is {active}{suspect.at_onset * (weight > 0)}{before}"
+            f"{symptom.name} of {device.name} is {active}{suspect.at_onset * (weight > 0)}{before}"
         )
     if symptom.how == "events":
-        usual = f", usual are {measured.expected:.1f}" if measured.expected >= 0.5 else ""
-        return f"{place.name}: {now:.0f} new {symptom.what}{usual}"
-    what = f"the {symptom.what} of {place.name}"
+        usual = f" (usual: {measured.expected:.1f})" if measured.expected >= 0.5 else ""
+        return f"{device.name}: {now:.0f} new {symptom.name}{usual}"
+    subject = f"the {symptom.name} of {device.name}"
     if weight <= 0 and _score_of(symptom, now, past) <= 1 and _score_of(symptom, now, peers) <= 1:
-        return f"{what} is normal: {show(now)}"
-    compared = "" if peers is None else f"; its peers': {show(peers)}"
+        return f"{subject} is normal: {show(now)}"
+    compared = "" if peers is None else f"; peers: {show(peers)}"
     if past is None:
-        beside = "" if peers is not None else f", expected {show(measured.expected)}"
-        return f"{what} is {show(now)}{beside}{compared}"
+        expected = "" if peers is not None else f", expected {show(measured.expected)}"
+        return f"{subject} is {show(now)}{expected}{compared}"
     if _score_of(symptom, now, past) <= 1:
-        return f"{what} is {show(now)}{compared}, but it was {show(past)} before as well"
+        return f"{subject} is {show(now)}{compared}, but it was {show(past)} before as well"
     verb = "rose" if now > past else "fell"
     at_onset = suspect.at_onset if weight > 0 else ""
-    return f"{what} {verb} from {_bare(symptom, past)} to {show(now)}{at_onset}{compared}"
+    return (
+        f"{subject} {verb} from {_without_unit(symptom, past)} to {show(now)}{at_onset}{compared}"
+    )
 
 
 def _score_of(symptom: Symptom, now: float, expected: float | None) -> float:
     return 0.0 if expected is None else _score(symptom, now, expected, 0.0)
 
 
-def _bare(symptom: Symptom, value: float) -> str:
-    """`1980` of `from 1980 to 795 MHz`."""
-    text = symptom.text(value)
+def _without_unit(symptom: Symptom, value: float) -> str:
+    """Return `1980` for `from 1980 to 795 MHz`."""
+    text = symptom.format(value)
     return text.removesuffix(f" {symptom.unit}")

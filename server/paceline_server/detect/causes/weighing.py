@@ -1,46 +1,52 @@
-"""From a deviation to a weight, and from weights to likelihoods. Weights are decimal logarithms."""
+"""Weights of deviations, and likelihoods from weights. A weight is a decimal logarithm."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 
-from paceline_server.detect.causes.catalogue import CAUSES, UNKNOWN, UNKNOWN_PRIOR
+from paceline_server.detect.causes.catalog import CAUSES, UNKNOWN_PRIOR
 
-# A value one and a half times what is no deviation says nothing; each further one says ten times
-# more, up to a thousand to one: above that, the metric itself is the more doubtful. No deviation
-# at all is thirty to one against: metrics miss some faults (a throttle between two samples).
+# A deviation of 1.5 tolerances is neutral. Each further tolerance counts ten times more, up to a
+# thousand to one; beyond that, the metric itself is the more doubtful. No deviation at all is
+# thirty to one against: metrics miss some faults (a throttle between two samples).
 _NEUTRAL_SCORE = 1.5
 _STRONGEST = 3.0
 _WEAKEST = -1.5
-# Five to one for a change at the very time; up to a thousand to one against a distant one.
+# Five to one for a change at the onset; up to a thousand to one against a distant change.
 _AT_ONSET = 0.7
-_LONG_BEFORE = -3.0
-# What explains two thirds of the slowdown is neutral, a tenth fifty to one against.
+_FAR_FROM_ONSET = -3.0
+# A cause that explains two thirds of the slowdown is neutral; a tenth is fifty to one against.
 _NEUTRAL_SHARE = 2 / 3
-# Normal metrics of a cause speak against it, but not as loudly as the deviating one speaks for it.
+# Normal metrics of a cause speak against it, but weaker than the deviating one speaks for it.
 AGREES = 0.3
 DISAGREES = -0.5
-# A cause that a deeper one brings about (swapping is memory pressure, a lost link makes errors) is
-# not the answer while that one stands.
+# Added to a cause that is the consequence of a deeper one that is present: swapping explains
+# memory pressure, a lost link explains errors.
 EXPLAINED_AWAY = -2.0
-# From here on a check has ruled its cause out: ten to one.
+# A cause with this weight or less is ruled out: ten to one against.
 RULED_OUT = -1.0
 
 
-def of_strength(score: float) -> float:
-    """`score`: deviation over what is no deviation."""
+def strength_weight(score: float) -> float:
+    """Return the weight of a deviation. `score`: deviation divided by the tolerance."""
     return min(max(score - _NEUTRAL_SCORE, _WEAKEST), _STRONGEST)
 
 
-def of_time(distance_seconds: float, tolerance_seconds: float) -> float:
-    """`distance_seconds`: from the metric's change to the onset, 0 if it may be the same moment."""
+def time_weight(distance_seconds: float, tolerance_seconds: float) -> float:
+    """Return the weight of the time between the metric's change and the onset.
+
+    `distance_seconds` is 0 if both may have been at the same time.
+    """
     beyond = max(distance_seconds - tolerance_seconds, 0.0)
-    return max(_AT_ONSET - beyond / tolerance_seconds, _LONG_BEFORE)
+    return max(_AT_ONSET - beyond / tolerance_seconds, _FAR_FROM_ONSET)
 
 
-def of_magnitude(predicted: float, slowdown: float) -> float:
-    """Ratios, 1: no slower. Explaining too much is forgiven: not all work depends on it."""
+def magnitude_weight(predicted: float, slowdown: float) -> float:
+    """Compare the slowdown that the metric predicts with the one measured (1: no slower).
+
+    A prediction that is too large costs little, because not all work depends on the metric.
+    """
     if slowdown <= 1.0:
         return 0.0
     share = math.log(max(predicted, 1.0)) / math.log(slowdown)
@@ -49,8 +55,8 @@ def of_magnitude(predicted: float, slowdown: float) -> float:
     return max(3.0 * share - 2.0, -2.0) if share < _NEUTRAL_SHARE else 1.5 * (share - 2 / 3)
 
 
-def combined(weights: Iterable[float]) -> float:
-    """Of several metrics of one cause: the strongest statement, and what most others add to it."""
+def combined_weight(weights: Iterable[float]) -> float:
+    """Combine the metrics of one cause: the strongest, shifted by what most others indicate."""
     first, *others = sorted(weights, reverse=True)
     if first <= 0 or not others:
         return first
@@ -61,26 +67,14 @@ def combined(weights: Iterable[float]) -> float:
 
 
 def likelihoods(weights: Mapping[str, float], kind: str) -> dict[str, float]:
-    """Posterior of each cause that was measured; they sum to less than 1, the rest is unknown."""
+    """Return the posterior of each cause that was measured. The rest up to 1 is unknown."""
     priors = {name: info.priors[kind] for name, info in CAUSES.items() if kind in info.priors}
     odds = {name: priors[name] * 10 ** weights[name] for name in priors.keys() & weights.keys()}
     unmeasured = sum(prior for name, prior in priors.items() if name not in weights)
-    share = UNKNOWN_PRIOR * (sum(priors.values()) or 1.0)
-    total = sum(odds.values()) + unmeasured + share
+    unknown = UNKNOWN_PRIOR * (sum(priors.values()) or 1.0)
+    total = sum(odds.values()) + unmeasured + unknown
     return {name: each / total for name, each in odds.items()}
 
 
-def unknown_share(found: Mapping[str, float]) -> float:
-    return 1.0 - sum(found.values())
-
-
-__all__ = [
-    "RULED_OUT",
-    "UNKNOWN",
-    "combined",
-    "likelihoods",
-    "of_magnitude",
-    "of_strength",
-    "of_time",
-    "unknown_share",
-]
+def unknown_share(likelihood_by_cause: Mapping[str, float]) -> float:
+    return 1.0 - sum(likelihood_by_cause.values())

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline_server.detect.causes import diagnose
+from paceline_server.detect.causes.diagnosis import diagnose
 from paceline_server.detect.checkpoint_stall.settings import DEFAULTS, CheckpointStallSettings
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared

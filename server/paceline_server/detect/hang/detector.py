@@ -16,7 +16,8 @@ from typing import ClassVar
 
 import msgspec
 
-from paceline_server.detect.causes import UNKNOWN, Diagnosis, diagnose
+from paceline_server.detect.causes.catalog import UNKNOWN
+from paceline_server.detect.causes.diagnosis import Diagnosis, diagnose
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.hang.blame import Blame, blame

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from paceline_server.detect.causes.catalog import PROCESS_GONE, PROCESS_STOPPED
 from paceline_server.detect.finding import Evidence
 from paceline_server.detect.hang.operations import operation_text, section_name
 from paceline_server.detect.hang.waiting import innermost_op
@@ -14,8 +15,6 @@ from paceline_wire.ring import StateView
 from paceline_wire.spans import COMPUTE_OPS, SECTION_BASE, Op, op_name
 from paceline_wire.stacks import StackFrame, ThreadStack
 
-STOPPED_CAUSE, GONE_CAUSE = "process stopped (SIGSTOP)", "process gone"
-STANDS_STILL = (STOPPED_CAUSE, GONE_CAUSE)  # and does not go on by itself
 STOPPED = ("T", "t")
 GONE = (None, "Z", "X")
 BUSY_CPU_SHARE = 0.5
@@ -52,10 +51,10 @@ def process_cause(live: LiveRank) -> tuple[str, list[Evidence]] | None:
     state = live.state.process_state if live.state else None
     evidence = [Evidence(f"its process state is {state or 'gone'}")]
     if state in STOPPED:
-        return STOPPED_CAUSE, evidence
+        return PROCESS_STOPPED, evidence
     if state == "D":
         return "blocked in uninterruptible I/O", evidence
-    return (GONE_CAUSE, evidence) if state in GONE else None
+    return (PROCESS_GONE, evidence) if state in GONE else None
 
 
 def host_cause(

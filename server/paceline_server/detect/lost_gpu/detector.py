@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
-from paceline_server.detect.causes import CAUSES
+from paceline_server.detect.causes.catalog import CAUSES
 from paceline_server.detect.causes.checks.kernel_log import is_read
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared

@@ -15,7 +15,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from paceline_server.detect.causes import UNKNOWN, diagnose
+from paceline_server.detect.causes.catalog import UNKNOWN
+from paceline_server.detect.causes.diagnosis import diagnose
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.kinds import SLOW_DATA, Kind

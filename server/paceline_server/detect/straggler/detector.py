@@ -22,7 +22,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline_server.detect.causes import UNKNOWN, Diagnosis, diagnose
+from paceline_server.detect.causes.catalog import UNKNOWN
+from paceline_server.detect.causes.diagnosis import Diagnosis, diagnose
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.kinds import STRAGGLER, Kind

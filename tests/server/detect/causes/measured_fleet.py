@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from paceline_server.detect.causes import Diagnosis, diagnose
+from paceline_server.detect.causes.diagnosis import Diagnosis, diagnose
 from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_server.detect.telemetry import Telemetry
 from paceline_server.steps.groups import Groups
@@ -221,11 +221,17 @@ class Fleet:
         )
 
     def diagnose(self, rank: int | None = 2, **more: object) -> Diagnosis:
-        """Of `rank`, slow since the onset; 2 is gpu0 of node-1 where nodes have two."""
+        """Diagnose `rank`, slow since the onset; with two GPUs per node, 2 is gpu0 of node-1."""
         onset_ns = START_NS + round(self.onset_seconds * SECOND_NS)
         step = round(self.onset_seconds / STEP_SECONDS)
         more = {"slowdown": 1.5, "onset_step": step, **more}
-        return diagnose(rank, onset_ns, seen=self.observation(), generation=self.generation, **more)  # type: ignore[arg-type]
+        return diagnose(
+            rank,
+            onset_ns,
+            observation=self.observation(),
+            generation=self.generation,
+            **more,  # type: ignore[arg-type]
+        )
 
 
 def since_onset(sick: float) -> Fault:

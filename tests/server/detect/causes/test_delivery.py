@@ -17,7 +17,7 @@ from sicknesses import (
     thermal,
 )
 
-from paceline_server.detect.causes import UNKNOWN
+from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.observation import LiveRank
 from paceline_wire.batch import RankState, Sample
 from paceline_wire.ring import StateView
@@ -110,7 +110,7 @@ def test_a_rank_that_was_slow_from_the_start_is_compared_with_its_peers():
     fleet.play(60)
     found = fleet.diagnose(slowdown=1 / 0.7, onset_step=None)
     assert found.cause == "low SM clock"
-    assert "its peers'" in found.evidence[0].text
+    assert "; peers: " in found.evidence[0].text
 
 
 def test_a_rank_without_a_node_or_telemetry_is_unknown():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from measured_fleet import SECOND_NS, START_NS, Fleet
 
-from paceline_server.detect.causes import UNKNOWN
-from paceline_server.detect.causes.checks.kernel_log import EVENTS, MESSAGES, ONLY_HERE
+from paceline_server.detect.causes.catalog import UNKNOWN
+from paceline_server.detect.causes.checks.kernel_log import EVENTS, KERNEL_LOG_CAUSES, MESSAGES
 from paceline_wire.batch import Sample
 
 NODE = "node-1"  # of ranks 2 and 3, which compute on its gpu0 and gpu1
@@ -116,7 +116,7 @@ def test_an_xid_is_read_from_the_log_where_nvml_says_nothing():
 def test_a_log_that_is_read_and_silent_rules_out_and_one_that_is_not_read_does_not():
     found = fleet(seed=7).diagnose(kind="hang", slowdown=None)
     assert {"NIC", "PCIe errors", "host hardware", "kernel"} <= set(found.ruled_out)
-    silent = [line for line in found.counter_evidence if "kernel's log" in line.text]
+    silent = [line for line in found.counter_evidence if "kernel log" in line.text]
     assert len(silent) == 1
     unread = fleet(seed=7, absent={"paceline_kernel_log_lost_total"})
     found = unread.diagnose(kind="hang", slowdown=None)
@@ -133,7 +133,7 @@ def test_what_an_agent_finds_in_the_log_when_it_starts_is_old():
 
 
 def test_the_causes_that_only_the_log_tells_are_no_others():
-    assert set(ONLY_HERE) == {
+    assert set(KERNEL_LOG_CAUSES) == {
         "PCIe errors", "NIC error", "host hardware errors", "kernel lockup",
     }  # fmt: skip
 

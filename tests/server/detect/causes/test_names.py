@@ -17,9 +17,9 @@ from paceline_agent.collect.collectors.storage import StorageCollector
 from paceline_agent.collect.contract import CollectorUnavailable, Context, LocalRank
 from paceline_agent.collect.pool import ProcessLane
 from paceline_demo.fake_nvml import CompilerMissing, FakeGpus, build, environment
-from paceline_server.detect.causes import CAUSES
+from paceline_server.detect.causes.catalog import CAUSES
 from paceline_server.detect.causes.checks.pcie import LINKS
-from paceline_server.detect.causes.diagnose import SYMPTOMS
+from paceline_server.detect.causes.registry import SYMPTOMS
 from paceline_server.detect.telemetry import KEPT
 from paceline_wire.batch import GpuInfo, Sample
 

@@ -10,7 +10,8 @@ import pytest
 from measured_fleet import Fleet
 from sicknesses import DISTRACTORS, SICKNESSES, Sickness, small_drop, thermal
 
-from paceline_server.detect.causes import CAUSES, UNKNOWN, Diagnosis
+from paceline_server.detect.causes.catalog import CAUSES, UNKNOWN
+from paceline_server.detect.causes.diagnosis import Diagnosis
 
 KINDS = sorted({kind for info in CAUSES.values() for kind in info.priors})
 

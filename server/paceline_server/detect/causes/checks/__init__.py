@@ -1,1 +1,1 @@
-"""The checks: one file each, one part of a node. `diagnose.py` asks them all."""
+"""The checks: each module reads the metrics of one part of a node."""

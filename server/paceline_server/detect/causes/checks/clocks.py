@@ -1,8 +1,8 @@
-"""SM and memory clock, and the reasons a GPU gives for holding its clock back.
+"""SM clock, memory clock and throttle reasons of the GPU.
 
-A reason without a lower clock slows nothing: `sw_power_cap` is active on most busy GPUs. A lower
-clock with a reason names the reason; without one it is the low clock itself (application clocks,
-a driver's or an administrator's limit).
+A throttle reason without a lower clock slows nothing: `sw_power_cap` is active on most busy GPUs.
+For a lower clock with a reason, the cause is the reason. Without one it is the low clock itself
+(application clocks, or a limit set by the driver or an administrator).
 """
 
 from __future__ import annotations
@@ -12,26 +12,33 @@ from dataclasses import replace
 from msgspec.structs import replace as replace_evidence
 
 from paceline_server.detect.causes import weighing
+from paceline_server.detect.causes.catalog import (
+    HARDWARE_SLOWDOWN,
+    LOW_MEMORY_CLOCK,
+    LOW_SM_CLOCK,
+    POWER_THROTTLE,
+    THERMAL_THROTTLE,
+)
 from paceline_server.detect.causes.suspect import Scope, Suspect
 from paceline_server.detect.causes.symptom import (
-    MetricObservation,
     Symptom,
+    WeighedEvidence,
+    combine,
     inverse,
-    look,
-    together,
+    weigh_symptom,
 )
 
-# Healthy clocks move by some percent (boost, temperature, the kernels that run).
+# Healthy clocks vary by some percent (boost, temperature, the running kernels).
 SM_CLOCK = Symptom(
-    "low SM clock", "DCGM_FI_DEV_SM_CLOCK", Scope.GPU, "SM clock", "MHz", "level",
-    0.0, relative=0.03, rises=False, predicts=inverse,
+    LOW_SM_CLOCK, "DCGM_FI_DEV_SM_CLOCK", Scope.GPU, "SM clock", "MHz", "level",
+    0.0, relative_tolerance=0.03, rises=False, predicts=inverse,
 )  # fmt: skip
 MEMORY_CLOCK = Symptom(
-    "low memory clock", "DCGM_FI_DEV_MEM_CLOCK", Scope.GPU, "memory clock", "MHz", "level",
-    0.0, relative=0.02, rises=False, predicts=inverse,
+    LOW_MEMORY_CLOCK, "DCGM_FI_DEV_MEM_CLOCK", Scope.GPU, "memory clock", "MHz", "level",
+    0.0, relative_tolerance=0.02, rises=False, predicts=inverse,
 )  # fmt: skip
 TEMPERATURE = Symptom(
-    "thermal throttle", "DCGM_FI_DEV_GPU_TEMP", Scope.GPU, "temperature", "°C", "level",
+    THERMAL_THROTTLE, "DCGM_FI_DEV_GPU_TEMP", Scope.GPU, "temperature", "°C", "level",
     5.0, normal=75.0,
 )  # fmt: skip
 _NANOSECONDS = 1e-9
@@ -50,90 +57,98 @@ def _violation(cause: str, metric: str, what: str) -> Symptom:
     )
 
 
-# Most specific first: the hardware's slowdown bit is set with the thermal and power bits as well.
-REASONS: dict[str, tuple[Symptom, ...]] = {
-    "thermal throttle": (
-        _reason("thermal throttle", "hw_thermal_slowdown"),
-        _reason("thermal throttle", "sw_thermal_slowdown"),
-        _violation("thermal throttle", "DCGM_FI_DEV_THERMAL_VIOLATION", "time held back by heat"),
-    ),
-    "power throttle": (
-        _reason("power throttle", "hw_power_brake"),
-        _reason("power throttle", "sw_power_cap"),
+# Most specific first: the hardware slowdown bit is also set with the thermal and power bits.
+THROTTLE_REASONS: dict[str, tuple[Symptom, ...]] = {
+    THERMAL_THROTTLE: (
+        _reason(THERMAL_THROTTLE, "hw_thermal_slowdown"),
+        _reason(THERMAL_THROTTLE, "sw_thermal_slowdown"),
         _violation(
-            "power throttle", "DCGM_FI_DEV_POWER_VIOLATION", "time held back by the power limit"
+            THERMAL_THROTTLE, "DCGM_FI_DEV_THERMAL_VIOLATION", "share of time throttled for heat"
+        ),
+    ),
+    POWER_THROTTLE: (
+        _reason(POWER_THROTTLE, "hw_power_brake"),
+        _reason(POWER_THROTTLE, "sw_power_cap"),
+        _violation(
+            POWER_THROTTLE, "DCGM_FI_DEV_POWER_VIOLATION", "share of time throttled for power"
         ),
         Symptom(
-            "power throttle",
+            POWER_THROTTLE,
             "DCGM_FI_DEV_ENFORCED_POWER_LIMIT",
             Scope.GPU,
             "power limit",
             "W",
             "level",
             0.0,
-            relative=0.03,
+            relative_tolerance=0.03,
             rises=False,
         ),
     ),
-    "hardware slowdown": (_reason("hardware slowdown", "hw_slowdown"),),
+    HARDWARE_SLOWDOWN: (_reason(HARDWARE_SLOWDOWN, "hw_slowdown"),),
 }
 SYMPTOMS = (
-    SM_CLOCK, MEMORY_CLOCK, TEMPERATURE, *(each for some in REASONS.values() for each in some)
-)  # fmt: skip
-_BEYOND_ONE_METRIC = 1.0  # a reason and the clock that follows from it, together
+    SM_CLOCK,
+    MEMORY_CLOCK,
+    TEMPERATURE,
+    *(symptom for symptoms in THROTTLE_REASONS.values() for symptom in symptoms),
+)
+_REASON_AND_CLOCK = 1.0  # added if both the throttle reason and the clock deviate
 
 
-def check(suspect: Suspect) -> list[MetricObservation]:
-    looks = []
-    clock = look(suspect, SM_CLOCK)
-    held_back = False
-    for cause, symptoms in REASONS.items():
-        told = [found for each in symptoms if (found := look(suspect, each)) is not None]
-        if not told:
+def check(suspect: Suspect) -> list[WeighedEvidence]:
+    results = []
+    clock = weigh_symptom(suspect, SM_CLOCK)
+    is_throttled = False
+    for cause, symptoms in THROTTLE_REASONS.items():
+        reasons = [
+            weighed
+            for symptom in symptoms
+            if (weighed := weigh_symptom(suspect, symptom)) is not None
+        ]
+        if not reasons:
             continue
-        best = max(told, key=lambda each: each.weight)
-        found = _with_clock(cause, best, clock, held_back)
-        if cause == "thermal throttle":
-            found = _with_temperature(suspect, found)
-        looks.append(found)
-        held_back = held_back or found.weight > 0
+        strongest = max(reasons, key=lambda weighed: weighed.weight)
+        result = _with_clock(cause, strongest, clock, is_throttled)
+        if cause == THERMAL_THROTTLE:
+            result = _with_temperature(suspect, result)
+        results.append(result)
+        is_throttled = is_throttled or result.weight > 0
     if clock is not None:
-        lessened = weighing.EXPLAINED_AWAY if held_back else 0.0
-        looks.append(replace(clock, weight=clock.weight + lessened))
-    memory = look(suspect, MEMORY_CLOCK)
-    return looks if memory is None else [*looks, memory]
+        explained = weighing.EXPLAINED_AWAY if is_throttled else 0.0
+        results.append(replace(clock, weight=clock.weight + explained))
+    memory = weigh_symptom(suspect, MEMORY_CLOCK)
+    return results if memory is None else [*results, memory]
 
 
 def _with_clock(
-    cause: str, reason: MetricObservation, clock: MetricObservation | None, held_back: bool
-) -> MetricObservation:
+    cause: str, reason: WeighedEvidence, clock: WeighedEvidence | None, is_throttled: bool
+) -> WeighedEvidence:
     if reason.weight <= 0:
         weight = reason.weight if clock is None else reason.weight + min(clock.weight, 0.0)
-        said = reason.evidence[0]
-        text = f"no throttle reason speaks for a {cause}: {said.text}"
-        return MetricObservation(cause, weight, (replace_evidence(said, text=text),))
+        line = reason.evidence[0]
+        text = f"no throttle reason indicates a {cause}: {line.text}"
+        return WeighedEvidence(cause, weight, (replace_evidence(line, text=text),))
     weight = reason.weight
     if clock is not None:
-        fell = clock.weight > weighing.RULED_OUT  # by as little as it may: the GPU says so itself
-        weight = clock.weight + (_BEYOND_ONE_METRIC if fell else 0.0)
-    if held_back:
+        fell = (
+            clock.weight > weighing.RULED_OUT
+        )  # a small drop is enough: the GPU itself reports the reason
+        weight = clock.weight + (_REASON_AND_CLOCK if fell else 0.0)
+    if is_throttled:
         weight += weighing.EXPLAINED_AWAY
-    return MetricObservation(
+    return WeighedEvidence(
         cause, weight, reason.evidence + (() if clock is None else clock.evidence)
     )
 
 
-def _with_temperature(suspect: Suspect, found: MetricObservation) -> MetricObservation:
-    """Never the cause by itself: it supports a thermal throttle or speaks against one."""
-    heat = look(suspect, TEMPERATURE)
+def _with_temperature(suspect: Suspect, throttle: WeighedEvidence) -> WeighedEvidence:
+    """Add the temperature, which supports a thermal throttle or speaks against it."""
+    heat = weigh_symptom(suspect, TEMPERATURE)
     if heat is None:
-        return found
-    if found.weight <= 0:
-        return MetricObservation(found.cause, found.weight, found.evidence + heat.evidence)
-    return (
-        together(found.cause, [found, heat])
-        if heat.weight > 0
-        else replace(
-            found, weight=found.weight + weighing.DISAGREES, evidence=found.evidence + heat.evidence
-        )
-    )
+        return throttle
+    evidence = throttle.evidence + heat.evidence
+    if throttle.weight <= 0:
+        return replace(throttle, evidence=evidence)
+    if heat.weight > 0:
+        return combine(throttle.cause, [throttle, heat])
+    return replace(throttle, weight=throttle.weight + weighing.DISAGREES, evidence=evidence)

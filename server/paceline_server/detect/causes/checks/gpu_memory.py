@@ -1,42 +1,45 @@
-"""The GPU's memory: ECC errors and rows that are, or wait to be, remapped."""
+"""GPU memory: ECC errors, and rows that were or will be remapped."""
 
 from __future__ import annotations
 
+from paceline_server.detect.causes.catalog import (
+    CORRECTABLE_ECC_ERRORS,
+    ROW_REMAPPING,
+    UNCORRECTABLE_ECC_ERRORS,
+)
 from paceline_server.detect.causes.suspect import Scope, Suspect
-from paceline_server.detect.causes.symptom import MetricObservation, Symptom, looks_at
+from paceline_server.detect.causes.symptom import Symptom, WeighedEvidence, weigh_symptoms
 
 
-def _counts(cause: str, metric: str, what: str, no_deviation: float) -> Symptom:
-    return Symptom(cause, metric, Scope.GPU, what, "", "events", no_deviation)
+def _counter(cause: str, metric: str, name: str, tolerance: float) -> Symptom:
+    return Symptom(cause, metric, Scope.GPU, name, "", "events", tolerance)
 
 
 SYMPTOMS = (
-    _counts(
-        "uncorrectable ECC errors",
+    _counter(
+        UNCORRECTABLE_ECC_ERRORS,
         "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL",
-        "uncorrectable ECC errors",
+        UNCORRECTABLE_ECC_ERRORS,
         0.25,
     ),
-    # A handful of corrected errors costs nothing; a storm of them costs time.
-    _counts(
-        "correctable ECC errors", "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL", "correctable ECC errors", 8.0
-    ),
-    _counts(
-        "row remapping",
+    # A few corrected errors cost nothing. A burst of them costs time.
+    _counter(CORRECTABLE_ECC_ERRORS, "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL", CORRECTABLE_ECC_ERRORS, 8.0),
+    _counter(
+        ROW_REMAPPING,
         "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS",
         "rows remapped for uncorrectable errors",
         0.25,
     ),
-    _counts(
-        "row remapping",
+    _counter(
+        ROW_REMAPPING,
         "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS",
         "rows remapped for correctable errors",
         0.25,
     ),
-    _counts("row remapping", "DCGM_FI_DEV_ROW_REMAP_PENDING", "pending row remappings", 0.25),
-    _counts("row remapping", "DCGM_FI_DEV_ROW_REMAP_FAILURE", "failed row remappings", 0.25),
+    _counter(ROW_REMAPPING, "DCGM_FI_DEV_ROW_REMAP_PENDING", "pending row remappings", 0.25),
+    _counter(ROW_REMAPPING, "DCGM_FI_DEV_ROW_REMAP_FAILURE", "failed row remappings", 0.25),
 )
 
 
-def check(suspect: Suspect) -> list[MetricObservation]:
-    return looks_at(suspect, SYMPTOMS)
+def check(suspect: Suspect) -> list[WeighedEvidence]:
+    return weigh_symptoms(suspect, SYMPTOMS)

@@ -1,61 +1,65 @@
-"""PCIe links of GPUs and NICs: width, speed, replays. An idle link trains down: peers tell."""
+"""PCIe links of GPUs and NICs: width, speed, replays.
+
+An idle link trains down, so the peers are compared.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from paceline_server.detect.causes.catalog import DEGRADED_GPU_PCIE, DEGRADED_NIC_PCIE, PCIE_REPLAYS
 from paceline_server.detect.causes.suspect import MeasuredDevice, Scope, Suspect
 from paceline_server.detect.causes.symptom import (
-    MetricObservation,
     Symptom,
+    WeighedEvidence,
+    combine,
     inverse,
-    look_at,
-    looks_at,
-    together,
+    weigh_series,
+    weigh_symptoms,
 )
 
 
-def _link(cause: str, metric: str, scope: Scope, what: str, unit: str) -> Symptom:
+def _link(cause: str, metric: str, scope: Scope, name: str, unit: str) -> Symptom:
     return Symptom(
-        cause, metric, scope, what, unit, "level", 0.0, relative=0.1, rises=False,
+        cause, metric, scope, name, unit, "level", 0.0, relative_tolerance=0.1, rises=False,
         predicts=inverse,
     )  # fmt: skip
 
 
-_GPU, _NIC = "degraded PCIe link", "degraded PCIe link of the NIC"
 LINKS = (
-    _link(_GPU, "paceline_gpu_pcie_width", Scope.GPU, "PCIe width", "lanes"),
-    _link(_GPU, "paceline_gpu_pcie_generation", Scope.GPU, "PCIe generation", ""),
-    _link(_NIC, "paceline_device_pcie_width", Scope.DEVICE, "PCIe width", "lanes"),
+    _link(DEGRADED_GPU_PCIE, "paceline_gpu_pcie_width", Scope.GPU, "PCIe width", "lanes"),
+    _link(DEGRADED_GPU_PCIE, "paceline_gpu_pcie_generation", Scope.GPU, "PCIe generation", ""),
+    _link(DEGRADED_NIC_PCIE, "paceline_device_pcie_width", Scope.DEVICE, "PCIe width", "lanes"),
     _link(
-        _NIC, "paceline_device_pcie_transfers_per_second", Scope.DEVICE, "PCIe speed", "T/s"
+        DEGRADED_NIC_PCIE, "paceline_device_pcie_transfers_per_second", Scope.DEVICE,
+        "PCIe speed", "T/s",
     ),
 )  # fmt: skip
 SYMPTOMS = (
     *LINKS,
     Symptom(
-        "PCIe replays", "DCGM_FI_DEV_PCIE_REPLAY_COUNTER", Scope.GPU, "PCIe replays", "",
+        PCIE_REPLAYS, "DCGM_FI_DEV_PCIE_REPLAY_COUNTER", Scope.GPU, PCIE_REPLAYS, "",
         "events", 20.0,
     ),
 )  # fmt: skip
 
 
-def check(suspect: Suspect) -> list[MetricObservation]:
-    looks = looks_at(suspect, SYMPTOMS[len(LINKS) :])
-    for cause in (_GPU, _NIC):
-        found = [
-            each
+def check(suspect: Suspect) -> list[WeighedEvidence]:
+    results = weigh_symptoms(suspect, SYMPTOMS[len(LINKS) :])
+    for cause in (DEGRADED_GPU_PCIE, DEGRADED_NIC_PCIE):
+        links = [
+            weighed
             for link in LINKS
             if link.cause == cause
-            for place in suspect.places(link.scope, link.metric)
-            if (each := _look(suspect, link, place)) is not None
+            for device in suspect.devices(link.scope, link.metric)
+            if (weighed := _weigh_link(suspect, link, device)) is not None
         ]
-        if found:
-            looks.append(together(cause, found))
-    return looks
+        if links:
+            results.append(combine(cause, links))
+    return results
 
 
-def _look(suspect: Suspect, link: Symptom, place: MeasuredDevice) -> MetricObservation | None:
-    """Without a past and peers, what the device could do is what it should do."""
-    limit = suspect.seen.telemetry.latest(place.node, f"{link.metric}_max", **place.labels)
-    return look_at(suspect, replace(link, normal=limit), place)
+def _weigh_link(suspect: Suspect, link: Symptom, device: MeasuredDevice) -> WeighedEvidence | None:
+    """Weigh the link; without a past and peers, the maximum of the device is expected."""
+    limit = suspect.observation.telemetry.latest(device.node, f"{link.metric}_max", **device.labels)
+    return weigh_series(suspect, replace(link, normal=limit), device)

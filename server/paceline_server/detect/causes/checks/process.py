@@ -1,15 +1,16 @@
-"""The rank's process: does the kernel hold it in I/O?"""
+"""State of the rank's process: is it blocked in uninterruptible I/O?"""
 
 from __future__ import annotations
 
+from paceline_server.detect.causes.catalog import BLOCKED_ON_IO
 from paceline_server.detect.causes.suspect import Suspect
-from paceline_server.detect.causes.symptom import MetricObservation
+from paceline_server.detect.causes.symptom import Symptom, WeighedEvidence
 from paceline_server.detect.finding import Evidence
 
-_CAUSE = "blocked on I/O"
+SYMPTOMS: tuple[Symptom, ...] = ()  # read from the state page, not from telemetry
 
 
-def check(suspect: Suspect) -> list[MetricObservation]:
+def check(suspect: Suspect) -> list[WeighedEvidence]:
     states = {
         live.rank: live.state.process_state
         for live in suspect.live
@@ -20,11 +21,11 @@ def check(suspect: Suspect) -> list[MetricObservation]:
     blocked = [rank for rank, state in states.items() if state == "D"]
     if blocked:
         text = f"the process of rank {blocked[0]} is blocked in uninterruptible I/O (state D)"
-        return [MetricObservation(_CAUSE, 2.0, (Evidence(text),))]
+        return [WeighedEvidence(BLOCKED_ON_IO, 2.0, (Evidence(text),))]
     rank, state = next(iter(states.items()))
-    # One glance; most I/O waits are shorter than the time between two.
+    # One sample only: most I/O waits are shorter than the time between two samples.
     return [
-        MetricObservation(
-            _CAUSE, -0.7, (Evidence(f"the process of rank {rank} is in state {state}"),)
+        WeighedEvidence(
+            BLOCKED_ON_IO, -0.7, (Evidence(f"the process of rank {rank} is in state {state}"),)
         )
     ]

@@ -1,4 +1,4 @@
-"""One series seen around an onset: what it was before, what it is since, and when it changed."""
+"""One metric around the onset of a finding: before, since then, and when it changed."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import numpy as np
 
 from paceline_server.detect.telemetry import Floats, MetricSeries, without_dips
 
-MAD_TO_SIGMA = 1.4826  # of a normal distribution
+MAD_TO_SIGMA = 1.4826  # for a normal distribution
 
 
 @dataclass(frozen=True, slots=True)
-class Track:
-    """`values[i]` is known of the time from `starts[i]` to `ends[i]`.
+class MetricTimeline:
+    """`values[i]` holds from `starts[i]` to `ends[i]` (ns, server's clock).
 
-    A level is sampled at `ends`; a rate is a counter's growth per second over that time.
+    A level is sampled at `ends`. A rate is the growth of a counter per second in that time.
     """
 
     starts: Floats
     ends: Floats
     values: Floats
-    weights: Floats  # for how long each value stands
+    weights: Floats  # duration of each value
     is_rate: bool
 
-    def between(self, first_ns: float, last_ns: float) -> Track:
+    def between(self, first_ns: float, last_ns: float) -> MetricTimeline:
         inside = (self.ends >= first_ns) & (self.ends < last_ns)
-        return Track(
+        return MetricTimeline(
             self.starts[inside],
             self.ends[inside],
             self.values[inside],
@@ -35,38 +35,39 @@ class Track:
         )
 
     def typical(self) -> float | None:
-        """A level's median over time; the mean rate, for counters often grow in bursts."""
+        """Return a level's median over time, or the mean rate: counters often grow in bursts."""
         if not self.values.size:
             return None
         if self.is_rate:
             return float(np.average(self.values, weights=self.weights))
         order = np.argsort(self.values, kind="stable")
-        passed = np.cumsum(self.weights[order])
-        return float(self.values[order[np.searchsorted(passed, passed[-1] / 2)]])
+        elapsed = np.cumsum(self.weights[order])
+        return float(self.values[order[np.searchsorted(elapsed, elapsed[-1] / 2)]])
 
     def scatter(self) -> float:
-        """Sigma, robustly; 0 where there is too little to tell."""
+        """Return a robust estimate of sigma; 0 for fewer than four values."""
         if self.values.size < 4:
             return 0.0
         return MAD_TO_SIGMA * float(np.median(np.abs(self.values - np.median(self.values))))
 
     def now(self, onset_ns: float) -> float | None:
-        """Since the onset: the later half of it, for neither the onset nor the sampling is exact.
+        """Return the typical value in the later half of the time since the onset.
 
-        None where nothing was measured since: an older value would say that all is well.
+        The earlier half is left out because neither the onset nor the sampling is exact. None:
+        not measured since the onset; an older value would look healthy.
         """
         if not self.ends.size or self.ends[-1] < onset_ns:
             return None
         return self.between((onset_ns + self.ends[-1]) / 2, np.inf).typical()
 
-    def scaled(self, factor: float) -> Track:
+    def scaled(self, factor: float) -> MetricTimeline:
         values = self.values * factor
-        return Track(self.starts, self.ends, values, self.weights, self.is_rate)
+        return MetricTimeline(self.starts, self.ends, values, self.weights, self.is_rate)
 
     def change(self, halfway: float, *, rises: bool) -> tuple[float, float] | None:
-        """The (start, end) within which the value went beyond `halfway` and, on the whole, stayed.
+        """Return the (start, end) in which the value crossed `halfway` and mostly stayed beyond.
 
-        That is where the rest of the time holds most more deviating than normal values.
+        This is the point after which deviating values outweigh normal ones the most.
         """
         deviates = self.values > halfway if rises else self.values < halfway
         gains = np.cumsum(np.where(deviates, self.weights, -self.weights)[::-1])[::-1]
@@ -76,16 +77,16 @@ class Track:
         return float(self.starts[first]), float(self.ends[first])
 
 
-def levels(series: MetricSeries) -> Track:
+def levels(series: MetricSeries) -> MetricTimeline:
     times, values = series.columns()
     starts = np.concatenate((times[:1], times[:-1]))
     following = np.concatenate((times[1:], times[-1:]))
-    return Track(starts, times, values, (following - starts) / 2 + 1.0, is_rate=False)
+    return MetricTimeline(starts, times, values, (following - starts) / 2 + 1.0, is_rate=False)
 
 
-def rates(series: MetricSeries) -> Track:
-    """A counter that was reset grew by nothing that is known."""
+def rates(series: MetricSeries) -> MetricTimeline:
+    """Return the growth per second of a counter. Growth across a reset counts as 0."""
     times, values = without_dips(*series.columns())
     seconds = np.diff(times) / 1e9
-    grown = np.maximum(np.diff(values), 0.0)
-    return Track(times[:-1], times[1:], grown / seconds, seconds, is_rate=True)
+    growth = np.maximum(np.diff(values), 0.0)
+    return MetricTimeline(times[:-1], times[1:], growth / seconds, seconds, is_rate=True)
