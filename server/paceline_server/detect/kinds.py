@@ -5,7 +5,6 @@ Names are stable: alerts, policies, dashboards and stored incidents match on the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,46 +36,35 @@ class Kind:
         return self.effect == "slow" and self.restartable
 
 
+KINDS: dict[str, Kind] = {}
+
+
+def _row(kind: Kind) -> Kind:
+    assert kind.name not in KINDS
+    KINDS[kind.name] = kind
+    return kind
+
+
 _BUBBLE = frozenset({"bubble"})
 
-STRAGGLER = Kind(
-    "straggler", "warning", "slow", restartable=True, names_ranks=True, explains=_BUBBLE
+STRAGGLER = _row(
+    Kind("straggler", "warning", "slow", restartable=True, names_ranks=True, explains=_BUBBLE)
 )
-SLOW_DATA = Kind(
-    "slow_data", "warning", "slow", restartable=True, names_ranks=True, explains=_BUBBLE
+SLOW_DATA = _row(
+    Kind("slow_data", "warning", "slow", restartable=True, names_ranks=True, explains=_BUBBLE)
 )
-SLOW_LINK = Kind("slow_link", "warning", "slow", restartable=True, explains=_BUBBLE)
-STAGE_IMBALANCE = Kind("stage_imbalance", "info", "slow")
-SEQUENCE_VARIANCE = Kind("sequence_variance", "info", "slow", explains=_BUBBLE)
-GC = Kind("gc", "info", "slow", explains=_BUBBLE)
-CHECKPOINT_STALL = Kind("checkpoint_stall", "warning", "slow")
-HOST_NOISE = Kind("host_noise", "info", "slow", explains=_BUBBLE)
-TRANSIENT_STALL = Kind("transient_stall", "info", "slow")
-MISPLACED_RANK = Kind("misplaced_rank", "info", "none")
-BUBBLE = Kind("bubble", "info", "slow", precedence=0)
-GPU_ERROR = Kind("gpu_error", "warning", "none")
-HANG = Kind("hang", "critical", "stopped", restartable=True, precedence=2)
-FAILURE = Kind("failure", "critical", "stopped", restartable=True, precedence=3)
-
-KINDS: Mapping[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        STRAGGLER,
-        SLOW_DATA,
-        SLOW_LINK,
-        STAGE_IMBALANCE,
-        SEQUENCE_VARIANCE,
-        GC,
-        CHECKPOINT_STALL,
-        HOST_NOISE,
-        TRANSIENT_STALL,
-        MISPLACED_RANK,
-        BUBBLE,
-        GPU_ERROR,
-        HANG,
-        FAILURE,
-    )
-}
+SLOW_LINK = _row(Kind("slow_link", "warning", "slow", restartable=True, explains=_BUBBLE))
+STAGE_IMBALANCE = _row(Kind("stage_imbalance", "info", "slow"))
+SEQUENCE_VARIANCE = _row(Kind("sequence_variance", "info", "slow", explains=_BUBBLE))
+GC = _row(Kind("gc", "info", "slow", explains=_BUBBLE))
+CHECKPOINT_STALL = _row(Kind("checkpoint_stall", "warning", "slow"))
+HOST_NOISE = _row(Kind("host_noise", "info", "slow", explains=_BUBBLE))
+TRANSIENT_STALL = _row(Kind("transient_stall", "info", "slow"))
+MISPLACED_RANK = _row(Kind("misplaced_rank", "info", "none"))
+BUBBLE = _row(Kind("bubble", "info", "slow", precedence=0))
+GPU_ERROR = _row(Kind("gpu_error", "warning", "none"))
+HANG = _row(Kind("hang", "critical", "stopped", restartable=True, precedence=2))
+FAILURE = _row(Kind("failure", "critical", "stopped", restartable=True, precedence=3))
 
 
 def kind_of(name: str) -> Kind:

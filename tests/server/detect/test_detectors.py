@@ -1,44 +1,22 @@
 """One battery for every detector, whatever it looks for."""
 
 import copy
+from pathlib import Path
 
 import pytest
 from simulated_job import SimulatedJob
 
-from paceline_server.detect.contract import Detector
+from paceline_server import detect
 from paceline_server.detect.registry import detector_classes
 from paceline_server.engine.generation import RunningGeneration
 from paceline_server.policy import Policy
 from paceline_wire.topology import Topology
 
-NAMES = {
-    "StragglerDetector",
-    "TransientStallDetector",
-    "SlowLinkDetector",
-    "SlowDataDetector",
-    "StageImbalanceDetector",
-    "SequenceVarianceDetector",
-    "GcDetector",
-    "CheckpointStallDetector",
-    "HostNoiseDetector",
-    "MisplacedRankDetector",
-    "BubbleDetector",
-    "LostNodeDetector",
-    "LostGpuDetector",
-    "ExitDetector",
-    "NonFiniteLossDetector",
-    "HangDetector",
-}
 
-
-def test_being_in_the_folder_registers_a_detector():
-    assert {detector.__name__ for detector in detector_classes()} == NAMES
-
-
-@pytest.mark.parametrize("detector", detector_classes(), ids=lambda each: each.__name__)
-def test_it_says_what_it_finds(detector: type[Detector]):
-    assert detector.__doc__
-    assert "kind `" in detector.__doc__
+def test_every_folder_with_a_detector_is_registered():
+    folders = {path.parent.name for path in Path(detect.__file__).parent.glob("*/detector.py")}
+    registered = {detector.__module__.split(".")[-2] for detector in detector_classes()}
+    assert registered == folders
 
 
 @pytest.mark.parametrize(
