@@ -1,1 +1,1 @@
-"""Carrying out actions whose intent is committed: commands to agents, word to the outside."""
+"""Carry out committed actions: commands to agents, alerts to receivers."""

@@ -1,4 +1,4 @@
-"""Puts what the outside shall hear into the outbox, in the transaction that makes it true."""
+"""Write alerts into the outbox, in the transaction that commits what they report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IncidentEvent = Literal["opened", "updated", "resolved"]
 
 
 class IncidentAlert(msgspec.Struct, frozen=True, kw_only=True, tag="incident"):
-    """`previous_severity`: what it was when last announced, if that has changed."""
+    """`previous_severity`: as last announced, if it has changed."""
 
     event: IncidentEvent
     job_id: str
@@ -37,26 +37,27 @@ Notice = IncidentAlert | ActionNotice
 def incident_alert(
     job_id: str, job_name: str, before: IncidentView | None, after: IncidentView
 ) -> IncidentAlert | None:
-    """None if nothing changed that people outside would want to hear."""
+    """Return the alert; None if nothing changed that receivers should get."""
     if before is None:
         event: IncidentEvent = "opened"
     elif after.state == "resolved" and before.state != "resolved":
         event = "resolved"
-    elif _told(before) != _told(after):
+    elif _alerted(before) != _alerted(after):
         event = "updated"
     else:
         return None
-    was = None if before is None else before.finding.severity
+    previous = None if before is None else before.finding.severity
     return IncidentAlert(
         event=event,
         job_id=job_id,
         job_name=job_name,
         incident=after,
-        previous_severity=was if was != after.finding.severity else None,
+        previous_severity=previous if previous != after.finding.severity else None,
     )
 
 
-def _told(incident: IncidentView) -> tuple[object, ...]:
+def _alerted(incident: IncidentView) -> tuple[object, ...]:
+    """Return what receivers get a new alert for."""
     finding = incident.finding
     return incident.state, finding.severity, finding.cause, finding.rank, finding.node
 
@@ -64,7 +65,7 @@ def _told(incident: IncidentView) -> tuple[object, ...]:
 def announce(
     session: Session, receivers: Iterable[str], notice: Notice, subject: str, now_ns: int
 ) -> None:
-    """One row for each receiver."""
+    """Write one row for each receiver."""
     event = notice.event if isinstance(notice, IncidentAlert) else notice.action.state
     body = msgspec.json.encode(notice).decode()
     for receiver in receivers:
@@ -82,5 +83,5 @@ def announce(
 
 
 def prune_outbox(session: Session, before_ns: int) -> None:
-    """Forget what was to be told by then, delivered or not: its receiver may be there no more."""
+    """Delete alerts created before `before_ns`, delivered or not: a receiver may be gone."""
     session.execute(delete(OutboxRow).where(OutboxRow.created_ns < before_ns))

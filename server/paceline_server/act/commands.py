@@ -1,7 +1,8 @@
 """Commands to agents: rows that are committed before any agent can see them.
 
-The stream of each agent (`api/routes/agents.py`) hands out what has no result yet; agents carry
-out each id once. So an action is intended, then carried out, then observed, whatever dies between.
+The stream of each agent (`api/routes/agents.py`) sends commands without a result; agents carry out
+each id once. So a command is committed, then carried out, then confirmed, whatever process dies in
+between.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from paceline_server.store.commands import issue, withdraw
 
 
 def act(session: Session, job_id: str, decision: Decision, over: bool, now_ns: int) -> None:
-    """Issue what was decided, and take back what a newer generation or the end made void."""
+    """Issue the decided commands; withdraw those made void by a new generation or the job's end."""
     if decision.generation is not None:
         withdraw(session, job_id, decision.generation, now_ns)
     for issued in decision.commands:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 from sqlalchemy.orm import Session
 
-from paceline_server.engine.recall import recall
+from paceline_server.engine.remeasure import remeasure
 from paceline_server.engine.types import Placement
 from paceline_server.steps.timing import StepTiming
 from paceline_server.store import models, queries
@@ -38,7 +38,7 @@ def recorded_steps(session: Session, job: models.JobRow, steps: int) -> Recorded
         return None
     wanted = {each.step: each.summary.started_ns for each in newest}
     batches = _batches(session, generation, min(wanted.values()) - MARGIN_NS)
-    timings = recall(job.id, generation.placement, batches)
+    timings = remeasure(job.id, generation.placement, batches)
     return Recorded(generation.placement, [timing for timing in timings if timing.step in wanted])
 
 

@@ -1,6 +1,6 @@
 """The engine of one job: batches and time in; steps, findings, progress and the ledger out.
 
-Pure and deterministic: the same calls give the same outcomes. All times are handed in.
+Pure and deterministic: the same calls give the same outcomes. All times are arguments.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from paceline_server.engine.clocks import NodeClocks
 from paceline_server.engine.generation import RunningGeneration
 from paceline_server.engine.types import Outcome, Placement
 from paceline_server.policy import Policy
-from paceline_server.steps.ledger import LedgerBook, LedgerState
+from paceline_server.steps.ledger import GoodputLedger, LedgerState
 from paceline_server.steps.types import Ledger, StepSummary
 from paceline_wire.batch import Batch
 
 
 class _Memory(msgspec.Struct):
-    """What outlives generations and workers."""
+    """State that survives generations and workers."""
 
     ledger: LedgerState
     highest_step: int | None = None
@@ -37,8 +37,8 @@ class Engine:
     Call `suspend` when an action begins to stop the generation (job state `recovering`,
     `stopping` or finished): nothing is detected from then until the next `place`.
 
-    Feed every batch of the nodes that hold ranks, empty ones too: they show that a node lives.
-    A worker that takes the job over may hand in what `memory` returned to the one before.
+    Feed every batch of the nodes that hold ranks, also empty ones: they show that a node is alive.
+    A worker that takes the job over passes what `memory` returned to the previous one.
     """
 
     def __init__(
@@ -48,31 +48,29 @@ class Engine:
         memory: bytes | None = None,
         detectors: Sequence[type[Detector]] | None = None,
     ) -> None:
-        """`detectors`: all there are, unless given. Raises msgspec.DecodeError for bad `memory`."""
+        """`detectors`: default all. Raises msgspec.DecodeError for invalid `memory`."""
         self.job_id = job_id
         self._detectors = detector_classes() if detectors is None else detectors
         self._policy = policy or Policy()
-        known = _Memory(LedgerState())
-        if memory is not None:
-            known = _memory.decode(memory)
-        self._ledger = LedgerBook(known.ledger)
-        self._highest_step = known.highest_step
+        restored = _Memory(LedgerState()) if memory is None else _memory.decode(memory)
+        self._ledger = GoodputLedger(restored.ledger)
+        self._highest_step = restored.highest_step
         self._telemetry = Telemetry()
         self._clocks = NodeClocks()
-        self._heard_ns: dict[str, int] = {}
+        self._last_seen_ns: dict[str, int] = {}
         self._lateness_ns: dict[str, int] = {}
         self._running: RunningGeneration | None = None
         self._suspended = False
-        self._left_over: list[StepSummary] = []  # of the generation before, not yet told
+        self._left_over: list[StepSummary] = []  # of the previous generation, not yet returned
 
     def memory(self) -> bytes:
-        """The ledger and the highest step, to be kept in the same transaction as the cursor."""
+        """Return the ledger and the highest step, stored in one transaction with the cursor."""
         return msgspec.msgpack.encode(_Memory(self._ledger.state(), self._highest_step))
 
     def place(self, placement: Placement) -> None:
-        """Begin a generation. Everything known of the one before is forgotten but the ledger.
+        """Begin a generation. All state of the previous one is dropped except the ledger.
 
-        Telling the same placement twice changes nothing.
+        The same placement again changes nothing.
         """
         if self._running is not None and self._running.placement == placement:
             return
@@ -87,17 +85,17 @@ class Engine:
         self._suspended = True
 
     def resume(self) -> None:
-        """Undo `suspend` within the same generation (the action was given up)."""
+        """Undo `suspend` within the same generation (the action was canceled)."""
         self._suspended = False
 
     def feed(self, batch: Batch, received_ns: int) -> None:
-        """Take one agent's batch in; `received_ns` is the server's CLOCK_REALTIME.
+        """Process one agent's batch; `received_ns` is the server's CLOCK_REALTIME.
 
-        Whatever does not belong to this job and generation is ignored.
+        Events of other jobs and generations are ignored.
         """
         node = batch.agent_id
-        self._heard_ns[node] = max(received_ns, self._heard_ns.get(node, 0))
-        self._clocks.see(node, batch.packed_ns, received_ns)
+        self._last_seen_ns[node] = max(received_ns, self._last_seen_ns.get(node, 0))
+        self._clocks.add_batch(node, batch.packed_ns, received_ns)
         self._lateness_ns[node] = self._clocks.lateness_ns(node)
         shift_ns = self._clocks.shift_ns(node)
         self._telemetry.extend(node, batch.samples, shift_ns)
@@ -105,34 +103,36 @@ class Engine:
             self._running.feed(batch, received_ns, shift_ns)
 
     def tick(self, now_ns: int) -> Outcome:
-        """What is new since the last tick, as of `now_ns` (server's CLOCK_REALTIME)."""
+        """Return the changes since the last tick, as of `now_ns` (server's CLOCK_REALTIME)."""
         running = self._running
         if running is None:
             return Outcome(ledger=self._ledger.read(now_ns), highest_step=self._highest_step)
         steps = running.take_steps(now_ns)
         if running.placement.was_found:
-            for told in running.attached.values():
-                self._ledger.reach_back(self._clocks.when_ns(told))
+            for attached in running.attached.values():
+                self._ledger.extend_back(self._clocks.server_time_ns(attached))
         for summary in steps:
             self._ledger.add(summary, now_ns)
             self._highest_step = max(summary.step, self._highest_step or 0)
         findings = []
         if not self._suspended:
             findings = running.detect(
-                now_ns, steps, self._heard_ns, self._lateness_ns, self._telemetry
+                now_ns, steps, self._last_seen_ns, self._lateness_ns, self._telemetry
             )
-        left, self._left_over = self._left_over, []
+        left_over, self._left_over = self._left_over, []
         return Outcome(
-            steps=left + running.take_complete(now_ns),
+            steps=left_over + running.take_complete(now_ns),
             findings=findings,
             progress=running.progress(),
             ledger=self._ledger.read(now_ns),
             step_seconds=running.step_seconds(),
             highest_step=self._highest_step,
-            ended_ns=max(map(self._clocks.when_ns, running.gone), default=None),
-            ended_received_ns=max((told.received_ns for told in running.gone), default=None),
+            ended_ns=max(map(self._clocks.server_time_ns, running.exit_times), default=None),
+            ended_received_ns=max(
+                (exited.received_ns for exited in running.exit_times), default=None
+            ),
         )
 
     def ledger(self, as_of_ns: int) -> Ledger:
-        """The books of a job that ended then."""
+        """Return the ledger of a job that ended at `as_of_ns`."""
         return self._ledger.read(as_of_ns)

@@ -1,4 +1,4 @@
-"""Everything the engine knows of the running generation; thrown away with it."""
+"""The engine's state of the running generation, dropped with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline_server.detect.observation import (
 )
 from paceline_server.detect.recent import RecentRecords
 from paceline_server.detect.telemetry import Telemetry
-from paceline_server.engine.clocks import Told
+from paceline_server.engine.clocks import ReportedTime
 from paceline_server.engine.losses import LossJoin
 from paceline_server.engine.types import Placement, RankProgress
 from paceline_server.flight_recorder import received
@@ -48,14 +48,14 @@ from paceline_wire.stacks import bounded, plain
 
 RECENT_STEPS = 20  # for the typical step time people see
 P99_STEPS = 200
-# What is replayed: enough steps to tell a fault from noise, in tables of bounded size (a row is
-# some 100 bytes).
+# Steps for the what-if replay: enough to distinguish a fault from noise, in tables of bounded size
+# (a row has about 100 bytes).
 REPLAYED_STEPS = 8
 REPLAYED_ROWS = 1 << 21
 
 
 class RunningGeneration:
-    """Routes one generation's news to the step model and the detectors."""
+    """Routes the events of one generation to the step model and the detectors."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class RunningGeneration:
         self._stacks: dict[int, RankStackTraces] = {}
         self._dumps: dict[int, Received] = {}
         self._records = RecentRecords(placement.topology.world_size)
-        self.attached: dict[str, Told] = {}  # by node, the first of its ranks
-        self._gone: dict[int, Told] = {}
+        self.attached: dict[str, ReportedTime] = {}  # by node, of its first rank
+        self._exit_times: dict[int, ReportedTime] = {}
         self._new_exits: list[SeenExit] = []
         self._new_device_events: list[SeenDeviceEvent] = []
         self._sections: dict[tuple[int, int], str] = {}
@@ -102,33 +102,33 @@ class RunningGeneration:
             match event:
                 case RankState():
                     if self._is_ours(event, batch.agent_id):
-                        self._see_state(event, received_ns)
+                        self._add_state(event, received_ns)
                 case RankDefined():
                     if self._is_ours(event, batch.agent_id):
                         self._define(event)
                 case RankExited():
                     if self._is_ours(event, batch.agent_id):
-                        self._see_exit(event, batch.agent_id, received_ns)
+                        self._add_exit(event, batch.agent_id, received_ns)
                 case RankDump():
                     if self._is_ours(event, batch.agent_id):
                         self._dumps[event.rank] = received.read(event)
                 case RankStackTraces():
                     if self._is_ours(event, batch.agent_id):
-                        self._see_stacks(event)
+                        self._add_stacks(event)
                 case RankAttached(identity=identity):
-                    if self._is_said(identity.job, identity.generation, identity.rank):
+                    if self._is_generation(identity.job, identity.generation, identity.rank):
                         self.model.describe(identity.metadata)
                         if self._holds(identity.rank, batch.agent_id):
-                            told = Told(batch.agent_id, event.time_ns, received_ns)
-                            self.attached.setdefault(batch.agent_id, told)
+                            attached = ReportedTime(batch.agent_id, event.time_ns, received_ns)
+                            self.attached.setdefault(batch.agent_id, attached)
                 case DeviceEvent():
                     shifted = replace_fields(event, time_ns=event.time_ns + clock_shift_ns)
                     self._new_device_events.append(SeenDeviceEvent(shifted, batch.agent_id))
                 case _:
                     pass
         for block in batch.spans:
-            said = self._is_said(block.job, block.generation, block.rank)
-            if said and self._holds(block.rank, batch.agent_id):
+            is_ours = self._is_generation(block.job, block.generation, block.rank)
+            if is_ours and self._holds(block.rank, batch.agent_id):
                 self.model.add(block, clock_shift_ns)
                 self._records.add(block)
 
@@ -137,27 +137,27 @@ class RunningGeneration:
         event: RankState | RankDefined | RankExited | RankStackTraces | RankDump,
         agent_id: str,
     ) -> bool:
-        said = self._is_said(event.job, event.generation, event.rank)
-        return said and self._holds(event.rank, agent_id)
+        is_generation = self._is_generation(event.job, event.generation, event.rank)
+        return is_generation and self._holds(event.rank, agent_id)
 
-    def _is_said(self, job: str, generation: int, rank: int) -> bool:
-        return job == self._job and generation == self.placement.said_by(rank)
+    def _is_generation(self, job: str, generation: int, rank: int) -> bool:
+        return job == self._job and generation == self.placement.reported_generation(rank)
 
     def _holds(self, rank: int, agent_id: str) -> bool:
-        """Only the node a rank was placed on can speak for it."""
+        """Return whether the rank was placed on this node: only it may report the rank."""
         if not 0 <= rank < self._world_size:
             return False
         return self.placement.nodes.get(rank, agent_id) == agent_id
 
-    def _see_state(self, state: RankState, received_ns: int) -> None:
+    def _add_state(self, state: RankState, received_ns: int) -> None:
         self._ranks.setdefault(state.rank, LiveRank(state.rank)).see(state, received_ns)
         self._moved.add(state.rank)
         view = state.view
-        self._joined.see(view)
+        self._joined.add_state(view)
         if view.loss_step is None or view.loss is None:
             return
-        known_step, _ = self._losses.get(state.rank, (-1, 0.0))
-        if view.loss_step >= known_step:
+        previous_step, _ = self._losses.get(state.rank, (-1, 0.0))
+        if view.loss_step >= previous_step:
             self._losses[state.rank] = (view.loss_step, view.loss)
 
     def _define(self, event: RankDefined) -> None:
@@ -167,27 +167,27 @@ class RunningGeneration:
             else:
                 self._sections[event.rank, definition.id] = definition.name
 
-    def _see_stacks(self, event: RankStackTraces) -> None:
+    def _add_stacks(self, event: RankStackTraces) -> None:
         self._stacks[event.rank] = replace_fields(
             event,
             threads=bounded(event.threads),
             error=None if event.error is None else plain(event.error),
         )
 
-    def _see_exit(self, event: RankExited, agent_id: str, received_ns: int) -> None:
+    def _add_exit(self, event: RankExited, agent_id: str, received_ns: int) -> None:
         if event.rank not in self._exited:
             self._exited[event.rank] = event
-            self._gone[event.rank] = Told(agent_id, event.time_ns, received_ns)
+            self._exit_times[event.rank] = ReportedTime(agent_id, event.time_ns, received_ns)
             self._moved.add(event.rank)
             self._new_exits.append(SeenExit(event, agent_id, received_ns))
 
     @property
-    def gone(self) -> Collection[Told]:
-        """The ends of all ranks; none while one of them is there."""
-        return self._gone.values() if len(self._gone) == self._world_size else ()
+    def exit_times(self) -> Collection[ReportedTime]:
+        """The exits of all ranks; empty while one of them runs."""
+        return self._exit_times.values() if len(self._exit_times) == self._world_size else ()
 
     def take_steps(self, now_ns: int) -> list[StepSummary]:
-        """Steps closed since the last call, for the detectors and the ledger."""
+        """Return the steps closed since the last call, for the detectors and the ledger."""
         finished = self.model.take_finished()
         self._new_timings = [timing for _, timing in finished]
         self._remember(self._new_timings)
@@ -207,7 +207,7 @@ class RunningGeneration:
             rows -= self._recent.popleft().rows
 
     def take_complete(self, now_ns: int | None) -> list[StepSummary]:
-        """Steps with their loss, for people; all that are left when `now_ns` is None."""
+        """Return steps with their loss, for users; all that wait if `now_ns` is None."""
         return self._joined.take(now_ns)
 
     def detect(
@@ -221,11 +221,11 @@ class RunningGeneration:
         exits, self._new_exits = self._new_exits, []
         device_events, self._new_device_events = self._new_device_events, []
         timings, self._new_timings = self._new_timings, []
-        if timings:  # what was worked out of the others is of no use any more
+        if timings:  # results of the previous replay are outdated
             self._replay = RunReplay(
                 tuple(self._recent), self.generation.topology, self.model.metadata
             )
-        seen = Observation(
+        observation = Observation(
             now_ns=now_ns,
             steps=steps,
             exits=exits,
@@ -249,12 +249,12 @@ class RunningGeneration:
         )
         findings = []
         for detector in self._detectors:
-            seen = replace(
-                seen,
+            observation = replace(
+                observation,
                 stragglers=frozenset(_stragglers(self._standing.values())),
                 standing=frozenset(finding.kind for finding in self._standing.values()),
             )
-            found = detector.update(seen)
+            found = detector.update(observation)
             findings += found
             for finding in found:
                 self._standing.pop(finding.fingerprint, None)
@@ -263,7 +263,7 @@ class RunningGeneration:
         return findings
 
     def step_seconds(self) -> float | None:
-        """The typical recent step."""
+        """Return the median of the recent steps."""
         recent = list(self._durations)[-RECENT_STEPS:]
         return median(recent) if recent else None
 
@@ -271,7 +271,7 @@ class RunningGeneration:
         return float(np.percentile(self._durations, 99)) if self._durations else None
 
     def progress(self) -> list[RankProgress]:
-        """Of the ranks of which there was news since it was last asked for."""
+        """Return the progress of the ranks that have changed since the last call."""
         self._moved.update(self.model.take_moved())
         moved, self._moved = sorted(self._moved), set()
         return [self._rank_progress(rank) for rank in moved]

@@ -1,8 +1,8 @@
-"""Joins steps with the loss their ranks reported.
+"""Join steps with the losses that their ranks reported.
 
-A step closes with the spans of its ranks; its loss is read from a state page, which the agents
-look at more rarely. A closed step therefore waits a moment for its loss before it is shown
-(detectors see it at once).
+A step closes with the spans of its ranks; its loss comes from a state page, which agents read less
+often. So a closed step waits up to a second for its loss before it is shown (detectors get it
+immediately).
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import msgspec
 from paceline_server.steps.types import StepSummary
 from paceline_wire.ring import StateView
 
-# Twice the pace at which agents read state pages.
+# Twice the interval at which agents read state pages.
 PATIENCE_NS = 1_000_000_000
-REPORTED_STEPS = 256  # whose loss is known and whose summary has not come yet
+REPORTED_STEPS = 256  # kept losses of steps that are not closed yet
 
 
 class LossJoin:
-    """`see` state pages, `add` closed steps, `take` those that are complete."""
+    """Add state pages with `add_state`, closed steps with `add`; `take` those that are complete."""
 
     def __init__(self) -> None:
         self._reported: dict[int, tuple[float | None, float | None]] = {}
         self._newest: int | None = None
         self._waiting: deque[tuple[int, StepSummary]] = deque()
 
-    def see(self, view: StateView) -> None:
+    def add_state(self, view: StateView) -> None:
         step = view.loss_step
         if step is None:
             return
         self._newest = step if self._newest is None else max(self._newest, step)
-        # Whoever reports first is believed: usually all report the mean over the job.
+        # The first report counts: usually all ranks report the mean over the job.
         self._reported.setdefault(step, (_finite(view.loss), _finite(view.gradient_norm)))
         if len(self._reported) > REPORTED_STEPS:
             del self._reported[min(self._reported)]
@@ -42,13 +42,13 @@ class LossJoin:
         self._waiting.append((now_ns, summary))
 
     def take(self, now_ns: int | None) -> list[StepSummary]:
-        """In order; all that wait when `now_ns` is None (the generation is over)."""
+        """Return complete steps in order; all if `now_ns` is None (the generation is over)."""
         complete = []
         while self._waiting:
             since_ns, summary = self._waiting[0]
-            # A job that has reported no loss so far is not waited for.
-            is_known = self._newest is None or self._newest >= summary.step
-            if now_ns is not None and not is_known and now_ns - since_ns < PATIENCE_NS:
+            # A job that has not reported any loss does not wait.
+            is_reported = self._newest is None or self._newest >= summary.step
+            if now_ns is not None and not is_reported and now_ns - since_ns < PATIENCE_NS:
                 break
             self._waiting.popleft()
             loss, norm = self._reported.pop(summary.step, (None, None))
@@ -57,5 +57,5 @@ class LossJoin:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no NaN, and a loss that is none is a finding, not a number to draw."""
+    """Return None for NaN and infinity: JSON has neither, and a finding reports them."""
     return value if value is not None and math.isfinite(value) else None

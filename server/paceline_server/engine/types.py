@@ -1,4 +1,4 @@
-"""The engine's inputs and outcome."""
+"""The input and the outcome of the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline_wire.topology import Topology
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """The generation that is running, given to `Engine.place` at its start."""
+    """Where and how one generation runs; given to `Engine.place` at its start."""
 
     generation: int
     topology: Topology
@@ -18,34 +18,35 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     gpus: dict[int, int | None]  # rank -> NVML index on that node
     metadata: dict[str, str] = {}  # schedule ("gpipe", "1f1b"), microbatches, ...
     started_ns: int  # CLOCK_REALTIME
-    was_found: bool = False  # running, at `started_ns`: others had started it
-    resume_step: int | None = None  # first step of this generation, where it is known
-    said: dict[int, int] = {}  # rank -> generation as the rank says it, where that is another
+    was_found: bool = False  # external: was found running at `started_ns`
+    resume_step: int | None = None  # first step of this generation, if known
+    # rank -> generation that the rank reports, where it differs from `generation`
+    reported_generations: dict[int, int] = msgspec.field(default_factory=dict, name="said")
 
-    def said_by(self, rank: int) -> int:
-        """The generation in this rank's news: launchers of several nodes count by themselves."""
-        return self.said.get(rank, self.generation)
+    def reported_generation(self, rank: int) -> int:
+        """Return the generation in this rank's events: launchers count per node."""
+        return self.reported_generations.get(rank, self.generation)
 
 
 class RankProgress(msgspec.Struct, frozen=True):
-    """Newest knowledge of one rank of the current generation."""
+    """The latest state of one rank of the current generation."""
 
     rank: int
     step: int | None  # newest finished
-    operation: str | None  # in flight, e.g. "all_reduce tp#118", None: between operations
+    operation: str | None  # in flight, e.g. "all_reduce tp#118"; None: between operations
     operation_seconds: float | None  # for how long
     process_state: str | None
     status: str  # ring.Status name
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """What is new since the last tick."""
+    """The changes since the last tick."""
 
     steps: list[StepSummary] = []
     findings: list[Finding] = []
-    progress: list[RankProgress] = []  # of those ranks of which there is any
+    progress: list[RankProgress] = []  # of the ranks that have changed
     ledger: Ledger = Ledger()
     step_seconds: float | None = None  # median of the recent steps
     highest_step: int | None = None
-    ended_ns: int | None = None  # when the last rank of the generation went; None: some are there
-    ended_received_ns: int | None = None  # and when that was heard of
+    ended_ns: int | None = None  # when the last rank exited; None: some ranks still run
+    ended_received_ns: int | None = None  # when the report of that was received

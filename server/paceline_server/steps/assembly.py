@@ -1,9 +1,9 @@
-"""Gathers spans into steps: a step is whole when every rank has delivered the end of it.
+"""Assemble spans into steps: a step is complete when every rank has delivered its end.
 
-Rings are read in order, so a rank's STEP span is the last record of its step. What breaks that is
-tolerated: a batch twice or out of order, a lost STEP span (the step closes without that rank once
-the rank is two steps further), records for steps already closed (counted, dropped), and step
-numbers from nowhere (the number of open steps is bounded).
+Rings are read in order, so a rank's STEP span is the last record of its step. Exceptions are
+tolerated: repeated or reordered batches, a lost STEP span (the step closes without that rank once
+the rank is two steps ahead), records of closed steps (counted, dropped), and invalid step numbers
+(the number of open steps is bounded).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAXIMUM_OPEN_STEPS = 64
 MAXIMUM_SPANS_PER_RANK = 1 << 17
 # Device spans are resolved at later step boundaries; no more than this many later.
 MAXIMUM_DELAY_STEPS = 4
-_STEP_BITS = 33  # a step number, and one more for none
+_STEP_BITS = 33  # a step number, plus one value for "none"
 
 
 class _OpenStep:
@@ -32,12 +32,12 @@ class _OpenStep:
         self.ended: Bools = np.zeros(world_size, dtype=np.bool_)
 
     def add(self, spans: Spans) -> Ints:
-        """Returns the ranks whose end of the step is among them."""
+        """Add the spans; return the ranks whose end of the step is among them."""
         ends = spans.op == Op.STEP
         self.counts += np.bincount(spans.rank, minlength=self.counts.size)
         full = self.counts > MAXIMUM_SPANS_PER_RANK
         if full.any():
-            # Keep what ends the step, or it would never close.
+            # Keep the STEP spans, or the step would never close.
             keep = ~full[spans.rank] | ends
             spans, ends = spans.where(keep), ends[keep]
         self.parts.append(spans)
@@ -47,7 +47,7 @@ class _OpenStep:
 
 
 class Assembler:
-    """Open steps of one generation."""
+    """The open steps of one generation."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -58,27 +58,27 @@ class Assembler:
         self._closed: int | None = None
         self._delay_steps = 0
         self.late_spans = 0  # of steps already closed
-        self.dropped_steps = 0  # given up: too many open at once, or no rank's end was seen
+        self.dropped_steps = 0  # dropped: too many open at once, or no rank's end was seen
 
     def newest_step(self, rank: int) -> int | None:
-        """The newest step this rank has finished."""
+        """Return the newest step that this rank has finished."""
         step = int(self._newest[rank])
         return None if step < 0 else step
 
     def take_moved(self) -> list[int]:
-        """Ranks that have finished a step since this was last asked for."""
+        """Return the ranks that have finished a step since the last call."""
         moved: list[int] = np.flatnonzero(self._moved).tolist()
         self._moved[:] = False
         return moved
 
     def add(self, spans: Spans) -> None:
-        """Spans of any ranks and steps; each rank's in the order in which they came."""
-        ours = (spans.rank >= 0) & (spans.rank < self._world_size)
-        if not ours.all():
-            spans = spans.where(ours)
+        """Add spans of any ranks and steps, those of each rank in the order received."""
+        valid = (spans.rank >= 0) & (spans.rank < self._world_size)
+        if not valid.all():
+            spans = spans.where(valid)
         if not len(spans):
             return
-        self._notice_delay(spans)
+        self._update_delay(spans)
         steps = spans.step
         if int(steps.min()) == int(steps.max()):
             self._add_step(int(steps[0]), spans)
@@ -89,8 +89,8 @@ class Assembler:
         for begin, end in pairwise(bounds):
             self._add_step(int(steps[begin]), Spans(table[:, begin:end]))
 
-    def _notice_delay(self, spans: Spans) -> None:
-        """How many steps after its own a device span comes: so long must a step be kept open."""
+    def _update_delay(self, spans: Spans) -> None:
+        """Measure how many steps late device spans arrive: steps are kept open for as many."""
         device = (spans.flags & Flag.DEVICE) != 0
         if not device.any():
             return
@@ -116,17 +116,17 @@ class Assembler:
         self._moved[ended] = True
 
     def _evict(self) -> None:
-        """Give up the least finished step, the oldest of several."""
-        worst = min(self._open, key=lambda step: (int(self._open[step].ended.sum()), step))
-        del self._open[worst]
+        """Drop the step that the fewest ranks have finished, the oldest of several."""
+        least = min(self._open, key=lambda step: (int(self._open[step].ended.sum()), step))
+        del self._open[least]
         self.dropped_steps += 1
 
     def take_finished(self) -> list[tuple[int, Spans]]:
-        """Steps that are whole, in order, each with the spans of the ranks that ended it."""
+        """Return complete steps in order, each with the spans of the ranks that finished it."""
         finished = []
         for step in sorted(self._open):
             opened = self._open[step]
-            if not self._is_whole(step, opened.ended):
+            if not self._is_complete(step, opened.ended):
                 break
             del self._open[step]
             self._closed = step
@@ -139,7 +139,7 @@ class Assembler:
             finished.append((step, spans.of_step()))
         return finished
 
-    def _is_whole(self, step: int, ended: Bools) -> bool:
+    def _is_complete(self, step: int, ended: Bools) -> bool:
         newest = self._newest
-        whole = (newest >= step + self._delay_steps) & (ended | (newest >= step + 2))
-        return bool(whole.all())
+        complete = (newest >= step + self._delay_steps) & (ended | (newest >= step + 2))
+        return bool(complete.all())

@@ -1,8 +1,8 @@
-"""Where each rank's step went: every nanosecond is given to exactly one part.
+"""Break each rank's step down into parts: every nanosecond belongs to exactly one part.
 
-Spans nest (a collective inside a forward, a GC pause inside that), may overlap (another thread)
-and may lie. So parts are painted: at each moment the part with the highest priority wins, all of
-it clipped to the step. Parts therefore always sum to the step's duration.
+Spans nest (a collective inside a forward, a GC pause inside that), may overlap (another thread) and
+may be wrong. At each moment the claiming part with the highest priority gets the time, clipped to
+the step. So the parts always sum to the step's duration.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline_server.steps.columns import COMMUNICATION, Bools, Ints, Spans, one_of
-from paceline_server.steps.line import Line, latest_end
-from paceline_server.steps.replicas import Phases
+from paceline_server.steps.replicas import ReplicaPhases
+from paceline_server.steps.timeline import StepTimeline, latest_end
 from paceline_server.steps.timing import RankTimes
 from paceline_wire.spans import COMPUTE_OPS, Flag, Op
 
@@ -24,13 +24,13 @@ COMPUTE = frozenset(int(op) for op in COMPUTE_OPS)
 
 
 class Part(IntEnum):
-    """In order of priority: the lower wins."""
+    """In order of priority: the lowest number wins."""
 
-    EVALUATE = 0  # contains forwards and collectives that are no training
-    CHECKPOINT = 1  # contains barriers that are no training either
+    EVALUATE = 0  # contains forwards and collectives that are not training
+    CHECKPOINT = 1  # contains barriers that are not training either
     GC = 2
     DATA_WAIT = 3
-    TRANSFER = 4  # blocked in communication that everyone had entered
+    TRANSFER = 4  # blocked in communication that all participants had entered
     NESTED_WAIT = 5  # blocked for a peer inside a forward or backward (tensor parallel)
     COMPUTE = 6
     PIPELINE_WAIT = 7  # blocked for another stage within the pipeline phase: the bubble
@@ -52,8 +52,8 @@ for _op, _part in _BY_OP.items():
 for _compute_op in COMPUTE:
     _PART_OF_OP[_compute_op] = Part.COMPUTE
 _NOTHING = len(Part)
-SPANS_AT_A_TIME = 1 << 16  # of 10,240 ranks' million all at once took twice as long
-# Which part wins where several are asked for, by their bits.
+SPANS_AT_A_TIME = 1 << 16  # a million spans of 10,240 ranks at once took twice as long
+# The part that wins among several, by their bits.
 _WINNER = np.array(
     [_NOTHING] + [(bits & -bits).bit_length() - 1 for bits in range(1, 1 << len(Part))],
     dtype=np.int8,
@@ -62,7 +62,7 @@ _WINNER = np.array(
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Stretches of the line, and the part that each asks for."""
+    """Intervals of the timeline, and the part that each claims."""
 
     begin: Ints
     end: Ints
@@ -71,19 +71,19 @@ class Intervals:
 
 
 @dataclass(frozen=True, slots=True)
-class Painted:
-    """`part_ns`: one row per part, one column per rank. `self_ns`: of each span asked about."""
+class Breakdown:
+    """`part_ns`: one row per part, one column per rank. `self_ns`: one value per requested span."""
 
     part_ns: Ints
     self_ns: Ints
 
 
-def compute_rows(spans: Spans, line: Line) -> Ints:
-    """Forwards and backwards of training (not those of an evaluation between two steps)."""
+def compute_rows(spans: Spans, timeline: StepTimeline) -> Ints:
+    """Return the rows of forwards and backwards of training, without those of evaluations."""
     chosen = one_of(spans.op, COMPUTE)
     evaluating = spans.op == Op.EVALUATE
     if evaluating.any():
-        begin, end = line.span_begin, line.span_end
+        begin, end = timeline.span_begin, timeline.span_end
         chosen &= latest_end(begin[evaluating], end[evaluating], begin) < end
     rows: Ints = np.flatnonzero(chosen)
     return rows
@@ -92,57 +92,63 @@ def compute_rows(spans: Spans, line: Line) -> Ints:
 def break_down(
     spans: Spans,
     wait_ns: Ints,
-    line: Line,
-    phases: Phases,
+    timeline: StepTimeline,
+    phases: ReplicaPhases,
     compute: Ints,
     at_a_time: int = SPANS_AT_A_TIME,
-) -> Painted:
-    """The parts of all ranks' steps, and the COMPUTE within each of the spans `compute`.
+) -> Breakdown:
+    """Return the parts of all ranks' steps, and the COMPUTE time in each of the rows `compute`.
 
-    Ranks have nothing to do with each other here: those that hold about `at_a_time` spans are done
-    together, so that what is worked on stays in the processor's cache.
+    Ranks are independent here. They are processed in groups of about `at_a_time` spans, so that the
+    data stays in the processor's cache.
     """
     wanted = np.arange(0, len(spans), at_a_time)
-    cuts = np.unique(np.append(np.searchsorted(line.first, wanted), len(line)))
-    painted = []
+    cuts = np.unique(np.append(np.searchsorted(timeline.first, wanted), len(timeline)))
+    breakdown = []
     for begin, end in pairwise(cuts.tolist()):
-        ranks, part = slice(begin, end), slice(line.first[begin], line.first[end])
+        ranks, part = slice(begin, end), slice(timeline.first[begin], timeline.first[end])
         rows = compute[slice(*np.searchsorted(compute, (part.start, part.stop)))]
         some = Spans(spans.table[:, part])
-        painted.append(_paint(some, wait_ns[part], phases.of_rows(ranks), rows - part.start))
-    return Painted(
-        np.concatenate([each.part_ns for each in painted], axis=1),
-        np.concatenate([each.self_ns for each in painted]),
+        breakdown.append(
+            _break_down_some(some, wait_ns[part], phases.of_rows(ranks), rows - part.start)
+        )
+    return Breakdown(
+        np.concatenate([each.part_ns for each in breakdown], axis=1),
+        np.concatenate([each.self_ns for each in breakdown]),
     )
 
 
-def _paint(spans: Spans, wait_ns: Ints, phases: Phases, compute: Ints) -> Painted:
-    line = Line(spans)
-    asked = _asked(spans, wait_ns, line, phases)
-    begin, end = line.begin[asked.owner], line.end[asked.owner]
+def _break_down_some(
+    spans: Spans, wait_ns: Ints, phases: ReplicaPhases, compute: Ints
+) -> Breakdown:
+    timeline = StepTimeline(spans)
+    claims = _claims(spans, wait_ns, timeline, phases)
+    begin, end = timeline.begin[claims.owner], timeline.end[claims.owner]
     clipped = Intervals(
-        np.clip(asked.begin, begin, end),
-        np.clip(asked.end, begin, end),
-        asked.part,
-        asked.owner,
+        np.clip(claims.begin, begin, end),
+        np.clip(claims.end, begin, end),
+        claims.part,
+        claims.owner,
     )
-    return paint(clipped, len(line), line.span_begin[compute], line.span_end[compute])
+    return allocate(
+        clipped, len(timeline), timeline.span_begin[compute], timeline.span_end[compute]
+    )
 
 
-def rank_times(spans: Spans, line: Line, painted: Painted) -> RankTimes:
-    """The parts as people and detectors know them."""
-    seconds = painted.part_ns / 1e9
-    total = (line.end_ns - line.begin_ns) / 1e9
-    hooked = np.zeros(len(line), dtype=np.bool_)
-    hooked[line.owner[one_of(spans.op, COMPUTE)]] = True
-    # A loop without microbatch hooks: what nothing else explains is its compute.
+def rank_times(spans: Spans, timeline: StepTimeline, breakdown: Breakdown) -> RankTimes:
+    """Return the parts as users and detectors see them."""
+    seconds = breakdown.part_ns / 1e9
+    total = (timeline.end_ns - timeline.begin_ns) / 1e9
+    hooked = np.zeros(len(timeline), dtype=np.bool_)
+    hooked[timeline.owner[one_of(spans.op, COMPUTE)]] = True
+    # In a loop without microbatch hooks, unexplained time counts as compute.
     rest = np.maximum(total - seconds.sum(axis=0), 0.0)
     compute = np.where(hooked, seconds[Part.COMPUTE], rest)
     wait = seconds[Part.NESTED_WAIT] + seconds[Part.OUTER_WAIT]
     return RankTimes(
-        rank=line.ranks,
-        start_ns=line.begin_ns,
-        end_ns=line.end_ns,
+        rank=timeline.ranks,
+        start_ns=timeline.begin_ns,
+        end_ns=timeline.end_ns,
         step_seconds=total,
         self_seconds=compute,
         compute_seconds=compute,
@@ -156,23 +162,30 @@ def rank_times(spans: Spans, line: Line, painted: Painted) -> RankTimes:
     )
 
 
-def _asked(spans: Spans, wait_ns: Ints, line: Line, phases: Phases) -> Intervals:
+def _claims(
+    spans: Spans, wait_ns: Ints, timeline: StepTimeline, phases: ReplicaPhases
+) -> Intervals:
     part = _PART_OF_OP[spans.op]
     simple = np.flatnonzero(part >= 0)
     blocked = np.flatnonzero(one_of(spans.op, COMMUNICATION) & ((spans.flags & Flag.ASYNC) == 0))
-    start, end = line.span_begin[blocked], line.span_end[blocked]
-    ready = line.place(line.owner[blocked], spans.start_ns[blocked] + wait_ns[blocked])
+    start, end = timeline.span_begin[blocked], timeline.span_end[blocked]
+    ready = timeline.place(timeline.owner[blocked], spans.start_ns[blocked] + wait_ns[blocked])
     waiting = ready > start
-    owner = line.owner[blocked]
+    owner = timeline.owner[blocked]
     computing = np.flatnonzero(part == Part.COMPUTE)
-    nested = start < latest_end(line.span_begin[computing], line.span_end[computing], start)
+    nested = start < latest_end(timeline.span_begin[computing], timeline.span_end[computing], start)
     inner, outer = waiting & nested, waiting & ~nested
-    everyone = np.arange(len(line))
-    phase_begin = line.place(everyone, phases.begin_ns)
-    phase_end = line.place(everyone, phases.end_ns)
+    all_rows = np.arange(len(timeline))
+    phase_begin = timeline.place(all_rows, phases.begin_ns)
+    phase_end = timeline.place(all_rows, phases.end_ns)
     stage_begin, stage_end = phase_begin[owner[outer]], phase_end[owner[outer]]
     pieces: list[tuple[Ints, Ints, Ints, Ints]] = [
-        (line.span_begin[simple], line.span_end[simple], part[simple], line.owner[simple]),
+        (
+            timeline.span_begin[simple],
+            timeline.span_end[simple],
+            part[simple],
+            timeline.owner[simple],
+        ),
         (ready, end, _all(Part.TRANSFER, owner), owner),
         (start[inner], ready[inner], _all(Part.NESTED_WAIT, owner[inner]), owner[inner]),
         (start[outer], ready[outer], _all(Part.OUTER_WAIT, owner[outer]), owner[outer]),
@@ -182,7 +195,7 @@ def _asked(spans: Spans, wait_ns: Ints, line: Line, phases: Phases) -> Intervals
             _all(Part.PIPELINE_WAIT, owner[outer]),
             owner[outer],
         ),
-        (phase_begin, phase_end, _all(Part.PIPELINE_GAP, everyone), everyone),
+        (phase_begin, phase_end, _all(Part.PIPELINE_GAP, all_rows), all_rows),
     ]
     return Intervals(
         np.concatenate([begin for begin, _, _, _ in pieces]),
@@ -196,35 +209,35 @@ def _all(part: Part, like: Ints) -> Ints:
     return np.full(like.size, part, dtype=np.int64)
 
 
-def paint(asked: Intervals, owners: int, begin: Ints, end: Ints) -> Painted:
-    """Nanoseconds won by each part of each owner, lower part numbers first.
+def allocate(claims: Intervals, owners: int, begin: Ints, end: Ints) -> Breakdown:
+    """Return the nanoseconds of each part of each owner; lower part numbers win.
 
-    `begin` and `end`: intervals of which to tell how much of each COMPUTE won.
+    `begin` and `end`: intervals for which to return the time that went to COMPUTE.
     """
-    keep = asked.end > asked.begin
-    part = asked.part[keep].astype(np.int8)
-    edges = np.concatenate([asked.begin[keep], asked.end[keep]])
-    order = np.argsort(edges, kind="stable")  # of several runs that are sorted already
+    keep = claims.end > claims.begin
+    part = claims.part[keep].astype(np.int8)
+    edges = np.concatenate([claims.begin[keep], claims.end[keep]])
+    order = np.argsort(edges, kind="stable")  # merges runs that are sorted already
     edges = edges[order]
     if not edges.size:
-        return Painted(np.zeros((len(Part), owners), np.int64), np.zeros(begin.size, np.int64))
+        return Breakdown(np.zeros((len(Part), owners), np.int64), np.zeros(begin.size, np.int64))
     opens = order < part.size
     edge_part = np.concatenate([part, part])[order]
     winner = _WINNER[np.cumsum(_changes(edge_part, opens))][:-1]
     length = np.diff(edges)
-    owner = np.concatenate([asked.owner[keep]] * 2)[order][:-1]
+    owner = np.concatenate([claims.owner[keep]] * 2)[order][:-1]
     won = winner < _NOTHING
     cell = winner[won] * np.int64(owners) + owner[won]
     part_ns = np.bincount(cell, weights=length[won], minlength=len(Part) * owners)
     computed = np.concatenate([[0], np.cumsum(np.where(winner == Part.COMPUTE, length, 0))])
-    return Painted(
+    return Breakdown(
         part_ns.astype(np.int64).reshape(len(Part), owners),
         _at(edges, computed, end) - _at(edges, computed, begin),
     )
 
 
 def _changes(edge_part: npt.NDArray[np.int8], opens: Bools) -> npt.NDArray[np.int32]:
-    """At each edge: the bit of a part that begins, minus that of one that ends there.
+    """Return at each edge the bit of a part that begins, minus that of a part that ends.
 
     Intervals of one part may overlap; it lasts from the first's begin to the last's end.
     """
@@ -241,7 +254,7 @@ def _changes(edge_part: npt.NDArray[np.int8], opens: Bools) -> npt.NDArray[np.in
 
 
 def _at(edges: Ints, total: Ints, moment: Ints) -> Ints:
-    """A running total, known at the edges, at moments that are edges or lie outside of them."""
+    """Return a running total, given at the edges, at times that are edges or outside of them."""
     place = np.searchsorted(edges, moment)
     found: Ints = total[np.minimum(place, edges.size - 1)]
     return found

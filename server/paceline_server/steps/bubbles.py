@@ -1,7 +1,7 @@
-"""How long each stage idles in the pipeline phase, and why: theory, and what comes on top of it.
+"""Measure how long each stage idles in the pipeline phase, and explain it.
 
-The recorded phase is rebuilt in steps, each adding one thing that sets it apart from the ideal, and
-what a stage then idles more is that thing's share:
+The recorded phase is rebuilt in steps. Each step adds one deviation from the ideal; the additional
+idle time of a stage is the share of that deviation:
 
     all stages equally fast, nothing in between    theory
     + stages as fast as they are                   imbalance
@@ -9,11 +9,11 @@ what a stage then idles more is that thing's share:
     + microbatches as long as they were            variation
     + transfers                                    transfer
     + late data                                    data
-    + late starts though nothing was missing       launch
-    what was recorded                              other
+    + late starts with all inputs ready            launch
+    the recorded phase                             other
 
-Shares therefore sum to what was measured. An action's delay is the time from when it could have
-started (the one before it has ended, what it needs is computed) until it did.
+So the shares sum to the measured idle time. An action's delay is the time from when it could have
+started (the previous action has ended, its input is computed) until it started.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from paceline_server.steps.phase import Phase, PhaseReader
+from paceline_server.steps.phase import PipelinePhase, PipelinePhaseReader
 from paceline_server.steps.pipeline import Pipeline
 from paceline_server.steps.schedule import bubble_theory
 from paceline_server.steps.timing import StepTiming
@@ -33,10 +33,10 @@ from paceline_wire.topology import Topology
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# A transfer or a launch of up to this share of a typical action is part of working, as in theory,
-# which knows neither; what takes longer leaves the stage idle.
+# A transfer or a launch of up to this share of a typical action counts as work, since the theory
+# includes neither; a longer one leaves the stage idle.
 DELAY_ALLOWANCE = 0.05
-# Two replicas so far from their middle are no chance: the slower one has a straggler.
+# Two replicas that differ by this factor do so not by chance: the slower one has a straggler.
 SLOW_REPLICA = 1.1
 
 
@@ -45,17 +45,17 @@ class BubbleModel:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self._reader = PhaseReader(topology)
+        self._reader = PipelinePhaseReader(topology)
 
     def measure(self, timing: StepTiming, metadata: Mapping[str, str]) -> list[StageBubble]:
-        """By stage, means over the data-parallel replicas; empty without a pipeline."""
+        """Return the bubbles by stage, means over the replicas; empty without a pipeline."""
         phase = self._reader.read(timing)
         if phase is not None:
             return explain(phase)
         return _unexplained(timing, self.topology, bubble_theory(metadata, self.topology.pp))
 
 
-def explain(phase: Phase) -> list[StageBubble]:
+def explain(phase: PipelinePhase) -> list[StageBubble]:
     pipeline, seconds = phase.pipeline, phase.seconds
     typical, by_replica = typical_seconds(pipeline, seconds)
     same = equal_seconds(pipeline, typical)
@@ -86,12 +86,12 @@ def explain(phase: Phase) -> list[StageBubble]:
 
 
 def typical_seconds(pipeline: Pipeline, seconds: Floats) -> tuple[Floats, Floats]:
-    """Each action's duration if all microbatches were alike: [action], and [action, replica].
+    """Return each action's duration if all microbatches were equal: [action], [action, replica].
 
-    The first is the median over the replicas (of two that differ much, the faster): a slow rank is
-    not its stage. Means of a few noisy microbatches differ though nothing is unequal; so each is
-    drawn towards what it is compared with, by the share of the differences that such noise explains
-    (James-Stein).
+    The first is the median over the replicas (of two that differ much, the faster): a slow rank
+    does not make its stage slow. Means of a few noisy microbatches differ by chance, so each is
+    shrunk towards the value it is compared with, by the share of the differences that noise
+    explains (James-Stein).
     """
     cell = cells(pipeline)
     order = np.argsort(cell, kind="stable")
@@ -116,9 +116,9 @@ def typical_seconds(pipeline: Pipeline, seconds: Floats) -> tuple[Floats, Floats
 
 
 def _noise(pipeline: Pipeline, seconds: Floats) -> float:
-    """Squared relative spread of an action's duration, apart from what its microbatch explains.
+    """Return the squared relative spread of an action's duration within its microbatch.
 
-    The stages of a replica work on the same microbatches, so long sequences are no noise.
+    The stages of a replica work on the same microbatches, so long sequences are not noise.
     """
     order = np.lexsort((pipeline.stage, pipeline.microbatch, pipeline.chunk, pipeline.op))
     if pipeline.nodes % pipeline.stages:
@@ -139,29 +139,29 @@ def _kept(noise: float, observed: float) -> float:
 
 
 def cells(pipeline: Pipeline) -> Ints:
-    """A number for each action's (stage, chunk, op)."""
+    """Return a number for the (stage, chunk, op) of each action."""
     cell: Ints = (pipeline.chunk * pipeline.stages + pipeline.stage) * 4 + pipeline.op
     return cell
 
 
 def equal_seconds(pipeline: Pipeline, typical: Floats) -> Floats:
-    """The same work spread evenly: each action takes the mean of its op. [action]"""
+    """Return the durations if the work were spread evenly: the mean of each op. [action]"""
     sums = np.bincount(pipeline.op, weights=typical)
     counts = np.maximum(np.bincount(pipeline.op), 1)
     even: Floats = (sums / counts)[pipeline.op]
     return even
 
 
-def delays(phase: Phase) -> Floats:
-    """[action, replica]: from when an action could have started until it did."""
+def delays(phase: PipelinePhase) -> Floats:
+    """Return the time from when each action could have started until it did. [action, replica]"""
     ended = np.vstack([phase.ends, np.zeros((1, phase.ends.shape[1]))])
     ready = np.maximum(ended[phase.pipeline.previous], ended[phase.pipeline.needs])
     late: Floats = np.maximum(phase.starts - ready, 0.0)
     return late
 
 
-def _delays(phase: Phase) -> tuple[Floats, Floats, Floats]:
-    """Of transfers, of late data, and of the host. They sum to `delays`."""
+def _delays(phase: PipelinePhase) -> tuple[Floats, Floats, Floats]:
+    """Return the delays by transfers, late data and the host. They sum to `delays`."""
     pipeline = phase.pipeline
     late = delays(phase)
     data = np.zeros_like(late)
@@ -169,12 +169,12 @@ def _delays(phase: Phase) -> tuple[Floats, Floats, Floats]:
     could = phase.starts - late
     data[first] = np.clip(phase.data_ready - could[first], 0.0, late[first])
     rest = late - data
-    # Where the receive was not seen, whatever comes after another stage's result is its transfer.
+    # Without a recorded receive, the delay after another stage's result counts as transfer.
     arrived = np.where(np.isnan(phase.arrived), phase.starts, phase.arrived)
     crossing = (pipeline.needs < pipeline.nodes)[:, None]
     transfers = np.where(crossing, np.clip(arrived - could, 0.0, rest), 0.0)
     launches = rest - transfers
-    # Data that was waited for between two microbatches: the longest pauses of that rank.
+    # Waits for data between two microbatches: taken from the launch delays of that rank.
     within = phase.data_seconds
     paused = np.maximum(pipeline.by_stage(launches), 1e-12)
     share = np.minimum(within / paused, 1.0)[pipeline.stage]
@@ -184,7 +184,7 @@ def _delays(phase: Phase) -> tuple[Floats, Floats, Floats]:
 def _idle_ratios(
     pipeline: Pipeline, lanes: list[tuple[Floats, Floats | None]], allowance: float
 ) -> Floats:
-    """[lane, stage], means over the replicas."""
+    """Return the idle ratios, means over the replicas. [lane, stage]"""
     replicas = lanes[0][0].shape[1]
     seconds = np.concatenate([one for one, _ in lanes], axis=1)
     late = np.concatenate(
@@ -197,7 +197,7 @@ def _idle_ratios(
     return ratios
 
 
-def _measured(phase: Phase, late: Floats, allowance: float) -> Floats:
+def _measured(phase: PipelinePhase, late: Floats, allowance: float) -> Floats:
     busy = phase.pipeline.by_stage(phase.seconds + np.minimum(late, allowance))
     idle = 1.0 - busy / np.maximum(phase.total_seconds, 1e-12)
     measured: Floats = idle.mean(axis=1)
@@ -205,7 +205,7 @@ def _measured(phase: Phase, late: Floats, allowance: float) -> Floats:
 
 
 def _unexplained(timing: StepTiming, topology: Topology, theory: float | None) -> list[StageBubble]:
-    """Without microbatches there is no graph: the share of the phase that is not computed in."""
+    """Return the share of the phase without compute, where no microbatches are recorded."""
     compute = timing.compute
     if topology.pp < 2 or not compute.rank.size:
         return []

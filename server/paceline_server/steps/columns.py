@@ -1,8 +1,8 @@
-"""Spans as numpy columns: the form in which the step model works on them.
+"""Spans as numpy columns, the form in which the step model processes them.
 
-One int64 table of `FIELDS` rows by n spans, those of all ranks together: what is done is done for
-all of them at once. Times are CLOCK_REALTIME of the rank's node. -1 stands for an unknown
-microbatch, chunk or peer inside the table only, where a column cannot hold None.
+One int64 table of `FIELDS` rows by n spans holds the spans of all ranks, so each operation runs
+once for all. Times are CLOCK_REALTIME of the rank's node. Inside the table, which cannot hold None,
+-1 is an unknown microbatch, chunk or peer.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Bools = npt.NDArray[np.bool_]
 ) = range(13)
 FIELDS = 13
 
-# A clock value beyond this is no time but garbage (CLOCK_REALTIME reaches it in the year 2116).
+# Larger clock values are invalid (CLOCK_REALTIME reaches it in the year 2116).
 MAXIMUM_TIME_NS = 1 << 62
-# Nothing inside one step lasts longer than a day; a longer duration is a torn or lying record.
+# No span lasts longer than a day; a longer duration is a torn or wrong record.
 MAXIMUM_DURATION_NS = 86_400 * 1_000_000_000
 
 
 class Spans:
-    """Some spans, of one rank or of many."""
+    """A table of spans, of one rank or many."""
 
     __slots__ = ("table",)
 
@@ -109,10 +109,13 @@ class Spans:
         return Spans(self.table[:, mask])
 
     def of_step(self) -> Spans:
-        """By rank and ring index, each once: batches may overlap, repeat or be reordered."""
+        """Return the spans sorted by rank and ring index, without repetitions.
+
+        Batches may overlap, repeat or be reordered.
+        """
         spans = self
         if not _ascends(spans.rank):
-            # Blocks come as runs of one rank, which this sort only has to merge.
+            # Blocks are runs of one rank, which the stable sort only has to merge.
             spans = Spans(spans.table[:, np.argsort(spans.rank, kind="stable")])
         rank, index = spans.rank, spans.row(INDEX)
         if bool(((index[1:] > index[:-1]) | (rank[1:] > rank[:-1])).all()):
@@ -140,7 +143,7 @@ class Block(NamedTuple):
 
 
 def block(sent: SpanBlock, clock_shift_ns: int = 0) -> Block | None:
-    """None when there is nothing in it. Raises ValueError for a fragment of a record."""
+    """Return None if the block is empty. Raises ValueError for a fragment of a record."""
     offset_ns = sent.clock_offset_ns + clock_shift_ns
     if not sent.count or abs(offset_ns) >= MAXIMUM_TIME_NS:
         return None
@@ -149,13 +152,13 @@ def block(sent: SpanBlock, clock_shift_ns: int = 0) -> Block | None:
 
 
 def decode(blocks: Sequence[Block]) -> Spans:
-    """The plausible spans of all blocks; records with impossible times are left out."""
+    """Return the valid spans of all blocks, without records that have impossible times."""
     if not blocks:
         return Spans(np.empty((FIELDS, 0), dtype=np.int64))
-    counts = [each.words.shape[1] for each in blocks]
-    words = np.hstack([each.words for each in blocks])
-    rank = np.repeat([each.rank for each in blocks], counts)
-    offset_ns = np.repeat([each.offset_ns for each in blocks], counts)
+    counts = [block.words.shape[1] for block in blocks]
+    words = np.hstack([block.words for block in blocks])
+    rank = np.repeat([block.rank for block in blocks], counts)
+    offset_ns = np.repeat([block.offset_ns for block in blocks], counts)
     good = (words[6] < MAXIMUM_TIME_NS) & (words[7] <= MAXIMUM_DURATION_NS)
     good &= (words[0] < MAXIMUM_TIME_NS) & (words[5] < MAXIMUM_TIME_NS)
     good &= words[4] < MAXIMUM_TIME_NS
@@ -189,7 +192,7 @@ _OPS = 1 << 16
 
 
 def one_of(ops: Ints, members: frozenset[int]) -> Bools:
-    """Which of `ops` are members (a table look-up: `np.isin` costs ten times as much)."""
+    """Return which of `ops` are members, by a table lookup (`np.isin` costs ten times as much)."""
     return _lookup(members)[ops]
 
 

@@ -1,4 +1,4 @@
-"""Process groups as all their members know them: local definition ids -> one key per group."""
+"""Process groups of the job: maps each rank's local ids to one key per group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from paceline_server.steps.columns import Ints
 from paceline_wire.ring import GroupDefinition
 
-# A trainer that makes groups without end must not fill the server's memory.
+# Limits the memory for a trainer that creates groups repeatedly.
 MAXIMUM_GROUPS_PER_RANK = 4096
 UNKNOWN = -1
 _ID_BITS = 16
@@ -16,18 +16,18 @@ _ID_BITS = 16
 class Groups:
     """Group keys count from 0; key 0 is the default group of all ranks.
 
-    Groups of one name exist many times over (one "tp" group per tensor-parallel pair), so a group
-    is identified by its name together with its members.
+    Many groups have the same name (one "tp" group per tensor-parallel pair), so a group is
+    identified by its name and its members.
     """
 
     def __init__(self, world_size: int) -> None:
-        everyone = tuple(range(world_size))
-        self._everyone = everyone
-        self._keys: dict[tuple[str, tuple[int, ...]], int] = {("world", everyone): 0}
+        all_ranks = tuple(range(world_size))
+        self._all_ranks = all_ranks
+        self._keys: dict[tuple[str, tuple[int, ...]], int] = {("world", all_ranks): 0}
         self._names = ["world"]
-        self._members = [everyone]
+        self._members = [all_ranks]
         self._local: dict[int, dict[int, int]] = {}
-        self._sorted: Ints | None = None  # (rank and local id, key), when it was last asked for
+        self._sorted: Ints | None = None  # (rank and local id, key), cached for `keys`
 
     def add(self, rank: int, definition: GroupDefinition) -> None:
         local = self._local.setdefault(rank, {0: 0})
@@ -35,8 +35,8 @@ class Groups:
             return
         members = tuple(sorted(set(definition.ranks)))
         named = (definition.name, members)
-        # The default group is known as id 0 to a rank that never named it: same members, same key.
-        key = 0 if definition.axis == "world" and members == self._everyone else None
+        # A rank that has not defined the default group uses id 0 for it: same members, same key.
+        key = 0 if definition.axis == "world" and members == self._all_ranks else None
         if key is None:
             key = self._keys.setdefault(named, len(self._names))
         if key == len(self._names):
@@ -46,11 +46,11 @@ class Groups:
         self._sorted = None
 
     def key(self, rank: int, local_id: int) -> int | None:
-        """None: the rank never defined it."""
+        """Return the key; None: the rank has not defined the group."""
         return self._local.get(rank, {0: 0}).get(local_id)
 
     def keys(self, ranks: Ints, local_ids: Ints) -> Ints:
-        """Vectorised `key`; UNKNOWN where undefined."""
+        """Vectorized `key`; UNKNOWN where undefined."""
         if self._sorted is None:
             pairs = [
                 (rank << _ID_BITS | local_id, key)

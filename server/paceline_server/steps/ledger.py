@@ -1,9 +1,9 @@
-"""The goodput ledger: every second of the job's life is given to exactly one part.
+"""The goodput ledger: every second of the job's life belongs to exactly one part.
 
-The job's life is one line from its creation to now, or from when it was seen to run if that was
-before we heard of it. Finished steps are laid on it in order, each clipped to what is not yet
-taken, so overlaps and lying clocks cannot make more time than there was. What lies between steps
-is restart, startup or idle. Work of steps that a restart goes back behind moves to `lost_seconds`.
+The job's life runs from its creation to now (for an external job, from when its ranks attached).
+Finished steps are placed on it in order, each clipped to the time not yet used, so overlapping
+steps and wrong clocks cannot create time. The time between steps is restart, startup or idle. The
+work of steps that a restart repeats moves to `lost_seconds`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import msgspec
 
 from paceline_server.steps.types import Ledger, StepSummary
 
-# Steps that a restart could still throw away (about 100 bytes each). A job that goes back
-# further than this keeps the older ones on its books.
+# Steps that a restart can still revoke (about 100 bytes each). If a job goes back further, the
+# older steps stay counted as useful.
 MAXIMUM_REVOCABLE_STEPS = 1 << 16
 
 
-class _Booked(msgspec.Struct, array_like=True):
-    """Nanoseconds of each part: of one step on the line, or the sum of many."""
+class _PartTimes(msgspec.Struct, array_like=True):
+    """Nanoseconds of each part, of one step or summed over many."""
 
     compute: int = 0
     communication: int = 0
@@ -31,9 +31,9 @@ class _Booked(msgspec.Struct, array_like=True):
     checkpoint: int = 0
     other: int = 0
 
-    def add(self, booked: _Booked, sign: int = 1) -> None:
+    def add(self, times: _PartTimes, sign: int = 1) -> None:
         for part in self.__struct_fields__:
-            setattr(self, part, getattr(self, part) + sign * getattr(booked, part))
+            setattr(self, part, getattr(self, part) + sign * getattr(times, part))
 
     @property
     def total(self) -> int:
@@ -41,14 +41,14 @@ class _Booked(msgspec.Struct, array_like=True):
 
 
 class LedgerState(msgspec.Struct):
-    """Everything a `LedgerBook` knows; survives a change of worker."""
+    """State of a `GoodputLedger`; survives a change of worker."""
 
     created_ns: int | None = None
-    taken_until_ns: int = 0  # the line is given out up to here
+    taken_until_ns: int = 0  # all time up to here is assigned
     generation: int | None = None
-    resumed: bool = True  # the current generation has made its first step
-    sums: _Booked = msgspec.field(default_factory=_Booked)  # of all useful steps
-    revocable: list[tuple[int, _Booked]] = []  # (step, parts), newest last
+    resumed: bool = True  # the current generation has finished a step
+    sums: _PartTimes = msgspec.field(default_factory=_PartTimes)  # of all useful steps
+    revocable: list[tuple[int, _PartTimes]] = []  # (step, parts), newest last
     startup_ns: int = 0
     restart_ns: int = 0
     idle_ns: int = 0
@@ -58,8 +58,11 @@ class LedgerState(msgspec.Struct):
     newest_step: int | None = None
 
 
-class LedgerBook:
-    """Call `begin` at each generation, `add` for each step, `read` at any time."""
+class GoodputLedger:
+    """Assigns the job's time to parts.
+
+    Call `begin` at each generation, `add` for each step, `read` at any time.
+    """
 
     def __init__(self, state: LedgerState | None = None) -> None:
         self._state = state or LedgerState()
@@ -79,14 +82,14 @@ class LedgerBook:
         if resume_step is not None:
             self._revoke_from(resume_step)
 
-    def reach_back(self, began_ns: int) -> None:
-        """The job is older than we knew; only for as long as it has made no step."""
+    def extend_back(self, began_ns: int) -> None:
+        """Move the job's beginning back to `began_ns`; only before its first step."""
         state = self._state
         if state.created_ns is not None and not (state.useful_steps or state.lost_steps):
             state.created_ns = state.taken_until_ns = min(state.created_ns, began_ns)
 
     def add(self, summary: StepSummary, now_ns: int) -> None:
-        """Put one finished step on the line. Steps of older generations and repeats are ignored."""
+        """Add one finished step. Steps of older generations and repeated ones are ignored."""
         state = self._state
         if state.created_ns is None or summary.generation != state.generation:
             return
@@ -97,23 +100,23 @@ class LedgerBook:
         begin_ns = _clip(summary.started_ns, state.taken_until_ns, now_ns)
         end_ns = summary.started_ns + int(summary.duration_seconds * 1e9)
         end_ns = _clip(end_ns, begin_ns, now_ns)
-        self._book_gap(begin_ns - state.taken_until_ns)
+        self._add_gap(begin_ns - state.taken_until_ns)
         state.taken_until_ns = end_ns
         state.newest_step = summary.step
         state.resumed = True
         state.useful_steps += 1
-        booked = _booked(summary, end_ns - begin_ns)
-        state.sums.add(booked)
-        self._revocable.append((summary.step, booked))
+        times = _part_times(summary, end_ns - begin_ns)
+        state.sums.add(times)
+        self._revocable.append((summary.step, times))
 
-    def _book_gap(self, gap_ns: int) -> None:
-        startup, restart, idle = self._explained(gap_ns)
+    def _add_gap(self, gap_ns: int) -> None:
+        startup, restart, idle = self._gap_parts(gap_ns)
         self._state.startup_ns += startup
         self._state.restart_ns += restart
         self._state.idle_ns += idle
 
-    def _explained(self, gap_ns: int) -> tuple[int, int, int]:
-        """Time without a step as (startup, restart, idle)."""
+    def _gap_parts(self, gap_ns: int) -> tuple[int, int, int]:
+        """Return the time without a step as (startup, restart, idle)."""
         state = self._state
         if state.resumed:
             return 0, 0, gap_ns
@@ -122,24 +125,24 @@ class LedgerBook:
         return gap_ns, 0, 0
 
     def _revoke_from(self, step: int) -> None:
-        """Steps from `step` on will be made again."""
+        """Move the steps from `step` on to the lost ones: they will be repeated."""
         state = self._state
         while self._revocable and self._revocable[-1][0] >= step:
-            _, booked = self._revocable.pop()
-            state.sums.add(booked, -1)
-            state.lost_ns += booked.total
+            _, times = self._revocable.pop()
+            state.sums.add(times, -1)
+            state.lost_ns += times.total
             state.lost_steps += 1
             state.useful_steps -= 1
         state.newest_step = self._revocable[-1][0] if self._revocable else None
 
     def read(self, now_ns: int) -> Ledger:
-        """The books as of `now_ns`; time since the last step is idle until it is explained."""
+        """Return the ledger as of `now_ns`; time since the last step counts as idle for now."""
         state = self._state
         if state.created_ns is None:
             return Ledger()
         now_ns = max(now_ns, state.taken_until_ns)
         wall_ns = now_ns - state.created_ns
-        startup, restart, idle = self._explained(now_ns - state.taken_until_ns)
+        startup, restart, idle = self._gap_parts(now_ns - state.taken_until_ns)
         sums = state.sums
         useful_ns = sums.compute + sums.optimizer + sums.communication + sums.bubble
         return Ledger(
@@ -164,11 +167,11 @@ def _clip(value: int, low: int, high: int) -> int:
     return max(low, min(value, high))
 
 
-def _booked(summary: StepSummary, length_ns: int) -> _Booked:
-    """Means over ranks, scaled so that exactly `length_ns` is given out."""
+def _part_times(summary: StepSummary, length_ns: int) -> _PartTimes:
+    """Return the means over ranks, scaled to sum to `length_ns`."""
     ranks = summary.ranks
     if not ranks or summary.duration_seconds <= 0:
-        return _Booked(other=length_ns)
+        return _PartTimes(other=length_ns)
     means = (
         fmean(rank.compute_seconds for rank in ranks),
         fmean(rank.communication_seconds for rank in ranks),
@@ -178,6 +181,6 @@ def _booked(summary: StepSummary, length_ns: int) -> _Booked:
         fmean(rank.checkpoint_seconds for rank in ranks),
     )
     scale = length_ns / max(summary.duration_seconds, sum(means))
-    booked = _Booked(*(int(mean * scale) for mean in means))
-    booked.other = length_ns - booked.total
-    return booked
+    times = _PartTimes(*(int(mean * scale) for mean in means))
+    times.other = length_ns - times.total
+    return times

@@ -1,4 +1,4 @@
-"""The step model: from the spans of all ranks to `StepSummary` and `StepTiming`."""
+"""The step model: turns the spans of all ranks into `StepSummary` and `StepTiming`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from paceline_server.steps.breakdown import break_down, compute_rows, rank_times
 from paceline_server.steps.bubbles import BubbleModel
 from paceline_server.steps.columns import CHUNK, Block, Ints, Spans, block, decode
 from paceline_server.steps.groups import Groups
-from paceline_server.steps.line import Line
 from paceline_server.steps.peers import medians_of_others
-from paceline_server.steps.replicas import Coordinates, Phases
+from paceline_server.steps.replicas import RankCoordinates, ReplicaPhases
+from paceline_server.steps.timeline import StepTimeline
 from paceline_server.steps.timing import ComputeTimes, Floats, RankTimes, StepTiming
 from paceline_server.steps.types import RankStep, StepSummary
 from paceline_server.steps.waits import communication
@@ -22,19 +22,19 @@ from paceline_wire.batch import SpanBlock
 from paceline_wire.ring import GroupDefinition
 from paceline_wire.topology import Topology
 
-# Blocks are decoded together, for most of the work is then done once; but no more than these.
+# Blocks are decoded together, which saves most of the work; at most this many spans at a time.
 MAXIMUM_UNDECODED_SPANS = 1 << 19
 
 
 class FinishedStep(NamedTuple):
-    """For people and the books, and for detectors."""
+    """The summary for users and the ledger, the timing for detectors."""
 
     summary: StepSummary
     timing: StepTiming
 
 
 class StepModel:
-    """One generation's steps. Feed blocks with `add`, collect with `take_finished`."""
+    """The steps of one generation. Add blocks with `add`, collect steps with `take_finished`."""
 
     def __init__(self, generation: int, topology: Topology, metadata: Mapping[str, str]) -> None:
         self.generation = generation
@@ -48,14 +48,14 @@ class StepModel:
         self.lost_spans = 0  # overwritten in a ring before its agent read them
 
     def describe(self, metadata: Mapping[str, str]) -> None:
-        """What the ranks say of themselves; what the job was created with stays."""
+        """Add metadata that the ranks reported; values that the job was created with stay."""
         self.metadata = {**metadata, **self.metadata}
 
     def add_group(self, rank: int, definition: GroupDefinition) -> None:
         self.groups.add(rank, definition)
 
     def add(self, sent: SpanBlock, clock_shift_ns: int = 0) -> None:
-        """`clock_shift_ns` is added to the node's CLOCK_REALTIME, to make it the server's.
+        """`clock_shift_ns` is added to the node's CLOCK_REALTIME to get the server's.
 
         Raises ValueError for a fragment of a record.
         """
@@ -72,11 +72,11 @@ class StepModel:
         self._assembler.add(decode(blocks))
 
     def newest_step(self, rank: int) -> int | None:
-        """The newest step this rank had finished when steps were last taken."""
+        """Return the newest step that this rank had finished at the last `take_finished`."""
         return self._assembler.newest_step(rank)
 
     def take_moved(self) -> list[int]:
-        """Ranks that have finished a step since this was last asked for."""
+        """Return the ranks that have finished a step since the last call."""
         return self._assembler.take_moved()
 
     def take_finished(self) -> list[FinishedStep]:
@@ -89,18 +89,18 @@ class StepModel:
         return found
 
     def _finish(self, step: int, spans: Spans) -> FinishedStep | None:
-        """None when so few ranks are left that their sum would mislead."""
-        line = Line(spans)
-        if 2 * len(line) < self.topology.world_size:
+        """Return None if so few ranks are left that their sum would mislead."""
+        timeline = StepTimeline(spans)
+        if 2 * len(timeline) < self.topology.world_size:
             return None
-        places = Coordinates.of(line.ranks, self.topology)
-        compute = compute_rows(spans, line)
-        phases = Phases.of(spans, line, compute, places, self.topology)
+        places = RankCoordinates.of(timeline.ranks, self.topology)
+        compute = compute_rows(spans, timeline)
+        phases = ReplicaPhases.of(spans, timeline, compute, places, self.topology)
         met = communication(spans, self.groups)
-        painted = break_down(spans, met.wait_ns, line, phases, compute)
-        times = rank_times(spans, line, painted)
+        painted = break_down(spans, met.wait_ns, timeline, phases, compute)
+        times = rank_times(spans, timeline, painted)
         slowdown = slowdowns(times.self_seconds, places.pp_rank)
-        started_ns, ended_ns = _extent(line)
+        started_ns, ended_ns = _extent(timeline)
         timing = StepTiming(
             step=step,
             ranks=times,
@@ -118,7 +118,7 @@ class StepModel:
             duration_seconds=(ended_ns - started_ns) / 1e9,
             ranks=_rank_steps(times, slowdown),
             bubbles=self._bubbles.measure(timing, self.metadata),
-            slowest_rank=_slowest(line.ranks, slowdown),
+            slowest_rank=_slowest(timeline.ranks, slowdown),
         )
         return FinishedStep(summary, timing)
 
@@ -138,7 +138,7 @@ def _compute_times(spans: Spans, rows: Ints, self_ns: Ints) -> ComputeTimes:
 
 
 def slowdowns(self_seconds: Floats, stage: Ints) -> Floats:
-    """Each rank's self time over the median of the other ranks of its stage; NaN: no peers."""
+    """Return each rank's self time over the median of its stage's other ranks; NaN: no peers."""
     typical = np.full(self_seconds.size, np.nan)
     for number in np.unique(stage).tolist():
         peers = stage == number
@@ -156,20 +156,20 @@ def _rank_steps(times: RankTimes, slowdown: Floats) -> list[RankStep]:
     return [RankStep(*row) for row in zip(*columns, known, strict=True)]
 
 
-def _extent(line: Line) -> tuple[int, int]:
-    """From the earliest start to the latest end, where the nodes' clocks agree.
+def _extent(timeline: StepTimeline) -> tuple[int, int]:
+    """Return the earliest start and the latest end, if the nodes' clocks agree.
 
-    All ranks meet in each step, so a step as a whole takes hardly longer than for its slowest
-    rank. If it seems to, clocks disagree, and that rank's own interval is the best there is.
+    All ranks synchronize in each step, so a step takes hardly longer than its slowest rank. If it
+    seems to, the clocks disagree, and the interval of the slowest rank is the best estimate.
     """
-    begin, end = int(line.begin_ns.min()), int(line.end_ns.max())
-    longest = int((line.end_ns - line.begin_ns).argmax())
-    own = int(line.begin_ns[longest]), int(line.end_ns[longest])
+    begin, end = int(timeline.begin_ns.min()), int(timeline.end_ns.max())
+    longest = int((timeline.end_ns - timeline.begin_ns).argmax())
+    own = int(timeline.begin_ns[longest]), int(timeline.end_ns[longest])
     return (begin, end) if end - begin <= 2 * (own[1] - own[0]) else own
 
 
 def _slowest(ranks: Ints, slowdown: Floats) -> int | None:
-    """Of several the lowest."""
+    """Return the slowest rank, the lowest of several; None: no rank has peers."""
     if np.isnan(slowdown).all():
         return None
     return int(ranks[np.nanargmax(slowdown)])

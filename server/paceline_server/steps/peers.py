@@ -1,4 +1,4 @@
-"""Comparing one among peers without letting it vouch for itself."""
+"""Comparison of a value with its peers, itself excluded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Floats = npt.NDArray[np.float64]
 
 
 def medians_of_others(values: Floats) -> Floats:
-    """For each value the median of all the others; NaN where there are none.
+    """Return for each value the median of all other values; NaN if there are none.
 
-    One sort for all: leaving out the value at sorted place i moves the middle by one at most.
+    One sort is enough: leaving out one value moves the middle by at most one place.
     """
     count = values.size
     if count < 2:

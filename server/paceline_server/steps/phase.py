@@ -1,8 +1,8 @@
 """The pipeline phase of one recorded step: when each action of each data-parallel replica ran.
 
-Tensor peers do the same at the same time, so one of them stands for all. Nodes' clocks differ by
-milliseconds, and a phase spans nodes: each stage is put on its neighbour's clock with what cannot
-be, namely that an action starts before the result it needs is there.
+Tensor-parallel peers do the same at the same time, so one of them represents all. A phase spans
+nodes, whose clocks differ by milliseconds: each stage is shifted to its neighbor's clock, using
+that no action can start before its input has arrived.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline_server.steps.pipeline import Action, Pipeline
+from paceline_server.steps.pipeline import Pipeline, PipelineAction
 from paceline_server.steps.timing import StepTiming
 from paceline_wire.spans import Op
 from paceline_wire.topology import Topology
@@ -20,25 +20,26 @@ from paceline_wire.topology import Topology
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# What a pipeline is made of (larger ones take too long to lay out within a step).
+# Larger pipelines take too long to process within a step.
 MAXIMUM_ACTIONS = 1 << 16
-# Every n-th of more replicas tells as much about a stage.
+# Of more replicas every n-th is used: enough to characterize a stage.
 MAXIMUM_REPLICAS = 256
-# Both directions between two stages agree on their clocks to this share of the phase: believed.
+# If both directions between two stages agree on the clocks to this share of the phase, the middle
+# is used.
 _CLOCK_AGREEMENT = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class PipelinePhase:
     """[action, replica] unless said otherwise; seconds since the phase of the replica began."""
 
     pipeline: Pipeline
-    ranks: Ints  # [stage, replica]: who stands for it
+    ranks: Ints  # [stage, replica]: the representing rank
     starts: Floats
     ends: Floats
-    arrived: Floats  # when what it needs from another stage was received; NaN: not known
-    data_ready: Floats  # [stage, replica]: when its data was there, as far as is known
-    data_seconds: Floats  # [stage, replica]: waited for data within the phase
+    arrived: Floats  # when the input from another stage was received; NaN: unknown
+    data_ready: Floats  # [stage, replica]: when its data was ready, if known
+    data_seconds: Floats  # [stage, replica]: wait for data within the phase
 
     @property
     def seconds(self) -> Floats:
@@ -52,15 +53,15 @@ class Phase:
         return total
 
 
-class PhaseReader:
-    """Finds the phase of a step; keeps the layout, which rarely changes between steps."""
+class PipelinePhaseReader:
+    """Reads the phase of a step; caches the layout, which rarely changes between steps."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._layout: tuple[list[Ints], Pipeline | None] = ([], None)
 
-    def read(self, timing: StepTiming) -> Phase | None:
-        """None without a pipeline, or where too much was lost to see one."""
+    def read(self, timing: StepTiming) -> PipelinePhase | None:
+        """Return None without a pipeline, or if too many spans were lost."""
         stages = self._recorded(timing)
         if stages is None:
             return None
@@ -77,7 +78,7 @@ class PhaseReader:
         topology = self._topology
         who = (np.arange(topology.pp)[:, None] * topology.dp + np.stack(replicas)) * topology.tp
         ready, within = _data(timing, who, base, begun[pipeline.first] + shift)
-        return Phase(
+        return PipelinePhase(
             pipeline=pipeline,
             ranks=who,
             starts=begun - zero,
@@ -88,7 +89,10 @@ class PhaseReader:
         )
 
     def _recorded(self, timing: StepTiming) -> list[tuple[Ints, Ints, Ints, Ints]] | None:
-        """By stage: (actions, [replica, action] starts and ends, replicas) of those that agree."""
+        """Return by stage (actions, starts, ends, replicas) of the replicas with equal actions.
+
+        Starts and ends are [replica, action].
+        """
         topology = self._topology
         compute = timing.compute
         if topology.pp < 2 or not compute.rank.size:
@@ -108,14 +112,14 @@ class PhaseReader:
         if np.unique(stage).size < topology.pp:
             return None
         found = []
-        for one in range(topology.pp):
-            mine = np.flatnonzero(stage == one)
-            usual = int(np.bincount(counts[mine]).argmax())
-            mine = mine[counts[mine] == usual]
-            rows = begins[mine][:, None] + np.arange(usual)
+        for number in range(topology.pp):
+            members = np.flatnonzero(stage == number)
+            usual = int(np.bincount(counts[members]).argmax())
+            members = members[counts[members] == usual]
+            rows = begins[members][:, None] + np.arange(usual)
             keys = key[rows]
             alike = (keys == keys[keys.shape[0] // 2]).all(axis=1)
-            rows, replica = rows[alike], present[mine][alike] // topology.tp % topology.dp
+            rows, replica = rows[alike], present[members][alike] // topology.tp % topology.dp
             found.append((key[rows[0]], start[rows], end[rows], replica))
         return found
 
@@ -133,19 +137,19 @@ class PhaseReader:
 
 def _keys(timing: StepTiming, chosen: npt.NDArray[np.bool_]) -> Ints:
     compute = timing.compute
-    chunk = np.maximum(compute.chunk[chosen], 0)  # unknown: there is only one
+    chunk = np.maximum(compute.chunk[chosen], 0)  # unknown: there is only one chunk
     key: Ints = compute.op[chosen] << 56 | chunk << 40 | compute.microbatch[chosen]
     return key
 
 
-def _action(key: int) -> Action:
-    return Action(key >> 56, key & (1 << 40) - 1, key >> 40 & 0xFFFF)
+def _action(key: int) -> PipelineAction:
+    return PipelineAction(key >> 56, key & (1 << 40) - 1, key >> 40 & 0xFFFF)
 
 
 def _in_all_stages(
     stages: list[tuple[Ints, Ints, Ints, Ints]],
 ) -> tuple[list[Ints], list[Ints], list[Ints], list[Ints]]:
-    """Only the replicas that were recorded on every stage, in the same order everywhere."""
+    """Return only the replicas that were recorded on every stage, in the same order."""
     whole = stages[0][3]
     for _, _, _, replica in stages[1:]:
         whole = np.intersect1d(whole, replica)
@@ -161,11 +165,11 @@ def _in_all_stages(
 
 
 def _clock_shifts(pipeline: Pipeline, begun: Floats, ended: Floats) -> Floats:
-    """[stage, replica]: how far a stage's clock is ahead of the first stage's, in seconds.
+    """Return how far each stage's clock is ahead of the first stage's, in seconds. [stage, replica]
 
-    A result arrives after it was made, in both directions: that bounds the difference from both
-    sides. Where the bounds are close together (a stage that waited for either neighbour saw the
-    latency itself) it lies in the middle, as in NTP; else it is the least that is possible.
+    A result arrives after it was computed, in both directions: that bounds the difference from both
+    sides. If the bounds are close (a stage that waited for its neighbor saw the latency itself),
+    the middle is used, as in NTP; else the smallest possible difference.
     """
     shifts = np.zeros((pipeline.stages, begun.shape[1]))
     agreement = _CLOCK_AGREEMENT * (ended.max(axis=0) - begun.min(axis=0))
@@ -180,7 +184,7 @@ def _clock_shifts(pipeline: Pipeline, begun: Floats, ended: Floats) -> Floats:
 
 
 def _least_gap(pipeline: Pipeline, begun: Floats, ended: Floats, source: int, sink: int) -> Floats:
-    """[replica]: the shortest time from a result of one stage to the start of its user."""
+    """Return the shortest time from a result of `source` to its use in `sink`. [replica]"""
     has_source = pipeline.needs < pipeline.nodes
     users = np.flatnonzero(has_source & (pipeline.stage == sink))
     users = users[pipeline.stage[pipeline.needs[users]] == source]
@@ -193,7 +197,7 @@ def _least_gap(pipeline: Pipeline, begun: Floats, ended: Floats, source: int, si
 def _arrived(
     timing: StepTiming, topology: Topology, pipeline: Pipeline, ranks: Ints, base_ns: Ints
 ) -> Floats:
-    """[action, replica]: the end of the receive that each action needed, NaN where unknown."""
+    """Return the end of the receive that each action needed; NaN: unknown. [action, replica]"""
     moments = np.full((pipeline.nodes, ranks.shape[1]), np.nan)
     sent = timing.transfers
     lane = np.full(topology.world_size, -1)
@@ -228,7 +232,7 @@ def _part_key(op: Ints, part: Ints, microbatch: Ints) -> Ints:
 def _data(
     timing: StepTiming, ranks: Ints, base_ns: Ints, first_starts: Floats
 ) -> tuple[Floats, Floats]:
-    """[stage, replica]: when its data was there, and how long it waited for more after that."""
+    """Return when each stage's data was ready, and its later waits for data. [stage, replica]"""
     known = timing.ranks
     ready, within = np.full(ranks.shape, -np.inf), np.zeros(ranks.shape)
     if not known.rank.size:

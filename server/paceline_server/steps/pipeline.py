@@ -1,8 +1,8 @@
-"""One step's pipeline as a graph: what each forward and backward waits for, and so when it ends.
+"""One step's pipeline as a graph: the inputs of each forward and backward, and when it ends.
 
-Nothing here knows a schedule. The order in which each stage takes its actions is given, recorded or
-made up; GPipe, 1F1B, interleaved and zero-bubble are then all the same: an action starts when the
-one before it on its stage has ended, and when what it needs from another stage is there.
+It does not depend on a schedule. The order of actions on each stage is given, recorded or invented,
+so GPipe, 1F1B, interleaved and zero-bubble are handled alike: an action starts when the previous
+action of its stage has ended and its input from another stage has arrived.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
-class Action(NamedTuple):
+class PipelineAction(NamedTuple):
     """`op`: FORWARD, BACKWARD or BACKWARD_WEIGHT. Chunk c of stage s is part c x stages + s."""
 
     op: int
@@ -27,23 +27,23 @@ class Action(NamedTuple):
     chunk: int = 0
 
 
-Order = tuple[tuple[Action, ...], ...]  # by stage
+Order = tuple[tuple[PipelineAction, ...], ...]  # by stage
 
 
 class Pipeline:
-    """The actions of all stages, numbered stage by stage in the order they are taken.
+    """The actions of all stages, numbered stage by stage in execution order.
 
-    Raises ValueError if an action needs one that never happens, or if they wait in a circle.
+    Raises ValueError if an action needs one that does not exist, or if actions wait in a circle.
     """
 
-    def __init__(self, order: Sequence[Sequence[Action]]) -> None:
+    def __init__(self, order: Sequence[Sequence[PipelineAction]]) -> None:
         actions = [(stage, *action) for stage, taken in enumerate(order) for action in taken]
         number = {action: at for at, action in enumerate(actions)}
         self.stages = len(order)
         self.nodes = len(actions)
         table = np.array(actions, dtype=np.int64).reshape(-1, 4)
         self.stage, self.op, self.microbatch, self.chunk = table.T.copy()
-        # Number `nodes` stands for none: it has ended when the phase begins.
+        # Number `nodes` means "no action": it has ended when the phase begins.
         self.previous = np.arange(self.nodes) - 1
         self.first = np.searchsorted(self.stage, np.arange(self.stages))
         self.previous[self.first] = self.nodes
@@ -56,7 +56,7 @@ class Pipeline:
     def _needs(
         self, actions: Sequence[tuple[int, int, int, int]]
     ) -> list[tuple[int, int, int, int] | None]:
-        """For each action the one of another stage (or of the same) whose result it needs."""
+        """Return for each action the action whose result it needs; None: none."""
         present = set(actions)
         last_part = max(chunk * self.stages + stage for stage, _, _, chunk in actions)
         found = []
@@ -68,7 +68,7 @@ class Pipeline:
             elif op == Op.BACKWARD and part < last_part:
                 source = (*self._place(part + 1, op, microbatch),)
             if source is not None and source not in present:
-                raise ValueError(f"stage {stage} needs {source}, which never happens")
+                raise ValueError(f"stage {stage} needs {source}, which does not exist")
             found.append(source)
         return found
 
@@ -76,9 +76,9 @@ class Pipeline:
         return part % self.stages, op, microbatch, part // self.stages
 
     def _found_levels(self) -> list[tuple[Ints, Ints, Ints]]:
-        """(actions, what precedes each, what each needs): those of a level do not concern others.
+        """Return levels of (actions, previous action, needed action) without mutual dependencies.
 
-        Walks the stages in turns, each as far as it gets.
+        Walks the stages in turn, each as far as possible.
         """
         level = [0] * self.nodes + [-1]
         done = [False] * self.nodes + [True]
@@ -104,9 +104,9 @@ class Pipeline:
         return [(nodes, self.previous[nodes], self.needs[nodes]) for nodes in np.split(order, cuts)]
 
     def ends(self, seconds: Floats, delays: Floats | None = None) -> Floats:
-        """When each action ends. All arrays are [action, lane]; lanes know nothing of each other.
+        """Return when each action ends. All arrays are [action, lane]; lanes are independent.
 
-        `delays`: how much later than it could an action starts.
+        `delays`: from when an action could have started until it starts.
         """
         ends = np.zeros((self.nodes + 1, seconds.shape[1]))
         for nodes, previous, needs in self._levels:
@@ -118,17 +118,17 @@ class Pipeline:
         return ends[:-1]
 
     def phase_seconds(self, seconds: Floats, delays: Floats | None = None) -> Floats:
-        """[lane]: from the start of the first action to the end of the last one."""
+        """Return the time from the start of the first action to the end of the last. [lane]"""
         phase: Floats = self.ends(seconds, delays).max(axis=0)
         return phase
 
     def by_stage(self, values: Floats) -> Floats:
-        """Sums over each stage's actions: [stage, lane]."""
+        """Return the sums over each stage's actions. [stage, lane]"""
         sums: Floats = np.add.reduceat(values, self.first, axis=0)
         return sums
 
     def idle_ratios(self, seconds: Floats) -> Floats:
-        """[stage, lane]: the share of the phase in which the stage has nothing to do."""
+        """Return the share of the phase in which each stage is idle. [stage, lane]"""
         phase = np.maximum(self.phase_seconds(seconds), 1e-12)
         ratios: Floats = 1.0 - self.by_stage(seconds) / phase
         return ratios

@@ -1,4 +1,4 @@
-"""What a pipeline schedule promises: the idle share of a stage when all stages are equally fast."""
+"""The theoretical bubble of a pipeline schedule: a stage's idle share if all are equally fast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FLUSHING = frozenset({"gpipe", "1f1b", "interleaved", "interleaved_1f1b"})
 
 
 def bubble_theory(metadata: Mapping[str, str], stages: int) -> float | None:
-    """Idle share of the pipeline phase, or None where the schedule is not known.
+    """Return the idle share of the pipeline phase; None if the schedule is unknown.
 
     Reads `schedule`, `microbatches` and, for interleaved schedules, `virtual_stages` (chunks per
     rank, v): (p - 1) / (v * m + p - 1).

@@ -1,9 +1,9 @@
-"""What the step model measured in one step of the whole job, as columns: what detectors work on.
+"""One step of the whole job as columns: the input of the detectors.
 
-Each table is a set of equally long arrays, one row per operation. Times are seconds, moments are
-nanoseconds of the server's CLOCK_REALTIME (a node's clock error is still in them: compare moments
-of one node, or use the durations, which need no common clock). Unknown numbers are NaN or -1, as
-arrays have no None; nothing outside the engine sees them.
+Each table is a set of arrays of equal length, one row per operation. Durations are seconds, times
+are nanoseconds of the server's CLOCK_REALTIME (with the remaining error of each node's clock:
+compare times of one node, or use durations, which need no common clock). Unknown numbers are NaN or
+-1, as arrays have no None; they do not leave the engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """One row per rank that took part; the columns of `RankStep`, and where they lie in time."""
+    """One row per rank that took part; the columns of `RankStep`, and start and end."""
 
     rank: Ints
     start_ns: Ints
@@ -63,11 +63,11 @@ class TransferTimes:
     chunk: Ints  # the sender's
     bytes: Ints
     send_start_ns: Ints
-    send_end_ns: Ints  # from when on it held its sender up no longer: of an async send, its start
+    send_end_ns: Ints  # when it stopped blocking its sender: for an async send, its start
     receive_start_ns: Ints
     end_ns: Ints  # the receiver's
-    # After both had entered it: the shorter of the two ends' durations. Of an async send, until
-    # the receive ended, by both ends' clocks; 0 where nobody waited for an async receive.
+    # After both ends had entered it: the shorter of the two durations. For an async send, until
+    # the receive ended, by both clocks; 0 if no rank waited for an async receive.
     transfer_seconds: Floats
 
 
@@ -75,13 +75,13 @@ class TransferTimes:
 class CollectiveTimes:
     """One row per collective of which at least two participants were seen."""
 
-    group: Ints  # key of `StepTiming.groups`
+    group: Ints  # a key of `StepTiming.groups`
     op: Ints
     sequence: Ints
     bytes: Ints
-    participants: Ints  # seen
-    last_rank: Ints  # that arrived last: the one with the shortest time in it
-    transfer_seconds: Floats  # after the last one had arrived
+    participants: Ints  # that were seen
+    last_rank: Ints  # the last to arrive: the one with the shortest time in it
+    transfer_seconds: Floats  # after the last rank arrived
     spread_seconds: Floats  # the longest wait in it
 
 
@@ -98,7 +98,7 @@ class StepTiming:
 
     @property
     def rows(self) -> int:
-        """How large it is."""
+        """Number of rows of all tables, as a measure of size."""
         return (
             self.ranks.rank.size
             + self.compute.rank.size

@@ -1,4 +1,4 @@
-"""What the step model and the ledger produce. Seconds throughout; ratios are 0..1."""
+"""Results of the step model and the ledger. Times are seconds, ratios 0..1."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import msgspec
 class StageBubble(msgspec.Struct, frozen=True):
     """Idle time of one pipeline stage within the pipeline phase of one step.
 
-    Idle is what the stage waits for others, or lies still though nothing is missing; the own time
-    of a transfer is not, as long as it is short (see `steps.bubbles`). The shares sum to
-    `excess_ratio`; one is negative where the stage idles less for it, as the slowest stage does.
-    None: too little was recorded to tell.
+    A stage idles while it waits for others, or does nothing with all inputs ready. Short transfers
+    do not count (see `steps.bubbles`). The shares sum to `excess_ratio`; a share is negative where
+    it makes the stage idle less, as imbalance does for the slowest stage. None: not enough was
+    recorded.
     """
 
     stage: int
     measured_ratio: float
-    theory_ratio: float | None  # None: the schedule is not known
+    theory_ratio: float | None  # None: unknown schedule
     excess_ratio: float | None = None  # measured - theory
-    imbalance_ratio: float | None = None  # stages do not take equally long
-    straggler_ratio: float | None = None  # ranks of a stage do not
-    variation_ratio: float | None = None  # microbatches do not: sequence lengths, jitter
-    transfer_ratio: float | None = None  # sends and receives take long
-    data_ratio: float | None = None  # a stage had no data yet
-    launch_ratio: float | None = None  # nothing was missing, yet its host started late
+    imbalance_ratio: float | None = None  # stages differ in duration
+    straggler_ratio: float | None = None  # ranks of a stage differ
+    variation_ratio: float | None = None  # microbatches differ: sequence lengths, jitter
+    transfer_ratio: float | None = None  # long sends and receives
+    data_ratio: float | None = None  # a stage waited for data
+    launch_ratio: float | None = None  # the host started late with all inputs ready
     other_ratio: float | None = None
 
 
@@ -32,9 +32,9 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
 
     rank: int
     step_seconds: float
-    self_seconds: float  # compute without the waits nested in it: what peers are compared by
+    self_seconds: float  # compute without nested waits: the basis of comparison with peers
     compute_seconds: float
-    communication_seconds: float  # exposed: the host was blocked in it
+    communication_seconds: float  # exposed: the host was blocked
     wait_seconds: float  # the part of communication before the last participant arrived
     bubble_seconds: float
     data_wait_seconds: float
@@ -45,7 +45,7 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepMeans(msgspec.Struct, frozen=True, array_like=True):
-    """Over the ranks of one step."""
+    """Means over the ranks of one step."""
 
     compute_seconds: float
     communication_seconds: float
@@ -68,17 +68,17 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankStep] = []
     bubbles: list[StageBubble] = []
     slowest_rank: int | None = None
-    # What is kept of the ranks when they are no longer listed.
+    # Stored when the ranks are no longer listed:
     means: StepMeans | None = None
     slowest_slowdown: float | None = None
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the job's wall time went, in seconds; the parts sum to `wall_seconds`.
+    """The job's wall time by part, in seconds; the parts sum to `wall_seconds`.
 
-    Within steps, parts are means over ranks. `lost_seconds`: steps whose work was thrown away by
-    a restart (they leave the other parts). `restart_seconds`: from the end of progress to the
-    first new step. `startup_seconds`: from creation to the first step. `idle_seconds`: the rest.
+    Within steps, parts are means over ranks. `lost_seconds`: steps that a restart repeated (they
+    are not part of the others). `restart_seconds`: from the last step before a restart to the first
+    one after it. `startup_seconds`: from creation to the first step. `idle_seconds`: the rest.
     """
 
     wall_seconds: float = 0.0

@@ -1,9 +1,9 @@
-"""How much of each communication was waiting for the others to arrive, and how long it took then.
+"""Split each communication into waiting for the other participants and transferring.
 
-Collectives need no clock: all participants leave together, so the one with the shortest time in
-it arrived last, and everyone's wait is what they took longer than that. A transfer's wait ends
-when its partner enters the matching call, which compares two nodes' clocks: a result outside the
-span is clipped to it, so that skew can misplace a wait but never invent time.
+Collectives need no clock: all participants leave together, so the rank with the shortest time in it
+arrived last, and the wait of each other rank is its additional time. A transfer's wait ends when
+its partner enters the matching call, which compares two nodes' clocks: a result outside the span is
+clipped to it, so clock skew can misplace a wait but cannot create time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _LONGEST = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
-class Communication:
-    """`wait_ns`, per span: nanoseconds from its start during which a participant was missing.
+class CommunicationTimes:
+    """Waits and transfers of one step.
 
-    Zero for what is no communication and for collectives that cannot be matched; the whole
-    duration for a receive whose send was never seen.
+    `wait_ns`, per span: nanoseconds from its start until the last participant arrived. Zero for
+    spans that are not communication and for collectives that cannot be matched; the whole duration
+    for a receive whose send was not recorded.
     """
 
     wait_ns: Ints
@@ -36,16 +37,16 @@ class Communication:
     transfers: TransferTimes
 
 
-def communication(spans: Spans, groups: Groups) -> Communication:
-    """Match what the ranks did with each other in one step. `spans` sorted by rank."""
+def communication(spans: Spans, groups: Groups) -> CommunicationTimes:
+    """Match the collectives and transfers of one step. `spans` must be sorted by rank."""
     wait_ns = np.zeros(len(spans), dtype=np.int64)
     collectives = _collectives(spans, groups, wait_ns)
     transfers = _transfers(spans, wait_ns)
-    return Communication(wait_ns, collectives, transfers)
+    return CommunicationTimes(wait_ns, collectives, transfers)
 
 
 def _collectives(spans: Spans, groups: Groups, wait_ns: Ints) -> CollectiveTimes:
-    """Also fills in `wait_ns`."""
+    """Match the collectives; also fills in `wait_ns`."""
     where = np.flatnonzero(one_of(spans.op, COLLECTIVES) & (spans.sequence > 0))
     key = groups.keys(spans.rank[where], spans.group[where])
     known = key != UNKNOWN
@@ -57,7 +58,7 @@ def _collectives(spans: Spans, groups: Groups, wait_ns: Ints) -> CollectiveTimes
     if not first.size:
         none, no_time = np.empty(0, dtype=np.int64), np.empty(0)
         return CollectiveTimes(none, none, none, none, none, none, no_time, no_time)
-    # WAIT spans are only the host's share of an async call: they say nothing of its length.
+    # WAIT spans are only the host's share of an async call, not its duration.
     whole = (spans.flags[where] & Flag.WAIT) == 0
     duration = spans.duration_ns[where]
     length = np.where(whole, duration, _LONGEST)
@@ -84,7 +85,7 @@ def _collectives(spans: Spans, groups: Groups, wait_ns: Ints) -> CollectiveTimes
 
 
 class _End:
-    """The sending or the receiving ends of the transfers, and each transfer once among them."""
+    """All sending or all receiving ends of the step's transfers."""
 
     def __init__(self, spans: Spans, chosen: Bools, source: Ints, destination: Ints) -> None:
         self.where: Ints = np.flatnonzero(chosen)
@@ -98,10 +99,12 @@ class _End:
         keys, where = self.key[order], self.where[order]
         first = _firsts(keys[1:] != keys[:-1], keys.size)
         is_wait = (spans.flags[where] & Flag.WAIT) != 0
-        # Of each transfer, in ascending order of their keys:
+        # One row per transfer, in ascending order of keys:
         self.keys: Ints = keys[first]
-        self.entered_ns: Ints = _least(spans.start_ns[where], first)  # an async one: launched
-        self.whole: Ints = _least(np.where(is_wait, _LONGEST, where), first)  # its span, if seen
+        self.entered_ns: Ints = _least(spans.start_ns[where], first)  # for an async one: launched
+        self.whole: Ints = _least(
+            np.where(is_wait, _LONGEST, where), first
+        )  # its span, if recorded
         self.waited: Bools = _least((~is_wait).astype(np.int64), first) == 0
         held = (spans.flags[where] & Flag.ASYNC) == 0
         self.left_ns: Ints = _greatest(
@@ -112,7 +115,7 @@ class _End:
         return int(self.keys.size)
 
     def place(self, keys: Ints) -> tuple[Ints, Bools]:
-        """Where the transfers of `keys` are, and which of them are here at all."""
+        """Return the rows of the transfers of `keys`, and which of them exist."""
         if not len(self):
             return np.zeros(keys.size, dtype=np.int64), np.zeros(keys.size, dtype=np.bool_)
         place = np.minimum(np.searchsorted(self.keys, keys), len(self) - 1)
@@ -120,7 +123,7 @@ class _End:
 
 
 def _transfers(spans: Spans, wait_ns: Ints) -> TransferTimes:
-    """Also fills in `wait_ns`. Ends are matched by (source, destination, sequence)."""
+    """Match the ends by (source, destination, sequence); also fills in `wait_ns`."""
     chosen = one_of(spans.op, TRANSFERS) & (spans.sequence > 0) & (spans.peer >= 0)
     receiving = one_of(spans.op, RECEIVES)
     send = _End(spans, chosen & ~receiving, spans.rank, spans.peer)
@@ -128,7 +131,7 @@ def _transfers(spans: Spans, wait_ns: Ints) -> TransferTimes:
     for end, partner in ((send, receive), (receive, send)):
         start, duration = spans.start_ns[end.where], spans.duration_ns[end.where]
         place, known = partner.place(end.key)
-        # Of a receive whose send was lost all is waiting; a send need not wait for anybody.
+        # A receive whose send was lost is all waiting; a send without a receive does not wait.
         wait = duration if end is receive else np.zeros_like(duration)
         arrival = partner.entered_ns[place[known]]
         wait[known] = np.clip(arrival - start[known], 0, duration[known])
@@ -160,11 +163,12 @@ def _transfer_times(
 
 
 def _transfer_seconds(spans: Spans, sent: Ints, received: Ints, waited: Bools) -> Floats:
-    """After both had entered: of two blocking calls the shorter, for who posts last only transfers.
+    """Return the time of each transfer after both ends had entered it.
 
-    The end of an async send is when the host asked, perhaps much later: then what the receiver
-    saw after both had begun counts, by their clocks but no longer than either's call. An async
-    receive that nobody had to wait for ended unseen and cost nothing.
+    Of two blocking calls it is the shorter: the rank that enters last only transfers. The recorded
+    end of an async send may be much later than the real one; then the receiver's time after both
+    had begun counts, by both clocks but no longer than either call. An async receive that no rank
+    waited for has no recorded end and counts as 0.
     """
     limit = np.minimum(spans.duration_ns[sent], spans.duration_ns[received])
     begun = np.maximum(spans.start_ns[sent], spans.start_ns[received])
@@ -176,18 +180,18 @@ def _transfer_seconds(spans: Spans, sent: Ints, received: Ints, waited: Bools) -
 
 
 def _firsts(changes: Bools, count: int) -> Ints:
-    """Where each run of equal rows begins."""
+    """Return the index at which each run of equal rows begins."""
     found: Ints = np.flatnonzero(np.r_[np.full(min(count, 1), True), changes])
     return found
 
 
 def _least(values: Ints, first: Ints) -> Ints:
-    """Of each run."""
+    """Return the minimum of each run."""
     least: Ints = np.minimum.reduceat(values, first) if first.size else values
     return least
 
 
 def _greatest(values: Ints, first: Ints) -> Ints:
-    """Of each run."""
+    """Return the maximum of each run."""
     greatest: Ints = np.maximum.reduceat(values, first) if first.size else values
     return greatest

@@ -46,8 +46,8 @@ def _as_ranks_say(
     session: Session, job_id: str, command: TakeStacks | TakeDumps
 ) -> TakeStacks | TakeDumps:
     """Those of one node agree on the number of their generation."""
-    said = queries.said(session, session.get_one(JobRow, job_id))
-    generation = said.get(command.ranks[0], command.generation)
+    generations = queries.reported_generations(session, session.get_one(JobRow, job_id))
+    generation = generations.get(command.ranks[0], command.generation)
     return msgspec.structs.replace(command, generation=generation)
 
 

@@ -93,10 +93,10 @@ def ranks(session: Session, job_id: str) -> Sequence[RankRow]:
     ).all()
 
 
-def said(session: Session, job: JobRow) -> dict[int, int]:
-    """`Placement.said` of the current generation; of a job that we started nothing."""
+def reported_generations(session: Session, job: JobRow) -> dict[int, int]:
+    """Return `Placement.reported_generations` of a watched job; empty for other jobs."""
     generation = session.get(GenerationRow, (job.id, job.generation)) if job.watched else None
-    return {} if generation is None else generation.placement.said
+    return {} if generation is None else generation.placement.reported_generations
 
 
 def rank_states(session: Session, job_id: str) -> dict[str, int]:

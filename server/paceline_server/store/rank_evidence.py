@@ -45,8 +45,8 @@ def keep(
     rank = session.get(RankRow, (event.job, event.rank)) if "\0" not in event.job else None
     if rank is None or rank.agent_id != agent_id:
         return
-    said = queries.said(session, session.get_one(JobRow, rank.job_id))
-    if event.generation != said.get(rank.rank, rank.generation):
+    generations = queries.reported_generations(session, session.get_one(JobRow, rank.job_id))
+    if event.generation != generations.get(rank.rank, rank.generation):
         return
     session.merge(
         RankEvidenceRow(

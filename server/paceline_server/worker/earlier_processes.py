@@ -20,7 +20,7 @@ class EarlierProcesses:
     def __init__(
         self, job: JobRow, ranks: Iterable[RankRow], reported_generations: Mapping[int, int]
     ) -> None:
-        """`reported_generations`: `Placement.said`."""
+        """`reported_generations`: `Placement.reported_generations`."""
         self._job_id, self._generation = job.id, job.generation
         self._reported_generations = reported_generations
         self._pids = {row.rank: row.pid for row in ranks} if job.watched else {}

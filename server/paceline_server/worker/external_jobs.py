@@ -128,7 +128,7 @@ def _begin(
         metadata=identity.metadata,
         started_ns=min(attachment.received_ns for attachment in ranks),
         was_found=True,
-        said={
+        reported_generations={
             attachment.rank: attachment.generation
             for attachment in ranks
             if attachment.generation != generation
@@ -137,7 +137,7 @@ def _begin(
     # Batches since the first rank began are still to be read, but not those of an earlier run
     # whose ranks reported the same generation.
     is_repeated = job is not None and job.generation >= generation
-    margin_ns = 0 if is_repeated or placement.said else _MARGIN_NS
+    margin_ns = 0 if is_repeated or placement.reported_generations else _MARGIN_NS
     cursor = position_at(session, placement.started_ns - margin_ns)
     script = "".join(filter(str.isprintable, identity.metadata.get("script", "")))
     name = script[:_NAME_LENGTH] or identity.job
@@ -190,7 +190,7 @@ def _generation_number(session: Session, job: JobRow | None, ranks: Sequence[Att
     highest = max(reported.values())
     if job is None:
         return highest
-    reported_before = queries.said(session, job)
+    reported_before = queries.reported_generations(session, job)
     rows = queries.ranks(session, job.id)
     before = {row.agent_id: reported_before.get(row.rank, row.generation) for row in rows}
     growth = [reported[agent] - before[agent] for agent in reported.keys() & before.keys()]

@@ -10,7 +10,7 @@ from paceline_server.engine.types import Outcome
 from paceline_server.store import models, queries
 from paceline_server.store.database import Database
 from paceline_server.worker.earlier_processes import EarlierProcesses
-from paceline_server.worker.ranks import Ranks
+from paceline_server.worker.ranks import RankRows
 from paceline_server.worker.replay import rebuild
 from paceline_server.worker.warm_up import WarmUp
 
@@ -25,7 +25,7 @@ class JobMemory:
     """
 
     engine: Engine
-    ranks: Ranks
+    ranks: RankRows
     earlier_processes: EarlierProcesses
     warm_up: WarmUp
     cursor: int  # id of the last log entry that the engine was fed
@@ -43,12 +43,12 @@ def load_memory(
     with database.read() as session:
         job = session.get_one(models.JobRow, job_id)
         rows = queries.ranks(session, job_id)
-        reported_generations = queries.said(session, job)
+        reported_generations = queries.reported_generations(session, job)
     earlier_processes = EarlierProcesses(job, rows, reported_generations)
     rebuilt = rebuild(database, job, earlier_processes, keep_alive)
     return JobMemory(
         engine=rebuilt.engine,
-        ranks=Ranks(job.generation, rows, reported_generations),
+        ranks=RankRows(job.generation, rows, reported_generations),
         earlier_processes=earlier_processes,
         warm_up=WarmUp(clock(), int(job.policy.node_lease_seconds * 1e9) + _GRACE_NS),
         cursor=job.cursor,

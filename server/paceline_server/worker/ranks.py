@@ -16,7 +16,7 @@ CHANGING_COLUMNS = (*_VISIBLE, "operation", "operation_seconds")  # within a gen
 COLUMNS = tuple(column.key for column in RankRow.__table__.columns)
 
 
-class Ranks:
+class RankRows:
     """Rank rows as one worker has them between its commits. A rank's state never goes back."""
 
     def __init__(
@@ -25,7 +25,7 @@ class Ranks:
         rows: Iterable[RankRow],
         reported_generations: Mapping[int, int] | None = None,
     ) -> None:
-        """`reported_generations`: `Placement.said`."""
+        """`reported_generations`: `Placement.reported_generations`."""
         self.generation = generation
         self._reported_generations = reported_generations or {}
         self._rows = {row.rank: _copy(row) for row in rows}

@@ -27,7 +27,7 @@ from paceline_server.worker.decide import decide, decided_columns, is_ending_gen
 from paceline_server.worker.detect import Detected, detect
 from paceline_server.worker.feed import Fed, feed
 from paceline_server.worker.memory import load_memory
-from paceline_server.worker.ranks import Ranks
+from paceline_server.worker.ranks import RankRows
 from paceline_server.worker.snapshot import JobColumns, Snapshot, load_snapshot
 
 _COMMAND_IDS = 64  # reserved in one transaction
@@ -201,7 +201,7 @@ class JobWorker:
             return
         with self._database.read() as session:
             rows = queries.ranks(session, job_id)
-        self._memory.ranks = Ranks(commit.placement.generation, rows)
+        self._memory.ranks = RankRows(commit.placement.generation, rows)
         self._memory.engine.place(commit.placement)
         self._engine_memory_ns = 0
 

@@ -205,10 +205,10 @@ def test_skewed_clocks_are_brought_to_the_servers():
 def test_small_differences_between_clocks_are_left_to_ntp():
     clocks = NodeClocks()
     for _ in range(10):
-        clocks.see("near", 1_000_000_000, 1_050_000_000)
-        clocks.see("ahead", 9_000_000_000, 1_000_000_000)
-        clocks.see("behind", 1_000_000_000, 90_000_000_000)
-    clocks.see("new", 9_000_000_000, 1_000_000_000)
+        clocks.add_batch("near", 1_000_000_000, 1_050_000_000)
+        clocks.add_batch("ahead", 9_000_000_000, 1_000_000_000)
+        clocks.add_batch("behind", 1_000_000_000, 90_000_000_000)
+    clocks.add_batch("new", 9_000_000_000, 1_000_000_000)
     shifts = [clocks.shift_ns(node) for node in ("near", "ahead", "behind", "new", "unknown")]
     assert shifts == [0, -8_000_000_000, 89_000_000_000, 0, 0]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline_server.steps.pipeline import Action, Pipeline
+from paceline_server.steps.pipeline import Pipeline, PipelineAction
 from paceline_server.steps.timing import (
     CollectiveTimes,
     ComputeTimes,
@@ -22,16 +22,18 @@ from paceline_wire.topology import Topology
 START_NS = 1_700_000_000_000_000_000
 
 
-def gpipe(stages: int, microbatches: int) -> list[list[Action]]:
+def gpipe(stages: int, microbatches: int) -> list[list[PipelineAction]]:
     both = (Op.FORWARD, Op.BACKWARD)
-    return [[Action(op, at) for op in both for at in range(microbatches)] for _ in range(stages)]
+    return [
+        [PipelineAction(op, at) for op in both for at in range(microbatches)] for _ in range(stages)
+    ]
 
 
-def one_forward_one_backward(stages: int, microbatches: int) -> list[list[Action]]:
+def one_forward_one_backward(stages: int, microbatches: int) -> list[list[PipelineAction]]:
     return interleaved(stages, microbatches, 1)
 
 
-def interleaved(stages: int, microbatches: int, chunks: int) -> list[list[Action]]:
+def interleaved(stages: int, microbatches: int, chunks: int) -> list[list[PipelineAction]]:
     """Megatron's: microbatches in groups of as many as there are stages."""
     group = stages * chunks
 
@@ -49,8 +51,8 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> list[list[Action
         if chunks > 1:
             ahead = ahead * 2 + (chunks - 1) * stages
         ahead = min(ahead, total)
-        forwards = [Action(Op.FORWARD, *place(at, backward=False)) for at in range(total)]
-        backwards = [Action(Op.BACKWARD, *place(at, backward=True)) for at in range(total)]
+        forwards = [PipelineAction(Op.FORWARD, *place(at, backward=False)) for at in range(total)]
+        backwards = [PipelineAction(Op.BACKWARD, *place(at, backward=True)) for at in range(total)]
         taken = forwards[:ahead]
         for at in range(total):
             taken += forwards[ahead + at : ahead + at + 1]
@@ -64,7 +66,7 @@ class SimulatedStep:
     """What sets a step apart; everything else is equal, and nothing is lost between actions."""
 
     topology: Topology
-    order: Sequence[Sequence[Action]]
+    order: Sequence[Sequence[PipelineAction]]
     forward_seconds: float = 0.020
     backward_seconds: float = 0.040
     transfer_seconds: float = 0.0

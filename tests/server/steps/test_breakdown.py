@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from paceline_server.steps.breakdown import (
     Intervals,
     Part,
+    allocate,
     break_down,
     compute_rows,
-    paint,
     rank_times,
 )
 from paceline_server.steps.columns import FIELDS, Spans
-from paceline_server.steps.line import Line
-from paceline_server.steps.replicas import Phases
+from paceline_server.steps.replicas import ReplicaPhases
+from paceline_server.steps.timeline import StepTimeline
 from paceline_wire.spans import Flag, Op
 
 MS = 1_000_000
@@ -39,13 +39,13 @@ def parts_of(
 ) -> dict[str, float]:
     """Seconds by part; the rows hold a STEP. `waits_ms`: of each row."""
     one = spans(*rows, flags=flags)
-    line = Line(one)
-    alone = Phases(line.end_ns, line.end_ns)
+    timeline = StepTimeline(one)
+    alone = ReplicaPhases(timeline.end_ns, timeline.end_ns)
     if phase_ms is not None:
-        alone = Phases(*(np.array([moment * MS]) for moment in phase_ms))
+        alone = ReplicaPhases(*(np.array([moment * MS]) for moment in phase_ms))
     waits = np.array(waits_ms or [0] * len(rows)) * MS
-    painted = break_down(one, waits, line, alone, compute_rows(one, line))
-    times = rank_times(one, line, painted)
+    breakdown = break_down(one, waits, timeline, alone, compute_rows(one, timeline))
+    times = rank_times(one, timeline, breakdown)
     return {
         name.removesuffix("_seconds"): float(getattr(times, name)[0])
         for name in times.__slots__
@@ -103,8 +103,8 @@ def test_a_loop_without_microbatch_hooks_computes_what_is_not_explained():
 
 
 def test_a_step_begins_with_the_wait_for_its_data():
-    line = Line(spans((Op.DATA_WAIT, 1, 4), (Op.STEP, 4, 9)))
-    assert (line.begin_ns[0], line.end_ns[0]) == (1 * MS, 9 * MS)
+    timeline = StepTimeline(spans((Op.DATA_WAIT, 1, 4), (Op.STEP, 4, 9)))
+    assert (timeline.begin_ns[0], timeline.end_ns[0]) == (1 * MS, 9 * MS)
 
 
 @given(
@@ -118,11 +118,11 @@ def test_parts_never_exceed_the_interval_and_match_a_naive_count(rows):
     ends = starts + np.array([row[1] for row in rows], dtype=np.int64)
     parts = np.array([row[2] for row in rows], dtype=np.int64)
     nobody = np.zeros(starts.size, dtype=np.int64)
-    asked = Intervals(np.clip(starts, 0, 100), np.clip(ends, 0, 100), parts, nobody)
-    painted = paint(asked, 1, nobody, nobody).part_ns[:, 0]
+    claims = Intervals(np.clip(starts, 0, 100), np.clip(ends, 0, 100), parts, nobody)
+    parts_ns = allocate(claims, 1, nobody, nobody).part_ns[:, 0]
     naive = [0] * len(Part)
     for moment in range(100):
         active = [part for start, length, part in rows if start <= moment < start + length]
         if active:
             naive[min(active)] += 1
-    assert painted.tolist() == naive
+    assert parts_ns.tolist() == naive

@@ -7,7 +7,7 @@ import pytest
 from simulated_step import SimulatedStep, gpipe, interleaved, one_forward_one_backward
 
 from paceline_server.steps.bubbles import BubbleModel
-from paceline_server.steps.pipeline import Action, Pipeline
+from paceline_server.steps.pipeline import Pipeline, PipelineAction
 from paceline_wire.spans import Op
 from paceline_wire.topology import Topology
 
@@ -49,8 +49,22 @@ def test_interleaving_divides_the_bubble(stages, microbatches, chunks):
 def test_an_unknown_schedule_has_the_theory_of_its_own_order():
     """Weight gradients fill what 1F1B leaves idle (zero-bubble H1 of two stages)."""
     f, b, w = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT
-    first = [Action(f, 0), Action(f, 1), Action(b, 0), Action(w, 0), Action(b, 1), Action(w, 1)]
-    last = [Action(f, 0), Action(b, 0), Action(f, 1), Action(b, 1), Action(w, 0), Action(w, 1)]
+    first = [
+        PipelineAction(f, 0),
+        PipelineAction(f, 1),
+        PipelineAction(b, 0),
+        PipelineAction(w, 0),
+        PipelineAction(b, 1),
+        PipelineAction(w, 1),
+    ]
+    last = [
+        PipelineAction(f, 0),
+        PipelineAction(b, 0),
+        PipelineAction(f, 1),
+        PipelineAction(b, 1),
+        PipelineAction(w, 0),
+        PipelineAction(w, 1),
+    ]
     job = SimulatedStep(Topology(1, 2, 1), [first, last], 0.02, 0.02)
     for one in measured(job):
         assert one.theory_ratio == pytest.approx(1 - 6 / 7)
@@ -133,12 +147,12 @@ def test_an_impossible_order_is_refused():
     with pytest.raises(ValueError, match="circle"):
         Pipeline(
             [
-                [Action(Op.BACKWARD, 0), Action(Op.FORWARD, 0)],
-                [Action(Op.FORWARD, 0), Action(Op.BACKWARD, 0)],
+                [PipelineAction(Op.BACKWARD, 0), PipelineAction(Op.FORWARD, 0)],
+                [PipelineAction(Op.FORWARD, 0), PipelineAction(Op.BACKWARD, 0)],
             ]
         )
-    with pytest.raises(ValueError, match="never happens"):
-        Pipeline([[Action(Op.FORWARD, 0)], [Action(Op.FORWARD, 1)]])
+    with pytest.raises(ValueError, match="does not exist"):
+        Pipeline([[PipelineAction(Op.FORWARD, 0)], [PipelineAction(Op.FORWARD, 1)]])
 
 
 def test_of_two_replicas_the_slow_one_has_a_straggler_not_an_uneven_stage():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline_server.steps.ledger import LedgerBook
+from paceline_server.steps.ledger import GoodputLedger
 from paceline_server.steps.types import Ledger, RankStep, StepSummary
 
 SECOND = 1_000_000_000
@@ -48,25 +48,25 @@ def parts_sum(ledger: Ledger) -> float:
 
 
 def test_a_job_is_as_old_as_it_was_seen_to_be_before_its_first_step():
-    book = LedgerBook()
-    book.begin(0, at(50), None)
-    book.reach_back(at(10))
-    book.reach_back(at(20))
-    book.add(step(0, 14, 2), at(60))
-    book.reach_back(at(0))
-    ledger = book.read(at(60))
+    ledger = GoodputLedger()
+    ledger.begin(0, at(50), None)
+    ledger.extend_back(at(10))
+    ledger.extend_back(at(20))
+    ledger.add(step(0, 14, 2), at(60))
+    ledger.extend_back(at(0))
+    ledger = ledger.read(at(60))
     assert (ledger.wall_seconds, ledger.startup_seconds) == (50, 4)
     assert parts_sum(ledger) == pytest.approx(50)
 
 
 def test_startup_steps_and_idleness():
-    book = LedgerBook()
-    assert book.read(at(0)) == Ledger()
-    book.begin(0, at(0), None)
-    assert book.read(at(3)).startup_seconds == 3
+    ledger = GoodputLedger()
+    assert ledger.read(at(0)) == Ledger()
+    ledger.begin(0, at(0), None)
+    assert ledger.read(at(3)).startup_seconds == 3
     for number in range(4):
-        book.add(step(number, 5 + number, 1), at(20))
-    ledger = book.read(at(12))
+        ledger.add(step(number, 5 + number, 1), at(20))
+    ledger = ledger.read(at(12))
     assert (ledger.wall_seconds, ledger.startup_seconds, ledger.useful_steps) == (12, 5, 4)
     assert ledger.compute_seconds == pytest.approx(2.4)
     assert ledger.idle_seconds == pytest.approx(3 + 4 * 0.1)
@@ -74,58 +74,58 @@ def test_startup_steps_and_idleness():
 
 
 def test_steps_behind_a_restart_are_lost_and_the_gap_is_restart():
-    book = LedgerBook()
-    book.begin(0, at(0), None)
+    ledger = GoodputLedger()
+    ledger.begin(0, at(0), None)
     for number in range(5):
-        book.add(step(number, number, 1), at(20))
-    book.begin(1, at(8), None)
-    assert book.read(at(9)).restart_seconds == 4
-    book.add(step(3, 10, 1, generation=1), at(20))
-    ledger = book.read(at(11))
+        ledger.add(step(number, number, 1), at(20))
+    ledger.begin(1, at(8), None)
+    assert ledger.read(at(9)).restart_seconds == 4
+    ledger.add(step(3, 10, 1, generation=1), at(20))
+    ledger = ledger.read(at(11))
     assert (ledger.lost_steps, ledger.useful_steps) == (2, 4)
     assert (ledger.lost_seconds, ledger.restart_seconds) == (2, 5)
     assert parts_sum(ledger) == pytest.approx(11)
 
 
 def test_a_planned_restart_loses_nothing():
-    book = LedgerBook()
-    book.begin(0, at(0), None)
+    ledger = GoodputLedger()
+    ledger.begin(0, at(0), None)
     for number in range(5):
-        book.add(step(number, number, 1), at(20))
-    book.begin(1, at(8), 5)
-    book.add(step(5, 10, 1, generation=1), at(20))
-    ledger = book.read(at(11))
+        ledger.add(step(number, number, 1), at(20))
+    ledger.begin(1, at(8), 5)
+    ledger.add(step(5, 10, 1, generation=1), at(20))
+    ledger = ledger.read(at(11))
     assert (ledger.lost_steps, ledger.useful_steps, ledger.restart_seconds) == (0, 6, 5)
 
 
 def test_steps_of_the_old_generation_and_repeated_steps_change_nothing():
-    book = LedgerBook()
-    book.begin(0, at(0), None)
-    book.add(step(0, 0, 1), at(20))
-    book.add(step(0, 1, 1), at(20))
-    book.begin(1, at(3), None)
-    book.add(step(1, 3, 1), at(20))
-    assert book.read(at(4)).useful_steps == 1
+    ledger = GoodputLedger()
+    ledger.begin(0, at(0), None)
+    ledger.add(step(0, 0, 1), at(20))
+    ledger.add(step(0, 1, 1), at(20))
+    ledger.begin(1, at(3), None)
+    ledger.add(step(1, 3, 1), at(20))
+    assert ledger.read(at(4)).useful_steps == 1
 
 
 def test_a_step_that_claims_a_day_takes_no_more_than_there_was():
-    book = LedgerBook()
-    book.begin(0, at(0), None)
-    book.add(step(0, 0, 86_400), at(10))
-    ledger = book.read(at(10))
+    ledger = GoodputLedger()
+    ledger.begin(0, at(0), None)
+    ledger.add(step(0, 0, 86_400), at(10))
+    ledger = ledger.read(at(10))
     assert ledger.wall_seconds == 10
     assert parts_sum(ledger) == pytest.approx(10)
 
 
 def test_a_new_worker_goes_on_with_the_same_books():
-    book = LedgerBook()
-    book.begin(0, at(0), None)
+    ledger = GoodputLedger()
+    ledger.begin(0, at(0), None)
     for number in range(3):
-        book.add(step(number, number, 1), at(20))
-    heir = LedgerBook(book.state())
-    for each in (book, heir):
+        ledger.add(step(number, number, 1), at(20))
+    heir = GoodputLedger(ledger.state())
+    for each in (ledger, heir):
         each.add(step(3, 3, 1), at(20))
-    assert heir.read(at(9)) == book.read(at(9))
+    assert heir.read(at(9)) == ledger.read(at(9))
 
 
 @given(
@@ -145,19 +145,19 @@ def test_a_new_worker_goes_on_with_the_same_books():
     st.floats(0, 300),
 )
 def test_the_parts_sum_to_the_wall_time_whatever_is_put_in(actions, until):
-    book = LedgerBook()
+    ledger = GoodputLedger()
     generation = 0
-    book.begin(generation, at(0), None)
+    ledger.begin(generation, at(0), None)
     for action in actions:
         if action[0] == "begin":
             generation += 1
-            book.begin(generation, at(0), action[1])
+            ledger.begin(generation, at(0), action[1])
         else:
             _, number, start, seconds, compute = action
-            book.add(
+            ledger.add(
                 step(number, start, seconds, generation=generation, compute=compute), at(until)
             )
-    ledger = book.read(at(until))
+    ledger = ledger.read(at(until))
     assert parts_sum(ledger) == pytest.approx(ledger.wall_seconds, abs=1e-6)
     assert ledger.wall_seconds == pytest.approx(at(until) / SECOND - T0 / SECOND, abs=1e-6)
     assert all(

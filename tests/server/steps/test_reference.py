@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from paceline_server.steps.breakdown import SPANS_AT_A_TIME, Part, break_down, compute_rows
 from paceline_server.steps.columns import FIELDS, Spans, concatenate
 from paceline_server.steps.groups import Groups
-from paceline_server.steps.line import Line
-from paceline_server.steps.replicas import Coordinates, Phases
+from paceline_server.steps.replicas import RankCoordinates, ReplicaPhases
+from paceline_server.steps.timeline import StepTimeline
 from paceline_server.steps.waits import COLLECTIVES, RECEIVES, TRANSFERS, communication
 from paceline_wire.ring import GroupDefinition
 from paceline_wire.spans import COMMUNICATION_OPS, COMPUTE_OPS, Flag, Op
@@ -149,12 +149,12 @@ def test_parts_and_waits_are_those_of_each_rank_moment_by_moment(played, at_a_ti
         for rank, (whole, own) in enumerate(played)
     ]
     spans = concatenate(per_rank)
-    line, known = Line(spans), groups()
-    places = Coordinates.of(line.ranks, TOPOLOGY)
-    compute = compute_rows(spans, line)
-    phases = Phases.of(spans, line, compute, places, TOPOLOGY)
+    timeline, known = StepTimeline(spans), groups()
+    places = RankCoordinates.of(timeline.ranks, TOPOLOGY)
+    compute = compute_rows(spans, timeline)
+    phases = ReplicaPhases.of(spans, timeline, compute, places, TOPOLOGY)
     met = communication(spans, known)
-    painted = break_down(spans, met.wait_ns, line, phases, compute, at_a_time)
+    painted = break_down(spans, met.wait_ns, timeline, phases, compute, at_a_time)
 
     waits = obvious_waits(spans, known)
     assert met.wait_ns.tolist() == waits
@@ -175,7 +175,7 @@ def test_parts_and_waits_are_those_of_each_rank_moment_by_moment(played, at_a_ti
         won = [list(winners.values()).count(part) for part in Part]
         assert painted.part_ns[:, rank].tolist() == won
         computing = [moment for moment, part in winners.items() if part == Part.COMPUTE]
-        assert painted.self_ns[line.owner[compute] == rank].tolist() == [
+        assert painted.self_ns[timeline.owner[compute] == rank].tolist() == [
             sum(moment in one for moment in computing) for one in training(found)
         ]
         position += len(found)

@@ -4,7 +4,7 @@ import numpy as np
 
 from paceline_server.steps.columns import FIELDS, Spans, concatenate
 from paceline_server.steps.groups import Groups
-from paceline_server.steps.waits import Communication, communication
+from paceline_server.steps.waits import CommunicationTimes, communication
 from paceline_wire.ring import GroupDefinition
 from paceline_wire.spans import Flag, Op
 
@@ -36,7 +36,7 @@ def of_all(ranks: dict[int, Spans]) -> Spans:
     return concatenate(list(ranks.values()))
 
 
-def met(ranks: dict[int, Spans], known: Groups) -> Communication:
+def met(ranks: dict[int, Spans], known: Groups) -> CommunicationTimes:
     return communication(of_all(ranks), known)
 
 

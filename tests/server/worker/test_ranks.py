@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from paceline_server.decide.types import RankView
 from paceline_server.engine.types import RankProgress
-from paceline_server.worker.ranks import Ranks, new_rank_rows
+from paceline_server.worker.ranks import RankRows, new_rank_rows
 from paceline_wire.batch import RankExited, RankStarted
 
 EVENTS = [
@@ -16,9 +16,9 @@ EVENTS = [
 ]
 
 
-def ranks() -> Ranks:
+def ranks() -> RankRows:
     views = [RankView(rank=rank, agent_id="node-0", local_rank=rank, gpu=None) for rank in (0, 1)]
-    return Ranks(2, new_rank_rows("job", 2, views))
+    return RankRows(2, new_rank_rows("job", 2, views))
 
 
 @given(st.lists(st.sampled_from(EVENTS), min_size=1))

@@ -17,8 +17,8 @@ from paceline_server.detect.reporting import gain
 from paceline_server.detect.stage_imbalance.layers import stage_layers
 from paceline_server.percent import percent
 from paceline_server.steps.bubbles import delays, typical_seconds
-from paceline_server.steps.phase import Phase, PhaseReader
-from paceline_server.steps.pipeline import Action, Pipeline
+from paceline_server.steps.phase import PipelinePhase, PipelinePhaseReader
+from paceline_server.steps.pipeline import Pipeline, PipelineAction
 from paceline_server.steps.timing import StepTiming
 from paceline_server.whatif.schedules import SCHEDULES, ScheduleError, actions
 from paceline_wire.spans import Op
@@ -50,7 +50,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 class _Recorded:
     """Seconds per microbatch and stage, and what comes between."""
 
-    def __init__(self, phase: Phase) -> None:
+    def __init__(self, phase: PipelinePhase) -> None:
         self.pipeline = phase.pipeline
         typical, _ = typical_seconds(phase.pipeline, phase.seconds)
         self.microbatches = np.unique(self.pipeline.microbatch).size
@@ -70,7 +70,7 @@ class _Recorded:
         self.transfer_seconds = float(np.median(late[crossing])) if crossing.any() else 0.0
         order = [
             [
-                Action(*each)
+                PipelineAction(*each)
                 for each in zip(
                     self.pipeline.op[mine].tolist(),
                     self.pipeline.microbatch[mine].tolist(),
@@ -83,7 +83,7 @@ class _Recorded:
         self.now = self.simulate(order, self.chunks)
 
     def simulate(
-        self, order: Sequence[Sequence[Action]], chunks: int
+        self, order: Sequence[Sequence[PipelineAction]], chunks: int
     ) -> tuple[float, float, float]:
         """(seconds of the phase, mean bubble, most activations in microbatches of now)."""
         pipeline = Pipeline(order)
@@ -110,7 +110,7 @@ class _Recorded:
         return part
 
 
-def advise(phase: Phase, metadata: Mapping[str, str], step_seconds: float) -> list[Advice]:
+def advise(phase: PipelinePhase, metadata: Mapping[str, str], step_seconds: float) -> list[Advice]:
     """Changes that are worth it, the best first. `step_seconds`: of the step the phase is of."""
     recorded = _Recorded(phase)
     found = []
@@ -118,7 +118,7 @@ def advise(phase: Phase, metadata: Mapping[str, str], step_seconds: float) -> li
         try:
             order = actions(schedule, recorded.pipeline.stages, microbatches, chunks)
             total, bubble, held = recorded.simulate(
-                [[Action(*each) for each in stage] for stage in order], chunks
+                [[PipelineAction(*each) for each in stage] for stage in order], chunks
             )
         except (ScheduleError, ValueError):
             continue
@@ -143,7 +143,7 @@ def advise_step(
     timing: StepTiming, topology: Topology, metadata: Mapping[str, str]
 ) -> list[Advice]:
     """The same for one recorded step; nothing without a pipeline, or where too much was lost."""
-    phase = PhaseReader(topology).read(timing)
+    phase = PipelinePhaseReader(topology).read(timing)
     if phase is None or not timing.ranks.rank.size:
         return []
     return advise(phase, metadata, float(np.median(timing.ranks.step_seconds)))
@@ -198,7 +198,7 @@ def _crossing(pipeline: Pipeline) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _most_held(order: Sequence[Action]) -> int:
+def _most_held(order: Sequence[PipelineAction]) -> int:
     """Most activations of (microbatch, chunk) a stage holds at once: until all of its backward."""
     splits = any(action.op == Op.BACKWARD_WEIGHT for action in order)
     frees = Op.BACKWARD_WEIGHT if splits else Op.BACKWARD

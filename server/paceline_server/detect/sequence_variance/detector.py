@@ -23,8 +23,8 @@ from paceline_server.detect.sequence_variance.settings import DEFAULTS, Sequence
 from paceline_server.detect.statistics.lengths import fit_cost
 from paceline_server.percent import percent
 from paceline_server.policy import Policy
-from paceline_server.steps.phase import Phase, PhaseReader
-from paceline_server.steps.pipeline import Action, Pipeline
+from paceline_server.steps.phase import PipelinePhase, PipelinePhaseReader
+from paceline_server.steps.pipeline import Pipeline, PipelineAction
 from paceline_server.steps.timing import StepTiming
 
 Ints = npt.NDArray[np.int64]
@@ -147,7 +147,7 @@ class _Lengths:
 
     def __init__(self, generation: Generation) -> None:
         self._topology = generation.topology
-        self._reader = PhaseReader(generation.topology)
+        self._reader = PipelinePhaseReader(generation.topology)
 
     def spread(self, timings: list[StepTiming]) -> _Spread | None:
         """None where lengths are not given, or too little was recorded."""
@@ -191,7 +191,7 @@ class _Lengths:
         return _of_single_stage(timing, self._topology.tp)
 
 
-def _of_phase(phase: Phase, timing: StepTiming, world: int) -> _Work:
+def _of_phase(phase: PipelinePhase, timing: StepTiming, world: int) -> _Work:
     """The rows of the ranks that stand for their replica, in the order of its actions."""
     pipeline, compute = phase.pipeline, timing.compute
     lane = np.full(world, -1)
@@ -224,7 +224,7 @@ def _of_single_stage(timing: StepTiming, tp: int) -> _Work | None:
     table = rows.reshape(-1, int(counts[0])).T
     first = table[:, 0]
     actions = [
-        Action(*each)
+        PipelineAction(*each)
         for each in zip(compute.op[first].tolist(), compute.microbatch[first].tolist(), strict=True)
     ]
     if (compute.op[table] != compute.op[first][:, None]).any() or len(set(actions)) < len(actions):

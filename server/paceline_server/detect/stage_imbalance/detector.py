@@ -22,7 +22,7 @@ from paceline_server.detect.stage_imbalance.layers import Balance, balance, move
 from paceline_server.detect.stage_imbalance.settings import DEFAULTS, StageImbalanceSettings
 from paceline_server.percent import percent
 from paceline_server.policy import Policy
-from paceline_server.steps.phase import PhaseReader
+from paceline_server.steps.phase import PipelinePhaseReader
 from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
@@ -44,7 +44,7 @@ class StageImbalanceDetector(Detector):
         topology = generation.topology
         self._stages = topology.pp
         self._per_stage = topology.dp * topology.tp
-        self._reader = PhaseReader(topology)
+        self._reader = PipelinePhaseReader(topology)
         self._rows: list[Floats] = []  # log seconds of each stage's typical rank
         self._steps: list[int] = []
         self._newest: StepTiming | None = None

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline_server.steps.bubbles import equal_seconds, typical_seconds
-from paceline_server.steps.phase import Phase
+from paceline_server.steps.phase import PipelinePhase
 from paceline_server.steps.pipeline import Pipeline
 from paceline_wire.spans import Op
 
@@ -38,7 +38,7 @@ class Balance:
     layers: tuple[int, ...]  # of each stage; empty: not known
 
 
-def balance(phase: Phase, metadata: Mapping[str, str]) -> Balance:
+def balance(phase: PipelinePhase, metadata: Mapping[str, str]) -> Balance:
     """What an even pipeline would take, and how near to it moving whole layers comes."""
     pipeline = phase.pipeline
     typical, _ = typical_seconds(pipeline, phase.seconds)

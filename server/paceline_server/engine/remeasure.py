@@ -1,4 +1,4 @@
-"""Steps of a running generation measured again, from batches that were kept."""
+"""Measure the steps of a running generation again, from stored batches."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from paceline_wire.batch import Batch, RankAttached, RankDefined
 from paceline_wire.ring import GroupDefinition
 
 
-def recall(
+def remeasure(
     job: str, placement: Placement, batches: Iterable[tuple[Batch, int]]
 ) -> list[StepTiming]:
-    """Every step of which the end is there; `batches` with when each was received, in order."""
+    """Return every step that ends in `batches`, ordered pairs of a batch and its receipt time."""
     model = StepModel(placement.generation, placement.topology, placement.metadata)
     clocks = NodeClocks()
     for batch, received_ns in batches:
-        clocks.see(batch.agent_id, batch.packed_ns, received_ns)
+        clocks.add_batch(batch.agent_id, batch.packed_ns, received_ns)
         _define(model, job, placement, batch)
         for block in batch.spans:
             holder = placement.nodes.get(block.rank, batch.agent_id)
-            ours = (block.job, block.generation) == (job, placement.said_by(block.rank))
-            if ours and holder == batch.agent_id:
+            generation = placement.reported_generation(block.rank)
+            is_ours = (block.job, block.generation) == (job, generation)
+            if is_ours and holder == batch.agent_id:
                 try:
                     model.add(block, clocks.shift_ns(batch.agent_id))
-                except ValueError:  # counted when it was first read
+                except ValueError:  # counted when the batch was first read
                     continue
     return [finished.timing for finished in model.take_finished()]
 
 
 def _define(model: StepModel, job: str, placement: Placement, batch: Batch) -> None:
-    said_by = placement.said_by
+    generation = placement.reported_generation
     for event in batch.events:
         match event:
-            case RankDefined() if (event.job, event.generation) == (job, said_by(event.rank)):
+            case RankDefined() if (event.job, event.generation) == (job, generation(event.rank)):
                 for definition in event.definitions:
                     if isinstance(definition, GroupDefinition):
                         model.add_group(event.rank, definition)
             case RankAttached(identity=identity):
-                if (identity.job, identity.generation) == (job, said_by(identity.rank)):
+                if (identity.job, identity.generation) == (job, generation(identity.rank)):
                     model.describe(identity.metadata)
             case _:
                 pass

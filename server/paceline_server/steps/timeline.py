@@ -1,8 +1,8 @@
-"""All ranks' times of one step laid end to end, so that one sort orders everybody's moments.
+"""The times of all ranks in one step on a single axis, so that one sort orders them all.
 
-A rank has a stretch of the line for itself: a day before the end of its step and a day after it,
-in nanoseconds. A time further away is a lying clock's, and is brought to the stretch's end. What
-is asked within a rank (what contains what, what comes when) is asked once for all of them.
+Each rank has a section of the axis for itself: from a day before the end of its step to a day after
+it, in nanoseconds. Times outside of it come from a wrong clock and are clipped. Questions about the
+spans of one rank (which contains which, which comes first) are then answered for all ranks at once.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import numpy as np
 from paceline_server.steps.columns import MAXIMUM_DURATION_NS, Ints, Spans
 from paceline_wire.spans import Op
 
-_STRETCH_NS = 2 * MAXIMUM_DURATION_NS + 1
+_SECTION_NS = 2 * MAXIMUM_DURATION_NS + 1
 
 
-class Line:
-    """The ranks that ended the step, and where each lies. `Spans` sorted by rank.
+class StepTimeline:
+    """The ranks that finished the step, with their sections. The spans are sorted by rank.
 
-    `ranks`, `begin_ns` and `end_ns` have one row per rank: when it worked on the step, from
-    waiting for its data to the end of its STEP span. `owner` has one per span: its rank's row.
-    `first` has one per rank and one more: where its spans begin, and those of the next.
+    `ranks`, `begin_ns` and `end_ns` have one row per rank: the time it worked on the step, from
+    its wait for data to the end of its STEP span. `owner` has one row per span: the row of its
+    rank. `first` has one row per rank and one more: the index of the rank's first span.
     """
 
     def __init__(self, spans: Spans) -> None:
@@ -35,16 +35,16 @@ class Line:
         start, end = spans.start_ns, spans.end_ns
         steps = np.flatnonzero(spans.op == Op.STEP)
         last = np.empty(first.size, dtype=np.int64)
-        last[self.owner[steps]] = steps  # of several the last
+        last[self.owner[steps]] = steps  # the last one of a rank
         self.end_ns: Ints = end[last]
         self.begin_ns: Ints = start[last]
         data = np.flatnonzero(spans.op == Op.DATA_WAIT)
         np.minimum.at(self.begin_ns, self.owner[data], start[data])
         self.begin_ns = np.maximum(self.begin_ns, self.end_ns - MAXIMUM_DURATION_NS)
-        everyone = np.arange(first.size)
-        self.begin: Ints = self.place(everyone, self.begin_ns)
-        self.end: Ints = self.place(everyone, self.end_ns)
-        # Of each span.
+        rows = np.arange(first.size)
+        self.begin: Ints = self.place(rows, self.begin_ns)
+        self.end: Ints = self.place(rows, self.end_ns)
+        # One row per span:
         self.span_begin: Ints = self.place(self.owner, start)
         self.span_end: Ints = self.place(self.owner, end)
 
@@ -53,12 +53,12 @@ class Line:
 
     def place(self, owner: Ints, time_ns: Ints) -> Ints:
         since = np.clip(time_ns - self.end_ns[owner], -MAXIMUM_DURATION_NS, MAXIMUM_DURATION_NS)
-        places: Ints = owner * _STRETCH_NS + MAXIMUM_DURATION_NS + since
+        places: Ints = owner * _SECTION_NS + MAXIMUM_DURATION_NS + since
         return places
 
 
 def latest_end(begin: Ints, end: Ints, at: Ints) -> Ints:
-    """Per moment of `at`: the latest end of the intervals begun by then, -1 where none was."""
+    """Return, for each time in `at`, the latest end of the intervals begun by then; -1: none."""
     if not begin.size:
         return np.full(at.size, -1, dtype=np.int64)
     order = np.argsort(begin, kind="stable")
