@@ -126,7 +126,14 @@ def _names(command: click.Command) -> dict[str, str]:
     default=Path("/sys"),
     help="With --once also a copy of /sys/class, or of one of its directories.",
 )
-@click.option("--procfs", "--procfs-root", "procfs_root", type=_DIRECTORY, default=Path("/proc"))
+@click.option(
+    "--procfs",
+    "--procfs-root",
+    "procfs_root",
+    type=_DIRECTORY,
+    default=Path("/proc"),
+    help="Where /proc is, or a copy of it.",
+)
 @click.option(
     "--kmsg",
     "--kmsg-path",
@@ -189,7 +196,12 @@ def _names(command: click.Command) -> dict[str, str]:
     metavar="[PID]",
     help="Stop when the parent process ends (which must be PID, if given).",
 )
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="info")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning"]),
+    default="info",
+    help="Least severe level that is logged.",
+)
 def main(
     metrics: bool,
     labels: tuple[str, ...],

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline_wire.batch import RankExited, RankStarted
 from paceline_wire.spans import from_columns, unpack
-from tests.agent.orders import marker, start_ranks, stop
+from tests.agent.command_factory import marker, start_ranks, stop
 
 WRITER = [sys.executable, str(Path(__file__).parents[1] / "ring_writer.py"), "2000"]
 Fixture = Callable[..., Any]

@@ -24,7 +24,7 @@ from paceline_agent.supervise import guard
 from paceline_agent.supervise.guard import split_command
 from paceline_wire.batch import RankExited, RankStarted
 from paceline_wire.commands import PRELOAD, PreloadRanks
-from tests.agent.orders import guard_pids, start_ranks, stop
+from tests.agent.command_factory import guard_pids, start_ranks, stop
 
 Fixture = Callable[..., Any]
 

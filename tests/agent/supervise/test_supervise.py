@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline_wire.batch import AgentHello, CommandResult, RankExited, RankStarted
-from tests.agent.orders import guard_pids, marker, start_ranks, stop
+from tests.agent.command_factory import guard_pids, marker, start_ranks, stop
 
 # A rank with a child in its session and a detached one: double fork, new session, no parent.
 WITH_CHILDREN = """
