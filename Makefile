@@ -13,7 +13,7 @@ ONLY ?=
 # Tests and demo start hundreds of processes, which should share the compiled sources.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test bench campaign fix clean lint types web unit browser
+.PHONY: demo test bench campaign fix clean lint types web unit browser goldens
 
 demo: $(READY)
 	@exec $(BIN)/paceline demo --exit-with-parent $(ARGS)
@@ -40,6 +40,10 @@ bench: $(READY)
 
 campaign: $(READY)
 	$(BIN)/pytest -m campaign --timeout 3600
+
+# Writes the expected /metrics of the frozen nodes again; read the diff before committing it.
+goldens: $(READY)
+	PACELINE_WRITE_GOLDEN=1 $(BIN)/pytest -q tests/agent/expose/test_golden.py
 
 fix: $(READY)
 	$(BIN)/ruff check --fix .

@@ -30,6 +30,44 @@ class CollectorUnavailable(Exception):  # noqa: N818 - a state, not a fault
     """
 
 
+_METRIC_TYPES = {"gauge", "counter", "info", "unknown"}
+METRIC_ENDINGS = {"counter": "_total", "info": "_info"}  # OpenMetrics: of the samples only
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric that a collector emits, as /metrics describes it.
+
+    `name` may contain `*` for any text; the most specific name wins. `type` is OpenMetrics' type.
+    A counter of other exporters whose name does not end in `_total` is `unknown`, because
+    OpenMetrics accepts no other counters. `unit` is None for a count, a state or a share.
+    Raises ValueError for an unknown type or a name without the ending of its type.
+    """
+
+    name: str
+    type: str
+    unit: str | None
+    help: str
+
+    def __post_init__(self) -> None:
+        if self.type not in _METRIC_TYPES:
+            expected = ", ".join(sorted(_METRIC_TYPES))
+            raise ValueError(f"{self.name}: expected one of {expected}, got {self.type!r}")
+        if not self.name.endswith(METRIC_ENDINGS.get(self.type, "")):
+            ending = METRIC_ENDINGS[self.type]
+            raise ValueError(f"the name of a {self.type} ends in {ending}, got {self.name}")
+
+    @property
+    def family(self) -> str:
+        """The name without the ending that OpenMetrics has on samples only."""
+        return self.name.removesuffix(METRIC_ENDINGS.get(self.type, ""))
+
+    @property
+    def suffix_unit(self) -> str:
+        """The unit if the name ends in it, as OpenMetrics requires of a unit; otherwise empty."""
+        return self.unit if self.unit and self.family.endswith(f"_{self.unit}") else ""
+
+
 @dataclass(frozen=True, slots=True)
 class LocalRank:
     """A rank whose process runs on this node now."""
@@ -124,6 +162,7 @@ class Collector(ABC):
 
     name: ClassVar[str]
     interval_seconds: ClassVar[float]
+    metrics: ClassVar[tuple[Metric, ...]] = ()
     deadline_seconds: ClassVar[float] = 3.0
     series_at_most: ClassVar[int] = 2000
     isolated: ClassVar[bool] = False

@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from paceline_agent.expose import catalogue
+from paceline_agent.expose import catalog
 from paceline_agent.printable import printable
 from paceline_agent.settings import HOSTNAME_LABEL
 from paceline_wire.batch import Sample
@@ -34,10 +34,10 @@ class Families(Collector):
             series = families.setdefault(sample.name, {})
             printed = ((label, printable(text)) for label, text in sample.labels.items())
             series[tuple(sorted(printed))] = sample
-        known = catalogue.load()
+        known = catalog.load()
         for name in sorted(families):
             row = known.describe(name)
-            family = Metric(row.family, row.text, row.type, row.suffix_unit)
+            family = Metric(row.family, row.help, row.type, row.suffix_unit)
             for labels, sample in families[name].items():
                 family.add_sample(name, self._named(dict(labels)), sample.value)
             yield family

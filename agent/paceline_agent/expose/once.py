@@ -17,7 +17,7 @@ from paceline_agent.collect.collectors import discover
 from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
 from paceline_agent.collect.pool import lane_of
 from paceline_agent.collect.runner import Patience, bounded, health, health_series
-from paceline_agent.expose import catalogue, standard_output
+from paceline_agent.expose import catalog, standard_output
 from paceline_agent.expose.exposition import render
 from paceline_agent.expose.scrape import completed
 from paceline_agent.printable import printable
@@ -161,7 +161,7 @@ def _report(
 
 
 def _values(samples: Iterable[Sample]) -> Iterable[dict[str, Any]]:
-    known = catalogue.load()
+    known = catalog.load()
     for sample in samples:
         row = known.describe(sample.name)
         yield {

@@ -1,9 +1,7 @@
-"""The whole exposition of frozen nodes, value by value.
+"""The complete /metrics of frozen nodes, value by value.
 
-What is of the machine the tests run on (durations, its clock, its disks) stands as `*`: it must be
-there, with any value. To write the files anew after a change that is meant, and then read the diff:
-
-    PACELINE_WRITE_GOLDEN=1 pytest tests/agent/expose/test_golden.py
+Values that depend on the test machine (durations, its clock, its disks) are written as `*`: they
+must exist, with any value. After an intended change run `make goldens` and read the diff.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from uuid import NAMESPACE_URL, uuid5
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
-from paceline_agent.expose import catalogue
+from paceline_agent.expose import catalog
 from paceline_demo.fake_nvml import CompilerMissing, FakeGpus, build, environment
 from paceline_wire import ring
 from paceline_wire.ring import Identity
@@ -153,9 +151,9 @@ def test_a_frozen_node_is_told_value_by_value(
 
 
 def check_families(text: str) -> None:
-    """Valid OpenMetrics, and every metric is in the catalogue."""
+    """Valid OpenMetrics, and every metric is in the catalog."""
     for family in openmetrics(text):
-        assert family.documentation not in ("", catalogue.UNLISTED), family.name
+        assert family.documentation not in ("", catalog.UNLISTED), family.name
         assert not family.unit or family.name.endswith(family.unit)
         seen = [tuple(sorted(sample.labels.items())) for sample in family.samples]
         assert len(seen) == len(set(seen)), f"{family.name}: one series was written twice"

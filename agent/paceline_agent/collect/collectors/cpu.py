@@ -11,10 +11,56 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import ClassVar
 
-from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
+from paceline_agent.collect.contract import (
+    Collected,
+    Collector,
+    CollectorUnavailable,
+    Context,
+    Metric,
+)
 from paceline_agent.collect.cpu_lists import parse_cpu_list
 from paceline_agent.collect.kept_files import KeptFiles, entries
 from paceline_wire.batch import Sample
+
+METRICS = (
+    Metric("paceline_cpus", "gauge", None, "CPUs, by class of core."),
+    Metric(
+        "paceline_cpu_frequency_hertz",
+        "gauge",
+        "hertz",
+        "Least, mean and greatest frequency of a class of cores.",
+    ),
+    Metric(
+        "paceline_cpu_frequency_max_hertz",
+        "gauge",
+        "hertz",
+        "Greatest frequency a class of cores could have.",
+    ),
+    Metric(
+        "paceline_cpu_class_seconds_total",
+        "counter",
+        "seconds",
+        "Time the CPUs of a class spent in each mode.",
+    ),
+    Metric(
+        "paceline_cpu_core_throttles_total",
+        "counter",
+        None,
+        "Times a core was throttled for heat, summed over a package.",
+    ),
+    Metric(
+        "paceline_cpu_package_throttled_seconds_total",
+        "counter",
+        "seconds",
+        "Time a package was throttled for heat.",
+    ),
+    Metric(
+        "node_cpu_package_throttles_total",
+        "counter",
+        None,
+        "Times a package was throttled for heat.",
+    ),
+)
 
 _MODES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 _INTEL = {"performance": "cpu_core", "efficiency": "cpu_atom"}  # perf's devices
@@ -27,6 +73,7 @@ _KILOHERTZ = 1000.0
 class CpuCollector(Collector):
     name: ClassVar[str] = "cpu"
     interval_seconds: ClassVar[float] = 10.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

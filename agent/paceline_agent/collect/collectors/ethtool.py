@@ -19,11 +19,23 @@ from paceline_agent.collect.contract import (
     Collector,
     CollectorUnavailable,
     Context,
+    Metric,
 )
 from paceline_agent.collect.ethtool_ioctl import Driver, Ethtool
 from paceline_agent.collect.kept_files import entries, read_text_once
 from paceline_agent.collect.pci_topology import cards_first
 from paceline_wire.batch import Sample
+
+METRICS = (
+    Metric("node_ethtool_info", "info", None, "Driver and firmware of an interface."),
+    Metric("node_ethtool_*_total", "counter", None, "Of the driver's statistics."),
+    Metric(
+        "node_ethtool_*",
+        "unknown",
+        None,
+        "Of the driver's statistics, as node_exporter names it.",
+    ),
+)
 
 _DEVICES_AT_MOST = 64
 _SERIES_AT_MOST = 96  # of a device
@@ -59,6 +71,7 @@ class _EthtoolDevice:
 class EthtoolCollector(Collector):
     name: ClassVar[str] = "ethtool"
     interval_seconds: ClassVar[float] = 10.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

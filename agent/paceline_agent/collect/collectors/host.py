@@ -12,9 +12,42 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import ClassVar
 
-from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
+from paceline_agent.collect.contract import (
+    Collected,
+    Collector,
+    CollectorUnavailable,
+    Context,
+    Metric,
+)
 from paceline_agent.collect.kept_files import KeptFiles
 from paceline_wire.batch import Sample
+
+METRICS = (
+    Metric("node_context_switches_total", "counter", None, "Context switches."),
+    Metric("node_procs_running", "gauge", None, "Tasks that run or could."),
+    Metric("node_procs_blocked", "gauge", None, "Tasks that wait for I/O."),
+    Metric("node_load1", "gauge", None, "Load average over 1 minute."),
+    Metric("node_load5", "gauge", None, "Load average over 5 minutes."),
+    Metric("node_load15", "gauge", None, "Load average over 15 minutes."),
+    Metric("node_memory_*_bytes", "gauge", "bytes", "Of /proc/meminfo."),
+    Metric("node_memory_*", "gauge", None, "Of /proc/meminfo."),
+    Metric("node_vmstat_*", "unknown", None, "Of /proc/vmstat."),
+    Metric(
+        "node_pressure_*_seconds_total",
+        "counter",
+        "seconds",
+        "Time in which tasks waited for the resource.",
+    ),
+    Metric("node_disk_*_bytes_total", "counter", "bytes", "Of /proc/diskstats."),
+    Metric("node_disk_*_seconds_total", "counter", "seconds", "Of /proc/diskstats."),
+    Metric("node_disk_*_total", "counter", None, "Of /proc/diskstats."),
+    Metric("node_intr_total", "counter", None, "Interrupts."),
+    Metric("node_forks_total", "counter", None, "Processes and threads made."),
+    Metric("node_boot_time_seconds", "gauge", "seconds", "Unix time of the boot."),
+    Metric("node_filefd_allocated", "gauge", None, "Open files of the node."),
+    Metric("node_filefd_maximum", "gauge", None, "Open files there can be."),
+    Metric("node_disk_io_now", "gauge", None, "I/O operations under way."),
+)
 
 _MODES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 _MEMORY = {
@@ -61,6 +94,7 @@ _NO_LABELS: dict[str, str] = {}
 class HostCollector(Collector):
     name: ClassVar[str] = "host"
     interval_seconds: ClassVar[float] = 2.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

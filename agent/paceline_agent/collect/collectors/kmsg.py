@@ -20,6 +20,7 @@ from paceline_agent.collect.contract import (
     CollectorUnavailable,
     Context,
     LocalRank,
+    Metric,
 )
 from paceline_agent.collect.kept_files import entries
 from paceline_agent.collect.kernel_log.ledger import KernelEventCounts
@@ -27,6 +28,33 @@ from paceline_agent.collect.kernel_log.recognize import Recognizer, pci_address
 from paceline_agent.collect.kernel_log.records import Record, records_of
 from paceline_agent.collect.kernel_log.source import KernelLogFile
 from paceline_wire.batch import Sample
+
+METRICS = (
+    Metric(
+        "paceline_kernel_events_total",
+        "counter",
+        None,
+        "What the kernel's log told, by kind, code and device.",
+    ),
+    Metric(
+        "paceline_kernel_xid_info",
+        "info",
+        None,
+        "What an XID that was seen means, and what NVIDIA says to do.",
+    ),
+    Metric(
+        "paceline_rank_kernel_events_total",
+        "counter",
+        None,
+        "What the kernel's log told of a rank.",
+    ),
+    Metric(
+        "paceline_kernel_log_lost_total",
+        "counter",
+        None,
+        "Lines the kernel overwrote before they could be read.",
+    ),
+)
 
 _LINES_PER_SWEEP = 2000
 _RANKS_REMEMBERED = 512  # a killed rank is told of after it is gone
@@ -38,6 +66,7 @@ _CLASSES = ("infiniband", "net", "nvme")  # of a PCI device, whose name we use
 class KmsgCollector(Collector):
     name: ClassVar[str] = "kmsg"
     interval_seconds: ClassVar[float] = 1.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

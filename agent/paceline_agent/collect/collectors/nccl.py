@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
-from paceline_agent.collect.contract import Collected, Collector, Context, LocalRank
+from paceline_agent.collect.contract import Collected, Collector, Context, LocalRank, Metric
 from paceline_agent.collect.kept_files import entries
 from paceline_agent.collect.nccl.debug_log import DebugLog
 from paceline_agent.collect.nccl.flight_recorder import DumpWatch, dump_names
@@ -20,6 +20,89 @@ from paceline_agent.collect.nccl.inspector import Performance
 from paceline_agent.collect.nccl.process import NcclProcess, read_process
 from paceline_agent.collect.nccl.tail import Tail
 from paceline_wire.batch import DeviceEvent, Sample
+
+METRICS = (
+    Metric(
+        "paceline_rank_nccl_info",
+        "info",
+        None,
+        "NCCL's version, network, devices and graphs as the rank has them.",
+    ),
+    Metric(
+        "paceline_rank_nccl_setting_info",
+        "info",
+        None,
+        "What the rank's environment sets of NCCL, one series each.",
+    ),
+    Metric(
+        "paceline_rank_nccl_connections",
+        "gauge",
+        None,
+        "Channels the rank has set up, by transport.",
+    ),
+    Metric(
+        "paceline_rank_nccl_algorithm_total",
+        "counter",
+        None,
+        "Collectives launched, by algorithm and protocol, where the log tells.",
+    ),
+    Metric(
+        "paceline_rank_nccl_warnings_total",
+        "counter",
+        None,
+        "Warnings of NCCL in the rank's log.",
+    ),
+    Metric(
+        "paceline_nccl_bus_bandwidth_bytes_per_second",
+        "gauge",
+        None,
+        "Bus bandwidth of the last sweep, weighed by time.",
+    ),
+    Metric(
+        "paceline_nccl_collective_duration_seconds",
+        "gauge",
+        "seconds",
+        "Quantiles of the durations of the last sweep.",
+    ),
+    Metric(
+        "paceline_nccl_message_size_bytes",
+        "gauge",
+        "bytes",
+        "Quantiles of the message sizes of the last sweep.",
+    ),
+    Metric(
+        "paceline_nccl_collectives_total",
+        "counter",
+        None,
+        "Collectives, sends and receives the Inspector wrote.",
+    ),
+    Metric("paceline_nccl_collective_seconds_total", "counter", "seconds", "Time in them."),
+    Metric(
+        "paceline_nccl_collective_bytes_total",
+        "counter",
+        "bytes",
+        "Data in them, as NCCL counts a message.",
+    ),
+    Metric("paceline_nccl_communicator_ranks", "gauge", None, "Ranks of the communicator."),
+    Metric(
+        "paceline_nccl_inspector_dropped_total",
+        "counter",
+        None,
+        "Operations that the Inspector overwrote before it wrote them.",
+    ),
+    Metric(
+        "paceline_nccl_inspector_unreadable_lines_total",
+        "counter",
+        None,
+        "Lines that were none of the Inspector's.",
+    ),
+    Metric(
+        "paceline_nccl_inspector_skipped_bytes_total",
+        "counter",
+        "bytes",
+        "Passed over because the Inspector wrote faster than the agent may read.",
+    ),
+)
 
 _RANKS_AT_MOST = 64
 _LOG_LOOK_BYTES = 1 << 18
@@ -32,6 +115,7 @@ _INSPECTOR_FILE = re.compile(r".*-pid(\d+)\.log")
 class NcclCollector(Collector):
     name: ClassVar[str] = "nccl"
     interval_seconds: ClassVar[float] = 5.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

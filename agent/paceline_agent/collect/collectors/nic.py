@@ -12,10 +12,35 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar
 
-from paceline_agent.collect.contract import BEYOND_COUNTERS, Collected, Collector, Context
+from paceline_agent.collect.contract import BEYOND_COUNTERS, Collected, Collector, Context, Metric
 from paceline_agent.collect.kept_files import KeptFiles, Together, entries, inode_of
 from paceline_agent.collect.pci_topology import cards_first
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
+
+METRICS = (
+    Metric("node_network_info", "info", None, "Address, duplex and state of an interface."),
+    Metric("paceline_network_jumbo", "gauge", None, "1: packets may be larger than 1500 bytes."),
+    Metric("node_network_receive_bytes_total", "counter", "bytes", "Received."),
+    Metric("node_network_transmit_bytes_total", "counter", "bytes", "Sent."),
+    Metric("node_network_mtu_bytes", "gauge", "bytes", "Largest packet."),
+    Metric("node_network_speed_bytes", "gauge", "bytes", "Bytes per second the link can carry."),
+    Metric("node_network_carrier", "gauge", None, "1: there is a carrier."),
+    Metric(
+        "node_network_carrier_changes_total",
+        "counter",
+        None,
+        "Times the carrier came or went.",
+    ),
+    Metric("node_network_up", "gauge", None, "1: operstate is up."),
+    Metric(
+        "node_network_*_total",
+        "counter",
+        None,
+        "Of /sys/class/net statistics, as node_exporter names it.",
+    ),
+    Metric("node_network_*", "gauge", None, "Of /sys/class/net, as node_exporter names it."),
+    Metric("node_netstat_*", "unknown", None, "Of /proc/net/snmp and /proc/net/netstat."),
+)
 
 _DEVICES_AT_MOST = 64
 _LOOK_AGAIN_NS = 5_000_000_000  # for interfaces that came
@@ -81,6 +106,7 @@ class _Interface:
 class NicCollector(Collector):
     name: ClassVar[str] = "nic"
     interval_seconds: ClassVar[float] = 1.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

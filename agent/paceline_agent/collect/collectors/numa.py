@@ -19,11 +19,59 @@ from paceline_agent.collect.contract import (
     CollectorUnavailable,
     Context,
     LocalRank,
+    Metric,
 )
 from paceline_agent.collect.cpu_lists import parse_cpu_list
 from paceline_agent.collect.kept_files import KeptFiles, entries, read_text_once
 from paceline_agent.collect.pci_topology import cards_first, sysfs_address
 from paceline_wire.batch import Sample
+
+METRICS = (
+    Metric("node_memory_numa_*_total", "counter", None, "Of numastat."),
+    Metric("paceline_device_numa_node", "gauge", None, "NUMA node of a device."),
+    Metric(
+        "paceline_rank_numa_node",
+        "gauge",
+        None,
+        "The one NUMA node whose CPUs the rank may use.",
+    ),
+    Metric(
+        "paceline_rank_numa_misbound",
+        "gauge",
+        None,
+        "1: none of the rank's CPUs is on its GPU's node.",
+    ),
+    Metric(
+        "paceline_rank_affinity_info",
+        "info",
+        None,
+        "CPUs the rank may run on, NUMA nodes it may have memory on.",
+    ),
+    Metric(
+        "paceline_rank_memory_policy_info",
+        "info",
+        None,
+        "NUMA memory policy of the rank's process.",
+    ),
+    Metric(
+        "paceline_rank_memory_misbound",
+        "gauge",
+        None,
+        "1: the rank may not have memory on its GPU's NUMA node.",
+    ),
+    Metric(
+        "paceline_rank_numa_sampled_bytes",
+        "gauge",
+        "bytes",
+        "Where the rank's first mappings (program, heap) are in memory.",
+    ),
+    Metric(
+        "node_memory_numa_*",
+        "gauge",
+        None,
+        "Of a NUMA node's meminfo, in bytes where it has a unit.",
+    ),
+)
 
 _CLASSES = {"net": "nic", "infiniband": "rdma"}
 _MEMORY = {"MemTotal", "MemFree", "FilePages", "AnonPages", "HugePages_Total", "HugePages_Free"}
@@ -54,6 +102,7 @@ class MemoryMaps:
 class NumaCollector(Collector):
     name: ClassVar[str] = "numa"
     interval_seconds: ClassVar[float] = 10.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

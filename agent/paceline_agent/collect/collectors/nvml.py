@@ -14,13 +14,20 @@ from typing import Any, ClassVar
 import msgspec
 
 from paceline_agent.collect.blocks import Recurring, SeriesBlock
-from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
+from paceline_agent.collect.contract import (
+    Collected,
+    Collector,
+    CollectorUnavailable,
+    Context,
+    Metric,
+)
 from paceline_agent.collect.nvml import fields, instances, occupants, readings
 from paceline_agent.collect.nvml.activity import Activity
 from paceline_agent.collect.nvml.driver import address, optional, pynvml, versions
 from paceline_agent.collect.nvml.fields import FieldReading
 from paceline_agent.collect.nvml.gpu import NvmlGpu, Trouble, Value
 from paceline_agent.collect.nvml.links import Links
+from paceline_agent.collect.nvml.metrics import METRICS
 from paceline_agent.collect.nvml.watch import Watch
 from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo, Sample
 
@@ -45,6 +52,7 @@ _BUDGET_SECONDS = 1.5
 class NvmlCollector(Collector):
     name: ClassVar[str] = "nvml"
     interval_seconds: ClassVar[float] = 1.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
     deadline_seconds: ClassVar[float] = 3.5
     series_at_most: ClassVar[int] = 4000  # 8 GPUs of 18 links each have 1,800
     isolated: ClassVar[bool] = True

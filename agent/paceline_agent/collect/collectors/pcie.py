@@ -13,10 +13,45 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
+from paceline_agent.collect.contract import (
+    Collected,
+    Collector,
+    CollectorUnavailable,
+    Context,
+    Metric,
+)
 from paceline_agent.collect.kept_files import KeptFiles, entries
 from paceline_agent.collect.pci_topology import cards_first, sysfs_address
 from paceline_wire.batch import Sample
+
+METRICS = (
+    Metric(
+        "paceline_device_pcie_errors_total",
+        "counter",
+        None,
+        "PCIe errors the device reported (AER), by severity.",
+    ),
+    Metric(
+        "node_pcidevice_*",
+        "gauge",
+        None,
+        "PCIe link and NUMA node of GPUs and network devices, as node_exporter names it.",
+    ),
+    Metric("paceline_device_pcie_width", "gauge", "lanes", "PCIe lanes in use."),
+    Metric("paceline_device_pcie_width_max", "gauge", "lanes", "PCIe lanes there could be."),
+    Metric(
+        "paceline_device_pcie_transfers_per_second",
+        "gauge",
+        None,
+        "PCIe transfers per second and lane.",
+    ),
+    Metric(
+        "paceline_device_pcie_transfers_per_second_max",
+        "gauge",
+        None,
+        "PCIe transfers per second and lane there could be.",
+    ),
+)
 
 _CLASSES = {"net": "nic", "infiniband": "rdma"}
 _DEVICES_AT_MOST = 64
@@ -53,6 +88,7 @@ class _PcieDevice:
 class PcieCollector(Collector):
     name: ClassVar[str] = "pcie"
     interval_seconds: ClassVar[float] = 5.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

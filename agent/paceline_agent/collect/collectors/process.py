@@ -8,9 +8,75 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
-from paceline_agent.collect.contract import Collected, Collector, Context
+from paceline_agent.collect.contract import Collected, Collector, Context, Metric
 from paceline_agent.collect.kept_files import read_once, read_text_once
 from paceline_wire.batch import Sample
+
+METRICS = (
+    Metric(
+        "paceline_rank_process_resident_memory_max_bytes",
+        "gauge",
+        "bytes",
+        "Greatest resident memory the rank's process had.",
+    ),
+    Metric(
+        "paceline_rank_process_swapped_bytes",
+        "gauge",
+        "bytes",
+        "Memory of the rank's process that is swapped out.",
+    ),
+    Metric("paceline_rank_process_minor_faults_total", "counter", None, "Page faults without I/O."),
+    Metric("paceline_rank_process_threads", "gauge", None, "Threads of the rank's process."),
+    Metric(
+        "paceline_rank_process_io_wait_seconds_total",
+        "counter",
+        "seconds",
+        "Time the main thread waited for block I/O.",
+    ),
+    Metric(
+        "paceline_rank_process_read_bytes_total",
+        "counter",
+        "bytes",
+        "Fetched from storage for the rank's process.",
+    ),
+    Metric(
+        "paceline_rank_process_written_bytes_total",
+        "counter",
+        "bytes",
+        "Sent to storage by the rank's process.",
+    ),
+    Metric("paceline_rank_process_open_fds", "gauge", None, "Open files of the rank's process."),
+    Metric(
+        "paceline_rank_process_cpu_seconds_total",
+        "counter",
+        "seconds",
+        "CPU time of the rank's process.",
+    ),
+    Metric(
+        "paceline_rank_process_run_queue_wait_seconds_total",
+        "counter",
+        "seconds",
+        "Time the main thread could run and had no CPU.",
+    ),
+    Metric(
+        "paceline_rank_process_resident_memory_bytes",
+        "gauge",
+        "bytes",
+        "Resident memory of the rank's process.",
+    ),
+    Metric(
+        "paceline_rank_process_major_faults_total",
+        "counter",
+        None,
+        "Page faults that needed I/O.",
+    ),
+    Metric(
+        "paceline_rank_process_context_switches_total",
+        "counter",
+        None,
+        "Context switches of the main thread, by kind.",
+    ),
+)
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -23,6 +89,7 @@ Values = Iterator[tuple[str, dict[str, str], float]]
 class ProcessCollector(Collector):
     name: ClassVar[str] = "process"
     interval_seconds: ClassVar[float] = 2.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

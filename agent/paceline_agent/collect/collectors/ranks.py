@@ -10,13 +10,23 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from paceline_agent.collect.contract import Collected, Collector, LocalRank
+from paceline_agent.collect.contract import Collected, Collector, LocalRank, Metric
 from paceline_wire.batch import GpuInfo, Sample
+
+METRICS = (
+    Metric(
+        "paceline_rank_info",
+        "info",
+        None,
+        "The GPU of each rank of this node, to join metrics of the one with the other.",
+    ),
+)
 
 
 class RanksCollector(Collector):
     name: ClassVar[str] = "ranks"
     interval_seconds: ClassVar[float] = 5.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def collect(self, now_ns: int) -> Collected:
         samples = []

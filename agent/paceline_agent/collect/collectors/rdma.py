@@ -26,10 +26,98 @@ from paceline_agent.collect.contract import (
     Collector,
     CollectorUnavailable,
     Context,
+    Metric,
 )
 from paceline_agent.collect.kept_files import KeptFiles, Together, entries, inode_of
 from paceline_agent.collect.pci_topology import cards_first
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample, Series
+
+METRICS = (
+    Metric(
+        "node_infiniband_state_id",
+        "gauge",
+        None,
+        "State of the port: 1 down, 2 init, 3 armed, 4 active, 5 active defer.",
+    ),
+    Metric(
+        "node_infiniband_physical_state_id",
+        "gauge",
+        None,
+        "Physical state: 2 polling, 3 disabled, 4 training, 5 link up, 6 recovering.",
+    ),
+    Metric(
+        "node_infiniband_rate_bytes_per_second",
+        "gauge",
+        "bytes/second",
+        "Greatest rate of the port.",
+    ),
+    Metric("node_infiniband_port_data_received_bytes_total", "counter", "bytes", "Data received."),
+    Metric("node_infiniband_port_data_transmitted_bytes_total", "counter", "bytes", "Data sent."),
+    Metric(
+        "node_infiniband_legacy_data_received_bytes_total",
+        "counter",
+        "bytes",
+        "Data received, from counters_ext.",
+    ),
+    Metric(
+        "node_infiniband_legacy_data_transmitted_bytes_total",
+        "counter",
+        "bytes",
+        "Data sent, from counters_ext.",
+    ),
+    Metric(
+        "node_infiniband_port_transmit_wait_total",
+        "counter",
+        None,
+        "Ticks in which data waited and could not be sent.",
+    ),
+    Metric("node_infiniband_symbol_error_total", "counter", None, "Symbol errors of the link."),
+    Metric(
+        "node_infiniband_link_downed_total",
+        "counter",
+        None,
+        "Times the link failed to recover and went down.",
+    ),
+    Metric(
+        "node_infiniband_link_error_recovery_total",
+        "counter",
+        None,
+        "Times the link recovered from errors.",
+    ),
+    Metric(
+        "node_infiniband_np_cnp_packets_sent_total",
+        "counter",
+        None,
+        "Congestion notifications sent: this receiver saw congestion marks.",
+    ),
+    Metric(
+        "node_infiniband_rp_cnp_packets_handled_total",
+        "counter",
+        None,
+        "Congestion notifications taken: this sender slowed down.",
+    ),
+    Metric("node_infiniband_*_total", "counter", None, "Of sysfs, as node_exporter names it."),
+    Metric(
+        "paceline_rdma_counter_saturated",
+        "gauge",
+        None,
+        "1: the counter stands at its end and counts no more.",
+    ),
+    Metric(
+        "paceline_rdma_hardware_counter_total",
+        "counter",
+        None,
+        "A counter of this HCA's driver that node_exporter has no name for.",
+    ),
+    Metric("node_infiniband_info", "info", None, "Board and firmware of an HCA."),
+    Metric(
+        "node_infiniband_lifespan_seconds",
+        "gauge",
+        "seconds",
+        "For how long a hardware counter's value is repeated.",
+    ),
+    Metric("paceline_rdma_port_info", "info", None, "Link layer and network device of a port."),
+)
 
 _ACTIVE = 4  # ib_verbs.h, IB_PORT_ACTIVE
 _WORD_BYTES = 4
@@ -216,6 +304,7 @@ class _Port:
 class RdmaCollector(Collector):
     name: ClassVar[str] = "rdma"
     interval_seconds: ClassVar[float] = 1.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

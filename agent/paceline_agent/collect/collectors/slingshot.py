@@ -17,9 +17,32 @@ from paceline_agent.collect.contract import (
     Collector,
     CollectorUnavailable,
     Context,
+    Metric,
 )
 from paceline_agent.collect.kept_files import KeptFiles, entries
 from paceline_wire.batch import Sample
+
+METRICS = (
+    Metric(
+        "paceline_slingshot_received_bytes_total",
+        "counter",
+        "bytes",
+        "Received by a Slingshot NIC.",
+    ),
+    Metric(
+        "paceline_slingshot_transmitted_bytes_total",
+        "counter",
+        "bytes",
+        "Sent by a Slingshot NIC.",
+    ),
+    Metric(
+        "paceline_slingshot_counter_total",
+        "counter",
+        None,
+        "A counter of the NIC's telemetry, by its name: time-outs, retries, pauses, "
+        "errors of the link.",
+    ),
+)
 
 _DEVICES_AT_MOST = 16
 _LOOK_AGAIN_NS = 30 * 10**9
@@ -39,6 +62,7 @@ _VALUE = re.compile(rb"([0-9]{1,20})(?:@[0-9.]+)?\s*")
 class SlingshotCollector(Collector):
     name: ClassVar[str] = "slingshot"
     interval_seconds: ClassVar[float] = 5.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

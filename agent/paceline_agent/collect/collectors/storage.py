@@ -13,10 +13,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from paceline_agent.collect.contract import Collected, Collector, Context, LocalRank
+from paceline_agent.collect.contract import Collected, Collector, Context, LocalRank, Metric
 from paceline_agent.collect.kept_files import read_text_once
 from paceline_agent.collect.process_environment import read_environment
 from paceline_wire.batch import Sample
+
+METRICS = (
+    Metric("node_filesystem_size_bytes", "gauge", "bytes", "Size of the file system."),
+    Metric("node_filesystem_avail_bytes", "gauge", "bytes", "Space left for users."),
+    Metric("node_filesystem_files_free", "gauge", None, "Files that can still be made."),
+    Metric("node_filesystem_*", "gauge", None, "Of the file system, as node_exporter names it."),
+    Metric(
+        "paceline_checkpoint_directory_info",
+        "info",
+        None,
+        "The file system of a job's checkpoint directory.",
+    ),
+    Metric(
+        "paceline_nfs_operations_total",
+        "counter",
+        None,
+        "READ, WRITE and COMMIT requests of an NFS mount.",
+    ),
+    Metric("paceline_nfs_retransmissions_total", "counter", None, "NFS requests sent again."),
+    Metric("paceline_nfs_timeouts_total", "counter", None, "NFS requests that timed out."),
+    Metric("paceline_nfs_bytes_total", "counter", "bytes", "Sent and received for NFS requests."),
+    Metric(
+        "paceline_nfs_operation_seconds_total",
+        "counter",
+        "seconds",
+        "Time NFS requests took, queue and answer included.",
+    ),
+)
 
 _DIRECTORIES = ("/", "/tmp", "/dev/shm")
 _JOBS_AT_MOST = 16
@@ -42,6 +70,7 @@ class Mount:
 class StorageCollector(Collector):
     name: ClassVar[str] = "storage"
     interval_seconds: ClassVar[float] = 10.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

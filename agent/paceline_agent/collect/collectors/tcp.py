@@ -16,9 +16,38 @@ from paceline_agent.collect.contract import (
     CollectorUnavailable,
     Context,
     LocalRank,
+    Metric,
 )
 from paceline_agent.collect.socket_diagnosis import Connection, connections, sockets_of
 from paceline_wire.batch import Sample
+
+METRICS = (
+    Metric(
+        "paceline_rank_tcp_connections",
+        "gauge",
+        None,
+        "Established TCP connections of the rank's process.",
+    ),
+    Metric(
+        "paceline_rank_tcp_retransmitted_segments_total",
+        "counter",
+        None,
+        "TCP segments the rank's process had to send again.",
+    ),
+    Metric(
+        "paceline_rank_tcp_sent_bytes_total",
+        "counter",
+        "bytes",
+        "Sent over TCP and acknowledged.",
+    ),
+    Metric("paceline_rank_tcp_received_bytes_total", "counter", "bytes", "Received over TCP."),
+    Metric(
+        "paceline_rank_tcp_round_trip_max_seconds",
+        "gauge",
+        "seconds",
+        "Longest smoothed round trip of the rank's connections.",
+    ),
+)
 
 _LOOK_AGAIN_NS = 30 * 10**9  # into the ranks' descriptors, which is what costs here
 
@@ -63,6 +92,7 @@ class _Account:
 class TcpCollector(Collector):
     name: ClassVar[str] = "tcp"
     interval_seconds: ClassVar[float] = 10.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

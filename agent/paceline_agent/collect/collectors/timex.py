@@ -10,9 +10,38 @@ from pathlib import Path
 from typing import ClassVar
 
 from paceline_agent.collect import clock_sync
-from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
+from paceline_agent.collect.contract import (
+    Collected,
+    Collector,
+    CollectorUnavailable,
+    Context,
+    Metric,
+)
 from paceline_agent.collect.kept_files import KeptFiles
 from paceline_wire.batch import Sample
+
+METRICS = (
+    Metric("node_timex_sync_status", "gauge", None, "1: the clock is synchronised."),
+    Metric(
+        "node_timex_offset_seconds",
+        "gauge",
+        "seconds",
+        "Time offset between the clock and its reference.",
+    ),
+    Metric("node_timex_maxerror_seconds", "gauge", "seconds", "Greatest error of the clock."),
+    Metric(
+        "node_timex_estimated_error_seconds",
+        "gauge",
+        "seconds",
+        "Estimated error of the clock.",
+    ),
+    Metric(
+        "paceline_clock_source_info",
+        "info",
+        None,
+        "What the node's clock counts; tsc is the quick one.",
+    ),
+)
 
 _OFFSET_LIMIT_SECONDS = 4.0  # the kernel keeps 0.5 s; some guests read an overflow of 2^32 ns
 
@@ -20,6 +49,7 @@ _OFFSET_LIMIT_SECONDS = 4.0  # the kernel keeps 0.5 s; some guests read an overf
 class TimexCollector(Collector):
     name: ClassVar[str] = "timex"
     interval_seconds: ClassVar[float] = 10.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -20,6 +20,7 @@ from paceline_agent.collect.contract import (
     CollectorUnavailable,
     Context,
     LocalRank,
+    Metric,
 )
 from paceline_agent.collect.kept_files import KeptFiles, entries
 from paceline_agent.collect.nccl.nic_choice import SETTINGS, allowed
@@ -35,6 +36,41 @@ from paceline_agent.collect.pci_topology import (
 )
 from paceline_agent.collect.process_environment import read_environment
 from paceline_wire.batch import GpuInfo, Sample
+
+METRICS = (
+    Metric(
+        "paceline_device_affinity_info",
+        "info",
+        None,
+        "Where a GPU or network device is: PCI address, NUMA node, the CPUs next to it.",
+    ),
+    Metric(
+        "paceline_gpu_gpu_distance",
+        "gauge",
+        None,
+        "Way between two GPUs, as nvidia-smi topo names it: NV# 5, else over PCI: PIX 10, "
+        "PXB 20, PHB 30, NODE 40, SYS 50.",
+    ),
+    Metric(
+        "paceline_gpu_nic_distance",
+        "gauge",
+        None,
+        "Way from a GPU to a network device, likewise.",
+    ),
+    Metric("paceline_gpu_nearest_nic", "gauge", None, "1: no network device is nearer to the GPU."),
+    Metric(
+        "paceline_rank_nic_distance",
+        "gauge",
+        None,
+        "Way from the rank's GPU to the network devices it has.",
+    ),
+    Metric(
+        "paceline_rank_nic_misplaced",
+        "gauge",
+        None,
+        "1: a like network device is nearer to the rank's GPU than those its NCCL settings allow.",
+    ),
+)
 
 _DEVICES_AT_MOST = 64
 _NICS_OF_A_RANK_AT_MOST = 4
@@ -54,6 +90,7 @@ class _Nic:
 class TopologyCollector(Collector):
     name: ClassVar[str] = "topology"
     interval_seconds: ClassVar[float] = 30.0
+    metrics: ClassVar[tuple[Metric, ...]] = METRICS
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

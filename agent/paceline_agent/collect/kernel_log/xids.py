@@ -35,14 +35,14 @@ _ACTIONS: Mapping[str, tuple[Severity, str]] = {
         "if fatal or if XID 154 asks for it, reset the GPU; check the link's two ends",
     ),
     "XID_154": ("critical", "do what the message says"),
-    "UNKNOWN": ("warning", "look it up in the catalogue of the installed driver"),
+    "UNKNOWN": ("warning", "look it up in the catalog of the installed driver"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Xid:
     meaning: str
-    action: str  # the catalogue's bucket
+    action: str  # bucket in the catalog
     severity: Severity
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline_agent.collect.contract import Context
 from paceline_agent.collect.kept_files import entries, read_text_once
-from paceline_agent.expose import catalogue
+from paceline_agent.expose import catalog
 from paceline_agent.expose.check.report import NO, PARTLY, YES, CheckRow
 from paceline_agent.expose.once import CollectorResult
 from paceline_agent.printable import printable
@@ -69,7 +69,7 @@ def _by_missing(
 
 
 def _gpu_signals() -> set[str]:
-    names = catalogue.load().exact
+    names = catalog.load().exact
     return {
         name for name in names if name.startswith(_GPU_PREFIXES) and not _NOT_ALWAYS.search(name)
     }

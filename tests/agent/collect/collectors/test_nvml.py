@@ -16,7 +16,7 @@ from paceline_agent.collect.blocks import count, each
 from paceline_agent.collect.collectors.nvml import NvmlCollector
 from paceline_agent.collect.contract import CollectorUnavailable, LocalRank
 from paceline_agent.collect.pool import ProcessLane, WorkerDied
-from paceline_agent.expose import catalogue
+from paceline_agent.expose import catalog
 from paceline_demo.fake_nvml import FakeGpus, environment
 
 SECOND_NS = 1_000_000_000
@@ -458,10 +458,10 @@ async def test_every_series_is_described(lane, gpus):
     await lane.collect(SECOND_NS)
     gpus.set(0, xid=13)
     collected = await lane.collect(20 * SECOND_NS)
-    known = catalogue.load()
+    known = catalog.load()
     names = {sample.name for sample in collected.everything()}
     assert len(names) > 70
-    assert {name for name in names if known.describe(name).text == catalogue.UNLISTED} == set()
+    assert {name for name in names if known.describe(name).text == catalog.UNLISTED} == set()
 
 
 async def test_the_recorded_h200(nvml_library, tmp_path, monkeypatch, context, series):

@@ -715,7 +715,7 @@ def test_an_xid_names_the_board_that_is_to_be_replaced():
     assert "; serial number 1320220000007; GPU has fallen" in event.detail
 
 
-def test_every_xid_of_the_catalogue_is_explained():
+def test_every_xid_of_the_catalog_is_explained():
     assert all(CATALOGUE[code].meaning and CATALOGUE[code].advice for code in CATALOGUE)
     assert set(range(1, 173)) == set(CATALOGUE)
     assert explain(0).action == "UNKNOWN"
