@@ -27,7 +27,7 @@ from paceline_agent.collect.runner import Runner
 from paceline_agent.errors import AgentError, DirectoryInUseError
 from paceline_agent.expose.exporter import Exporter, OwnMetric
 from paceline_agent.forward.forwarder import Forwarder, Packer
-from paceline_agent.forward.hello import Greeter
+from paceline_agent.forward.hello import HelloSender
 from paceline_agent.forward.outbox import Outbox
 from paceline_agent.forward.server_link import ServerLink, Target
 from paceline_agent.forward.spool import Spool
@@ -105,7 +105,7 @@ class Agent:
             flush_seconds=settings.flush_seconds,
             heartbeat_seconds=HEARTBEAT_SECONDS,
             packed=self._save_positions,
-            greet=lambda: self._greeter.greet(first=True),
+            send_hello=lambda: self._hello.send(first=True),
         )
         self._positions = Positions(directory / "positions.json")
         self._rings = Rings(directory / RINGS, self._outbox, settings.procfs_root)
@@ -134,7 +134,7 @@ class Agent:
         self._forwarder = Forwarder(
             self._link, self._spool, self._lease.renew, self._packer.overtake
         )
-        self._greeter = Greeter(settings, self._outbox)
+        self._hello = HelloSender(settings, self._outbox)
         self._stream = CommandStream(
             self._link,
             settings.agent_id,
@@ -185,7 +185,7 @@ class Agent:
                     return group.create_task(self._restart_on_error(part), name=part.__qualname__)
 
                 collecting = begin(self._collect)
-                await self._greeter.greet_first()
+                await self._hello.send_first()
                 _tune_garbage_collection()
                 tasks = [collecting, begin(self._forwarder.run), begin(self._packer.run)]
                 tasks += [begin(self._supervisor.run), begin(self._lease.run)]
@@ -213,7 +213,7 @@ class Agent:
         self._packer.flush()
         self._link.close()
         self._rings.close()
-        self._greeter.close()
+        self._hello.close()
         self._exporter.close()
 
     async def _restart_on_error(self, part: Callable[[], Awaitable[None]]) -> None:
@@ -257,7 +257,7 @@ class Agent:
         self._positions.save(boot_id, sequence, self._rings.positions)
 
     def _emit(self, collected: Collected) -> None:
-        self._greeter.update(collected)
+        self._hello.update(collected)
         self._outbox.put_samples(collected.samples)
         self._outbox.put_samples(collected.lasting or ())
         self._outbox.put_events(collected.events)
@@ -270,7 +270,7 @@ class Agent:
 
     def _before_start(self, command: StartRanks) -> None:
         self._lease.renew()  # the server has just sent a command
-        self._greeter.before_start(command)
+        self._hello.before_start(command)
 
     def _burst_kernel_log(self) -> None:
         """Read the kernel log often: it may show why a rank was killed, such as out of memory."""

@@ -79,7 +79,7 @@ def _ignore_packed(boot_id: str, sequence: int) -> None:
     pass
 
 
-def _ignore_greet() -> None:
+def _ignore_hello() -> None:
     pass
 
 
@@ -89,7 +89,7 @@ class Packer:
     Args:
         packed: called with the boot and sequence of the last batch with data of ranks, once
             everything is in the spool and before any of it can be sent.
-        greet: called when a boot begins to overtake; its first event must be the agent's hello.
+        send_hello: called when a boot begins to overtake: its first event must be the hello.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class Packer:
         flush_seconds: float,
         heartbeat_seconds: float,
         packed: Callable[[str, int], None] = _ignore_packed,
-        greet: Callable[[], None] = _ignore_greet,
+        send_hello: Callable[[], None] = _ignore_hello,
     ) -> None:
         self._packed = packed
-        self._greet = greet
+        self._send_hello = send_hello
         self._agent_id = agent_id
         self._boot = _Boot(spool.begin_boot())
         self._overtaking: _Boot | None = None
@@ -165,7 +165,7 @@ class Packer:
         if self._overtaking is None or self._spool.overtaking >= OUTDATED:
             self._overtaking = _Boot(self._spool.begin_boot())
             self._spool.overtake(self._overtaking.boot_id)
-            self._greet()
+            self._send_hello()
 
     def flush(self) -> None:
         """Pack everything, or a heartbeat if nothing was packed for a second and nothing waits."""

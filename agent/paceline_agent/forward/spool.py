@@ -98,7 +98,7 @@ class Spool:
         self._overtaking: deque[SpoolEntry] = deque()
         self._overtaker: str | None = None  # the boot whose batches overtake
         self._overtook = False  # whether the last batch taken was an overtaking one
-        self._leaving: SpoolEntry | None = None  # being sent
+        self._sending: SpoolEntry | None = None  # being sent
         self._newest_boot = ""
         self._slot = Slot(directory / _SLOT)
         self._filled = asyncio.Event()
@@ -119,7 +119,7 @@ class Spool:
 
     def begin_boot(self) -> str:
         """Return a new boot id. Ids sort in the order of boots, even if the clock was set back."""
-        after_ns = _began_ns(self._newest_boot)
+        after_ns = _boot_start_ns(self._newest_boot)
         self._newest_boot = f"{max(timeline_ns(), after_ns + 1):016x}-{secrets.token_hex(8)}"
         with contextlib.suppress(OSError):  # a disk error shows with the first batch
             self._write(_NEWEST_BOOT, self._newest_boot.encode())
@@ -153,8 +153,8 @@ class Spool:
             self._filled.clear()
             await self._filled.wait()
         self._overtook = bool(self._overtaking) and not (self._overtook and self._backlog)
-        self._leaving = (self._overtaking if self._overtook else self._backlog)[0]
-        return self._leaving
+        self._sending = (self._overtaking if self._overtook else self._backlog)[0]
+        return self._sending
 
     def read(self, entry: SpoolEntry) -> bytes | None:
         """Return the packed batch; None if its file was damaged, which is counted and removed."""
@@ -223,7 +223,7 @@ class Spool:
                 self._backlog.append(entry)
                 self._count(entry, 1)
                 self._newest_boot = entry.name.rsplit(".", 2)[0]
-            self._newest_boot = max(self._newest_boot, saved_boot, key=_began_ns)
+            self._newest_boot = max(self._newest_boot, saved_boot, key=_boot_start_ns)
         except OSError as error:
             self._on_disk_error(error)
         self._make_room()
@@ -315,7 +315,7 @@ class Spool:
             for entry in self._all():
                 if not self._is_full():
                     return
-                if entry is not self._leaving and (remaining is None or entry.detail > remaining):
+                if entry is not self._sending and (remaining is None or entry.detail > remaining):
                     was_on_disk = entry.payload is None
                     self._cut(entry, remaining)
                     if was_on_disk and self._memory_bytes:
@@ -398,7 +398,7 @@ class Spool:
             self._on_disk_error(error)
 
 
-def _began_ns(boot_id: str) -> int:
+def _boot_start_ns(boot_id: str) -> int:
     """Return the start time in a boot id; 0 if it is malformed."""
     try:
         return int(boot_id.partition("-")[0], 16)
