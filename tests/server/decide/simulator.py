@@ -40,7 +40,7 @@ UNFINISHED = ("proposed", "approved", "running")
 
 @dataclass
 class Process:
-    """One rank as it is on its node, whatever the server knows of it."""
+    """One rank as it is on its node, independent of the server's state."""
 
     generation: int
     rank: int
@@ -53,11 +53,11 @@ class Node:
     agent_id: str
     slots: int = 2
     lost_gpus: set[int] = field(default_factory=set)
-    heard: bool = True  # its batches arrive
+    connected: bool = True  # its batches arrive
     obeys_stop: bool = True
     was_deaf: bool = False
     fails_to_start: bool = False
-    crashes_at_start: int = 0  # so many times its first rank dies at once
+    crashes_at_start: int = 0  # number of starts at which its first rank exits
     quarantined: bool = False
     last_seen_ns: int = 0
     processes: list[Process] = field(default_factory=list)
@@ -85,7 +85,7 @@ class World:
         self.checkpoint_every = 10
         self.can_save = True
         self.detects = True
-        self.server_is_deaf = False  # it was asleep and has not read yet what came meanwhile
+        self.server_is_asleep = False  # it has not read yet what agents sent meanwhile
 
         self.state: JobState = "pending"
         self.generation = 0
@@ -110,7 +110,7 @@ class World:
         self._command_ids = itertools.count(1)
         self._ids = itertools.count(1)
 
-    # --- looking ------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------
 
     @property
     def seconds(self) -> float:
@@ -133,7 +133,7 @@ class World:
         return self.ranks[rank].agent_id
 
     def phase(self) -> str | None:
-        """Of the running action, as people see it."""
+        """Return the current phase of the running action."""
         running = [one for one in self.actions.values() if one.state == "running"]
         return running[0].phases[-1].name if running else None
 
@@ -147,7 +147,7 @@ class World:
     def processes(self) -> list[Process]:
         return [process for node in self.nodes.values() for process in node.processes]
 
-    # --- doing --------------------------------------------------------------------------
+    # --- actions ------------------------------------------------------------------------
 
     def finding(self, kind: str = "straggler", **changes: object) -> Finding:
         values: dict[str, object] = {
@@ -175,12 +175,12 @@ class World:
         next(one for one in self._current() if one.rank == rank).hung = True
 
     def lose(self, agent_id: str) -> None:
-        """The node is gone with all that ran on it."""
-        self.nodes[agent_id].heard = False
+        """Remove the node with all its processes."""
+        self.nodes[agent_id].connected = False
         self.nodes[agent_id].processes = []
 
     def lose_gpu(self, agent_id: str, gpu: int) -> None:
-        """Whoever runs on it can do no more; the node says so and offers the others."""
+        """Take a GPU from the node: its ranks stop, and the node offers the other GPUs."""
         self.nodes[agent_id].lost_gpus.add(gpu)
         for rank in self.ranks:
             if (rank.agent_id, rank.gpu) == (agent_id, gpu):
@@ -195,7 +195,7 @@ class World:
             findings = ()
 
     def until(self, condition: object, seconds: float = 60.0) -> float:
-        """Tick until `condition()`; how long it took in the world's own time."""
+        """Tick until `condition()`; return the simulated seconds it took."""
         assert callable(condition)
         began = self.seconds
         while not condition():
@@ -272,10 +272,10 @@ class World:
     # --- nodes --------------------------------------------------------------------------
 
     def _work(self, node: Node) -> None:
-        if self.server_is_deaf:
+        if self.server_is_asleep:
             return
-        if not node.heard:
-            # An agent that reaches nobody for as long as its lease lasts kills its ranks itself.
+        if not node.connected:
+            # An agent without contact to the server for its lease kills its ranks.
             if self.now_ns - node.last_seen_ns > AGENT_LEASE_SECONDS * SECOND:
                 node.processes = []
             return
@@ -372,7 +372,7 @@ class World:
     def _set(self, rank: int, **values: object) -> None:
         self.ranks = [replace(one, **values) if one.rank == rank else one for one in self.ranks]
 
-    # --- detectors, as simple as can be -------------------------------------------------
+    # --- minimal detectors ---------------------------------------------------------------
 
     def _detected(self) -> list[Finding]:
         if not self.detects or self.state in ENDED or self.state == "pending":
@@ -415,7 +415,7 @@ class World:
             cost_ratio=None,
         )
 
-    # --- the store, and what must always hold -------------------------------------------
+    # --- the store, and the invariants --------------------------------------------------
 
     def _check(self, decision: Decision) -> None:
         if decision.generation is not None:
@@ -448,7 +448,7 @@ class World:
         assert not node.quarantined
         assert agent_id not in decision.quarantine
         lapsed = self.now_ns - node.last_seen_ns > self.policy.node_lease_seconds * SECOND
-        assert not lapsed, f"{agent_id} was given ranks though nothing is heard of it"
+        assert not lapsed, f"{agent_id} was given ranks although it is silent"
         assert len(command.ranks) <= node.slots - len(node.lost_gpus)
         assert not node.lost_gpus & {one.gpu for one in command.ranks}, "ranks on a lost GPU"
         assert [one.local_rank for one in command.ranks] == list(range(len(command.ranks)))

@@ -1,4 +1,4 @@
-"""What goes wrong while something is being repaired."""
+"""Faults during a repair."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline_wire.topology import Topology
 from .simulator import Node, World
 
 
-def test_a_checkpoint_that_never_comes_is_given_up(world: World) -> None:
+def test_a_checkpoint_that_never_completes_times_out(world: World) -> None:
     world.policy = Policy(checkpoint_timeout_seconds=5.0)
     world.can_save = False
     world.detects = False
@@ -55,7 +55,7 @@ def test_a_rank_that_saved_and_then_crashed_has_saved(world: World) -> None:
 
 
 @pytest.mark.parametrize("phase", ["start", "observe"])
-def test_a_crash_while_coming_up_leads_to_the_next_generation(world: World, phase: str) -> None:
+def test_a_crash_during_the_start_leads_to_the_next_generation(world: World, phase: str) -> None:
     world.crash(3)
     world.until(lambda: world.phase() == phase)
     world.tick()
@@ -75,7 +75,7 @@ def test_a_crash_during_the_stop_changes_nothing(world: World) -> None:
     assert len(world.restarts) == 1
 
 
-def test_a_node_that_cannot_start_its_ranks_is_left_out_the_second_time(
+def test_a_node_that_fails_to_start_twice_is_excluded(
     world: World,
 ) -> None:
     world.nodes["node-3"].fails_to_start = True
@@ -86,7 +86,7 @@ def test_a_node_that_cannot_start_its_ranks_is_left_out_the_second_time(
 
 
 def _hang_at_start(world: World) -> None:
-    """Of generation 2, seen by no detector."""
+    """Generation 2 fails to start, and no detector reports it."""
     world.detects = False
     world.crash(3)
     world.tick((world._fatal("failure", "killed by signal 9", 3, "node-1"),))
@@ -96,7 +96,7 @@ def _hang_at_start(world: World) -> None:
     world.hang(1)
 
 
-def test_a_start_that_takes_too_long_is_started_over(world: World) -> None:
+def test_a_start_that_times_out_is_repeated(world: World) -> None:
     world.policy = Policy(start_timeout_seconds=10.0)
     _hang_at_start(world)
     world.until_running(3)
@@ -104,7 +104,7 @@ def test_a_start_that_takes_too_long_is_started_over(world: World) -> None:
     assert "did not finish a step in time" in (failed.error or "")
 
 
-def test_a_node_that_does_not_confirm_the_stop_gets_no_ranks_and_is_put_aside(
+def test_a_node_that_does_not_confirm_the_stop_is_quarantined(
     world: World,
 ) -> None:
     world.nodes["node-1"].obeys_stop = False
@@ -132,7 +132,7 @@ def test_a_late_confirmation_still_counts(world: World) -> None:
     assert not world.quarantined
 
 
-def test_a_node_that_comes_back_is_not_trusted_before_it_confirms(world: World) -> None:
+def test_a_node_that_returns_gets_no_ranks_before_it_confirms(world: World) -> None:
     zombies = list(world.nodes["node-2"].processes)
     world.lose("node-4")
     world.lose("node-2")
@@ -142,13 +142,13 @@ def test_a_node_that_comes_back_is_not_trusted_before_it_confirms(world: World) 
     assert world.phase() == "place"
     assert "Waiting for nodes" in world.one_action("restart").phases[-1].detail
     world.nodes["node-2"].processes = zombies  # it was only cut off
-    world.nodes["node-2"].heard = True
+    world.nodes["node-2"].connected = True
     world.nodes["node-0"].slots = 2
     world.until_running(2)
     assert "node-2" in world.started_on(2)
 
 
-def test_answers_of_other_commands_and_repeated_answers_are_ignored(world: World) -> None:
+def test_results_of_other_commands_and_repeated_results_are_ignored(world: World) -> None:
     world.tick((world.finding(),))
     old = [type(one)(one.rank, 1, "done", 3) for one in world.acknowledged]
     world.acknowledged += [*old, *old]
@@ -158,48 +158,48 @@ def test_answers_of_other_commands_and_repeated_answers_are_ignored(world: World
     assert world.one_action("restart").lost_steps == 0
 
 
-def test_silence_of_everyone_is_not_taken_for_the_death_of_everyone(world: World) -> None:
+def test_no_node_counts_as_lost_while_all_are_silent(world: World) -> None:
     """The server itself was asleep."""
     world.detects = False
     world.crash(3)
     world.tick((world._fatal("failure", "killed by signal 9", 3, "node-1"),))
     world.until(lambda: world.phase() == "observe")
     world.now_ns += 30 * 1_000_000_000
-    world.server_is_deaf = True
+    world.server_is_asleep = True
     world.run(1.0)
-    world.server_is_deaf = False
+    world.server_is_asleep = False
     world.until_running(2)
     assert len(world.restarts) == 1
 
 
-def test_a_node_that_comes_back_with_ranks_of_long_ago_gets_none_before_they_are_dead(
+def test_a_node_that_returns_with_old_ranks_gets_none_before_they_are_dead(
     world: World,
 ) -> None:
     world.nodes["node-0"].obeys_stop = False
     world.crash(0)
     world.run(1.0)
-    world.nodes["node-0"].heard = False
+    world.nodes["node-0"].connected = False
     world.until_running(2)
     assert "node-0" not in world.started_on(2)
     assert world.nodes["node-0"].processes, "of generation 1"
     _well_again(world.nodes["node-0"])
     world.run(1.0)
     world.lose("node-1")
-    world.until_running(3)  # the world itself would object to two generations on a node
+    world.until_running(3)  # the simulator fails if two generations run on a node
     assert "node-0" in world.started_on(3)
 
 
 def _well_again(node: Node) -> None:
-    """It is heard and obeys, and a person let it go from quarantine."""
-    node.heard = node.obeys_stop = True
+    """The node responds, confirms, and a person has released it."""
+    node.connected = node.obeys_stop = True
     node.quarantined = False
 
 
-def test_a_node_that_comes_back_while_ranks_are_placed_is_asked_first(world: World) -> None:
+def test_a_node_that_returns_during_placement_has_to_confirm_first(world: World) -> None:
     world.nodes["node-0"].obeys_stop = False
     world.crash(0)
     world.run(1.0)
-    world.nodes["node-0"].heard = False
+    world.nodes["node-0"].connected = False
     world.until_running(2)
     for name in ("node-1", "node-2", "node-3"):
         world.lose(name)
@@ -209,7 +209,7 @@ def test_a_node_that_comes_back_while_ranks_are_placed_is_asked_first(world: Wor
     assert world.started_on(3) == {"node-0", "node-4"}
 
 
-def test_a_spare_that_is_deaf_holds_up_a_restart_for_a_moment_only(world: World) -> None:
+def test_an_unresponsive_spare_delays_a_restart_only_briefly(world: World) -> None:
     world.nodes["node-4"].obeys_stop = False
     world.crash(3)
     assert world.until(lambda: bool(world.started_on(2)), seconds=10.0) < 5.0
@@ -217,7 +217,7 @@ def test_a_spare_that_is_deaf_holds_up_a_restart_for_a_moment_only(world: World)
     assert not world.nodes["node-4"].quarantined, "nothing says that it runs any of our ranks"
 
 
-def test_nodes_that_did_not_confirm_are_asked_again_while_nodes_are_short(world: World) -> None:
+def test_unconfirmed_nodes_are_asked_again_while_nodes_are_missing(world: World) -> None:
     world.nodes["node-1"].obeys_stop = world.nodes["node-3"].obeys_stop = False
     world.crash(0)
     for name in ("node-0", "node-2"):
@@ -231,22 +231,22 @@ def test_nodes_that_did_not_confirm_are_asked_again_while_nodes_are_short(world:
     assert len(asked) < 20, "not at every look"
 
 
-def test_a_node_that_was_lost_during_the_stop_and_came_back_is_better_than_none(
+def test_a_node_lost_during_the_stop_is_used_if_there_is_no_other(
     world: World,
 ) -> None:
     for name in ("node-1", "node-2", "node-3"):
         world.nodes[name].obeys_stop = False
     world.crash(0)
     world.run(1.0)
-    world.nodes["node-0"].heard = False
+    world.nodes["node-0"].connected = False
     world.run(10.0)
-    world.nodes["node-0"].heard = True
+    world.nodes["node-0"].connected = True
     world.until_running(2)
     assert world.started_on(2) == {"node-0", "node-4"}
 
 
 def test_a_start_may_take_minutes(world: World) -> None:
-    """It loads a large checkpoint, compiles, sets up NCCL."""
+    """A large job loads its checkpoint, compiles and sets up NCCL."""
     _hang_at_start(world)
     world.run(600.0)
     assert world.one_action("restart").state == "running"

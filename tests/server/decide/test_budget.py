@@ -1,4 +1,4 @@
-"""What counts as progress, and what the next restart has to wait for."""
+"""Limits of restarts: progress, backoff, budget, quarantine."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def view(highest_step: int | None, *before: int | None) -> JobView:
         (view(0, None, None), 0),
     ],
 )
-def test_a_restart_is_fruitless_if_no_step_beyond_the_old_ones_was_made(
-    job: JobView, count: int
-) -> None:
+def test_a_restart_is_fruitless_if_no_new_step_was_finished(job: JobView, count: int) -> None:
     assert fruitless_restarts(job) == count
 
 
@@ -58,7 +56,7 @@ def test_the_wait_doubles_up_to_its_maximum(job: JobView, seconds: float | None)
     assert not_before_ns(job, Policy()) == expected
 
 
-def test_a_refusal_says_why() -> None:
+def test_a_refusal_has_a_reason() -> None:
     assert refusal(view(9, 9, 9), Policy(), NOW_NS) is None
     assert "made no progress" in (refusal(view(9, 9, 9, 9), Policy(), NOW_NS) or "")
     busy = view(9, 1, 2, 3)
@@ -67,7 +65,7 @@ def test_a_refusal_says_why() -> None:
     assert "last day" in (refusal(busy, Policy(restarts_per_day=3), NOW_NS + 3600 * SECOND) or "")
 
 
-def test_blame_is_forgotten_after_an_hour() -> None:
+def test_a_node_is_to_blame_for_an_hour() -> None:
     assert times_to_blame(view(9, 1, 2), "node-1", NOW_NS) == 2
     assert times_to_blame(view(9, 1, 2), "node-2", NOW_NS) == 0
     assert times_to_blame(view(9, 1, 2), "node-1", NOW_NS + 3600 * SECOND) == 0
@@ -86,7 +84,7 @@ def test_the_share_of_quarantined_nodes_is_never_exceeded() -> None:
     assert not alive(silent[0], Policy(), world.now_ns)
 
 
-def test_of_a_node_and_its_spare_one_may_be_put_aside() -> None:
+def test_one_of_two_nodes_may_be_quarantined() -> None:
     world = World(nodes=2)
     world.tick()
     nodes = world.view().nodes

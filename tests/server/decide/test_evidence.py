@@ -1,4 +1,4 @@
-"""Python stacks of a hang: asked for once, waited for briefly; the restart comes all the same."""
+"""Stacks and dumps of a hang are requested once and waited for briefly before the restart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STACKS = ThreadStack("MainThread", [StackFrame("__next__", "data.py", 88)])
 
 
 def hang(world: World, *read: int) -> Finding:
-    """Rank 5 holds up the job; stacks of `read` have come."""
+    """Return a hang of rank 5; the stacks of `read` have arrived."""
     stacks = [
         RankStackTraces(time_ns=1, job="j", generation=1, rank=r, threads=[STACKS]) for r in read
     ]
@@ -46,7 +46,7 @@ def stops(world: World) -> int:
     return sum(isinstance(one.command, StopGeneration) for one in world.commands)
 
 
-def test_the_stacks_of_the_culprit_and_a_witness_are_asked_for_once(world: World) -> None:
+def test_stacks_of_the_culprit_and_a_witness_are_requested_once(world: World) -> None:
     world.tick((hang(world),))
     world.tick((hang(world),))
     assert asked(world) == [(world.home(0), [0]), (world.home(5), [5])]
@@ -54,7 +54,7 @@ def test_the_stacks_of_the_culprit_and_a_witness_are_asked_for_once(world: World
     assert sorted(incident.stacks_asked) == [0, 5]
 
 
-def test_the_restart_waits_until_they_have_come(world: World) -> None:
+def test_the_restart_waits_for_the_stacks(world: World) -> None:
     world.tick((hang(world),))
     assert not stops(world)
     world.tick((hang(world, 5),))
@@ -65,19 +65,19 @@ def test_the_restart_waits_until_they_have_come(world: World) -> None:
     assert [stacks.rank for stacks in incident.finding.stacks] == [5, 0]
 
 
-def test_the_restart_does_not_wait_for_long(world: World) -> None:
+def test_the_restart_waits_for_stacks_only_briefly(world: World) -> None:
     world.tick((hang(world),))
     began = world.seconds
     world.until(lambda: stops(world) > 0)
     assert world.seconds - began <= GRACE_SECONDS + 0.5
 
 
-def test_a_hang_that_wants_no_stacks_is_restarted_at_once(world: World) -> None:
+def test_a_hang_without_wanted_stacks_is_restarted_immediately(world: World) -> None:
     world.tick((replace(hang(world), stacks_wanted=[]),))
     assert stops(world)
 
 
-def test_stacks_are_taken_even_where_nothing_is_to_be_done() -> None:
+def test_stacks_are_requested_even_if_no_restart_follows() -> None:
     world = World(policy=Policy(mode="observe"))
     world.until_running(1)
     world.run(5.0)
@@ -87,7 +87,7 @@ def test_stacks_are_taken_even_where_nothing_is_to_be_done() -> None:
     assert not stops(world)
 
 
-def test_dumps_of_all_ranks_are_asked_for_once_and_waited_for_until_told(world: World) -> None:
+def test_dumps_of_all_ranks_are_requested_once_and_waited_for(world: World) -> None:
     wants = replace(hang(world, 5, 0), dumps_wanted=True)
     world.tick((wants,))
     world.tick((wants,))
@@ -100,7 +100,7 @@ def test_dumps_of_all_ranks_are_asked_for_once_and_waited_for_until_told(world: 
     assert stops(world)
 
 
-def test_the_restart_does_not_wait_for_dumps_that_never_come(world: World) -> None:
+def test_the_restart_does_not_wait_for_missing_dumps_forever(world: World) -> None:
     world.tick((replace(hang(world, 5, 0), dumps_wanted=True),))
     world.run(DUMP_GRACE_SECONDS - 0.5)
     assert not stops(world)

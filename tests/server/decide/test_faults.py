@@ -1,4 +1,4 @@
-"""What each fault leads to."""
+"""The repair of each fault."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline_wire.topology import Topology
 from .simulator import World
 
 
-def test_a_throttled_node_is_left_by_an_agreed_checkpoint_and_no_step_is_lost(
+def test_a_throttled_node_is_replaced_after_a_checkpoint_without_losing_a_step(
     world: World,
 ) -> None:
     world.tick((world.finding(),))
@@ -88,7 +88,7 @@ def stuck(world: World, **changes: object) -> Finding:
     )
 
 
-def test_a_hang_that_may_go_on_by_itself_is_given_time(world: World) -> None:
+def test_a_hang_that_may_continue_by_itself_gets_time(world: World) -> None:
     patience = world.policy.hang_patience_seconds
     world.tick((stuck(world),))
     world.run(patience - 0.5)
@@ -98,7 +98,7 @@ def test_a_hang_that_may_go_on_by_itself_is_given_time(world: World) -> None:
     world.until_running(2)
 
 
-def test_a_hang_that_has_gone_on_by_itself_restarts_nothing(world: World) -> None:
+def test_a_hang_that_ended_by_itself_restarts_nothing(world: World) -> None:
     world.tick((stuck(world),))
     world.run(5.0)
     world.tick((stuck(world, cleared=True),))
@@ -107,7 +107,7 @@ def test_a_hang_that_has_gone_on_by_itself_restarts_nothing(world: World) -> Non
     assert [action.kind for action in world.actions.values()] == ["start"]
 
 
-def test_a_mismatch_never_goes_on(world: World) -> None:
+def test_a_mismatch_is_restarted_immediately(world: World) -> None:
     world.tick((stuck(world, side="mismatch"),))
     world.run(0.2)
     assert world.state == "recovering"
@@ -141,7 +141,7 @@ def test_a_spare_preloads_while_the_others_save(world: World) -> None:
     assert order == sorted(order)
 
 
-def test_nothing_is_preloaded_where_nobody_asked_for_it_or_no_node_is_new(world: World) -> None:
+def test_nothing_is_preloaded_unless_requested_and_a_node_is_new(world: World) -> None:
     world.tick((world.finding(),))
     world.until_running(2)
     world.spec = replace(world.spec, environment={PRELOAD: "torch"})
@@ -150,14 +150,14 @@ def test_nothing_is_preloaded_where_nobody_asked_for_it_or_no_node_is_new(world:
     assert not [one for one in world.commands if isinstance(one.command, PreloadRanks)]
 
 
-def test_ranks_of_a_lost_gpu_go_elsewhere(world: World) -> None:
+def test_ranks_of_a_lost_gpu_move_to_another_node(world: World) -> None:
     world.lose_gpu("node-2", 1)
     world.until_running(2)
     assert world.home(4) == world.home(5) == "node-4"
     assert world.topology == Topology(2, 2, 2)
 
 
-def test_a_node_with_a_lost_gpu_is_used_for_the_rest_where_there_is_no_other() -> None:
+def test_the_other_gpus_of_a_node_are_used_if_there_is_no_other_node() -> None:
     world = World(nodes=1, topology=Topology(2, 2, 2), slots=8)
     world.until_running(1)
     world.lose_gpu("node-0", 2)
@@ -183,11 +183,11 @@ def test_ranks_of_a_lost_node_wait_for_its_lease_even_if_their_peers_crash_first
     assert "node-2" not in world.started_on(2)
     world.until_running(2)
     [incident] = world.incidents.values()
-    assert incident.finding.cause == "node lost"  # the culprit, not the victim seen first
+    assert incident.finding.cause == "node lost"  # the culprit, not the peer that crashed first
     assert any(one.cause == "killed by signal None" for one in incident.symptoms)
 
 
-def test_slow_data_of_the_process_itself_is_only_told(world: World) -> None:
+def test_slow_data_of_the_process_itself_only_notifies(world: World) -> None:
     slow_data = world.finding(cause="data loading", suspects_node=False)
     world.run(5.0, (slow_data,))
     action = world.one_action("notify")
@@ -199,13 +199,13 @@ def test_slow_data_of_the_process_itself_is_only_told(world: World) -> None:
     assert incident.action_ids == [action.action_id]
 
 
-def test_slow_data_of_the_node_leads_away_from_it(world: World) -> None:
+def test_slow_data_of_the_node_excludes_it(world: World) -> None:
     world.tick((world.finding(cause="data loading"),))
     world.until_running(2)
     assert "node-1" not in world.started_on(2)
 
 
-def test_a_bubble_is_advice_and_no_action(world: World) -> None:
+def test_a_bubble_leads_to_no_action(world: World) -> None:
     world.run(5.0, (world.finding("bubble", severity="info", cause="uneven stages"),))
     assert [one.kind for one in world.actions.values()] == ["start"]
     assert len(world.open_incidents()) == 1
@@ -215,7 +215,7 @@ def test_a_bubble_is_advice_and_no_action(world: World) -> None:
     ("cause", "suspects_node", "severity"),
     [("unknown", False, "critical"), ("CPU contention", True, "warning")],
 )
-def test_what_may_go_by_itself_leads_away_from_its_node_only_if_it_persists(
+def test_a_passing_cause_excludes_its_node_only_if_it_persists(
     world: World, cause: str, suspects_node: bool, severity: str
 ) -> None:
     first = world.finding(
@@ -249,7 +249,7 @@ def test_a_straggler_whose_cause_is_found_later_is_acted_on_then(world: World) -
         ("straggler", "transient", "critical"),
     ],
 )
-def test_what_is_transient_or_chronic_never_leads_to_a_restart(
+def test_transient_and_chronic_findings_never_restart(
     world: World, kind: str, persistence: str, severity: str
 ) -> None:
     found = world.finding(
@@ -260,13 +260,13 @@ def test_what_is_transient_or_chronic_never_leads_to_a_restart(
     assert world.generation == 1
 
 
-def test_a_slow_link_leads_away_from_the_node_whose_port_is_suspected(world: World) -> None:
+def test_a_slow_link_excludes_the_node_whose_port_is_suspected(world: World) -> None:
     world.tick((world.finding("slow_link", cause="NIC errors", rank=None, suspects_node=True),))
     world.until_running(2)
     assert "node-1" not in world.started_on(2)
 
 
-def test_a_slow_link_of_unknown_cause_is_only_told(world: World) -> None:
+def test_a_slow_link_of_unknown_cause_only_notifies(world: World) -> None:
     found = world.finding(
         "slow_link", cause="unknown", rank=None, severity="critical", onset_step=0
     )
@@ -275,7 +275,7 @@ def test_a_slow_link_of_unknown_cause_is_only_told(world: World) -> None:
     assert world.one_action("notify").state == "done"
 
 
-def test_a_slow_node_is_left_like_a_slow_rank(world: World) -> None:
+def test_a_slow_node_is_excluded_like_that_of_a_slow_rank(world: World) -> None:
     world.tick((world.finding(rank=None, ranks=[2, 3], persistence="persistent"),))
     world.until_running(2)
     assert "node-1" not in world.started_on(2)

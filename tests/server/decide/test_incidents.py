@@ -1,4 +1,4 @@
-"""Which findings are one incident, which of them symptoms, and when it is over."""
+"""Grouping of findings into incidents and symptoms, and their end."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_cleared_finding_resolves_its_incident_and_withdraws_the_proposal(
     assert world.generation == 1
 
 
-def test_an_incident_is_over_only_when_every_symptom_is(world: World) -> None:
+def test_an_incident_is_resolved_only_when_every_symptom_is(world: World) -> None:
     world.policy = Policy(mode="observe")
     world.tick((world.finding(), world.finding(rank=3)))
     world.tick((world.finding(cleared=True),))
@@ -76,7 +76,7 @@ def test_an_incident_is_over_only_when_every_symptom_is(world: World) -> None:
     assert not world.open_incidents()
 
 
-def test_findings_of_an_old_generation_do_nothing(world: World) -> None:
+def test_findings_of_an_old_generation_are_ignored(world: World) -> None:
     world.crash(3)
     world.until_running(2)
     incidents = dict(world.incidents)
@@ -85,7 +85,7 @@ def test_findings_of_an_old_generation_do_nothing(world: World) -> None:
     assert world.generation == 2
 
 
-def test_what_was_found_during_a_restart_is_looked_at_when_it_is_over(world: World) -> None:
+def test_findings_made_during_a_restart_open_incidents_after_it(world: World) -> None:
     world.crash(3)
     world.until(lambda: world.phase() == "start")
     world.tick((world.finding(),))  # of generation 2: a symptom for now
@@ -97,7 +97,7 @@ def test_what_was_found_during_a_restart_is_looked_at_when_it_is_over(world: Wor
 
 
 @pytest.mark.parametrize("crash_is_known_first", [True, False])
-def test_two_incidents_at_once_are_one_restart_that_cures_both(
+def test_two_incidents_at_once_lead_to_one_restart(
     world: World, crash_is_known_first: bool
 ) -> None:
     world.detects = False

@@ -1,4 +1,4 @@
-"""Not enough nodes, and restarts that have used up their budget."""
+"""Missing nodes and exhausted restart budgets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_shrunken_job_grows_back_at_its_next_restart(world: World) -> None:
     world.lose("node-1")
     world.until_running(2)
     assert world.topology == Topology(1, 2, 2)
-    world.nodes["node-1"].heard = world.nodes["node-4"].heard = True
+    world.nodes["node-1"].connected = world.nodes["node-4"].connected = True
     for node in world.nodes.values():
         node.quarantined = False
     world.run(1.0)
@@ -34,7 +34,7 @@ def test_a_shrunken_job_grows_back_at_its_next_restart(world: World) -> None:
     assert world.topology == Topology(2, 2, 2)
 
 
-def test_a_job_does_not_shrink_to_become_slower_than_its_straggler_makes_it(
+def test_a_job_does_not_shrink_if_it_would_be_slower_than_with_its_straggler(
     world: World,
 ) -> None:
     world.lose("node-4")
@@ -44,7 +44,7 @@ def test_a_job_does_not_shrink_to_become_slower_than_its_straggler_makes_it(
     assert "even slower" in world.one_action("notify").reason
 
 
-def test_without_any_node_the_job_waits_and_goes_on_when_one_comes() -> None:
+def test_without_nodes_the_job_waits_and_continues_when_one_returns() -> None:
     world = World(nodes=2, topology=Topology(1, 2, 2))
     world.until_running(1)
     world.run(5.0)
@@ -75,7 +75,7 @@ def test_a_job_that_crashes_at_every_start_is_given_up_after_three_restarts(
     assert incident.state == "open"
 
 
-def test_a_job_that_cannot_start_at_all_is_given_up_too() -> None:
+def test_a_job_that_cannot_start_at_all_is_given_up() -> None:
     world = World(policy=Policy(quarantine_share=0.0))
     world.nodes["node-0"].crashes_at_start = 100
     world.until(lambda: world.state == "failed", seconds=120)
@@ -107,7 +107,7 @@ def test_a_spent_budget_does_not_stop_a_job_that_is_merely_slow(world: World) ->
     assert "not restarted for it" in world.one_action("notify").reason
 
 
-def test_the_budget_comes_back_with_time(world: World) -> None:
+def test_the_budget_recovers_with_time(world: World) -> None:
     world.policy = Policy(restarts_per_hour=1)
     world.crash(0)
     world.until_running(2)

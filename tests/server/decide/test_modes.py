@@ -1,4 +1,4 @@
-"""Observe, dry-run, approve, auto: who decides, and what a person sees."""
+"""The modes observe, dry-run, approve and auto."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .simulator import SECOND, World
 DAY_NS = 86_400 * SECOND
 
 
-def test_observe_only_watches(world: World) -> None:
+def test_observe_takes_no_action(world: World) -> None:
     world.policy = Policy(mode="observe")
     world.run(10.0, (world.finding(),))
     assert not world.restart_actions()
@@ -33,7 +33,7 @@ def test_observe_calls_a_job_failed_when_no_rank_is_left(world: World) -> None:
 
 
 @pytest.mark.parametrize("is_explained", [True, False])
-def test_what_a_job_died_of_is_waited_for_but_not_for_ever(
+def test_the_end_of_a_job_waits_for_its_cause_but_not_forever(
     world: World, is_explained: bool
 ) -> None:
     world.policy = Policy(mode="observe")
@@ -67,7 +67,7 @@ def test_observe_calls_a_job_failed_when_its_nodes_are_gone_for_good(world: Worl
     assert not world.open_incidents()
 
 
-def test_dry_run_says_what_it_would_have_done_once(world: World) -> None:
+def test_dry_run_records_once_what_it_would_do(world: World) -> None:
     world.policy = Policy(mode="dry-run")
     world.run(10.0, (world.finding(),))
     action = world.one_action("restart")
@@ -77,7 +77,7 @@ def test_dry_run_says_what_it_would_have_done_once(world: World) -> None:
     assert world.state == "running"
 
 
-def test_a_proposal_tells_the_figures_that_its_incident_tells(world: World) -> None:
+def test_a_proposal_shows_the_figures_of_its_incident(world: World) -> None:
     world.policy = Policy(mode="approve")
     world.tick((world.finding(),))
     assert "2.5x slower" in world.one_action("restart").reason
@@ -142,7 +142,7 @@ def test_an_approval_that_comes_too_late_does_nothing(world: World) -> None:
     assert world.actions[proposed.action_id].state == "superseded"
 
 
-def test_a_crash_nobody_wants_repaired_ends_the_job_when_all_ranks_are_dead(
+def test_a_rejected_restart_ends_the_job_when_all_ranks_are_dead(
     world: World,
 ) -> None:
     world.policy = Policy(mode="approve")

@@ -1,4 +1,4 @@
-"""Ranks lie in blocks, stay where they can, and never more of them than a node has slots."""
+"""Ranks lie in blocks, keep their nodes where possible, and never exceed the slots of a node."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def homes(placement: RankLayout | None) -> list[int]:
     return [int(rank.agent_id.removeprefix("node-")) for rank in placement.ranks]
 
 
-def test_nodes_are_filled_in_the_order_people_count() -> None:
+def test_nodes_are_filled_in_natural_order() -> None:
     assert homes(place(ASKED, [node(10), node(9), node(2), node(1)])) == [1, 1, 2, 2, 9, 9, 10, 10]
 
 
-def test_the_spare_takes_the_place_of_the_node_that_is_gone() -> None:
+def test_a_spare_takes_the_ranks_of_a_missing_node() -> None:
     before = place(ASKED, [node(index) for index in range(4)])
     assert before is not None
     after = place(ASKED, [node(0), node(2), node(3), node(4)], before.ranks)

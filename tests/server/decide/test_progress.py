@@ -1,4 +1,4 @@
-"""A job from its start to its end, when nothing is wrong with it."""
+"""A healthy job from its start to its end."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def test_a_job_starts_on_the_first_nodes_in_blocks() -> None:
     assert not world.restarts
 
 
-def test_a_job_waits_until_there_are_slots_for_all_of_it() -> None:
+def test_a_job_waits_until_there_are_slots_for_all_ranks() -> None:
     world = World()
     for index in (2, 3):
-        world.nodes[f"node-{index}"].heard = False
+        world.nodes[f"node-{index}"].connected = False
     world.run(8.0)
     assert world.state == "pending"
     assert not world.actions
-    world.nodes["node-2"].heard = True
+    world.nodes["node-2"].connected = True
     world.until_running(1)
     assert world.started_on(1) == {"node-0", "node-1", "node-2", "node-4"}
 
@@ -50,7 +50,7 @@ def test_a_person_stops_the_job(world: World) -> None:
     assert world.one_action("stop").state == "done"
 
 
-def test_a_pending_job_is_stopped_at_once() -> None:
+def test_a_pending_job_is_stopped_immediately() -> None:
     world = World(nodes=1)
     world.stop_requested = True
     world.tick()
@@ -67,7 +67,7 @@ def test_a_stop_in_the_middle_of_a_restart_supersedes_it(world: World) -> None:
     assert not world.processes()
 
 
-def test_a_stop_that_a_node_never_confirms_ends_with_its_name(world: World) -> None:
+def test_a_stop_that_is_never_confirmed_names_the_node(world: World) -> None:
     world.nodes["node-2"].obeys_stop = False
     world.stop_requested = True
     world.until(lambda: world.state == "stopped", seconds=90)

@@ -1,4 +1,4 @@
-"""Whatever happens, in whatever order: what must always hold holds (see `World._check`)."""
+"""Invariants that hold for any sequence of events (see `World._check`)."""
 
 from __future__ import annotations
 
@@ -91,12 +91,14 @@ def live_through(events: list[Event], mode: Mode, nodes: int) -> World:
 @given(
     EVENTS, st.sampled_from(["auto", "auto", "approve", "dry-run", "observe"]), st.integers(4, 6)
 )
-def test_nothing_that_happens_breaks_the_rules(events: list[Event], mode: Mode, nodes: int) -> None:
+def test_no_sequence_of_events_breaks_the_invariants(
+    events: list[Event], mode: Mode, nodes: int
+) -> None:
     live_through(events, mode, nodes)
 
 
 def settled(world: World) -> bool:
-    """All ranks train and nothing is left to do, or the job has ended and left nothing behind."""
+    """Return whether all ranks train without an open action, or the job has ended cleanly."""
     if any(one.finished_ns is None for one in world.actions.values()):
         return False
     if world.state == "running":
@@ -108,11 +110,11 @@ def settled(world: World) -> bool:
 
 @settings(max_examples=40, deadline=None)
 @given(EVENTS)
-def test_when_all_is_well_again_the_job_runs_or_has_ended(events: list[Event]) -> None:
+def test_after_all_faults_are_gone_the_job_runs_or_has_ended(events: list[Event]) -> None:
     world = live_through(events, "auto", 5)
     world.can_save = True
     for node in world.nodes.values():
-        node.heard = node.obeys_stop = True
+        node.connected = node.obeys_stop = True
         node.quarantined = node.fails_to_start = False
         node.crashes_at_start = 0
     world.until(lambda: settled(world), seconds=400)
@@ -125,14 +127,14 @@ def test_a_stop_is_always_obeyed(events: list[Event]) -> None:
     world.stop_requested = True
     world.until(lambda: world.state in ENDED, seconds=120)
     world.run(10.0)
-    deaf = [one for one in world.nodes.values() if not (one.obeys_stop and one.heard)]
+    deaf = [one for one in world.nodes.values() if not (one.obeys_stop and one.connected)]
     assert deaf or not world.processes()
 
 
 @settings(max_examples=20, deadline=None)
 @given(EVENTS)
-def test_asked_twice_it_answers_the_same(events: list[Event]) -> None:
-    """Pure: the worker may crash before the commit and ask again."""
+def test_the_same_input_gives_the_same_decision(events: list[Event]) -> None:
+    """`decide` is pure: a worker may crash before the commit and decide again."""
     world = live_through(events, "auto", 5)
     view = world.view()
     finding = world.finding()

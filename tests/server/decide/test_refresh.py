@@ -1,4 +1,4 @@
-"""Evidence that came later is shown, and nobody is woken for it."""
+"""Later evidence is shown without an alert."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def world() -> World:
     return world
 
 
-def test_the_same_verdict_with_better_evidence_is_shown_and_told_to_nobody(world):
+def test_better_evidence_for_the_same_verdict_is_shown_without_an_alert(world):
     [before] = world.open_incidents()
     told = list(world.audit)
     decision = world.tick((world.finding(**LATER),))
@@ -46,13 +46,13 @@ def test_the_same_evidence_again_changes_nothing(world):
     assert world.tick((world.finding(**LATER),)).incidents == []
 
 
-def test_less_than_is_known_is_not_shown(world):
+def test_a_weaker_finding_does_not_replace_a_stronger_one(world):
     weaker = replace(world.finding(**LATER), cause="unknown", suspects_node=False)
     assert world.tick((weaker,)).incidents == []
     assert world.tick((replace(weaker, cause="thermal throttle", severity="info"),)).incidents == []
 
 
-def test_a_symptom_is_refreshed_where_it_stands(world):
+def test_a_symptom_is_refreshed_in_place(world):
     bubble = world.finding("bubble", cause="late launches", fingerprint="bubble", severity="info")
     world.tick((bubble,))
     world.tick((replace(bubble, evidence=[Evidence("stage 1 idles 30%")]),))
@@ -61,7 +61,7 @@ def test_a_symptom_is_refreshed_where_it_stands(world):
     assert [one.evidence for one in incident.symptoms] == [[Evidence("stage 1 idles 30%")]]
 
 
-def test_it_does_not_act_again(world):
+def test_a_refresh_leads_to_no_second_action(world):
     world = World()
     world.until_running(1)
     world.run(10.0)

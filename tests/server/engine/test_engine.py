@@ -1,4 +1,4 @@
-"""The engine as the worker uses it: news in any condition in, steps and verdicts out."""
+"""The engine as the worker uses it: batches in any order in, steps and findings out."""
 
 import random
 
@@ -73,17 +73,17 @@ def attached(job: SimulatedJob, rank: int) -> RankAttached:
 
 
 def found(job: SimulatedJob, found_ns: int) -> None:
-    """As a server does that hears of the job only then."""
+    """Replace the engine by one of a server that finds the running job at `found_ns`."""
     job.engine = Engine(JOB)
     job.engine.place(msgspec.structs.replace(job.placement(), started_ns=found_ns, was_found=True))
 
 
-def test_a_job_that_was_over_when_it_was_found_has_its_own_time_on_the_books():
-    """It began, trained and ended while the server was away, which then hears all of it at once."""
+def test_the_ledger_of_a_job_found_after_its_end_covers_its_own_time():
+    """The job ran and ended while the server was away, which then receives all batches at once."""
     job = SimulatedJob(jitter=0.0)
     found_ns = START_NS + 600 * 10**9
     found(job, found_ns)
-    for node in job.nodes:  # live news overtake the backlog
+    for node in job.nodes:  # live batches overtake the backlog
         for _ in range(4):
             live = msgspec.structs.replace(job.batch(node), packed_ns=found_ns)
             job.engine.feed(live, found_ns)
@@ -107,7 +107,7 @@ def test_a_job_that_was_over_when_it_was_found_has_its_own_time_on_the_books():
 
 
 @pytest.mark.parametrize("skew_seconds", [-3600, 3600])
-def test_a_clock_that_is_wrong_makes_no_job_older_or_younger(skew_seconds: int):
+def test_a_wrong_clock_does_not_change_the_age_of_a_job(skew_seconds: int):
     job = SimulatedJob(jitter=0.0)
     job.faults.skew_ns = dict.fromkeys(job.nodes, skew_seconds * 10**9)
     found_ns = START_NS + 10**9
@@ -141,7 +141,7 @@ def test_batches_twice_and_out_of_order_give_the_same_steps():
     assert [each.ranks for each in found] == [each.ranks for each in expected]
 
 
-def test_what_is_of_another_job_generation_node_or_world_is_ignored():
+def test_events_of_another_job_generation_node_or_rank_are_ignored():
     job = SimulatedJob(seed=1)
     job.advance(3)
     rows = job.play()
@@ -197,7 +197,7 @@ def test_skewed_clocks_are_brought_to_the_servers():
     summaries = steps(job.advance(20))
     for summary in summaries[-5:]:
         assert summary.duration_seconds == pytest.approx(0.57, abs=0.3)
-        # Delivery takes 100 ms here: that is as exact as a node that keeps no time can be placed.
+        # Delivery takes 100 ms here: the accuracy for a node with an unsynchronized clock.
         assert all(rank.self_seconds > 0.4 for rank in summary.ranks)
     assert job.findings == []
 
@@ -213,7 +213,7 @@ def test_small_differences_between_clocks_are_left_to_ntp():
     assert shifts == [0, -8_000_000_000, 89_000_000_000, 0, 0]
 
 
-def test_a_restart_begins_anew_and_counts_what_was_lost():
+def test_a_restart_resets_the_state_and_counts_lost_steps():
     job = SimulatedJob(seed=1)
     job.advance(10)
     job.engine.suspend()
@@ -228,14 +228,14 @@ def test_a_restart_begins_anew_and_counts_what_was_lost():
     assert job.outcomes[-1].highest_step == 14
 
 
-def test_placing_the_same_generation_again_forgets_nothing():
+def test_placing_the_same_generation_again_changes_nothing():
     job = SimulatedJob(seed=1)
     job.advance(5)
     job.engine.place(msgspec.structs.replace(job.placement(), started_ns=START_NS))
     assert job.advance()[0].steps[-1].step == 5
 
 
-def test_a_new_worker_goes_on_with_the_memory_of_the_old():
+def test_a_new_worker_continues_with_the_memory_of_the_old():
     job = SimulatedJob(seed=1)
     before = job.advance(10)[-1].ledger
     job.engine = Engine("job-simulated", memory=job.engine.memory())
@@ -258,7 +258,7 @@ def test_progress_names_the_operation_in_flight():
     }
     states = {rank: job.state(rank, frames=[frame]) for rank, frame in frames.items()}
     progress = job.wait(1.0, states)[-1].progress
-    # Nothing is said of ranks of which nothing was heard.
+    # Ranks without events have no progress.
     assert [(each.rank, each.operation) for each in progress] == [
         (0, "all_reduce tp#118"),
         (1, "forward_recv from 5 #57"),
@@ -269,7 +269,7 @@ def test_progress_names_the_operation_in_flight():
     assert job.tick(job.now_ns).progress == []
 
 
-def test_a_step_waits_a_moment_for_its_loss():
+def test_a_step_waits_briefly_for_its_loss():
     job = SimulatedJob(seed=1)
     assert steps(job.advance(1)) == [] or job.step == 1
     outcomes = job.advance(3)
@@ -280,6 +280,6 @@ def test_a_step_waits_a_moment_for_its_loss():
     assert outcomes
 
 
-def test_before_the_first_placement_there_is_nothing_to_say():
+def test_before_the_first_placement_outcomes_are_empty():
     engine = Engine("job")
     assert engine.tick(START_NS) == Outcome()

@@ -1,4 +1,4 @@
-"""Detectors are shown each step as it was played: who computed, who met whom, for how long."""
+"""Detectors receive each step as simulated: compute, collectives and transfers."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ MICROBATCHES = 8
 
 
 class Witness(Detector):
-    """Finds nothing; what it was shown is asked for afterwards."""
+    """A detector without findings that records its observations."""
 
     seen: list[Observation]
 
@@ -52,7 +52,7 @@ def test_a_timing_comes_with_each_step_and_the_recent_ones_can_be_replayed(job, 
     assert last.topology == job.topology
 
 
-def test_a_detector_sees_what_each_rank_computed(job, witness):
+def test_a_detector_receives_what_each_rank_computed(job, witness):
     job.faults.slow[2] = 1.5
     job.advance(2)
     timing = timings(witness)[-1]
@@ -71,7 +71,7 @@ def test_a_detector_sees_what_each_rank_computed(job, witness):
     assert own == pytest.approx(timing.ranks.self_seconds.tolist())
 
 
-def test_a_detector_sees_who_met_whom(job, witness):
+def test_a_detector_receives_the_participants_of_collectives(job, witness):
     job.faults.slow[2] = 1.5
     job.advance(2)
     met = timings(witness)[-1].collectives
@@ -84,7 +84,7 @@ def test_a_detector_sees_who_met_whom(job, witness):
     assert met.spread_seconds[pair].max() == pytest.approx(0.5 * 0.040)
 
 
-def test_a_detector_sees_each_transfer_with_its_time_though_clocks_disagree(job, witness):
+def test_a_detector_receives_transfer_times_even_if_clocks_disagree(job, witness):
     for node in job.nodes[1:]:
         job.faults.skew_ns[node] = 5_000_000
     job.advance(2)

@@ -1,4 +1,4 @@
-"""An agent and its ranks that exist only as batches and answers, over real HTTP and in real time.
+"""A simulated agent with its ranks, over real HTTP and in real time.
 
 Like a real agent it keeps each batch until it was acknowledged, carries out each command id once,
 and kills by generation. Ranks "train" one step each `STEP_SECONDS` until told otherwise.
@@ -82,7 +82,7 @@ class SimulatedRank:
 
 
 class SimulatedNode:
-    """`url` may change: the server that comes back may listen elsewhere."""
+    """`url` may change: a restarted server may listen on another port."""
 
     def __init__(self, agent_id: str, url: str, token: str | None = None) -> None:
         self.agent_id = agent_id
@@ -117,7 +117,7 @@ class SimulatedNode:
         with self._lock:
             self._exit(self.ranks[rank], signal=9)
 
-    def run_for_others(
+    def run_external(
         self,
         job: str,
         rank: int,
@@ -127,7 +127,7 @@ class SimulatedNode:
         pid: int | None = None,
         metadata: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """A rank that somebody else started on this node."""
+        """Add a rank that was started outside Paceline on this node."""
         command = commands.StartRanks(
             command_id=0,
             job=job,
@@ -145,8 +145,8 @@ class SimulatedNode:
             self._start_rank(command, commands.RankSpec(rank, 0, None), pid, metadata)
             self._events = [one for one in self._events if not isinstance(one, RankStarted)]
 
-    def tell_again(self, rank: int) -> None:
-        """As an agent that was restarted does of ranks that it adopts."""
+    def report_again(self, rank: int) -> None:
+        """Report the rank again, as a restarted agent does for ranks it adopts."""
         self.say(RankAttached(time_ns=time.time_ns(), identity=self._attached[rank]))
 
     def finish(self, rank: int) -> None:
@@ -154,7 +154,7 @@ class SimulatedNode:
             self._exit(self.ranks[rank], exit_code=0)
 
     def vanish(self, rank: int) -> None:
-        """As somebody else's child does: how it ended is not known."""
+        """End a rank without an exit code, as for the child of another process."""
         with self._lock:
             self._exit(self.ranks[rank])
 

@@ -1,4 +1,4 @@
-"""Steps close when all ranks ended them, whatever order and however often spans arrive."""
+"""Steps close when all ranks have ended them, for any order and repetition of spans."""
 
 import random
 
@@ -27,7 +27,7 @@ def finished(assembler: Assembler) -> list[int]:
     return [step for step, _ in assembler.take_finished()]
 
 
-def test_a_step_is_whole_when_the_last_rank_ends_it():
+def test_a_step_is_complete_when_the_last_rank_ends_it():
     assembler = Assembler(2)
     assembler.add(step_spans(0, 5))
     assert finished(assembler) == []
@@ -53,7 +53,7 @@ def test_one_block_may_hold_several_steps():
     assert finished(assembler) == [3, 4]
 
 
-def test_a_rank_that_lost_the_end_of_a_step_is_left_out_two_steps_later():
+def test_a_step_closes_two_steps_later_without_a_rank_whose_end_was_lost():
     assembler = Assembler(2)
     for step in (1, 2, 3):
         assembler.add(step_spans(0, step, 2 * step))
@@ -65,7 +65,7 @@ def test_a_rank_that_lost_the_end_of_a_step_is_left_out_two_steps_later():
     assert (step, set(spans.rank.tolist()), [number for number, _ in rest]) == (2, {0}, [3, 4])
 
 
-def test_device_spans_hold_a_step_back_until_they_came():
+def test_a_step_stays_open_until_its_device_spans_arrive():
     assembler = Assembler(1)
     assembler.add(step_spans(0, 1))
     assert finished(assembler) == [1]
@@ -76,7 +76,7 @@ def test_device_spans_hold_a_step_back_until_they_came():
     assert finished(assembler) == [2]
 
 
-def test_spans_of_many_ranks_and_batches_are_put_in_the_order_of_their_rings():
+def test_spans_of_many_ranks_and_batches_are_sorted_in_ring_order():
     assembler = Assembler(2)
     assembler.add(step_spans(1, 1, 2))
     assembler.add(concatenate([step_spans(1, 1, 0, ended=False), step_spans(0, 1)]))
@@ -96,7 +96,7 @@ def test_device_spans_in_the_block_that_ended_their_step_show_the_delay_too():
     assert finished(assembler) == [1]
 
 
-def test_a_rank_that_records_without_end_keeps_its_first_spans_and_the_end_of_its_step():
+def test_a_rank_with_too_many_spans_keeps_its_first_ones_and_the_end_of_its_step():
     assembler = Assembler(1)
     many = step_spans(0, 1, ended=False)
     table = np.repeat(many.table, MAXIMUM_SPANS_PER_RANK // 2, axis=1)
@@ -108,7 +108,7 @@ def test_a_rank_that_records_without_end_keeps_its_first_spans_and_the_end_of_it
     assert spans.op[-1] == Op.STEP
 
 
-def test_step_numbers_from_nowhere_do_not_fill_the_memory_or_stop_the_rest():
+def test_invalid_step_numbers_do_not_fill_the_memory_or_block_other_steps():
     assembler = Assembler(2)
     chance = random.Random(1)
     for number in range(10 * MAXIMUM_OPEN_STEPS):
@@ -120,7 +120,7 @@ def test_step_numbers_from_nowhere_do_not_fill_the_memory_or_stop_the_rest():
     assert assembler.dropped_steps > 0
 
 
-def test_decoding_leaves_out_impossible_times_and_reads_unknowns():
+def test_decoding_drops_impossible_times_and_reads_unknown_values():
     def record(start: int, duration: int) -> bytes:
         return RECORD.pack(
             1, Op.FORWARD, 7, 0xFFFF, 2, 41, 0xFFFF_FFFF, 0xFFFF_FFFF, 0, 8, 9, start, duration
@@ -138,7 +138,7 @@ def test_decoding_leaves_out_impossible_times_and_reads_unknowns():
     assert block(SpanBlock("job", 0, 0, to_columns(rows), 2**63 - 1)) is None
 
 
-def test_nobody_vouches_for_itself():
+def test_a_value_is_not_compared_with_itself():
     chance = np.random.default_rng(3)
     for count in range(2, 10):
         values = chance.random(count)

@@ -22,7 +22,7 @@ MS = 1_000_000
 
 
 def spans(*rows: tuple[int, int, int], flags: int = 0) -> Spans:
-    """(op, start ms, end ms) each."""
+    """Return spans of rows (op, start ms, end ms)."""
     table = np.full((FIELDS, len(rows)), -1, dtype=np.int64)
     for column, (op, start, end) in enumerate(rows):
         table[:, column] = [
@@ -37,7 +37,7 @@ def parts_of(
     phase_ms: tuple[int, int] | None = None,
     flags: int = 0,
 ) -> dict[str, float]:
-    """Seconds by part; the rows hold a STEP. `waits_ms`: of each row."""
+    """Return seconds by part. The rows contain a STEP; `waits_ms` has one value per row."""
     one = spans(*rows, flags=flags)
     timeline = StepTimeline(one)
     alone = ReplicaPhases(timeline.end_ns, timeline.end_ns)
@@ -53,7 +53,7 @@ def parts_of(
     }
 
 
-def test_a_collective_inside_a_forward_is_no_compute():
+def test_a_collective_inside_a_forward_is_not_compute():
     part = parts_of(
         (Op.FORWARD, 0, 10), (Op.ALL_REDUCE, 4, 7), (Op.STEP, 0, 20), waits_ms=[0, 2, 0]
     )
@@ -62,17 +62,17 @@ def test_a_collective_inside_a_forward_is_no_compute():
     assert part["wait"] == pytest.approx(0.002)
 
 
-def test_an_async_collective_takes_no_time_of_the_host():
+def test_an_async_collective_takes_no_host_time():
     rows = ((Op.FORWARD, 0, 10), (Op.ALL_REDUCE, 2, 9), (Op.STEP, 0, 10))
     assert parts_of(*rows, flags=Flag.ASYNC)["compute"] == 0.010
 
 
-def test_a_gc_pause_is_no_compute():
+def test_a_gc_pause_is_not_compute():
     part = parts_of((Op.FORWARD, 0, 10), (Op.GC, 2, 5), (Op.STEP, 0, 10))
     assert (part["compute"], part["gc"]) == (0.007, 0.003)
 
 
-def test_what_a_checkpoint_or_an_evaluation_does_is_neither_compute_nor_communication():
+def test_checkpoints_and_evaluations_are_neither_compute_nor_communication():
     part = parts_of(
         (Op.FORWARD, 0, 10),
         (Op.CHECKPOINT, 10, 20),
@@ -97,7 +97,7 @@ def test_waiting_for_another_stage_is_the_bubble_only_within_the_pipeline_phase(
     assert part["wait"] == pytest.approx(0.004)
 
 
-def test_a_loop_without_microbatch_hooks_computes_what_is_not_explained():
+def test_without_microbatch_hooks_unexplained_time_is_compute():
     part = parts_of((Op.DATA_WAIT, 0, 2), (Op.ALL_REDUCE, 8, 10), (Op.STEP, 0, 12))
     assert part["self"] == pytest.approx(0.008)
 

@@ -1,4 +1,4 @@
-"""What idles in a pipeline phase, and why."""
+"""Idle time in a pipeline phase, and its causes."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def shares(bubble):
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (4, 8), (4, 3), (8, 16)])
 @pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])
-def test_equal_stages_idle_as_theory_says(schedule, stages, microbatches):
+def test_equal_stages_idle_as_in_theory(schedule, stages, microbatches):
     job = SimulatedStep(Topology(2, stages, 2), schedule(stages, microbatches), jitter=0.0)
     bubbles = measured(job)
     assert [one.stage for one in bubbles] == list(range(stages))
@@ -72,7 +72,7 @@ def test_an_unknown_schedule_has_the_theory_of_its_own_order():
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])
-def test_short_transfers_belong_to_working(schedule):
+def test_short_transfers_count_as_work(schedule):
     job = SimulatedStep(Topology(2, 4, 1), schedule(4, 8), transfer_seconds=0.0004)
     for one in measured(job):
         assert one.measured_ratio == pytest.approx(one.theory_ratio, abs=0.01)
@@ -91,7 +91,7 @@ CAUSES = [
 @pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])
 @pytest.mark.parametrize(("cause", "change"), CAUSES, ids=[name for name, _ in CAUSES])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_excess_is_blamed_on_what_was_changed(schedule, cause, change, seed):
+def test_the_excess_is_attributed_to_what_was_changed(schedule, cause, change, seed):
     job = SimulatedStep(
         Topology(4, 4, 1), schedule(4, 8), **{"transfer_seconds": 0.0003, "jitter": 0.02, **change}
     )
@@ -109,7 +109,7 @@ def test_the_excess_is_blamed_on_what_was_changed(schedule, cause, change, seed)
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])
-def test_clocks_of_nodes_need_not_agree(schedule):
+def test_bubbles_are_measured_even_if_the_nodes_clocks_disagree(schedule):
     job = SimulatedStep(Topology(2, 4, 1), schedule(4, 8), transfer_seconds=0.0003, jitter=0.02)
     straight = measured(job)
     skewed = measured(dataclasses.replace(job, skew_ns={1: 5_000_000, 2: -5_000_000, 3: 3_000_000}))
@@ -155,7 +155,7 @@ def test_an_impossible_order_is_refused():
         Pipeline([[PipelineAction(Op.FORWARD, 0)], [PipelineAction(Op.FORWARD, 1)]])
 
 
-def test_of_two_replicas_the_slow_one_has_a_straggler_not_an_uneven_stage():
+def test_a_slow_replica_is_a_straggler_not_an_uneven_stage():
     job = SimulatedStep(
         Topology(2, 2, 2), gpipe(2, 8), transfer_seconds=0.0003, jitter=0.02, slow={2: 2.5}
     )

@@ -1,4 +1,4 @@
-"""The ledger's parts sum to the wall time, whatever happens."""
+"""The ledger's parts sum to the wall time, for any input."""
 
 import pytest
 from hypothesis import given
@@ -47,7 +47,7 @@ def parts_sum(ledger: Ledger) -> float:
     return sum(getattr(ledger, name) for name in names if name != "wall_seconds")
 
 
-def test_a_job_is_as_old_as_it_was_seen_to_be_before_its_first_step():
+def test_the_beginning_of_a_job_may_move_back_before_its_first_step():
     ledger = GoodputLedger()
     ledger.begin(0, at(50), None)
     ledger.extend_back(at(10))
@@ -59,7 +59,7 @@ def test_a_job_is_as_old_as_it_was_seen_to_be_before_its_first_step():
     assert parts_sum(ledger) == pytest.approx(50)
 
 
-def test_startup_steps_and_idleness():
+def test_startup_steps_and_idle_time():
     ledger = GoodputLedger()
     assert ledger.read(at(0)) == Ledger()
     ledger.begin(0, at(0), None)
@@ -73,7 +73,7 @@ def test_startup_steps_and_idleness():
     assert ledger.goodput_ratio == pytest.approx(4 * 0.85 / 12)
 
 
-def test_steps_behind_a_restart_are_lost_and_the_gap_is_restart():
+def test_steps_repeated_by_a_restart_are_lost_and_the_gap_is_restart():
     ledger = GoodputLedger()
     ledger.begin(0, at(0), None)
     for number in range(5):
@@ -108,7 +108,7 @@ def test_steps_of_the_old_generation_and_repeated_steps_change_nothing():
     assert ledger.read(at(4)).useful_steps == 1
 
 
-def test_a_step_that_claims_a_day_takes_no_more_than_there_was():
+def test_a_step_cannot_take_more_time_than_has_passed():
     ledger = GoodputLedger()
     ledger.begin(0, at(0), None)
     ledger.add(step(0, 0, 86_400), at(10))
@@ -117,7 +117,7 @@ def test_a_step_that_claims_a_day_takes_no_more_than_there_was():
     assert parts_sum(ledger) == pytest.approx(10)
 
 
-def test_a_new_worker_goes_on_with_the_same_books():
+def test_a_new_worker_continues_with_the_same_ledger():
     ledger = GoodputLedger()
     ledger.begin(0, at(0), None)
     for number in range(3):
@@ -144,7 +144,7 @@ def test_a_new_worker_goes_on_with_the_same_books():
     ),
     st.floats(0, 300),
 )
-def test_the_parts_sum_to_the_wall_time_whatever_is_put_in(actions, until):
+def test_the_parts_sum_to_the_wall_time_for_any_input(actions, until):
     ledger = GoodputLedger()
     generation = 0
     ledger.begin(generation, at(0), None)

@@ -1,4 +1,4 @@
-"""All ranks at once come out as each rank by itself, moment by moment, the slow and obvious way."""
+"""The breakdown of all ranks at once equals a slow, naive one of each rank by itself."""
 
 from collections import defaultdict
 
@@ -49,7 +49,7 @@ def table(rank: int, own: list[Row]) -> Spans:
 
 
 def groups() -> Groups:
-    """Id 1 is everybody's "dp" of two; id 2 was never defined."""
+    """Id 1 is a "dp" group of two for every rank; id 2 is undefined."""
     known = Groups(TOPOLOGY.world_size)
     for rank in range(TOPOLOGY.world_size):
         pair = [rank // 2 * 2, rank // 2 * 2 + 1]
@@ -98,7 +98,7 @@ def each(spans: Spans) -> list[tuple[int, ...]]:
 def obvious_winners(
     own: list[tuple[int, ...]], waits: list[int], interval: range, phase: range
 ) -> dict[int, Part]:
-    """The part that wins each moment on one rank."""
+    """Return the part that wins at each time on one rank."""
     winners = {}
     simple = {
         Op.EVALUATE: Part.EVALUATE, Op.CHECKPOINT: Part.CHECKPOINT, Op.GC: Part.GC,
@@ -126,7 +126,7 @@ def obvious_winners(
 
 
 def training(own: list[tuple[int, ...]]) -> list[range]:
-    """The moments of each microbatch that belongs to no evaluation."""
+    """Return the times of each microbatch outside evaluations."""
     found = [(op, start, start + long) for _, op, *_, start, long in own]
     evaluations = [(start, end) for op, start, end in found if op == Op.EVALUATE]
     return [
@@ -142,7 +142,7 @@ def training(own: list[tuple[int, ...]]) -> list[range]:
     st.sampled_from([1, 5, SPANS_AT_A_TIME]),
 )
 @example([((0, 1), [(op, -1, 0, 0, 0, 0, 0) for op in (Op.FORWARD, Op.DATA_WAIT)])] * 4, 1)
-def test_parts_and_waits_are_those_of_each_rank_moment_by_moment(played, at_a_time):
+def test_parts_and_waits_equal_those_computed_rank_by_rank(played, at_a_time):
     ends = [start + length for (start, length), _ in played]
     per_rank = [
         table(rank, [*own, (Op.STEP, *whole, 0, 0, 0, 0)])

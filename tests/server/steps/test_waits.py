@@ -1,4 +1,4 @@
-"""Waits: who arrived last, without trusting clocks where that can be avoided."""
+"""Waits in collectives and transfers, without relying on clocks where possible."""
 
 import numpy as np
 
@@ -47,14 +47,14 @@ def waits_ns(ranks: dict[int, Spans], known: Groups) -> dict[int, np.ndarray]:
 
 
 def groups(*local_ids: int) -> Groups:
-    """Ranks 0 and 1 form "tp", known to each by its own id."""
+    """Ranks 0 and 1 form "tp", each with its own local id."""
     known = Groups(4)
     for rank, local_id in enumerate(local_ids):
         known.add(rank, GroupDefinition(local_id, "tp", [0, 1], "tp"))
     return known
 
 
-def test_the_last_to_arrive_waits_for_nobody_whatever_the_clocks_say():
+def test_the_last_rank_to_arrive_does_not_wait_whatever_the_clocks_say():
     skewed = 7_000_000_000
     ranks = {
         0: spans({"op": Op.ALL_REDUCE, "group": 3, "start": 100, "duration": 50}),
@@ -128,14 +128,14 @@ def transfer_seconds(send: dict[str, int], *receive: dict[str, int]) -> list[flo
     return (met(ranks, Groups(2)).transfers.transfer_seconds * 1e9).round().tolist()
 
 
-def test_a_transfer_lasts_as_long_as_whoever_came_last_was_in_it():
+def test_a_transfer_lasts_as_long_as_the_last_rank_was_in_it():
     assert transfer_seconds({"start": 0, "duration": 500}, {"start": 460, "duration": 40}) == [40]
     assert transfer_seconds({"start": 460, "duration": 30}, {"start": 0, "duration": 500}) == [30]
     skewed = 10**12
     assert transfer_seconds({"start": skewed, "duration": 9}, {"start": 0, "duration": 50}) == [9]
 
 
-def test_an_async_send_that_the_host_asked_about_much_later_lasts_until_the_receive_ends():
+def test_an_async_send_with_a_late_wait_lasts_until_the_receive_ends():
     send = {"start": 100, "duration": 9000, "flags": Flag.ASYNC}
     assert transfer_seconds(send, {"start": 20, "duration": 95}) == [15]
     assert transfer_seconds(send, {"start": 150, "duration": 7}) == [7]
@@ -143,7 +143,7 @@ def test_an_async_send_that_the_host_asked_about_much_later_lasts_until_the_rece
     assert transfer_seconds(late_clock, {"start": 20, "duration": 95}) == [0]
 
 
-def test_a_send_holds_its_sender_up_for_as_long_as_the_host_was_in_it():
+def test_a_send_blocks_its_sender_while_the_host_is_in_it():
     launched = {"start": 100, "duration": 900, "flags": Flag.ASYNC}
     waited = {"start": 300, "duration": 50, "flags": Flag.WAIT}
     for sends, end_ns in (
@@ -158,7 +158,7 @@ def test_a_send_holds_its_sender_up_for_as_long_as_the_host_was_in_it():
         assert met(ranks, Groups(2)).transfers.send_end_ns.tolist() == [end_ns]
 
 
-def test_a_transfer_that_nobody_waited_for_cost_nothing():
+def test_a_transfer_that_no_rank_waited_for_costs_nothing():
     send = {"start": 100, "duration": 9000, "flags": Flag.ASYNC}
     receive = {"start": 0, "duration": 5000, "flags": Flag.ASYNC}
     assert transfer_seconds(send, receive) == [0]
@@ -166,14 +166,14 @@ def test_a_transfer_that_nobody_waited_for_cost_nothing():
     assert transfer_seconds(send, {**receive, "duration": 150}, waited) == [50]
 
 
-def test_a_transfer_of_which_only_one_end_was_seen_is_none():
+def test_a_transfer_with_only_one_recorded_end_is_not_counted():
     ranks = {1: spans({"op": Op.RECV, "peer": 0, "start": 100, "duration": 50})}
     assert met(ranks, Groups(2)).transfers.source.size == 0
     only_waited = {"start": 130, "duration": 20, "flags": Flag.WAIT}
     assert transfer_seconds({"start": 0, "duration": 5, "flags": Flag.ASYNC}, only_waited) == []
 
 
-def test_a_collective_tells_who_came_last_how_long_it_took_then_and_how_long_others_waited():
+def test_a_collective_has_its_last_rank_its_transfer_time_and_the_longest_wait():
     ranks = {
         0: spans({"op": Op.ALL_REDUCE, "group": 3, "duration": 80, "bytes": 4096, "sequence": 7}),
         1: spans({"op": Op.ALL_REDUCE, "group": 9, "duration": 30, "bytes": 4096, "sequence": 7}),

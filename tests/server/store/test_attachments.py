@@ -39,7 +39,7 @@ class Found:
             )
             self._tell(agent_id, RankAttached(time_ns=self._now_ns, identity=identity))
 
-    def tell_again(self) -> None:
+    def report_again(self) -> None:
         """As agents do that were restarted."""
         for agent_id, event in list(self._told):
             self._tell(agent_id, event)
@@ -124,6 +124,6 @@ def test_a_node_has_ranks_of_its_last_generation_only(database: Database) -> Non
     found.run(2, range(1), "node-1")
     assert found.whole() == [], "rank 0 twice, rank 1 not yet"
     found.run(2, range(1, 2), "node-1", generation=1)
-    found.tell_again()
+    found.report_again()
     assert found.take() == [200, 401]
     assert found.whole() == []

@@ -1,4 +1,4 @@
-"""Jobs that others start: torchrun, Slurm, a shell. Real servers, simulated nodes."""
+"""External jobs (torchrun, Slurm, a shell) with real servers and simulated nodes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def job(server: Any) -> Callable[[str], dict[str, Any] | None]:
     return of
 
 
-def heard_of_all(nodes: list[SimulatedNode], wait_for: Callable[..., Any]) -> None:
-    """All that was said until now is stored."""
+def wait_until_stored(nodes: list[SimulatedNode], wait_for: Callable[..., Any]) -> None:
+    """Wait until all batches sent so far are stored."""
     before = [node.acknowledged for node in nodes]
     wait_for(
         lambda: all(
@@ -42,20 +42,20 @@ def heard_of_all(nodes: list[SimulatedNode], wait_for: Callable[..., Any]) -> No
 
 
 def trains(server: Any, job_id: str, generation: int) -> bool:
-    """Every rank of it has done steps."""
+    """Return whether every rank has finished steps."""
     job = server.client.get(f"/api/v1/jobs/{job_id}").json()
     ranks = server.client.get(f"/api/v1/jobs/{job_id}/ranks").json().get("items", [])
     return job["generation"] == generation and min(rank["step"] or 0 for rank in ranks) >= 3
 
 
-def test_it_is_there_once_all_ranks_are_and_ends_when_they_end(
+def test_an_external_job_appears_with_its_last_rank_and_ends_with_its_ranks(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
-    nodes[0].run_for_others("slurm-7", 0, PAIR)
-    heard_of_all(nodes, wait_for)
+    nodes[0].run_external("slurm-7", 0, PAIR)
+    wait_until_stored(nodes, wait_for)
     time.sleep(0.5)
     assert job("slurm-7") is None
-    nodes[1].run_for_others("slurm-7", 1, PAIR)
+    nodes[1].run_external("slurm-7", 1, PAIR)
     found = wait_for(lambda: job("slurm-7"), "the job")
     assert (found["state"], found["watched"], found["mode"]) == ("running", True, "observe")
     wait_for(lambda: (job("slurm-7")["step"] or 0) >= 3, "steps")
@@ -80,7 +80,7 @@ def test_it_is_there_once_all_ranks_are_and_ends_when_they_end(
 @pytest.mark.parametrize(
     ("script", "name"), [("train.py", "train.py"), ("\0\n", "train"), ("x\x1b" * 200, "x" * 200)]
 )
-def test_it_is_called_by_its_script_where_that_has_a_name(
+def test_an_external_job_is_named_after_its_script(
     server: Any,
     nodes: list[SimulatedNode],
     job: Any,
@@ -88,16 +88,16 @@ def test_it_is_called_by_its_script_where_that_has_a_name(
     script: str,
     name: str,
 ) -> None:
-    nodes[0].run_for_others("train", 0, Topology(), metadata={"script": script})
+    nodes[0].run_external("train", 0, Topology(), metadata={"script": script})
     found = wait_for(lambda: job("train"), "the job")
     assert (found["id"], found["name"]) == ("train", name)
 
 
-def test_a_crash_is_told_and_left_to_others(
+def test_a_crash_is_reported_and_not_repaired(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
     for number in range(2):
-        nodes[number].run_for_others("train", number, PAIR)
+        nodes[number].run_external("train", number, PAIR)
     wait_for(lambda: ((job("train") or {}).get("step") or 0) >= 3, "steps")
     nodes[1].crash(1)
     nodes[0].crash(0)
@@ -106,18 +106,18 @@ def test_a_crash_is_told_and_left_to_others(
     assert (incident["kind"], incident["rank"]) == ("failure", 1)
     # torchrun --max-restarts: the same ranks in new processes are another generation.
     for number in range(2):
-        nodes[number].run_for_others("train", number, PAIR, generation=1)
+        nodes[number].run_external("train", number, PAIR, generation=1)
     wait_for(lambda: job("train")["state"] == "running", "the next generation")
     wait_for(lambda: job("train")["generation"] == 1 and (job("train")["step"] or 0) >= 3, "steps")
     assert len(server.client.get("/api/v1/jobs/train/ranks").json()["items"]) == 2
 
 
-def test_why_all_are_gone_at_once_is_told_before_the_job_is_over(
+def test_the_cause_of_a_sudden_end_is_reported_before_the_job_ends(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
-    """torchrun ends all ranks when one has died, and nobody knows their exit codes."""
+    """torchrun ends all ranks when one has died, and their exit codes are unknown."""
     for rank in range(2):
-        nodes[0].run_for_others("train", rank, PAIR)
+        nodes[0].run_external("train", rank, PAIR)
     wait_for(lambda: ((job("train") or {}).get("step") or 0) >= 3, "steps")
     for rank in range(2):
         nodes[0].vanish(rank)
@@ -126,13 +126,13 @@ def test_why_all_are_gone_at_once_is_told_before_the_job_is_over(
     assert (incident["kind"], incident["ranks"]) == ("failure", [0, 1])
 
 
-def test_the_books_are_kept_over_all_generations(
+def test_the_ledger_covers_all_generations(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
     started = []
     for generation in range(3):
         for number in range(2):
-            nodes[number].run_for_others("train", number, PAIR, generation=generation)
+            nodes[number].run_external("train", number, PAIR, generation=generation)
         wait_for(lambda: job("train"), "the job")
         wait_for(lambda number=generation: trains(server, "train", number), "steps")
         started.append(job("train")["ledger"]["startup_seconds"])
@@ -147,17 +147,17 @@ def test_the_books_are_kept_over_all_generations(
     assert started == [started[0]] * 3, "a job starts up once; then it is restarted"
 
 
-def test_what_only_some_nodes_count_is_a_generation_of_all(
+def test_a_restart_counted_on_some_nodes_is_a_generation_of_the_job(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
-    """A restart is counted by torchrun where a rank had failed, and not on the other nodes."""
+    """torchrun counts a restart on the node where a rank failed, not on the others."""
     created = []
     for generation, said in enumerate([(0, 0), (0, 1), (1, 1), (1, 2)]):
         for number in range(2):
             if generation:
                 nodes[number].crash(number)
             pid = 500 + 10 * generation + number
-            nodes[number].run_for_others("train", number, PAIR, generation=said[number], pid=pid)
+            nodes[number].run_external("train", number, PAIR, generation=said[number], pid=pid)
         wait_for(lambda: job("train"), "the job")
         wait_for(lambda number=generation: trains(server, "train", number), f"{said}")
         created.append(job("train")["created_at"])
@@ -188,24 +188,24 @@ def test_what_only_some_nodes_count_is_a_generation_of_all(
 def test_a_later_generation_ends_one_whose_node_is_lost(
     nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
-    """As after a node's failure under Slurm, which queues the job again."""
+    """As after a node failure under Slurm, which requeues the job."""
     for number in range(2):
-        nodes[number].run_for_others("slurm-8", number, PAIR)
+        nodes[number].run_external("slurm-8", number, PAIR)
     wait_for(lambda: ((job("slurm-8") or {}).get("step") or 0) >= 2, "steps")
     nodes[1].stop()
     nodes[0].crash(0)
     for number, node in enumerate((nodes[0], nodes[2])):
-        node.run_for_others("slurm-8", number, PAIR, generation=100)
+        node.run_external("slurm-8", number, PAIR, generation=100)
     wait_for(lambda: job("slurm-8")["generation"] == 100, "the later generation")
     wait_for(lambda: job("slurm-8")["state"] == "running", "training")
 
 
-def test_another_run_of_the_same_name_takes_the_place_of_the_one_that_ended(
+def test_another_run_of_the_same_name_replaces_the_ended_one(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
     def run(first_pid: int, steps: int) -> list[int]:
         for number in range(2):
-            nodes[number].run_for_others("local", number, PAIR, pid=first_pid + number)
+            nodes[number].run_external("local", number, PAIR, pid=first_pid + number)
         wait_for(lambda: (job("local") or {}).get("state") == "running", "the job")
         wait_for(lambda: (job("local")["step"] or 0) >= steps, "steps")
         for number in range(2):
@@ -221,14 +221,14 @@ def test_another_run_of_the_same_name_takes_the_place_of_the_one_that_ended(
     assert len(server.client.get("/api/v1/jobs").json()["items"]) == 1
 
 
-def test_a_run_counts_its_generations_anew_whatever_those_of_the_one_before(
+def test_a_run_counts_its_own_generations(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
     def run(generation: int, first_pid: int) -> list[Any]:
-        """Steps that are shown of it, though they were begun before."""
+        """Return the steps that are shown of the run."""
         began = datetime.now(UTC) - timedelta(seconds=STEP_SECONDS)
         for number in range(2):
-            nodes[number].run_for_others(
+            nodes[number].run_external(
                 "train", number, PAIR, generation=generation, pid=first_pid + number
             )
         wait_for(lambda: (job("train") or {}).get("generation") == generation, "the job")
@@ -242,21 +242,21 @@ def test_a_run_counts_its_generations_anew_whatever_those_of_the_one_before(
         nodes[number].finish(number)
     wait_for(lambda: job("train")["state"] == "finished", "the end")
     assert not run(0, 600)
-    # Nor does it matter that nobody told the end of the one before.
+    # The end of the previous run need not have been reported.
     run(1, 700)
     assert not run(0, 800)
 
 
-def test_a_run_that_begins_right_after_the_last_one_is_not_forgotten(
+def test_a_run_that_begins_right_after_another_is_taken_up(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
     for number in range(2):
-        nodes[number].run_for_others("local", number, PAIR)
+        nodes[number].run_external("local", number, PAIR)
     wait_for(lambda: (job("local") or {}).get("state") == "running", "the job")
     for number in range(2):
-        # In one batch or in two, and then once more after it.
+        # In one batch or in two, and then repeated.
         nodes[number].crash(number)
-        nodes[number].run_for_others("local", number, PAIR, pid=600 + number)
+        nodes[number].run_external("local", number, PAIR, pid=600 + number)
         exited = RankExited(
             time_ns=time.time_ns(), job="local", generation=0, rank=number, pid=1000 + number
         )
@@ -267,12 +267,12 @@ def test_a_run_that_begins_right_after_the_last_one_is_not_forgotten(
         return [rank["pid"] for rank in items]
 
     wait_for(lambda: pids() == [600, 601], "the next run")
-    heard_of_all(nodes, wait_for)
+    wait_until_stored(nodes, wait_for)
     assert job("local")["state"] == "running"
     wait_for(lambda: (job("local")["step"] or 0) >= 3, "steps")
 
 
-def test_a_run_on_the_same_nodes_ends_one_whose_end_nobody_told(
+def test_a_run_on_the_same_nodes_ends_one_whose_end_was_not_reported(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
     """As after a node's reboot, or of ranks that ended while their agent was away."""
@@ -283,23 +283,23 @@ def test_a_run_on_the_same_nodes_ends_one_whose_end_nobody_told(
 
     for first_pid in (500, 600):
         for number in range(2):
-            nodes[number].run_for_others("local", number, PAIR, pid=first_pid + number)
+            nodes[number].run_external("local", number, PAIR, pid=first_pid + number)
         wait_for(lambda: (job("local") or {}).get("state") == "running", "the job")
         wait_for(lambda first=first_pid: pids() == [first, first + 1], "its ranks")
     wait_for(lambda: (job("local")["step"] or 0) >= 3, "steps")
 
 
-def test_of_two_jobs_of_one_name_the_second_waits_for_the_end_of_the_first(
+def test_a_second_job_of_the_same_name_waits_for_the_end_of_the_first(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
     def node() -> str:
         items = server.client.get("/api/v1/jobs/local/ranks").json()["items"]
         return str(items[0]["node"])
 
-    nodes[0].run_for_others("local", 0, Topology())
+    nodes[0].run_external("local", 0, Topology())
     wait_for(lambda: job("local"), "the first")
-    nodes[1].run_for_others("local", 0, Topology())
-    heard_of_all(nodes, wait_for)
+    nodes[1].run_external("local", 0, Topology())
+    wait_until_stored(nodes, wait_for)
     time.sleep(0.5)
     assert (job("local")["state"], node()) == ("running", "node-0")
     nodes[0].finish(0)
@@ -307,10 +307,10 @@ def test_of_two_jobs_of_one_name_the_second_waits_for_the_end_of_the_first(
     wait_for(lambda: job("local")["state"] == "running", "the second")
 
 
-def test_of_two_jobs_on_one_node_the_second_keeps_it(
+def test_a_second_job_on_a_node_keeps_it_after_the_first_ends(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
-    """A node that others use is not free for a job of our own."""
+    """A node that an external job uses is not free for a job of Paceline."""
 
     def node() -> Any:
         return server.client.get("/api/v1/nodes").json()["items"][0]
@@ -319,8 +319,8 @@ def test_of_two_jobs_on_one_node_the_second_keeps_it(
         return node()["job_id"]
 
     for rank, name in enumerate(("first", "second")):
-        nodes[0].run_for_others(name, rank, PAIR, pid=500)
-        nodes[1].run_for_others(name, 1 - rank, PAIR, pid=500 + rank)
+        nodes[0].run_external(name, rank, PAIR, pid=500)
+        nodes[1].run_external(name, 1 - rank, PAIR, pid=500 + rank)
         wait_for(lambda name=name: (job(name) or {}).get("state") == "running", "the job")
     assert holder() == "first"
     assert node()["ranks_by_job"] == {"first": [0], "second": [1]}
@@ -336,35 +336,35 @@ def test_of_two_jobs_on_one_node_the_second_keeps_it(
     assert holder() is None
 
 
-def test_ranks_that_are_told_of_again_change_nothing(
+def test_repeated_reports_of_ranks_change_nothing(
     nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
     for number in range(2):
-        nodes[number].run_for_others("slurm-9", number, PAIR)
+        nodes[number].run_external("slurm-9", number, PAIR)
     wait_for(lambda: (job("slurm-9") or {}).get("state") == "running", "the job")
     created = job("slurm-9")["created_at"]
     for number in range(2):
-        nodes[number].tell_again(number)
-    heard_of_all(nodes, wait_for)
+        nodes[number].report_again(number)
+    wait_until_stored(nodes, wait_for)
     time.sleep(0.5)
     assert job("slurm-9")["created_at"] == created
     assert job("slurm-9")["state"] == "running"
     for number in range(2):
         nodes[number].finish(number)
-        nodes[number].tell_again(number)
+        nodes[number].report_again(number)
     wait_for(lambda: job("slurm-9")["state"] == "finished", "the end")
-    heard_of_all(nodes, wait_for)
+    wait_until_stored(nodes, wait_for)
     assert job("slurm-9")["state"] == "finished"
 
 
-def test_names_that_are_no_names_and_jobs_of_our_own_are_left_alone(
+def test_invalid_names_and_jobs_started_by_paceline_are_ignored(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
     ours = post_job(server.url)
     wait_for(lambda: job(ours)["state"] == "running", "training")
     for name in ("", "a/b", "../x", "x" * 65, "nul\0", "-x", "ümlaut"):
-        nodes[2].run_for_others(name, 0, Topology())
-    nodes[2].run_for_others("one", 0, Topology())
+        nodes[2].run_external(name, 0, Topology())
+    nodes[2].run_external("one", 0, Topology())
     wait_for(lambda: job("one"), "the one with a name")
     with server.program.database.read() as session:
         assert {row.job_id for row in session.query(AttachmentRow)} == {"one"}

@@ -1,4 +1,4 @@
-"""A rank's row follows its events, whatever their order, and nobody else's."""
+"""A rank's row follows its own events, in any order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_other_generations_and_other_nodes_change_nothing() -> None:
     assert watched.changed() == []
 
 
-def test_only_what_people_see_matters_at_once() -> None:
+def test_only_visible_changes_are_urgent() -> None:
     watched = ranks()
     watched.update_progress([RankProgress(0, 5, "all_reduce tp#1", 0.1, "S", "running")])
     assert watched.changed_visibly()
@@ -59,7 +59,7 @@ def test_text_of_agents_fits_its_column() -> None:
     assert len(row["status"]) <= 32
 
 
-def test_how_far_a_rank_is_can_wait_but_not_its_end() -> None:
+def test_the_progress_of_a_rank_can_wait_but_not_its_end() -> None:
     watched = ranks()
     watched.update_progress([RankProgress(0, 5, "all_reduce tp#1", 0.1, "S", "running")])
     assert watched.changed_visibly()

@@ -1,4 +1,4 @@
-"""What nobody needs any more is forgotten once a server works, whoever was to take it."""
+"""Old alerts and commands are deleted by any running server."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def ids(database: Database, table: Any) -> list[int]:
         return list(session.scalars(select(table.id).order_by(table.id)))
 
 
-def test_alerts_go_after_a_week_also_where_nobody_takes_them_any_more(
+def test_alerts_are_deleted_after_a_week_even_if_never_delivered(
     database: Database, run_server: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
     with database.write() as session:
@@ -76,7 +76,7 @@ def test_alerts_go_after_a_week_also_where_nobody_takes_them_any_more(
     wait_for(lambda: ids(database, OutboxRow) == [3], "the old ones to go")
 
 
-def test_finished_commands_go_after_a_week_but_not_those_of_an_action_that_runs(
+def test_finished_commands_are_deleted_after_a_week_unless_their_action_runs(
     database: Database, run_server: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
     with database.write() as session:

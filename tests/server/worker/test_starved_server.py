@@ -1,4 +1,4 @@
-"""A server that could not listen takes no node for lost: only those that fell silent are."""
+"""A server that could not receive counts no node as lost that still sends."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ ON_SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 
 @ON_SQLITE
-def test_a_server_that_was_stopped_takes_no_node_for_lost(watched: Watched) -> None:
+def test_a_server_that_was_stopped_counts_no_node_as_lost(watched: Watched) -> None:
     watched.process.signal(signal.SIGSTOP)
     time.sleep(STOPPED_SECONDS)
     watched.process.signal(signal.SIGCONT)
@@ -72,8 +72,8 @@ def test_a_server_that_was_stopped_takes_no_node_for_lost(watched: Watched) -> N
 
 @pytest.mark.campaign
 @ON_SQLITE
-def test_a_server_that_hardly_runs_takes_no_node_for_lost(watched: Watched) -> None:
-    """Each pause is too short to be noticed as one."""
+def test_a_server_with_little_cpu_time_counts_no_node_as_lost(watched: Watched) -> None:
+    """Each pause is too short to count as one."""
     until = time.monotonic() + 20.0
     while time.monotonic() < until:
         watched.process.signal(signal.SIGSTOP)

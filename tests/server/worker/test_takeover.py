@@ -75,7 +75,7 @@ def cluster(
 
 
 def check_side_effects(cluster: Cluster, job_id: str, restarts: int) -> None:
-    """Each generation was started once on each of its nodes, each incident told of once."""
+    """Each generation was started once on each of its nodes, each incident alerted once."""
     generations = {row.generation: row.placement for row in cluster.rows(GenerationRow)}
     assert sorted(generations) == list(range(1, restarts + 2))
     commands = Counter((row.kind, row.generation, row.agent_id) for row in cluster.rows(CommandRow))
@@ -134,7 +134,9 @@ def test_a_killed_worker_is_replaced_without_loss_or_repetition(
     assert lease.expires_ns == 0, "a worker that ends gives its lease back"
 
 
-def test_a_frozen_worker_wakes_up_powerless(cluster: Cluster, wait_for: Callable[..., Any]) -> None:
+def test_a_frozen_worker_cannot_write_after_it_wakes_up(
+    cluster: Cluster, wait_for: Callable[..., Any]
+) -> None:
     zombie = cluster.worker()
     job_id = post_job(cluster.url)
     wait_for(lambda: (cluster.job(job_id)["step"] or 0) >= 3, "steps")
@@ -153,7 +155,7 @@ def test_a_frozen_worker_wakes_up_powerless(cluster: Cluster, wait_for: Callable
         for command in node.carried_out
         if isinstance(command, StopGeneration)
     ]
-    # Each node once, the spare one too: it may run ranks of long ago.
+    # Each node once, also the spare: it may run ranks of an earlier generation.
     assert len(stops) == len({command.command_id for command in stops}) == 3
 
 
