@@ -176,7 +176,7 @@ class Agent:
         if self._settings.metrics_port is not None:
             self._exporter.start(self._settings.metrics_host, self._settings.metrics_port)
         await self._supervisor.adopt()
-        self._rings.clean(self._positions.load(self._spool))
+        self._rings.attach_existing(self._positions.load(self._spool))
         log.info("agent %s sends to %s", self._settings.agent_id, self._settings.server_url)
         try:
             async with asyncio.TaskGroup() as group:

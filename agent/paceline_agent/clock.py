@@ -36,7 +36,7 @@ class Clock(Protocol):
         """Return the time on the agent's timeline."""
 
     def monotonic_seconds(self) -> float:
-        """Return a time that only differences are taken of."""
+        """Return seconds of a clock that never goes back; only differences have a meaning."""
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> asyncio.Handle:
         """Call back in the running loop after a pause."""

@@ -34,7 +34,7 @@ if sys.byteorder != "little":  # pragma: no cover
 
 
 class Op(enum.IntEnum):
-    """What a span measured. Ids are part of the format: never reuse one."""
+    """The kind of work that a span measured. Ids are part of the format: never reuse one."""
 
     FORWARD = 1
     BACKWARD = 2

@@ -101,7 +101,7 @@ class Rings:
     def __len__(self) -> int:
         return len(self._attached)
 
-    def clean(self, read: Mapping[RankKey, int] | None = None) -> None:
+    def attach_existing(self, read: Mapping[RankKey, int] | None = None) -> None:
         """Attach the rings of an earlier agent, and finish those whose rank has ended meanwhile.
 
         Call it before the first poll. The supervisor finishes the rings of adopted ranks.

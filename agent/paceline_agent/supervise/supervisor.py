@@ -186,7 +186,7 @@ class Supervisor:
         newest = max(self._newest.get(job, -1), self._stopped.get(job, -1) + 1)
         if generation >= newest:
             return None
-        return f"generation {generation} of {job} is refused: {newest} is the oldest allowed here"
+        return f"generation {generation} of {job} is refused: this node accepts {newest} and later"
 
     async def stop(self, job: str, generation: int, grace_seconds: float) -> str | None:
         """Kill all ranks of `job` up to `generation`. Return None, or which ranks are not dead."""

@@ -296,7 +296,7 @@ def test_a_rank_that_ended_without_an_agent_is_reported_with_its_last_spans(
     process.wait()
     writer = Writer(bench.directory, pid=process.pid)
     writer.write(5)
-    bench.rings.clean({RankKey("job", 0, 0): 3})
+    bench.rings.attach_existing({RankKey("job", 0, 0): 3})
     events, blocks = bench.taken()
     assert isinstance(events[-1], RankExited)
     assert events[-1].pid == process.pid
@@ -343,7 +343,7 @@ def test_rings_of_dead_ranks_are_deleted_and_live_ones_are_read_from_their_head(
     dead = Writer(bench.directory, rank=0, pid=process.pid)
     living = Writer(bench.directory, rank=1)
     living.write(9)
-    bench.rings.clean()
+    bench.rings.attach_existing()
     assert not dead.path.exists()
     living.write(2)
     _, blocks = bench.poll()
