@@ -198,7 +198,7 @@ class Session:
             self.wrappers.uninstall()
 
     def guard(self, call: Callable[..., None], *args: Any) -> None:
-        """Run `call`; count and log an error of Paceline instead of raising it into the training."""
+        """Run `call`; count and log an error of Paceline instead of raising it in the training."""
         try:
             call(*args)
         except Exception as error:
