@@ -1,4 +1,4 @@
-"""What a detector is shown: one generation (fixed), and at each tick what is known by now."""
+"""The input of a detector: one `Generation` (fixed), and one `Observation` per tick."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from paceline_wire.batch import DeviceEvent, RankExited, RankStackTraces, RankSt
 from paceline_wire.ring import StateView
 from paceline_wire.topology import Topology
 
-# News that is older than what is known, and nothing newer for so long: the clock was set back.
+# If only reports older than the newest one arrive for this long, the node's clock was set back.
 CLOCK_STEP_NS = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One life of the job: which rank runs where."""
+    """One start of the job: which rank runs on which node and GPU."""
 
     job: str
     number: int
@@ -39,39 +39,39 @@ class Generation:
             return None
         return self.topology.coordinates(rank).pp_rank
 
-    def place(self, rank: int) -> str:
-        """`rank 2 on node-1`."""
+    def rank_text(self, rank: int) -> str:
+        """Return `rank 2 (node-1)`."""
         node = self.nodes.get(rank)
-        return f"rank {rank}" if node is None else f"rank {rank} on {node}"
+        return f"rank {rank}" if node is None else f"rank {rank} ({node})"
 
     def subject(self, rank: int | None) -> str:
-        """The same at the start of a sentence; without a rank it is the job."""
-        return "The job" if rank is None else "R" + self.place(rank)[1:]
+        """Return `Rank 2 (node-1)`, or `The job` without a rank, to start a sentence."""
+        return "The job" if rank is None else "R" + self.rank_text(rank)[1:]
 
 
 @dataclass(slots=True)
 class LiveRank:
-    """The newest state page of one rank, and for how long it has not changed.
+    """The newest state page of one rank, and for how long it has been unchanged.
 
-    Both bounds are differences on the node's own clock, so neither skew nor late delivery can
-    make a rank look stuck: only the agent having looked twice and seen the same.
+    Both durations are differences on the node's own clock. Neither clock skew nor late delivery
+    can make a rank look stuck: the agent must have read the same page twice.
     """
 
     rank: int
     state: RankState | None = None
     received_ns: int = 0  # server's clock
-    frozen_since_ns: int = 0  # first report that looks like the newest one
-    changing_until_ns: int | None = None  # last report that looked different
+    frozen_since_ns: int = 0  # first report with the same page as the newest
+    changing_until_ns: int | None = None  # last report with another page
     cpu_seconds_when_frozen: float | None = None
 
-    def see(self, state: RankState, received_ns: int) -> None:
-        known = self.state
-        if known is not None and state.time_ns <= known.time_ns:
+    def update(self, state: RankState, received_ns: int) -> None:
+        previous = self.state
+        if previous is not None and state.time_ns <= previous.time_ns:
             if received_ns - self.received_ns < CLOCK_STEP_NS:
                 return  # repeated or reordered
-            known = None  # its clock was set back
-        if known is None or _signature(known.view) != _signature(state.view):
-            self.changing_until_ns = known.time_ns if known is not None else None
+            previous = None  # the clock of the node was set back
+        if previous is None or _signature(previous.view) != _signature(state.view):
+            self.changing_until_ns = previous.time_ns if previous is not None else None
             self.frozen_since_ns = state.time_ns
             self.cpu_seconds_when_frozen = state.cpu_seconds
         self.state = state
@@ -79,14 +79,14 @@ class LiveRank:
 
     @property
     def surely_frozen_seconds(self) -> float:
-        """No change was seen for at least this long."""
+        """Lower bound of the time without a change: only what the agent itself observed."""
         return 0.0 if self.state is None else (self.state.time_ns - self.frozen_since_ns) / 1e9
 
     @property
     def apparently_frozen_seconds(self) -> float:
-        """Since the newest time on the page, but no longer than since a report that differed.
+        """Upper bound: time since the newest timestamp on the page, or the last change observed.
 
-        A page without any (no step was begun) tells only what was seen of it.
+        A page without timestamps (no step started) has only the lower bound.
         """
         if self.state is None:
             return 0.0
@@ -103,7 +103,7 @@ class LiveRank:
 
     @property
     def cpu_share_while_frozen(self) -> float | None:
-        """CPU seconds per second since the page last changed: 1 is spinning, 0 asleep."""
+        """CPU seconds per second since the page last changed: 1 is a busy loop, 0 is asleep."""
         if self.state is None or self.state.cpu_seconds is None:
             return None
         if self.cpu_seconds_when_frozen is None or not self.surely_frozen_seconds:
@@ -112,7 +112,7 @@ class LiveRank:
 
 
 def _signature(view: StateView) -> tuple[object, ...]:
-    """What a rank that makes any progress changes (a loss may be NaN, which equals nothing)."""
+    """Return the fields that change with progress. Not the loss: NaN is unequal to itself."""
     return (
         view.head,
         view.step,
@@ -139,28 +139,28 @@ class SeenDeviceEvent:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One tick. `steps`, `exits` and `device_events`: new since the last one."""
+    """The input of one tick. `steps`, `exits` and `device_events` are new since the last tick."""
 
     now_ns: int  # server's CLOCK_REALTIME
     steps: Sequence[StepSummary]
     exits: Sequence[SeenExit]
     device_events: Sequence[SeenDeviceEvent]
     ranks: Mapping[int, LiveRank]
-    heard_ns: Mapping[str, int]  # agent_id -> receipt of its newest batch
-    exited: Mapping[int, RankExited]  # all ranks of the generation that have ended
-    losses: Mapping[int, tuple[int, float]]  # rank -> (step, newest loss), non-finite ones too
+    last_seen_ns: Mapping[str, int]  # agent_id -> when its newest batch was received
+    exited: Mapping[int, RankExited]  # all ranks of the generation that have exited
+    losses: Mapping[int, tuple[int, float]]  # rank -> (step, newest loss), also if non-finite
     telemetry: Telemetry
     groups: Groups
     sections: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (rank, id) -> name
-    step_seconds_p99: float | None = None  # of the recent steps of this generation
-    steps_finished: int = 0  # by this generation
-    timings: Sequence[StepTiming] = ()  # of `steps`, in the same order
+    step_seconds_p99: float | None = None  # over the recent steps of this generation
+    steps_finished: int = 0  # in this generation
+    timings: Sequence[StepTiming] = ()  # one for each of `steps`, in the same order
     replay: RunReplay | None = None  # of the recent steps
     metadata: Mapping[str, str] = field(default_factory=dict)  # schedule, microbatches, ...
-    records: RecentRecords | None = None  # newest of each rank
-    stacks: Mapping[int, RankStackTraces] = field(default_factory=dict)  # newest taken of each rank
+    records: RecentRecords | None = None  # newest records of each rank
+    stacks: Mapping[int, RankStackTraces] = field(default_factory=dict)  # newest of each rank
     dumps: Mapping[int, Received] = field(default_factory=dict)  # newest of each rank
-    stragglers: frozenset[int] = frozenset()  # ranks named by earlier detectors of this tick
-    # agent_id -> how much longer that batch was under way than its fastest one
+    stragglers: frozenset[int] = frozenset()  # reported by earlier detectors of this tick
+    # agent_id -> delivery time of its newest batch beyond that of its fastest one
     lateness_ns: Mapping[str, int] = field(default_factory=dict)
     standing: frozenset[str] = frozenset()  # kinds of their findings that are not over

@@ -12,7 +12,7 @@ from msgspec.structs import replace as replace_fields
 
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Finding
-from paceline_server.detect.hang.operations import operation_text
+from paceline_server.detect.hang.operation_text import operation_text
 from paceline_server.detect.kinds import kind_of
 from paceline_server.detect.observation import (
     Generation,
@@ -150,7 +150,7 @@ class RunningGeneration:
         return self.placement.nodes.get(rank, agent_id) == agent_id
 
     def _add_state(self, state: RankState, received_ns: int) -> None:
-        self._ranks.setdefault(state.rank, LiveRank(state.rank)).see(state, received_ns)
+        self._ranks.setdefault(state.rank, LiveRank(state.rank)).update(state, received_ns)
         self._moved.add(state.rank)
         view = state.view
         self._joined.add_state(view)
@@ -231,7 +231,7 @@ class RunningGeneration:
             exits=exits,
             device_events=device_events,
             ranks=self._ranks,
-            heard_ns=heard_ns,
+            last_seen_ns=heard_ns,
             lateness_ns=lateness_ns,
             exited=self._exited,
             losses=self._losses,

@@ -172,7 +172,7 @@ def test_what_a_skipped_collective_looks_like() -> None:
     assert (found.rank, found.side) == (1, "mismatch")
     assert found.cause == "mismatched collective: collectives of tp left out or overtaken"
     told = " ".join(each.text for each in found.evidence)
-    assert "rank 1 has entered 1 fewer of collectives of tp than at this point" in told
+    assert "rank 1 entered 1 fewer collectives of tp than at this point" in told
 
 
 def test_two_hosts_at_once_are_both_named() -> None:

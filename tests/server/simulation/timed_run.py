@@ -107,7 +107,7 @@ class TimedRun:
             exits=[],
             device_events=[],
             ranks=dict[int, LiveRank](),
-            heard_ns={},
+            last_seen_ns={},
             exited={},
             losses={},
             telemetry=Telemetry(),

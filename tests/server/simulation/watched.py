@@ -66,7 +66,7 @@ class Watched:
             exits=[],
             device_events=[],
             ranks={},
-            heard_ns={},
+            last_seen_ns={},
             exited={},
             losses={},
             telemetry=self.telemetry,

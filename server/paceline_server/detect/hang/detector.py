@@ -1,11 +1,13 @@
-"""Flags a job that stands still, and names the rank it waits for.
+"""Detect a hung job and name the rank that blocks it.
 
-Still means: every living rank's state page was seen unchanged for long enough, in recent reports.
-Long enough is three times what the culprit's operation usually takes; short when a process is
-found stopped or gone, which is no guess; and long while starting, evaluating or checkpointing.
-The culprit comes from the wait-for graph over the state pages. Once told, Python stacks of the
-culprit and of one that waits for it are asked for, and told when they come; so are all ranks'
-Flight Recorder dumps, and what they say of the culprits.
+A job hangs if the state page of every living rank has been unchanged for long enough, in recent
+reports. Long enough is three times the usual duration of the culprit's operation; less if a process
+is stopped or gone, which is certain; more while the job starts, evaluates or saves a checkpoint.
+
+The verdict has three steps, one module each: who waits for whom (`wait_for_graph`), who is to blame
+(`culprit`), and why (`verdict`); `sentences` puts it into words. After the first report the
+detector asks for the Python stacks of the culprit and of one rank that waits for it, and for the
+Flight Recorder dumps of all ranks. It reports the hang again when they arrive.
 """
 
 from __future__ import annotations
@@ -20,19 +22,18 @@ from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.causes.diagnosis import Diagnosis, diagnose
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
-from paceline_server.detect.hang.blame import Blame, blame
-from paceline_server.detect.hang.program import RankProgram, program_of
-from paceline_server.detect.hang.settings import DEFAULTS, HangSettings
-from paceline_server.detect.hang.stuck import (
-    BUSY_CPU_SHARE,
-    GONE,
-    STOPPED,
-    python_cause,
+from paceline_server.detect.hang.culprit import Culprits, find_culprits
+from paceline_server.detect.hang.python_stacks import (
+    cause_with_stacks,
     stack_evidence,
-    telling_frame,
+    user_frame,
 )
-from paceline_server.detect.hang.verdict import HangCulprit, culprit_of, stopped_culprit
-from paceline_server.detect.hang.waiting import innermost_op
+from paceline_server.detect.hang.rank_cause import BUSY_CPU_SHARE, GONE_STATES, STOPPED_STATES
+from paceline_server.detect.hang.sentences import RESUMED, hang_summary
+from paceline_server.detect.hang.settings import DEFAULTS, HangSettings
+from paceline_server.detect.hang.step_program import RankProgram, program_of
+from paceline_server.detect.hang.verdict import HangVerdict, stopped_verdict, verdict_on
+from paceline_server.detect.hang.wait_for_graph import innermost_op
 from paceline_server.detect.kinds import HANG, Kind
 from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_server.detect.recent import p99_seconds
@@ -40,31 +41,40 @@ from paceline_server.flight_recorder.received import Received, conclude
 from paceline_server.policy import Policy
 from paceline_wire.batch import RankStackTraces
 from paceline_wire.ring import StateView
+from paceline_wire.stacks import StackFrame
 
-MOST_DUMPS = 512  # of ranks; reading each takes some milliseconds of the job's worker
-DUMP_NS = 4_000_000_000  # PyTorch looks for the request once a second, and then writes
-_RANKS_MEASURED = 8  # of a large group: what an operation usually takes is much the same for all
+MAX_RANKS_FOR_DUMPS = 512  # reading a dump takes some milliseconds of the job's worker
+DUMP_TIMEOUT_NS = 4_000_000_000  # PyTorch polls for the request once a second, then writes
+_MAX_RANKS_TIMED = 8  # the usual duration of an operation is similar on all ranks of a group
 
 
 @dataclass(frozen=True, slots=True)
-class _Standing:
-    """The ranks that should be moving, and those that nothing is known of."""
+class _ExpectedRanks:
+    """The ranks that should make progress."""
 
-    live: list[LiveRank]
-    unseen: frozenset[int]  # no page of late, though their node speaks
+    live: list[LiveRank]  # with a recent state page
+    without_page: frozenset[int]  # no recent page, although their node sends batches
 
     @property
     def statuses(self) -> set[str]:
-        return {rank.state.view.status for rank in self.live if rank.state}
+        return {live.state.view.status for live in self.live if live.state}
+
+    @property
+    def views(self) -> dict[int, StateView]:
+        return {live.rank: live.state.view for live in self.live if live.state}
+
+    @property
+    def frozen_seconds(self) -> float:
+        return min(live.apparently_frozen_seconds for live in self.live)
 
 
 @dataclass(slots=True)
-class _Known:
-    """What was worked out while nothing moved: it need not be again."""
+class _Cache:
+    """Results that stay valid while no rank makes progress."""
 
-    unseen: frozenset[int] | None = None  # for which `found` holds; None: not worked out
-    found: Blame | None = None
-    usual: dict[tuple[int, int], float | None] = field(default_factory=dict)  # by rank and op
+    without_page: frozenset[int] | None = None  # ranks for which `culprits` holds; None: not set
+    culprits: Culprits | None = None
+    usual_seconds: dict[tuple[int, int], float | None] = field(default_factory=dict)  # rank, op
     programs: dict[int, RankProgram | None] = field(default_factory=dict)
 
 
@@ -80,125 +90,124 @@ class HangDetector(Detector):
         super().__init__(generation, policy)
         self.settings = settings
         self._active: Finding | None = None
-        self._known = _Known()
-        self._stacks_before: dict[int, RankStackTraces] = {}  # taken for an earlier hang
-        self._dumps_before: dict[int, Received] = {}
-        self._found_ns = 0
+        self._cache = _Cache()
+        self._earlier_stacks: dict[int, RankStackTraces] = {}  # read before this hang
+        self._earlier_dumps: dict[int, Received] = {}
+        self._detected_ns = 0
 
     def update(self, seen: Observation) -> list[Finding]:
-        if self._active is None and self._moves(seen):
-            self._known = _Known()
+        if self._active is None and self._makes_progress(seen):
+            self._cache = _Cache()
             return []
-        standing = self._standing(seen)
-        if standing is None:
+        ranks = self._expected_ranks(seen)
+        if ranks is None:
             return []
         if self._active is not None:
             return (
-                self._clear_if_moving(standing, seen)
+                self._clear_on_progress(ranks, seen)
                 or self._add_stacks(seen)
-                or self._add_dumps(standing, seen)
+                or self._add_dumps(ranks, seen)
             )
-        culprit = self._stopped(standing, seen) or self._stuck(standing, seen)
-        if culprit is None:
+        verdict = self._stopped_processes(ranks, seen) or self._blocked_ranks(ranks, seen)
+        if verdict is None:
             return []
-        self._active = self._finding(culprit, standing, seen)
-        self._stacks_before = dict(seen.stacks)
-        self._dumps_before = dict(seen.dumps)
-        self._found_ns = seen.now_ns
+        self._active = self._hang(verdict, ranks, seen)
+        self._earlier_stacks = dict(seen.stacks)
+        self._earlier_dumps = dict(seen.dumps)
+        self._detected_ns = seen.now_ns
         return [self._active]
 
-    def _moves(self, seen: Observation) -> bool:
-        """Whether a rank was seen to: while all is well, one of the first that are asked."""
+    def _makes_progress(self, seen: Observation) -> bool:
+        """Return whether any rank does. In a healthy job one of the first does."""
         fresh_since_ns = self._fresh_since_ns(seen)
         return any(
-            one.state is not None
-            and one.surely_frozen_seconds == 0
-            and one.received_ns >= fresh_since_ns
-            and one.state.view.status != "finished"
+            live.state is not None
+            and live.surely_frozen_seconds == 0
+            and live.received_ns >= fresh_since_ns
+            and live.state.view.status != "finished"
             and rank not in seen.exited
-            for rank, one in seen.ranks.items()
+            for rank, live in seen.ranks.items()
         )
 
     def _fresh_since_ns(self, seen: Observation) -> int:
         return seen.now_ns - int(self.settings.freshness_seconds * 1e9)
 
-    def _standing(self, seen: Observation) -> _Standing | None:
-        """None where stillness cannot be judged.
+    def _expected_ranks(self, seen: Observation) -> _ExpectedRanks | None:
+        """Return the ranks that should make progress; None if a hang cannot be judged.
 
-        A rank that failed is another detector's finding, and explains why the others stand. A
-        node that is silent may hold ranks that move.
+        A failed rank is reported by another detector and explains why the others wait. A silent
+        node may hold ranks that make progress.
         """
         if any(event.exit_code != 0 for event in seen.exited.values()):
             return None
         fresh_since_ns = self._fresh_since_ns(seen)
-        live, unseen = [], set()
+        live, without_page = [], set()
         for rank in range(self.generation.topology.world_size):
-            known = seen.ranks.get(rank)
             if rank in seen.exited:
                 continue
-            if known is not None and known.state and known.state.view.status == "finished":
+            newest = seen.ranks.get(rank)
+            if newest is not None and newest.state and newest.state.view.status == "finished":
                 continue
-            if known is not None and known.received_ns >= fresh_since_ns:
-                live.append(known)
-            elif seen.heard_ns.get(self.generation.nodes.get(rank, ""), 0) >= fresh_since_ns:
-                unseen.add(rank)
+            if newest is not None and newest.received_ns >= fresh_since_ns:
+                live.append(newest)
+            elif seen.last_seen_ns.get(self.generation.nodes.get(rank, ""), 0) >= fresh_since_ns:
+                without_page.add(rank)
             else:
                 return None
-        if len(unseen) >= len(live):
+        if len(without_page) >= len(live):
             return None
-        return _Standing(live, frozenset(unseen))
+        return _ExpectedRanks(live, frozenset(without_page))
 
     # --- who ------------------------------------------------------------------------------
 
-    def _stopped(self, standing: _Standing, seen: Observation) -> HangCulprit | None:
-        """Stopped or vanished processes that the whole job has come to wait for."""
+    def _stopped_processes(self, ranks: _ExpectedRanks, seen: Observation) -> HangVerdict | None:
+        """Return the verdict if processes are stopped or gone and all other ranks wait."""
         limit = self.settings.confirmed_seconds
         stopped = [
-            rank
-            for rank in standing.live
-            if rank.state
-            and rank.state.process_state in STOPPED + GONE
-            and rank.apparently_frozen_seconds >= limit
+            live
+            for live in ranks.live
+            if live.state
+            and live.state.process_state in STOPPED_STATES + GONE_STATES
+            and live.apparently_frozen_seconds >= limit
         ]
         if not stopped or not all(
-            other.surely_frozen_seconds > 0 and other.apparently_frozen_seconds >= limit / 2
-            for other in standing.live
+            live.surely_frozen_seconds > 0 and live.apparently_frozen_seconds >= limit / 2
+            for live in ranks.live
         ):
             return None
-        return stopped_culprit(stopped, self._views(standing), seen)
+        return stopped_verdict(stopped, ranks.views, seen)
 
-    def _stuck(self, standing: _Standing, seen: Observation) -> HangCulprit | None:
-        settings, policy = self.settings, self.policy
-        sure = settings.observed_seconds
-        if not all(rank.surely_frozen_seconds >= sure for rank in standing.live):
-            self._known = _Known()
+    def _blocked_ranks(self, ranks: _ExpectedRanks, seen: Observation) -> HangVerdict | None:
+        """Return the verdict if every rank has been in the same operation for too long."""
+        observed = self.settings.observed_seconds
+        if not all(live.surely_frozen_seconds >= observed for live in ranks.live):
+            self._cache = _Cache()
             return None
-        frozen = min(rank.apparently_frozen_seconds for rank in standing.live)
-        if frozen < max(policy.hang_after_seconds, self._patience_seconds(standing, seen)):
+        frozen = ranks.frozen_seconds
+        phase_limit = self._phase_limit_seconds(ranks, seen)
+        if frozen < max(self.policy.hang_after_seconds, phase_limit):
             return None
-        found = self._blame(standing, seen)
-        limit = self._limit_seconds(standing, found, seen)
-        if frozen < limit:
+        culprits = self._culprits(ranks, seen)
+        if frozen < self._operation_limit_seconds(ranks, culprits, seen):
             return None
-        by_rank = {rank.rank: rank for rank in standing.live}
-        return culprit_of(found, by_rank, standing.unseen, seen, self.generation)
+        live_by_rank = {live.rank: live for live in ranks.live}
+        return verdict_on(culprits, live_by_rank, ranks.without_page, seen, self.generation)
 
-    def _blame(self, standing: _Standing, seen: Observation) -> Blame | None:
-        known = self._known
-        if known.unseen != standing.unseen:
-            views = self._views(standing)
-            on_device = frozenset(r for r in views if self.generation.gpus.get(r) is not None)
-            known.found = blame(
-                views, seen.groups, lambda rank: self._program(rank, seen), on_device
+    def _culprits(self, ranks: _ExpectedRanks, seen: Observation) -> Culprits | None:
+        cache = self._cache
+        if cache.without_page != ranks.without_page:
+            views = ranks.views
+            async_ranks = frozenset(
+                rank for rank in views if self.generation.gpus.get(rank) is not None
             )
-            known.unseen = standing.unseen
-        return known.found
-
-    def _views(self, standing: _Standing) -> dict[int, StateView]:
-        return {rank.rank: rank.state.view for rank in standing.live if rank.state}
+            cache.culprits = find_culprits(
+                views, seen.groups, lambda rank: self._program(rank, seen), async_ranks
+            )
+            cache.without_page = ranks.without_page
+        return cache.culprits
 
     def _program(self, rank: int, seen: Observation) -> RankProgram | None:
-        programs = self._known.programs
+        programs = self._cache.programs
         if rank not in programs:
             spans = [] if seen.records is None else seen.records.of(rank)
             programs[rank] = program_of(rank, spans, seen.groups)
@@ -206,117 +215,122 @@ class HangDetector(Detector):
 
     # --- when -----------------------------------------------------------------------------
 
-    def _patience_seconds(self, standing: _Standing, seen: Observation) -> float:
-        """What may be silent for long, whoever holds it up."""
-        settings, policy, statuses = self.settings, self.policy, standing.statuses
+    def _phase_limit_seconds(self, ranks: _ExpectedRanks, seen: Observation) -> float:
+        """Return how long the phase may take without progress, whichever rank is to blame."""
+        settings, policy, statuses = self.settings, self.policy, ranks.statuses
         if "checkpointing" in statuses:
             return policy.hang_checkpoint_seconds
-        never_seen = any(rank not in seen.ranks for rank in standing.unseen)
+        never_seen = any(rank not in seen.ranks for rank in ranks.without_page)
         if "starting" in statuses or never_seen or seen.steps_finished < settings.known_steps:
             return policy.start_timeout_seconds
         return policy.hang_evaluation_seconds if "evaluating" in statuses else 0.0
 
-    def _limit_seconds(self, standing: _Standing, found: Blame | None, seen: Observation) -> float:
-        """By what those to blame are in; where nobody waits, all may be at the same long thing."""
+    def _operation_limit_seconds(
+        self, ranks: _ExpectedRanks, culprits: Culprits | None, seen: Observation
+    ) -> float:
+        """Return how long the culprits may be in their operation.
+
+        If no rank waits for another, all may be in the same long operation.
+        """
         settings, policy = self.settings, self.policy
-        step_seconds = settings.step_multiple * (seen.step_seconds_p99 or 0.0)
-        if found is None and len(standing.live) > 1:
-            return max(step_seconds, policy.hang_evaluation_seconds)
-        concerned = _concerned(found, standing)
-        usual = [self._usual_seconds(rank, seen) for rank in concerned[:_RANKS_MEASURED]]
-        known = [seconds for seconds in usual if seconds is not None]
-        if not known or len(known) < len(usual):
-            return max(policy.hang_after_seconds, step_seconds)
-        limit = max(policy.hang_after_seconds, settings.step_multiple * max(known))
-        return 2 * limit if any(_starves(rank) for rank in concerned) else limit
+        step_limit = settings.step_multiple * (seen.step_seconds_p99 or 0.0)
+        if culprits is None and len(ranks.live) > 1:
+            return max(step_limit, policy.hang_evaluation_seconds)
+        blamed = _blamed(culprits, ranks)
+        usual = [self._usual_seconds(live, seen) for live in blamed[:_MAX_RANKS_TIMED]]
+        measured = [seconds for seconds in usual if seconds is not None]
+        if not measured or len(measured) < len(usual):
+            return max(policy.hang_after_seconds, step_limit)
+        limit = max(policy.hang_after_seconds, settings.step_multiple * max(measured))
+        return 2 * limit if any(_lacks_cpu(live) for live in blamed) else limit
 
-    def _usual_seconds(self, rank: LiveRank, seen: Observation) -> float | None:
-        """p99 of the operation that the rank is in."""
-        if rank.state is None or seen.records is None:
+    def _usual_seconds(self, live: LiveRank, seen: Observation) -> float | None:
+        """Return the p99 duration of the operation that the rank is in."""
+        if live.state is None or seen.records is None:
             return None
-        op, usual = innermost_op(rank.state.view), self._known.usual
-        if (rank.rank, op) not in usual:
-            usual[rank.rank, op] = p99_seconds(seen.records.of(rank.rank), op)
-        return usual[rank.rank, op]
+        op, usual = innermost_op(live.state.view), self._cache.usual_seconds
+        if (live.rank, op) not in usual:
+            usual[live.rank, op] = p99_seconds(seen.records.of(live.rank), op)
+        return usual[live.rank, op]
 
-    # --- what is said ---------------------------------------------------------------------
+    # --- reports --------------------------------------------------------------------------
 
-    def _finding(self, culprit: HangCulprit, standing: _Standing, seen: Observation) -> Finding:
-        frozen = min(rank.apparently_frozen_seconds for rank in standing.live)
-        steps = [rank.state.view.step for rank in standing.live if rank.state]
-        rank = culprit.ranks[0] if culprit.is_single else None
-        evidence = Evidence(
+    def _hang(self, verdict: HangVerdict, ranks: _ExpectedRanks, seen: Observation) -> Finding:
+        frozen = ranks.frozen_seconds
+        steps = [live.state.view.step for live in ranks.live if live.state]
+        rank = verdict.ranks[0] if verdict.is_single else None
+        duration = Evidence(
             f"no rank has made progress for {frozen:.1f} s", "frozen_seconds", frozen
         )
-        node = self._on_node(culprit, frozen, min(steps, default=None), seen)
+        node = self._node_diagnosis(verdict, frozen, min(steps, default=None), seen)
         return self.finding(
             "hang",
-            cause=culprit.cause,
-            summary=self._summary(rank, culprit.cause),
+            cause=verdict.cause,
+            summary=self._summary(rank, verdict.cause),
             now_ns=seen.now_ns,
             rank=rank,
-            ranks=list(culprit.ranks),
-            link=culprit.link,
-            side=culprit.side,
+            ranks=list(verdict.ranks),
+            link=verdict.link,
+            side=verdict.side,
             onset_step=min(steps, default=None),
             step=max(steps, default=None),
             cost_ratio=1.0,
             can_checkpoint=False,
             causes=node.causes if node.cause != UNKNOWN else [],
             advice=node.advice,
-            evidence=[evidence, *culprit.evidence, *node.evidence],
-            counter_evidence=[*culprit.counter_evidence, *_normal(node)],
-            stacks_wanted=list(culprit.stacks_wanted),
-            dumps_wanted=self.generation.topology.world_size <= MOST_DUMPS,
+            evidence=[duration, *verdict.evidence, *node.evidence],
+            counter_evidence=[*verdict.counter_evidence, *_normal_on_node(node)],
+            stacks_wanted=list(verdict.stacks_wanted),
+            dumps_wanted=self.generation.topology.world_size <= MAX_RANKS_FOR_DUMPS,
         )
 
-    def _on_node(
-        self, culprit: HangCulprit, frozen: float, step: int | None, seen: Observation
+    def _node_diagnosis(
+        self, verdict: HangVerdict, frozen: float, step: int | None, seen: Observation
     ) -> Diagnosis:
-        """What the culprit's node shows of it. Who is to blame, and for what, stays as it is."""
-        rank = culprit.ranks[0] if culprit.ranks else None
+        """Return what the culprit's node measured. It adds evidence and changes no verdict."""
+        rank = verdict.ranks[0] if verdict.ranks else None
         if rank is None:
             return Diagnosis()
         onset_ns = seen.now_ns - int(frozen * 1e9)
         return diagnose(rank, onset_ns, step, seen, self.generation, kind="hang")
 
-    def _summary(self, rank: int | None, cause: str, where: str = "") -> str:
-        blamed = "" if rank is None else " and holds up the job"
-        return f"{self.generation.subject(rank)} stands still{blamed}: {cause}{where}."
+    def _summary(self, rank: int | None, cause: str, frame: StackFrame | None = None) -> str:
+        subject = self.generation.subject(rank)
+        return hang_summary(subject, cause, frame, is_rank=rank is not None)
 
     def _add_stacks(self, seen: Observation) -> list[Finding]:
-        """Tell of stacks that came since."""
+        """Report the stacks that have arrived since the last report."""
         active = self._active
         assert active is not None
-        told = {stacks.rank for stacks in active.stacks}
+        reported = {stacks.rank for stacks in active.stacks}
         new = [
             seen.stacks[rank]
             for rank in active.stacks_wanted
-            if rank not in told
+            if rank not in reported
             and rank in seen.stacks
-            and seen.stacks[rank] is not self._stacks_before.get(rank)
+            and seen.stacks[rank] is not self._earlier_stacks.get(rank)
         ]
         if not new:
             return []
-        cause, where = active.cause, ""
-        stacks = [*active.stacks, *new]
-        own = next((one for one in stacks if one.rank == active.rank), None)
-        if own is not None and active.side == "host":
-            cause = python_cause(own, cause)
-            frame = telling_frame(own)
-            where = "" if frame is None else f" ({frame})"
+        cause, frame = active.cause, None
+        all_stacks = [*active.stacks, *new]
+        culprit = next((stacks for stacks in all_stacks if stacks.rank == active.rank), None)
+        if culprit is not None and active.side == "host":
+            cause = cause_with_stacks(culprit, cause)
+            frame = user_frame(culprit)
+        new_evidence = [line for stacks in new for line in stack_evidence(stacks)]
         self._active = msgspec.structs.replace(
             active,
             cause=cause,
-            summary=self._summary(active.rank, cause, where),
+            summary=self._summary(active.rank, cause, frame),
             detected_ns=seen.now_ns,
-            stacks=stacks,
-            evidence=[*active.evidence, *(text for one in new for text in stack_evidence(one))],
+            stacks=all_stacks,
+            evidence=[*active.evidence, *new_evidence],
         )
         return [self._active]
 
-    def _add_dumps(self, standing: _Standing, seen: Observation) -> list[Finding]:
-        """Tell what the Flight Recorder says, once all have answered or had time enough."""
+    def _add_dumps(self, ranks: _ExpectedRanks, seen: Observation) -> list[Finding]:
+        """Report what the Flight Recorder dumps show, once all arrived or the timeout is over."""
         active = self._active
         assert active is not None
         if active.dumps_told or not active.dumps_wanted:
@@ -324,53 +338,58 @@ class HangDetector(Detector):
         new = {
             rank: dump
             for rank, dump in seen.dumps.items()
-            if dump is not self._dumps_before.get(rank)
+            if dump is not self._earlier_dumps.get(rank)
         }
-        expected = {rank.rank for rank in standing.live} | standing.unseen
-        if not new or (expected - new.keys() and seen.now_ns - self._found_ns < DUMP_NS):
+        expected = {live.rank for live in ranks.live} | ranks.without_page
+        is_timeout = seen.now_ns - self._detected_ns >= DUMP_TIMEOUT_NS
+        if not new or (expected - new.keys() and not is_timeout):
             return []
-        report, told = conclude(new, expected)
-        evidence, against = [*active.evidence], [*active.counter_evidence]
+        report, text = conclude(new, expected)
         agrees = report is None or not report.culprits or set(report.culprits) & set(active.ranks)
-        (evidence if agrees else against).append(Evidence(told))
+        line = [Evidence(text)]
         self._active = msgspec.structs.replace(
             active,
             detected_ns=seen.now_ns,
             dumps_told=True,
-            evidence=evidence,
-            counter_evidence=against,
+            evidence=active.evidence + (line if agrees else []),
+            counter_evidence=active.counter_evidence + ([] if agrees else line),
         )
         return [self._active]
 
-    def _clear_if_moving(self, standing: _Standing, seen: Observation) -> list[Finding]:
-        """Someone moved after the finding: it was no hang, or it is over."""
+    def _clear_on_progress(self, ranks: _ExpectedRanks, seen: Observation) -> list[Finding]:
+        """Clear the finding if a rank made progress: it was no hang, or it is over."""
         active = self._active
         assert active is not None
-        if all(rank.surely_frozen_seconds > 0 for rank in standing.live):
+        if all(live.surely_frozen_seconds > 0 for live in ranks.live):
             return []
         self._active = None
-        summary = "The job makes progress again."
-        return [cleared(active, summary, seen.now_ns)]
+        return [cleared(active, RESUMED, seen.now_ns)]
 
 
-def _normal(node: Diagnosis) -> list[Evidence]:
-    """In two lines: what is normal there, and what nobody measured."""
+def _normal_on_node(node: Diagnosis) -> list[Evidence]:
+    """Return one line with what is normal on the node, and one with what was not measured."""
     if node.cause != UNKNOWN or not node.counter_evidence:
         return []
-    told = [Evidence(f"its node shows no trouble of: {', '.join(node.ruled_out)}")]
+    lines = []
+    if node.ruled_out:
+        lines.append(Evidence(f"its node shows no problem with: {', '.join(node.ruled_out)}"))
     last = node.counter_evidence[-1]
-    return told[: len(node.ruled_out)] + [last] * last.text.startswith("not measured: ")
+    if last.text.startswith("not measured: "):
+        lines.append(last)
+    return lines
 
 
-def _concerned(found: Blame | None, standing: _Standing) -> list[LiveRank]:
-    if found is None:
-        return standing.live
-    ranks: Collection[int] = found.ranks or found.circle or {wait.rank for wait in found.waits}
-    return [rank for rank in standing.live if rank.rank in ranks]
+def _blamed(culprits: Culprits | None, ranks: _ExpectedRanks) -> list[LiveRank]:
+    if culprits is None:
+        return ranks.live
+    blamed: Collection[int] = (
+        culprits.ranks or culprits.cycle or {operation.rank for operation in culprits.operations}
+    )
+    return [live for live in ranks.live if live.rank in blamed]
 
 
-def _starves(rank: LiveRank) -> bool:
-    """It would run if it were let: its node is busy with something else."""
-    share = rank.cpu_share_while_frozen
-    state = rank.state.process_state if rank.state else None
+def _lacks_cpu(live: LiveRank) -> bool:
+    """Return whether the process is runnable but gets no CPU: its node is busy."""
+    share = live.cpu_share_while_frozen
+    state = live.state.process_state if live.state else None
     return state == "R" and share is not None and share < BUSY_CPU_SHARE

@@ -1,4 +1,4 @@
-"""The verdict on a hang: who, on which side, stuck in what, on what evidence."""
+"""Step 3 of a hang verdict: the culprits' cause, with the evidence for it."""
 
 from __future__ import annotations
 
@@ -6,278 +6,342 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from paceline_server.detect.causes.catalog import PROCESS_GONE, UNKNOWN
 from paceline_server.detect.finding import Evidence, Side
-from paceline_server.detect.hang.blame import Blame
-from paceline_server.detect.hang.operations import operation_text
-from paceline_server.detect.hang.program import ProgramChannel
-from paceline_server.detect.hang.stuck import (
-    BUSY_GPU,
-    IDLE_GPU,
+from paceline_server.detect.hang.culprit import Culprits
+from paceline_server.detect.hang.operation_text import operation_text
+from paceline_server.detect.hang.rank_cause import (
+    BUSY_GPU_PERCENT,
+    IDLE_GPU_PERCENT,
     gpu_utilization,
     host_cause,
+    operation_evidence,
     operation_of,
     process_cause,
-    ranks_text,
-    standing_evidence,
 )
-from paceline_server.detect.hang.waiting import BlockedOperation, BlockReason, communication_frames
+from paceline_server.detect.hang.step_program import ProgramChannel
+from paceline_server.detect.hang.wait_for_graph import (
+    BlockedOperation,
+    BlockReason,
+    communication_frames,
+)
 from paceline_server.detect.observation import Generation, LiveRank, Observation
+from paceline_server.detect.rank_list import ranks_text
 from paceline_wire.ring import StateView
 from paceline_wire.spans import op_name
 
-_CULPRITS_READ = 3  # whose Python stacks are taken
-_MISMATCH = "mismatched collective"
-_BEFORE = "than at this point of its steps before"
+MISMATCH = "mismatched collective"
+DEADLOCK = "deadlock: ranks wait for each other"
+ENDED_EARLY = "ended early"
+_MAX_CULPRIT_STACKS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class HangCulprit:
-    """`ranks`: the culprits, or (`is_single` False) all in the communication that does not end."""
+class HangVerdict:
+    """The verdict on one hang.
+
+    Attributes:
+        ranks: The culprits, or all members of the communication that does not complete.
+        is_single: The first of `ranks` is to blame.
+        link: Source and destination of a transfer that does not complete.
+        stacks_wanted: Ranks whose Python stacks should be read, most important first.
+    """
 
     ranks: tuple[int, ...]
     cause: str
     side: Side
     evidence: Sequence[Evidence]
     counter_evidence: Sequence[Evidence] = ()
-    is_single: bool = True  # the first of `ranks` is to blame
+    is_single: bool = True
     link: tuple[int, int] | None = None
     stacks_wanted: Sequence[int] = field(default=())
 
 
-def stopped_culprit(
-    stopped: Sequence[LiveRank], views: Mapping[int, StateView], seen: Observation
-) -> HangCulprit:
-    """Processes that cannot run, and that all others have come to wait for."""
-    cause, evidence = process_cause(stopped[0]) or ("unknown", [])
-    ranks = tuple(rank.rank for rank in stopped)
+def stopped_verdict(
+    stopped: Sequence[LiveRank], views: Mapping[int, StateView], observation: Observation
+) -> HangVerdict:
+    """Return the verdict for processes that cannot run while all other ranks wait."""
+    cause, evidence = process_cause(stopped[0]) or (UNKNOWN, [])
+    ranks = tuple(live.rank for live in stopped)
     if len(ranks) > 1:
         evidence = [Evidence(f"{ranks_text(ranks)} are stopped or gone"), *evidence]
-    witness = [rank for rank in views if rank not in ranks][:1]
-    return HangCulprit(
+    waiting_rank = [rank for rank in views if rank not in ranks][:1]
+    return HangVerdict(
         ranks,
         cause,
         "host",
-        [*evidence, *standing_evidence(views, seen)],
-        stacks_wanted=[*ranks[:_CULPRITS_READ], *witness],
+        [*evidence, *operation_evidence(views, observation)],
+        stacks_wanted=[*ranks[:_MAX_CULPRIT_STACKS], *waiting_rank],
     )
 
 
-def culprit_of(
-    found: Blame | None,
+def verdict_on(
+    culprits: Culprits | None,
     live: Mapping[int, LiveRank],
-    unseen: frozenset[int],
-    seen: Observation,
+    without_page: frozenset[int],
+    observation: Observation,
     generation: Generation,
-) -> HangCulprit:
-    """Put a blame into words. `unseen`: ranks that have no page, though their node speaks."""
-    views = {rank: one.state.view for rank, one in live.items() if one.state}
-    where = standing_evidence(views, seen) if len(views) > 1 else []
-    if unseen:
-        where.append(Evidence(f"{ranks_text(unseen)} show no state page"))
-    if found is None:
-        return _all_in_host_code(live, where, seen, generation)
-    if found.side == "device":
-        return _in_communication(found, views, where, seen, generation)
-    witness = _witness(found)
-    if found.side == "mismatch":
-        return _mismatch(found, views, where, witness, seen)
-    rank = found.ranks[0]
-    cause, evidence = "process gone", [Evidence(f"rank {rank} shows no state page")]
+) -> HangVerdict:
+    """Return the verdict on the culprits.
+
+    Args:
+        culprits: None if no rank waits for another.
+        live: Ranks with a recent state page.
+        without_page: Ranks without one, although their node still sends batches.
+        observation: The current tick.
+        generation: Placement of the ranks.
+    """
+    views = {rank: live_rank.state.view for rank, live_rank in live.items() if live_rank.state}
+    context = operation_evidence(views, observation) if len(views) > 1 else []
+    if without_page:
+        verb = "has" if len(without_page) == 1 else "have"
+        context.append(Evidence(f"{ranks_text(without_page)} {verb} no recent state page"))
+    if culprits is None:
+        return _host_verdict_without_waits(live, context, observation, generation)
+    if culprits.side == "device":
+        return _communication_verdict(culprits, views, context, observation, generation)
+    waiting_rank = _waiting_rank(culprits)
+    if culprits.side == "mismatch":
+        return _mismatch_verdict(culprits, views, context, waiting_rank, observation)
+    rank = culprits.ranks[0]
+    cause, evidence = PROCESS_GONE, [Evidence(f"rank {rank} has no recent state page")]
     if rank in live:
-        cause, evidence = host_cause(live[rank], seen, generation)
-    elif rank in seen.exited:
-        cause, evidence = "ended early", [Evidence(f"rank {rank} has exited with code 0")]
-    return HangCulprit(
-        found.ranks,
+        cause, evidence = host_cause(live[rank], observation, generation)
+    elif rank in observation.exited:
+        cause, evidence = ENDED_EARLY, [Evidence(f"rank {rank} has exited with code 0")]
+    return HangVerdict(
+        culprits.ranks,
         cause,
         "host",
-        [*evidence, *_waited_for(found), *where],
-        _stuck_as_well(found, views),
-        stacks_wanted=[*found.ranks[:_CULPRITS_READ], *witness],
+        [*evidence, *_dependents_evidence(culprits), *context],
+        _other_stuck_ranks(culprits, views),
+        stacks_wanted=[*culprits.ranks[:_MAX_CULPRIT_STACKS], *waiting_rank],
     )
 
 
-def _all_in_host_code(
+def _host_verdict_without_waits(
     live: Mapping[int, LiveRank],
-    where: list[Evidence],
-    seen: Observation,
+    context: list[Evidence],
+    observation: Observation,
     generation: Generation,
-) -> HangCulprit:
-    """Nobody waits for anybody, as far as the pages show."""
+) -> HangVerdict:
+    """Return the verdict if no rank waits for another, as far as the state pages show."""
     first = min(live)
-    cause, evidence = host_cause(live[first], seen, generation)
-    places = {operation_of(rank, one.state.view, seen) for rank, one in live.items() if one.state}
-    if len(live) > 1 and len(places) == 1:
-        evidence = [Evidence("all ranks are at the same place, and none waits for another")]
-    return HangCulprit(
+    cause, evidence = host_cause(live[first], observation, generation)
+    operations = {
+        operation_of(rank, live_rank.state.view, observation)
+        for rank, live_rank in live.items()
+        if live_rank.state
+    }
+    if len(live) > 1 and len(operations) == 1:
+        evidence = [Evidence("all ranks are in the same operation, and none waits for another")]
+    return HangVerdict(
         (first,) if len(live) == 1 else tuple(sorted(live)),
         cause,
         "host",
-        [*evidence, *where],
+        [*evidence, *context],
         is_single=len(live) == 1,
         stacks_wanted=sorted(live)[:2],
     )
 
 
-def _in_communication(
-    found: Blame,
+def _communication_verdict(
+    culprits: Culprits,
     views: Mapping[int, StateView],
-    where: list[Evidence],
-    seen: Observation,
+    context: list[Evidence],
+    observation: Observation,
     generation: Generation,
-) -> HangCulprit:
-    """Launched by all its members, never completed. A device at rest has not begun it."""
-    wait = found.waits[0] if found.waits else None
-    if wait is None:
-        members = found.ranks
+) -> HangVerdict:
+    """Return the verdict on a communication that all members launched and none completed.
+
+    A member whose GPU is idle has not started it.
+    """
+    blocked = culprits.operations[0] if culprits.operations else None
+    if blocked is None:
+        members = culprits.ranks
         cause = "stuck on the device: launched, never completed"
-        text = f"{ranks_text(members)} have launched the same communications, and none ends"
-        evidence = [Evidence(text), *_waited_for(found)]
+        text = f"{ranks_text(members)} have launched the same communications, and none completes"
+        evidence = [Evidence(text), *_dependents_evidence(culprits)]
     else:
-        members = tuple(sorted(set(wait.members)))
-        operation = operation_text(wait.rank, wait.frame, seen.groups, seen.sections)
+        members = tuple(sorted(set(blocked.members)))
+        operation = operation_text(
+            blocked.rank, blocked.frame, observation.groups, observation.sections
+        )
         cause = f"stuck in communication: {operation}"
-        evidence = [Evidence(f"all participants have entered it: {ranks_text(members)}")]
-    busy = {rank: gpu_utilization(rank, seen, generation) for rank in members}
-    told = {rank: share for rank, share in busy.items() if share is not None}
-    idle = [rank for rank, share in told.items() if share <= IDLE_GPU]
-    at_work = [rank for rank, share in told.items() if share >= BUSY_GPU]
+        evidence = [Evidence(f"all members have entered it: {ranks_text(members)}")]
+    utilization = {rank: gpu_utilization(rank, observation, generation) for rank in members}
+    measured = {rank: percent for rank, percent in utilization.items() if percent is not None}
+    idle = [rank for rank, percent in measured.items() if percent <= IDLE_GPU_PERCENT]
+    busy = [rank for rank, percent in measured.items() if percent >= BUSY_GPU_PERCENT]
     link = None
-    if wait is not None and wait.channel is not None and wait.channel.kind != "group":
-        receives = wait.channel.kind == "receive"
-        link = (wait.channel.number, wait.rank) if receives else (wait.rank, wait.channel.number)
-    is_single = len(idle) == 1 and len(at_work) == len(members) - 1 > 0
+    if blocked is not None and blocked.channel is not None and blocked.channel.kind != "group":
+        peer = blocked.channel.number
+        is_receive = blocked.channel.kind == "receive"
+        link = (peer, blocked.rank) if is_receive else (blocked.rank, peer)
+    is_single = len(idle) == 1 and len(busy) == len(members) - 1 > 0
     if is_single:
-        text = f"the device of rank {idle[0]} is idle, those of all other participants spin in it"
-        evidence.insert(0, Evidence(text, "DCGM_FI_DEV_GPU_UTIL", told[idle[0]], BUSY_GPU))
-    return HangCulprit(
+        text = f"the GPU of rank {idle[0]} is idle, the GPUs of all other members are busy in it"
+        evidence.insert(
+            0, Evidence(text, "DCGM_FI_DEV_GPU_UTIL", measured[idle[0]], BUSY_GPU_PERCENT)
+        )
+    return HangVerdict(
         (idle[0], *(rank for rank in members if rank != idle[0])) if is_single else members,
         cause,
         "device",
-        [*evidence, *where],
-        [Evidence("no participant's host is stuck elsewhere")],
+        [*evidence, *context],
+        [Evidence("no member is stuck in host code")],
         is_single=is_single,
         link=link,
         stacks_wanted=idle[:1] + [rank for rank in members if rank not in idle[:1]][:1],
     )
 
 
-def _mismatch(
-    found: Blame,
+def _mismatch_verdict(
+    culprits: Culprits,
     views: Mapping[int, StateView],
-    where: list[Evidence],
-    witness: list[int],
-    seen: Observation,
-) -> HangCulprit:
-    wanted = [*found.ranks[:_CULPRITS_READ], *witness]
-    if found.circle:
-        rings = "; ".join(
-            f"rank {wait.rank} waits for {ranks_text(wait.targets)}" for wait in found.waits[:8]
-        )
-        if not found.ranks:
-            ranks = tuple(sorted(found.circle))
-            cause = "deadlock: ranks wait for each other"
-            evidence = [Evidence(rings), *where]
-            return HangCulprit(
-                ranks, cause, "mismatch", evidence, is_single=False, stacks_wanted=ranks[:2]
-            )
-        departures = [*chain.from_iterable(_departures(rank, found, seen) for rank in found.ranks)]
-        cause = _circle_cause(found, seen)
-        evidence = [*departures, Evidence(rings), *where]
-        return HangCulprit(found.ranks, cause, "mismatch", evidence, stacks_wanted=wanted)
-    wait = next(wait for wait in found.waits if wait.reason is BlockReason.MISMATCH)
-    odd = [rank for rank in found.ranks if rank in wait.members]
-    others = [rank for rank in wait.members if rank not in odd and rank in views]
-    told = [
-        Evidence(f"{ranks_text([rank])} entered {_entered_text(rank, wait, views, seen)}")
-        for rank in (*odd[:4], *others[:2])
+    context: list[Evidence],
+    waiting_rank: list[int],
+    observation: Observation,
+) -> HangVerdict:
+    wanted = [*culprits.ranks[:_MAX_CULPRIT_STACKS], *waiting_rank]
+    if culprits.cycle:
+        return _cycle_verdict(culprits, context, wanted, observation)
+    blocked = next(
+        operation for operation in culprits.operations if operation.reason is BlockReason.MISMATCH
+    )
+    mismatched = [rank for rank in culprits.ranks if rank in blocked.members]
+    others = [rank for rank in blocked.members if rank not in mismatched and rank in views]
+    entered = [
+        Evidence(f"{ranks_text([rank])} entered {_entered_text(rank, blocked, views, observation)}")
+        for rank in (*mismatched[:4], *others[:2])
     ]
-    is_single = set(odd) != set(wait.members)
-    name = "operation" if _ops(odd, wait, views, seen) - _ops(others, wait, views, seen) else "size"
-    return HangCulprit(
-        found.ranks,
-        f"{_MISMATCH}: another {name if is_single else 'one on each rank'}",
+    is_single = set(mismatched) != set(blocked.members)
+    different_ops = _ops(mismatched, blocked, views, observation) - _ops(
+        others, blocked, views, observation
+    )
+    difference = "operation" if different_ops else "size"
+    return HangVerdict(
+        culprits.ranks,
+        f"{MISMATCH}: another {difference if is_single else 'one on each rank'}",
         "mismatch",
-        [*told, *_waited_for(found), *where],
+        [*entered, *_dependents_evidence(culprits), *context],
         is_single=is_single,
         stacks_wanted=wanted,
     )
 
 
-def _circle_cause(found: Blame, seen: Observation) -> str:
-    """What the first culprit did in another order, or not at all."""
-    changes = found.departures.get(found.ranks[0], {})
+def _cycle_verdict(
+    culprits: Culprits, context: list[Evidence], wanted: list[int], observation: Observation
+) -> HangVerdict:
+    waits = "; ".join(
+        f"rank {operation.rank} waits for {ranks_text(operation.targets)}"
+        for operation in culprits.operations[:8]
+    )
+    if not culprits.ranks:
+        ranks = tuple(sorted(culprits.cycle))
+        return HangVerdict(
+            ranks,
+            DEADLOCK,
+            "mismatch",
+            [Evidence(waits), *context],
+            is_single=False,
+            stacks_wanted=ranks[:2],
+        )
+    departures = chain.from_iterable(
+        _departure_evidence(rank, culprits, observation) for rank in culprits.ranks
+    )
+    return HangVerdict(
+        culprits.ranks,
+        _cycle_cause(culprits, observation),
+        "mismatch",
+        [*departures, Evidence(waits), *context],
+        stacks_wanted=wanted,
+    )
+
+
+def _cycle_cause(culprits: Culprits, observation: Observation) -> str:
+    """Return what the first culprit did in another order, or not at all."""
+    changes = culprits.departures.get(culprits.ranks[0], {})
     behind = [channel for channel, difference in changes.items() if difference <= 0]
     if behind:
-        return f"{_MISMATCH}: {_channel_text(behind[0], seen)} left out or overtaken"
-    return f"{_MISMATCH}: order differs from the other ranks'"
+        return f"{MISMATCH}: {_channel_text(behind[0], observation)} left out or overtaken"
+    return f"{MISMATCH}: order differs from the other ranks'"
 
 
-def _departures(rank: int, found: Blame, seen: Observation) -> list[Evidence]:
-    return [
-        Evidence(f"rank {rank} {_departure(difference)} {_channel_text(channel, seen)} {_BEFORE}")
-        for channel, difference in found.departures.get(rank, {}).items()
-    ]
+def _departure_evidence(rank: int, culprits: Culprits, observation: Observation) -> list[Evidence]:
+    lines = []
+    for channel, difference in culprits.departures.get(rank, {}).items():
+        name = _channel_text(channel, observation)
+        entered = f"entered another operation or size in the {name}"
+        if difference:
+            more = "fewer" if difference < 0 else "more"
+            entered = f"entered {abs(difference)} {more} {name}"
+        lines.append(Evidence(f"rank {rank} {entered} than at this point of its earlier steps"))
+    return lines
 
 
-def _departure(difference: int) -> str:
-    if not difference:
-        return "has entered another operation or size as its newest of the"
-    return f"has entered {abs(difference)} {'fewer' if difference < 0 else 'more'} of"
-
-
-def _channel_text(channel: ProgramChannel, seen: Observation) -> str:
+def _channel_text(channel: ProgramChannel, observation: Observation) -> str:
     if channel.kind == "group":
-        return f"collectives of {seen.groups.name_of(channel.number)}"
+        return f"collectives of {observation.groups.name_of(channel.number)}"
     return f"{'sends to' if channel.kind == 'send' else 'receives from'} rank {channel.number}"
 
 
 def _entered_text(
-    rank: int, wait: BlockedOperation, views: Mapping[int, StateView], seen: Observation
+    rank: int,
+    blocked: BlockedOperation,
+    views: Mapping[int, StateView],
+    observation: Observation,
 ) -> str:
-    """`all_gather tp#5 of 4096 bytes`."""
+    """Return `all_gather tp#5 of 4096 bytes`."""
     for progress in views[rank].groups:
-        if wait.channel and seen.groups.key(rank, progress.group) == wait.channel.number:
-            name = seen.groups.name_of(wait.channel.number)
+        key = observation.groups.key(rank, progress.group)
+        if blocked.channel and key == blocked.channel.number:
+            name = observation.groups.name_of(blocked.channel.number)
             size = f" of {progress.bytes} bytes" if progress.bytes else ""
             return f"{op_name(progress.op)} {name}#{progress.entered}{size}"
     return "nothing"
 
 
 def _ops(
-    ranks: Sequence[int], wait: BlockedOperation, views: Mapping[int, StateView], seen: Observation
+    ranks: Sequence[int],
+    blocked: BlockedOperation,
+    views: Mapping[int, StateView],
+    observation: Observation,
 ) -> set[int]:
     return {
         progress.op
         for rank in ranks
         for progress in views[rank].groups
-        if wait.channel and seen.groups.key(rank, progress.group) == wait.channel.number
+        if blocked.channel
+        and observation.groups.key(rank, progress.group) == blocked.channel.number
     }
 
 
-def _waited_for(found: Blame) -> list[Evidence]:
-    if not found.dependents:
+def _dependents_evidence(culprits: Culprits) -> list[Evidence]:
+    if not culprits.dependents:
         return []
-    whom = ranks_text(found.ranks)
-    verb = "waits" if len(found.dependents) == 1 else "wait"
-    nobody = "it waits for nobody" if len(found.ranks) == 1 else "they wait for nobody"
-    return [Evidence(f"{ranks_text(found.dependents)} {verb} for {whom}, {nobody}")]
+    wait = "waits" if len(culprits.dependents) == 1 else "wait"
+    no_rank = "waits for no rank" if len(culprits.ranks) == 1 else "wait for no rank"
+    text = f"{ranks_text(culprits.dependents)} {wait} for {ranks_text(culprits.ranks)}"
+    return [Evidence(f"{text}, which {no_rank}")]
 
 
-def _stuck_as_well(found: Blame, views: Mapping[int, StateView]) -> list[Evidence]:
+def _other_stuck_ranks(culprits: Culprits, views: Mapping[int, StateView]) -> list[Evidence]:
     others = [
         rank
         for rank, view in views.items()
-        if not communication_frames(view) and rank not in found.ranks
+        if not communication_frames(view) and rank not in culprits.ranks
     ]
     if not others:
         return []
-    verb = "is" if len(others) == 1 else "are"
-    text = f"{ranks_text(others)} {verb} stuck outside communication as well"
-    return [Evidence(f"{text}, but nobody waits for {'it' if len(others) == 1 else 'them'}")]
+    verb, pronoun = ("is", "it") if len(others) == 1 else ("are", "them")
+    text = f"{ranks_text(others)} {verb} also stuck outside communication"
+    return [Evidence(f"{text}, but no rank waits for {pronoun}")]
 
 
-def _witness(found: Blame) -> list[int]:
-    """One rank that waits for the culprit: where the job is meant to be."""
-    direct = [wait.rank for wait in found.waits if wait.rank not in found.ranks]
-    return sorted(direct)[:1] or sorted(found.dependents)[:1]
+def _waiting_rank(culprits: Culprits) -> list[int]:
+    """Return one rank that waits for the culprits: its stack shows where the job should be."""
+    direct = [
+        operation.rank for operation in culprits.operations if operation.rank not in culprits.ranks
+    ]
+    return sorted(direct)[:1] or sorted(culprits.dependents)[:1]

@@ -54,7 +54,7 @@ class LostNodeDetector(Detector):
         # Who was so far behind needs as long to catch up with everybody.
         self._behind_seconds = max(self._behind_seconds - passed, self._late_seconds(heard, seen))
         lease += self._behind_seconds
-        newest_ns = max((seen.heard_ns.get(node, 0) for node in nodes), default=0)
+        newest_ns = max((seen.last_seen_ns.get(node, 0) for node in nodes), default=0)
         if len(nodes) > 1 and (seen.now_ns - newest_ns) / 1e9 >= lease:
             self._listening_since_ns = seen.now_ns  # once one is heard the others have time, too
             return []
@@ -73,7 +73,7 @@ class LostNodeDetector(Detector):
         return late[int(_NEARLY_ALL * (len(late) - 1))] if late else 0.0
 
     def _silent_seconds(self, node: str, seen: Observation) -> float:
-        since_ns = max(seen.heard_ns.get(node, 0), self._listening_since_ns or 0)
+        since_ns = max(seen.last_seen_ns.get(node, 0), self._listening_since_ns or 0)
         return (seen.now_ns - since_ns) / 1e9
 
     def _finding(self, node: str, seconds: float, seen: Observation) -> Finding:

@@ -111,7 +111,7 @@ class MisplacedRankDetector(Detector):
         if alone is None:
             who = f"Each of {len(ranks)} ranks"
         evidence = [
-            Evidence(f"{self.generation.place(rank)} {text}", misplacement.metric, 1.0, 0.0)
+            Evidence(f"{self.generation.rank_text(rank)} {text}", misplacement.metric, 1.0, 0.0)
             for rank in ranks[:_NAMED_AT_MOST]
         ]
         return self.finding(

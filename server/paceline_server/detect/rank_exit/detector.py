@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
-from paceline_server.detect.hang.waiting import communication_frames
+from paceline_server.detect.hang.wait_for_graph import communication_frames
 from paceline_server.detect.kinds import FAILURE, Kind
 from paceline_server.detect.observation import (
     Generation,
@@ -117,7 +117,7 @@ class ExitDetector(Detector):
         settled_ns = culprit.received_ns + int(self.settings.first_exit_seconds * 1e9)
         # A node not heard of since then is either heard soon, or found to be lost and explains it.
         return seen.now_ns < settled_ns or any(
-            seen.heard_ns.get(node, 0) <= settled_ns for node in self.generation.nodes.values()
+            seen.last_seen_ns.get(node, 0) <= settled_ns for node in self.generation.nodes.values()
         )
 
     def _awaits_kernel_log(self, culprit: SeenExit, seen: Observation) -> bool:
@@ -162,7 +162,9 @@ class ExitDetector(Detector):
         cause = _cause(event) if killed is None else OUT_OF_MEMORY
         quote = _last_line(event.log_tail)
         evidence = [
-            Evidence(f"process {event.pid} of {self.generation.place(event.rank)}: {_cause(event)}")
+            Evidence(
+                f"process {event.pid} of {self.generation.rank_text(event.rank)}: {_cause(event)}"
+            )
         ]
         if killed is not None:
             evidence.append(killed)

@@ -31,7 +31,7 @@ class SlowRoute:
     def subject(self, generation: Generation) -> str:
         """At the start of a sentence."""
         if self.link is not None:
-            one, other = map(generation.place, self.link)
+            one, other = map(generation.rank_text, self.link)
             return f"The link between {one} and {other}"
         if self.node is not None:
             return f"The network of {self.node}"

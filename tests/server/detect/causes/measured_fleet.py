@@ -212,7 +212,7 @@ class Fleet:
             exits=[],
             device_events=[],
             ranks=self.states,
-            heard_ns={},
+            last_seen_ns={},
             exited={},
             losses={},
             telemetry=self.telemetry,

@@ -1,4 +1,4 @@
-"""What a rank is in the middle of, in words: `all_reduce tp#118`, `forward_recv from 2 #57`."""
+"""The operation a rank is in, as text: `all_reduce tp#118`, `forward_recv from 2 #57`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline_server.steps.groups import Groups
 from paceline_wire.ring import Frame
 from paceline_wire.spans import RECEIVE_OPS, SECTION_BASE, op_name
 
-Sections = Mapping[tuple[int, int], str]
+Sections = Mapping[tuple[int, int], str]  # (rank, section id) -> name
 
 
 def operation_text(rank: int, frame: Frame, groups: Groups, sections: Sections) -> str:

@@ -1,0 +1,46 @@
+"""The summary of a hang: one sentence with the rank, its node and the cause."""
+
+from __future__ import annotations
+
+from paceline_server.detect.causes.catalog import PROCESS_GONE, PROCESS_STOPPED, UNKNOWN
+from paceline_server.detect.hang.python_stacks import GIL_HELD
+from paceline_server.detect.hang.rank_cause import UNINTERRUPTIBLE_IO
+from paceline_server.detect.hang.verdict import DEADLOCK, ENDED_EARLY, MISMATCH
+from paceline_wire.stacks import StackFrame
+
+RESUMED = "The job makes progress again."
+_CLAUSES = {
+    PROCESS_STOPPED: "its process is stopped (SIGSTOP)",
+    PROCESS_GONE: "its process is gone",
+    UNINTERRUPTIBLE_IO: "its process is blocked in uninterruptible I/O",
+    ENDED_EARLY: "its process exited before the other ranks finished",
+    DEADLOCK: "ranks wait for each other (deadlock)",
+    UNKNOWN: "the cause is unknown",
+}
+
+
+def hang_summary(subject: str, cause: str, frame: StackFrame | None, *, is_rank: bool) -> str:
+    """Return `Rank 0 (node-0) is hung and blocks the job: its process is stopped (SIGSTOP).`
+
+    Args:
+        subject: The rank with its node, or the job.
+        cause: As in the finding.
+        frame: Innermost frame of the culprit's own code, once its stack was read.
+        is_rank: The subject is one rank.
+    """
+    blocks = " and blocks the job" if is_rank else ""
+    return f"{subject} is hung{blocks}: {_clause(cause, frame, is_rank=is_rank)}."
+
+
+def _clause(cause: str, frame: StackFrame | None, *, is_rank: bool) -> str:
+    details = [] if frame is None else [str(frame)]
+    clause = _CLAUSES.get(cause, cause)
+    kind, _, detail = cause.partition(": ")
+    if cause.startswith(GIL_HELD):
+        clause = f"its {cause}"
+    elif kind == MISMATCH:
+        clause = f"{kind}, {detail}"
+    elif kind.startswith("stuck "):
+        clause = f"it is {kind}" if is_rank else kind
+        details = [detail, *details] if detail else details
+    return f"{clause} ({', '.join(details)})" if details else clause
