@@ -125,14 +125,14 @@ def _signature(view: StateView) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class SeenExit:
+class ReportedExit:
     event: RankExited
     node: str
     received_ns: int
 
 
 @dataclass(frozen=True, slots=True)
-class SeenDeviceEvent:
+class ReportedDeviceEvent:
     event: DeviceEvent
     node: str
 
@@ -143,8 +143,8 @@ class Observation:
 
     now_ns: int  # server's CLOCK_REALTIME
     steps: Sequence[StepSummary]
-    exits: Sequence[SeenExit]
-    device_events: Sequence[SeenDeviceEvent]
+    exits: Sequence[ReportedExit]
+    device_events: Sequence[ReportedDeviceEvent]
     ranks: Mapping[int, LiveRank]
     last_seen_ns: Mapping[str, int]  # agent_id -> when its newest batch was received
     exited: Mapping[int, RankExited]  # all ranks of the generation that have exited
@@ -163,4 +163,5 @@ class Observation:
     stragglers: frozenset[int] = frozenset()  # reported by earlier detectors of this tick
     # agent_id -> delivery time of its newest batch beyond that of its fastest one
     lateness_ns: Mapping[str, int] = field(default_factory=dict)
-    standing: frozenset[str] = frozenset()  # kinds of their findings that are not over
+    # Kinds of the findings of earlier detectors that are not cleared.
+    active_kinds: frozenset[str] = frozenset()

@@ -18,8 +18,8 @@ from paceline_server.detect.observation import (
     Generation,
     LiveRank,
     Observation,
-    SeenDeviceEvent,
-    SeenExit,
+    ReportedDeviceEvent,
+    ReportedExit,
 )
 from paceline_server.detect.recent import RecentRecords
 from paceline_server.detect.telemetry import Telemetry
@@ -84,8 +84,8 @@ class RunningGeneration:
         self._records = RecentRecords(placement.topology.world_size)
         self.attached: dict[str, ReportedTime] = {}  # by node, of its first rank
         self._exit_times: dict[int, ReportedTime] = {}
-        self._new_exits: list[SeenExit] = []
-        self._new_device_events: list[SeenDeviceEvent] = []
+        self._new_exits: list[ReportedExit] = []
+        self._new_device_events: list[ReportedDeviceEvent] = []
         self._sections: dict[tuple[int, int], str] = {}
         self._losses: dict[int, tuple[int, float]] = {}
         self._joined = LossJoin()
@@ -94,7 +94,7 @@ class RunningGeneration:
         self._new_timings: list[StepTiming] = []
         self._recent: deque[StepTiming] = deque()
         self._replay = RunReplay((), self.generation.topology, {})
-        self._standing: dict[str, Finding] = {}  # by fingerprint
+        self._active_findings: dict[str, Finding] = {}  # by fingerprint
         self._steps_finished = 0
 
     def feed(self, batch: Batch, received_ns: int, clock_shift_ns: int) -> None:
@@ -123,7 +123,7 @@ class RunningGeneration:
                             self.attached.setdefault(batch.agent_id, attached)
                 case DeviceEvent():
                     shifted = replace_fields(event, time_ns=event.time_ns + clock_shift_ns)
-                    self._new_device_events.append(SeenDeviceEvent(shifted, batch.agent_id))
+                    self._new_device_events.append(ReportedDeviceEvent(shifted, batch.agent_id))
                 case _:
                     pass
         for block in batch.spans:
@@ -179,7 +179,7 @@ class RunningGeneration:
             self._exited[event.rank] = event
             self._exit_times[event.rank] = ReportedTime(agent_id, event.time_ns, received_ns)
             self._moved.add(event.rank)
-            self._new_exits.append(SeenExit(event, agent_id, received_ns))
+            self._new_exits.append(ReportedExit(event, agent_id, received_ns))
 
     @property
     def exit_times(self) -> Collection[ReportedTime]:
@@ -214,7 +214,7 @@ class RunningGeneration:
         self,
         now_ns: int,
         steps: list[StepSummary],
-        heard_ns: Mapping[str, int],
+        last_seen_ns: Mapping[str, int],
         lateness_ns: Mapping[str, int],
         telemetry: Telemetry,
     ) -> list[Finding]:
@@ -231,7 +231,7 @@ class RunningGeneration:
             exits=exits,
             device_events=device_events,
             ranks=self._ranks,
-            last_seen_ns=heard_ns,
+            last_seen_ns=last_seen_ns,
             lateness_ns=lateness_ns,
             exited=self._exited,
             losses=self._losses,
@@ -251,15 +251,15 @@ class RunningGeneration:
         for detector in self._detectors:
             observation = replace(
                 observation,
-                stragglers=frozenset(_stragglers(self._standing.values())),
-                standing=frozenset(finding.kind for finding in self._standing.values()),
+                stragglers=frozenset(_stragglers(self._active_findings.values())),
+                active_kinds=frozenset(finding.kind for finding in self._active_findings.values()),
             )
             found = detector.update(observation)
             findings += found
             for finding in found:
-                self._standing.pop(finding.fingerprint, None)
+                self._active_findings.pop(finding.fingerprint, None)
                 if not finding.cleared:
-                    self._standing[finding.fingerprint] = finding
+                    self._active_findings[finding.fingerprint] = finding
         return findings
 
     def step_seconds(self) -> float | None:

@@ -62,7 +62,9 @@ def test_a_lasting_excess_is_told_with_its_cause(cause, changes):
 @pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])
 def test_what_other_detectors_tell_is_not_told_twice(schedule):
     assert shown(a_job(schedule, stage_cost={3: 1.6})) == []
-    assert shown(a_job(schedule, transfer_seconds=0.02), standing=frozenset({"slow_link"})) == []
+    assert (
+        shown(a_job(schedule, transfer_seconds=0.02), active_kinds=frozenset({"slow_link"})) == []
+    )
     assert shown(a_job(schedule, slow={2: 2.0}), stragglers=frozenset({2})) == []
 
 

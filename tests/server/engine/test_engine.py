@@ -96,7 +96,7 @@ def test_the_ledger_of_a_job_found_after_its_end_covers_its_own_time():
             job.engine.feed(batch, found_ns)
     assert job.tick(found_ns).ended_ns is None
     for rank in job.ranks:
-        job.exit(rank, exit_code=0, heard_ns=found_ns)
+        job.exit(rank, exit_code=0, received_ns=found_ns)
     outcome = job.tick(found_ns + 10**10)
     assert outcome.ended_ns == job.now_ns
     assert outcome.ledger.wall_seconds > 500, "while it is not known to be over"

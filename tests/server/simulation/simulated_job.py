@@ -432,7 +432,7 @@ class SimulatedJob:
         commanded: bool = False,
         log_tail: str = "",
         at_ns: int | None = None,
-        heard_ns: int | None = None,
+        received_ns: int | None = None,
     ) -> None:
         skew_ns = self.faults.skew_ns.get(self.node(rank), 0)
         event = RankExited(
@@ -447,7 +447,7 @@ class SimulatedJob:
             log_tail=log_tail,
         )
         batch = self.batch(self.node(rank), events=[event])
-        self.engine.feed(batch, self.now_ns if heard_ns is None else heard_ns)
+        self.engine.feed(batch, self.now_ns if received_ns is None else received_ns)
 
     def device_event(self, node: str, kind: str, device: str, detail: str = "") -> None:
         event = DeviceEvent(time_ns=self.now_ns, kind=kind, device=device, detail=detail)

@@ -44,7 +44,7 @@ class Watched:
         self.detector = detector(self.generation, Policy())
         self.telemetry = Telemetry()
         self.stragglers: frozenset[int] = frozenset()
-        self.standing: frozenset[str] = frozenset()
+        self.active_kinds: frozenset[str] = frozenset()
         self.findings: list[Finding] = []
         self._bubbles = BubbleModel(topology)
         self._recent: list[StepTiming] = []
@@ -75,7 +75,7 @@ class Watched:
             replay=RunReplay(tuple(self._recent), self.topology, self.metadata),
             metadata=self.metadata,
             stragglers=self.stragglers,
-            standing=self.standing,
+            active_kinds=self.active_kinds,
         )
 
     def _summary(self, timing: StepTiming) -> StepSummary:

@@ -59,7 +59,7 @@ class BubbleDetector(Detector):
         self._active: Finding | None = None
 
     def update(self, seen: Observation) -> list[Finding]:
-        if _EXPLAINING & seen.standing:
+        if _EXPLAINING & seen.active_kinds:
             self._looks.clear()
             return self._clear(seen, "Something else explains it.")
         findings = []

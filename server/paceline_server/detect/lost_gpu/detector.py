@@ -19,7 +19,7 @@ from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.kinds import FAILURE, GPU_ERROR, Kind
 from paceline_server.detect.lost_gpu.gpu_trouble import GpuTrouble, trouble_of
 from paceline_server.detect.lost_gpu.settings import DEFAULTS, LostGpuSettings
-from paceline_server.detect.observation import Generation, Observation, SeenDeviceEvent
+from paceline_server.detect.observation import Generation, Observation, ReportedDeviceEvent
 from paceline_server.policy import Policy
 
 LOST = "GPU lost"
@@ -59,8 +59,8 @@ class LostGpuDetector(Detector):
         self.settings = settings
         self._sick: dict[Place, _Sick] = {}
         # XIDs that NVML told and the kernel's log, which says more, has not told yet, by code
-        self._plain: dict[tuple[Place, str], SeenDeviceEvent] = {}
-        self._silent: dict[Place, SeenDeviceEvent] = {}  # hung, perhaps only for a moment
+        self._plain: dict[tuple[Place, str], ReportedDeviceEvent] = {}
+        self._silent: dict[Place, ReportedDeviceEvent] = {}  # hung, perhaps only for a moment
 
     def update(self, seen: Observation) -> list[Finding]:
         findings: list[Finding] = []
@@ -90,7 +90,7 @@ class LostGpuDetector(Detector):
         ]
 
     def _see(
-        self, one: SeenDeviceEvent, seen: Observation, *, alone: bool = False
+        self, one: ReportedDeviceEvent, seen: Observation, *, alone: bool = False
     ) -> list[Finding]:
         place, now_ns = (one.node, one.event.device), seen.now_ns
         trouble = trouble_of(one.event)
@@ -127,13 +127,18 @@ class LostGpuDetector(Detector):
         )
         return [known.finding]
 
-    def _is_old(self, one: SeenDeviceEvent) -> bool:
+    def _is_old(self, one: ReportedDeviceEvent) -> bool:
         """Told late, of processes that are gone. A lost GPU is lost until it is back."""
         since_ns = self.generation.started_ns - _CLOCKS_NS
         return one.event.kind != "gpu_lost" and one.event.time_ns < since_ns
 
     def _worse(
-        self, known: _Sick, one: SeenDeviceEvent, trouble: GpuTrouble, ranks: list[int], now_ns: int
+        self,
+        known: _Sick,
+        one: ReportedDeviceEvent,
+        trouble: GpuTrouble,
+        ranks: list[int],
+        now_ns: int,
     ) -> list[Finding]:
         """Another sort of error of the same GPU: the gravest gives the incident its name."""
         before = known.finding
@@ -176,7 +181,7 @@ class LostGpuDetector(Detector):
             for place in quiet
         ]
 
-    def _ranks_on(self, one: SeenDeviceEvent) -> list[int]:
+    def _ranks_on(self, one: ReportedDeviceEvent) -> list[int]:
         """Those that compute on it; on any GPU of the node, if it is not known which it is."""
         device = one.event.device
         return [
@@ -189,7 +194,7 @@ class LostGpuDetector(Detector):
 
     def _finding(
         self,
-        one: SeenDeviceEvent,
+        one: ReportedDeviceEvent,
         trouble: GpuTrouble,
         ranks: list[int],
         now_ns: int,

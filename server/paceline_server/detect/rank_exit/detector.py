@@ -21,8 +21,8 @@ from paceline_server.detect.kinds import FAILURE, Kind
 from paceline_server.detect.observation import (
     Generation,
     Observation,
-    SeenDeviceEvent,
-    SeenExit,
+    ReportedDeviceEvent,
+    ReportedExit,
 )
 from paceline_server.detect.rank_exit.settings import DEFAULTS, RankExitSettings
 from paceline_server.detect.telemetry import MetricSeries
@@ -64,10 +64,10 @@ class ExitDetector(Detector):
     ) -> None:
         super().__init__(generation, policy)
         self.settings = settings
-        self._abnormal: dict[int, SeenExit] = {}
+        self._abnormal: dict[int, ReportedExit] = {}
         self._waited: set[int] = set()  # ranks of those that were in a communication
         self._blamed: int | None = None
-        self._kills: list[SeenDeviceEvent] = []  # by the kernel, for memory
+        self._kills: list[ReportedDeviceEvent] = []  # by the kernel, for memory
         self._out_of_memory = False  # so it was told
 
     def update(self, seen: Observation) -> list[Finding]:
@@ -91,12 +91,12 @@ class ExitDetector(Detector):
         self._blamed = culprit.event.rank
         return [self._finding(culprit, seen)]
 
-    def _first_to_go(self, one: SeenExit) -> tuple[bool, bool, int, int]:
+    def _first_to_go(self, one: ReportedExit) -> tuple[bool, bool, int, int]:
         event = one.event
         was_victim = _is_unknown(event) and event.rank in self._waited
         return not _is_cause(one), was_victim, event.time_ns, event.rank
 
-    def _gone_with(self, culprit: SeenExit) -> list[int]:
+    def _gone_with(self, culprit: ReportedExit) -> list[int]:
         """With itself; a launcher ends all of a node's ranks when one of them has ended."""
         event = culprit.event
         if not _is_unknown(event):
@@ -110,7 +110,7 @@ class ExitDetector(Detector):
             and (rank in self._waited) == (event.rank in self._waited)
         )
 
-    def _may_still_be_explained(self, culprit: SeenExit, seen: Observation) -> bool:
+    def _may_still_be_explained(self, culprit: ReportedExit, seen: Observation) -> bool:
         """Another rank's or node's death may be on its way to us."""
         if _is_cause(culprit):
             return self._awaits_kernel_log(culprit, seen)
@@ -120,7 +120,7 @@ class ExitDetector(Detector):
             seen.last_seen_ns.get(node, 0) <= settled_ns for node in self.generation.nodes.values()
         )
 
-    def _awaits_kernel_log(self, culprit: SeenExit, seen: Observation) -> bool:
+    def _awaits_kernel_log(self, culprit: ReportedExit, seen: Observation) -> bool:
         """Whether the kernel's log of that second, where it is read, is still on its way."""
         event = culprit.event
         if event.signal != signal.SIGKILL or self._killed_for_memory(culprit, seen) is not None:
@@ -132,13 +132,13 @@ class ExitDetector(Detector):
         read_ns = read.latest_ns() or 0.0
         return event.time_ns - _READ_OF_LATE_NS < read_ns < event.time_ns
 
-    def _explained_since(self, culprit: SeenExit, seen: Observation) -> list[Finding]:
+    def _explained_since(self, culprit: ReportedExit, seen: Observation) -> list[Finding]:
         """The kernel's log is read once a second: it may come after the exit."""
         if self._out_of_memory or self._killed_for_memory(culprit, seen) is None:
             return []
         return [self._finding(culprit, seen)]
 
-    def _killed_for_memory(self, culprit: SeenExit, seen: Observation) -> Evidence | None:
+    def _killed_for_memory(self, culprit: ReportedExit, seen: Observation) -> Evidence | None:
         """What the kernel's log says of this very process, or of one it died of."""
         event, job = culprit.event, self.generation.job
         for one in self._kills:
@@ -155,7 +155,7 @@ class ExitDetector(Detector):
         text = f"the kernel of {culprit.node} killed rank {event.rank} for memory"
         return Evidence(text, KILLS, rate, 0.0)
 
-    def _finding(self, culprit: SeenExit, seen: Observation) -> Finding:
+    def _finding(self, culprit: ReportedExit, seen: Observation) -> Finding:
         event = culprit.event
         killed = self._killed_for_memory(culprit, seen)
         self._out_of_memory = killed is not None
@@ -218,7 +218,7 @@ def _is_unknown(event: RankExited) -> bool:
     return event.exit_code is None and event.signal is None
 
 
-def _is_cause(one: SeenExit) -> bool:
+def _is_cause(one: ReportedExit) -> bool:
     """Nobody sends signals because a connection broke (torch's own abort, SIGABRT, apart)."""
     if _is_unknown(one.event):
         return False
@@ -270,7 +270,7 @@ def _grown_since(series: MetricSeries, since_ns: int) -> float:
     return (series.latest() or 0.0) - (before[-1] if before else 0.0)
 
 
-def _memory_evidence(culprit: SeenExit, seen: Observation, *, is_sure: bool) -> list[Evidence]:
+def _memory_evidence(culprit: ReportedExit, seen: Observation, *, is_sure: bool) -> list[Evidence]:
     """The kernel kills with SIGKILL as well, when memory runs out."""
     if culprit.event.signal != signal.SIGKILL:
         return []
