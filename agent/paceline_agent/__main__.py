@@ -21,7 +21,6 @@ from paceline_agent.errors import OutputError, SettingsError
 from paceline_agent.expose.check import run as check_node
 from paceline_agent.expose.once import run as sweep_once
 from paceline_agent.settings import (
-    DEFAULT_SERVER_URL,
     FLUSH_SECONDS,
     HOSTNAME_LABEL,
     HOSTNAME_LABELS,
@@ -33,6 +32,7 @@ from paceline_agent.settings import (
     AgentSettings,
 )
 from paceline_agent.supervise.guard import open_pidfd
+from paceline_wire.address import DEFAULT_SERVER_URL
 
 _DIRECTORY = click.Path(path_type=Path, file_okay=False)
 

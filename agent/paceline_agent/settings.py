@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 from paceline_agent.errors import SettingsError
 from paceline_wire.node_directory import MEMORY, PREFIX
 
-DEFAULT_SERVER_URL = "http://127.0.0.1:8470"
 FLUSH_SECONDS = 0.5
 HEARTBEAT_SECONDS = 1.0  # the server counts a node as lost after 5 s without a batch
 LEASE_SECONDS = 600.0

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-DEFAULT_SERVER = "http://127.0.0.1:8470"
+from paceline_wire.address import DEFAULT_SERVER_URL
 
 
 class OutputFile(click.Path):
@@ -52,7 +52,7 @@ def server_options(command: Decorated) -> Decorated:
     return click.option(
         "--server",
         envvar="PACELINE_SERVER",
-        default=DEFAULT_SERVER,
+        default=DEFAULT_SERVER_URL,
         show_default=True,
         help="Address of the server.  [env: PACELINE_SERVER]",
     )(command)

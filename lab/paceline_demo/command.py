@@ -25,6 +25,7 @@ from paceline_demo.cluster import GPUS_PER_NODE, Cluster
 from paceline_demo.report import DemoReport
 from paceline_demo.scenario import Scenario
 from paceline_demo.training import start_training
+from paceline_wire.address import SERVER_PORT
 
 HEALTHY_SECONDS = 60.0  # of a run without faults
 SETTLE_SECONDS = 6.0  # after the last repair
@@ -87,7 +88,9 @@ def _power_of_two(ctx: click.Context, parameter: click.Parameter, value: int) ->
 )
 @click.option("--exit", "exits", is_flag=True, help="End by itself; status 0 only if all was well.")
 @click.option("--report", "report_path", type=OutputFile(), help="Write the outcome as JSON.")
-@click.option("--port", default=8470, show_default=True, help="Of the dashboard, if it is free.")
+@click.option(
+    "--port", default=SERVER_PORT, show_default=True, help="Of the dashboard, if it is free."
+)
 @click.option("--exit-with-parent", is_flag=True, hidden=True)
 @click.pass_context
 def demo(

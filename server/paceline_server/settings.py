@@ -15,7 +15,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from paceline_server.policy_file import load_policy
-from paceline_wire.address import is_http_address
+from paceline_wire.address import SERVER_PORT, is_http_address
 
 Role = Literal["all", "api", "worker"]
 
@@ -39,7 +39,9 @@ class Settings(BaseSettings):
 
     database_url: str = Field("sqlite:///paceline.db", description="SQLite or PostgreSQL.")
     host: str = Field("127.0.0.1", description="Address to listen on.")
-    port: int = Field(8470, ge=0, le=65535, description="Port to listen on; 0: any free one.")
+    port: int = Field(
+        SERVER_PORT, ge=0, le=65535, description="Port to listen on; 0: any free one."
+    )
     role: Role = Field("all", description="What this process does: serve, work on jobs, or both.")
 
     # Full costs one fsync per group of batches, and keeps what was acknowledged through a power

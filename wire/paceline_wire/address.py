@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
+SERVER_PORT = 8470
+DEFAULT_SERVER_URL = f"http://127.0.0.1:{SERVER_PORT}"
+
 
 def is_http_address(url: str) -> bool:
     """Return whether this is http(s)://HOST... with a valid host and port."""
