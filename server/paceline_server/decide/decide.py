@@ -127,7 +127,8 @@ def _end_if_dead(draft: Draft) -> None:
         return
     if _is_being_explained(draft):
         return
-    critical = [one for one in draft.incidents() if one.finding.severity == "critical"]
+    incidents = draft.incidents()
+    critical = [incident for incident in incidents if incident.finding.severity == "critical"]
     rejected = bool(critical) and all(incident.action_ids for incident in critical)
     if draft.policy.mode in _NEVER_ACTS or rejected:
         draft.change_state("failed", "All ranks have exited and will not be restarted.")

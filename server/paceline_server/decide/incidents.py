@@ -96,14 +96,15 @@ def resolve_repaired(draft: Draft) -> None:
     Findings of the new generation that were added to them as symptoms open incidents of their own.
     """
     for incident in draft.incidents():
-        everything = live_findings(incident)
-        current = [one for one in everything if one.generation == draft.generation]
-        if len(current) == len(everything) and incident.state == "open":
+        findings = live_findings(incident)
+        current = [finding for finding in findings if finding.generation == draft.generation]
+        if len(current) == len(findings) and incident.state == "open":
             continue
         resolve(draft, incident, f"Generation {draft.generation} makes progress.")
-        worth = sorted((one for one in current if one.severity != "info"), key=strength)
-        if worth:
-            open_incident(draft, worth[-1], worth[:-1])
+        serious = [finding for finding in current if finding.severity != "info"]
+        if serious:
+            *symptoms, strongest = sorted(serious, key=strength)
+            open_incident(draft, strongest, symptoms)
 
 
 def _key(finding: Finding) -> tuple[int, str]:
@@ -221,5 +222,5 @@ def _map(incident: IncidentView, change: Callable[[Finding], Finding]) -> Incide
     return replace(
         incident,
         finding=change(incident.finding),
-        symptoms=[change(one) for one in incident.symptoms],
+        symptoms=[change(finding) for finding in incident.symptoms],
     )

@@ -110,7 +110,8 @@ def _restart_after_failed_start(draft: Draft) -> None:
 
 def _incident_of(draft: Draft, failed: ActionView) -> IncidentView | None:
     """Return the incident that the failed action was to repair, else the most urgent one."""
-    serious = [one for one in draft.incidents() if one.finding.severity != "info"]
+    incidents = draft.incidents()
+    serious = [incident for incident in incidents if incident.finding.severity != "info"]
     own = [incident for incident in serious if failed.action_id in incident.action_ids]
     return max(own or serious, key=urgency, default=None)
 

@@ -104,17 +104,17 @@ def break_down(
     """
     wanted = np.arange(0, len(spans), at_a_time)
     cuts = np.unique(np.append(np.searchsorted(timeline.first, wanted), len(timeline)))
-    breakdown = []
+    breakdowns = []
     for begin, end in pairwise(cuts.tolist()):
-        ranks, part = slice(begin, end), slice(timeline.first[begin], timeline.first[end])
-        rows = compute[slice(*np.searchsorted(compute, (part.start, part.stop)))]
-        some = Spans(spans.table[:, part])
-        breakdown.append(
-            _break_down_some(some, wait_ns[part], phases.of_rows(ranks), rows - part.start)
+        ranks, chosen = slice(begin, end), slice(timeline.first[begin], timeline.first[end])
+        rows = compute[slice(*np.searchsorted(compute, (chosen.start, chosen.stop)))]
+        some = Spans(spans.table[:, chosen])
+        breakdowns.append(
+            _break_down_some(some, wait_ns[chosen], phases.of_rows(ranks), rows - chosen.start)
         )
     return Breakdown(
-        np.concatenate([each.part_ns for each in breakdown], axis=1),
-        np.concatenate([each.self_ns for each in breakdown]),
+        np.concatenate([part.part_ns for part in breakdowns], axis=1),
+        np.concatenate([part.self_ns for part in breakdowns]),
     )
 
 

@@ -186,9 +186,9 @@ def _idle_ratios(
 ) -> Floats:
     """Return the idle ratios, means over the replicas. [lane, stage]"""
     replicas = lanes[0][0].shape[1]
-    seconds = np.concatenate([one for one, _ in lanes], axis=1)
+    seconds = np.concatenate([lane for lane, _ in lanes], axis=1)
     late = np.concatenate(
-        [np.zeros_like(lanes[0][0]) if one is None else one for _, one in lanes], axis=1
+        [np.zeros_like(lanes[0][0]) if delay is None else delay for _, delay in lanes], axis=1
     )
     phase = np.maximum(pipeline.phase_seconds(seconds, late), 1e-12)
     busy = pipeline.by_stage(seconds + np.minimum(late, allowance))
@@ -220,6 +220,6 @@ def _unexplained(timing: StepTiming, topology: Topology, theory: float | None) -
     idle = np.clip(1.0 - seconds / np.maximum(total, 1e-12), 0.0, 1.0)
     stage = ranks // (topology.tp * topology.dp)
     return [
-        StageBubble(one, float(idle[stage == one].mean()), theory)
-        for one in np.unique(stage).tolist()
+        StageBubble(number, float(idle[stage == number].mean()), theory)
+        for number in np.unique(stage).tolist()
     ]

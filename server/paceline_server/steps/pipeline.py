@@ -48,7 +48,10 @@ class Pipeline:
         self.first = np.searchsorted(self.stage, np.arange(self.stages))
         self.previous[self.first] = self.nodes
         self.needs = np.array(
-            [number[one] if one is not None else self.nodes for one in self._needs(actions)],
+            [
+                number[source] if source is not None else self.nodes
+                for source in self._needs(actions)
+            ],
             dtype=np.int64,
         )
         self._levels = self._found_levels()

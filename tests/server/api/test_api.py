@@ -217,6 +217,28 @@ def test_a_job_has_the_policy_of_the_server_unless_the_request_differs(
     assert job["policy"] == msgspec.to_builtins(policy)
 
 
+@pytest.mark.parametrize(("lease", "warns"), [("3", True), ("600", False), ("0", False)])
+def test_an_agent_lease_not_above_the_node_lease_is_logged(
+    server: Any, caplog: pytest.LogCaptureFixture, lease: str, warns: bool
+) -> None:
+    agent = replace(hello(), labels={"lease_seconds": lease})
+    with server.program.database.write() as session:
+        session.add(
+            NodeRow(
+                agent_id="node-0",
+                boot_id="boot",
+                sequence=0,
+                packed_ns=1,
+                last_seen_ns=1,
+                hello=agent,
+                readings={},
+                dropped_batches=0,
+            )
+        )
+    post_job(server.url)
+    assert ("start them with a longer --lease-seconds" in caplog.text) == warns
+
+
 @pytest.mark.parametrize(
     ("fields", "detail"),
     [
