@@ -6,11 +6,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WEB_READY := web/node_modules/.ready
 ARGS ?=
-# Most tests wait for processes and sockets: two of them for each core keep the cores busy.
+# Most tests wait for processes and sockets: two workers per core keep the cores busy.
 JOBS ?= $(shell n=$$(( $$(nproc) * 2 )); echo $$(( n < 8 ? n : 8 )))
 ONLY ?=
 
-# Tests and demo start hundreds of processes, which should share the compiled sources.
+# Tests and demo start hundreds of processes; bytecode caches make each start faster.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test bench campaign fix clean lint types web unit browser goldens
@@ -52,22 +52,19 @@ fix: $(READY)
 clean:
 	rm -rf $(VENV) web/node_modules bench.json demo.json .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist
 
-# pip 25.1 is the first that reads dependency groups.
 $(READY): pyproject.toml hatch_build.py trainer_hooks/paceline/writer/_native.c
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --editable ".[agent,server]" --group dev
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; $(PYTHON) is " + sys.version.split()[0] + ". Try make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) install_environment.py $(VENV)
+	@touch $@
 
 $(WEB_READY): web/package-lock.json
-	@command -v npm >/dev/null || { echo "the web's checks need Node 20 with npm; the product itself does not" >&2; exit 1; }
+	@command -v npm >/dev/null || { echo "npm not found: the checks of the web page need Node 20 with npm (the product does not)" >&2; exit 1; }
 	cd web && npm ci --silent --no-audit --no-fund
 	touch $@
 
-# The browser tests skip themselves, loudly, where no Chromium can be had.
+# Without Chromium the browser tests are skipped with a message.
 browser:
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 		&& { apt-get install -qq -y chromium >/dev/null 2>&1 \
 		|| { apt-get update -qq && apt-get install -qq -y chromium >/dev/null; }; }; } \
-		|| echo "no Chromium: the browser tests will be skipped" >&2
+		|| echo "Chromium not found: the browser tests will be skipped" >&2

@@ -1,4 +1,4 @@
-"""Compile the hooks' hot path if there is a compiler; everything works without it."""
+"""Compile the hooks' hot path if there is a C compiler; without one, the hooks run in Python."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ LIBRARY = PACKAGE / "_native.abi3.so"  # stable ABI: one build for every Python 
 
 
 class WriterBuildHook(BuildHookInterface):  # type: ignore[misc]
-    """Builds the library into the wheel; for an editable one, beside its source."""
+    """Build the library into the wheel, or beside its source for an editable install."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        failure = self._compile() if sys.platform == "linux" else "not on this system"
+        failure = self._compile() if sys.platform == "linux" else "the library needs Linux"
         if failure:
-            self.app.display_warning(f"paceline's hooks stay in Python: {failure}")
+            self.app.display_warning(
+                f"the hooks' C library was not built, they run in Python: {failure}"
+            )
             return
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
@@ -31,12 +33,12 @@ class WriterBuildHook(BuildHookInterface):  # type: ignore[misc]
         build_data["artifacts"].append(f"/{LIBRARY}")
 
     def _compile(self) -> str | None:
-        """Build the library. Return the reason if that failed."""
+        """Build the library. Return the reason if it failed."""
         compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
         if shutil.which(compiler[0]) is None:
             compiler = ["cc"]
         library = Path(self.root, LIBRARY)
-        # Replaced by rename, never overwritten: a training may have it mapped.
+        # Replaced by rename, never overwritten: a training process may have it mapped.
         temporary = library.with_suffix(f".{os.getpid()}")
         command = [
             *(*compiler, "-O2", "-fno-plt", "-shared", "-fPIC", "-fvisibility=hidden"),
