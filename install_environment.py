@@ -10,6 +10,7 @@ and a line every few seconds counts the installed packages.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -67,14 +68,17 @@ def main(directory: Path) -> int:
 
 def run_plain(command: list[str], progress: InstallationProgress) -> int:
     """Run pip without a terminal. Return its exit status."""
-    python = Path(command[0])
+    environment = Path(command[0]).parents[1]
     stage = ["resolving dependencies"]
     finished = threading.Event()
 
     def show_stage() -> None:
         while not finished.wait(INTERVAL_SECONDS):
-            count = count_packages(python.parent.parent)
-            progress.show(f"{stage[0]}, {count} packages installed")
+            if stage[0].startswith("installing"):
+                count, newest = count_packages(environment)
+                progress.show(f"{stage[0]}: {count} done, now {newest}")
+            else:
+                progress.show(f"still {stage[0]}")
 
     reporter = threading.Thread(target=show_stage, daemon=True)
     reporter.start()
@@ -106,15 +110,21 @@ def describe_download(line: str) -> str | None:
     match = _DOWNLOAD.match(line)
     if match is None or match[2].endswith((".metadata", "/")):
         return None
-    action = "downloading" if match[1] == "Downloading" else "using"
+    action = "downloading" if match[1] == "Downloading" else "using local"
     name = match[2].rpartition("/")[2]
     package = "-".join(name.split("-")[:2])
     return f"{action} {package}" + (f" ({match[3]})" if match[3] else "")
 
 
-def count_packages(environment: Path) -> int:
-    """Return how many packages are installed."""
-    return sum(1 for _ in environment.glob("lib/python*/site-packages/*.dist-info"))
+def count_packages(environment: Path) -> tuple[int, str]:
+    """Return how many packages are installed, and the one whose files are the newest."""
+    changed: dict[str, float] = {}
+    for entry in environment.glob("lib/python*/site-packages/[!_]*"):
+        with contextlib.suppress(FileNotFoundError):  # pip moves directories while it installs
+            changed[entry.name] = entry.stat().st_mtime
+    count = sum(name.endswith(".dist-info") for name in changed)
+    newest = max(changed, key=changed.__getitem__, default="")
+    return count, newest.partition("-")[0]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The demo's cluster: one server and one agent per node, as real processes of this machine.
+"""The demo's cluster: one server and one agent per node, as real processes on this machine.
 
-Every process carries the run's mark in its environment, so that what is left over can be counted
-whoever started it; the kernel kills server and agents when the demo dies, however it dies.
+Every process carries the run's mark in its environment, so that all of them can be found and
+counted, whoever started them. The kernel kills server and agents when the demo dies.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,18 +28,20 @@ from paceline_demo import fake_nvml
 
 MARK = "PACELINE_DEMO"
 GPUS_PER_NODE = 2
+START_SECONDS = 180.0  # for the server, and again for the agents, on a busy machine
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies. Runs between fork and exec."""
+    """Have the kernel kill this process when its parent dies. Runs between fork and exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def start_process(
     argv: list[str], log: Path, environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
+    """Start a process that appends its output to `log` and dies with the demo."""
     with log.open("ab") as output:
         return subprocess.Popen(
             argv,
@@ -46,14 +49,14 @@ def start_process(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # Ctrl-C is the demo's to handle
+            start_new_session=True,  # only the demo receives Ctrl-C
             preexec_fn=die_with_parent,
         )
 
 
 @dataclass
 class EmulatedNode:
-    """One emulated machine."""
+    """An emulated machine: a directory and an agent."""
 
     number: int
     directory: Path
@@ -67,9 +70,9 @@ class EmulatedNode:
 
 @dataclass
 class Cluster:
-    """Server, agents and their directories; `close` leaves nothing behind."""
+    """A server, its agents and their directories. `close` ends and removes all of them."""
 
-    node_count: int  # spares included
+    node_count: int  # including spares
     port: int
     directory: Path = field(init=False)
     memory: Path = field(init=False)
@@ -86,12 +89,21 @@ class Cluster:
         self.directory = Path(tempfile.mkdtemp(prefix=prefix))
         shared = Path("/dev/shm")
         self.memory = Path(tempfile.mkdtemp(prefix=prefix, dir=shared if shared.is_dir() else None))
-        remove_rings_of_the_dead(self.memory.parent)
+        remove_stale_rings(self.memory.parent)
         self.port = free_port(self.port)
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start everything and wait until all is ready."""
+        """Start server and agents and wait until every node has reported.
+
+        Raises click.ClickException with the end of the server's log if they do not start.
+        """
+        self.launch()
+        self.wait_for_server(lambda: None)
+        self.wait_for_nodes(lambda _: None)
+
+    def launch(self) -> None:
+        """Start the processes of server and agents."""
         self.library = self._gpu_library()
         self.server = start_process(
             [
@@ -109,9 +121,26 @@ class Cluster:
                 node.gpus = fake_nvml.FakeGpus.create(node.directory / "gpus", GPUS_PER_NODE)
             self.nodes.append(node)
             self.start_agent(node)
-        self._await_ready()
+
+    def wait_for_server(self, on_wait: Callable[[], None]) -> None:
+        """Wait until the server responds; call `on_wait` meanwhile.
+
+        Raises click.ClickException with the end of the server's log if it does not.
+        """
+        self._wait(lambda reporting: on_wait(), lambda reporting: reporting is not None)
+
+    def wait_for_nodes(self, on_wait: Callable[[int], None]) -> None:
+        """Wait until every node has reported; call `on_wait` with their number meanwhile.
+
+        Raises click.ClickException with the end of the server's log if one does not.
+        """
+        self._wait(
+            lambda reporting: on_wait(reporting or 0),
+            lambda reporting: reporting == self.node_count,
+        )
 
     def start_agent(self, node: EmulatedNode) -> None:
+        """Start the node's agent, also again after its node was lost."""
         environment = self._environment()
         if self.library is not None and node.gpus is not None:
             environment |= fake_nvml.environment(self.library, node.gpus.path)
@@ -119,7 +148,7 @@ class Cluster:
             [
                 *(sys.executable, "-m", "paceline_cli", "agent", "--server", self.url),
                 *("--agent-id", node.agent_id, "--node-directory", str(node.directory)),
-                *("--orphan-grace-seconds", "0"),  # nobody restarts an agent of the demo
+                *("--orphan-grace-seconds", "0"),  # the demo never restarts a running agent
                 *("--spool-directory", str(self.directory / f"{node.agent_id}-spool")),
                 *("--slots", str(GPUS_PER_NODE), "--address", "127.0.0.1"),
                 *("--metrics-port", "0", "--exit-with-parent", str(os.getpid())),
@@ -129,7 +158,7 @@ class Cluster:
         )
 
     def processes(self) -> list[int]:
-        """Every live process of this run, this one excepted."""
+        """Return the PIDs of all live processes of this run, except this one."""
         wanted = f"{MARK}={self.mark}".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -138,12 +167,12 @@ class Cluster:
             try:
                 if wanted in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
-            except OSError:  # it ended meanwhile, or is somebody else's
+            except OSError:  # it ended meanwhile, or belongs to another user
                 continue
         return found
 
     def close(self) -> int:
-        """Stop everything; returns how many processes had to be killed as orphans."""
+        """Stop everything. Return how many orphaned processes had to be killed."""
         agents = [node.agent for node in self.nodes if node.agent is not None]
         started = [*agents, *filter(None, [self.server])]
         for group in (agents, [self.server]):
@@ -176,11 +205,11 @@ class Cluster:
             MARK: self.mark,
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",  # the demo's accelerators are emulated, on any machine
+            "CUDA_VISIBLE_DEVICES": "",  # the demo emulates its GPUs, even on a GPU machine
         }
 
     def _gpu_library(self) -> Path | None:
-        """The directory of the emulated driver, or None where a real one or no compiler is."""
+        """Return the emulated driver's directory; None with a real driver or without a compiler."""
         if has_driver():
             self.telemetry = "driver"
             return None
@@ -193,37 +222,45 @@ class Cluster:
         self.telemetry = "emulated"
         return library
 
-    def _await_ready(self) -> None:
-        """Wait until the server answers and every node has reported to it."""
+    def _wait(
+        self,
+        on_wait: Callable[[int | None], None],
+        is_done: Callable[[int | None], bool],
+    ) -> None:
+        """Poll how many nodes have reported (None: the server does not respond) until `is_done`."""
         assert self.server is not None
-        deadline = time.monotonic() + 180  # of a busy machine
+        deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self.server.poll() is None:
+            reporting = None
             with contextlib.suppress(httpx.TransportError):
-                answer = httpx.get(f"{self.url}/api/v1/nodes", timeout=2)
-                if answer.status_code == 200 and len(answer.json()["items"]) == self.node_count:
-                    return
+                response = httpx.get(f"{self.url}/api/v1/nodes", timeout=2)
+                if response.status_code == 200:
+                    reporting = len(response.json()["items"])
+            if is_done(reporting):
+                return
+            on_wait(reporting)
             time.sleep(0.1)
         log = (self.directory / "server.log").read_text(errors="replace")[-2000:]
         raise click.ClickException(
-            f"server and agents did not start; the server's log ends:\n{log}"
+            f"server and agents did not start; the server's log ends with:\n{log}"
         )
 
 
-def remove_rings_of_the_dead(parent: Path) -> None:
-    """A demo that was killed could not free the memory its rings take."""
-    for left in parent.glob("paceline-demo-*-*/node-0"):
-        pid = left.parent.name.split("-")[2]
+def remove_stale_rings(parent: Path) -> None:
+    """Remove the rings of demos that were killed: they occupy memory."""
+    for node in parent.glob("paceline-demo-*-*/node-0"):
+        pid = node.parent.name.split("-")[2]
         if pid.isdigit() and not Path("/proc", pid).exists():
-            shutil.rmtree(left.parent, ignore_errors=True)
+            shutil.rmtree(node.parent, ignore_errors=True)
 
 
 def has_driver() -> bool:
-    """Whether a real NVIDIA driver is loaded on this machine."""
+    """Return whether a real NVIDIA driver is loaded on this machine."""
     return Path("/proc/driver/nvidia/version").exists()
 
 
 def free_port(wanted: int) -> int:
-    """`wanted` if nobody listens there, else a free port of the kernel's choice."""
+    """Return `wanted` if that TCP port is free, else any free port."""
     for port in (wanted, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

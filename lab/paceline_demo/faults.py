@@ -1,4 +1,4 @@
-"""The faults the demo knows: how to name one, inject it, lift it, and judge its verdict."""
+"""The demo's faults: parse them, inject them, remove them, and check the verdict."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SLOW_DATA_SECONDS = 0.4
 
 @dataclass(frozen=True)
 class FaultKind:
-    """What a fault aims at, and what the right verdict on it is."""
+    """The target of a fault and the correct verdict on it."""
 
     target: str  # "node" or "rank"
-    finding: str  # kind of the incident
-    cause: str  # what its cause must contain
-    fatal: bool  # the job cannot go on without a repair
+    finding: str  # expected kind of the incident
+    cause: str  # text that the cause must contain
+    fatal: bool  # training stops until the repair
     names_rank: bool = True
 
 
@@ -44,8 +44,8 @@ DEFAULT = "throttle,crash,hang"
 
 
 @dataclass(frozen=True)
-class Request:
-    """One fault as asked for; no target: chosen by the seed when its time has come."""
+class FaultRequest:
+    """A fault that the user requested; without a target, the seed selects one at injection."""
 
     kind: str
     target: int | None
@@ -53,7 +53,7 @@ class Request:
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """One fault about to be injected, where it will hit now."""
+    """A fault with the rank, node and processes that it hits."""
 
     kind: str
     target: int
@@ -68,13 +68,14 @@ class PlannedFault:
 
 
 class NotInjectableError(Exception):
-    """The target is not there (any more); the message says why."""
+    """The fault cannot be injected now; the message has the reason."""
 
 
-def parse(text: str, world_size: int, node_count: int) -> list[Request]:
-    """`throttle:1,crash:5,hang` to requests; `none` to an empty list.
+def parse(text: str, world_size: int, node_count: int) -> list[FaultRequest]:
+    """Return the requests in a list such as `throttle:1,crash:5,hang`; none for `none`.
 
-    Raises click.BadParameter for an unknown name or a target outside the job.
+    Raises:
+        click.BadParameter: an unknown name, or a target outside the job.
     """
     requests = []
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -82,20 +83,24 @@ def parse(text: str, world_size: int, node_count: int) -> list[Request]:
         if kind == "none" and not colon:
             continue
         if kind not in KINDS:
-            raise click.BadParameter(f"{kind!r} is none of {', '.join(KINDS)}, none")
+            raise click.BadParameter(f"unknown fault {kind!r}; expected {', '.join(KINDS)} or none")
         limit = node_count if KINDS[kind].target == "node" else world_size
         if colon and not (number.isdecimal() and int(number) < limit):
             raise click.BadParameter(
-                f"{item!r}: {KINDS[kind].target.upper()} must be a number in 0..{limit - 1}"
+                f"{item!r}: {KINDS[kind].target.upper()} must be a number from 0 to {limit - 1}"
             )
-        requests.append(Request(kind, int(number) if colon else None))
+        requests.append(FaultRequest(kind, int(number) if colon else None))
     return requests
 
 
 def aim(
-    request: Request, cluster: Cluster, ranks: list[dict[str, Any]], chance: random.Random
+    request: FaultRequest, cluster: Cluster, ranks: list[dict[str, Any]], chance: random.Random
 ) -> PlannedFault:
-    """Resolve a request against where the ranks run now."""
+    """Return the fault with its target among the ranks as they are placed now.
+
+    Raises:
+        NotInjectableError: no such rank or node in the job, or nothing there to inject it into.
+    """
     by_target: dict[int, list[dict[str, Any]]] = {}
     for rank in ranks:
         number = int(rank["node"].removeprefix("node-"))
@@ -105,14 +110,14 @@ def aim(
     if target is None:
         target = chance.choice(sorted(by_target))
     if target not in by_target:
-        what = KINDS[request.kind].target
+        noun = KINDS[request.kind].target
         raise NotInjectableError(
-            f"{what} {target} is not in the job now; it has {what}s {sorted(by_target)}"
+            f"{noun} {target} is not in the job now; its {noun}s are {sorted(by_target)}"
         )
     hit = min(by_target[target], key=lambda rank: rank["local_rank"])
     node = cluster.nodes[int(hit["node"].removeprefix("node-"))]
     if request.kind == "throttle" and node.gpus is None:
-        raise NotInjectableError("without emulated GPU telemetry no GPU can be made to throttle")
+        raise NotInjectableError("throttling needs emulated GPUs, and there are none")
     pids = tuple(rank["pid"] for rank in by_target[target] if rank["pid"])
     if not pids:
         raise NotInjectableError(f"{KINDS[request.kind].target} {target} has no running process")
@@ -120,7 +125,7 @@ def aim(
 
 
 def inject(fault: PlannedFault) -> str:
-    """Do it, now; returns what was done, for people."""
+    """Inject the fault. Return a sentence for the user."""
     node, rank = fault.node, fault.rank
     if fault.kind == "throttle":
         assert node.gpus is not None
@@ -131,20 +136,20 @@ def inject(fault: PlannedFault) -> str:
             throttle_reasons=THERMAL_SLOWDOWN,
         )
         return (
-            f"GPU {fault.local_rank} of node {node.number} (rank {rank}) throttles: "
+            f"GPU {fault.local_rank} of node-{node.number} (rank {rank}) is throttled to "
             f"{THROTTLED_CLOCK_MHZ} MHz at {THROTTLED_CELSIUS} °C"
         )
     if fault.kind == "crash":
         _signal(fault.pids[:1], signal.SIGKILL)
-        return f"rank {rank} on node {node.number} is killed (SIGKILL)"
+        return f"rank {rank} (node-{node.number}) is killed (SIGKILL)"
     if fault.kind == "hang":
         _signal(fault.pids[:1], signal.SIGSTOP)
-        return f"rank {rank} on node {node.number} hangs (SIGSTOP)"
+        return f"rank {rank} (node-{node.number}) is stopped (SIGSTOP)"
     if fault.kind == "node-loss":
         assert node.agent is not None
         _signal([*descendants(node.agent.pid), node.agent.pid], signal.SIGKILL)
         node.agent.wait()
-        return f"node {node.number} is lost with everything on it"
+        return f"node-{node.number} is lost: its agent and ranks are killed"
     (node.directory / "faults.json").write_text(
         json.dumps(
             [
@@ -156,27 +161,30 @@ def inject(fault: PlannedFault) -> str:
             ]
         )
     )
-    return f"the disk of node {node.number} slows the data of rank {rank}"
+    return (
+        f"the data loader of rank {rank} (node-{node.number}) takes {SLOW_DATA_SECONDS:g} s longer "
+        "per step"
+    )
 
 
-def lift(fault: PlannedFault, cluster: Cluster) -> str | None:
-    """What a technician does afterwards: make the node fit for use again."""
+def remove(fault: PlannedFault, cluster: Cluster) -> str | None:
+    """Repair the node as a technician would. Return a sentence; None if it needs no repair."""
     node = fault.node
     if fault.kind == "throttle":
         assert node.gpus is not None
         node.gpus.reset(fault.local_rank)
-        return f"node {node.number} is cool again"
+        return f"node-{node.number} runs at full clock again"
     if fault.kind == "slow-data":
         (node.directory / "faults.json").unlink(missing_ok=True)
-        return f"the disk of node {node.number} is fast again"
+        return f"node-{node.number} loads data at full speed again"
     if fault.kind == "node-loss":
         cluster.start_agent(node)
-        return f"node {node.number} is back"
+        return f"node-{node.number} is online again"
     return None
 
 
 def correct(fault: PlannedFault, verdict: dict[str, Any]) -> bool:
-    """Whether the verdict names what was done: kind, rank, node and cause."""
+    """Return whether the verdict has the right kind, rank, node and cause."""
     expected = fault.expected
     return (
         verdict["kind"] == expected.finding
@@ -187,7 +195,7 @@ def correct(fault: PlannedFault, verdict: dict[str, Any]) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children, their children, and so on."""
+    """Return the PIDs of all children, their children, and so on."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What the demo found out, as `--report` writes it."""
+"""The demo's result, as `--report` writes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class FaultReport:
-    """One injected fault. Times are RFC 3339; `recovery_seconds` counts from the detection."""
+    """The result of one fault. Times are RFC 3339; `recovery_seconds` count from the detection."""
 
     kind: str
     target: int | None
@@ -26,24 +26,27 @@ class FaultReport:
     resumed_at: str | None = None
     recovery_seconds: float | None = None
     lost_steps: int | None = None
-    error: str | None = None  # why it was not injected, found or repaired
+    error: str | None = None  # why it was not injected, detected or repaired
 
     def line(self) -> str:
-        """What became of it."""
+        """Return the result in one line."""
         name = self.kind if self.target is None else f"{self.kind}:{self.target}"
         if self.injected_at is None:
             return f"{name}  not injected: {self.error}"
-        told = f"{name}  {'found rightly' if self.correct else 'NOT found rightly'}"
+        if self.verdict is None:
+            result = "NOT detected"
+        else:
+            result = "correct verdict" if self.correct else "WRONG verdict"
         if self.detection_seconds is not None:
-            told += f" after {self.detection_seconds:.1f} s ({(self.verdict or {}).get('cause')})"
+            result += f" after {self.detection_seconds:.1f} s ({(self.verdict or {}).get('cause')})"
         if self.recovery_seconds is not None:
-            told += f", training again {self.recovery_seconds:.1f} s later"
-        return f"{told}: {self.error}" if self.error else told
+            result += f", training again {self.recovery_seconds:.1f} s later"
+        return f"{name}  {result}" + (f": {self.error}" if self.error else "")
 
 
 @dataclass
 class DemoReport:
-    """The whole run. `failure` says why the demo itself could not go on, if so."""
+    """The result of the whole run. `failure` is the error that ended the demo early, if any."""
 
     faults: list[FaultReport] = field(default_factory=list)
     findings_while_healthy: int = 0
@@ -56,7 +59,11 @@ class DemoReport:
     failure: str | None = None
 
     def succeeded(self) -> bool:
-        """Everything was found, rightly, and repaired; nothing else was found; nothing is left."""
+        """Return whether the demo met its promise.
+
+        Every fault has a correct verdict and is repaired (in mode observe: a correct verdict),
+        there is no false alarm, and no process is left behind.
+        """
         repaired = all(
             fault.correct and (fault.resumed_at is not None or self.mode == "observe")
             for fault in self.faults
@@ -69,8 +76,10 @@ class DemoReport:
         )
 
     def write(self, path: Path) -> None:
+        """Write the report as JSON."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
 def seconds_between(start: str, end: str) -> float:
+    """Return the seconds from one RFC 3339 time to another."""
     return (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds()

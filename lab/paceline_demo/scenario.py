@@ -1,4 +1,4 @@
-"""The demo's story: wait until the run is healthy, break something, watch it being repaired."""
+"""The sequence of the demo: wait until training is steady, inject a fault, wait for its repair."""
 
 from __future__ import annotations
 
@@ -14,48 +14,56 @@ from paceline_cli.client import Client
 from paceline_demo import faults
 from paceline_demo.cluster import Cluster
 from paceline_demo.report import DemoReport, FaultReport, seconds_between
+from paceline_demo.startup import describe_startup
 
 POLL_SECONDS = 0.2
-WARM_STEPS = 12  # of a generation, before the next fault: the detectors need a past to compare with
+WARM_UP_STEPS = 12  # before the next fault: detectors compare with earlier steps
 START_SECONDS = 120.0
 DETECT_SECONDS = 60.0
 REPAIR_SECONDS = 120.0
-APPROVAL_SECONDS = 2.0  # how long the demo lets a proposed action be seen before it approves it
+APPROVAL_SECONDS = 2.0  # between the proposal of an action and the demo's approval
 
 
 class ScenarioError(Exception):
-    """The run cannot go on; the message says why."""
+    """The job did not reach the expected state; the message has the reason."""
 
 
 @dataclass
 class Scenario:
-    """One job under a list of faults. `say` prints a line, `progress` replaces the last one."""
+    """One job and the faults injected into it, one after another.
+
+    `show` prints a line; `progress` replaces the progress line.
+    """
 
     client: Client
     cluster: Cluster
     mode: str
-    approve: bool  # approve proposed actions itself, as an operator would
+    approve: bool  # approve proposed actions, as an operator would
     chance: random.Random
     start_job: Callable[[], str]
-    say: Callable[[str], None]
+    show: Callable[[str], None]
     progress: Callable[[str], None]
     report: DemoReport
     job_id: str = ""
     job: dict[str, Any] = field(default_factory=dict)
     _incidents: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _phases_said: set[tuple[str, str, str]] = field(default_factory=set)
+    _phases_shown: set[tuple[str, str, str]] = field(default_factory=set)
     _proposed: dict[str, float] = field(default_factory=dict)
-    _blamed: set[str] = field(default_factory=set)  # incidents that belong to an injected fault
-    _at_fault: bool = False
-    _steady_from: int = 0  # the step the last fault was lifted at
+    _expected: set[str] = field(default_factory=set)  # incidents caused by an injected fault
+    _fault_active: bool = False
+    _steady_from: int = 0  # step at which the last fault was removed
     _healthy_findings: set[str] = field(default_factory=set)
 
     def begin(self) -> None:
-        """Start the job and wait for its first steps."""
+        """Start the job and wait for its first step. Raises ScenarioError if there is none."""
         self.job_id = self.start_job()
-        self.say(f"job {self.job_id} is starting; watch it at {self.url}")
-        self._until(self._trains, START_SECONDS, "the job did not reach its first step")
-        self.say(
+        self.show(f"job {self.job_id} is starting: {self.url}")
+        self._wait_until(
+            self._is_training,
+            START_SECONDS,
+            f"the job did not finish its first step within {START_SECONDS:.0f} s",
+        )
+        self.show(
             f"training: {render.topology(self.job['topology'])}, "
             f"{self.job['metadata'].get('schedule', 'unknown schedule')}, "
             f"{render.seconds(self.job['step_seconds']) or 'timing'} per step"
@@ -66,69 +74,75 @@ class Scenario:
         return f"{self.cluster.url}/jobs/{self.job_id}"
 
     def stay_healthy(self, seconds: float) -> None:
-        """Train undisturbed; whatever is found meanwhile is a false alarm."""
+        """Train without faults; each incident in this time counts as a false alarm."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.poll()
             time.sleep(POLL_SECONDS)
 
-    def play(self, request: faults.Request) -> None:
-        """Inject one fault, wait for verdict and repair, and write both down."""
+    def play(self, request: faults.FaultRequest) -> None:
+        """Inject one fault, wait for its verdict and repair, and add both to the report."""
         entry = FaultReport(request.kind, request.target)
         self.report.faults.append(entry)
         try:
-            self._until(self._warm, START_SECONDS, "the run did not become steady")
+            self._wait_until(
+                self._is_steady,
+                START_SECONDS,
+                f"training did not become steady within {START_SECONDS:.0f} s",
+            )
             fault = faults.aim(request, self.cluster, self._ranks(), self.chance)
         except (ScenarioError, faults.NotInjectableError) as error:
             entry.error = str(error)
-            self.say(f"{request.kind} was not injected: {error}")
+            self.show(f"{request.kind} was not injected: {error}")
             return
         entry.target = fault.target
         try:
             self._play(fault, entry)
         except ScenarioError as error:
             entry.error = str(error)
-            self.say(str(error))
+            self.show(str(error))
         finally:
-            self._at_fault = False
-            self._service(fault)
+            self._fault_active = False
+            self._remove(fault)
             if self.job["state"] == "running":
                 self._steady_from = self.job["step"] or 0
 
     def _play(self, fault: faults.PlannedFault, entry: FaultReport) -> None:
-        known = set(self._incidents)
+        earlier = set(self._incidents)
         generation = self.job["generation"]
-        self._at_fault = True
+        self._fault_active = True
         entry.injected_step = self.job["step"]
         entry.injected_at = datetime.now(UTC).isoformat()
-        self.say(f"fault: {faults.inject(fault)}")
+        self.show(f"fault: {faults.inject(fault)}")
 
-        self._until(
-            lambda: any(incident not in known for incident in self._incidents),
+        self._wait_until(
+            lambda: any(incident not in earlier for incident in self._incidents),
             DETECT_SECONDS,
-            f"{fault.kind} was not found within {DETECT_SECONDS:.0f} s",
+            f"{fault.kind} was not detected within {DETECT_SECONDS:.0f} s",
         )
-        self._judge(fault, entry, known)
+        self._add_verdict(fault, entry, earlier)
         if self.mode == "observe":
-            self._repair_by_hand(fault)
+            self._restart_manually(fault)
             return
-        self._until(
+        self._wait_until(
             lambda: self._restarted(entry, generation),
             REPAIR_SECONDS,
             f"{fault.kind} was not repaired within {REPAIR_SECONDS:.0f} s",
         )
-        # The incident may have been sharpened since it was opened (symptoms, evidence).
-        self._judge(fault, entry, known)
-        lost = "no step lost" if not entry.lost_steps else f"{entry.lost_steps} steps lost"
-        self.say(
-            f"repaired: training again {entry.recovery_seconds:.1f} s after the verdict, {lost}"
+        # The verdict may have become more precise since the incident was opened.
+        self._add_verdict(fault, entry, earlier)
+        lost = "no steps lost" if not entry.lost_steps else f"{entry.lost_steps} steps lost"
+        self.show(
+            f"repaired: training again {entry.recovery_seconds:.1f} s after detection, {lost}"
         )
 
-    def _judge(self, fault: faults.PlannedFault, entry: FaultReport, known: set[str]) -> None:
-        """Take the first incident since the injection as the verdict."""
-        fresh = [incident for key, incident in self._incidents.items() if key not in known]
-        first = min(fresh, key=lambda incident: incident["detected_at"])
-        self._blamed.update(incident["id"] for incident in fresh)
+    def _add_verdict(
+        self, fault: faults.PlannedFault, entry: FaultReport, earlier: set[str]
+    ) -> None:
+        """Add the first incident since the injection to the report, as the verdict."""
+        new = [incident for key, incident in self._incidents.items() if key not in earlier]
+        first = min(new, key=lambda incident: incident["detected_at"])
+        self._expected.update(incident["id"] for incident in new)
         node = first["node"]
         entry.verdict = {
             "kind": first["kind"],
@@ -145,7 +159,7 @@ class Scenario:
         entry.correct = faults.correct(fault, entry.verdict)
 
     def _restarted(self, entry: FaultReport, generation: int) -> bool:
-        """Whether a restart away from `generation` is done; fills in the entry if so."""
+        """Return whether a restart of `generation` is done; if so, add it to the report."""
         for action in self.client.items("/actions", job=self.job_id):
             if action["kind"] != "restart" or action["generation"] < generation:
                 continue
@@ -163,29 +177,29 @@ class Scenario:
             raise ScenarioError(f"the job is {self.job['state']}: {self.job['verdict']['text']}")
         return False
 
-    def _repair_by_hand(self, fault: faults.PlannedFault) -> None:
-        """Mode observe: nothing is repaired for us, so do what an operator would."""
+    def _restart_manually(self, fault: faults.PlannedFault) -> None:
+        """Restart the job as an operator would in mode observe."""
         if not fault.expected.fatal:
             return
-        self.say("mode observe: stopping the job by hand and starting it again")
+        self.show("mode observe: the demo stops the job and starts it again")
         self.client.post(f"/jobs/{self.job_id}/stop")
-        self._until(
+        self._wait_until(
             lambda: self.job["state"] in ("stopped", "failed", "finished"),
             REPAIR_SECONDS,
-            "the job did not stop",
+            f"the job did not stop within {REPAIR_SECONDS:.0f} s",
         )
         self.begin()
 
-    def _service(self, fault: faults.PlannedFault) -> None:
-        """Lift the fault and give the node back, as a technician would."""
-        done = faults.lift(fault, self.cluster)
-        if done is None:
+    def _remove(self, fault: faults.PlannedFault) -> None:
+        """Remove the fault and release the node, as a technician would."""
+        repair = faults.remove(fault, self.cluster)
+        if repair is None:
             return
         self.client.post(f"/nodes/{fault.node.agent_id}/release")
-        self.say(f"serviced: {done} and may be used again")
+        self.show(f"maintenance: {repair} and is released for new ranks")
 
     def poll(self) -> None:
-        """Take in the job, its incidents and actions; say what is new."""
+        """Read the job, its incidents and actions; show what is new."""
         self.job = self.client.get(f"/jobs/{self.job_id}")
         loss = self.job["evaluation_loss"]
         if loss is not None:
@@ -194,42 +208,43 @@ class Scenario:
             self.report.losses["last"] = loss
         for incident in reversed(self.client.items("/incidents", job=self.job_id)):
             if incident["id"] not in self._incidents:
-                self.say(f"found: {incident['summary']}")
+                self.show(f"detected: {incident['summary']}")
                 for item in incident["evidence"][:3]:
-                    self.say(f"       - {item['text']}")
-                if not self._at_fault:
+                    self.show(f"          - {item['text']}")
+                if not self._fault_active:
                     self._healthy_findings.add(incident["id"])
             self._incidents[incident["id"]] = incident
         for action in reversed(self.client.items("/actions", job=self.job_id)):
             self._show_action(action)
-        self.report.findings_while_healthy = len(self._healthy_findings - self._blamed)
+        self.report.findings_while_healthy = len(self._healthy_findings - self._expected)
         self.report.ledger = self.job["ledger"]
         self.report.restarts = self.job["restarts"]
-        self.progress(self._line())
+        self.progress(self._progress_line())
 
     def _show_action(self, action: dict[str, Any]) -> None:
         if action["state"] == "proposed" and action["kind"] != "start":
             since = self._proposed.setdefault(action["id"], time.monotonic())
-            if self._first(action["id"], "proposed", ""):
-                self.say(f"proposed: {action['reason']}")
-                self.say(f"          paceline actions approve {action['id']}")
-            seen = time.monotonic() - since >= APPROVAL_SECONDS
-            if self.approve and seen and self._first(action["id"], "approved", ""):
+            if self._is_new(action["id"], "proposed", ""):
+                self.show(f"proposed: {action['reason']}")
+                self.show(f"          paceline actions approve {action['id']}")
+            is_due = time.monotonic() - since >= APPROVAL_SECONDS
+            if self.approve and is_due and self._is_new(action["id"], "approved", ""):
                 self.client.post(f"/actions/{action['id']}/approve")
-                self.say("approved by the demo")
+                self.show("approved by the demo")
             return
         for phase in action["phases"]:
-            if self._first(action["id"], phase["name"], phase["started_at"]):
-                self.say(f"{action['kind']}: {phase['name']}: {phase['detail']}".rstrip(": "))
+            if self._is_new(action["id"], phase["name"], phase["started_at"]):
+                self.show(f"{action['kind']}: {phase['detail'] or phase['name']}")
 
-    def _first(self, *what: str) -> bool:
-        key = (what[0], what[1], what[2])
-        if key in self._phases_said:
+    def _is_new(self, action: str, phase: str, started_at: str) -> bool:
+        """Return whether this phase has not been shown yet, and mark it as shown."""
+        key = (action, phase, started_at)
+        if key in self._phases_shown:
             return False
-        self._phases_said.add(key)
+        self._phases_shown.add(key)
         return True
 
-    def _line(self) -> str:
+    def _progress_line(self) -> str:
         job = self.job
         parts = [f"[{job['state']}]", f"generation {job['generation']}"]
         if job["step"] is not None:
@@ -240,36 +255,42 @@ class Scenario:
             parts.append(f"loss {job['loss']:.3f}")
         if job["evaluation_loss"] is not None:
             parts.append(f"held-out loss {job['evaluation_loss']:.3f}")
+        if job["state"] in ("starting", "recovering") and (startup := self._startup()):
+            parts.append(startup)
         return "  ".join(parts)
+
+    def _startup(self) -> str:
+        """Return what the ranks do before their first step; "" while there are none."""
+        return describe_startup(self._ranks())
 
     def _ranks(self) -> list[dict[str, Any]]:
         return self.client.items(f"/jobs/{self.job_id}/ranks")
 
-    def _trains(self) -> bool:
+    def _is_training(self) -> bool:
         return self.job["state"] == "running" and self.job["step"] is not None
 
-    def _warm(self) -> bool:
-        """The current generation has steps enough, since the last fault, to compare with."""
+    def _is_steady(self) -> bool:
+        """Return whether the generation has WARM_UP_STEPS since the last fault was removed."""
         if (
             self.job["state"] != "running"
-            or (self.job["step"] or 0) < self._steady_from + WARM_STEPS
+            or (self.job["step"] or 0) < self._steady_from + WARM_UP_STEPS
         ):
             return False
-        steps = self.client.get(f"/jobs/{self.job_id}/steps", limit=WARM_STEPS)["items"]
-        return len(steps) == WARM_STEPS and all(
+        steps = self.client.get(f"/jobs/{self.job_id}/steps", limit=WARM_UP_STEPS)["items"]
+        return len(steps) == WARM_UP_STEPS and all(
             step["generation"] == self.job["generation"] for step in steps
         )
 
-    def _until(self, condition: Callable[[], bool], seconds: float, otherwise: str) -> None:
+    def _wait_until(self, condition: Callable[[], bool], seconds: float, message: str) -> None:
         deadline = time.monotonic() + seconds
         while True:
             self.poll()
             if condition():
                 return
-            if self.job["state"] in ("failed", "stopped") and not self._at_fault:
+            if self.job["state"] in ("failed", "stopped") and not self._fault_active:
                 raise ScenarioError(
                     f"the job is {self.job['state']}: {self.job['verdict']['text']}"
                 )
             if time.monotonic() > deadline:
-                raise ScenarioError(otherwise)
+                raise ScenarioError(message)
             time.sleep(POLL_SECONDS)

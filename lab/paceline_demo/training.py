@@ -1,4 +1,4 @@
-"""Starting the reference trainer on a cluster of this machine."""
+"""Start the reference trainer on the demo's cluster."""
 
 from __future__ import annotations
 
@@ -17,10 +17,18 @@ def start_training(
     *arguments: str,
     checkpoints_name: str = "checkpoints",
 ) -> str:
-    """`paceline run` of the reference trainer at dp x pp x tp; returns the job's id.
+    """Start the reference trainer with `paceline run`. Return the job's id.
 
-    A job resumes from what an earlier one left under the same `checkpoints_name`. Raises
-    click.ClickException with what `paceline run` said if it does not start.
+    Args:
+        cluster: where to run; its server must respond.
+        axes: sizes of data, pipeline and tensor parallelism.
+        mode: auto, approve or observe.
+        arguments: further options of the trainer.
+        checkpoints_name: directory of the checkpoints within the cluster's. A job resumes from
+            those that an earlier job saved there.
+
+    Raises:
+        click.ClickException: the job did not start; has the error output of `paceline run`.
     """
     dp, pp, tp = (str(axis) for axis in axes)
     checkpoints = cluster.directory / checkpoints_name

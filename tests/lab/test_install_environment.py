@@ -25,10 +25,13 @@ _spec.loader.exec_module(install_environment)
             "Downloading numpy-2.3.1-cp311-cp311-manylinux_2_28_x86_64.whl (16.9 MB)",
             "downloading numpy-2.3.1 (16.9 MB)",
         ),
-        ("  Using cached click-8.2.1-py3-none-any.whl (102 kB)", "using click-8.2.1 (102 kB)"),
+        (
+            "  Using cached click-8.2.1-py3-none-any.whl (102 kB)",
+            "using local click-8.2.1 (102 kB)",
+        ),
         (
             "Processing /opt/wheels/torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl",
-            "using torch-2.13.0+cpu",
+            "using local torch-2.13.0+cpu",
         ),
         ("  Downloading click-8.2.1-py3-none-any.whl.metadata (2.5 kB)", None),
         ("Collecting click>=8.1 (from paceline==0.1.0)", None),

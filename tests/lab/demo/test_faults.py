@@ -1,4 +1,4 @@
-"""Naming, aiming and judging faults, and what counts as success."""
+"""Parse, aim, inject and remove faults, and what counts as success."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import click
 import pytest
 
 from paceline_demo import faults
-from paceline_demo.cluster import Cluster, EmulatedNode, free_port, remove_rings_of_the_dead
+from paceline_demo.cluster import Cluster, EmulatedNode, free_port, remove_stale_rings
 from paceline_demo.report import DemoReport, FaultReport
 
 
 def test_a_list_of_faults_is_parsed() -> None:
     assert faults.parse("throttle:1, crash:7,hang", 8, 4) == [
-        faults.Request("throttle", 1),
-        faults.Request("crash", 7),
-        faults.Request("hang", None),
+        faults.FaultRequest("throttle", 1),
+        faults.FaultRequest("crash", 7),
+        faults.FaultRequest("hang", None),
     ]
     assert faults.parse("none", 8, 4) == []
 
@@ -32,14 +32,14 @@ def test_a_list_of_faults_is_parsed() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("melt", "'melt' is none of throttle"),
-        ("throttle:4", "NODE must be a number in 0..3"),
-        ("crash:8", "RANK must be a number in 0..7"),
-        ("crash:-1", "RANK must be a number in 0..7"),
-        ("hang:x", "RANK must be a number in 0..7"),
+        ("melt", "unknown fault 'melt'; expected throttle"),
+        ("throttle:4", "NODE must be a number from 0 to 3"),
+        ("crash:8", "RANK must be a number from 0 to 7"),
+        ("crash:-1", "RANK must be a number from 0 to 7"),
+        ("hang:x", "RANK must be a number from 0 to 7"),
     ],
 )
-def test_a_wrong_fault_says_what_was_expected(text: str, message: str) -> None:
+def test_an_invalid_fault_is_refused_with_what_was_expected(text: str, message: str) -> None:
     with pytest.raises(click.BadParameter, match=message):
         faults.parse(text, 8, 4)
 
@@ -64,13 +64,13 @@ def ranks(pid: int = 1) -> list[dict[str, Any]]:
 
 
 def test_a_node_fault_hits_the_first_rank_of_the_node(cluster: Cluster) -> None:
-    fault = faults.aim(faults.Request("node-loss", 2), cluster, ranks(), random.Random(0))
+    fault = faults.aim(faults.FaultRequest("node-loss", 2), cluster, ranks(), random.Random(0))
     assert (fault.rank, fault.node.number, fault.local_rank) == (2, 2, 0)
 
 
-def test_an_unnamed_target_is_chosen_by_the_seed(cluster: Cluster) -> None:
+def test_the_seed_selects_a_target_that_is_not_given(cluster: Cluster) -> None:
     def chosen(seed: int) -> int:
-        request = faults.Request("crash", None)
+        request = faults.FaultRequest("crash", None)
         return faults.aim(request, cluster, ranks(), random.Random(seed)).target
 
     assert chosen(3) == chosen(3)
@@ -80,38 +80,43 @@ def test_an_unnamed_target_is_chosen_by_the_seed(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (faults.Request("node-loss", 1), r"node 1 is not in the job now; it has nodes \[0, 2\]"),
-        (faults.Request("throttle", 0), "without emulated GPU telemetry"),
+        (
+            faults.FaultRequest("node-loss", 1),
+            r"node 1 is not in the job now; its nodes are \[0, 2\]",
+        ),
+        (faults.FaultRequest("throttle", 0), "throttling needs emulated GPUs"),
     ],
 )
-def test_a_fault_that_cannot_hit_says_why(
-    cluster: Cluster, request_: faults.Request, message: str
+def test_a_fault_without_its_target_is_refused_with_the_reason(
+    cluster: Cluster, request_: faults.FaultRequest, message: str
 ) -> None:
     with pytest.raises(faults.NotInjectableError, match=message):
         faults.aim(request_, cluster, ranks(), random.Random(0))
 
 
-def test_crash_and_hang_signal_the_very_process(cluster: Cluster) -> None:
+def test_crash_and_hang_signal_the_process_of_the_rank(cluster: Cluster) -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
-        hang = faults.aim(faults.Request("hang", 3), cluster, ranks(process.pid), random.Random(0))
+        hang = faults.aim(
+            faults.FaultRequest("hang", 3), cluster, ranks(process.pid), random.Random(0)
+        )
         faults.inject(hang)
         waited, status = os.waitpid(process.pid, os.WUNTRACED)
         assert waited == process.pid
         assert os.WIFSTOPPED(status)
         crash = faults.aim(
-            faults.Request("crash", 3), cluster, ranks(process.pid), random.Random(0)
+            faults.FaultRequest("crash", 3), cluster, ranks(process.pid), random.Random(0)
         )
         faults.inject(crash)
         assert process.wait() == -signal.SIGKILL
 
 
-def test_slow_data_is_written_and_lifted(cluster: Cluster) -> None:
-    fault = faults.aim(faults.Request("slow-data", 3), cluster, ranks(), random.Random(0))
+def test_slow_data_is_injected_and_removed(cluster: Cluster) -> None:
+    fault = faults.aim(faults.FaultRequest("slow-data", 3), cluster, ranks(), random.Random(0))
     faults.inject(fault)
     written = cluster.nodes[2].directory / "faults.json"
     (entry,) = json.loads(written.read_text())
     assert (entry["kind"], entry["local_rank"]) == ("slow_data", 1)
-    faults.lift(fault, cluster)
+    faults.remove(fault, cluster)
     assert not written.exists()
 
 
@@ -128,7 +133,7 @@ def test_slow_data_is_written_and_lifted(cluster: Cluster) -> None:
 def test_a_verdict_must_name_kind_rank_node_and_cause(
     cluster: Cluster, change: dict[str, Any], right: bool
 ) -> None:
-    fault = faults.aim(faults.Request("crash", 2), cluster, ranks(), random.Random(0))
+    fault = faults.aim(faults.FaultRequest("crash", 2), cluster, ranks(), random.Random(0))
     verdict = {"kind": "failure", "rank": 2, "node": 2, "cause": "killed by SIGKILL"}
     assert faults.correct(fault, {**verdict, **change}) is right
 
@@ -150,22 +155,24 @@ def repaired() -> FaultReport:
         (DemoReport(faults=[repaired()], failure="the server did not start"), False),
     ],
 )
-def test_success_means_found_repaired_and_nothing_else(report: DemoReport, success: bool) -> None:
+def test_success_needs_correct_verdicts_repairs_and_nothing_left_behind(
+    report: DemoReport, success: bool
+) -> None:
     assert report.succeeded() is success
 
 
-def test_a_taken_port_is_not_used() -> None:
+def test_a_free_port_is_kept() -> None:
     first = free_port(0)
     assert free_port(first) == first
 
 
-def test_only_what_a_dead_demo_left_is_removed(tmp_path: Path) -> None:
+def test_only_the_rings_of_dead_demos_are_removed(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         dead.wait()
     for owner in (dead.pid, os.getpid()):
         (tmp_path / f"paceline-demo-{owner}-x" / "node-0").mkdir(parents=True)
     (tmp_path / "paceline-demo-notes").mkdir()
-    remove_rings_of_the_dead(tmp_path)
+    remove_stale_rings(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
         f"paceline-demo-{os.getpid()}-x",
         "paceline-demo-notes",
@@ -178,6 +185,12 @@ def test_only_what_a_dead_demo_left_is_removed(tmp_path: Path) -> None:
         (FaultReport("hang", None, error="Not steady."), "hang  not injected: Not steady."),
         (
             FaultReport(
+                "hang", 1, injected_at="2026-11-20T20:16:13Z", error="Not detected in 60 s."
+            ),
+            "hang:1  NOT detected: Not detected in 60 s.",
+        ),
+        (
+            FaultReport(
                 "crash",
                 5,
                 injected_at="2026-11-20T20:16:13Z",
@@ -186,9 +199,9 @@ def test_only_what_a_dead_demo_left_is_removed(tmp_path: Path) -> None:
                 correct=True,
                 recovery_seconds=8.0,
             ),
-            "crash:5  found rightly after 0.5 s (killed by SIGKILL), training again 8.0 s later",
+            "crash:5  correct verdict after 0.5 s (killed by SIGKILL), training again 8.0 s later",
         ),
     ],
 )
-def test_the_demo_says_what_became_of_each_fault(fault: FaultReport, line: str) -> None:
+def test_the_result_of_a_fault_is_one_line(fault: FaultReport, line: str) -> None:
     assert fault.line() == line
