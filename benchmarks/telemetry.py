@@ -88,7 +88,7 @@ def _diagnosis(telemetry: Telemetry) -> float:
         exits=[],
         device_events=[],
         ranks={},
-        heard_ns={},
+        last_seen_ns={},
         exited={},
         losses={},
         telemetry=telemetry,
