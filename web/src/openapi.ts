@@ -541,7 +541,7 @@ export interface components {
          *       "job_id": "job-ec83bfc8",
          *       "kind": "restart",
          *       "phases": [],
-         *       "reason": "Checkpoint and restart without node-1: Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55% of each step.",
+         *       "reason": "Checkpoint and restart without node-1: Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal throttle. It costs 55% of step time; fixing it gives 2.21x.",
          *       "state": "proposed"
          *     }
          */
@@ -610,7 +610,7 @@ export interface components {
          *           "job_id": "job-ec83bfc8",
          *           "kind": "restart",
          *           "phases": [],
-         *           "reason": "Checkpoint and restart without node-1: Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55% of each step.",
+         *           "reason": "Checkpoint and restart without node-1: Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal throttle. It costs 55% of step time; fixing it gives 2.21x.",
          *           "state": "proposed"
          *         }
          *       ]
@@ -904,7 +904,7 @@ export interface components {
          *         {
          *           "expected": 0.486,
          *           "metric": "self_seconds",
-         *           "text": "computes 1202 ms per step, its peers 486 ms, since step 14",
+         *           "text": "compute time 1202 ms per step since step 14; 486 ms at the speed of its peers",
          *           "value": 1.202
          *         }
          *       ],
@@ -917,11 +917,11 @@ export interface components {
          *       "persistence": "persistent",
          *       "rank": 2,
          *       "severity": "critical",
-         *       "slowdown": 2.5,
+         *       "slowdown": 2.47,
          *       "speedup": 2.21,
          *       "stage": 0,
          *       "state": "open",
-         *       "summary": "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55% of each step.",
+         *       "summary": "Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal throttle. It costs 55% of step time; fixing it gives 2.21x.",
          *       "symptoms": []
          *     }
          */
@@ -1035,7 +1035,7 @@ export interface components {
          *             {
          *               "expected": 0.486,
          *               "metric": "self_seconds",
-         *               "text": "computes 1202 ms per step, its peers 486 ms, since step 14",
+         *               "text": "compute time 1202 ms per step since step 14; 486 ms at the speed of its peers",
          *               "value": 1.202
          *             }
          *           ],
@@ -1048,11 +1048,11 @@ export interface components {
          *           "persistence": "persistent",
          *           "rank": 2,
          *           "severity": "critical",
-         *           "slowdown": 2.5,
+         *           "slowdown": 2.47,
          *           "speedup": 2.21,
          *           "stage": 0,
          *           "state": "open",
-         *           "summary": "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55% of each step.",
+         *           "summary": "Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal throttle. It costs 55% of step time; fixing it gives 2.21x.",
          *           "symptoms": []
          *         }
          *       ]
@@ -1151,7 +1151,7 @@ export interface components {
          *       "verdict": {
          *         "incident_id": "inc-d155b9d3",
          *         "kind": "straggler",
-         *         "text": "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55% of each step."
+         *         "text": "Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal throttle. It costs 55% of step time; fixing it gives 2.21x."
          *       },
          *       "watched": false
          *     }
@@ -1544,7 +1544,7 @@ export interface components {
          *           "verdict": {
          *             "incident_id": "inc-d155b9d3",
          *             "kind": "straggler",
-         *             "text": "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; it costs 55% of each step."
+         *             "text": "Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal throttle. It costs 55% of step time; fixing it gives 2.21x."
          *           },
          *           "watched": false
          *         }

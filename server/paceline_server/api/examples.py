@@ -10,8 +10,8 @@ from paceline_server.policy import Policy
 
 _TOPOLOGY = {"dp": 2, "pp": 2, "tp": 2}
 _SUMMARY = (
-    "Rank 2 on node-1 is 2.5x slower than its peers since step 14, because of thermal throttle; "
-    "it costs 55% of each step."
+    "Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal "
+    "throttle. It costs 55% of step time; fixing it gives 2.21x."
 )
 _LEDGER = {
     "wall_seconds": 41.9,
@@ -183,7 +183,7 @@ _INCIDENT = {
     "rank": 2,
     "node": "node-1",
     "stage": 0,
-    "slowdown": 2.5,
+    "slowdown": 2.47,
     "cost_ratio": 0.55,
     "speedup": 2.21,
     "persistence": "persistent",
@@ -193,7 +193,7 @@ _INCIDENT = {
     "resolved_at": None,
     "evidence": [
         {
-            "text": "computes 1202 ms per step, its peers 486 ms, since step 14",
+            "text": "compute time 1202 ms per step since step 14; 486 ms at the speed of its peers",
             "metric": "self_seconds",
             "value": 1.202,
             "expected": 0.486,

@@ -45,7 +45,7 @@ class Detector(ABC):
         self._skipped = 0
 
     @abstractmethod
-    def update(self, seen: Observation) -> list[Finding]:
+    def update(self, observation: Observation) -> list[Finding]:
         """Return what is new in this tick."""
 
     def after_warmup(self, steps: Iterable[Step]) -> Iterator[Step]:

@@ -48,6 +48,12 @@ def cost_text(cost_ratio: float, speedup: float | None) -> str:
     return cost if speedup is None else f"{cost}; fixing it gives {speedup:.2f}x"
 
 
+def because(diagnosis: Diagnosis) -> str:
+    """Return `because of thermal throttle`, or that the cause is unknown and what is ruled out."""
+    unknown = diagnosis.cause == UNKNOWN
+    return f"cause {diagnosis.text}" if unknown else f"because of {diagnosis.text}"
+
+
 def is_alike(value: float | None, before: float | None, tolerance: float) -> bool:
     """Return whether a value changed by no more than a share of what it was."""
     return value is not None and before is not None and abs(value - before) <= tolerance * before

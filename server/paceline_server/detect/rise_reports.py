@@ -40,7 +40,7 @@ class RiseReports(ABC, Generic[Reported]):
         self.reported: dict[str, Reported] = {}
 
     @abstractmethod
-    def describe(self, reported: Reported, seen: Observation) -> Finding:
+    def describe(self, reported: Reported, observation: Observation) -> Finding:
         """Return the finding as it is now."""
 
     @abstractmethod
@@ -53,7 +53,7 @@ class RiseReports(ABC, Generic[Reported]):
 
     @abstractmethod
     def diagnose(
-        self, reported: Reported, slowdown: float | None, seen: Observation
+        self, reported: Reported, slowdown: float | None, observation: Observation
     ) -> Diagnosis: ...
 
     @abstractmethod
@@ -63,26 +63,26 @@ class RiseReports(ABC, Generic[Reported]):
     def measure_again(self, reported: Reported) -> None:
         """Update the size of the rise; called every `STEPS_BETWEEN_UPDATES` steps."""
 
-    def report(self, reported: Reported, seen: Observation) -> Finding:
-        reported.finding = self.describe(reported, seen)
+    def report(self, reported: Reported, observation: Observation) -> Finding:
+        reported.finding = self.describe(reported, observation)
         return reported.finding
 
-    def follow(self, step: int, seen: Observation) -> list[Finding]:
+    def follow(self, step: int, observation: Observation) -> list[Finding]:
         """Return what is new about the reported rises, as of `step`."""
         return [
             finding
             for reported in list(self.reported.values())
-            for finding in self._follow(reported, step, seen)
+            for finding in self._follow(reported, step, observation)
         ]
 
-    def _follow(self, reported: Reported, step: int, seen: Observation) -> list[Finding]:
+    def _follow(self, reported: Reported, step: int, observation: Observation) -> list[Finding]:
         before = reported.finding
         course = reported.levels.follow(reported.rise)
         if course == "over":
             del self.reported[before.fingerprint]
-            return [cleared(before, self.recovery_text(reported), seen.now_ns, step)]
+            return [cleared(before, self.recovery_text(reported), observation.now_ns, step)]
         if course == "milder":
-            return [self.report(reported, seen)]
+            return [self.report(reported, observation)]
         is_due = step - (before.step or step) >= STEPS_BETWEEN_UPDATES
         if is_due:
             self.measure_again(reported)
@@ -90,10 +90,10 @@ class RiseReports(ABC, Generic[Reported]):
             return []
         # The replay is used only for what is reported: it costs more than the rest of a step.
         slowdown = self.slowdown(reported)
-        diagnosis = self.diagnose(reported, slowdown, seen)
+        diagnosis = self.diagnose(reported, slowdown, observation)
         size_is_alike = self.is_alike(reported, slowdown)
         if is_new_verdict(
-            before, diagnosis, seen.now_ns, size_is_alike=size_is_alike, is_due=is_due
+            before, diagnosis, observation.now_ns, size_is_alike=size_is_alike, is_due=is_due
         ):
-            return [self.report(reported, seen)]
+            return [self.report(reported, observation)]
         return []

@@ -156,7 +156,7 @@ def test_a_node_that_is_slow_as_a_whole_is_named_once():
     [found] = run.advance(30)
     assert (found.rank, found.node, found.ranks) == (None, "node-1", [4, 5, 6, 7])
     assert found.fingerprint == "straggler:node:node-1"
-    assert "Node node-1 (ranks 4-7) is 1.1" in found.summary
+    assert "Node node-1 (ranks 4-7) has been 1.1" in found.summary
     run.slow = {}
     assert [(one.node, one.cleared) for one in run.advance(12)] == [("node-1", True)]
 
@@ -210,7 +210,7 @@ def test_a_rank_that_gets_slower_little_by_little_is_found_before_it_is_far_gone
         found = run.advance(1)
     assert told(found) == [("straggler", 4, "node-2")]
     assert 1.06 < slowdown <= 1.13
-    assert "little by little" in found[0].summary
+    assert "gradually" in found[0].summary
     if growth == 0.005:
         assert found[0].onset_step == pytest.approx(50, abs=10)
     for step in range(60):

@@ -1,8 +1,8 @@
-"""What another way through the pipeline would give, simulated with the recorded durations.
+"""The gain of another pipeline schedule, simulated with the recorded durations.
 
-The work of a stage stays what it is: its forwards and backwards are only cut into more microbatches
-or into more chunks of the model, and taken in another order. A transfer costs what it costs now,
-however little it carries; so more, smaller pieces are not promised more than they can hold.
+The work of a stage stays the same: its forwards and backwards are only cut into more microbatches
+or more chunks of the model, and run in another order. A transfer costs what it costs now, however
+little it carries, so that the gain of smaller pieces is not overestimated.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from paceline_wire.topology import Topology
 
 Floats = npt.NDArray[np.float64]
 
-# A change must give this much to be worth naming, unless it saves memory.
+# Speedup from which a change is worth naming, unless it saves memory.
 WORTH_NAMING = 1.02
 SAVES_MEMORY = 0.8
 MAXIMUM_ACTIONS = 1 << 14
-# What a backward does for its input, the rest being for its weights, where that was not recorded.
+# Share of a backward that computes input gradients, where the two halves were not recorded.
 INPUT_SHARE = 0.5
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """One change. Ratios are to how it is now."""
+    """One change. Ratios are relative to now."""
 
     change: str  # "twice as many microbatches of half the size"
     schedule: str
@@ -48,7 +48,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Recorded:
-    """Seconds per microbatch and stage, and what comes between."""
+    """Seconds per microbatch and stage, and of the transfers between stages."""
 
     def __init__(self, phase: PipelinePhase) -> None:
         self.pipeline = phase.pipeline
@@ -85,7 +85,7 @@ class _Recorded:
     def simulate(
         self, order: Sequence[Sequence[PipelineAction]], chunks: int
     ) -> tuple[float, float, float]:
-        """(seconds of the phase, mean bubble, most activations in microbatches of now)."""
+        """Return (seconds of the phase, mean bubble, peak activations in current microbatches)."""
         pipeline = Pipeline(order)
         microbatches = np.unique(pipeline.microbatch).size
         smaller = self.microbatches / microbatches
@@ -111,7 +111,7 @@ class _Recorded:
 
 
 def advise(phase: PipelinePhase, metadata: Mapping[str, str], step_seconds: float) -> list[Advice]:
-    """Changes that are worth it, the best first. `step_seconds`: of the step the phase is of."""
+    """Return changes that are worth naming, best first. `step_seconds`: of the phase's step."""
     recorded = _Recorded(phase)
     found = []
     for change, schedule, microbatches, chunks in _candidates(recorded, metadata):
@@ -136,13 +136,13 @@ def advise(phase: PipelinePhase, metadata: Mapping[str, str], step_seconds: floa
         saves = advice.memory_ratio <= SAVES_MEMORY and advice.speedup >= 0.995
         if advice.speedup >= WORTH_NAMING or saves:
             found.append(advice)
-    return sorted(found, key=lambda one: -one.speedup)
+    return sorted(found, key=lambda advice: -advice.speedup)
 
 
 def advise_step(
     timing: StepTiming, topology: Topology, metadata: Mapping[str, str]
 ) -> list[Advice]:
-    """The same for one recorded step; nothing without a pipeline, or where too much was lost."""
+    """Return the same for a recorded step; nothing without a pipeline or if too much was lost."""
     phase = PipelinePhaseReader(topology).read(timing)
     if phase is None or not timing.ranks.rank.size:
         return []
@@ -151,7 +151,7 @@ def advise_step(
 
 def advice_text(advice: Advice) -> str:
     return (
-        f"{advice.change[0].upper()}{advice.change[1:]} would give {advice.speedup:.2f}x (bubble "
+        f"{advice.change[0].upper()}{advice.change[1:]} gives {advice.speedup:.2f}x (bubble "
         f"{percent(advice.bubble_ratio_now)} to {percent(advice.bubble_ratio)}) with "
         f"{advice.memory_ratio:.2f}x the activations."
     )
@@ -160,7 +160,7 @@ def advice_text(advice: Advice) -> str:
 def _candidates(
     recorded: _Recorded, metadata: Mapping[str, str]
 ) -> list[tuple[str, str, int, int]]:
-    """(change, schedule, microbatches, chunks per stage)"""
+    """Return (change, schedule, microbatches, chunks per stage) of each candidate."""
     stages, microbatches, chunks = (
         recorded.pipeline.stages,
         recorded.microbatches,
@@ -184,13 +184,13 @@ def _candidates(
 
 
 def _can_divide(metadata: Mapping[str, str], stages: int, chunks: int) -> bool:
-    """Whether each chunk has layers enough for two; unknown counts as enough."""
+    """Return whether each chunk has enough layers for two; unknown counts as enough."""
     layers = stage_layers(metadata, stages * chunks)
     return layers is None or int(layers.min()) >= 2
 
 
 def _crossing(pipeline: Pipeline) -> npt.NDArray[np.bool_]:
-    """Actions that need something from another stage."""
+    """Return a mask of the actions that need the result of another stage."""
     stage = np.append(pipeline.stage, -1)
     found: npt.NDArray[np.bool_] = (pipeline.needs < pipeline.nodes) & (
         stage[pipeline.needs] != pipeline.stage
@@ -199,7 +199,7 @@ def _crossing(pipeline: Pipeline) -> npt.NDArray[np.bool_]:
 
 
 def _most_held(order: Sequence[PipelineAction]) -> int:
-    """Most activations of (microbatch, chunk) a stage holds at once: until all of its backward."""
+    """Return the peak number of activations: held from a forward to the end of its backward."""
     splits = any(action.op == Op.BACKWARD_WEIGHT for action in order)
     frees = Op.BACKWARD_WEIGHT if splits else Op.BACKWARD
     held = most = 0

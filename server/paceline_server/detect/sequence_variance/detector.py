@@ -1,9 +1,9 @@
-"""Tells what it costs that microbatches differ in their sequence lengths.
+"""Reports what differing sequence lengths of microbatches cost.
 
 Attention makes the time of a microbatch grow with the squares of its lengths, so equal numbers of
-tokens are not equal work. The costs per token and per squared token are fitted to the recent steps,
-which are then replayed with them: as they were, with the same work spread evenly, and with the same
-microbatches dealt to the replicas by cost. Nobody is at fault, so this is advice.
+tokens are not equal work. The costs per token and per squared token are fitted to the recent steps.
+These are then replayed with the fitted costs: as they were, with the same work spread evenly, and
+with the same microbatches dealt to the replicas by cost. No component is at fault: it is advice.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ CAUSE = "sequence lengths"
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """Seconds per step: recorded, and in the pipeline phase by what the lengths let expect."""
+    """Seconds per step: recorded, and those of the pipeline phase as expected from the lengths."""
 
     step_seconds: float
     now_seconds: float
     even_seconds: float
-    dealt_seconds: float | None  # None: there is one replica only
+    dealt_seconds: float | None  # None: there is only one replica
     microbatch_spread: float  # longest over shortest microbatch, expected
     explained: float  # share of the compute times' variance that lengths explain
 
 
 class SequenceVarianceDetector(Detector):
-    """Finding kind `sequence_variance`, fingerprint `sequence_variance`. Never acted on."""
+    """Finding kind `sequence_variance`, fingerprint `sequence_variance`. Advice only."""
 
     kinds: ClassVar[tuple[Kind, ...]] = (SEQUENCE_VARIANCE,)
     order: ClassVar[int] = 15
@@ -56,21 +56,21 @@ class SequenceVarianceDetector(Detector):
     ) -> None:
         super().__init__(generation, policy)
         self.settings = settings
-        self._reader = _Lengths(generation)
+        self._reader = _LengthReplay(generation)
         self._steps = 0
         self._active: Finding | None = None
 
-    def update(self, seen: Observation) -> list[Finding]:
+    def update(self, observation: Observation) -> list[Finding]:
         settings = self.settings
         before = self._steps - self.warmup_steps
-        self._steps += len(seen.timings)
+        self._steps += len(observation.timings)
         now = self._steps - self.warmup_steps
         if now < settings.first_steps:
             return []
         first = before < settings.first_steps
         if not first and now // settings.steps == before // settings.steps:
             return []
-        recent = [] if seen.replay is None else list(seen.replay.timings)
+        recent = [] if observation.replay is None else list(observation.replay.timings)
         recent = recent[-min(now, settings.steps) :]
         spread = self._reader.spread(recent)
         if spread is None:
@@ -80,11 +80,17 @@ class SequenceVarianceDetector(Detector):
         if self._active is not None:
             if not enough or cost < settings.cost_ratio / 2:
                 active, self._active = self._active, None
-                return [cleared(active, "Sequence lengths no longer cost much.", seen.now_ns)]
+                return [
+                    cleared(
+                        active,
+                        "Differing sequence lengths no longer cost much.",
+                        observation.now_ns,
+                    )
+                ]
             return []
         if not enough or cost < settings.cost_ratio:
             return []
-        self._active = self._finding(spread, min(cost, 1.0), recent, seen.now_ns)
+        self._active = self._finding(spread, min(cost, 1.0), recent, observation.now_ns)
         return [self._active]
 
     def _finding(
@@ -92,21 +98,21 @@ class SequenceVarianceDetector(Detector):
     ) -> Finding:
         advice = (
             "Fill microbatches by the sum of their squared sequence lengths, not by tokens: equal "
-            f"ones would give {gain(cost):.2f}x."
+            f"microbatches give {gain(cost):.2f}x."
         )
         if spread.dealt_seconds is not None:
             saved = (spread.now_seconds - spread.dealt_seconds) / max(spread.step_seconds, 1e-9)
             if saved >= 0.01:
                 advice += (
-                    " Sorting the present microbatches by it and dealing them to the data-parallel "
-                    f"ranks in turns would give {gain(saved):.2f}x."
+                    " Sorting the current microbatches by that sum and dealing them to the "
+                    f"data-parallel ranks in turn gives {gain(saved):.2f}x."
                 )
         return self.finding(
             "sequence_variance",
             cause=CAUSE,
             summary=(
-                f"Microbatches take up to {spread.microbatch_spread:.1f}x as long as others for "
-                f"their sequence lengths: it {cost_text(cost, gain(cost))}."
+                f"Some microbatches take up to {spread.microbatch_spread:.1f}x as long as others, "
+                f"because of their sequence lengths. It {cost_text(cost, gain(cost))}."
             ),
             now_ns=now_ns,
             onset_step=recent[0].step,
@@ -117,12 +123,12 @@ class SequenceVarianceDetector(Detector):
             advice=advice,
             evidence=[
                 Evidence(
-                    f"lengths explain {percent(spread.explained)} of how compute times differ",
+                    f"lengths explain {percent(spread.explained)} of the variance of compute times",
                     "explained_variance",
                     spread.explained,
                 ),
                 Evidence(
-                    f"the pipeline takes {spread.now_seconds * 1e3:.0f} ms per step, "
+                    f"the pipeline phase takes {spread.now_seconds * 1e3:.0f} ms per step; "
                     f"{spread.even_seconds * 1e3:.0f} ms with equal microbatches",
                     "phase_seconds",
                     spread.now_seconds,
@@ -134,7 +140,7 @@ class SequenceVarianceDetector(Detector):
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Some steps of some replicas as lanes. [action, lane], times in seconds."""
+    """Steps of replicas, one per lane. Arrays are [action, lane], times in seconds."""
 
     pipeline: Pipeline
     seconds: Floats
@@ -142,15 +148,15 @@ class _Work:
     squares: Ints
 
 
-class _Lengths:
-    """Replays steps with what their sequence lengths let expect."""
+class _LengthReplay:
+    """Replays steps with the compute times expected from their sequence lengths."""
 
     def __init__(self, generation: Generation) -> None:
         self._topology = generation.topology
         self._reader = PipelinePhaseReader(generation.topology)
 
     def spread(self, timings: list[StepTiming]) -> _Spread | None:
-        """None where lengths are not given, or too little was recorded."""
+        """Return None if lengths are not given or too little was recorded."""
         timings = [one for one in timings if (one.compute.tokens > 0).any()]
         works = [work for one in timings if (work := self._work(one)) is not None]
         works = [one for one in works if one.seconds.shape == works[0].seconds.shape]
@@ -168,9 +174,9 @@ class _Lengths:
         if replicas > 1:
             dealt = _dealt(pipeline, rates, tokens, squares, expected, replicas)
 
-        def phase(one: Floats) -> float:
-            """All replicas of a step wait for the slowest."""
-            longest = pipeline.phase_seconds(one).reshape(-1, replicas).max(axis=1)
+        def phase(lanes: Floats) -> float:
+            """Return the mean seconds of a step's slowest replica, for which all others wait."""
+            longest = pipeline.phase_seconds(lanes).reshape(-1, replicas).max(axis=1)
             return float(longest.mean())
 
         relative = expected / even
@@ -184,7 +190,7 @@ class _Lengths:
         )
 
     def _work(self, timing: StepTiming) -> _Work | None:
-        """A job without a pipeline is one of a single stage."""
+        """Return the work of one step; a job without a pipeline has a single stage."""
         if self._topology.pp > 1:
             phase = self._reader.read(timing)
             return None if phase is None else _of_phase(phase, timing, self._topology.world_size)
@@ -192,7 +198,7 @@ class _Lengths:
 
 
 def _of_phase(phase: PipelinePhase, timing: StepTiming, world: int) -> _Work:
-    """The rows of the ranks that stand for their replica, in the order of its actions."""
+    """Return the rows of the ranks that represent their replica, in the order of its actions."""
     pipeline, compute = phase.pipeline, timing.compute
     lane = np.full(world, -1)
     lane[phase.ranks] = np.arange(phase.ranks.shape[1])
@@ -234,7 +240,7 @@ def _of_single_stage(timing: StepTiming, tp: int) -> _Work | None:
 
 
 def _cells(pipeline: Pipeline) -> list[Ints]:
-    """The actions of each (stage, chunk, op)."""
+    """Return the actions of each (stage, chunk, op)."""
     cell = (pipeline.chunk * pipeline.stages + pipeline.stage) * 4 + pipeline.op
     order = np.argsort(cell, kind="stable")
     return list(np.split(order, np.flatnonzero(np.diff(cell[order])) + 1))
@@ -243,7 +249,7 @@ def _cells(pipeline: Pipeline) -> list[Ints]:
 def _expected(
     pipeline: Pipeline, tokens: Ints, squares: Ints, seconds: Floats
 ) -> tuple[Floats, Floats]:
-    """What lengths let expect [action, lane], and (base, per token, per square) [action, 3]."""
+    """Return expected seconds [action, lane] and (base, per token, per square) [action, 3]."""
     expected, rates = np.empty_like(seconds), np.empty((pipeline.nodes, 3))
     for rows in _cells(pipeline):
         cost = fit_cost(tokens[rows].ravel(), squares[rows].ravel(), seconds[rows].ravel())
@@ -256,7 +262,7 @@ def _expected(
 
 
 def _even(pipeline: Pipeline, expected: Floats) -> Floats:
-    """All microbatches of a (stage, chunk, op) take the mean."""
+    """Return seconds if all microbatches of a (stage, chunk, op) took the mean."""
     even = np.empty_like(expected)
     for rows in _cells(pipeline):
         even[rows] = expected[rows].mean()
@@ -271,7 +277,7 @@ def _dealt(
     expected: Floats,
     replicas: int,
 ) -> Floats:
-    """The same microbatches of each step, sorted by cost, dealt to the replicas to and fro."""
+    """Return seconds if each step's microbatches, sorted by cost, are dealt back and forth."""
     microbatches, index = np.unique(pipeline.microbatch, return_inverse=True)
     of_microbatch = np.array([int(np.argmax(index == one)) for one in range(microbatches.size)])
     cost = np.zeros((microbatches.size, expected.shape[1]))
@@ -288,8 +294,8 @@ def _dealt(
 
 
 def _explained(recorded: Floats, expected: Floats) -> float:
-    """Squared correlation of relative durations, outliers aside."""
-    one, other = np.clip(recorded.ravel(), 0.2, 5.0), expected.ravel()
-    if one.std() == 0 or other.std() == 0:
+    """Return the squared correlation of relative durations, with outliers clipped."""
+    recorded, expected = np.clip(recorded.ravel(), 0.2, 5.0), expected.ravel()
+    if recorded.std() == 0 or expected.std() == 0:
         return 0.0
-    return float(np.corrcoef(one, other)[0, 1] ** 2)
+    return float(np.corrcoef(recorded, expected)[0, 1] ** 2)

@@ -1,9 +1,9 @@
-"""Flags ranks that wait for their data while their peers have theirs, or all of them together.
+"""Flags ranks that wait for their data while their peers do not, or all ranks that wait.
 
 A slow disk, a starved loader process or a cold cache shows as DATA_WAIT of the ranks of one node,
-not as slow computing; everyone else then waits for them. Peers share a stage: often only the first
-and the last stage read anything. A rank is also judged by its own past, so that neither a stage
-that loads more than others nor a storage that is slow for all is blamed on a rank.
+not as slow computing; all other ranks then wait for them. Peers share a stage: often only the first
+and the last stage read anything. A rank is also compared with its own past, so that neither a stage
+that loads more than others nor storage that is slow for all is blamed on a rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Floats = npt.NDArray[np.float64]
 
 CAUSE = "slow data loading"
 CAUSE_FOR_ALL = "slow storage"
-ALL = -1  # stands for all ranks where ranks are counted
+ALL = -1  # in lists of ranks: all of them
 PAST_STEPS = 32
 STEPS_BETWEEN_MEDIANS = 4
 CHANCE_SIGMAS = 4.0  # of a Poisson count
@@ -57,9 +57,9 @@ class SlowDataDetector(Detector):
         topology = generation.topology
         world = topology.world_size
         self._stage = np.arange(world) // (topology.dp * topology.tp)
-        # Ranks that have no more than their storage in common.
+        # Sets of ranks that share only their storage.
         self._unrelated = _unrelated(generation)
-        # One column more than ranks: a rank that waits less than most, which stands for all.
+        # One column more than ranks: a rank that waits less than most, which represents all.
         self._past = _Past(world + 1)
         self._excess = np.zeros((settings.recurring_window_steps, world + 1))
         self._waits = np.zeros_like(self._excess)
@@ -67,28 +67,28 @@ class SlowDataDetector(Detector):
         self._started_ns: list[int] = []
         self._active: dict[str, _LateData] = {}
 
-    def update(self, seen: Observation) -> list[Finding]:
+    def update(self, observation: Observation) -> list[Finding]:
         findings = []
-        for timing in self.after_warmup(seen.timings):
-            self._look_at(timing)
-            findings += self._judge(seen)
+        for timing in self.after_warmup(observation.timings):
+            self._measure(timing)
+            findings += self._judge(observation)
         return findings
 
-    def _look_at(self, timing: StepTiming) -> None:
-        """Shares of the step beyond what is normal, newest last; 0 where nothing is known."""
+    def _measure(self, timing: StepTiming) -> None:
+        """Append the wait beyond the normal one, as a share of the step; 0 where unknown."""
         ranks = timing.ranks
         waits = np.full(self._stage.size + 1, np.nan)
         waits[ranks.rank] = ranks.data_wait_seconds
-        waits[-1] = self._of_most(waits)
+        waits[-1] = self._wait_of_most(waits)
         peers, past = self._peers(waits[:-1]), self._past.medians
         normal = np.fmax(np.append(peers, np.nan), past)
-        # Without peers only a past that is known well enough tells.
+        # Without peers, a rank is judged only if enough of its past is known.
         own_only = np.isnan(np.append(peers, np.nan))
         normal[own_only & (self._past.counts < self.settings.baseline_steps)] = np.nan
         step_seconds = max(float(np.median(ranks.step_seconds)), 1e-9) if ranks.rank.size else 1.0
         excess = (waits - normal) / step_seconds
         slow = (excess >= self.settings.share) & (waits >= self.settings.ratio * normal)
-        # When all wait, no single one is slow.
+        # When all ranks wait, no single rank is slow.
         slow[:-1] &= not slow[-1]
         self._past.add(np.where(slow, np.nan, waits))
         for rows, row in ((self._excess, np.where(slow, excess, 0.0)), (self._waits, waits)):
@@ -96,11 +96,11 @@ class SlowDataDetector(Detector):
             rows[-1] = row
         self._steps.append(timing.step)
         self._started_ns.append(int(ranks.start_ns.min(initial=np.iinfo(np.int64).max)))
-        for kept in (self._steps, self._started_ns):
-            del kept[: -len(self._excess)]
+        for history in (self._steps, self._started_ns):
+            del history[: -len(self._excess)]
 
-    def _of_most(self, waits: Floats) -> float:
-        """What three quarters of some unrelated ranks wait at least; NaN where there are none."""
+    def _wait_of_most(self, waits: Floats) -> float:
+        """Return the wait that three quarters of some unrelated ranks reach; NaN if none."""
         least = np.nan
         for ranks in self._unrelated:
             known = np.sort(waits[ranks][~np.isnan(waits[ranks])])
@@ -109,21 +109,21 @@ class SlowDataDetector(Detector):
         return float(least)
 
     def _peers(self, waits: Floats) -> Floats:
-        """The median of the others of the same stage; NaN without any."""
+        """Return the median of the other ranks of the same stage; NaN if there are none."""
         normal = np.full(waits.size, np.nan)
         for stage in range(self.generation.topology.pp):
             known = np.flatnonzero((self._stage == stage) & ~np.isnan(waits))
             normal[known] = medians_of_others(waits[known])
         return normal
 
-    def _judge(self, seen: Observation) -> list[Finding]:
+    def _judge(self, observation: Observation) -> list[Finding]:
         settings = self.settings
         slow = self._excess > 0
         recent = slow[-settings.window_steps :].sum(axis=0) >= settings.hits
         recurring = (self._stalls_beyond_others(slow) >= settings.recurring_hits) & (
             self._excess.mean(axis=0) >= settings.recurring_share
         )
-        findings = self._follow(slow[-1], seen)
+        findings = self._follow(slow[-1], observation)
         suspects = np.flatnonzero((recent | recurring) & slow[-1]).tolist()
         if self._excess.shape[1] - 1 in suspects:
             suspects = [ALL]
@@ -135,20 +135,20 @@ class SlowDataDetector(Detector):
             ):
                 continue
             steps = settings.window_steps if recent[ranks[0]] else len(self._excess)
-            finding = self._finding(fingerprint, ranks, steps, seen)
+            finding = self._finding(fingerprint, ranks, steps, observation)
             self._active[fingerprint] = _LateData(finding)
             findings.append(finding)
         return findings
 
     def _stalls_beyond_others(self, slow: npt.NDArray[np.bool_]) -> Floats:
-        """How many slow steps each has beyond what chance gives it where others have them too.
+        """Return how many slow steps each rank has beyond what chance explains.
 
-        A busy host stalls all of its ranks, one more often than another.
+        A busy host stalls all of its ranks, some by chance more often than others.
         """
         hits: Floats = slow.sum(axis=0).astype(np.float64)
         own = hits[:-1]
         if own.size > 2:
-            # The worst of the others may itself be sick.
+            # The worst of the other ranks may itself be at fault: leave it out.
             top = np.sort(own)[-2:]
             worst = np.where(own == top[1], top[0], top[1])
             usual = np.maximum((own.sum() - own - worst) / (own.size - 2), 0.0)
@@ -156,7 +156,7 @@ class SlowDataDetector(Detector):
         return hits
 
     def _by_node(self, suspects: list[int]) -> Mapping[str | None, list[int]]:
-        """Ranks that share a node share its disk: one finding, the worst of them first."""
+        """Group ranks by node, worst rank first: they share a disk and get one finding."""
         found: dict[str | None, list[int]] = {}
         for rank in suspects:
             node = None if rank == ALL else self.generation.node(rank) or f"rank {rank}"
@@ -167,26 +167,28 @@ class SlowDataDetector(Detector):
             for node, ranks in found.items()
         }
 
-    def _follow(self, slow_now: npt.NDArray[np.bool_], seen: Observation) -> list[Finding]:
+    def _follow(self, slow_now: npt.NDArray[np.bool_], observation: Observation) -> list[Finding]:
         findings = []
         for fingerprint, active in list(self._active.items()):
             ranks = _ranks(active.finding)
             active.quiet_steps = 0 if slow_now[ranks].any() else active.quiet_steps + 1
-            # One that comes and goes is not over between two stalls.
+            # A wait that comes and goes is not over between two stalls.
             hits = int((self._excess[:, ranks[0]] > 0).sum())
-            apart = len(self._excess) // max(hits, 1) if hits else 0
-            if active.quiet_steps >= max(self.settings.hits, 3 * apart):
+            interval = len(self._excess) // max(hits, 1) if hits else 0
+            if active.quiet_steps >= max(self.settings.hits, 3 * interval):
                 del self._active[fingerprint]
                 self._excess[:, ranks] = 0.0
-                summary = f"{self._subject(active.finding.rank)} has its data in time again."
-                findings.append(cleared(active.finding, summary, seen.now_ns, self._steps[-1]))
+                summary = f"{self._subject(active.finding.rank)} no longer waits for data."
+                findings.append(
+                    cleared(active.finding, summary, observation.now_ns, self._steps[-1])
+                )
         return findings
 
     def _subject(self, rank: int | None) -> str:
         return "Every rank" if rank is None else self.generation.subject(rank)
 
     def _finding(
-        self, fingerprint: str, ranks: list[int], steps: int, seen: Observation
+        self, fingerprint: str, ranks: list[int], steps: int, observation: Observation
     ) -> Finding:
         excess, waits = self._excess[-steps:, ranks[0]], self._waits[-steps:, ranks[0]]
         slow = np.flatnonzero(excess > 0)
@@ -194,16 +196,16 @@ class SlowDataDetector(Detector):
         onset = self._steps[place]
         waited = float(np.median(waits[slow]))
         share = float(excess[slow[0] :].mean())
-        concerned = list(range(self._stage.size)) if ranks == [ALL] else ranks
+        waiting = list(range(self._stage.size)) if ranks == [ALL] else ranks
         cost = min(share, 1.0)
         rank = None if ranks == [ALL] else ranks[0]
         seconds = waited * slow.size / (len(excess) - int(slow[0]))
-        speedup = speedup_without(seen.replay, dict.fromkeys(concerned, seconds), cost, onset)
+        speedup = speedup_without(observation.replay, dict.fromkeys(waiting, seconds), cost, onset)
         diagnosis = diagnose(
             rank,
             self._started_ns[place],
             onset,
-            seen,
+            observation,
             self.generation,
             kind="slow_data",
             slowdown=gain(cost),
@@ -211,17 +213,18 @@ class SlowDataDetector(Detector):
         cause = CAUSE_FOR_ALL if rank is None else CAUSE
         if diagnosis.cause != UNKNOWN:
             cause = diagnosis.cause
-        how_often = "per step" if 2 * slow.size > len(excess) else "now and again"
+        how_often = "per step" if 2 * slow.size > len(excess) else "in some steps"
+        reason = "" if cause == CAUSE else f", because of {cause}"
         normal = max(float(np.nan_to_num(self._past.medians[ranks[0]])), 0.0)
-        whom = "before" if rank is None else "its peers or itself before"
+        whom = "before" if rank is None else "for its peers and before"
         return self.finding(
             fingerprint,
             cause=cause,
             summary=(
-                f"{self._subject(rank)} waits {waited * 1e3:.0f} ms {how_often} for its data "
-                f"since step {onset}: it {cost_text(cost, speedup)}."
+                f"{self._subject(rank)} has waited {waited * 1e3:.0f} ms {how_often} for its data "
+                f"since step {onset}{reason}. It {cost_text(cost, speedup)}."
             ),
-            now_ns=seen.now_ns,
+            now_ns=observation.now_ns,
             rank=rank,
             ranks=sorted(ranks) if len(ranks) > 1 else [],
             onset_step=onset,
@@ -233,17 +236,17 @@ class SlowDataDetector(Detector):
             causes=diagnosis.causes,
             advice=diagnosis.advice or _ADVICE,
             severity="critical" if share >= 1 / 3 else "warning",
-            # Its peers read the same kind of data in time: this node's path to it is slow.
+            # Its peers get the same kind of data in time: this node's path to it is slow.
             suspects_node=rank is not None,
             evidence=[
                 Evidence(
-                    f"data wait {waited * 1e3:.0f} ms, {normal * 1e3:.0f} ms {whom}",
+                    f"data wait {waited * 1e3:.0f} ms; {normal * 1e3:.0f} ms {whom}",
                     "data_wait_seconds",
                     waited,
                     normal,
                 ),
                 Evidence(
-                    f"in {slow.size} of the last {len(excess)} steps",
+                    f"slow in {slow.size} of the last {len(excess)} steps",
                     "slow_steps",
                     float(slow.size),
                     0.0,
@@ -255,7 +258,7 @@ class SlowDataDetector(Detector):
 
 
 def _unrelated(generation: Generation) -> list[slice]:
-    """Stages on several nodes; without any, all ranks."""
+    """Return the ranks of each stage that is on several nodes; if there is none, all ranks."""
     topology = generation.topology
     size = topology.dp * topology.tp
     stages = [
@@ -263,12 +266,12 @@ def _unrelated(generation: Generation) -> list[slice]:
         for first in range(0, topology.world_size, size)
         if len({generation.node(rank) for rank in range(first, first + size)}) > 1
     ]
-    return [slice(each.start, each.stop) for each in stages] or [slice(0, topology.world_size)]
+    return [slice(stage.start, stage.stop) for stage in stages] or [slice(0, topology.world_size)]
 
 
 _ADVICE = (
-    "Read ahead: more loader workers or a longer prefetch hide what is slow now and then; "
-    "a node that is always slow needs its disk or its path to storage looked at."
+    "Read ahead: more loader workers or a longer prefetch hide reads that are sometimes slow. "
+    "If a node is always slow, check its disk and its path to storage."
 )
 
 
@@ -279,7 +282,7 @@ def _ranks(finding: Finding) -> list[int]:
 
 
 class _Past:
-    """What each waited in its last steps that were not slow."""
+    """The waits of each rank in its last steps that were not slow."""
 
     def __init__(self, series: int) -> None:
         self._rows = np.full((PAST_STEPS, series), np.nan)
@@ -289,7 +292,7 @@ class _Past:
 
     def add(self, waits: Floats) -> None:
         row = self._rows[self._added % PAST_STEPS]
-        # Slow steps do not push out what was normal: a stall that stays would become it.
+        # Slow steps do not replace normal ones: a stall that lasts would become normal.
         np.copyto(row, waits, where=~np.isnan(waits))
         self._added += 1
         if self._added < PAST_STEPS or not self._added % STEPS_BETWEEN_MEDIANS:

@@ -1,9 +1,9 @@
-"""Flags links and groups whose transfers take longer than before, once everyone is ready.
+"""Flags links and process groups whose transfers take longer than before.
 
-Waiting for a late partner is not the link's fault and does not count. Links differ for good (the
-one within a node is ten times as fast), so each is judged against its own past, after what all of
-them show together is taken off. Lanes that got slow together are intersected: what they share,
-a link or a node's port, is named.
+Only the time after all ends are ready counts: waiting for a late partner is not the link's fault.
+Links differ permanently (those within a node are ten times as fast), so each is compared with its
+own past, after what all of them share is subtracted. Lanes that became slow together are
+intersected: the finding names what they share, a link or a node's port.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.kinds import SLOW_LINK, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.reporting import cost_of, cost_text, is_alike
+from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
 from paceline_server.detect.rise_reports import ReportedRise, RiseReports
 from paceline_server.detect.slow_link.settings import DEFAULTS, SlowLinkSettings
 from paceline_server.detect.slow_link.slow_route import SlowRoute, name_route
@@ -41,12 +41,13 @@ from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
 
-# Transfers shorter than this share of a step all look alike: their jitter costs nothing.
+# Transfers shorter than this share of a step are not told apart: their jitter costs nothing.
 NEGLIGIBLE_SHARE = 0.01
 RESOLUTION = 0.01
-BASELINE_STEPS = 64  # before the onset, by which a lane's usual seconds are known
-APART = 1.5  # steps from one sighting to the next: three of them are four steps and more
-ALIKE = 0.25
+BASELINE_STEPS = 64  # before the onset, from which a lane's usual time is taken
+# Mean steps between two transfers of a family from which three slow ones span four steps or more.
+APART = 1.5
+ALIKE = 0.25  # relative change of a slowdown that is not worth reporting again
 
 
 @dataclass(slots=True)
@@ -54,12 +55,12 @@ class _ReportedRoute(ReportedRise):
     """A slow link, port or group that was reported and has not recovered."""
 
     route: SlowRoute
-    usual_seconds: float  # per step, before
+    usual_seconds: float  # per step, before the onset
 
 
 @dataclass(frozen=True, slots=True)
 class _LaneStep:
-    """One in which the family was seen."""
+    """A step in which the family was seen."""
 
     number: int
     started_ns: int
@@ -67,8 +68,9 @@ class _LaneStep:
 
 
 class SlowLinkDetector(Detector):
-    """Finding kind `slow_link`, fingerprints `slow_link:RANK-RANK`, `slow_link:NODE` and
-    `slow_link:OP:RANKS`.
+    """Finding kind `slow_link`.
+
+    Fingerprints `slow_link:RANK-RANK`, `slow_link:NODE` and `slow_link:OP:RANKS`.
     """
 
     kinds: ClassVar[tuple[Kind, ...]] = (SLOW_LINK,)
@@ -79,27 +81,26 @@ class SlowLinkDetector(Detector):
     ) -> None:
         super().__init__(generation, policy)
         self.settings = settings
-        self._traffic = TransferBaselines()
-        self._watches: list[_Watch] = []
+        self._baselines = TransferBaselines()
+        self._monitors: list[_FamilyMonitor] = []
 
-    def update(self, seen: Observation) -> list[Finding]:
+    def update(self, observation: Observation) -> list[Finding]:
         findings = []
-        for timing in seen.timings:
+        for timing in observation.timings:
             if not timing.ranks.rank.size:
                 continue
-            seconds = self._traffic.seconds(timing)
-            for watch, taken in zip(self._watches, seconds, strict=True):
-                if not np.isnan(taken).all():
-                    findings += watch.look(timing, taken, seen)
-            for family in self._traffic.families[len(self._watches) :]:
+            seconds = self._baselines.seconds(timing)
+            for monitor, lane_seconds in zip(self._monitors, seconds, strict=True):
+                if not np.isnan(lane_seconds).all():
+                    findings += monitor.update(timing, lane_seconds, observation)
+            for family in self._baselines.families[len(self._monitors) :]:
                 step_seconds = float(np.median(timing.ranks.step_seconds))
-                watch = _Watch(self, family, step_seconds)
-                self._watches.append(watch)
+                self._monitors.append(_FamilyMonitor(self, family, step_seconds))
         return findings
 
 
-class _Watch(RiseReports[_ReportedRoute]):
-    """The lanes of one family, in the steps in which it was seen."""
+class _FamilyMonitor(RiseReports[_ReportedRoute]):
+    """Watches the lanes of one family, in the steps in which it is seen."""
 
     def __init__(self, detector: SlowLinkDetector, family: Family, step_seconds: float) -> None:
         super().__init__()
@@ -118,12 +119,13 @@ class _Watch(RiseReports[_ReportedRoute]):
         self._steps: deque[_LaneStep] = deque(maxlen=KEPT)
         self._usual_step_seconds = math.nan
 
-    def look(self, timing: StepTiming, seconds: Floats, seen: Observation) -> list[Finding]:
-        self._remember(timing, seconds)
-        findings = self._new(seen)
-        return findings + self.follow(timing.step, seen)
+    def update(
+        self, timing: StepTiming, seconds: Floats, observation: Observation
+    ) -> list[Finding]:
+        self._measure(timing, seconds)
+        return [*self._new_rises(observation), *self.follow(timing.step, observation)]
 
-    def _remember(self, timing: StepTiming, seconds: Floats) -> None:
+    def _measure(self, timing: StepTiming, seconds: Floats) -> None:
         step_seconds = float(np.median(timing.ranks.step_seconds))
         self._steps.append(_LaneStep(timing.step, int(timing.ranks.start_ns.min()), step_seconds))
         if len(self._steps) <= BASELINE_STEPS:
@@ -132,14 +134,14 @@ class _Watch(RiseReports[_ReportedRoute]):
         self._levels.push(np.log(seconds + self._negligible_seconds))
 
     def _share(self, seconds: float, step_seconds: float) -> float:
-        """Of the job's time, in whose steps not all see this family."""
+        """Return the share of the job's time; the family is not seen in every step."""
         steps = self._steps[-1].number - self._steps[0].number + 1
         return seconds / max(step_seconds, 1e-9) * min(len(self._steps) / max(steps, 1), 1.0)
 
-    # What is new
+    # New rises
 
-    def _new(self, seen: Observation) -> list[Finding]:
-        told: dict[str, _ReportedRoute] = {}
+    def _new_rises(self, observation: Observation) -> list[Finding]:
+        new: dict[str, _ReportedRoute] = {}
         done: set[int] = set()
         shifts = {shift.series: shift for shift in self._levels.rises()}
         for shift in shifts.values():
@@ -147,12 +149,12 @@ class _Watch(RiseReports[_ReportedRoute]):
                 continue
             active = self._begin(shift, shifts)
             done.update(active.route.lanes)
-            told[active.route.fingerprint] = active
-        return [self.report(active, seen) for active in told.values()]
+            new[active.route.fingerprint] = active
+        return [self.report(active, observation) for active in new.values()]
 
     def _begin(self, shift: Shift, shifts: dict[int, Shift]) -> _ReportedRoute:
-        others = [place for place in shifts if place != shift.series]
-        beside = [place for place in others if self._matters(place, shift.steps)]
+        others = [lane for lane in shifts if lane != shift.series]
+        beside = [lane for lane in others if self._matters(lane, shift.steps)]
         slow = [shift.series, *beside]
         route = name_route(slow, self._lanes, shift.series, self.generation)
         before = self.reported.get(route.fingerprint)
@@ -168,23 +170,23 @@ class _Watch(RiseReports[_ReportedRoute]):
         return active
 
     def _matters(self, lane: int, steps: int) -> bool:
-        """Whether it costs enough, by seconds per step."""
+        """Return whether the lane became slower by enough, and costs enough."""
         usual, now = self._before_and_after((lane,), steps)
         share = self._share(now - usual, self._usual_step_seconds)
         least = self._detector.policy.slow_link_slowdown
         return share >= self._detector.settings.cost_ratio and now >= least * usual
 
     def _before_and_after(self, lanes: tuple[int, ...], steps: int) -> tuple[float, float]:
-        """Seconds per step of the typical one of them, without what was told of them before."""
+        """Return seconds per step of the typical lane, without the rises already reported."""
         rows = self._levels.recent(lanes, steps + BASELINE_STEPS)
         rows = np.maximum(np.exp(rows) - self._negligible_seconds, 0.0)
         before, after = column_medians(rows[:-steps]), column_medians(rows[-steps:])
         return float(np.nan_to_num(np.median(before))), float(np.nan_to_num(np.median(after)))
 
-    # What becomes of it
+    # Reported rises
 
     def recovery_text(self, reported: _ReportedRoute) -> str:
-        return f"{reported.route.subject(self.generation)} is as fast as before again."
+        return f"{reported.route.subject(self.generation)} is as fast as usual again."
 
     def slowdown(self, reported: _ReportedRoute) -> float | None:
         return self._now_and_slowdown(reported)[1]
@@ -192,7 +194,7 @@ class _Watch(RiseReports[_ReportedRoute]):
     def is_alike(self, reported: _ReportedRoute, slowdown: float | None) -> bool:
         return is_alike(slowdown, reported.finding.slowdown, ALIKE)
 
-    # How it is said
+    # Findings
 
     def _blank(self, route: SlowRoute, onset_step: int) -> Finding:
         nodes = {self.generation.node(rank) for rank in route.ranks}
@@ -208,17 +210,16 @@ class _Watch(RiseReports[_ReportedRoute]):
             persistence="persistent",
         )
 
-    def describe(self, active: _ReportedRoute, seen: Observation) -> Finding:
+    def describe(self, active: _ReportedRoute, observation: Observation) -> Finding:
         route, before, usual = active.route, active.finding, active.usual_seconds
         now, slowdown = self._now_and_slowdown(active)
-        speedup = self._speedup(route, seen, before.onset_step)
+        speedup = self._speedup(route, observation, before.onset_step)
         cost_ratio = self._cost_ratio(now - usual, speedup)
-        diagnosis = self.diagnose(active, slowdown, seen)
+        diagnosis = self.diagnose(active, slowdown, observation)
         node = before.node or self.generation.node(diagnosis.rank if diagnosis.on_node else None)
         how_much = "" if slowdown is None else f" {slowdown:.1f}x"
-        reason = "cause " if diagnosis.cause == UNKNOWN else "because of "
         measured = Evidence(
-            f"transfers take {now * 1e3:.1f} ms per step once all ends are ready, "
+            f"transfer time {now * 1e3:.1f} ms per step once all ranks are ready; "
             f"{usual * 1e3:.1f} ms before step {before.onset_step}",
             "transfer_seconds",
             now,
@@ -231,11 +232,11 @@ class _Watch(RiseReports[_ReportedRoute]):
             advice=diagnosis.advice,
             node=node,
             summary=(
-                f"{route.subject(self.generation)} is{how_much} slower than before "
-                f"since step {before.onset_step}, {reason}{diagnosis.text}; "
-                f"it {cost_text(cost_ratio, speedup)}."
+                f"{route.subject(self.generation)} has been{how_much} slower than usual "
+                f"since step {before.onset_step}, {because(diagnosis)}. "
+                f"It {cost_text(cost_ratio, speedup)}."
             ),
-            detected_ns=seen.now_ns,
+            detected_ns=observation.now_ns,
             step=self._steps[-1].number,
             slowdown=slowdown,
             cost_ratio=cost_ratio,
@@ -246,17 +247,19 @@ class _Watch(RiseReports[_ReportedRoute]):
         )
 
     def _now_and_slowdown(self, active: _ReportedRoute) -> tuple[float, float | None]:
-        """Seconds of the recent steps, and how many times what was usual."""
+        """Return the seconds of the recent steps, and their ratio to the usual ones."""
         rows = np.array(list(self._seconds)[-FOLLOWED_STEPS:])[:, list(active.route.lanes)]
         now = float(np.nan_to_num(np.median(column_medians(rows))))
         return now, now / active.usual_seconds if active.usual_seconds > 0 else None
 
-    def _speedup(self, route: SlowRoute, seen: Observation, onset_step: int | None) -> float | None:
+    def _speedup(
+        self, route: SlowRoute, observation: Observation, onset_step: int | None
+    ) -> float | None:
         transfers = [self._lanes[lane] for lane in route.lanes if self._lanes[lane].op is None]
         pairs = [pair for lane in transfers if (pair := lane.pair)]
-        if seen.replay is None or not pairs:
+        if observation.replay is None or not pairs:
             return None
-        return seen.replay.speedup(links=pairs, since_step=onset_step)
+        return observation.replay.speedup(links=pairs, since_step=onset_step)
 
     def _cost_ratio(self, extra_seconds: float, speedup: float | None) -> float:
         if (cost := cost_of(speedup)) is not None:
@@ -265,18 +268,18 @@ class _Watch(RiseReports[_ReportedRoute]):
         return min(max(self._share(extra_seconds, float(np.median(recent))), 0.0), 1.0)
 
     def diagnose(
-        self, reported: _ReportedRoute, slowdown: float | None, seen: Observation
+        self, reported: _ReportedRoute, slowdown: float | None, observation: Observation
     ) -> Diagnosis:
         route = reported.route
-        one, other = route.link if route.link is not None else (None, None)
+        rank, peer = route.link if route.link is not None else (None, None)
         return diagnose(
-            one,
+            rank,
             reported.onset_ns,
             reported.finding.onset_step,
-            seen,
+            observation,
             self.generation,
             kind=SLOW_LINK.name,
             slowdown=slowdown,
             node=route.node,
-            peer=other,
+            peer=peer,
         )

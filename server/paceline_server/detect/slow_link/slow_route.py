@@ -1,4 +1,4 @@
-"""What to name when transfers get slow: a link, the rank or the node all of them share, a group."""
+"""The route to name when transfers become slow: a link, a node's network or a process group."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from paceline_wire.spans import op_name
 
 @dataclass(frozen=True, slots=True)
 class SlowRoute:
-    """`lanes`: positions of those that are slow. One of `link`, `node` or `op` says what it is."""
+    """Slow lanes (positions) and their ranks. One of `link`, `node` and `op` names the route."""
 
     lanes: tuple[int, ...]
     ranks: tuple[int, ...]
     link: tuple[int, int] | None = None
     node: str | None = None
-    op: int | None = None  # of a group
+    op: int | None = None  # of a process group's collective
 
     @property
     def fingerprint(self) -> str:
@@ -29,10 +29,10 @@ class SlowRoute:
         return f"slow_link:{op_name(self.op or 0)}:{'-'.join(map(str, self.ranks[:4]))}"
 
     def subject(self, generation: Generation) -> str:
-        """At the start of a sentence."""
+        """Return the subject of a sentence."""
         if self.link is not None:
-            one, other = map(generation.rank_text, self.link)
-            return f"The link between {one} and {other}"
+            source, destination = map(generation.rank_text, self.link)
+            return f"The link between {source} and {destination}"
         if self.node is not None:
             return f"The network of {self.node}"
         return f"The {op_name(self.op or 0)} of ranks {', '.join(map(str, self.ranks[:16]))}"
@@ -41,26 +41,29 @@ class SlowRoute:
 def name_route(
     slow: Sequence[int], lanes: Sequence[TransferLane], surest: int, generation: Generation
 ) -> SlowRoute:
-    """Intersect the lanes that got slow together: `slow` are their positions, `surest` the worst.
+    """Return what the lanes that became slow together share.
 
-    Lanes that stay within one node and are slow too do not matter to who is shared: every group
-    that crosses the network through a bad port is slow, and nothing else is.
+    Args:
+        slow: positions of the slow lanes; `surest` is the position of the most certain one.
+
+    Slow lanes within one node are left out: through a bad port every group that crosses the
+    network is slow, and nothing else.
     """
     best = lanes[surest]
-    together = [place for place in slow if len(_nodes(lanes[place], generation)) > 1]
+    together = [lane for lane in slow if len(_nodes(lanes[lane], generation)) > 1]
     if len(together) > 1 and surest in together:
-        shared = set.intersection(*(_nodes(lanes[place], generation) for place in together))
+        shared = set.intersection(*(_nodes(lanes[lane], generation) for lane in together))
         healthy = _healthy_nodes(together, lanes, generation)
         suspects = sorted(shared - healthy) or sorted(shared)
         if len(suspects) == 1:
             ranks = sorted(
                 rank
-                for rank in {rank for place in together for rank in lanes[place].ranks}
+                for rank in {rank for lane in together for rank in lanes[lane].ranks}
                 if generation.node(rank) == suspects[0]
             )
             return SlowRoute(tuple(together), tuple(ranks), node=suspects[0])
     if best.pair is not None:
-        same = tuple(place for place in slow if set(lanes[place].ranks) == set(best.ranks))
+        same = tuple(lane for lane in slow if set(lanes[lane].ranks) == set(best.ranks))
         return SlowRoute(same or (surest,), best.ranks, link=best.pair)
     return SlowRoute((surest,), best.ranks, op=best.op)
 
@@ -72,13 +75,13 @@ def _nodes(lane: TransferLane, generation: Generation) -> set[str]:
 def _healthy_nodes(
     slow: Sequence[int], lanes: Sequence[TransferLane], generation: Generation
 ) -> set[str]:
-    """Nodes that other lanes of the same kinds cross the network from, and are not slow."""
-    kinds = {(lanes[place].op, lanes[place].pair is None) for place in slow}
-    standing = set(slow)
+    """Return the nodes of lanes of the same kinds that cross the network and are not slow."""
+    kinds = {(lanes[position].op, lanes[position].pair is None) for position in slow}
+    slow_positions = set(slow)
     return {
         node
-        for place, lane in enumerate(lanes)
-        if place not in standing and (lane.op, lane.pair is None) in kinds
+        for position, lane in enumerate(lanes)
+        if position not in slow_positions and (lane.op, lane.pair is None) in kinds
         if len(nodes := _nodes(lane, generation)) > 1
         for node in nodes
     }

@@ -1,11 +1,11 @@
-"""What each link and each group of ranks took for its transfers in one step, once all were ready.
+"""Transfer seconds of each link and process group in one step, once all ranks were ready.
 
 A *lane* is a pair of ranks (both directions) or a process group's collective of one kind. The two
-directions of a pair are added up, because the error of two nodes' clocks, which makes one look
-longer and the other shorter, then cancels out.
+directions of a pair are summed: an error between two nodes' clocks makes one longer and the other
+shorter, and cancels out in the sum.
 
-Lanes that appear together make a *family*, with a past that counts only the steps in which it was
-seen: so those that come later (another phase of the job, a rare collective) are measured as well.
+Lanes that appear together form a *family*. Its past contains only the steps in which it was seen,
+so lanes that appear later (another phase of the job, a rare collective) are measured as well.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from paceline_server.steps.timing import CollectiveTimes, StepTiming, TransferTi
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-LEARNING_STEPS = 4  # until all lanes were seen, even when some spans are lost
-OFTEN = 0.75  # of the steps in which its family is seen
-MOST_FAMILIES = 8  # what sends to anyone at any time has no past to be judged by
+LEARNING_STEPS = 4  # until all lanes were seen, even if some spans are lost
+OFTEN = 0.75  # share of its family's steps in which a lane must be seen
+MOST_FAMILIES = 8  # ranks that send to any other at any time have no past to compare with
 _RANKS = 1 << 20
 _OPS = 1 << 8
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLane:
-    """`ranks`: of a pair both, of a group all; `op` is None for a pair."""
+    """A pair of ranks, or all ranks of a group with the `op` of their collective."""
 
     ranks: tuple[int, ...]
     op: int | None = None
@@ -40,53 +40,53 @@ class TransferLane:
 
 
 class Family:
-    """Lanes that came up in the same steps; `lanes` is empty until they are known.
+    """Lanes that appear in the same steps; `lanes` is empty until they are known.
 
-    `every`: steps from one sighting to the next.
+    `every`: mean steps from one appearance to the next.
     """
 
     def __init__(self) -> None:
         self.lanes: list[TransferLane] = []
         self.every = 1.0
         self._found: dict[int, TransferLane] = {}
-        self._sightings: dict[int, int] = {}
+        self._appearances: dict[int, int] = {}
         self._seen = 0
         self._first_step, self._last_step = 0, 0
 
     def learn(self, keys: Ints, timing: StepTiming) -> None:
-        """One step in which `keys`, of no other family, were seen."""
+        """Learn from a step in which `keys`, which belong to no other family, were seen."""
         for key in np.unique(keys).tolist():
             if key not in self._found:
                 self._found[key] = _lane(key, timing)
-            self._sightings[key] = self._sightings.get(key, 0) + 1
+            self._appearances[key] = self._appearances.get(key, 0) + 1
         if not self._seen:
             self._first_step = timing.step
         self._last_step = timing.step
         self._seen += 1
 
-    def settle(self) -> Ints | None:
-        """Its keys, once enough was seen; lanes that are seen less often belong to another."""
+    def finish(self) -> Ints | None:
+        """Return its keys, None while too few steps were seen; rarer lanes belong to another."""
         if self._seen < LEARNING_STEPS:
             return None
-        often = [key for key, times in self._sightings.items() if times >= OFTEN * self._seen]
-        kept = sorted(key for key in often if len(self._found[key].ranks) > 1)
-        self.lanes = [self._found[key] for key in kept]
+        often = [key for key, times in self._appearances.items() if times >= OFTEN * self._seen]
+        keys = sorted(key for key in often if len(self._found[key].ranks) > 1)
+        self.lanes = [self._found[key] for key in keys]
         self.every = (self._last_step - self._first_step) / (self._seen - 1)
-        return np.array(kept, dtype=np.int64)
+        return np.array(keys, dtype=np.int64)
 
 
 class TransferBaselines:
-    """Learns the families of a generation, then measures them."""
+    """The families of a generation: learned from its first steps, then measured."""
 
     def __init__(self) -> None:
         self.families: list[Family] = []
         self._forming, self._formed = Family(), 0
         self._keys: Ints = np.empty(0, dtype=np.int64)  # of all families, ascending
-        self._places: Ints = np.empty(0, dtype=np.int64)  # of each among all lanes
-        self._rows: Ints = np.empty(0, dtype=np.int64)  # per lane and step, when none is lost
+        self._places: Ints = np.empty(0, dtype=np.int64)  # position of each among all lanes
+        self._rows: Ints = np.empty(0, dtype=np.int64)  # per lane and step, if no span is lost
 
     def seconds(self, timing: StepTiming) -> list[Floats]:
-        """Of each lane of each family in this step; NaN where nothing was seen of it."""
+        """Return the seconds of each lane of each family; NaN for lanes not seen in this step."""
         keys = np.concatenate([_pair_keys(timing.transfers), _group_keys(timing.collectives)])
         taken = np.concatenate(
             [timing.transfers.transfer_seconds, timing.collectives.transfer_seconds]
@@ -103,18 +103,18 @@ class TransferBaselines:
         rows = np.bincount(place, minlength=count)
         self._rows = np.maximum(self._rows, rows)
         sums = np.bincount(place, taken, count)
-        # Of spans that were lost, the others tell.
+        # Lost spans are assumed to be like the others of their lane.
         mean = np.divide(sums, rows, out=np.full(count, np.nan), where=rows > 0)
         ends = np.cumsum([len(family.lanes) for family in self.families])
         return np.split(mean * self._rows, ends[:-1]) if self.families else []
 
     def _learn(self, keys: Ints, timing: StepTiming) -> None:
         self._forming.learn(keys, timing)
-        settled = self._forming.settle()
-        if settled is None:
+        finished = self._forming.finish()
+        if finished is None:
             return
-        if settled.size:
-            self._add(self._forming, settled)
+        if finished.size:
+            self._add(self._forming, finished)
         self._forming, self._formed = Family(), self._formed + 1
 
     def _add(self, family: Family, keys: Ints) -> None:
@@ -142,6 +142,6 @@ def _pair_keys(transfers: TransferTimes) -> Ints:
 
 
 def _group_keys(collectives: CollectiveTimes) -> Ints:
-    """Below zero, so that they never meet a pair's."""
+    """Return keys below zero, which no pair has."""
     keys: Ints = -(collectives.group * _OPS + collectives.op) - 1
     return keys

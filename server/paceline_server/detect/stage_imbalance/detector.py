@@ -1,8 +1,8 @@
-"""Tells of pipelines whose stages do not take equally long: all wait for the longest one.
+"""Reports pipelines whose stages do not take equally long: all stages wait for the longest one.
 
-A stage's time is the median of its ranks', so one slow rank is not its stage. Uneven from the first
-steps on is how the model was divided: advice, with the layers to move and what that gives. A stage
-that becomes slow later is no property of the model but a straggler of several ranks.
+A stage's time is the median of its ranks, so that one slow rank does not make its stage slow.
+Stages that are uneven from the first steps on come from how the model was divided: the finding is
+advice, with the layers to move and the gain. A stage that becomes slow later is a straggler.
 """
 
 from __future__ import annotations
@@ -51,43 +51,43 @@ class StageImbalanceDetector(Detector):
         self._active: Finding | None = None
         self._judged = 0  # steps
 
-    def update(self, seen: Observation) -> list[Finding]:
+    def update(self, observation: Observation) -> list[Finding]:
         findings: list[Finding] = []
         if self._stages < 2:
             return findings
-        for timing in self.after_warmup(seen.timings):
-            if self._remember(timing):
-                findings += self._judge(seen)
+        for timing in self.after_warmup(observation.timings):
+            if self._measure(timing):
+                findings += self._judge(observation)
         return findings
 
-    def _remember(self, timing: StepTiming) -> bool:
-        """False where a stage is missing."""
+    def _measure(self, timing: StepTiming) -> bool:
+        """Append the seconds of each stage; return False if a stage is missing."""
         ranks = timing.ranks
         stage = ranks.rank // self._per_stage
         known = ranks.self_seconds > 0
         middle = np.full(self._stages, np.nan)
-        for one in range(self._stages):
-            mine = ranks.self_seconds[known & (stage == one)]
-            if mine.size:
-                middle[one] = np.median(mine)
+        for number in range(self._stages):
+            seconds = ranks.self_seconds[known & (stage == number)]
+            if seconds.size:
+                middle[number] = np.median(seconds)
         if np.isnan(middle).any():
             return False
         self._rows.append(np.log(middle))
         self._steps.append(timing.step)
         self._newest = timing
         self._judged += 1
-        for kept in (self._rows, self._steps):
-            del kept[: -self.settings.steps]
+        for history in (self._rows, self._steps):
+            del history[: -self.settings.steps]
         return True
 
-    def _judge(self, seen: Observation) -> list[Finding]:
+    def _judge(self, observation: Observation) -> list[Finding]:
         if self._active is not None:
-            return self._recovered(seen) if self._judged % self.settings.steps == 0 else []
-        # What comes later is no property of the model.
-        return self._chronic(seen) if self._judged <= self.settings.steps else []
+            return self._recovered(observation) if self._judged % self.settings.steps == 0 else []
+        # Slowness that begins later is no property of the model.
+        return self._chronic(observation) if self._judged <= self.settings.steps else []
 
-    def _chronic(self, seen: Observation) -> list[Finding]:
-        """Uneven in all of the first steps: that is how the model was divided."""
+    def _chronic(self, observation: Observation) -> list[Finding]:
+        """Return a finding if the first steps are uneven: that is how the model was divided."""
         settings = self.settings
         count = len(self._rows)
         if count < settings.fewest_steps:
@@ -96,15 +96,15 @@ class StageImbalanceDetector(Detector):
         ratios = seconds / seconds.mean(axis=1, keepdims=True)
         stage = int(ratios.mean(axis=0).argmax())
         own = ratios[:, stage]
-        # Few steps are enough where they agree; in the end the middle one counts.
+        # Few steps are enough if they agree; when all have come, their median decides.
         error = settings.significance * float(own.std(ddof=1)) / math.sqrt(count)
         surely = float(own.min()) >= settings.ratio + error
         if not surely and (count < settings.steps or np.median(own) < settings.ratio):
             return []
         first = stage * self._per_stage
-        if seen.stragglers & set(range(first, first + self._per_stage)):
+        if observation.stragglers & set(range(first, first + self._per_stage)):
             return []
-        found = self._balance(seen)
+        found = self._balance(observation)
         assert self._newest is not None
         step_seconds = float(np.median(self._newest.ranks.step_seconds))
         typical = np.median(seconds, axis=0)
@@ -117,11 +117,11 @@ class StageImbalanceDetector(Detector):
         if gain(cost) < settings.least_gain:
             return []
         advice, best = _advice(found, stage, typical, step_seconds, cost)
-        self._active = self._finding(stage, float(np.median(own)), cost, best, seen, advice)
+        self._active = self._finding(stage, float(np.median(own)), cost, best, observation, advice)
         return [self._active]
 
-    def _recovered(self, seen: Observation) -> list[Finding]:
-        """The model was divided anew, or what made the stage slow has gone."""
+    def _recovered(self, observation: Observation) -> list[Finding]:
+        """Clear the finding if the stage is no longer slow."""
         recent = np.exp(np.median(np.array(self._rows[-self.settings.steps :]), axis=0))
         halfway = 1.0 + (self.settings.ratio - 1.0) / 2.0
         active = self._active
@@ -130,12 +130,12 @@ class StageImbalanceDetector(Detector):
         if recent[active.stage] / recent.mean() >= halfway:
             return []
         self._active = None
-        summary = f"Stage {active.stage} takes no longer than the others any more."
-        return [cleared(active, summary, seen.now_ns, self._steps[-1])]
+        summary = f"Stage {active.stage} is no longer slower than the other stages."
+        return [cleared(active, summary, observation.now_ns, self._steps[-1])]
 
-    def _balance(self, seen: Observation) -> Balance | None:
+    def _balance(self, observation: Observation) -> Balance | None:
         phase = None if self._newest is None else self._reader.read(self._newest)
-        return None if phase is None else balance(phase, seen.metadata)
+        return None if phase is None else balance(phase, observation.metadata)
 
     def _finding(
         self,
@@ -143,17 +143,17 @@ class StageImbalanceDetector(Detector):
         ratio: float,
         cost: float,
         speedup: float,
-        seen: Observation,
+        observation: Observation,
         advice: str,
     ) -> Finding:
         return self.finding(
             f"stage_imbalance:{stage}",
             cause=CAUSE,
             summary=(
-                f"Stage {stage} takes {ratio:.2f}x the stages' mean: it "
+                f"Stage {stage} takes {ratio:.2f}x the mean time of all stages. It "
                 f"{cost_text(cost, speedup)}. {advice}"
             ),
-            now_ns=seen.now_ns,
+            now_ns=observation.now_ns,
             stage=stage,
             ranks=list(range(stage * self._per_stage, (stage + 1) * self._per_stage)),
             onset_step=self._steps[0],
@@ -165,7 +165,7 @@ class StageImbalanceDetector(Detector):
             advice=advice,
             evidence=[
                 Evidence(
-                    "self time per step of stage "
+                    "compute time per step of stage "
                     f"{number}: {math.exp(float(self._rows[-1][number])) * 1e3:.0f} ms",
                     "self_seconds",
                     math.exp(float(self._rows[-1][number])),
@@ -178,17 +178,17 @@ class StageImbalanceDetector(Detector):
 def _advice(
     found: Balance | None, stage: int, seconds: Floats, step_seconds: float, cost: float
 ) -> tuple[str, float]:
-    """What to change, and what it gives."""
+    """Return what to change, and the speedup."""
     if found is not None and found.moves and found.moved_seconds is not None:
         saved = found.now_seconds - found.moved_seconds
         best = gain(saved / max(step_seconds, 1e-9))
         text = moves_text(found)
         return f"{text[0].upper()}{text[1:]} gives {best:.2f}x.", best
     share, even = seconds[stage] / seconds.sum(), 1.0 / seconds.size
-    told = (
-        f"Stage {stage} has {percent(share)} of the compute, {percent(even)} would be even: "
-        f"that gives {gain(cost):.2f}x."
+    text = (
+        f"Stage {stage} has {percent(share)} of the compute; an even share ({percent(even)}) "
+        f"gives {gain(cost):.2f}x."
     )
     if found is not None and found.layers:
-        told += " No move of whole layers helps; stages of smaller parts (virtual stages) may."
-    return told, gain(cost)
+        text += " Moving whole layers does not help; smaller parts (virtual stages) may."
+    return text, gain(cost)

@@ -1,8 +1,8 @@
-"""Which layers to move between the stages of a pipeline that do not take equally long.
+"""The layers to move between pipeline stages that do not take equally long.
 
-Each step's phase is simulated with the layers where they could be: what a layer costs is the
-typical part of the model's time per layer, so what else a part does (a loss, an embedding) stays
-with it and others make room.
+The pipeline phase of a step is simulated with the layers in other stages. A layer costs the median
+time per layer over the parts of the model; whatever else a part does (a loss, an embedding) stays
+with it.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 MAXIMUM_MOVES = 12
-# A move must shorten the phase by so much: a layer's cost is not known better.
+# Share by which a move must shorten the phase: a layer's cost is not known more exactly.
 _WORTH_MOVING = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Phases of one step, in seconds: as it is, if all stages were equal, with layers moved."""
+    """Seconds of one step's pipeline phase: now, with equal stages, and with layers moved."""
 
     now_seconds: float
     even_seconds: float
-    moved_seconds: float | None  # None: it is not known where the layers are
+    moved_seconds: float | None  # None: the layers of the stages are not known
     moves: tuple[tuple[int, int], ...]  # stages (from, to), one layer each
     stage_seconds: Floats  # compute of each stage in a step
     layers: tuple[int, ...]  # of each stage; empty: not known
 
 
 def balance(phase: PipelinePhase, metadata: Mapping[str, str]) -> Balance:
-    """What an even pipeline would take, and how near to it moving whole layers comes."""
+    """Simulate an even pipeline, and the best that moving whole layers achieves."""
     pipeline = phase.pipeline
     typical, _ = typical_seconds(pipeline, phase.seconds)
     even = equal_seconds(pipeline, typical)
@@ -61,7 +61,10 @@ def balance(phase: PipelinePhase, metadata: Mapping[str, str]) -> Balance:
 
 
 def stage_layers(metadata: Mapping[str, str], parts: int) -> Ints | None:
-    """Layers of each part of the model, from `stage_layers` ("3,3,3,3"); None: not (well) told."""
+    """Return the layers of each part of the model, from `stage_layers` ("3,3,3,3").
+
+    None if it is missing or malformed.
+    """
     try:
         layers = [int(each) for each in metadata.get("stage_layers", "").split(",")]
     except ValueError:
@@ -72,7 +75,7 @@ def stage_layers(metadata: Mapping[str, str], parts: int) -> Ints | None:
 def _move(
     pipeline: Pipeline, typical: Floats, layers: Ints, now: float
 ) -> tuple[float, tuple[tuple[int, int], ...]]:
-    """Greedily, a layer at a time: the phase after it, and the moves."""
+    """Move one layer at a time, greedily; return the seconds of the phase, and the moves."""
     part = pipeline.chunk * pipeline.stages + pipeline.stage
     per_layer = _seconds_per_layer(pipeline, typical, part, layers)
     layers, seconds = layers.copy(), typical.copy()
@@ -101,7 +104,7 @@ def _move(
 
 
 def _seconds_per_layer(pipeline: Pipeline, typical: Floats, part: Ints, layers: Ints) -> Floats:
-    """For each action, what one layer costs in it: the median over the parts of the model."""
+    """Return the seconds of one layer in each action: the median over the parts of the model."""
     per_layer = typical / layers[part]
     found = np.zeros_like(typical)
     for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT):
@@ -117,7 +120,7 @@ def _seconds_per_layer(pipeline: Pipeline, typical: Floats, part: Ints, layers: 
 
 
 def moves_text(found: Balance) -> str:
-    """`moving 2 of stage 3's 8 layers to stages 0 and 1`."""
+    """Return `moving 2 of stage 3's 8 layers to stages 0 and 1`."""
     net = [0] * len(found.layers)
     for source, target in found.moves:
         net[source] -= 1

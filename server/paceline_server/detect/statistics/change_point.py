@@ -1,10 +1,11 @@
-"""When did a level rise for good? Many noisy series at once, one value each per step.
+"""Change points: lasting rises in many noisy series at once, with one value each per step.
 
-Each step, for each number n of newest values, the mean of the n newest is compared with the mean
-of those before (a generalised likelihood ratio test for a shift of unknown time and size). The
-noise is the job's own: white noise from differences of neighbouring steps, and what the means of
-four and sixteen steps scatter beyond that, so that slow drifts and a busy host raise the bar. The
-bar also rises with the number of series, as the largest of many scatters more than one.
+In each step, for each number n of newest values, the mean of the n newest is compared with the mean
+of those before (a generalized likelihood ratio test for a shift of unknown time and size). The
+noise is estimated from the job itself: white noise from differences of neighboring steps, plus the
+scatter of means over four and sixteen steps beyond that, so that slow drifts and a busy host raise
+the threshold. The threshold also rises with the number of series, because the largest of many
+scatters more than one.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 KEPT = 160  # steps
-PAST = 64  # of them, at most, are compared with
-LEAST_PAST = 6  # a mean of fewer is no past
+PAST = 64  # steps before a change, at most, that it is compared with
+LEAST_PAST = 6  # at least: a mean of fewer is too uncertain
 # How many of the newest values may have changed. Fewer than four steps may be a passing stall;
 # more than 64 a step at a time is drift.
 NEWEST = (4, 5, 6, 7, 8, 10, 12, 16, 20, 26, 32, 48, 64)
-# Values that lie some steps apart are no passing stall; fewer than three have no robust middle.
+# For values that lie some steps apart: three are no passing stall; fewer have no robust median.
 NEWEST_APART = (3, *NEWEST)
 STEPS_BETWEEN_RENEWALS = 8
-CLIP_SIGMAS = 4.0  # what lies further out counts as if it did not
+CLIP_SIGMAS = 4.0  # values further out are clipped
 MAD_TO_SIGMA = 1.4826
-# A quantile of normal noise in sigmas: high enough to feel bursts, low enough that one shift in
+# A quantile of normal noise in sigmas: high enough to include bursts, low enough that one shift in
 # one of a few series does not count as noise.
 TAIL = 0.9
 TAIL_SIGMAS = NormalDist().inv_cdf((1 + TAIL) / 2)
-# Over the number of differences that the scatter was learned from: Student's t needs about 7 more
-# at five sigmas, and a median is 0.37 times as informed as a mean.
+# Divided by the number of differences that the scatter was estimated from, it raises the threshold:
+# Student's t needs about 7 at five sigmas, and a median is 0.37 times as efficient as a mean.
 DOUBT = 20.0
 SHARPNESS = 0.6  # a drift shows less of its size in the steps around its middle
 AGREEING = 0.7  # share of the changed values that must lie beyond half of the shift
@@ -48,20 +49,22 @@ class Shift:
     """A series whose level rose."""
 
     series: int
-    steps: int  # newest ones that belong to the new level
+    steps: int  # number of newest steps that belong to the new level
     size: float  # new level minus old
     before: float  # the old level
     score: float  # in standard errors
 
 
 class ShiftMonitor:
-    """`push` a value per series and step (NaN: not known), then ask `rises`.
+    """`push` one value per series and step (NaN: unknown), then ask for `rises`.
 
-    Values are logarithms of ratios: a shift of 0.1 is 10%. `smallest` is the least shift that
-    is told, `false_alarms` how many are expected per step of healthy, normal noise, over all
-    series together. `resolution`: no scatter below it is believed. `is_spiky`: single values far
-    out are usual and no sign of bursts; whoever asks must judge how many of them make a shift.
-    `newest`: how many of the newest values may have changed, ascending.
+    Args:
+        smallest: the smallest shift to return. Values are logarithms of ratios: 0.1 is about 10%.
+        false_alarms: expected per step of healthy, normal noise, over all series together.
+        resolution: a lower limit of the scatter.
+        is_spiky: single outliers are usual and no sign of bursts; the caller judges how many of
+            them make a shift.
+        newest: the numbers of newest values that may have changed, ascending.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class ShiftMonitor:
         self._least = newest[0]
         self.needed = -NormalDist().inv_cdf(false_alarms / max(series, 1) / len(newest))
         self._rows = np.full((2 * KEPT, series), np.nan)
-        # Of the clipped offsets from the centers, and of how many are known, before each row.
+        # Cumulative sums of the clipped offsets from the centers and of the known values, by row.
         self._sums = np.zeros((2 * KEPT + 1, series))
         self._counts = np.zeros((2 * KEPT + 1, series))
         self._end = 0  # rows in use
@@ -93,22 +96,22 @@ class ShiftMonitor:
 
     @property
     def values(self) -> Floats:
-        """The steps that are kept, newest last."""
+        """Return the stored steps, newest last."""
         return self._rows[max(self._end - KEPT, 0) : self._end]
 
     @property
     def center(self) -> Floats:
-        """The usual level of each series; NaN before anything is known."""
+        """Return the usual level of each series; NaN before anything is known."""
         return self._center
 
     @property
     def sigma(self) -> Floats:
-        """The scatter of each series from step to step."""
+        """Return the scatter of each series from step to step."""
         return self._sigma
 
     @property
     def drift(self) -> float:
-        """The scatter of means of several steps beyond that, which averaging does not remove."""
+        """Return the additional scatter of means, which averaging does not remove."""
         return self._drift
 
     def push(self, values: Floats) -> None:
@@ -126,24 +129,24 @@ class ShiftMonitor:
             self._add_up(self._end - 1)
 
     def replace(self, newest: Floats) -> None:
-        """What was pushed last is now understood differently: `newest` takes its place."""
+        """Replace the newest steps and analyze them again."""
         newest = newest[-min(self._end, KEPT) :]
         self._rows[self._end - len(newest) : self._end] = newest
         self._renew()
 
     def level(self, series: Sequence[int], steps: int) -> Floats:
-        """The median of the newest steps of each; NaN where none is known."""
+        """Return the median of each series over the newest steps; NaN where none is known."""
         return column_medians(self.values[-steps:, list(series)])
 
     def rises(self) -> list[Shift]:
-        """All series whose level is higher now, and surely; the surest split of each."""
+        """Return the series whose level has surely risen, with the most certain split of each."""
         values = self.values
         if len(values) < LEAST_PAST + self._least:
             return []
         score, steps = self._scores(values, self._drift)
         if self._drift and not self._is_sure(score).any():
-            # A step that was not told at once must not pass for drift of its own past: where it is
-            # all that the means scatter, it is none.
+            # A step change that was not found at once must not count as drift of its own past: if
+            # the means scatter only because of it, there is no drift.
             unhindered, places = self._scores(values, 0.0)
             surest = int(unhindered.argmax())
             if self._is_sure(unhindered)[surest]:
@@ -159,7 +162,7 @@ class ShiftMonitor:
         return found
 
     def shift_at(self, series: Sequence[int], steps: int) -> tuple[Floats, Floats]:
-        """Size of each one's rise if its newest `steps` had changed, and its score."""
+        """Return size and score of each series' rise, given that its newest `steps` changed."""
         columns = list(series)
         values = self.values[:, columns]
         after = column_medians(values[-steps:])
@@ -173,7 +176,7 @@ class ShiftMonitor:
         return sure
 
     def _scores(self, values: Floats, drift: float) -> tuple[Floats, Ints]:
-        """Per series the highest score over all splits, and its number of newest steps."""
+        """Return each series' highest score over all splits, and its number of newest steps."""
         sums, counts, total = self._sums, self._counts, self._end
         start = total - len(values)
         steps = self._newest[total - self._newest - start >= LEAST_PAST]
@@ -191,7 +194,7 @@ class ShiftMonitor:
         return score[best, np.arange(best.size)], steps[best]
 
     def _confirmed(self, series: int, steps: int, score: float) -> Shift | None:
-        """The change's exact place, and whether it is one that stayed."""
+        """Return the change with its exact place; None if it did not last."""
         column = self.values[:, series]
         steps = self._place(column, steps, float(self._sigma[series]))
         if steps < self._least:
@@ -210,22 +213,22 @@ class ShiftMonitor:
         return Shift(series, steps, size, before, score)
 
     def _place(self, column: Floats, steps: int, sigma: float) -> int:
-        """How many of the newest values are of the new level, of which some `steps` are."""
+        """Return how many of the newest values belong to the new level; `steps` is an estimate."""
         first = max(len(column) - steps - PAST, 0)
         usual, new = _median(column[first:-steps]), _median(column[-steps:])
-        # A spike must not pull the split to itself.
+        # A spike must not attract the split.
         reach = max(CLIP_SIGMAS * sigma, 1.5 * abs(new - usual))
         return _split(np.clip(column[first:], usual - reach, usual + reach))
 
     def _renew(self) -> None:
-        """Centers and scatter, from the past; the newest steps may be no past already."""
+        """Update centers and scatter from the past, without the newest steps."""
         values = self.values
         past = values[: max(len(values) - NEWEST[0], 1)]
         self._center = column_medians(past)
         steps = np.abs(np.diff(values, axis=0))
-        # A single series' own differences are few: it must be clearly noisier than all to count.
+        # A single series has few differences: its own scatter counts only if clearly larger.
         pooled = _median_sigma(steps.ravel()) / math.sqrt(2.0)
-        # Two series that are compared with each other are one.
+        # Two series that are compared with each other count as one.
         independent = len(steps) * max(values.shape[1] // 2, 1)
         self._doubt = 1.0 + DOUBT / max(independent, 1)
         own = column_medians(steps) * MAD_TO_SIGMA / math.sqrt(2.0)
@@ -236,7 +239,7 @@ class ShiftMonitor:
         self._add_up(self._end - len(values))
 
     def _add_up(self, first: int) -> None:
-        """The rows from `first` on."""
+        """Update the sums of the rows from `first` on."""
         reach = np.maximum(CLIP_SIGMAS * self._sigma, 2.0 * CLIP_SIGMAS * self._drift)
         reach = np.maximum(reach, 2.0 * self.smallest)
         offset = np.clip(self._rows[first : self._end] - self._center, -reach, reach)
@@ -247,14 +250,14 @@ class ShiftMonitor:
             sums[first + 1 : self._end + 1] += sums[first]
 
     def _without_step(self, values: Floats, series: int, steps: int) -> Floats:
-        """As if no level had changed when that of `series` did."""
+        """Return the values as if no level had changed when that of `series` did."""
         steps = max(self._place(values[:, series], steps, float(self._sigma[series])), 1)
         before = column_medians(values[max(len(values) - steps - PAST, 0) : -steps])
         rise = np.nan_to_num(column_medians(values[-steps:]) - before)
         return np.concatenate([values[:-steps], values[-steps:] - rise])
 
     def _scatter_of_means(self, past: Floats) -> float:
-        """How much more the means of some steps differ than white noise lets them."""
+        """Return how much more means of several steps scatter than white noise explains."""
         white = float(np.median(self._sigma))
         if self._is_spiky:
             reach = np.maximum(CLIP_SIGMAS * self._sigma, 2.0 * self.smallest)
@@ -276,7 +279,7 @@ class ShiftMonitor:
 
 
 def column_medians(values: Floats) -> Floats:
-    """`nanmedian` down the rows, without its cost and its warnings."""
+    """Return the median of each column without NaN: a faster `nanmedian`, without warnings."""
     if not len(values):
         return np.full(values.shape[1], np.nan)
     ordered = np.sort(values, axis=0)  # NaN last
@@ -298,7 +301,7 @@ def _median(values: Floats) -> float:
 
 
 def _is_sharp(column: Floats, steps: int, size: float) -> bool:
-    """Whether it is a step; a drift has hardly moved in the steps around its middle."""
+    """Return whether it is a step change; a drift hardly moves in the steps around its middle."""
     near = max(2 * NEWEST[0], steps // 4)
     split = len(column) - steps
     jump = _median(column[split : split + near]) - _median(column[max(split - near, 0) : split])
@@ -306,7 +309,7 @@ def _is_sharp(column: Floats, steps: int, size: float) -> bool:
 
 
 def _split(values: Floats) -> int:
-    """How many of the newest values belong to a new level: the likeliest split."""
+    """Return how many of the newest values belong to a new level: the likeliest split."""
     known = ~np.isnan(values)
     positions = np.flatnonzero(known)
     kept = values[known]

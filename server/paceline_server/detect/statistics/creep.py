@@ -1,8 +1,8 @@
-"""Who became slower little by little, too slowly for any step to show a change.
+"""Ranks and nodes that become slower gradually, too slowly for any step to show a change.
 
-A rank's level is compared with what it was when the generation was young. Rooms warm up and
-whole nodes drift by some percent; so a rank must also have left the others of its node behind,
-or the node as a whole have moved by much more than drift.
+A rank's level is compared with its level in the first steps of the generation. Rooms warm up and
+whole nodes drift by some percent. So a rank must also have become slower than the other ranks of
+its node, or the whole node by much more than drift.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import numpy as np
 from paceline_server.detect.observation import Generation
 from paceline_server.detect.statistics.peer_levels import Floats, PeerLevels
 
-# A step is found within so many steps; of a creep a good part was there before.
+# A step change is found within this many steps; a creep had this share of its size before that.
 STEP_STEPS = 8
 PARTLY = 0.4
-LEAST_RANKS = 3  # of two that differ more and more, either may have changed
+LEAST_RANKS = 3  # of two ranks that drift apart, either may have changed
 
 
 class Creep:
+    """Finds ranks, or most ranks of a node, that crept by at least a slowdown."""
+
     def __init__(
         self,
         generation: Generation,
@@ -38,12 +40,12 @@ class Creep:
         self._generation = generation
 
     def found(self, levels: PeerLevels) -> list[tuple[list[int], float]]:
-        """(ranks, how far they have moved) of each: a rank, or most of a node."""
+        """Return (ranks, log of their slowdown) for each: one rank, or most ranks of a node."""
         if self._generation.topology.world_size < LEAST_RANKS:
             return []
         moved, score = levels.moved()
         far = np.flatnonzero((moved >= self._least) & (score >= levels.needed))
-        if far.size:  # what has just risen is a step, or passes
+        if far.size:  # what has just risen is a step change, or will pass
             earlier, _ = levels.moved(STEP_STEPS)
             far = far[earlier[far] >= PARTLY * moved[far]]
         found = []
@@ -56,11 +58,11 @@ class Creep:
         return found
 
     def _together(self, rank: int, moved: Floats) -> list[int]:
-        """Those that moved with it; empty: it may be the weather."""
+        """Return the ranks that moved with it; empty if it may be drift."""
         node = self._on_node[self._generation.node(rank)]
-        others = np.array([one for one in node if one != rank], dtype=np.int64)
+        others = np.array([other for other in node if other != rank], dtype=np.int64)
         others = others[~np.isnan(moved[others])]
         if not others.size or moved[rank] - np.median(moved[others]) < self._least:
-            slow = [one for one in node if moved[one] >= self._least_of_node]
+            slow = [member for member in node if moved[member] >= self._least_of_node]
             return slow if rank in slow and len(slow) >= self._most_of_node * len(node) else []
         return [rank]

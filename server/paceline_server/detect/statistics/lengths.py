@@ -1,9 +1,9 @@
-"""What a microbatch should cost, given the lengths of its sequences.
+"""The expected cost of a microbatch, given the lengths of its sequences.
 
 The time of a microbatch grows with its tokens (matrix products) and with the squares of its
 sequence lengths (attention): seconds = base + per_token * sum(s) + per_squared_token * sum(s^2),
-fitted robustly and in relative terms, for each (stage, chunk, op) of a job. Ratios to it compare
-ranks that were given different data. Without lengths the expectation is one figure for all.
+fitted robustly and in relative terms, for each (stage, chunk, op) of a job. Ratios to it make ranks
+with different data comparable. Without lengths, the expected cost is one value for all.
 Source of the model: "Understanding Stragglers in Large Model Training Using What-if Analysis",
 OSDI 2025, section 5.3.
 """
@@ -21,17 +21,17 @@ from paceline_wire.topology import Topology
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-HUBER = 1.345  # residuals beyond so many sigmas count less: 95% efficient on normal noise
+HUBER = 1.345  # residuals beyond this many sigmas count less: 95% efficient on normal noise
 MAD_TO_SIGMA = 1.4826
 FIT_ROUNDS = 8
 FIT_SAMPLES = 24  # three coefficients from fewer would follow the noise
-KEPT_SAMPLES = 2048  # per cell; the error of a coefficient is far below a percent then
+KEPT_SAMPLES = 2048  # per cell: the error of a coefficient is then far below a percent
 SPREAD_THAT_COUNTS = 0.01  # of tokens or squares: below it, lengths explain nothing
 OPS = 4  # FORWARD, BACKWARD, BACKWARD_WEIGHT are 1..3
-EARLY_FITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)  # after so many steps, then
+EARLY_FITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)  # after these steps, and then every
 STEPS_BETWEEN_FITS = 64
-STEPS_BETWEEN_SAMPLES = 4  # where a step has more rows than these
-FEW_ROWS = 4096
+FEW_ROWS = 4096  # of a step: with more, only every fourth step is sampled
+STEPS_BETWEEN_SAMPLES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class LengthCost:
 
 
 def fit_cost(tokens: Ints, squared_tokens: Ints, seconds: Floats) -> LengthCost | None:
-    """The cost that most of the samples agree with; None where there are too few to tell.
+    """Return the cost that most of the samples agree with; None if there are too few.
 
-    A minority of samples, from a slow rank say, hardly moves it. Where lengths are not given
-    (tokens 0) or hardly differ, it is the median.
+    A minority of samples, such as those of a slow rank, hardly changes it. Where lengths are not
+    given (tokens 0) or hardly differ, it is the median.
     """
     good = np.isfinite(seconds) & (seconds > 0)
     if not good.any():
@@ -79,7 +79,7 @@ def fit_cost(tokens: Ints, squared_tokens: Ints, seconds: Floats) -> LengthCost 
 
 
 def _robustly(columns: Floats) -> Floats:
-    """Coefficients with which the columns' sum is nearest to 1, outliers counting less."""
+    """Return coefficients that bring the columns' sum closest to 1; outliers count less."""
     weights = np.ones(len(columns))
     coefficients = np.zeros(columns.shape[1])
     for _ in range(FIT_ROUNDS):
@@ -92,28 +92,28 @@ def _robustly(columns: Floats) -> Floats:
 
 
 class ExpectedCompute:
-    """The costs of all cells of a job, learned as it runs.
+    """The costs of all cells of a job, learned while it runs.
 
-    A new fit changes how the cost depends on lengths, never a cell's level: so a ratio that was
-    1.2 stays 1.2, and what got slower cannot hide in a fit.
+    A new fit changes how the cost depends on lengths, never the level of a cell: a ratio of 1.2
+    stays 1.2, so that a fit cannot hide a slowdown.
     """
 
     def __init__(self, topology: Topology) -> None:
         self._ranks_per_stage = topology.dp * topology.tp
-        self._chunks = 1  # chunk -1 (unknown) has the first place
+        self._chunks = 1  # chunk -1 (unknown) is stored first
         self._stages = topology.pp
         self._costs = np.full((topology.pp * OPS, 3), np.nan)
         self._samples: dict[int, Floats] = {}
         self._steps = 0
 
     def cells(self, compute: ComputeTimes) -> Ints:
-        """The (stage, chunk, op) of each row, as a small number."""
+        """Return the (stage, chunk, op) of each row, as a small number."""
         stage = compute.rank // self._ranks_per_stage
         cell: Ints = ((compute.chunk + 1) * self._stages + stage) * OPS + compute.op
         return cell
 
     def learn(self, compute: ComputeTimes) -> None:
-        """One step's rows; call it before `ratios` of that step."""
+        """Learn from one step's rows; call it before `ratios` of that step."""
         if not compute.rank.size:
             return
         self._grow(int(compute.chunk.max()) + 2)
@@ -123,16 +123,16 @@ class ExpectedCompute:
         is_worth = compute.rank.size <= FEW_ROWS or self._steps % STEPS_BETWEEN_SAMPLES == 0
         if not (is_due or is_worth or np.isnan(self._costs[cells, 0]).any()):
             return
-        order = np.argsort(cells.astype(np.uint16), kind="stable")  # of 16 bits: by radix
+        order = np.argsort(cells.astype(np.uint16), kind="stable")  # 16 bits: radix sort
         edges = np.flatnonzero(np.diff(cells[order])) + 1
         for rows in np.split(order, edges):
             cell = int(cells[rows[0]])
-            self._keep(cell, compute, rows)
+            self._add_samples(cell, compute, rows)
             if is_due or np.isnan(self._costs[cell, 0]):
                 self._fit(cell)
 
     def ratios(self, compute: ComputeTimes) -> Floats:
-        """Self seconds over what the lengths let expect; NaN where there is no expectation."""
+        """Return self seconds over expected seconds; NaN where there is no expectation."""
         coefficients = self._costs[self.cells(compute)]
         expected = coefficients[:, 0] + coefficients[:, 1] * compute.tokens
         expected += coefficients[:, 2] * compute.squared_tokens
@@ -142,7 +142,7 @@ class ExpectedCompute:
         return ratios
 
     def cost(self, stage: int, chunk: int, op: int) -> LengthCost | None:
-        """`chunk` -1: not known. None: nothing was seen of it."""
+        """Return the cost of a cell; None if it was never seen. `chunk` -1: unknown."""
         cell = ((chunk + 1) * self._stages + stage) * OPS + op
         if cell >= len(self._costs) or np.isnan(self._costs[cell, 0]):
             return None
@@ -154,8 +154,8 @@ class ExpectedCompute:
             self._costs = np.vstack([self._costs, more])
             self._chunks = chunks
 
-    def _keep(self, cell: int, compute: ComputeTimes, rows: Ints) -> None:
-        # Of a step with thousands of rows, every n-th tells as much.
+    def _add_samples(self, cell: int, compute: ComputeTimes, rows: Ints) -> None:
+        # Of a step with thousands of rows, every n-th is enough.
         rows = rows[:: max(rows.size // (KEPT_SAMPLES // 8), 1)]
         new = np.stack(
             [compute.tokens[rows], compute.squared_tokens[rows], compute.self_seconds[rows]], axis=1

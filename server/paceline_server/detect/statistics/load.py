@@ -1,4 +1,4 @@
-"""How hard each rank computed in one step, for what it was given: many samples, two figures."""
+"""The compute load of each rank in one step, relative to what its data lets expect."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from paceline_wire.topology import Topology
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-TRIMMED = 0.25  # of the samples at either end: a stall in one microbatch is no slow rank
+TRIMMED = 0.25  # share cut off at either end: a stall in one microbatch is no slow rank
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeLoad:
-    """One step. `rank` and `ratios` are its samples, the rest is by rank, NaN if not measured."""
+    """One step: `rank` and `ratios` have one row per sample, the others per rank (NaN: unknown)."""
 
     rank: Ints
-    ratios: Floats  # self time over what its data lets expect
-    total: Floats  # log of the same, all microbatches together
+    ratios: Floats  # self time over the expected time for its data
+    total: Floats  # log of the ratio of all microbatches together
     self_seconds: Floats
 
     def typical(self) -> Floats:
-        """By rank: the log of the ratio of its typical microbatch."""
+        """Return, by rank, the log of the ratio of its typical microbatch."""
         return _typical(self.rank, np.log(self.ratios), self.total.size)
 
 
 class ComputeLoads:
-    """Steps of one generation, in order."""
+    """Measures the steps of one generation, in order; learns what they should take."""
 
     def __init__(self, topology: Topology) -> None:
         self._world = topology.world_size
         self._expected = ExpectedCompute(topology)
 
-    def take(self, timing: StepTiming) -> ComputeLoad:
+    def measure(self, timing: StepTiming) -> ComputeLoad:
         rows = _with_unhooked(timing, self._world)
         self._expected.learn(rows)
         ratios = self._expected.ratios(rows)
@@ -53,7 +53,7 @@ class ComputeLoads:
 
 
 def _with_unhooked(timing: StepTiming, world: int) -> ComputeTimes:
-    """The compute rows; a rank without any (a loop without microbatch hooks) gets one."""
+    """Return the compute rows, plus one per rank whose loop has no microbatch hooks."""
     rows, ranks = timing.compute, timing.ranks
     hooked = np.bincount(rows.rank, minlength=world) > 0
     bare = ~hooked[ranks.rank] & (ranks.self_seconds > 0)
@@ -75,7 +75,7 @@ def _with_unhooked(timing: StepTiming, world: int) -> ComputeTimes:
 
 
 def _typical(rank: Ints, values: Floats, world: int) -> Floats:
-    """The trimmed mean of each rank's values: nearly as robust as a median, and less noisy."""
+    """Return the trimmed mean of each rank's values: almost as robust as a median, less noisy."""
     counts = np.bincount(rank, minlength=world)
     each = int(counts.max(initial=0))
     if each and (counts == each).all() and (rank[1:] >= rank[:-1]).all():

@@ -1,9 +1,9 @@
-"""Levels of many alike (ranks, links), each against what the others show in the same step.
+"""Levels of many similar series (ranks, links), each relative to the others in the same step.
 
-What all show together (a slow host, a busy network) is taken off; what is left is watched for
-rises. A rise that was told is *explained*: taken off the levels from its onset on, until it is
-over. So each series keeps a past of its own, a second trouble is found beside the first, and
-where there are few series, one that is in trouble does not move what the others seem to show.
+What all series share (a slow host, a busy network) is subtracted; the rest is watched for rises.
+A rise that was reported is *explained*: it is subtracted from the levels from its onset on, until
+it is over. So each series keeps its own past, a second problem is found beside the first, and
+where there are few series, a series with a problem does not change the levels of the others.
 """
 
 from __future__ import annotations
@@ -31,29 +31,34 @@ from paceline_server.steps.peers import medians_of_others
 Floats = npt.NDArray[np.float64]
 
 USUAL_STEPS = 64
-FOLLOWED_STEPS = 5  # the newest, by which a rise is judged
-CORRECTED_STEPS = 64  # from which its size is told
-YOUNG_STEPS = 32  # of the generation, by which slow change is judged
-# Series beside one that rose have risen with it when they show this share of it, so surely.
+FOLLOWED_STEPS = 5  # newest ones, from which the course of a rise is judged
+CORRECTED_STEPS = 64  # from which the size of a rise is corrected
+FIRST_STEPS = 32  # of the generation: the reference for slow change
+# A series rose together with another one if it shows this share of the rise, with this score.
 JOINING_SHARE = 0.5
 JOINING_SCORE = 2.5
 
-MEDIAN_VARIANCE = math.pi / 2.0  # of a median over that of a mean, in normal noise
+MEDIAN_VARIANCE = math.pi / 2.0  # of a median relative to a mean, for normal noise
 
 Course = Literal["lasts", "milder", "over"]
 
 
 @dataclass(slots=True)
 class Rise:
-    """One that was told, of one series or several together."""
+    """A reported rise of one series, or of several together."""
 
     series: tuple[int, ...]
     size: float
-    before: float  # the level they had
-    since: int  # steps pushed before it began
+    before: float  # level before the rise
+    since: int  # number of steps pushed before it began
 
 
 class PeerLevels:
+    """Push the levels of all series each step, ask for `rises`, and `follow` reported ones.
+
+    The arguments are those of `ShiftMonitor`.
+    """
+
     def __init__(
         self,
         series: int,
@@ -73,13 +78,15 @@ class PeerLevels:
             newest=newest,
         )
         self._levels: deque[Floats] = deque(maxlen=KEPT)
-        self._explained: deque[Floats] = deque(maxlen=KEPT)  # of them, by what was told
+        self._explained: deque[Floats] = deque(
+            maxlen=KEPT
+        )  # part of the levels that is explained by reported rises
         self._usual = np.zeros(series)
-        self._young = np.full(series, np.nan)  # levels when the generation was
+        self._first = np.full(series, np.nan)  # levels of the first steps
         self.pushed = 0
 
     def push(self, levels: Floats) -> None:
-        """One step; NaN where a level is not known."""
+        """Add one step; NaN where a level is unknown."""
         explained = self._explained[-1].copy() if self._explained else np.zeros(levels.size)
         self._levels.append(levels)
         self._explained.append(explained)
@@ -87,52 +94,52 @@ class PeerLevels:
             self._renew_usual()
         self._monitor.push(self._own(levels - explained))
         self.pushed += 1
-        if self.pushed == YOUNG_STEPS:
-            self._young = column_medians(self._monitor.values)
+        if self.pushed == FIRST_STEPS:
+            self._first = column_medians(self._monitor.values)
 
     @property
     def needed(self) -> float:
-        """Standard errors that a change must have, so that hardly any is an accident."""
+        """Return the score, in standard errors, that a change needs not to be chance."""
         return self._monitor.needed
 
     @property
     def explained(self) -> Floats:
-        """What is told of each series now: 0 where nothing is."""
+        """Return the sum of the reported rises of each series; 0 where there are none."""
         return np.maximum(self._explained[-1], 0.0)
 
     def recent(self, series: Sequence[int], steps: int) -> Floats:
-        """What was pushed for them in the newest steps, without what was told."""
+        """Return the levels of the series in the newest steps, without the reported rises."""
         columns = list(series)
         newest = zip(list(self._levels)[-steps:], list(self._explained)[-steps:], strict=True)
         return np.array([level[columns] - known[columns] for level, known in newest])
 
     def unexplained_rows(self, rows: Sequence[Floats]) -> Floats:
-        """The newest steps of another measure of the same series, without what was told."""
+        """Return rows of another measure of the same series, without the reported rises."""
         return np.array(rows) - np.maximum(list(self._explained)[-len(rows) :], 0.0)
 
     def rises(self) -> list[Shift]:
-        """New ones, the surest first; see `ShiftMonitor.rises`.
+        """Return new rises, the most certain first; see `ShiftMonitor.rises`.
 
-        Of few series one that falls lifts all others against it. That is its recovery, and from
-        then on what is usual for it.
+        Among few series, one that falls makes all others rise relative to it. That is a recovery,
+        and becomes its usual level.
         """
-        found = self._surest_first()
+        found = self._most_certain_first()
         fallen = [(shift.steps, self._fallen_instead(shift)) for shift in found]
-        steps, falls = next((one for one in fallen if one[1]), (0, {}))
+        steps, falls = next((fall for fall in fallen if fall[1]), (0, {}))
         if not falls:
             return found
         for series, fall in falls.items():
-            if not self.explained[series]:  # of what was told, `follow` sees the end
+            if not self.explained[series]:  # the end of a reported rise is found by `follow`
                 self._explain((series,), steps, fall)
-        return [shift for shift in self._surest_first() if not self._fallen_instead(shift)]
+        return [shift for shift in self._most_certain_first() if not self._fallen_instead(shift)]
 
-    def _surest_first(self) -> list[Shift]:
-        return sorted(self._monitor.rises(), key=lambda one: -one.score)
+    def _most_certain_first(self) -> list[Shift]:
+        return sorted(self._monitor.rises(), key=lambda shift: -shift.score)
 
     def _fallen_instead(self, shift: Shift) -> dict[int, float]:
-        """Series that fell when this one seemed to rise, and by how much (below 0).
+        """Return the series that fell when this one seemed to rise, with their change (below 0).
 
-        Where most others fell it is what they share, and this one did not follow.
+        If most other series fell, that is something they share, and this one did not follow.
         """
         least = shift.size / 2.0
         if self._changed([shift.series], shift.steps)[0] >= least:
@@ -145,34 +152,34 @@ class PeerLevels:
         return {series: float(changed[series]) for series in fallen if series != shift.series}
 
     def _changed(self, series: Sequence[int], steps: int) -> Floats:
-        """How far their own levels are, in the newest steps, from those before."""
+        """Return the change of each series' level from the steps before to the newest steps."""
         rows = self.recent(series, steps + PAST)
         return column_medians(rows[-steps:]) - column_medians(rows[:-steps])
 
     def moved(self, steps_ago: int = 0) -> tuple[Floats, Floats]:
-        """How far each is from where it was when the generation was young, and in standard errors.
+        """Return each series' change since the first steps, and that in standard errors.
 
-        NaN where that is not known; without what was told.
+        NaN where it is unknown; without the reported rises.
         """
         values = self._monitor.values
         newest = values[max(len(values) - steps_ago - FOLLOWED_STEPS, 0) : len(values) - steps_ago]
-        moved = column_medians(newest) - self._young
-        known = 1.0 / FOLLOWED_STEPS + 1.0 / YOUNG_STEPS
+        moved = column_medians(newest) - self._first
+        known = 1.0 / FOLLOWED_STEPS + 1.0 / FIRST_STEPS
         white = self._monitor.sigma**2 * (MEDIAN_VARIANCE * known)
         return moved, moved / np.sqrt(white + self._monitor.drift**2)
 
     def steps_above(self, series: int, size: float) -> int:
-        """For how many of the newest steps it has been so far from its young level."""
-        below = self._monitor.values[:, series] < self._young[series] + size
-        # Half of some steps in a row: one of them is noise.
+        """Return how many newest steps have exceeded the series' first level by `size`."""
+        below = self._monitor.values[:, series] < self._first[series] + size
+        # More than half of a few steps in a row: a single step below is noise.
         block = np.convolve(below, np.ones(FOLLOWED_STEPS), "valid") > FOLLOWED_STEPS / 2.0
         places = np.flatnonzero(block)
         return len(below) - (int(places[-1]) + FOLLOWED_STEPS // 2 if places.size else 0)
 
     def accidents(self, shift: Shift) -> float:
-        """How many such rises are expected per step of single spikes that fall together.
+        """Return how many such rises are expected per step from spikes that coincide by chance.
 
-        Spikes are as frequent as in all series before it, and one is half of its size at least.
+        Spikes of at least half the size are assumed as frequent as in the past of all series.
         """
         values, half = self._monitor.values, shift.before + shift.size / 2.0
         changed = values[-shift.steps :, shift.series]
@@ -183,32 +190,32 @@ class PeerLevels:
         return float(values.shape[1] * math.comb(shift.steps, times) * share**times)
 
     def joined(self, series: Sequence[int], shift: Shift) -> list[int]:
-        """Those of `series` that rose with it."""
+        """Return those of `series` that rose together with a shift."""
         if not series:
             return []
         sizes, scores = self._monitor.shift_at(series, shift.steps)
         joins = (sizes >= JOINING_SHARE * shift.size) & (scores >= JOINING_SCORE)
-        return [one for one, does in zip(series, joins.tolist(), strict=True) if does]
+        return [member for member, does in zip(series, joins.tolist(), strict=True) if does]
 
     def begin(self, series: tuple[int, ...], steps: int) -> Rise:
-        """They rose in the newest `steps`: from now on that is told."""
+        """Explain a rise of the series in the newest `steps`; return it."""
         sizes, _ = self._monitor.shift_at(series, steps)
         return self.assume(series, steps, _middle(sizes))
 
     def assume(self, series: tuple[int, ...], steps: int, size: float) -> Rise:
-        """The same with a size from elsewhere."""
+        """Explain a rise of a known size."""
         self._explain(series, steps, size)
         before = _middle(self._monitor.center[list(series)])
         return Rise(series, size, before, self.pushed - steps)
 
     def worsen(self, rise: Rise, steps: int) -> None:
-        """It rose further in the newest `steps`."""
+        """Explain that a rise grew in the newest `steps`."""
         sizes, _ = self._monitor.shift_at(rise.series, steps)
         self._explain(rise.series, steps, _middle(sizes))
         rise.size += _middle(sizes)
 
     def follow(self, rise: Rise) -> Course:
-        """What became of it; one that is over is told no longer, and one that is milder smaller."""
+        """Return the course of a rise, and explain less of it if it is milder or over."""
         steps = self.pushed - rise.since
         left = rise.size + self._beyond(rise, min(steps, FOLLOWED_STEPS))
         if steps <= NEWEST[0] or left >= rise.size / 2.0:
@@ -221,24 +228,24 @@ class PeerLevels:
         return "over"
 
     def correct(self, rise: Rise) -> None:
-        """With more steps its size is known better."""
+        """Correct the size of a rise from the steps since its onset."""
         steps = self.pushed - rise.since
         error = self._beyond(rise, min(steps, CORRECTED_STEPS))
         rise.size += error
         self._explain(rise.series, steps, error)
 
     def grow(self, rise: Rise) -> None:
-        """It changes all the time: its size is what the newest steps show."""
+        """Set the size of a creeping rise to what the newest steps show."""
         rise.since = self.pushed - FOLLOWED_STEPS
         self.correct(rise)
 
     def _beyond(self, rise: Rise, steps: int) -> float:
-        """How far the newest levels are from what was before and what is told."""
+        """Return how far the newest levels are from the level before plus the reported rise."""
         level = _middle(self._monitor.level(rise.series, steps))
         return 0.0 if math.isnan(level) else level - rise.before
 
     def _explain(self, series: tuple[int, ...], steps: int, size: float) -> None:
-        """Take it off the newest steps, and look at all series of these steps anew."""
+        """Subtract `size` from the newest steps, and analyze them again."""
         if math.isnan(size):
             return
         steps = min(steps, len(self._levels))
@@ -249,13 +256,13 @@ class PeerLevels:
         self._monitor.replace(np.array([self._own(level - known) for level, known in newest]))
 
     def _renew_usual(self) -> None:
-        """By how much each differs from the typical one, most of the time."""
+        """Update how much each series usually differs from the typical one."""
         levels = np.array(list(self._levels)[-USUAL_STEPS:])
         levels = levels - np.array(list(self._explained)[-USUAL_STEPS:])
         self._usual = np.nan_to_num(column_medians(levels - column_medians(levels.T)[:, None]))
 
     def _own(self, levels: Floats) -> Floats:
-        """Without what the others show as well, each against its usual level."""
+        """Return levels relative to each series' usual one, without what all series share."""
         moved = levels - self._usual
         common = np.full(levels.size, np.nan)
         known = np.flatnonzero(~np.isnan(moved))

@@ -1,13 +1,14 @@
 """Flags ranks, nodes and stages that compute more slowly than before while the others do not.
 
-Each microbatch of a step is one sample of its rank; the trimmed mean of their logarithms, over
-what their data lets expect, is the rank's level in that step. What all ranks share is taken off
-(a slow host is no straggler). A level that rises and stays is a straggler, and when it rose is
-its onset. A level that was always high is no fault but the model's, unless no model explains it.
+Each microbatch of a step is one sample of its rank. The rank's level in that step is the trimmed
+mean of the logarithms of its samples, each relative to the expected time for its data. What all
+ranks share is subtracted: a slow host is no straggler. A level that rises and stays high is a
+straggler, and the step in which it rose is the onset. A level that was always high is a property
+of the model, not a fault, unless no model explains it.
 
-Two ways to be slow never make a level rise: one microbatch of each step that stalls is trimmed
-away, so what a rank's whole compute has beyond its typical microbatch is watched like a level;
-and a slow creep has no moment, so levels are compared with those of the first steps (`creep`).
+Two kinds of slowness never make a level rise. A stall in one microbatch of each step is trimmed
+away, so a rank's total compute beyond its typical microbatch is watched like a level as well. And
+a slow creep has no onset step, so levels are compared with those of the first steps (`creep`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.kinds import STRAGGLER, Kind
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.reporting import cost_of, cost_text, is_alike
+from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
 from paceline_server.detect.rise_reports import ReportedRise, RiseReports
 from paceline_server.detect.statistics.change_point import KEPT, Shift, column_medians
 from paceline_server.detect.statistics.creep import STEP_STEPS, Creep
@@ -42,25 +43,22 @@ from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
 
-RESOLUTION = 0.004  # of a step's typical microbatch: timers and schedulers are not more exact
-STEPS_BETWEEN_CHRONIC_LOOKS = 8
-ALIKE = 0.2  # a slowdown that changed by less is no news
-
+RESOLUTION = 0.004  # of a typical microbatch: timers and schedulers are not more exact
+STEPS_BETWEEN_CHRONIC_CHECKS = 8
+ALIKE = 0.2  # relative change of a slowdown that is not worth reporting again
 
 Way = Literal["steady", "stalls", "creeps"]
 _WAYS: dict[Way, str] = {
-    "steady": "is {slowdown:.2f}x slower than {whom} since step {onset}",
+    "steady": "has been {slowdown:.2f}x slower than {whom} since step {onset}",
     "stalls": (
-        "is {slowdown:.2f}x slower than {whom} since step {onset}, by single microbatches that "
-        "stall in each step"
+        "has been {slowdown:.2f}x slower than {whom} since step {onset} (single microbatches stall "
+        "in every step)"
     ),
-    "creeps": (
-        "has become {slowdown:.2f}x slower than {whom}, little by little since about step {onset}"
-    ),
+    "creeps": "has gradually become {slowdown:.2f}x slower than {whom} since about step {onset}",
 }
-# The share of a creep's size by which its onset is placed.
-_CREPT_EARLY = 0.3
-_GROWN = 1.5  # times what was told: then a creep is told again
+# The onset of a creep is extrapolated from the step in which it reached this share of its size.
+_CREEP_ONSET_SHARE = 0.3
+_CREEP_GROWTH = 1.5  # multiple of the reported excess from which a creep is reported again
 
 
 @dataclass(slots=True)
@@ -79,9 +77,10 @@ class _ComputeStep:
 
 
 class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
-    """Finding kind `straggler`, fingerprints `straggler:RANK`, `straggler:node:NODE` and
-    `straggler:stage:STAGE`, with `straggler:stalls:` for those that stall in single microbatches;
-    `straggler:chronic:RANK` is advice.
+    """Finding kind `straggler`.
+
+    Fingerprints `straggler:RANK`, `straggler:node:NODE` and `straggler:stage:STAGE`;
+    `straggler:stalls:...` for stalls in single microbatches; `straggler:chronic:RANK` for advice.
     """
 
     kinds: ClassVar[tuple[Kind, ...]] = (STRAGGLER,)
@@ -113,51 +112,51 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             slowdown_of_node=settings.creep_slowdown_of_node,
             most_of_node=MOST,
         )
-        # Against the others of the stage, for what is so from the first step on.
+        # Levels relative to the stage's other ranks, for slowness from the first step on.
         self._against_peers: deque[Floats] = deque(maxlen=KEPT)
         self._self_seconds: deque[Floats] = deque(maxlen=FOLLOWED_STEPS)
         self._steps: deque[_ComputeStep] = deque(maxlen=KEPT)
         self._chronic: dict[int, Finding] = {}
 
-    def update(self, seen: Observation) -> list[Finding]:
+    def update(self, observation: Observation) -> list[Finding]:
         findings = []
-        for timing in self.after_warmup(seen.timings):
-            self._remember(timing)
-            findings += self._new(seen)
-            findings += self._always(seen)
-            findings += self.follow(timing.step, seen)
+        for timing in self.after_warmup(observation.timings):
+            self._measure(timing)
+            findings += self._new_rises(observation)
+            findings += self._chronic_changes(observation)
+            findings += self.follow(timing.step, observation)
         return findings
 
-    def _remember(self, timing: StepTiming) -> None:
-        load = self._loads.take(timing)
+    def _measure(self, timing: StepTiming) -> None:
+        load = self._loads.measure(timing)
         typical = load.typical()
         self._levels.push(typical)
         self._stalls.push(load.total - typical)
-        self._against_peers.append(self._compared(typical))
+        self._against_peers.append(self._relative_to_peers(typical))
         self._self_seconds.append(load.self_seconds)
         ranks = timing.ranks
         started_ns = int(ranks.start_ns.min()) if ranks.rank.size else 0
         seconds = float(np.median(ranks.step_seconds)) if ranks.rank.size else math.nan
         self._steps.append(_ComputeStep(timing.step, started_ns, seconds))
 
-    def _compared(self, levels: Floats) -> Floats:
-        """Each rank's level over the median of the other ranks of its stage."""
-        compared = np.full((self._stages, levels.size // self._stages), np.nan)
+    def _relative_to_peers(self, levels: Floats) -> Floats:
+        """Return each rank's level minus the median of the other ranks of its stage."""
+        relative = np.full((self._stages, levels.size // self._stages), np.nan)
         for stage, own in enumerate(levels.reshape(self._stages, -1)):
             known = np.flatnonzero(~np.isnan(own))
             if known.size > 1:
-                compared[stage, known] = own[known] - medians_of_others(own[known])
-        return compared.ravel()
+                relative[stage, known] = own[known] - medians_of_others(own[known])
+        return relative.ravel()
 
-    # What is new
+    # New stragglers
 
-    def _new(self, seen: Observation) -> list[Finding]:
-        told: dict[str, _ReportedStraggler] = {}
+    def _new_rises(self, observation: Observation) -> list[Finding]:
+        new: dict[str, _ReportedStraggler] = {}
         for active in (*self._risen("steady", self._levels), *self._crept()):
-            told[active.unit.fingerprint] = active
+            new[active.unit.fingerprint] = active
         for active in self._risen("stalls", self._stalls):
-            told[active.unit.fingerprint] = active
-        return [self.report(active, seen) for active in told.values()]
+            new[active.unit.fingerprint] = active
+        return [self.report(active, observation) for active in new.values()]
 
     def _risen(self, way: Way, levels: PeerLevels) -> Iterator[_ReportedStraggler]:
         done: set[int] = set()
@@ -168,7 +167,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
                 yield active
 
     def _lasts(self, shift: Shift) -> bool:
-        """Whether stalls come in too many steps to be chance, and nothing told explains them."""
+        """Return whether stalls are too frequent to be chance and not explained already."""
         accidents = self._stalls.accidents(shift)
         return (
             not self._levels.explained[shift.series]
@@ -194,11 +193,11 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             unit = self._units.name(ranks[0], ranks)
             if unit.fingerprint in self.reported:
                 continue
-            early = self._levels.steps_above(ranks[0], _CREPT_EARLY * size)
+            early = self._levels.steps_above(ranks[0], _CREEP_ONSET_SHARE * size)
             if early < STEP_STEPS:
-                continue  # a step, or it passes
+                continue  # a step change, or it will pass
             rise = self._levels.assume(unit.ranks, FOLLOWED_STEPS, size)
-            steps = round(early / (1.0 - _CREPT_EARLY))
+            steps = round(early / (1.0 - _CREEP_ONSET_SHARE))
             yield self._activate(unit, "creeps", self._levels, rise, steps)
 
     def _activate(
@@ -210,32 +209,32 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         self.reported[unit.fingerprint] = active
         return active
 
-    # What was always so
+    # Slow from the first step on
 
-    def _always(self, seen: Observation) -> list[Finding]:
-        """Ranks that were slower than their peers in nearly all steps, from the first on."""
+    def _chronic_changes(self, observation: Observation) -> list[Finding]:
+        """Return findings on ranks that were slower than their peers from the first step on."""
         settings, steps = self.settings, len(self._against_peers)
         is_due = steps == settings.chronic_fault_steps or (
             steps > settings.chronic_fault_steps
-            and not self._levels.pushed % STEPS_BETWEEN_CHRONIC_LOOKS
+            and not self._levels.pushed % STEPS_BETWEEN_CHRONIC_CHECKS
         )
         if not is_due:
             return []
         is_early = steps < settings.chronic_steps
         least = settings.chronic_fault_slowdown if is_early else settings.chronic_slowdown
         rows = self._levels.unexplained_rows(self._against_peers)
-        # Three of four steps, so that noise around the bar does not make one.
+        # In three of four steps, so that noise around the threshold does not make a finding.
         level = np.sort(np.where(np.isnan(rows), -np.inf, rows), axis=0)[len(rows) // 4]
-        findings = self._no_longer(rows, seen)
+        findings = self._chronic_recoveries(rows, observation)
         for rank in np.flatnonzero(level >= math.log(least)).tolist():
             if rank not in self._chronic and not self._levels.explained[rank]:
                 typical = float(column_medians(rows[:, [rank]])[0])
-                self._chronic[rank] = self._always_slow(rank, typical, seen)
+                self._chronic[rank] = self._report_chronic(rank, typical, observation)
                 findings.append(self._chronic[rank])
         return findings
 
-    def _no_longer(self, rows: Floats, seen: Observation) -> list[Finding]:
-        """Advice about ranks that have been as fast as their peers for long."""
+    def _chronic_recoveries(self, rows: Floats, observation: Observation) -> list[Finding]:
+        """Clear the advice on ranks that have been as fast as their peers for long enough."""
         settings = self.settings
         recent = column_medians(rows[-settings.chronic_steps :])
         over = [
@@ -248,13 +247,13 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             cleared(
                 self._chronic.pop(rank),
                 self._recovery_text(self._units.name(rank, {rank})),
-                seen.now_ns,
+                observation.now_ns,
                 self._steps[-1].number,
             )
             for rank in over
         ]
 
-    def _always_slow(self, rank: int, size: float, seen: Observation) -> Finding:
+    def _report_chronic(self, rank: int, size: float, observation: Observation) -> Finding:
         unit = self._units.name(rank, {rank})
         peers = self._against_peers[0].size // self._stages - 1
         if peers >= self.settings.chronic_fault_peers and size >= math.log(
@@ -263,7 +262,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             steps = self._levels.pushed
             rise = self._levels.assume(unit.ranks, steps, size)
             active = self._activate(unit, "steady", self._levels, rise, steps)
-            return self.report(active, seen)
+            return self.report(active, observation)
         slowdown = math.exp(size)
         return msgspec.structs.replace(
             self._blank(unit, None),
@@ -273,19 +272,19 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             severity="info",
             slowdown=slowdown,
             step=self._steps[-1].number,
-            detected_ns=seen.now_ns,
+            detected_ns=observation.now_ns,
             summary=(
                 f"{unit.subject(self.generation)} has been {slowdown:.2f}x slower than its "
-                f"{'peers' if peers > 1 else 'only peer'} from the first step on: an uneven share "
-                "of work or a weaker device."
+                f"{'peers' if peers > 1 else 'only peer'} since the first step: it has more "
+                "work or a weaker device."
             ),
             advice=(
-                f"Give rank {rank} less work, or another device at the next start: "
-                "a restart by itself changes nothing."
+                f"Give rank {rank} less work, or another device at the next start. "
+                "A restart alone changes nothing."
             ),
             evidence=[
                 Evidence(
-                    f"{slowdown:.2f}x the other ranks of its stage in most of "
+                    f"compute time {slowdown:.2f}x that of the other ranks of its stage in most of "
                     f"{len(self._against_peers)} steps",
                     "self_seconds_ratio",
                     slowdown,
@@ -294,7 +293,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             ],
         )
 
-    # What becomes of it
+    # Reported stragglers
 
     def recovery_text(self, reported: _ReportedStraggler) -> str:
         return self._recovery_text(reported.unit)
@@ -313,11 +312,12 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
 
     def is_alike(self, reported: _ReportedStraggler, slowdown: float | None) -> bool:
         before = reported.finding.slowdown
-        if reported.way == "creeps" and (slowdown or 1.0) - 1.0 >= _GROWN * ((before or 1.0) - 1.0):
+        excess, excess_before = (slowdown or 1.0) - 1.0, (before or 1.0) - 1.0
+        if reported.way == "creeps" and excess >= _CREEP_GROWTH * excess_before:
             return False
         return is_alike(slowdown, before, ALIKE)
 
-    # How it is said
+    # Findings
 
     def _blank(self, unit: SlowUnit, onset_step: int | None) -> Finding:
         return self.finding(
@@ -333,22 +333,24 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             persistence="persistent",
         )
 
-    def describe(self, active: _ReportedStraggler, seen: Observation) -> Finding:
-        """The verdict as it stands."""
+    def describe(self, active: _ReportedStraggler, observation: Observation) -> Finding:
+        """Return the verdict as of the newest step."""
         unit, before = active.unit, active.finding
         slowdown = self.slowdown(active)
         own = column_medians(np.array(self._self_seconds)[:, list(unit.ranks)])
         self_seconds = float(np.nan_to_num(own).max())
         speedup = None
-        if seen.replay is not None:
-            speedup = seen.replay.speedup(ranks=unit.ranks, since_step=before.onset_step)
+        if observation.replay is not None:
+            speedup = observation.replay.speedup(ranks=unit.ranks, since_step=before.onset_step)
         cost_ratio = self._cost_ratio(self_seconds * (1.0 - 1.0 / slowdown), speedup)
-        diagnosis = self.diagnose(active, slowdown, seen)
-        whom = "its peers" if self.generation.topology.world_size > 1 else "before"
+        diagnosis = self.diagnose(active, slowdown, observation)
+        has_peers = self.generation.topology.world_size > 1
+        whom = "its peers" if has_peers else "usual"
+        speed = "the speed of its peers" if has_peers else "its usual speed"
         how = _WAYS[active.way].format(slowdown=slowdown, whom=whom, onset=before.onset_step)
         measured = Evidence(
-            f"computes {self_seconds * 1e3:.0f} ms per step since step {before.onset_step}, "
-            f"{self_seconds / slowdown * 1e3:.0f} ms if it were as fast as {whom}",
+            f"compute time {self_seconds * 1e3:.0f} ms per step since step {before.onset_step}; "
+            f"{self_seconds / slowdown * 1e3:.0f} ms at {speed}",
             "self_seconds",
             self_seconds,
             self_seconds / slowdown,
@@ -359,10 +361,10 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             causes=diagnosis.causes,
             advice=diagnosis.advice,
             summary=(
-                f"{unit.subject(self.generation)} {how}, {because(diagnosis)}; "
-                f"it {cost_text(cost_ratio, speedup)}."
+                f"{unit.subject(self.generation)} {how}, {because(diagnosis)}. "
+                f"It {cost_text(cost_ratio, speedup)}."
             ),
-            detected_ns=seen.now_ns,
+            detected_ns=observation.now_ns,
             step=self._steps[-1].number,
             slowdown=slowdown,
             cost_ratio=cost_ratio,
@@ -376,7 +378,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         )
 
     def _cost_ratio(self, extra_seconds: float, speedup: float | None) -> float:
-        """The share of a step that is lost."""
+        """Return the share of step time that is lost."""
         if (cost := cost_of(speedup)) is not None:
             return cost
         recent = [step.seconds for step in list(self._steps)[-FOLLOWED_STEPS:]]
@@ -384,21 +386,15 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         return min(max(extra_seconds / step_seconds, 0.0), 1.0) if step_seconds > 0 else 0.0
 
     def diagnose(
-        self, reported: _ReportedStraggler, slowdown: float | None, seen: Observation
+        self, reported: _ReportedStraggler, slowdown: float | None, observation: Observation
     ) -> Diagnosis:
         unit = reported.unit
         return diagnose(
             unit.rank,
             reported.onset_ns,
             reported.finding.onset_step,
-            seen,
+            observation,
             self.generation,
             slowdown=slowdown,
             node=unit.node,
         )
-
-
-def because(diagnosis: Diagnosis) -> str:
-    return (
-        f"cause {diagnosis.text}" if diagnosis.cause == UNKNOWN else f"because of {diagnosis.text}"
-    )

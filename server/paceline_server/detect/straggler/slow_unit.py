@@ -1,4 +1,4 @@
-"""Whom to name when ranks get slow: one rank, all of a node, or all of a stage."""
+"""The unit to name when ranks become slow: one rank, a node or a stage."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 from paceline_server.detect.observation import Generation
 
-MOST = 0.75  # of a node's (stage's) ranks must have become slow for it to be the node (stage)
+MOST = 0.75  # share of a node's (or stage's) ranks that must be slow to name the node (or stage)
 
 
 @dataclass(frozen=True, slots=True)
 class SlowUnit:
-    """`ranks` ascending; `node` and `stage` where all of them share one."""
+    """Slow ranks, ascending; with their `node` and `stage` where all of them share one."""
 
     ranks: tuple[int, ...]
     fingerprint: str
     node: str | None
     stage: int | None
-    whole: str | None = None  # "node" or "stage" when it is that as a whole
+    whole: str | None = None  # "node" or "stage" if most of its ranks are slow
 
     @property
     def rank(self) -> int | None:
         return self.ranks[0] if self.whole is None else None
 
     def subject(self, generation: Generation) -> str:
-        """At the start of a sentence."""
+        """Return the subject of a sentence."""
         if self.whole == "node":
             return f"Node {self.node} ({_listed(self.ranks)})"
         if self.whole == "stage":
@@ -34,7 +34,7 @@ class SlowUnit:
 
 
 class SlowUnits:
-    """The nodes and stages of a generation that are more than a rank and less than the job."""
+    """The nodes and stages of a generation with more than one rank but not all ranks."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -47,21 +47,21 @@ class SlowUnits:
         self._units = {unit: ranks for unit, ranks in units.items() if 1 < len(ranks) < world}
 
     def beside(self, rank: int) -> list[int]:
-        """The ranks of its node and of its stage: those that may be slow with it."""
-        return sorted({one for _, _, ranks in self._around(rank) for one in ranks})
+        """Return the ranks of its node and its stage: they may be slow for the same reason."""
+        return sorted({member for _, _, ranks in self._units_of(rank) for member in ranks})
 
     def name(self, rank: int, slow: Collection[int]) -> SlowUnit:
-        """The largest unit around `rank` that is slow as a whole; `slow` includes the rank."""
+        """Return the largest slow unit that contains `rank`; `slow` includes the rank."""
         node, stage = self._generation.node(rank), self._generation.stage(rank)
         best = SlowUnit((rank,), f"straggler:{rank}", node, stage)
-        for kind, label, ranks in self._around(rank):
-            joined = tuple(one for one in ranks if one in slow)
+        for kind, label, ranks in self._units_of(rank):
+            joined = tuple(member for member in ranks if member in slow)
             if len(joined) > len(best.ranks) and len(joined) >= MOST * len(ranks):
                 best = SlowUnit(joined, f"straggler:{kind}:{label}", *self._shared(joined), kind)
         return best
 
-    def _around(self, rank: int) -> list[tuple[str, object, list[int]]]:
-        """The node first: where it is the stage as well, the node is to blame."""
+    def _units_of(self, rank: int) -> list[tuple[str, object, list[int]]]:
+        """Return (kind, label, ranks), the node first: it is to blame where both are the same."""
         labels: list[tuple[str, object]] = [
             ("node", self._generation.node(rank)),
             ("stage", self._generation.stage(rank)),

@@ -1,10 +1,9 @@
-"""Tells of ranks that were stuck for a moment: slow for a few steps, and back.
+"""Reports ranks that stalled for a moment: slow for a few steps, and back to normal.
 
-Such a stall (a page-out, a retried transfer, a moment of another process) may hit one microbatch
-only, so all of a rank's compute of a step counts, not the typical microbatch. It is told once it
-is over, or not at all when it stays: then it is a straggler. What the job shows all the time
-anyway is no news: a stall must exceed the worst of the recent steps by far, and most of the newest
-stalls that were told.
+Such a stall (a page-out, a retried transfer, another process) may hit a single microbatch, so a
+rank's total compute of a step counts, not its typical microbatch. It is reported once it is over;
+if it lasts, it is a straggler instead. Stalls that the job has all the time are not reported: a
+stall must clearly exceed the worst of the recent steps, and most of the stalls reported before.
 """
 
 from __future__ import annotations
@@ -33,26 +32,28 @@ from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
 
-PAST_STEPS = 32  # by which a rank's usual level is known
+PAST_STEPS = 32  # from which a rank's usual level is taken
 WORST_STEPS = 512  # of which the worst is remembered
-TOLD_STEPS = 256  # in which so many of a size are what the job shows anyway:
-TOLD_BEFORE = 3
+# This many reported stalls of a size within so many steps are usual for the job.
+REPORTED_STEPS = 256
+USUAL_REPORTS = 3
 
 
 @dataclass(slots=True)
 class _Stall:
-    """One that goes on."""
+    """A stall that is not over."""
 
     onset_step: int
     steps: int = 0
     seconds: float = 0.0
-    share: float = 0.0  # of the step, at its worst
+    share: float = 0.0  # of its worst step
     slowdown: float = 1.0
 
 
 class TransientStallDetector(Detector):
-    """Finding kind `transient_stall`, fingerprint `transient_stall:RANK`; cleared when it has not
-    come back for a while.
+    """Finding kind `transient_stall`, fingerprint `transient_stall:RANK`.
+
+    Cleared after a while without another stall of the rank.
     """
 
     kinds: ClassVar[tuple[Kind, ...]] = (TRANSIENT_STALL,)
@@ -69,84 +70,90 @@ class TransientStallDetector(Detector):
         self._judged = 0
         self._worst: deque[float] = deque(maxlen=WORST_STEPS)  # excess share of each step
         self._stalls: dict[int, _Stall] = {}
-        self._told: dict[int, Finding] = {}  # the newest of each rank
-        self._told_shares: deque[tuple[int, float]] = deque(maxlen=TOLD_STEPS)  # step, share
+        self._reported: dict[int, Finding] = {}  # newest by rank
+        self._reported_shares: deque[tuple[int, float]] = deque(
+            maxlen=REPORTED_STEPS
+        )  # step, share
 
-    def update(self, seen: Observation) -> list[Finding]:
+    def update(self, observation: Observation) -> list[Finding]:
         findings = []
-        for timing in self.after_warmup(seen.timings):
-            findings += self._judge(timing, seen)
-            findings += self._forget(timing.step, seen)
+        for timing in self.after_warmup(observation.timings):
+            findings += self._judge(timing, observation)
+            findings += self._clear(timing.step, observation)
         return findings
 
-    def _judge(self, timing: StepTiming, seen: Observation) -> list[Finding]:
-        load = self._loads.take(timing)
+    def _judge(self, timing: StepTiming, observation: Observation) -> list[Finding]:
+        load = self._loads.measure(timing)
         step_seconds = float(np.median(timing.ranks.step_seconds)) if timing.ranks.rank.size else 0
         known = load.total[~np.isnan(load.total)]
         if not step_seconds or not known.size:
             return []
         level = load.total - np.median(known)
-        stuck: set[int] = set()
+        stalled: set[int] = set()
         if len(self._levels) >= self.settings.baseline_steps:
             if self._judged % STEPS_BETWEEN_RENEWALS == 0 or not self._usual.size:
                 self._usual = column_medians(np.array(self._levels))
             rise = np.nan_to_num(level - self._usual)
             excess = np.nan_to_num(load.self_seconds) * -np.expm1(-np.maximum(rise, 0.0))
-            stuck = self._note(timing.step, rise, excess, excess / step_seconds)
-        level[list(stuck)] = np.nan
+            stalled = self._update_stalls(timing.step, rise, excess, excess / step_seconds)
+        level[list(stalled)] = np.nan
         self._levels.append(level)
         self._judged += 1
-        return self._over(stuck, timing.step, seen)
+        return self._report_finished(stalled, timing.step, observation)
 
-    def _note(self, step: int, rise: Floats, excess: Floats, share: Floats) -> set[int]:
-        """Begin or prolong stalls; returns who is in one."""
+    def _update_stalls(self, step: int, rise: Floats, excess: Floats, share: Floats) -> set[int]:
+        """Begin or continue stalls; return the ranks that stall in this step."""
         settings = self.settings
-        worst = max(max(self._worst, default=np.inf), self._often_told(step))
+        worst = max(max(self._worst, default=np.inf), self._usual_share(step))
         least = max(settings.share, settings.over_worst * worst)
-        stuck = set(np.flatnonzero(share >= least).tolist())
-        if len(stuck) > max(1.0, settings.most_ranks_share * share.size):
-            stuck = set()  # the host, the network, the file system: no rank's own
-        for rank in stuck:
+        stalled = set(np.flatnonzero(share >= least).tolist())
+        if len(stalled) > max(1.0, settings.most_ranks_share * share.size):
+            stalled = set()  # caused by the host, network or file system that they share
+        for rank in stalled:
             stall = self._stalls.setdefault(rank, _Stall(step))
             stall.steps += 1
             stall.seconds += float(excess[rank])
             stall.share = max(stall.share, float(share[rank]))
             stall.slowdown = max(stall.slowdown, float(np.exp(rise[rank])))
-        self._worst.append(float(np.delete(share, list(stuck)).max(initial=0.0)))
-        return stuck
+        self._worst.append(float(np.delete(share, list(stalled)).max(initial=0.0)))
+        return stalled
 
-    def _often_told(self, step: int) -> float:
-        """The share of a step that so many of the newest stalls took at least."""
-        shares = sorted(share for told, share in self._told_shares if step - told < TOLD_STEPS)
-        return shares[-TOLD_BEFORE] if len(shares) >= TOLD_BEFORE else 0.0
+    def _usual_share(self, step: int) -> float:
+        """Return the share of a step that `USUAL_REPORTS` of the recent stalls reached."""
+        shares = sorted(
+            share for reported, share in self._reported_shares if step - reported < REPORTED_STEPS
+        )
+        return shares[-USUAL_REPORTS] if len(shares) >= USUAL_REPORTS else 0.0
 
-    def _over(self, stuck: set[int], step: int, seen: Observation) -> list[Finding]:
+    def _report_finished(
+        self, stalled: set[int], step: int, observation: Observation
+    ) -> list[Finding]:
         findings = []
-        for rank in sorted(self._stalls.keys() - stuck):
+        for rank in sorted(self._stalls.keys() - stalled):
             stall = self._stalls.pop(rank)
-            if stall.steps < NEWEST[0] and rank not in seen.stragglers:
-                self._told[rank] = self._finding(rank, stall, step, seen)
-                findings.append(self._told[rank])
-                self._told_shares.append((step, stall.share))
+            if stall.steps < NEWEST[0] and rank not in observation.stragglers:
+                self._reported[rank] = self._finding(rank, stall, step, observation)
+                findings.append(self._reported[rank])
+                self._reported_shares.append((step, stall.share))
         return findings
 
-    def _forget(self, step: int, seen: Observation) -> list[Finding]:
+    def _clear(self, step: int, observation: Observation) -> list[Finding]:
         quiet = [
             rank
-            for rank, finding in self._told.items()
+            for rank, finding in self._reported.items()
             if step - (finding.step or 0) >= self.settings.reported_steps
         ]
         return [
             cleared(
-                self._told.pop(rank),
-                f"{self.generation.subject(rank)} was not stuck again.",
-                seen.now_ns,
+                self._reported.pop(rank),
+                f"{self.generation.subject(rank)} has not stalled again.",
+                observation.now_ns,
                 step,
             )
             for rank in quiet
         ]
 
-    def _finding(self, rank: int, stall: _Stall, step: int, seen: Observation) -> Finding:
+    def _finding(self, rank: int, stall: _Stall, step: int, observation: Observation) -> Finding:
         when = f"in step {stall.onset_step}"
         if stall.steps > 1:
             when = f"in steps {stall.onset_step}-{stall.onset_step + stall.steps - 1}"
@@ -155,10 +162,10 @@ class TransientStallDetector(Detector):
             f"transient_stall:{rank}",
             cause="transient stall",
             summary=(
-                f"{subject} was stuck for {stall.seconds * 1e3:.0f} ms {when} "
-                "and is as fast as before again: nothing to do."
+                f"{subject} stalled for {stall.seconds * 1e3:.0f} ms {when} "
+                "and is as fast as before again. No action is needed."
             ),
-            now_ns=seen.now_ns,
+            now_ns=observation.now_ns,
             rank=rank,
             onset_step=stall.onset_step,
             step=step,
@@ -167,8 +174,8 @@ class TransientStallDetector(Detector):
             persistence="transient",
             evidence=[
                 Evidence(
-                    f"computed {stall.slowdown:.1f}x as long as usual, "
-                    f"{percent(stall.share)} of a step more",
+                    f"compute took {stall.slowdown:.1f}x as long as usual, "
+                    f"{percent(stall.share)} of a step longer",
                     "self_seconds_ratio",
                     stall.slowdown,
                     1.0,
