@@ -38,7 +38,7 @@ from paceline_server.steps.types import Ledger
 from paceline_server.store.database import Database
 from paceline_server.store.log import newest_log_id
 from paceline_server.store.models import HotLogRow, IncidentRow, JobRow
-from paceline_server.store.wake import Wakes
+from paceline_server.store.signals import CommitSignals
 from paceline_server.worker.commit import AlertTargets
 from paceline_server.worker.tick import TickSettings
 from paceline_server.worker.worker import Worker
@@ -114,7 +114,7 @@ class Server:
         self.scratch = scratch
         self.database = Database(f"sqlite:///{scratch / 'server.db'}")
         self.database.migrate()
-        wakes, registry = Wakes(), CollectorRegistry()
+        signals, registry = CommitSignals(), CollectorRegistry()
         settings = Settings(log_retention_bytes=LOG_BYTES)
         tick_settings = TickSettings(
             lease_ns=int(settings.lease_seconds * 1e9),
@@ -122,11 +122,11 @@ class Server:
             batch_bytes=settings.bytes_per_tick,
             alert_targets=AlertTargets((), ()),
         )
-        self._log = LogWriter(self.database, wakes, ServingMetrics(registry))
+        self._log = LogWriter(self.database, signals, ServingMetrics(registry))
         self._log.start()
         self.worker = Worker(
             self.database,
-            wakes,
+            signals,
             BackgroundMetrics(registry),
             "owner",
             tick_settings,

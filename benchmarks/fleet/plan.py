@@ -89,7 +89,7 @@ def _write(load: Load, job_id: str, generation: int, directory: Path, start: flo
 
 
 class _Planner:
-    """Turns played steps into what each node sends."""
+    """WriteQueue played steps into what each node sends."""
 
     def __init__(
         self, load: Load, job_id: str, generation: int, directory: Path, start: float

@@ -33,45 +33,49 @@ _database = click.option(
 
 @click.group()
 def main() -> None:
-    """Paceline's control plane."""
+    """Paceline server."""
 
 
 _ROLES = (
-    "Serve (api), work on jobs (worker) or both, in two processes (all). By themselves they may be"
-    " on several machines with one PostgreSQL.  [default: all]"
+    "api: API, dashboard and ingest; worker: diagnosis and repair of jobs; all: both, in two"
+    " processes. api and worker may run on several machines with one PostgreSQL.  [default: all]"
 )
 
 
 @main.group(invoke_without_command=True)
 @_database
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
-@click.option("--port", type=int, help="Port to listen on, 0 for any.  [default: 8470]")
+@click.option("--port", type=int, help="Port to listen on; 0: any free port.  [default: 8470]")
 @click.option("--role", type=click.Choice(get_args(Role)), help=_ROLES)
 @click.option(
     "--policy",
     metavar="FILE",
-    help="TOML file with the policy of new jobs (docs/policy.md).",
+    help="TOML file with the default policy of new jobs (docs/policy.md).",
 )
-@click.option("--webhook-url", metavar="URL", help="Where incidents are posted.")
-@click.option("--action-webhook-url", metavar="URL", help="Where actions are posted.")
+@click.option("--webhook-url", metavar="URL", help="Send incidents to this webhook.")
+@click.option("--action-webhook-url", metavar="URL", help="Send actions to this webhook.")
 @click.option(
-    "--chat-webhook-url", metavar="URL", help="Of a Slack, Mattermost or Google Chat channel."
+    "--chat-webhook-url",
+    metavar="URL",
+    help="Send alerts to this channel of Slack, Mattermost or Google Chat.",
 )
-@click.option("--alertmanager-url", metavar="URL", help="Base URL of an Alertmanager.")
-@click.option("--external-url", metavar="URL", help="How people reach this server.")
+@click.option(
+    "--alertmanager-url", metavar="URL", help="Send incidents to this Alertmanager (base URL)."
+)
+@click.option("--external-url", metavar="URL", help="URL of this server for links in alerts.")
 @click.pass_context
 def server(context: click.Context, /, **options: Any) -> None:
-    """Take batches in, watch jobs, serve the API and the dashboard.
+    """Run the server: receive metrics, diagnose jobs, serve the API and the dashboard.
 
-    Every option can also be set as PACELINE_SERVER_<NAME>, and so can the settings that have no
-    option; the command line wins.
+    Every option can also be set as an environment variable, PACELINE_SERVER_<NAME>. Settings
+    without an option are set the same way. The command line takes precedence.
     """
     context.obj = _settings(options)
     if context.invoked_subcommand is None:
         try:
             serve(context.obj)
         except (StartError, UnusableError) as error:
-            _give_up(str(error))
+            _fail(str(error))
 
 
 def _settings(options: dict[str, Any]) -> Settings:
@@ -80,10 +84,10 @@ def _settings(options: dict[str, Any]) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        _give_up(f"{where}: {first['msg'].removeprefix('Value error, ')}.")
+        _fail(f"{where}: {first['msg'].removeprefix('Value error, ')}.")
 
 
-def _give_up(sentence: str) -> NoReturn:
+def _fail(sentence: str) -> NoReturn:
     click.echo(f"paceline server: {sentence}", err=True)
     sys.exit(2)
 
@@ -91,33 +95,33 @@ def _give_up(sentence: str) -> NoReturn:
 @server.command()
 @click.pass_obj
 def migrate(settings: Settings) -> None:
-    """Bring the database's schema to this version. The server also does it when it starts."""
+    """Upgrade the database schema to this version. The server also does this at startup."""
     with _open(settings):
-        click.echo("The schema is current.")
+        click.echo("The database schema is up to date.")
 
 
 @server.group()
 def token() -> None:
-    """Bearer tokens: who may call the API, and what for."""
+    """Create and revoke API tokens."""
 
 
 @token.command()
-@click.option("--name", required=True, help="Shown in the audit log.")
+@click.option("--name", required=True, help="Name of the token, shown in the audit log.")
 @click.option(
     "--scope",
     required=True,
     type=click.Choice(SCOPES),
-    help="agent: send batches; viewer: read; operator: read, run, approve.",
+    help="agent: send metrics; viewer: read; operator: read, run jobs, approve actions.",
 )
 @click.pass_obj
 def create(settings: Settings, name: str, scope: Any) -> None:
-    """Make a token and print it, once: only its hash is kept."""
+    """Create a token and print it. It cannot be shown again: only its hash is stored."""
     with _open(settings) as database:
         try:
             with database.write() as session:
                 secret = create_token(session, name, scope, time.time_ns())
         except ValueError as error:
-            _give_up(f"{error}.")
+            _fail(f"{error}.")
     click.echo(secret)
 
 
@@ -125,15 +129,15 @@ def create(settings: Settings, name: str, scope: Any) -> None:
 @click.option("--name", required=True)
 @click.pass_obj
 def revoke(settings: Settings, name: str) -> None:
-    """End a token within a second. Tokens stay required, even after the last one."""
+    """Revoke a token within a second. Tokens stay required even after the last one is revoked."""
     with _open(settings) as database, database.write() as session:
         if not revoke_token(session, name, time.time_ns()):
-            _give_up(f"there is no token named {name!r} that is not revoked.")
-    click.echo(f"Revoked {name}.")
+            _fail(f"there is no valid token named {name!r}.")
+    click.echo(f"Token {name} revoked.")
 
 
 class _open:  # noqa: N801 (reads as a verb)
-    """The migrated database, closed at the end."""
+    """Context manager of the migrated database."""
 
     def __init__(self, settings: Settings) -> None:
         self._database = Database(
@@ -144,7 +148,7 @@ class _open:  # noqa: N801 (reads as a verb)
         try:
             self._database.migrate()
         except UnusableError as error:
-            _give_up(str(error))
+            _fail(str(error))
         return self._database
 
     def __exit__(self, *_: object) -> None:
@@ -159,7 +163,7 @@ def policy() -> None:
 
 @main.command()
 def openapi() -> None:
-    """Print the API's description."""
+    """Print the OpenAPI document of the API."""
     document = router.build(None).openapi()
     click.echo(json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False))
 

@@ -1,4 +1,4 @@
-"""The composition root: settings in, a running server out."""
+"""The composition root: builds and runs the server from its settings."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from paceline_server.metrics import ServingMetrics
 from paceline_server.policy_file import load_policy
 from paceline_server.settings import Settings, is_loopback
 from paceline_server.store.database import Database
+from paceline_server.store.signals import CommitSignals
 from paceline_server.store.tokens import any_token
-from paceline_server.store.wake import Wakes
 
 _SHUTDOWN_SECONDS = 2
-_KEEP_ALIVE_SECONDS = 75  # beyond any client's pause: a close that meets a request is an error
+_KEEP_ALIVE_SECONDS = 75  # longer than any client's pause: a close during a request is an error
 
 
 class StartError(Exception):
-    """The server cannot start; the message is one sentence with the fix."""
+    """The server cannot start; the message is one sentence that says how to fix it."""
 
 
-class Works(Protocol):
-    """The job worker and the outbox, wherever they run."""
+class BackgroundWork(Protocol):
+    """The job worker and the outbox, in this process or in another one."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -51,60 +51,67 @@ class Works(Protocol):
 
 @dataclass(frozen=True)
 class ServerRuntime:
-    """Everything that runs, and what it runs on."""
+    """All running parts of the server."""
 
     database: Database
-    wakes: Wakes
+    signals: CommitSignals
     log: LogWriter
-    background: Works | None  # None: other processes work on the jobs
+    background: BackgroundWork | None  # None: other processes run the job worker
     metrics: ServingMetrics
 
     def start(self) -> None:
+        """Migrate the database and start all threads."""
         self.database.migrate()
         self.log.start()
         if self.background is not None:
             self.background.start()
 
     def stop(self) -> None:
-        """What is under way is finished first, and leases are given back."""
-        self.wakes.close()
+        """Finish current work, release all leases and end all threads."""
+        self.signals.close()
         if self.background is not None:
             self.background.stop()
         self.log.stop()
         self.database.close()
 
     def unready(self) -> list[str]:
+        """Return why the server is not ready, an empty list if it is."""
         background = [] if self.background is None else self.background.unready()
         return [*self.log.unready(), *background]
 
 
-def compose(settings: Settings, *, apart: bool) -> ServerRuntime:
-    """Build the parts; opens nothing yet. `apart`: the background in a process of its own."""
-    database, wakes, registry = database_of(settings), Wakes(), CollectorRegistry()
+def compose(settings: Settings, *, separate_process: bool) -> ServerRuntime:
+    """Build the parts without opening anything.
+
+    `separate_process`: run the background work in another process.
+    """
+    database, signals, registry = database_of(settings), CommitSignals(), CollectorRegistry()
     registry.register(JobCollector(database))
-    background: Works | None = None
-    if settings.role == "all" and apart:
-        background = BackgroundProcess(settings, wakes)
+    background: BackgroundWork | None = None
+    if settings.role == "all" and separate_process:
+        background = BackgroundProcess(settings, signals)
         registry.register(background)
     elif settings.role == "all":
-        background = Background(settings, database, wakes, registry)
+        background = Background(settings, database, signals, registry)
     metrics = ServingMetrics(registry)
-    return ServerRuntime(database, wakes, LogWriter(database, wakes, metrics), background, metrics)
+    return ServerRuntime(
+        database, signals, LogWriter(database, signals, metrics), background, metrics
+    )
 
 
-def create_app(settings: Settings, *, apart: bool = False) -> FastAPI:
-    """The ASGI application; its threads and processes live as long as its lifespan."""
-    program = compose(settings, apart=apart)
+def create_app(settings: Settings, *, separate_process: bool = False) -> FastAPI:
+    """Return the ASGI application. Its lifespan starts and stops all threads and processes."""
+    program = compose(settings, separate_process=separate_process)
     app = router.build(settings.static_directory or _built_in_pages())
     app.state.program = program
-    # Our own background wakes the streams; what others commit must be looked for.
+    # Background work of this server signals its commits; those of other servers are polled.
     poll_seconds = 0.2 if program.background is None else 1.0
     app.state.parts = Parts(
         database=program.database,
         log=program.log,
-        wakes=program.wakes,
+        signals=program.signals,
         metrics=program.metrics,
-        pending=PendingCommands(program.database, program.wakes.commands, poll_seconds),
+        pending=PendingCommands(program.database, program.signals.commands, poll_seconds),
         now_ns=time.time_ns,
         unready=program.unready,
         policy=load_policy(settings.policy),
@@ -124,11 +131,11 @@ def create_app(settings: Settings, *, apart: bool = False) -> FastAPI:
 
 
 def serve(settings: Settings) -> None:
-    """Run until SIGTERM or SIGINT. Raises StartError, UnusableError."""
+    """Run the server until SIGTERM or SIGINT. Raises StartError, UnusableError."""
     if settings.role == "worker":
-        _work(settings)
+        _run_worker(settings)
         return
-    app = create_app(settings, apart=True)
+    app = create_app(settings, separate_process=True)
     tune_interpreter()
     _check_exposure(settings, app.state.program.database)
     listener = listen(settings)
@@ -140,66 +147,66 @@ def serve(settings: Settings) -> None:
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         server_header=False,
     )
-    UvicornServer(config, app.state.program.wakes).run(sockets=[listener])
+    UvicornServer(config, app.state.program.signals).run(sockets=[listener])
 
 
 class UvicornServer(uvicorn.Server):
-    """Says where it listens once it does, and ends open streams, for uvicorn waits for them."""
+    """Prints its URL when it listens, and ends open streams at shutdown: uvicorn waits for them."""
 
-    def __init__(self, config: uvicorn.Config, wakes: Wakes) -> None:
+    def __init__(self, config: uvicorn.Config, signals: CommitSignals) -> None:
         super().__init__(config)
-        self._wakes = wakes
+        self._signals = signals
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in (sockets or []) if self.started else []:
             host, port = listener.getsockname()[:2]
-            _say(f"Listening on http://{_in_url(host)}:{port}")
+            _print(f"Listening on http://{_in_url(host)}:{port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._wakes.close()
+        self._signals.close()
         await super().shutdown(sockets)
 
 
-def _work(settings: Settings) -> None:
-    """The background alone, until SIGTERM or SIGINT."""
-    database, wakes = database_of(settings), Wakes()
-    background = Background(settings, database, wakes, CollectorRegistry())
+def _run_worker(settings: Settings) -> None:
+    """Run only the background work, until SIGTERM or SIGINT."""
+    database, signals = database_of(settings), CommitSignals()
+    background = Background(settings, database, signals, CollectorRegistry())
     tune_interpreter()
-    ended = threading.Event()
+    stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+        signal.signal(number, lambda *_: stopping.set())
     database.migrate()
     background.start()
-    _say("Working")
-    ended.wait()
-    wakes.close()
+    _print("Working")
+    stopping.wait()
+    signals.close()
     background.stop()
     database.close()
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def _check_exposure(settings: Settings, database: Database) -> None:
-    """Refuse to let anybody in the network do anything."""
+    """Raise StartError if the API would be open to the network without tokens."""
     database.migrate()
     with database.read() as session:
-        guarded = any_token(session)
-    if not guarded and not is_loopback(settings.host):
+        has_tokens = any_token(session)
+    if not has_tokens and not is_loopback(settings.host):
         raise StartError(
-            f"Without tokens this server listens on loopback only, not on {settings.host}: make"
-            " one with `paceline server token create --name NAME --scope operator`."
+            f"Cannot listen on {settings.host} without tokens, only on loopback: create a token"
+            " with `paceline server token create --name NAME --scope operator`."
         )
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Raises StartError."""
+    """Bind and return the socket to listen on. Raises StartError."""
     host = settings.host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only where the protocol is named; without, answers take 40 ms more.
+    # asyncio sets TCP_NODELAY only if the protocol is given; without it responses take 40 ms more.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -217,7 +224,7 @@ def _in_url(host: str) -> str:
 
 
 def _built_in_pages() -> Path | None:
-    """Found without importing the package, which holds nothing but files."""
+    """Return the directory of the dashboard's files, found without importing its package."""
     found = importlib.util.find_spec("paceline_web")
     if found is None or not found.submodule_search_locations:
         return None

@@ -1,4 +1,4 @@
-"""What works without being asked, the job worker and the outbox, in this process."""
+"""Background work of the server in this process: the job worker and the outbox."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paceline_server.metrics import BackgroundMetrics
 from paceline_server.policy_file import load_policy
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
-from paceline_server.store.wake import Wakes
+from paceline_server.store.signals import CommitSignals
 from paceline_server.worker.commit import AlertTargets
 from paceline_server.worker.tick import TickSettings
 from paceline_server.worker.worker import Worker
 
 
 def database_of(settings: Settings) -> Database:
-    """Opened at its first use."""
+    """Return the configured database, which connects at its first use."""
     return Database(
         settings.database_url,
         timeout_seconds=settings.database_timeout_seconds,
@@ -32,17 +32,17 @@ def database_of(settings: Settings) -> Database:
 
 
 class Background:
-    """On a migrated database, which whoever made it closes."""
+    """The job worker and the outbox. The caller migrates and closes the database."""
 
     def __init__(
         self,
         settings: Settings,
         database: Database,
-        wakes: Wakes,
+        signals: CommitSignals,
         registry: CollectorRegistry,
-        is_deaf: Callable[[], bool] = lambda: False,
+        is_ingest_paused: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`is_deaf`: whether nobody takes batches in at the moment."""
+        """`is_ingest_paused`: return whether the serving process receives no batches now."""
         metrics = BackgroundMetrics(registry)
         owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         targets = receivers(settings)
@@ -57,27 +57,28 @@ class Background:
         )
         self._worker = Worker(
             database,
-            wakes,
+            signals,
             metrics,
             owner,
             tick_settings,
             settings,
             load_policy(settings.policy),
             time.time_ns,
-            is_deaf,
+            is_ingest_paused,
         )
         self._outboxes = [
-            AlertDelivery(database, wakes, metrics, owner, target, settings, time.time_ns)
+            AlertDelivery(database, signals, metrics, owner, target, settings, time.time_ns)
             for target in targets
         ]
 
     def start(self) -> None:
+        """Start all threads."""
         self._worker.start()
         for outbox in self._outboxes:
             outbox.start()
 
     def stop(self) -> None:
-        """What is under way is finished first, and leases are given back."""
+        """Finish current work, release all leases and end all threads."""
         self._worker.stop()
         for outbox in self._outboxes:
             outbox.ask_to_stop()
@@ -85,5 +86,6 @@ class Background:
             outbox.stop()
 
     def unready(self) -> list[str]:
-        outboxes = (told for outbox in self._outboxes for told in outbox.unready())
+        """Return why the server is not ready, an empty list if it is."""
+        outboxes = (reason for outbox in self._outboxes for reason in outbox.unready())
         return [*self._worker.unready(), *outboxes]

@@ -1,10 +1,10 @@
-"""The background in a process of its own, started and ended by the process that serves.
+"""The background work in a separate process, started and ended by the serving process.
 
-Threads of one Python process take turns on one processor: a server under a large job would answer
-late because it diagnoses, and diagnose late because it answers. A pair of sockets connects the two
-processes. Each tells the other what it has committed and that it lives. While the one that serves
-is stopped nobody can be heard, so the worker rests, or it would take all for silent; and the end of
-either ends the pair, so that none outlives the other.
+Python threads of one process share one core (the GIL): under a large job, diagnosis would delay
+requests and requests would delay diagnosis. A socket pair connects the two processes. Each signals
+its commits and that it is alive. While the serving process is stopped, no batches are received, so
+the worker pauses; otherwise it would declare all nodes lost. When one process ends, the other one
+notices through the socket: the worker exits, and the serving process starts a new worker.
 
     python -m paceline_server.background_process FD
 """
@@ -32,65 +32,73 @@ from prometheus_client.registry import Collector
 from paceline_server.background import Background, database_of
 from paceline_server.interpreter import tune_interpreter
 from paceline_server.settings import Settings
-from paceline_server.store.wake import Wake, Wakes
+from paceline_server.store.signals import CommitSignal, CommitSignals
 
 _log = logging.getLogger(__name__)
 _REPORT_SECONDS = 1.0
-_BEAT_SECONDS = 0.25
-_DEAF_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 0.25
+_PAUSED_SECONDS = 1.0
 _SILENT_SECONDS = 15.0
-_HUNG_SECONDS = 60.0  # so long silent, a process will not speak again
-_STOP_SECONDS = 10.0  # a pass over a large job, and an alert's delivery
-_AGAIN_SECONDS = 1.0
-_LONGEST_MESSAGE = 1 << 17
+_HUNG_SECONDS = 60.0  # a worker process silent for longer is killed
+_STOP_SECONDS = 10.0  # enough for a tick of a large job and the delivery of an alert
+_RESTART_SECONDS = 1.0
+_MAXIMUM_MESSAGE_BYTES = 1 << 17
 
 
-class Woken(msgspec.Struct, tag="woken"):
-    """Something was committed that others wait for."""
+class CommitNotice(msgspec.Struct, tag="woken"):
+    """Something was committed that waiters of this kind need."""
 
     kind: Literal["work", "commands", "changes"]
 
 
-class Beat(msgspec.Struct, tag="beat"):
-    """The process that serves lives."""
+class ServerHeartbeat(msgspec.Struct, tag="beat"):
+    """The serving process is alive."""
 
 
 class WorkerReport(msgspec.Struct, tag="report"):
+    """State of the worker process, sent every second."""
+
     unready: list[str]
     metrics: str  # OpenMetrics text
 
 
-Message = Woken | Beat | WorkerReport
+Message = CommitNotice | ServerHeartbeat | WorkerReport
 _decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 class BackgroundProcess(Collector):
-    """Runs it, and runs it again if it dies or hangs. As a collector it gives what it counts."""
+    """Runs the worker process and restarts it if it dies or hangs.
 
-    def __init__(self, settings: Settings, wakes: Wakes) -> None:
+    As a Prometheus collector it returns the worker's metrics.
+    """
+
+    def __init__(self, settings: Settings, signals: CommitSignals) -> None:
         self._settings = settings
-        # Of ours, so that a halt of our own is not held against it. None: it is still loading,
-        # which takes as long as it does on a busy machine.
-        self._silent_beats: int | None = None
-        self._wakes = wakes
+        # Counted in our heartbeats, so that a pause of this process does not count as the worker's
+        # silence. None: the worker is still starting, which may take long on a busy machine.
+        self._silent_heartbeats: int | None = None
+        self._signals = signals
         self._stopping = threading.Event()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._report = WorkerReport(["worker: starting"], "# EOF\n")
-        self._reported = time.monotonic()
+        self._last_report = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="background", daemon=True)
-        self._beating = threading.Thread(target=self._beat, name="beat", daemon=True)
-        wakes.work.tell(lambda: _tell(self._socket, Woken("work")))
+        self._heartbeat_thread = threading.Thread(
+            target=self._send_heartbeats, name="heartbeat", daemon=True
+        )
+        signals.work.add_listener(lambda: _send(self._socket, CommitNotice("work")))
 
     def start(self) -> None:
-        self._reported = time.monotonic()
+        """Start the worker process and its supervision."""
+        self._last_report = time.monotonic()
         self._thread.start()
-        self._beating.start()
+        self._heartbeat_thread.start()
 
     def stop(self) -> None:
-        """What is under way there is finished first, unless it takes too long."""
+        """End the worker process; kill it if its current work takes too long."""
         self._stopping.set()
-        _end(self._socket)
+        _close(self._socket)
         if self._thread.is_alive():
             self._thread.join(_STOP_SECONDS)
         if self._thread.is_alive() and self._process is not None:
@@ -98,47 +106,50 @@ class BackgroundProcess(Collector):
             self._thread.join()
 
     def unready(self) -> list[str]:
-        if time.monotonic() - self._reported > _SILENT_SECONDS:
-            return ["worker: does not answer"]
+        """Return why the server is not ready, an empty list if it is."""
+        if time.monotonic() - self._last_report > _SILENT_SECONDS:
+            return ["worker: not responding"]
         return list(self._report.unready)
 
     def describe(self) -> Iterable[Metric]:
+        """Return nothing: the metrics are not known before the worker runs."""
         return []
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of the worker's newest report."""
         yield from text_string_to_metric_families(self._report.metrics)  # type: ignore[no-untyped-call]
 
-    def _beat(self) -> None:
-        while not self._stopping.wait(_BEAT_SECONDS):
-            _tell(self._socket, Beat())
-            silent_beats = self._silent_beats
-            if silent_beats is None or self._process is None:
+    def _send_heartbeats(self) -> None:
+        while not self._stopping.wait(_HEARTBEAT_SECONDS):
+            _send(self._socket, ServerHeartbeat())
+            silent_heartbeats = self._silent_heartbeats
+            if silent_heartbeats is None or self._process is None:
                 continue
-            self._silent_beats = silent_beats + 1
-            if silent_beats * _BEAT_SECONDS >= _HUNG_SECONDS:
-                _log.error("the worker's process says nothing: it is killed")
-                self._silent_beats = None
+            self._silent_heartbeats = silent_heartbeats + 1
+            if silent_heartbeats * _HEARTBEAT_SECONDS >= _HUNG_SECONDS:
+                _log.error("worker process silent for %g s: killed", _HUNG_SECONDS)
+                self._silent_heartbeats = None
                 self._process.kill()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                why = f"ended with {self._run_once()}"
-            except OSError as error:  # no memory, or no descriptors, for another process
-                why = f"cannot be started: {error}"
+                outcome = f"exited with status {self._run_once()}"
+            except OSError as error:  # out of memory or file descriptors
+                outcome = f"cannot be started: {error}"
             if not self._stopping.is_set():
-                _log.error("the worker's process %s; starting it again", why)
+                _log.error("worker process %s; restarting it", outcome)
                 self._report = WorkerReport(["worker: not running"], "# EOF\n")
-            self._stopping.wait(_AGAIN_SECONDS)
+            self._stopping.wait(_RESTART_SECONDS)
 
     def _run_once(self) -> int:
-        """From its start to its end, whose exit status it returns."""
+        """Run the worker process until it ends; return its exit status."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             with theirs:
                 command = [sys.executable, "-m", __spec__.name, str(theirs.fileno())]
-                # In a session of its own: signals to a group are for the process that serves.
-                # Threads for linear algebra wait busily, and what there is of it is small.
+                # A session of its own: a signal to the process group is for the serving process.
+                # One thread for linear algebra: more would spin, and the matrices are small.
                 self._process = subprocess.Popen(
                     command,
                     pass_fds=[theirs.fileno()],
@@ -147,76 +158,78 @@ class BackgroundProcess(Collector):
                 )
             with contextlib.suppress(OSError):
                 ours.send(self._settings.model_dump_json().encode())
-            self._silent_beats = None
+            self._silent_heartbeats = None
             self._socket = ours
             if self._stopping.is_set():
-                _end(ours)
+                _close(ours)
             for message in _messages(ours):
-                self._hear(message)
+                self._handle(message)
             self._socket = None
         return self._process.wait()
 
-    def _hear(self, message: Message) -> None:
-        if isinstance(message, Woken):
-            _wake(self._wakes, message.kind).notify()
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, CommitNotice):
+            _signal(self._signals, message.kind).notify()
         elif isinstance(message, WorkerReport):
             self._report = message
-            self._reported = time.monotonic()
-            self._silent_beats = 0
+            self._last_report = time.monotonic()
+            self._silent_heartbeats = 0
 
 
 def main() -> None:
-    """The process itself: works until the socket it was given says that the other has ended."""
+    """Entry point of the worker process: run until the serving process closes the socket."""
     with socket.socket(fileno=int(sys.argv[1])) as connection:
-        settings = Settings.model_validate_json(connection.recv(_LONGEST_MESSAGE))
-        wakes, registry = Wakes(), CollectorRegistry()
-        wakes.commands.tell(lambda: _tell(connection, Woken("commands")))
-        wakes.changes.tell(lambda: _tell(connection, Woken("changes")))
+        settings = Settings.model_validate_json(connection.recv(_MAXIMUM_MESSAGE_BYTES))
+        signals, registry = CommitSignals(), CollectorRegistry()
+        signals.commands.add_listener(lambda: _send(connection, CommitNotice("commands")))
+        signals.changes.add_listener(lambda: _send(connection, CommitNotice("changes")))
         database = database_of(settings)
-        hearing = _Hearing(connection, wakes)
-        background = Background(settings, database, wakes, registry, hearing.is_deaf)
+        listener = _SocketListener(connection, signals)
+        background = Background(settings, database, signals, registry, listener.is_ingest_paused)
         tune_interpreter()
-        hearing.start()
+        listener.start()
         background.start()
         while True:
-            counted = generate_latest(registry)  # type: ignore[no-untyped-call]
-            _tell(connection, WorkerReport(background.unready(), counted.decode()))
-            if hearing.ended.wait(_REPORT_SECONDS):
+            metrics = generate_latest(registry)  # type: ignore[no-untyped-call]
+            _send(connection, WorkerReport(background.unready(), metrics.decode()))
+            if listener.ended.wait(_REPORT_SECONDS):
                 break
-        wakes.close()
+        signals.close()
         background.stop()
         database.close()
 
 
-class _Hearing(threading.Thread):
-    """What the process that serves says; its end is ours."""
+class _SocketListener(threading.Thread):
+    """Receives messages of the serving process and ends this process when it ends."""
 
-    def __init__(self, connection: socket.socket, wakes: Wakes) -> None:
-        super().__init__(name="hearing", daemon=True)
+    def __init__(self, connection: socket.socket, signals: CommitSignals) -> None:
+        super().__init__(name="socket-listener", daemon=True)
         self.ended = threading.Event()
         self._connection = connection
-        self._wakes = wakes
-        self._heard = time.monotonic()
+        self._signals = signals
+        self._last_message = time.monotonic()
 
-    def is_deaf(self) -> bool:
-        return time.monotonic() - self._heard > _DEAF_SECONDS
+    def is_ingest_paused(self) -> bool:
+        """Return whether the serving process is stopped, so that no batches are received."""
+        return time.monotonic() - self._last_message > _PAUSED_SECONDS
 
     def run(self) -> None:
+        """Handle messages until the serving process ends."""
         for message in _messages(self._connection):
-            self._heard = time.monotonic()
-            if isinstance(message, Woken):
-                _wake(self._wakes, message.kind).notify()
+            self._last_message = time.monotonic()
+            if isinstance(message, CommitNotice):
+                _signal(self._signals, message.kind).notify()
         self.ended.set()
-        # Nobody else would end a process that does not come to its own end.
+        # No other process would kill a worker that fails to exit.
         time.sleep(_STOP_SECONDS)
         os._exit(1)
 
 
 def _messages(connection: socket.socket) -> Iterator[Message]:
-    """Until the other has ended, or is about to."""
+    """Yield messages until the other process closes its end."""
     while True:
         try:
-            message = connection.recv(_LONGEST_MESSAGE)
+            message = connection.recv(_MAXIMUM_MESSAGE_BYTES)
         except OSError:
             return
         if not message:
@@ -224,21 +237,21 @@ def _messages(connection: socket.socket) -> Iterator[Message]:
         yield _decoder.decode(message)
 
 
-def _tell(connection: socket.socket | None, message: Message) -> None:
-    """Never waits: who does not listen will look by itself."""
+def _send(connection: socket.socket | None, message: Message) -> None:
+    """Send without blocking. A lost message is harmless: the other process also polls."""
     if connection is not None:
         with contextlib.suppress(OSError):
             connection.send(msgspec.json.encode(message), socket.MSG_DONTWAIT)
 
 
-def _end(connection: socket.socket | None) -> None:
+def _close(connection: socket.socket | None) -> None:
     if connection is not None:
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
 
 
-def _wake(wakes: Wakes, kind: Literal["work", "commands", "changes"]) -> Wake:
-    found: Wake = getattr(wakes, kind)
+def _signal(signals: CommitSignals, kind: Literal["work", "commands", "changes"]) -> CommitSignal:
+    found: CommitSignal = getattr(signals, kind)
     return found
 
 

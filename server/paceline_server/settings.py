@@ -1,6 +1,6 @@
-"""The server's settings: built once by the composition root, then handed down in parts.
+"""The server's settings, built once by the composition root and passed down in parts.
 
-Each field is read from `PACELINE_SERVER_<NAME>` unless the command line gives it.
+Each field is read from `PACELINE_SERVER_<NAME>` unless it is set on the command line.
 """
 
 from __future__ import annotations
@@ -20,63 +20,65 @@ from paceline_wire.address import SERVER_PORT, is_http_address
 Role = Literal["all", "api", "worker"]
 
 
-def _reachable(url: str) -> str:
+def _check_http_url(url: str) -> str:
     if not is_http_address(url):
-        # The rest of it may be secret.
+        # The rest of the URL may contain a secret.
         raise ValueError(
             f"expected http://HOST/... or https://HOST/..., got {url.split('/', 1)[0]}..."
         )
     return url
 
 
-Address = Annotated[str, AfterValidator(_reachable)]
+Address = Annotated[str, AfterValidator(_check_http_url)]
 
 
 class Settings(BaseSettings):
-    """Frozen; an invalid value raises pydantic.ValidationError before anything starts."""
+    """Frozen settings. An invalid value raises pydantic.ValidationError before anything starts."""
 
     model_config = SettingsConfigDict(env_prefix="PACELINE_SERVER_", frozen=True, extra="forbid")
 
-    database_url: str = Field("sqlite:///paceline.db", description="SQLite or PostgreSQL.")
+    database_url: str = Field("sqlite:///paceline.db", description="URL of SQLite or PostgreSQL.")
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(
-        SERVER_PORT, ge=0, le=65535, description="Port to listen on; 0: any free one."
+        SERVER_PORT, ge=0, le=65535, description="Port to listen on; 0: any free port."
     )
-    role: Role = Field("all", description="What this process does: serve, work on jobs, or both.")
+    role: Role = Field("all", description="api: serve; worker: process jobs; all: both.")
 
-    # Full costs one fsync per group of batches, and keeps what was acknowledged through a power
-    # cut; "normal" keeps it only through the death of the process.
+    # "full" costs one fsync per group of batches; acknowledged batches survive a power cut.
+    # With "normal" they survive only a crash of the process.
     sqlite_synchronous: Literal["normal", "full"] = "full"
-    database_timeout_seconds: float = Field(5.0, gt=0, description="Longest wait for the database.")
+    database_timeout_seconds: float = Field(5.0, gt=0, description="Database timeout.")
 
     policy: Path | None = Field(None, description="TOML file with defaults for new jobs.")
 
-    lease_seconds: float = Field(3.0, gt=0, description="A silent worker loses its jobs after.")
-    # Ticks are at least this far apart, so that a burst of batches costs one pass; detection in
-    # a second leaves room for it.
+    lease_seconds: float = Field(3.0, gt=0, description="Lease of a worker on its jobs.")
+    # Shortest interval between ticks, so that a burst of batches costs one tick. Detection within
+    # one second leaves room for it.
     tick_minimum_seconds: float = Field(0.1, gt=0)
-    tick_seconds: float = Field(0.2, gt=0, description="Longest pause between two looks at a job.")
-    batches_per_tick: int = Field(1024, ge=1, description="Read from the log at once.")
-    bytes_per_tick: int = Field(16 << 20, ge=1, description="Of these, at most so many bytes.")
+    tick_seconds: float = Field(0.2, gt=0, description="Longest interval between ticks of a job.")
+    batches_per_tick: int = Field(1024, ge=1, description="Batches read per tick.")
+    bytes_per_tick: int = Field(16 << 20, ge=1, description="Compressed bytes read per tick.")
 
-    log_retention_seconds: float = Field(900.0, gt=0, description="Hot log kept for rebuilding.")
-    log_retention_bytes: int = Field(1 << 30, ge=1 << 20)
-    # Of each job. A summary takes one to three KB, a share 20 bytes for each rank: these defaults
-    # are a day of a step a second, and 20 MB for each 1,000 ranks.
-    steps_kept: int = Field(100_000, ge=1000, description="Newest steps of which a job tells.")
-    step_shares_kept: int = Field(1000, ge=100, description="Newest steps told rank by rank.")
-    changes_kept: int = Field(20_000, ge=100, description="For clients that resume a stream.")
-    outbox_retention_seconds: float = Field(604_800.0, gt=0, description="Alerts, heard or not.")
-    command_retention_seconds: float = Field(604_800.0, gt=0, description="Of finished ones.")
+    log_retention_seconds: float = Field(900.0, gt=0, description="Age limit of the hot log.")
+    log_retention_bytes: int = Field(1 << 30, ge=1 << 20, description="Size limit of the hot log.")
+    # Per job. A summary takes 1 to 3 KB, per-rank values take 20 bytes per rank and step. The
+    # defaults hold a day at one step per second, and 20 MB per 1,000 ranks.
+    steps_kept: int = Field(100_000, ge=1000, description="Newest steps stored per job.")
+    step_shares_kept: int = Field(1000, ge=100, description="Newest steps with per-rank values.")
+    changes_kept: int = Field(20_000, ge=100, description="Changes stored for resumed streams.")
+    outbox_retention_seconds: float = Field(604_800.0, gt=0, description="Age limit of alerts.")
+    command_retention_seconds: float = Field(
+        604_800.0, gt=0, description="Age limit of done commands."
+    )
 
-    webhook_url: Address | None = Field(None, description="Where incidents are posted.")
-    action_webhook_url: Address | None = Field(None, description="Where actions are posted.")
-    chat_webhook_url: Address | None = Field(None, description="Of a channel that hears of both.")
+    webhook_url: Address | None = Field(None, description="URL that receives incidents.")
+    action_webhook_url: Address | None = Field(None, description="URL that receives actions.")
+    chat_webhook_url: Address | None = Field(None, description="Webhook of a chat channel.")
     alertmanager_url: Address | None = Field(None, description="Base URL of an Alertmanager.")
-    alert_repeat_seconds: float = Field(60.0, gt=0, description="Firing alerts are pushed again.")
-    external_url: Address | None = Field(None, description="How people reach this server.")
+    alert_repeat_seconds: float = Field(60.0, gt=0, description="Interval of repeated alerts.")
+    external_url: Address | None = Field(None, description="URL of this server for users.")
 
-    static_directory: Path | None = Field(None, description="Other assets than the built-in.")
+    static_directory: Path | None = Field(None, description="Replaces the built-in dashboard.")
 
     @field_validator("policy")
     @classmethod
@@ -86,31 +88,31 @@ class Settings(BaseSettings):
 
     @field_validator("database_url")
     @classmethod
-    def _known_database(cls, url: str) -> str:
+    def _supported_database(cls, url: str) -> str:
         scheme, separator, rest = url.partition("://")
         if scheme in ("postgresql", "postgres"):
             scheme = "postgresql+psycopg"
-        known = f"{scheme}{separator}{rest}"
-        if not _is_database(known):
+        normalized = f"{scheme}{separator}{rest}"
+        if not _is_supported(normalized):
             raise ValueError(
                 "expected sqlite:///PATH or postgresql://USER@HOST/NAME, "
                 f"got {url.split(':', 1)[0]}:..."
             )
-        return known
+        return normalized
 
 
-def _is_database(url: str) -> bool:
+def _is_supported(url: str) -> bool:
     try:
         parts = make_url(url)
-    except (ValueError, ArgumentError):  # a port that is no number, no URL at all
+    except (ValueError, ArgumentError):  # an invalid port, or not a URL
         return False
-    if parts.drivername == "sqlite":  # in memory each connection would have its own
+    if parts.drivername == "sqlite":  # each connection would get its own in-memory database
         return parts.host is None and parts.database not in (None, "", ":memory:")
     return parts.drivername == "postgresql+psycopg"
 
 
 def is_loopback(host: str) -> bool:
-    """True if nobody but this machine can reach `host`. Names other than localhost are not."""
+    """Return whether `host` is localhost or a loopback address; other names are not resolved."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Real databases, and a real server on a socket."""
+"""Fixtures: real databases, and a real server on a socket."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ def wait_for() -> Callable[..., Any]:
 
 
 def _wait_for(condition: Callable[[], Any], what: str = "", seconds: float = 60.0) -> Any:
-    """Poll until `condition` answers something true, and return that."""
+    """Poll until `condition` returns a true value, and return it."""
     deadline = time.monotonic() + seconds
     while True:
         found = condition()
         if found:
             return found
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what or condition}"
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what or condition}"
         time.sleep(0.05)
 
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[str]:
-    """URL of a PostgreSQL of our own, without a database name."""
+    """Start a PostgreSQL server and return its URL without a database name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns of a missing XDG_RUNTIME_DIR
         pgserver = importlib.import_module("pgserver")
     directory = tempfile.mkdtemp(prefix="paceline-pg-")  # its user must reach it
     cluster = pgserver.get_server(directory, cleanup_mode="stop")
     uri = cluster.get_uri()
-    # Only a power cut would need it; a hundred fresh databases are quicker without.
+    # Needed only against power cuts; creating a hundred databases is faster without.
     execute(uri, "ALTER SYSTEM SET fsync = off")
     execute(uri, "SELECT pg_reload_conf()")
     yield uri
@@ -67,7 +67,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A fresh database."""
+    """Return the URL of a new database."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/test.db"
     uri: str = request.getfixturevalue("postgresql")
@@ -102,12 +102,12 @@ class RunningServer:
         self.app = app
         self._socket = listen(settings)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        # A kept one: a new client costs more than the request, for it loads certificates.
+        # Reused: a new client loads certificates, which costs more than the request.
         self.client = httpx.Client(base_url=self.url, timeout=60.0, verify=False)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=2
         )
-        self._server = UvicornServer(config, self.program.wakes)
+        self._server = UvicornServer(config, self.program.signals)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
 
     def start(self) -> None:
@@ -161,7 +161,7 @@ class ServerProcess:
             )
 
     def wait_until_up(self) -> str:
-        """The first line of its output."""
+        """Wait for the first line of output and return it."""
 
         def first() -> str | None:
             text = self.log.read_text()

@@ -1,4 +1,4 @@
-"""Rows that tests put into a store by themselves."""
+"""Rows that tests insert directly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ONE_RANK = Topology(1, 1, 1)
 
 
 def toy_job(job_id: str, *, topology: Topology = ONE_RANK, **changes: Any) -> JobRow:
-    """One that is over, but for the `changes`."""
+    """Return a finished job with the given columns changed."""
     fields: dict[str, Any] = {
         "name": "toy",
         "spec": JobSpec(name="toy", argv=["true"], topology=topology),

@@ -1,4 +1,4 @@
-"""The server as started by its command: one process that serves, one that works on the jobs."""
+"""The server as started by its command: a serving process and a worker process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def worker_of(process: Any) -> int:
     return worker
 
 
-def test_a_worker_that_dies_is_started_again_and_its_jobs_go_on(
+def test_killed_worker_is_restarted_and_its_jobs_continue(
     process: Any, nodes: list[SimulatedNode], wait_for: Callable[..., Any]
 ) -> None:
     job = f"{process.url()}/api/v1/jobs/{post_job(process.url())}"
@@ -76,14 +76,14 @@ def test_a_worker_that_dies_is_started_again_and_its_jobs_go_on(
     assert httpx.get(job, timeout=60.0).json()["generation"] == 1
 
 
-def test_a_worker_that_hangs_is_replaced(
+def test_hung_worker_is_replaced(
     run_server: Callable[..., Any],
     database_url: str,
     wait_for: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = run_server(role="api")
-    background = BackgroundProcess(Settings(database_url=database_url), server.program.wakes)
+    background = BackgroundProcess(Settings(database_url=database_url), server.program.signals)
     others = set(children_of(os.getpid()))
     background.start()
     try:
@@ -99,15 +99,13 @@ def test_a_worker_that_hangs_is_replaced(
         background.stop()
 
 
-def test_the_worker_ends_with_a_server_that_is_killed(
-    process: Any, wait_for: Callable[..., Any]
-) -> None:
+def test_worker_ends_when_the_server_is_killed(process: Any, wait_for: Callable[..., Any]) -> None:
     worker = Path(f"/proc/{worker_of(process)}")
     process.signal(signal.SIGKILL)
     wait_for(lambda: not worker.exists(), "the worker's end")
 
 
-def test_a_server_that_ends_gives_its_leases_back(
+def test_server_releases_its_leases_at_shutdown(
     process: Any, nodes: list[SimulatedNode], database: Database, wait_for: Callable[..., Any]
 ) -> None:
     def leases() -> list[LeaseRow]:
@@ -123,13 +121,13 @@ def test_a_server_that_ends_gives_its_leases_back(
     assert [lease.expires_ns for lease in leases()] == [0]
 
 
-def test_prometheus_sees_what_the_worker_counts(
+def test_metrics_include_those_of_the_worker(
     process: Any, nodes: list[SimulatedNode], wait_for: Callable[..., Any]
 ) -> None:
     post_job(process.url())
 
     def value(name: str) -> float:
-        """Of the only sample of this name."""
+        """Return the value of the only sample of this name."""
         text = httpx.get(f"{process.url()}/metrics", timeout=60.0).text
         samples = [
             each for family in text_string_to_metric_families(text) for each in family.samples
@@ -142,13 +140,13 @@ def test_prometheus_sees_what_the_worker_counts(
     assert value("paceline_streams") == 2.0
 
 
-def test_each_process_tells_the_other_what_it_has_committed(
+def test_each_process_signals_its_commits_to_the_other(
     run_server: Callable[..., Any], database_url: str, wait_for: Callable[..., Any]
 ) -> None:
-    """The worker would look by itself in an hour, and nobody else notifies of its commits."""
+    """The worker polls once an hour here, so that only the signals make progress possible."""
     server = run_server(role="api")
     settings = Settings(database_url=database_url, tick_seconds=3600.0)
-    background = BackgroundProcess(settings, server.program.wakes)
+    background = BackgroundProcess(settings, server.program.signals)
     background.start()
     nodes = [SimulatedNode(f"node-{number}", server.url) for number in range(2)]
     try:
@@ -157,10 +155,10 @@ def test_each_process_tells_the_other_what_it_has_committed(
             node.start()
         job = f"{server.url}/api/v1/jobs/{post_job(server.url)}"
         wait_for(lambda: (httpx.get(job, timeout=60.0).json()["step"] or 0) >= 3, "steps")
-        assert server.program.wakes.commands.count > 0
-        changes = server.program.wakes.changes
-        seen = changes.count
-        wait_for(lambda: changes.count > seen, "news")
+        assert server.program.signals.commands.count > 0
+        changes = server.program.signals.changes
+        previous = changes.count
+        wait_for(lambda: changes.count > previous, "a change")
     finally:
         stop_all(nodes)
         background.stop()

@@ -1,4 +1,4 @@
-"""The server's commands, as processes and through click."""
+"""The server's commands, run as processes and through click."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXPORTED = Path(__file__).parents[2] / "web" / "openapi.json"
 
 @pytest.fixture
 def database_url(tmp_path: Path) -> str:
-    """Which database it is does not matter here."""
+    """One kind of database suffices here."""
     return f"sqlite:///{tmp_path}/test.db"
 
 
@@ -31,7 +31,7 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(main, arguments)
 
 
-def test_the_exported_openapi_is_current() -> None:
+def test_exported_openapi_is_current() -> None:
     printed = run("openapi")
     assert printed.exit_code == 0
     assert printed.output == EXPORTED.read_text(), (
@@ -49,7 +49,7 @@ def test_openapi_is_complete_enough_to_generate_clients() -> None:
     assert references <= known, references - known
 
 
-def test_a_server_starts_answers_and_ends(
+def test_server_starts_becomes_ready_and_stops(
     run_process: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
     process = run_process("--port", "0")
@@ -58,10 +58,10 @@ def test_a_server_starts_answers_and_ends(
     assert httpx.get(ready, timeout=60.0).json() == {"ready": True, "missing": []}
     process.signal(signal.SIGTERM)
     process.process.wait(60)
-    assert process.log.read_text().count("\n") == 1, "nothing but its address"
+    assert process.log.read_text().count("\n") == 1, "only its address"
 
 
-def test_without_tokens_it_does_not_listen_beyond_loopback(
+def test_server_without_tokens_listens_on_loopback_only(
     run_process: Callable[..., Any], database_url: str, wait_for: Callable[..., Any]
 ) -> None:
     refused = run_process("--host", "0.0.0.0", "--port", "0")
@@ -79,7 +79,7 @@ def test_without_tokens_it_does_not_listen_beyond_loopback(
     assert httpx.get(f"{url}/api/v1/jobs", headers=bearer).status_code == 200
 
 
-def test_a_taken_port_is_told_in_a_sentence(run_process: Callable[..., Any]) -> None:
+def test_port_in_use_is_reported_in_one_sentence(run_process: Callable[..., Any]) -> None:
     port = run_process("--port", "0").url().rpartition(":")[2]
     second = run_process("--port", port)
     assert second.process.wait(60) == 2
@@ -87,7 +87,7 @@ def test_a_taken_port_is_told_in_a_sentence(run_process: Callable[..., Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("--database-url", "mysql://x"), "expected sqlite:///PATH or postgresql://"),
         (("--database-url", "postgresql://me@host:port/x"), "got postgresql:..."),
@@ -99,13 +99,15 @@ def test_a_taken_port_is_told_in_a_sentence(run_process: Callable[..., Any]) -> 
         (("--external-url", "http://host:port"), "got http:..."),
     ],
 )
-def test_wrong_settings_are_told_in_a_sentence(arguments: tuple[str, ...], says: str) -> None:
+def test_invalid_settings_are_reported_in_one_sentence(
+    arguments: tuple[str, ...], message: str
+) -> None:
     result = run("server", *arguments)
     assert result.exit_code == 2
-    assert says in result.output
+    assert message in result.output
 
 
-def test_a_file_that_is_no_database_is_told_in_a_sentence(database_url: str) -> None:
+def test_file_that_is_not_a_database_is_reported_in_one_sentence(database_url: str) -> None:
     path = Path(database_url.removeprefix("sqlite:///"))
     path.write_text("step,loss\n" * 100)
     for command in (["migrate"], []):
@@ -115,14 +117,16 @@ def test_a_file_that_is_no_database_is_told_in_a_sentence(database_url: str) -> 
         assert str(path) in result.output
 
 
-def test_a_database_of_a_later_version_is_told_in_a_sentence(database: Database) -> None:
+def test_database_of_a_later_version_is_reported_in_one_sentence(database: Database) -> None:
     with database.write() as session:
         session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(UnusableError, match="later version of Paceline"):
         database.migrate()
 
 
-def test_settings_are_frozen_and_take_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_read_the_environment_and_prefer_the_command_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PACELINE_SERVER_PORT", "1234")
     assert Settings().port == 1234
     assert Settings(port=1).port == 1, "the command line wins"

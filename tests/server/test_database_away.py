@@ -1,4 +1,4 @@
-"""A database that goes away: agents are told to come back, and everything goes on when it does."""
+"""An unavailable database: agents get 503 and retry, and jobs continue once it is back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Away = Callable[[], Any]
 
 @pytest.fixture
 def away(database_url: str) -> Away:
-    """Takes the database away for the length of a with-block."""
+    """Make the database unavailable for the length of a with-block."""
     return (
         _sqlite_away(database_url) if "sqlite" in database_url else _postgresql_away(database_url)
     )
@@ -33,7 +33,7 @@ def away(database_url: str) -> Away:
 def _sqlite_away(url: str) -> Away:
     @contextmanager
     def away() -> Iterator[None]:
-        """Somebody else holds the write lock for longer than anybody waits."""
+        """Hold the write lock for longer than the timeout."""
         holder = sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None)
         holder.execute("BEGIN IMMEDIATE")
         try:
@@ -48,14 +48,14 @@ def _sqlite_away(url: str) -> Away:
 def _postgresql_away(url: str) -> Away:
     @contextmanager
     def away() -> Iterator[None]:
-        """No connection lives and no new one is let in."""
-        with _administrator(url) as (say, name):
-            say(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
-            say(_END_SESSIONS.format(name))
+        """End all connections and allow no new ones."""
+        with _administrator(url) as (run_sql, name):
+            run_sql(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+            run_sql(_END_SESSIONS.format(name))
             try:
                 yield
             finally:
-                say(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
+                run_sql(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
 
     return away
 
@@ -65,7 +65,7 @@ _END_SESSIONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE da
 
 @contextmanager
 def _administrator(url: str) -> Iterator[tuple[Callable[[str], Any], str]]:
-    """Who says what is done with a database, and its name."""
+    """Yield a function that runs statements as administrator, and the database's name."""
     name = url.rpartition("?")[0].rpartition("/")[2]
     admin_url = Settings(database_url=url.replace(f"/{name}?", "/postgres?")).database_url
     admin = sqlalchemy.create_engine(admin_url, isolation_level="AUTOCOMMIT")
@@ -81,7 +81,7 @@ def post(server: Any, sequence: int) -> httpx.Response:
     return server.client.post("/api/v1/ingest", content=content, headers=headers)
 
 
-def test_ingest_says_come_back_and_stores_when_it_is_back(
+def test_ingest_responds_503_and_stores_the_batch_once_the_database_is_back(
     run_server: Callable[..., Any], away: Away, wait_for: Callable[..., Any]
 ) -> None:
     server = run_server(role="api", database_timeout_seconds=0.5)
@@ -97,7 +97,7 @@ def test_ingest_says_come_back_and_stores_when_it_is_back(
         assert session.scalar(select(func.count()).select_from(HotLogRow)) == 2
 
 
-def test_a_job_goes_on_unharmed(
+def test_job_continues_without_restart_or_incident(
     run_server: Callable[..., Any], away: Away, wait_for: Callable[..., Any]
 ) -> None:
     server = run_server(database_timeout_seconds=0.5)
@@ -126,36 +126,37 @@ def test_a_job_goes_on_unharmed(
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-def test_a_database_that_is_read_only_for_a_while_is_away_for_that_long(
+def test_read_only_database_counts_as_unavailable(
     run_server: Callable[..., Any], database_url: str, wait_for: Callable[..., Any]
 ) -> None:
-    """As a standby is after a failover, and what a provider makes of one whose disk is full."""
+    """As after a failover to a standby, or when a provider makes a full database read-only."""
     server = run_server()
-    with _administrator(database_url) as (say, name):
-        say(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
-        say(_END_SESSIONS.format(name))
-        wait_for(lambda: post(server, 0).status_code == 503, "agents to be told to come back")
+    with _administrator(database_url) as (run_sql, name):
+        run_sql(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+        run_sql(_END_SESSIONS.format(name))
+        wait_for(lambda: post(server, 0).status_code == 503, "the status 503")
         wait_for(lambda: not _ready(server), "the worker to notice")
-        say(f"ALTER DATABASE {name} RESET default_transaction_read_only")
+        run_sql(f"ALTER DATABASE {name} RESET default_transaction_read_only")
     wait_for(lambda: post(server, 0).status_code == 200, "the batch to be stored")
     wait_for(lambda: _ready(server), "the worker to go on")
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-def test_a_table_that_is_gone_for_a_while_ends_neither_worker_nor_outbox(
+def test_worker_and_outbox_survive_a_missing_table(
     run_server: Callable[..., Any], wait_for: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As when somebody restores a copy, or changes who may do what, below a running server."""
+    """As while a backup is restored or permissions change under a running server."""
     server = run_server(webhook_url="http://127.0.0.1:1")
 
     def rename(table: str, to: str) -> None:
         with server.program.database.write() as session:
             session.execute(sqlalchemy.text(f"ALTER TABLE {table} RENAME TO {to}"))
 
-    for table, told in (("jobs", "the database does not"), ("outbox", "the outbox cannot be read")):
-        rename(table, "elsewhere")
-        wait_for(lambda told=told: told in caplog.text, told)
-        rename("elsewhere", table)
+    messages = {"jobs": "the database does not", "outbox": "outbox webhook cannot be read"}
+    for table, message in messages.items():
+        rename(table, "renamed")
+        wait_for(lambda message=message: message in caplog.text, message)
+        rename("renamed", table)
         caplog.clear()
     wait_for(lambda: _ready(server), "the worker to go on")
 
@@ -165,12 +166,12 @@ def _ready(server: Any) -> bool:
 
 
 def _success(server: Any, path: str) -> httpx.Response | None:
-    """With so short a time-out a busy machine finds its own database away at times."""
+    """Return a successful response. On a busy machine the short timeout expires at times."""
     answer: httpx.Response = server.client.get(path)
     return answer if answer.is_success else None
 
 
-def test_a_server_without_a_database_says_so_and_ends(
+def test_server_without_a_database_exits_with_a_message(
     tmp_path: Path, run_process: Callable[..., Any]
 ) -> None:
     missing = tmp_path / "missing" / "paceline.db"

@@ -38,8 +38,8 @@ from paceline_server.steps.types import Ledger, RankStep, StageBubble, StepSumma
 from paceline_server.store import models
 from paceline_server.store.changes import Kind, record_change
 from paceline_server.store.database import Database
-from paceline_server.store.shares import rows_of
-from paceline_server.store.wake import Wakes
+from paceline_server.store.shares import step_rows
+from paceline_server.store.signals import CommitSignals
 from paceline_wire.batch import AgentHello, GpuInfo
 from paceline_wire.topology import Topology
 
@@ -67,7 +67,7 @@ class Site:
     def start(self) -> None:
         self.app = app = create_app(self._settings)
         self.database: Database = app.state.program.database
-        self.wakes: Wakes = app.state.program.wakes
+        self.signals: CommitSignals = app.state.program.signals
         listener = socket.create_server(("127.0.0.1", self.port), backlog=128)
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2)
@@ -81,7 +81,7 @@ class Site:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        self.wakes.close()
+        self.signals.close()
         self._server.should_exit = True
         self._thread.join(timeout=60)
         assert not self._thread.is_alive()
@@ -95,7 +95,7 @@ class Site:
         """A transaction after which streams look for changes."""
         with self.database.write() as session:
             yield session
-        self.wakes.changes.notify()
+        self.signals.changes.notify()
 
 
 @dataclass
@@ -329,7 +329,7 @@ class Story:
             bubbles=[StageBubble(stage, 0.13, 0.111) for stage in range(self.topology.pp)],
             slowest_rank=self.slow_rank,
         )
-        return [table(**row) for table, row in rows_of(self.job_id, summary).items()]
+        return [table(**row) for table, row in step_rows(self.job_id, summary).items()]
 
     def _share(self, rank: int, duration: float, slow: bool) -> RankStep:
         slowdown = 2.5 if slow and rank == self.slow_rank else 1.0 + 0.004 * (rank % 7)

@@ -250,7 +250,7 @@ def test_a_hidden_tab_holds_no_connection(site: Any, story: Any, visit: Callable
     story.begin()
     page = visit(story.url).page
     live(page)
-    assert site.wakes.changes.subscribers == 1
+    assert site.signals.changes.subscribers == 1
     show = """hidden => {
         Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});
         document.dispatchEvent(new Event('visibilitychange'));
@@ -259,10 +259,10 @@ def test_a_hidden_tab_holds_no_connection(site: Any, story: Any, visit: Callable
     # The server notices at its next write, so that it gets one.
     for _ in range(100):
         story.finish_step()
-        if site.wakes.changes.subscribers == 0:
+        if site.signals.changes.subscribers == 0:
             break
         page.wait_for_timeout(50)
-    assert site.wakes.changes.subscribers == 0
+    assert site.signals.changes.subscribers == 0
     page.evaluate(show, False)
     live(page)
     expect(page.locator("#steps header")).to_contain_text(f"{story.step + 1} steps")
@@ -303,7 +303,7 @@ def test_an_unknown_job_is_named_as_such(story: Any, visit: Callable[..., Any]) 
 @pytest.mark.parametrize("width", [390, 1024, 1280])
 def test_nothing_is_cut_off(story: Any, visit: Callable[..., Any], scheme: str, width: int) -> None:
     story.begin()
-    story.site.app.state.parts.what_ifs.of = lambda *_: WhatIf(**EXAMPLES["WhatIf"])
+    story.site.app.state.parts.what_ifs.get = lambda *_: WhatIf(**EXAMPLES["WhatIf"])
     page = visit(story.url, color_scheme=scheme, viewport={"width": width, "height": 800}).page
     live(page)
     expect(page.locator("#what-if tbody tr").first).to_be_visible()
@@ -355,7 +355,7 @@ def test_what_fixing_it_would_give_is_told_with_its_price(
 ) -> None:
     """The page shows the API's own example."""
     story.begin()
-    story.site.app.state.parts.what_ifs.of = lambda *_: WhatIf(**EXAMPLES["WhatIf"])
+    story.site.app.state.parts.what_ifs.get = lambda *_: WhatIf(**EXAMPLES["WhatIf"])
     page = visit(story.url).page
     panel = page.locator("#what-if")
     expect(panel.locator("header")).to_contain_text("replay of steps 19\N{EN DASH}26")

@@ -13,7 +13,7 @@ export interface paths {
         };
         /**
          * List Actions
-         * @description Newest first.
+         * @description List actions, newest first.
          */
         get: operations["list_actions"];
         put?: never;
@@ -52,7 +52,7 @@ export interface paths {
         put?: never;
         /**
          * Approve Action
-         * @description Let a proposed action be carried out.
+         * @description Approve a proposed action, which then runs.
          */
         post: operations["approve_action"];
         delete?: never;
@@ -72,7 +72,7 @@ export interface paths {
         put?: never;
         /**
          * Reject Action
-         * @description Keep a proposed action from being carried out.
+         * @description Reject a proposed action, which then never runs.
          */
         post: operations["reject_action"];
         delete?: never;
@@ -90,7 +90,7 @@ export interface paths {
         };
         /**
          * Stream Commands
-         * @description Commands whose result is not stored yet, in order of issue, then new ones as they come.
+         * @description Stream unfinished commands in the order of issue, then new ones as they are issued.
          */
         get: operations["stream_commands"];
         put?: never;
@@ -110,7 +110,7 @@ export interface paths {
         };
         /**
          * List Audit
-         * @description Newest first.
+         * @description List the audit log, newest first.
          */
         get: operations["list_audit"];
         put?: never;
@@ -147,7 +147,7 @@ export interface paths {
         };
         /**
          * List Incidents
-         * @description Newest first.
+         * @description List incidents, newest first.
          */
         get: operations["list_incidents"];
         put?: never;
@@ -186,7 +186,7 @@ export interface paths {
         put?: never;
         /**
          * Ingest
-         * @description Store one batch. Repeating it is safe: the answer is then `duplicate`.
+         * @description Store one batch. Repeating a request is safe: the status is then `duplicate`.
          */
         post: operations["ingest"];
         delete?: never;
@@ -204,13 +204,13 @@ export interface paths {
         };
         /**
          * List Jobs
-         * @description Newest first.
+         * @description List jobs, newest first.
          */
         get: operations["list_jobs"];
         put?: never;
         /**
          * Create Job
-         * @description Ask for a job. It starts as soon as enough ready nodes have room for its ranks.
+         * @description Create a job. It starts as soon as ready nodes have enough free slots for its ranks.
          */
         post: operations["create_job"];
         delete?: never;
@@ -245,13 +245,13 @@ export interface paths {
         };
         /**
          * Get Dumps
-         * @description What the newest dumps of the current generation say; see docs/flight-recorder.md.
+         * @description Analyze the newest dumps of the current generation; see docs/flight-recorder.md.
          */
         get: operations["get_dumps"];
         put?: never;
         /**
          * Take Dumps
-         * @description Have every rank write its Flight Recorder dump, and its node send it.
+         * @description Request a Flight Recorder dump of every rank. GET returns the analysis.
          */
         post: operations["take_dumps"];
         delete?: never;
@@ -269,7 +269,7 @@ export interface paths {
         };
         /**
          * Get Grid
-         * @description Each rank's slowdown over the last steps of the current generation.
+         * @description Return each rank's slowdown over the last steps of the current generation.
          */
         get: operations["get_grid"];
         put?: never;
@@ -289,7 +289,7 @@ export interface paths {
         };
         /**
          * List Ranks
-         * @description All ranks of the current generation.
+         * @description List all ranks of the current generation.
          */
         get: operations["list_ranks"];
         put?: never;
@@ -309,13 +309,13 @@ export interface paths {
         };
         /**
          * Get Stacks
-         * @description The newest stacks of the rank, whether taken on demand or at a hang.
+         * @description Return the newest stacks of the rank, taken on demand or during a hang.
          */
         get: operations["get_stacks"];
         put?: never;
         /**
          * Take Stacks
-         * @description Have the rank's node read its Python stacks without stopping it; GET tells them.
+         * @description Request the rank's Python stacks, read without stopping it. GET returns them.
          */
         post: operations["take_stacks"];
         delete?: never;
@@ -333,7 +333,7 @@ export interface paths {
         };
         /**
          * List Steps
-         * @description Finished steps, ascending: those after a step, or else the newest.
+         * @description List finished steps in ascending order: those after a step, by default the newest.
          */
         get: operations["list_steps"];
         put?: never;
@@ -355,7 +355,7 @@ export interface paths {
         put?: never;
         /**
          * Stop Job
-         * @description Ask the job to stop. Asking twice is the same as asking once.
+         * @description Stop the job. Repeating the request has no effect.
          */
         post: operations["stop_job"];
         delete?: never;
@@ -373,7 +373,7 @@ export interface paths {
         };
         /**
          * Get Trace
-         * @description The last steps of the current generation in the trace layout, one row per operation.
+         * @description Return the last steps of the current generation as a trace, one row per operation.
          */
         get: operations["get_trace"];
         put?: never;
@@ -393,10 +393,11 @@ export interface paths {
         };
         /**
          * Get What If
-         * @description The last steps replayed with parts of them as fast as their peers: slowdowns, what fixing
-         *     each part gives, and what another schedule would. See docs/what-if.md.
+         * @description Replay the last steps with parts of them as fast as their peers.
          *
-         *     `verdict.kind` is `unknown`, and its text says what to do, where they cannot be replayed yet.
+         *     Returns slowdowns, the gain of fixing each part, and the gain of other schedules; see
+         *     docs/what-if.md. If the steps cannot be replayed yet, `verdict.kind` is `unknown` and its text
+         *     says what to do.
          */
         get: operations["get_what_if"];
         put?: never;
@@ -416,7 +417,7 @@ export interface paths {
         };
         /**
          * List Nodes
-         * @description By name.
+         * @description List nodes by name.
          */
         get: operations["list_nodes"];
         put?: never;
@@ -438,7 +439,7 @@ export interface paths {
         put?: never;
         /**
          * Burst Node
-         * @description Have a node that holds ranks collect ten times a second, for at most 30 s.
+         * @description Collect metrics ten times a second for at most 30 s, on a node that has ranks.
          */
         post: operations["burst_node"];
         delete?: never;
@@ -458,7 +459,7 @@ export interface paths {
         put?: never;
         /**
          * Release Node
-         * @description End a node's quarantine. Releasing a node that is in none changes nothing.
+         * @description End a node's quarantine. Has no effect on a node that is not quarantined.
          */
         post: operations["release_node"];
         delete?: never;
@@ -476,7 +477,7 @@ export interface paths {
         };
         /**
          * Healthz
-         * @description The process answers.
+         * @description Liveness: the process responds.
          */
         get: operations["healthz"];
         put?: never;
@@ -494,7 +495,10 @@ export interface paths {
             path?: never;
             cookie?: never;
         };
-        /** Metrics */
+        /**
+         * Metrics
+         * @description Return metrics in the Prometheus or OpenMetrics format.
+         */
         get: operations["metrics"];
         put?: never;
         post?: never;
@@ -513,7 +517,7 @@ export interface paths {
         };
         /**
          * Readyz
-         * @description The server can do its work.
+         * @description Readiness: the database, the log writer and the workers run.
          */
         get: operations["readyz"];
         put?: never;
@@ -700,7 +704,7 @@ export interface components {
         };
         /**
          * CauseModel
-         * @description One possible cause; likelihoods of an incident sum to at most 1, the rest is unknown.
+         * @description One possible cause. Likelihoods of an incident sum to at most 1; the rest is unknown.
          */
         CauseModel: {
             /**
@@ -731,7 +735,7 @@ export interface components {
         };
         /**
          * FixModel
-         * @description One part as fast as its peers, all else as it was. Parts overlap, their gains do not add.
+         * @description Gain if one part were as fast as its peers. Parts overlap: gains do not add up.
          */
         FixModel: {
             /**
@@ -749,7 +753,7 @@ export interface components {
         };
         /**
          * FlightRecorder
-         * @description The Flight Recorder dumps of a job's ranks, and what they say together.
+         * @description Flight Recorder dumps of a job's ranks, and the verdict from all of them.
          * @example {
          *       "dumps": [
          *         {
@@ -1366,7 +1370,7 @@ export interface components {
             name: string;
             /**
              * Policy
-             * @description Fields that differ from the server's policy.
+             * @description Fields that override the server's policy.
              * @default {}
              */
             policy: {
@@ -1720,7 +1724,7 @@ export interface components {
         };
         /**
          * PipelineAdviceModel
-         * @description Another way through the pipeline, simulated. Ratios are to how it is now.
+         * @description A simulated change of the pipeline. Ratios are relative to the current pipeline.
          */
         PipelineAdviceModel: {
             /** Bubble Ratio */
@@ -1867,7 +1871,7 @@ export interface components {
          * RankStacks
          * @description The newest stacks of a rank, and the newest request for them.
          *
-         *     `state`: of the request, or of what was taken at a hang; `asked` until the node has answered.
+         *     `state` is that of the request, or `taken` for stacks of a hang; `asked` until the node answers.
          * @example {
          *       "asked_at": "2026-11-20T20:16:02.000000Z",
          *       "job_id": "job-ec83bfc8",
@@ -1914,7 +1918,7 @@ export interface components {
         };
         /**
          * StacksModel
-         * @description Python stacks of one rank, taken when its job was found to hang.
+         * @description Python stacks of one rank, taken during a hang or on demand.
          */
         StacksModel: {
             /** Error */
@@ -1931,7 +1935,7 @@ export interface components {
         };
         /**
          * StageBubbleModel
-         * @description A stage's idle share of the pipeline phase; the last seven sum to `excess_ratio`.
+         * @description Idle share of a stage in the pipeline phase; the last seven fields sum to `excess_ratio`.
          */
         StageBubbleModel: {
             /** Data Ratio */
@@ -1959,7 +1963,7 @@ export interface components {
         };
         /**
          * Step
-         * @description One finished step; parts are means over ranks.
+         * @description One finished step; times are means over ranks.
          * @example {
          *       "bubble_seconds": 0.21,
          *       "bubbles": [
@@ -2093,7 +2097,7 @@ export interface components {
         };
         /**
          * Verdict
-         * @description The one sentence on top of a job's page.
+         * @description The state of a job in one sentence.
          */
         Verdict: {
             /** Incident Id */
@@ -2105,7 +2109,7 @@ export interface components {
             kind: string;
             /**
              * Text
-             * @example Rank 2 is 2.5x slower: thermal throttle on node-1.
+             * @example Rank 2 (node-1) is 2.5x slower: thermal throttle.
              */
             text: string;
         };
@@ -2113,8 +2117,9 @@ export interface components {
          * WhatIf
          * @description The last steps, replayed with parts of them as fast as their peers.
          *
-         *     Slowdowns are to the ideal run, 1.0 is none; `..._by_...` have only this group as it was. Null
-         *     or empty where the steps cannot be replayed: the verdict says why.
+         *     Slowdowns are relative to the ideal run; 1.0 means none. In `..._by_...` only that group keeps
+         *     its measured times. Fields are null or empty if the steps cannot be replayed; the verdict says
+         *     why.
          * @example {
          *       "advice": [
          *         {
@@ -2258,7 +2263,7 @@ export interface components {
         };
         /**
          * WhatIfVerdict
-         * @description The answer in a sentence; `kind` as in docs/what-if.md, `unknown` without a replay.
+         * @description The result in one sentence. Kinds: see docs/what-if.md; `unknown` without a replay.
          */
         WhatIfVerdict: {
             /**
@@ -2286,12 +2291,12 @@ export interface operations {
     list_actions: {
         parameters: {
             query?: {
-                /** @description Only of this job. */
+                /** @description Only actions of this job. */
                 job?: string | null;
                 state?: ("proposed" | "approved" | "running" | "done" | "failed" | "rejected" | "superseded") | null;
-                /** @description Items on a page. */
+                /** @description Items per page. */
                 limit?: number;
-                /** @description `next_cursor` of the page before. */
+                /** @description `next_cursor` of the previous page. */
                 cursor?: string | null;
             };
             header?: never;
@@ -2626,11 +2631,11 @@ export interface operations {
     list_audit: {
         parameters: {
             query?: {
-                /** @description Only of this job. */
+                /** @description Only entries of this job. */
                 job?: string | null;
-                /** @description Items on a page. */
+                /** @description Items per page. */
                 limit?: number;
-                /** @description `next_cursor` of the page before. */
+                /** @description `next_cursor` of the previous page. */
                 cursor?: string | null;
             };
             header?: never;
@@ -2689,7 +2694,7 @@ export interface operations {
     stream_events: {
         parameters: {
             query?: {
-                /** @description Only of this job, and nodes. */
+                /** @description Only events of this job and of nodes. */
                 job?: string | null;
             };
             header?: {
@@ -2700,7 +2705,7 @@ export interface operations {
         };
         requestBody?: never;
         responses: {
-            /** @description Events job, step, incident, action, node, ranks: `data` is the whole resource, or a list of ranks. A stream without `Last-Event-ID`, or with one too old, begins with everything that is open now. */
+            /** @description Events job, step, incident, action, node, ranks: `data` is the whole resource, or a list of ranks. A stream without `Last-Event-ID`, or with one that is too old, starts with a snapshot: jobs, nodes, open incidents and open actions. */
             200: {
                 headers: {
                     [name: string]: unknown;
@@ -2764,12 +2769,12 @@ export interface operations {
     list_incidents: {
         parameters: {
             query?: {
-                /** @description Only of this job. */
+                /** @description Only incidents of this job. */
                 job?: string | null;
                 state?: ("open" | "mitigating" | "resolved") | null;
-                /** @description Items on a page. */
+                /** @description Items per page. */
                 limit?: number;
-                /** @description `next_cursor` of the page before. */
+                /** @description `next_cursor` of the previous page. */
                 cursor?: string | null;
             };
             header?: never;
@@ -2983,9 +2988,9 @@ export interface operations {
     list_jobs: {
         parameters: {
             query?: {
-                /** @description Items on a page. */
+                /** @description Items per page. */
                 limit?: number;
-                /** @description `next_cursor` of the page before. */
+                /** @description `next_cursor` of the previous page. */
                 cursor?: string | null;
             };
             header?: never;
@@ -3595,10 +3600,10 @@ export interface operations {
     list_steps: {
         parameters: {
             query?: {
-                /** @description A step. */
+                /** @description Only later steps. */
                 after?: number | null;
                 limit?: number;
-                /** @description `next_cursor` of the page before. */
+                /** @description `next_cursor` of the previous page. */
                 cursor?: string | null;
             };
             header?: never;
@@ -3744,7 +3749,7 @@ export interface operations {
     get_trace: {
         parameters: {
             query?: {
-                /** @description How many of the newest. */
+                /** @description Number of newest steps. */
                 steps?: number;
             };
             header?: never;
@@ -3755,11 +3760,11 @@ export interface operations {
         };
         requestBody?: never;
         responses: {
-            /** @description The operations of the last steps: see docs/what-if.md. */
+            /** @description The operations of the last steps; see docs/what-if.md. */
             200: {
                 headers: {
                     /**
-                     * @description What the metadata beside a trace says, as JSON.
+                     * @description The metadata of the trace, as JSON.
                      * @example {"dp_size": 2, "pp_size": 2, "tp_size": 2, "dsp_size": 1, "vpp_size": 1, "world_size": 8}
                      */
                     "Paceline-Sizes"?: string;
@@ -3828,7 +3833,7 @@ export interface operations {
     get_what_if: {
         parameters: {
             query?: {
-                /** @description How many of the newest, fewer of a large job. */
+                /** @description Number of newest steps; fewer for large jobs. */
                 steps?: number;
             };
             header?: never;
@@ -3898,9 +3903,9 @@ export interface operations {
     list_nodes: {
         parameters: {
             query?: {
-                /** @description Items on a page. */
+                /** @description Items per page. */
                 limit?: number;
-                /** @description `next_cursor` of the page before. */
+                /** @description `next_cursor` of the previous page. */
                 cursor?: string | null;
             };
             header?: never;
@@ -4188,7 +4193,7 @@ export interface operations {
                     "application/problem+json": components["schemas"]["Problem"];
                 };
             };
-            /** @description Something is missing; the body says it. */
+            /** @description Not ready; `missing` lists the reasons. */
             503: {
                 headers: {
                     [name: string]: unknown;

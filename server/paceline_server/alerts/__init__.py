@@ -1,1 +1,1 @@
-"""Outbox receivers: webhook and Alertmanager."""
+"""Delivery of alerts from the outbox to webhooks, chat channels and Alertmanager."""

@@ -1,4 +1,4 @@
-"""What a channel of people hears: a few sentences, where machines get the whole notice."""
+"""Texts for chat channels: a few sentences, where webhooks get the whole notice."""
 
 from __future__ import annotations
 
@@ -6,51 +6,61 @@ import re
 
 from paceline_server.act.announce import ActionNotice, IncidentAlert, Notice
 
-_TOLD = ("proposed", "done", "failed")
-_NOT_WORTH_TELLING = ("start", "notify")  # once they are done
-# One chat or another takes these for links, for markup and for calls to everybody, and they have no
-# common way to quote them: their likes do instead.
-_TAME = str.maketrans(
+_REPORTED_STATES = ("proposed", "done", "failed")
+_SILENT_WHEN_DONE = ("start", "notify")
+# Chat services interpret these characters as links, markup or mentions, and have no common way to
+# escape them. Look-alikes replace them.
+_LOOK_ALIKES = str.maketrans(
     "<>[]`*~@", "()()'\N{ASTERISK OPERATOR}\N{TILDE OPERATOR}\N{FULLWIDTH COMMERCIAL AT}"
 )
-_EMPHASIS = re.compile(r"(?<![^\W_])_|_(?![^\W_])")  # as in __init__, and not as in all_reduce
+_EMPHASIS = re.compile(r"(?<![^\W_])_|_(?![^\W_])")  # in __init__, but not in all_reduce
 
 
-def text_of(notice: Notice) -> str:
-    """Empty if it is nothing to them."""
+def chat_text(notice: Notice) -> str:
+    """Return the text of a notice; empty if it is not worth a message."""
     lines = _action(notice) if isinstance(notice, ActionNotice) else _incident(notice)
     text = "\n".join(" ".join(line.split()) for line in lines if line)
-    return _EMPHASIS.sub("\N{MODIFIER LETTER LOW MACRON}", text.translate(_TAME))
+    return _EMPHASIS.sub("\N{MODIFIER LETTER LOW MACRON}", text.translate(_LOOK_ALIKES))
 
 
 def _incident(notice: IncidentAlert) -> list[str]:
-    """Nothing while it is being repaired: that is told of the action."""
+    """Return no lines while the incident is being repaired: the action's notices report that."""
     incident, finding = notice.incident, notice.incident.finding
     if notice.event == "updated" and incident.state == "mitigating":
         return []
-    word = "RESOLVED" if notice.event == "resolved" else finding.severity.upper()
-    lines = [f"{word} {_job(notice)}: {finding.summary}"]
+    label = "RESOLVED" if notice.event == "resolved" else finding.severity.upper()
+    lines = [f"{label} {_job(notice)}: {finding.summary}"]
     if notice.event != "resolved":
         lines += [f"Cause: {finding.cause}.", finding.advice or ""]
-        lines += [f"paceline incidents show {incident.incident_id}"]
+        lines += [f"Details: paceline incidents show {incident.incident_id}"]
     return lines
 
 
 def _action(notice: ActionNotice) -> list[str]:
     action = notice.action
-    if action.state not in _TOLD or (action.state == "done" and action.kind in _NOT_WORTH_TELLING):
+    if action.state not in _REPORTED_STATES:
+        return []
+    if action.state == "done" and action.kind in _SILENT_WHEN_DONE:
         return []
     lines = [f"{action.state.upper()} {_job(notice)}: {action.kind}. {action.reason}"]
     if action.resumed_step is not None:
-        lost = "" if action.lost_steps is None else f", {action.lost_steps} steps lost"
-        lines.append(f"Goes on at step {action.resumed_step}{lost}.")
+        lost = (
+            ""
+            if action.lost_steps is None
+            else f"; {action.lost_steps} {_steps(action.lost_steps)} lost"
+        )
+        lines.append(f"Resumed at step {action.resumed_step}{lost}.")
     if action.error:
         lines.append(action.error)
     if action.state == "proposed":
-        lines.append(f"paceline actions approve {action.action_id}")
+        lines.append(f"To approve: paceline actions approve {action.action_id}")
     return lines
 
 
+def _steps(count: int) -> str:
+    return "step" if count == 1 else "steps"
+
+
 def _job(notice: Notice) -> str:
-    name, own = notice.job_name, notice.job_id
-    return own if name == own else f"{name} ({own})"
+    name, job_id = notice.job_name, notice.job_id
+    return job_id if name == job_id else f"{name} ({job_id})"

@@ -1,8 +1,8 @@
-"""Delivers the outbox of one receiver: in order, again until it is taken, one process at a time.
+"""Delivery of the outbox: in order, with retries, by one process at a time.
 
-A row that is delivered just as the process dies is delivered once more by the next one; rows carry
-an id that is the same at each try. Each receiver has a thread and a lease of its own, so one that
-is slow or down holds up only what is meant for it.
+A row that is delivered just as the process dies is delivered once more by the next one; its id is
+the same at each attempt. Each receiver has its own thread and lease, so a receiver that is slow or
+down delays only its own rows.
 """
 
 from __future__ import annotations
@@ -26,93 +26,100 @@ from paceline_server.metrics import BackgroundMetrics
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.leases import LeaseLostError, acquire, fence, is_held, release
 from paceline_server.store.models import IncidentRow, JobRow, OutboxRow
-from paceline_server.store.wake import Wakes
+from paceline_server.store.signals import CommitSignals
 
 _log = logging.getLogger(__name__)
-_LEASE_NS = 15_000_000_000  # longer than one delivery's timeout, so it is never lost in one
+_LEASE_NS = 15_000_000_000  # longer than a delivery's timeout, so it never expires during one
 _POLL_SECONDS = 1.0
-_STALLED_SECONDS = 30.0  # beyond a delivery's time-outs and the database's
+_STALLED_SECONDS = 30.0  # longer than the timeouts of a delivery and of the database
 _BACKOFF_MAXIMUM_SECONDS = 60.0
-_LONGEST_WAIT_SECONDS = 600.0  # whatever a receiver asks for: it is alerts that wait
-_ATTEMPTS = 100  # more than an hour; what was not heard by then is no news
+_LONGEST_WAIT_SECONDS = 600.0  # upper limit of Retry-After: alerts are waiting
+_ATTEMPTS = 100  # more than an hour; the alert is out of date by then
 _notices: msgspec.json.Decoder[Notice] = msgspec.json.Decoder(Notice)
 
 
 class DeliveryIntervals(Protocol):
+    """Settings of deliveries."""
+
     @property
     def alert_repeat_seconds(self) -> float: ...
 
 
 class AlertDelivery:
+    """The delivery thread of one receiver."""
+
     def __init__(
         self,
         database: Database,
-        wakes: Wakes,
+        signals: CommitSignals,
         metrics: BackgroundMetrics,
         owner: str,
         target: Receiver,
-        pace: DeliveryIntervals,
+        intervals: DeliveryIntervals,
         now_ns: Callable[[], int],
     ) -> None:
         self._database = database
-        self._wakes = wakes
+        self._signals = signals
         self._metrics = metrics
         self._owner = owner
         self._target = target
         self._lease = f"outbox:{target.name}"
-        self._pace = pace
+        self._intervals = intervals
         self._now_ns = now_ns
         self._epoch: int | None = None
         self._renewed_ns = 0
-        self._repeated = self._passed = time.monotonic()
+        self._last_repeat = self._last_pass = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=self._lease, daemon=True)
 
     def start(self) -> None:
-        self._passed = time.monotonic()
+        """Start the thread."""
+        self._last_pass = time.monotonic()
         self._thread.start()
 
     def ask_to_stop(self) -> None:
-        """Once the delivery under way is over."""
+        """End the thread after the current delivery; do not wait for it."""
         self._stop.set()
 
     def stop(self) -> None:
+        """End the thread after the current delivery."""
         self.ask_to_stop()
         if self._thread.is_alive():
             self._thread.join()
 
     def unready(self) -> list[str]:
+        """Return why the server is not ready, an empty list if it is."""
         if not self._thread.is_alive():
             return [f"{self._lease}: not running"]
-        is_stalled = time.monotonic() - self._passed > _STALLED_SECONDS
+        is_stalled = time.monotonic() - self._last_pass > _STALLED_SECONDS
         return [f"{self._lease}: stalled"] if is_stalled else []
 
     def _run(self) -> None:
-        seen = 0
+        last_count = 0
         with httpx.Client(follow_redirects=False) as client:
             while not self._stop.is_set():
                 try:
-                    self._pass(client)
-                except SQLAlchemyError as error:  # away, or it has rights or tables no more
-                    _log.warning("the outbox cannot be read: %s", error)
+                    self._run_pass(client)
+                except SQLAlchemyError as error:  # unavailable, or a table or permission is missing
+                    _log.warning("outbox %s cannot be read: %s", self._target.name, error)
                     self._epoch = None
                 except LeaseLostError:
                     self._epoch = None
-                self._passed = time.monotonic()
+                self._last_pass = time.monotonic()
                 self._stop.wait(0.05)
-                seen = self._wakes.changes.wait(seen, _POLL_SECONDS)
-            self._give_back()
+                last_count = self._signals.changes.wait(last_count, _POLL_SECONDS)
+            self._release_lease()
 
-    def _pass(self, client: httpx.Client) -> None:
-        if not self._owned():
+    def _run_pass(self, client: httpx.Client) -> None:
+        if not self._holds_lease():
             return
         while not self._stop.is_set() and self._deliver_next(client):
             pass
-        if time.monotonic() - self._repeated > self._pace.alert_repeat_seconds:
-            self._repeated = time.monotonic()
+        if time.monotonic() - self._last_repeat > self._intervals.alert_repeat_seconds:
+            self._last_repeat = time.monotonic()
             self._repeat(client)
 
-    def _owned(self) -> bool:
+    def _holds_lease(self) -> bool:
         now_ns = self._now_ns()
         if self._epoch is None:
             with self._database.read() as session:
@@ -135,12 +142,12 @@ class AlertDelivery:
         self._renewed_ns = now_ns
 
     def _deliver_next(self, client: httpx.Client) -> bool:
-        """True if there may be more to do at once."""
-        self._passed = time.monotonic()
+        """Deliver the next row; return True if another one may be due."""
+        self._last_pass = time.monotonic()
         now_ns = self._now_ns()
         with self._database.read() as session:
             row = _next(session, self._target.name)
-        # A wait beyond the longest one is of a clock that was set back since.
+        # A longer wait means that the clock was set back: deliver now.
         if row is None or 0 < row.next_attempt_ns - now_ns <= _LONGEST_WAIT_SECONDS * 1e9:
             return False
         notice = _notices.decode(row.body)
@@ -149,28 +156,35 @@ class AlertDelivery:
             self._target.deliver(client, f"paceline-{row.id}", notice, now_ns)
         except DeliveryError as error:
             self._metrics.deliveries.labels(self._target.name, "failed").inc()
-            self._failed(row, error)
+            self._record_failure(row, error)
             return isinstance(error, RefusedError)
         self._metrics.deliveries.labels(self._target.name, "delivered").inc()
-        self._note(row.id, finished_ns=self._now_ns(), error=None, attempts=row.attempts + 1)
+        self._update(row.id, finished_ns=self._now_ns(), error=None, attempts=row.attempts + 1)
         return True
 
-    def _failed(self, row: OutboxRow, error: DeliveryError) -> None:
+    def _record_failure(self, row: OutboxRow, error: DeliveryError) -> None:
         attempts = row.attempts + 1
-        given_up = isinstance(error, RefusedError) or attempts >= _ATTEMPTS
-        if given_up or attempts == 1:
-            _log.warning("%s of %s not delivered: %s", row.event, row.subject, error)
+        is_final = isinstance(error, RefusedError) or attempts >= _ATTEMPTS
+        if is_final or attempts == 1:
+            _log.warning(
+                "%s notice of %s not delivered to %s: %s (%s)",
+                row.event,
+                row.subject,
+                self._target.name,
+                error,
+                "giving up" if is_final else "will retry",
+            )
         now_ns = self._now_ns()
         wait_seconds = max(_backoff_seconds(attempts), error.retry_after_seconds)
-        self._note(
+        self._update(
             row.id,
             attempts=attempts,
             error=str(error).replace("\0", "")[:1000],
             next_attempt_ns=now_ns + int(min(wait_seconds, _LONGEST_WAIT_SECONDS) * 1e9),
-            finished_ns=now_ns if given_up else None,
+            finished_ns=now_ns if is_final else None,
         )
 
-    def _note(self, row_id: int, **values: object) -> None:
+    def _update(self, row_id: int, **values: object) -> None:
         with self._database.write() as session:
             self._fence(session, self._now_ns())
             row = session.get_one(OutboxRow, row_id)
@@ -184,16 +198,16 @@ class AlertDelivery:
             self._target.repeat(client, firing, self._now_ns())
         except DeliveryError as error:
             self._metrics.deliveries.labels(self._target.name, "failed").inc()
-            _log.warning("%s was not reminded: %s", self._target.name, error)
+            _log.warning("firing alerts not repeated to %s: %s", self._target.name, error)
 
-    def _give_back(self) -> None:
+    def _release_lease(self) -> None:
         if self._epoch is None:
             return
         try:
             with self._database.write() as session:
                 release(session, self._lease, self._owner, self._epoch)
         except UNAVAILABLE as error:
-            _log.warning("the outbox's lease was not given back, it will run out: %s", error)
+            _log.warning("lease %s not released, it will expire: %s", self._lease, error)
 
 
 def _next(session: Session, receiver: str) -> OutboxRow | None:
@@ -219,6 +233,6 @@ def _firing(session: Session) -> list[IncidentAlert]:
 
 
 def _backoff_seconds(attempts: int) -> float:
-    """Doubling from half a second, with jitter so that replicas do not meet."""
+    """Return a delay that doubles from half a second, with jitter so that replicas spread out."""
     ceiling: float = min(_BACKOFF_MAXIMUM_SECONDS, 0.5 * 2.0 ** min(attempts, 10))
     return ceiling * random.uniform(0.5, 1.0)

@@ -1,7 +1,7 @@
-"""Who can be told: one class per kind of receiver.
+"""Receivers of alerts, one class per kind.
 
 DeliveryError
-└── RefusedError    the receiver will never take it; do not try again
+└── RefusedError    the receiver rejects the notice; do not retry
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import httpx
 import msgspec
 
 from paceline_server.act.announce import ActionNotice, IncidentAlert, Notice
-from paceline_server.alerts.chat import text_of
+from paceline_server.alerts.chat import chat_text
 from paceline_server.settings import Settings
 
 _TIMEOUT_SECONDS = 5.0
-# Worth another try although the receiver answered.
-_PASSING = frozenset({408, 425, 429})
-_SLACK = ("slack.com", "slack-gov.com")  # reads &lt; and the like; others show them
+# Client errors that are worth a retry.
+_RETRIED_STATUSES = frozenset({408, 425, 429})
+_SLACK_DOMAINS = ("slack.com", "slack-gov.com")  # need HTML entities; others would show them
 
 
 class DeliveryError(Exception):
-    """Not delivered; try again later, but not before `retry_after_seconds`."""
+    """Not delivered. Retry later, but not before `retry_after_seconds`."""
 
     def __init__(self, message: str, retry_after_seconds: float = 0.0) -> None:
         super().__init__(message)
@@ -35,25 +35,25 @@ class DeliveryError(Exception):
 
 
 class RefusedError(DeliveryError):
-    """The receiver says that this very message is wrong."""
+    """The receiver rejects this notice; a retry would fail too."""
 
 
 class Receiver(Protocol):
-    """`name` is kept in outbox rows: never rename one."""
+    """Delivers notices to one target. `name` is stored in outbox rows: never change it."""
 
     name: str
     takes_incidents: bool
     takes_actions: bool
 
     def deliver(self, client: httpx.Client, key: str, notice: Notice, now_ns: int) -> None:
-        """`key` is the same at each try. Raises DeliveryError."""
+        """Deliver one notice; `key` is the same at each attempt. Raises DeliveryError."""
 
     def repeat(self, client: httpx.Client, firing: Sequence[IncidentAlert], now_ns: int) -> None:
-        """Tell again what still fires, if the receiver would forget it. Raises DeliveryError."""
+        """Repeat firing alerts if the receiver would expire them. Raises DeliveryError."""
 
 
 class Webhook:
-    """POSTs each notice as JSON; `Idempotency-Key` is the same at each try."""
+    """POSTs each notice as JSON; `Idempotency-Key` is the same at each attempt."""
 
     def __init__(self, name: str, url: str, *, incidents: bool, actions: bool) -> None:
         self.name = name
@@ -68,11 +68,11 @@ class Webhook:
         _post(client, self._url, body, {"Idempotency-Key": key})
 
     def repeat(self, client: httpx.Client, firing: Sequence[IncidentAlert], now_ns: int) -> None:
-        """A webhook remembers by itself."""
+        """Do nothing: webhooks do not expire alerts."""
 
 
 class Chat:
-    """POSTs `{"text": ...}`, as Slack, Mattermost, Rocket.Chat and Google Chat take it."""
+    """POSTs `{"text": ...}`, the format of Slack, Mattermost, Rocket.Chat and Google Chat."""
 
     name = "chat"
     takes_incidents = True
@@ -81,10 +81,10 @@ class Chat:
     def __init__(self, url: str, external_url: str | None) -> None:
         self._url = url
         self._external_url = external_url
-        self._is_slack = (urlsplit(url).hostname or "").endswith(_SLACK)
+        self._is_slack = (urlsplit(url).hostname or "").endswith(_SLACK_DOMAINS)
 
     def deliver(self, client: httpx.Client, key: str, notice: Notice, now_ns: int) -> None:
-        text = text_of(notice)
+        text = chat_text(notice)
         if self._is_slack:
             text = text.replace("&", "&amp;")
         if text and self._external_url is not None:
@@ -93,14 +93,14 @@ class Chat:
             _post(client, self._url, {"text": text}, {"Idempotency-Key": key})
 
     def repeat(self, client: httpx.Client, firing: Sequence[IncidentAlert], now_ns: int) -> None:
-        """People remember by themselves."""
+        """Do nothing: chat messages do not expire."""
 
 
 class Alertmanager:
-    """Pushes to the v2 API: an open incident fires until it is resolved.
+    """Pushes to the v2 API of Alertmanager: an open incident fires until it is resolved.
 
-    Alertmanager drops an alert whose end has passed, so each push says that it lasts for
-    `lasting_seconds` more, and what still fires is pushed again before that.
+    Alertmanager resolves an alert whose `endsAt` has passed. Each push sets it `lasting_seconds`
+    ahead, and firing alerts are pushed again before that.
     """
 
     name = "alertmanager"
@@ -116,20 +116,20 @@ class Alertmanager:
         assert isinstance(notice, IncidentAlert), "actions are not routed here"
         alerts = [self._alert(notice, now_ns)]
         if notice.previous_severity is not None:
-            # The severity is a label, so what fired under the old one is another alert: end it.
-            alerts.append(self._alert(notice, now_ns, over_as=notice.previous_severity))
+            # The severity is a label: the alert with the old severity is a separate one. End it.
+            alerts.append(self._alert(notice, now_ns, ended_severity=notice.previous_severity))
         _post(client, self._url, alerts, {})
 
     def repeat(self, client: httpx.Client, firing: Sequence[IncidentAlert], now_ns: int) -> None:
         if firing:
-            _post(client, self._url, [self._alert(each, now_ns) for each in firing], {})
+            _post(client, self._url, [self._alert(alert, now_ns) for alert in firing], {})
 
     def _alert(
-        self, notice: IncidentAlert, now_ns: int, over_as: str | None = None
+        self, notice: IncidentAlert, now_ns: int, ended_severity: str | None = None
     ) -> dict[str, Any]:
         incident = notice.incident
         finding = incident.finding
-        if over_as is not None:
+        if ended_severity is not None:
             ends_ns = now_ns
         elif incident.resolved_ns is not None:
             ends_ns = incident.resolved_ns
@@ -138,7 +138,7 @@ class Alertmanager:
         alert = {
             "labels": {
                 "alertname": f"Paceline{finding.kind.capitalize()}",
-                "severity": over_as or finding.severity,
+                "severity": ended_severity or finding.severity,
                 "job_id": notice.job_id,
                 "job_name": notice.job_name,
                 "incident": incident.incident_id,
@@ -155,6 +155,7 @@ class Alertmanager:
 
 
 def receivers(settings: Settings) -> list[Receiver]:
+    """Return the receivers that are configured."""
     found: list[Receiver] = []
     if settings.webhook_url is not None:
         found.append(Webhook("webhook", settings.webhook_url, incidents=True, actions=False))
@@ -164,7 +165,7 @@ def receivers(settings: Settings) -> list[Receiver]:
     if settings.chat_webhook_url is not None:
         found.append(Chat(settings.chat_webhook_url, settings.external_url))
     if settings.alertmanager_url is not None:
-        # Three pushes may fail before an alert ends by itself.
+        # Three pushes may fail before an alert expires.
         lasting = 4 * settings.alert_repeat_seconds
         found.append(Alertmanager(settings.alertmanager_url, settings.external_url, lasting))
     return found
@@ -175,30 +176,31 @@ def _page(external_url: str, notice: Notice) -> str:
 
 
 def _post(client: httpx.Client, url: str, body: object, headers: dict[str, str]) -> None:
-    """Only the status counts: what is said beyond it is not waited for."""
+    """POST JSON. Only the status counts: the body of the response is not read."""
     content = msgspec.json.encode(body)
     headers = {"Content-Type": "application/json", **headers}
     try:
         with client.stream(
             "POST", url, content=content, headers=headers, timeout=_TIMEOUT_SECONDS
-        ) as answer:
+        ) as response:
             pass
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DeliveryError(f"{type(error).__name__}: {error}") from error
-    if answer.is_success:
+    if response.is_success:
         return
-    detail = f"answered {answer.status_code}"
-    if answer.next_request is not None:  # the rest of its address may be secret
-        to = answer.next_request.url
-        told = f"a redirect to {to.scheme}://{to.host}/...: give the address it leads to"
-        raise RefusedError(f"{detail}, {told}")
-    if not answer.is_server_error and answer.status_code not in _PASSING:
+    detail = f"receiver responded {response.status_code}"
+    if response.next_request is not None:  # the rest of its address may be secret
+        to = response.next_request.url
+        raise RefusedError(
+            f"{detail}, a redirect to {to.scheme}://{to.host}/...: configure that address"
+        )
+    if not response.is_server_error and response.status_code not in _RETRIED_STATUSES:
         raise RefusedError(detail)
-    raise DeliveryError(detail, _seconds_until(answer.headers.get("Retry-After", "")))
+    raise DeliveryError(detail, _seconds_until(response.headers.get("Retry-After", "")))
 
 
 def _seconds_until(retry_after: str) -> float:
-    """Of a `Retry-After` (RFC 9110, 10.2.3): seconds, or a date; 0 if it is neither."""
+    """Parse `Retry-After` (RFC 9110, 10.2.3), seconds or a date; return 0 if it is neither."""
     if retry_after.isascii() and retry_after.isdigit():
         return float(retry_after)
     try:

@@ -1,8 +1,8 @@
-"""Who calls, and what for.
+"""Authentication and authorization of requests.
 
-While no token was ever made, everything is open: the server then listens on loopback only. A web
-page from elsewhere could still reach it through the user's browser, so that an open server
-answers only requests that name it by a loopback name and come from no foreign page.
+Until the first token is created the API is open, and the server listens on loopback only. A foreign
+web page could still reach it through the user's browser. An open server therefore rejects requests
+whose `Host` is not a loopback name or whose `Origin` is another site.
 """
 
 from __future__ import annotations
@@ -26,52 +26,52 @@ from paceline_server.settings import is_loopback
 from paceline_server.store.database import UNAVAILABLE
 from paceline_server.store.tokens import Scope, any_token, find_token
 
-_bearer = HTTPBearer(auto_error=False, description="A token of `paceline server token create`.")
+_bearer = HTTPBearer(auto_error=False, description="A token from `paceline server token create`.")
 _GRANTS: dict[Scope, frozenset[str]] = {
     "agent": frozenset({"agent"}),
     "viewer": frozenset({"viewer"}),
     "operator": frozenset({"viewer", "operator"}),
 }
-_REMEMBERED_SECONDS = 1.0
+_CACHE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Caller:
-    """`name` is the token's, as the audit log shows it."""
+    """The caller of a request. `name` is the token's name, as shown in the audit log."""
 
     name: str
     scope: Scope | None
 
 
 class TokenVerifier:
-    """Looks tokens up, remembering answers for a second; one per program."""
+    """Look tokens up and cache the result for one second. One instance per application."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._known: dict[str | None, tuple[float, Caller | None]] = {}
-        self._asking = asyncio.Lock()
+        self._cache: dict[str | None, tuple[float, Caller | None]] = {}
+        self._lookup_lock = asyncio.Lock()
 
-    async def caller(self, of: Parts, secret: str | None) -> Caller | None:
-        """None: nobody we know. An open server knows everybody."""
-        known = self._remembered(secret)
-        if known is None:
-            async with self._asking:  # of many who come at once, the first asks for all
-                known = self._remembered(secret)
-                if known is None:
-                    known = self._clock(), await run_sync(_look_up, of, secret)
-                    if len(self._known) >= 1000:
-                        self._known.clear()
-                    self._known[secret] = known
-        return known[1]
+    async def caller(self, parts: Parts, secret: str | None) -> Caller | None:
+        """Return the caller; None for an unknown token. An open server accepts everyone."""
+        entry = self._cached(secret)
+        if entry is None:
+            async with self._lookup_lock:  # one lookup serves all concurrent requests
+                entry = self._cached(secret)
+                if entry is None:
+                    entry = self._clock(), await run_sync(_look_up, parts, secret)
+                    if len(self._cache) >= 1000:
+                        self._cache.clear()
+                    self._cache[secret] = entry
+        return entry[1]
 
-    def _remembered(self, secret: str | None) -> tuple[float, Caller | None] | None:
-        found = self._known.get(secret)
-        fresh = found is not None and self._clock() - found[0] < _REMEMBERED_SECONDS
+    def _cached(self, secret: str | None) -> tuple[float, Caller | None] | None:
+        found = self._cache.get(secret)
+        fresh = found is not None and self._clock() - found[0] < _CACHE_SECONDS
         return found if fresh else None
 
 
-def _look_up(of: Parts, secret: str | None) -> Caller | None:
-    with of.database.read() as session:
+def _look_up(parts: Parts, secret: str | None) -> Caller | None:
+    with parts.database.read() as session:
         if not any_token(session):
             return Caller("anyone on this machine", None)
         token = find_token(session, secret) if secret else None
@@ -88,38 +88,40 @@ def _scope(word: str) -> Scope:
 def _requires(scope: Scope) -> Callable[..., Awaitable[Caller]]:
     async def check(
         request: Request,
-        of: PartsDep,
+        parts: PartsDep,
         credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
     ) -> Caller:
         secret = credentials.credentials if credentials else None
-        return await authorized(request, of, scope, secret)
+        return await authorized(request, parts, scope, secret)
 
     return check
 
 
-async def authorized(request: Request, of: Parts, scope: Scope, secret: str | None) -> Caller:
-    """Raises Problem unless who calls with this token may do what `scope` allows."""
-    guard: TokenVerifier = request.app.state.guard
-    caller = await guard.caller(of, secret)
+async def authorized(request: Request, parts: Parts, scope: Scope, secret: str | None) -> Caller:
+    """Return the caller. Raises ProblemError if the token does not grant `scope`."""
+    verifier: TokenVerifier = request.app.state.token_verifier
+    caller = await verifier.caller(parts, secret)
     if caller is None:
         raise ProblemError(
             401,
-            "Expected `Authorization: Bearer TOKEN` with a token of this server.",
+            "Expected `Authorization: Bearer TOKEN` with a valid token of this server.",
             {"WWW-Authenticate": 'Bearer realm="paceline"'},
         )
     if caller.scope is None:
         _refuse_foreign_pages(request)
     elif scope not in _GRANTS[caller.scope]:
         raise ProblemError(
-            403, f"This needs a token of scope {scope}; {caller.name!r} is {caller.scope}."
+            403,
+            f"This request needs a token with scope {scope}; token {caller.name!r} has scope"
+            f" {caller.scope}.",
         )
     return caller
 
 
-async def still_authorized(request: Request, of: Parts, scope: Scope) -> bool:
-    """Whether an open stream may go on. One outlives that the database is away."""
+async def still_authorized(request: Request, parts: Parts, scope: Scope) -> bool:
+    """Return whether an open stream may continue. Streams survive an unavailable database."""
     try:
-        await authorized(request, of, scope, bearer(request))
+        await authorized(request, parts, scope, bearer(request))
     except ProblemError:
         return False
     except UNAVAILABLE:
@@ -128,7 +130,7 @@ async def still_authorized(request: Request, of: Parts, scope: Scope) -> bool:
 
 
 def bearer(request: Request) -> str | None:
-    """The token that came with a request, as `HTTPBearer` finds it."""
+    """Return the bearer token of a request, as `HTTPBearer` does."""
     scheme, secret = get_authorization_scheme_param(request.headers.get("authorization"))
     return secret if secret and scheme.lower() == "bearer" else None
 
@@ -136,15 +138,17 @@ def bearer(request: Request) -> str | None:
 def _refuse_foreign_pages(request: Request) -> None:
     host = request.headers.get("host", "")
     if not _names_loopback(host):
-        raise ProblemError(403, f"Without tokens, call this server as localhost, not {host!r}.")
+        raise ProblemError(
+            403, f"Without tokens, use localhost to reach this server, not {host!r}."
+        )
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-        raise ProblemError(403, f"Without tokens, no page of {origin} may call this server.")
+        raise ProblemError(403, f"Without tokens, pages of {origin} may not call this server.")
 
 
 @lru_cache(maxsize=64)
 def _names_loopback(host: str) -> bool:
-    """Of a `Host` header, which may hold a port."""
+    """Return whether a `Host` header, with or without port, names a loopback address."""
     try:
         return is_loopback(urlsplit(f"//{host}").hostname or "")
     except ValueError:  # a bracket that is not closed

@@ -1,4 +1,4 @@
-"""What routes are given: the parts of the program, a session, the caller, a page's bounds."""
+"""Dependencies of routes: the application's parts, a database session, a page's bounds."""
 
 from __future__ import annotations
 
@@ -13,36 +13,39 @@ from sqlalchemy.orm import Session
 
 from paceline_server.api.pending import PendingCommands
 from paceline_server.api.problems import ProblemError
-from paceline_server.api.what_if import WhatIfs
+from paceline_server.api.what_if import WhatIfCache
 from paceline_server.ingest.writer import LogWriter
 from paceline_server.metrics import ServingMetrics
 from paceline_server.policy import Policy
 from paceline_server.store.database import Database
-from paceline_server.store.wake import Wakes
+from paceline_server.store.signals import CommitSignals
 from paceline_wire.commands import PING_SECONDS
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Made by the composition root. `unready` names what keeps the server from working."""
+    """The application's parts, built by the composition root.
+
+    `unready` returns one message for each part that does not work.
+    """
 
     database: Database
     log: LogWriter
-    wakes: Wakes
+    signals: CommitSignals
     metrics: ServingMetrics
     pending: PendingCommands
     now_ns: Callable[[], int]
     unready: Callable[[], list[str]]
-    policy: Policy  # of new jobs
-    # How often a stream looks for what other processes committed.
+    policy: Policy  # default for new jobs
+    # How often a stream polls for commits of other processes.
     stream_poll_seconds: float = 0.25
     ping_seconds: float = PING_SECONDS
     heartbeat_seconds: float = field(default=10.0)
-    what_ifs: WhatIfs = field(default_factory=WhatIfs)
+    what_ifs: WhatIfCache = field(default_factory=WhatIfCache)
 
 
 async def parts(request: Request) -> Parts:
-    """Async only because FastAPI hands what is not to a thread, at each request."""
+    """Return the parts. Async, because FastAPI runs sync dependencies in a thread per request."""
     found: Parts = request.app.state.parts
     return found
 
@@ -50,8 +53,8 @@ async def parts(request: Request) -> Parts:
 PartsDep = Annotated[Parts, Depends(parts)]
 
 
-def _reading(of: PartsDep) -> Iterator[Session]:
-    with of.database.read() as session:
+def _reading(parts: PartsDep) -> Iterator[Session]:
+    with parts.database.read() as session:
         yield session
 
 
@@ -60,19 +63,20 @@ ReadDep = Annotated[Session, Depends(_reading)]
 
 @dataclass(frozen=True)
 class Bounds:
-    """A page: `limit` items after the opaque `cursor`."""
+    """Bounds of a page: `limit` items after the position that the cursor encodes."""
 
     limit: int
     after: str | None
 
     @staticmethod
     def encode(position: str) -> str:
+        """Return an opaque cursor."""
         return base64.urlsafe_b64encode(position.encode()).decode().rstrip("=")
 
 
 def _after(
     cursor: Annotated[
-        str | None, Query(max_length=500, description="`next_cursor` of the page before.")
+        str | None, Query(max_length=500, description="`next_cursor` of the previous page.")
     ] = None,
 ) -> str | None:
     if cursor is None:
@@ -81,7 +85,7 @@ def _after(
         padded = cursor + "=" * (-len(cursor) % 4)
         return base64.b64decode(padded, altchars=b"-_", validate=True).decode()
     except (binascii.Error, UnicodeDecodeError) as error:
-        raise ProblemError(400, "cursor: expected the next_cursor of an earlier page.") from error
+        raise ProblemError(400, "cursor: expected `next_cursor` of an earlier page.") from error
 
 
 AfterDep = Annotated[str | None, Depends(_after)]
@@ -89,7 +93,7 @@ AfterDep = Annotated[str | None, Depends(_after)]
 
 def _bounds(
     after: AfterDep,
-    limit: Annotated[int, Query(ge=1, le=1000, description="Items on a page.")] = 100,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Items per page.")] = 100,
 ) -> Bounds:
     return Bounds(limit, after)
 

@@ -1,4 +1,4 @@
-"""One example per resource for the API's description: the demo's throttling GPU."""
+"""One example per resource for the OpenAPI document: a throttled GPU, as in the demo."""
 
 from __future__ import annotations
 

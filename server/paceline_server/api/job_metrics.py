@@ -1,4 +1,4 @@
-"""What Prometheus sees of jobs: read from the database at each scrape, a bounded number of them."""
+"""Prometheus metrics of jobs, read from the database at each scrape; their number is bounded."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from paceline_server.store.shares import medians, newest_shares
 
 _JOBS = 200
 _INCIDENTS = 200
-_DETAILED_JOBS = 20  # those whose newest step is looked into
-_RANKS = 64  # of a job, the slowest
+_DETAILED_JOBS = 20  # jobs with per-rank and per-stage metrics
+_RANKS = 64  # the slowest ranks of a job
 _PARTS = tuple(
     name.removesuffix("_seconds")
     for name in Ledger.__struct_fields__
@@ -31,7 +31,7 @@ _STATES = ("pending", "starting", "running", "recovering", "finished", "failed",
 
 
 class JobCollector(Collector):
-    """Nothing while the database is away: absent, not zero."""
+    """Collects job metrics. They are absent, not zero, while the database is unavailable."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -84,7 +84,7 @@ def _lag(unread_ns: int | None) -> Metric:
     seconds = 0.0 if unread_ns is None else max(0, time.time_ns() - unread_ns) / 1e9
     return GaugeMetricFamily(
         "paceline_worker_lag_seconds",
-        "Age of the oldest batch that a job's worker has not read.",
+        "Age of the oldest batch that a worker has not processed.",
         value=seconds,
     )
 
@@ -98,7 +98,7 @@ def _jobs(states: dict[str, int]) -> Metric:
 
 def _incidents(kinds: Iterable[str]) -> Metric:
     family = GaugeMetricFamily(
-        "paceline_incidents_open", "Incidents that are not resolved.", labels=["kind"]
+        "paceline_incidents_open", "Unresolved incidents by kind.", labels=["kind"]
     )
     counts = Counter(kinds)
     for kind in sorted({"straggler", "bubble", "hang", "failure", *counts}):
@@ -109,27 +109,27 @@ def _incidents(kinds: Iterable[str]) -> Metric:
 def _each(jobs: Iterable[JobRow]) -> Iterator[Metric]:
     labels = ["job_id", "job"]
     goodput = GaugeMetricFamily(
-        "paceline_job_goodput_ratio", "Useful share of the wall time.", labels=labels
+        "paceline_job_goodput_ratio", "Share of wall time spent on useful steps.", labels=labels
     )
     pace = GaugeMetricFamily(
-        "paceline_job_step_duration_seconds", "Median of the recent steps.", labels=labels
+        "paceline_job_step_duration_seconds", "Median duration of recent steps.", labels=labels
     )
     step = GaugeMetricFamily("paceline_job_step", "Newest finished step.", labels=labels)
     for job in jobs:
-        of = [job.id, job.name]
+        job_labels = [job.id, job.name]
         if job.ledger.goodput_ratio is not None:
-            goodput.add_metric(of, job.ledger.goodput_ratio)
+            goodput.add_metric(job_labels, job.ledger.goodput_ratio)
         if job.step_seconds is not None:
-            pace.add_metric(of, job.step_seconds)
+            pace.add_metric(job_labels, job.step_seconds)
         if job.step is not None:
-            step.add_metric(of, job.step)
+            step.add_metric(job_labels, job.step)
     yield from (goodput, pace, step)
 
 
 def _ledgers(jobs: Iterable[JobRow]) -> Metric:
     family = GaugeMetricFamily(
         "paceline_job_ledger_seconds",
-        "Where the job's wall time went.",
+        "Wall time of the job by category.",
         labels=["job_id", "job", "part"],
     )
     for job in jobs:
@@ -139,10 +139,10 @@ def _ledgers(jobs: Iterable[JobRow]) -> Metric:
 
 
 def _verdicts(incidents: Iterable[IncidentRow]) -> Metric:
-    """As an info metric: its value is 1, what it says is in its labels."""
+    """Return an info metric: its value is always 1, its labels carry the information."""
     family = GaugeMetricFamily(
         "paceline_incident_info",
-        "Each incident that is not resolved, and whom it names.",
+        "Unresolved incidents; the value is always 1.",
         labels=["incident_id", "job_id", "kind", "severity", "cause", "rank", "node"],
     )
     for row in incidents:
@@ -162,7 +162,7 @@ def _verdicts(incidents: Iterable[IncidentRow]) -> Metric:
 
 
 def _slowdowns(session: Session, job: JobRow) -> list[float | None]:
-    """Of each rank, in the newest step."""
+    """Return each rank's slowdown in the newest step."""
     shares = newest_shares(session, job.id, job.generation, job.topology.world_size, 1)
     return medians(shares.slowdown)
 
@@ -172,12 +172,14 @@ def _slowest_ranks(
 ) -> Metric:
     family = GaugeMetricFamily(
         "paceline_job_rank_slowdown_ratio",
-        "Self time of a rank in the newest step over its peers'; of a large job the slowest ranks.",
+        "Self time of a rank in the newest step over that of its peers (64 slowest ranks).",
         labels=["job_id", "job", "rank"],
     )
     for job in jobs:
-        known = [(value, rank) for rank, value in enumerate(slowdowns[job.id]) if value is not None]
-        for value, rank in sorted(known, reverse=True)[:_RANKS]:
+        measured = [
+            (value, rank) for rank, value in enumerate(slowdowns[job.id]) if value is not None
+        ]
+        for value, rank in sorted(measured, reverse=True)[:_RANKS]:
             family.add_metric([job.id, job.name, str(rank)], value)
     return family
 
@@ -185,13 +187,13 @@ def _slowest_ranks(
 def _bubbles(jobs: Sequence[JobRow], newest: Mapping[str, StepSummary]) -> Metric:
     family = GaugeMetricFamily(
         "paceline_job_stage_bubble_ratio",
-        "Idle share of a stage in the newest step, as measured and as the schedule has it.",
+        "Idle share of a stage in the newest step: measured, and in theory for its schedule.",
         labels=["job_id", "job", "stage", "kind"],
     )
     for job in jobs:
-        of = [job.id, job.name]
+        job_labels = [job.id, job.name]
         for stage in newest[job.id].bubbles if job.id in newest else ():
-            family.add_metric([*of, str(stage.stage), "measured"], stage.measured_ratio)
+            family.add_metric([*job_labels, str(stage.stage), "measured"], stage.measured_ratio)
             if stage.theory_ratio is not None:
-                family.add_metric([*of, str(stage.stage), "theory"], stage.theory_ratio)
+                family.add_metric([*job_labels, str(stage.stage), "theory"], stage.theory_ratio)
     return family

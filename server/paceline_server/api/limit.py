@@ -1,4 +1,4 @@
-"""Refuses request bodies that are too long before they are held in memory."""
+"""Rejects request bodies above the size limit before they are held in memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ MAXIMUM_BODY_BYTES = 1 << 20
 
 
 class BodyLimit:
+    """ASGI middleware that answers 413 when a body exceeds `MAXIMUM_BODY_BYTES`."""
+
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
@@ -17,14 +19,14 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        seen = 0
+        received_bytes = 0
 
         async def counted() -> Message:
-            nonlocal seen
+            nonlocal received_bytes
             message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > MAXIMUM_BODY_BYTES:
-                raise ProblemError(413, f"A body holds at most {MAXIMUM_BODY_BYTES} bytes.")
+            received_bytes += len(message.get("body", b""))
+            if received_bytes > MAXIMUM_BODY_BYTES:
+                raise ProblemError(413, f"The body exceeds {MAXIMUM_BODY_BYTES} bytes.")
             return message
 
         await self._app(scope, counted, send)

@@ -1,4 +1,4 @@
-"""Cursors of lists that are ordered by time and id."""
+"""Cursors of lists ordered by time and id."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from paceline_server.api.problems import ProblemError
 _LIMIT = 1 << 63
 
 
-def text_of(at_ns: int, identifier: str) -> str:
+def time_cursor(at_ns: int, identifier: str) -> str:
+    """Return the cursor after an item."""
     return Bounds.encode(f"{at_ns} {identifier}")
 
 
 def position(bounds: Bounds) -> tuple[int, str] | None:
-    """Raises Problem on a cursor of another list."""
+    """Return the (time, id) that a cursor encodes. Raises ProblemError if it is not valid."""
     if bounds.after is None:
         return None
     at_ns, _, identifier = bounds.after.partition(" ")
@@ -21,12 +22,14 @@ def position(bounds: Bounds) -> tuple[int, str] | None:
 
 
 def number(text: str) -> int:
+    """Parse a number of a cursor. Raises ProblemError."""
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) < _LIMIT):
-        raise ProblemError(400, "cursor: expected the next_cursor of an earlier page of this list.")
+        raise ProblemError(400, "cursor: expected `next_cursor` of an earlier page of this list.")
     return int(text)
 
 
 def clean(text: str) -> str:
+    """Return the text of a cursor. Raises ProblemError if it contains NUL."""
     if "\0" in text:
-        raise ProblemError(400, "cursor: expected the next_cursor of an earlier page of this list.")
+        raise ProblemError(400, "cursor: expected `next_cursor` of an earlier page of this list.")
     return text

@@ -1,7 +1,7 @@
-"""What agents have still to do, looked up once for all whose streams ask.
+"""Unfinished commands of agents, read once for all streams.
 
-A large job has a thousand agents, each with a stream: were each to look for itself, the database
-would answer nothing else.
+A large job has a thousand agents with one stream each. One query per stream would saturate the
+database.
 """
 
 from __future__ import annotations
@@ -14,50 +14,55 @@ from anyio.to_thread import run_sync
 
 from paceline_server.store.commands import unfinished_commands
 from paceline_server.store.database import UNAVAILABLE, Database
-from paceline_server.store.wake import Wake
+from paceline_server.store.signals import CommitSignal
 
 Command = tuple[int, str]  # id and body
 
 
 class PendingCommands:
-    """`wake` tells of new commands; those of other processes are looked for each `poll_seconds`."""
+    """Unfinished commands of all agents, cached.
+
+    `signal` announces new commands of this process; those of other processes are found by polling
+    every `poll_seconds`.
+    """
 
     def __init__(
         self,
         database: Database,
-        wake: Wake,
+        signal: CommitSignal,
         poll_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._database = database
-        self._wake = wake
+        self._signal = signal
         self._poll_seconds = poll_seconds
         self._clock = clock
         self._lock = asyncio.Lock()
-        self._known: Mapping[str, list[Command]] = {}
-        self._looked: tuple[int, float] | None = None  # what had been announced by then, and when
+        self._commands: Mapping[str, list[Command]] = {}
+        self._last_read: tuple[int, float] | None = None  # count of the signal, time
 
-    async def of(self, agent_id: str, *, now: bool = False) -> list[Command]:
-        """In the order of issue. None while the database is away: a stream outlives that.
+    async def for_agent(self, agent_id: str, *, now: bool = False) -> list[Command]:
+        """Return an agent's commands in the order of issue.
 
-        `now`: as of this call or later; a command whose result is stored is not among them.
+        Empty while the database is unavailable, which streams survive. `now`: read again, so that
+        no command with a stored result is returned.
         """
-        asked = self._clock()
+        called = self._clock()
         async with self._lock:
-            if not self._is_fresh(asked if now else None):
-                self._looked = self._wake.count, self._clock()
-                self._known = await run_sync(self._look)
-        return self._known.get(agent_id, [])
+            if not self._is_fresh(called if now else None):
+                self._last_read = self._signal.count, self._clock()
+                self._commands = await run_sync(self._read)
+        return self._commands.get(agent_id, [])
 
     def _is_fresh(self, since: float | None) -> bool:
-        if self._looked is None:
+        if self._last_read is None:
             return False
-        announced, at = self._looked
+        count, at = self._last_read
         if since is not None and at < since:
             return False
-        return announced == self._wake.count and self._clock() - at < self._poll_seconds
+        return count == self._signal.count and self._clock() - at < self._poll_seconds
 
-    def _look(self) -> Mapping[str, list[Command]]:
+    def _read(self) -> Mapping[str, list[Command]]:
         try:
             with self._database.read() as session:
                 return unfinished_commands(session)

@@ -1,7 +1,6 @@
-"""Errors as RFC 9457 problem details: what was expected, what came, where.
+"""Errors as RFC 9457 problem details: what was expected, what was found, where.
 
-Problem
-└── raised by routes; everything else that can reach a client is mapped here too
+Routes raise ProblemError. All other errors that can reach a client are mapped here too.
 """
 
 from __future__ import annotations
@@ -25,22 +24,24 @@ RETRY_AFTER_SECONDS = 1
 
 
 class ProblemError(HTTPException):
-    """One sentence with the fix, as `detail`."""
+    """An HTTP error; `detail` is one sentence that says how to fix it."""
 
     def __init__(self, status: int, detail: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(status, detail, dict(headers or {}))
 
 
 def not_found(kind: str, identifier: str) -> ProblemError:
+    """Return a 404 for a resource."""
     return ProblemError(404, f"There is no {kind} {identifier!r}.")
 
 
 def unavailable(detail: str) -> ProblemError:
+    """Return a 503 that asks the client to retry."""
     return ProblemError(503, detail, {"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For a route's OpenAPI: these statuses carry a problem."""
+    """Return a route's OpenAPI responses: these statuses have a problem as body."""
     return {
         status: {
             "description": HTTPStatus(status).phrase,
@@ -51,6 +52,7 @@ def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def install(app: FastAPI) -> None:
+    """Map all errors of an application to problems."""
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Exception, _unexpected)
@@ -59,6 +61,7 @@ def install(app: FastAPI) -> None:
 
 
 def answer(request: Request, status: int, detail: str, headers: Mapping[str, str] = {}) -> Response:
+    """Return the response for a problem."""
     body = schemas.Problem(
         type="about:blank",
         title=HTTPStatus(status).phrase,
@@ -77,15 +80,15 @@ async def _http(request: Request, error: Exception) -> Response:
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    if isinstance(error.body, bytes):  # not even read as JSON
-        content_type = request.headers.get("content-type", "nothing that says what it is")
+    if isinstance(error.body, bytes):  # not parsed as JSON
+        content_type = request.headers.get("content-type", "no Content-Type")
         return answer(request, 422, f"body: expected application/json, got {content_type}.")
     where = ".".join(str(part) for part in first["loc"])
     return answer(request, 422, f"{where}: {first['msg']}.")
 
 
 async def answer_to(request: Request, error: Exception) -> Response:
-    """To a `ProblemError`, or to a database that is away."""
+    """Return the response for a `ProblemError` or an unavailable database."""
     handle = _http if isinstance(error, HTTPException) else _database
     return await handle(request, error)
 
@@ -95,10 +98,10 @@ async def _database(request: Request, error: Exception) -> Response:
     return answer(
         request,
         503,
-        "The database does not answer; try again.",
+        "The database is unavailable; try again.",
         {"Retry-After": str(RETRY_AFTER_SECONDS)},
     )
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    return answer(request, 500, "An error of the server; its log says more.")
+    return answer(request, 500, "Internal server error; see the server log.")

@@ -1,4 +1,4 @@
-"""From rows to resources: how each one looks to a client."""
+"""Conversion of database rows to API resources."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from paceline_server.detect.bubble.pipeline_advice import Advice
 from paceline_server.detect.finding import Cause, Evidence
 from paceline_server.steps.types import Ledger, StepMeans, StepSummary
 from paceline_server.store import models, queries, rank_evidence
-from paceline_server.store.shares import brief, medians, newest_shares
+from paceline_server.store.shares import medians, newest_shares, without_ranks
 from paceline_server.whatif.online import RunReplay
 from paceline_wire.batch import AgentHello, RankStackTraces
 from paceline_wire.topology import Topology
 
 
 def time_of(ns: int) -> datetime:
+    """Convert nanoseconds since the epoch to UTC."""
     return datetime.fromtimestamp(ns / 1e9, UTC)
 
 
 def optional_time(ns: int | None) -> datetime | None:
+    """Convert nanoseconds since the epoch to UTC, if there are any."""
     return None if ns is None else time_of(ns)
 
 
 def finite(value: float | None) -> float | None:
-    """JSON has no NaN: a loss that is none is unknown to a client."""
+    """Return None for NaN and infinity, which JSON cannot represent."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -70,8 +72,8 @@ def job(session: Session, row: models.JobRow) -> schemas.Job:
     )
 
 
-def rank(row: models.RankRow, of: Topology) -> schemas.Rank:
-    coordinates = of.coordinates(row.rank)
+def rank(row: models.RankRow, topology: Topology) -> schemas.Rank:
+    coordinates = topology.coordinates(row.rank)
     return schemas.Rank(
         rank=row.rank,
         dp_rank=coordinates.dp_rank,
@@ -98,7 +100,7 @@ def ranks(session: Session, row: models.JobRow) -> schemas.RankPage:
 
 
 def step(summary: StepSummary) -> schemas.Step:
-    summary = brief(summary)
+    summary = without_ranks(summary)
     means = {} if summary.means is None else msgspec.structs.asdict(summary.means)
     return schemas.Step(
         generation=summary.generation,
@@ -117,7 +119,7 @@ def step(summary: StepSummary) -> schemas.Step:
 def what_if(
     row: models.JobRow, replay: RunReplay, advice: Sequence[Advice]
 ) -> schemas.WhatIf | None:
-    """None: the steps cannot be replayed."""
+    """Return the what-if analysis, None if the steps cannot be replayed."""
     analysis, answer = replay.analysis, replay.verdict()
     if analysis is None or answer is None:
         return None
@@ -145,12 +147,13 @@ def what_if(
     )
 
 
-def unknown_what_if(row: models.JobRow, why: str) -> schemas.WhatIf:
+def unknown_what_if(row: models.JobRow, reason: str) -> schemas.WhatIf:
+    """Return an analysis without results; its verdict states the reason."""
     return schemas.WhatIf(
         job_id=row.id,
         generation=row.generation,
         topology=topology(row.topology),
-        verdict=schemas.WhatIfVerdict(kind="unknown", target=None, text=why),
+        verdict=schemas.WhatIfVerdict(kind="unknown", target=None, text=reason),
     )
 
 
@@ -174,12 +177,12 @@ def grid(session: Session, row: models.JobRow, window_steps: int) -> schemas.Gri
 
 def _cell(
     number: int,
-    of: Topology,
+    topology: Topology,
     placed: models.RankRow | None,
     self_seconds: float | None,
     slowdown: float | None,
 ) -> schemas.GridCell:
-    coordinates = of.coordinates(number)
+    coordinates = topology.coordinates(number)
     return schemas.GridCell(
         rank=number,
         dp_rank=coordinates.dp_rank,
@@ -195,7 +198,7 @@ def _cell(
 def node(
     session: Session, row: models.NodeRow, now_ns: int, node_lease_seconds: float
 ) -> schemas.Node:
-    """`node_lease_seconds`: of the server's policy; a node silent for longer is shown as lost."""
+    """Return a node; one that was silent for longer than `node_lease_seconds` is lost."""
     hello, ranks = row.hello, queries.ranks_on(session, row.agent_id)
     return schemas.Node(
         id=row.agent_id,
@@ -221,10 +224,10 @@ def _node_state(row: models.NodeRow, now_ns: int, node_lease_seconds: float) -> 
 
 
 def _trouble(hello: AgentHello | None) -> str | None:
-    """`gpu3 is lost, gpu5 is hung`."""
+    """Return the state of failed GPUs: `gpu3 is lost, gpu5 is hung`."""
     gpus = hello.gpus if hello else []
-    told = [f"gpu{gpu.index} is {gpu.trouble}" for gpu in gpus if gpu.trouble is not None]
-    return ", ".join(told) or None
+    failed = [f"gpu{gpu.index} is {gpu.trouble}" for gpu in gpus if gpu.trouble is not None]
+    return ", ".join(failed) or None
 
 
 def _gpus(hello: AgentHello | None, readings: dict[int, models.GpuReading]) -> list[schemas.Gpu]:
@@ -250,7 +253,7 @@ def _reading(reading: models.GpuReading | None) -> dict[str, Any]:
 
 
 def incident(row: models.IncidentRow, *, in_full: bool = False) -> schemas.Incident:
-    """`in_full`: with the stacks, which are long."""
+    """Return an incident. `in_full` includes the stacks, which are long."""
     view = row.view
     finding = view.finding
     return schemas.Incident(
@@ -296,18 +299,18 @@ def _cause(value: Cause) -> schemas.CauseModel:
 
 
 def rank_stacks(session: Session, job_id: str, rank: int) -> schemas.RankStacks:
-    asked = rank_evidence.asked_for_stacks(session, job_id, rank)
+    request = rank_evidence.newest_stacks_request(session, job_id, rank)
     found = rank_evidence.newest_stacks(session, job_id, rank)
     state = "none" if found is None else "taken"
-    if asked is not None:
-        state = "asked" if asked.ok is None else "taken" if asked.ok else "failed"
+    if request is not None:
+        state = "asked" if request.ok is None else "taken" if request.ok else "failed"
     return schemas.RankStacks(
         job_id=job_id,
         rank=rank,
         state=state,  # type: ignore[arg-type]  # pydantic checks it
-        asked_at=optional_time(asked.at_ns if asked else None),
+        asked_at=optional_time(request.at_ns if request else None),
         received_at=optional_time(found.received_ns if found else None),
-        error=asked.detail or None if asked and asked.ok is False else None,
+        error=request.detail or None if request and request.ok is False else None,
         stacks=_stacks(found.event) if found else None,
     )
 
@@ -322,8 +325,8 @@ def _stacks(value: RankStackTraces) -> schemas.StacksModel:
                 holds_gil=thread.holds_gil,
                 is_running=thread.is_running,
                 frames=[
-                    schemas.FrameModel(function=one.function, file=one.file, line=one.line)
-                    for one in thread.frames
+                    schemas.FrameModel(function=frame.function, file=frame.file, line=frame.line)
+                    for frame in thread.frames
                 ],
             )
             for thread in value.threads

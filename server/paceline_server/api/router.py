@@ -1,4 +1,4 @@
-"""All routes: a resource is one file and one line here."""
+"""The ASGI application. A resource is one module in `routes` and one line here."""
 
 from __future__ import annotations
 
@@ -45,26 +45,26 @@ _RESOURCES = (
     events,
 )
 _DECODERS = 4
-_AS_IT_IS = ("/events", "/commands", "/trace")
+_UNCOMPRESSED = ("/events", "/commands", "/trace")
 
 
 def build(static_directory: Path | None) -> FastAPI:
-    """The application without its parts: `app.state.parts` is for the composition root."""
+    """Build the application. The composition root sets `app.state.parts`."""
     app = FastAPI(
         title="Paceline",
         version=importlib.metadata.version("paceline"),
-        description="Which rank slows the job, why, and what is done about it.",
+        description="Diagnosis and repair of distributed training jobs.",
         openapi_url="/openapi.json",
-        docs_url=None,  # its pages would load their scripts from elsewhere
+        docs_url=None,  # these pages load scripts from a CDN
         redoc_url=None,
         responses=problems.responses(422),
         generate_unique_id_function=lambda route: route.name,
     )
-    app.state.guard = TokenVerifier()
+    app.state.token_verifier = TokenVerifier()
     app.state.decoders = anyio.CapacityLimiter(_DECODERS)
     app.add_middleware(Compressed, minimum_size=4096, compresslevel=1)
     app.add_middleware(BodyLimit)
-    app.add_middleware(ingest.Ingest)  # before the limit: batches have their own
+    app.add_middleware(ingest.Ingest)  # before BodyLimit: batches have their own limit
     problems.install(app)
     v1 = APIRouter(prefix="/api/v1")
     for resource in _RESOURCES:
@@ -73,25 +73,25 @@ def build(static_directory: Path | None) -> FastAPI:
     app.include_router(health.router)
     _describe_problems(app)
     if static_directory is not None and static_directory.is_dir():
-        # Not mounted: what is mounted at / would take each request that a route nearly answers.
+        # Not mounted: a mount at / would take requests that should get 405 or a redirect.
         app.router.default = Pages(directory=static_directory, html=True)
     return app
 
 
 class Compressed(GZipMiddleware):
-    """The page of a thousand ranks reads 150 kB a second; compressed, a fifth of that.
+    """Compresses responses: the page of 1,000 ranks reads 150 kB/s, compressed a fifth of that.
 
-    Streams go through as they are, for what they say must not wait until enough has been said,
-    and so does Parquet, which is compressed already.
+    Streams are not compressed, because buffering would delay their events; neither is Parquet,
+    which already is.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        as_it_is = scope["type"] == "http" and scope["path"].endswith(_AS_IT_IS)
-        await (self.app if as_it_is else super().__call__)(scope, receive, send)
+        is_uncompressed = scope["type"] == "http" and scope["path"].endswith(_UNCOMPRESSED)
+        await (self.app if is_uncompressed else super().__call__)(scope, receive, send)
 
 
 class Pages(StaticFiles):
-    """The web's files; a path that is none of them is a view of the one page."""
+    """The dashboard's files. Any other path is a view of the single-page application."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         if path.startswith("api/"):
@@ -103,20 +103,20 @@ class Pages(StaticFiles):
             if error.status_code != 404 or is_file:
                 raise
             response = await super().get_response("index.html", scope)
-        # Asset names carry a hash of their content; the page itself must not be kept.
-        kept = "max-age=31536000, immutable" if path.startswith("assets/") else "no-cache"
-        response.headers["Cache-Control"] = kept
+        # Asset names contain a hash of their content; index.html must be revalidated.
+        cache_control = "max-age=31536000, immutable" if path.startswith("assets/") else "no-cache"
+        response.headers["Cache-Control"] = cache_control
         return response
 
 
 def _describe_problems(app: FastAPI) -> None:
-    """Add the problem's schema, which no route returns as its model."""
+    """Add the schema of problems, which is no route's response model."""
     generate = app.openapi
 
     def openapi() -> dict[str, object]:
         document = generate()
-        known = document["components"]["schemas"]
-        known["Problem"] = schemas.Problem.model_json_schema()
+        components = document["components"]["schemas"]
+        components["Problem"] = schemas.Problem.model_json_schema()
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What the API says: one model per resource. Times are RFC 3339 UTC; units are in the names."""
+"""Resources of the API. Times are RFC 3339 in UTC; units are part of the names."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class JobCreate(Resource):
     name: str = Field(min_length=1, max_length=200, examples=["gpt-7b"])
     argv: list[str] = Field(min_length=1, examples=[["python", "-m", "paceline_trainer"]])
     topology: TopologyModel
-    # Short for the same fields of `policy`.
+    # Shorthand for the same fields of `policy`.
     mode: Literal["observe", "dry-run", "approve", "auto"] | None = None
     start_timeout_seconds: float | None = Field(None, ge=1, le=86_400)
-    policy: PolicyValues = Field({}, description="Fields that differ from the server's policy.")
+    policy: PolicyValues = Field({}, description="Fields that override the server's policy.")
     environment: dict[str, str] = {}
     directory: str | None = None
     checkpoint_directory: str | None = None
@@ -44,10 +44,10 @@ class JobCreate(Resource):
 
 
 class Verdict(Resource):
-    """The one sentence on top of a job's page."""
+    """The state of a job in one sentence."""
 
-    kind: str = Field(examples=["straggler"])  # "healthy", "starting", "finished", or a finding's
-    text: str = Field(examples=["Rank 2 is 2.5x slower: thermal throttle on node-1."])
+    kind: str = Field(examples=["straggler"])  # healthy, starting, ... or a finding's kind
+    text: str = Field(examples=["Rank 2 (node-1) is 2.5x slower: thermal throttle."])
     incident_id: str | None = None
 
 
@@ -78,11 +78,11 @@ class Job(Resource):
     requested_topology: TopologyModel
     mode: str
     policy: PolicyValues
-    watched: bool  # started elsewhere (torchrun, Slurm): it is looked at, never acted on
+    watched: bool  # an external job (torchrun, Slurm): diagnosed, never acted on
     created_at: datetime
     started_at: datetime | None  # first step
     finished_at: datetime | None
-    step: int | None  # newest finished by all ranks
+    step: int | None  # newest step that all ranks have finished
     step_seconds: float | None
     loss: float | None
     evaluation_loss: float | None
@@ -113,7 +113,7 @@ class Rank(Resource):
 
 
 class StageBubbleModel(Resource):
-    """A stage's idle share of the pipeline phase; the last seven sum to `excess_ratio`."""
+    """Idle share of a stage in the pipeline phase; the last seven fields sum to `excess_ratio`."""
 
     stage: int
     measured_ratio: float
@@ -129,7 +129,7 @@ class StageBubbleModel(Resource):
 
 
 class Step(Resource):
-    """One finished step; parts are means over ranks."""
+    """One finished step; times are means over ranks."""
 
     generation: int
     step: int
@@ -150,7 +150,7 @@ class Step(Resource):
 
 
 class WhatIfVerdict(Resource):
-    """The answer in a sentence; `kind` as in docs/what-if.md, `unknown` without a replay."""
+    """The result in one sentence. Kinds: see docs/what-if.md; `unknown` without a replay."""
 
     kind: str = Field(examples=["slow_worker"])
     target: str | None = Field(examples=["rank 2"])
@@ -158,31 +158,32 @@ class WhatIfVerdict(Resource):
 
 
 class FixModel(Resource):
-    """One part as fast as its peers, all else as it was. Parts overlap, their gains do not add."""
+    """Gain if one part were as fast as its peers. Parts overlap: gains do not add up."""
 
     kind: Literal["rank", "worker", "stage", "dp_rank", "optype"]
     target: str = Field(examples=["rank 2"])
-    speedup: float  # step time now over step time then
+    speedup: float  # current step time over step time with the fix
 
 
 class PipelineAdviceModel(Resource):
-    """Another way through the pipeline, simulated. Ratios are to how it is now."""
+    """A simulated change of the pipeline. Ratios are relative to the current pipeline."""
 
     change: str
     schedule: str
     microbatches: int
     virtual_stages: int
-    speedup: float  # step time now over step time then
+    speedup: float  # current step time over step time with the fix
     bubble_ratio: float
     bubble_ratio_now: float
-    memory_ratio: float  # activations held by the stage that holds most
+    memory_ratio: float  # activation memory of the stage with the most
 
 
 class WhatIf(Resource):
     """The last steps, replayed with parts of them as fast as their peers.
 
-    Slowdowns are to the ideal run, 1.0 is none; `..._by_...` have only this group as it was. Null
-    or empty where the steps cannot be replayed: the verdict says why.
+    Slowdowns are relative to the ideal run; 1.0 means none. In `..._by_...` only that group keeps
+    its measured times. Fields are null or empty if the steps cannot be replayed; the verdict says
+    why.
     """
 
     job_id: str
@@ -197,14 +198,14 @@ class WhatIf(Resource):
     slowdown_by_optype: dict[str, float] = {}
     slowdown_by_dp_rank: dict[int, float] = {}
     slowdown_by_stage: dict[int, float] = {}
-    slowdown_by_worker: dict[int, float] = {}  # by the lowest rank of each
-    m_s: float | None = None  # share of the loss that the last stage explains
-    m_w: float | None = None  # share that the slowest 3% of workers explain
+    slowdown_by_worker: dict[int, float] = {}  # key: lowest rank of the worker
+    m_s: float | None = None  # share of the slowdown explained by the last stage
+    m_w: float | None = None  # share explained by the slowest 3% of workers
     launch_slowdown: float | None = None
-    slowest_workers: list[int] = []  # those of `m_w`, slowest first
+    slowest_workers: list[int] = []  # workers of `m_w`, slowest first
     verdict: WhatIfVerdict
-    fixes: list[FixModel] = []  # the best first
-    advice: list[PipelineAdviceModel] = []  # the best first
+    fixes: list[FixModel] = []  # largest gain first
+    advice: list[PipelineAdviceModel] = []  # largest gain first
 
 
 class GridCell(Resource):
@@ -234,7 +235,7 @@ class Gpu(Resource):
     uuid: str
     name: str
     pci_bus_id: str
-    trouble: Literal["lost", "hung"] | None = None  # it holds no rank until it is back
+    trouble: Literal["lost", "hung"] | None = None  # holds no rank until it has recovered
     sm_clock_hertz: float | None = None
     temperature_celsius: float | None = None
     power_watts: float | None = None
@@ -247,11 +248,11 @@ class Node(Resource):
     hostname: str
     version: str
     state: Literal["ready", "degraded", "quarantined", "lost"]
-    reason: str | None  # of the quarantine, or what is the matter with its GPUs
-    slots: int  # ranks it can hold now
-    job_id: str | None  # that holds it
-    ranks: list[int]  # of that job
-    ranks_by_job: dict[str, list[int]]  # also of jobs beside it, which others started
+    reason: str | None  # reason of the quarantine, or the state of failed GPUs
+    slots: int  # ranks that fit now
+    job_id: str | None  # the job that the node is assigned to
+    ranks: list[int]  # ranks of that job
+    ranks_by_job: dict[str, list[int]]  # includes external jobs
     gpus: list[Gpu]
     last_seen_at: datetime
 
@@ -264,7 +265,7 @@ class EvidenceModel(Resource):
 
 
 class CauseModel(Resource):
-    """One possible cause; likelihoods of an incident sum to at most 1, the rest is unknown."""
+    """One possible cause. Likelihoods of an incident sum to at most 1; the rest is unknown."""
 
     name: str
     likelihood: float
@@ -288,7 +289,7 @@ class ThreadModel(Resource):
 
 
 class StacksModel(Resource):
-    """Python stacks of one rank, taken when its job was found to hang."""
+    """Python stacks of one rank, taken during a hang or on demand."""
 
     rank: int
     taken_at: datetime
@@ -299,7 +300,7 @@ class StacksModel(Resource):
 class RankStacks(Resource):
     """The newest stacks of a rank, and the newest request for them.
 
-    `state`: of the request, or of what was taken at a hang; `asked` until the node has answered.
+    `state` is that of the request, or `taken` for stacks of a hang; `asked` until the node answers.
     """
 
     job_id: str
@@ -318,13 +319,13 @@ class RankDumpModel(Resource):
 
 
 class FlightRecorder(Resource):
-    """The Flight Recorder dumps of a job's ranks, and what they say together."""
+    """Flight Recorder dumps of a job's ranks, and the verdict from all of them."""
 
     job_id: str
     generation: int
     text: str  # the verdict, or why there is none
-    dumps: list[RankDumpModel]  # of those ranks that have answered
-    report: dict[str, Any] | None = None  # as `paceline analyze --flight-recorder --json` has it
+    dumps: list[RankDumpModel]  # ranks that have answered
+    report: dict[str, Any] | None = None  # same as `paceline analyze --flight-recorder --json`
 
 
 class Incident(Resource):
@@ -340,22 +341,22 @@ class Incident(Resource):
     node: str | None
     stage: int | None
     slowdown: float | None
-    cost_ratio: float | None  # share of the step time it takes
-    speedup: float | None = None  # step time now over that of a replay without it
+    cost_ratio: float | None  # share of the step time that it costs
+    speedup: float | None = None  # current step time over that of a replay without it
     persistence: Literal["persistent", "transient", "chronic"] | None = None
-    side: Literal["host", "device", "mismatch"] | None = None  # of a hang
-    ranks: list[int] = []  # all that are concerned, where it is not `rank` alone
-    link: list[int] | None = None  # source and destination rank of a slow one
+    side: Literal["host", "device", "mismatch"] | None = None  # hangs only
+    ranks: list[int] = []  # all affected ranks, if more than `rank`
+    link: list[int] | None = None  # slow link: source and destination rank
     onset_step: int | None
     detected_step: int | None
     detected_at: datetime
     resolved_at: datetime | None
     evidence: list[EvidenceModel]
     counter_evidence: list[EvidenceModel]
-    causes: list[CauseModel] = []  # likeliest first
-    advice: str | None = None  # what to change in the training, and what it would give
-    stacks: list[StacksModel] = []  # of a hang; only where one incident is asked for
-    symptoms: list[str]  # summaries of the findings grouped into it
+    causes: list[CauseModel] = []  # most likely first
+    advice: str | None = None  # what to change in the training, and the gain
+    stacks: list[StacksModel] = []  # hangs only; only in GET of one incident
+    symptoms: list[str]  # summaries of its grouped findings
     action_ids: list[str]
 
 

@@ -1,4 +1,4 @@
-"""The one sentence on top of a job's page."""
+"""The verdict of a job: its state in one sentence, at the top of its page."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from paceline_server.percent import percent
 from paceline_server.store import models, queries
 from paceline_server.store.shares import medians, newest_shares
 
-# Kinds of a verdict when no incident is open; else it is that of the incident's finding.
+# Kinds of a verdict without an open incident; with one it is the kind of its finding.
 JobVerdict = Literal["healthy", "starting", "recovering", "finished", "stopped", "failed"]
 _WINDOW_STEPS = 10
-_EVEN_RATIO = 0.15  # a wider spread reads like trouble, which the detectors would have named
+_EVEN_RATIO = 0.15  # a wider spread would read like a problem, which the detectors would report
 
 
 def verdict(session: Session, job: models.JobRow) -> schemas.Verdict:
+    """Return the verdict of a job."""
     match job.state:
         case "finished":
             return _verdict("finished", f"Finished{_at_step(job)}.")
@@ -56,15 +57,15 @@ def _waiting(job: models.JobRow) -> str:
 
 
 def _failed(session: Session, job: models.JobRow, worst: models.IncidentRow | None) -> str:
-    """With the reason why no restart followed."""
+    """Return the verdict of a failed job, with the reason why it was not restarted."""
     stop = queries.newest_action(session, job.id, "stop")
     if stop is not None:
-        why = stop.view.reason
+        reason = stop.view.reason
     elif worst is not None:
-        why = worst.view.finding.summary
+        reason = worst.view.finding.summary
     else:
-        why = "All ranks ended, and none is to be restarted."
-    return f"Failed{_at_step(job)}. {why}"
+        reason = "All ranks have exited and no restart is planned."
+    return f"Failed{_at_step(job)}. {reason}"
 
 
 def _at_step(job: models.JobRow) -> str:
@@ -74,7 +75,7 @@ def _at_step(job: models.JobRow) -> str:
 def _starting(session: Session, job: models.JobRow) -> str:
     states = queries.rank_states(session, job.id)
     ready, count = states.get("attached", 0), sum(states.values())
-    return f"Generation {job.generation} is starting: {ready} of {count} ranks are up."
+    return f"Generation {job.generation} is starting: {ready} of {count} ranks have attached."
 
 
 def _healthy(session: Session, job: models.JobRow) -> str:
@@ -84,7 +85,7 @@ def _healthy(session: Session, job: models.JobRow) -> str:
     slowdowns = [value for value in medians(shares.slowdown) if value is not None]
     spread = max(slowdowns) - 1.0 if slowdowns else None
     if spread is None or world_size == 1:
-        return f"No trouble found{pace}."
+        return f"No problem found{pace}."
     if spread > _EVEN_RATIO:
-        return f"No rank stays behind the others{pace}."
+        return f"No slow rank found{pace}."
     return f"All {world_size} ranks within {percent(max(spread, 0.01))} of their peers{pace}."

@@ -138,7 +138,7 @@ def _held_by_nothing(
         if wait.reason is DumpWaitReason.HOST and not wait.operation.is_p2p:
             for rank in wait.targets:
                 arrivals = wait.operation.arrivals.items()
-                if any(arrival.order > caught_up(rank, other) for other, arrival in arrivals):
+                if any(pending.order > caught_up(rank, other) for other, pending in arrivals):
                     yield rank
 
 

@@ -1,1 +1,1 @@
-"""Batches in, hot log out: check, then append in one transaction per group, then answer."""
+"""Ingest of batches: check, append to the hot log in one transaction per group, respond."""

@@ -1,4 +1,4 @@
-"""Refuses what the wire allows but the store cannot hold: numbers and text beyond its columns."""
+"""Rejects values that the wire format allows but the database columns cannot hold."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from paceline_wire.batch import (
 )
 from paceline_wire.dumps import MAXIMUM_PACKED_BYTES
 
-_LIMIT = 1 << 63  # of a signed 64-bit column
+_LIMIT = 1 << 63  # signed 64-bit column
 _LIMIT_32 = 1 << 31  # ranks, generations, pids, ports
 _EVENTS = 100_000
 
 
 def check(batch: Batch) -> None:
-    """Raises BatchError("invalid", ...)."""
+    """Check a batch. Raises BatchError("invalid", ...)."""
     if "\0" in batch.agent_id or "\0" in batch.boot_id:
-        raise BatchError("invalid", "agent_id and boot_id hold no NUL")
+        raise BatchError("invalid", "agent_id and boot_id must not contain NUL")
     if len(batch.events) > _EVENTS:
-        raise BatchError("invalid", f"{len(batch.events)} events, at most {_EVENTS}")
-    _within(_batch_numbers(batch))
+        raise BatchError("invalid", f"expected at most {_EVENTS} events, got {len(batch.events)}")
+    _check_ranges(_batch_numbers(batch))
     for event in batch.events:
-        _within(_event_numbers(event))
+        _check_ranges(_event_numbers(event))
     for block in batch.spans:
-        _within(_block_numbers(block))
+        _check_ranges(_block_numbers(block))
     if batch.samples:  # the most numerous by far
         times = list(map(attrgetter("time_ns"), batch.samples))
-        _within((("time_ns", min(times), _LIMIT), ("time_ns", max(times), _LIMIT)))
+        _check_ranges((("time_ns", min(times), _LIMIT), ("time_ns", max(times), _LIMIT)))
 
 
 _Numbers = tuple[tuple[str, int, int], ...]  # name, value, limit
 
 
-def _within(numbers: _Numbers) -> None:
+def _check_ranges(numbers: _Numbers) -> None:
     for name, value, limit in numbers:
         if not 0 <= value < limit:
-            raise BatchError("invalid", f"{name} of {value} is not in 0..{limit - 1}")
+            raise BatchError("invalid", f"{name}: expected 0 to {limit - 1}, got {value}")
 
 
 def _batch_numbers(batch: Batch) -> _Numbers:

@@ -1,27 +1,33 @@
-"""Why a good batch was not stored.
+"""Errors of storing a valid batch.
 
 IngestError
-├── BusyError           more batches wait than are taken; try again
-├── UnavailableError    the database does not answer; try again
-└── UnstorableError     the database refuses this very batch; never try again
+├── BusyError           too many batches wait to be written; retry
+├── UnavailableError    the database is unavailable; retry
+└── UnstorableError     the database rejects this batch; do not retry
 """
 
 from __future__ import annotations
 
 
 class IngestError(Exception):
-    """`reason` is a short stable word for the counter."""
+    """A batch was not stored. `reason` is the label of the counter of rejected requests."""
 
     reason = "error"
 
 
 class BusyError(IngestError):
+    """Too many batches wait to be written."""
+
     reason = "busy"
 
 
 class UnavailableError(IngestError):
+    """The database is unavailable."""
+
     reason = "unavailable"
 
 
 class UnstorableError(IngestError):
+    """The database rejects this batch."""
+
     reason = "unstorable"

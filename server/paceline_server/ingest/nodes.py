@@ -1,4 +1,4 @@
-"""What a batch says about its node: alive, who it is, how its GPUs are."""
+"""Updates of nodes from batches: last seen, hello, GPU readings."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paceline_server.store.changes import record_changes
 from paceline_server.store.models import BootRow, GpuReading, NodeRow
 from paceline_wire.batch import AgentHello, Batch, Sample
 
-_GPU_SHOWN_NS = 1_000_000_000  # a node's readings are announced this often at most
-_SILENT_NS = 5_000_000_000  # longer than any living agent's pause
+_ANNOUNCE_NS = 1_000_000_000  # shortest interval between announcements of a node's readings
+_SILENT_NS = 5_000_000_000  # longer than the pause of any live agent
 
 
 @dataclass(slots=True)
-class _Heard:
-    """A node's row, but for who it is (`hello`), which only a new hello changes."""
+class _NodeState:
+    """The columns of a node's row that each batch updates; `hello` only if it sent one."""
 
     agent_id: str
     boot_id: str
@@ -32,32 +32,34 @@ class _Heard:
     hello: AgentHello | None = None
 
 
-# Over the bare tables: of a thousand nodes mapped objects would cost more than all else here.
+# Core tables: ORM objects of a thousand nodes would cost more than everything else here.
 _NODES: Table = NodeRow.__table__  # type: ignore[assignment]  # is a Table
 _BOOTS: Table = BootRow.__table__  # type: ignore[assignment]
-_FIELDS = tuple(field.name for field in fields(_Heard) if field.name != "hello")
+_FIELDS = tuple(field.name for field in fields(_NodeState) if field.name != "hello")
 _AGENTS: BindParameter[str] = bindparam("agents", expanding=True)
 _KNOWN_NODES = select(*(_NODES.c[name] for name in _FIELDS)).where(_NODES.c.agent_id.in_(_AGENTS))
 _KNOWN_BOOTS = select(_BOOTS.c.agent_id, _BOOTS.c.boot_id).where(_BOOTS.c.agent_id.in_(_AGENTS))
 _CHANGE = update(_NODES).where(_NODES.c.agent_id == bindparam("of_agent"))
 
 
-def hear(session: Session, heard: Sequence[tuple[Batch, int]]) -> None:
-    """Update the nodes' rows from batches that were new, given with when they were received.
+def update_nodes(session: Session, received: Sequence[tuple[Batch, int]]) -> None:
+    """Update the rows of nodes from new batches, given as (batch, received_ns).
 
-    An old boot's batch changes nothing here, so a node's freshness never goes backwards.
+    Batches of an earlier boot are ignored, so that a node's state never goes backwards.
     """
     connection = session.connection()
-    asked = {"agents": sorted({batch.agent_id for batch, _ in heard})}
-    stored = {row.agent_id: _Heard(*row) for row in connection.execute(_KNOWN_NODES, asked)}
+    parameters = {"agents": sorted({batch.agent_id for batch, _ in received})}
+    stored = {
+        row.agent_id: _NodeState(*row) for row in connection.execute(_KNOWN_NODES, parameters)
+    }
     nodes = dict(stored)
-    known = {tuple(row) for row in connection.execute(_KNOWN_BOOTS, asked)}
+    known_boots = {tuple(row) for row in connection.execute(_KNOWN_BOOTS, parameters)}
     boots = []
     announced = set()
-    for batch, received_ns in heard:
-        is_new_boot = (batch.agent_id, batch.boot_id) not in known
+    for batch, received_ns in received:
+        is_new_boot = (batch.agent_id, batch.boot_id) not in known_boots
         if is_new_boot:
-            known.add((batch.agent_id, batch.boot_id))
+            known_boots.add((batch.agent_id, batch.boot_id))
             boots.append(
                 {
                     "agent_id": batch.agent_id,
@@ -70,7 +72,8 @@ def hear(session: Session, heard: Sequence[tuple[Batch, int]]) -> None:
             node = nodes[batch.agent_id] = _new(batch, received_ns)
         elif node.boot_id != batch.boot_id:
             if not (
-                batch.boot_id > node.boot_id or (is_new_boot and _began(node, batch, received_ns))
+                batch.boot_id > node.boot_id
+                or (is_new_boot and _is_first_batch_of_boot(node, batch, received_ns))
             ):
                 continue
             node.boot_id, node.sequence = batch.boot_id, -1
@@ -78,11 +81,11 @@ def hear(session: Session, heard: Sequence[tuple[Batch, int]]) -> None:
             announced.add(batch.agent_id)
     if boots:
         connection.execute(insert(_BOOTS), boots)
-    _keep(connection, nodes, stored)
+    _persist(connection, nodes, stored)
     record_changes(session, None, "node", sorted(announced))
 
 
-def _keep(connection: Connection, nodes: dict[str, _Heard], stored: Collection[str]) -> None:
+def _persist(connection: Connection, nodes: dict[str, _NodeState], stored: Collection[str]) -> None:
     rows = {
         agent_id: {name: getattr(node, name) for name in _FIELDS}
         for agent_id, node in nodes.items()
@@ -100,13 +103,13 @@ def _keep(connection: Connection, nodes: dict[str, _Heard], stored: Collection[s
         connection.execute(_CHANGE, hellos)
 
 
-def _began(node: _Heard, batch: Batch, received_ns: int) -> bool:
-    """Boots sort in order, but for a node that lost its disk and had its clock set back."""
+def _is_first_batch_of_boot(node: _NodeState, batch: Batch, received_ns: int) -> bool:
+    """Return whether a boot that sorts earlier is new: the node lost its disk and its clock."""
     return batch.sequence == 0 and received_ns - node.last_seen_ns > _SILENT_NS
 
 
-def _new(batch: Batch, received_ns: int) -> _Heard:
-    return _Heard(
+def _new(batch: Batch, received_ns: int) -> _NodeState:
+    return _NodeState(
         agent_id=batch.agent_id,
         boot_id=batch.boot_id,
         sequence=-1,
@@ -117,14 +120,14 @@ def _new(batch: Batch, received_ns: int) -> _Heard:
     )
 
 
-def _apply(node: _Heard, batch: Batch, received_ns: int) -> bool:
-    """Returns whether those who look at the node should hear of it."""
-    returned = received_ns - node.last_seen_ns > _GPU_SHOWN_NS
-    # What came at once is not always stored in order; by more, our clock was set back.
+def _apply(node: _NodeState, batch: Batch, received_ns: int) -> bool:
+    """Apply a batch to its node; return whether to announce the node to streams."""
+    returned = received_ns - node.last_seen_ns > _ANNOUNCE_NS
+    # Concurrent batches may be stored out of order. By more than that, the clock was set back.
     if not 0 < node.last_seen_ns - received_ns < _SILENT_NS:
         node.last_seen_ns = received_ns
     if batch.sequence < node.sequence:
-        return returned  # a straggling batch: alive, but its values are old
+        return returned  # a late batch: the node is alive, but the values are old
     node.sequence = batch.sequence
     node.packed_ns = batch.packed_ns
     node.dropped_batches = batch.dropped_batches
@@ -139,12 +142,12 @@ def _newest_hello(batch: Batch) -> AgentHello | None:
     return hellos[-1] if hellos else None
 
 
-def _read_gpus(node: _Heard, samples: list[Sample]) -> bool:
+def _read_gpus(node: _NodeState, samples: list[Sample]) -> bool:
     known = node.readings
     fresh: dict[int, GpuReading] = {}
     for sample in samples:
         name = sample.name
-        if name not in _SHOWN and name != _THROTTLE:
+        if name not in _READINGS and name != _THROTTLE_REASON:
             continue
         number = _gpu_number(sample.labels.get("gpu", ""))
         if number is None:
@@ -162,7 +165,7 @@ def _read_gpus(node: _Heard, samples: list[Sample]) -> bool:
     throttles = [reading.throttle_reasons for reading in known.values()]
     node_changed = throttles != [reading.throttle_reasons for reading in readings.values()]
     node.readings = readings
-    return node_changed or newest // _GPU_SHOWN_NS != oldest // _GPU_SHOWN_NS
+    return node_changed or newest // _ANNOUNCE_NS != oldest // _ANNOUNCE_NS
 
 
 @lru_cache(maxsize=1024)
@@ -170,22 +173,22 @@ def _gpu_number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 5 else None
 
 
-_SHOWN = {
+_READINGS = {
     # metric: field, factor to base units
     "DCGM_FI_DEV_SM_CLOCK": ("sm_clock_hertz", 1e6),
     "DCGM_FI_DEV_GPU_TEMP": ("temperature_celsius", 1.0),
     "DCGM_FI_DEV_POWER_USAGE": ("power_watts", 1.0),
     "DCGM_FI_DEV_GPU_UTIL": ("utilization_ratio", 0.01),
 }
-_THROTTLE = "paceline_gpu_throttle_reason"
+_THROTTLE_REASON = "paceline_gpu_throttle_reason"
 
 
 def _read(reading: GpuReading, sample: Sample) -> None:
     reading.time_ns = sample.time_ns
-    if sample.name == _THROTTLE:
+    if sample.name == _THROTTLE_REASON:
         reason = sample.labels.get("reason", "unknown")
         others = set(reading.throttle_reasons) - {reason}
         reading.throttle_reasons = sorted(others | {reason} if sample.value else others)[:32]
     else:
-        name, factor = _SHOWN[sample.name]
+        name, factor = _READINGS[sample.name]
         setattr(reading, name, sample.value * factor)

@@ -1,8 +1,8 @@
-"""The log writer: one thread that appends batches, many to a transaction.
+"""The log writer: one thread that appends batches, many per transaction.
 
-Requests hand in decoded batches and wait. While one group commits the next one gathers, so that
-the cost of a commit is shared by all that came meanwhile. An answer is given only after its
-commit: `stored`, or `duplicate` if (agent, boot, sequence) was stored before.
+Requests submit decoded batches and wait. While one group commits, the next one accumulates, so that
+its batches share the cost of one commit. A request is answered only after the commit: `stored`, or
+`duplicate` if (agent, boot, sequence) was stored before.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import sqlalchemy.exc
 from sqlalchemy.orm import Session
 
 from paceline_server.ingest.errors import BusyError, IngestError, UnavailableError, UnstorableError
-from paceline_server.ingest.nodes import hear
+from paceline_server.ingest.nodes import update_nodes
 from paceline_server.metrics import ServingMetrics
 from paceline_server.store import attachments, rank_evidence
 from paceline_server.store.commands import finish_command
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.log import UnwrittenBatch, append_all
-from paceline_server.store.wake import Wakes
+from paceline_server.store.signals import CommitSignals
 from paceline_wire.batch import (
     Batch,
     CommandResult,
@@ -37,21 +37,23 @@ from paceline_wire.batch import (
 
 _log = logging.getLogger(__name__)
 Status = Literal["stored", "duplicate"]
-# In memory before requests are told to come back. A refusal costs both sides more than a place in
-# the queue: all nodes of a large job may come at once.
-_WAITING = 8192
-_WAITING_BYTES = 64 << 20
-_GROUP = 256
-# After a group of many the writer rests for as long as it took to write, so that as many more
-# gather: a commit costs about as much as to store ten batches.
-_MANY = 8
+# Limits of the queue; beyond them requests get 503. A rejected request costs both sides more than a
+# place in the queue, and all nodes of a large job may send at the same time.
+_QUEUE_BATCHES = 8192
+_QUEUE_BYTES = 64 << 20
+_GROUP_BATCHES = 256
+# After a large group the writer pauses for as long as the write took, so that an equally large
+# group accumulates: a commit costs about as much as storing ten batches.
+_LARGE_GROUP = 8
 _REST_SECONDS = 0.05
 _GROUP_BYTES = 32 << 20
 _STALLED_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class PendingBatch:
+    """A batch that waits for its commit; `answer` is set after it."""
+
     batch: Batch
     payload: bytes
     received_ns: int
@@ -59,132 +61,149 @@ class Arrival:
 
 
 class LogWriter:
-    def __init__(self, database: Database, wakes: Wakes, metrics: ServingMetrics) -> None:
+    """The queue of batches and the thread that writes them."""
+
+    def __init__(self, database: Database, signals: CommitSignals, metrics: ServingMetrics) -> None:
         self._database = database
-        self._wakes = wakes
+        self._signals = signals
         self._metrics = metrics
-        self._waiting: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[PendingBatch | None] = queue.SimpleQueue()
         self._waiting_bytes = 0
-        self._counting = threading.Lock()
-        self._writes_since: float | None = None  # None: it waits for batches
+        self._size_lock = threading.Lock()
+        self._writing_since: float | None = None  # None: waiting for batches
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """What was handed in before is still written."""
+        """Write all submitted batches, then end the thread."""
         if self._thread.is_alive():
             self._waiting.put(None)
             self._thread.join()
 
     def unready(self) -> list[str]:
+        """Return why the server is not ready, an empty list if it is."""
         if not self._thread.is_alive():
             return ["log writer: not running"]
-        since = self._writes_since
+        since = self._writing_since
         is_stalled = since is not None and time.monotonic() - since > _STALLED_SECONDS
         return ["log writer: stalled"] if is_stalled else []
 
     def submit(self, batch: Batch, payload: bytes, received_ns: int) -> Future[Status]:
-        """The future raises IngestError. Raises BusyError at once if too much waits."""
+        """Queue a batch for writing.
+
+        Returns:
+            A future with the status; it raises IngestError.
+
+        Raises:
+            BusyError: the queue is full.
+        """
         self.refuse_if_full()
-        arrival = Arrival(batch, payload, received_ns)
-        with self._counting:
+        pending = PendingBatch(batch, payload, received_ns)
+        with self._size_lock:
             self._waiting_bytes += len(payload)
-        self._waiting.put(arrival)
-        return arrival.answer
+        self._waiting.put(pending)
+        return pending.answer
 
     def refuse_if_full(self) -> None:
-        """Raises BusyError. To be asked before work is put into what would be refused."""
-        if self._waiting.qsize() >= _WAITING or self._waiting_bytes >= _WAITING_BYTES:
-            raise BusyError(f"{self._waiting.qsize()} batches wait to be written")
+        """Raise BusyError if the queue is full. Call it before decoding a batch."""
+        if self._waiting.qsize() >= _QUEUE_BATCHES or self._waiting_bytes >= _QUEUE_BYTES:
+            raise BusyError(f"{self._waiting.qsize()} batches are waiting to be written")
 
     def _run(self) -> None:
         while (first := self._waiting.get()) is not None:
             group, last = self._gather(first)
-            with self._counting:
-                self._waiting_bytes -= sum(len(arrival.payload) for arrival in group)
-            began = time.monotonic()
+            with self._size_lock:
+                self._waiting_bytes -= sum(len(pending.payload) for pending in group)
+            started = time.monotonic()
             self._write(group)
-            self._writes_since = None
+            self._writing_since = None
             if last:
                 return
-            if len(group) >= _MANY:
-                time.sleep(min(time.monotonic() - began, _REST_SECONDS))
+            if len(group) >= _LARGE_GROUP:
+                time.sleep(min(time.monotonic() - started, _REST_SECONDS))
 
-    def _gather(self, first: Arrival) -> tuple[list[Arrival], bool]:
+    def _gather(self, first: PendingBatch) -> tuple[list[PendingBatch], bool]:
         group, size = [first], len(first.payload)
-        while len(group) < _GROUP and size < _GROUP_BYTES:
+        while len(group) < _GROUP_BATCHES and size < _GROUP_BYTES:
             try:
-                arrival = self._waiting.get_nowait()
+                pending = self._waiting.get_nowait()
             except queue.Empty:
                 break
-            if arrival is None:
+            if pending is None:
                 return group, True
-            group.append(arrival)
-            size += len(arrival.payload)
+            group.append(pending)
+            size += len(pending.payload)
         return group, False
 
-    def _write(self, group: list[Arrival]) -> None:
-        """One transaction for all; if the database refuses one, each by itself."""
-        self._writes_since = time.monotonic()
+    def _write(self, group: list[PendingBatch]) -> None:
+        """Write a group in one transaction, or one by one if the database rejects the group."""
+        self._writing_since = time.monotonic()
         try:
             statuses = self._commit(group)
         except UNAVAILABLE as error:
-            _log.warning("the log cannot be written: %s", error)
-            _fail(group, UnavailableError("the database does not answer"))
+            _log.warning("hot log not written, database unavailable: %s", error)
+            _fail(group, UnavailableError("the database is unavailable"))
         except (sqlalchemy.exc.SQLAlchemyError, ValueError, OverflowError) as error:
             if len(group) > 1:
-                for arrival in group:
-                    self._write([arrival])
+                for pending in group:
+                    self._write([pending])
                 return
-            _log.error("a batch of %s cannot be stored: %s", group[0].batch.agent_id, error)
-            _fail(group, UnstorableError("the database refuses this batch"))
+            _log.error(
+                "batch of agent %s rejected by the database: %s", group[0].batch.agent_id, error
+            )
+            _fail(group, UnstorableError("the database rejects this batch"))
         else:
-            self._wakes.work.notify()
-            for arrival, status in zip(group, statuses, strict=True):
+            self._signals.work.notify()
+            for pending, status in zip(group, statuses, strict=True):
                 self._metrics.batches.labels(status).inc()
-                _answer(arrival, status)
+                _answer(pending, status)
 
-    def _commit(self, group: list[Arrival]) -> list[Status]:
+    def _commit(self, group: list[PendingBatch]) -> list[Status]:
         with self._metrics.commit_seconds.time(), self._database.write() as session:
             statuses = _store(session, group)
         self._metrics.bytes.inc(
             sum(
-                len(arrival.payload)
-                for arrival, status in zip(group, statuses, strict=True)
+                len(pending.payload)
+                for pending, status in zip(group, statuses, strict=True)
                 if status == "stored"
             )
         )
         return statuses
 
 
-def _store(session: Session, group: list[Arrival]) -> list[Status]:
-    entries = [UnwrittenBatch(one.batch, one.payload, one.received_ns) for one in group]
+def _store(session: Session, group: list[PendingBatch]) -> list[Status]:
+    entries = [
+        UnwrittenBatch(pending.batch, pending.payload, pending.received_ns) for pending in group
+    ]
     stored = append_all(session, entries)
     new = [entry for entry, is_new in zip(entries, stored, strict=True) if is_new]
     if new:
-        hear(session, [(entry.batch, entry.received_ns) for entry in new])
+        update_nodes(session, [(entry.batch, entry.received_ns) for entry in new])
     for entry in new:
         for event in entry.batch.events:
             if isinstance(event, CommandResult):
                 finish_command(session, entry.batch.agent_id, event, entry.received_ns)
             elif isinstance(event, RankStackTraces | RankDump):
-                rank_evidence.keep(session, entry.batch.agent_id, event, entry.received_ns)
+                rank_evidence.store_evidence(
+                    session, entry.batch.agent_id, event, entry.received_ns
+                )
             elif isinstance(event, RankAttached):
-                attachments.keep(session, entry.batch.agent_id, event, entry.received_ns)
+                attachments.record_attached(session, entry.batch.agent_id, event, entry.received_ns)
             elif isinstance(event, RankExited):
-                attachments.end(session, entry.batch.agent_id, event, entry.received_ns)
+                attachments.record_exit(session, entry.batch.agent_id, event, entry.received_ns)
     return ["stored" if is_new else "duplicate" for is_new in stored]
 
 
-def _answer(arrival: Arrival, status: Status) -> None:
-    # A request that was given up has cancelled its future; its batch is stored all the same.
-    if arrival.answer.set_running_or_notify_cancel():
-        arrival.answer.set_result(status)
+def _answer(pending: PendingBatch, status: Status) -> None:
+    # The future of an aborted request is cancelled; its batch is stored nevertheless.
+    if pending.answer.set_running_or_notify_cancel():
+        pending.answer.set_result(status)
 
 
-def _fail(group: list[Arrival], error: IngestError) -> None:
-    for arrival in group:
-        if arrival.answer.set_running_or_notify_cancel():
-            arrival.answer.set_exception(error)
+def _fail(group: list[PendingBatch], error: IngestError) -> None:
+    for pending in group:
+        if pending.answer.set_running_or_notify_cancel():
+            pending.answer.set_exception(error)

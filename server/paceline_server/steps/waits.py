@@ -133,8 +133,8 @@ def _transfers(spans: Spans, wait_ns: Ints) -> TransferTimes:
         place, known = partner.place(end.key)
         # A receive whose send was lost is all waiting; a send without a receive does not wait.
         wait = duration if end is receive else np.zeros_like(duration)
-        arrival = partner.entered_ns[place[known]]
-        wait[known] = np.clip(arrival - start[known], 0, duration[known])
+        pending = partner.entered_ns[place[known]]
+        wait[known] = np.clip(pending - start[known], 0, duration[known])
         wait_ns[end.where] = wait
     place, known = receive.place(send.keys)
     place = place[known]

@@ -1,6 +1,6 @@
-"""Ranks that agents found running, of jobs that somebody else started: torchrun, Slurm, a shell.
+"""Ranks of external jobs (torchrun, Slurm, a shell) that agents found running.
 
-Ingest writes what it hears, a worker makes a job of it once all ranks of a generation are there.
+Ingest records each attached rank. A worker creates the job once all ranks of a run have attached.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from paceline_wire.ring import Identity
 from paceline_wire.topology import RANKS_AT_MOST
 
 
-class Gathering(NamedTuple):
-    """Ranks of one run that were not taken up yet, and agree on how many they are.
+class PendingRun(NamedTuple):
+    """Attached ranks of one run that has no job yet; all report the same world size.
 
-    They need not agree on the number of their generation: torchrun counts on each node the restarts
-    that began there.
+    They may report different generation numbers: torchrun counts restarts on each node separately.
     """
 
     job_id: str
     generation: int  # the highest
     world_size: int
     ranks: int
-    oldest_ns: int  # when the first of them was heard of
+    oldest_ns: int  # when the first of them was received
     newest_ns: int
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
+        """Return whether all ranks have attached."""
         return self.ranks == self.world_size
 
 
-def keep(session: Session, agent_id: str, event: RankAttached, received_ns: int) -> None:
-    """But for ranks of jobs that we started, and for processes that are known."""
+def record_attached(session: Session, agent_id: str, event: RankAttached, received_ns: int) -> None:
+    """Record an attached rank, except for ranks of Paceline's own jobs and recorded processes."""
     identity = event.identity
     job_id, world_size = identity.job, identity.world_size
     if not is_job_name(job_id) or not 0 <= identity.rank < world_size <= RANKS_AT_MOST:
@@ -57,17 +57,22 @@ def keep(session: Session, agent_id: str, event: RankAttached, received_ns: int)
         "identity": identity,
     }
     keys = {"job_id": job_id, "generation": identity.generation, "rank": identity.rank}
-    _give_up_earlier(session, agent_id, identity)
-    same = AttachmentRow.agent_id == agent_id, AttachmentRow.started_ns == identity.started_ns
+    _discard_earlier_generations(session, agent_id, identity)
+    is_same_process = (
+        AttachmentRow.agent_id == agent_id,
+        AttachmentRow.started_ns == identity.started_ns,
+    )
     session.execute(
         insert_into(session, AttachmentRow)
         .values(**keys, **row)
-        .on_conflict_do_update(index_elements=list(keys), set_=row, where=not_(and_(*same)))
+        .on_conflict_do_update(
+            index_elements=list(keys), set_=row, where=not_(and_(*is_same_process))
+        )
     )
 
 
-def _give_up_earlier(session: Session, agent_id: str, identity: Identity) -> None:
-    """A node's launcher ends the processes of one generation before it starts those of another."""
+def _discard_earlier_generations(session: Session, agent_id: str, identity: Identity) -> None:
+    """Discard this node's earlier generations: its launcher ends one before it starts the next."""
     earlier = (
         AttachmentRow.job_id == identity.job,
         AttachmentRow.agent_id == agent_id,
@@ -78,8 +83,8 @@ def _give_up_earlier(session: Session, agent_id: str, identity: Identity) -> Non
     session.execute(update(AttachmentRow).where(*earlier).values(placed=True))
 
 
-def end(session: Session, agent_id: str, event: RankExited, received_ns: int) -> None:
-    """Of a rank whose run is not whole yet."""
+def record_exit(session: Session, agent_id: str, event: RankExited, received_ns: int) -> None:
+    """Record the exit of a rank whose run is still incomplete."""
     keys = event.job, event.generation, event.rank
     row = (
         session.get(AttachmentRow, keys, populate_existing=True) if "\0" not in event.job else None
@@ -90,14 +95,14 @@ def end(session: Session, agent_id: str, event: RankExited, received_ns: int) ->
         row.ended_ns = received_ns
 
 
-def give_up(session: Session, before_ns: int) -> None:
-    """Ranks that ended by then gather no more: those that are still to come are of another run."""
+def discard_ended(session: Session, before_ns: int) -> None:
+    """Discard ranks that ended before `before_ns`: later ranks belong to another run."""
     ended = AttachmentRow.placed.is_(False), AttachmentRow.ended_ns < before_ns
     session.execute(update(AttachmentRow).where(*ended).values(placed=True))
 
 
-def gathering(session: Session, job_id: str | None = None) -> list[Gathering]:
-    """Of one job, or of all."""
+def pending_runs(session: Session, job_id: str | None = None) -> list[PendingRun]:
+    """Return the pending runs of one job, or of all jobs."""
     query = select(
         AttachmentRow.job_id,
         func.max(AttachmentRow.generation),
@@ -108,57 +113,60 @@ def gathering(session: Session, job_id: str | None = None) -> list[Gathering]:
     ).where(AttachmentRow.placed.is_(False))
     if job_id is not None:
         query = query.where(AttachmentRow.job_id == job_id)
-    together = AttachmentRow.job_id, AttachmentRow.world_size
-    rows = session.execute(query.group_by(*together).order_by(*together))
-    return [Gathering(*row) for row in rows]
+    columns = AttachmentRow.job_id, AttachmentRow.world_size
+    rows = session.execute(query.group_by(*columns).order_by(*columns))
+    return [PendingRun(*row) for row in rows]
 
 
-def follows(session: Session, job: JobRow, gathered: Gathering) -> bool:
-    """Whether it came after what is known of a job; else it is news that were late.
+def is_newer_run(session: Session, job: JobRow, pending: PendingRun) -> bool:
+    """Return whether a pending run started after the job's current generation.
 
-    Another run of the same name counts its generations anew.
+    If not, its events arrived late. Another run of the same name restarts at generation 0.
     """
-    if gathered.generation > job.generation:
+    if pending.generation > job.generation:
         return True
-    known = session.get(GenerationRow, (job.id, job.generation))
-    return known is None or gathered.oldest_ns > known.placement.started_ns
+    current = session.get(GenerationRow, (job.id, job.generation))
+    return current is None or pending.oldest_ns > current.placement.started_ns
 
 
 def is_superseded(session: Session, job: JobRow) -> bool:
-    """Whether a later run of a watched job is whole, and this one cannot go on beside it.
+    """Return whether a later run of an external job is complete and replaces the current one.
 
-    A node has one process of a rank, so those of a run on the same nodes are gone, even where
-    nobody told their end: the node was started anew, or its agent was away.
+    A node has one process per rank. The ranks of a run on the same nodes are therefore gone, even
+    if their exit was never reported because the node rebooted or its agent was down.
     """
-    whole = [each for each in gathering(session, job.id) if each.is_whole]
-    for later in (each for each in whole if follows(session, job, each)):
-        nodes = select(AttachmentRow.agent_id).where(*_of(later))
-        left = select(RankRow.rank).where(RankRow.job_id == job.id, RankRow.state != "exited")
-        is_beside = left.where(RankRow.agent_id.not_in(nodes)).limit(1)
-        if later.generation > job.generation or session.scalar(is_beside) is None:
+    complete = [run for run in pending_runs(session, job.id) if run.is_complete]
+    for later in (run for run in complete if is_newer_run(session, job, run)):
+        nodes = select(AttachmentRow.agent_id).where(*_conditions(later))
+        remaining = select(RankRow.rank).where(RankRow.job_id == job.id, RankRow.state != "exited")
+        on_other_nodes = remaining.where(RankRow.agent_id.not_in(nodes)).limit(1)
+        if later.generation > job.generation or session.scalar(on_other_nodes) is None:
             return True
     return False
 
 
-def take(session: Session, gathered: Gathering) -> list[AttachmentRow]:
-    """They gather no more. Only one worker is given them, in the order of their ranks."""
-    taken = session.scalars(
-        update(AttachmentRow).where(*_of(gathered)).values(placed=True).returning(AttachmentRow)
+def claim(session: Session, pending: PendingRun) -> list[AttachmentRow]:
+    """Claim a pending run and return its ranks in order; only one worker can claim it."""
+    claimed = session.scalars(
+        update(AttachmentRow)
+        .where(*_conditions(pending))
+        .values(placed=True)
+        .returning(AttachmentRow)
     )
-    newest = {each.rank: each for each in sorted(taken, key=attrgetter("received_ns"))}
+    newest = {row.rank: row for row in sorted(claimed, key=attrgetter("received_ns"))}
     return [newest[rank] for rank in sorted(newest)]
 
 
-def _of(gathered: Gathering) -> tuple[ColumnElement[bool], ...]:
+def _conditions(pending: PendingRun) -> tuple[ColumnElement[bool], ...]:
     return (
-        AttachmentRow.job_id == gathered.job_id,
-        AttachmentRow.world_size == gathered.world_size,
+        AttachmentRow.job_id == pending.job_id,
+        AttachmentRow.world_size == pending.world_size,
         AttachmentRow.placed.is_(False),
     )
 
 
-def forget(session: Session, before_ns: int) -> None:
-    """But for those of jobs that go on: an agent may tell of them again."""
-    goes_on = select(JobRow.id).where(JobRow.state.not_in(FINISHED))
-    is_old = AttachmentRow.received_ns < before_ns, AttachmentRow.job_id.not_in(goes_on)
+def prune_attachments(session: Session, before_ns: int) -> None:
+    """Delete old rows, except those of unfinished jobs: an agent may report them again."""
+    unfinished = select(JobRow.id).where(JobRow.state.not_in(FINISHED))
+    is_old = AttachmentRow.received_ns < before_ns, AttachmentRow.job_id.not_in(unfinished)
     session.execute(delete(AttachmentRow).where(*is_old))

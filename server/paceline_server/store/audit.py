@@ -1,4 +1,4 @@
-"""The audit log: who did what to which resource, for ever."""
+"""The audit log: who did what to which resource. It is never pruned."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from paceline_server.store.models import AuditRow
 
 
 def record(session: Session, job_id: str | None, entry: AuditEntry, now_ns: int) -> None:
+    """Append one entry. `job_id` is None for entries that belong to no job."""
     session.add(
         AuditRow(
             at_ns=now_ns,
@@ -22,4 +23,4 @@ def record(session: Session, job_id: str | None, entry: AuditEntry, now_ns: int)
 
 
 def _text(value: str) -> str:
-    return value.replace("\0", "")  # PostgreSQL holds any text but this
+    return value.replace("\0", "")  # the one character that PostgreSQL text cannot hold

@@ -1,4 +1,4 @@
-"""Announcements for streams: which resource changed, in commit order."""
+"""Change rows for event streams: which resource changed, in commit order."""
 
 from __future__ import annotations
 
@@ -15,30 +15,34 @@ Kind = Literal["job", "step", "incident", "action", "node", "ranks"]
 
 
 def record_change(session: Session, job_id: str | None, kind: Kind, subject: str) -> None:
+    """Announce that a resource changed. `job_id` None: every stream receives it."""
     session.execute(insert(ChangeRow).values(job_id=job_id, kind=kind, subject=subject))
 
 
 def record_changes(
     session: Session, job_id: str | None, kind: Kind, subjects: Sequence[str]
 ) -> None:
+    """Announce many resources of one kind with one statement."""
     if subjects:
         rows = [{"job_id": job_id, "kind": kind, "subject": subject} for subject in subjects]
-        # Over the bare table: these are many, and nobody looks at them again here.
+        # The core table avoids ORM objects: the rows are many and not used again here.
         session.connection().execute(insert(_TABLE), rows)
 
 
 def newest_change(session: Session) -> int:
+    """Return the id of the newest change, 0 if there is none."""
     return session.scalar(select(func.max(ChangeRow.id))) or 0
 
 
 def oldest_change(session: Session) -> int:
+    """Return the id of the oldest stored change, 0 if there is none."""
     return session.scalar(select(func.min(ChangeRow.id))) or 0
 
 
 def changes_after(
     session: Session, position: int, job_id: str | None, limit: int = 1000
 ) -> list[ChangeRow]:
-    """In order. With `job_id`, those of that job and those of interest to all."""
+    """Return changes in order. With `job_id`: those of that job and those without a job."""
     query = select(ChangeRow).where(ChangeRow.id > position).order_by(ChangeRow.id).limit(limit)
     if job_id is not None:
         query = query.where(or_(ChangeRow.job_id == job_id, ChangeRow.job_id.is_(None)))
@@ -46,4 +50,5 @@ def changes_after(
 
 
 def prune_changes(session: Session, kept: int) -> None:
+    """Delete all but the newest `kept` changes."""
     session.execute(delete(ChangeRow).where(ChangeRow.id <= newest_change(session) - kept))

@@ -1,4 +1,4 @@
-"""Commands as rows: an agent is asked again until its result is stored."""
+"""Commands as rows. A command is sent to its agent until its result is stored."""
 
 from __future__ import annotations
 
@@ -23,44 +23,47 @@ _COUNTER = "command"
 
 
 def reserve_command_ids(session: Session, count: int) -> range:
-    """Ids that nobody else gets, from 1. An unused rest is lost, which does no harm."""
+    """Reserve `count` unique ids, the first is 1. Unused ids are skipped, which is harmless."""
     end = session.scalar(
         update(CounterRow)
         .where(CounterRow.name == _COUNTER)
         .values(value=CounterRow.value + count)
         .returning(CounterRow.value)
     )
-    assert end is not None, "the first migration makes the counter"
+    assert end is not None, "the first migration creates the counter"
     return range(end - count + 1, end + 1)
 
 
 def issue(session: Session, job_id: str, issued: IssuedCommand, now_ns: int) -> None:
+    """Store a command for delivery to its agent."""
     command = issued.command
-    assert not isinstance(command, Burst | Ping), "only a command of a generation is issued"
+    assert not isinstance(command, Burst | Ping), "bursts and pings have no generation"
     if isinstance(command, TakeStacks | TakeDumps):
-        issued = msgspec.structs.replace(issued, command=_as_ranks_say(session, job_id, command))
+        issued = msgspec.structs.replace(
+            issued, command=_with_reported_generation(session, job_id, command)
+        )
     _add(session, job_id, issued, command.generation, now_ns)
 
 
-def _as_ranks_say(
+def _with_reported_generation(
     session: Session, job_id: str, command: TakeStacks | TakeDumps
 ) -> TakeStacks | TakeDumps:
-    """Those of one node agree on the number of their generation."""
-    generations = queries.reported_generations(session, session.get_one(JobRow, job_id))
-    generation = generations.get(command.ranks[0], command.generation)
+    """Use the generation that the ranks report; ranks of one node report the same number."""
+    reported = queries.reported_generations(session, session.get_one(JobRow, job_id))
+    generation = reported.get(command.ranks[0], command.generation)
     return msgspec.structs.replace(command, generation=generation)
 
 
-def ask_for_burst(
+def request_burst(
     session: Session, node: NodeRow, collectors: list[str], seconds: float, now_ns: int
 ) -> None:
-    """Have a node's agent collect ten times a second. The node must hold ranks of a job."""
+    """Request ten collections per second from an agent. The node must have ranks of a job."""
     assert node.job_id is not None
     job = session.get_one(JobRow, node.job_id)
     (command_id,) = reserve_command_ids(session, 1)
     command = Burst(command_id=command_id, collectors=collectors, seconds=seconds)
-    asked = IssuedCommand(agent_id=node.agent_id, action_id="", command=command)
-    _add(session, job.id, asked, job.generation, now_ns)
+    issued = IssuedCommand(agent_id=node.agent_id, action_id="", command=command)
+    _add(session, job.id, issued, job.generation, now_ns)
 
 
 def _add(
@@ -82,7 +85,7 @@ def _add(
 
 
 def finish_command(session: Session, agent_id: str, result: CommandResult, now_ns: int) -> None:
-    """A result for another agent's command, or a second one, changes nothing."""
+    """Store the result of a command. Ignore results of other agents and repeated results."""
     session.execute(
         update(CommandRow)
         .where(
@@ -95,10 +98,10 @@ def finish_command(session: Session, agent_id: str, result: CommandResult, now_n
 
 
 def withdraw(session: Session, job_id: str, before_generation: int | None, now_ns: int) -> None:
-    """Take back what only makes sense for generations that are over.
+    """Mark unfinished commands of earlier generations as superseded.
 
-    Orders to stop stay: an agent that comes back late must still kill what it left running.
-    `before_generation` None: the job is over.
+    Stop commands stay: an agent that reconnects late must still kill its running ranks.
+    `before_generation` None: the job has ended, withdraw all.
     """
     statement = update(CommandRow).where(
         CommandRow.job_id == job_id,
@@ -111,17 +114,17 @@ def withdraw(session: Session, job_id: str, before_generation: int | None, now_n
 
 
 def prune_commands(session: Session, before_ns: int) -> None:
-    """Forget those that were finished by then, but for those of actions that run."""
-    runs = select(ActionRow.id).where(ActionRow.state == "running")
+    """Delete commands that finished before `before_ns`, except those of running actions."""
+    running = select(ActionRow.id).where(ActionRow.state == "running")
     old = select(CommandRow.id).where(
-        CommandRow.finished_ns < before_ns, CommandRow.action_id.not_in(runs)
+        CommandRow.finished_ns < before_ns, CommandRow.action_id.not_in(running)
     )
     session.execute(delete(AcknowledgementRow).where(AcknowledgementRow.command_id.in_(old)))
     session.execute(delete(CommandRow).where(CommandRow.id.in_(old)))
 
 
 def unfinished_commands(session: Session) -> dict[str, list[tuple[int, str]]]:
-    """(id, body) by agent, in the order of issue."""
+    """Return (id, body) of unfinished commands by agent id, in the order of issue."""
     query = (
         select(CommandRow.agent_id, CommandRow.id, CommandRow.body)
         .where(CommandRow.finished_ns.is_(None))

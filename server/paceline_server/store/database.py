@@ -1,10 +1,10 @@
-"""One database for the program: SQLite or PostgreSQL behind the same two doors.
+"""The server's database: SQLite or PostgreSQL behind the same two methods.
 
-`read()` sees one consistent moment and writes nothing. `write()` is one transaction, committed at
-the end. There is one writer at a time, on PostgreSQL too: so ids are in the order of commits (a
-reader that goes by a cursor misses none) and writers cannot deadlock. Transactions are therefore
-short, and the log writer puts many batches into one. Both raise one of `UNAVAILABLE` when the
-database is away, `write()` also when others have kept it busy for too long.
+`read()` opens a consistent read-only snapshot. `write()` is one transaction, committed at the end.
+There is one writer at a time, on PostgreSQL too. Ids are therefore in commit order (a reader with
+a cursor misses none) and writers cannot deadlock. Transactions must be short; the log writer puts
+many batches into one. Both methods raise one of `UNAVAILABLE` when the database is unavailable,
+`write()` also when other writers kept it busy for too long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.orm import Session
 
-# What a database that is away, full or busy raises; anything else is our own mistake.
+# Raised when the database is unreachable, full or busy. Any other error is a bug.
 UNAVAILABLE = (
     sqlalchemy.exc.OperationalError,
     sqlalchemy.exc.InterfaceError,
@@ -35,23 +35,25 @@ UNAVAILABLE = (
 
 
 class UnusableError(Exception):
-    """The database cannot be opened, or is none of ours; the message says why in a sentence."""
+    """The database cannot be opened or is not Paceline's; the message says why."""
 
 
 # Key of the PostgreSQL advisory lock; arbitrary, but shared by all replicas.
 _WRITER = 0x7061636501
-_JOURNAL_BYTES = 64 << 20  # a write-ahead log that grew is cut down to it
-_PAGES_GIVEN_BACK = 4096  # 16 MB in one go, which takes some milliseconds
-# PostgreSQL, appendix A: away, but psycopg speaks of them as of a bug.
-_AWAY = frozenset(
+_JOURNAL_BYTES = 64 << 20  # a larger write-ahead log is truncated to this size
+_PAGES_RECLAIMED = 4096  # 16 MB per call, which takes a few milliseconds
+# SQLSTATEs (PostgreSQL, appendix A) that mean unavailable but that psycopg reports as bugs.
+_UNAVAILABLE_STATES = frozenset(
     {
         "25006",  # read only: a standby after a failover, or a disk that is nearly full
-        "25P03",  # idle in a transaction for too long: this process stood still
+        "25P03",  # idle in a transaction for too long: this process was stopped
     }
 )
 
 
 class Database:
+    """A connection pool with one writer at a time."""
+
     def __init__(
         self, url: str, *, timeout_seconds: float = 5.0, synchronous: str = "full"
     ) -> None:
@@ -72,10 +74,11 @@ class Database:
         else:
             _prepare_postgresql(self._engine)
         self._writer = self._engine.execution_options(writes=True)
-        self._turns = Turns(timeout_seconds)
+        self._write_queue = WriteQueue(timeout_seconds)
 
     @contextmanager
     def read(self) -> Iterator[Session]:
+        """Open a consistent snapshot. Raises one of `UNAVAILABLE`."""
         with Session(self._engine, expire_on_commit=False) as session:
             if not self.is_sqlite:
                 session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
@@ -83,12 +86,13 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Session]:
+        """Open a transaction that commits at the end. Raises one of `UNAVAILABLE`."""
         with (
-            self._turns.take(),
+            self._write_queue.acquired(),
             Session(self._writer, expire_on_commit=False) as session,
             session.begin(),
         ):
-            self._be_the_writer(session.connection())
+            self._lock_writes(session.connection())
             yield session
 
     def migrate(self) -> None:
@@ -101,8 +105,8 @@ class Database:
                 self._migrate(connection)
         except CommandError as error:
             raise UnusableError(
-                "The database's schema is of a later version of Paceline: install that one, or"
-                " restore a copy from before it."
+                "The database schema belongs to a later version of Paceline: install that version"
+                " or restore a backup from before the upgrade."
             ) from error
         except sqlalchemy.exc.SQLAlchemyError as error:
             detail = str(getattr(error, "orig", error)).strip().splitlines()[0].rstrip(".")
@@ -111,41 +115,43 @@ class Database:
             ) from error
 
     def _migrate(self, connection: Connection) -> None:
-        if not self.is_sqlite:  # it takes what it takes, and this process may be slow meanwhile
+        if not self.is_sqlite:  # a migration may take longer than the timeouts of a connection
             connection.execute(text("SET LOCAL statement_timeout = 0"))
             connection.execute(text("SET LOCAL idle_in_transaction_session_timeout = '60s'"))
-        self._be_the_writer(connection)
+        self._lock_writes(connection)
         command.upgrade(alembic_config(connection), "head")
 
-    def give_back_space(self) -> None:
-        """What was deleted is used again; of what nobody used again, SQLite's file loses a part.
+    def reclaim_space(self) -> None:
+        """Return some free pages of the SQLite file to the file system.
 
-        PostgreSQL sees to it by itself.
+        Does nothing on PostgreSQL, whose autovacuum does the same.
         """
         if self.is_sqlite:
-            with self._turns.take(), self._engine.connect() as connection:
+            with self._write_queue.acquired(), self._engine.connect() as connection:
                 raw: Any = connection.connection.driver_connection
-                # Not `execute`, which takes the first step, that is one page, and no more.
-                raw.executescript(f"PRAGMA incremental_vacuum({_PAGES_GIVEN_BACK})")
+                # Not `execute`: it runs one step only, which frees a single page.
+                raw.executescript(f"PRAGMA incremental_vacuum({_PAGES_RECLAIMED})")
 
     def ping(self) -> None:
+        """Run a trivial query. Raises one of `UNAVAILABLE`."""
         with self.read() as session:
             session.execute(text("SELECT 1"))
 
     def close(self) -> None:
+        """Close all pooled connections."""
         self._engine.dispose()
 
-    def _be_the_writer(self, connection: Connection) -> None:
-        """SQLite has one writer anyway; PostgreSQL's wait for each other here."""
+    def _lock_writes(self, connection: Connection) -> None:
+        """Wait for other writers of PostgreSQL. SQLite has one writer by design."""
         if not self.is_sqlite:
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _WRITER})
 
 
-class Turns:
-    """Who writes next within this process: whoever has waited longest.
+class WriteQueue:
+    """A first-in, first-out lock for the writers of this process.
 
-    SQLite lets writers try again now and then, by chance: one that writes without a pause, as the
-    log does under load, would starve all others.
+    SQLite lets waiting writers retry at random. A writer without pauses, such as the log writer
+    under load, would starve all others.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -155,33 +161,33 @@ class Turns:
         self._taken = False
 
     @contextmanager
-    def take(self) -> Iterator[None]:
-        """Raises sqlalchemy.exc.TimeoutError, one of `UNAVAILABLE`."""
+    def acquired(self) -> Iterator[None]:
+        """Hold the lock. Raises sqlalchemy.exc.TimeoutError, one of `UNAVAILABLE`."""
         self._wait()
         try:
             yield
         finally:
-            self._pass_on()
+            self._release()
 
     def _wait(self) -> None:
         with self._mutex:
             if not self._taken:
                 self._taken = True
                 return
-            mine = threading.Lock()
-            mine.acquire()
-            self._waiting.append(mine)
-        if mine.acquire(timeout=self._timeout_seconds):
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+        if turn.acquire(timeout=self._timeout_seconds):
             return
         with self._mutex:
-            if mine in self._waiting:
-                self._waiting.remove(mine)
+            if turn in self._waiting:
+                self._waiting.remove(turn)
                 raise sqlalchemy.exc.TimeoutError(
-                    f"others have written for {self._timeout_seconds} s"
+                    f"other writers kept the database busy for {self._timeout_seconds:g} s"
                 )
-        # It was handed over in the last moment.
+        # The lock was handed over just as the wait timed out.
 
-    def _pass_on(self) -> None:
+    def _release(self) -> None:
         with self._mutex:
             if self._waiting:
                 self._waiting.popleft().release()
@@ -190,12 +196,13 @@ class Turns:
 
 
 def insert_into(session: Session, table: type[Any] | Table) -> Any:
-    """The dialect's own insert; both know `on_conflict_do_nothing` and `..._do_update`."""
+    """Return the dialect's insert, which supports `on_conflict_do_nothing` and `_do_update`."""
     is_sqlite = session.get_bind().dialect.name == "sqlite"
     return sqlite.insert(table) if is_sqlite else postgresql.insert(table)
 
 
 def alembic_config(connection: Connection) -> Config:
+    """Return the migration settings for a connection."""
     config = Config()
     directory = resources.files("paceline_server.store") / "migrations"
     config.set_main_option("script_location", str(directory))
@@ -204,7 +211,7 @@ def alembic_config(connection: Connection) -> Config:
 
 
 def _postgresql_options(timeout_seconds: float) -> dict[str, Any]:
-    """A worker that is stopped in the middle of a transaction must not hold its locks for long."""
+    """Limit how long a process stopped in the middle of a transaction can hold its locks."""
     milliseconds = int(timeout_seconds * 1000)
     return {
         "connect_timeout": max(2, round(timeout_seconds)),
@@ -216,18 +223,18 @@ def _postgresql_options(timeout_seconds: float) -> dict[str, Any]:
 def _prepare_postgresql(engine: Engine) -> None:
     @event.listens_for(engine, "handle_error")
     def failed(context: ExceptionContext) -> None:
-        told = context.original_exception
-        if getattr(told, "sqlstate", None) in _AWAY:
-            context.is_disconnect = True  # a session that began read only would stay so
-            raise sqlalchemy.exc.OperationalError(context.statement, context.parameters, told)
+        error = context.original_exception
+        if getattr(error, "sqlstate", None) in _UNAVAILABLE_STATES:
+            context.is_disconnect = True  # a session that began read-only would stay read-only
+            raise sqlalchemy.exc.OperationalError(context.statement, context.parameters, error)
 
 
 def _prepare_sqlite(engine: Any, synchronous: str) -> None:
     @event.listens_for(engine, "connect")
     def connect(connection: sqlite3.Connection, _record: object) -> None:
-        connection.isolation_level = None  # transactions begin below, not by sqlite3's guess
-        if connection.execute("PRAGMA auto_vacuum").fetchone() == (0,):  # of a new file
-            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # waits for whoever writes
+        connection.isolation_level = None  # `begin` below starts transactions, not sqlite3
+        if connection.execute("PRAGMA auto_vacuum").fetchone() == (0,):  # a new file
+            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # waits for the current writer
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute(f"PRAGMA journal_size_limit={_JOURNAL_BYTES}")
         connection.execute(f"PRAGMA synchronous={synchronous}")

@@ -1,4 +1,4 @@
-"""Leases: who works on something, and the epoch that fences off who did before."""
+"""Leases: the owner of a job or an outbox, and the epoch that fences off earlier owners."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from sqlalchemy.orm import Session
 from paceline_server.store.database import insert_into
 from paceline_server.store.models import LeaseRow
 
-_LONGEST_NS = 600_000_000_000  # what lasts longer is of a clock that was set back since
+_LONGEST_NS = 600_000_000_000  # a longer lease means that the clock was set back
 
 
 class LeaseLostError(Exception):
-    """Another owner took over: nothing of this transaction may be kept."""
+    """Another owner holds the lease: this transaction must be rolled back."""
 
 
 def is_held(session: Session, name: str, now_ns: int) -> bool:
-    """A cheap look before `acquire`."""
+    """Return whether anyone holds the lease: a cheap check before `acquire`."""
     lease = session.get(LeaseRow, name)
     return lease is not None and now_ns <= lease.expires_ns <= now_ns + _LONGEST_NS
 
 
 def acquire(session: Session, name: str, owner: str, now_ns: int, lease_ns: int) -> int | None:
-    """The epoch of a new ownership, or None while somebody else's lease runs."""
-    is_over = or_(LeaseRow.expires_ns < now_ns, LeaseRow.expires_ns > now_ns + _LONGEST_NS)
+    """Return the epoch of the new ownership, or None while another owner holds the lease."""
+    has_expired = or_(LeaseRow.expires_ns < now_ns, LeaseRow.expires_ns > now_ns + _LONGEST_NS)
     session.execute(
         insert_into(session, LeaseRow)
         .values(name=name, owner="", epoch=0, expires_ns=0)
@@ -31,14 +31,14 @@ def acquire(session: Session, name: str, owner: str, now_ns: int, lease_ns: int)
     )
     return session.scalar(
         update(LeaseRow)
-        .where(LeaseRow.name == name, is_over)
+        .where(LeaseRow.name == name, has_expired)
         .values(owner=owner, epoch=LeaseRow.epoch + 1, expires_ns=now_ns + lease_ns)
         .returning(LeaseRow.epoch)
     )
 
 
 def fence(session: Session, name: str, owner: str, epoch: int, expires_ns: int) -> None:
-    """First thing in each of the owner's transactions; renews. Raises LeaseLostError."""
+    """Check and renew the lease, first in each transaction. Raises LeaseLostError."""
     renewed = session.scalar(
         update(LeaseRow)
         .where(LeaseRow.name == name, LeaseRow.owner == owner, LeaseRow.epoch == epoch)
@@ -46,11 +46,11 @@ def fence(session: Session, name: str, owner: str, epoch: int, expires_ns: int) 
         .returning(LeaseRow.epoch)
     )
     if renewed is None:
-        raise LeaseLostError(f"{name} has another owner than {owner} in epoch {epoch}")
+        raise LeaseLostError(f"{owner} lost the lease {name} of epoch {epoch}")
 
 
 def release(session: Session, name: str, owner: str, epoch: int) -> None:
-    """Let others take over at once."""
+    """Expire the lease so that another owner can acquire it immediately."""
     session.execute(
         update(LeaseRow)
         .where(LeaseRow.name == name, LeaseRow.owner == owner, LeaseRow.epoch == epoch)

@@ -1,4 +1,4 @@
-"""The hot log: append, read from a cursor, prune behind all cursors."""
+"""The hot log: append batches, read from a cursor, prune behind all cursors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline_wire.batch import Batch
 
 FINISHED = ("finished", "failed", "stopped")
 
-_WALKED_TOGETHER = 100
+_ENTRIES_PER_READ = 100
 _TABLE: Table = HotLogRow.__table__  # type: ignore[assignment]  # is a Table
 _PRUNED = select(BootRow.agent_id, BootRow.boot_id, BootRow.pruned_sequence).where(
     BootRow.agent_id.in_(bindparam("agents", expanding=True)), BootRow.pruned_sequence.is_not(None)
@@ -23,7 +23,7 @@ _PRUNED = select(BootRow.agent_id, BootRow.boot_id, BootRow.pruned_sequence).whe
 
 
 class UnwrittenBatch(NamedTuple):
-    """A batch as it came."""
+    """A batch as received, decoded and compressed."""
 
     batch: Batch
     payload: bytes
@@ -35,12 +35,12 @@ class UnwrittenBatch(NamedTuple):
 
 
 def append(session: Session, batch: Batch, payload: bytes, received_ns: int) -> bool:
-    """False if this batch was stored before, pruned since or not."""
+    """Append a batch; return False if it was stored before, even if pruned since."""
     return append_all(session, [UnwrittenBatch(batch, payload, received_ns)])[0]
 
 
 def append_all(session: Session, entries: Sequence[UnwrittenBatch]) -> list[bool]:
-    """In order, with one statement for all; for each what `append` says of it."""
+    """Append batches in order with one statement; return what `append` would for each."""
     pruned = _pruned(session, entries)
     new = [entry for entry in entries if entry.key[2] > pruned.get(entry.key[:2], -1)]
     stored: set[tuple[str, str, int]] = set()
@@ -51,12 +51,12 @@ def append_all(session: Session, entries: Sequence[UnwrittenBatch]) -> list[bool
             .on_conflict_do_nothing(index_elements=["agent_id", "boot_id", "sequence"])
             .returning(*columns)
         )
-        rows = session.connection().execute(statement, [_row(one) for one in new])
+        rows = session.connection().execute(statement, [_row(entry) for entry in new])
         stored = {tuple(row) for row in rows}
     answers = []
     for entry in entries:
         answers.append(entry.key in stored)
-        stored.discard(entry.key)  # the same once more is a repetition
+        stored.discard(entry.key)  # a second entry with this key is a duplicate
     return answers
 
 
@@ -73,9 +73,9 @@ def _row(entry: UnwrittenBatch) -> dict[str, object]:
 
 
 def _pruned(session: Session, entries: Sequence[UnwrittenBatch]) -> dict[tuple[str, str], int]:
-    """By boot, the last sequence number that was stored once and is no longer here."""
-    asked = {"agents": sorted({entry.batch.agent_id for entry in entries})}
-    rows = session.connection().execute(_PRUNED, asked)
+    """Return the last pruned sequence number by (agent id, boot id)."""
+    parameters = {"agents": sorted({entry.batch.agent_id for entry in entries})}
+    rows = session.connection().execute(_PRUNED, parameters)
     return {(agent_id, boot_id): sequence or 0 for agent_id, boot_id, sequence in rows}
 
 
@@ -91,9 +91,9 @@ def read_log(session: Session, after: int, limit: int) -> list[HotLogRow]:
 def read_log_part(
     session: Session, after: int, limit: int, most_bytes: int
 ) -> tuple[list[HotLogRow], bool]:
-    """The next up to `limit` entries, of up to `most_bytes` together (or one larger entry).
+    """Return the next entries and whether more follow.
 
-    Also whether there are more.
+    At most `limit` entries and `most_bytes` bytes are returned, but at least one entry.
     """
     sizes = session.execute(
         select(HotLogRow.id, HotLogRow.size_bytes)
@@ -110,10 +110,10 @@ def read_log_part(
     return read_log(session, after, taken) if taken else [], taken < len(sizes)
 
 
-def walk_log(session: Session, after: int, most: int) -> Iterator[HotLogRow]:
-    """Up to `most` entries after a position, a few in memory at a time."""
+def iterate_log(session: Session, after: int, most: int) -> Iterator[HotLogRow]:
+    """Yield up to `most` entries after a position, a few in memory at a time."""
     while most > 0:
-        entries = read_log(session, after, min(most, _WALKED_TOGETHER))
+        entries = read_log(session, after, min(most, _ENTRIES_PER_READ))
         yield from entries
         if not entries:
             return
@@ -123,18 +123,18 @@ def walk_log(session: Session, after: int, most: int) -> Iterator[HotLogRow]:
 
 
 def position_at(session: Session, received_ns: int) -> int:
-    """The last entry that had come by then; 0: none that is kept."""
+    """Return the id of the newest entry received before `received_ns`, 0 if there is none."""
     query = select(func.max(HotLogRow.id)).where(HotLogRow.received_ns < received_ns)
     return session.scalar(query) or 0
 
 
 def _least_cursor(session: Session) -> int | None:
-    """What all unfinished jobs have read; None: there are none."""
+    """Return the position that all unfinished jobs have reached; None without such jobs."""
     return session.scalar(select(func.min(JobRow.cursor)).where(JobRow.state.not_in(FINISHED)))
 
 
 def oldest_unread_ns(session: Session) -> int | None:
-    """When the first batch came that some unfinished job has not read."""
+    """Return when the oldest batch was received that an unfinished job has not read."""
     cursor = _least_cursor(session)
     if cursor is None:
         return None
@@ -145,28 +145,31 @@ def oldest_unread_ns(session: Session) -> int | None:
 
 
 class LogSizes:
-    """How much of the log lies behind its entries, without reading all of it at each look.
+    """The size of the hot log, updated incrementally.
 
-    What was stored since the last look is added up in parts of some entries each: a gigabyte of
-    log, read once, is a few hundred KB here. Other processes may store and drop meanwhile.
+    Each call adds up only the entries stored since the previous call, in groups of
+    `entries_per_part`: a log of 1 GB needs a few hundred KB here. Other processes may append and
+    drop entries in the meantime.
     """
 
     def __init__(self, entries_per_part: int = 64) -> None:
         self._entries_per_part = entries_per_part
-        self._parts: deque[tuple[int, int]] = deque()  # its last id, its bytes; oldest first
+        self._parts: deque[tuple[int, int]] = deque()  # (last id, bytes), oldest first
         self._bytes = 0
-        self._seen = 0
+        self._last_id = 0
 
-    def last_in_excess(self, session: Session, keep_bytes: int) -> int:
-        """The last entry that may go so that `keep_bytes` are kept, or a part more; 0: none."""
+    def newest_in_excess(self, session: Session, keep_bytes: int) -> int:
+        """Return the newest entry to drop so that about `keep_bytes` remain; 0: none."""
         oldest = session.scalar(select(func.min(HotLogRow.id))) or 0
         last, size = func.max(HotLogRow.id), func.sum(HotLogRow.size_bytes)
         part = HotLogRow.id // self._entries_per_part
-        news = select(last, size).where(HotLogRow.id > self._seen).group_by(part).order_by(last)
-        for last_id, size_bytes in session.execute(news):
+        new_parts = (
+            select(last, size).where(HotLogRow.id > self._last_id).group_by(part).order_by(last)
+        )
+        for last_id, size_bytes in session.execute(new_parts):
             self._parts.append((last_id, int(size_bytes)))
             self._bytes += int(size_bytes)
-            self._seen = last_id
+            self._last_id = last_id
         while self._parts and self._parts[0][0] < oldest:
             self._bytes -= self._parts.popleft()[1]
         excess, kept = 0, self._bytes
@@ -178,8 +181,8 @@ class LogSizes:
         return excess
 
 
-def last_to_drop(session: Session, before_ns: int, in_excess: int) -> int | None:
-    """The last entry older than `before_ns` or up to `in_excess`; never one that is unread."""
+def newest_to_drop(session: Session, before_ns: int, in_excess: int) -> int | None:
+    """Return the newest entry older than `before_ns` or up to `in_excess`, if all jobs read it."""
     old = (
         session.scalar(select(func.max(HotLogRow.id)).where(HotLogRow.received_ns < before_ns)) or 0
     )
@@ -191,9 +194,9 @@ def last_to_drop(session: Session, before_ns: int, in_excess: int) -> int | None
 
 
 def drop_log(session: Session, last: int, most: int) -> int:
-    """Drop up to `most` of the oldest entries up to `last`, and remember them as duplicates.
+    """Drop up to `most` of the oldest entries up to `last`; return how many were dropped.
 
-    Returns how many.
+    Their sequence numbers stay recorded, so that a repeated batch is recognized as a duplicate.
     """
     oldest = (
         select(HotLogRow.id)
@@ -213,13 +216,13 @@ def drop_log(session: Session, last: int, most: int) -> int:
         .group_by(HotLogRow.agent_id, HotLogRow.boot_id)
         .subquery()
     )
-    known = func.coalesce(BootRow.pruned_sequence, -1)
+    previous = func.coalesce(BootRow.pruned_sequence, -1)
     session.execute(
         update(BootRow)
         .where(
             BootRow.agent_id == dropped.c.agent_id,
             BootRow.boot_id == dropped.c.boot_id,
-            dropped.c.sequence > known,
+            dropped.c.sequence > previous,
         )
         .values(pruned_sequence=dropped.c.sequence)
         .execution_options(synchronize_session=False)

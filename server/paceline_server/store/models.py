@@ -1,7 +1,7 @@
 """The tables. Times are nanoseconds of the server's CLOCK_REALTIME; structs are stored as JSON.
 
-`HotLogRow` is the truth as it arrived. All other rows of a job are written by the worker that holds
-its lease, except where a column says otherwise.
+`HotLogRow` holds the batches as received. All other rows of a job are written by the worker that
+holds its lease, unless the table or column says otherwise.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StructColumn(TypeDecorator[Any]):
 
 
 class PackedColumn(TypeDecorator[Any]):
-    """A msgspec type as msgpack: for rows that are many."""
+    """A msgspec type as msgpack, for tables with many rows."""
 
     impl = LargeBinary
     cache_ok = True
@@ -85,11 +85,13 @@ class GpuReading(msgspec.Struct, kw_only=True):
     throttle_reasons: list[str] = []
 
 
-# SQLite counts only INTEGER PRIMARY KEY up by itself.
+# SQLite increments only an INTEGER PRIMARY KEY automatically.
 _SERIAL = BigInteger().with_variant(Integer, "sqlite")
 
 
 class Base(DeclarativeBase):
+    """Base class of all tables."""
+
     metadata = MetaData(
         naming_convention={
             "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -114,7 +116,7 @@ class TokenRow(Base):
 
 
 class HotLogRow(Base):
-    """Every batch as it came, compressed. Ids are in commit order, and never used twice."""
+    """Every batch as received, compressed. Ids are in commit order and never reused."""
 
     __tablename__ = "hot_log"
     __table_args__ = (
@@ -133,7 +135,7 @@ class HotLogRow(Base):
 
 
 class BootRow(Base):
-    """One life of an agent. Batches up to `pruned_sequence` were stored once and pruned since."""
+    """One run of an agent process. Batches up to `pruned_sequence` were stored and pruned."""
 
     __tablename__ = "boots"
 
@@ -144,7 +146,7 @@ class BootRow(Base):
 
 
 class NodeRow(Base):
-    """One agent. Ingest writes all but `quarantine_reason` and `job_id`."""
+    """One agent. Ingest writes all columns except `quarantine_reason` and `job_id`."""
 
     __tablename__ = "nodes"
 
@@ -161,6 +163,8 @@ class NodeRow(Base):
 
 
 class JobRow(Base):
+    """One job and its current state."""
+
     __tablename__ = "jobs"
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -173,10 +177,10 @@ class JobRow(Base):
     created_ns: Mapped[int]
     started_ns: Mapped[int | None]
     finished_ns: Mapped[int | None]
-    watched: Mapped[bool] = mapped_column(default=False)  # somebody else starts and stops it
+    watched: Mapped[bool] = mapped_column(default=False)  # an external job
     stop_requested: Mapped[bool]  # written by the API
-    cursor: Mapped[int]  # the last id of the hot log that this row reflects
-    ticked_ns: Mapped[int | None]  # when it did
+    cursor: Mapped[int]  # last id of the hot log that this row includes
+    ticked_ns: Mapped[int | None]  # time of that tick
     step: Mapped[int | None]
     highest_step: Mapped[int | None]
     checkpoint_step: Mapped[int | None]
@@ -187,7 +191,7 @@ class JobRow(Base):
 
 
 class EngineMemoryRow(Base):
-    """What a job's engine must not forget (`Engine.memory`), as of some entry up to the cursor."""
+    """State of a job's engine (`Engine.memory`), as of an entry at or before the job's cursor."""
 
     __tablename__ = "engine_memories"
 
@@ -196,7 +200,7 @@ class EngineMemoryRow(Base):
 
 
 class LeaseRow(Base):
-    """Who works on something. `epoch` grows with each owner and fences its transactions."""
+    """The owner of a job or an outbox. `epoch` grows with each owner and fences transactions."""
 
     __tablename__ = "leases"
 
@@ -207,9 +211,10 @@ class LeaseRow(Base):
 
 
 class GenerationRow(Base):
-    """One generation of a job: where it was placed, and after which entry of the log.
+    """One generation of a job: its placement, and the log entry after which it began.
 
-    `restarted` is None for the first. The key makes a second restart to one generation impossible.
+    `restarted` is None for the first generation. The primary key prevents two restarts to the same
+    generation.
     """
 
     __tablename__ = "generations"
@@ -245,7 +250,7 @@ class RankRow(Base):
 
 
 class AttachmentRow(Base):
-    """A rank that an agent found running. Ingest writes it, `placed` a worker."""
+    """A rank that an agent found running. Ingest writes the row, a worker sets `placed`."""
 
     __tablename__ = "attachments"
     __table_args__ = (Index(None, "placed"),)
@@ -254,16 +259,16 @@ class AttachmentRow(Base):
     generation: Mapped[int] = mapped_column(primary_key=True)
     rank: Mapped[int] = mapped_column(primary_key=True)
     agent_id: Mapped[str] = mapped_column(String(128))
-    started_ns: Mapped[int]  # CLOCK_MONOTONIC of its node: another process has another
+    started_ns: Mapped[int]  # CLOCK_MONOTONIC of its node; identifies the process
     world_size: Mapped[int]
     received_ns: Mapped[int]
-    ended_ns: Mapped[int | None]  # when its end was told, if it was not placed by then
-    placed: Mapped[bool]  # its generation was taken up
+    ended_ns: Mapped[int | None]  # when its exit was received, if it was not placed
+    placed: Mapped[bool]  # a job was created from it, or it was discarded
     identity: Mapped[Identity] = mapped_column(StructColumn(Identity))
 
 
 class RankEvidenceRow(Base):
-    """The newest stacks and the newest dump of a rank. Ingest writes it."""
+    """The newest stacks and the newest dump of a rank. Written by ingest."""
 
     __tablename__ = "rank_evidence"
 
@@ -278,6 +283,8 @@ class RankEvidenceRow(Base):
 
 
 class StepRow(Base):
+    """Summary of one finished step."""
+
     __tablename__ = "steps"
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
@@ -287,7 +294,7 @@ class StepRow(Base):
 
 
 class StepSharesRow(Base):
-    """Each rank's share of one step, as columns (see `store.shares`)."""
+    """Per-rank values of one step, as packed arrays (see `store.shares`)."""
 
     __tablename__ = "step_shares"
 
@@ -300,6 +307,8 @@ class StepSharesRow(Base):
 
 
 class IncidentRow(Base):
+    """One incident; `view` holds all of it."""
+
     __tablename__ = "incidents"
     __table_args__ = (Index(None, "job_id", "state"),)
 
@@ -314,10 +323,11 @@ class IncidentRow(Base):
 
 
 class ActionRow(Base):
-    """`version` guards against the API and the worker changing one action at once.
+    """One action.
 
-    `restart_of` is the generation that a running or done restart ended: unique within a job.
-    `noticed` is false after the API's decision until the worker has seen it.
+    `version` detects concurrent changes by the API and the worker. `restart_of` is the generation
+    that a running or done restart ended, unique within a job. `noticed` is false from the API's
+    decision until the worker has processed it.
     """
 
     __tablename__ = "actions"
@@ -339,7 +349,7 @@ class ActionRow(Base):
 
 
 class CommandRow(Base):
-    """A command to one agent. Ingest writes `finished_ns`, `ok` and `detail` from its result."""
+    """A command to one agent. Ingest writes `finished_ns`, `ok` and `detail` from the result."""
 
     __tablename__ = "commands"
     __table_args__ = (Index(None, "agent_id", "finished_ns"),)
@@ -358,7 +368,7 @@ class CommandRow(Base):
 
 
 class AcknowledgementRow(Base):
-    """A rank's newest answer to a control command."""
+    """A rank's newest response to a control command."""
 
     __tablename__ = "acknowledgements"
 
@@ -371,7 +381,7 @@ class AcknowledgementRow(Base):
 
 
 class OutboxRow(Base):
-    """Something to tell the outside, exactly once recorded, at least once delivered."""
+    """A notice to one receiver: recorded exactly once, delivered at least once."""
 
     __tablename__ = "outbox"
     __table_args__ = (
@@ -392,7 +402,7 @@ class OutboxRow(Base):
 
 
 class ChangeRow(Base):
-    """A resource changed; the stream sends what it is by then. No `job_id`: of interest to all."""
+    """A changed resource, whose current state streams send. `job_id` None: for all streams."""
 
     __tablename__ = "changes"
     __table_args__ = (Index(None, "job_id", "id"), {"sqlite_autoincrement": True})
@@ -404,7 +414,7 @@ class ChangeRow(Base):
 
 
 class AuditRow(Base):
-    """Append-only: triggers refuse to change or delete a row."""
+    """One entry of the audit log. Append-only: triggers reject updates and deletes."""
 
     __tablename__ = "audit"
     __table_args__ = (Index(None, "job_id", "id"), {"sqlite_autoincrement": True})
@@ -419,7 +429,7 @@ class AuditRow(Base):
 
 
 class CounterRow(Base):
-    """A number that only grows: ids that must be known before their row is written."""
+    """A counter for ids that must be known before their row is written."""
 
     __tablename__ = "counters"
 

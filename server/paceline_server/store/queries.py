@@ -1,4 +1,4 @@
-"""What the API reads. Lists are newest first, a page at a time after a position."""
+"""Queries of the API. Lists are newest first, one page at a time."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def newest_first(
     identifier: InstrumentedAttribute[str],
     after: tuple[int, str] | None,
 ) -> Select[_Row]:
+    """Order by time and id, newest first, from the position `after` (time, id) on."""
     if after is not None:
         earlier = and_(at_ns == after[0], identifier < after[1])
         query = query.where(or_(at_ns < after[0], earlier))
@@ -37,6 +38,7 @@ def newest_first(
 
 
 def jobs(session: Session, limit: int, after: tuple[int, str] | None) -> Sequence[JobRow]:
+    """Return one page of jobs, newest first."""
     query = newest_first(select(JobRow), JobRow.created_ns, JobRow.id, after)
     return session.scalars(query.limit(limit)).all()
 
@@ -48,6 +50,7 @@ def incidents(
     job_id: str | None = None,
     state: str | None = None,
 ) -> Sequence[IncidentRow]:
+    """Return one page of incidents, newest first."""
     query = select(IncidentRow).where(
         *_equal((IncidentRow.job_id, job_id), (IncidentRow.state, state))
     )
@@ -62,12 +65,14 @@ def actions(
     job_id: str | None = None,
     state: str | None = None,
 ) -> Sequence[ActionRow]:
+    """Return one page of actions, newest first."""
     query = select(ActionRow).where(*_equal((ActionRow.job_id, job_id), (ActionRow.state, state)))
     query = newest_first(query, ActionRow.created_ns, ActionRow.id, after)
     return session.scalars(query.limit(limit)).all()
 
 
 def newest_action(session: Session, job_id: str, kind: str) -> ActionRow | None:
+    """Return the newest action of one kind of a job."""
     query = select(ActionRow).where(ActionRow.job_id == job_id, ActionRow.kind == kind)
     return session.scalar(query.order_by(ActionRow.created_ns.desc(), ActionRow.id.desc()).limit(1))
 
@@ -79,6 +84,7 @@ def _equal(*wanted: tuple[Any, str | None]) -> list[ColumnElement[bool]]:
 def audit(
     session: Session, limit: int, before: int | None, job_id: str | None
 ) -> Sequence[AuditRow]:
+    """Return one page of the audit log, newest first."""
     query = select(AuditRow).order_by(AuditRow.id.desc()).limit(limit)
     if before is not None:
         query = query.where(AuditRow.id < before)
@@ -88,6 +94,7 @@ def audit(
 
 
 def ranks(session: Session, job_id: str) -> Sequence[RankRow]:
+    """Return the ranks of the current generation in order."""
     return session.scalars(
         select(RankRow).where(RankRow.job_id == job_id).order_by(RankRow.rank)
     ).all()
@@ -100,7 +107,7 @@ def reported_generations(session: Session, job: JobRow) -> dict[int, int]:
 
 
 def rank_states(session: Session, job_id: str) -> dict[str, int]:
-    """How many ranks are in each state."""
+    """Return the number of ranks by state."""
     query = (
         select(RankRow.state, func.count()).where(RankRow.job_id == job_id).group_by(RankRow.state)
     )
@@ -108,6 +115,7 @@ def rank_states(session: Session, job_id: str) -> dict[str, int]:
 
 
 def nodes(session: Session, limit: int, after: str | None) -> Sequence[NodeRow]:
+    """Return one page of nodes, ordered by name."""
     query = select(NodeRow).order_by(NodeRow.agent_id).limit(limit)
     if after is not None:
         query = query.where(NodeRow.agent_id > after)
@@ -115,7 +123,7 @@ def nodes(session: Session, limit: int, after: str | None) -> Sequence[NodeRow]:
 
 
 def ranks_on(session: Session, agent_id: str) -> dict[str, list[int]]:
-    """By job, the oldest first, of those that are not over."""
+    """Return a node's ranks by unfinished job, oldest job first."""
     query = (
         select(RankRow.job_id, RankRow.rank)
         .join(JobRow, JobRow.id == RankRow.job_id)
@@ -131,9 +139,12 @@ def ranks_on(session: Session, agent_id: str) -> dict[str, list[int]]:
 def steps(
     session: Session, job_id: str, after: int | None, limit: int, generation: int | None = None
 ) -> Sequence[StepRow]:
-    """Ascending; without `after` the newest. A step that was done again shows its newest run."""
+    """Return steps in ascending order: those after `after`, or the newest ones.
+
+    A step that was repeated after a restart appears once, with its newest run.
+    """
     newer = aliased(StepRow)
-    done_again = (
+    is_repeated = (
         select(newer.step)
         .where(
             newer.job_id == StepRow.job_id,
@@ -142,7 +153,7 @@ def steps(
         )
         .exists()
     )
-    query = select(StepRow).where(StepRow.job_id == job_id, ~done_again)
+    query = select(StepRow).where(StepRow.job_id == job_id, ~is_repeated)
     if generation is not None:
         query = query.where(StepRow.generation == generation)
     if after is not None:
@@ -156,11 +167,13 @@ def steps(
 
 
 def step(session: Session, job_id: str, number: int) -> StepRow | None:
+    """Return the newest run of one step."""
     query = select(StepRow).where(StepRow.job_id == job_id, StepRow.step == number)
     return session.scalar(query.order_by(StepRow.generation.desc()).limit(1))
 
 
 def count_restarts(session: Session, job_id: str) -> int:
+    """Return how often a job was restarted."""
     return _count(
         session,
         GenerationRow.job_id == job_id,
@@ -170,12 +183,14 @@ def count_restarts(session: Session, job_id: str) -> int:
 
 
 def count_open_incidents(session: Session, job_id: str) -> int:
+    """Return the number of a job's unresolved incidents."""
     return _count(
         session, IncidentRow.job_id == job_id, IncidentRow.state != "resolved", of=IncidentRow
     )
 
 
 def count_pending_actions(session: Session, job_id: str) -> int:
+    """Return the number of a job's actions that wait for approval."""
     return _count(session, ActionRow.job_id == job_id, ActionRow.state == "proposed", of=ActionRow)
 
 
@@ -184,6 +199,7 @@ def _count(session: Session, *conditions: ColumnElement[bool], of: type[Base]) -
 
 
 def newest_open_incident(session: Session, job_id: str) -> IncidentRow | None:
+    """Return a job's newest unresolved incident."""
     query = select(IncidentRow).where(IncidentRow.job_id == job_id, IncidentRow.state != "resolved")
     return session.scalar(
         query.order_by(IncidentRow.opened_ns.desc(), IncidentRow.id.desc()).limit(1)

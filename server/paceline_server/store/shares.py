@@ -1,7 +1,8 @@
-"""What is kept of a finished step: its summary for long, each rank's share of it for a while.
+"""Storage of finished steps: a summary, kept long, and each rank's values, kept for a while.
 
-A summary is a few hundred bytes however many ranks there are. The shares grow with them, are only
-asked for over the newest steps, and are kept as columns, so that reading them costs little.
+A summary takes a few hundred bytes for any number of ranks. The per-rank values grow with the
+world size, are read for the newest steps only, and are stored as packed arrays, which are cheap to
+read.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ _RANK, _SECONDS = np.dtype("<i4"), np.dtype("<f8")
 
 @dataclass(frozen=True)
 class Shares:
-    """[step, rank]: NaN where a rank took no part or has no peers."""
+    """Arrays of shape [step, rank]; NaN where a rank did not take part or has no peers."""
 
     steps: list[int]
     self_seconds: npt.NDArray[np.float64]
     slowdown: npt.NDArray[np.float64]
 
 
-def keep_step(session: Session, job_id: str, summary: StepSummary) -> None:
-    """A step that was kept before stays as it is."""
-    for table, row in rows_of(job_id, summary).items():
+def insert_step(session: Session, job_id: str, summary: StepSummary) -> None:
+    """Insert a finished step. A step that is already stored stays unchanged."""
+    for table, row in step_rows(job_id, summary).items():
         session.execute(insert_into(session, table).values(**row).on_conflict_do_nothing())
 
 
-def rows_of(job_id: str, summary: StepSummary) -> dict[type[Base], dict[str, object]]:
-    """By table."""
+def step_rows(job_id: str, summary: StepSummary) -> dict[type[Base], dict[str, object]]:
+    """Return the rows of one step by table."""
     key = {"job_id": job_id, "step": summary.step, "generation": summary.generation}
     columns = {
         "rank": _column(summary, lambda share: share.rank, _RANK),
         "self_seconds": _column(summary, lambda share: share.self_seconds, _SECONDS),
         "slowdown": _column(summary, lambda share: share.slowdown, _SECONDS),
     }
-    return {StepRow: {**key, "summary": brief(summary)}, StepSharesRow: {**key, **columns}}
+    return {StepRow: {**key, "summary": without_ranks(summary)}, StepSharesRow: {**key, **columns}}
 
 
 def _column(
@@ -55,8 +56,8 @@ def _column(
     return np.array([value(share) for share in summary.ranks], dtype=kind).tobytes()
 
 
-def brief(summary: StepSummary) -> StepSummary:
-    """Without the ranks: with their means, and how slow the slowest was."""
+def without_ranks(summary: StepSummary) -> StepSummary:
+    """Return the summary with means and the slowest rank's slowdown instead of all ranks."""
     if not summary.ranks:
         return summary
     slow = (share.slowdown for share in summary.ranks if share.rank == summary.slowest_rank)
@@ -76,7 +77,7 @@ def brief(summary: StepSummary) -> StepSummary:
 def newest_shares(
     session: Session, job_id: str, generation: int, world_size: int, most: int
 ) -> Shares:
-    """Of up to `most` steps of one generation, oldest first; as many as are still kept."""
+    """Return up to `most` of the newest stored steps of one generation, oldest first."""
     query = (
         select(StepSharesRow)
         .where(StepSharesRow.job_id == job_id, StepSharesRow.generation == generation)
@@ -97,24 +98,24 @@ def _table(
     table = np.full((len(rows), world_size), np.nan)
     for number, (row, column) in enumerate(zip(rows, columns, strict=True)):
         ranks = np.frombuffer(row.rank, _RANK)
-        known = ranks < world_size
-        table[number, ranks[known]] = np.frombuffer(column, _SECONDS)[known]
+        is_valid = ranks < world_size
+        table[number, ranks[is_valid]] = np.frombuffer(column, _SECONDS)[is_valid]
     return table
 
 
 def medians(table: npt.NDArray[np.float64]) -> list[float | None]:
-    """Of each column's numbers; None: it has none."""
-    found: list[float | None] = [None] * table.shape[1]
-    known = np.flatnonzero(np.isfinite(table).any(axis=0))
-    if known.size:
-        middle = np.nanmedian(table[:, known], axis=0)
-        for column, value in zip(known.tolist(), middle.tolist(), strict=True):
-            found[column] = value
-    return found
+    """Return the median of each column; None for a column of NaN."""
+    result: list[float | None] = [None] * table.shape[1]
+    columns = np.flatnonzero(np.isfinite(table).any(axis=0))
+    if columns.size:
+        values = np.nanmedian(table[:, columns], axis=0)
+        for column, value in zip(columns.tolist(), values.tolist(), strict=True):
+            result[column] = value
+    return result
 
 
 def prune_steps(session: Session, job_id: str, kept: int, shares_kept: int) -> None:
-    """Forget all but the newest of a job."""
+    """Delete all but a job's newest steps and per-rank values."""
     newest = session.scalar(select(func.max(StepRow.step)).where(StepRow.job_id == job_id))
     if newest is not None:
         for table, most in ((StepRow, kept), (StepSharesRow, shares_kept)):

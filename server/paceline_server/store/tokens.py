@@ -1,4 +1,4 @@
-"""Bearer tokens: made once, shown once, kept as a hash."""
+"""Bearer tokens: created and shown once, stored as a hash."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 
 def create_token(session: Session, name: str, scope: Scope, now_ns: int) -> str:
-    """Returns the token, which is not kept. Raises ValueError if the name is taken."""
+    """Create a token and return it; only its hash is stored.
+
+    Raises ValueError if the name is taken.
+    """
     if session.get(TokenRow, name) is not None:
         raise ValueError(f"a token named {name!r} exists; choose another name")
     secret = "paceline_" + secrets.token_urlsafe(32)
@@ -25,6 +28,7 @@ def create_token(session: Session, name: str, scope: Scope, now_ns: int) -> str:
 
 
 def revoke_token(session: Session, name: str, now_ns: int) -> bool:
+    """Revoke a token; return whether there was a valid one."""
     revoked = session.execute(
         update(TokenRow)
         .where(TokenRow.name == name, TokenRow.revoked_ns.is_(None))
@@ -35,12 +39,12 @@ def revoke_token(session: Session, name: str, now_ns: int) -> bool:
 
 
 def any_token(session: Session) -> bool:
-    """True once a token was ever made: revoking the last one must not open the door."""
+    """Return whether a token was ever created: revoking the last one must not open the API."""
     return bool(session.scalar(select(exists().select_from(TokenRow))))
 
 
 def find_token(session: Session, secret: str) -> TokenRow | None:
-    """A plain hash is enough: the secret has 256 random bits, so nothing can be guessed."""
+    """Return the valid token of a secret. A plain hash suffices: the secret has 256 random bits."""
     return session.scalar(
         select(TokenRow).where(TokenRow.hash == _hash(secret), TokenRow.revoked_ns.is_(None))
     )

@@ -19,7 +19,7 @@ from paceline_server.store import audit, models
 from paceline_server.store.changes import record_change
 from paceline_server.store.database import insert_into
 from paceline_server.store.log import FINISHED
-from paceline_server.store.shares import keep_step
+from paceline_server.store.shares import insert_step
 from paceline_server.worker.ranks import CHANGING_COLUMNS, new_rank_rows
 from paceline_server.worker.snapshot import JobColumns, Snapshot
 
@@ -97,7 +97,7 @@ def write_commit(
     act(session, job_id, decision, over, now_ns)
     _quarantine(session, decision)
     for summary in commit.steps:
-        keep_step(session, job_id, summary)
+        insert_step(session, job_id, summary)
     session.flush()  # commands before the acknowledgements that name them
     _write_acknowledgements(session, job_id, commit)
     for entry in decision.audit:

@@ -17,7 +17,7 @@ from paceline_server.engine.types import Placement
 from paceline_server.policy import Policy
 from paceline_server.steps.types import Ledger
 from paceline_server.store import attachments, audit, queries
-from paceline_server.store.attachments import Gathering
+from paceline_server.store.attachments import PendingRun
 from paceline_server.store.changes import record_change
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.log import FINISHED, position_at
@@ -49,60 +49,58 @@ class ExternalJobs:
         self._policy = replace(policy, mode="observe")
         self._now_ns = now_ns
         self._logged: set[tuple[str, int, int]] = set()
-        self._refused: set[Gathering] = set()
+        self._refused: set[PendingRun] = set()
 
     def take_up(self) -> bool:
         """Create the jobs of which all ranks were found; return whether there were any."""
         with self._database.read() as session:
-            gatherings = attachments.gathering(session)
+            runs = attachments.pending_runs(session)
         taken_up = False
-        for gathering in gatherings:
-            if not gathering.is_whole:
-                self._log_missing_ranks(gathering)
-            elif gathering not in self._refused:
-                taken_up |= self._try_to_take_up(gathering)
+        for run in runs:
+            if not run.is_complete:
+                self._log_missing_ranks(run)
+            elif run not in self._refused:
+                taken_up |= self._try_to_take_up(run)
         return taken_up
 
-    def _try_to_take_up(self, gathering: Gathering) -> bool:
+    def _try_to_take_up(self, run: PendingRun) -> bool:
         try:
-            return self._create(gathering)
+            return self._create(run)
         except UNAVAILABLE:
             raise
         except Exception:
             # Malformed reports of its ranks must not stop the other jobs.
-            self._refused.add(gathering)
-            _log.exception("external job %s cannot be watched", gathering.job_id)
+            self._refused.add(run)
+            _log.exception("external job %s cannot be watched", run.job_id)
             return False
 
-    def _create(self, gathering: Gathering) -> bool:
+    def _create(self, run: PendingRun) -> bool:
         with self._database.write() as session:
-            job = session.get(JobRow, gathering.job_id)
+            job = session.get(JobRow, run.job_id)
             is_old = job is not None and (
-                not job.watched or not attachments.follows(session, job, gathering)
+                not job.watched or not attachments.is_newer_run(session, job, run)
             )
             if job is not None and job.state not in FINISHED and not is_old:
                 return False  # the worker that holds it ends it first
-            ranks = attachments.take(session, gathering)
-            if is_old or len(ranks) != gathering.world_size:
+            ranks = attachments.claim(session, run)
+            if is_old or len(ranks) != run.world_size:
                 return False
             generation = _begin(session, job, ranks, self._policy, self._now_ns())
-        _log.info(
-            "external job %s was found running in generation %d", gathering.job_id, generation
-        )
+        _log.info("external job %s was found running in generation %d", run.job_id, generation)
         return True
 
-    def _log_missing_ranks(self, gathering: Gathering) -> None:
-        key = gathering[:3]
-        if key in self._logged or self._now_ns() - gathering.newest_ns < _MISSING_RANKS_NS:
+    def _log_missing_ranks(self, run: PendingRun) -> None:
+        key = run[:3]
+        if key in self._logged or self._now_ns() - run.newest_ns < _MISSING_RANKS_NS:
             return
         self._logged.add(key)
         _log.warning(
             "external job %s generation %d is not watched: %d of its %d ranks were found; check "
             "that every node runs an agent that its ranks find (deploy/README.md)",
-            gathering.job_id,
-            gathering.generation,
-            gathering.ranks,
-            gathering.world_size,
+            run.job_id,
+            run.generation,
+            run.ranks,
+            run.world_size,
         )
 
 

@@ -23,10 +23,10 @@ from paceline_server.store.changes import prune_changes
 from paceline_server.store.commands import prune_commands
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.leases import LeaseLostError, acquire, is_held
-from paceline_server.store.log import FINISHED, LogSizes, drop_log, last_to_drop
+from paceline_server.store.log import FINISHED, LogSizes, drop_log, newest_to_drop
 from paceline_server.store.models import JobRow
 from paceline_server.store.shares import prune_steps
-from paceline_server.store.wake import Wakes
+from paceline_server.store.signals import CommitSignals
 from paceline_server.worker.commit import ConflictError
 from paceline_server.worker.external_jobs import ExternalJobs
 from paceline_server.worker.tick import JobLease, JobWorker, TickSettings, lease_name
@@ -71,7 +71,7 @@ class Worker:
     def __init__(
         self,
         database: Database,
-        wakes: Wakes,
+        signals: CommitSignals,
         metrics: BackgroundMetrics,
         owner: str,
         tick_settings: TickSettings,
@@ -85,7 +85,7 @@ class Worker:
         `is_ingest_paused`: no batches are received now, so all nodes only seem silent.
         """
         self._database = database
-        self._wakes = wakes
+        self._signals = signals
         self._metrics = metrics
         self._owner = owner
         self._tick_settings = tick_settings
@@ -128,7 +128,7 @@ class Worker:
             took = self._last_pass - began
             rest = 0.0 if behind else min(_REST_FACTOR * took, _LONGEST_REST_SECONDS)
             self._stop.wait(max(self._settings.tick_minimum_seconds - took, rest))
-            seen = self._wakes.work.wait(seen, self._settings.tick_seconds)
+            seen = self._signals.work.wait(seen, self._settings.tick_seconds)
         for job_id in list(self._jobs):
             self._release(job_id)
 
@@ -140,7 +140,7 @@ class Worker:
         try:
             self._prune()
             if self._external_jobs.take_up():
-                self._wakes.changes.notify()
+                self._signals.changes.notify()
             jobs = self._unfinished()
         except SQLAlchemyError as error:  # unreachable, or its tables or rights are gone
             self._database_failed(error)
@@ -185,9 +185,9 @@ class Worker:
             self._not_before_ns[job_id] = now_ns + _RETRY_NS
         else:
             if result.wrote:
-                self._wakes.changes.notify()
+                self._signals.changes.notify()
             if result.commanded:
-                self._wakes.commands.notify()
+                self._signals.commands.notify()
             if result.is_finished:
                 self._release(job_id)
             return result.behind
@@ -242,19 +242,19 @@ class Worker:
             prune_changes(session, self._settings.changes_kept)
             prune_outbox(session, now_ns - int(self._settings.outbox_retention_seconds * 1e9))
             prune_commands(session, now_ns - int(self._settings.command_retention_seconds * 1e9))
-            attachments.give_up(session, now_ns - _END_SPREAD_NS)
-            attachments.forget(session, now_ns - _ATTACHMENT_RETENTION_NS)
+            attachments.discard_ended(session, now_ns - _END_SPREAD_NS)
+            attachments.prune_attachments(session, now_ns - _ATTACHMENT_RETENTION_NS)
             for job_id in self._jobs:
                 prune_steps(
                     session, job_id, self._settings.steps_kept, self._settings.step_shares_kept
                 )
-        self._database.give_back_space()
+        self._database.reclaim_space()
 
     def _prune_log(self, before_ns: int) -> None:
         """Delete in short transactions: writers of batches hardly wait for them."""
         with self._database.read() as session:
-            excess = self._log_sizes.last_in_excess(session, self._settings.log_retention_bytes)
-            last = last_to_drop(session, before_ns, excess)
+            excess = self._log_sizes.newest_in_excess(session, self._settings.log_retention_bytes)
+            last = newest_to_drop(session, before_ns, excess)
         while last is not None:
             with self._database.write() as session:
                 if drop_log(session, last, _DROPPED_AT_ONCE) < _DROPPED_AT_ONCE:

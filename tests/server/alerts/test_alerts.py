@@ -1,4 +1,4 @@
-"""What receivers hear, over real HTTP: each thing at least once, in order, and its end."""
+"""Alerts over real HTTP: each notice is delivered at least once, in order, up to the resolution."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sqlalchemy import select
 from paceline_server.act.announce import ActionNotice, announce, incident_alert
 from paceline_server.alerts import outbox as outbox_module
 from paceline_server.alerts import receivers
-from paceline_server.alerts.chat import text_of
+from paceline_server.alerts.chat import chat_text
 from paceline_server.decide.types import ActionView, IncidentView
 from paceline_server.detect.finding import Finding
 from paceline_server.store.database import Database
@@ -32,11 +32,11 @@ from tests.server.rows import toy_job
 
 @dataclass
 class Listener:
-    """Records what is posted; answers with the statuses it is told, then 200."""
+    """Records posted requests; responds with the given statuses in order, then with 200."""
 
     statuses: list[int] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
-    heard: list[tuple[str, dict[str, str], Any]] = field(default_factory=list)
+    requests: list[tuple[str, dict[str, str], Any]] = field(default_factory=list)
     port: int = 0
 
     @property
@@ -46,25 +46,25 @@ class Listener:
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    told = Listener()
+    recorder = Listener()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status = told.statuses.pop(0) if told.statuses else 200
-            told.heard.append((self.path, dict(self.headers), body))
+            status = recorder.statuses.pop(0) if recorder.statuses else 200
+            recorder.requests.append((self.path, dict(self.headers), body))
             self.send_response(status)
-            for name, value in {"Content-Length": "0", **told.headers}.items():
+            for name, value in {"Content-Length": "0", **recorder.headers}.items():
                 self.send_header(name, value)
             self.end_headers()
 
         def log_message(self, *_: Any) -> None: ...
 
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    told.port = httpd.server_port
+    recorder.port = httpd.server_port
     thread = threading.Thread(target=httpd.serve_forever)
     thread.start()
-    yield told
+    yield recorder
     httpd.shutdown()
     httpd.server_close()
     thread.join()
@@ -72,7 +72,7 @@ def listener() -> Iterator[Listener]:
 
 @contextmanager
 def listening() -> Iterator[tuple[Callable[[], socket.socket], str]]:
-    """Accepts a connection on which nothing is said, and its address."""
+    """Yield a function that accepts a connection and stays silent, and the server's address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield lambda: server.accept()[0], f"http://127.0.0.1:{server.getsockname()[1]}"
 
@@ -95,7 +95,7 @@ def view(state: Any = "open", severity: str = "warning", **fields: Any) -> Incid
     )
 
 
-def tell(
+def announce_incident(
     database: Database, receiver: str, before: IncidentView | None, after: IncidentView
 ) -> None:
     alert = incident_alert("job-1", "toy", before, after)
@@ -109,39 +109,41 @@ def outbox(database: Database) -> list[OutboxRow]:
         return list(session.scalars(select(OutboxRow).order_by(OutboxRow.id)))
 
 
-def test_a_webhook_hears_of_opening_and_end_in_order(
+def test_webhook_receives_opened_and_resolved_in_order(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
     database = run_server(webhook_url=f"{listener.url}/hook").program.database
     opened = view()
     resolved = msgspec.structs.replace(opened, state="resolved", resolved_ns=time.time_ns())
-    tell(database, "webhook", None, opened)
-    tell(database, "webhook", opened, opened)  # nothing new
-    tell(database, "webhook", opened, resolved)
-    wait_for(lambda: len(listener.heard) == 2, "two posts")
-    assert [(path, body["event"]) for path, _, body in listener.heard] == [
+    announce_incident(database, "webhook", None, opened)
+    announce_incident(database, "webhook", opened, opened)  # nothing new
+    announce_incident(database, "webhook", opened, resolved)
+    wait_for(lambda: len(listener.requests) == 2, "two posts")
+    assert [(path, body["event"]) for path, _, body in listener.requests] == [
         ("/hook", "opened"),
         ("/hook", "resolved"),
     ]
-    assert listener.heard[0][2]["incident"]["finding"]["rank"] == 2
+    assert listener.requests[0][2]["incident"]["finding"]["rank"] == 2
     wait_for(lambda: all(row.finished_ns for row in outbox(database)), "both delivered")
 
 
-def test_a_receiver_that_is_down_gets_the_same_thing_again(
+def test_delivery_is_retried_with_the_same_key(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
     listener.statuses = [503]
     database = run_server(webhook_url=listener.url).program.database
     opened = view()
-    tell(database, "webhook", None, opened)
-    tell(database, "webhook", opened, msgspec.structs.replace(opened, state="mitigating"))
-    wait_for(lambda: len(listener.heard) == 3, "the repetition")
-    keys = [headers["Idempotency-Key"] for _, headers, _ in listener.heard]
+    announce_incident(database, "webhook", None, opened)
+    announce_incident(
+        database, "webhook", opened, msgspec.structs.replace(opened, state="mitigating")
+    )
+    wait_for(lambda: len(listener.requests) == 3, "the repetition")
+    keys = [headers["Idempotency-Key"] for _, headers, _ in listener.requests]
     assert keys[0] == keys[1] != keys[2]
-    assert [body["event"] for _, _, body in listener.heard] == ["opened", "opened", "updated"]
+    assert [body["event"] for _, _, body in listener.requests] == ["opened", "opened", "updated"]
 
 
-def test_a_receiver_that_does_not_answer_holds_up_no_other(
+def test_silent_receiver_does_not_delay_other_receivers(
     run_server: Callable[..., Any],
     listener: Listener,
     wait_for: Callable[..., Any],
@@ -150,15 +152,15 @@ def test_a_receiver_that_does_not_answer_holds_up_no_other(
     monkeypatch.setattr(receivers, "_TIMEOUT_SECONDS", 600.0)
     with listening() as (accept, url):
         database = run_server(webhook_url=url, chat_webhook_url=listener.url).program.database
-        tell(database, "webhook", None, view())
+        announce_incident(database, "webhook", None, view())
         with accept():
-            tell(database, "chat", None, view())
-            wait_for(lambda: outbox(database)[1].finished_ns, "the channel to hear of it")
+            announce_incident(database, "chat", None, view())
+            wait_for(lambda: outbox(database)[1].finished_ns, "the delivery to the channel")
             assert [row.attempts for row in outbox(database)] == [0, 1]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_ready_says_whose_alerts_wait_for_a_thread_that_died_or_hangs(
+def test_readyz_names_the_receiver_whose_thread_died_or_hangs(
     run_server: Callable[..., Any],
     wait_for: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -171,18 +173,18 @@ def test_ready_says_whose_alerts_wait_for_a_thread_that_died_or_hangs(
             return server.client.get("/readyz").json()["missing"]
 
         assert missing() == []
-        tell(server.program.database, "webhook", None, view())
+        announce_incident(server.program.database, "webhook", None, view())
         with accept():
             monkeypatch.setattr(outbox_module, "_STALLED_SECONDS", 2.0)
-            wait_for(lambda: missing() == ["outbox:webhook: stalled"], "it to be told")
-        wait_for(lambda: missing() == [], "the end of it")
+            wait_for(lambda: missing() == ["outbox:webhook: stalled"], "readyz to report it")
+        wait_for(lambda: missing() == [], "the recovery")
     monkeypatch.setattr(outbox_module, "_STALLED_SECONDS", 600.0)
-    monkeypatch.setattr(outbox_module.AlertDelivery, "_pass", lambda *_: 1 / 0)
+    monkeypatch.setattr(outbox_module.AlertDelivery, "_run_pass", lambda *_: 1 / 0)
     wait_for(lambda: len(missing()) == 2, "the end of both")
     assert missing() == ["outbox:webhook: not running", "outbox:chat: not running"]
 
 
-def test_what_was_to_be_tried_again_by_a_clock_that_was_wrong_is_tried_now(
+def test_retry_scheduled_by_a_clock_that_was_ahead_runs_now(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
     server = run_server(webhook_url=listener.url)
@@ -190,20 +192,22 @@ def test_what_was_to_be_tried_again_by_a_clock_that_was_wrong_is_tried_now(
     assert alert is not None
     with server.program.database.write() as session:
         announce(session, ["webhook"], alert, "inc-1", time.time_ns() + 86_400 * 1_000_000_000)
-    wait_for(lambda: len(listener.heard) == 1, "the post")
+    wait_for(lambda: len(listener.requests) == 1, "the post")
 
 
-def test_what_a_receiver_refuses_does_not_hold_up_the_rest(
+def test_rejected_notice_does_not_block_the_next_one(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
     listener.statuses = [400]
     database = run_server(webhook_url=listener.url).program.database
     opened = view()
-    tell(database, "webhook", None, opened)
-    tell(database, "webhook", opened, msgspec.structs.replace(opened, state="resolved"))
-    wait_for(lambda: len(listener.heard) == 2, "the second")
+    announce_incident(database, "webhook", None, opened)
+    announce_incident(
+        database, "webhook", opened, msgspec.structs.replace(opened, state="resolved")
+    )
+    wait_for(lambda: len(listener.requests) == 2, "the second")
     wait_for(lambda: all(row.finished_ns for row in outbox(database)), "the end")
-    assert outbox(database)[0].error == "answered 400"
+    assert outbox(database)[0].error == "receiver responded 400"
 
 
 @pytest.mark.parametrize(
@@ -214,9 +218,9 @@ def test_what_a_receiver_refuses_does_not_hold_up_the_rest(
         (503, "9" * 400, 600),
         (429, "soon", 1),
     ],
-    ids=["seconds", "date", "for ever", "nonsense"],
+    ids=["seconds", "date", "too large", "malformed"],
 )
-def test_a_receiver_that_names_a_time_is_left_alone_until_then(
+def test_retry_after_of_the_receiver_is_respected(
     run_server: Callable[..., Any],
     listener: Listener,
     wait_for: Callable[..., Any],
@@ -228,53 +232,55 @@ def test_a_receiver_that_names_a_time_is_left_alone_until_then(
     listener.headers = {"Retry-After": asked}
     database = run_server(webhook_url=listener.url).program.database
     began = time.time_ns()
-    tell(database, "webhook", None, view())
+    announce_incident(database, "webhook", None, view())
     wait_for(lambda: outbox(database)[0].attempts, "the first try")
     waits = (outbox(database)[0].next_attempt_ns - began) / 1e9
     assert seconds - 2 < waits < seconds + 60
 
 
 @pytest.mark.parametrize(
-    ("location", "told"),
+    ("location", "target"),
     [
         ("https://key@new.example/secret", "https://new.example/..."),
         ("/secret", "http://127.0.0.1/..."),
         (None, None),
     ],
 )
-def test_a_redirect_is_told_and_not_tried_again(
+def test_redirect_is_reported_and_not_retried(
     run_server: Callable[..., Any],
     listener: Listener,
     wait_for: Callable[..., Any],
     location: str | None,
-    told: str | None,
+    target: str | None,
 ) -> None:
     listener.statuses = [308]
     listener.headers = {} if location is None else {"Location": location}
     database = run_server(webhook_url=listener.url).program.database
-    tell(database, "webhook", None, view())
+    announce_incident(database, "webhook", None, view())
     wait_for(lambda: outbox(database)[0].finished_ns, "the end")
     (row,) = outbox(database)
-    more = "" if told is None else f", a redirect to {told}: give the address it leads to"
-    assert (row.attempts, row.error) == (1, f"answered 308{more}")
+    more = "" if target is None else f", a redirect to {target}: configure that address"
+    assert (row.attempts, row.error) == (1, f"receiver responded 308{more}")
 
 
-def test_a_channel_hears_in_sentences_what_is_worth_telling(
+def test_chat_receives_opened_and_resolved_incidents_as_text(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
     settings = {"chat_webhook_url": listener.url, "external_url": "https://paceline.example/"}
     database = run_server(**settings).program.database
     opened = view(severity="critical")
     mitigating = msgspec.structs.replace(opened, state="mitigating")
-    tell(database, "chat", None, opened)
-    tell(database, "chat", opened, mitigating)
-    tell(database, "chat", mitigating, msgspec.structs.replace(opened, state="resolved"))
+    announce_incident(database, "chat", None, opened)
+    announce_incident(database, "chat", opened, mitigating)
+    announce_incident(
+        database, "chat", mitigating, msgspec.structs.replace(opened, state="resolved")
+    )
     wait_for(lambda: all(row.finished_ns for row in outbox(database)), "the end")
     page = "https://paceline.example/jobs/job-1"
-    assert [body for _, _, body in listener.heard] == [
+    assert [body for _, _, body in listener.requests] == [
         {
             "text": "CRITICAL toy (job-1): Rank 2 is slow.\nCause: thermal throttle.\n"
-            f"paceline incidents show inc-1\n{page}"
+            f"Details: paceline incidents show inc-1\n{page}"
         },
         {"text": f"RESOLVED toy (job-1): Rank 2 is slow.\n{page}"},
     ]
@@ -282,7 +288,7 @@ def test_a_channel_hears_in_sentences_what_is_worth_telling(
 
 def action(state: Any, kind: Any = "restart", job: str = "toy", **fields: Any) -> str:
     reason = "Without node-1,\n<!channel> it goes on."
-    told = ActionView(
+    view = ActionView(
         action_id="act-1",
         kind=kind,
         state=state,
@@ -291,23 +297,23 @@ def action(state: Any, kind: Any = "restart", job: str = "toy", **fields: Any) -
         created_ns=1,
         **fields,
     )
-    return text_of(ActionNotice(job_id="toy", job_name=job, action=told))
+    return chat_text(ActionNotice(job_id="toy", job_name=job, action=view))
 
 
-def test_a_channel_hears_of_what_waits_for_it_and_of_what_came_of_it() -> None:
-    said = "toy: restart. Without node-1, (!channel) it goes on."
-    assert action("proposed") == f"PROPOSED {said}\npaceline actions approve act-1"
+def test_chat_receives_proposed_done_and_failed_actions() -> None:
+    sentence = "toy: restart. Without node-1, (!channel) it goes on."
+    assert action("proposed") == f"PROPOSED {sentence}\nTo approve: paceline actions approve act-1"
     assert action("done", resumed_step=120, lost_steps=3) == (
-        f"DONE {said}\nGoes on at step 120, 3 steps lost."
+        f"DONE {sentence}\nResumed at step 120; 3 steps lost."
     )
     assert action("failed", "start", error="No node.") == (
-        f"FAILED {said.replace('restart', 'start')}\nNo node."
+        f"FAILED {sentence.replace('restart', 'start')}\nNo node."
     )
     assert [action("running"), action("done", "start"), action("done", "notify")] == 3 * [""]
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "escaped"),
     [
         ("@all @here user@host", "\uff20all \uff20here user\uff20host"),
         ("<!channel> <@U1|x>", "(!channel) (\uff20U1|x)"),
@@ -317,18 +323,18 @@ def test_a_channel_hears_of_what_waits_for_it_and_of_what_came_of_it() -> None:
         ("all_reduce of tp_4 at 2 & 3", "all_reduce of tp_4 at 2 & 3"),
     ],
 )
-def test_names_call_nobody_and_format_nothing(name: str, told: str) -> None:
-    assert action("proposed", job=name).startswith(f"PROPOSED {told} (toy): restart.")
+def test_names_cause_no_mentions_and_no_markup(name: str, escaped: str) -> None:
+    assert action("proposed", job=name).startswith(f"PROPOSED {escaped} (toy): restart.")
 
 
 @pytest.mark.parametrize(
-    ("host", "told"), [("hooks.slack.com", "R&amp;D"), ("chat.example", "R&D")]
+    ("host", "escaped"), [("hooks.slack.com", "R&amp;D"), ("chat.example", "R&D")]
 )
-def test_slack_is_told_in_its_own_writing(host: str, told: str) -> None:
-    heard: list[str] = []
+def test_slack_text_has_html_entities(host: str, escaped: str) -> None:
+    texts: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        heard.append(json.loads(request.content)["text"])
+        texts.append(json.loads(request.content)["text"])
         return httpx.Response(200)
 
     alert = incident_alert("team@all", "R&D", None, view())
@@ -336,23 +342,23 @@ def test_slack_is_told_in_its_own_writing(host: str, told: str) -> None:
     with httpx.Client(transport=httpx.MockTransport(answer)) as client:
         chat = receivers.Chat(f"https://{host}/hook", "https://paceline.example")
         chat.deliver(client, "key", alert, 0)
-    assert heard[0].startswith(f"WARNING {told} (team\uff20all): Rank 2 is slow.")
-    assert heard[0].endswith("\nhttps://paceline.example/jobs/team%40all")
+    assert texts[0].startswith(f"WARNING {escaped} (team\uff20all): Rank 2 is slow.")
+    assert texts[0].endswith("\nhttps://paceline.example/jobs/team%40all")
 
 
-def test_an_answer_that_never_ends_is_one(
+def test_response_whose_body_never_ends_counts_as_delivered(
     run_server: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
     with listening() as (accept, url):
         database = run_server(webhook_url=url).program.database
-        tell(database, "webhook", None, view())
+        announce_incident(database, "webhook", None, view())
         with accept() as receiver:
             receiver.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n.\r\n")
             wait_for(lambda: outbox(database)[0].finished_ns, "it to count as delivered")
     assert outbox(database)[0].error is None
 
 
-def test_alertmanager_fires_moves_with_the_severity_and_resolves(
+def test_alertmanager_alert_fires_changes_severity_and_resolves(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
     settings = {"alertmanager_url": listener.url, "external_url": "https://paceline.example"}
@@ -362,12 +368,12 @@ def test_alertmanager_fires_moves_with_the_severity_and_resolves(
         opened, finding=msgspec.structs.replace(opened.finding, severity="critical")
     )
     resolved = msgspec.structs.replace(worse, state="resolved", resolved_ns=worse.opened_ns + 5)
-    tell(database, "alertmanager", None, opened)
-    tell(database, "alertmanager", opened, worse)
-    tell(database, "alertmanager", worse, resolved)
-    wait_for(lambda: len(listener.heard) == 3, "three pushes")
-    assert {path for path, _, _ in listener.heard} == {"/api/v2/alerts"}
-    first, second, third = (body for _, _, body in listener.heard)
+    announce_incident(database, "alertmanager", None, opened)
+    announce_incident(database, "alertmanager", opened, worse)
+    announce_incident(database, "alertmanager", worse, resolved)
+    wait_for(lambda: len(listener.requests) == 3, "three pushes")
+    assert {path for path, _, _ in listener.requests} == {"/api/v2/alerts"}
+    first, second, third = (body for _, _, body in listener.requests)
     assert first[0]["labels"] == {
         "alertname": "PacelineStraggler",
         "severity": "warning",
@@ -383,7 +389,7 @@ def test_alertmanager_fires_moves_with_the_severity_and_resolves(
     assert third[0]["endsAt"][:19] == third[0]["startsAt"][:19]
 
 
-def test_what_still_fires_is_pushed_again(
+def test_firing_alert_is_pushed_repeatedly(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
     server = run_server(alertmanager_url=listener.url, alert_repeat_seconds=0.3)
@@ -401,12 +407,12 @@ def test_what_still_fires_is_pushed_again(
         session.add(toy_job("job-1"))
         session.flush()
         session.add(row)
-    wait_for(lambda: len(listener.heard) >= 2, "two reminders")
-    ends = [body[0]["endsAt"] for _, _, body in listener.heard]
+    wait_for(lambda: len(listener.requests) >= 2, "two pushes")
+    ends = [body[0]["endsAt"] for _, _, body in listener.requests]
     assert ends == sorted(set(ends))
 
 
-def test_two_servers_deliver_each_thing_once(
+def test_two_servers_deliver_each_notice_once(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
     database = run_server(webhook_url=listener.url).program.database
@@ -414,8 +420,8 @@ def test_two_servers_deliver_each_thing_once(
     state: IncidentView | None = None
     for number in range(6):
         new = view("open" if number % 2 else "mitigating")
-        tell(database, "webhook", state, new)
+        announce_incident(database, "webhook", state, new)
         state = new
     wait_for(lambda: all(row.finished_ns for row in outbox(database)), "all")
-    keys = [headers["Idempotency-Key"] for _, headers, _ in listener.heard]
+    keys = [headers["Idempotency-Key"] for _, headers, _ in listener.requests]
     assert len(keys) == len(set(keys)) == 6

@@ -23,7 +23,7 @@ from paceline_server.ingest import writer
 from paceline_server.policy import Policy
 from paceline_server.steps.types import RankStep, StageBubble, StepSummary
 from paceline_server.store.models import ActionRow, AuditRow, Base, IncidentRow, JobRow, NodeRow
-from paceline_server.store.shares import rows_of
+from paceline_server.store.shares import step_rows
 from paceline_server.store.tokens import Scope, create_token, revoke_token
 from paceline_wire.batch import Batch
 
@@ -110,7 +110,7 @@ def step(job_id: str, number: int, generation: int = 1, slowdown: float = 1.0) -
         bubbles=[StageBubble(0, 0.2, None)],
         slowest_rank=1,
     )
-    return [table(**row) for table, row in rows_of(job_id, summary).items()]
+    return [table(**row) for table, row in step_rows(job_id, summary).items()]
 
 
 def test_a_job_is_created_pending_and_listed_newest_first(client: httpx.Client) -> None:
@@ -147,7 +147,7 @@ ERRORS: list[tuple[str, str, Any, int, str]] = [
         422,
         "at most 131072 ranks, got 68719476736",
     ),
-    ("POST", "/api/v1/jobs", {"name": "x" * (2 << 20)}, 413, "at most"),
+    ("POST", "/api/v1/jobs", {"name": "x" * (2 << 20)}, 413, "exceeds 1048576 bytes"),
     ("GET", "/api/v1/nothing", None, 404, "Not Found"),
     ("DELETE", "/api/v1/jobs", None, 405, "Method"),
 ]
@@ -312,7 +312,7 @@ def test_the_verdict_is_the_newest_open_incident(server: Any, client: httpx.Clie
     verdict = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]
     assert verdict == {
         "kind": "healthy",
-        "text": "No trouble found; 0.56 s per step.",
+        "text": "No problem found; 0.56 s per step.",
         "incident_id": None,
     }
     put(
@@ -340,7 +340,7 @@ def test_the_verdict_says_what_became_of_the_job(server: Any, client: httpx.Clie
     waiting, _ = verdict("pending")
     assert waiting.startswith("Waiting for 2 free rank slots on ready nodes: start `paceline a")
     assert verdict("recovering") == ("Restarting after generation 1.", None)
-    all_ended = "Failed at step 5. All ranks ended, and none is to be restarted."
+    all_ended = "Failed at step 5. All ranks have exited and no restart is planned."
     assert verdict("failed") == (all_ended, None)
     put(server, incident(job_id, 1))
     summary = "Rank 2 is 2.5x slower: thermal throttle on node-1."
@@ -370,7 +370,7 @@ def test_the_verdict_does_not_compare_a_rank_with_itself(server: Any, client: ht
         job = session.get_one(JobRow, job_id)
         job.state, job.step, job.step_seconds = "running", 5, 0.5
     text = client.get(f"/api/v1/jobs/{job_id}").json()["verdict"]["text"]
-    assert text == "No trouble found; 0.50 s per step."
+    assert text == "No problem found; 0.50 s per step."
 
 
 def test_an_action_is_decided_once(server: Any, client: httpx.Client) -> None:

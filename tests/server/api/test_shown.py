@@ -83,7 +83,9 @@ def test_each_command_leads_to_the_next_and_speaks_json(troubled: Recorded) -> N
     assert any(line.startswith(approve) for line in lines(troubled, "actions", "show", "act-1"))
     assert lines(troubled, "actions", "approve", "act-1") == ["act-1 is approved"]
     assert "Next:" not in lines(troubled, "actions", "show", "act-1")
-    assert "no longer proposed" in refusal(troubled, "actions", "reject", "act-1")
+    assert "only a proposed action can be approved" in refusal(
+        troubled, "actions", "reject", "act-1"
+    )
     assert told("actions", "--state", "approved")[0]["id"] == "act-1"
     assert [job["id"] for job in told("jobs")] == [JOB]
     assert told("jobs", "stop", JOB)["verdict"]["text"] == SUMMARY
@@ -115,4 +117,6 @@ def test_a_token_that_is_not_known_is_told_from_a_missing_one(recorded: Recorded
     assert "does not know the one given" in refusal(recorded, "jobs", "--token", "wrong")
     assert lines(recorded, "jobs", "--token", secret)[0].startswith("JOB ")
     told = refusal(recorded, "jobs", "--token", secret, "stop", JOB)
-    assert "403: This needs a token of scope operator; 'eve' is viewer." in told
+    assert (
+        "403: This request needs a token with scope operator; token 'eve' has scope viewer." in told
+    )

@@ -47,7 +47,7 @@ def put_command(server: Any, job_id: str, command: Any, agent: str = "node-0") -
     with server.program.database.write() as session:
         issued = IssuedCommand(agent_id=agent, action_id="act-1", command=command)
         issue(session, job_id, issued, 1)
-    server.program.wakes.commands.notify()
+    server.program.signals.commands.notify()
 
 
 def stop(command_id: int, job_id: str) -> StopGeneration:
@@ -80,7 +80,7 @@ def test_a_burst_reaches_the_agent_of_a_node_that_holds_ranks(server: Any) -> No
         session.add(NodeRow(**node, last_seen_ns=1, hello=hello(), readings={}, dropped_batches=0))
     url = f"{server.url}/api/v1/nodes/node-0/burst"
     idle = httpx.post(url, json={})
-    assert (idle.status_code, "holds no ranks" in idle.text) == (409, True)
+    assert (idle.status_code, "has no ranks" in idle.text) == (409, True)
     with server.program.database.write() as session:
         session.get_one(NodeRow, "node-0").job_id = job_id
     assert httpx.post(url, json={"seconds": 31}).status_code == 422
@@ -137,7 +137,7 @@ def test_events_begin_with_what_is_and_go_on_with_what_changes(server: Any) -> N
 def change(server: Any, job_id: str) -> None:
     with server.program.database.write() as session:
         record_change(session, job_id, "job", job_id)
-    server.program.wakes.changes.notify()
+    server.program.signals.changes.notify()
 
 
 def test_a_client_that_comes_back_resumes_and_gets_each_resource_once(server: Any) -> None:
@@ -181,20 +181,20 @@ def test_a_stream_that_missed_what_is_no_longer_kept_ends(
             for kind in ("job", "ranks", "job"):
                 record_change(session, job_id, kind, job_id)
             prune_changes(session, 1)
-        wait_for(lambda: server.program.wakes.changes.subscribers == 0, "its end")
+        wait_for(lambda: server.program.signals.changes.subscribers == 0, "its end")
 
 
 def test_streams_are_given_up_when_the_client_leaves(
     server: Any, wait_for: Callable[..., Any]
 ) -> None:
-    wakes = server.program.wakes
+    signals = server.program.signals
     for _ in range(5):
         with stream(server, "/api/v1/agents/node-0/commands") as answer:
             next(answer.iter_lines())
         with stream(server, "/api/v1/events") as answer:
             next(answer.iter_lines())
     wait_for(
-        lambda: wakes.commands.subscribers == wakes.changes.subscribers == 0, "the streams' end"
+        lambda: signals.commands.subscribers == signals.changes.subscribers == 0, "the streams' end"
     )
     registry = server.program.metrics.registry
     wait_for(
@@ -210,7 +210,7 @@ def test_streams_are_given_up_when_the_client_leaves(
 def test_a_stream_ends_with_the_token_that_opened_it(
     server: Any, scope: Scope, path: str, wait_for: Callable[..., Any]
 ) -> None:
-    database, wakes = server.program.database, server.program.wakes
+    database, signals = server.program.database, server.program.signals
     with database.write() as session:
         token = create_token(session, "gone", scope, 1)
     with stream(server, path, Authorization=f"Bearer {token}") as answer:
@@ -218,7 +218,9 @@ def test_a_stream_ends_with_the_token_that_opened_it(
         next(lines)
         with database.write() as session:
             assert revoke_token(session, "gone", 2)
-        wait_for(lambda: wakes.commands.subscribers == wakes.changes.subscribers == 0, "its end")
+        wait_for(
+            lambda: signals.commands.subscribers == signals.changes.subscribers == 0, "its end"
+        )
 
 
 def test_the_server_ends_although_streams_are_open(server: Any) -> None:

@@ -78,7 +78,7 @@ def test_a_job_that_did_no_step_has_no_trace(run_server: Callable[..., Any]) -> 
     assert "No step" in answer.json()["detail"]
     shown = recorded.paceline("jobs", "export", JOB, "-o", "trace.parquet")
     assert shown.exit_code == 1
-    assert "No step of the current generation is finished yet." in shown.output
+    assert "No step of the current generation has finished yet" in shown.output
 
 
 def test_a_job_that_is_not_there_is_told(recorded: Recorded) -> None:
@@ -90,7 +90,7 @@ def test_what_was_pruned_is_told(recorded: Recorded) -> None:
         session.execute(delete(HotLogRow))
     answer = recorded.server.client.get(f"/api/v1/jobs/{JOB}/trace")
     assert answer.status_code == 409
-    assert "too little" in answer.json()["detail"]
+    assert "Too few of the last steps are stored" in answer.json()["detail"]
 
 
 def test_a_damaged_batch_costs_no_more_than_itself(recorded: Recorded) -> None:

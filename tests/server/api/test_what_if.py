@@ -15,7 +15,7 @@ from sqlalchemy import delete
 
 from paceline_server.api import what_if
 from paceline_server.api.recorded import recorded_steps
-from paceline_server.api.what_if import WhatIfs
+from paceline_server.api.what_if import WhatIfCache
 from paceline_server.store.models import HotLogRow, JobRow
 
 # What is read of a database, test_trace.py reads of each kind.
@@ -89,7 +89,7 @@ def test_without_a_step_it_says_what_to_wait_for(run_server: Callable[..., Any])
 def test_what_was_pruned_is_told(recorded: Recorded) -> None:
     with recorded.server.program.database.write() as session:
         session.execute(delete(HotLogRow))
-    assert asked(recorded)["verdict"]["text"] == what_if.NOTHING_KEPT
+    assert asked(recorded)["verdict"]["text"] == what_if.NOTHING_STORED
 
 
 def test_what_cannot_be_replayed_is_told(
@@ -124,33 +124,33 @@ def test_an_answer_stands_for_as_long_as_it_was_dear(
 
     monkeypatch.setattr(what_if, "recorded_steps", counted)
     now = [0.0]
-    answers = WhatIfs(lambda: now[0])
+    answers = WhatIfCache(lambda: now[0])
     database = recorded.server.program.database
-    first = answers.of(database, JOB, 8)
+    first = answers.get(database, JOB, 8)
     assert first.last_step == STEPS - 1
-    assert answers.of(database, JOB, 8) is first
+    assert answers.get(database, JOB, 8) is first
     recorded.play(STEPS)
     now[0] = what_if.LEAST_SECONDS - 0.1
-    assert answers.of(database, JOB, 8) is first
+    assert answers.get(database, JOB, 8) is first
     now[0] = 1e6
-    later = answers.of(database, JOB, 8)
+    later = answers.get(database, JOB, 8)
     assert later.last_step == STEPS
     now[0] = 2e6
-    assert answers.of(database, JOB, 8) is later  # nothing new, however old
+    assert answers.get(database, JOB, 8) is later  # nothing new, however old
     assert made == [8, 8]
 
 
 def test_an_answer_from_before_an_incident_does_not_stand(recorded: Recorded) -> None:
-    answers = WhatIfs(lambda: 0.0)
+    answers = WhatIfCache(lambda: 0.0)
     database = recorded.server.program.database
-    assert answers.of(database, JOB, 8).last_step == STEPS - 1
+    assert answers.get(database, JOB, 8).last_step == STEPS - 1
     recorded.play(STEPS)
     with database.write() as session:
         session.add(open_incident())
-    told = answers.of(database, JOB, 8)
+    told = answers.get(database, JOB, 8)
     assert told.last_step == STEPS
     recorded.play(STEPS + 1)
-    assert answers.of(database, JOB, 8) is told
+    assert answers.get(database, JOB, 8) is told
 
 
 def test_a_large_job_is_asked_for_fewer_steps(

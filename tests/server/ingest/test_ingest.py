@@ -17,7 +17,7 @@ from simulated_node import hello, post_job
 from sqlalchemy import func, select
 
 from paceline_server.api.routes import ingest as routes
-from paceline_server.ingest.nodes import hear
+from paceline_server.ingest.nodes import update_nodes
 from paceline_server.store.database import Database
 from paceline_server.store.models import HotLogRow, NodeRow
 from paceline_server.store.tokens import create_token
@@ -165,7 +165,7 @@ def test_a_node_that_lost_its_disk_and_its_time_is_heard_after_a_silence(ingest:
     silent_ns = ingest.node().last_seen_ns + 6_000_000_000
     reborn = batch(0, boot="1", packed_ns=1, events=[hello(slots=4)])
     with ingest.server.program.database.write() as session:
-        hear(session, [(reborn, silent_ns)])
+        update_nodes(session, [(reborn, silent_ns)])
     assert ingest.node().boot_id == "1"
     ingest.send(batch(1, boot="1", packed_ns=2))
     assert ingest.node().sequence == 1
@@ -178,7 +178,7 @@ def test_a_node_is_seen_when_it_is_heard_also_once_the_clock_was_set_back(
 
     def seen(sequence: int, received_ns: int) -> int | None:
         with database.write() as session:
-            hear(session, [(batch(sequence), received_ns)])
+            update_nodes(session, [(batch(sequence), received_ns)])
             return session.scalar(select(NodeRow.last_seen_ns))
 
     assert seen(0, 7200 * second_ns) == 7200 * second_ns

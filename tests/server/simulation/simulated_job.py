@@ -222,17 +222,17 @@ class SimulatedJob:
             self._span(
                 source, send, sent_ns, 0.0005, microbatch, peer=target, sequence=sequence, flags=1
             )
-            arrival = max(free[target], sent_ns) + 400_000
+            pending = max(free[target], sent_ns) + 400_000
             self._span(
                 target,
                 receive,
                 free[target],
-                (arrival - free[target]) / 1e9,
+                (pending - free[target]) / 1e9,
                 microbatch,
                 peer=source,
                 sequence=sequence,
             )
-            free[target] = arrival
+            free[target] = pending
 
     def _collective(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline_server.store import attachments
-from paceline_server.store.attachments import Gathering
+from paceline_server.store.attachments import PendingRun
 from paceline_server.store.database import Database
 from paceline_wire.batch import RankAttached, RankExited
 from paceline_wire.ring import Identity
@@ -47,26 +47,26 @@ class Found:
     def _tell(self, agent_id: str, event: RankAttached) -> None:
         self._told.append((agent_id, event))
         with self._database.write() as session:
-            attachments.keep(session, agent_id, event, self._now_ns)
+            attachments.record_attached(session, agent_id, event, self._now_ns)
 
     def exit(self, pid: int, rank: int) -> None:
         self._now_ns += 1
         event = RankExited(time_ns=self._now_ns, job="local", generation=0, rank=rank, pid=pid)
         with self._database.write() as session:
-            attachments.end(session, "node-0", event, self._now_ns)
+            attachments.record_exit(session, "node-0", event, self._now_ns)
 
     def give_up(self, before_ns: int) -> None:
         with self._database.write() as session:
-            attachments.give_up(session, before_ns)
+            attachments.discard_ended(session, before_ns)
 
-    def whole(self) -> list[Gathering]:
+    def whole(self) -> list[PendingRun]:
         with self._database.read() as session:
-            return [each for each in attachments.gathering(session) if each.is_whole]
+            return [each for each in attachments.pending_runs(session) if each.is_complete]
 
     def take(self) -> list[int]:
         (gathered,) = self.whole()
         with self._database.write() as session:
-            return [each.identity.pid for each in attachments.take(session, gathered)]
+            return [each.identity.pid for each in attachments.claim(session, gathered)]
 
 
 def test_a_smaller_run_of_the_same_name_is_given_its_own_ranks(database: Database) -> None:

@@ -8,7 +8,7 @@ from sqlalchemy import func, select, text
 from paceline_server.steps.types import RankStep, StepSummary
 from paceline_server.store import models, queries
 from paceline_server.store.database import Database
-from paceline_server.store.shares import keep_step, medians, newest_shares, prune_steps
+from paceline_server.store.shares import insert_step, medians, newest_shares, prune_steps
 from paceline_wire.topology import Topology
 from tests.server.rows import toy_job
 
@@ -42,9 +42,9 @@ def summary(step: int, generation: int = 1) -> StepSummary:
 def test_shares_are_read_back_as_columns(job: Database) -> None:
     with job.write() as session:
         for step in range(3):
-            keep_step(session, JOB, summary(step))
-        keep_step(session, JOB, summary(1))  # again
-        keep_step(session, JOB, summary(0, generation=0))
+            insert_step(session, JOB, summary(step))
+        insert_step(session, JOB, summary(1))  # again
+        insert_step(session, JOB, summary(0, generation=0))
     with job.read() as session:
         shares = newest_shares(session, JOB, 1, RANKS, 2)
         assert shares.steps == [1, 2]
@@ -60,7 +60,7 @@ def test_shares_are_read_back_as_columns(job: Database) -> None:
 
 def test_a_topology_that_shrank_drops_ranks_beyond_it(job: Database) -> None:
     with job.write() as session:
-        keep_step(session, JOB, summary(0))
+        insert_step(session, JOB, summary(0))
     with job.read() as session:
         assert newest_shares(session, JOB, 1, 4, 5).slowdown.shape == (1, 4)
         assert medians(newest_shares(session, JOB, 9, 4, 5).slowdown) == [None] * 4
@@ -69,7 +69,7 @@ def test_a_topology_that_shrank_drops_ranks_beyond_it(job: Database) -> None:
 def test_old_shares_go_first_and_steps_later(job: Database) -> None:
     with job.write() as session:
         for step in range(30):
-            keep_step(session, JOB, summary(step))
+            insert_step(session, JOB, summary(step))
         prune_steps(session, JOB, kept=20, shares_kept=5)
         prune_steps(session, "no such job", kept=20, shares_kept=5)
         kept = {
@@ -87,9 +87,9 @@ def test_a_file_loses_what_nobody_needs(job: Database) -> None:
 
     with job.write() as session:
         for step in range(100):
-            keep_step(session, JOB, summary(step))
+            insert_step(session, JOB, summary(step))
     full = pages()
     with job.write() as session:
         prune_steps(session, JOB, kept=1, shares_kept=1)
-    job.give_back_space()
+    job.reclaim_space()
     assert pages() < full / 2

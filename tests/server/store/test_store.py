@@ -16,9 +16,9 @@ from paceline_server.settings import Settings
 from paceline_server.store import audit
 from paceline_server.store.changes import changes_after, prune_changes, record_change
 from paceline_server.store.commands import reserve_command_ids
-from paceline_server.store.database import UNAVAILABLE, Database, Turns
+from paceline_server.store.database import UNAVAILABLE, Database, WriteQueue
 from paceline_server.store.leases import LeaseLostError, acquire, fence, is_held, release
-from paceline_server.store.log import LogSizes, append, drop_log, last_to_drop, read_log_part
+from paceline_server.store.log import LogSizes, append, drop_log, newest_to_drop, read_log_part
 from paceline_server.store.models import AuditRow, Base, BootRow, HotLogRow, JobRow
 from paceline_wire.batch import Batch
 from tests.server.rows import toy_job
@@ -179,8 +179,8 @@ def kept(database: Database) -> list[int]:
 
 def prune(database: Database, before_ns: int, keep_bytes: int = 1 << 30) -> int:
     with database.write() as session:
-        excess = LogSizes(entries_per_part=1).last_in_excess(session, keep_bytes)
-        last = last_to_drop(session, before_ns, excess)
+        excess = LogSizes(entries_per_part=1).newest_in_excess(session, keep_bytes)
+        last = newest_to_drop(session, before_ns, excess)
         return 0 if last is None else drop_log(session, last, most=100)
 
 
@@ -209,7 +209,7 @@ def test_log_sizes_follow_what_others_store_and_drop(database: Database) -> None
 
     def excess(keep_bytes: int) -> int:
         with database.read() as session:
-            return sizes.last_in_excess(session, keep_bytes)
+            return sizes.newest_in_excess(session, keep_bytes)
 
     assert excess(0) == 0
     for sequence in range(10):  # ids 1 to 10, in parts of 1..3, 4..7 and 8..10
@@ -270,14 +270,14 @@ def job(job_id: str, cursor: int = 0) -> JobRow:
 
 
 def test_who_has_waited_longest_writes_next_even_beside_one_that_never_pauses():
-    turns, order = Turns(20.0), []
+    turns, order = WriteQueue(20.0), []
 
     def write(name: str) -> None:
-        with turns.take():
+        with turns.acquired():
             order.append(name)
 
     threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
-    with turns.take():
+    with turns.acquired():
         for number, thread in enumerate(threads, start=1):
             thread.start()
             while len(turns._waiting) < number:
@@ -290,8 +290,8 @@ def test_who_has_waited_longest_writes_next_even_beside_one_that_never_pauses():
 
 
 def test_who_waits_too_long_for_its_turn_gives_it_up_and_holds_nobody_up():
-    turns = Turns(0.01)
-    with turns.take(), pytest.raises(sqlalchemy.exc.TimeoutError), turns.take():
+    turns = WriteQueue(0.01)
+    with turns.acquired(), pytest.raises(sqlalchemy.exc.TimeoutError), turns.acquired():
         pass
-    with turns.take():
+    with turns.acquired():
         pass

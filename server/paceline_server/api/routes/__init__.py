@@ -1,1 +1,1 @@
-"""One file per resource."""
+"""Routes of the API, one module per resource."""

@@ -1,4 +1,4 @@
-"""Actions, and people's word on them."""
+"""Actions, and their approval or rejection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from paceline_server.api import problems, resources, schemas
 from paceline_server.api.auth import Caller, Operator, viewer
 from paceline_server.api.dependencies import BoundsDep, Parts, PartsDep, ReadDep
-from paceline_server.api.paging import position, text_of
+from paceline_server.api.paging import position, time_cursor
 from paceline_server.api.problems import ProblemError, not_found
 from paceline_server.decide.types import ActionState, AuditEntry
 from paceline_server.store import audit, models, queries
@@ -29,15 +29,17 @@ _DECIDED = problems.responses(401, 403, 404, 409, 422, 503)
 def list_actions(
     session: ReadDep,
     bounds: BoundsDep,
-    job: Annotated[str | None, Query(description="Only of this job.", pattern="^[^\0]*$")] = None,
+    job: Annotated[
+        str | None, Query(description="Only actions of this job.", pattern="^[^\0]*$")
+    ] = None,
     state: ActionState | None = None,
 ) -> schemas.ActionPage:
-    """Newest first."""
+    """List actions, newest first."""
     rows = queries.actions(session, bounds.limit, position(bounds), job, state)
     more = len(rows) == bounds.limit
     return schemas.ActionPage(
         items=[resources.action(row) for row in rows],
-        next_cursor=text_of(rows[-1].created_ns, rows[-1].id) if more else None,
+        next_cursor=time_cursor(rows[-1].created_ns, rows[-1].id) if more else None,
     )
 
 
@@ -56,44 +58,47 @@ def get_action(action_id: str, session: ReadDep) -> schemas.Action:
 
 @router.post("/{action_id}/approve", response_model=schemas.Action, responses=_DECIDED)
 def approve_action(
-    action_id: str, of: PartsDep, caller: Operator, body: schemas.ActionDecision | None = None
+    action_id: str, parts: PartsDep, caller: Operator, body: schemas.ActionDecision | None = None
 ) -> schemas.Action:
-    """Let a proposed action be carried out."""
-    return _decide(of, caller, action_id, "approved", body)
+    """Approve a proposed action, which then runs."""
+    return _decide(parts, caller, action_id, "approved", body)
 
 
 @router.post("/{action_id}/reject", response_model=schemas.Action, responses=_DECIDED)
 def reject_action(
-    action_id: str, of: PartsDep, caller: Operator, body: schemas.ActionDecision | None = None
+    action_id: str, parts: PartsDep, caller: Operator, body: schemas.ActionDecision | None = None
 ) -> schemas.Action:
-    """Keep a proposed action from being carried out."""
-    return _decide(of, caller, action_id, "rejected", body)
+    """Reject a proposed action, which then never runs."""
+    return _decide(parts, caller, action_id, "rejected", body)
 
 
 def _decide(
-    of: Parts,
+    parts: Parts,
     caller: Caller,
     action_id: str,
-    word: Literal["approved", "rejected"],
+    state: Literal["approved", "rejected"],
     body: schemas.ActionDecision | None,
 ) -> schemas.Action:
-    now_ns = of.now_ns()
-    with of.database.write() as session:
+    now_ns = parts.now_ns()
+    with parts.database.write() as session:
         row = session.get(models.ActionRow, action_id.replace("\0", ""))
         if row is None:
             raise not_found("action", action_id)
         if row.state != "proposed":
-            raise ProblemError(409, f"The action is {row.state}, no longer proposed.")
-        finished_ns = now_ns if word == "rejected" else None
-        row.view = msgspec.structs.replace(row.view, state=word, finished_ns=finished_ns)
-        row.state, row.noticed, row.version = word, False, row.version + 1
+            raise ProblemError(
+                409,
+                f"The action is {row.state}; only a proposed action can be approved or rejected.",
+            )
+        finished_ns = now_ns if state == "rejected" else None
+        row.view = msgspec.structs.replace(row.view, state=state, finished_ns=finished_ns)
+        row.state, row.noticed, row.version = state, False, row.version + 1
         entry = AuditEntry(
-            actor=caller.name, verb=word, subject=action_id, detail=body.comment if body else ""
+            actor=caller.name, verb=state, subject=action_id, detail=body.comment if body else ""
         )
         audit.record(session, row.job_id, entry, now_ns)
         session.flush()
         record_change(session, row.job_id, "action", action_id)
         decided = resources.action(row)
-    of.wakes.work.notify()
-    of.wakes.changes.notify()
+    parts.signals.work.notify()
+    parts.signals.changes.notify()
     return decided

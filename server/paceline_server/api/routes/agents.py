@@ -1,4 +1,4 @@
-"""Commands to agents: one long-lived stream each."""
+"""Commands to agents: one long-lived stream per agent."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from paceline_wire.commands import Ping, encode_line
 router = APIRouter(prefix="/agents", tags=["agents"])
 MEDIA_TYPE = "application/x-ndjson"
 
-# A batch costs the server about a third of a millisecond of CPU, whatever is in it.
+# The fixed CPU cost of a batch is about a third of a millisecond.
 _BATCHES_PER_SECOND = 512
 _LONGEST_FLUSH_SECONDS = 2.5  # half a node's lease
 
 
 def flush_seconds(agents: int) -> float:
-    """How often so many may send; up to 256 as often as they do by themselves."""
+    """Return the flush interval for this many agents; up to 256 keep their own."""
     return min(agents / _BATCHES_PER_SECOND, _LONGEST_FLUSH_SECONDS)
 
 
@@ -39,33 +39,33 @@ def flush_seconds(agents: int) -> float:
     },
 )
 async def stream_commands(
-    agent_id: Annotated[str, Path(max_length=128)], request: Request, of: PartsDep
+    agent_id: Annotated[str, Path(max_length=128)], request: Request, parts: PartsDep
 ) -> StreamingResponse:
-    """Commands whose result is not stored yet, in order of issue, then new ones as they come."""
-    return StreamingResponse(_lines(request, of, agent_id), media_type=MEDIA_TYPE)
+    """Stream unfinished commands in the order of issue, then new ones as they are issued."""
+    return StreamingResponse(_lines(request, parts, agent_id), media_type=MEDIA_TYPE)
 
 
-async def _lines(request: Request, of: Parts, agent_id: str) -> AsyncIterator[bytes]:
-    subscription = of.wakes.commands.subscribe()
-    of.metrics.streams.labels("commands").inc()
+async def _lines(request: Request, parts: Parts, agent_id: str) -> AsyncIterator[bytes]:
+    subscription = parts.signals.commands.subscribe()
+    parts.metrics.streams.labels("commands").inc()
     sent: set[int] = set()
-    begun = False
+    is_first = True
     next_ping_ns = 0
     try:
-        while not of.wakes.commands.closed and await still_authorized(request, of, "agent"):
-            now_ns = of.now_ns()
+        while not parts.signals.commands.closed and await still_authorized(request, parts, "agent"):
+            now_ns = parts.now_ns()
             if now_ns >= next_ping_ns:
-                next_ping_ns = now_ns + int(of.ping_seconds * 1e9)
-                pace = flush_seconds(of.wakes.commands.subscribers)
-                yield encode_line(Ping(server_ns=now_ns, flush_seconds=pace))
-            # An agent that comes back must not be told again what it has done.
-            pending = await of.pending.of(agent_id, now=not begun)
-            begun = True
+                next_ping_ns = now_ns + int(parts.ping_seconds * 1e9)
+                interval = flush_seconds(parts.signals.commands.subscribers)
+                yield encode_line(Ping(server_ns=now_ns, flush_seconds=interval))
+            # A reconnected agent must not receive commands that it has finished.
+            pending = await parts.pending.for_agent(agent_id, now=is_first)
+            is_first = False
             for command_id, body in pending:
                 if command_id not in sent:
                     yield body.encode() + b"\n"
             sent = {command_id for command_id, _ in pending}
-            await subscription.wait(of.stream_poll_seconds)
+            await subscription.wait(parts.stream_poll_seconds)
     finally:
-        of.metrics.streams.labels("commands").dec()
+        parts.metrics.streams.labels("commands").dec()
         subscription.close()

@@ -19,9 +19,11 @@ router = APIRouter(prefix="/audit", tags=["audit"], dependencies=[viewer])
 def list_audit(
     session: ReadDep,
     bounds: BoundsDep,
-    job: Annotated[str | None, Query(description="Only of this job.", pattern="^[^\0]*$")] = None,
+    job: Annotated[
+        str | None, Query(description="Only entries of this job.", pattern="^[^\0]*$")
+    ] = None,
 ) -> schemas.AuditPage:
-    """Newest first."""
+    """List the audit log, newest first."""
     before = None if bounds.after is None else number(bounds.after)
     rows = queries.audit(session, bounds.limit, before, job)
     more = len(rows) == bounds.limit

@@ -1,7 +1,7 @@
 """Live changes as server-sent events.
 
-A change row names a resource; the event carries what the resource is when it is sent, so that a
-client that lags gets the newest state once instead of every state in between.
+A change row names a resource. The event carries the resource's state at the time of sending, so a
+client that lags receives the newest state once instead of every intermediate state.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from paceline_server.store.changes import changes_after, newest_change, oldest_c
 from paceline_server.store.database import UNAVAILABLE
 
 router = APIRouter(prefix="/events", tags=["events"])
-_AT_ONCE = 1000
+_CHANGES_PER_PAGE = 1000
 _EXAMPLE = 'id: 42\nevent: job\ndata: {"id": "job-1a2b3c4d", "state": "running"}\n\n'
 
 
 @dataclass(frozen=True, slots=True)
 class EventPage:
-    """What one look at the changes found: events to send, and where to look from next."""
+    """Events to send, and the position of the last change that they include."""
 
     position: int
     text: str
@@ -44,8 +44,8 @@ class EventPage:
     responses={
         200: {
             "description": "Events job, step, incident, action, node, ranks: `data` is the whole"
-            " resource, or a list of ranks. A stream without `Last-Event-ID`, or"
-            " with one too old, begins with everything that is open now.",
+            " resource, or a list of ranks. A stream without `Last-Event-ID`, or with one that is"
+            " too old, starts with a snapshot: jobs, nodes, open incidents and open actions.",
             "content": {"text/event-stream": {"schema": {"type": "string"}, "example": _EXAMPLE}},
         },
         **problems.responses(401, 403, 404, 503),
@@ -53,76 +53,80 @@ class EventPage:
 )
 def stream_events(
     request: Request,
-    of: PartsDep,
-    job: Annotated[str | None, Query(description="Only of this job, and nodes.")] = None,
+    parts: PartsDep,
+    job: Annotated[str | None, Query(description="Only events of this job and of nodes.")] = None,
     last_event_id: Annotated[str | None, Header(max_length=40)] = None,
 ) -> StreamingResponse:
-    with of.database.read() as session:
+    with parts.database.read() as session:
         if job is not None and ("\0" in job or session.get(models.JobRow, job) is None):
             raise not_found("job", job)
         resume = _resume(session, last_event_id)
-        first = _snapshot(session, of, job) if resume is None else EventPage(resume, "")
+        first = _snapshot(session, parts, job) if resume is None else EventPage(resume, "")
     return StreamingResponse(
-        _events(request, of, job, first),
+        _events(request, parts, job, first),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
 
 
 def _resume(session: Session, last_event_id: str | None) -> int | None:
-    """None: begin anew, for there is nothing to resume from."""
+    """Return the position to resume from; None if the stream must start with a snapshot."""
     if last_event_id is None or not (last_event_id.isascii() and last_event_id.isdigit()):
         return None
     position = int(last_event_id)
-    known = oldest_change(session) - 1 <= position <= newest_change(session)
-    return position if known else None
+    is_stored = oldest_change(session) - 1 <= position <= newest_change(session)
+    return position if is_stored else None
 
 
 async def _events(
-    request: Request, of: Parts, job: str | None, first: EventPage
+    request: Request, parts: Parts, job: str | None, first: EventPage
 ) -> AsyncIterator[str]:
-    subscription = of.wakes.changes.subscribe()
-    of.metrics.streams.labels("events").inc()
-    look: EventPage | None = first
-    spoke_ns = 0
+    subscription = parts.signals.changes.subscribe()
+    parts.metrics.streams.labels("events").inc()
+    page: EventPage | None = first
+    last_sent_ns = 0
     try:
-        while look is not None and await _goes_on(request, of):
-            if look.text:
-                yield look.text
-                spoke_ns = of.now_ns()
-            elif of.now_ns() - spoke_ns > of.heartbeat_seconds * 1e9:
-                yield ": still here\n\n"
-                spoke_ns = of.now_ns()
-            await subscription.wait(of.stream_poll_seconds)
-            look = await run_sync(_look, of, job, look.position)
+        while page is not None and await _continues(request, parts):
+            if page.text:
+                yield page.text
+                last_sent_ns = parts.now_ns()
+            elif parts.now_ns() - last_sent_ns > parts.heartbeat_seconds * 1e9:
+                yield ": heartbeat\n\n"
+                last_sent_ns = parts.now_ns()
+            await subscription.wait(parts.stream_poll_seconds)
+            page = await run_sync(_next_page, parts, job, page.position)
     finally:
-        of.metrics.streams.labels("events").dec()
+        parts.metrics.streams.labels("events").dec()
         subscription.close()
 
 
-async def _goes_on(request: Request, of: Parts) -> bool:
-    return not of.wakes.changes.closed and await still_authorized(request, of, "viewer")
+async def _continues(request: Request, parts: Parts) -> bool:
+    return not parts.signals.changes.closed and await still_authorized(request, parts, "viewer")
 
 
-def _look(of: Parts, job: str | None, position: int) -> EventPage | None:
-    """None: some of what came since is no longer kept; who comes back begins anew."""
+def _next_page(parts: Parts, job: str | None, position: int) -> EventPage | None:
+    """Return the changes after `position`.
+
+    None: some of them are no longer stored. The stream then ends and the client reconnects.
+    """
     try:
-        with of.database.read() as session:
+        with parts.database.read() as session:
             if position < oldest_change(session) - 1:
                 return None
-            changes = changes_after(session, position, job, _AT_ONCE)
-            seen = changes[-1].id if len(changes) == _AT_ONCE else newest_change(session)
-            newest = {(each.kind, each.subject, each.job_id): each.id for each in changes}
-            parts = [
-                _event(session, of, kind, subject, str(number))
+            changes = changes_after(session, position, job, _CHANGES_PER_PAGE)
+            is_full = len(changes) == _CHANGES_PER_PAGE
+            last_id = changes[-1].id if is_full else newest_change(session)
+            newest = {(change.kind, change.subject, change.job_id): change.id for change in changes}
+            events = [
+                _event(session, parts, kind, subject, str(number))
                 for (kind, subject, _), number in sorted(newest.items(), key=lambda item: item[1])
             ]
     except UNAVAILABLE:
         return EventPage(position, "")
-    return EventPage(seen, "".join(parts))
+    return EventPage(last_id, "".join(events))
 
 
-def _snapshot(session: Session, of: Parts, job: str | None) -> EventPage:
+def _snapshot(session: Session, parts: Parts, job: str | None) -> EventPage:
     position = newest_change(session)
     wanted: list[tuple[str, str]] = []
     if job is None:
@@ -136,25 +140,25 @@ def _snapshot(session: Session, of: Parts, job: str | None) -> EventPage:
     for state in ("proposed", "approved", "running"):
         wanted += [("action", each.id) for each in queries.actions(session, 100, None, job, state)]
     number = str(position)
-    texts = [_event(session, of, kind, subject, number) for kind, subject in wanted]
-    return EventPage(position, "".join(texts) or f"id: {number}\n: nothing yet\n\n")
+    texts = [_event(session, parts, kind, subject, number) for kind, subject in wanted]
+    return EventPage(position, "".join(texts) or f"id: {number}\n: no resources\n\n")
 
 
-def _event(session: Session, of: Parts, kind: str, subject: str, number: str) -> str:
-    data = _data(session, of, kind, subject)
+def _event(session: Session, parts: Parts, kind: str, subject: str, number: str) -> str:
+    data = _data(session, parts, kind, subject)
     return "" if data is None else f"id: {number}\nevent: {kind}\ndata: {data}\n\n"
 
 
-def _data(session: Session, of: Parts, kind: str, subject: str) -> str | None:
-    """JSON on one line. None: gone since."""
-    found = _resource(session, of, kind, subject)
+def _data(session: Session, parts: Parts, kind: str, subject: str) -> str | None:
+    """Return the resource as one line of JSON; None if it no longer exists."""
+    found = _resource(session, parts, kind, subject)
     if isinstance(found, list):
         return "[" + ",".join(each.model_dump_json() for each in found) + "]"
     return None if found is None else found.model_dump_json()
 
 
 def _resource(
-    session: Session, of: Parts, kind: str, subject: str
+    session: Session, parts: Parts, kind: str, subject: str
 ) -> BaseModel | list[BaseModel] | None:
     match kind:
         case "job":
@@ -178,5 +182,5 @@ def _resource(
             return (
                 None
                 if node is None
-                else resources.node(session, node, of.now_ns(), of.policy.node_lease_seconds)
+                else resources.node(session, node, parts.now_ns(), parts.policy.node_lease_seconds)
             )

@@ -1,4 +1,4 @@
-"""What is taken of a running job's ranks on demand: Python stacks, Flight Recorder dumps."""
+"""Python stacks and Flight Recorder dumps of a running job's ranks."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ RankNumber = Annotated[int, InPath(ge=0, lt=1 << 31)]
     responses=_ASK,
 )
 def take_stacks(
-    job_id: str, rank: RankNumber, of: PartsDep, caller: Operator
+    job_id: str, rank: RankNumber, parts: PartsDep, caller: Operator
 ) -> schemas.RankStacks:
-    """Have the rank's node read its Python stacks without stopping it; GET tells them."""
-    now_ns = of.now_ns()
-    with of.database.write() as session:
+    """Request the rank's Python stacks, read without stopping it. GET returns them."""
+    now_ns = parts.now_ns()
+    with parts.database.write() as session:
         job = find(session, job_id)
         row = _rank(session, job_id, rank)
-        _ask(session, job, _alive(job, [row]), TakeStacks, caller.name, f"rank {rank}", now_ns)
+        _request(session, job, _alive(job, [row]), TakeStacks, caller.name, f"rank {rank}", now_ns)
         asked = resources.rank_stacks(session, job_id, rank)
-    of.wakes.commands.notify()
+    parts.signals.commands.notify()
     return asked
 
 
@@ -53,7 +53,7 @@ def take_stacks(
     responses=_READ,
 )
 def get_stacks(job_id: str, rank: RankNumber, session: ReadDep) -> schemas.RankStacks:
-    """The newest stacks of the rank, whether taken on demand or at a hang."""
+    """Return the newest stacks of the rank, taken on demand or during a hang."""
     find(session, job_id)
     _rank(session, job_id, rank)
     return resources.rank_stacks(session, job_id, rank)
@@ -65,15 +65,15 @@ def get_stacks(job_id: str, rank: RankNumber, session: ReadDep) -> schemas.RankS
     response_model=schemas.FlightRecorder,
     responses=_ASK,
 )
-def take_dumps(job_id: str, of: PartsDep, caller: Operator) -> schemas.FlightRecorder:
-    """Have every rank write its Flight Recorder dump, and its node send it."""
-    now_ns = of.now_ns()
-    with of.database.write() as session:
+def take_dumps(job_id: str, parts: PartsDep, caller: Operator) -> schemas.FlightRecorder:
+    """Request a Flight Recorder dump of every rank. GET returns the analysis."""
+    now_ns = parts.now_ns()
+    with parts.database.write() as session:
         job = find(session, job_id)
         ranks = _alive(job, queries.ranks(session, job_id))
-        _ask(session, job, ranks, TakeDumps, caller.name, "all ranks", now_ns)
+        _request(session, job, ranks, TakeDumps, caller.name, "all ranks", now_ns)
         known = _flight_recorder(session, job)
-    of.wakes.commands.notify()
+    parts.signals.commands.notify()
     return known
 
 
@@ -84,7 +84,7 @@ def take_dumps(job_id: str, of: PartsDep, caller: Operator) -> schemas.FlightRec
     responses=_READ,
 )
 def get_dumps(job_id: str, session: ReadDep) -> schemas.FlightRecorder:
-    """What the newest dumps of the current generation say; see docs/flight-recorder.md."""
+    """Analyze the newest dumps of the current generation; see docs/flight-recorder.md."""
     return _flight_recorder(session, find(session, job_id))
 
 
@@ -99,30 +99,30 @@ def _alive(job: models.JobRow, ranks: Sequence[models.RankRow]) -> list[models.R
     alive = [rank for rank in ranks if rank.state != "exited"]
     if job.state in FINISHED or not alive:
         raise ProblemError(
-            409, f"The job is {job.state} and no such rank runs: nothing can be taken."
+            409, f"The job is {job.state} and the rank is not running: there is no process to read."
         )
     return alive
 
 
-def _ask(
+def _request(
     session: Session,
     job: models.JobRow,
     ranks: Sequence[models.RankRow],
-    what: type[TakeStacks | TakeDumps],
+    command_type: type[TakeStacks | TakeDumps],
     actor: str,
-    whose: str,
+    detail: str,
     now_ns: int,
 ) -> None:
-    rank_evidence.ask(session, job, ranks, what, now_ns)
-    verb = "asked for stacks" if what is TakeStacks else "asked for Flight Recorder dumps"
-    entry = AuditEntry(actor=actor, verb=verb, subject=job.id, detail=whose)
+    rank_evidence.request_evidence(session, job, ranks, command_type, now_ns)
+    verb = "asked for stacks" if command_type is TakeStacks else "asked for Flight Recorder dumps"
+    entry = AuditEntry(actor=actor, verb=verb, subject=job.id, detail=detail)
     audit.record(session, job.id, entry, now_ns)
     session.flush()
 
 
 def _flight_recorder(session: Session, job: models.JobRow) -> schemas.FlightRecorder:
-    taken = rank_evidence.newest_dumps(session, job.id, job.generation)
-    received = {one.event.rank: read(one.event) for one in taken}
+    dumps = rank_evidence.newest_dumps(session, job.id, job.generation)
+    received = {dump.event.rank: read(dump.event) for dump in dumps}
     report, text = conclude(received, range(job.topology.world_size))
     return schemas.FlightRecorder(
         job_id=job.id,
@@ -130,11 +130,11 @@ def _flight_recorder(session: Session, job: models.JobRow) -> schemas.FlightReco
         text=text,
         dumps=[
             schemas.RankDumpModel(
-                rank=one.event.rank,
-                received_at=resources.time_of(one.received_ns),
-                error=received[one.event.rank].error,
+                rank=dump.event.rank,
+                received_at=resources.time_of(dump.received_ns),
+                error=received[dump.event.rank].error,
             )
-            for one in taken
+            for dump in dumps
         ],
         report=None if report is None else report.as_json(),
     )

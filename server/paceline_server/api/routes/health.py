@@ -1,4 +1,4 @@
-"""For probes and Prometheus; outside /api and without tokens."""
+"""Health probes and metrics; outside /api, without tokens."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ router = APIRouter(tags=["health"])
 @router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", response_class=PlainTextResponse)
 async def healthz() -> str:
-    """The process answers."""
+    """Liveness: the process responds."""
     return "ok\n"
 
 
 @router.head("/readyz", include_in_schema=False)
-@router.get("/readyz", responses={503: {"description": "Something is missing; the body says it."}})
-def readyz(of: PartsDep) -> JSONResponse:
-    """The server can do its work."""
-    missing = of.unready()
+@router.get("/readyz", responses={503: {"description": "Not ready; `missing` lists the reasons."}})
+def readyz(parts: PartsDep) -> JSONResponse:
+    """Readiness: the database, the log writer and the workers run."""
+    missing = parts.unready()
     try:
-        of.database.ping()
+        parts.database.ping()
     except UNAVAILABLE:
-        missing.append("database: does not answer")
+        missing.append("database: unavailable")
     return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
 
 @router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", response_class=PlainTextResponse)
-def metrics(of: PartsDep, request: Request) -> Response:
+def metrics(parts: PartsDep, request: Request) -> Response:
+    """Return metrics in the Prometheus or OpenMetrics format."""
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    return Response(encode(of.metrics.registry), media_type=content_type)
+    return Response(encode(parts.metrics.registry), media_type=content_type)

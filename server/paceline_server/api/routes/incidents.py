@@ -1,4 +1,4 @@
-"""Incidents: one per trouble, however many symptoms."""
+"""Incidents: one per problem; its symptoms are grouped into it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from paceline_server.api import problems, resources, schemas
 from paceline_server.api.auth import viewer
 from paceline_server.api.dependencies import BoundsDep, ReadDep
-from paceline_server.api.paging import position, text_of
+from paceline_server.api.paging import position, time_cursor
 from paceline_server.api.problems import not_found
 from paceline_server.decide.types import IncidentState
 from paceline_server.store import models, queries
@@ -23,15 +23,17 @@ router = APIRouter(prefix="/incidents", tags=["incidents"], dependencies=[viewer
 def list_incidents(
     session: ReadDep,
     bounds: BoundsDep,
-    job: Annotated[str | None, Query(description="Only of this job.", pattern="^[^\0]*$")] = None,
+    job: Annotated[
+        str | None, Query(description="Only incidents of this job.", pattern="^[^\0]*$")
+    ] = None,
     state: IncidentState | None = None,
 ) -> schemas.IncidentPage:
-    """Newest first."""
+    """List incidents, newest first."""
     rows = queries.incidents(session, bounds.limit, position(bounds), job, state)
     more = len(rows) == bounds.limit
     return schemas.IncidentPage(
         items=[resources.incident(row) for row in rows],
-        next_cursor=text_of(rows[-1].opened_ns, rows[-1].id) if more else None,
+        next_cursor=time_cursor(rows[-1].opened_ns, rows[-1].id) if more else None,
     )
 
 

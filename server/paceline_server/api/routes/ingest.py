@@ -1,8 +1,8 @@
-"""Batches from agents. The answer means that the batch is in the hot log.
+"""Batches from agents. A success response means that the batch is in the hot log.
 
-A large job's server is asked for little else, a thousand times a second: these requests are
-answered in front of the routes, which only describe them. What the framework would do for them
-costs more than to store what they bring.
+The server of a large job receives up to a thousand of these requests per second. A middleware
+answers them, because FastAPI's routing would cost more than storing the batch. The route exists
+only for the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from paceline_wire.batch import Batch, BatchError
 
 router = APIRouter(tags=["agents"])
 PATH = "/api/v1/ingest"
-# What a node of eight ranks sends in half a second. Decoding it takes less than a millisecond.
+# A node with eight ranks sends this in half a second; decoding takes less than a millisecond.
 _SMALL_BYTES = 16 << 10
-_SMALL_CONTENT_BYTES = 512 << 10  # a few bytes can stand for very many
+_SMALL_CONTENT_BYTES = 512 << 10  # compression can hide a very large content
 _BODY = {
     "required": True,
     "description": "msgpack of `paceline_wire.batch.Batch` in one zstd frame",
@@ -44,12 +44,12 @@ _BODY = {
     openapi_extra={"requestBody": _BODY},
 )
 async def ingest() -> schemas.IngestAnswer:
-    """Store one batch. Repeating it is safe: the answer is then `duplicate`."""
-    raise NotImplementedError("Ingest answers")
+    """Store one batch. Repeating a request is safe: the status is then `duplicate`."""
+    raise NotImplementedError("the Ingest middleware answers")
 
 
 class Ingest:
-    """Answers posted batches; everything else goes on to `app`."""
+    """ASGI middleware that answers posted batches and passes other requests to `app`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -60,30 +60,33 @@ class Ingest:
             return
         request = Request(scope, receive, send)
         try:
-            answer = await _take(request)
+            content = await _store_batch(request)
         except (ProblemError, *UNAVAILABLE) as error:
             response = await problems.answer_to(request, error)
             await response(scope, receive, send)
             return
         headers = [
             (b"content-type", b"application/json"),
-            (b"content-length", str(len(answer)).encode()),
+            (b"content-length", str(len(content)).encode()),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": answer})
+        await send({"type": "http.response.body", "body": content})
 
 
-async def _take(request: Request) -> bytes:
-    """The `IngestAnswer`. Raises Problem, or what a database raises that is away."""
-    of: Parts = request.app.state.parts
-    await authorized(request, of, "agent", bearer(request))
+async def _store_batch(request: Request) -> bytes:
+    """Store the request's batch and return the `IngestAnswer`.
+
+    Raises ProblemError or one of `UNAVAILABLE`.
+    """
+    parts: Parts = request.app.state.parts
+    await authorized(request, parts, "agent", bearer(request))
     try:
-        of.log.refuse_if_full()
+        parts.log.refuse_if_full()
         payload = await _body(request)
         batch = await _decoded(request, payload)
-        status = await asyncio.wrap_future(of.log.submit(batch, payload, of.now_ns()))
+        status = await asyncio.wrap_future(parts.log.submit(batch, payload, parts.now_ns()))
     except (BatchError, IngestError) as error:
-        of.metrics.rejected.labels(error.reason).inc()
+        parts.metrics.rejected.labels(error.reason).inc()
         raise _problem(error) from error
     return b'{"status":"%s","sequence":%d}' % (status.encode(), batch.sequence)
 
@@ -91,21 +94,21 @@ async def _take(request: Request) -> bytes:
 async def _body(request: Request) -> bytes:
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != wire.CONTENT_TYPE:
-        raise BatchError("content_type", f"Expected content of {wire.CONTENT_TYPE}.")
+        raise BatchError("content_type", f"expected Content-Type {wire.CONTENT_TYPE}")
     limit = wire.MAXIMUM_COMPRESSED_BYTES
     declared = request.headers.get("content-length", "0")
     content = bytearray()
     if declared.isascii() and declared.isdigit() and int(declared) > limit:
-        raise BatchError("oversized", f"{declared} bytes, at most {limit}")
+        raise BatchError("oversized", f"expected at most {limit} bytes, got {declared}")
     async for chunk in request.stream():
         content += chunk
         if len(content) > limit:
-            raise BatchError("oversized", f"more than {limit} bytes")
+            raise BatchError("oversized", f"expected at most {limit} bytes, got more")
     return bytes(content)
 
 
 async def _decoded(request: Request, payload: bytes) -> Batch:
-    """Here, if that is less work than to hand it to a thread."""
+    """Decode small batches inline, larger ones in a thread."""
     content = wire.content_bytes(payload) or wire.MAXIMUM_BYTES
     if len(payload) <= _SMALL_BYTES and content <= _SMALL_CONTENT_BYTES:
         return _decode(payload)
@@ -119,7 +122,7 @@ def _decode(payload: bytes) -> Batch:
 
 
 def _decoders(request: Request) -> anyio.CapacityLimiter:
-    """Few at once: each may hold MAXIMUM_BYTES."""
+    """Return the limit of concurrent decoders: each may hold MAXIMUM_BYTES."""
     found: anyio.CapacityLimiter = request.app.state.decoders
     return found
 
@@ -129,7 +132,7 @@ _STATUS = {"oversized": 413, "content_type": 415}
 
 def _problem(error: BatchError | IngestError) -> ProblemError:
     if isinstance(error, IngestError) and not isinstance(error, UnstorableError):
-        return problems.unavailable(f"Not stored: {error}; try again.")
+        return problems.unavailable(f"Batch not stored: {error}; try again.")
     return ProblemError(
-        _STATUS.get(error.reason, 400), f"Nothing stored ({error.reason}): {error}."
+        _STATUS.get(error.reason, 400), f"Batch not stored ({error.reason}): {error}."
     )

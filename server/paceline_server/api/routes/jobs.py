@@ -1,4 +1,4 @@
-"""Jobs, and what is asked of one: ranks, steps, the grid, stop."""
+"""Jobs: create, list, stop; and their ranks, steps and grid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from paceline_server.api import problems, resources, schemas
 from paceline_server.api.auth import Operator, viewer
 from paceline_server.api.dependencies import AfterDep, Bounds, BoundsDep, PartsDep, ReadDep
-from paceline_server.api.paging import number, position, text_of
+from paceline_server.api.paging import number, position, time_cursor
 from paceline_server.api.problems import ProblemError, not_found
 from paceline_server.decide.types import AuditEntry, JobSpec
 from paceline_server.policy import Policy, PolicyError, parse_policy
@@ -31,11 +31,11 @@ _ONE = problems.responses(401, 403, 404, 422, 503)
 
 
 @router.post("", status_code=201, response_model=schemas.Job, responses=_READ)
-def create_job(body: schemas.JobCreate, of: PartsDep, caller: Operator) -> schemas.Job:
-    """Ask for a job. It starts as soon as enough ready nodes have room for its ranks."""
-    now_ns = of.now_ns()
-    with of.database.write() as session:
-        row = _new_job(session, body, of.policy, now_ns)
+def create_job(body: schemas.JobCreate, parts: PartsDep, caller: Operator) -> schemas.Job:
+    """Create a job. It starts as soon as ready nodes have enough free slots for its ranks."""
+    now_ns = parts.now_ns()
+    with parts.database.write() as session:
+        row = _new_job(session, body, parts.policy, now_ns)
         _warn_of_short_agent_leases(session, row.policy)
         session.add(row)
         session.flush()
@@ -43,8 +43,8 @@ def create_job(body: schemas.JobCreate, of: PartsDep, caller: Operator) -> schem
         audit.record(session, row.id, entry, now_ns)
         record_change(session, row.id, "job", row.id)
         created = resources.job(session, row)
-    of.wakes.work.notify()
-    of.wakes.changes.notify()
+    parts.signals.work.notify()
+    parts.signals.changes.notify()
     return created
 
 
@@ -53,7 +53,7 @@ def _new_job(
 ) -> models.JobRow:
     for name, text in _texts(body):
         if "\0" in text:
-            raise ProblemError(422, f"{name}: expected text without NUL.")
+            raise ProblemError(422, f"{name}: expected text without NUL characters.")
     topology = Topology(body.topology.dp, body.topology.pp, body.topology.tp)
     if topology.world_size > RANKS_AT_MOST:
         raise ProblemError(
@@ -132,12 +132,12 @@ def _texts(body: schemas.JobCreate) -> list[tuple[str, str]]:
 
 @router.get("", dependencies=[viewer], response_model=schemas.JobPage, responses=_READ)
 def list_jobs(session: ReadDep, bounds: BoundsDep) -> schemas.JobPage:
-    """Newest first."""
+    """List jobs, newest first."""
     rows = queries.jobs(session, bounds.limit, position(bounds))
     more = len(rows) == bounds.limit
     return schemas.JobPage(
         items=[resources.job(session, row) for row in rows],
-        next_cursor=text_of(rows[-1].created_ns, rows[-1].id) if more else None,
+        next_cursor=time_cursor(rows[-1].created_ns, rows[-1].id) if more else None,
     )
 
 
@@ -151,24 +151,24 @@ def get_job(job_id: str, session: ReadDep) -> schemas.Job:
     response_model=schemas.Job,
     responses={**_ONE, **problems.responses(409)},
 )
-def stop_job(job_id: str, of: PartsDep, caller: Operator) -> schemas.Job:
-    """Ask the job to stop. Asking twice is the same as asking once."""
-    now_ns = of.now_ns()
-    with of.database.write() as session:
+def stop_job(job_id: str, parts: PartsDep, caller: Operator) -> schemas.Job:
+    """Stop the job. Repeating the request has no effect."""
+    now_ns = parts.now_ns()
+    with parts.database.write() as session:
         row = find(session, job_id)
         if row.state in FINISHED:
-            raise ProblemError(409, f"The job is {row.state} already.")
+            raise ProblemError(409, f"The job is already {row.state}.")
         if row.watched:
             raise ProblemError(
-                409, "The job was started elsewhere: end it there (scancel, Ctrl-C)."
+                409, "This is an external job: stop it where it was started (scancel, Ctrl-C)."
             )
         if not row.stop_requested:
             row.stop_requested = True
             entry = AuditEntry(actor=caller.name, verb="asked to stop", subject=job_id)
             audit.record(session, job_id, entry, now_ns)
         stopped = resources.job(session, row)
-    of.wakes.work.notify()
-    of.wakes.changes.notify()
+    parts.signals.work.notify()
+    parts.signals.changes.notify()
     return stopped
 
 
@@ -176,7 +176,7 @@ def stop_job(job_id: str, of: PartsDep, caller: Operator) -> schemas.Job:
     "/{job_id}/ranks", dependencies=[viewer], response_model=schemas.RankPage, responses=_ONE
 )
 def list_ranks(job_id: str, session: ReadDep) -> schemas.RankPage:
-    """All ranks of the current generation."""
+    """List all ranks of the current generation."""
     return resources.ranks(session, find(session, job_id))
 
 
@@ -187,10 +187,10 @@ def list_steps(
     job_id: str,
     session: ReadDep,
     page_after: AfterDep,
-    after: Annotated[int | None, Query(ge=-1, lt=1 << 62, description="A step.")] = None,
+    after: Annotated[int | None, Query(ge=-1, lt=1 << 62, description="Only later steps.")] = None,
     limit: Annotated[int, Query(ge=1, le=2000)] = 200,
 ) -> schemas.StepPage:
-    """Finished steps, ascending: those after a step, or else the newest."""
+    """List finished steps in ascending order: those after a step, by default the newest."""
     find(session, job_id)
     if page_after is not None:
         after = number(page_after)
@@ -206,11 +206,12 @@ def list_steps(
 def get_grid(
     job_id: str, session: ReadDep, steps: Annotated[int, Query(ge=1, le=500)] = 20
 ) -> schemas.Grid:
-    """Each rank's slowdown over the last steps of the current generation."""
+    """Return each rank's slowdown over the last steps of the current generation."""
     return resources.grid(session, find(session, job_id), steps)
 
 
 def find(session: Session, job_id: str) -> models.JobRow:
+    """Return a job's row. Raises ProblemError if there is none."""
     row = session.get(models.JobRow, job_id) if "\0" not in job_id else None
     if row is None:
         raise not_found("job", job_id)

@@ -23,14 +23,15 @@ router = APIRouter(prefix="/nodes", tags=["nodes"])
     response_model=schemas.NodePage,
     responses=problems.responses(401, 403, 422, 503),
 )
-def list_nodes(session: ReadDep, bounds: BoundsDep, of: PartsDep) -> schemas.NodePage:
-    """By name."""
+def list_nodes(session: ReadDep, bounds: BoundsDep, parts: PartsDep) -> schemas.NodePage:
+    """List nodes by name."""
     after = None if bounds.after is None else clean(bounds.after)
     rows = queries.nodes(session, bounds.limit, after)
     more = len(rows) == bounds.limit
     return schemas.NodePage(
         items=[
-            resources.node(session, row, of.now_ns(), of.policy.node_lease_seconds) for row in rows
+            resources.node(session, row, parts.now_ns(), parts.policy.node_lease_seconds)
+            for row in rows
         ],
         next_cursor=Bounds.encode(rows[-1].agent_id) if more else None,
     )
@@ -41,10 +42,10 @@ def list_nodes(session: ReadDep, bounds: BoundsDep, of: PartsDep) -> schemas.Nod
     response_model=schemas.Node,
     responses=problems.responses(401, 403, 404, 503),
 )
-def release_node(node_id: str, of: PartsDep, caller: Operator) -> schemas.Node:
-    """End a node's quarantine. Releasing a node that is in none changes nothing."""
-    now_ns = of.now_ns()
-    with of.database.write() as session:
+def release_node(node_id: str, parts: PartsDep, caller: Operator) -> schemas.Node:
+    """End a node's quarantine. Has no effect on a node that is not quarantined."""
+    now_ns = parts.now_ns()
+    with parts.database.write() as session:
         row = _find(session, node_id)
         if row.quarantine_reason is not None:
             entry = AuditEntry(
@@ -54,9 +55,9 @@ def release_node(node_id: str, of: PartsDep, caller: Operator) -> schemas.Node:
             row.quarantine_reason = None
             session.flush()
             record_change(session, None, "node", node_id)
-        released = resources.node(session, row, now_ns, of.policy.node_lease_seconds)
-    of.wakes.work.notify()
-    of.wakes.changes.notify()
+        released = resources.node(session, row, now_ns, parts.policy.node_lease_seconds)
+    parts.signals.work.notify()
+    parts.signals.changes.notify()
     return released
 
 
@@ -67,22 +68,22 @@ def release_node(node_id: str, of: PartsDep, caller: Operator) -> schemas.Node:
     responses=problems.responses(401, 403, 404, 409, 422, 503),
 )
 def burst_node(
-    node_id: str, request: schemas.BurstRequest, of: PartsDep, caller: Operator
+    node_id: str, request: schemas.BurstRequest, parts: PartsDep, caller: Operator
 ) -> schemas.Node:
-    """Have a node that holds ranks collect ten times a second, for at most 30 s."""
-    now_ns = of.now_ns()
-    with of.database.write() as session:
+    """Collect metrics ten times a second for at most 30 s, on a node that has ranks."""
+    now_ns = parts.now_ns()
+    with parts.database.write() as session:
         row = _find(session, node_id)
         if row.job_id is None:
             raise ProblemError(
-                409, f"{node_id} holds no ranks: there is nothing to look at closely."
+                409, f"{node_id} has no ranks; a burst needs a node with running ranks."
             )
-        commands.ask_for_burst(session, row, request.collectors, request.seconds, now_ns)
+        commands.request_burst(session, row, request.collectors, request.seconds, now_ns)
         detail = f"{', '.join(request.collectors) or 'all collectors'}, {request.seconds:g} s"
         entry = AuditEntry(actor=caller.name, verb="burst", subject=node_id, detail=detail)
         audit.record(session, row.job_id, entry, now_ns)
-        asked = resources.node(session, row, now_ns, of.policy.node_lease_seconds)
-    of.wakes.commands.notify()
+        asked = resources.node(session, row, now_ns, parts.policy.node_lease_seconds)
+    parts.signals.commands.notify()
     return asked
 
 

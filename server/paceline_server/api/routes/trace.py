@@ -1,4 +1,4 @@
-"""What a job recorded of its last steps, for `paceline analyze` and any tool that reads Parquet."""
+"""The recorded operations of a job's last steps as Parquet, for `paceline analyze` and others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline_server.api import problems
 from paceline_server.api.auth import viewer
 from paceline_server.api.dependencies import ReadDep
 from paceline_server.api.problems import ProblemError
-from paceline_server.api.recorded import Recorded, recorded_steps
+from paceline_server.api.recorded import RecordedSteps, recorded_steps
 from paceline_server.api.routes.jobs import find
 from paceline_server.whatif.export import Export, export
 from paceline_server.whatif.online import RunReplay
@@ -38,11 +38,11 @@ _SIZES = {
     response_class=Response,
     responses={
         200: {
-            "description": "The operations of the last steps: see docs/what-if.md.",
+            "description": "The operations of the last steps; see docs/what-if.md.",
             "content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
             "headers": {
                 SIZES_HEADER: {
-                    "description": "What the metadata beside a trace says, as JSON.",
+                    "description": "The metadata of the trace, as JSON.",
                     "schema": {"type": "string"},
                     "example": json.dumps(_SIZES),
                 }
@@ -54,20 +54,23 @@ _SIZES = {
 def get_trace(
     job_id: str,
     session: ReadDep,
-    steps: Annotated[int, Query(ge=1, le=100, description="How many of the newest.")] = 8,
+    steps: Annotated[int, Query(ge=1, le=100, description="Number of newest steps.")] = 8,
 ) -> Response:
-    """The last steps of the current generation in the trace layout, one row per operation."""
+    """Return the last steps of the current generation as a trace, one row per operation."""
     row = find(session, job_id)
-    found = recorded_steps(session, row, steps)
-    if found is None:
-        raise ProblemError(409, "No step of the current generation is finished yet.")
-    exported = _export(found)
+    recorded = recorded_steps(session, row, steps)
+    if recorded is None:
+        raise ProblemError(
+            409,
+            "No step of the current generation has finished yet; try again after the first one.",
+        )
+    exported = _export(recorded)
     if exported is None:
         raise ProblemError(
             409,
-            "What is kept of the last steps is too little to know in which order the job works.",
+            "Too few of the last steps are stored to reconstruct the order of operations.",
         )
-    # Arrow costs memory that a server need not have which is never asked for a trace.
+    # Imported on use: Arrow takes memory that most servers never need.
     writer = importlib.import_module("paceline_server.whatif.writer")
     return Response(
         writer.to_parquet(exported),
@@ -79,10 +82,10 @@ def get_trace(
     )
 
 
-def _export(found: Recorded) -> Export | None:
-    placement = found.placement
-    built = RunReplay(found.timings, placement.topology, placement.metadata).built
+def _export(recorded: RecordedSteps) -> Export | None:
+    placement = recorded.placement
+    built = RunReplay(recorded.timings, placement.topology, placement.metadata).built
     if built is None:
         return None
-    started = {timing.step: float(timing.ranks.start_ns.min()) / 1e9 for timing in found.timings}
+    started = {timing.step: float(timing.ranks.start_ns.min()) / 1e9 for timing in recorded.timings}
     return export(built, started)

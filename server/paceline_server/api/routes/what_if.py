@@ -1,4 +1,4 @@
-"""Where a job's time goes, and what fixing each thing would give."""
+"""What-if analysis: where a job's time goes, and the gain of each fix."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ router = APIRouter(prefix="/jobs", tags=["jobs"])
 )
 def get_what_if(
     job_id: str,
-    of: PartsDep,
+    parts: PartsDep,
     steps: Annotated[
-        int, Query(ge=1, le=100, description="How many of the newest, fewer of a large job.")
+        int, Query(ge=1, le=100, description="Number of newest steps; fewer for large jobs.")
     ] = 8,
 ) -> schemas.WhatIf:
-    """The last steps replayed with parts of them as fast as their peers: slowdowns, what fixing
-    each part gives, and what another schedule would. See docs/what-if.md.
+    """Replay the last steps with parts of them as fast as their peers.
 
-    `verdict.kind` is `unknown`, and its text says what to do, where they cannot be replayed yet.
+    Returns slowdowns, the gain of fixing each part, and the gain of other schedules; see
+    docs/what-if.md. If the steps cannot be replayed yet, `verdict.kind` is `unknown` and its text
+    says what to do.
     """
-    return of.what_ifs.of(of.database, job_id, steps)
+    return parts.what_ifs.get(parts.database, job_id, steps)

@@ -1,1 +1,1 @@
-"""The schema's history, run by `Database.migrate`."""
+"""Schema migrations, run by `Database.migrate`."""

@@ -1,4 +1,4 @@
-"""Alembic's entry: the connection is always given by `Database.migrate`."""
+"""Alembic's environment. `Database.migrate` always provides the connection."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def upgrade() -> None:
 
 
 def _protect_audit() -> None:
-    """Nobody changes the past: not this program, and not a person by mistake."""
+    """Reject updates and deletes of the audit log."""
     if op.get_bind().dialect.name == "sqlite":
         for verb in ("UPDATE", "DELETE"):
             op.execute(

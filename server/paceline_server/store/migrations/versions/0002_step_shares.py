@@ -1,4 +1,4 @@
-"""Each rank's share of a step, apart from the step's summary"""
+"""Store per-rank values of steps separately from the summaries"""
 
 from __future__ import annotations
 

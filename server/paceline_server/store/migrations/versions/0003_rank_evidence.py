@@ -1,4 +1,4 @@
-"""What was taken of a rank: its newest stacks and Flight Recorder dump"""
+"""Store the newest stacks and Flight Recorder dump of each rank"""
 
 from __future__ import annotations
 

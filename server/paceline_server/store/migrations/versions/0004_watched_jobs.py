@@ -1,4 +1,4 @@
-"""Jobs that others started, and the ranks that agents found running"""
+"""External jobs, and the ranks that agents found running"""
 
 from __future__ import annotations
 

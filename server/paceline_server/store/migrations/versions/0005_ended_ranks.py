@@ -1,4 +1,4 @@
-"""When the end of a rank was told that waits for the others of its run"""
+"""Exit time of attached ranks whose run is still incomplete"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks are looked up by their node, of whatever job"""
+"""Index of ranks by node"""
 
 from __future__ import annotations
 

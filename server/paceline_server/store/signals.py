@@ -1,6 +1,6 @@
-"""Tells those who wait in this process that something was committed.
+"""Signals within this process that something was committed.
 
-Only a hint: whoever waits also looks by itself now and then, because other processes commit too.
+A signal is only a hint. Waiters also poll the database, because other processes commit too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
-class Wake:
+class CommitSignal:
     """One signal for threads (`wait`) and for coroutines (`subscribe`)."""
 
     def __init__(self) -> None:
@@ -23,74 +23,83 @@ class Wake:
 
     @property
     def count(self) -> int:
-        """How often somebody notified."""
+        """Number of notifications so far."""
         return self._count
 
     def notify(self) -> None:
+        """Release all waiters."""
         with self._condition:
             self._count += 1
             self._condition.notify_all()
             subscriptions = list(self._subscriptions)
         for subscription in subscriptions:
-            subscription.wake()
+            subscription.notify()
         for listener in self._listeners:
             listener()
 
     def close(self) -> None:
-        """Everybody who waits stops waiting, now and later."""
+        """Release all waiters, now and in the future."""
         self.closed = True
         self.notify()
 
-    def wait(self, seen: int, timeout_seconds: float) -> int:
-        """Until somebody notified after `seen`, or the timeout; returns the new count."""
+    def wait(self, last_count: int, timeout_seconds: float) -> int:
+        """Wait for a notification after `last_count` or the timeout; return the new count."""
         with self._condition:
-            self._condition.wait_for(lambda: self.closed or self._count != seen, timeout_seconds)
+            self._condition.wait_for(
+                lambda: self.closed or self._count != last_count, timeout_seconds
+            )
             return self._count
 
-    def tell(self, listener: Callable[[], None]) -> None:
-        """Call it at each notification from now on, in whatever thread; it must not block."""
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Call `listener` at each notification, in the notifying thread. It must not block."""
         self._listeners.append(listener)
 
     def subscribe(self) -> Subscription:
-        """For the running event loop. Close it, or it is kept for ever."""
+        """Return a subscription for the running event loop. The caller closes it."""
         subscription = Subscription(self, asyncio.get_running_loop())
         with self._condition:
             self._subscriptions.add(subscription)
         return subscription
 
-    def _forget(self, subscription: Subscription) -> None:
+    def _remove(self, subscription: Subscription) -> None:
         with self._condition:
             self._subscriptions.discard(subscription)
 
     @property
     def subscribers(self) -> int:
+        """Number of open subscriptions."""
         return len(self._subscriptions)
 
 
 @dataclass(frozen=True)
-class Wakes:
-    """One signal for each kind of waiting."""
+class CommitSignals:
+    """One signal for each kind of waiter."""
 
-    work: Wake = field(default_factory=Wake)  # batches, jobs or people's words for the worker
-    commands: Wake = field(default_factory=Wake)  # for agents
-    changes: Wake = field(default_factory=Wake)  # for those who look on, and the outbox
+    work: CommitSignal = field(default_factory=CommitSignal)  # the worker: batches, jobs, decisions
+    commands: CommitSignal = field(default_factory=CommitSignal)  # streams to agents
+    changes: CommitSignal = field(default_factory=CommitSignal)  # event streams and the outbox
 
     def close(self) -> None:
-        for wake in (self.work, self.commands, self.changes):
-            wake.close()
+        """Close all signals."""
+        for signal in (self.work, self.commands, self.changes):
+            signal.close()
 
 
 class Subscription:
-    def __init__(self, wake: Wake, loop: asyncio.AbstractEventLoop) -> None:
-        self._wake = wake
+    """A coroutine's view of one signal. A notification between two waits is not lost."""
+
+    def __init__(self, signal: CommitSignal, loop: asyncio.AbstractEventLoop) -> None:
+        self._signal = signal
         self._loop = loop
         self._event = asyncio.Event()
 
-    def wake(self) -> None:
+    def notify(self) -> None:
+        """Release the waiter; may be called from any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._event.set)
 
     async def wait(self, timeout_seconds: float) -> None:
+        """Wait for a notification or the timeout."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._event.wait()
@@ -99,4 +108,5 @@ class Subscription:
         self._event.clear()
 
     def close(self) -> None:
-        self._wake._forget(self)
+        """Stop receiving notifications."""
+        self._signal._remove(self)
