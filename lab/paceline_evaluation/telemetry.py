@@ -12,6 +12,7 @@ import numpy as np
 from paceline_evaluation.emission import JOB
 from paceline_evaluation.faults import TrialFault
 from paceline_evaluation.shape import JobShape
+from paceline_wire import metric_names
 from paceline_wire.batch import Sample
 
 _REASONS = (
@@ -28,29 +29,29 @@ _GIBIBYTE = float(1 << 30)
 
 # Cause -> GPU gauge -> value.
 _GAUGES: dict[str, dict[str, float]] = {
-    "thermal": {"DCGM_FI_DEV_GPU_TEMP": 91.0},
-    "power": {"DCGM_FI_DEV_POWER_USAGE": 400.0, "DCGM_FI_DEV_ENFORCED_POWER_LIMIT": 400.0},
-    "pcie": {"paceline_gpu_pcie_width": 4.0},
+    "thermal": {metric_names.GPU_TEMP: 91.0},
+    "power": {metric_names.GPU_POWER_USAGE: 400.0, metric_names.GPU_ENFORCED_POWER_LIMIT: 400.0},
+    "pcie": {metric_names.GPU_PCIE_WIDTH: 4.0},
 }
 _ACTIVE_REASONS = {
     "thermal": {"sw_thermal_slowdown", "hw_slowdown"},
     "power": {"sw_power_cap"},
 }
 # Cause -> counter -> growth per second, at a strength of 1: each fault shows as much as _STRENGTH.
-_GPU_RATES = {"ecc": {"DCGM_FI_DEV_ECC_SBE_VOL_TOTAL": 60.0}}
+_GPU_RATES = {"ecc": {metric_names.GPU_ECC_SBE_VOL_TOTAL: 60.0}}
 _NODE_RATES: dict[str, dict[str, float]] = {
-    "cpu": {"node_pressure_cpu_waiting_seconds_total": 0.75},
+    "cpu": {metric_names.PRESSURE_CPU_WAITING_SECONDS_TOTAL: 0.75},
     "memory": {
-        "node_pressure_memory_waiting_seconds_total": 0.6,
-        "node_pressure_memory_stalled_seconds_total": 0.4,
-        "node_vmstat_pswpin": 9000.0,
-        "node_vmstat_pswpout": 9000.0,
-        "node_vmstat_pgmajfault": 9000.0,
+        metric_names.PRESSURE_MEMORY_WAITING_SECONDS_TOTAL: 0.6,
+        metric_names.PRESSURE_MEMORY_STALLED_SECONDS_TOTAL: 0.4,
+        metric_names.VMSTAT_PSWPIN: 9000.0,
+        metric_names.VMSTAT_PSWPOUT: 9000.0,
+        metric_names.VMSTAT_PGMAJFAULT: 9000.0,
     },
     "disk": {
-        "node_pressure_io_waiting_seconds_total": 0.7,
-        "node_pressure_io_stalled_seconds_total": 0.5,
-        "node_disk_io_time_seconds_total": 0.8,
+        metric_names.PRESSURE_IO_WAITING_SECONDS_TOTAL: 0.7,
+        metric_names.PRESSURE_IO_STALLED_SECONDS_TOTAL: 0.5,
+        metric_names.DISK_IO_TIME_SECONDS_TOTAL: 0.8,
     },
 }
 _SWITCHES, _CONTENDED_SWITCHES = 5.0, 2500.0  # involuntary, of a rank, per second
@@ -74,16 +75,16 @@ _PORT_COUNTERS = sorted(
     {"link_downed_total", *(name for rates in _PORT_RATES.values() for name in rates)}
 )
 _NODE_COUNTERS = {
-    "node_pressure_cpu_waiting_seconds_total": 0.04,
-    "node_pressure_io_waiting_seconds_total": 0.02,
-    "node_pressure_io_stalled_seconds_total": 0.01,
-    "node_pressure_memory_waiting_seconds_total": 0.0,
-    "node_pressure_memory_stalled_seconds_total": 0.0,
-    "node_disk_io_time_seconds_total": 0.08,
-    "node_vmstat_pswpin": 0.0,
-    "node_vmstat_pswpout": 0.0,
-    "node_vmstat_pgmajfault": 3.0,
-    "node_context_switches_total": 50_000.0,
+    metric_names.PRESSURE_CPU_WAITING_SECONDS_TOTAL: 0.04,
+    metric_names.PRESSURE_IO_WAITING_SECONDS_TOTAL: 0.02,
+    metric_names.PRESSURE_IO_STALLED_SECONDS_TOTAL: 0.01,
+    metric_names.PRESSURE_MEMORY_WAITING_SECONDS_TOTAL: 0.0,
+    metric_names.PRESSURE_MEMORY_STALLED_SECONDS_TOTAL: 0.0,
+    metric_names.DISK_IO_TIME_SECONDS_TOTAL: 0.08,
+    metric_names.VMSTAT_PSWPIN: 0.0,
+    metric_names.VMSTAT_PSWPOUT: 0.0,
+    metric_names.VMSTAT_PGMAJFAULT: 3.0,
+    metric_names.NODE_CONTEXT_SWITCHES_TOTAL: 50_000.0,
 }
 _PORT_BYTES_PER_SECOND = 50e9
 
@@ -159,34 +160,34 @@ class NodeTelemetry:
         hot = self._oddities[node].hot_gpu == int(gpu)
         noise = self.chance.normal(0.0, 1.0, 4)
         gauges = {
-            "DCGM_FI_DEV_SM_CLOCK": self._clock(present) + 8.0 * noise[0],
-            "DCGM_FI_DEV_GPU_TEMP": (71.0 if hot else 61.0) + noise[1],
-            "DCGM_FI_DEV_POWER_USAGE": 520.0 + 15.0 * noise[2],
-            "DCGM_FI_DEV_ENFORCED_POWER_LIMIT": 700.0,
-            "DCGM_FI_DEV_GPU_UTIL": 0.0 if rank in self.idle else min(100.0, 98.0 + noise[3]),
-            "paceline_gpu_sm_clock_max_mhz": _CLOCK_MHZ,
-            "paceline_gpu_pcie_width": 16.0,
-            "paceline_gpu_pcie_width_max": 16.0,
-            "paceline_gpu_pcie_generation": 5.0,
-            "paceline_gpu_pcie_generation_max": 5.0,
+            metric_names.SM_CLOCK: self._clock(present) + 8.0 * noise[0],
+            metric_names.GPU_TEMP: (71.0 if hot else 61.0) + noise[1],
+            metric_names.GPU_POWER_USAGE: 520.0 + 15.0 * noise[2],
+            metric_names.GPU_ENFORCED_POWER_LIMIT: 700.0,
+            metric_names.GPU_UTIL: 0.0 if rank in self.idle else min(100.0, 98.0 + noise[3]),
+            metric_names.GPU_SM_CLOCK_MAX_MHZ: _CLOCK_MHZ,
+            metric_names.GPU_PCIE_WIDTH: 16.0,
+            metric_names.GPU_PCIE_WIDTH_MAX: 16.0,
+            metric_names.GPU_PCIE_GENERATION: 5.0,
+            metric_names.GPU_PCIE_GENERATION_MAX: 5.0,
         }
         active: set[str] = set()
         rates = {
-            "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL": 0.0,
-            "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": 0.0,
-            "DCGM_FI_DEV_PCIE_REPLAY_COUNTER": 0.01,
+            metric_names.GPU_ECC_SBE_VOL_TOTAL: 0.0,
+            metric_names.GPU_ECC_DBE_VOL_TOTAL: 0.0,
+            metric_names.PCIE_REPLAY_COUNTER: 0.01,
         }
         for cause in causes:
             gauges |= _GAUGES.get(cause, {})
             active |= _ACTIVE_REASONS.get(cause, set())
         if causes.get("pcie", 0.0) > sum(_STRENGTH) / 2:
-            gauges["paceline_gpu_pcie_width"] = 8.0
+            gauges[metric_names.GPU_PCIE_WIDTH] = 8.0
         for name, value in gauges.items():
             yield Sample(name, labels, float(value), time_ns)
         for reason in _REASONS:
             reason_labels = self._label("gpu", gpu, "reason", reason)
             yield Sample(
-                "paceline_gpu_throttle_reason", reason_labels, float(reason in active), time_ns
+                metric_names.GPU_THROTTLE_REASON, reason_labels, float(reason in active), time_ns
             )
         for name, rate in _shown(rates, _GPU_RATES, causes).items():
             start = 4.0 if "SBE" in name and self._oddities[node].corrected_errors else 0.0
@@ -203,14 +204,14 @@ class NodeTelemetry:
         self, rank: int, causes: dict[str, float], elapsed: float, time_ns: int
     ) -> Iterator[Sample]:
         labels = self._label("job", JOB, "rank", str(rank))
-        yield Sample("paceline_rank_numa_misbound", labels, float("numa" in causes), time_ns)
+        yield Sample(metric_names.RANK_NUMA_MISBOUND, labels, float("numa" in causes), time_ns)
         rate = _SWITCHES + _CONTENDED_SWITCHES * causes.get("cpu", 0.0)
         switches = self._label("job", JOB, "rank", str(rank), "kind", "involuntary")
-        name = "paceline_rank_process_context_switches_total"
+        name = metric_names.RANK_PROCESS_CONTEXT_SWITCHES_TOTAL
         yield self._counter(name, switches, str(rank), rate, elapsed, time_ns)
-        name = "paceline_rank_process_cpu_seconds_total"
+        name = metric_names.RANK_PROCESS_CPU_SECONDS_TOTAL
         yield self._counter(name, labels, str(rank), 1.0, elapsed, time_ns)
-        faults = "paceline_rank_process_major_faults_total"
+        faults = metric_names.RANK_PROCESS_MAJOR_FAULTS_TOTAL
         paging = 2000.0 * causes.get("memory", 0.0)
         yield self._counter(faults, labels, str(rank), paging, elapsed, time_ns)
 
@@ -221,16 +222,16 @@ class NodeTelemetry:
         causes = self._causes(one for one in present if one.node == node and not one.link)
         rates = dict(_NODE_COUNTERS)
         if self._oddities[node].loaded:
-            rates["node_pressure_cpu_waiting_seconds_total"] = 0.25
+            rates[metric_names.PRESSURE_CPU_WAITING_SECONDS_TOTAL] = 0.25
         nothing, disk = self._label(), self._label("device", "nvme0n1")
         for name, rate in _shown(rates, _NODE_RATES, causes).items():
             labels = disk if name.startswith("node_disk") else nothing
             yield self._counter(name, labels, str(node), rate, elapsed, time_ns)
         total = 2048 * _GIBIBYTE
         available = (0.004 if "memory" in causes else 0.7) * total
-        yield Sample("node_memory_MemTotal_bytes", nothing, total, time_ns)
-        yield Sample("node_memory_MemAvailable_bytes", nothing, available, time_ns)
-        yield Sample("node_load1", nothing, 400.0 if "cpu" in causes else 20.0, time_ns)
+        yield Sample(metric_names.MEMORY_MEMTOTAL_BYTES, nothing, total, time_ns)
+        yield Sample(metric_names.MEMORY_MEMAVAILABLE_BYTES, nothing, available, time_ns)
+        yield Sample(metric_names.NODE_LOAD1, nothing, 400.0 if "cpu" in causes else 20.0, time_ns)
 
     def _port(
         self, node: int, present: list[TrialFault], elapsed: float, time_ns: int
@@ -238,7 +239,7 @@ class NodeTelemetry:
         labels = self._label("device", "mlx5_0", "port", "1")
         causes = self._causes(one for one in present if one.node == node and one.link)
         rate = _PORT_BYTES_PER_SECOND / (4.0 if "nic rate" in causes else 1.0)
-        yield Sample("node_infiniband_rate_bytes_per_second", labels, rate, time_ns)
+        yield Sample(metric_names.INFINIBAND_RATE_BYTES_PER_SECOND, labels, rate, time_ns)
         rates = dict.fromkeys(_PORT_COUNTERS, 0.0) | {"port_transmit_wait_total": 1.0e5}
         for name, growth in _shown(rates, _PORT_RATES, causes).items():
             start = self._oddities[node].downed_links if name == "link_downed_total" else 0.0

@@ -21,6 +21,7 @@ from paceline_agent.collect.collectors.nvml import NvmlCollector
 from paceline_agent.collect.contract import CollectorUnavailable, Context
 from paceline_agent.collect.pci_topology import find_gpu
 from paceline_cli.preflight.facts import PreflightGpu
+from paceline_wire import metric_names
 from paceline_wire.batch import Sample
 
 _PATIENCE_SECONDS = 60.0
@@ -28,26 +29,26 @@ _END_SECONDS = 2.0
 
 # metric of the collector -> field of a GPU
 _FIELD_OF = {
-    "paceline_gpu_sm_clock_max_mhz": "sm_clock_max_mhz",
-    "paceline_gpu_memory_clock_max_mhz": "memory_clock_max_mhz",
-    "DCGM_FI_DEV_ENFORCED_POWER_LIMIT": "power_limit_watts",
-    "DCGM_FI_DEV_FB_TOTAL": "memory_total_mebibytes",
-    "DCGM_FI_DEV_FB_USED": "memory_used_mebibytes",
-    "DCGM_FI_DEV_GPU_UTIL": "utilization_percent",
-    "DCGM_FI_DEV_GPU_TEMP": "temperature_celsius",
-    "paceline_gpu_pcie_width": "pcie_width",
-    "paceline_gpu_pcie_width_max": "pcie_width_max",
-    "paceline_gpu_pcie_generation_max": "pcie_generation_max",
-    "paceline_gpu_nvlink_active_links": "nvlinks_active",
-    "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": "ecc_uncorrected_volatile",
-    "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS": "remapped_rows_uncorrectable",
-    "DCGM_FI_DEV_ROW_REMAP_PENDING": "remap_pending",
-    "DCGM_FI_DEV_ROW_REMAP_FAILURE": "remap_failure",
-    "DCGM_FI_DEV_ECC_CURRENT": "ecc_mode",
-    "DCGM_FI_DEV_MIG_MODE": "mig_mode",
-    "DCGM_FI_DEV_PERSISTENCE_MODE": "persistence_mode",
+    metric_names.GPU_SM_CLOCK_MAX_MHZ: "sm_clock_max_mhz",
+    metric_names.GPU_MEMORY_CLOCK_MAX_MHZ: "memory_clock_max_mhz",
+    metric_names.GPU_ENFORCED_POWER_LIMIT: "power_limit_watts",
+    metric_names.GPU_FB_TOTAL: "memory_total_mebibytes",
+    metric_names.GPU_FB_USED: "memory_used_mebibytes",
+    metric_names.GPU_UTIL: "utilization_percent",
+    metric_names.GPU_TEMP: "temperature_celsius",
+    metric_names.GPU_PCIE_WIDTH: "pcie_width",
+    metric_names.GPU_PCIE_WIDTH_MAX: "pcie_width_max",
+    metric_names.GPU_PCIE_GENERATION_MAX: "pcie_generation_max",
+    metric_names.GPU_NVLINK_ACTIVE_LINKS: "nvlinks_active",
+    metric_names.GPU_ECC_DBE_VOL_TOTAL: "ecc_uncorrected_volatile",
+    metric_names.GPU_UNCORRECTABLE_REMAPPED_ROWS: "remapped_rows_uncorrectable",
+    metric_names.GPU_ROW_REMAP_PENDING: "remap_pending",
+    metric_names.GPU_ROW_REMAP_FAILURE: "remap_failure",
+    metric_names.GPU_ECC_CURRENT: "ecc_mode",
+    metric_names.MIG_MODE: "mig_mode",
+    metric_names.GPU_PERSISTENCE_MODE: "persistence_mode",
 }
-_TROUBLES = {"paceline_gpu_lost": "is lost", "paceline_gpu_hung": "does not answer"}
+_TROUBLES = {metric_names.GPU_LOST: "is lost", metric_names.GPU_HUNG: "does not answer"}
 _VERSIONS = {
     "driver_version": "driver",
     "cuda_version": "cuda driver",
@@ -107,7 +108,7 @@ def from_samples(samples: list[Sample], sysfs_root: Path) -> GpuFacts:
     throttled: dict[int, list[str]] = defaultdict(list)
     versions: dict[str, str] = {}
     for sample in samples:
-        if sample.name == "paceline_driver_info":
+        if sample.name == metric_names.DRIVER_INFO:
             labels = sample.labels
             versions = {ours: labels[name] for name, ours in _VERSIONS.items() if name in labels}
         if not sample.labels.get("gpu", "").isdecimal():
@@ -118,9 +119,9 @@ def from_samples(samples: list[Sample], sysfs_root: Path) -> GpuFacts:
                 fields[index]["trouble"] = _TROUBLES[sample.name]
             else:
                 fields[index].setdefault("trouble", None)
-        elif sample.name == "paceline_gpu_info":
+        elif sample.name == metric_names.GPU_INFO:
             fields[index]["vbios"] = sample.labels.get("vbios_version")
-        elif sample.name == "paceline_gpu_throttle_reason" and sample.value:
+        elif sample.name == metric_names.GPU_THROTTLE_REASON and sample.value:
             throttled[index].append(sample.labels["reason"])
         elif sample.name in _FIELD_OF:
             fields[index][_FIELD_OF[sample.name]] = sample.value

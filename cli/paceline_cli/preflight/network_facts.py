@@ -12,6 +12,7 @@ from pathlib import Path
 from paceline_agent.collect.kept_files import entries
 from paceline_agent.collect.pci_topology import find
 from paceline_cli.preflight.facts import Interface, RdmaPort
+from paceline_wire import metric_names
 from paceline_wire.batch import Sample
 
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
@@ -28,9 +29,9 @@ def rdma_ports(sysfs_root: Path, samples: Sequence[Sample]) -> list[RdmaPort]:
 
 def _rdma_port(root: Path, device: str, port: str, samples: Sequence[Sample]) -> RdmaPort:
     values = _values(samples, device, port)
-    state = values.get("node_infiniband_state_id")
-    physical_state = values.get("node_infiniband_physical_state_id")
-    rate = values.get("node_infiniband_rate_bytes_per_second")
+    state = values.get(metric_names.INFINIBAND_STATE_ID)
+    physical_state = values.get(metric_names.INFINIBAND_PHYSICAL_STATE_ID)
+    rate = values.get(metric_names.INFINIBAND_RATE_BYTES_PER_SECOND)
     directory, card = root / device / "ports" / port, root / device / "device"
     place = find(card)
     gid = _text(directory / "gids" / "0")
@@ -59,7 +60,7 @@ def _interface(directory: Path, samples: Sequence[Sample]) -> Interface:
     """MTU and state are read here too: the agent leaves out what is not the node's own."""
     name = directory.name
     values = _values(samples, name)
-    speed = values.get("node_network_speed_bytes")
+    speed = values.get(metric_names.NETWORK_SPEED_BYTES)
     carrier = _text(directory / "carrier")
     return Interface(
         name=name,

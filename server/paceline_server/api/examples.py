@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from paceline_server.policy import Policy
+from paceline_wire import metric_names
 
 _TOPOLOGY = {"dp": 2, "pp": 2, "tp": 2}
 _SUMMARY = (
@@ -207,7 +208,7 @@ _INCIDENT = {
             "evidence": [
                 {
                     "text": "SM clock of gpu0 on node-1 fell from 1980 to 795 MHz",
-                    "metric": "DCGM_FI_DEV_SM_CLOCK",
+                    "metric": metric_names.SM_CLOCK,
                     "value": 795.0,
                     "expected": 1980.0,
                 }

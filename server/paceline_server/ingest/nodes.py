@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from paceline_server.store.changes import record_changes
 from paceline_server.store.models import BootRow, GpuReading, NodeRow
+from paceline_wire import metric_names
 from paceline_wire.batch import AgentHello, Batch, Sample
 
 _ANNOUNCE_NS = 1_000_000_000  # shortest interval between announcements of a node's readings
@@ -175,12 +176,12 @@ def _gpu_number(text: str) -> int | None:
 
 _READINGS = {
     # metric: field, factor to base units
-    "DCGM_FI_DEV_SM_CLOCK": ("sm_clock_hertz", 1e6),
-    "DCGM_FI_DEV_GPU_TEMP": ("temperature_celsius", 1.0),
-    "DCGM_FI_DEV_POWER_USAGE": ("power_watts", 1.0),
-    "DCGM_FI_DEV_GPU_UTIL": ("utilization_ratio", 0.01),
+    metric_names.SM_CLOCK: ("sm_clock_hertz", 1e6),
+    metric_names.GPU_TEMP: ("temperature_celsius", 1.0),
+    metric_names.GPU_POWER_USAGE: ("power_watts", 1.0),
+    metric_names.GPU_UTIL: ("utilization_ratio", 0.01),
 }
-_THROTTLE_REASON = "paceline_gpu_throttle_reason"
+_THROTTLE_REASON = metric_names.GPU_THROTTLE_REASON
 
 
 def _read(reading: GpuReading, sample: Sample) -> None:

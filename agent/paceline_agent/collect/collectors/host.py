@@ -20,13 +20,14 @@ from paceline_agent.collect.contract import (
     Metric,
 )
 from paceline_agent.collect.kept_files import KeptFiles
+from paceline_wire import metric_names
 from paceline_wire.batch import Sample
 
 METRICS = (
-    Metric("node_context_switches_total", "counter", None, "Context switches."),
+    Metric(metric_names.NODE_CONTEXT_SWITCHES_TOTAL, "counter", None, "Context switches."),
     Metric("node_procs_running", "gauge", None, "Tasks that run or could."),
     Metric("node_procs_blocked", "gauge", None, "Tasks that wait for I/O."),
-    Metric("node_load1", "gauge", None, "Load average over 1 minute."),
+    Metric(metric_names.NODE_LOAD1, "gauge", None, "Load average over 1 minute."),
     Metric("node_load5", "gauge", None, "Load average over 5 minutes."),
     Metric("node_load15", "gauge", None, "Load average over 15 minutes."),
     Metric("node_memory_*_bytes", "gauge", "bytes", "Of /proc/meminfo."),
@@ -62,7 +63,7 @@ _VMSTAT = {
     "compact_stall", "thp_fault_alloc", "thp_fault_fallback",
 }  # fmt: skip
 _CPU_COUNTS = {
-    "ctxt": "node_context_switches_total",
+    "ctxt": metric_names.NODE_CONTEXT_SWITCHES_TOTAL,
     "intr": "node_intr_total",
     "processes": "node_forks_total",
     "btime": "node_boot_time_seconds",
@@ -82,8 +83,8 @@ _DISK_FIELDS = (  # Documentation/admin-guide/iostats.rst, after major, minor an
     (9, "node_disk_written_bytes_total", _SECTOR_BYTES),
     (10, "node_disk_write_time_seconds_total", _MILLISECOND),
     (11, "node_disk_io_now", 1),
-    (12, "node_disk_io_time_seconds_total", _MILLISECOND),
-    (13, "node_disk_io_time_weighted_seconds_total", _MILLISECOND),
+    (12, metric_names.DISK_IO_TIME_SECONDS_TOTAL, _MILLISECOND),
+    (13, metric_names.DISK_IO_TIME_WEIGHTED_SECONDS_TOTAL, _MILLISECOND),
 )
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 

@@ -27,29 +27,30 @@ from paceline_agent.collect.kernel_log.ledger import KernelEventCounts
 from paceline_agent.collect.kernel_log.recognize import Recognizer, pci_address
 from paceline_agent.collect.kernel_log.records import Record, records_of
 from paceline_agent.collect.kernel_log.source import KernelLogFile
+from paceline_wire import metric_names
 from paceline_wire.batch import Sample
 
 METRICS = (
     Metric(
-        "paceline_kernel_events_total",
+        metric_names.KERNEL_EVENTS_TOTAL,
         "counter",
         None,
         "What the kernel's log told, by kind, code and device.",
     ),
     Metric(
-        "paceline_kernel_xid_info",
+        metric_names.KERNEL_XID_INFO,
         "info",
         None,
         "What an XID that was seen means, and what NVIDIA says to do.",
     ),
     Metric(
-        "paceline_rank_kernel_events_total",
+        metric_names.RANK_KERNEL_EVENTS_TOTAL,
         "counter",
         None,
         "What the kernel's log told of a rank.",
     ),
     Metric(
-        "paceline_kernel_log_lost_total",
+        metric_names.KERNEL_LOG_LOST_TOTAL,
         "counter",
         None,
         "Lines the kernel overwrote before they could be read.",
@@ -104,7 +105,7 @@ class KmsgCollector(Collector):
             self._drained_ns = boot_ns
         gpus = self.context.inventory.gpus
         samples = list(self._ledger.samples(now_ns, gpus))
-        samples.append(Sample("paceline_kernel_log_lost_total", {}, float(self._lost), now_ns))
+        samples.append(Sample(metric_names.KERNEL_LOG_LOST_TOTAL, {}, float(self._lost), now_ns))
         return Collected(
             samples=samples,
             events=[*self._ledger.events(math.inf if ends else boot_ns / 1e9)],

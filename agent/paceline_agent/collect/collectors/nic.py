@@ -15,6 +15,7 @@ from typing import ClassVar
 from paceline_agent.collect.contract import BEYOND_COUNTERS, Collected, Collector, Context, Metric
 from paceline_agent.collect.kept_files import KeptFiles, Together, entries, inode_of
 from paceline_agent.collect.pci_topology import cards_first
+from paceline_wire import metric_names
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
 
 METRICS = (
@@ -23,10 +24,12 @@ METRICS = (
     Metric("node_network_receive_bytes_total", "counter", "bytes", "Received."),
     Metric("node_network_transmit_bytes_total", "counter", "bytes", "Sent."),
     Metric("node_network_mtu_bytes", "gauge", "bytes", "Largest packet."),
-    Metric("node_network_speed_bytes", "gauge", "bytes", "Bytes per second the link can carry."),
-    Metric("node_network_carrier", "gauge", None, "1: there is a carrier."),
     Metric(
-        "node_network_carrier_changes_total",
+        metric_names.NETWORK_SPEED_BYTES, "gauge", "bytes", "Bytes per second the link can carry."
+    ),
+    Metric(metric_names.NETWORK_CARRIER, "gauge", None, "1: there is a carrier."),
+    Metric(
+        metric_names.NETWORK_CARRIER_CHANGES_TOTAL,
         "counter",
         None,
         "Times the carrier came or went.",
@@ -128,7 +131,7 @@ class NicCollector(Collector):
             values = self._values(device, now_ns)
             samples += [Sample(name, device.labels, value, now_ns) for name, value in values]
             samples.append(Sample("node_network_info", device.about, 1.0, now_ns))
-            events += _link_events(device, dict(values).get("node_network_carrier"), now_ns)
+            events += _link_events(device, dict(values).get(metric_names.NETWORK_CARRIER), now_ns)
         for file, protocols in _PROTOCOLS.items():
             samples += self._protocols(file, protocols, now_ns)
         return Collected(samples=samples, events=events)
@@ -178,7 +181,7 @@ class NicCollector(Collector):
         ]
         speed = device.speed_mbits
         if speed is not None and speed > 0 and speed not in _UNKNOWN_SPEEDS:
-            values.append(("node_network_speed_bytes", float(speed * _MEGABIT_BYTES)))
+            values.append((metric_names.NETWORK_SPEED_BYTES, float(speed * _MEGABIT_BYTES)))
         if device.state is not None and device.state != "unknown":
             values.append(("node_network_up", float(device.state == "up")))
         mtu = dict(values).get("node_network_mtu_bytes")

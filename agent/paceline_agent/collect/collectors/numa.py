@@ -24,6 +24,7 @@ from paceline_agent.collect.contract import (
 from paceline_agent.collect.cpu_lists import parse_cpu_list
 from paceline_agent.collect.kept_files import KeptFiles, entries, read_text_once
 from paceline_agent.collect.pci_topology import cards_first, sysfs_address
+from paceline_wire import metric_names
 from paceline_wire.batch import Sample
 
 METRICS = (
@@ -36,7 +37,7 @@ METRICS = (
         "The one NUMA node whose CPUs the rank may use.",
     ),
     Metric(
-        "paceline_rank_numa_misbound",
+        metric_names.RANK_NUMA_MISBOUND,
         "gauge",
         None,
         "1: none of the rank's CPUs is on its GPU's node.",
@@ -54,7 +55,7 @@ METRICS = (
         "NUMA memory policy of the rank's process.",
     ),
     Metric(
-        "paceline_rank_memory_misbound",
+        metric_names.RANK_MEMORY_MISBOUND,
         "gauge",
         None,
         "1: the rank may not have memory on its GPU's NUMA node.",
@@ -204,13 +205,13 @@ class NumaCollector(Collector):
         if gpu_node is None or not cpus.get(gpu_node):
             return
         misbound = float(not allowed & cpus[gpu_node])
-        yield Sample("paceline_rank_numa_misbound", labels, misbound, now_ns)
+        yield Sample(metric_names.RANK_NUMA_MISBOUND, labels, misbound, now_ns)
         nodes = parse_cpu_list(lists["memory_nodes"])
         if maps is not None and maps.nodes:
             nodes = parse_cpu_list(maps.nodes)
         if nodes:
             memory_misbound = float(gpu_node not in nodes)
-            yield Sample("paceline_rank_memory_misbound", labels, memory_misbound, now_ns)
+            yield Sample(metric_names.RANK_MEMORY_MISBOUND, labels, memory_misbound, now_ns)
 
     def _memory_maps(self, pid: int, now_ns: int) -> MemoryMaps | None:
         read_ns, known = self._maps.get(pid, (0, None))

@@ -29,6 +29,7 @@ from paceline_agent.collect.nvml.gpu import NvmlGpu, Trouble, Value
 from paceline_agent.collect.nvml.links import Links
 from paceline_agent.collect.nvml.metrics import METRICS
 from paceline_agent.collect.nvml.watch import Watch
+from paceline_wire import metric_names
 from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo, Sample
 
 _SECOND_NS = 1_000_000_000
@@ -211,7 +212,7 @@ class NvmlCollector(Collector):
     ) -> Collected:
         samples: list[Sample | SeriesBlock] = []
         lasting: list[Sample | SeriesBlock] = [
-            Sample("paceline_driver_info", self._versions, 1.0, now_ns)
+            Sample(metric_names.DRIVER_INFO, self._versions, 1.0, now_ns)
         ]
         events: list[DeviceEvent | CollectorEvent] = []
         for gpu in self._ours():
@@ -263,7 +264,7 @@ def _told(gpu: NvmlGpu, now_ns: int) -> GpuInfo | None:
 
 def _xid_values(gpu: NvmlGpu) -> list[Value]:
     values = [
-        Value("DCGM_EXP_XID_ERRORS_COUNT", count, (("xid", str(xid)),))
+        Value(metric_names.GPU_XID_ERRORS_COUNT, count, (("xid", str(xid)),))
         for xid, count in gpu.xid_counts.items()
     ]
     if gpu.last_xid is not None:

@@ -22,6 +22,7 @@ from paceline_agent.collect.contract import (
 )
 from paceline_agent.collect.kept_files import KeptFiles, entries
 from paceline_agent.collect.pci_topology import cards_first, sysfs_address
+from paceline_wire import metric_names
 from paceline_wire.batch import Sample
 
 METRICS = (
@@ -37,16 +38,16 @@ METRICS = (
         None,
         "PCIe link and NUMA node of GPUs and network devices, as node_exporter names it.",
     ),
-    Metric("paceline_device_pcie_width", "gauge", "lanes", "PCIe lanes in use."),
-    Metric("paceline_device_pcie_width_max", "gauge", "lanes", "PCIe lanes there could be."),
+    Metric(metric_names.DEVICE_PCIE_WIDTH, "gauge", "lanes", "PCIe lanes in use."),
+    Metric(metric_names.DEVICE_PCIE_WIDTH_MAX, "gauge", "lanes", "PCIe lanes there could be."),
     Metric(
-        "paceline_device_pcie_transfers_per_second",
+        metric_names.DEVICE_PCIE_TRANSFERS_PER_SECOND,
         "gauge",
         None,
         "PCIe transfers per second and lane.",
     ),
     Metric(
-        "paceline_device_pcie_transfers_per_second_max",
+        metric_names.DEVICE_PCIE_TRANSFERS_PER_SECOND_MAX,
         "gauge",
         None,
         "PCIe transfers per second and lane there could be.",

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from paceline_agent.collect.contract import Collected, Collector, Context, Metric
 from paceline_agent.collect.kept_files import read_once, read_text_once
+from paceline_wire import metric_names
 from paceline_wire.batch import Sample
 
 METRICS = (
@@ -47,13 +48,13 @@ METRICS = (
     ),
     Metric("paceline_rank_process_open_fds", "gauge", None, "Open files of the rank's process."),
     Metric(
-        "paceline_rank_process_cpu_seconds_total",
+        metric_names.RANK_PROCESS_CPU_SECONDS_TOTAL,
         "counter",
         "seconds",
         "CPU time of the rank's process.",
     ),
     Metric(
-        "paceline_rank_process_run_queue_wait_seconds_total",
+        metric_names.RANK_PROCESS_RUN_QUEUE_WAIT_SECONDS_TOTAL,
         "counter",
         "seconds",
         "Time the main thread could run and had no CPU.",
@@ -65,13 +66,13 @@ METRICS = (
         "Resident memory of the rank's process.",
     ),
     Metric(
-        "paceline_rank_process_major_faults_total",
+        metric_names.RANK_PROCESS_MAJOR_FAULTS_TOTAL,
         "counter",
         None,
         "Page faults that needed I/O.",
     ),
     Metric(
-        "paceline_rank_process_context_switches_total",
+        metric_names.RANK_PROCESS_CONTEXT_SWITCHES_TOTAL,
         "counter",
         None,
         "Context switches of the main thread, by kind.",

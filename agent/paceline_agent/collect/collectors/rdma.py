@@ -30,23 +30,24 @@ from paceline_agent.collect.contract import (
 )
 from paceline_agent.collect.kept_files import KeptFiles, Together, entries, inode_of
 from paceline_agent.collect.pci_topology import cards_first
+from paceline_wire import metric_names
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample, Series
 
 METRICS = (
     Metric(
-        "node_infiniband_state_id",
+        metric_names.INFINIBAND_STATE_ID,
         "gauge",
         None,
         "State of the port: 1 down, 2 init, 3 armed, 4 active, 5 active defer.",
     ),
     Metric(
-        "node_infiniband_physical_state_id",
+        metric_names.INFINIBAND_PHYSICAL_STATE_ID,
         "gauge",
         None,
         "Physical state: 2 polling, 3 disabled, 4 training, 5 link up, 6 recovering.",
     ),
     Metric(
-        "node_infiniband_rate_bytes_per_second",
+        metric_names.INFINIBAND_RATE_BYTES_PER_SECOND,
         "gauge",
         "bytes/second",
         "Greatest rate of the port.",
@@ -66,32 +67,34 @@ METRICS = (
         "Data sent, from counters_ext.",
     ),
     Metric(
-        "node_infiniband_port_transmit_wait_total",
+        metric_names.INFINIBAND_PORT_TRANSMIT_WAIT_TOTAL,
         "counter",
         None,
         "Ticks in which data waited and could not be sent.",
     ),
-    Metric("node_infiniband_symbol_error_total", "counter", None, "Symbol errors of the link."),
     Metric(
-        "node_infiniband_link_downed_total",
+        metric_names.INFINIBAND_SYMBOL_ERROR_TOTAL, "counter", None, "Symbol errors of the link."
+    ),
+    Metric(
+        metric_names.INFINIBAND_LINK_DOWNED_TOTAL,
         "counter",
         None,
         "Times the link failed to recover and went down.",
     ),
     Metric(
-        "node_infiniband_link_error_recovery_total",
+        metric_names.INFINIBAND_LINK_ERROR_RECOVERY_TOTAL,
         "counter",
         None,
         "Times the link recovered from errors.",
     ),
     Metric(
-        "node_infiniband_np_cnp_packets_sent_total",
+        metric_names.INFINIBAND_NP_CNP_PACKETS_SENT_TOTAL,
         "counter",
         None,
         "Congestion notifications sent: this receiver saw congestion marks.",
     ),
     Metric(
-        "node_infiniband_rp_cnp_packets_handled_total",
+        metric_names.INFINIBAND_RP_CNP_PACKETS_HANDLED_TOTAL,
         "counter",
         None,
         "Congestion notifications taken: this sender slowed down.",
@@ -245,9 +248,9 @@ _HARDWARE_COUNTERS = {
     "tx_pkts": "port_packets_transmitted_total",
 }
 _STATE = (
-    "node_infiniband_state_id",
-    "node_infiniband_physical_state_id",
-    "node_infiniband_rate_bytes_per_second",
+    metric_names.INFINIBAND_STATE_ID,
+    metric_names.INFINIBAND_PHYSICAL_STATE_ID,
+    metric_names.INFINIBAND_RATE_BYTES_PER_SECOND,
 )
 _NO_COUNTER = re.compile(r"^(active|watermark)_|^num_qps_congested$|^current_rate$")  # in use
 _TELLING = re.compile(

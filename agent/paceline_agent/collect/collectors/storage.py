@@ -16,11 +16,12 @@ from typing import ClassVar
 from paceline_agent.collect.contract import Collected, Collector, Context, LocalRank, Metric
 from paceline_agent.collect.kept_files import read_text_once
 from paceline_agent.collect.process_environment import read_environment
+from paceline_wire import metric_names
 from paceline_wire.batch import Sample
 
 METRICS = (
-    Metric("node_filesystem_size_bytes", "gauge", "bytes", "Size of the file system."),
-    Metric("node_filesystem_avail_bytes", "gauge", "bytes", "Space left for users."),
+    Metric(metric_names.FILESYSTEM_SIZE_BYTES, "gauge", "bytes", "Size of the file system."),
+    Metric(metric_names.FILESYSTEM_AVAIL_BYTES, "gauge", "bytes", "Space left for users."),
     Metric("node_filesystem_files_free", "gauge", None, "Files that can still be made."),
     Metric("node_filesystem_*", "gauge", None, "Of the file system, as node_exporter names it."),
     Metric(
@@ -123,9 +124,9 @@ def _space(mount: Mount, now_ns: int) -> Iterator[Sample]:
     if not found.f_blocks:  # a pseudo file system
         return
     values = {
-        "node_filesystem_size_bytes": found.f_blocks * found.f_frsize,
+        metric_names.FILESYSTEM_SIZE_BYTES: found.f_blocks * found.f_frsize,
         "node_filesystem_free_bytes": found.f_bfree * found.f_frsize,
-        "node_filesystem_avail_bytes": found.f_bavail * found.f_frsize,
+        metric_names.FILESYSTEM_AVAIL_BYTES: found.f_bavail * found.f_frsize,
         "node_filesystem_readonly": int(bool(found.f_flag & os.ST_RDONLY)),
     }
     if found.f_files:  # network file systems may have no such limit

@@ -35,6 +35,7 @@ from paceline_agent.collect.pci_topology import (
     sysfs_address,
 )
 from paceline_agent.collect.process_environment import read_environment
+from paceline_wire import metric_names
 from paceline_wire.batch import GpuInfo, Sample
 
 METRICS = (
@@ -65,7 +66,7 @@ METRICS = (
         "Way from the rank's GPU to the network devices it has.",
     ),
     Metric(
-        "paceline_rank_nic_misplaced",
+        metric_names.RANK_NIC_MISPLACED,
         "gauge",
         None,
         "1: a like network device is nearer to the rank's GPU than those its NCCL settings allow.",
@@ -260,4 +261,4 @@ def _of_rank(
     like = [far[nic.name] for nic in nics if nic.name in far and nic.is_up
             and nic.ability in abilities]  # fmt: skip
     misplaced = float(min(like, default=least) < least)
-    yield Sample("paceline_rank_nic_misplaced", labels, misplaced, now_ns)
+    yield Sample(metric_names.RANK_NIC_MISPLACED, labels, misplaced, now_ns)

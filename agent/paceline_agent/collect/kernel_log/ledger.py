@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from paceline_agent.collect.contract import LocalRank
 from paceline_agent.collect.kernel_log.recognize import KernelEvent, pci_address
 from paceline_agent.collect.kernel_log.xids import explain
+from paceline_wire import metric_names
 from paceline_wire.batch import DeviceEvent, GpuInfo, Sample
 
 REPEAT_SECONDS = 60.0
@@ -122,19 +123,19 @@ class KernelEventCounts:
         known = {pci_address(gpu.pci_bus_id) for gpu in gpus}
         for (kind, code, device), count in self._counts.items():
             labels = {"kind": kind, "code": code, "device": self._name_of(device)}
-            yield Sample("paceline_kernel_events_total", labels, float(count), now_ns)
+            yield Sample(metric_names.KERNEL_EVENTS_TOTAL, labels, float(count), now_ns)
             if _is_xid(kind, code) and device not in known:
                 # NVML counts those of the GPUs it sees; of one it does not, nobody else tells
                 address = {"pci_bus_id": f"0000{device.upper()}", "xid": code}
-                yield Sample("DCGM_EXP_XID_ERRORS_COUNT", address, float(count), now_ns)
+                yield Sample(metric_names.GPU_XID_ERRORS_COUNT, address, float(count), now_ns)
         for number in sorted({int(code) for kind, code, _ in self._counts if _is_xid(kind, code)}):
             xid = explain(number)
             told = {"xid": str(number), "meaning": xid.meaning, "severity": xid.severity}
             told |= {"action": xid.action, "advice": xid.advice}
-            yield Sample("paceline_kernel_xid_info", told, 1.0, now_ns)
+            yield Sample(metric_names.KERNEL_XID_INFO, told, 1.0, now_ns)
         for (job, rank, kind), count in self._of_ranks.items():
             labels = {"job": job, "rank": rank, "kind": kind}
-            yield Sample("paceline_rank_kernel_events_total", labels, float(count), now_ns)
+            yield Sample(metric_names.RANK_KERNEL_EVENTS_TOTAL, labels, float(count), now_ns)
 
 
 def _is_xid(kind: str, code: str) -> bool:

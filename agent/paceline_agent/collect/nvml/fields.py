@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from paceline_agent.collect.nvml.driver import GONE, field_values, pynvml
+from paceline_wire import metric_names
 
 ALL_LINKS = 0xFFFFFFFF  # nvml.h: a scope of UINT_MAX sums over the links
 # nvmlFieldValue_t: field, scope, timestamp, latency, type, result, value. Unpacked at once, for
@@ -87,14 +88,14 @@ def _throttled(reason: str) -> str:
 
 
 FAST: tuple[FieldRow, ...] = (
-    FieldRow("DCGM_FI_DEV_ECC_SBE_VOL_TOTAL", 3),
-    FieldRow("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 4),
-    FieldRow("DCGM_FI_DEV_POWER_VIOLATION", 74),
-    FieldRow("DCGM_FI_DEV_THERMAL_VIOLATION", 75),
+    FieldRow(metric_names.GPU_ECC_SBE_VOL_TOTAL, 3),
+    FieldRow(metric_names.GPU_ECC_DBE_VOL_TOTAL, 4),
+    FieldRow(metric_names.GPU_POWER_VIOLATION, 74),
+    FieldRow(metric_names.GPU_THERMAL_VIOLATION, 75),
     FieldRow("DCGM_FI_DEV_SYNC_BOOST_VIOLATION", 76),
     FieldRow("DCGM_FI_DEV_MEMORY_TEMP", 82),
     FieldRow("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", 83),
-    FieldRow("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", 94),
+    FieldRow(metric_names.PCIE_REPLAY_COUNTER, 94),
     FieldRow("DCGM_FI_DEV_POWER_USAGE_INSTANT", 186, 0.001),
     FieldRow("paceline_gpu_pcie_transmitted_bytes_total", 197),
     FieldRow("paceline_gpu_pcie_received_bytes_total", 198),
@@ -106,7 +107,7 @@ FAST: tuple[FieldRow, ...] = (
 _MARGIN = "paceline_gpu_temperature_threshold_margin_celsius"  # of DCGM_FI_DEV_GPU_TEMP_LIMIT
 
 SLOW: tuple[FieldRow, ...] = (
-    FieldRow("DCGM_FI_DEV_ECC_CURRENT", 1),
+    FieldRow(metric_names.GPU_ECC_CURRENT, 1),
     FieldRow("DCGM_FI_DEV_ECC_PENDING", 2),
     FieldRow("DCGM_FI_DEV_ECC_SBE_AGG_TOTAL", 5),
     FieldRow("DCGM_FI_DEV_ECC_DBE_AGG_TOTAL", 6),
@@ -118,10 +119,10 @@ SLOW: tuple[FieldRow, ...] = (
     FieldRow("DCGM_FI_DEV_RELIABILITY_VIOLATION", 79),
     FieldRow("DCGM_FI_DEV_TOTAL_APP_CLOCKS_VIOLATION", 80),
     FieldRow("DCGM_FI_DEV_TOTAL_BASE_CLOCKS_VIOLATION", 81),
-    FieldRow("DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS", 142),
-    FieldRow("DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS", 143),
-    FieldRow("DCGM_FI_DEV_ROW_REMAP_PENDING", 144),
-    FieldRow("DCGM_FI_DEV_ROW_REMAP_FAILURE", 145),
+    FieldRow(metric_names.GPU_CORRECTABLE_REMAPPED_ROWS, 142),
+    FieldRow(metric_names.GPU_UNCORRECTABLE_REMAPPED_ROWS, 143),
+    FieldRow(metric_names.GPU_ROW_REMAP_PENDING, 144),
+    FieldRow(metric_names.GPU_ROW_REMAP_FAILURE, 145),
     FieldRow(_MARGIN, 193, extra=(("threshold", "shutdown"),)),
     FieldRow(_MARGIN, 194, extra=(("threshold", "slowdown"),)),
     FieldRow(_MARGIN, 195, extra=(("threshold", "memory_maximum"),)),

@@ -9,6 +9,7 @@ from typing import Any
 from paceline_agent.collect.nvml.driver import NOTHING_THERE, pynvml
 from paceline_agent.collect.nvml.gpu import NvmlGpu, Value
 from paceline_agent.collect.nvml.readings import memory
+from paceline_wire import metric_names
 
 _MIG_AT_MOST = 8  # instances of one GPU; there are at most 7 today
 
@@ -25,7 +26,7 @@ def read(gpu: NvmlGpu) -> Iterator[Value]:
     if gpu.mig_mode is not None and gpu.mig_mode != mode:
         gpu.forget_refusals()
     gpu.mig_mode = mode
-    yield Value("DCGM_FI_DEV_MIG_MODE", mode)
+    yield Value(metric_names.MIG_MODE, mode)
     if mode == pynvml.NVML_DEVICE_MIG_ENABLE:
         yield from gpu.ask(_instances) or ()
 

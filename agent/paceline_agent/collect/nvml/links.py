@@ -13,6 +13,7 @@ from typing import Any
 from paceline_agent.collect.nvml.driver import function, pynvml
 from paceline_agent.collect.nvml.fields import ALL_LINKS, FieldReading, FieldRow, Fields
 from paceline_agent.collect.nvml.gpu import NvmlGpu, Value
+from paceline_wire import metric_names
 
 _KIBIBYTE = 1024.0
 _TRANSMITTED = "paceline_gpu_nvlink_transmitted_bytes_total"
@@ -40,18 +41,18 @@ _BY_SCOPE = (
 _BY_FIELD = ((_REPLAYS, 46, 108), (_RECOVERIES, 53, 114), (_CRC, 32, 96))
 
 _TOTALS = (
-    FieldRow("DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL", 38),
+    FieldRow(metric_names.NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL, 38),
     FieldRow("DCGM_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL", 45),
-    FieldRow("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL", 52),
-    FieldRow("DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL", 59),
+    FieldRow(metric_names.NVLINK_REPLAY_ERROR_COUNT_TOTAL, 52),
+    FieldRow(metric_names.NVLINK_RECOVERY_ERROR_COUNT_TOTAL, 59),
     FieldRow(_TRANSMITTED, 138, _KIBIBYTE, ALL_LINKS),
     FieldRow(_RECEIVED, 139, _KIBIBYTE, ALL_LINKS),
 )
 # What a total is summed from where the driver has none.
 _SUMMED = {
-    "DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL": _CRC,
-    "DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL": _REPLAYS,
-    "DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL": _RECOVERIES,
+    metric_names.NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL: _CRC,
+    metric_names.NVLINK_REPLAY_ERROR_COUNT_TOTAL: _REPLAYS,
+    metric_names.NVLINK_RECOVERY_ERROR_COUNT_TOTAL: _RECOVERIES,
     _TRANSMITTED: _TRANSMITTED,
     _RECEIVED: _RECEIVED,
 }
@@ -78,7 +79,7 @@ class Links:
         if self._counters is None:
             return
         if up:
-            yield Value("paceline_gpu_nvlink_active_links", sum(up.values()))
+            yield Value(metric_names.GPU_NVLINK_ACTIVE_LINKS, sum(up.values()))
         for link, active in up.items():
             yield Value("paceline_gpu_nvlink_up", active, _of(link))
         totals: list[FieldReading] = gpu.ask(self._totals) or []

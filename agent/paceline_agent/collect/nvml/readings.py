@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline_agent.collect.nvml.driver import function, pynvml
 from paceline_agent.collect.nvml.gpu import Reading, Value
+from paceline_wire import metric_names
 
 _MEBIBYTE = 1 << 20
 
@@ -40,7 +41,7 @@ def _number(*names: str, of: str, arguments: tuple[int, ...] = (), scale: float 
 def _utilization(handle: Any) -> Iterable[Value]:
     rates = pynvml.nvmlDeviceGetUtilizationRates(handle)
     return (
-        Value("DCGM_FI_DEV_GPU_UTIL", rates.gpu),
+        Value(metric_names.GPU_UTIL, rates.gpu),
         Value("DCGM_FI_DEV_MEM_COPY_UTIL", rates.memory),
     )
 
@@ -74,7 +75,7 @@ def _temperature(handle: Any) -> Iterable[Value]:
         celsius = function("nvmlDeviceGetTemperature")(handle, 0)
     except pynvml.NVMLError_FunctionNotFound:
         celsius = function("nvmlDeviceGetTemperatureV")(handle, 0)
-    return (Value("DCGM_FI_DEV_GPU_TEMP", celsius),)
+    return (Value(metric_names.GPU_TEMP, celsius),)
 
 
 def _throttle_reasons(handle: Any) -> Iterable[Value]:
@@ -83,7 +84,7 @@ def _throttle_reasons(handle: Any) -> Iterable[Value]:
     except pynvml.NVMLError_FunctionNotFound:  # drivers before 535 know it by its old name
         reasons = function("nvmlDeviceGetCurrentClocksThrottleReasons")(handle)
     flags = [
-        Value("paceline_gpu_throttle_reason", 1.0 if reasons & bit else 0.0, extra)
+        Value(metric_names.GPU_THROTTLE_REASON, 1.0 if reasons & bit else 0.0, extra)
         for bit, extra in _REASONS
     ]
     return [Value("DCGM_FI_DEV_CLOCKS_EVENT_REASONS", reasons), *flags]
@@ -107,15 +108,15 @@ def _pcie_throughput(handle: Any) -> Iterable[Value]:
 
 def _vbios(handle: Any) -> Iterable[Value]:
     version = pynvml.nvmlDeviceGetVbiosVersion(handle)
-    return (Value("paceline_gpu_info", 1.0, (("vbios_version", version),)),)
+    return (Value(metric_names.GPU_INFO, 1.0, (("vbios_version", version),)),)
 
 
 EACH_SWEEP: tuple[Reading, ...] = (
     _utilization,
     memory,
-    _number("DCGM_FI_DEV_SM_CLOCK", of="nvmlDeviceGetClockInfo", arguments=(1,)),
-    _number("DCGM_FI_DEV_MEM_CLOCK", of="nvmlDeviceGetClockInfo", arguments=(2,)),
-    _number("DCGM_FI_DEV_POWER_USAGE", of="nvmlDeviceGetPowerUsage", scale=0.001),
+    _number(metric_names.SM_CLOCK, of="nvmlDeviceGetClockInfo", arguments=(1,)),
+    _number(metric_names.MEM_CLOCK, of="nvmlDeviceGetClockInfo", arguments=(2,)),
+    _number(metric_names.GPU_POWER_USAGE, of="nvmlDeviceGetPowerUsage", scale=0.001),
     _temperature,
     _throttle_reasons,
 )
@@ -126,39 +127,41 @@ SELDOM: tuple[Reading, ...] = (
     _number("DCGM_FI_DEV_VIDEO_CLOCK", of="nvmlDeviceGetClockInfo", arguments=(3,)),
     _number("DCGM_FI_DEV_GPU_TEMP_LIMIT", of="nvmlDeviceGetMarginTemperature"),
     _number(
-        "paceline_gpu_pcie_generation",
+        metric_names.GPU_PCIE_GENERATION,
         "DCGM_FI_DEV_PCIE_LINK_GEN",
         of="nvmlDeviceGetCurrPcieLinkGeneration",
     ),
     _number(
-        "paceline_gpu_pcie_width",
+        metric_names.GPU_PCIE_WIDTH,
         "DCGM_FI_DEV_PCIE_LINK_WIDTH",
         of="nvmlDeviceGetCurrPcieLinkWidth",
     ),
     _number(
-        "paceline_gpu_sm_clock_max_mhz",
+        metric_names.GPU_SM_CLOCK_MAX_MHZ,
         "DCGM_FI_DEV_MAX_SM_CLOCK",
         of="nvmlDeviceGetMaxClockInfo",
         arguments=(1,),
     ),
     _number(
-        "paceline_gpu_memory_clock_max_mhz",
+        metric_names.GPU_MEMORY_CLOCK_MAX_MHZ,
         "DCGM_FI_DEV_MAX_MEM_CLOCK",
         of="nvmlDeviceGetMaxClockInfo",
         arguments=(2,),
     ),
     _number("DCGM_FI_DEV_MAX_VIDEO_CLOCK", of="nvmlDeviceGetMaxClockInfo", arguments=(3,)),
     _number(
-        "paceline_gpu_pcie_generation_max",
+        metric_names.GPU_PCIE_GENERATION_MAX,
         "DCGM_FI_DEV_PCIE_MAX_LINK_GEN",
         of="nvmlDeviceGetMaxPcieLinkGeneration",
     ),
     _number(
-        "paceline_gpu_pcie_width_max",
+        metric_names.GPU_PCIE_WIDTH_MAX,
         "DCGM_FI_DEV_PCIE_MAX_LINK_WIDTH",
         of="nvmlDeviceGetMaxPcieLinkWidth",
     ),
-    _number("DCGM_FI_DEV_ENFORCED_POWER_LIMIT", of="nvmlDeviceGetEnforcedPowerLimit", scale=0.001),
+    _number(
+        metric_names.GPU_ENFORCED_POWER_LIMIT, of="nvmlDeviceGetEnforcedPowerLimit", scale=0.001
+    ),
     _number("DCGM_FI_DEV_POWER_MGMT_LIMIT", of="nvmlDeviceGetPowerManagementLimit", scale=0.001),
     _number(
         "DCGM_FI_DEV_POWER_MGMT_LIMIT_DEF",
@@ -170,7 +173,7 @@ SELDOM: tuple[Reading, ...] = (
     _number("DCGM_FI_DEV_SLOWDOWN_TEMP", of="nvmlDeviceGetTemperatureThreshold", arguments=(1,)),
     _number("DCGM_FI_DEV_MEM_MAX_OP_TEMP", of="nvmlDeviceGetTemperatureThreshold", arguments=(2,)),
     _number("DCGM_FI_DEV_GPU_MAX_OP_TEMP", of="nvmlDeviceGetTemperatureThreshold", arguments=(3,)),
-    _number("DCGM_FI_DEV_PERSISTENCE_MODE", of="nvmlDeviceGetPersistenceMode"),
+    _number(metric_names.GPU_PERSISTENCE_MODE, of="nvmlDeviceGetPersistenceMode"),
     _pcie_throughput,
     _vbios,
 )

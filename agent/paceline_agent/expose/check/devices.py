@@ -14,6 +14,7 @@ from paceline_agent.expose import catalog
 from paceline_agent.expose.check.report import NO, PARTLY, YES, CheckRow
 from paceline_agent.expose.once import CollectorResult
 from paceline_agent.printable import printable
+from paceline_wire import metric_names
 from paceline_wire.batch import GpuInfo
 
 _GPU_PREFIXES = ("DCGM_FI_DEV_", "paceline_gpu_")
@@ -41,7 +42,7 @@ def gpus(outcome: CollectorResult) -> Iterator[CheckRow]:
         yield CheckRow("GPUs (NVML)", NO, outcome.trouble or "", remedy)
         return
     found = outcome.collected.gpus or []
-    versions = next((s.labels for s in outcome.samples if s.name == "paceline_driver_info"), {})
+    versions = next((s.labels for s in outcome.samples if s.name == metric_names.DRIVER_INFO), {})
     told = ", ".join(f"{name.removesuffix('_version')} {text}" for name, text in versions.items())
     yield CheckRow("GPUs (NVML)", YES if found else NO, f"{len(found)} GPUs; {told}")
     for missing, alike in _by_missing(outcome, found).items():

@@ -11,6 +11,7 @@ from paceline_server.detect.hang.wait_for_graph import innermost_op
 from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_server.detect.rank_list import ranks_text
 from paceline_server.percent import percent
+from paceline_wire import metric_names
 from paceline_wire.ring import StateView
 from paceline_wire.spans import COMPUTE_OPS, SECTION_BASE, Op, op_name
 
@@ -92,7 +93,7 @@ def gpu_utilization(rank: int, observation: Observation, generation: Generation)
     node, gpu = generation.node(rank), generation.gpus.get(rank)
     if node is None or gpu is None:
         return None
-    return observation.telemetry.latest(node, "DCGM_FI_DEV_GPU_UTIL", gpu=str(gpu))
+    return observation.telemetry.latest(node, metric_names.GPU_UTIL, gpu=str(gpu))
 
 
 def operation_evidence(views: Mapping[int, StateView], observation: Observation) -> list[Evidence]:

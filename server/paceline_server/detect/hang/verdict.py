@@ -27,6 +27,7 @@ from paceline_server.detect.hang.wait_for_graph import (
 )
 from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_server.detect.rank_list import ranks_text
+from paceline_wire import metric_names
 from paceline_wire.ring import StateView
 from paceline_wire.spans import op_name
 
@@ -182,7 +183,7 @@ def _communication_verdict(
     if is_single:
         text = f"the GPU of rank {idle[0]} is idle, the GPUs of all other members are busy in it"
         evidence.insert(
-            0, Evidence(text, "DCGM_FI_DEV_GPU_UTIL", measured[idle[0]], BUSY_GPU_PERCENT)
+            0, Evidence(text, metric_names.GPU_UTIL, measured[idle[0]], BUSY_GPU_PERCENT)
         )
     return HangVerdict(
         (idle[0], *(rank for rank in members if rank != idle[0])) if is_single else members,

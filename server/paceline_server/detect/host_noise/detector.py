@@ -24,11 +24,12 @@ from paceline_server.detect.reporting import cost_text, gain
 from paceline_server.percent import percent
 from paceline_server.policy import Policy
 from paceline_server.steps.timing import StepTiming
+from paceline_wire import metric_names
 
 Floats = npt.NDArray[np.float64]
 
-PRESSURE = "node_pressure_cpu_waiting_seconds_total"
-SWITCHES = "node_context_switches_total"
+PRESSURE = metric_names.PRESSURE_CPU_WAITING_SECONDS_TOTAL
+SWITCHES = metric_names.NODE_CONTEXT_SWITCHES_TOTAL
 STEPS_BETWEEN_LOOKS = 4
 _USUAL = 0.2  # quantile
 

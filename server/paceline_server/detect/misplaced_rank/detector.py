@@ -14,6 +14,7 @@ from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.kinds import MISPLACED_RANK, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.policy import Policy
+from paceline_wire import metric_names
 
 BETWEEN_LOOKS_NS = 10 * 10**9
 # A launcher may bind a rank only after its start; the agent looks every 10 to 30 s.
@@ -35,21 +36,21 @@ class Misplacement:
 MISPLACEMENTS = (
     Misplacement(
         "cpus",
-        "paceline_rank_numa_misbound",
+        metric_names.RANK_NUMA_MISBOUND,
         "NUMA misbinding",
         "may run only on CPUs of another NUMA node than its GPU's",
         "Bind each rank to its GPU's NUMA node: `numactl --cpunodebind`, or as its launcher does.",
     ),
     Misplacement(
         "memory",
-        "paceline_rank_memory_misbound",
+        metric_names.RANK_MEMORY_MISBOUND,
         "NUMA misbinding",
         "may not have memory on its GPU's NUMA node",
         "Let each rank have memory on its GPU's NUMA node: `numactl --membind` or `--preferred`.",
     ),
     Misplacement(
         "nic",
-        "paceline_rank_nic_misplaced",
+        metric_names.RANK_NIC_MISPLACED,
         "distant NIC",
         "does not use the NIC next to its GPU",
         "Let NCCL_IB_HCA name all NICs that are to be used; `paceline_gpu_nearest_nic` says "

@@ -27,6 +27,7 @@ from paceline_server.detect.observation import (
 from paceline_server.detect.rank_exit.settings import DEFAULTS, RankExitSettings
 from paceline_server.detect.telemetry import MetricSeries
 from paceline_server.policy import Policy
+from paceline_wire import metric_names
 from paceline_wire.batch import RankExited
 
 _CONSEQUENCE = re.compile(
@@ -41,8 +42,8 @@ _LONGEST_QUOTE = 200
 _KILLED = re.compile(r"Killed process (\d+)\b")
 _WORKERS = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
 OUT_OF_MEMORY = "out of memory"
-KILLS = "paceline_rank_kernel_events_total"
-KERNEL_LOG_READ = "paceline_kernel_log_lost_total"  # told each time
+KILLS = metric_names.RANK_KERNEL_EVENTS_TOTAL
+KERNEL_LOG_READ = metric_names.KERNEL_LOG_LOST_TOTAL  # told each time
 _READ_OF_LATE_NS = 5_000_000_000
 _KILLS_KEPT = 64
 _TOGETHER_NS = 1_000_000_000
@@ -274,9 +275,9 @@ def _memory_evidence(culprit: ReportedExit, seen: Observation, *, is_sure: bool)
     """The kernel kills with SIGKILL as well, when memory runs out."""
     if culprit.event.signal != signal.SIGKILL:
         return []
-    name = "node_memory_MemAvailable_bytes"
+    name = metric_names.MEMORY_MEMAVAILABLE_BYTES
     free = seen.telemetry.latest(culprit.node, name)
-    total = seen.telemetry.latest(culprit.node, "node_memory_MemTotal_bytes")
+    total = seen.telemetry.latest(culprit.node, metric_names.MEMORY_MEMTOTAL_BYTES)
     if free is None or not total or free >= 0.05 * total:
         return []
     text = f"{culprit.node} had only {free / 2**20:.0f} MiB of memory left"

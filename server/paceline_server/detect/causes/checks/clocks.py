@@ -27,18 +27,19 @@ from paceline_server.detect.causes.symptom import (
     inverse,
     weigh_symptom,
 )
+from paceline_wire import metric_names
 
 # Healthy clocks vary by some percent (boost, temperature, the running kernels).
 SM_CLOCK = Symptom(
-    LOW_SM_CLOCK, "DCGM_FI_DEV_SM_CLOCK", Scope.GPU, "SM clock", "MHz", "level",
+    LOW_SM_CLOCK, metric_names.SM_CLOCK, Scope.GPU, "SM clock", "MHz", "level",
     0.0, relative_tolerance=0.03, rises=False, predicts=inverse,
 )  # fmt: skip
 MEMORY_CLOCK = Symptom(
-    LOW_MEMORY_CLOCK, "DCGM_FI_DEV_MEM_CLOCK", Scope.GPU, "memory clock", "MHz", "level",
+    LOW_MEMORY_CLOCK, metric_names.MEM_CLOCK, Scope.GPU, "memory clock", "MHz", "level",
     0.0, relative_tolerance=0.02, rises=False, predicts=inverse,
 )  # fmt: skip
 TEMPERATURE = Symptom(
-    THERMAL_THROTTLE, "DCGM_FI_DEV_GPU_TEMP", Scope.GPU, "temperature", "°C", "level",
+    THERMAL_THROTTLE, metric_names.GPU_TEMP, Scope.GPU, "temperature", "°C", "level",
     5.0, normal=75.0,
 )  # fmt: skip
 _NANOSECONDS = 1e-9
@@ -46,7 +47,7 @@ _NANOSECONDS = 1e-9
 
 def _reason(cause: str, reason: str) -> Symptom:
     return Symptom(
-        cause, "paceline_gpu_throttle_reason", Scope.GPU, f"throttle reason {reason}", "flag",
+        cause, metric_names.GPU_THROTTLE_REASON, Scope.GPU, f"throttle reason {reason}", "flag",
         "level", 0.2, normal=0.0, labels=(("reason", reason),),
     )  # fmt: skip
 
@@ -63,18 +64,18 @@ THROTTLE_REASONS: dict[str, tuple[Symptom, ...]] = {
         _reason(THERMAL_THROTTLE, "hw_thermal_slowdown"),
         _reason(THERMAL_THROTTLE, "sw_thermal_slowdown"),
         _violation(
-            THERMAL_THROTTLE, "DCGM_FI_DEV_THERMAL_VIOLATION", "share of time throttled for heat"
+            THERMAL_THROTTLE, metric_names.GPU_THERMAL_VIOLATION, "share of time throttled for heat"
         ),
     ),
     POWER_THROTTLE: (
         _reason(POWER_THROTTLE, "hw_power_brake"),
         _reason(POWER_THROTTLE, "sw_power_cap"),
         _violation(
-            POWER_THROTTLE, "DCGM_FI_DEV_POWER_VIOLATION", "share of time throttled for power"
+            POWER_THROTTLE, metric_names.GPU_POWER_VIOLATION, "share of time throttled for power"
         ),
         Symptom(
             POWER_THROTTLE,
-            "DCGM_FI_DEV_ENFORCED_POWER_LIMIT",
+            metric_names.GPU_ENFORCED_POWER_LIMIT,
             Scope.GPU,
             "power limit",
             "W",

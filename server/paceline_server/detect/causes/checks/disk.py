@@ -7,23 +7,24 @@ from paceline_server.detect.causes.suspect import Scope, Suspect
 from paceline_server.detect.causes.symptom import Symptom, WeighedEvidence, stalled, weigh_symptoms
 from paceline_server.detect.finding import Evidence
 from paceline_server.percent import percent
+from paceline_wire import metric_names
 
 SYMPTOMS = (
     Symptom(
-        SLOW_DISK, "node_pressure_io_waiting_seconds_total", Scope.NODE,
+        SLOW_DISK, metric_names.PRESSURE_IO_WAITING_SECONDS_TOTAL, Scope.NODE,
         "share of time in which tasks wait for I/O", "%", "rate", 0.08,
         relative_tolerance=0.5, normal=0.05, predicts=stalled,
     ),
     Symptom(
-        SLOW_DISK, "node_disk_io_time_seconds_total", Scope.DEVICE,
+        SLOW_DISK, metric_names.DISK_IO_TIME_SECONDS_TOTAL, Scope.DEVICE,
         "share of time with I/O in flight", "%", "rate", 0.2, relative_tolerance=0.2, normal=0.5,
     ),
     Symptom(
-        SLOW_DISK, "node_disk_io_time_weighted_seconds_total", Scope.DEVICE,
+        SLOW_DISK, metric_names.DISK_IO_TIME_WEIGHTED_SECONDS_TOTAL, Scope.DEVICE,
         "number of requests in flight", "", "rate", 1.0, relative_tolerance=1.0, normal=4.0,
     ),
 )  # fmt: skip
-_AVAILABLE = "node_filesystem_avail_bytes"
+_AVAILABLE = metric_names.FILESYSTEM_AVAIL_BYTES
 _FULL_SHARE = 0.01
 
 
@@ -36,7 +37,7 @@ def _free_space(suspect: Suspect) -> list[WeighedEvidence]:
     results = []
     for labels, series in telemetry.all_of(node, _AVAILABLE):
         free = series.latest()
-        size = telemetry.latest(node, "node_filesystem_size_bytes", **labels)
+        size = telemetry.latest(node, metric_names.FILESYSTEM_SIZE_BYTES, **labels)
         if free is None or not size:
             continue
         share = free / size

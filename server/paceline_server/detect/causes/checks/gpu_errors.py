@@ -11,10 +11,11 @@ from paceline_server.detect.causes.checks import kernel_log
 from paceline_server.detect.causes.suspect import MeasuredDevice, Scope, Suspect
 from paceline_server.detect.causes.symptom import Symptom, WeighedEvidence, weigh_symptoms
 from paceline_server.detect.finding import Evidence
+from paceline_wire import metric_names
 
-XIDS = "DCGM_EXP_XID_ERRORS_COUNT"
-LOST = "paceline_gpu_lost"
-XID_INFO = "paceline_kernel_xid_info"
+XIDS = metric_names.GPU_XID_ERRORS_COUNT
+LOST = metric_names.GPU_LOST
+XID_INFO = metric_names.KERNEL_XID_INFO
 # NVIDIA's XID catalog: XIDs caused by the program's own kernels or by a process that died.
 _PROGRAM_XIDS = frozenset({"13", "31", "43", "45"})
 _MEANINGS = {
@@ -35,22 +36,22 @@ _MEANINGS = {
 SYMPTOMS = (
     Symptom(GPU_LOST, LOST, Scope.GPU, "lost state", "flag", "level", 0.2, normal=0.0),
     Symptom(
-        GPU_HUNG, "paceline_gpu_hung", Scope.GPU, "hung state", "flag", "level", 0.2, normal=0.0
+        GPU_HUNG, metric_names.GPU_HUNG, Scope.GPU, "hung state", "flag", "level", 0.2, normal=0.0
     ),
     Symptom(
-        NVLINK_ERRORS, "DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL", Scope.GPU,
+        NVLINK_ERRORS, metric_names.NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL, Scope.GPU,
         "NVLink CRC errors", "", "events", 20.0,
     ),
     Symptom(
-        NVLINK_ERRORS, "DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL", Scope.GPU,
+        NVLINK_ERRORS, metric_names.NVLINK_REPLAY_ERROR_COUNT_TOTAL, Scope.GPU,
         "NVLink replays", "", "events", 5.0,
     ),
     Symptom(
-        NVLINK_ERRORS, "DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL", Scope.GPU,
+        NVLINK_ERRORS, metric_names.NVLINK_RECOVERY_ERROR_COUNT_TOTAL, Scope.GPU,
         "NVLink recoveries", "", "events", 0.5,
     ),
     Symptom(
-        NVLINK_ERRORS, "paceline_gpu_nvlink_active_links", Scope.GPU,
+        NVLINK_ERRORS, metric_names.GPU_NVLINK_ACTIVE_LINKS, Scope.GPU,
         "number of active NVLinks", "", "level", 0.25, rises=False,
     ),
 )  # fmt: skip

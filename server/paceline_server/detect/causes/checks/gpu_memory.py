@@ -9,6 +9,7 @@ from paceline_server.detect.causes.catalog import (
 )
 from paceline_server.detect.causes.suspect import Scope, Suspect
 from paceline_server.detect.causes.symptom import Symptom, WeighedEvidence, weigh_symptoms
+from paceline_wire import metric_names
 
 
 def _counter(cause: str, metric: str, name: str, tolerance: float) -> Symptom:
@@ -18,26 +19,28 @@ def _counter(cause: str, metric: str, name: str, tolerance: float) -> Symptom:
 SYMPTOMS = (
     _counter(
         UNCORRECTABLE_ECC_ERRORS,
-        "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL",
+        metric_names.GPU_ECC_DBE_VOL_TOTAL,
         UNCORRECTABLE_ECC_ERRORS,
         0.25,
     ),
     # A few corrected errors cost nothing. A burst of them costs time.
-    _counter(CORRECTABLE_ECC_ERRORS, "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL", CORRECTABLE_ECC_ERRORS, 8.0),
+    _counter(
+        CORRECTABLE_ECC_ERRORS, metric_names.GPU_ECC_SBE_VOL_TOTAL, CORRECTABLE_ECC_ERRORS, 8.0
+    ),
     _counter(
         ROW_REMAPPING,
-        "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS",
+        metric_names.GPU_UNCORRECTABLE_REMAPPED_ROWS,
         "rows remapped for uncorrectable errors",
         0.25,
     ),
     _counter(
         ROW_REMAPPING,
-        "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS",
+        metric_names.GPU_CORRECTABLE_REMAPPED_ROWS,
         "rows remapped for correctable errors",
         0.25,
     ),
-    _counter(ROW_REMAPPING, "DCGM_FI_DEV_ROW_REMAP_PENDING", "pending row remappings", 0.25),
-    _counter(ROW_REMAPPING, "DCGM_FI_DEV_ROW_REMAP_FAILURE", "failed row remappings", 0.25),
+    _counter(ROW_REMAPPING, metric_names.GPU_ROW_REMAP_PENDING, "pending row remappings", 0.25),
+    _counter(ROW_REMAPPING, metric_names.GPU_ROW_REMAP_FAILURE, "failed row remappings", 0.25),
 )
 
 

@@ -28,9 +28,10 @@ from paceline_server.detect.causes.suspect import MeasuredDevice, Scope, Suspect
 from paceline_server.detect.causes.symptom import Symptom, WeighedEvidence, combine, weigh_series
 from paceline_server.detect.finding import Evidence
 from paceline_server.detect.telemetry import MetricSeries, Telemetry
+from paceline_wire import metric_names
 
-EVENTS = "paceline_kernel_events_total"
-READ = "paceline_kernel_log_lost_total"  # sent with each sweep, so the log is being read
+EVENTS = metric_names.KERNEL_EVENTS_TOTAL
+READ = metric_names.KERNEL_LOG_LOST_TOTAL  # sent with each sweep, so the log is being read
 _SWEEP_NS = 2_000_000_000  # the log is read each second
 _OLD_LOG_NS = 5_000_000_000  # an agent that starts counts older messages in this time
 # Tolerances, in messages.

@@ -16,31 +16,32 @@ from paceline_server.detect.causes.symptom import (
 )
 from paceline_server.detect.finding import Evidence
 from paceline_server.percent import percent
+from paceline_wire import metric_names
 
-_AVAILABLE = "node_memory_MemAvailable_bytes"
+_AVAILABLE = metric_names.MEMORY_MEMAVAILABLE_BYTES
 _SCARCE_SHARE = 0.03
 SYMPTOMS = (
     Symptom(
-        MEMORY_PRESSURE, "node_pressure_memory_waiting_seconds_total", Scope.NODE,
+        MEMORY_PRESSURE, metric_names.PRESSURE_MEMORY_WAITING_SECONDS_TOTAL, Scope.NODE,
         "share of time in which tasks wait for memory", "%", "rate", 0.04,
         relative_tolerance=0.5, normal=0.0, predicts=stalled,
     ),
     Symptom(
-        MEMORY_PRESSURE, "node_vmstat_pgmajfault", Scope.NODE,
+        MEMORY_PRESSURE, metric_names.VMSTAT_PGMAJFAULT, Scope.NODE,
         "rate of page faults that read the disk", "/s", "rate", 100.0,
         relative_tolerance=1.0, normal=100.0,
     ),
     Symptom(
-        MEMORY_PRESSURE, "paceline_rank_process_major_faults_total", Scope.RANK,
+        MEMORY_PRESSURE, metric_names.RANK_PROCESS_MAJOR_FAULTS_TOTAL, Scope.RANK,
         "rate of page faults that read the disk", "/s", "rate", 30.0,
         relative_tolerance=1.0, normal=30.0,
     ),
     Symptom(
-        SWAPPING, "node_vmstat_pswpin", Scope.NODE,
+        SWAPPING, metric_names.VMSTAT_PSWPIN, Scope.NODE,
         "rate of pages read back from swap", "/s", "rate", 50.0, relative_tolerance=1.0, normal=0.0,
     ),
     Symptom(
-        SWAPPING, "node_vmstat_pswpout", Scope.NODE,
+        SWAPPING, metric_names.VMSTAT_PSWPOUT, Scope.NODE,
         "rate of pages written to swap", "/s", "rate", 50.0, relative_tolerance=1.0, normal=0.0,
     ),
 )  # fmt: skip
@@ -65,7 +66,7 @@ def check(suspect: Suspect) -> list[WeighedEvidence]:
 def _available(suspect: Suspect) -> WeighedEvidence | None:
     telemetry = suspect.observation.telemetry
     free = telemetry.latest(suspect.node, _AVAILABLE)
-    total = telemetry.latest(suspect.node, "node_memory_MemTotal_bytes")
+    total = telemetry.latest(suspect.node, metric_names.MEMORY_MEMTOTAL_BYTES)
     if free is None or not total:
         return None
     text = f"{suspect.node} has {percent(free / total)} of its memory free"

@@ -14,6 +14,7 @@ from paceline_server.detect.causes.catalog import (
 )
 from paceline_server.detect.causes.suspect import Scope, Suspect
 from paceline_server.detect.causes.symptom import Symptom, WeighedEvidence, inverse, weigh_symptoms
+from paceline_wire import metric_names
 
 _IB = "node_infiniband_"
 # InfiniBand counters that stop at their maximum value instead of wrapping.
@@ -62,17 +63,17 @@ def _per_second(
 
 SYMPTOMS = (
     _rate(f"{_IB}rate_bytes_per_second"),
-    _rate("node_network_speed_bytes"),
+    _rate(metric_names.NETWORK_SPEED_BYTES),
     _state(f"{_IB}state_id", "port state"),
-    _state("node_network_carrier", "carrier"),
+    _state(metric_names.NETWORK_CARRIER, "carrier"),
     _events(LINK_DOWN, f"{_IB}link_downed_total", "link losses", 0.25),
-    _events(LINK_DOWN, "node_network_carrier_changes_total", "carrier changes", 0.25),
+    _events(LINK_DOWN, metric_names.NETWORK_CARRIER_CHANGES_TOTAL, "carrier changes", 0.25),
     _events(LINK_ERRORS, f"{_IB}symbol_error_total", "symbol errors", 5.0),
     _events(LINK_ERRORS, f"{_IB}port_errors_received_total", "receive errors", 5.0),
     _events(LINK_ERRORS, f"{_IB}link_error_recovery_total", "link recoveries", 0.5),
     _events(LINK_ERRORS, f"{_IB}local_link_integrity_errors_total", "integrity errors", 1.0),
-    _events(LINK_ERRORS, "node_network_receive_errs_total", "receive errors", 5.0),
-    _events(LINK_ERRORS, "node_network_transmit_errs_total", "transmit errors", 5.0),
+    _events(LINK_ERRORS, metric_names.NETWORK_RECEIVE_ERRS_TOTAL, "receive errors", 5.0),
+    _events(LINK_ERRORS, metric_names.NETWORK_TRANSMIT_ERRS_TOTAL, "transmit errors", 5.0),
     _per_second(
         PACKET_LOSS,
         f"{_IB}out_of_sequence_packets_received_total",
@@ -89,10 +90,18 @@ SYMPTOMS = (
     _per_second(
         PACKET_LOSS, f"{_IB}port_discards_transmitted_total", "rate of discarded packets", 1.0
     ),
-    _per_second(PACKET_LOSS, "node_network_receive_drop_total", "rate of dropped packets", 20.0),
-    _per_second(PACKET_LOSS, "node_network_transmit_drop_total", "rate of packets not sent", 20.0),
     _per_second(
-        PACKET_LOSS, "node_netstat_Tcp_RetransSegs", "rate of TCP retransmits", 5.0, Scope.NODE
+        PACKET_LOSS, metric_names.NETWORK_RECEIVE_DROP_TOTAL, "rate of dropped packets", 20.0
+    ),
+    _per_second(
+        PACKET_LOSS, metric_names.NETWORK_TRANSMIT_DROP_TOTAL, "rate of packets not sent", 20.0
+    ),
+    _per_second(
+        PACKET_LOSS,
+        metric_names.NETSTAT_TCP_RETRANSSEGS,
+        "rate of TCP retransmits",
+        5.0,
+        Scope.NODE,
     ),
     _per_second(
         NETWORK_CONGESTION,

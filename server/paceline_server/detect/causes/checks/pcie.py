@@ -17,6 +17,7 @@ from paceline_server.detect.causes.symptom import (
     weigh_series,
     weigh_symptoms,
 )
+from paceline_wire import metric_names
 
 
 def _link(cause: str, metric: str, scope: Scope, name: str, unit: str) -> Symptom:
@@ -27,18 +28,18 @@ def _link(cause: str, metric: str, scope: Scope, name: str, unit: str) -> Sympto
 
 
 LINKS = (
-    _link(DEGRADED_GPU_PCIE, "paceline_gpu_pcie_width", Scope.GPU, "PCIe width", "lanes"),
-    _link(DEGRADED_GPU_PCIE, "paceline_gpu_pcie_generation", Scope.GPU, "PCIe generation", ""),
-    _link(DEGRADED_NIC_PCIE, "paceline_device_pcie_width", Scope.DEVICE, "PCIe width", "lanes"),
+    _link(DEGRADED_GPU_PCIE, metric_names.GPU_PCIE_WIDTH, Scope.GPU, "PCIe width", "lanes"),
+    _link(DEGRADED_GPU_PCIE, metric_names.GPU_PCIE_GENERATION, Scope.GPU, "PCIe generation", ""),
+    _link(DEGRADED_NIC_PCIE, metric_names.DEVICE_PCIE_WIDTH, Scope.DEVICE, "PCIe width", "lanes"),
     _link(
-        DEGRADED_NIC_PCIE, "paceline_device_pcie_transfers_per_second", Scope.DEVICE,
+        DEGRADED_NIC_PCIE, metric_names.DEVICE_PCIE_TRANSFERS_PER_SECOND, Scope.DEVICE,
         "PCIe speed", "T/s",
     ),
 )  # fmt: skip
 SYMPTOMS = (
     *LINKS,
     Symptom(
-        PCIE_REPLAYS, "DCGM_FI_DEV_PCIE_REPLAY_COUNTER", Scope.GPU, PCIE_REPLAYS, "",
+        PCIE_REPLAYS, metric_names.PCIE_REPLAY_COUNTER, Scope.GPU, PCIE_REPLAYS, "",
         "events", 20.0,
     ),
 )  # fmt: skip
