@@ -60,9 +60,9 @@ def test_stacks_and_dumps_on_demand(server, nodes, wait_for):
     [order] = wait_for(lambda: orders(home, TakeStacks), "the command")
     assert (order.job, order.generation, order.ranks) == (job, 1, [1])
     forged = ThreadStack("MainThread", [StackFrame("forged", "x.py", 1)])
-    stranger.say(RankStackTraces(**of(job, 1), threads=[forged]))
-    home.say(RankStackTraces(**of(job, 1, generation=0), threads=[forged]))
-    home.say(RankStackTraces(**of(job, 1), threads=[STACK]))
+    stranger.report(RankStackTraces(**of(job, 1), threads=[forged]))
+    home.report(RankStackTraces(**of(job, 1, generation=0), threads=[forged]))
+    home.report(RankStackTraces(**of(job, 1), threads=[STACK]))
     wait_for(lambda: get(stacks)["stacks"], "the stacks")
     wait_for(lambda: get(stacks)["state"] == "taken", "the result")
     [thread] = get(stacks)["stacks"]["threads"]
@@ -72,11 +72,11 @@ def test_stacks_and_dumps_on_demand(server, nodes, wait_for):
     wait_for(lambda: all(orders(node, TakeDumps) for node in nodes.values()), "both commands")
     with tarfile.open(RECORDED) as archive:
         written = archive.extractfile("lock_gil_1st/_dump_0").read()
-    nodes[homes[0]].say(RankDump(**of(job, 0), content=dumps.pack(written)))
-    home.say(RankDump(**of(job, 1), error="no pipe"))
+    nodes[homes[0]].report(RankDump(**of(job, 0), content=dumps.pack(written)))
+    home.report(RankDump(**of(job, 1), error="no pipe"))
     wait_for(lambda: len(get(recorder)["dumps"]) == 2, "both answers")
     assert get(recorder)["text"].endswith("too few to conclude from: no pipe.")
-    home.say(RankDump(**of(job, 1), error="told to, and did not", was_asked=True))
+    home.report(RankDump(**of(job, 1), error="told to, and did not", was_asked=True))
     report = wait_for(lambda: get(recorder)["report"], "the report")
     assert 1 in report["without_dump"]
 
@@ -108,7 +108,7 @@ def test_the_cli_waits_for_the_nodes_and_shows_what_came(server, nodes, wait_for
     try:
         asking = paceline("stacks", job, "--rank", "1")
         wait_for(lambda: orders(home[1], TakeStacks), "the command")
-        home[1].say(RankStackTraces(**of(job, 1), threads=[STACK]))
+        home[1].report(RankStackTraces(**of(job, 1), threads=[STACK]))
         shown, _ = asking.communicate(timeout=60)
         assert asking.returncode == 0
         assert shown == "Rank 1, thread MainThread:\n    __next__  data.py:88\n"
@@ -116,7 +116,7 @@ def test_the_cli_waits_for_the_nodes_and_shows_what_came(server, nodes, wait_for
         asking = paceline("flight-recorder", job)
         wait_for(lambda: all(orders(node, TakeDumps) for node in nodes.values()), "the commands")
         for rank, node in home.items():
-            node.say(RankDump(**of(job, rank), error="no pipe", was_asked=True))
+            node.report(RankDump(**of(job, rank), error="no pipe", was_asked=True))
         shown, _ = asking.communicate(timeout=60)
         assert asking.returncode == 1  # no rank has a dump
         assert shown.splitlines() == ["No Flight Recorder dump: no pipe.", "  ranks 0-1: no pipe"]

@@ -233,7 +233,7 @@ class World:
     def view(self) -> JobView:
         unfinished = [one for one in self.actions.values() if one.finished_ns is None]
         ids = {one.action_id for one in unfinished}
-        ours = {one.command.command_id for one in self.commands if one.action_id in ids}
+        ids_of_job = {one.command.command_id for one in self.commands if one.action_id in ids}
         holding = {one.agent_id for one in self.ranks} if self.state not in ENDED else set()
         return JobView(
             job_id="job-1",
@@ -261,8 +261,8 @@ class World:
             incidents=self.open_incidents(),
             actions=unfinished,
             restarts=self.restarts,
-            acknowledged=[one for one in self.acknowledged if one.command_id in ours],
-            command_results={id_: ok for id_, ok in self.results.items() if id_ in ours},
+            acknowledged=[one for one in self.acknowledged if one.command_id in ids_of_job],
+            command_results={id_: ok for id_, ok in self.results.items() if id_ in ids_of_job},
             highest_step=self.highest_step,
             checkpoint_step=self.checkpoint_step,
             step_seconds=self.step_seconds if self.highest_step is not None else None,

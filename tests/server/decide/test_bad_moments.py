@@ -214,7 +214,7 @@ def test_an_unresponsive_spare_delays_a_restart_only_briefly(world: World) -> No
     world.crash(3)
     assert world.until(lambda: bool(world.started_on(2)), seconds=10.0) < 5.0
     assert "node-4" not in world.started_on(2)
-    assert not world.nodes["node-4"].quarantined, "nothing says that it runs any of our ranks"
+    assert not world.nodes["node-4"].quarantined, "nothing shows that it runs ranks of the job"
 
 
 def test_unconfirmed_nodes_are_asked_again_while_nodes_are_missing(world: World) -> None:
@@ -228,7 +228,7 @@ def test_unconfirmed_nodes_are_asked_again_while_nodes_are_missing(world: World)
     world.until_running(2, seconds=120.0)
     assert world.started_on(2) == {"node-1", "node-3"}
     asked = [one for one in world.commands if isinstance(one.command, StopGeneration)]
-    assert len(asked) < 20, "not at every look"
+    assert len(asked) < 20, "not at every tick"
 
 
 def test_a_node_lost_during_the_stop_is_used_if_there_is_no_other(

@@ -83,13 +83,13 @@ def test_a_job_that_cannot_start_at_all_is_given_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "said"),
+    ("policy", "reason"),
     [
         (Policy(restarts_per_hour=2, checkpoint_timeout_seconds=9), "within the last hour"),
         (Policy(restarts_per_hour=99, restarts_per_day=2), "within the last day"),
     ],
 )
-def test_the_restart_budget_ends_the_job(world: World, policy: Policy, said: str) -> None:
+def test_the_restart_budget_ends_the_job(world: World, policy: Policy, reason: str) -> None:
     world.policy = policy
     for generation in (2, 3):
         world.crash(0)
@@ -97,7 +97,7 @@ def test_the_restart_budget_ends_the_job(world: World, policy: Policy, said: str
         world.run(10.0)
     world.crash(0)
     world.until(lambda: world.state == "failed")
-    assert said in world.one_action("stop").reason
+    assert reason in world.one_action("stop").reason
 
 
 def test_a_spent_budget_does_not_stop_a_job_that_is_merely_slow(world: World) -> None:

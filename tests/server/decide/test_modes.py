@@ -57,7 +57,7 @@ def test_observe_calls_a_job_failed_when_its_nodes_are_gone_for_good(world: Worl
         world.lose(node)
     world.now_ns += DAY_NS
     world.run(1.0)
-    assert world.state == "running", "one node of it is heard of"
+    assert world.state == "running", "one of its nodes still reports"
     world.lose(lost[0])
     world.now_ns += DAY_NS - 10 * SECOND
     world.run(1.0)

@@ -17,7 +17,7 @@ Event = tuple[str, int, float]
 
 # fmt: off
 NAMES = [
-    "crash", "clean exit", "hang", "lose", "cut off", "heard again", "deaf", "obedient",
+    "crash", "clean exit", "hang", "lose", "cut off", "reconnected", "ignores stop", "obeys stop",
     "straggler", "old finding", "cleared", "refuses start", "starts", "crashes at start",
     "cannot save", "can save", "approve", "reject", "repeat answers", "release", "sleep",
 ]
@@ -56,6 +56,7 @@ def happen(world: World, event: str, index: int) -> None:
         world.now_ns += index * 2_000_000_000
     elif event in _ON_NODES:
         name, value = _ON_NODES[event]
+        assert hasattr(node, name)
         setattr(node, name, value)
     elif event in ("can save", "cannot save"):
         world.can_save = event == "can save"
@@ -67,10 +68,10 @@ _ON_RANKS: dict[str, Callable[[World, int], None]] = {
     "hang": World.hang,
 }
 _ON_NODES: dict[str, tuple[str, object]] = {
-    "cut off": ("heard", False),
-    "heard again": ("heard", True),
-    "deaf": ("obeys_stop", False),
-    "obedient": ("obeys_stop", True),
+    "cut off": ("connected", False),
+    "reconnected": ("connected", True),
+    "ignores stop": ("obeys_stop", False),
+    "obeys stop": ("obeys_stop", True),
     "refuses start": ("fails_to_start", True),
     "starts": ("fails_to_start", False),
     "crashes at start": ("crashes_at_start", 1),
@@ -127,8 +128,8 @@ def test_a_stop_is_always_obeyed(events: list[Event]) -> None:
     world.stop_requested = True
     world.until(lambda: world.state in ENDED, seconds=120)
     world.run(10.0)
-    deaf = [one for one in world.nodes.values() if not (one.obeys_stop and one.connected)]
-    assert deaf or not world.processes()
+    unreachable = [one for one in world.nodes.values() if not (one.obeys_stop and one.connected)]
+    assert unreachable or not world.processes()
 
 
 @settings(max_examples=20, deadline=None)

@@ -29,7 +29,7 @@ def world() -> World:
 
 def test_better_evidence_for_the_same_verdict_is_shown_without_an_alert(world):
     [before] = world.open_incidents()
-    told = list(world.audit)
+    audit = list(world.audit)
     decision = world.tick((world.finding(**LATER),))
     [after] = decision.incidents
     assert after.finding.counter_evidence == LATER["counter_evidence"]
@@ -37,7 +37,7 @@ def test_better_evidence_for_the_same_verdict_is_shown_without_an_alert(world):
     assert after.finding.cost_ratio == 0.31
     assert after.finding.detected_ns == before.finding.detected_ns
     assert (decision.actions, decision.commands, decision.audit) == ([], [], [])
-    assert world.audit == told
+    assert world.audit == audit
     assert incident_alert("job-1", "job", before, after) is None
 
 

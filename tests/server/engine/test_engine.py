@@ -88,8 +88,8 @@ def test_the_ledger_of_a_job_found_after_its_end_covers_its_own_time():
             live = msgspec.structs.replace(job.batch(node), packed_ns=found_ns)
             job.engine.feed(live, found_ns)
     for rank in job.ranks:
-        told = job.batch(job.node(rank), events=[attached(job, rank)])
-        job.engine.feed(told, found_ns)
+        reported = job.batch(job.node(rank), events=[attached(job, rank)])
+        job.engine.feed(reported, found_ns)
     job.now_ns += 3 * 10**9
     for _ in range(20):
         for batch in job.batches(job.play()):
@@ -273,10 +273,10 @@ def test_a_step_waits_briefly_for_its_loss():
     job = SimulatedJob(seed=1)
     assert steps(job.advance(1)) == [] or job.step == 1
     outcomes = job.advance(3)
-    told = steps(job.outcomes)
-    assert [each.loss for each in told[1:]] == [2.0] * len(told[1:])
-    assert len(told) >= 3
-    assert steps([job.tick(job.now_ns + 3 * 10**9)]) or len(told) == 4
+    reported = steps(job.outcomes)
+    assert [each.loss for each in reported[1:]] == [2.0] * len(reported[1:])
+    assert len(reported) >= 3
+    assert steps([job.tick(job.now_ns + 3 * 10**9)]) or len(reported) == 4
     assert outcomes
 
 

@@ -15,47 +15,49 @@ from paceline_wire.spans import Op
 MICROBATCHES = 8
 
 
-class Witness(Detector):
+class RecordingDetector(Detector):
     """A detector without findings that records its observations."""
 
-    seen: list[Observation]
+    observations: list[Observation]
 
-    def update(self, seen: Observation) -> list[Finding]:
-        self.seen.append(seen)
+    def update(self, observation: Observation) -> list[Finding]:
+        self.observations.append(observation)
         return []
 
 
 @pytest.fixture
-def witness() -> type[Witness]:
-    return type("FreshWitness", (Witness,), {"seen": []})
+def recorder() -> type[RecordingDetector]:
+    return type("FreshRecordingDetector", (RecordingDetector,), {"observations": []})
 
 
 @pytest.fixture
-def job(witness: type[Witness]) -> SimulatedJob:
+def job(recorder: type[RecordingDetector]) -> SimulatedJob:
     return SimulatedJob(
-        jitter=0.0, microbatches=MICROBATCHES, engine=Engine(JOB, detectors=[witness])
+        jitter=0.0, microbatches=MICROBATCHES, engine=Engine(JOB, detectors=[recorder])
     )
 
 
-def timings(witness: type[Witness]) -> list[StepTiming]:
-    return [timing for seen in witness.seen for timing in seen.timings]
+def timings(recorder: type[RecordingDetector]) -> list[StepTiming]:
+    return [timing for observation in recorder.observations for timing in observation.timings]
 
 
-def test_a_timing_comes_with_each_step_and_the_recent_ones_can_be_replayed(job, witness):
+def test_a_timing_comes_with_each_step_and_the_recent_ones_can_be_replayed(job, recorder):
     job.advance(REPLAYED_STEPS + 4)
-    for seen in witness.seen:
-        assert [timing.step for timing in seen.timings] == [each.step for each in seen.steps]
-        assert seen.metadata["schedule"] == "gpipe"
-    last = witness.seen[-1].replay
+    for observation in recorder.observations:
+        assert [timing.step for timing in observation.timings] == [
+            summary.step for summary in observation.steps
+        ]
+        assert observation.metadata["schedule"] == "gpipe"
+    last = recorder.observations[-1].replay
     assert last is not None
     assert [timing.step for timing in last.timings] == list(range(4, REPLAYED_STEPS + 4))
     assert last.topology == job.topology
 
 
-def test_a_detector_receives_what_each_rank_computed(job, witness):
+def test_a_detector_receives_what_each_rank_computed(job, recorder):
     job.faults.slow[2] = 1.5
     job.advance(2)
-    timing = timings(witness)[-1]
+    timing = timings(recorder)[-1]
     compute = timing.compute
     assert compute.rank.size == len(job.ranks) * MICROBATCHES * 2
     forward = compute.op == Op.FORWARD
@@ -71,11 +73,11 @@ def test_a_detector_receives_what_each_rank_computed(job, witness):
     assert own == pytest.approx(timing.ranks.self_seconds.tolist())
 
 
-def test_a_detector_receives_the_participants_of_collectives(job, witness):
+def test_a_detector_receives_the_participants_of_collectives(job, recorder):
     job.faults.slow[2] = 1.5
     job.advance(2)
-    met = timings(witness)[-1].collectives
-    groups = timings(witness)[-1].groups
+    met = timings(recorder)[-1].collectives
+    groups = timings(recorder)[-1].groups
     members = {groups[key] for key in met.group.tolist()}
     assert {(0, 1), (2, 3), (4, 5), (6, 7), (0, 2), tuple(job.ranks)} <= members
     pair = np.array([groups[key] == (2, 3) for key in met.group.tolist()])
@@ -84,11 +86,11 @@ def test_a_detector_receives_the_participants_of_collectives(job, witness):
     assert met.spread_seconds[pair].max() == pytest.approx(0.5 * 0.040)
 
 
-def test_a_detector_receives_transfer_times_even_if_clocks_disagree(job, witness):
+def test_a_detector_receives_transfer_times_even_if_clocks_disagree(job, recorder):
     for node in job.nodes[1:]:
         job.faults.skew_ns[node] = 5_000_000
     job.advance(2)
-    sent = timings(witness)[-1].transfers
+    sent = timings(recorder)[-1].transfers
     pairs = set(zip(sent.source.tolist(), sent.destination.tolist(), strict=True))
     assert pairs == {(rank, rank + 4) for rank in range(4)} | {
         (rank + 4, rank) for rank in range(4)

@@ -1,7 +1,7 @@
 """A simulated agent with its ranks, over real HTTP and in real time.
 
 Like a real agent it keeps each batch until it was acknowledged, carries out each command id once,
-and kills by generation. Ranks "train" one step each `STEP_SECONDS` until told otherwise.
+and kills by generation. Ranks "train" one step each `STEP_SECONDS` until a command stops them.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class SimulatedNode:
 
     def report_again(self, rank: int) -> None:
         """Report the rank again, as a restarted agent does for ranks it adopts."""
-        self.say(RankAttached(time_ns=time.time_ns(), identity=self._attached[rank]))
+        self.report(RankAttached(time_ns=time.time_ns(), identity=self._attached[rank]))
 
     def finish(self, rank: int) -> None:
         with self._lock:
@@ -158,7 +158,7 @@ class SimulatedNode:
         with self._lock:
             self._exit(self.ranks[rank])
 
-    def say(self, event: Event) -> None:
+    def report(self, event: Event) -> None:
         with self._lock:
             self._events.append(event)
 

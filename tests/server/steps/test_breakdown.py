@@ -117,9 +117,9 @@ def test_parts_never_exceed_the_interval_and_match_a_naive_count(rows):
     starts = np.array([row[0] for row in rows], dtype=np.int64)
     ends = starts + np.array([row[1] for row in rows], dtype=np.int64)
     parts = np.array([row[2] for row in rows], dtype=np.int64)
-    nobody = np.zeros(starts.size, dtype=np.int64)
-    claims = Intervals(np.clip(starts, 0, 100), np.clip(ends, 0, 100), parts, nobody)
-    parts_ns = allocate(claims, 1, nobody, nobody).part_ns[:, 0]
+    owners = np.zeros(starts.size, dtype=np.int64)
+    claims = Intervals(np.clip(starts, 0, 100), np.clip(ends, 0, 100), parts, owners)
+    parts_ns = allocate(claims, 1, owners, owners).part_ns[:, 0]
     naive = [0] * len(Part)
     for moment in range(100):
         active = [part for start, length, part in rows if start <= moment < start + length]

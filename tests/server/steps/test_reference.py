@@ -170,8 +170,8 @@ def test_parts_and_waits_equal_those_computed_rank_by_rank(played, at_a_time):
         phase = range(0)
         if microbatches:
             phase = range(min(m.start for m in microbatches), max(m.stop for m in microbatches))
-        mine = waits[position : position + len(found)]
-        winners = obvious_winners(found, mine, range(begin, ends[rank]), phase)
+        rank_waits = waits[position : position + len(found)]
+        winners = obvious_winners(found, rank_waits, range(begin, ends[rank]), phase)
         won = [list(winners.values()).count(part) for part in Part]
         assert painted.part_ns[:, rank].tolist() == won
         computing = [moment for moment, part in winners.items() if part == Part.COMPUTE]

@@ -60,7 +60,7 @@ def test_an_external_job_appears_with_its_last_rank_and_ends_with_its_ranks(
     assert (found["state"], found["watched"], found["mode"]) == ("running", True, "observe")
     wait_for(lambda: (job("slurm-7")["step"] or 0) >= 3, "steps")
     steps = server.client.get("/api/v1/jobs/slurm-7/steps").json()["items"]
-    assert steps[0]["step"] == 0, "of what was said before all ranks were there nothing is lost"
+    assert steps[0]["step"] == 0, "batches sent before the last rank attached are not lost"
     ranks = server.client.get("/api/v1/jobs/slurm-7/ranks").json()["items"]
     assert [(rank["node"], rank["pid"]) for rank in ranks] == [("node-0", 1000), ("node-1", 1001)]
     held = server.client.get("/api/v1/nodes").json()["items"]
@@ -142,7 +142,9 @@ def test_the_ledger_covers_all_generations(
         with server.program.database.read() as session:
             kept = session.get_one(EngineMemoryRow, "train").memory
         steps = Engine("train", memory=kept).ledger(time.time_ns()).useful_steps
-        assert steps >= 3, "whoever takes up the next generation need not read this one again"
+        assert steps >= 3, (
+            "the stored memory covers this generation: a rebuild need not read it again"
+        )
     assert started[0] > 0
     assert started == [started[0]] * 3, "a job starts up once; then it is restarted"
 
@@ -152,14 +154,14 @@ def test_a_restart_counted_on_some_nodes_is_a_generation_of_the_job(
 ) -> None:
     """torchrun counts a restart on the node where a rank failed, not on the others."""
     created = []
-    for generation, said in enumerate([(0, 0), (0, 1), (1, 1), (1, 2)]):
+    for generation, reported in enumerate([(0, 0), (0, 1), (1, 1), (1, 2)]):
         for number in range(2):
             if generation:
                 nodes[number].crash(number)
             pid = 500 + 10 * generation + number
-            nodes[number].run_external("train", number, PAIR, generation=said[number], pid=pid)
+            nodes[number].run_external("train", number, PAIR, generation=reported[number], pid=pid)
         wait_for(lambda: job("train"), "the job")
-        wait_for(lambda number=generation: trains(server, "train", number), f"{said}")
+        wait_for(lambda number=generation: trains(server, "train", number), f"{reported}")
         created.append(job("train")["created_at"])
     assert created == [created[0]] * 4, "one job, restarted"
     assert job("train")["state"] == "running"
@@ -170,7 +172,7 @@ def test_a_restart_counted_on_some_nodes_is_a_generation_of_the_job(
         order = wait_for(lambda home=nodes[number]: home.carried_out, "the command")[-1]
         assert (order.ranks, order.generation) == ([number], 1 + number)
         stack = ThreadStack("MainThread", [StackFrame("step", "train.py", 1)])
-        nodes[number].say(
+        nodes[number].report(
             RankStackTraces(
                 time_ns=time.time_ns(),
                 job="train",
@@ -260,7 +262,7 @@ def test_a_run_that_begins_right_after_another_is_taken_up(
         exited = RankExited(
             time_ns=time.time_ns(), job="local", generation=0, rank=number, pid=1000 + number
         )
-        nodes[number].say(exited)
+        nodes[number].report(exited)
 
     def pids() -> list[int]:
         items = server.client.get("/api/v1/jobs/local/ranks").json()["items"]
@@ -324,8 +326,8 @@ def test_a_second_job_on_a_node_keeps_it_after_the_first_ends(
         wait_for(lambda name=name: (job(name) or {}).get("state") == "running", "the job")
     assert holder() == "first"
     assert node()["ranks_by_job"] == {"first": [0], "second": [1]}
-    told = CliRunner().invoke(main, ["nodes", "--server", server.url]).stdout.splitlines()
-    assert re.search(r"^node-0 .* first, second +0; 1 ", told[1])
+    lines = CliRunner().invoke(main, ["nodes", "--server", server.url]).stdout.splitlines()
+    assert re.search(r"^node-0 .* first, second +0; 1 ", lines[1])
     nodes[0].finish(0)
     nodes[1].finish(1)
     wait_for(lambda: job("first")["state"] == "finished", "the end of the first")
@@ -360,14 +362,14 @@ def test_repeated_reports_of_ranks_change_nothing(
 def test_invalid_names_and_jobs_started_by_paceline_are_ignored(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
-    ours = post_job(server.url)
-    wait_for(lambda: job(ours)["state"] == "running", "training")
+    own = post_job(server.url)
+    wait_for(lambda: job(own)["state"] == "running", "training")
     for name in ("", "a/b", "../x", "x" * 65, "nul\0", "-x", "ümlaut"):
         nodes[2].run_external(name, 0, Topology())
     nodes[2].run_external("one", 0, Topology())
     wait_for(lambda: job("one"), "the one with a name")
     with server.program.database.read() as session:
         assert {row.job_id for row in session.query(AttachmentRow)} == {"one"}
-    assert not job(ours)["watched"]
+    assert not job(own)["watched"]
     listed = server.client.get("/api/v1/jobs").json()["items"]
-    assert {each["id"] for each in listed} == {ours, "one"}
+    assert {each["id"] for each in listed} == {own, "one"}

@@ -17,7 +17,7 @@ _NOW_NS = time.time_ns()
 _OLD_NS = _NOW_NS - 8 * 86_400 * 1_000_000_000
 
 
-def told(created_ns: int, finished_ns: int | None) -> OutboxRow:
+def alert(created_ns: int, finished_ns: int | None) -> OutboxRow:
     return OutboxRow(
         receiver="removed",
         subject="inc-1",
@@ -70,7 +70,7 @@ def test_alerts_are_deleted_after_a_week_even_if_never_delivered(
 ) -> None:
     with database.write() as session:
         for created_ns, finished_ns in [(_OLD_NS, None), (_OLD_NS, _OLD_NS), (_NOW_NS, None)]:
-            session.add(told(created_ns, finished_ns))
+            session.add(alert(created_ns, finished_ns))
             session.flush()
     run_server()
     wait_for(lambda: ids(database, OutboxRow) == [3], "the old ones to go")

@@ -30,7 +30,7 @@ from paceline_server.store.models import (
 from paceline_wire.commands import StartRanks, StopGeneration
 
 QUICK = {"PACELINE_SERVER_LEASE_SECONDS": "1.0"}
-RECEIVER = ("--webhook-url", "http://127.0.0.1:9/")  # nobody listens: rows stay
+RECEIVER = ("--webhook-url", "http://127.0.0.1:9/")  # no receiver: rows stay
 
 
 class Cluster:
@@ -94,10 +94,10 @@ def check_side_effects(cluster: Cluster, job_id: str, restarts: int) -> None:
     assert set(carried_out.values()) == {1}
     incidents = [row for row in cluster.rows(IncidentRow) if row.kind == "failure"]
     assert len(incidents) == restarts, [row.view.finding.summary for row in incidents]
-    told = Counter((row.subject, row.event) for row in cluster.rows(OutboxRow))
+    alerts = Counter((row.subject, row.event) for row in cluster.rows(OutboxRow))
     for incident in incidents:
-        assert told[incident.id, "opened"] == 1
-        assert told[incident.id, "resolved"] == 1
+        assert alerts[incident.id, "opened"] == 1
+        assert alerts[incident.id, "resolved"] == 1
     restart_actions = [row for row in cluster.rows(ActionRow) if row.kind == "restart"]
     assert [row.state for row in restart_actions] == ["done"] * restarts
     check_steps(cluster, job_id)
