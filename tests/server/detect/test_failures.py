@@ -92,7 +92,7 @@ def test_ranks_that_others_started_and_that_went_together_are_named_together(job
     heartbeat(job)
     (found,) = [*tick(job, 0.1), *tick(job, 1.0)]
     assert (found.rank, found.ranks, found.node) == (None, [4, 5], "node-2")
-    assert found.summary == "Ranks 4, 5 on node-2 ended: process gone."
+    assert found.summary == "Ranks 4, 5 (node-2) ended with unknown exit code."
     told = [one.text for one in found.evidence]
     assert told[1:3] == [
         f"rank 5 ended without raising an error in step {job.step - 1}",
@@ -141,7 +141,7 @@ def test_a_sigkill_on_a_node_without_memory_hints_at_the_kernel(job):
     job.engine.feed(job.batch("node-0", samples=samples), job.now_ns)
     job.exit(1, signal=9)
     [found] = tick(job)
-    assert "the kernel may have killed it" in found.evidence[-1].text
+    assert "the OOM killer may have killed it" in found.evidence[-1].text
 
 
 def test_ending_well_or_on_command_is_no_failure(job):

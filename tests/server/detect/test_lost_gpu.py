@@ -131,7 +131,7 @@ def test_the_kernels_log_is_preferred_where_it_is_read_and_nvml_is_enough_where_
     assert found.rank == 0
     assert [each.text.partition(" reported ")[0] for each in found.evidence] == [
         "node-0",
-        "NVML of node-0",
+        "NVML of node-0 also",
     ]
 
 
@@ -144,7 +144,7 @@ def test_the_second_witness_of_an_xid_adds_itself_once(job):
     job.device_event("node-0", "xid", "gpu0", "XID 95")
     [joined] = tick(job)
     assert joined.fingerprint == found.fingerprint
-    assert joined.evidence[1].text == "NVML of node-0 reported XID 95 of gpu0 as well"
+    assert joined.evidence[1].text == "NVML of node-0 also reported XID 95 of gpu0"
     job.device_event("node-0", "xid", "gpu0", "XID 95")
     assert tick(job, 5) == []
 
@@ -194,7 +194,7 @@ def test_a_gpu_that_stays_hung_is_a_warning_until_it_answers(job):
     assert (found.kind, found.cause, found.severity) == ("gpu_error", "GPU hung", "warning")
     assert (found.rank, found.node) == (3, NODE)
     assert not found.suspects_node
-    assert "does not answer its driver" in found.summary
+    assert "does not respond to its driver" in found.summary
     assert "reset the GPU" in found.advice
     assert tick(job, 700) == []
     job.device_event(NODE, "gpu_back", GPU)

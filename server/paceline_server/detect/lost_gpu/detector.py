@@ -1,8 +1,8 @@
-"""Flags GPUs that are lost, hung or in error, as NVML and the kernel's log of their node tell it.
+"""Detect GPUs that are lost, hung or in error, from NVML and the kernel log of their node.
 
-What the driver calls an XID is a failure where NVIDIA's advice is to reset or power-cycle, and a
-warning with that advice where the GPU goes on. Both collectors may tell of one: it is one incident,
-and so is a burst of them.
+An XID (a driver error) is a failure if NVIDIA advises a reset or power cycle, else a warning with
+NVIDIA's advice. An XID that both NVML and the kernel log report is one incident, and so is a burst
+of XIDs of one GPU.
 """
 
 from __future__ import annotations
@@ -12,41 +12,39 @@ from typing import ClassVar
 
 import msgspec
 
-from paceline_server.detect.causes.catalog import CAUSES
+from paceline_server.detect.causes.catalog import CAUSES, GPU_HUNG, GPU_LOST, GPU_XID
 from paceline_server.detect.causes.checks.kernel_log import is_read
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.kinds import FAILURE, GPU_ERROR, Kind
-from paceline_server.detect.lost_gpu.gpu_trouble import GpuTrouble, trouble_of
+from paceline_server.detect.lost_gpu.gpu_error import GpuError, gpu_error_of
 from paceline_server.detect.lost_gpu.settings import DEFAULTS, LostGpuSettings
 from paceline_server.detect.observation import Generation, Observation, ReportedDeviceEvent
+from paceline_server.detect.rank_list import ranks_text
 from paceline_server.policy import Policy
 
-LOST = "GPU lost"
-HUNG = "GPU hung"
-XID = "GPU error (XID)"
-_READ_NS = 5_000_000_000
-_LOG_NS = 3_000_000_000  # the log is read once a second
-_CLOCKS_NS = 5_000_000_000
-_TROUBLES_KEPT = 8  # of one GPU: a sick one has several sorts, over and over
+_LOG_IS_READ_NS = 5_000_000_000
+_LOG_DELAY_NS = 3_000_000_000  # the agent reads the kernel log once a second
+_CLOCK_ERROR_NS = 5_000_000_000
+_MAX_ERROR_KINDS = 8  # per GPU: a faulty GPU repeats several kinds of errors
 
-Place = tuple[str, str]  # node, device
+GpuKey = tuple[str, str]  # node, device
 
 
 @dataclass(slots=True)
-class _Sick:
-    """What is known of one GPU; `codes` were told."""
+class _FaultyGpu:
+    """The finding about one GPU, and the error codes that it covers."""
 
     finding: Finding
-    last_ns: int
+    last_error_ns: int
     codes: set[str] = field(default_factory=set)
 
 
 class LostGpuDetector(Detector):
     """Finding kind `failure` or `gpu_error`, cause `GPU lost`, `GPU hung` or `GPU error (XID)`.
 
-    Fingerprints `failure:gpu:AGENT:DEVICE`, `gpu_error:AGENT:DEVICE`. Only GPUs that a rank of
-    this generation computes on; of a GPU that nobody can name, no more than a warning.
+    Fingerprints `failure:gpu:AGENT:DEVICE`, `gpu_error:AGENT:DEVICE`. Only GPUs on which a rank of
+    this generation computes. An error of an unidentified GPU is only a warning.
     """
 
     kinds: ClassVar[tuple[Kind, ...]] = (FAILURE, GPU_ERROR)
@@ -57,185 +55,201 @@ class LostGpuDetector(Detector):
     ) -> None:
         super().__init__(generation, policy)
         self.settings = settings
-        self._sick: dict[Place, _Sick] = {}
-        # XIDs that NVML told and the kernel's log, which says more, has not told yet, by code
-        self._plain: dict[tuple[Place, str], ReportedDeviceEvent] = {}
-        self._silent: dict[Place, ReportedDeviceEvent] = {}  # hung, perhaps only for a moment
+        self._faulty: dict[GpuKey, _FaultyGpu] = {}
+        # XIDs reported by NVML, waiting for the kernel log, which has more details. By code.
+        self._awaiting_log: dict[tuple[GpuKey, str], ReportedDeviceEvent] = {}
+        # GPUs that do not respond, perhaps only for a moment.
+        self._unresponsive: dict[GpuKey, ReportedDeviceEvent] = {}
 
     def update(self, seen: Observation) -> list[Finding]:
         findings: list[Finding] = []
-        for one in seen.device_events:
-            place = (one.node, one.event.device)
-            if one.event.kind == "gpu_back":
-                findings += self._back(place, seen.now_ns)
-            elif one.event.kind == "gpu_hung":
-                self._silent.setdefault(place, one)
+        for reported in seen.device_events:
+            gpu_key = (reported.node, reported.event.device)
+            if reported.event.kind == "gpu_back":
+                findings += self._responds_again(gpu_key, seen.now_ns)
+            elif reported.event.kind == "gpu_hung":
+                self._unresponsive.setdefault(gpu_key, reported)
             else:
-                findings += self._see(one, seen)
-        late = self._still_silent(seen) + self._unexplained(seen)
-        return findings + late + self._over(seen.now_ns)
+                findings += self._add(reported, seen)
+        delayed = self._hung_gpus(seen) + self._without_log_message(seen)
+        return findings + delayed + self._clear_old_warnings(seen.now_ns)
 
-    def _still_silent(self, seen: Observation) -> list[Finding]:
+    def _hung_gpus(self, seen: Observation) -> list[Finding]:
         limit_ns = seen.now_ns - int(self.policy.gpu_hung_seconds * 1e9)
-        due = [place for place, one in self._silent.items() if one.event.time_ns <= limit_ns]
-        return [finding for place in due for finding in self._see(self._silent.pop(place), seen)]
-
-    def _unexplained(self, seen: Observation) -> list[Finding]:
-        """What the log should have told by now counts as NVML told it."""
         due = [
-            key for key, one in self._plain.items() if one.event.time_ns <= seen.now_ns - _LOG_NS
+            gpu_key
+            for gpu_key, reported in self._unresponsive.items()
+            if reported.event.time_ns <= limit_ns
         ]
         return [
-            finding for key in due for finding in self._see(self._plain.pop(key), seen, alone=True)
+            finding
+            for gpu_key in due
+            for finding in self._add(self._unresponsive.pop(gpu_key), seen)
         ]
 
-    def _see(
-        self, one: ReportedDeviceEvent, seen: Observation, *, alone: bool = False
-    ) -> list[Finding]:
-        place, now_ns = (one.node, one.event.device), seen.now_ns
-        trouble = trouble_of(one.event)
-        ranks = self._ranks_on(one)
-        if trouble is None or not ranks or self._is_old(one):
-            return []
-        is_logged = is_read(seen.telemetry, one.node, one.event.time_ns - _READ_NS)
-        if trouble.is_plain and is_logged and not alone:
-            self._plain.setdefault((place, trouble.code), one)
-            return self._join(place, trouble.code, now_ns)
-        known = self._sick.get(place)
-        if known is None:
-            finding = self._finding(one, trouble, ranks, now_ns, [])
-            self._sick[place] = _Sick(finding, now_ns, {trouble.code})
-            return self._join(place, trouble.code, now_ns) or [finding]
-        known.last_ns = now_ns
-        if trouble.code in known.codes or len(known.codes) >= _TROUBLES_KEPT:
-            return []
-        known.codes.add(trouble.code)
-        told = self._worse(known, one, trouble, ranks, now_ns)
-        return [*told, *self._join(place, trouble.code, now_ns)]
+    def _without_log_message(self, seen: Observation) -> list[Finding]:
+        """Report XIDs from NVML that the kernel log should have contained by now."""
+        due = [
+            key
+            for key, reported in self._awaiting_log.items()
+            if reported.event.time_ns <= seen.now_ns - _LOG_DELAY_NS
+        ]
+        return [
+            finding
+            for key in due
+            for finding in self._add(self._awaiting_log.pop(key), seen, without_log=True)
+        ]
 
-    def _join(self, place: Place, code: str, now_ns: int) -> list[Finding]:
-        """Told by both: one fact with two witnesses, however often either repeats it."""
-        known = self._sick.get(place)
-        if known is None or code not in known.codes or not self._plain.pop((place, code), None):
+    def _add(
+        self, reported: ReportedDeviceEvent, seen: Observation, *, without_log: bool = False
+    ) -> list[Finding]:
+        gpu_key, now_ns = (reported.node, reported.event.device), seen.now_ns
+        error = gpu_error_of(reported.event)
+        ranks = self._ranks_on(reported)
+        if error is None or not ranks or self._is_old(reported):
             return []
-        witness = Evidence(f"NVML of {place[0]} reported XID {code} of {place[1]} as well")
-        if witness in known.finding.evidence:
+        is_logged = is_read(seen.telemetry, reported.node, reported.event.time_ns - _LOG_IS_READ_NS)
+        if error.is_from_nvml and is_logged and not without_log:
+            self._awaiting_log.setdefault((gpu_key, error.code), reported)
+            return self._add_nvml_evidence(gpu_key, error.code, now_ns)
+        known = self._faulty.get(gpu_key)
+        if known is None:
+            finding = self._finding(reported, error, ranks, now_ns, [])
+            self._faulty[gpu_key] = _FaultyGpu(finding, now_ns, {error.code})
+            return self._add_nvml_evidence(gpu_key, error.code, now_ns) or [finding]
+        known.last_error_ns = now_ns
+        if error.code in known.codes or len(known.codes) >= _MAX_ERROR_KINDS:
             return []
-        evidence = [*known.finding.evidence, witness]
+        known.codes.add(error.code)
+        findings = self._add_error(known, reported, error, ranks, now_ns)
+        return [*findings, *self._add_nvml_evidence(gpu_key, error.code, now_ns)]
+
+    def _add_nvml_evidence(self, gpu_key: GpuKey, code: str, now_ns: int) -> list[Finding]:
+        """Add that NVML reported the same XID as the kernel log, once."""
+        known = self._faulty.get(gpu_key)
+        if (
+            known is None
+            or code not in known.codes
+            or not self._awaiting_log.pop((gpu_key, code), None)
+        ):
+            return []
+        nvml_line = Evidence(f"NVML of {gpu_key[0]} also reported XID {code} of {gpu_key[1]}")
+        if nvml_line in known.finding.evidence:
+            return []
+        evidence = [*known.finding.evidence, nvml_line]
         known.finding = msgspec.structs.replace(
             known.finding, detected_ns=now_ns, evidence=evidence
         )
         return [known.finding]
 
-    def _is_old(self, one: ReportedDeviceEvent) -> bool:
-        """Told late, of processes that are gone. A lost GPU is lost until it is back."""
-        since_ns = self.generation.started_ns - _CLOCKS_NS
-        return one.event.kind != "gpu_lost" and one.event.time_ns < since_ns
+    def _is_old(self, reported: ReportedDeviceEvent) -> bool:
+        """Return whether the error is from an earlier generation. A lost GPU stays lost."""
+        since_ns = self.generation.started_ns - _CLOCK_ERROR_NS
+        return reported.event.kind != "gpu_lost" and reported.event.time_ns < since_ns
 
-    def _worse(
+    def _add_error(
         self,
-        known: _Sick,
-        one: ReportedDeviceEvent,
-        trouble: GpuTrouble,
+        known: _FaultyGpu,
+        reported: ReportedDeviceEvent,
+        error: GpuError,
         ranks: list[int],
         now_ns: int,
     ) -> list[Finding]:
-        """Another sort of error of the same GPU: the gravest gives the incident its name."""
+        """Add another kind of error of the same GPU. The most severe one names the incident."""
         before = known.finding
-        finding = self._finding(one, trouble, ranks, now_ns, before.evidence)
-        if _gravity(finding) <= _gravity(before):
+        finding = self._finding(reported, error, ranks, now_ns, before.evidence)
+        if _severity_rank(finding) <= _severity_rank(before):
             evidence = [*before.evidence, finding.evidence[0]]
             known.finding = msgspec.structs.replace(before, evidence=evidence)
             return [known.finding]
         known.finding = finding
         if finding.fingerprint == before.fingerprint:
             return [finding]
-        over = cleared(before, finding.summary, now_ns)
-        return [finding, over]
+        replaced = cleared(before, finding.summary, now_ns)
+        return [finding, replaced]
 
-    def _back(self, place: Place, now_ns: int) -> list[Finding]:
-        self._silent.pop(place, None)
-        known = self._sick.get(place)
-        if known is None or known.finding.cause not in (LOST, HUNG):
+    def _responds_again(self, gpu_key: GpuKey, now_ns: int) -> list[Finding]:
+        self._unresponsive.pop(gpu_key, None)
+        known = self._faulty.get(gpu_key)
+        if known is None or known.finding.cause not in (GPU_LOST, GPU_HUNG):
             return []
-        del self._sick[place]
-        node, device = place
-        return [cleared(known.finding, f"{device} of {node} is back.", now_ns)]
+        del self._faulty[gpu_key]
+        node, device = gpu_key
+        return [cleared(known.finding, f"{device} of {node} responds again.", now_ns)]
 
-    def _over(self, now_ns: int) -> list[Finding]:
-        """Warnings go when nothing more was told; of what failed, the restart is the end."""
+    def _clear_old_warnings(self, now_ns: int) -> list[Finding]:
+        """Clear warnings about GPUs without further errors. A failure ends with the restart."""
         limit_ns = int(self.settings.error_reported_seconds * 1e9)
-        quiet = [
-            place
-            for place, known in self._sick.items()
+        without_errors = [
+            gpu_key
+            for gpu_key, known in self._faulty.items()
             if known.finding.kind == GPU_ERROR.name
-            and known.finding.cause != HUNG
-            and now_ns - known.last_ns >= limit_ns
+            and known.finding.cause != GPU_HUNG
+            and now_ns - known.last_error_ns >= limit_ns
         ]
         return [
             cleared(
-                self._sick.pop(place).finding,
-                f"{place[1]} of {place[0]} has reported no further error.",
+                self._faulty.pop(gpu_key).finding,
+                f"{gpu_key[1]} of {gpu_key[0]} has reported no further error.",
                 now_ns,
             )
-            for place in quiet
+            for gpu_key in without_errors
         ]
 
-    def _ranks_on(self, one: ReportedDeviceEvent) -> list[int]:
-        """Those that compute on it; on any GPU of the node, if it is not known which it is."""
-        device = one.event.device
+    def _ranks_on(self, reported: ReportedDeviceEvent) -> list[int]:
+        """Return the ranks on this GPU, or on all GPUs of the node if it is not identified."""
+        device = reported.event.device
         return [
             rank
             for rank, gpu in sorted(self.generation.gpus.items())
             if gpu is not None
-            and self.generation.node(rank) == one.node
-            and (device == f"gpu{gpu}" or not _is_named(device))
+            and self.generation.node(rank) == reported.node
+            and (device == f"gpu{gpu}" or not _is_identified(device))
         ]
 
     def _finding(
         self,
-        one: ReportedDeviceEvent,
-        trouble: GpuTrouble,
+        reported: ReportedDeviceEvent,
+        error: GpuError,
         ranks: list[int],
         now_ns: int,
         earlier: list[Evidence],
     ) -> Finding:
-        device, node = one.event.device, one.node
-        named = _is_named(device)
-        fatal = trouble.is_fatal and (named or trouble.is_of_node)
+        device, node = reported.event.device, reported.node
+        is_identified = _is_identified(device)
+        is_fatal = error.is_fatal and (is_identified or error.is_of_node)
         rank = ranks[0] if len(ranks) == 1 else None
-        used = "used by rank" + ("s " if len(ranks) > 1 else " ") + ", ".join(map(str, ranks))
-        whose = f"{device} of {node}, {used}," if named else f"A GPU of {node} ({device})"
-        if trouble.is_of_node:
-            whose = f"{device} of {node}, which joins the GPUs of ranks {_few(ranks)},"
-        cause = LOST if trouble.is_lost else HUNG if trouble.is_hung else XID
-        detail = f": {one.event.detail}" if one.event.detail else ""
+        subject = (
+            f"{device} of {node}, used by {ranks_text(ranks)},"
+            if is_identified
+            else f"A GPU of {node} ({device})"
+        )
+        if error.is_of_node:
+            subject = f"{device} of {node}, which connects the GPUs of {ranks_text(ranks)},"
+        cause = GPU_LOST if error.is_lost else GPU_HUNG if error.is_hung else GPU_XID
+        detail = f": {reported.event.detail}" if reported.event.detail else ""
         return self.finding(
-            f"{'failure:gpu' if fatal else 'gpu_error'}:{node}:{device}",
-            kind=FAILURE if fatal else GPU_ERROR,
+            f"{'failure:gpu' if is_fatal else 'gpu_error'}:{node}:{device}",
+            kind=FAILURE if is_fatal else GPU_ERROR,
             cause=cause,
-            summary=f"{whose} {trouble.what}.",
+            summary=f"{subject} {error.what}.",
             now_ns=now_ns,
             rank=rank,
             ranks=ranks if rank is None else [],
             node=node,
-            suspects_node=fatal,
-            can_checkpoint=not fatal,
-            advice=trouble.advice or CAUSES[cause].advice,
+            suspects_node=is_fatal,
+            can_checkpoint=not is_fatal,
+            advice=error.advice or CAUSES[cause].advice,
             evidence=[
-                Evidence(f"{node} reported {device} {trouble.short}{detail}"),
+                Evidence(f"{node} reported {device} {error.short}{detail}"),
                 *earlier,
             ],
         )
 
 
-def _is_named(device: str) -> bool:
+def _is_identified(device: str) -> bool:
     return device.startswith("gpu") and device.removeprefix("gpu").isdecimal()
 
 
-def _few(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-
-
-def _gravity(finding: Finding) -> tuple[bool, bool]:
-    return finding.kind == FAILURE.name, finding.cause == LOST
+def _severity_rank(finding: Finding) -> tuple[bool, bool]:
+    return finding.kind == FAILURE.name, finding.cause == GPU_LOST

@@ -1,4 +1,4 @@
-"""Flags a loss that is no number: what is computed from here on is worthless."""
+"""Detect a loss that is NaN or infinite: all later steps are useless."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline_server.policy import Policy
 class NonFiniteLossDetector(Detector):
     """Finding kind `failure`, cause `non-finite loss`, fingerprint `failure:loss`.
 
-    A checkpoint taken now would keep the damage: a restart goes back to an earlier one.
+    A checkpoint saved now would contain the damage, so a restart uses an earlier one.
     """
 
     kinds: ClassVar[tuple[Kind, ...]] = (FAILURE,)
@@ -23,30 +23,30 @@ class NonFiniteLossDetector(Detector):
 
     def __init__(self, generation: Generation, policy: Policy) -> None:
         super().__init__(generation, policy)
-        self._told = False
+        self._is_reported = False
 
     def update(self, seen: Observation) -> list[Finding]:
-        bad = [
+        non_finite = [
             (step, rank, loss)
             for rank, (step, loss) in seen.losses.items()
             if not math.isfinite(loss)
         ]
-        if self._told or not bad:
+        if self._is_reported or not non_finite:
             return []
-        self._told = True
-        step, rank, loss = min(bad)
+        self._is_reported = True
+        step, rank, loss = min(non_finite)
         finite = [loss for _, loss in seen.losses.values() if math.isfinite(loss)]
         evidence = [
-            Evidence(f"rank {one} reported loss {value} at step {at}")
-            for at, one, value in sorted(bad)
+            Evidence(f"rank {bad_rank} reported loss {value} at step {bad_step}")
+            for bad_step, bad_rank, value in sorted(non_finite)
         ]
-        # Usually all report the mean over the job; only a loss that is one rank's own names it.
-        is_own = len(bad) == 1 and bool(finite)
+        # Ranks usually report the mean over the job. A rank is named only if its loss is its own.
+        is_own = len(non_finite) == 1 and bool(finite)
         return [
             self.finding(
                 "failure:loss",
                 cause="non-finite loss",
-                summary=f"The loss is {loss} at step {step}: what follows is worthless.",
+                summary=f"The loss is {loss} at step {step}: all later steps are useless.",
                 now_ns=seen.now_ns,
                 rank=rank if is_own else None,
                 onset_step=step,

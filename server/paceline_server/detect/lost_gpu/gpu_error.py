@@ -1,8 +1,8 @@
-"""What a collector's event says of a GPU: does it fail, does it go on, and what is to be done?
+"""The GPU error in a collector's event: is it fatal, and what is NVIDIA's advice?
 
-The kernel's log says how bad an XID is and what NVIDIA advises ("critical: XID 95: uncontained
-memory error; RESET_GPU: drain the node ..."); NVML says the number only, and a table here the rest.
-A GPU that does not answer NVML is no failure yet: drivers are busy at times.
+A message from the kernel log has the severity of an XID and NVIDIA's advice ("critical: XID 95:
+uncontained memory error; RESET_GPU: drain the node ..."). NVML reports only the number; the tables
+here have the rest. A GPU that does not respond to NVML has not failed yet: the driver may be busy.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _DETAIL = re.compile(
     r"(?:(?P<severity>info|warning|critical): )?XID (?P<code>\d{1,9})\b[^:;]*"
     r"(?:: (?P<meaning>[^;]+)(?:; (?P<action>[^;:]+): (?P<advice>[^;]+))?)?"
 )
-# NVIDIA's catalogue of XIDs: immediate actions that end what runs on the GPU.
+# NVIDIA's XID catalog: immediate actions that end all processes on the GPU.
 _FATAL_ACTIONS = frozenset(
     {"RESET_GPU", "RESTART_BM", "RESTART_VM", "CHECK_MECHANICALS", "WORKFLOW_XID_48"}
 )
-# The same for NVML, which tells no action.
+# The XIDs with these actions, for NVML, which reports no action.
 _FATAL = frozenset({46, 48, 54, 62, 64, 79, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158})
-_WARNED = frozenset({13, 31, 63, 74, 92, 94, *range(144, 151), 167, 168, 169, 171, 172})
-# What follows from a process that was killed, or from an error that is told by itself.
+_WARNINGS = frozenset({13, 31, 63, 74, 92, 94, *range(144, 151), 167, 168, 169, 171, 172})
+# XIDs that follow from a killed process, or from an error that is reported separately.
 _CONSEQUENCES = frozenset({43, 45, 154})
 _MEANINGS: Mapping[int, str] = {
     31: "GPU memory page fault",
@@ -41,39 +41,42 @@ _OFF_THE_BUS = 79
 
 
 @dataclass(frozen=True, slots=True)
-class GpuTrouble:
-    """`what` and `short` complete "gpu3 ..." and "node-1 reported gpu3 ..."."""
+class GpuError:
+    """One error of a GPU.
+
+    `what` completes "gpu3 ...", `short` completes "node-1 reported gpu3 ...".
+    """
 
     code: str
     what: str
     short: str
     is_fatal: bool
     is_lost: bool = False
-    is_hung: bool = False  # its ranks may go on, or stand still: then they are found to hang
-    is_of_node: bool = False  # of what all its GPUs share
+    is_hung: bool = False  # its ranks may continue; if not, the hang detector reports them
+    is_of_node: bool = False  # in a component that all GPUs of the node share
     advice: str | None = None
-    is_plain: bool = False  # NVML's: the kernel's log says more of it
+    is_from_nvml: bool = False  # the kernel log has more details
 
 
-def trouble_of(event: DeviceEvent) -> GpuTrouble | None:
-    """None: no news of a GPU, or nothing to worry about."""
+def gpu_error_of(event: DeviceEvent) -> GpuError | None:
+    """Return the GPU error of an event; None if it is none, or harmless."""
     if event.kind == "gpu_lost":
-        return GpuTrouble("79", "is lost", "lost", is_fatal=True, is_lost=True)
+        return GpuError("79", "is lost", "lost", is_fatal=True, is_lost=True)
     if event.kind == "gpu_hung":
-        return GpuTrouble(
-            "hung", "does not answer its driver", "hung", is_fatal=False, is_hung=True
+        return GpuError(
+            "hung", "does not respond to its driver", "hung", is_fatal=False, is_hung=True
         )
     if event.kind == "xid":
         return _xid(event.detail)
     if event.kind == "sxid" and event.detail.startswith("critical: "):
-        return GpuTrouble(
+        return GpuError(
             "sxid", "reported a fatal NVSwitch error", "with a fatal error", is_fatal=True,
             is_of_node=True, advice="drain the node and reset its GPUs and NVSwitches together",
         )  # fmt: skip
     return None
 
 
-def _xid(detail: str) -> GpuTrouble | None:
+def _xid(detail: str) -> GpuError | None:
     match = _DETAIL.match(detail)
     if match is None:
         return None
@@ -81,28 +84,28 @@ def _xid(detail: str) -> GpuTrouble | None:
     if number in _CONSEQUENCES and severity != "critical":
         return None
     if severity is None:
-        is_fatal, is_worth = number in _FATAL, number in _FATAL | _WARNED
+        is_fatal, is_reported = number in _FATAL, number in _FATAL | _WARNINGS
     else:
-        is_worth = severity != "info"
-        is_fatal = severity == "critical" and _ends_what_runs(action, match["advice"])
-    if not is_worth:
+        is_reported = severity != "info"
+        is_fatal = severity == "critical" and _ends_processes(action, match["advice"])
+    if not is_reported:
         return None
     meaning = match["meaning"] or _MEANINGS.get(number)
-    told = f"XID {number}" + (f" ({meaning})" if meaning else "")
+    xid = f"XID {number}" + (f" ({meaning})" if meaning else "")
     is_lost = number == _OFF_THE_BUS
-    return GpuTrouble(
+    return GpuError(
         code=str(number),
-        what="has fallen off the bus (XID 79)" if is_lost else f"reported {told}",
+        what="has fallen off the bus (XID 79)" if is_lost else f"reported {xid}",
         short="lost" if is_lost else "in error",
         is_fatal=is_fatal,
         is_lost=is_lost,
         advice=match["advice"],
-        is_plain=severity is None,
+        is_from_nvml=severity is None,
     )
 
 
-def _ends_what_runs(action: str | None, advice: str | None) -> bool:
-    """XID 154 names the action itself: `recovery action: GPU Reset Required`."""
+def _ends_processes(action: str | None, advice: str | None) -> bool:
+    """Return whether the action ends the processes. XID 154 names it: `recovery action: ...`."""
     if action == "recovery action":
         return advice is not None and not advice.lower().startswith("drain")
     return action in _FATAL_ACTIONS
