@@ -5,9 +5,9 @@ from simulated_step import START_NS, SimulatedStep, one_forward_one_backward
 from watched import Watched
 
 from paceline_server.detect.misplaced_rank.detector import (
-    BETWEEN_LOOKS_NS,
+    CHECK_INTERVAL_NS,
     MISPLACEMENTS,
-    SETTLING_NS,
+    WARM_UP_NS,
     MisplacedRankDetector,
 )
 from paceline_wire.batch import Sample
@@ -31,7 +31,7 @@ def look(watched):
     """Steps until the next look is due."""
     findings = []
     step = getattr(watched, "step", 0)
-    until_ns = watched.until_ns = getattr(watched, "until_ns", START_NS) + BETWEEN_LOOKS_NS
+    until_ns = watched.until_ns = getattr(watched, "until_ns", START_NS) + CHECK_INTERVAL_NS
     timing = JOB.play(step)
     while timing.ranks.end_ns.max() < until_ns:
         findings += watched.show([timing])
@@ -71,7 +71,7 @@ def test_well_placed_ranks_are_no_finding(watched):
 
 
 def test_a_rank_that_is_just_starting_is_given_time(watched):
-    measure(watched, MISPLACEMENTS[0].metric, {3: 1.0}, at_ns=SETTLING_NS - 1)
+    measure(watched, MISPLACEMENTS[0].metric, {3: 1.0}, at_ns=WARM_UP_NS - 1)
     assert look(watched) == []
 
 

@@ -1,8 +1,8 @@
-"""Flags checkpoints that hold training up: longer than they were, longer than others', or long.
+"""Detect checkpoints that block training for too long.
 
-Three things are told apart: one node writes slower than the rest (its disk or path to storage),
-all write slower than before (the storage), and checkpoints that take much of the run though they
-are as fast as ever (advice: write them while training goes on).
+Three cases: one node writes slower than the others (its disk or its path to the storage); all nodes
+write slower than before (the storage); or the checkpoints are as fast as before but take much of
+the run (advice: save asynchronously).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.causes.diagnosis import diagnose
 from paceline_server.detect.checkpoint_stall.settings import DEFAULTS, CheckpointStallSettings
 from paceline_server.detect.contract import Detector
@@ -27,22 +28,22 @@ from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
 
-# Measured for torch.distributed.checkpoint.async_save: it blocks for 0.40x of the time of save.
+# Measured: torch.distributed.checkpoint.async_save blocks for 0.40x of the time of save.
 ASYNC_BLOCKS = 0.40
-KEPT_CHECKPOINTS = 8
+CHECKPOINTS_STORED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
     step: int
-    seconds: Floats  # by rank; 0: it wrote none
-    step_seconds: float  # typical step without one
-    since_seconds: float  # from the one before, or from the start, both inclusive
+    seconds: Floats  # by rank; 0: it wrote nothing
+    step_seconds: float  # typical step without a checkpoint
+    since_seconds: float  # time since the previous checkpoint or the start, this one included
     started_ns: int  # of the step
 
     @property
     def typical(self) -> float:
-        """Of the ranks that wrote."""
+        """Return the median over the ranks that wrote."""
         return float(np.median(self.seconds[self.seconds > 0]))
 
 
@@ -57,59 +58,65 @@ class CheckpointStallDetector(Detector):
     ) -> None:
         super().__init__(generation, policy)
         self.settings = settings
-        self._seen: deque[_Checkpoint] = deque(maxlen=KEPT_CHECKPOINTS)
-        self._ordinary: deque[float] = deque(maxlen=16)  # steps without one
+        self._checkpoints: deque[_Checkpoint] = deque(maxlen=CHECKPOINTS_STORED)
+        self._other_steps: deque[float] = deque(maxlen=16)  # seconds of steps without a checkpoint
         self._since_seconds = 0.0
         self._active: dict[str, Finding] = {}
 
     def update(self, seen: Observation) -> list[Finding]:
         findings = []
         for timing in self.after_warmup(seen.timings):
-            if timing.ranks.rank.size and self._is_checkpoint(timing):
+            if timing.ranks.rank.size and self._add_checkpoint(timing):
                 findings += self._judge(seen)
         return findings
 
-    def _is_checkpoint(self, timing: StepTiming) -> bool:
+    def _add_checkpoint(self, timing: StepTiming) -> bool:
         ranks = timing.ranks
-        whole = float(np.median(ranks.step_seconds))
-        self._since_seconds += whole
+        step_seconds = float(np.median(ranks.step_seconds))
+        self._since_seconds += step_seconds
         if not (ranks.checkpoint_seconds > 0).any():
-            self._ordinary.append(whole)
+            self._other_steps.append(step_seconds)
             return False
         seconds = np.zeros(self.generation.topology.world_size)
         seconds[ranks.rank] = ranks.checkpoint_seconds
-        usual = float(np.median(self._ordinary)) if self._ordinary else whole
+        usual = float(np.median(self._other_steps)) if self._other_steps else step_seconds
         started_ns = int(np.median(ranks.start_ns))
-        self._seen.append(_Checkpoint(timing.step, seconds, usual, self._since_seconds, started_ns))
+        self._checkpoints.append(
+            _Checkpoint(timing.step, seconds, usual, self._since_seconds, started_ns)
+        )
         self._since_seconds = 0.0
         return True
 
     def _judge(self, seen: Observation) -> list[Finding]:
-        """Once per checkpoint. What is not found again is over."""
+        """Return what is new after a checkpoint. A problem that is not found again is cleared."""
         now_ns = seen.now_ns
         found = [*self._slow_ranks(now_ns), *self._slow_storage(now_ns)]
         if not found:
             found = self._expensive(now_ns)
-        told = {one.fingerprint: one for one in found}
+        current = {finding.fingerprint: finding for finding in found}
         over = [
-            cleared(one, "Checkpoints are written as fast as they should be again.", now_ns)
-            for fingerprint, one in self._active.items()
-            if fingerprint not in told
+            cleared(finding, "Checkpoints are written at normal speed again.", now_ns)
+            for fingerprint, finding in self._active.items()
+            if fingerprint not in current
         ]
-        new = [self._with_node(one, seen) for one in found if one.fingerprint not in self._active]
+        new = [
+            self._with_node(finding, seen)
+            for finding in found
+            if finding.fingerprint not in self._active
+        ]
         self._active = {
-            **told,
-            **{one.fingerprint: one for one in new},
-            **{name: self._active[name] for name in told if name in self._active},
+            **current,
+            **{finding.fingerprint: finding for finding in new},
+            **{name: self._active[name] for name in current if name in self._active},
         }
         return [*over, *new]
 
     def _slow_ranks(self, now_ns: int) -> list[Finding]:
-        """The same rank, in the last two checkpoints, much slower than the others."""
-        last = list(self._seen)[-2:]
+        """Return ranks that were much slower than the others in the last two checkpoints."""
+        last = list(self._checkpoints)[-2:]
         if len(last) < 2:
             return []
-        slow = np.all([self._exceeds(one.seconds, one.typical, one) for one in last], axis=0)
+        slow = np.all([self._exceeds(each.seconds, each.typical, each) for each in last], axis=0)
         writers = (last[-1].seconds > 0).sum()
         ranks = np.flatnonzero(slow).tolist()
         if not ranks or 2 * len(ranks) >= writers:
@@ -117,13 +124,13 @@ class CheckpointStallDetector(Detector):
         nodes: dict[str | None, list[int]] = {}
         for rank in ranks:
             nodes.setdefault(self.generation.node(rank), []).append(rank)
-        return [self._slow_rank(mine, now_ns) for mine in nodes.values()]
+        return [self._slow_rank(ranks_of_node, now_ns) for ranks_of_node in nodes.values()]
 
     def _with_node(self, finding: Finding, seen: Observation) -> Finding:
-        """What the writer's node shows of it. Who writes slowly stays as it is."""
+        """Add the diagnosis of the node. It changes neither the rank nor the cause."""
         if finding.rank is None:
             return finding
-        onset = self._seen[-2]
+        onset = self._checkpoints[-2]
         found = diagnose(
             finding.rank,
             onset.started_ns,
@@ -139,21 +146,23 @@ class CheckpointStallDetector(Detector):
             counter_evidence=found.counter_evidence,
         )
 
-    def _exceeds(self, seconds: Floats, usual: float, one: _Checkpoint) -> npt.NDArray[np.bool_]:
+    def _exceeds(
+        self, seconds: Floats, usual: float, checkpoint: _Checkpoint
+    ) -> npt.NDArray[np.bool_]:
         ratio, share = self.settings.ratio, self.settings.step_share
         found: npt.NDArray[np.bool_] = (seconds >= ratio * usual) & (
-            seconds - usual >= share * one.step_seconds
+            seconds - usual >= share * checkpoint.step_seconds
         )
         return found
 
     def _slow_rank(self, ranks: list[int], now_ns: int) -> Finding:
-        newest = self._seen[-1]
-        rank = max(ranks, key=lambda one: newest.seconds[one])
+        newest = self._checkpoints[-1]
+        rank = max(ranks, key=lambda writer: newest.seconds[writer])
         seconds, normal = float(newest.seconds[rank]), newest.typical
         return msgspec.structs.replace(
-            self._finding(
+            self._stall(
                 f"{self.generation.subject(rank)} takes {seconds:.1f} s to write its checkpoint, "
-                f"its peers {normal:.1f} s",
+                f"its peers take {normal:.1f} s",
                 seconds,
                 normal,
                 now_ns,
@@ -167,18 +176,20 @@ class CheckpointStallDetector(Detector):
         )
 
     def _slow_storage(self, now_ns: int) -> list[Finding]:
-        """Two in a row much slower than those before, or one that is slower still."""
-        all_seen = list(self._seen)
+        """Return a finding after two much slower checkpoints, or one that is slower still."""
+        checkpoints = list(self._checkpoints)
         for newest, ratio in ((2, 1.0), (1, 2.0)):
-            earlier = [one.typical for one in all_seen[:-newest]]
+            earlier = [each.typical for each in checkpoints[:-newest]]
             if len(earlier) < 2:
                 continue
             usual = float(np.median(earlier))
-            late = all_seen[-newest:]
-            if all(self._exceeds(np.array([one.typical]), ratio * usual, one)[0] for one in late):
-                seconds = late[-1].typical
-                finding = self._finding(
-                    f"Checkpoints take {seconds:.1f} s on all ranks, {usual:.1f} s before",
+            latest = checkpoints[-newest:]
+            if all(
+                self._exceeds(np.array([each.typical]), ratio * usual, each)[0] for each in latest
+            ):
+                seconds = latest[-1].typical
+                finding = self._stall(
+                    f"Checkpoints take {seconds:.1f} s on all ranks instead of {usual:.1f} s",
                     seconds,
                     usual,
                     now_ns,
@@ -187,19 +198,21 @@ class CheckpointStallDetector(Detector):
         return []
 
     def _expensive(self, now_ns: int) -> list[Finding]:
-        """As fast as ever, but too much of the run."""
-        known = list(self._seen)[1:]  # before the first, the start is in the way
-        if len(known) < 2:
+        """Return a finding if checkpoints take too much of the run."""
+        checkpoints = list(self._checkpoints)[
+            1:
+        ]  # the time before the first one includes the start
+        if len(checkpoints) < 2:
             return []
-        wall = sum(one.since_seconds for one in known)
-        blocked = sum(float(one.seconds.max()) for one in known)
+        wall = sum(each.since_seconds for each in checkpoints)
+        blocked = sum(float(each.seconds.max()) for each in checkpoints)
         cost = blocked / max(wall, 1e-9)
         limit = self.settings.cost_ratio
         if cost < (limit * 0.8 if "checkpoint_stall" in self._active else limit):
             return []
-        seconds = blocked / len(known)
-        finding = self._finding(
-            f"Training stands still for {seconds:.1f} s at each checkpoint", seconds, 0.0, now_ns
+        seconds = blocked / len(checkpoints)
+        finding = self._stall(
+            f"Each checkpoint blocks training for {seconds:.1f} s", seconds, 0.0, now_ns
         )
         return [
             msgspec.structs.replace(
@@ -207,18 +220,18 @@ class CheckpointStallDetector(Detector):
             )
         ]
 
-    def _finding(self, what: str, seconds: float, normal: float, now_ns: int) -> Finding:
-        newest = self._seen[-1]
+    def _stall(self, what: str, seconds: float, normal: float, now_ns: int) -> Finding:
+        newest = self._checkpoints[-1]
         between = max(newest.since_seconds, seconds)
         cost = min(max(seconds - normal, 0.0) / between, 1.0)
         blocked = min(seconds / between, 1.0)
         asynchronous = (1.0 - blocked) + blocked * ASYNC_BLOCKS
         return self.finding(
             "checkpoint_stall",
-            cause="unknown",
-            summary=f"{what}: it {cost_text(cost, gain(cost))}.",
+            cause=UNKNOWN,
+            summary=f"{what}: this {cost_text(cost, gain(cost))}.",
             now_ns=now_ns,
-            onset_step=self._seen[-2].step if len(self._seen) > 1 else newest.step,
+            onset_step=self._checkpoints[-2].step if len(self._checkpoints) > 1 else newest.step,
             step=newest.step,
             cost_ratio=cost,
             speedup=gain(cost),

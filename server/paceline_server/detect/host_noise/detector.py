@@ -1,9 +1,9 @@
-"""Flags nodes whose host slows all of their ranks together, now and again.
+"""Detect nodes on which other load slows all ranks together in some steps.
 
-Something else runs there: a backup, a scan, a neighbour's container. Told from a slow node by being
-irregular, from a slow rank by hitting all ranks of the node at once, and from chance by the node's
-own measurements: tasks wait for a CPU there, or switch context far more than elsewhere. Without
-such evidence nothing is said. A node's own load is no reason to restart a job.
+Examples are a backup, a scan, or another container. It differs from a slow node by being irregular,
+and from a slow rank by affecting all ranks of the node at once. The node's own metrics must confirm
+it: tasks wait for a CPU, or switch context far more often than on other nodes. Without such
+evidence nothing is reported. Load on a node is no reason to restart a job.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from paceline_server.detect.causes.catalog import CPU_CONTENTION
 from paceline_server.detect.causes.diagnosis import diagnose
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding, cleared
@@ -30,8 +31,8 @@ Floats = npt.NDArray[np.float64]
 
 PRESSURE = metric_names.PRESSURE_CPU_WAITING_SECONDS_TOTAL
 SWITCHES = metric_names.NODE_CONTEXT_SWITCHES_TOTAL
-STEPS_BETWEEN_LOOKS = 4
-_USUAL = 0.2  # quantile
+CHECK_EVERY_STEPS = 4
+_USUAL_QUANTILE = 0.2
 
 
 class HostNoiseDetector(Detector):
@@ -51,9 +52,9 @@ class HostNoiseDetector(Detector):
             node = generation.node(rank)
             if node is not None:
                 ranks.setdefault(node, []).append(rank)
-        # One rank that is slow now and then is not its host; one node has none to compare with.
-        self._ranks = {node: mine for node, mine in ranks.items() if len(mine) > 1}
-        self._judged = len(ranks) > 1
+        # Comparing needs several nodes, with several ranks each.
+        self._ranks = {node: members for node, members in ranks.items() if len(members) > 1}
+        self._is_comparable = len(ranks) > 1
         self._rows = np.full((settings.window_steps, world), np.nan)
         self._steps: list[int] = []
         self._started_ns: list[int] = []
@@ -61,40 +62,40 @@ class HostNoiseDetector(Detector):
         self._active: dict[str, Finding] = {}
 
     def update(self, seen: Observation) -> list[Finding]:
-        if not self._judged:
+        if not self._is_comparable:
             return []
         for timing in self.after_warmup(seen.timings):
             if timing.ranks.rank.size:
-                self._remember(timing)
+                self._add_step(timing)
         full = len(self._steps) == len(self._rows)
-        if not seen.timings or not full or self._steps[-1] % STEPS_BETWEEN_LOOKS:
+        if not seen.timings or not full or self._steps[-1] % CHECK_EVERY_STEPS:
             return []
         return self._judge(seen)
 
-    def _remember(self, timing: StepTiming) -> None:
+    def _add_step(self, timing: StepTiming) -> None:
         self._rows[:-1] = self._rows[1:]
         self._rows[-1] = np.nan
         self._rows[-1, timing.ranks.rank] = timing.ranks.self_seconds
-        # What differing sequence lengths make of a step is no host's doing.
+        # Steps with different sequence lengths say nothing about the host.
         if timing.compute.tokens.size and np.ptp(timing.compute.tokens) > 0:
             self._rows[-1] = np.nan
         self._steps.append(timing.step)
         self._started_ns.append(int(timing.ranks.start_ns.min()))
         self._seconds.append(float(np.median(timing.ranks.step_seconds)))
-        for kept in (self._steps, self._started_ns, self._seconds):
-            del kept[: -len(self._rows)]
+        for values in (self._steps, self._started_ns, self._seconds):
+            del values[: -len(self._rows)]
 
     def _judge(self, seen: Observation) -> list[Finding]:
         slowness = self._slowness()
         limit = self.settings.slowdown - 1.0
         slow = {node: values >= limit for node, values in slowness.items()}
         irregular = [node for node in self._ranks if self._is_irregular(slow[node])]
-        over = [node for node in self._active if not slow[node].any()]
-        findings = [self._recovered(node, seen.now_ns) for node in over]
+        quiet = [node for node in self._active if not slow[node].any()]
+        findings = [self._recovered(node, seen.now_ns) for node in quiet]
         suspects = [
             node
             for node in irregular
-            if node not in self._active and not self._is_named(node, seen)
+            if node not in self._active and not self._has_straggler(node, seen)
         ]
         for node, evidence in self._pressure(suspects, seen).items():
             self._active[node] = self._finding(node, slow[node], slowness[node], evidence, seen)
@@ -102,22 +103,22 @@ class HostNoiseDetector(Detector):
         return findings
 
     def _slowness(self) -> dict[str, Floats]:
-        """By node and step: how much longer its ranks computed than usual, beyond the others."""
+        """Return, by node and step, the relative slowdown of its ranks minus that of all ranks."""
         rows = np.where(self._rows > 0, self._rows, np.nan)
         known = ~np.isnan(rows)
         if not (known.any(axis=0).all() and known.any(axis=1).all()):
             return {node: np.zeros(len(rows)) for node in self._ranks}
-        # Most of the window's steps may be noisy: its quicker ones are the usual ones.
-        place = (_USUAL * (known.sum(axis=0) - 1)).astype(np.int64)
+        # Most steps of the window may be noisy, so the faster ones count as usual.
+        place = (_USUAL_QUANTILE * (known.sum(axis=0) - 1)).astype(np.int64)
         usual = np.sort(rows, axis=0)[place, np.arange(rows.shape[1])]
         relative = np.nan_to_num(rows / usual - 1.0)
         everyone = np.median(relative, axis=1)
         return {
-            node: relative[:, mine].min(axis=1) - everyone for node, mine in self._ranks.items()
+            node: relative[:, ranks].min(axis=1) - everyone for node, ranks in self._ranks.items()
         }
 
     def _is_irregular(self, slow: npt.NDArray[np.bool_]) -> bool:
-        """Often enough, in several stretches, and not all the time."""
+        """Return whether steps are slow often enough, in several stretches, and not always."""
         settings = self.settings
         stretches = int((np.diff(slow.astype(np.int8), prepend=0) == 1).sum())
         share = float(slow.mean())
@@ -125,11 +126,11 @@ class HostNoiseDetector(Detector):
             stretches >= settings.stretches and settings.least_share <= share <= settings.most_share
         )
 
-    def _is_named(self, node: str, seen: Observation) -> bool:
+    def _has_straggler(self, node: str, seen: Observation) -> bool:
         return any(rank in seen.stragglers for rank in self._ranks[node])
 
     def _pressure(self, suspects: list[str], seen: Observation) -> dict[str, list[Evidence]]:
-        """What these nodes measure that the others do not; nodes without are left out."""
+        """Return the metrics that confirm the load, for the nodes that have any."""
         found: dict[str, list[Evidence]] = {}
         if not suspects:
             return found
@@ -137,9 +138,9 @@ class HostNoiseDetector(Detector):
             (
                 PRESSURE,
                 self.settings.pressure,
-                "tasks on {node} wait for a CPU {share} of the time",
+                "tasks on {node} wait for a CPU for {share} of the time",
             ),
-            (SWITCHES, 0.0, "{node} switches context {rate:,.0f} times a second"),
+            (SWITCHES, 0.0, "{node} has {rate:,.0f} context switches/s"),
         ):
             rates = {
                 node: rate
@@ -152,9 +153,8 @@ class HostNoiseDetector(Detector):
                     continue
                 rate, normal = rates[node], median(others)
                 if rate >= least and rate >= self.settings.ratio * max(normal, 1e-9):
-                    said = text.format(node=node, rate=rate, share=percent(rate))
-                    told = Evidence(said, name, rate, normal)
-                    found.setdefault(node, []).append(told)
+                    line = text.format(node=node, rate=rate, share=percent(rate))
+                    found.setdefault(node, []).append(Evidence(line, name, rate, normal))
         return found
 
     def _rate(self, node: str, name: str, seen: Observation) -> float | None:
@@ -184,15 +184,15 @@ class HostNoiseDetector(Detector):
             kind="host_noise",
             node=node,
         )
-        told = {line.metric for line in evidence}
-        more = [line for line in diagnosis.evidence if line.metric not in told]
-        against = [line for line in diagnosis.counter_evidence if line.metric not in told]
+        metrics = {line.metric for line in evidence}
+        more = [line for line in diagnosis.evidence if line.metric not in metrics]
+        against = [line for line in diagnosis.counter_evidence if line.metric not in metrics]
         return self.finding(
             f"host_noise:{node}",
-            cause="CPU contention",
+            cause=CPU_CONTENTION,
             summary=(
-                f"All ranks of {node} are {factor:.2f}x slower in {slow.sum()} of the last "
-                f"{len(slow)} steps while its host is busy: it {cost_text(cost, gain(cost))}."
+                f"All ranks on {node} are {factor:.2f}x slower in {slow.sum()} of the last "
+                f"{len(slow)} steps while the host is busy: this {cost_text(cost, gain(cost))}."
             ),
             now_ns=seen.now_ns,
             node=node,
@@ -205,8 +205,7 @@ class HostNoiseDetector(Detector):
             persistence="transient",
             severity="warning" if cost >= self.settings.warning_cost_ratio else "info",
             advice=(
-                f"Find what else runs on {node}, and give the ranks CPUs of their own "
-                "(cpuset, isolcpus)."
+                f"Find what else runs on {node}, and reserve CPUs for the ranks (cpuset, isolcpus)."
             ),
             causes=diagnosis.causes,
             evidence=[*evidence, *more],

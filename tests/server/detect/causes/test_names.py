@@ -17,6 +17,7 @@ from paceline_agent.collect.collectors.storage import StorageCollector
 from paceline_agent.collect.contract import CollectorUnavailable, Context, LocalRank
 from paceline_agent.collect.pool import ProcessLane
 from paceline_demo.fake_nvml import CompilerMissing, FakeGpus, build, environment
+from paceline_server.detect.causes import catalog
 from paceline_server.detect.causes.catalog import CAUSES
 from paceline_server.detect.causes.checks.pcie import LINKS
 from paceline_server.detect.causes.registry import SYMPTOMS
@@ -26,6 +27,8 @@ from paceline_wire.batch import GpuInfo, Sample
 
 ROOT = Path(__file__).parents[4]
 DETECT = ROOT / "server" / "paceline_server" / "detect"
+DECIDE = ROOT / "server" / "paceline_server" / "decide"
+OTHER_CAUSES = {catalog.OUT_OF_MEMORY, catalog.PROCESS_GONE, catalog.PROCESS_STOPPED}
 METRIC = re.compile(r"^(DCGM_FI_|DCGM_EXP_|node_|paceline_(gpu|rank|device|kernel)_)\w+$")
 
 
@@ -51,6 +54,15 @@ def test_every_symptom_is_of_a_cause_and_of_a_kept_metric():
         assert symptom.cause in CAUSES
         assert symptom.metric in KEPT, symptom.metric
         assert {name for name, _ in symptom.labels} <= set(KEPT[symptom.metric])
+
+
+def test_cause_names_are_spelled_out_in_the_catalog_only():
+    """Other modules use the constants, so that a name exists once."""
+    catalog_path = DETECT / "causes" / "catalog.py"
+    for path in {*DETECT.rglob("*.py"), *DECIDE.rglob("*.py")} - {catalog_path}:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant):
+                assert node.value not in CAUSES.keys() | OTHER_CAUSES, f"{path}:{node.lineno}"
 
 
 def test_priors_are_shares():
