@@ -1,1 +1,1 @@
-"""Pure detectors, one per file: facts of steps, nodes and ranks in, findings out."""
+"""Pure detectors, one per folder: measurements of steps, nodes and ranks in, findings out."""

@@ -1,4 +1,4 @@
-"""A pipeline that idles more than its schedule promises."""
+"""A pipeline that idles more than its schedule requires."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from paceline_server.steps.schedule import bubble_theory
 from paceline_wire.topology import Topology
 
 
-def test_theory():
+def test_theoretical_bubble_of_each_schedule():
     assert bubble_theory({"schedule": "gpipe", "microbatches": "8"}, 2) == pytest.approx(1 / 9)
     assert bubble_theory({"schedule": "1f1b", "microbatches": "8"}, 4) == pytest.approx(3 / 11)
     interleaved = {"schedule": "interleaved", "microbatches": "8", "virtual_stages": "2"}
@@ -52,7 +52,7 @@ def shown(job, steps=30, **seen):
         ("late launches", {"pauses": dict.fromkeys(range(8), 0.04)}),
     ],
 )
-def test_a_lasting_excess_is_told_with_its_cause(cause, changes):
+def test_a_lasting_excess_is_reported_with_its_cause(cause, changes):
     [found] = shown(a_job(**changes))
     assert (found.kind, found.cause) == ("bubble", cause)
     assert "costs" in found.summary
@@ -60,7 +60,7 @@ def test_a_lasting_excess_is_told_with_its_cause(cause, changes):
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])
-def test_what_other_detectors_tell_is_not_told_twice(schedule):
+def test_what_other_detectors_report_is_not_reported_twice(schedule):
     assert shown(a_job(schedule, stage_cost={3: 1.6})) == []
     assert (
         shown(a_job(schedule, transfer_seconds=0.02), active_kinds=frozenset({"slow_link"})) == []
@@ -76,7 +76,7 @@ def test_jitter_is_no_finding(seed):
     assert watched.findings == []
 
 
-def test_it_clears():
+def test_a_bubble_is_cleared_when_it_is_over():
     watched = Watched(BubbleDetector, Topology(2, 4, 1))
     slow = a_job(transfer_seconds=0.015)
     watched.show(slow.play(step) for step in range(30))

@@ -1,4 +1,4 @@
-"""One battery for every detector, whatever it looks for."""
+"""Checks that every detector must pass."""
 
 import copy
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_a_healthy_run_has_no_finding(topology, seed):
 
 
 def test_findings_are_the_same_for_the_same_run():
-    def told() -> list[object]:
+    def findings() -> list[object]:
         job = SimulatedJob(seed=4, jitter=0.05)
         job.advance(20)
         job.faults.slow[2] = 2.5
@@ -47,10 +47,10 @@ def test_findings_are_the_same_for_the_same_run():
         job.advance(20)
         return list(job.findings)
 
-    assert told() == told() != []
+    assert findings() == findings() != []
 
 
-def test_no_detector_minds_an_empty_job():
+def test_an_empty_job_has_no_finding():
     job = SimulatedJob(seed=1)
     for _ in range(3):
         job.now_ns += 500_000_000

@@ -1,4 +1,4 @@
-"""What a microbatch should cost: learned from all ranks, misled by none."""
+"""The expected cost of a microbatch: learned from all ranks, not biased by a single one."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_without_a_measurement_there_is_no_cost(seconds):
     assert fit_cost(zero, zero, np.array(seconds)) is None
 
 
-def test_different_data_is_no_difference_between_ranks():
+def test_ranks_with_different_data_are_comparable():
     expected = ExpectedCompute(Topology(4, 1, 1))
     for seed in range(12):
         rows = step(Topology(4, 1, 1), seed)
@@ -62,7 +62,7 @@ def test_different_data_is_no_difference_between_ranks():
 
 
 @pytest.mark.parametrize("topology", [Topology(1, 1, 1), Topology(4, 2, 1)])
-def test_a_fit_never_hides_what_got_slower(topology):
+def test_a_fit_never_hides_a_slowdown(topology):
     expected = ExpectedCompute(topology)
     for seed in range(90):
         rows = step(topology, seed, slow={0: 1.3} if seed >= 40 else None)
@@ -73,7 +73,7 @@ def test_a_fit_never_hides_what_got_slower(topology):
     assert after / before == pytest.approx(1.3, rel=0.04)
 
 
-def test_without_lengths_the_expectation_is_what_is_usual():
+def test_without_lengths_the_expectation_is_the_usual_time():
     expected = ExpectedCompute(Topology(4, 1, 1))
     rows = step(Topology(4, 1, 1), 1, lengths=False)
     expected.learn(rows)

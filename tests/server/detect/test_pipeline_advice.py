@@ -1,4 +1,4 @@
-"""What another way through the pipeline would give."""
+"""The gain of another pipeline schedule."""
 
 import dataclasses
 
@@ -69,7 +69,7 @@ def test_gpipe_wastes_memory():
     assert advice.memory_ratio == pytest.approx(4 / 8)
 
 
-def test_slow_transfers_make_small_pieces_worth_less():
+def test_slow_transfers_reduce_the_gain_of_small_microbatches():
     slow = dataclasses.replace(JOB, transfer_seconds=0.01)
     fast, slower = (advised(job, schedule="1f1b") for job in (JOB, slow))
     assert "interleaved" not in slower or (
@@ -81,6 +81,6 @@ def test_an_unknown_schedule_is_not_extrapolated():
     assert "more" not in advised(JOB)
 
 
-def test_without_a_pipeline_there_is_nothing_to_say():
+def test_without_a_pipeline_there_is_no_advice():
     job = SimulatedStep(Topology(2, 1, 1), gpipe(1, 8))
     assert advise_step(job.play(), job.topology, {"schedule": "gpipe"}) == []

@@ -1,4 +1,4 @@
-"""What a standing verdict is told again for."""
+"""When a known problem is reported again."""
 
 import pytest
 from simulated_finding import straggler
@@ -31,7 +31,7 @@ def diagnosis(likelihood: float = 0.6, *against: Evidence) -> Diagnosis:
         (Diagnosis(), True),
     ],
 )
-def test_other_likelihoods_or_other_things_ruled_out_are_told_and_other_numbers_are_not(
+def test_new_likelihoods_or_exclusions_are_reported_but_new_numbers_are_not(
     found: Diagnosis, expected: bool
 ):
     assert evidence_changed(found, BEFORE) is expected

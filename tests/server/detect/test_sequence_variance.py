@@ -1,4 +1,4 @@
-"""What differing sequence lengths cost."""
+"""The cost of differing sequence lengths."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ def test_lengths_that_spread_threefold_cost_what_a_replay_says(topology, schedul
 
 
 def test_without_a_pipeline_the_replicas_wait_for_each_other():
-    """Two replicas whose lengths were drawn apart: dealing them by cost helps."""
+    """Two replicas whose lengths were drawn separately: dealing them by cost helps."""
     topology = Topology(2, 1, 1)
     job = SimulatedStep(topology, gpipe(1, 4), jitter=0.02)
     watched = Watched(SequenceVarianceDetector, topology)
@@ -62,7 +62,7 @@ def test_without_a_pipeline_the_replicas_wait_for_each_other():
 
 
 def _joined(parts):
-    """One replica's rows from each; durations scaled back to what their lengths cost."""
+    """Combine replicas from two timings; scale durations back to the cost of their lengths."""
     first = parts[0][0]
     columns = {}
     for name in first.compute.__slots__:
@@ -101,7 +101,7 @@ def test_lengths_that_do_not_explain_the_times_are_no_finding():
     assert watched.findings == []
 
 
-def test_without_lengths_nothing_is_said():
+def test_without_lengths_there_is_no_finding():
     job = dataclasses.replace(a_job(Topology(2, 2, 1)), jitter=0.3)
     watched = Watched(SequenceVarianceDetector, job.topology)
     watched.show([job.play(step) for step in range(40)])

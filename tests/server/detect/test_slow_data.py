@@ -15,7 +15,7 @@ from paceline_wire.topology import Topology
 @pytest.mark.parametrize(
     ("topology", "rank"), [(Topology(2, 2, 2), 5), (Topology(2, 1, 1), 0), (Topology(1, 1, 1), 0)]
 )
-def test_it_is_found_with_its_rank_and_node_within_five_steps(topology, rank):
+def test_slow_data_is_found_with_rank_and_node_within_five_steps(topology, rank):
     job = SimulatedJob(topology, seed=1, jitter=0.1)
     job.advance(25)
     job.faults.slow_data[rank] = 0.4
@@ -44,7 +44,7 @@ def a_job(topology=None):
 
 
 @pytest.mark.parametrize("extra", [0.06, 0.2])
-def test_a_tenth_of_a_step_is_found_and_costs_what_it_costs(extra):
+def test_a_wait_of_a_tenth_of_a_step_is_found_with_its_true_cost(extra):
     job = a_job()
     watched = Watched(SlowDataDetector, job.topology)
     watched.show(played(job, 20))
@@ -78,7 +78,7 @@ def test_one_long_read_is_no_finding():
     assert watched.findings == []
 
 
-def test_data_that_is_late_for_all_blames_the_storage():
+def test_data_that_is_late_for_all_ranks_blames_the_storage():
     job = a_job()
     watched = Watched(SlowDataDetector, job.topology)
     watched.show(played(job, 20))
@@ -88,7 +88,7 @@ def test_data_that_is_late_for_all_blames_the_storage():
 
 
 @pytest.mark.parametrize("topology", [Topology(4, 2, 1), Topology(1, 1, 1), Topology(1, 2, 1)])
-def test_what_stays_slow_is_not_told_to_be_over(topology):
+def test_a_wait_that_lasts_is_not_cleared(topology):
     job = a_job(topology)
     watched = Watched(SlowDataDetector, topology)
     watched.show(played(job, 20))
@@ -114,7 +114,7 @@ def test_a_stage_that_reads_more_than_others_is_healthy():
     assert watched.findings == []
 
 
-def test_a_job_that_always_waited_does_not_begin_to():
+def test_a_job_that_always_waited_is_no_finding():
     job = a_job(Topology(1, 2, 1))
     watched = Watched(SlowDataDetector, job.topology)
     watched.show(played(job, 60, late_data={0: 0.3}))
@@ -133,8 +133,8 @@ def test_noisy_waits_are_healthy(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_host_that_is_too_busy_is_no_slow_disk(seed):
-    """Every rank's loader is put off for a third of a step, in one of sixteen steps."""
+def test_a_busy_host_is_no_slow_disk(seed):
+    """Every rank's loader is delayed by a third of a step, in one of sixteen steps."""
     random = np.random.default_rng(seed)
     job = a_job()
     watched = Watched(SlowDataDetector, job.topology)
@@ -144,7 +144,7 @@ def test_a_host_that_is_too_busy_is_no_slow_disk(seed):
     assert watched.findings == []
 
 
-def test_ranks_of_which_nothing_came_are_no_trouble():
+def test_ranks_without_data_are_ignored():
     job = a_job()
     watched = Watched(SlowDataDetector, job.topology)
     for timing in played(job, 30):
@@ -154,7 +154,7 @@ def test_ranks_of_which_nothing_came_are_no_trouble():
     assert watched.findings == []
 
 
-def test_it_clears():
+def test_slow_data_is_cleared_when_it_is_over():
     job = a_job()
     watched = Watched(SlowDataDetector, job.topology)
     watched.show(played(job, 20))

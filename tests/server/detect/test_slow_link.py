@@ -1,4 +1,4 @@
-"""Slow links: found by what transfers take once both ends are ready, and named."""
+"""Slow links: found from transfer times once both ends are ready, and named."""
 
 import dataclasses
 
@@ -59,14 +59,14 @@ def test_a_slow_link_is_found_within_five_steps_and_named(topology, factor):
     assert [one.link for one in run.advance(5)] == [link]
 
 
-def test_one_direction_is_enough():
+def test_a_link_slow_in_one_direction_is_found():
     run = watched(PIPELINE, 4, ranks_per_node=1)
     run.advance(40)
     run.slow_links = {(6, 2): 30.0}
     assert [one.link for one in run.advance(5)] == [(2, 6)]
 
 
-def test_two_slow_links_that_share_nothing_are_two():
+def test_two_slow_links_that_share_nothing_are_two_findings():
     run = watched(Topology(4, 4, 1), 5, ranks_per_node=1)
     run.advance(40)
     run.slow_links = both_ways((0, 4), 20.0) | both_ways((9, 13), 40.0)
@@ -130,7 +130,7 @@ def test_groups_that_are_first_seen_late_are_healthy():
     assert run.advance(150) == []
 
 
-def test_who_talks_to_anyone_at_any_time_is_not_watched_for_ever():
+def test_irregular_transfers_are_not_watched_forever():
     traffic, run = TransferBaselines(), TimedRun(Topology(16, 1, 1), 12)
     for _ in range(200):
         timing = run.timing()

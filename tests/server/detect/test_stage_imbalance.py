@@ -44,7 +44,7 @@ def test_an_uneven_model_is_advice_with_the_layers_to_move(topology, schedule):
 
 
 def test_layers_of_virtual_stages_are_moved():
-    """The last part has four layers more; a single one to move is the best that whole layers do."""
+    """The last part has four more layers; moving one of them is the best that whole layers do."""
     job = a_job(Topology(2, 2, 1), interleaved(2, 8, 2), stage_cost={1: 6 / 4})
     metadata = {"stage_layers": "4,4,4,8"}
     watched = Watched(StageImbalanceDetector, job.topology, metadata=metadata, ranks_per_node=1)
@@ -54,7 +54,7 @@ def test_layers_of_virtual_stages_are_moved():
     assert "of stage 1's 12 layers to stage 0" in found.advice
 
 
-def test_without_layers_the_share_is_told():
+def test_without_known_layers_the_share_of_compute_is_reported():
     job = a_job(Topology(2, 4, 1), stage_cost={2: 1.4})
     watched = Watched(StageImbalanceDetector, job.topology, ranks_per_node=1)
     watched.show(played(job, 30))
@@ -96,7 +96,7 @@ def test_a_straggler_explains_its_stage():
     assert watched.findings == []
 
 
-def test_it_clears_when_the_stages_are_even_again():
+def test_an_imbalance_is_cleared_when_the_stages_are_even_again():
     job = a_job(Topology(2, 4, 1), stage_cost={3: 1.5})
     watched = Watched(StageImbalanceDetector, job.topology)
     watched.show(played(job, 20))

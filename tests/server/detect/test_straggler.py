@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from timed_run import FORWARD_SECONDS, Noise, TimedRun, told
+from timed_run import FORWARD_SECONDS, Noise, TimedRun, subjects
 
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.straggler.detector import StragglerDetector
@@ -42,14 +42,14 @@ def test_a_straggler_is_found_within_five_steps_of_its_onset(topology, slowdown,
     rank = topology.world_size // 2
     run.slow = {rank: slowdown}
     found = run.advance(5)
-    assert told(found) == [("straggler", rank, f"node-{rank // 2}")]
+    assert subjects(found) == [("straggler", rank, f"node-{rank // 2}")]
     assert found[0].stage == topology.coordinates(rank).pp_rank
     assert abs(found[0].onset_step - 50) <= 1
     assert found[0].slowdown == pytest.approx(slowdown, rel=0.05)
     assert found[0].persistence == "persistent"
     assert found[0].cause == "unknown"
     assert not found[0].suspects_node
-    assert run.advance(25) == []  # told once, for as long as it lasts
+    assert run.advance(25) == []  # reported once, for as long as it lasts
 
 
 def test_on_a_very_noisy_machine_a_throttled_rank_is_found_within_ten_steps():
@@ -61,8 +61,8 @@ def test_on_a_very_noisy_machine_a_throttled_rank_is_found_within_ten_steps():
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_levels_that_wander_on_a_busy_host_do_not_creep(seed):
-    """Each rank by itself, 7% from its mean, over some ten steps."""
+def test_levels_that_wander_on_a_busy_host_are_no_creep(seed):
+    """Each rank wanders by itself, up to 7% from its mean, over about ten steps."""
     run = watched(Topology(2, 2, 1), seed, noise=Noise(step=0.02, drift=0.0))
     chance, level = np.random.default_rng(seed + 51), np.zeros(4)
     for _ in range(80):
@@ -72,7 +72,7 @@ def test_levels_that_wander_on_a_busy_host_do_not_creep(seed):
     assert [found for found in run.findings if found.severity != "info"] == []
 
 
-def test_differences_between_peers_that_were_always_there_are_advice():
+def test_permanent_differences_between_peers_are_advice():
     run = watched(DEMO, 5)
     run.slow = {0: 1.22, 3: 1.1, 6: 1.25}
     found = run.advance(60)
@@ -83,7 +83,7 @@ def test_differences_between_peers_that_were_always_there_are_advice():
     assert all(one.advice for one in found)
 
 
-def test_advice_about_a_difference_is_over_when_there_is_none_any_more():
+def test_advice_on_a_difference_is_cleared_when_the_difference_ends():
     run = watched(DEMO, 5)
     run.slow = {6: 1.25}
     assert [one.rank for one in run.advance(60)] == [6]
@@ -93,7 +93,7 @@ def test_advice_about_a_difference_is_over_when_there_is_none_any_more():
     ]
 
 
-def test_of_two_peers_the_one_that_was_always_slower_is_advice():
+def test_the_slower_of_two_peers_is_advice():
     run = watched(Topology(2, 2, 1), 6)
     run.slow = {1: 1.6}
     [found] = run.advance(50)
@@ -103,7 +103,7 @@ def test_of_two_peers_the_one_that_was_always_slower_is_advice():
 
 @pytest.mark.parametrize("slowdown", [1.2, 1.6])
 @pytest.mark.parametrize("topology", [Topology(2, 1, 1), Topology(1, 2, 1), Topology(3, 1, 1)])
-def test_who_was_always_slow_and_recovers_makes_no_straggler_of_its_peers(topology, slowdown):
+def test_recovery_of_a_chronic_straggler_does_not_blame_its_peers(topology, slowdown):
     run = watched(topology, 3)
     run.slow = {0: slowdown}
     run.advance(50)
@@ -133,14 +133,14 @@ def test_a_strong_straggler_from_the_first_step_on_is_a_fault():
     assert named(run.advance(30)) == [(1, [], True)]
 
 
-def test_two_at_once_are_both_found():
+def test_two_stragglers_at_once_are_both_found():
     run = watched(DEMO, 9)
     run.advance(40)
     run.slow = {2: 1.15, 5: 1.6}
     assert sorted(one.rank for one in run.advance(5)) == [2, 5]
 
 
-def test_the_second_is_found_beside_the_first():
+def test_a_second_straggler_is_found_beside_the_first():
     run = watched(Topology(4, 1, 1), 9)
     run.advance(40)
     run.slow = {2: 1.4}
@@ -197,9 +197,7 @@ def test_a_slow_drift_of_a_whole_node_is_no_straggler():
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("topology", "growth"), [(DEMO, 0.005), (Topology(8, 1, 1), 0.003)])
-def test_a_rank_that_gets_slower_little_by_little_is_found_before_it_is_far_gone(
-    topology, growth, seed
-):
+def test_a_creeping_straggler_is_found_before_it_is_large(topology, growth, seed):
     run = watched(topology, 20 + seed)
     run.advance(50)
     found: list[Finding] = []
@@ -208,7 +206,7 @@ def test_a_rank_that_gets_slower_little_by_little_is_found_before_it_is_far_gone
         slowdown += growth
         run.slow = {4: slowdown}
         found = run.advance(1)
-    assert told(found) == [("straggler", 4, "node-2")]
+    assert subjects(found) == [("straggler", 4, "node-2")]
     assert 1.06 < slowdown <= 1.13
     assert "gradually" in found[0].summary
     if growth == 0.005:
@@ -224,7 +222,7 @@ def test_a_rank_that_gets_slower_little_by_little_is_found_before_it_is_far_gone
     assert run.advance(40)[-1].cleared
 
 
-def test_a_node_that_gets_much_slower_little_by_little_is_one_finding():
+def test_a_node_that_becomes_much_slower_gradually_is_one_finding():
     run = watched(Topology(4, 2, 2), 22, ranks_per_node=4)
     run.advance(50)
     for step in range(60):
@@ -235,7 +233,7 @@ def test_a_node_that_gets_much_slower_little_by_little_is_one_finding():
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("lengths", [1.0, 3.0])
-def test_one_microbatch_that_stalls_in_every_step_is_found_within_five(seed, lengths):
+def test_one_microbatch_that_stalls_in_every_step_is_found_within_five_steps(seed, lengths):
     run = watched(DEMO, 30 + seed, lengths=lengths, noise=Noise(outliers=0.0006))
     run.advance(50)
     run.stalled = {5: 0.12 * 1.25 * 24 * FORWARD_SECONDS}
@@ -249,14 +247,14 @@ def test_one_microbatch_that_stalls_in_every_step_is_found_within_five(seed, len
     assert [(one.rank, one.cleared) for one in run.advance(12)] == [(5, True)]
 
 
-def test_where_operations_stall_often_and_anywhere_one_rank_needs_more_steps():
+def test_frequent_stalls_everywhere_delay_the_finding():
     run = watched(DEMO, 34, noise=Noise(outliers=0.005))  # in one of thirteen steps of each rank
     assert run.advance(150) == []
     run.stalled = {5: 0.15 * 1.25 * 24 * FORWARD_SECONDS}
-    assert told(run.advance(14)) == [("straggler", 5, "node-2")]
+    assert subjects(run.advance(14)) == [("straggler", 5, "node-2")]
 
 
-def test_a_rank_that_is_slow_in_all_microbatches_does_not_stall_in_single_ones():
+def test_a_rank_slow_in_all_microbatches_is_not_reported_as_stalling():
     run = watched(DEMO, 33)
     run.advance(50)
     run.slow = {2: 1.4}
@@ -266,7 +264,7 @@ def test_a_rank_that_is_slow_in_all_microbatches_does_not_stall_in_single_ones()
 @pytest.mark.parametrize(
     ("topology", "slow_steps"), [(Topology(1, 1, 1), 20), (Topology(1, 2, 1), 200), (DEMO, 20)]
 )
-def test_after_it_recovered_it_is_cleared_once_and_can_be_found_again(topology, slow_steps):
+def test_a_recovered_straggler_is_cleared_once_and_can_be_found_again(topology, slow_steps):
     run = watched(topology, 14)
     run.advance(60)
     run.slow = {0: 2.5}
@@ -280,7 +278,7 @@ def test_after_it_recovered_it_is_cleared_once_and_can_be_found_again(topology, 
     assert named(run.advance(6)) == [(0, [], False)]
 
 
-def test_one_that_gets_worse_and_then_better_stays_one_finding():
+def test_a_straggler_that_worsens_and_improves_stays_one_finding():
     run = watched(DEMO, 15)
     run.advance(60)
     run.slow = {3: 1.3}
@@ -295,7 +293,7 @@ def test_one_that_gets_worse_and_then_better_stays_one_finding():
     assert not any(one.cleared for one in run.findings)
 
 
-def test_a_rank_that_falls_silent_hides_nobody():
+def test_a_silent_rank_hides_no_straggler():
     run = watched(DEMO, 16)
     run.advance(40)
     run.silent = {1, 6}
@@ -307,9 +305,9 @@ def test_a_rank_that_falls_silent_hides_nobody():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_step_that_noise_hid_at_first_does_not_become_drift(seed):
-    """Of two noisy ranks one gets slower: what its level scatters since then is the step itself."""
+def test_a_step_change_hidden_by_noise_does_not_become_drift(seed):
+    """One of two noisy ranks becomes slower; the later scatter of its level is that step change."""
     run = watched(Topology(2, 1, 1), seed, noise=Noise(step=0.025, drift=0.0))
     assert run.advance(28) == []
     run.slow = {1: 1.2}
-    assert told(run.advance(20)) == [("straggler", 1, "node-0")]
+    assert subjects(run.advance(20)) == [("straggler", 1, "node-0")]

@@ -1,7 +1,7 @@
-"""A moment's stall is told once it is over; what the job shows all the time is not."""
+"""A short stall is reported once it is over; stalls that a job has all the time are not."""
 
 import pytest
-from timed_run import FORWARD_SECONDS, Noise, TimedRun, told
+from timed_run import FORWARD_SECONDS, Noise, TimedRun, subjects
 
 from paceline_server.detect.straggler.detector import StragglerDetector
 from paceline_server.detect.transient_stall.detector import TransientStallDetector
@@ -17,43 +17,43 @@ def watched(topology: Topology, seed: int, **settings: object) -> TimedRun:
 
 @pytest.mark.parametrize("lengths", [1.0, 3.0])
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_a_stall_is_told_when_it_is_over(steps, lengths):
+def test_a_stall_is_reported_when_it_is_over(steps, lengths):
     run = watched(DEMO, 3, lengths=lengths, noise=Noise(outliers=0.0))
     run.advance(40)
     run.stalled = {5: 0.5 * STEP_SECONDS}
     assert run.advance(steps) == []
     run.stalled = {}
     [found] = run.advance(20)
-    assert told([found]) == [("transient_stall", 5, "node-2")]
+    assert subjects([found]) == [("transient_stall", 5, "node-2")]
     assert found.onset_step == 40
     assert (found.severity, found.persistence) == ("info", "transient")
     assert not found.suspects_node
 
 
-def test_a_stall_of_all_microbatches_is_one_as_well():
+def test_a_stall_of_all_microbatches_is_a_transient_stall():
     run = watched(DEMO, 4)
     run.advance(40)
     run.slow = {2: 3.0}
     run.advance(2)
     run.slow = {}
-    assert told(run.advance(20)) == [("transient_stall", 2, "node-1")]
+    assert subjects(run.advance(20)) == [("transient_stall", 2, "node-1")]
 
 
-def test_one_that_stays_is_a_straggler_and_nothing_else():
+def test_a_stall_that_lasts_is_only_a_straggler():
     run = watched(DEMO, 5)
     run.advance(40)
     run.slow = {2: 2.5}
-    assert told(run.advance(30)) == [("straggler", 2, "node-1")]
+    assert subjects(run.advance(30)) == [("straggler", 2, "node-1")]
     run.slow = {}
-    assert told(run.advance(30)) == [("straggler", 2, "node-1")]  # cleared
+    assert subjects(run.advance(30)) == [("straggler", 2, "node-1")]  # cleared
 
 
-def test_stalls_that_the_job_is_full_of_are_no_news():
+def test_stalls_that_a_job_has_all_the_time_are_not_reported():
     run = watched(DEMO, 6, noise=Noise(outliers=0.02))
     assert len(run.advance(200)) <= 2
 
 
-def test_ranks_that_are_stuck_together_share_something_else():
+def test_ranks_that_stall_together_are_not_reported():
     run = watched(DEMO, 7)
     run.advance(40)
     run.stalled = dict.fromkeys((0, 1, 2), 0.5 * STEP_SECONDS)
@@ -62,7 +62,7 @@ def test_ranks_that_are_stuck_together_share_something_else():
     assert run.advance(10) == []
 
 
-def test_the_note_goes_when_it_does_not_come_back():
+def test_a_stall_is_cleared_when_it_does_not_recur():
     run = watched(DEMO, 8, noise=Noise(outliers=0.0))
     run.advance(40)
     run.stalled = {5: 0.5 * STEP_SECONDS}
@@ -73,7 +73,7 @@ def test_the_note_goes_when_it_does_not_come_back():
     assert found[0].fingerprint == found[1].fingerprint
 
 
-def test_a_stall_like_one_before_is_told_until_the_job_is_used_to_it():
+def test_similar_stalls_are_reported_until_they_are_usual():
     run = watched(DEMO, 9, noise=Noise(outliers=0.0))
     run.advance(40)
     notes = []

@@ -269,6 +269,6 @@ class TimedRun:
         return made
 
 
-def told(findings: Sequence[Finding]) -> list[tuple[str, int | None, str | None]]:
-    """Kind, rank and node of each."""
-    return [(one.kind, one.rank, one.node) for one in findings]
+def subjects(findings: Sequence[Finding]) -> list[tuple[str, int | None, str | None]]:
+    """Return kind, rank and node of each finding."""
+    return [(finding.kind, finding.rank, finding.node) for finding in findings]

@@ -70,15 +70,15 @@ class _Recorded:
         self.transfer_seconds = float(np.median(late[crossing])) if crossing.any() else 0.0
         order = [
             [
-                PipelineAction(*each)
-                for each in zip(
-                    self.pipeline.op[mine].tolist(),
-                    self.pipeline.microbatch[mine].tolist(),
-                    self.pipeline.chunk[mine].tolist(),
+                PipelineAction(*action)
+                for action in zip(
+                    self.pipeline.op[own].tolist(),
+                    self.pipeline.microbatch[own].tolist(),
+                    self.pipeline.chunk[own].tolist(),
                     strict=True,
                 )
             ]
-            for mine in (self.pipeline.stage == stage for stage in range(self.pipeline.stages))
+            for own in (self.pipeline.stage == stage for stage in range(self.pipeline.stages))
         ]
         self.now = self.simulate(order, self.chunks)
 
@@ -91,8 +91,8 @@ class _Recorded:
         smaller = self.microbatches / microbatches
         splits = bool((pipeline.op == Op.BACKWARD_WEIGHT).any())
         seconds = np.empty(pipeline.nodes)
-        for op, mine in ((op, pipeline.op == op) for op in self.seconds):
-            seconds[mine] = self._seconds(op, splits)[pipeline.stage[mine]] * smaller / chunks
+        for op, rows in ((op, pipeline.op == op) for op in self.seconds):
+            seconds[rows] = self._seconds(op, splits)[pipeline.stage[rows]] * smaller / chunks
         late = np.where(_crossing(pipeline), self.transfer_seconds, 0.0)
         total = float(pipeline.phase_seconds(seconds[:, None], late[:, None])[0])
         busy = pipeline.by_stage(seconds[:, None])[:, 0]
@@ -118,7 +118,7 @@ def advise(phase: PipelinePhase, metadata: Mapping[str, str], step_seconds: floa
         try:
             order = actions(schedule, recorded.pipeline.stages, microbatches, chunks)
             total, bubble, held = recorded.simulate(
-                [[PipelineAction(*each) for each in stage] for stage in order], chunks
+                [[PipelineAction(*action) for action in stage] for stage in order], chunks
             )
         except (ScheduleError, ValueError):
             continue

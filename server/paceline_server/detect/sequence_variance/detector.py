@@ -157,15 +157,15 @@ class _LengthReplay:
 
     def spread(self, timings: list[StepTiming]) -> _Spread | None:
         """Return None if lengths are not given or too little was recorded."""
-        timings = [one for one in timings if (one.compute.tokens > 0).any()]
-        works = [work for one in timings if (work := self._work(one)) is not None]
-        works = [one for one in works if one.seconds.shape == works[0].seconds.shape]
+        timings = [timing for timing in timings if (timing.compute.tokens > 0).any()]
+        works = [work for timing in timings if (work := self._work(timing)) is not None]
+        works = [work for work in works if work.seconds.shape == works[0].seconds.shape]
         if not works:
             return None
         pipeline, replicas = works[0].pipeline, works[0].seconds.shape[1]
-        tokens = np.concatenate([one.tokens for one in works], axis=1)
-        squares = np.concatenate([one.squares for one in works], axis=1)
-        seconds = np.concatenate([one.seconds for one in works], axis=1)
+        tokens = np.concatenate([work.tokens for work in works], axis=1)
+        squares = np.concatenate([work.squares for work in works], axis=1)
+        seconds = np.concatenate([work.seconds for work in works], axis=1)
         if (tokens <= 0).any():
             return None
         expected, rates = _expected(pipeline, tokens, squares, seconds)
@@ -180,8 +180,9 @@ class _LengthReplay:
             return float(longest.mean())
 
         relative = expected / even
+        step_seconds = [np.median(timing.ranks.step_seconds) for timing in timings]
         return _Spread(
-            step_seconds=float(np.mean([np.median(one.ranks.step_seconds) for one in timings])),
+            step_seconds=float(np.mean(step_seconds)),
             now_seconds=phase(expected),
             even_seconds=phase(even),
             dealt_seconds=None if dealt is None else phase(dealt),
@@ -205,8 +206,8 @@ def _of_phase(phase: PipelinePhase, timing: StepTiming, world: int) -> _Work:
     rows = np.flatnonzero((lane[compute.rank] >= 0) & (compute.microbatch >= 0))
     order = rows[np.lexsort((compute.start_ns[rows], compute.rank[rows]))]
     of_rank = {
-        int(rank): mine
-        for rank, mine in zip(
+        int(rank): own
+        for rank, own in zip(
             np.unique(compute.rank[order]).tolist(),
             np.split(order, np.flatnonzero(np.diff(compute.rank[order])) + 1),
             strict=True,
@@ -230,8 +231,10 @@ def _of_single_stage(timing: StepTiming, tp: int) -> _Work | None:
     table = rows.reshape(-1, int(counts[0])).T
     first = table[:, 0]
     actions = [
-        PipelineAction(*each)
-        for each in zip(compute.op[first].tolist(), compute.microbatch[first].tolist(), strict=True)
+        PipelineAction(*action)
+        for action in zip(
+            compute.op[first].tolist(), compute.microbatch[first].tolist(), strict=True
+        )
     ]
     if (compute.op[table] != compute.op[first][:, None]).any() or len(set(actions)) < len(actions):
         return None

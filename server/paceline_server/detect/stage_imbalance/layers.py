@@ -66,7 +66,7 @@ def stage_layers(metadata: Mapping[str, str], parts: int) -> Ints | None:
     None if it is missing or malformed.
     """
     try:
-        layers = [int(each) for each in metadata.get("stage_layers", "").split(",")]
+        layers = [int(count) for count in metadata.get("stage_layers", "").split(",")]
     except ValueError:
         return None
     return np.array(layers) if len(layers) == parts and min(layers) > 0 else None
@@ -108,14 +108,14 @@ def _seconds_per_layer(pipeline: Pipeline, typical: Floats, part: Ints, layers: 
     per_layer = typical / layers[part]
     found = np.zeros_like(typical)
     for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT):
-        mine = pipeline.op == op
-        if mine.any():
+        rows = pipeline.op == op
+        if rows.any():
             by_part = [
-                float(per_layer[mine & (part == one)].mean())
-                for one in range(layers.size)
-                if (mine & (part == one)).any()
+                float(per_layer[rows & (part == number)].mean())
+                for number in range(layers.size)
+                if (rows & (part == number)).any()
             ]
-            found[mine] = float(np.median(by_part))
+            found[rows] = float(np.median(by_part))
     return found
 
 

@@ -77,10 +77,10 @@ def _with_unhooked(timing: StepTiming, world: int) -> ComputeTimes:
 def _typical(rank: Ints, values: Floats, world: int) -> Floats:
     """Return the trimmed mean of each rank's values: almost as robust as a median, less noisy."""
     counts = np.bincount(rank, minlength=world)
-    each = int(counts.max(initial=0))
-    if each and (counts == each).all() and (rank[1:] >= rank[:-1]).all():
-        cut = int(each * TRIMMED)
-        even: Floats = np.sort(values.reshape(world, each), axis=1)[:, cut : each - cut].mean(
+    samples = int(counts.max(initial=0))
+    if samples and (counts == samples).all() and (rank[1:] >= rank[:-1]).all():
+        cut = int(samples * TRIMMED)
+        even: Floats = np.sort(values.reshape(world, samples), axis=1)[:, cut : samples - cut].mean(
             axis=1
         )
         return even
