@@ -120,9 +120,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=2,
             le=_DAY_SECONDS,
-            description="A job in which no rank makes progress for longer hangs, unless the "
-            "blocking operation usually takes more than a third of it. 2.4 s is reported within "
-            "3 s: agents read the state pages every 0.5 s.",
+            description="A job without progress of any rank for longer is reported as hung, "
+            "unless the blocking operation usually takes more than a third of that time. 2.4 s is "
+            "reported within 3 s: agents read the state pages every 0.5 s.",
         ),
     ] = 2.4
     hang_checkpoint_seconds: Annotated[

@@ -1220,7 +1220,7 @@ export interface components {
                  */
                 gpu_hung_seconds: number;
                 /**
-                 * @description A job in which no rank makes progress for longer hangs, unless the blocking operation usually takes more than a third of it. 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
+                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time. 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
                  * @default 2.4
                  */
                 hang_after_seconds: number;
@@ -1400,7 +1400,7 @@ export interface components {
                  */
                 gpu_hung_seconds: number;
                 /**
-                 * @description A job in which no rank makes progress for longer hangs, unless the blocking operation usually takes more than a third of it. 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
+                 * @description A job without progress of any rank for longer is reported as hung, unless the blocking operation usually takes more than a third of that time. 2.4 s is reported within 3 s: agents read the state pages every 0.5 s.
                  * @default 2.4
                  */
                 hang_after_seconds: number;
