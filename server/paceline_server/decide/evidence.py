@@ -100,7 +100,7 @@ def awaits_evidence(draft: Draft, incident: IncidentView) -> bool:
 
 def _awaits_dumps(draft: Draft, incident: IncidentView) -> bool:
     asked_ns = incident.dumps_asked_ns
-    if asked_ns is None or incident.finding.dumps_told:
+    if asked_ns is None or incident.finding.dumps_reported:
         return False
     return draft.now_ns - asked_ns < DUMP_GRACE_SECONDS * NANOSECONDS
 

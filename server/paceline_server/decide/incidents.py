@@ -214,7 +214,7 @@ def _verdict(finding: Finding) -> tuple[object, ...]:
         finding.suspects_node,
         finding.can_checkpoint,
         len(finding.stacks),
-        finding.dumps_told,
+        finding.dumps_reported,
     )
 
 

@@ -68,7 +68,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     stacks_wanted: list[int] = []  # ranks whose Python stacks would help, most useful first
     stacks: list[RankStackTraces] = []  # those that were taken
     dumps_wanted: bool = False  # Flight Recorder dumps of all ranks would help ...
-    dumps_told: bool = False  # ... and their conclusion is part of the evidence
+    # ... and their conclusion is part of the evidence. Stored under its former name.
+    dumps_reported: bool = msgspec.field(name="dumps_told", default=False)
 
 
 class FindingDetails(TypedDict, total=False):

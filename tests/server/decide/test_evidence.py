@@ -95,7 +95,7 @@ def test_dumps_of_all_ranks_are_requested_once_and_waited_for(world: World) -> N
     assert sorted(rank for ranks in asked for rank in ranks) == list(range(8))
     world.run(GRACE_SECONDS)
     assert not stops(world)
-    world.tick((replace(wants, dumps_told=True),))
+    world.tick((replace(wants, dumps_reported=True),))
     world.run(0.5)
     assert stops(world)
 

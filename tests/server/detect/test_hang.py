@@ -317,7 +317,7 @@ def test_what_the_flight_recorder_says_is_told_when_all_have_answered():
     assert stuck.wait(0.5) == []
     send_dump(stuck, 0, error="its environment offers none")
     [told] = stuck.wait(0.5)
-    assert told.dumps_told
+    assert told.dumps_reported
     assert told.evidence[-1].text == "No Flight Recorder dump: its environment offers none."
     assert stuck.wait(5) == []  # told once
 
@@ -328,7 +328,7 @@ def test_dumps_that_never_come_are_not_waited_for():
     stuck.wait(3)
     send_dump(stuck, 0, error="its environment offers none")
     [told] = stuck.wait(5)
-    assert told.dumps_told
+    assert told.dumps_reported
 
 
 def test_the_only_idle_device_of_a_collective_has_not_begun_it():

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import pytest
 
 from paceline_server.api.verdict import JobVerdict
@@ -65,5 +66,11 @@ def test_the_web_page_knows_no_verdict_that_the_server_never_sends():
 
 def test_details_are_the_optional_fields_of_a_finding():
     required = {"kind", "cause", "fingerprint", "summary", "detected_ns", "generation"}
-    later = {"cleared", "dumps_told"}  # never of a new finding
+    later = {"cleared", "dumps_reported"}  # never of a new finding
     assert set(Finding.__struct_fields__) - required - later == set(FindingDetails.__annotations__)
+
+
+def test_stored_findings_keep_the_name_of_a_renamed_field():
+    encoded = {field.encode_name for field in msgspec.structs.fields(Finding)}
+    assert "dumps_told" in encoded
+    assert encoded - {"dumps_told"} == set(Finding.__struct_fields__) - {"dumps_reported"}

@@ -333,7 +333,7 @@ class HangDetector(Detector):
         """Report what the Flight Recorder dumps show, once all arrived or the timeout is over."""
         active = self._active
         assert active is not None
-        if active.dumps_told or not active.dumps_wanted:
+        if active.dumps_reported or not active.dumps_wanted:
             return []
         new = {
             rank: dump
@@ -350,7 +350,7 @@ class HangDetector(Detector):
         self._active = msgspec.structs.replace(
             active,
             detected_ns=seen.now_ns,
-            dumps_told=True,
+            dumps_reported=True,
             evidence=active.evidence + (line if agrees else []),
             counter_evidence=active.counter_evidence + ([] if agrees else line),
         )
