@@ -134,7 +134,7 @@ class Story:
             session.add(self._start())
 
     def finish_step(self) -> None:
-        """The next step, told to streams."""
+        """Insert the next step and announce it to streams."""
         self.step += 1
         with self.site.change() as session:
             session.add_all(self._step_rows(self.step))

@@ -35,7 +35,7 @@ def live(page: Page) -> None:
     expect(page.locator("article.job")).to_have_attribute("data-connection", "live")
 
 
-def test_one_sentence_on_top_says_what_is_wrong(story: Any, visit: Callable[..., Any]) -> None:
+def test_banner_shows_the_verdict(story: Any, visit: Callable[..., Any]) -> None:
     story.begin()
     page = visit(story.url).page
     banner = page.locator(".verdict")
@@ -47,7 +47,7 @@ def test_one_sentence_on_top_says_what_is_wrong(story: Any, visit: Callable[...,
     expect(banner).to_contain_text("gpt <b>stdlib</b>")
 
 
-def test_the_job_in_figures(story: Any, visit: Callable[..., Any]) -> None:
+def test_figures_of_the_job_are_shown(story: Any, visit: Callable[..., Any]) -> None:
     story.begin()
     stats = visit(story.url).page.locator(".stats")
     for figure in (
@@ -62,15 +62,15 @@ def test_the_job_in_figures(story: Any, visit: Callable[..., Any]) -> None:
         expect(stats).to_contain_text(figure)
 
 
-def test_ranks_that_ended_are_told_beside_the_state(site: Any, story: Any, visit: Any) -> None:
+def test_number_of_exited_ranks_is_shown_with_the_state(site: Any, story: Any, visit: Any) -> None:
     story.begin()
     with site.change() as session:
         for rank in (2, 3):
             session.get_one(models.RankRow, (story.job_id, rank)).state = "exited"
-    expect(visit(story.url).page.locator(".stats")).to_contain_text("2 ranks ended")
+    expect(visit(story.url).page.locator(".stats")).to_contain_text("2 ranks exited")
 
 
-def test_the_slow_rank_stands_out_on_the_heatmap(story: Any, visit: Callable[..., Any]) -> None:
+def test_slow_rank_stands_out_on_the_heatmap(story: Any, visit: Callable[..., Any]) -> None:
     story.begin()
     page = visit(story.url).page
     live(page)
@@ -81,9 +81,7 @@ def test_the_slow_rank_stands_out_on_the_heatmap(story: Any, visit: Callable[...
     assert abs(calm_red - calm_blue) < 30
 
 
-def test_hovering_a_cell_tells_who_and_what_it_is_doing(
-    story: Any, visit: Callable[..., Any]
-) -> None:
+def test_tooltip_of_a_cell_names_rank_and_operation(story: Any, visit: Callable[..., Any]) -> None:
     story.begin()
     page = visit(story.url).page
     live(page)
@@ -101,7 +99,9 @@ def test_hovering_a_cell_tells_who_and_what_it_is_doing(
     expect(tooltip).to_be_in_viewport(ratio=0.99)  # nothing cuts it off
 
 
-def test_the_heatmap_can_be_read_without_a_mouse(story: Any, visit: Callable[..., Any]) -> None:
+def test_heatmap_is_usable_by_keyboard_and_screen_reader(
+    story: Any, visit: Callable[..., Any]
+) -> None:
     story.begin()
     page = visit(story.url).page
     live(page)
@@ -116,7 +116,7 @@ def test_the_heatmap_can_be_read_without_a_mouse(story: Any, visit: Callable[...
     assert max(heights) < 40, "a row takes two lines"
 
 
-def test_an_incident_shows_its_evidence_and_what_speaks_against_it(
+def test_incident_shows_evidence_and_counter_evidence(
     story: Any, visit: Callable[..., Any]
 ) -> None:
     story.begin()
@@ -126,18 +126,18 @@ def test_an_incident_shows_its_evidence_and_what_speaks_against_it(
     expect(incident).to_contain_text("52% of step time")
     expect(incident).to_contain_text("SM clock fell at step 100")
     expect(incident).to_contain_text("795\u202fMHz vs 1,980\u202fMHz")
-    expect(incident).to_contain_text("Against it")
+    expect(incident).to_contain_text("Evidence against this")
     expect(incident).to_contain_text("Host CPU pressure did not change")
 
 
-def test_the_node_that_throttles_says_so(story: Any, visit: Callable[..., Any]) -> None:
+def test_throttling_node_is_marked(story: Any, visit: Callable[..., Any]) -> None:
     story.begin()
     node = visit(story.url).page.locator("[data-node=node-1]")
     for text in ("ready", "2, 3", "795", "91", "sw thermal slowdown"):
         expect(node).to_contain_text(text)
 
 
-def test_approving_goes_through_and_the_repair_shows_without_a_reload(
+def test_approved_action_and_its_repair_are_shown_without_a_reload(
     story: Any, visit: Callable[..., Any]
 ) -> None:
     story.begin()
@@ -160,7 +160,7 @@ def test_approving_goes_through_and_the_repair_shows_without_a_reload(
     assert page.evaluate("window.sameDocument") is True
 
 
-def test_rejecting_goes_through(story: Any, visit: Callable[..., Any]) -> None:
+def test_action_can_be_rejected(story: Any, visit: Callable[..., Any]) -> None:
     story.begin()
     page = visit(story.url).page
     action = page.locator(f"[data-action={story.action_id}]")
@@ -169,7 +169,7 @@ def test_rejecting_goes_through(story: Any, visit: Callable[..., Any]) -> None:
     assert story.action_state() == "rejected"
 
 
-def test_a_refused_decision_says_why(story: Any, visit: Callable[..., Any]) -> None:
+def test_rejected_decision_shows_the_reason(story: Any, visit: Callable[..., Any]) -> None:
     story.begin()
     watch = visit(story.url)
     action = watch.page.locator(f"[data-action={story.action_id}]")
@@ -177,11 +177,11 @@ def test_a_refused_decision_says_why(story: Any, visit: Callable[..., Any]) -> N
     expect(button).to_be_enabled()
     story.supersede_quietly()
     button.click()
-    expect(action.get_by_role("alert")).to_contain_text("no longer proposed")
+    expect(action.get_by_role("alert")).to_contain_text("only a proposed action can be")
     watch.refused.remove(409)
 
 
-def test_outside_mode_approve_a_proposal_is_only_shown(
+def test_proposal_has_no_buttons_outside_mode_approve(
     story: Any, visit: Callable[..., Any]
 ) -> None:
     story.begin(mode="observe")
@@ -190,7 +190,7 @@ def test_outside_mode_approve_a_proposal_is_only_shown(
     expect(action.get_by_role("button")).to_have_count(0)
 
 
-def test_a_new_step_appears_by_itself(story: Any, visit: Callable[..., Any]) -> None:
+def test_new_step_appears_without_a_reload(story: Any, visit: Callable[..., Any]) -> None:
     story.begin()
     page = visit(story.url).page
     live(page)
@@ -202,9 +202,7 @@ def test_a_new_step_appears_by_itself(story: Any, visit: Callable[..., Any]) -> 
     expect(page.locator("#ranks header")).to_contain_text("116\N{EN DASH}120")
 
 
-def test_a_grid_that_could_not_be_fetched_is_asked_for_again(
-    story: Any, visit: Callable[..., Any]
-) -> None:
+def test_failed_fetch_of_the_grid_is_retried(story: Any, visit: Callable[..., Any]) -> None:
     story.begin()
     page = visit(story.url).page
     ranks = page.locator("#ranks header")
@@ -214,7 +212,7 @@ def test_a_grid_that_could_not_be_fetched_is_asked_for_again(
     expect(ranks).to_contain_text("116\N{EN DASH}120")
 
 
-def test_a_lost_connection_is_told_and_nothing_is_missed(
+def test_lost_connection_is_shown_and_no_event_is_missed(
     site: Any, story: Any, visit: Callable[..., Any]
 ) -> None:
     story.begin()
@@ -230,7 +228,7 @@ def test_a_lost_connection_is_told_and_nothing_is_missed(
     expect(watch.page.locator("#steps header")).to_contain_text("121 steps")
 
 
-def test_a_decision_that_found_no_server_is_open_again_once_it_is_back(
+def test_decision_can_be_repeated_once_the_server_is_back(
     site: Any, story: Any, visit: Callable[..., Any]
 ) -> None:
     story.begin()
@@ -239,7 +237,7 @@ def test_a_decision_that_found_no_server_is_open_again_once_it_is_back(
     site.stop()
     action = page.locator(f"[data-action={story.action_id}]")
     action.get_by_role("button", name="Approve restart").click()
-    expect(action.get_by_role("alert")).to_contain_text("does not answer")
+    expect(action.get_by_role("alert")).to_contain_text("is not responding")
     site.start()
     live(page)
     expect(action.get_by_role("alert")).to_have_count(0)
@@ -268,9 +266,7 @@ def test_a_hidden_tab_holds_no_connection(site: Any, story: Any, visit: Callable
     expect(page.locator("#steps header")).to_contain_text(f"{story.step + 1} steps")
 
 
-def test_a_server_with_tokens_asks_for_one(
-    site: Any, story: Any, visit: Callable[..., Any]
-) -> None:
+def test_server_with_tokens_requires_one(site: Any, story: Any, visit: Callable[..., Any]) -> None:
     story.begin()
     with site.database.write() as session:
         secret = create_token(session, "eve", "viewer", 1)
@@ -278,10 +274,10 @@ def test_a_server_with_tokens_asks_for_one(
     page = watch.page
     expect(page.locator("form")).to_contain_text("paceline server token create")
     page.get_by_label("Token").fill("wrong")
-    page.get_by_role("button", name="Go on").click()
-    expect(page.locator("form")).to_contain_text("refused")
+    page.get_by_role("button", name="Continue").click()
+    expect(page.locator("form")).to_contain_text("was rejected")
     page.get_by_label("Token").fill(secret)
-    page.get_by_role("button", name="Go on").click()
+    page.get_by_role("button", name="Continue").click()
     live(page)
     page.reload()
     live(page)
@@ -292,16 +288,18 @@ def test_a_server_with_tokens_asks_for_one(
     watch.refused.clear()
 
 
-def test_an_unknown_job_is_named_as_such(story: Any, visit: Callable[..., Any]) -> None:
+def test_unknown_job_shows_not_found(story: Any, visit: Callable[..., Any]) -> None:
     watch = visit(f"{story.site.url}/jobs/job-00000000")
-    expect(watch.page.get_by_role("heading", name="No such job")).to_be_visible()
+    expect(watch.page.get_by_role("heading", name="Job not found")).to_be_visible()
     assert set(watch.refused) == {404}
     watch.refused.clear()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1024, 1280])
-def test_nothing_is_cut_off(story: Any, visit: Callable[..., Any], scheme: str, width: int) -> None:
+def test_page_has_no_clipped_content(
+    story: Any, visit: Callable[..., Any], scheme: str, width: int
+) -> None:
     story.begin()
     story.site.app.state.parts.what_ifs.get = lambda *_: WhatIf(**EXAMPLES["WhatIf"])
     page = visit(story.url, color_scheme=scheme, viewport={"width": width, "height": 800}).page
@@ -335,7 +333,7 @@ def test_a_map_that_fits_has_no_scrollbar(story: Any, visit: Callable[..., Any])
         )
 
 
-def test_ten_thousand_ranks_are_drawn(story: Any, visit: Callable[..., Any]) -> None:
+def test_heatmap_of_ten_thousand_ranks_is_drawn(story: Any, visit: Callable[..., Any]) -> None:
     story.topology = Topology(80, 16, 8)
     story.slow_rank = story.topology.rank(40, 0, 0)
     story.slow_from = 0
@@ -350,9 +348,7 @@ def test_ten_thousand_ranks_are_drawn(story: Any, visit: Callable[..., Any]) -> 
     expect(page.locator(".heatmap tbody tr").first).to_contain_text(str(story.slow_rank))
 
 
-def test_what_fixing_it_would_give_is_told_with_its_price(
-    story: Any, visit: Callable[..., Any]
-) -> None:
+def test_what_if_shows_gains_and_memory_cost(story: Any, visit: Callable[..., Any]) -> None:
     """The page shows the API's own example."""
     story.begin()
     story.site.app.state.parts.what_ifs.get = lambda *_: WhatIf(**EXAMPLES["WhatIf"])
@@ -369,16 +365,16 @@ def test_what_fixing_it_would_give_is_told_with_its_price(
     expect(advised).to_contain_text("1.05\N{MULTIPLICATION SIGN}")
     expect(advised).to_contain_text("13% → 8%")
     panel.get_by_text("All slowdowns").click()
-    expect(panel.locator(".slowdowns")).to_contain_text("every backward")
+    expect(panel.locator(".slowdowns")).to_contain_text("all backward passes")
 
 
-def test_without_a_replay_the_page_says_what_to_do(story: Any, visit: Callable[..., Any]) -> None:
+def test_missing_replay_shows_what_to_do(story: Any, visit: Callable[..., Any]) -> None:
     story.begin()
     panel = visit(story.url).page.locator("#what-if")
     expect(panel).to_contain_text("PACELINE_SERVER_LOG_RETENTION_SECONDS")
 
 
-def test_of_many_incidents_the_open_one_comes_first_and_is_decided_by_keyboard(
+def test_open_incident_comes_first_and_its_action_is_usable_by_keyboard(
     story: Any, visit: Callable[..., Any]
 ) -> None:
     story.begin()
@@ -403,7 +399,7 @@ def test_of_many_incidents_the_open_one_comes_first_and_is_decided_by_keyboard(
     expect(incidents).to_have_count(201)
 
 
-def test_without_a_pipeline_too_a_slow_rank_is_seen_as_soon_as_it_is_told(
+def test_slow_rank_is_visible_on_detection_without_a_pipeline(
     story: Any, visit: Callable[..., Any]
 ) -> None:
     """Three slow steps are enough."""

@@ -1,4 +1,4 @@
-"""The list of jobs, and the ways from and to it."""
+"""The list of jobs, and navigation to and from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 pytestmark = pytest.mark.browser
 
 
-def test_without_a_job_it_says_how_to_start_one(site: Any, visit: Callable[..., Any]) -> None:
+def test_empty_list_shows_how_to_start_a_job(site: Any, visit: Callable[..., Any]) -> None:
     page = visit(site.url).page
     expect(page.get_by_role("heading", name="No jobs yet")).to_be_visible()
     expect(page.locator("main")).to_contain_text("paceline run")
@@ -22,10 +22,12 @@ def test_without_a_job_it_says_how_to_start_one(site: Any, visit: Callable[..., 
     for inner, outer in page.locator("pre").evaluate_all(
         "commands => commands.map(command => [command.scrollWidth, command.clientWidth])"
     ):
-        assert inner <= outer  # a command is read to its end
+        assert inner <= outer  # no command is clipped
 
 
-def test_the_first_job_appears_by_itself(site: Any, story: Any, visit: Callable[..., Any]) -> None:
+def test_first_job_appears_without_a_reload(
+    site: Any, story: Any, visit: Callable[..., Any]
+) -> None:
     page = visit(site.url).page
     expect(page.get_by_role("heading", name="No jobs yet")).to_be_visible()
     story.begin()
@@ -36,7 +38,9 @@ def test_the_first_job_appears_by_itself(site: Any, story: Any, visit: Callable[
     expect(page.locator("tbody td[data-name='Open incidents']")).to_have_text("1")
 
 
-def test_a_job_is_a_click_away_and_back(site: Any, story: Any, visit: Callable[..., Any]) -> None:
+def test_link_opens_a_job_and_back_returns(
+    site: Any, story: Any, visit: Callable[..., Any]
+) -> None:
     story.begin()
     page = visit(site.url).page
     page.get_by_role("link", name="gpt <b>stdlib</b>").click()
@@ -46,13 +50,13 @@ def test_a_job_is_a_click_away_and_back(site: Any, story: Any, visit: Callable[.
     expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
 
 
-def test_an_address_of_no_page_leads_home(site: Any, visit: Callable[..., Any]) -> None:
+def test_unknown_address_links_to_the_list(site: Any, visit: Callable[..., Any]) -> None:
     page = visit(f"{site.url}/nowhere").page
     page.get_by_role("link", name="All jobs").click()
     expect(page.get_by_role("heading", name="No jobs yet")).to_be_visible()
 
 
-def test_the_page_loads_nothing_but_its_own_few_files(site: Any, visit: Callable[..., Any]) -> None:
+def test_page_loads_only_its_own_files(site: Any, visit: Callable[..., Any]) -> None:
     page = visit(site.url).page
     expect(page.get_by_role("heading", name="No jobs yet")).to_be_visible()
     loaded = page.evaluate("performance.getEntriesByType('resource').map(each => each.name)")

@@ -1,4 +1,4 @@
-// Rebuild into a temporary directory and compare it, byte for byte, with the committed assets.
+// Rebuild into a temporary directory and compare with the committed assets byte by byte.
 import { execFileSync } from "node:child_process";
 import { mkdtempSync, readFileSync, readdirSync, rmSync } from "node:fs";
 import { tmpdir } from "node:os";
@@ -35,11 +35,11 @@ try {
     return before === null || after === null || !before.equals(after);
   });
   if (differing.length > 0) {
-    console.error(`The committed assets are not what the sources build: ${differing.join(", ")}.`);
+    console.error(`The committed assets differ from a rebuild of the sources: ${differing.join(", ")}.`);
     console.error("Run `npm run build` in web/ and commit web/paceline_web/static.");
     process.exitCode = 1;
   } else {
-    console.log(`${names.length} committed assets equal a rebuild.`);
+    console.log(`${names.length} committed assets match a rebuild.`);
   }
 } finally {
   rmSync(rebuilt, { recursive: true, force: true });

@@ -20,9 +20,9 @@ export type WhatIf = Schemas["WhatIf"];
 
 type Problem = Partial<Schemas["Problem"]>;
 
-/** What went wrong, in the server's words (RFC 9457) where it said any. */
+/** A failed request, with the server's problem details (RFC 9457) if it sent any. */
 export class ApiError extends Error {
-  /** `status` is null when no answer came at all. */
+  /** `status` is null if there was no response. */
   constructor(
     readonly status: number | null,
     readonly title: string,
@@ -39,12 +39,12 @@ export class ApiError extends Error {
     return this.status === 404;
   }
 
-  /** It was away, or not itself: it may answer once it is back. */
+  /** Whether the server was unreachable or failing, so that a retry may succeed. */
   get away(): boolean {
     return this.status === null || this.status >= 500;
   }
 
-  /** Asking again the same way would not help. */
+  /** Whether a retry of the same request would fail again. */
   get refused(): boolean {
     return this.unauthorized || this.missing || this.status === 403;
   }
@@ -69,7 +69,7 @@ export async function request(path: string, init: RequestInit = {}): Promise<Res
     response = await fetch(path, { ...init, headers });
   } catch (error) {
     if (error instanceof DOMException && error.name === "AbortError") throw error;
-    throw new ApiError(null, "The server does not answer", "");
+    throw new ApiError(null, "The server is not responding", "");
   }
   if (!response.ok) throw await failure(response);
   return response;
@@ -80,7 +80,7 @@ export async function failure(response: Response): Promise<ApiError> {
   try {
     problem = (await response.json()) as Problem;
   } catch {
-    // Not a problem document: the status line has to do.
+    // Not a problem document: use the status line.
   }
   const title = problem.title ?? `${response.status} ${response.statusText}`;
   return new ApiError(response.status, title, problem.detail ?? "");
@@ -132,7 +132,7 @@ async function decide(path: keyof paths, action_id: string): Promise<Action> {
 
 /** How many steps a page keeps: at 0.5 s per step, the last 17 minutes. */
 export const STEPS_KEPT = 2000;
-/** So few that a median shows a slow rank when it is told, some three steps after it began. */
+/** Small enough that the median shows a slow rank about three steps after its onset. */
 const GRID_STEPS = 5;
 
 export const api = {

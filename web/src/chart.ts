@@ -1,9 +1,9 @@
 // What the time charts draw, computed from the store's state. Pure.
 import type { Action, Incident, Job, Step } from "./api";
 import { milliseconds } from "./format";
-import { lookOfIncident, type Tone } from "./tone";
+import { appearanceOfIncident, type Tone } from "./tone";
 
-/** A moment worth a line across the chart. `until`: it lasted, and is a band. Epoch seconds. */
+/** A vertical line in the chart, or a band if it has `until`. Epoch seconds. */
 export interface Mark {
   at: number;
   until: number | null;
@@ -16,11 +16,11 @@ export interface Points {
   /** Ends of steps, epoch seconds, ascending. */
   times: number[];
   values: (number | null)[];
-  /** Of the point; null where the line is broken. */
+  /** Step of the point; null where the line is broken. */
   steps: (Step | null)[];
 }
 
-/** Between two steps, this many medians (and seconds) of nothing break the line. */
+/** A gap of this many median intervals (and seconds) between two steps breaks the line. */
 const BREAK_MEDIANS = 5;
 const BREAK_SECONDS = 2;
 
@@ -31,7 +31,7 @@ export function points(steps: readonly Step[], value: (step: Step) => number | n
   let before: { step: Step; end: number } | null = null;
   for (const step of steps) {
     const start = milliseconds(step.started_at) / 1000;
-    // Time must ascend for the chart, whatever a restart or a clock did.
+    // The chart needs ascending times, even after a restart or a clock change.
     const end = Math.max(start + step.duration_seconds, (before?.end ?? 0) + 1e-6);
     if (before !== null && (step.generation !== before.step.generation || start - before.end > pause)) {
       result.times.push(before.end + 5e-7);
@@ -46,7 +46,7 @@ export function points(steps: readonly Step[], value: (step: Step) => number | n
   return result;
 }
 
-/** Incidents as lines, and the time between two generations as bands, also while it lasts. */
+/** Incidents as lines, and the time between two generations as bands, including the current one. */
 export function marks(steps: readonly Step[], incidents: readonly Incident[], actions: readonly Action[]): Mark[] {
   const result: Mark[] = [];
   const last = steps.at(-1);
@@ -54,7 +54,7 @@ export function marks(steps: readonly Step[], incidents: readonly Incident[], ac
   if (last !== undefined && restart !== undefined) {
     const end = milliseconds(last.started_at) / 1000 + last.duration_seconds;
     const told = milliseconds(restart.phases.at(-1)?.started_at ?? restart.created_at) / 1000;
-    // The checkpoint before it still belongs to the steps.
+    // The checkpoint before the restart still belongs to the steps.
     if (told > end) result.push({ at: end, until: told, label: "restarting", tone: "info", dashed: true });
   }
   for (const [index, step] of steps.entries()) {
@@ -74,7 +74,7 @@ export function marks(steps: readonly Step[], incidents: readonly Incident[], ac
       at: milliseconds(incident.detected_at) / 1000,
       until: null,
       label: incident.kind,
-      tone: lookOfIncident(open).tone,
+      tone: appearanceOfIncident(open).tone,
       dashed: false,
     });
   }
@@ -86,7 +86,7 @@ export function median(values: readonly number[]): number | null {
   return sorted[Math.floor(sorted.length / 2)] ?? null;
 }
 
-/** Upper end of an axis from 0 that a single outlier cannot flatten the rest with. */
+/** Upper end of an axis from 0, such that a single outlier does not flatten the rest. */
 export function ceiling(values: readonly (number | null)[]): number {
   const known = values.filter((value) => value !== null);
   const most = known.reduce((a, b) => Math.max(a, b), 0);
@@ -97,15 +97,15 @@ export function ceiling(values: readonly (number | null)[]): number {
 
 export interface StageBubble {
   stage: number;
-  /** So many that the means are over. */
+  /** Number of steps of the means. */
   steps: number;
   measured: number;
   theory: number | null;
-  /** What adds to theory (or takes from it), the largest first; empty where that is too little. */
+  /** Parts of the excess over theory, largest first; empty if the excess is small. */
   why: { name: string; ratio: number }[];
 }
 
-/** The server's parts of a stage's excess, as people call them. */
+/** Labels of the parts of a stage's excess. */
 const PARTS = {
   imbalance_ratio: "unequal stages",
   straggler_ratio: "slow ranks",
@@ -115,7 +115,7 @@ const PARTS = {
   launch_ratio: "late host",
   other_ratio: "unknown",
 } as const;
-/** Smaller parts explain nothing, and a smaller excess needs no explanation. */
+/** Smaller parts and a smaller excess are not shown. */
 const SMALLEST_PART = 0.005;
 const SMALLEST_EXCESS = 0.01;
 

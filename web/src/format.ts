@@ -1,4 +1,4 @@
-// Numbers as people read them. Unknown is null and shows as a dash.
+// Number formats. Unknown values are null and shown as a dash.
 export const UNKNOWN = "–";
 
 const THIN_SPACE = "\u202f";
@@ -62,7 +62,7 @@ export function number(value: Maybe<number>): string {
     : value.toLocaleString("en", { maximumSignificantDigits: 3 });
 }
 
-/** A metric's value in its own unit, which its name tells; booleans as words. */
+/** A metric's value in the unit of its name; booleans as words. */
 export function measured(metric: string | null | undefined, value: number): string {
   if (metric == null) return number(value);
   if (metric.endsWith("_throttle_reason")) return value === 0 ? "off" : "on";

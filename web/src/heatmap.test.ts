@@ -52,12 +52,12 @@ it("is turned when replicas are many, so that it stays wider than high", () => {
 it("moves with the arrow keys across stages and stops at the edges", () => {
   const shape = heatmap.geometry({ dp: 2, pp: 2, tp: 2 }, 480, 360);
   const start = { dp_rank: 0, pp_rank: 0, tp_rank: 1 };
-  expect(heatmap.neighbour(shape, start, 1, 0)).toEqual({ dp_rank: 0, pp_rank: 1, tp_rank: 0 });
-  expect(heatmap.neighbour(shape, start, 0, 1)).toEqual({ dp_rank: 1, pp_rank: 0, tp_rank: 1 });
-  expect(heatmap.neighbour(shape, start, 0, -1)).toEqual(start);
+  expect(heatmap.neighbor(shape, start, 1, 0)).toEqual({ dp_rank: 0, pp_rank: 1, tp_rank: 0 });
+  expect(heatmap.neighbor(shape, start, 0, 1)).toEqual({ dp_rank: 1, pp_rank: 0, tp_rank: 1 });
+  expect(heatmap.neighbor(shape, start, 0, -1)).toEqual(start);
 });
 
-it("paints one pixel per rank at its place, the unknown in their own colour", () => {
+it("paints one pixel per rank at its place, the unknown in their own color", () => {
   const shape = heatmap.geometry({ dp: 2, pp: 2, tp: 2 }, 480, 360);
   const slow: GridCell = {
     rank: 2,
@@ -75,13 +75,13 @@ it("paints one pixel per rank at its place, the unknown in their own colour", ()
   expect([...data.slice(0, 4)]).toEqual([9, 9, 9, 255]);
 });
 
-it("gives noise between ranks no colour, and saturates", () => {
+it("gives noise between ranks no color, and saturates", () => {
   expect([0.9, 1, 1.05].map(heatmap.heat)).toEqual([0, 0, 0]);
   expect(heatmap.heat(2)).toBeGreaterThan(0.5);
   expect([3, 50].map(heatmap.heat)).toEqual([1, 1]);
 });
 
-it("writes on every colour so that it can be read", () => {
+it("writes on every color so that it can be read", () => {
   expect(heatmap.contrast([0, 0, 0], [255, 255, 255])).toBeCloseTo(21);
   const parts = Array.from({ length: 18 }, (_, index) => index * 15);
   for (const red of parts)

@@ -1,4 +1,4 @@
-// Where a rank's cell lies on the heatmap, which rank lies under a point, and its colour. Pure.
+// Where a rank's cell lies on the heatmap, which rank lies under a point, and its color. Pure.
 import type { Grid, GridCell, Rank, Topology } from "./api";
 
 /**
@@ -75,7 +75,7 @@ export function box(shape: Geometry, place: Place): Box {
   };
 }
 
-/** The place under a point; null in a gap or outside. */
+/** The place at a point; null in a gap or outside. */
 export function placeAt(shape: Geometry, x: number, y: number): Place | null {
   const { dp, pp, tp } = shape.topology;
   const [along, replica] = shape.turned
@@ -90,8 +90,8 @@ export function placeAt(shape: Geometry, x: number, y: number): Place | null {
   return { dp_rank: replica, pp_rank, tp_rank };
 }
 
-/** The neighbour in an arrow key's direction; the same place at an edge. */
-export function neighbour(shape: Geometry, place: Place, right: number, down: number): Place {
+/** The neighbor in an arrow key's direction; the same place at an edge. */
+export function neighbor(shape: Geometry, place: Place, right: number, down: number): Place {
   const { dp, pp, tp } = shape.topology;
   const [along, across] = shape.turned ? [down, right] : [right, down];
   const clamp = (value: number, count: number): number => Math.min(count - 1, Math.max(0, value));
@@ -107,12 +107,12 @@ export function key({ dp_rank, pp_rank, tp_rank }: Place): string {
   return `${dp_rank}/${pp_rank}/${tp_rank}`;
 }
 
-export type Colour = readonly [red: number, green: number, blue: number];
+export type Color = readonly [red: number, green: number, blue: number];
 
-/** A slowdown of this and beyond has the last colour. */
+/** Slowdowns from here on have the last color. */
 export const HOTTEST = 3;
 
-/** Ranks always differ by a few percent; that is no colour. */
+/** Ranks always differ by a few percent; such differences get no color. */
 export const NOISE = 1.06;
 
 /** NOISE and faster -> 0, HOTTEST and slower -> 1, evenly in ratios between. */
@@ -120,7 +120,7 @@ export function heat(slowdown: number): number {
   return Math.min(1, Math.max(0, Math.log(slowdown / NOISE) / Math.log(HOTTEST / NOISE)));
 }
 
-export function colour(slowdown: number | null, stops: readonly Colour[], unknown: Colour): Colour {
+export function color(slowdown: number | null, stops: readonly Color[], unknown: Color): Color {
   if (slowdown === null || stops.length === 0) return unknown;
   const position = heat(slowdown) * (stops.length - 1);
   const index = Math.min(Math.floor(position), stops.length - 2);
@@ -130,33 +130,33 @@ export function colour(slowdown: number | null, stops: readonly Colour[], unknow
   return [mix(low[0], high[0]), mix(low[1], high[1]), mix(low[2], high[2])];
 }
 
-const BLACK: Colour = [0, 0, 0];
-const WHITE: Colour = [255, 255, 255];
+const BLACK: Color = [0, 0, 0];
+const WHITE: Color = [255, 255, 255];
 
-/** Black or white, whichever is read better on `ground`: a contrast of at least 4.58 to 1. */
-export function textOn(ground: Colour): Colour {
+/** Black or white, whichever has the higher contrast on `ground` of at least 4.58 to 1. */
+export function textOn(ground: Color): Color {
   return contrast(BLACK, ground) > contrast(WHITE, ground) ? BLACK : WHITE;
 }
 
 /** WCAG 2.1, "contrast ratio". */
-export function contrast(one: Colour, other: Colour): number {
+export function contrast(one: Color, other: Color): number {
   const [a, b] = [luminance(one), luminance(other)];
   return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
 }
 
 /** WCAG 2.1, "relative luminance". */
-function luminance(colour: Colour): number {
+function luminance(color: Color): number {
   const linear = (part: number): number =>
     part <= 10 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4;
-  return 0.2126 * linear(colour[0]) + 0.7152 * linear(colour[1]) + 0.0722 * linear(colour[2]);
+  return 0.2126 * linear(color[0]) + 0.7152 * linear(color[1]) + 0.0722 * linear(color[2]);
 }
 
 /** One pixel per rank, stages without gaps: 10,000 cells cost one small image. */
 export function pixels(
   shape: Geometry,
   cells: readonly GridCell[],
-  stops: readonly Colour[],
-  unknown: Colour,
+  stops: readonly Color[],
+  unknown: Color,
 ): { data: Uint8ClampedArray<ArrayBuffer>; columns: number; rows: number } {
   const model = shape.topology.pp * shape.topology.tp;
   const [columns, rows] = shape.turned ? [shape.topology.dp, model] : [model, shape.topology.dp];
@@ -165,7 +165,7 @@ export function pixels(
   for (const one of cells) {
     const [column, row] = cell(shape, one);
     if (column >= columns || row >= rows) continue;
-    const [red, green, blue] = colour(one.slowdown, stops, unknown);
+    const [red, green, blue] = color(one.slowdown, stops, unknown);
     const offset = (row * columns + column) * 4;
     data[offset] = red;
     data[offset + 1] = green;
@@ -182,7 +182,7 @@ export function slowest(grid: Grid): GridCell | null {
   );
 }
 
-/** What its trainer says it does, while it lives: the last that a dead one said still stands. */
+/** State of a rank: its trainer's status while the process lives, else the process state. */
 export function stateOf(cell: GridCell, rank: Rank | undefined): string {
   const { state } = rank ?? cell;
   return state === "exited" ? state : (rank?.status ?? state);

@@ -6,7 +6,7 @@ type Seconds = Exclude<Extract<keyof Ledger, `${string}_seconds`>, "wall_seconds
 export interface Part {
   key: Seconds;
   label: string;
-  /** What it is, for who meets the word for the first time. */
+  /** Explanation of the term. */
   hint: string;
   useful: boolean;
   seconds: number;
@@ -16,17 +16,17 @@ export interface Part {
 const PARTS: readonly Omit<Part, "seconds" | "ratio">[] = [
   { key: "compute_seconds", label: "compute", hint: "forward and backward", useful: true },
   { key: "optimizer_seconds", label: "optimizer", hint: "optimizer step", useful: true },
-  { key: "communication_seconds", label: "communication", hint: "exposed: the rank was blocked in it", useful: true },
+  { key: "communication_seconds", label: "communication", hint: "exposed: ranks blocked in communication", useful: true },
   { key: "bubble_seconds", label: "bubble", hint: "idle within the pipeline schedule", useful: true },
   { key: "data_wait_seconds", label: "data wait", hint: "waiting for the next batch", useful: false },
   { key: "checkpoint_seconds", label: "checkpoint", hint: "saving", useful: false },
-  { key: "lost_seconds", label: "lost steps", hint: "work thrown away by a restart", useful: false },
+  { key: "lost_seconds", label: "lost steps", hint: "work lost in restarts", useful: false },
   { key: "restart_seconds", label: "restart", hint: "from the end of progress to the first new step", useful: false },
   { key: "startup_seconds", label: "startup", hint: "from creation to the first step", useful: false },
   { key: "idle_seconds", label: "idle", hint: "everything else", useful: false },
 ];
 
-/** Every part in a fixed order, so that a colour always means the same. */
+/** All parts in a fixed order, so that each keeps its color. */
 export function parts(ledger: Ledger): Part[] {
   return PARTS.map((part) => ({
     ...part,

@@ -1,4 +1,4 @@
-// Keeps one job's state current: a snapshot, then the event stream, drawn once per frame.
+// Keeps one job's state current: a snapshot, then the event stream, rendered once per frame.
 import { signal, type Signal } from "@preact/signals";
 
 import { api, ApiError, type Grid, type WhatIf } from "./api";
@@ -8,7 +8,7 @@ import { EventStream } from "./stream";
 
 export type Connection = "connecting" | "live" | "lost";
 
-/** The grid and the what-if replay are fetched again when steps came, at most this often. */
+/** The grid and the what-if replay are refetched after new steps, at most this often. */
 const GRID_INTERVAL_MS = 1000;
 const GRID_MS_PER_CELL = 0.5;
 const WHAT_IF_INTERVAL_MS = 5000;
@@ -53,10 +53,10 @@ export class LiveJob {
     this.disconnect();
   }
 
-  /** Take a change that came as an answer rather than as an event. */
+  /** Apply a change from a response instead of an event. */
   push(change: Change): void {
     this.waiting.push(change);
-    // Until the snapshot is there, changes wait: it may be older than they are.
+    // Changes wait for the snapshot, which may be older than they are.
     if (this.loads === 0) this.frame ??= requestAnimationFrame(this.flush);
   }
 
@@ -123,7 +123,7 @@ export class LiveJob {
       this.whatIf.ask(0);
     } catch (error) {
       if (stream !== this.stream) return;
-      // Begin anew rather than resume: without a snapshot, events have nothing to change.
+      // Restart instead of resuming: events need a snapshot to apply to.
       this.disconnect();
       if (this.onError(error)) setTimeout(this.onVisibility, 2000);
     } finally {
@@ -132,7 +132,7 @@ export class LiveJob {
     }
   }
 
-  /** An event that came meanwhile may be undone for a moment: the next one sets it right. */
+  /** An event received in the meantime may be reverted until the next one arrives. */
   private async loadLarge(): Promise<void> {
     const stream = this.stream;
     const take = (change: Change): void => {
@@ -151,7 +151,7 @@ export class LiveJob {
     ]);
     if (results.every(({ status }) => status === "fulfilled")) take({ type: "complete" });
     else if (stream !== null && stream === this.stream) {
-      // Nothing of it is told again by itself, so begin anew.
+      // The server does not resend it, so start over.
       this.disconnect();
       this.connection.value = "lost";
       setTimeout(this.onVisibility, 2000);

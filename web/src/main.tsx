@@ -16,9 +16,9 @@ function View() {
     case "missing":
       return (
         <div class="notice">
-          <h1>Nothing here</h1>
+          <h1>Page not found</h1>
           <p>
-            This address names no page. <a href="/">All jobs</a>
+            There is no page at this address. <a href="/">All jobs</a>
           </p>
         </div>
       );

@@ -1,4 +1,4 @@
-/** Which nodes are a job's. */
+/** Placement of a job's ranks on nodes. */
 
 import type { Node, Rank } from "./api";
 
@@ -15,7 +15,7 @@ export function placement(ranks: readonly Rank[]): Placement {
   return found;
 }
 
-/** Those that run its ranks, or ran them last, also where another job has ranks beside; and the free ones. */
+/** Nodes that run or last ran the job's ranks, even if shared with another job, and free nodes. */
 export function nodesOf(jobId: string, nodes: readonly Node[], placed: Placement): Node[] {
   return nodes.filter((node) => node.job_id === null || node.job_id === jobId || placed.has(node.id));
 }

@@ -1,6 +1,6 @@
-// Keeps what is fetched whole (it is too large for an event) as new as the events are.
+// Refetches resources that are too large for events when events say that they changed.
 
-/** Before what could not be fetched is asked for again. */
+/** Delay before a failed fetch is retried. */
 const RETRY_MS = 5000;
 
 /**
@@ -11,7 +11,7 @@ const RETRY_MS = 5000;
 export class Refetch<T> {
   private timer: ReturnType<typeof setTimeout> | null = null;
   private running: symbol | null = null;
-  /** How long after this fetch the next is to be made; null: nobody asked for it. */
+  /** Delay until the next fetch; null if none was requested. */
   private next_ms: number | null = null;
 
   constructor(
@@ -28,7 +28,7 @@ export class Refetch<T> {
       }, after_ms);
   }
 
-  /** What is under way is not taken any more. */
+  /** Ignore the result of the current fetch. */
   stop(): void {
     if (this.timer !== null) clearTimeout(this.timer);
     this.timer = this.running = null;

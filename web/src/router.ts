@@ -21,7 +21,7 @@ export function startRouter(): void {
     route.value = parse(location.pathname);
   };
   addEventListener("popstate", read);
-  // Plain links stay plain links; only a plain click within this origin is ours.
+  // Only unmodified clicks on links of this origin are handled here.
   document.addEventListener("click", (event) => {
     if (event.defaultPrevented || event.button !== 0) return;
     if (event.metaKey || event.ctrlKey || event.shiftKey || event.altKey) return;

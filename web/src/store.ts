@@ -1,9 +1,9 @@
-// What a job's page knows, and how a change of the server changes it. Pure: no clock, no network.
+// State of a job's page, and how changes from the server update it. Pure: no clock, no network.
 import { STEPS_KEPT, type Action, type Grid, type Incident, type Job, type Node, type Rank, type Step, type WhatIf } from "./api";
 
 export interface JobState {
   job: Job;
-  /** Ascending in time; at most STEPS_KEPT. A step done again after a restart is there twice. */
+  /** Ascending in time; at most STEPS_KEPT. A step repeated after a restart appears twice. */
   steps: readonly Step[];
   ranks: readonly Rank[];
   grid: Grid | null;
@@ -12,9 +12,9 @@ export interface JobState {
   incidents: readonly Incident[];
   /** Newest first. */
   actions: readonly Action[];
-  /** Of the whole fleet, by id. */
+  /** Nodes of all jobs, by id. */
   nodes: readonly Node[];
-  /** False while the large lists (steps, ranks, nodes) still come. */
+  /** False while the large lists (steps, ranks, nodes) are loading. */
   complete: boolean;
 }
 
@@ -128,7 +128,7 @@ function byId(a: { id: string }, b: { id: string }): number {
   return collator.compare(a.id, b.id);
 }
 
-/** Steps in order of (generation, step); one told twice is kept once, as told last. */
+/** Steps in order of (generation, step); of duplicates the last one is kept. */
 function appendSteps(steps: readonly Step[], more: readonly Step[]): readonly Step[] {
   const result = [...steps];
   let sorted = true;

@@ -3,22 +3,22 @@ import { createParser, type EventSourceMessage } from "eventsource-parser";
 
 import { request } from "./api";
 
-/** A stream that said nothing for this long is taken for dead; the server's comments count. */
+/** A stream silent for longer is considered dead; comments of the server count as data. */
 const SILENCE_MS = 30_000;
-/** After a longer break, a fresh look costs less than every event that was missed. */
+/** After a longer break, a new snapshot costs less than all missed events. */
 const RESUME_WITHIN_MS = 60_000;
 const RETRY_FIRST_MS = 500;
 const RETRY_MAXIMUM_MS = 10_000;
 
 export interface StreamHandlers {
-  /** The stream is open. `resumed`: missed events follow; otherwise the past is the caller's. */
+  /** The stream is open. `resumed`: missed events follow; otherwise the caller fetches a snapshot. */
   onOpen: (resumed: boolean) => void;
   onMessage: (message: EventSourceMessage) => void;
-  /** The connection broke or was refused. Return false to give up. */
+  /** The connection failed. Return false to stop reconnecting. */
   onError: (error: unknown) => boolean;
 }
 
-/** Keeps one event stream open until `close`, resuming with Last-Event-ID. */
+/** Keep one event stream open until `close`, resuming with Last-Event-ID. */
 export class EventStream {
   private readonly controller = new AbortController();
   private lastEventId: string | null = null;
@@ -44,12 +44,12 @@ export class EventStream {
     while (!this.closed()) {
       try {
         await this.read(() => (retry = RETRY_FIRST_MS));
-        throw new Error("the server ended the stream");
+        throw new Error("the server closed the stream");
       } catch (error) {
-        // Ended by us, or refused for good.
+        // Closed by us, or rejected permanently.
         if (this.closed() || !this.handlers.onError(error)) return;
       }
-      // Jitter, so that a restarted server is not met by every open page at once.
+      // Jitter, so that open pages do not reconnect to a restarted server all at once.
       await pause(retry * (0.5 + Math.random()), this.controller.signal);
       retry = Math.min(retry * 2, RETRY_MAXIMUM_MS);
     }
@@ -89,7 +89,7 @@ export class EventStream {
   }
 }
 
-/** Parse `body` until it ends, however its chunks are cut. `onBytes` is called for every chunk. */
+/** Parse `body` to its end, independent of chunk boundaries. `onBytes` is called per chunk. */
 export async function readMessages(
   body: ReadableStream<Uint8Array>,
   onMessage: (message: EventSourceMessage) => void,

@@ -1,13 +1,13 @@
 import { expect, test } from "vitest";
 
 import type { Job } from "./api";
-import { lookOfJob } from "./tone";
+import { appearanceOfJob } from "./tone";
 
 function tone(state: Job["state"], kind: Job["verdict"]["kind"]): string {
-  return lookOfJob({ state, verdict: { kind, text: "", incident_id: null } }).tone;
+  return appearanceOfJob({ state, verdict: { kind, text: "", incident_id: null } }).tone;
 }
 
-test("a job whose ranks died or hang does not look as if it ran", () => {
+test("a job whose ranks died or hang does not look healthy", () => {
   expect(tone("running", "healthy")).toBe("good");
   expect(tone("running", "straggler")).toBe("good");
   expect(tone("running", "failure")).toBe("bad");

@@ -1,23 +1,23 @@
-// How good or bad something is: a colour and, for those who cannot tell colours, a shape.
+// Severity as a color and, for color-blind users, a shape.
 import type { Action, Incident, Job, Node, Verdict } from "./api";
 
 export type Tone = "good" | "info" | "warn" | "bad" | "muted";
 export type Shape = "check" | "clock" | "triangle" | "octagon" | "loop" | "square" | "question";
 
-export interface Look {
+export interface Appearance {
   tone: Tone;
   shape: Shape;
 }
 
-const GOOD: Look = { tone: "good", shape: "check" };
-const WAITING: Look = { tone: "info", shape: "clock" };
-const REPAIRING: Look = { tone: "info", shape: "loop" };
-const WARNING: Look = { tone: "warn", shape: "triangle" };
-const BAD: Look = { tone: "bad", shape: "octagon" };
-const OVER: Look = { tone: "muted", shape: "square" };
-const UNKNOWN: Look = { tone: "muted", shape: "question" };
+const GOOD: Appearance = { tone: "good", shape: "check" };
+const WAITING: Appearance = { tone: "info", shape: "clock" };
+const REPAIRING: Appearance = { tone: "info", shape: "loop" };
+const WARNING: Appearance = { tone: "warn", shape: "triangle" };
+const BAD: Appearance = { tone: "bad", shape: "octagon" };
+const OVER: Appearance = { tone: "muted", shape: "square" };
+const UNKNOWN: Appearance = { tone: "muted", shape: "question" };
 
-const JOB: Record<Job["state"], Look> = {
+const JOB: Record<Job["state"], Appearance> = {
   pending: WAITING,
   starting: WAITING,
   running: GOOD,
@@ -27,16 +27,16 @@ const JOB: Record<Job["state"], Look> = {
   stopped: OVER,
 };
 
-/** Until somebody decides, a job whose ranks died or hang is still one that runs. */
-export function lookOfJob({ state, verdict }: Pick<Job, "state" | "verdict">): Look {
+/** A running job with dead or hung ranks looks bad, although its state is still running. */
+export function appearanceOfJob({ state, verdict }: Pick<Job, "state" | "verdict">): Appearance {
   return state === "running" && ["failure", "hang"].includes(verdict.kind) ? BAD : JOB[state];
 }
 
-/** The verdict's own kind decides; of a finding, the job's state and the incident's severity. */
-export function lookOfVerdict(verdict: Verdict, job: Job, incident: Incident | undefined): Look {
+/** From the verdict's kind; with an incident, from the job's state and the severity. */
+export function appearanceOfVerdict(verdict: Verdict, job: Job, incident: Incident | undefined): Appearance {
   if (job.state === "failed") return BAD;
   if (job.state === "recovering") return REPAIRING;
-  if (incident !== undefined) return lookOfIncident(incident);
+  if (incident !== undefined) return appearanceOfIncident(incident);
   switch (verdict.kind) {
     case "healthy":
     case "finished":
@@ -59,7 +59,7 @@ export function lookOfVerdict(verdict: Verdict, job: Job, incident: Incident | u
   }
 }
 
-export function lookOfIncident(incident: Incident): Look {
+export function appearanceOfIncident(incident: Incident): Appearance {
   if (incident.state === "resolved") return GOOD;
   if (incident.state === "mitigating") return { ...REPAIRING, tone: severityTone(incident.severity) };
   if (incident.severity === "critical") return BAD;
@@ -70,7 +70,7 @@ function severityTone(severity: string): Tone {
   return severity === "critical" ? "bad" : severity === "info" ? "info" : "warn";
 }
 
-const ACTION: Record<Action["state"], Look> = {
+const ACTION: Record<Action["state"], Appearance> = {
   proposed: { tone: "warn", shape: "question" },
   approved: WAITING,
   running: REPAIRING,
@@ -80,12 +80,12 @@ const ACTION: Record<Action["state"], Look> = {
   superseded: OVER,
 };
 
-export function lookOfAction(state: Action["state"]): Look {
+export function appearanceOfAction(state: Action["state"]): Appearance {
   return ACTION[state];
 }
 
-const NODE: Record<Node["state"], Look> = { ready: GOOD, degraded: WARNING, quarantined: WARNING, lost: BAD };
+const NODE: Record<Node["state"], Appearance> = { ready: GOOD, degraded: WARNING, quarantined: WARNING, lost: BAD };
 
-export function lookOfNode(state: Node["state"]): Look {
+export function appearanceOfNode(state: Node["state"]): Appearance {
   return NODE[state];
 }

@@ -4,7 +4,7 @@ import { optypeLabel, worst } from "./whatif";
 
 it("says operation types in words, and one of a newer server as it is", () => {
   expect(["backward-compute", "optimizer", "new-optype"].map(optypeLabel)).toEqual([
-    "every backward",
+    "all backward passes",
     "optimizer and checkpoint",
     "new-optype",
   ]);

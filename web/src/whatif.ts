@@ -1,19 +1,19 @@
-// What-if figures as people read them. Pure.
+// Labels of what-if figures. Pure.
 const OPTYPES: Readonly<Record<string, string>> = {
-  "forward-compute": "every forward",
-  "backward-compute": "every backward",
-  "backward-weight-compute": "every backward of the weights",
-  "forward-pp-comm": "activations sent on",
-  "backward-pp-comm": "gradients sent back",
+  "forward-compute": "all forward passes",
+  "backward-compute": "all backward passes",
+  "backward-weight-compute": "all weight-gradient passes",
+  "forward-pp-comm": "sending activations",
+  "backward-pp-comm": "sending gradients",
   "params-all-gather": "parameter all-gather",
   "grads-reduce-scatter": "gradient reduction",
-  "optimizer-clip-main-grad": "the meeting of all ranks",
+  "optimizer-clip-main-grad": "gradient norm all-reduce",
   optimizer: "optimizer and checkpoint",
-  "data-wait": "wait for data",
+  "data-wait": "data wait",
   gc: "garbage collection",
 };
 
-/** An operation type of a trace in words; one that is not known stays as it is. */
+/** Label of a trace operation type; unknown types are returned unchanged. */
 export function optypeLabel(name: string): string {
   return OPTYPES[name] ?? name;
 }

@@ -3,24 +3,24 @@ import { useEffect, useState } from "preact/hooks";
 import { api, ApiError, type Action } from "../api";
 import * as format from "../format";
 import type { Connection } from "../live";
-import { lookOfAction } from "../tone";
+import { appearanceOfAction } from "../tone";
 import { Badge } from "./Icon";
 
 interface Props {
   action: Action;
-  /** The job's policy mode: only `approve` waits for somebody. */
+  /** The job's policy mode: only `approve` waits for a decision. */
   mode: string;
   connection: Connection;
   onDecided: (action: Action) => void;
 }
 
-/** What is being done: its reason, its phases, and the decision where one is waited for. */
+/** One action: its reason, its phases, and the buttons if it waits for approval. */
 export function ActionCard({ action, mode, connection, onDecided }: Props) {
   return (
     <div class="action" data-action={action.id}>
       <div class="action-head">
         <strong>{actionTitle(action)}</strong>
-        <Badge look={lookOfAction(action.state)} text={action.state} />
+        <Badge appearance={appearanceOfAction(action.state)} text={action.state} />
         <Outcome action={action} />
       </div>
       <p>{action.reason}</p>
@@ -30,7 +30,7 @@ export function ActionCard({ action, mode, connection, onDecided }: Props) {
         (mode === "approve" ? (
           <Decision action={action} connection={connection} onDecided={onDecided} />
         ) : (
-          <p class="muted">Only shown, not done: the job's mode is {mode}.</p>
+          <p class="muted">Not executed: the job's mode is {mode}.</p>
         ))}
     </div>
   );
@@ -82,7 +82,7 @@ function Decision({ action, connection, onDecided }: Omit<Props, "mode">) {
   const [pending, setPending] = useState<"approve" | "reject" | null>(null);
   const [error, setError] = useState<ApiError | null>(null);
 
-  // The server is back: only what it answered still holds.
+  // The server is back: keep only errors that it returned.
   useEffect(() => {
     if (connection === "live") setError((told) => (told?.away === true ? null : told));
   }, [connection]);

@@ -3,9 +3,9 @@ import { Fragment } from "preact";
 import type { StageBubble } from "../chart";
 import * as format from "../format";
 
-/** Measured idle of each stage against what the schedule cannot avoid. */
+/** Measured idle share of each stage and the schedule's minimum. */
 export function Bubbles({ stages }: { stages: readonly StageBubble[] }) {
-  if (stages.length === 0) return <p class="empty">Shown with the first finished step of this generation.</p>;
+  if (stages.length === 0) return <p class="empty">Available after the first finished step of this generation.</p>;
   const scale = Math.max(0.01, ...stages.map(({ measured, theory }) => Math.max(measured, theory ?? 0)));
   return (
     <div class="scroll">
@@ -47,7 +47,7 @@ export function Bubbles({ stages }: { stages: readonly StageBubble[] }) {
             </Fragment>
           ))}
         </tbody>
-        <caption>Share of a step in which a stage idles. The mark is what the schedule cannot avoid.</caption>
+        <caption>Share of a step in which a stage is idle. The mark shows the minimum of the schedule.</caption>
       </table>
     </div>
   );

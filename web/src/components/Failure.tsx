@@ -2,18 +2,18 @@ import { useState } from "preact/hooks";
 
 import { token, type ApiError } from "../api";
 
-/** Why there is nothing to show, and what to do about it. */
+/** An error page: the reason, and what to do. */
 export function Failure({ error, onRetry }: { error: ApiError; onRetry: () => void }) {
-  // 403 without a token is not about a token: its detail says what to do.
+  // A 403 without a token is not about tokens: its detail says what to do.
   if (error.unauthorized || (error.status === 403 && token.get() !== null)) return <TokenForm error={error} onRetry={onRetry} />;
   return (
     <div class="notice" role="alert">
-      <h1>{error.missing ? "No such job" : error.title}</h1>
+      <h1>{error.missing ? "Job not found" : error.title}</h1>
       <p>
         {error.missing
-          ? "The server knows no job of this id. It may have been started with another database."
+          ? "This server has no job with this id. It may use another database."
           : error.detail === ""
-            ? "Is the server running? This page keeps trying by itself."
+            ? "Check that the server is running. This page retries automatically."
             : error.detail}
       </p>
       <p>
@@ -41,12 +41,12 @@ function TokenForm({ error, onRetry }: { error: ApiError; onRetry: () => void })
         onRetry();
       }}
     >
-      <h1>This server asks for a token</h1>
+      <h1>This server requires a token</h1>
       <p>
-        {refused ? `The one you gave was refused: ${error.detail} ` : ""}A token of scope <code>viewer</code> lets you
-        look, one of scope <code>operator</code> also approve. It is kept until this tab is closed.
+        {refused ? `The token was rejected: ${error.detail} ` : ""}A token with scope <code>viewer</code> can
+        read, one with scope <code>operator</code> can also approve actions. It is stored until this tab is closed.
       </p>
-      <p>Where the server runs, this makes one:</p>
+      <p>To create one, run this on the server:</p>
       <pre>paceline server token create --name NAME --scope viewer</pre>
       <p class="row">
         <label class="sr" for="token">
@@ -63,7 +63,7 @@ function TokenForm({ error, onRetry }: { error: ApiError; onRetry: () => void })
           }}
         />
         <button type="submit" class="primary" disabled={value.trim() === ""}>
-          Go on
+          Continue
         </button>
       </p>
     </form>

@@ -4,14 +4,14 @@ import type { Grid, GridCell, Rank } from "../api";
 import * as format from "../format";
 import * as heatmap from "../heatmap";
 import { useWidth } from "./size";
-import { colourOf, scheme, variable } from "./theme";
+import { colorOf, scheme, variable } from "./theme";
 
 const HEIGHT_MAXIMUM = 360;
-/** Left and right of the map: see styles.css. */
+/** Left and right padding of the map, as in styles.css. */
 const PADDING = 2;
-/** More rows than this make a table nobody reads; the slowest come first. */
+/** Limit of rows; the slowest ranks come first. */
 const TABLE_ROWS = 100;
-/** At most: see styles.css. */
+/** Maximum, as in styles.css. */
 const TOOLTIP_WIDTH = 260;
 
 /** Slowdown of every rank: stages side by side, one row per data-parallel replica. */
@@ -26,11 +26,11 @@ export function Heatmap({ grid, ranks }: { grid: Grid; ranks: readonly Rank[] })
     [dp, pp, tp, width],
   );
   const cells = useMemo(() => new Map(grid.cells.map((cell) => [heatmap.key(cell), cell])), [grid]);
-  const colours = scheme.value;
+  const colors = scheme.value;
 
   useLayoutEffect(() => {
     if (canvas.current !== null && width > 0) paint(canvas.current, shape, grid, chosen);
-  }, [shape, grid, chosen, colours, width]);
+  }, [shape, grid, chosen, colors, width]);
 
   const cell = chosen === null ? undefined : cells.get(heatmap.key(chosen));
   const rank = cell === undefined ? undefined : ranks.find((one) => one.rank === cell.rank);
@@ -44,7 +44,7 @@ export function Heatmap({ grid, ranks }: { grid: Grid; ranks: readonly Rank[] })
     if (arrow === undefined) return;
     event.preventDefault();
     const start = chosen ?? heatmap.slowest(grid) ?? { dp_rank: 0, pp_rank: 0, tp_rank: 0 };
-    setChosen(chosen === null ? start : heatmap.neighbour(shape, chosen, ...arrow));
+    setChosen(chosen === null ? start : heatmap.neighbor(shape, chosen, ...arrow));
   };
 
   return (
@@ -98,7 +98,7 @@ const ARROWS: Readonly<Record<string, [right: number, down: number]>> = {
 
 function slowestText(grid: Grid): string {
   const worst = heatmap.slowest(grid);
-  if (worst === null) return "No step of this generation is finished yet.";
+  if (worst === null) return "No step of this generation has finished yet.";
   return `Slowest: rank ${worst.rank}, ${format.slowdown(worst.slowdown)}${worst.node === null ? "" : `, on ${worst.node}`}.`;
 }
 
@@ -123,13 +123,13 @@ interface TooltipProps {
   cell: GridCell;
   rank: Rank | undefined;
   box: heatmap.Box;
-  /** Pixels by which the map is scrolled to the left. */
+  /** Horizontal scroll position of the map, in pixels. */
   scrolled: number;
-  /** Of the panel, in pixels. */
+  /** Width of the panel, in pixels. */
   width: number;
 }
 
-/** Beside the frame that scrolls, which would cut it off. */
+/** Outside the scrolling frame, which would clip it. */
 function Tooltip({ cell, rank, box, scrolled, width }: TooltipProps) {
   const middle = box.x + box.width / 2 - scrolled;
   const left = Math.max(Math.min(middle, width - TOOLTIP_WIDTH / 2), TOOLTIP_WIDTH / 2);
@@ -143,13 +143,13 @@ function Tooltip({ cell, rank, box, scrolled, width }: TooltipProps) {
         <dd>{placeText(cell)}</dd>
         <dt>Slowdown</dt>
         <dd>{format.slowdown(cell.slowdown)}</dd>
-        <dt>Own work</dt>
+        <dt>Self time</dt>
         <dd>{format.seconds(cell.self_seconds)} per step</dd>
         <dt>State</dt>
         <dd>{heatmap.stateOf(cell, rank)}</dd>
         {rank?.operation != null && (
           <>
-            <dt>In flight</dt>
+            <dt>Operation</dt>
             <dd>{operationText(rank)}</dd>
           </>
         )}
@@ -182,7 +182,7 @@ function StageLabels({ shape }: { shape: heatmap.Geometry }) {
 function Legend() {
   return (
     <span class="legend muted">
-      1× <i class="heat-scale" /> {heatmap.HOTTEST}× and more <i class="heat-unknown" /> unknown
+      1× <i class="heat-scale" /> {heatmap.HOTTEST}× or more <i class="heat-unknown" /> unknown
     </span>
   );
 }
@@ -219,7 +219,7 @@ function RankRows({ grid, ranks }: { grid: Grid; ranks: readonly Rank[] }) {
             <th class="num">Slowdown</th>
             <th class="num">Step</th>
             <th>State</th>
-            <th>In flight</th>
+            <th>Operation</th>
           </tr>
         </thead>
         <tbody>
@@ -256,13 +256,13 @@ function paint(
   if (context === null) return;
   context.scale(ratio, ratio);
   context.imageSmoothingEnabled = false;
-  const stops = ["--heat-0", "--heat-1", "--heat-2", "--heat-3"].map(colourOf);
-  const unknown = colourOf("--heat-unknown");
+  const stops = ["--heat-0", "--heat-1", "--heat-2", "--heat-3"].map(colorOf);
+  const unknown = colorOf("--heat-unknown");
   const image = heatmap.pixels(shape, grid.cells, stops, unknown);
   paintStages(context, shape, image);
   if (Math.min(shape.cellWidth, shape.cellHeight) >= 6) paintLines(context, shape);
   if (shape.cellWidth >= 34 && shape.cellHeight >= 22)
-    paintTexts(context, shape, grid.cells, (cell) => heatmap.colour(cell.slowdown, stops, unknown));
+    paintTexts(context, shape, grid.cells, (cell) => heatmap.color(cell.slowdown, stops, unknown));
   if (chosen !== null) {
     const { x, y, width, height } = heatmap.box(shape, chosen);
     context.strokeStyle = variable("--text");
@@ -286,7 +286,7 @@ function paintStages(
   }
 }
 
-/** Thin lines between cells, in the panel's colour. */
+/** Thin lines between cells, in the panel's color. */
 function paintLines(context: CanvasRenderingContext2D, shape: heatmap.Geometry): void {
   const { dp, pp, tp } = shape.topology;
   context.fillStyle = variable("--surface");
@@ -308,7 +308,7 @@ function paintTexts(
   context: CanvasRenderingContext2D,
   shape: heatmap.Geometry,
   cells: readonly GridCell[],
-  ground: (cell: GridCell) => heatmap.Colour,
+  ground: (cell: GridCell) => heatmap.Color,
 ): void {
   context.textBaseline = "middle";
   context.textAlign = "center";

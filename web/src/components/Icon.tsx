@@ -1,6 +1,6 @@
-import type { Look, Shape } from "../tone";
+import type { Appearance, Shape } from "../tone";
 
-// 16 x 16. The outline differs for each, so that the meaning does not rest on colour.
+// 16 x 16. The outline differs for each, so that the meaning does not depend on color.
 const OUTLINES: Record<Shape, preact.JSX.Element> = {
   check: (
     <>
@@ -41,11 +41,11 @@ const OUTLINES: Record<Shape, preact.JSX.Element> = {
   ),
 };
 
-/** `label` is for screen readers; leave it out where the text beside says the same. */
-export function Icon({ look, label, size = 16 }: { look: Look; label?: string; size?: number }) {
+/** `label` is for screen readers; omit it if adjacent text says the same. */
+export function Icon({ appearance, label, size = 16 }: { appearance: Appearance; label?: string; size?: number }) {
   return (
     <svg
-      class={`icon tone-${look.tone}`}
+      class={`icon tone-${appearance.tone}`}
       width={size}
       height={size}
       viewBox="0 0 16 16"
@@ -56,16 +56,16 @@ export function Icon({ look, label, size = 16 }: { look: Look; label?: string; s
       stroke-linejoin="round"
       {...(label === undefined ? { "aria-hidden": true } : { role: "img", "aria-label": label })}
     >
-      {OUTLINES[look.shape]}
+      {OUTLINES[appearance.shape]}
     </svg>
   );
 }
 
-/** An icon with its word, both in the tone's colour. */
-export function Badge({ look, text }: { look: Look; text: string }) {
+/** An icon and a word in the color of the tone. */
+export function Badge({ appearance, text }: { appearance: Appearance; text: string }) {
   return (
-    <span class={`badge tone-${look.tone}`}>
-      <Icon look={look} size={13} />
+    <span class={`badge tone-${appearance.tone}`}>
+      <Icon appearance={appearance} size={13} />
       {text}
     </span>
   );

@@ -3,7 +3,7 @@ import { useState } from "preact/hooks";
 import type { Action, Cause, Evidence, Incident } from "../api";
 import * as format from "../format";
 import type { Connection } from "../live";
-import { lookOfIncident } from "../tone";
+import { appearanceOfIncident } from "../tone";
 import { ActionCard } from "./ActionCard";
 import { Ago } from "./Ago";
 import { Badge, Icon } from "./Icon";
@@ -18,16 +18,16 @@ interface Props {
   onDecided: (action: Action) => void;
 }
 
-/** One problem: what, why (and why perhaps not), what it costs, what is done about it. */
+/** One incident: summary, causes, evidence for and against, cost, and actions. */
 export function IncidentCard({ incident, actions, ...card }: Props) {
   const waiting = actions.some((action) => action.state === "proposed" || action.state === "running");
   const [chosen, setChosen] = useState<boolean | null>(null);
-  // What is over folds away by itself, unless somebody opened it.
+  // A resolved incident collapses, unless the user opened it.
   const open = chosen ?? (incident.state !== "resolved" || waiting);
-  const look = lookOfIncident(incident);
+  const appearance = appearanceOfIncident(incident);
   return (
     <details
-      class={`incident tone-${look.tone}`}
+      class={`incident tone-${appearance.tone}`}
       id={incident.id}
       open={open}
       onToggle={(event) => {
@@ -35,7 +35,7 @@ export function IncidentCard({ incident, actions, ...card }: Props) {
       }}
     >
       <summary>
-        <Icon look={look} label={incident.state} />
+        <Icon appearance={appearance} label={incident.state} />
         <span class="incident-text">
           <strong>{incident.summary}</strong>
           <span class="muted">
@@ -43,7 +43,7 @@ export function IncidentCard({ incident, actions, ...card }: Props) {
             {ending(incident, actions)}
           </span>
         </span>
-        <Badge look={look} text={incident.state} />
+        <Badge appearance={appearance} text={incident.state} />
       </summary>
       {open && (
         <div class="incident-body">
@@ -66,13 +66,13 @@ export function IncidentCard({ incident, actions, ...card }: Props) {
   );
 }
 
-/** How it ended, for the folded line: " · over after 24.0 s · restart done, 6 steps lost". */
+/** The outcome, for the collapsed line: " · resolved after 24.0 s · restart done, 6 steps lost". */
 function ending(incident: Incident, actions: readonly Action[]): string {
   if (incident.resolved_at === null) return "";
   const lasted = format.milliseconds(incident.resolved_at) - format.milliseconds(incident.detected_at);
   const repair = actions.find(({ state, lost_steps }) => state === "done" && lost_steps !== null);
   const how = repair === undefined ? "" : ` · ${repair.kind} done, ${format.plural(repair.lost_steps ?? 0, "step")} lost`;
-  return ` · over after ${format.seconds(lasted / 1000)}${how}`;
+  return ` · resolved after ${format.seconds(lasted / 1000)}${how}`;
 }
 
 function Facts({ incident }: { incident: Incident }) {
@@ -83,11 +83,11 @@ function Facts({ incident }: { incident: Incident }) {
     ["Node", incident.node ?? ""],
     ["Stage", incident.stage === null || incident.rank !== null ? "" : String(incident.stage)],
     ["Slowdown", incident.slowdown === null ? "" : format.slowdown(incident.slowdown)],
-    ["Costs", incident.cost_ratio === null ? "" : `${format.percent(incident.cost_ratio, 0)} of step time`],
-    ["Fixing it gives", incident.speedup == null ? "" : `${incident.speedup.toFixed(2)}×`],
+    ["Cost", incident.cost_ratio === null ? "" : `${format.percent(incident.cost_ratio, 0)} of step time`],
+    ["Speedup if fixed", incident.speedup == null ? "" : `${incident.speedup.toFixed(2)}×`],
     ["Lasts", incident.persistence ?? ""],
-    ["Stuck on", incident.side ?? ""],
-    ["Began", incident.onset_step === null ? "" : `step ${format.number(incident.onset_step)}`],
+    ["Side", incident.side ?? ""],
+    ["Onset", incident.onset_step === null ? "" : `step ${format.number(incident.onset_step)}`],
     ["Detected", detected(incident)],
   ];
   return (
@@ -140,11 +140,11 @@ function EvidenceList(props: EvidenceProps) {
   );
 }
 
-/** What was looked at and speaks against it or another cause: there for those who doubt. */
+/** Evidence against the incident or against other causes. */
 function Against({ items }: { items: readonly Evidence[] }) {
   return (
     <details class="evidence muted">
-      <summary>Against it, or against other causes: {format.plural(items.length, "observation")}</summary>
+      <summary>Evidence against this or other causes: {format.plural(items.length, "observation")}</summary>
       <ul>
         {items.map((item, index) => (
           <li key={index}>{item.text}</li>
@@ -154,7 +154,7 @@ function Against({ items }: { items: readonly Evidence[] }) {
   );
 }
 
-/** What it may be, and how likely. */
+/** Likely causes with their likelihoods. */
 function Causes({ causes }: { causes: readonly Cause[] }) {
   const unknown = 1 - causes.reduce((sum, { likelihood }) => sum + likelihood, 0);
   return (
@@ -164,7 +164,7 @@ function Causes({ causes }: { causes: readonly Cause[] }) {
         {causes.map(({ name, likelihood }) => (
           <Likelihood key={name} name={name} ratio={likelihood} />
         ))}
-        {unknown >= SMALLEST_UNKNOWN && <Likelihood name="something else" ratio={unknown} />}
+        {unknown >= SMALLEST_UNKNOWN && <Likelihood name="unknown" ratio={unknown} />}
       </ul>
     </div>
   );
@@ -184,7 +184,7 @@ function Likelihood({ name, ratio }: { name: string; ratio: number }) {
 function Symptoms({ symptoms }: { symptoms: readonly string[] }) {
   return (
     <div class="evidence">
-      <h3>Also seen</h3>
+      <h3>Related symptoms</h3>
       <ul>
         {symptoms.map((symptom, index) => (
           <li key={index}>{symptom}</li>

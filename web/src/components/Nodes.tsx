@@ -3,16 +3,16 @@ import { useState } from "preact/hooks";
 import type { Gpu, Node } from "../api";
 import * as format from "../format";
 import type { Placement } from "../placement";
-import { lookOfNode } from "../tone";
+import { appearanceOfNode } from "../tone";
 import { Ago } from "./Ago";
 import { Badge } from "./Icon";
 
-/** Of more rows (GPUs) than this, the rest is shown on request, those in trouble first. */
+/** Beyond this many rows (GPUs) the rest is shown on request; nodes with problems come first. */
 const ROWS_SHOWN = 48;
-/** Reasons that say nothing of trouble. */
+/** Throttle reasons that are not a problem. */
 const HARMLESS = new Set(["gpu_idle", "applications_clocks", "sync_boost", "display_clocks"]);
 
-/** The job's nodes and the spares: state, ranks, and what each GPU says of itself. */
+/** The job's nodes and the spares: state, ranks and GPU readings. */
 export function Nodes({ nodes, placed }: { nodes: readonly Node[]; placed: Placement }) {
   const [all, setAll] = useState(false);
   if (nodes.length === 0)
@@ -35,8 +35,8 @@ export function Nodes({ nodes, placed }: { nodes: readonly Node[]; placed: Place
               <th class="num">SM clock</th>
               <th class="num">Temp.</th>
               <th class="num roomy">Power</th>
-              <th class="num roomy">Busy</th>
-              <th>Throttled by</th>
+              <th class="num roomy">Utilization</th>
+              <th>Throttling</th>
               <th>Last seen</th>
             </tr>
           </thead>
@@ -59,7 +59,7 @@ export function Nodes({ nodes, placed }: { nodes: readonly Node[]; placed: Place
   );
 }
 
-/** As many as fit, in their order; the worst ones where not all do. */
+/** All nodes if they fit; else the ones with problems first. */
 function first(nodes: readonly Node[]): readonly Node[] {
   const rows = (node: Node): number => Math.max(1, node.gpus.length);
   if (nodes.reduce((sum, node) => sum + rows(node), 0) <= ROWS_SHOWN) return nodes;
@@ -93,7 +93,7 @@ function NodeRows({ node, ranks }: { node: Node; ranks: readonly number[] }) {
                 {node.id}
               </th>
               <td rowSpan={span}>
-                <Badge look={lookOfNode(node.state)} text={node.state} />
+                <Badge appearance={appearanceOfNode(node.state)} text={node.state} />
                 {node.reason !== null && <div class="muted reason">{node.reason}</div>}
               </td>
               <td rowSpan={span}>{node.job_id === null && ranks.length === 0 ? <span class="muted">{free(node)}</span> : format.ranges(ranks)}</td>

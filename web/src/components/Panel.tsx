@@ -7,7 +7,7 @@ interface Props {
   children: ComponentChildren;
 }
 
-/** A titled box; `note` stands at the right of the title. */
+/** A titled box; `note` is shown to the right of the title. */
 export function Panel({ id, title, note, children }: Props) {
   return (
     <section class="panel" id={id} aria-labelledby={`${id}-title`}>

@@ -12,37 +12,37 @@ interface Props {
   points: Points;
   marks: readonly Mark[];
   format: (value: number | null) => string;
-  /** Of the axis; `format` unless given. */
+  /** Format of the axis labels; default `format`. */
   axis?: (value: number) => string;
-  colour: `--${string}`;
+  color: `--${string}`;
   height: number;
   fromZero: boolean;
   labels: boolean;
 }
 
-/** Between two labels of the time axis: it tells no fraction of a second. */
+/** Smallest distance of labels of the time axis, which shows no fractions of a second. */
 const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 604800];
 
 /** One series over wall time. Charts of one page share their cursor. */
 export function TimeChart(props: Props) {
-  const { points, marks, colour, height } = props;
+  const { points, marks, color, height } = props;
   const [frame, width] = useWidth<HTMLDivElement>();
   const readout = useRef<HTMLSpanElement>(null);
   const plot = useRef<uPlot | null>(null);
   const latest = useRef(props);
   latest.current = props;
-  const colours = scheme.value;
+  const colors = scheme.value;
 
   useEffect(() => {
     const target = frame.current;
     if (target === null || width === 0) return;
-    const chart = create(target, width, height, colour, latest, readout);
+    const chart = create(target, width, height, color, latest, readout);
     plot.current = chart;
     return () => {
       chart.destroy();
       plot.current = null;
     };
-  }, [frame, width, height, colour, colours]);
+  }, [frame, width, height, color, colors]);
 
   useEffect(() => {
     plot.current?.setData([points.times, points.values]);
@@ -63,7 +63,7 @@ function create(
   target: HTMLElement,
   width: number,
   height: number,
-  colour: string,
+  color: string,
   latest: { current: Props },
   readout: { current: HTMLElement | null },
 ): uPlot {
@@ -97,22 +97,22 @@ function create(
     ],
     series: [
       {},
-      { stroke: variable(colour), width: 1.5, points: { show: (chart) => (chart.data[0].length < 40) } },
+      { stroke: variable(color), width: 1.5, points: { show: (chart) => (chart.data[0].length < 40) } },
     ],
     hooks: {
       drawClear: [(chart) => { bands(chart, latest.current.marks); }],
       draw: [(chart) => { lines(chart, latest.current.marks, latest.current.labels); }],
-      setCursor: [(chart) => { tell(chart, latest.current, readout.current); }],
-      setData: [(chart) => { tell(chart, latest.current, readout.current); }],
+      setCursor: [(chart) => { showValue(chart, latest.current, readout.current); }],
+      setData: [(chart) => { showValue(chart, latest.current, readout.current); }],
     },
   };
   const { points } = latest.current;
   const chart = new uPlot(options, [points.times, points.values], target);
-  tell(chart, latest.current, readout.current);
+  showValue(chart, latest.current, readout.current);
   return chart;
 }
 
-/** A hang or a restart lies behind the last step. */
+/** The end of the last mark: a hang or a restart may follow the last step. */
 function lastMark(marks: readonly Mark[]): number {
   return marks.reduce((last, { at, until }) => Math.max(last, until ?? at), -Infinity);
 }
@@ -132,7 +132,7 @@ function times(splits: number[]): string[] {
 }
 
 /** The value under the cursor, or the newest one. */
-function tell(chart: uPlot, { points, format: show }: Props, target: HTMLElement | null): void {
+function showValue(chart: uPlot, { points, format: show }: Props, target: HTMLElement | null): void {
   if (target === null) return;
   const under = chart.cursor.idx;
   const index = under ?? points.times.length - 1;
@@ -168,7 +168,7 @@ function lines(chart: uPlot, marks: readonly Mark[], labels: boolean): void {
   ctx.font = `${10.5 * ratio}px system-ui, sans-serif`;
   ctx.textBaseline = "top";
   ctx.textAlign = "left";
-  // Where the text of each of two rows ends, so that labels never lie upon another.
+  // End of the text in each of two rows, so that labels never overlap.
   const ends = [-Infinity, -Infinity];
   for (const mark of marks) {
     const x = Math.round(chart.valToPos(mark.until ?? mark.at, "x", true));

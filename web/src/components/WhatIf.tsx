@@ -4,7 +4,7 @@ import type { WhatIf as Replay } from "../api";
 import * as format from "../format";
 import * as whatIf from "../whatif";
 
-/** Where the slowness of the last steps comes from, and what fixing each part of it would give. */
+/** Where the time of the last steps is lost, and the gain of fixing each part. */
 export function WhatIf({ replay }: { replay: Replay }) {
   if (replay.slowdown == null) return <p class="empty">{replay.verdict.text}</p>;
   return (
@@ -26,7 +26,7 @@ function Fixes({ replay }: { replay: Replay }) {
       <table class="gains">
         <thead>
           <tr>
-            <th>If only this were as fast as its peers</th>
+            <th>If this part were as fast as its peers</th>
             <th class="wide">
               <span class="sr">Bar</span>
             </th>
@@ -72,9 +72,9 @@ function Advice({ replay }: { replay: Replay }) {
   const { advice } = replay;
   return (
     <div class="evidence">
-      <h3>Another way through the pipeline, simulated</h3>
+      <h3>Other pipeline schedules (simulated)</h3>
       {advice.length === 0 ? (
-        <p class="muted">None that was tried gives 2% or saves memory.</p>
+        <p class="muted">No simulated schedule gains 2% or saves memory.</p>
       ) : (
         <div class="scroll">
           <table class="advised">
@@ -83,7 +83,7 @@ function Advice({ replay }: { replay: Replay }) {
                 <th>Change</th>
                 <th class="num">Gain</th>
                 <th class="num">Bubble</th>
-                <th class="num" title="of the stage that holds most, against now">
+                <th class="num" title="peak stage memory relative to now">
                   Activation memory
                 </th>
               </tr>
@@ -109,7 +109,7 @@ function Advice({ replay }: { replay: Replay }) {
   );
 }
 
-/** The figures of `paceline analyze`, for those who know the method. */
+/** All figures of `paceline analyze`. */
 function AllSlowdowns({ replay }: { replay: Replay }) {
   return (
     <details class="muted">
@@ -117,7 +117,7 @@ function AllSlowdowns({ replay }: { replay: Replay }) {
       <p>
         S = {replay.slowdown?.toFixed(3)}: the step as it was against one in which each operation takes the mean of
         its kind (the median, if it communicates). Below, with only this part as it was. The last stage explains{" "}
-        {format.percent(replay.m_s, 0)} of the loss (M<sub>S</sub>), the slowest workers {format.percent(replay.m_w, 0)}{" "}
+        {format.percent(replay.m_s, 0)} of the slowdown (M<sub>S</sub>), the slowest workers {format.percent(replay.m_w, 0)}{" "}
         (M<sub>W</sub>).
       </p>
       <div class="slowdowns">

@@ -1,4 +1,4 @@
-// The present, for "12 s ago". One timer for the page.
+// The current time, for "12 s ago". One timer per page.
 import { signal } from "@preact/signals";
 
 export const now = signal(Date.now());

@@ -1,11 +1,11 @@
-// The colours of styles.css for what is painted on a canvas.
+// Colors of styles.css for canvas drawing.
 import { signal } from "@preact/signals";
 
-import type { Colour } from "../heatmap";
+import type { Color } from "../heatmap";
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
-/** Changes when the colours do: read it to be drawn again. */
+/** Changes with the color scheme; components that read it are redrawn. */
 export const scheme = signal(dark.matches ? "dark" : "light");
 
 dark.addEventListener("change", () => {
@@ -17,7 +17,7 @@ export function variable(name: string): string {
 }
 
 /** `--NAME` as numbers; styles.css writes the ones used here as #rrggbb. */
-export function colourOf(name: string): Colour {
+export function colorOf(name: string): Color {
   const value = parseInt(variable(name).slice(1), 16);
   return [value >> 16, (value >> 8) & 255, value & 255];
 }

@@ -18,9 +18,9 @@ import * as format from "../format";
 import { LiveJob, type Connection } from "../live";
 import { nodesOf, placement } from "../placement";
 import type { JobState } from "../store";
-import { lookOfJob, lookOfVerdict } from "../tone";
+import { appearanceOfJob, appearanceOfVerdict } from "../tone";
 
-/** Bubbles are means over so many steps at most. */
+/** Bubbles are means over at most this many steps. */
 const BUBBLE_STEPS = 20;
 const LOADING = "Loading…";
 
@@ -67,7 +67,7 @@ function ConnectionBanner(props: { connection: Connection; lastDataAt: number | 
   if (props.connection !== "lost") return null;
   return (
     <p class="banner tone-bad" role="alert">
-      <Icon look={{ tone: "bad", shape: "octagon" }} />
+      <Icon appearance={{ tone: "bad", shape: "octagon" }} />
       <span>
         <strong>Connection lost, reconnecting.</strong>{" "}
         {props.lastDataAt !== null && (
@@ -107,7 +107,7 @@ function JobPage({ state, connection, onDecided }: PageProps) {
         <div class="column">
           <Panel id="steps" title="Steps" note={format.plural(steps.length, "step")}>
             {steps.length === 0 ? (
-              <p class="empty">{state.complete ? "Shown with the first finished step." : LOADING}</p>
+              <p class="empty">{state.complete ? "Available after the first finished step." : LOADING}</p>
             ) : (
               <>
                 <TimeChart
@@ -115,7 +115,7 @@ function JobPage({ state, connection, onDecided }: PageProps) {
                   points={times}
                   marks={marks}
                   format={format.seconds}
-                  colour="--series-1"
+                  color="--series-1"
                   height={190}
                   fromZero
                   labels
@@ -126,7 +126,7 @@ function JobPage({ state, connection, onDecided }: PageProps) {
                   marks={marks}
                   format={format.loss}
                   axis={format.number}
-                  colour="--series-2"
+                  color="--series-2"
                   height={130}
                   fromZero={false}
                   labels={false}
@@ -139,12 +139,12 @@ function JobPage({ state, connection, onDecided }: PageProps) {
         <div class="column">
           <Panel id="ranks" title="Slowdown by rank" note={grid === null ? undefined : window(grid)}>
             {grid === null || grid.cells.length === 0 ? (
-              <p class="empty">{grid === null ? LOADING : "Shown when ranks are placed."}</p>
+              <p class="empty">{grid === null ? LOADING : "Available once the ranks are placed."}</p>
             ) : (
               <Heatmap grid={grid} ranks={state.ranks} />
             )}
           </Panel>
-          <Panel id="what-if" title="What would make it faster" note={replayed(state.whatIf)}>
+          <Panel id="what-if" title="What-if: possible speedups" note={replayed(state.whatIf)}>
             {state.whatIf === null ? <p class="empty">{LOADING}</p> : <WhatIf replay={state.whatIf} />}
           </Panel>
           {job.topology.pp > 1 && (
@@ -170,7 +170,7 @@ function JobPage({ state, connection, onDecided }: PageProps) {
 
 function counted(nodes: readonly Node[]): string {
   const bad = nodes.filter(troubled).length;
-  return format.plural(nodes.length, "node") + (bad === 0 ? "" : `, ${format.number(bad)} in trouble`);
+  return format.plural(nodes.length, "node") + (bad === 0 ? "" : `, ${format.number(bad)} with problems`);
 }
 
 function averaged([stage]: readonly chart.StageBubble[]): string | undefined {
@@ -191,16 +191,16 @@ function window({ first_step, last_step }: { first_step: number | null; last_ste
 function VerdictBanner(props: { job: Job; incidents: readonly Incident[]; connection: Connection }) {
   const { job, incidents, connection } = props;
   const incident = incidents.find(({ id }) => id === job.verdict.incident_id);
-  const look = lookOfVerdict(job.verdict, job, incident);
+  const appearance = appearanceOfVerdict(job.verdict, job, incident);
   return (
-    <header class={`verdict tone-${look.tone}`}>
-      <Icon look={look} size={30} />
+    <header class={`verdict tone-${appearance.tone}`}>
+      <Icon appearance={appearance} size={30} />
       <div>
         <h1>{job.verdict.text}</h1>
         <p>
           {job.name} <span class="mono">{job.id}</span>
           <span class={`connection tone-${connection === "live" ? "good" : "muted"}`}>
-            <i /> {connection === "live" ? "live" : connection === "lost" ? "not live" : "connecting"}
+            <i /> {connection === "live" ? "live" : connection === "lost" ? "disconnected" : "connecting"}
           </span>
         </p>
       </div>
@@ -217,8 +217,8 @@ function Stats({ job, ended }: { job: Job; ended: number }) {
   const shrunk = format.topology(job.topology) !== format.topology(job.requested_topology);
   return (
     <dl class="stats">
-      <Stat name="State" note={ended === 0 ? undefined : `${format.plural(ended, "rank")} ended`}>
-        <Badge look={lookOfJob(job)} text={job.state} />
+      <Stat name="State" note={ended === 0 ? undefined : `${format.plural(ended, "rank")} exited`}>
+        <Badge appearance={appearanceOfJob(job)} text={job.state} />
       </Stat>
       <Stat name="Goodput" note={`${format.plural(job.ledger.lost_steps, "step")} lost`}>
         {format.percent(job.ledger.goodput_ratio)}
@@ -227,17 +227,17 @@ function Stats({ job, ended }: { job: Job; ended: number }) {
       <Stat name="Step">{format.number(job.step)}</Stat>
       <Stat
         name="Loss"
-        note={job.evaluation_loss === null ? undefined : `held out ${format.loss(job.evaluation_loss)}`}
+        note={job.evaluation_loss === null ? undefined : `evaluation ${format.loss(job.evaluation_loss)}`}
       >
         {format.loss(job.loss)}
       </Stat>
       <Stat name="Generation" note={format.plural(job.restarts, "restart")}>
         {job.generation}
       </Stat>
-      <Stat name="Topology" note={shrunk ? `asked for ${format.topology(job.requested_topology)}` : undefined}>
+      <Stat name="Topology" note={shrunk ? `requested ${format.topology(job.requested_topology)}` : undefined}>
         {format.topology(job.topology)}
       </Stat>
-      <Stat name="Mode" note={job.watched ? "started elsewhere" : undefined}>
+      <Stat name="Mode" note={job.watched ? "external job" : undefined}>
         {job.mode}
       </Stat>
     </dl>
@@ -254,7 +254,7 @@ function Stat(props: { name: string; note?: string | undefined; children: preact
   );
 }
 
-/** More than this many that are over are shown on request. */
+/** More resolved incidents than this are shown on request. */
 const RESOLVED_SHOWN = 10;
 
 function Incidents({ state, connection, onDecided }: PageProps) {
@@ -267,7 +267,7 @@ function Incidents({ state, connection, onDecided }: PageProps) {
   const others = actions.filter(({ incident_id }) => incident_id === null || !known.has(incident_id));
   return (
     <Panel id="incidents" title="Incidents" note={`${open.length} open of ${incidents.length}`}>
-      {incidents.length === 0 && <p class="empty">Nothing was found wrong with this job.</p>}
+      {incidents.length === 0 && <p class="empty">No incidents.</p>}
       {shown.map((incident) => (
         <IncidentCard
           key={incident.id}

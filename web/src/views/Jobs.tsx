@@ -5,7 +5,7 @@ import { Ago } from "../components/Ago";
 import { Failure } from "../components/Failure";
 import { Badge } from "../components/Icon";
 import * as format from "../format";
-import { lookOfJob } from "../tone";
+import { appearanceOfJob } from "../tone";
 
 const REFRESH_MS = 3000;
 
@@ -48,7 +48,7 @@ export function Jobs() {
   if (jobs.length === 0) return <Empty />;
   return (
     <>
-      {error !== null && <p class="banner tone-bad">The server does not answer; this list may be out of date.</p>}
+      {error !== null && <p class="banner tone-bad">The server is not responding. This list may be out of date.</p>}
       <section class="panel">
         <header>
           <h1>Jobs</h1>
@@ -86,7 +86,7 @@ function JobTable({ jobs }: { jobs: Job[] }) {
               <div class="muted mono">{job.id}</div>
             </th>
             <td>
-              <Badge look={lookOfJob(job)} text={job.state} />
+              <Badge appearance={appearanceOfJob(job)} text={job.state} />
             </td>
             <td class="verdict-cell">
               {job.verdict.text}
@@ -123,13 +123,13 @@ function Empty() {
   return (
     <div class="notice">
       <h1>No jobs yet</h1>
-      <p>Start your training under Paceline, from a machine that reaches this server:</p>
+      <p>Run your training with Paceline, from a machine that can reach this server:</p>
       <pre>paceline run --dp 2 --pp 2 --tp 2 -- python train.py</pre>
-      <p>Or have it watched however you start it, with an agent on each of its nodes:</p>
+      <p>Or start it as usual, with an agent running on each node:</p>
       <pre>torchrun train.py</pre>
-      <p>Or watch a whole story, faults and repairs included, on this machine alone:</p>
+      <p>Or run the demo on this machine: real training, injected faults and repairs:</p>
       <pre>make demo</pre>
-      <p class="muted">This page shows the job as soon as there is one.</p>
+      <p class="muted">Jobs appear here as soon as they are created.</p>
     </div>
   );
 }
