@@ -163,7 +163,7 @@ def test_errors_are_problems_with_a_sentence(client: httpx.Client) -> None:
         assert says in problem["detail"], path
 
 
-def test_json_that_does_not_say_so_is_told(client: httpx.Client) -> None:
+def test_json_without_content_type_is_rejected(client: httpx.Client) -> None:
     """As `curl -d` sends it."""
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     answer = client.post("/api/v1/jobs", content=b"{}", headers=form)
@@ -174,7 +174,7 @@ def test_json_that_does_not_say_so_is_told(client: httpx.Client) -> None:
     assert "argv" not in client.post("/api/v1/jobs", content=b"").json()["detail"]
 
 
-def test_text_that_no_database_holds_is_refused(client: httpx.Client) -> None:
+def test_text_with_nul_is_rejected(client: httpx.Client) -> None:
     body = {"name": "x", "argv": ["true"], "topology": {"dp": 1, "pp": 1, "tp": 1}}
     for field in ("name", "directory"):
         answer = client.post("/api/v1/jobs", json=body | {field: "a\0b"})
@@ -182,7 +182,7 @@ def test_text_that_no_database_holds_is_refused(client: httpx.Client) -> None:
         assert field in answer.json()["detail"]
 
 
-def test_how_long_a_start_may_take_is_the_jobs(server: Any, client: httpx.Client) -> None:
+def test_start_timeout_is_set_per_job(server: Any, client: httpx.Client) -> None:
     url = str(client.base_url).rstrip("/")
     jobs = {post_job(url): 900.0, post_job(url, start_timeout_seconds=30): 30.0}
     with server.program.database.read() as session:
@@ -327,7 +327,7 @@ def test_the_verdict_is_the_newest_open_incident(server: Any, client: httpx.Clie
     assert verdict["text"].startswith("Rank 2 is 2.5x slower")
 
 
-def test_the_verdict_says_what_became_of_the_job(server: Any, client: httpx.Client) -> None:
+def test_verdict_reports_the_outcome_of_the_job(server: Any, client: httpx.Client) -> None:
     job_id = post_job(server.url)
 
     def verdict(state: str) -> tuple[str, str | None]:
@@ -353,7 +353,7 @@ def test_the_verdict_says_what_became_of_the_job(server: Any, client: httpx.Clie
     assert verdict("failed") == ("Failed at step 5. Gave up: 10 restarts within an hour.", "inc-1")
 
 
-def test_what_is_large_is_compressed_and_streams_are_not(client: httpx.Client) -> None:
+def test_large_responses_are_compressed_and_streams_are_not(client: httpx.Client) -> None:
     assert client.get("/openapi.json").headers["content-encoding"] == "gzip"
     assert "content-encoding" not in client.get("/api/v1/jobs").headers
     plain = client.get("/openapi.json", headers={"Accept-Encoding": "identity"})
@@ -373,7 +373,7 @@ def test_the_verdict_does_not_compare_a_rank_with_itself(server: Any, client: ht
     assert text == "No problem found; 0.50 s per step."
 
 
-def test_an_action_is_decided_once(server: Any, client: httpx.Client) -> None:
+def test_action_is_decided_once(server: Any, client: httpx.Client) -> None:
     job_id = post_job(server.url)
     put(server, action(job_id))
     answer = client.post("/api/v1/actions/act-1/approve", json={"comment": "go"})
@@ -429,7 +429,7 @@ ALLOWED: dict[Scope | None, dict[Any, int]] = {
 }
 
 
-def test_scopes_open_what_they_name_and_nothing_else(server: Any, client: httpx.Client) -> None:
+def test_scope_grants_only_its_own_routes(server: Any, client: httpx.Client) -> None:
     made = tokens(server)
     for scope, allowed in ALLOWED.items():
         headers = {} if scope is None else {"Authorization": f"Bearer {made[scope]}"}
@@ -441,7 +441,7 @@ def test_scopes_open_what_they_name_and_nothing_else(server: Any, client: httpx.
     assert client.get("/metrics").status_code == 200
 
 
-def test_a_revoked_token_ends_within_a_second_and_opens_nothing(
+def test_revoked_token_is_rejected_within_a_second(
     server: Any, client: httpx.Client, wait_for: Callable[..., Any]
 ) -> None:
     headers = {"Authorization": f"Bearer {tokens(server)['viewer']}"}
@@ -460,7 +460,7 @@ def test_tokens_are_kept_as_hashes(server: Any) -> None:
     assert not any(secret in str(rows) for secret in made.values())
 
 
-def test_an_open_server_answers_no_foreign_page(client: httpx.Client) -> None:
+def test_open_server_rejects_requests_of_foreign_pages(client: httpx.Client) -> None:
     port = client.base_url.port
     foreign = {"Origin": "https://evil.example"}
     assert client.post("/api/v1/jobs/x/stop", headers=foreign).status_code == 403
@@ -497,7 +497,7 @@ def test_metrics_show_the_newest_step_of_each_job(server: Any, client: httpx.Cli
     assert not re.search(rf'^paceline_job_rank_slowdown.*"{started}"', text, re.MULTILINE)
 
 
-def test_metrics_are_openmetrics_for_those_who_ask(client: httpx.Client) -> None:
+def test_metrics_are_openmetrics_if_requested(client: httpx.Client) -> None:
     asked = {"Accept": "application/openmetrics-text; version=1.0.0"}
     answer = client.get("/metrics", headers=asked)
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
@@ -505,11 +505,11 @@ def test_metrics_are_openmetrics_for_those_who_ask(client: httpx.Client) -> None
     assert "# EOF" not in client.get("/metrics").text
 
 
-def test_ready_says_what_is_missing(client: httpx.Client) -> None:
+def test_readyz_lists_what_is_missing(client: httpx.Client) -> None:
     assert client.get("/readyz").json() == {"ready": True, "missing": []}
 
 
-def test_ready_says_that_the_log_writer_died_or_hangs(
+def test_readyz_reports_a_dead_or_hung_log_writer(
     run_server: Callable[..., Any],
     wait_for: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -530,7 +530,7 @@ def test_ready_says_that_the_log_writer_died_or_hangs(
     assert missing() == ["log writer: not running"]
 
 
-def test_a_probe_by_head_hears_what_one_by_get_hears(server: Any, client: httpx.Client) -> None:
+def test_head_probe_gets_the_status_of_get(server: Any, client: httpx.Client) -> None:
     assert client.head("/readyz").status_code == 200
     parts = server.app.state.parts
     server.app.state.parts = dataclasses.replace(parts, unready=lambda: ["worker: stalled"])
@@ -547,7 +547,7 @@ def test_a_probe_by_head_hears_what_one_by_get_hears(server: Any, client: httpx.
         ("POST", "/api/v1/nothing", 404, {}),
     ],
 )
-def test_the_page_takes_no_request_from_the_api(
+def test_static_files_do_not_shadow_the_api(
     client: httpx.Client, method: str, path: str, status: int, header: dict[str, str]
 ) -> None:
     answer = client.request(method, path, headers={"Host": "127.0.0.1"})
@@ -555,7 +555,7 @@ def test_the_page_takes_no_request_from_the_api(
     assert header.items() <= answer.headers.items()
 
 
-def test_the_page_is_served_for_every_view(run_server: Callable[..., Any], tmp_path: Any) -> None:
+def test_page_is_served_for_every_view(run_server: Callable[..., Any], tmp_path: Any) -> None:
     (tmp_path / "static" / "assets").mkdir(parents=True)
     (tmp_path / "static" / "index.html").write_text("<p>page")
     (tmp_path / "static" / "assets" / "a.js").write_text("1")

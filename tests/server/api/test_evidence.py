@@ -91,7 +91,7 @@ def test_stacks_and_dumps_on_demand(server, nodes, wait_for):
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-def test_the_cli_waits_for_the_nodes_and_shows_what_came(server, nodes, wait_for):
+def test_cli_waits_for_the_nodes_and_shows_the_result(server, nodes, wait_for):
     started: list[subprocess.Popen[str]] = []
 
     def paceline(*words: str) -> subprocess.Popen[str]:

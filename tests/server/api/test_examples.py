@@ -13,7 +13,7 @@ from paceline_server.api.router import build
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_is_valid_and_whole(name: str) -> None:
+def test_example_is_valid_and_complete(name: str) -> None:
     model: type[BaseModel] = getattr(schemas, name)
     shown = model.model_validate(EXAMPLES[name])
     required = {field for field, of in model.model_fields.items() if of.is_required()}
@@ -21,7 +21,7 @@ def test_an_example_is_valid_and_whole(name: str) -> None:
     assert shown.model_dump(exclude_unset=True)
 
 
-def test_every_body_and_answer_has_an_example() -> None:
+def test_every_request_and_response_has_an_example() -> None:
     described: dict[str, Any] = build(None).openapi()
     used = _references(described["paths"])
     schemas_ = described["components"]["schemas"]

@@ -8,15 +8,15 @@ from paceline_server.policy import Policy
 AGENT_SECONDS = 0.5  # how often an agent sends by itself
 
 
-def test_few_agents_send_as_often_as_they_like() -> None:
+def test_few_agents_keep_their_own_flush_interval() -> None:
     assert flush_seconds(1) < AGENT_SECONDS
     assert flush_seconds(256) <= AGENT_SECONDS
 
 
-def test_many_agents_together_send_no_more_than_a_server_takes() -> None:
+def test_many_agents_share_the_capacity_of_the_server() -> None:
     assert 512 / flush_seconds(512) <= 512
     assert flush_seconds(1280) == 2.5
 
 
-def test_no_agent_is_asked_to_be_silent_for_a_lease() -> None:
+def test_flush_interval_stays_below_the_node_lease() -> None:
     assert flush_seconds(10**6) <= Policy().node_lease_seconds / 2

@@ -91,7 +91,7 @@ def test_each_command_leads_to_the_next_and_speaks_json(troubled: Recorded) -> N
     assert told("jobs", "stop", JOB)["verdict"]["text"] == SUMMARY
 
 
-def test_what_is_not_there_is_told(recorded: Recorded) -> None:
+def test_missing_resources_are_reported(recorded: Recorded) -> None:
     shown = lines(recorded, "jobs", "show", JOB)
     assert not any("None" in line for line in shown)  # no step is finished
     assert not any(line.startswith("paceline analyze") for line in shown)
@@ -110,7 +110,7 @@ def test_what_is_not_there_is_told(recorded: Recorded) -> None:
         assert told.endswith(f"`paceline {lister}` lists all.")
 
 
-def test_a_token_that_is_not_known_is_told_from_a_missing_one(recorded: Recorded) -> None:
+def test_unknown_token_and_missing_token_get_different_errors(recorded: Recorded) -> None:
     with recorded.server.program.database.write() as session:
         secret = create_token(session, "eve", "viewer", 1)
     assert refusal(recorded, "jobs").endswith("Give one with --token or PACELINE_TOKEN.")

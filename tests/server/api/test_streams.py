@@ -102,7 +102,7 @@ def finish(server: Any, command_id: int, agent: str) -> None:
     ).raise_for_status()
 
 
-def test_what_a_newer_generation_made_void_is_not_sent(server: Any) -> None:
+def test_commands_superseded_by_a_newer_generation_are_not_sent(server: Any) -> None:
     job_id = post_job(server.url)
     old = ControlRanks(command_id=1, job=job_id, generation=1, kind="checkpoint", target_step=10)
     put_command(server, job_id, old)
@@ -114,13 +114,13 @@ def test_what_a_newer_generation_made_void_is_not_sent(server: Any) -> None:
         assert next(line for line in lines if not isinstance(line, Ping)).command_id == 2
 
 
-def test_a_quiet_command_stream_pings(server: Any) -> None:
+def test_idle_command_stream_sends_pings(server: Any) -> None:
     with stream(server, "/api/v1/agents/node-0/commands") as answer:
         lines = [decode_line(line) for line, _ in zip(answer.iter_lines(), range(3), strict=False)]
     assert all(isinstance(line, Ping) for line in lines)
 
 
-def test_events_begin_with_what_is_and_go_on_with_what_changes(server: Any) -> None:
+def test_events_start_with_a_snapshot_and_continue_with_changes(server: Any) -> None:
     job_id = post_job(server.url)
     with stream(server, f"/api/v1/events?job={job_id}") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -140,7 +140,7 @@ def change(server: Any, job_id: str) -> None:
     server.program.signals.changes.notify()
 
 
-def test_a_client_that_comes_back_resumes_and_gets_each_resource_once(server: Any) -> None:
+def test_reconnected_client_resumes_and_gets_each_resource_once(server: Any) -> None:
     job_id, other = post_job(server.url), post_job(server.url)
     with stream(server, f"/api/v1/events?job={job_id}") as answer:
         position = next(events(answer))[0]
@@ -157,7 +157,7 @@ def test_a_client_that_comes_back_resumes_and_gets_each_resource_once(server: An
         assert next(found)[0] == position + 5
 
 
-def test_a_client_that_cannot_resume_begins_anew(server: Any) -> None:
+def test_client_that_cannot_resume_gets_a_snapshot(server: Any) -> None:
     job_id = post_job(server.url)
     for _ in range(5):
         change(server, job_id)
@@ -169,7 +169,7 @@ def test_a_client_that_cannot_resume_begins_anew(server: Any) -> None:
             assert [next(found)[1] for _ in range(2)] == ["job", "ranks"]
 
 
-def test_a_stream_that_missed_what_is_no_longer_kept_ends(
+def test_stream_ends_if_missed_changes_were_pruned(
     server: Any, wait_for: Callable[..., Any]
 ) -> None:
     """So that its client comes back, and begins anew."""
@@ -184,9 +184,7 @@ def test_a_stream_that_missed_what_is_no_longer_kept_ends(
         wait_for(lambda: server.program.signals.changes.subscribers == 0, "its end")
 
 
-def test_streams_are_given_up_when_the_client_leaves(
-    server: Any, wait_for: Callable[..., Any]
-) -> None:
+def test_streams_end_when_the_client_disconnects(server: Any, wait_for: Callable[..., Any]) -> None:
     signals = server.program.signals
     for _ in range(5):
         with stream(server, "/api/v1/agents/node-0/commands") as answer:
@@ -207,7 +205,7 @@ def test_streams_are_given_up_when_the_client_leaves(
     ("scope", "path"),
     [("agent", "/api/v1/agents/node-0/commands"), ("viewer", "/api/v1/events")],
 )
-def test_a_stream_ends_with_the_token_that_opened_it(
+def test_stream_ends_when_its_token_is_revoked(
     server: Any, scope: Scope, path: str, wait_for: Callable[..., Any]
 ) -> None:
     database, signals = server.program.database, server.program.signals
@@ -223,7 +221,7 @@ def test_a_stream_ends_with_the_token_that_opened_it(
         )
 
 
-def test_the_server_ends_although_streams_are_open(server: Any) -> None:
+def test_server_stops_although_streams_are_open(server: Any) -> None:
     with (
         stream(server, "/api/v1/agents/node-0/commands") as commands,
         stream(server, "/api/v1/events") as changes,

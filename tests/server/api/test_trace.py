@@ -42,7 +42,7 @@ def test_the_trace_holds_the_operations_of_the_last_steps(recorded: Recorded) ->
     assert {row[2] for row in forwards} == {0, 2, 4, 6}
 
 
-def test_an_export_says_what_the_server_says(recorded: Recorded, tmp_path: Path) -> None:
+def test_export_agrees_with_the_server(recorded: Recorded, tmp_path: Path) -> None:
     written = recorded.paceline("jobs", "export", JOB, "-o", str(tmp_path / "trace.parquet"))
     assert written.exit_code == 0, written.output
     by_file = CliRunner().invoke(
@@ -71,7 +71,7 @@ def test_the_ideal_step_of_a_job_is_written_for_perfetto(
     assert json.loads((tmp_path / "ideal.json").read_text())["traceEvents"]
 
 
-def test_a_job_that_did_no_step_has_no_trace(run_server: Callable[..., Any]) -> None:
+def test_job_without_steps_has_no_trace(run_server: Callable[..., Any]) -> None:
     recorded = Recorded(run_server(role="api"), steps=0)
     answer = recorded.server.client.get(f"/api/v1/jobs/{JOB}/trace")
     assert answer.status_code == 409
@@ -81,11 +81,11 @@ def test_a_job_that_did_no_step_has_no_trace(run_server: Callable[..., Any]) -> 
     assert "No step of the current generation has finished yet" in shown.output
 
 
-def test_a_job_that_is_not_there_is_told(recorded: Recorded) -> None:
+def test_unknown_job_is_reported(recorded: Recorded) -> None:
     assert recorded.server.client.get("/api/v1/jobs/nope/trace").status_code == 404
 
 
-def test_what_was_pruned_is_told(recorded: Recorded) -> None:
+def test_pruned_steps_are_reported(recorded: Recorded) -> None:
     with recorded.server.program.database.write() as session:
         session.execute(delete(HotLogRow))
     answer = recorded.server.client.get(f"/api/v1/jobs/{JOB}/trace")
@@ -93,7 +93,7 @@ def test_what_was_pruned_is_told(recorded: Recorded) -> None:
     assert "Too few of the last steps are stored" in answer.json()["detail"]
 
 
-def test_a_damaged_batch_costs_no_more_than_itself(recorded: Recorded) -> None:
+def test_damaged_batch_affects_only_itself(recorded: Recorded) -> None:
     with recorded.server.program.database.write() as session:
         last = session.scalars(select(HotLogRow).order_by(HotLogRow.id.desc()).limit(1)).one()
         last.payload = b"no batch"

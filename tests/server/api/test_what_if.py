@@ -31,7 +31,7 @@ def asked(recorded: Recorded, **parameters: Any) -> dict[str, Any]:
     return found
 
 
-def test_the_slow_rank_is_named_with_what_fixing_it_gives(recorded: Recorded) -> None:
+def test_slow_rank_is_named_with_the_gain_of_fixing_it(recorded: Recorded) -> None:
     found = asked(recorded)
     assert (found["first_step"], found["last_step"]) == (STEPS - 8, STEPS - 1)
     assert found["verdict"]["kind"] == "slow_worker"
@@ -50,7 +50,7 @@ def test_the_slow_rank_is_named_with_what_fixing_it_gives(recorded: Recorded) ->
     assert found["m_w"] > 0.5
 
 
-def test_another_schedule_is_told_with_its_gain_and_what_it_takes(recorded: Recorded) -> None:
+def test_other_schedule_is_listed_with_gain_and_cost(recorded: Recorded) -> None:
     with recorded.server.program.database.write() as session:
         job = session.get_one(JobRow, JOB)
         job.spec = replace(job.spec, metadata={"schedule": "gpipe"})
@@ -76,7 +76,7 @@ def test_the_cli_says_the_same(recorded: Recorded) -> None:
         assert text in report.output
 
 
-def test_without_a_step_it_says_what_to_wait_for(run_server: Callable[..., Any]) -> None:
+def test_analysis_without_steps_says_when_it_is_available(run_server: Callable[..., Any]) -> None:
     recorded = Recorded(run_server(role="api"), steps=0)
     found = asked(recorded)
     assert found["slowdown"] is None
@@ -86,13 +86,13 @@ def test_without_a_step_it_says_what_to_wait_for(run_server: Callable[..., Any])
     assert what_if.NO_STEP in shown.output
 
 
-def test_what_was_pruned_is_told(recorded: Recorded) -> None:
+def test_pruned_steps_are_reported(recorded: Recorded) -> None:
     with recorded.server.program.database.write() as session:
         session.execute(delete(HotLogRow))
     assert asked(recorded)["verdict"]["text"] == what_if.NOTHING_STORED
 
 
-def test_what_cannot_be_replayed_is_told(
+def test_steps_that_cannot_be_replayed_are_reported(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def of_strange_ranks(*arguments: Any) -> Any:
@@ -106,13 +106,13 @@ def test_what_cannot_be_replayed_is_told(
     assert asked(recorded)["verdict"]["text"] == what_if.NO_REPLAY
 
 
-def test_a_job_that_is_not_there_is_told(recorded: Recorded) -> None:
+def test_unknown_job_is_reported(recorded: Recorded) -> None:
     for job in ("nope", "a%00b"):
         assert recorded.server.client.get(f"/api/v1/jobs/{job}/what-if").status_code == 404
     assert "There is no job 'nope'" in recorded.paceline("analyze", "nope").output
 
 
-def test_an_answer_stands_for_as_long_as_it_was_dear(
+def test_analysis_is_cached_in_proportion_to_its_cost(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many ask, and however short the steps are."""
@@ -140,7 +140,7 @@ def test_an_answer_stands_for_as_long_as_it_was_dear(
     assert made == [8, 8]
 
 
-def test_an_answer_from_before_an_incident_does_not_stand(recorded: Recorded) -> None:
+def test_analysis_from_before_an_incident_is_not_reused(recorded: Recorded) -> None:
     answers = WhatIfCache(lambda: 0.0)
     database = recorded.server.program.database
     assert answers.get(database, JOB, 8).last_step == STEPS - 1
@@ -153,7 +153,7 @@ def test_an_answer_from_before_an_incident_does_not_stand(recorded: Recorded) ->
     assert answers.get(database, JOB, 8) is told
 
 
-def test_a_large_job_is_asked_for_fewer_steps(
+def test_fewer_steps_are_replayed_for_a_large_job(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(what_if, "MOST_RANK_STEPS", 3 * TOPOLOGY.world_size)

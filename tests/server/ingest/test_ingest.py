@@ -80,7 +80,7 @@ def ingest(server: Any) -> Any:
     opened.client.close()
 
 
-def test_a_batch_is_stored_once_however_often_it_comes(ingest: Ingest) -> None:
+def test_repeated_batch_is_stored_once(ingest: Ingest) -> None:
     first = batch(events=[hello()])
     assert ingest.send(first) == "stored"
     assert ingest.send(first) == "duplicate"
@@ -88,7 +88,7 @@ def test_a_batch_is_stored_once_however_often_it_comes(ingest: Ingest) -> None:
     assert ingest.stored() == 2
 
 
-def test_how_long_a_batch_waits_for_a_worker_is_told_by_a_server_without_one(
+def test_api_server_without_worker_reports_the_lag(
     run_server: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
     def lag(server: Any) -> float:
@@ -132,7 +132,7 @@ def test_concurrent_repeats_are_stored_once(ingest: Ingest) -> None:
     assert ingest.stored() == 1
 
 
-def test_old_news_never_makes_a_node_older(ingest: Ingest) -> None:
+def test_late_batch_does_not_revert_a_node(ingest: Ingest) -> None:
     ingest.send(batch(0, events=[hello()]))
     ingest.send(batch(5, dropped_batches=7))
     now = ingest.node()
@@ -147,7 +147,7 @@ def test_old_news_never_makes_a_node_older(ingest: Ingest) -> None:
     assert ingest.stored() == 5
 
 
-def test_a_boot_that_overtakes_its_backlog_stays_the_node(ingest: Ingest) -> None:
+def test_boot_that_overtakes_its_backlog_remains_current(ingest: Ingest) -> None:
     now_ns = time.time_ns()
     ingest.send(batch(0, boot="2", packed_ns=now_ns, events=[hello(slots=4)]))
     ingest.send(batch(0, boot="1", packed_ns=now_ns + 1, events=[hello(slots=2)]))  # old, unheard
@@ -160,7 +160,7 @@ def test_a_boot_that_overtakes_its_backlog_stays_the_node(ingest: Ingest) -> Non
     assert ingest.stored() == 4
 
 
-def test_a_node_that_lost_its_disk_and_its_time_is_heard_after_a_silence(ingest: Ingest) -> None:
+def test_node_with_lost_disk_and_clock_is_accepted_after_silence(ingest: Ingest) -> None:
     ingest.send(batch(0, boot="2", events=[hello()]))
     silent_ns = ingest.node().last_seen_ns + 6_000_000_000
     reborn = batch(0, boot="1", packed_ns=1, events=[hello(slots=4)])
@@ -171,7 +171,7 @@ def test_a_node_that_lost_its_disk_and_its_time_is_heard_after_a_silence(ingest:
     assert ingest.node().sequence == 1
 
 
-def test_a_node_is_seen_when_it_is_heard_also_once_the_clock_was_set_back(
+def test_last_seen_follows_batches_after_the_clock_was_set_back(
     database: Database,
 ) -> None:
     second_ns = 1_000_000_000
@@ -186,7 +186,7 @@ def test_a_node_is_seen_when_it_is_heard_also_once_the_clock_was_set_back(
     assert seen(2, 60 * second_ns) == 60 * second_ns, "set back by two hours"
 
 
-def test_gpu_values_show_on_the_node_in_base_units(ingest: Ingest) -> None:
+def test_gpu_readings_of_a_node_are_in_base_units(ingest: Ingest) -> None:
     gpu = {"gpu": "0"}
     now = time.time_ns()
     values = [
@@ -230,7 +230,7 @@ REFUSED = [
 ]
 
 
-def test_what_is_no_batch_is_refused_and_counted(ingest: Ingest) -> None:
+def test_invalid_batch_is_rejected_and_counted(ingest: Ingest) -> None:
     for content, status, reason in REFUSED:
         before = ingest.rejected(reason)
         answer = ingest.post(content)
@@ -242,7 +242,7 @@ def test_what_is_no_batch_is_refused_and_counted(ingest: Ingest) -> None:
     assert ingest.send(batch()) == "stored"
 
 
-def test_few_bytes_that_stand_for_very_many_keep_nobody_else_waiting(
+def test_highly_compressed_batch_does_not_delay_other_requests(
     ingest: Ingest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoding: list[threading.Thread] = []
@@ -255,7 +255,7 @@ def test_few_bytes_that_stand_for_very_many_keep_nobody_else_waiting(
     assert usual is not aside
 
 
-def test_a_body_without_end_is_cut_off(ingest: Ingest) -> None:
+def test_endless_body_is_rejected(ingest: Ingest) -> None:
     def endless() -> Any:
         for _ in range(1000):
             yield b"x" * 65536
@@ -270,7 +270,7 @@ def test_a_body_without_end_is_cut_off(ingest: Ingest) -> None:
 
 @PATIENT
 @given(content=st.binary(max_size=200), position=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_damaged_batches_never_break_anything(
+def test_damaged_batches_never_break_the_server(
     ingest: Ingest, content: bytes, position: int, bit: int
 ) -> None:
     whole = bytearray(wire.encode(batch(events=[hello()], sequence=1)))
@@ -281,7 +281,7 @@ def test_damaged_batches_never_break_anything(
 
 @PATIENT
 @given(order=st.permutations(range(4)), repeats=st.lists(st.integers(0, 3), max_size=4))
-def test_any_order_and_repetition_stores_each_once(
+def test_batches_in_any_order_are_stored_once(
     ingest: Ingest, order: list[int], repeats: list[int]
 ) -> None:
     agent = f"node-{time.time_ns()}"
@@ -292,7 +292,7 @@ def test_any_order_and_repetition_stores_each_once(
     assert ingest.node(agent).sequence == 3
 
 
-def test_nobody_without_a_token_stores_anything(ingest: Ingest) -> None:
+def test_ingest_requires_an_agent_token(ingest: Ingest) -> None:
     server = ingest.server
     tokens = {scope: make_token(server, scope) for scope in ("agent", "viewer", "operator")}
     payload = wire.encode(batch())

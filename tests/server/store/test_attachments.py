@@ -69,7 +69,7 @@ class Found:
             return [each.identity.pid for each in attachments.claim(session, gathered)]
 
 
-def test_a_smaller_run_of_the_same_name_is_given_its_own_ranks(database: Database) -> None:
+def test_smaller_run_of_the_same_name_gets_its_own_ranks(database: Database) -> None:
     found = Found(database)
     found.run(4, range(4))
     assert found.take() == [100, 101, 102, 103]
@@ -78,14 +78,14 @@ def test_a_smaller_run_of_the_same_name_is_given_its_own_ranks(database: Databas
     assert found.whole() == []
 
 
-def test_a_run_that_was_never_whole_keeps_no_smaller_one_from_being_it(database: Database) -> None:
+def test_incomplete_run_does_not_block_a_smaller_complete_one(database: Database) -> None:
     found = Found(database)
     found.run(8, range(4))
     found.run(2, range(2))
     assert found.take() == [200, 201]
 
 
-def test_a_rank_that_ended_alone_is_none_of_the_next_run(database: Database) -> None:
+def test_rank_that_exited_early_is_not_part_of_the_next_run(database: Database) -> None:
     found = Found(database)
     found.run(2, range(1))
     found.exit(100, rank=0)
@@ -97,7 +97,7 @@ def test_a_rank_that_ended_alone_is_none_of_the_next_run(database: Database) -> 
     assert found.take() == [500, 301]
 
 
-def test_a_rank_that_ended_just_now_waits_for_the_others(database: Database) -> None:
+def test_rank_that_exited_recently_still_counts_for_its_run(database: Database) -> None:
     """What crashes in its first seconds is shown, too."""
     found = Found(database)
     found.run(2, range(1))
@@ -107,7 +107,7 @@ def test_a_rank_that_ended_just_now_waits_for_the_others(database: Database) -> 
     assert found.take() == [100, 301]
 
 
-def test_nodes_need_not_agree_on_the_generation(database: Database) -> None:
+def test_nodes_may_report_different_generations(database: Database) -> None:
     found = Found(database)
     found.run(3, range(1))
     found.run(3, range(1, 3), "node-1", generation=4)
@@ -117,7 +117,7 @@ def test_nodes_need_not_agree_on_the_generation(database: Database) -> None:
     assert found.whole() == []
 
 
-def test_a_node_has_ranks_of_its_last_generation_only(database: Database) -> None:
+def test_node_has_ranks_of_its_newest_generation_only(database: Database) -> None:
     found = Found(database)
     found.run(2, range(1))
     found.run(2, range(1), generation=1)

@@ -39,7 +39,7 @@ def summary(step: int, generation: int = 1) -> StepSummary:
     )
 
 
-def test_shares_are_read_back_as_columns(job: Database) -> None:
+def test_per_rank_values_are_read_back_as_arrays(job: Database) -> None:
     with job.write() as session:
         for step in range(3):
             insert_step(session, JOB, summary(step))
@@ -58,7 +58,7 @@ def test_shares_are_read_back_as_columns(job: Database) -> None:
         assert newest.summary.means.compute_seconds == pytest.approx(0.4)
 
 
-def test_a_topology_that_shrank_drops_ranks_beyond_it(job: Database) -> None:
+def test_ranks_beyond_a_smaller_topology_are_dropped(job: Database) -> None:
     with job.write() as session:
         insert_step(session, JOB, summary(0))
     with job.read() as session:
@@ -66,7 +66,7 @@ def test_a_topology_that_shrank_drops_ranks_beyond_it(job: Database) -> None:
         assert medians(newest_shares(session, JOB, 9, 4, 5).slowdown) == [None] * 4
 
 
-def test_old_shares_go_first_and_steps_later(job: Database) -> None:
+def test_per_rank_values_are_pruned_before_summaries(job: Database) -> None:
     with job.write() as session:
         for step in range(30):
             insert_step(session, JOB, summary(step))
@@ -80,7 +80,7 @@ def test_old_shares_go_first_and_steps_later(job: Database) -> None:
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-def test_a_file_loses_what_nobody_needs(job: Database) -> None:
+def test_free_pages_are_returned_to_the_file_system(job: Database) -> None:
     def pages() -> int:
         with job.read() as session:
             return int(session.scalar(text("PRAGMA page_count")) or 0)

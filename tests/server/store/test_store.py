@@ -24,18 +24,18 @@ from paceline_wire.batch import Batch
 from tests.server.rows import toy_job
 
 
-def test_migrations_lead_to_the_models(database: Database) -> None:
+def test_migrations_create_the_schema_of_the_models(database: Database) -> None:
     with database.read() as session:
         context = MigrationContext.configure(session.connection())
         assert compare_metadata(context, Base.metadata) == []
 
 
-def test_migrating_again_changes_nothing(database: Database) -> None:
+def test_migration_is_idempotent(database: Database) -> None:
     database.migrate()
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-def test_a_transaction_in_which_a_process_stood_still_finds_the_database_away(
+def test_transaction_of_a_stopped_process_gets_database_unavailable(
     database: Database, database_url: str
 ) -> None:
     impatient = Database(database_url, timeout_seconds=0.2)
@@ -48,7 +48,7 @@ def test_a_transaction_in_which_a_process_stood_still_finds_the_database_away(
     impatient.close()
 
 
-def test_a_new_connection_reads_while_another_writes(database: Database, database_url: str) -> None:
+def test_new_connection_reads_while_another_writes(database: Database, database_url: str) -> None:
     url = Settings(database_url=database_url).database_url
     other = Database(url, timeout_seconds=0.2)
     with database.write() as session:
@@ -58,7 +58,7 @@ def test_a_new_connection_reads_while_another_writes(database: Database, databas
 
 
 @pytest.mark.parametrize("statement", ["UPDATE audit SET detail = 'x'", "DELETE FROM audit"])
-def test_the_audit_log_refuses_to_be_changed(database: Database, statement: str) -> None:
+def test_audit_log_rejects_changes(database: Database, statement: str) -> None:
     entry = AuditEntry(actor="policy", verb="opened", subject="inc-1", detail="NUL \0 is dropped")
     with database.write() as session:
         audit.record(session, None, entry, 1)
@@ -68,7 +68,7 @@ def test_the_audit_log_refuses_to_be_changed(database: Database, statement: str)
         assert session.scalars(select(AuditRow.detail)).all() == ["NUL  is dropped"]
 
 
-def test_a_transaction_that_fails_leaves_nothing(database: Database) -> None:
+def test_failed_transaction_is_rolled_back(database: Database) -> None:
     def fail_half_way() -> None:
         with database.write() as session:
             record_change(session, None, "node", "node-0")
@@ -80,7 +80,7 @@ def test_a_transaction_that_fails_leaves_nothing(database: Database) -> None:
         assert changes_after(session, 0, None) == []
 
 
-def test_a_lease_has_one_owner_and_each_owner_an_epoch(database: Database) -> None:
+def test_lease_has_one_owner_and_a_new_epoch_per_owner(database: Database) -> None:
     with database.write() as session:
         assert acquire(session, "job:1", "a", 100, 10) == 1
         assert acquire(session, "job:1", "b", 105, 10) is None
@@ -104,7 +104,7 @@ def test_a_lease_has_one_owner_and_each_owner_an_epoch(database: Database) -> No
         assert changes_after(session, 0, None) == []
 
 
-def test_a_lease_that_a_wrong_clock_wrote_keeps_nobody_out(database: Database) -> None:
+def test_lease_written_by_a_wrong_clock_can_be_acquired(database: Database) -> None:
     """Its owner died, and the clock was set back by a day."""
     day_ns = 86_400 * 1_000_000_000
     with database.write() as session:
@@ -114,7 +114,7 @@ def test_a_lease_that_a_wrong_clock_wrote_keeps_nobody_out(database: Database) -
         assert acquire(session, "job:1", "b", 5, 10) == 2
 
 
-def test_command_ids_are_given_once(database: Database) -> None:
+def test_command_ids_are_unique(database: Database) -> None:
     taken: list[int] = []
 
     def take() -> None:
@@ -184,7 +184,7 @@ def prune(database: Database, before_ns: int, keep_bytes: int = 1 << 30) -> int:
         return 0 if last is None else drop_log(session, last, most=100)
 
 
-def test_the_log_is_pruned_by_age_and_still_knows_duplicates(database: Database) -> None:
+def test_log_is_pruned_by_age_and_still_detects_duplicates(database: Database) -> None:
     for sequence in range(5):
         assert store(database, sequence, received_ns=sequence)
     assert prune(database, before_ns=3) == 3
@@ -204,7 +204,7 @@ def test_the_log_is_pruned_by_size(database: Database) -> None:
     assert kept(database) == [2, 3, 4]
 
 
-def test_log_sizes_follow_what_others_store_and_drop(database: Database) -> None:
+def test_log_sizes_include_changes_by_other_processes(database: Database) -> None:
     sizes = LogSizes(entries_per_part=4)
 
     def excess(keep_bytes: int) -> int:
@@ -223,7 +223,7 @@ def test_log_sizes_follow_what_others_store_and_drop(database: Database) -> None
     assert [excess(kept) for kept in (700, 400, 200)] == [7, 10, 11]
 
 
-def test_the_log_is_dropped_a_part_at_a_time(database: Database) -> None:
+def test_log_is_dropped_in_parts(database: Database) -> None:
     for sequence in range(5):
         store(database, sequence, received_ns=sequence)
     with database.write() as session:
@@ -232,7 +232,7 @@ def test_the_log_is_dropped_a_part_at_a_time(database: Database) -> None:
     assert not store(database, 3, received_ns=9)
 
 
-def test_the_log_is_read_by_number_and_by_size(database: Database) -> None:
+def test_log_reads_are_limited_by_number_and_size(database: Database) -> None:
     for sequence, size in enumerate([100, 100, 100, 900, 50]):
         store(database, sequence, received_ns=sequence, size=size)
 
@@ -248,7 +248,7 @@ def test_the_log_is_read_by_number_and_by_size(database: Database) -> None:
     assert part(5, 5, 250) == ([], False)
 
 
-def test_what_a_job_has_not_read_is_never_pruned(database: Database) -> None:
+def test_unread_entries_are_never_pruned(database: Database) -> None:
     for sequence in range(5):
         store(database, sequence, received_ns=sequence)
     with database.write() as session:
@@ -257,7 +257,7 @@ def test_what_a_job_has_not_read_is_never_pruned(database: Database) -> None:
     assert kept(database) == [2, 3, 4]
 
 
-def test_changes_are_pruned_to_a_number(database: Database) -> None:
+def test_only_the_newest_changes_are_stored(database: Database) -> None:
     with database.write() as session:
         for _ in range(10):
             record_change(session, None, "node", "node-0")
@@ -269,7 +269,7 @@ def job(job_id: str, cursor: int = 0) -> JobRow:
     return toy_job(job_id, state="pending", generation=0, created_ns=time.time_ns(), cursor=cursor)
 
 
-def test_who_has_waited_longest_writes_next_even_beside_one_that_never_pauses():
+def test_longest_waiting_writer_is_next_even_next_to_one_without_pauses():
     turns, order = WriteQueue(20.0), []
 
     def write(name: str) -> None:
@@ -289,7 +289,7 @@ def test_who_has_waited_longest_writes_next_even_beside_one_that_never_pauses():
     assert order[0] == "a"
 
 
-def test_who_waits_too_long_for_its_turn_gives_it_up_and_holds_nobody_up():
+def test_writer_that_times_out_does_not_block_the_others():
     turns = WriteQueue(0.01)
     with turns.acquired(), pytest.raises(sqlalchemy.exc.TimeoutError), turns.acquired():
         pass
