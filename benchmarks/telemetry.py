@@ -16,7 +16,7 @@ from time import process_time_ns
 from benchmarks.harness import Result
 from paceline_server.detect.causes.diagnosis import diagnose
 from paceline_server.detect.observation import Generation, Observation
-from paceline_server.detect.telemetry import KEPT, Telemetry
+from paceline_server.detect.telemetry import STORED_METRICS, Telemetry
 from paceline_server.steps.groups import Groups
 from paceline_wire.batch import Sample
 from paceline_wire.topology import Topology
@@ -48,7 +48,7 @@ def measure() -> Iterator[Result]:
 
 
 def _sweep(node: int, time_ns: int, chance: random.Random) -> Iterator[Sample]:
-    for name, labels in KEPT.items():
+    for name, labels in STORED_METRICS.items():
         for number, place in enumerate(_places(labels, node)):
             moves = any(word in name for word in _MOVES)
             is_counter = name.endswith(("_total", "TOTAL", "VIOLATION"))

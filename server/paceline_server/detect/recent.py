@@ -1,7 +1,7 @@
-"""What each rank recorded last, kept as it came and read only when something stands still.
+"""The newest records of each rank, stored undecoded and only read when the job hangs.
 
-From it come the program of a step (which communication follows which on a rank) and how long an
-operation takes when all is well. Memory is bounded for the whole job.
+They provide the program of a step (the order of communications on a rank) and the usual duration of
+an operation. Memory is bounded for the whole job.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class RecentRecords:
         self._sizes[block.rank] = total
 
     def of(self, rank: int) -> list[Span]:
-        """In the order of the rank's ring, each record once."""
-        found = {span.index: span for span in self._decoded(rank)}
-        return [found[index] for index in sorted(found)]
+        """Return the records of a rank in the order of its ring, without duplicates."""
+        by_index = {span.index: span for span in self._decoded(rank)}
+        return [by_index[index] for index in sorted(by_index)]
 
     def _decoded(self, rank: int) -> Iterator[Span]:
         for columns in self._blocks.get(rank, ()):
@@ -46,7 +46,7 @@ class RecentRecords:
 
 
 def p99_seconds(spans: Iterable[Span], op: int) -> float | None:
-    """Of the durations of one operation; None: it was not recorded."""
+    """Return the p99 duration of one operation; None if it was not recorded."""
     durations = sorted(span.duration_ns for span in spans if span.op == op)
     if not durations:
         return None

@@ -1,9 +1,9 @@
-"""What nodes measured of late, kept for the question "and what was the hardware doing then?".
+"""Recent measurements of all nodes, in memory, for the diagnosis of a finding.
 
-Only the metrics that a cause can be read from are kept, a bounded history of each: the newest
-samples as they came, older ones some seconds apart, and a value that holds on as its first and
-last sample only (most counters of errors never move). 10,240 GPUs with all their metrics fit into
-a few hundred MiB; `make bench` measures it.
+Only metrics in which a cause shows are stored, with a bounded history each: the newest samples as
+they arrived, older ones some seconds apart, and an unchanged value as its first and last sample
+only (most error counters never change). 10,240 GPUs with all their metrics fit into a few hundred
+MiB; `make bench` measures it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _DEVICE_KIND = ("device", "kind")
 _RANK = ("job", "rank")
 _NODE: tuple[str, ...] = ()
 
-# What is kept, and the labels that tell one thing's series from another's on its node. All others
-# (UUID, Hostname, modelName, ...) say nothing that these do not. Names: docs/concepts.md.
-KEPT: Mapping[str, tuple[str, ...]] = {
+# The metrics that are stored, and the labels that identify a series on its node. All other labels
+# (UUID, Hostname, modelName, ...) add no information. Names: docs/concepts.md.
+STORED_METRICS: Mapping[str, tuple[str, ...]] = {
     metric_names.SM_CLOCK: _GPU,
     metric_names.MEM_CLOCK: _GPU,
     metric_names.GPU_TEMP: _GPU,
@@ -109,22 +109,22 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     metric_names.FILESYSTEM_SIZE_BYTES: ("mountpoint",),
 }
 POINTS_PER_SERIES = 64
-# Older samples are this far apart, the oldest several times that: a rank that is slow for ten
-# minutes can still be compared with its healthy past.
+# Distance of older samples; the oldest are several times as far apart. A rank that has been slow
+# for ten minutes can still be compared with its healthy past.
 COARSE_NS = 10e9
-FORGOTTEN_NS = 1200e9
+MAX_AGE_NS = 1200e9
 SERIES_PER_NODE = 1536  # a node of 8 GPUs, 10 ports and 16 disks has 600
 
 Labels = tuple[str | None, ...]  # the values of those labels
 
 
 class MetricSeries:
-    """One metric of one thing, oldest first."""
+    """One metric of one device, rank or node, oldest sample first."""
 
     __slots__ = ("_flat",)
 
     def __init__(self) -> None:
-        # time, value, time, value, ...: one buffer. A double holds today's nanoseconds to 256 ns.
+        # One buffer: time, value, time, value, ... A double stores the time in ns to 256 ns.
         self._flat = array("d")
 
     def add(self, time_ns: int, value: float) -> None:
@@ -132,7 +132,7 @@ class MetricSeries:
         if flat and at <= flat[-2]:
             self._insert(at, value)
         elif len(flat) >= 4 and flat[-1] == value == flat[-3]:
-            flat[-2] = at  # it holds on
+            flat[-2] = at  # unchanged
         else:
             flat.append(at)
             flat.append(value)
@@ -140,34 +140,34 @@ class MetricSeries:
                 self._thin()
 
     def _insert(self, at: float, value: float) -> None:
-        """A sample that was delivered late, or twice."""
+        """Insert a sample that was delivered late, or twice."""
         flat = self._flat
         index = len(flat)
         while index and flat[index - 2] > at:
             index -= 2
         if index and flat[index - 2] == at:
             return
-        held = 0 < index < len(flat) and flat[index - 1] == value == flat[index + 1]
-        if not held:
+        is_unchanged = 0 < index < len(flat) and flat[index - 1] == value == flat[index + 1]
+        if not is_unchanged:
             flat.insert(index, value)
             flat.insert(index, at)
             if len(flat) > 2 * POINTS_PER_SERIES:
                 self._thin()
 
     def _thin(self) -> None:
-        """Of the older half, keep what is far enough apart: the older, the farther."""
+        """Drop samples of the older half that are close together; the oldest are thinned most."""
         flat = self._flat
         half = len(flat) // 4 * 2
-        oldest_ns = flat[-2] - FORGOTTEN_NS
-        kept = array("d")
+        oldest_ns = flat[-2] - MAX_AGE_NS
+        thinned = array("d")
         for index in range(0, half, 2):
             at = flat[index]
-            if at >= oldest_ns and (not kept or at - kept[-2] >= COARSE_NS):
-                kept.extend(flat[index : index + 2])
-        if len(kept) > half * 3 // 4:
-            older = len(kept) // 4 * 2
-            kept = array("d", _every_second(kept[:older])) + kept[older:]
-        flat[:half] = kept
+            if at >= oldest_ns and (not thinned or at - thinned[-2] >= COARSE_NS):
+                thinned.extend(flat[index : index + 2])
+        if len(thinned) > half * 3 // 4:
+            older = len(thinned) // 4 * 2
+            thinned = array("d", _every_second(thinned[:older])) + thinned[older:]
+        flat[:half] = thinned
 
     def __len__(self) -> int:
         return len(self._flat) // 2
@@ -178,7 +178,7 @@ class MetricSeries:
         return list(zip(self._flat[::2], self._flat[1::2], strict=True))
 
     def columns(self) -> tuple[Floats, Floats]:
-        """Times and values, as copies."""
+        """Return copies of the times (ns) and values."""
         flat = np.array(self._flat)
         return flat[::2], flat[1::2]
 
@@ -189,18 +189,18 @@ class MetricSeries:
         return self._flat[-2] if self._flat else None
 
     def typical_before(self, time_ns: int) -> float | None:
-        """What it was for half of the time before."""
+        """Return the median over time before `time_ns`."""
         times, values = self.columns()
         return typical(times[times < time_ns], values[times < time_ns])
 
     def typical_since(self, time_ns: int) -> float | None:
-        """The same since then; the newest value where nothing was measured since."""
+        """Return the median over time since `time_ns`; if there is none, the newest."""
         times, values = self.columns()
         since = typical(times[times >= time_ns], values[times >= time_ns])
         return self.latest() if since is None else since
 
     def rate_since(self, time_ns: int) -> float | None:
-        """Growth per second of a counter between its last value before then and its newest."""
+        """Return the growth per second of a counter from its last value before `time_ns` to now."""
         times, values = self.columns()
         first = max(int(np.searchsorted(times, time_ns)) - 1, 0)
         return _rate(times[first:], values[first:])
@@ -217,20 +217,20 @@ def _every_second(flat: array[float]) -> Iterator[float]:
 
 
 def typical(times: Floats, values: Floats) -> float | None:
-    """The median over time: a sample counts for as long as it is from its neighbours."""
+    """Return the median over time: a sample counts for the time between its neighbors."""
     if times.size < 2:
         return float(values[0]) if times.size else None
     middles = (times[1:] + times[:-1]) / 2
     edges = np.concatenate((times[:1], middles, times[-1:]))
     order = np.argsort(values, kind="stable")
-    passed = np.cumsum(np.diff(edges)[order])
-    return float(values[order[np.searchsorted(passed, passed[-1] / 2)]])
+    elapsed = np.cumsum(np.diff(edges)[order])
+    return float(values[order[np.searchsorted(elapsed, elapsed[-1] / 2)]])
 
 
 def without_dips(times: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """A counter that read less once and then goes on where it was had no reset: a bad reading.
+    """Return the series without bad readings: a single lower value between higher ones.
 
-    Taken for one, all it ever counted would be growth.
+    Treated as a reset, such a reading would make the whole counter look like growth.
     """
     if values.size < 3:
         return times, values
@@ -241,65 +241,65 @@ def without_dips(times: Floats, values: Floats) -> tuple[Floats, Floats]:
 
 
 def _rate(times: Floats, values: Floats) -> float | None:
-    """None where there is no time between, or where all that happened is a reset to zero."""
+    """Return the growth per second; None without elapsed time, or if there was only a reset."""
     times, values = without_dips(times, values)
     if times.size < 2 or times[-1] <= times[0]:
         return None
-    grown = np.diff(values)
-    if (grown < 0).any() and not (grown > 0).any():
+    growth = np.diff(values)
+    if (growth < 0).any() and not (growth > 0).any():
         return None
-    return float(grown[grown > 0].sum() / (times[-1] - times[0]) * 1e9)
+    return float(growth[growth > 0].sum() / (times[-1] - times[0]) * 1e9)
 
 
 @dataclass(slots=True)
 class _Node:
-    """By metric, then by the values of its labels."""
+    """Series of one node, by metric, then by the values of its labels."""
 
     metrics: dict[str, dict[Labels, MetricSeries]] = field(default_factory=dict)
     series: int = 0
 
 
 class Telemetry:
-    """Samples of all nodes that hold ranks of the job, or could."""
+    """Samples of all nodes that run ranks of the job, or could run some."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
-        # One copy of each tuple of labels, however many series have it.
+        # One copy of each tuple of labels, shared by all series that have it.
         self._labels: dict[Labels, Labels] = {}
 
     def add(self, node: str, sample: Sample, clock_shift_ns: int = 0) -> None:
         self.extend(node, (sample,), clock_shift_ns)
 
     def extend(self, node: str, samples: Iterable[Sample], clock_shift_ns: int = 0) -> None:
-        """Every sample of every node passes through here."""
-        known = self._nodes.get(node)
-        if known is None:
-            known = self._nodes[node] = _Node()
-        metrics = known.metrics
+        """Add samples. Performance matters: every sample of every node passes through here."""
+        stored = self._nodes.get(node)
+        if stored is None:
+            stored = self._nodes[node] = _Node()
+        metrics = stored.metrics
         for sample in samples:
             name = sample.name
-            names = KEPT.get(name)
+            names = STORED_METRICS.get(name)
             if names is None:
                 continue
-            of_metric = metrics.get(name)
-            if of_metric is None:
-                of_metric = metrics[name] = {}
+            by_labels = metrics.get(name)
+            if by_labels is None:
+                by_labels = metrics[name] = {}
             key: Labels = tuple(map(sample.labels.get, names))
-            series = of_metric.get(key)
+            series = by_labels.get(key)
             if series is None:
-                if known.series >= SERIES_PER_NODE:
+                if stored.series >= SERIES_PER_NODE:
                     continue
-                known.series += 1
-                series = of_metric[self._labels.setdefault(key, key)] = MetricSeries()
+                stored.series += 1
+                series = by_labels[self._labels.setdefault(key, key)] = MetricSeries()
             series.add(sample.time_ns + clock_shift_ns, sample.value)
 
     def find(self, node: str, name: str, **labels: str) -> MetricSeries | None:
-        """The series with exactly these labels (of those that are kept)."""
-        known = self._nodes.get(node)
-        names = KEPT.get(name)
-        if known is None or names is None or not labels.keys() <= set(names):
+        """Return the series with exactly these labels; labels that are not stored are not valid."""
+        stored = self._nodes.get(node)
+        names = STORED_METRICS.get(name)
+        if stored is None or names is None or not labels.keys() <= set(names):
             return None
-        return known.metrics.get(name, {}).get(tuple([labels.get(each) for each in names]))
+        return stored.metrics.get(name, {}).get(tuple([labels.get(label) for label in names]))
 
     def latest(self, node: str, name: str, **labels: str) -> float | None:
         series = self.find(node, name, **labels)
@@ -308,17 +308,17 @@ class Telemetry:
     def all_of(
         self, node: str, name: str, **labels: str
     ) -> Iterator[tuple[dict[str, str], MetricSeries]]:
-        """Every series of one metric of a node that has these labels, with all its labels."""
-        known = self._nodes.get(node)
-        if known is None:
+        """Yield (labels, series) of every series of a metric on a node that has these labels."""
+        stored = self._nodes.get(node)
+        if stored is None:
             return
-        for key, series in known.metrics.get(name, {}).items():
-            values = zip(KEPT[name], key, strict=True)
-            found = {each: value for each, value in values if value is not None}
+        for key, series in stored.metrics.get(name, {}).items():
+            values = zip(STORED_METRICS[name], key, strict=True)
+            found = {label: value for label, value in values if value is not None}
             if labels.items() <= found.items():
                 yield found, series
 
     def throttle_reasons(self, node: str, gpu: int) -> dict[str, MetricSeries]:
-        """Reason -> its 0/1 series, for one GPU."""
+        """Return the 0/1 series of each throttle reason of one GPU."""
         found = self.all_of(node, metric_names.GPU_THROTTLE_REASON, gpu=str(gpu))
         return {labels["reason"]: series for labels, series in found if "reason" in labels}

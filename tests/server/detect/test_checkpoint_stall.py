@@ -47,14 +47,14 @@ def test_a_node_that_writes_slowly_is_named():
     assert "async_save" in found.advice
 
 
-def test_storage_that_becomes_slow_is_told():
+def test_storage_that_becomes_slow_is_reported():
     watched = Watched(CheckpointStallDetector, JOB.topology)
     watched.show(played(lambda number: dict.fromkeys(EVERYONE, 0.2 if number < 4 else 0.7)))
     [found] = watched.findings
     assert (found.rank, found.cause) == (None, "slow storage")
 
 
-def test_checkpoints_that_take_much_of_the_run_are_advice():
+def test_checkpoints_that_take_much_of_the_run_lead_to_advice():
     watched = Watched(CheckpointStallDetector, JOB.topology)
     watched.show(played(lambda _: dict.fromkeys(EVERYONE, 0.9), every=10))
     [found] = watched.findings

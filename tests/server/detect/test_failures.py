@@ -32,7 +32,7 @@ def heartbeat(job: SimulatedJob) -> None:
             job.engine.feed(job.batch(node), job.now_ns)
 
 
-def test_a_killed_rank_is_told_at_once(job):
+def test_a_killed_rank_is_reported_at_once(job):
     job.exit(5, signal=9)
     [found] = tick(job)
     assert (found.kind, found.cause) == ("failure", "killed by SIGKILL")
@@ -41,7 +41,7 @@ def test_a_killed_rank_is_told_at_once(job):
     assert not found.suspects_node
 
 
-def test_peers_that_follow_are_not_to_blame(job):
+def test_peers_that_exit_afterwards_are_not_blamed(job):
     job.exit(4, exit_code=1, log_tail=RESET)
     assert tick(job) == []
     job.exit(5, signal=9, at_ns=job.now_ns + 10**9)  # its node's clock runs ahead
@@ -52,7 +52,7 @@ def test_peers_that_follow_are_not_to_blame(job):
     assert tick(job, 2) == []
 
 
-def test_the_first_of_several_deaths_is_to_blame(job):
+def test_the_rank_that_exits_first_is_blamed(job):
     job.exit(4, exit_code=1, log_tail="ValueError: bad", at_ns=job.now_ns)
     job.exit(6, exit_code=1, log_tail="KeyError: 3", at_ns=job.now_ns - 10**8)
     [found] = tick(job)
@@ -66,7 +66,7 @@ def in_collective(job, rank):
     job.wait(0.5, {rank: job.state(rank, frames=frames, groups=groups)})
 
 
-def test_of_ranks_that_others_started_those_that_waited_were_victims(job):
+def test_ranks_of_external_jobs_that_waited_in_a_collective_are_victims(job):
     """Nobody knows how they ended, and their agents look four times a second."""
     for rank in (0, 1):
         in_collective(job, rank)
@@ -81,7 +81,7 @@ def test_of_ranks_that_others_started_those_that_waited_were_victims(job):
     assert [(one.rank, one.node, one.cause) for one in found] == [(6, "node-3", "process gone")]
 
 
-def test_ranks_that_others_started_and_that_went_together_are_named_together(job):
+def test_ranks_of_external_jobs_that_ended_together_are_reported_together(job):
     states = {4: job.state(4, status="failed"), 5: job.state(5)}
     late = replace(states[5].view, step=states[5].view.step - 1)
     job.wait(0.5, {**states, 5: replace(states[5], view=late)})
@@ -100,7 +100,7 @@ def test_ranks_that_others_started_and_that_went_together_are_named_together(job
     ]
 
 
-def test_an_earlier_death_that_is_told_later_corrects_the_finding(job):
+def test_an_earlier_exit_that_is_reported_later_corrects_the_finding(job):
     job.exit(4, exit_code=1, log_tail="ValueError: bad", at_ns=job.now_ns)
     [first] = tick(job)
     job.exit(6, signal=11, at_ns=job.now_ns - 10**9)
@@ -109,7 +109,7 @@ def test_an_earlier_death_that_is_told_later_corrects_the_finding(job):
     assert first.fingerprint == second.fingerprint
 
 
-def test_a_broken_connection_that_nothing_explains_is_told_in_the_end(job):
+def test_an_unexplained_broken_connection_is_reported_in_the_end(job):
     job.exit(4, exit_code=1, log_tail=RESET)
     assert tick(job) == []
     for _ in range(6):
@@ -127,13 +127,13 @@ def test_a_broken_connection_that_nothing_explains_is_told_in_the_end(job):
         ("", "exit code 3"),
     ],
 )
-def test_the_last_words_name_the_cause(job, log_tail, cause):
+def test_the_last_log_line_names_the_cause(job, log_tail, cause):
     job.exit(1, exit_code=3, log_tail=log_tail)
     [found] = tick(job)
     assert found.cause == cause
 
 
-def test_a_sigkill_on_a_node_without_memory_hints_at_the_kernel(job):
+def test_a_sigkill_on_a_node_without_free_memory_hints_at_the_oom_killer(job):
     samples = [
         Sample("node_memory_MemAvailable_bytes", {}, 1e6, job.now_ns),
         Sample("node_memory_MemTotal_bytes", {}, 64e9, job.now_ns),
@@ -144,14 +144,14 @@ def test_a_sigkill_on_a_node_without_memory_hints_at_the_kernel(job):
     assert "the OOM killer may have killed it" in found.evidence[-1].text
 
 
-def test_ending_well_or_on_command_is_no_failure(job):
+def test_exit_code_0_and_commanded_exits_are_no_failures(job):
     job.exit(0, exit_code=0)
     job.exit(1, signal=9, commanded=True)
     job.exit(2, exit_code=1, commanded=True)
     assert tick(job, 3) == []
 
 
-def test_nothing_is_told_while_the_generation_is_being_stopped(job):
+def test_nothing_is_reported_while_the_generation_is_being_stopped(job):
     job.engine.suspend()
     job.muted_nodes = {"node-1"}
     job.exit(0, signal=15)
@@ -199,14 +199,14 @@ def test_a_lost_node_explains_the_exits_of_its_peers(job):
     assert "ended meanwhile" in found[0].evidence[1].text
 
 
-def test_a_pause_of_the_server_is_no_silence_of_the_nodes(job):
+def test_a_pause_of_the_server_does_not_make_nodes_look_lost(job):
     job.now_ns += 60_000_000_000
     assert job.tick(job.now_ns).findings == []
     heartbeat(job)
     assert silent(job, 3) == []
 
 
-def test_while_all_news_comes_late_a_silent_node_may_only_be_late(job):
+def test_while_all_batches_are_late_a_silent_node_is_not_lost(job):
     for node in job.nodes:
         job.engine.feed(job.batch(node), job.now_ns)
     job.muted_nodes = {"node-2"}
@@ -221,7 +221,7 @@ def test_while_all_news_comes_late_a_silent_node_may_only_be_late(job):
     assert [each.node for each in silent(job, 6.0)] == ["node-2"]
 
 
-def test_when_all_nodes_fall_silent_it_is_our_network(job):
+def test_all_nodes_silent_at_once_means_a_network_problem_of_the_server(job):
     job.muted_nodes = set(job.nodes)
     assert silent(job, 20) == []
     job.muted_nodes = set(job.nodes[1:])
@@ -239,14 +239,14 @@ def test_a_lost_gpu_is_a_failure_of_its_rank_and_node(job):
     assert [each.cleared for each in tick(job)] == [True]
 
 
-def test_a_gpu_that_nobody_uses_may_be_lost(job):
+def test_a_lost_gpu_without_a_rank_is_not_reported(job):
     job.device_event("node-1", "gpu_lost", "gpu5")
     job.device_event("node-4", "gpu_lost", "gpu0")
     assert tick(job) == []
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_is_told_once(job, loss):
+def test_a_non_finite_loss_is_reported_once(job, loss):
     events = [job.state(rank, loss=loss) for rank in (4, 5)]
     job.engine.feed(job.batch("node-2", events=events), job.now_ns)
     [found] = tick(job)
@@ -267,7 +267,7 @@ def pid_of(job: SimulatedJob, rank: int) -> int:
     return job.engine._running._exited[rank].pid
 
 
-def test_a_sigkill_that_the_kernels_log_explains_is_out_of_memory(job):
+def test_a_sigkill_that_the_kernel_log_explains_is_out_of_memory(job):
     log_is_read(job, "node-2")
     job.exit(5, signal=9, at_ns=job.now_ns + 1000)
     assert tick(job, 0.3) == []  # the log of that second may say why
@@ -280,7 +280,7 @@ def test_a_sigkill_that_the_kernels_log_explains_is_out_of_memory(job):
     assert tick(job, 5) == []
 
 
-def test_a_sigkill_of_which_the_log_says_nothing_is_told_when_it_was_read(job):
+def test_a_sigkill_that_is_not_in_the_kernel_log_is_reported_once_the_log_was_read(job):
     log_is_read(job, "node-2")
     job.exit(5, signal=9, at_ns=job.now_ns + 1000)
     assert tick(job, 0.3) == []
@@ -292,14 +292,14 @@ def test_a_sigkill_of_which_the_log_says_nothing_is_told_when_it_was_read(job):
     assert found.rank == 4
 
 
-def test_a_log_that_is_no_longer_read_holds_nothing_up(job):
+def test_a_kernel_log_that_is_no_longer_read_does_not_delay_the_report(job):
     log_is_read(job, "node-2")
     job.exit(5, signal=9, at_ns=job.now_ns + 1000)
     assert tick(job, 0.6) == []
     assert [found.cause for found in tick(job, 0.3)] == ["killed by SIGKILL"]
 
 
-def test_a_kill_that_is_told_later_corrects_the_cause(job):
+def test_an_oom_kill_that_is_reported_later_corrects_the_cause(job):
     job.exit(5, signal=9)
     [first] = tick(job)
     labels = {"job": JOB, "rank": "5", "kind": "oom_kill"}
@@ -318,7 +318,7 @@ def test_a_kill_of_another_process_explains_nothing(job):
     assert [found.cause for found in tick(job)] == ["killed by SIGKILL"]
 
 
-def test_a_rank_whose_loader_was_killed_for_memory(job):
+def test_a_rank_whose_loader_worker_was_killed_is_out_of_memory(job):
     job.device_event("node-0", "oom_kill", "host", KILLED.format(pid=4242))
     words = "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed."
     job.exit(1, exit_code=1, log_tail=words)

@@ -19,7 +19,7 @@ def played(pauses_of, steps=60):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_pauses_at_different_moments_are_advice(seed):
+def test_pauses_in_different_steps_lead_to_advice(seed):
     random = np.random.default_rng(seed)
     watched = Watched(GcDetector, JOB.topology)
 
@@ -39,37 +39,37 @@ def test_pauses_at_different_moments_are_advice(seed):
     assert first.cost_ratio == pytest.approx(expected, rel=0.75)
 
 
-def test_pauses_that_begin_late_are_told_within_five_steps():
+def test_pauses_that_start_late_are_reported_within_five_steps():
     watched = Watched(GcDetector, JOB.topology)
     watched.show(played(lambda step: {step % 8: 0.15} if step >= 40 else {}))
     assert [(one.onset_step, one.step) for one in watched.findings[:1]] == [(40, 42)]
 
 
-def test_what_the_start_left_behind_is_no_news():
+def test_garbage_of_the_start_is_not_reported():
     watched = Watched(GcDetector, JOB.topology)
     watched.show(played(lambda step: {step % 8: 0.3} if step < 2 else {}))
     assert watched.findings == []
 
 
-def test_pauses_of_a_job_from_its_first_step_on_are_told_at_the_third():
+def test_pauses_since_the_first_step_are_reported_at_the_third():
     watched = Watched(GcDetector, JOB.topology)
     watched.show(played(lambda step: {step % 8: 0.15}, 10))
     assert watched.findings[0].step == 2
 
 
-def test_a_start_that_leaves_more_behind_than_the_steps_after_it_is_no_evidence():
+def test_a_long_first_pause_does_not_count():
     watched = Watched(GcDetector, JOB.topology)
     watched.show(played(lambda step: {step % 8: 0.15 if step else 0.6}, 10))
     assert watched.findings[0].step == 3
 
 
-def test_pauses_together_are_healthy():
+def test_pauses_in_the_same_step_are_healthy():
     watched = Watched(GcDetector, JOB.topology)
     watched.show(played(lambda step: dict.fromkeys(range(8), 0.3) if step % 10 == 0 else {}))
     assert watched.findings == []
 
 
-def test_pauses_together_that_take_a_tenth_of_the_time_are_too_many():
+def test_common_pauses_that_take_a_tenth_of_the_time_are_reported():
     watched = Watched(GcDetector, JOB.topology)
     watched.show(played(lambda step: dict.fromkeys(range(8), 0.1) if step >= 20 else {}, 100))
     found = watched.findings[0]
@@ -81,7 +81,7 @@ def test_pauses_together_that_take_a_tenth_of_the_time_are_too_many():
     assert watched.findings[-1].cost_ratio == pytest.approx(0.1 / 0.65, rel=0.1)
 
 
-def test_one_rank_that_leaves_much_garbage_is_named():
+def test_a_single_rank_with_long_pauses_is_named():
     watched = Watched(GcDetector, JOB.topology)
     watched.show(played(lambda step: {5: 0.1} if step % 2 else {}))
     [found] = watched.findings
@@ -95,7 +95,7 @@ def test_short_pauses_are_healthy():
     assert watched.findings == []
 
 
-def test_it_clears():
+def test_the_finding_is_cleared():
     watched = Watched(GcDetector, JOB.topology)
     watched.show(played(lambda step: {step % 8: 0.1} if step < 40 else {}, 120))
     assert [found.cleared for found in watched.findings] == [False, False, True]  # corrected once

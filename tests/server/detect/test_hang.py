@@ -132,7 +132,7 @@ def test_ranks_in_different_collectives_are_a_deadlock():
     assert (found.rank, found.cause) == (None, "deadlock: ranks wait for each other")
 
 
-def test_as_long_as_one_rank_moves_nothing_hangs():
+def test_a_job_with_one_rank_in_progress_does_not_hang():
     stuck = StuckJob()
     everyone_waits_for(stuck, 2)
     for _ in range(10):
@@ -140,7 +140,7 @@ def test_as_long_as_one_rank_moves_nothing_hangs():
         assert stuck.wait(1) == []
 
 
-def test_silence_of_the_agents_is_not_stillness_of_the_ranks():
+def test_missing_batches_are_not_a_hang():
     stuck = StuckJob()
     everyone_waits_for(stuck, 2)
     stuck.wait(1)
@@ -149,14 +149,14 @@ def test_silence_of_the_agents_is_not_stillness_of_the_ranks():
 
 
 @pytest.mark.parametrize("status", ["starting", "checkpointing", "evaluating"])
-def test_starting_saving_and_evaluating_may_take_long(status):
+def test_start_checkpoint_and_evaluation_may_take_longer(status):
     stuck = StuckJob(status=status)
     everyone_waits_for(stuck, 2)
     assert stuck.wait(15) == []
     assert [found.rank for found in stuck.wait(115)] == [2]
 
 
-def test_ranks_that_have_begun_nothing_are_given_their_time():
+def test_ranks_before_their_first_step_have_the_start_timeout():
     """As between `paceline.init()` and the first step, on a machine that has been up for days."""
     stuck = StuckJob(steps=0)
     for rank in stuck.job.ranks:
@@ -166,7 +166,7 @@ def test_ranks_that_have_begun_nothing_are_given_their_time():
     assert 120 <= found.evidence[0].value < 125
 
 
-def test_a_slow_operation_is_given_three_times_what_it_takes():
+def test_a_slow_operation_may_take_three_times_its_usual_duration():
     stuck = StuckJob(steps=0)
     stuck.job.host_factor = 100.0  # forwards of 2 s in steps of a minute
     stuck.job.advance(5)
@@ -177,7 +177,7 @@ def test_a_slow_operation_is_given_three_times_what_it_takes():
     assert [found.rank for found in stuck.wait(3)] == [2]
 
 
-def test_a_quick_operation_is_told_at_once_however_long_the_steps():
+def test_a_hang_in_a_short_operation_is_reported_at_once_even_if_steps_are_long():
     stuck = StuckJob(steps=0)
     stuck.job.host_factor = 100.0
     stuck.job.advance(5)
@@ -187,7 +187,7 @@ def test_a_quick_operation_is_told_at_once_however_long_the_steps():
     assert [found.rank for found in stuck.wait(1.0)] == [2]
 
 
-def test_what_was_never_recorded_is_given_three_steps():
+def test_an_operation_without_records_may_take_three_steps():
     stuck = StuckJob(steps=0)
     stuck.job.host_factor = 10.0  # steps of 5.6 s
     stuck.job.advance(5)
@@ -197,14 +197,14 @@ def test_what_was_never_recorded_is_given_three_steps():
     assert [found.rank for found in stuck.wait(4)] == [2]
 
 
-def test_skewed_clocks_change_nothing():
+def test_clock_skew_does_not_change_the_verdict():
     stuck = StuckJob(skew_ns={"node-1": 3_600_000_000_000, "node-2": -60_000_000_000})
     everyone_waits_for(stuck, 2)
     assert stuck.wait(2.0) == []
     assert [found.rank for found in stuck.wait(1.5)] == [2]
 
 
-def test_a_clock_that_is_set_back_delays_but_blinds_nobody():
+def test_a_clock_that_is_set_back_delays_the_verdict_only():
     stuck = StuckJob()
     everyone_waits_for(stuck, 2)
     stuck.job.faults.skew_ns = {"node-1": -3_600_000_000_000}
@@ -216,7 +216,7 @@ def test_a_finished_job_does_not_hang():
     assert stuck.wait(30) == []
 
 
-def test_it_clears_when_the_process_goes_on():
+def test_a_hang_is_cleared_when_the_process_resumes():
     stuck = StuckJob()
     everyone_waits_for(stuck, 2)
     assert len(stuck.wait(4)) == 1
@@ -238,7 +238,7 @@ def thread(name: str, *functions: str, holds_gil: bool = False) -> ThreadStack:
     return ThreadStack(name, [StackFrame(each, "data.py", 88) for each in functions], holds_gil)
 
 
-def test_the_stacks_of_the_culprit_and_of_one_that_waits_are_wanted_and_told():
+def test_stacks_of_the_culprit_and_of_a_waiting_rank_are_requested_and_reported():
     stuck = StuckJob()
     everyone_waits_for(stuck, 2)
     stuck.inside(2, Op.DATA_WAIT)
@@ -262,7 +262,7 @@ def test_the_stacks_of_the_culprit_and_of_one_that_waits_are_wanted_and_told():
     assert stuck.wait(2) == []  # told once
 
 
-def test_a_thread_that_keeps_the_gil_is_named():
+def test_a_thread_that_holds_the_gil_is_named():
     stuck = StuckJob()
     everyone_waits_for(stuck, 2)
     stuck.wait(3)
@@ -274,7 +274,7 @@ def test_a_thread_that_keeps_the_gil_is_named():
     ]
 
 
-def test_why_there_is_no_stack_is_told():
+def test_the_reason_for_a_missing_stack_is_reported():
     stuck = StuckJob()
     everyone_waits_for(stuck, 2)
     stuck.wait(3)
@@ -287,7 +287,7 @@ def test_why_there_is_no_stack_is_told():
     assert told.evidence[-1].text == "no Python stack of rank 2: not allowed"
 
 
-def test_stacks_of_an_earlier_hang_are_not_told_again():
+def test_stacks_of_an_earlier_hang_are_not_reported_again():
     stuck = StuckJob()
     everyone_waits_for(stuck, 2)
     stuck.wait(3)
@@ -307,7 +307,7 @@ def send_dump(stuck: StuckJob, rank: int, error: str) -> None:
     job.engine.feed(job.batch(job.node(rank), events=[told]), job.now_ns)
 
 
-def test_what_the_flight_recorder_says_is_told_when_all_have_answered():
+def test_the_flight_recorder_result_is_reported_when_all_ranks_have_answered():
     stuck = StuckJob()
     everyone_waits_for(stuck, 2)
     [found] = stuck.wait(3)
@@ -322,7 +322,7 @@ def test_what_the_flight_recorder_says_is_told_when_all_have_answered():
     assert stuck.wait(5) == []  # told once
 
 
-def test_dumps_that_never_come_are_not_waited_for():
+def test_missing_dumps_do_not_delay_the_report_forever():
     stuck = StuckJob()
     everyone_waits_for(stuck, 2)
     stuck.wait(3)
@@ -331,7 +331,7 @@ def test_dumps_that_never_come_are_not_waited_for():
     assert told.dumps_reported
 
 
-def test_the_only_idle_device_of_a_collective_has_not_begun_it():
+def test_the_only_idle_gpu_of_a_collective_is_to_blame():
     stuck = StuckJob()
     everyone_waits_for(stuck, 2)
     stuck.in_collective(2, TP)  # as rank 3 is: all participants are in it
@@ -363,7 +363,7 @@ def hang_of_rank_2(tell: bool, process_state: str = "S") -> Finding:
     return stuck.wait(8)[0]
 
 
-def test_what_the_culprits_node_shows_is_evidence_and_changes_no_blame():
+def test_the_culprits_node_adds_evidence_but_does_not_change_the_verdict():
     plain, told = hang_of_rank_2(tell=False), hang_of_rank_2(tell=True)
     assert any("reported XID 119" in line.text for line in told.evidence)
     assert not any("XID" in line.text for line in plain.evidence)
@@ -372,11 +372,11 @@ def test_what_the_culprits_node_shows_is_evidence_and_changes_no_blame():
         assert getattr(told, name) == getattr(plain, name), name
 
 
-def test_a_culprit_that_waits_for_its_disk_is_said_to():
+def test_a_culprit_in_uninterruptible_io_is_reported():
     told = hang_of_rank_2(tell=False, process_state="D")
     assert any("uninterruptible I/O" in line.text for line in told.evidence)
     assert told.rank == 2
 
 
-def test_what_nobody_measured_of_a_hang_is_the_last_line_against_it():
+def test_causes_of_a_hang_that_were_not_measured_are_the_last_counter_evidence():
     assert hang_of_rank_2(tell=False).counter_evidence[-1].text.startswith("not measured: XID")

@@ -164,7 +164,7 @@ def test_the_culprit_and_its_side_on_many_seeds(on_device: bool) -> None:
     check(range(int(begin), int(end)), on_device)
 
 
-def test_what_a_skipped_collective_looks_like() -> None:
+def test_a_skipped_collective_names_the_rank_that_skipped_it() -> None:
     shape = Shape(Topology(dp=1, pp=1, tp=2), microbatches=1)
     program = StuckProgram(shape, Fault("skip", rank=1, index=4))
     assert program.play()
@@ -175,7 +175,7 @@ def test_what_a_skipped_collective_looks_like() -> None:
     assert "rank 1 entered 1 fewer collectives of tp than at this point" in told
 
 
-def test_two_hosts_at_once_are_both_named() -> None:
+def test_two_stopped_hosts_are_both_named() -> None:
     shape = Shape(Topology(dp=2, pp=1, tp=2))
     program = StuckProgram(shape, Fault("stop", rank=1, index=1))
     program.also_stopped = {2}
@@ -184,7 +184,7 @@ def test_two_hosts_at_once_are_both_named() -> None:
     assert (found.side, found.ranks) == ("host", [1, 2])
 
 
-def test_a_rank_without_a_page_is_blamed_only_where_no_other_is_left() -> None:
+def test_a_rank_without_a_page_is_blamed_only_without_another_culprit() -> None:
     shape = Shape(Topology(dp=2, pp=1, tp=2))
     for mute, culprit in ((3, 1), (1, 1)):
         program = StuckProgram(shape, Fault("stop", rank=1, index=1))
@@ -194,7 +194,7 @@ def test_a_rank_without_a_page_is_blamed_only_where_no_other_is_left() -> None:
         assert (found.cause == "process gone") == (mute == culprit)
 
 
-def test_a_mismatch_of_two_names_both_operations() -> None:
+def test_a_mismatch_of_two_ranks_names_both_operations() -> None:
     shape = Shape(Topology(dp=1, pp=1, tp=2))
     program = StuckProgram(shape, Fault("another_op", rank=1, index=2))
     assert program.play()

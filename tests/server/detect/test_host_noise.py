@@ -33,7 +33,7 @@ def noisy(_, random):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_busy_host_is_named_and_never_left(seed):
+def test_a_busy_host_is_reported_but_not_excluded(seed):
     [found] = watch({"node-1": 0.5}, noisy, seed=seed)
     assert (found.kind, found.node, found.rank) == ("host_noise", "node-1", None)
     assert found.ranks == [2, 3]
@@ -41,24 +41,24 @@ def test_a_busy_host_is_named_and_never_left(seed):
     assert found.evidence[0].metric == PRESSURE
 
 
-def test_without_a_word_from_the_host_nothing_is_said():
+def test_without_host_metrics_nothing_is_reported():
     assert watch({}, noisy) == []
     assert watch(dict.fromkeys(("node-0", "node-1", "node-2", "node-3"), 0.5), noisy) == []
 
 
-def test_a_busy_host_that_slows_nobody_is_healthy():
+def test_a_busy_host_that_slows_no_rank_is_healthy():
     assert watch({"node-1": 0.8}, lambda *_: {}) == []
 
 
-def test_one_slow_rank_is_not_its_host():
+def test_one_slow_rank_does_not_make_its_host_noisy():
     assert watch({"node-1": 0.5}, lambda step, _: {2: 1.4} if step % 3 else {}) == []
 
 
-def test_what_is_slow_all_the_time_is_the_node():
+def test_a_node_that_is_always_slow_is_not_host_noise():
     assert watch({"node-1": 0.5}, lambda step, _: {2: 1.3, 3: 1.3} if step > 30 else {}) == []
 
 
-def test_what_the_node_shows_besides_is_told_once_and_without_contradiction():
+def test_other_evidence_of_the_node_is_shown_once_without_contradiction():
     [found] = watch({"node-1": 0.5}, noisy)
     assert len([line for line in found.evidence if line.metric == PRESSURE]) == 1
     assert not [line for line in found.counter_evidence if line.metric == PRESSURE]

@@ -55,7 +55,7 @@ def told(code: int) -> str:
         (95, "GPU error (XID)", "reset the GPU"),
     ],
 )
-def test_an_xid_that_ends_what_runs_is_a_failure(job, code, cause, advice):
+def test_an_xid_that_ends_the_processes_is_a_failure(job, code, cause, advice):
     job.device_event(NODE, "xid", GPU, told(code))
     [found] = tick(job)
     assert (found.kind, found.cause, found.rank, found.node) == ("failure", cause, 3, NODE)
@@ -68,7 +68,7 @@ def test_an_xid_that_ends_what_runs_is_a_failure(job, code, cause, advice):
 @pytest.mark.parametrize(
     ("code", "advice"), [(63, "nothing by itself"), (74, "reset the GPU"), (94, "restart the app")]
 )
-def test_an_xid_of_a_gpu_that_goes_on_is_a_warning_with_advice(job, code, advice):
+def test_an_xid_of_a_gpu_that_continues_is_a_warning_with_advice(job, code, advice):
     job.device_event(NODE, "xid", GPU, told(code))
     [found] = tick(job)
     assert (found.kind, found.severity, found.rank) == ("gpu_error", "warning", 3)
@@ -81,7 +81,7 @@ def test_an_xid_of_a_gpu_that_goes_on_is_a_warning_with_advice(job, code, advice
 
 
 @pytest.mark.parametrize("detail", ["XID 45", "XID 43", "warning: XID 45: preemptive clean-up; x"])
-def test_what_follows_from_a_killed_process_is_no_news(job, detail):
+def test_xids_caused_by_a_killed_process_are_not_reported(job, detail):
     job.device_event(NODE, "xid", GPU, detail)
     assert tick(job) == []
 
@@ -95,7 +95,7 @@ def test_a_burst_is_one_incident(job):
     assert len(found.evidence) == 1
 
 
-def test_a_warning_that_becomes_worse_is_a_failure_and_no_warning(job):
+def test_a_warning_followed_by_a_fatal_error_becomes_a_failure(job):
     job.device_event(NODE, "xid", GPU, told(63))
     [warning] = tick(job)
     job.device_event(NODE, "xid", GPU, told(95))
@@ -108,7 +108,7 @@ def test_a_warning_that_becomes_worse_is_a_failure_and_no_warning(job):
     assert (worst.cause, worst.fingerprint) == ("GPU lost", failure.fingerprint)
 
 
-def test_both_collectors_tell_of_one_lost_gpu(job):
+def test_a_lost_gpu_reported_by_both_collectors_is_one_incident(job):
     job.device_event(NODE, "gpu_lost", GPU, "GPU is lost")
     job.device_event(NODE, "xid", GPU, told(79))
     job.device_event(NODE, "xid", GPU, "XID 79")
@@ -118,7 +118,7 @@ def test_both_collectors_tell_of_one_lost_gpu(job):
     assert [each.cleared for each in tick(job)] == [True]
 
 
-def test_the_kernels_log_is_preferred_where_it_is_read_and_nvml_is_enough_where_not(job):
+def test_the_kernel_log_is_preferred_and_nvml_is_enough_without_it(job):
     job.device_event(NODE, "xid", GPU, "XID 95")
     [found] = tick(job)
     assert (found.kind, found.rank) == ("failure", 3)
@@ -135,7 +135,7 @@ def test_the_kernels_log_is_preferred_where_it_is_read_and_nvml_is_enough_where_
     ]
 
 
-def test_the_second_witness_of_an_xid_adds_itself_once(job):
+def test_a_second_source_of_an_xid_is_added_once(job):
     job.device_event("node-0", "xid", "gpu0", told(95))
     [found] = tick(job)
     read = Sample("paceline_kernel_log_lost_total", {}, 0.0, job.now_ns)
@@ -149,7 +149,7 @@ def test_the_second_witness_of_an_xid_adds_itself_once(job):
     assert tick(job, 5) == []
 
 
-def test_an_xid_that_the_kernels_log_never_tells_is_not_lost(job):
+def test_an_xid_that_is_missing_in_the_kernel_log_is_reported(job):
     read = Sample("paceline_kernel_log_lost_total", {}, 0.0, job.now_ns)
     job.engine.feed(job.batch("node-0", samples=[read]), job.now_ns)
     job.device_event("node-0", "xid", "gpu0", "XID 95")
@@ -158,14 +158,14 @@ def test_an_xid_that_the_kernels_log_never_tells_is_not_lost(job):
     assert (found.kind, found.rank) == ("failure", 0)
 
 
-def test_a_gpu_that_nobody_can_name_is_a_warning_of_its_node(job):
+def test_an_unidentified_gpu_is_a_warning_about_its_node(job):
     job.device_event(NODE, "xid", "0000:9b:00.0", told(79))
     [found] = tick(job)
     assert (found.kind, found.severity, found.rank) == ("gpu_error", "warning", None)
     assert found.ranks == [2, 3]
 
 
-def test_a_fatal_error_of_the_nvswitch_is_of_all_its_gpus(job):
+def test_a_fatal_nvswitch_error_concerns_all_its_gpus(job):
     line = "nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 28 LTSSM Fault Up"
     event = Recognizer().recognize(line)
     job.device_event(NODE, "sxid", event.device, f"{event.severity}: {event.detail}")
@@ -173,7 +173,7 @@ def test_a_fatal_error_of_the_nvswitch_is_of_all_its_gpus(job):
     assert (found.kind, found.ranks, found.suspects_node) == ("failure", [2, 3], True)
 
 
-def test_what_is_told_late_of_the_generation_before_is_not_this_ones(job):
+def test_errors_of_the_previous_generation_are_ignored(job):
     old = DeviceEvent(
         time_ns=job.placement().started_ns - 3600 * 10**9, kind="xid", device=GPU, detail=told(95)
     )
@@ -182,12 +182,12 @@ def test_what_is_told_late_of_the_generation_before_is_not_this_ones(job):
 
 
 @pytest.mark.parametrize("detail", ["", "XID", "critical: XID x", "warning: XID 9999999999999"])
-def test_garbage_is_no_news(job, detail):
+def test_malformed_events_are_ignored(job, detail):
     job.device_event(NODE, "xid", GPU, detail)
     assert tick(job) == []
 
 
-def test_a_gpu_that_stays_hung_is_a_warning_until_it_answers(job):
+def test_a_gpu_that_stays_hung_is_a_warning_until_it_responds(job):
     job.device_event(NODE, "gpu_hung", GPU, "does not answer")
     assert tick(job, 5) == []
     [found] = tick(job, 6)
@@ -202,7 +202,7 @@ def test_a_gpu_that_stays_hung_is_a_warning_until_it_answers(job):
     assert (over.cleared, over.fingerprint) == (True, found.fingerprint)
 
 
-def test_a_gpu_that_is_silent_for_a_moment_is_no_news(job):
+def test_a_gpu_that_is_briefly_unresponsive_is_not_reported(job):
     job.device_event(NODE, "gpu_hung", GPU, "does not answer")
     assert tick(job, 5) == []
     job.device_event(NODE, "gpu_back", GPU)
@@ -218,6 +218,6 @@ def test_a_hung_gpu_that_is_lost_after_all_is_a_failure(job):
     assert (over.cleared, over.fingerprint) == (True, warned.fingerprint)
 
 
-def test_a_hung_gpu_of_nobody_here_is_no_news(job):
+def test_a_hung_gpu_without_a_rank_is_not_reported(job):
     job.device_event(NODE, "gpu_hung", "gpu7", "does not answer")
     assert tick(job, 30) == []

@@ -42,7 +42,7 @@ def look(watched):
 
 
 @pytest.mark.parametrize("misplacement", MISPLACEMENTS, ids=lambda each: each.what)
-def test_a_misplaced_rank_is_told_once_and_cleared(watched, misplacement):
+def test_a_misplaced_rank_is_reported_once_and_cleared(watched, misplacement):
     measure(watched, misplacement.metric, {0: 0.0, 1: 0.0, 2: 0.0, 3: 1.0})
     [found] = look(watched)
     assert (found.kind, found.severity) == ("misplaced_rank", "info")
@@ -56,7 +56,7 @@ def test_a_misplaced_rank_is_told_once_and_cleared(watched, misplacement):
     assert over.fingerprint == found.fingerprint
 
 
-def test_many_are_one_finding(watched):
+def test_several_misplaced_ranks_are_one_finding(watched):
     measure(watched, MISPLACEMENTS[0].metric, dict.fromkeys(range(4), 1.0))
     [found] = look(watched)
     assert found.ranks == [0, 1, 2, 3]
@@ -70,11 +70,11 @@ def test_well_placed_ranks_are_no_finding(watched):
     assert look(watched) == []
 
 
-def test_a_rank_that_is_just_starting_is_given_time(watched):
+def test_a_rank_that_is_just_starting_is_not_reported(watched):
     measure(watched, MISPLACEMENTS[0].metric, {3: 1.0}, at_ns=WARM_UP_NS - 1)
     assert look(watched) == []
 
 
-def test_another_jobs_rank_is_not_ours(watched):
+def test_ranks_of_other_jobs_are_ignored(watched):
     measure(watched, MISPLACEMENTS[0].metric, {3: 1.0}, job="another")
     assert look(watched) == []

@@ -7,9 +7,9 @@ import pytest
 
 from paceline_server.detect.telemetry import (
     COARSE_NS,
-    KEPT,
     POINTS_PER_SERIES,
     SERIES_PER_NODE,
+    STORED_METRICS,
     MetricSeries,
     Telemetry,
 )
@@ -27,13 +27,13 @@ def series(values, seconds: float = 1.0) -> MetricSeries:
     return found
 
 
-def test_a_value_that_holds_on_is_its_first_and_last_sample():
+def test_an_unchanged_value_is_stored_as_its_first_and_last_sample():
     found = series([16.0] * 1000)
     assert found.points == [(START_NS, 16.0), (START_NS + 999 * SECOND_NS, 16.0)]
     assert len(series([16.0] * 500 + [8.0] * 500)) == 4
 
 
-def test_a_busy_series_is_bounded_exact_of_late_and_coarse_before():
+def test_a_series_is_bounded_with_exact_new_and_coarse_old_samples():
     found = series([float(index) for index in range(5000)])
     assert len(found) <= POINTS_PER_SERIES
     newest = [value for _, value in found.points[-16:]]
@@ -45,7 +45,7 @@ def test_a_busy_series_is_bounded_exact_of_late_and_coarse_before():
     assert 300 * SECOND_NS <= times[-1] - times[0] <= 1300 * SECOND_NS
 
 
-def test_what_was_before_and_since_survives_ten_minutes():
+def test_values_before_and_after_an_onset_survive_ten_minutes():
     chance = random.Random(1)
     values = [1980 + chance.gauss(0, 8) for _ in range(60)]
     values += [795 + chance.gauss(0, 8) for _ in range(600)]
@@ -55,20 +55,20 @@ def test_what_was_before_and_since_survives_ten_minutes():
     assert found.typical_since(onset_ns) == pytest.approx(795, abs=20)
 
 
-def test_the_typical_value_is_that_of_most_of_the_time():
+def test_the_typical_value_is_the_median_over_time():
     """A value that held on for minutes outweighs a few nervous samples."""
     found = series([1980.0] * 60 + [700.0, 710.0, 720.0])
     assert found.typical_before(START_NS + 100 * SECOND_NS) == 1980.0
 
 
-def test_late_samples_take_their_place_and_repeated_ones_none():
+def test_late_samples_are_inserted_and_repeated_ones_dropped():
     found = MetricSeries()
     for second in (0, 1, 2, 6, 7, 4, 3, 5, 4, 7):
         found.add(START_NS + second * SECOND_NS, float(second))
     assert [value for _, value in found.points] == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
-def test_an_outage_that_is_told_after_what_came_later_is_kept_as_well():
+def test_an_outage_that_is_reported_late_is_stored():
     """Live samples overtake those of the outage; its causes are looked for in the latter."""
     found = series([1980.0] * 3)
     found.add(START_NS + 1000 * SECOND_NS, 1990.0)
@@ -81,7 +81,7 @@ def test_an_outage_that_is_told_after_what_came_later_is_kept_as_well():
     assert newest == START_NS + 899 * SECOND_NS
 
 
-def test_rates_of_a_counter_and_of_one_that_is_reset():
+def test_rates_handle_counter_resets():
     found = series([10.0 * index for index in range(20)])
     onset_ns = START_NS + 10 * SECOND_NS
     assert found.rate_before(onset_ns) == pytest.approx(10)
@@ -92,7 +92,7 @@ def test_rates_of_a_counter_and_of_one_that_is_reset():
     assert series([1.0]).rate_since(START_NS) is None
 
 
-def test_a_reading_that_dips_once_is_no_reset():
+def test_a_single_low_reading_is_no_reset():
     """Taken for one, all the counter ever counted would be growth."""
     dipped = series([1e12, 1e12 + 5, 0.0, 1e12 + 10])
     assert dipped.rate_since(START_NS) == pytest.approx(10 / 3)
@@ -102,7 +102,7 @@ def test_a_reading_that_dips_once_is_no_reset():
     assert saturated.rate_since(START_NS + 1 * SECOND_NS) == pytest.approx(5 / 3)
 
 
-def test_only_labels_that_tell_things_apart_are_kept():
+def test_only_identifying_labels_are_stored():
     telemetry = Telemetry()
     labels = {"gpu": "0", "UUID": "GPU-a", "modelName": "H200", "Hostname": "n"}
     telemetry.add("node", Sample(CLOCK, labels, 1980.0, START_NS))
@@ -130,7 +130,7 @@ def test_all_of_a_metric_by_some_of_its_labels():
     assert len(list(telemetry.all_of("node", name))) == 4
 
 
-def test_a_node_that_invents_series_is_bounded():
+def test_the_number_of_series_of_a_node_is_bounded():
     telemetry = Telemetry()
     for number in range(SERIES_PER_NODE * 2):
         telemetry.add("node", Sample(CLOCK, {"gpu": str(number)}, 1.0, START_NS))
@@ -146,5 +146,5 @@ def test_a_clock_shift_moves_the_times():
     assert found.latest_ns() == START_NS - 5 * SECOND_NS
 
 
-def test_every_kept_metric_has_few_labels():
-    assert all(len(labels) <= 3 for labels in KEPT.values())
+def test_every_stored_metric_has_few_labels():
+    assert all(len(labels) <= 3 for labels in STORED_METRICS.values())

@@ -53,7 +53,7 @@ def test_a_third_of_the_samples_is_enough():
     assert fleet.diagnose(slowdown=1.6).cause == "thermal throttle"
 
 
-def test_before_anything_is_measured_since_the_onset_nothing_is_said():
+def test_without_samples_since_the_onset_no_cause_is_named():
     """Old values say that all is well: they were measured when it was."""
     fleet = throttled(3)
     samples = fleet.samples(75)
@@ -70,7 +70,7 @@ def test_before_anything_is_measured_since_the_onset_nothing_is_said():
     assert fleet.diagnose(slowdown=1.6).cause == "thermal throttle"
 
 
-def test_a_node_that_reports_nothing_is_not_cleared_of_anything():
+def test_a_node_without_samples_rules_nothing_out():
     fleet = throttled(4, silent={NODE})
     fleet.play(75)
     found = fleet.diagnose()
@@ -81,13 +81,13 @@ def test_a_node_that_reports_nothing_is_not_cleared_of_anything():
     assert {"thermal throttle", "clock", "CPU contention"} <= set(found.not_measured)
 
 
-def test_silent_peers_leave_the_own_past():
+def test_without_peers_the_own_past_is_compared():
     fleet = throttled(5, silent={"node-0", "node-2", "node-3"})
     fleet.play(75)
     assert fleet.diagnose(slowdown=1.6).cause == "thermal throttle"
 
 
-def test_what_no_agent_measures_is_listed_apart():
+def test_what_no_agent_measures_is_listed_as_not_measured():
     fleet = Fleet(seed=6, absent={"DCGM_FI_DEV_SM_CLOCK", REASON, "DCGM_FI_DEV_GPU_TEMP"})
     fleet.absent |= {"DCGM_FI_DEV_THERMAL_VIOLATION", "DCGM_FI_DEV_POWER_VIOLATION"}
     fleet.play(75)
@@ -133,7 +133,7 @@ def test_a_whole_node_is_named_by_what_all_its_gpus_show():
     assert fleet.diagnose(rank=None, node=NODE, slowdown=1 / 0.6).cause == UNKNOWN
 
 
-def test_of_a_link_the_end_that_is_sick_is_named():
+def test_the_faulty_end_of_a_link_is_named():
     for rank, peer in ((0, 2), (2, 0)):
         fleet = Fleet(seed=11)
         cable(fleet, random.Random(11), 1.5)
@@ -163,7 +163,7 @@ def test_contention_that_came_minutes_later_is_not_the_cause():
     assert any("after it became slow" in line.text for line in found.evidence) or found.causes
 
 
-def test_a_counter_that_was_reset_has_not_grown():
+def test_a_counter_reset_is_not_growth():
     fleet = Fleet(seed=14)
     fleet.play(58)
     for at in (61, 66, 71):
@@ -174,7 +174,7 @@ def test_a_counter_that_was_reset_has_not_grown():
     assert fleet.diagnose(kind="slow_link").cause == UNKNOWN
 
 
-def test_a_counter_at_its_end_counts_no_more():
+def test_a_saturated_counter_is_ignored():
     """`link_downed` stops at 255: that it does not grow says nothing."""
     fleet = Fleet(seed=15, ports=1)
     fleet.absent |= {f"{IB}state_id", "node_network_carrier"}
@@ -200,14 +200,14 @@ def xid(fleet: Fleet, number: str, at_seconds: float) -> None:
     ("number", "at_seconds", "cause"),
     [("79", 60.5, "GPU error (XID)"), ("79", 5.0, UNKNOWN)],
 )
-def test_an_xid_counts_if_it_came_when_the_trouble_began(number, at_seconds, cause):
+def test_an_xid_counts_if_it_occurred_at_the_onset(number, at_seconds, cause):
     fleet = Fleet(seed=16)
     fleet.play(70)
     xid(fleet, number, at_seconds)
     assert fleet.diagnose(kind="hang", slowdown=None).cause == cause
 
 
-def test_an_xid_that_is_first_heard_of_with_the_gpu_itself_is_old():
+def test_an_xid_in_the_first_sample_of_a_gpu_is_old():
     """A worker that took the job over knows only what was counted, not when."""
     fleet = Fleet(seed=17, absent={"paceline_gpu_lost"})
     for node, sample in fleet.samples(70):

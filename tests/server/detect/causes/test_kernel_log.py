@@ -52,9 +52,7 @@ def fleet(seed: int = 1, **more: object) -> Fleet:
         ("soft_lockup", "", "cpu7", "hang", "kernel lockup"),
     ],
 )
-def test_what_the_log_says_when_the_trouble_begins_names_the_cause(
-    kind, code, device, finding, cause
-):
+def test_kernel_log_messages_at_the_onset_name_the_cause(kind, code, device, finding, cause):
     nodes = fleet()
     written(nodes, kind, code, device)
     found = nodes.diagnose(kind=finding, slowdown=None)
@@ -62,7 +60,7 @@ def test_what_the_log_says_when_the_trouble_begins_names_the_cause(
     assert any(line.metric and NODE in line.text for line in found.evidence)
 
 
-def test_messages_of_long_before_or_of_another_node_explain_nothing():
+def test_old_messages_and_those_of_other_nodes_explain_nothing():
     nodes = fleet(seed=2)
     for key in MESSAGES:
         kind, _, code = key.partition("/")
@@ -74,7 +72,7 @@ def test_messages_of_long_before_or_of_another_node_explain_nothing():
         assert not [each for each in found.evidence if each.metric == EVENTS]
 
 
-def test_errors_of_the_neighbours_gpu_are_not_mine():
+def test_errors_of_another_ranks_gpu_explain_nothing():
     nodes = fleet(seed=3)
     written(nodes, "xid", "48", "gpu1")
     written(nodes, "pcie_aer", "uncorrected_fatal", "gpu1")
@@ -82,7 +80,7 @@ def test_errors_of_the_neighbours_gpu_are_not_mine():
     assert nodes.diagnose(3, kind="hang", slowdown=None).cause == "GPU error (XID)"
 
 
-def test_a_few_corrected_errors_are_no_cause_and_a_storm_is():
+def test_a_few_corrected_errors_are_no_cause_but_a_burst_is():
     nodes = fleet(seed=4)
     written(nodes, "pcie_aer", "corrected", "gpu0", count=3.0)
     assert nodes.diagnose(slowdown=None).cause == UNKNOWN
@@ -91,7 +89,7 @@ def test_a_few_corrected_errors_are_no_cause_and_a_storm_is():
     assert nodes.diagnose(slowdown=None).cause == "PCIe errors"
 
 
-def test_an_xid_that_both_tell_is_told_once_with_the_agents_words_for_it():
+def test_an_xid_from_nvml_and_the_log_is_shown_once_with_the_agents_meaning():
     nodes = fleet(seed=5)
     written(nodes, "xid", "119", "gpu0")
     meaning = {"xid": "119", "meaning": "timeout of a call to the GPU's system processor (GSP)"}
@@ -106,14 +104,14 @@ def test_an_xid_that_both_tell_is_told_once_with_the_agents_words_for_it():
     assert "XID 119 (timeout of a call to the GPU's system processor (GSP))" in line.text
 
 
-def test_an_xid_is_read_from_the_log_where_nvml_says_nothing():
+def test_an_xid_is_read_from_the_log_if_nvml_reports_none():
     nodes = fleet(seed=6, absent={"paceline_gpu_lost"})
     assert "XID" in nodes.diagnose(kind="hang", slowdown=None).ruled_out
     written(nodes, "xid", "31", "gpu0")
     assert nodes.diagnose(kind="hang", slowdown=None).cause == "GPU error (XID)"
 
 
-def test_a_log_that_is_read_and_silent_rules_out_and_one_that_is_not_read_does_not():
+def test_a_log_without_messages_rules_causes_out_only_if_it_is_read():
     found = fleet(seed=7).diagnose(kind="hang", slowdown=None)
     assert {"NIC", "PCIe errors", "host hardware", "kernel"} <= set(found.ruled_out)
     silent = [line for line in found.counter_evidence if "kernel log" in line.text]
@@ -123,7 +121,7 @@ def test_a_log_that_is_read_and_silent_rules_out_and_one_that_is_not_read_does_n
     assert {"NIC", "PCIe errors", "host hardware", "kernel"} <= set(found.not_measured)
 
 
-def test_what_an_agent_finds_in_the_log_when_it_starts_is_old():
+def test_messages_that_a_starting_agent_finds_are_old():
     nodes = Fleet(seed=8)
     for node, sample in nodes.samples(ONSET + 12):
         if sample.time_ns >= START_NS + (ONSET - 1) * SECOND_NS:
@@ -132,13 +130,13 @@ def test_what_an_agent_finds_in_the_log_when_it_starts_is_old():
     assert nodes.diagnose(kind="hang", slowdown=None).cause == UNKNOWN
 
 
-def test_the_causes_that_only_the_log_tells_are_no_others():
+def test_the_causes_that_only_the_kernel_log_reports_are_listed():
     assert set(KERNEL_LOG_CAUSES) == {
         "PCIe errors", "NIC error", "host hardware errors", "kernel lockup",
     }  # fmt: skip
 
 
-def test_the_last_line_against_an_unknown_cause_is_what_nobody_measured():
+def test_the_last_counter_evidence_of_an_unknown_cause_is_what_was_not_measured():
     nodes = fleet(seed=9, absent={"paceline_gpu_lost", "paceline_kernel_log_lost_total"})
     last = nodes.diagnose(kind="hang", slowdown=None).counter_evidence[-1]
     assert last.text.startswith("not measured: XID, ")
@@ -149,7 +147,7 @@ def test_the_last_line_against_an_unknown_cause_is_what_nobody_measured():
     assert "I/O wait of the process" in told
 
 
-def test_where_the_cause_is_known_nothing_is_missing():
+def test_a_known_cause_lists_nothing_as_not_measured():
     nodes = fleet(seed=10, absent={"paceline_gpu_pcie_width"})
     written(nodes, "xid", "79", "gpu0")
     found = nodes.diagnose(kind="hang", slowdown=None)

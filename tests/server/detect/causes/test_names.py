@@ -21,7 +21,7 @@ from paceline_server.detect.causes import catalog
 from paceline_server.detect.causes.catalog import CAUSES
 from paceline_server.detect.causes.checks.pcie import LINKS
 from paceline_server.detect.causes.registry import SYMPTOMS
-from paceline_server.detect.telemetry import KEPT
+from paceline_server.detect.telemetry import STORED_METRICS
 from paceline_wire import metric_names
 from paceline_wire.batch import GpuInfo, Sample
 
@@ -39,7 +39,7 @@ def documented() -> dict[str, tuple[set[str], str]]:
     return {name: (set(re.findall(r"`(\w+)`", read)), advice) for name, read, advice in rows}
 
 
-def test_every_cause_is_documented_with_what_it_is_read_from_and_what_to_do():
+def test_every_cause_is_documented_with_its_metrics_and_advice():
     page = documented()
     assert page.keys() == CAUSES.keys()
     assert {name: advice for name, (_, advice) in page.items()} == {
@@ -49,11 +49,11 @@ def test_every_cause_is_documented_with_what_it_is_read_from_and_what_to_do():
         assert symptom.metric in page[symptom.cause][0], symptom
 
 
-def test_every_symptom_is_of_a_cause_and_of_a_kept_metric():
+def test_every_symptom_has_a_cause_and_a_stored_metric():
     for symptom in SYMPTOMS:
         assert symptom.cause in CAUSES
-        assert symptom.metric in KEPT, symptom.metric
-        assert {name for name, _ in symptom.labels} <= set(KEPT[symptom.metric])
+        assert symptom.metric in STORED_METRICS, symptom.metric
+        assert {name for name, _ in symptom.labels} <= set(STORED_METRICS[symptom.metric])
 
 
 def test_cause_names_are_spelled_out_in_the_catalog_only():
@@ -84,11 +84,11 @@ def metrics_read() -> set[str]:
     return found
 
 
-def test_whatever_a_detector_reads_is_kept_and_nothing_else():
+def test_exactly_the_metrics_that_detectors_read_are_stored():
     """What nobody reads would cost memory on every node."""
     read = metrics_read() | {symptom.metric for symptom in SYMPTOMS}
     read |= {f"{link.metric}_max" for link in LINKS}
-    assert read == KEPT.keys()
+    assert read == STORED_METRICS.keys()
 
 
 @pytest.fixture
@@ -184,6 +184,6 @@ async def test_every_metric_that_is_read_is_emitted_by_a_collector(context, tmp_
     here = replace(context, procfs_root=Path("/proc"))  # no other tree's file systems are looked at
     samples += StorageCollector(here).collect(1).everything()
     emitted = {sample.name: sample.labels.keys() for sample in samples}
-    assert KEPT.keys() - emitted.keys() == set()
-    for name, labels in KEPT.items():
+    assert STORED_METRICS.keys() - emitted.keys() == set()
+    for name, labels in STORED_METRICS.items():
         assert set(labels) <= emitted[name], name

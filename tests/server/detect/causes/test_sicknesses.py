@@ -57,7 +57,7 @@ def test_distractors_alone_explain_nothing(kind):
     assert found.counter_evidence
 
 
-def test_what_was_ruled_out_is_said_with_numbers():
+def test_ruled_out_causes_are_shown_with_numbers():
     fleet = Fleet(seed=3)
     fleet.play(75)
     found = fleet.diagnose()
@@ -68,7 +68,7 @@ def test_what_was_ruled_out_is_said_with_numbers():
     assert "gpu0 of node-1: 0 new uncorrectable ECC errors" in against
 
 
-def test_a_clock_explains_as_much_as_it_fell():
+def test_a_lower_clock_explains_a_slowdown_of_the_same_ratio():
     fleet = Fleet(seed=4)
     thermal(fleet, random.Random(4), 1980 / 795)
     fleet.play(70)
@@ -78,7 +78,7 @@ def test_a_clock_explains_as_much_as_it_fell():
     assert any("explains 2.4" in line.text for line in found.evidence)
 
 
-def test_a_clock_that_fell_by_a_little_does_not_explain_much():
+def test_a_slightly_lower_clock_does_not_explain_a_large_slowdown():
     fleet = Fleet(seed=5)
     small_drop(fleet, random.Random(5))
     fleet.play(75)
