@@ -1,4 +1,4 @@
-"""Through the engine: what the node measured names the cause of a straggler, with its numbers."""
+"""Through the engine: the measurements of a node name the cause of a straggler."""
 
 import pytest
 from simulated_job import SimulatedJob
@@ -63,7 +63,7 @@ def test_causes_by_throttle_reason_and_clock(reason, cause):
 
 
 def test_a_cause_whose_samples_come_late_updates_the_finding():
-    """The node's measurements are held up; they bear the times at which they were made."""
+    """The samples of a node are delivered late, with the times at which they were taken."""
     job = SimulatedJob(seed=1, jitter=0.05)
     job.advance(25)
     job.faults.slow[2] = 2.5
@@ -91,7 +91,7 @@ def node_sample(job: SimulatedJob, node: str, name: str, value: float, **labels:
 
 
 def advance(job: SimulatedJob, steps: int, measure) -> None:
-    """`measure(node, seconds)` gives (metric, growth, labels) of a counter for each step."""
+    """`measure(node, seconds)` returns (metric, growth, labels) of a counter for each step."""
     for _ in range(steps):
         before_ns = job.now_ns
         job.advance()

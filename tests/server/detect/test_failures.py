@@ -1,4 +1,4 @@
-"""Ranks that end, nodes that fall silent, GPUs that are lost, losses that are none."""
+"""Exited ranks, lost nodes, lost GPUs and non-finite losses."""
 
 import math
 
@@ -67,13 +67,13 @@ def in_collective(job, rank):
 
 
 def test_ranks_of_external_jobs_that_waited_in_a_collective_are_victims(job):
-    """Nobody knows how they ended, and their agents look four times a second."""
+    """Their exit codes are unknown, and their agents poll four times a second."""
     for rank in (0, 1):
         in_collective(job, rank)
     job.exit(0, at_ns=job.now_ns - 10**8)
     job.exit(1)
     job.exit(6)
-    assert tick(job) == [], "the cause may be on its way"
+    assert tick(job) == [], "the message about the cause may not have arrived yet"
     heartbeat(job)
     tick(job, 1.0)
     heartbeat(job)
@@ -225,7 +225,7 @@ def test_all_nodes_silent_at_once_means_a_network_problem_of_the_server(job):
     job.muted_nodes = set(job.nodes)
     assert silent(job, 20) == []
     job.muted_nodes = set(job.nodes[1:])
-    assert silent(job, 4.5) == [], "the first that is heard again is no proof against the others"
+    assert silent(job, 4.5) == [], "one responding node does not make the others lost at once"
     job.muted_nodes = {"node-2"}
     assert [each.node for each in silent(job, 6)] == ["node-2"]
 
@@ -270,7 +270,7 @@ def pid_of(job: SimulatedJob, rank: int) -> int:
 def test_a_sigkill_that_the_kernel_log_explains_is_out_of_memory(job):
     log_is_read(job, "node-2")
     job.exit(5, signal=9, at_ns=job.now_ns + 1000)
-    assert tick(job, 0.3) == []  # the log of that second may say why
+    assert tick(job, 0.3) == []  # the kernel log of that second may explain it
     job.device_event("node-2", "oom_kill", "host", KILLED.format(pid=pid_of(job, 5)))
     [found] = tick(job, 0.3)
     assert (found.cause, found.rank) == ("out of memory", 5)

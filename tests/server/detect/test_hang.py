@@ -1,4 +1,4 @@
-"""A job that stands still, and whom it waits for."""
+"""Hung jobs and the ranks that block them."""
 
 import pytest
 from simulated_job import DP, TP, SimulatedJob
@@ -11,7 +11,7 @@ from paceline_wire.stacks import StackFrame, ThreadStack
 
 
 class StuckJob:
-    """The demo's job after `steps` steps; what each rank is in the middle of can be set."""
+    """The demo's job after `steps` steps; the operation of each rank can be set."""
 
     def __init__(
         self, steps: int = 10, *, status: str = "running", skew_ns: dict[str, int] | None = None
@@ -35,7 +35,7 @@ class StuckJob:
         )
 
     def in_collective(self, rank: int, group: int) -> None:
-        """The rank has entered the next collective of the group; its peers not."""
+        """Put the rank, without its peers, into the next collective of the group."""
         sequence = {TP: 5, DP: 3}[group]
         frames = [self._frame(Op.STEP), self._frame(Op.ALL_REDUCE, group, sequence)]
         progress = self._groups(tp=5 if group == TP else 4, dp=3 if group == DP else 2)
@@ -58,8 +58,8 @@ class StuckJob:
         return [finding for outcome in outcomes for finding in outcome.findings]
 
 
-def everyone_waits_for(stuck: StuckJob, culprit: int) -> None:
-    """Rank 3 waits for its tensor peer 2, rank 0 (and so 1) for its data peer 2, stage 1 for 0."""
+def make_all_wait_for(stuck: StuckJob, culprit: int) -> None:
+    """Rank 3 waits for its TP peer 2, rank 0 (and so 1) for its DP peer 2, stage 1 for rank 0."""
     for rank in stuck.job.ranks:
         if rank != culprit:
             stuck.in_collective(rank, TP if rank in stuck.job.members(culprit, TP) else DP)
@@ -67,7 +67,7 @@ def everyone_waits_for(stuck: StuckJob, culprit: int) -> None:
 
 def test_a_stopped_process_is_named_within_three_seconds():
     stuck = StuckJob()
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     stuck.inside(2, Op.FORWARD, process_state="T")
     assert stuck.wait(1.0) == []
     [found] = stuck.wait(2.0)
@@ -76,18 +76,18 @@ def test_a_stopped_process_is_named_within_three_seconds():
     assert not found.can_checkpoint
     assert not found.suspects_node
     assert found.severity == "critical"
-    assert stuck.wait(5.0) == []  # told once
+    assert stuck.wait(5.0) == []  # reported once
 
 
 def test_the_rank_that_others_wait_for_is_the_culprit():
     stuck = StuckJob()
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     assert stuck.wait(2.0) == []
     [found] = stuck.wait(1.5)
     assert (found.rank, found.cause) == (2, "stuck in host code: forward")
-    told = " ".join(each.text for each in found.evidence)
-    assert "wait for rank 2" in told
-    assert "sleeps" in told
+    reported = " ".join(each.text for each in found.evidence)
+    assert "wait for rank 2" in reported
+    assert "sleeps" in reported
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_the_rank_that_others_wait_for_is_the_culprit():
 )
 def test_what_the_culprit_is_stuck_in(op, cause):
     stuck = StuckJob()
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     stuck.inside(2, op)
     job = stuck.job
     defined = RankDefined(
@@ -134,7 +134,7 @@ def test_ranks_in_different_collectives_are_a_deadlock():
 
 def test_a_job_with_one_rank_in_progress_does_not_hang():
     stuck = StuckJob()
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     for _ in range(10):
         stuck.states[5] = stuck.job.state(5, head=stuck.states[5].view.head + 1)
         assert stuck.wait(1) == []
@@ -142,7 +142,7 @@ def test_a_job_with_one_rank_in_progress_does_not_hang():
 
 def test_missing_batches_are_not_a_hang():
     stuck = StuckJob()
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     stuck.wait(1)
     stuck.states.clear()
     assert stuck.wait(10) == []
@@ -151,13 +151,13 @@ def test_missing_batches_are_not_a_hang():
 @pytest.mark.parametrize("status", ["starting", "checkpointing", "evaluating"])
 def test_start_checkpoint_and_evaluation_may_take_longer(status):
     stuck = StuckJob(status=status)
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     assert stuck.wait(15) == []
     assert [found.rank for found in stuck.wait(115)] == [2]
 
 
 def test_ranks_before_their_first_step_have_the_start_timeout():
-    """As between `paceline.init()` and the first step, on a machine that has been up for days."""
+    """Between `paceline.init()` and the first step, on a machine that has been up for days."""
     stuck = StuckJob(steps=0)
     for rank in stuck.job.ranks:
         stuck.states[rank] = stuck.job.state(rank, frames=[], groups=[], status="running")
@@ -172,7 +172,7 @@ def test_a_slow_operation_may_take_three_times_its_usual_duration():
     stuck.job.advance(5)
     for rank in stuck.job.ranks:
         stuck.inside(rank, Op.FORWARD)
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     assert stuck.wait(5) == []
     assert [found.rank for found in stuck.wait(3)] == [2]
 
@@ -181,7 +181,7 @@ def test_a_hang_in_a_short_operation_is_reported_at_once_even_if_steps_are_long(
     stuck = StuckJob(steps=0)
     stuck.job.host_factor = 100.0
     stuck.job.advance(5)
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     stuck.inside(2, Op.DATA_WAIT)  # 50 ms
     assert stuck.wait(2.0) == []
     assert [found.rank for found in stuck.wait(1.0)] == [2]
@@ -191,7 +191,7 @@ def test_an_operation_without_records_may_take_three_steps():
     stuck = StuckJob(steps=0)
     stuck.job.host_factor = 10.0  # steps of 5.6 s
     stuck.job.advance(5)
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     stuck.inside(2, Op.EVALUATE)
     assert stuck.wait(15) == []
     assert [found.rank for found in stuck.wait(4)] == [2]
@@ -199,14 +199,14 @@ def test_an_operation_without_records_may_take_three_steps():
 
 def test_clock_skew_does_not_change_the_verdict():
     stuck = StuckJob(skew_ns={"node-1": 3_600_000_000_000, "node-2": -60_000_000_000})
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     assert stuck.wait(2.0) == []
     assert [found.rank for found in stuck.wait(1.5)] == [2]
 
 
 def test_a_clock_that_is_set_back_delays_the_verdict_only():
     stuck = StuckJob()
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     stuck.job.faults.skew_ns = {"node-1": -3_600_000_000_000}
     assert [found.rank for found in stuck.wait(8)] == [2]
 
@@ -218,7 +218,7 @@ def test_a_finished_job_does_not_hang():
 
 def test_a_hang_is_cleared_when_the_process_resumes():
     stuck = StuckJob()
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     assert len(stuck.wait(4)) == 1
     stuck.states = {rank: stuck.job.state(rank, head=9_000_000) for rank in stuck.job.ranks}
     [found] = stuck.wait(0.5)
@@ -240,56 +240,56 @@ def thread(name: str, *functions: str, holds_gil: bool = False) -> ThreadStack:
 
 def test_stacks_of_the_culprit_and_of_a_waiting_rank_are_requested_and_reported():
     stuck = StuckJob()
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     stuck.inside(2, Op.DATA_WAIT)
     [found] = stuck.wait(3)
     assert found.side == "host"
     assert found.stacks_wanted == [2, 0]
-    # Waits on behalf of somebody: the standard library's, the hooks', torch's.
+    # Frames that only wait: of the standard library, the hooks and torch.
     waits = [
         StackFrame("wait", "threading.py", 327),
         StackFrame("timed", "paceline/communication.py", 400),
         StackFrame("wrapper", "torch/distributed/c10d_logger.py", 80),
     ]
     taken = read_stacks(stuck, 2, ThreadStack("MainThread", waits + thread("", "__next__").frames))
-    [told] = stuck.wait(0.5)
-    assert told.fingerprint == found.fingerprint
-    assert told.summary.endswith("stuck in data loading (data.py:88 __next__).")
-    assert told.stacks == [taken]
-    [stack] = [each.text for each in told.evidence if each.text.startswith("MainThread")]
+    [reported] = stuck.wait(0.5)
+    assert reported.fingerprint == found.fingerprint
+    assert reported.summary.endswith("stuck in data loading (data.py:88 __next__).")
+    assert reported.stacks == [taken]
+    [stack] = [each.text for each in reported.evidence if each.text.startswith("MainThread")]
     assert stack.startswith("MainThread of rank 2 is in threading.py:327 wait, called from ")
     assert stack.endswith("data.py:88 __next__")
-    assert stuck.wait(2) == []  # told once
+    assert stuck.wait(2) == []  # reported once
 
 
 def test_a_thread_that_holds_the_gil_is_named():
     stuck = StuckJob()
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     stuck.wait(3)
     read_stacks(stuck, 2, thread("MainThread", "forward"), thread("logger", "dump", holds_gil=True))
-    [told] = stuck.wait(0.5)
-    assert told.cause == "GIL held by thread logger"
+    [reported] = stuck.wait(0.5)
+    assert reported.cause == "GIL held by thread logger"
     assert "thread logger of rank 2 holds the GIL in data.py:88 dump" in [
-        each.text for each in told.evidence
+        each.text for each in reported.evidence
     ]
 
 
 def test_the_reason_for_a_missing_stack_is_reported():
     stuck = StuckJob()
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     stuck.wait(3)
     job = stuck.job
     failed = RankStackTraces(
         time_ns=job.now_ns, job="job-simulated", generation=0, rank=2, error="not \0allowed"
     )
     job.engine.feed(job.batch("node-1", events=[failed]), job.now_ns)
-    [told] = stuck.wait(0.5)
-    assert told.evidence[-1].text == "no Python stack of rank 2: not allowed"
+    [reported] = stuck.wait(0.5)
+    assert reported.evidence[-1].text == "no Python stack of rank 2: not allowed"
 
 
 def test_stacks_of_an_earlier_hang_are_not_reported_again():
     stuck = StuckJob()
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     stuck.wait(3)
     read_stacks(stuck, 2, thread("MainThread", "forward"))
     stuck.wait(0.5)
@@ -303,37 +303,39 @@ def test_stacks_of_an_earlier_hang_are_not_reported_again():
 
 def send_dump(stuck: StuckJob, rank: int, error: str) -> None:
     job = stuck.job
-    told = RankDump(time_ns=job.now_ns, job="job-simulated", generation=0, rank=rank, error=error)
-    job.engine.feed(job.batch(job.node(rank), events=[told]), job.now_ns)
+    reported = RankDump(
+        time_ns=job.now_ns, job="job-simulated", generation=0, rank=rank, error=error
+    )
+    job.engine.feed(job.batch(job.node(rank), events=[reported]), job.now_ns)
 
 
 def test_the_flight_recorder_result_is_reported_when_all_ranks_have_answered():
     stuck = StuckJob()
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     [found] = stuck.wait(3)
     assert found.dumps_wanted
     for rank in stuck.job.ranks[1:]:
         send_dump(stuck, rank, error="its environment offers none")
     assert stuck.wait(0.5) == []
     send_dump(stuck, 0, error="its environment offers none")
-    [told] = stuck.wait(0.5)
-    assert told.dumps_reported
-    assert told.evidence[-1].text == "No Flight Recorder dump: its environment offers none."
-    assert stuck.wait(5) == []  # told once
+    [reported] = stuck.wait(0.5)
+    assert reported.dumps_reported
+    assert reported.evidence[-1].text == "No Flight Recorder dump: its environment offers none."
+    assert stuck.wait(5) == []  # reported once
 
 
 def test_missing_dumps_do_not_delay_the_report_forever():
     stuck = StuckJob()
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     stuck.wait(3)
     send_dump(stuck, 0, error="its environment offers none")
-    [told] = stuck.wait(5)
-    assert told.dumps_reported
+    [reported] = stuck.wait(5)
+    assert reported.dumps_reported
 
 
 def test_the_only_idle_gpu_of_a_collective_is_to_blame():
     stuck = StuckJob()
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     stuck.in_collective(2, TP)  # as rank 3 is: all participants are in it
     job = stuck.job
     for rank in job.ranks:
@@ -345,8 +347,8 @@ def test_the_only_idle_gpu_of_a_collective_is_to_blame():
     assert found.cause == "stuck in communication: all_reduce tp#5"
 
 
-def node_tells(job: SimulatedJob, node: str, kind: str, code: str, device: str) -> None:
-    """The kernel's log was silent until the job stood still."""
+def add_kernel_log(job: SimulatedJob, node: str, kind: str, code: str, device: str) -> None:
+    """Add one message to the kernel log of a node, which had none before the hang."""
     read, events = "paceline_kernel_log_lost_total", "paceline_kernel_events_total"
     labels = {"kind": kind, "code": code, "device": device}
     samples = [Sample(read, {}, 0.0, job.now_ns + second * 10**9) for second in range(-20, 3)]
@@ -354,29 +356,33 @@ def node_tells(job: SimulatedJob, node: str, kind: str, code: str, device: str) 
     job.engine.feed(job.batch(node, samples=samples), job.now_ns)
 
 
-def hang_of_rank_2(tell: bool, process_state: str = "S") -> Finding:
+def hang_of_rank_2(with_log_message: bool, process_state: str = "S") -> Finding:
     stuck = StuckJob()
-    everyone_waits_for(stuck, 2)
+    make_all_wait_for(stuck, 2)
     stuck.inside(2, Op.FORWARD, process_state)
-    if tell:
-        node_tells(stuck.job, "node-1", "xid", "119", "gpu0")
+    if with_log_message:
+        add_kernel_log(stuck.job, "node-1", "xid", "119", "gpu0")
     return stuck.wait(8)[0]
 
 
 def test_the_culprits_node_adds_evidence_but_does_not_change_the_verdict():
-    plain, told = hang_of_rank_2(tell=False), hang_of_rank_2(tell=True)
-    assert any("reported XID 119" in line.text for line in told.evidence)
+    plain, reported = hang_of_rank_2(with_log_message=False), hang_of_rank_2(with_log_message=True)
+    assert any("reported XID 119" in line.text for line in reported.evidence)
     assert not any("XID" in line.text for line in plain.evidence)
-    assert told.causes[0].name == "GPU error (XID)"
+    assert reported.causes[0].name == "GPU error (XID)"
     for name in ("cause", "rank", "node", "ranks", "summary", "suspects_node", "detected_ns"):
-        assert getattr(told, name) == getattr(plain, name), name
+        assert getattr(reported, name) == getattr(plain, name), name
 
 
 def test_a_culprit_in_uninterruptible_io_is_reported():
-    told = hang_of_rank_2(tell=False, process_state="D")
-    assert any("uninterruptible I/O" in line.text for line in told.evidence)
-    assert told.rank == 2
+    reported = hang_of_rank_2(with_log_message=False, process_state="D")
+    assert any("uninterruptible I/O" in line.text for line in reported.evidence)
+    assert reported.rank == 2
 
 
 def test_causes_of_a_hang_that_were_not_measured_are_the_last_counter_evidence():
-    assert hang_of_rank_2(tell=False).counter_evidence[-1].text.startswith("not measured: XID")
+    assert (
+        hang_of_rank_2(with_log_message=False)
+        .counter_evidence[-1]
+        .text.startswith("not measured: XID")
+    )

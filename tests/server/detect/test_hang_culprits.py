@@ -1,4 +1,4 @@
-"""Who is to blame for a hang: many random jobs, each stuck for one reason that is known.
+"""Culprits of hangs: many random jobs, each blocked by one known fault.
 
 HANG_SEEDS=1000:3000 pytest -m campaign -s --timeout 3600 tests/server/detect/test_hang_culprits.py
 """
@@ -34,7 +34,7 @@ TOPOLOGIES = [
 class Case:
     program: StuckProgram
     fault: Fault
-    mute: int | None = None  # a rank whose page is not seen any more
+    mute: int | None = None  # a rank whose state page is no longer received
 
     def engine(self) -> Engine:
         ranks = list(self.program.ranks)
@@ -50,8 +50,8 @@ class Case:
         )
         return engine
 
-    def told(self) -> list[Finding]:
-        """What an engine says that sees the whole steps, and then the pages standing still."""
+    def findings(self) -> list[Finding]:
+        """Return the findings for complete steps followed by unchanged state pages."""
         program, engine = self.program, self.engine()
         ranks, now_ns = list(program.ranks), program.now_ns
         defined = [program.definitions(rank) for rank in ranks]
@@ -65,8 +65,8 @@ class Case:
             found += engine.tick(now_ns).findings
         return found
 
-    def told_alive(self) -> list[Finding]:
-        """The same while the job runs: pages each half second, spans as they are written."""
+    def findings_while_running(self) -> list[Finding]:
+        """Return the findings while the job runs: pages every 0.5 s, spans as they are written."""
         program, engine = self.program, self.engine()
         ranks = list(program.ranks)
         found: list[Finding] = []
@@ -87,14 +87,14 @@ class Case:
             return finding.rank == self.fault.rank
         stalled = self.program.stalled
         assert stalled is not None
-        if self.program.shape.on_device:  # which of the launched ones it is, no host can tell
+        if self.program.shape.on_device:  # no host knows which of the launched ones it is
             return finding.rank is None
         members = stalled[1:-2] if stalled[0] == 0 else stalled[1:-1]
         return finding.rank is None and set(finding.ranks) == set(members)
 
 
 def a_case(seed: int, kind: str | None = None, *, on_device: bool = False) -> Case:
-    """A random job that gets stuck; what does not get stuck is drawn again."""
+    """Return a random job that gets stuck."""
     chance = random.Random(seed)
     while True:
         shape = Shape(
@@ -128,20 +128,20 @@ def a_case(seed: int, kind: str | None = None, *, on_device: bool = False) -> Ca
 
 
 def judge(seeds: range, *, on_device: bool = False) -> tuple[Counter[str], Counter[str], list[str]]:
-    """Right and all verdicts by kind; the wrong ones in words."""
+    """Return the right and all verdicts by kind, and a text for each wrong one."""
     kinds = ("stop", "stall") if on_device else KINDS
     right: Counter[str] = Counter()
     total: Counter[str] = Counter()
     wrong = []
     for seed in seeds:
         case = a_case(seed, kinds[seed % len(kinds)], on_device=on_device)
-        found = case.told()
+        found = case.findings()
         total[case.fault.kind] += 1
         if len(found) == 1 and case.is_right(found[0]):
             right[case.fault.kind] += 1
         else:
-            said = [(one.rank, one.side, one.cause, one.ranks) for one in found]
-            wrong.append(f"seed {seed}: {case.fault} {case.program.shape}: {said}")
+            verdicts = [(each.rank, each.side, each.cause, each.ranks) for each in found]
+            wrong.append(f"seed {seed}: {case.fault} {case.program.shape}: {verdicts}")
     return right, total, wrong
 
 
@@ -168,7 +168,7 @@ def test_a_skipped_collective_names_the_rank_that_skipped_it() -> None:
     shape = Shape(Topology(dp=1, pp=1, tp=2), microbatches=1)
     program = StuckProgram(shape, Fault("skip", rank=1, index=4))
     assert program.play()
-    [found] = Case(program, program.fault).told()
+    [found] = Case(program, program.fault).findings()
     assert (found.rank, found.side) == (1, "mismatch")
     assert found.cause == "mismatched collective: collectives of tp left out or overtaken"
     told = " ".join(each.text for each in found.evidence)
@@ -180,7 +180,7 @@ def test_two_stopped_hosts_are_both_named() -> None:
     program = StuckProgram(shape, Fault("stop", rank=1, index=1))
     program.also_stopped = {2}
     assert program.play()
-    [found] = Case(program, program.fault).told()
+    [found] = Case(program, program.fault).findings()
     assert (found.side, found.ranks) == ("host", [1, 2])
 
 
@@ -189,7 +189,7 @@ def test_a_rank_without_a_page_is_blamed_only_without_another_culprit() -> None:
     for mute, culprit in ((3, 1), (1, 1)):
         program = StuckProgram(shape, Fault("stop", rank=1, index=1))
         assert program.play()
-        [found] = Case(program, program.fault, mute=mute).told()
+        [found] = Case(program, program.fault, mute=mute).findings()
         assert (found.rank, found.side) == (culprit, "host")
         assert (found.cause == "process gone") == (mute == culprit)
 
@@ -198,7 +198,7 @@ def test_a_mismatch_of_two_ranks_names_both_operations() -> None:
     shape = Shape(Topology(dp=1, pp=1, tp=2))
     program = StuckProgram(shape, Fault("another_op", rank=1, index=2))
     assert program.play()
-    [found] = Case(program, program.fault).told()
+    [found] = Case(program, program.fault).findings()
     assert (found.rank, found.cause) == (1, "mismatched collective: another operation")
     told = [each.text for each in found.evidence]
     assert "rank 1 entered broadcast tp#33 of 2048 bytes" in told
@@ -207,9 +207,9 @@ def test_a_mismatch_of_two_ranks_names_both_operations() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_slow_but_alive_is_no_hang(seed: int) -> None:
-    """One rank is a hundred times slower: steps of seconds, in which all others wait for it."""
+    """One rank is a hundred times slower, and all others wait for it for seconds."""
     chance = random.Random(seed)
     shape = Shape(chance.choice(TOPOLOGIES), overlapped=bool(seed % 2))
     program = StuckProgram(shape, Fault("none"), whole_steps=6, seed=seed)
     program.slow = {chance.randrange(shape.topology.world_size): 100.0}
-    assert Case(program, program.fault).told_alive() == []
+    assert Case(program, program.fault).findings_while_running() == []

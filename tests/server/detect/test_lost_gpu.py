@@ -1,4 +1,4 @@
-"""XIDs and other words of a sick GPU, as NVML and the kernel's log tell them."""
+"""XIDs and other errors of a GPU, from NVML and the kernel log."""
 
 from __future__ import annotations
 

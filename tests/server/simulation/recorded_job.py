@@ -1,4 +1,4 @@
-"""A job that agents told a server of, on which nobody works."""
+"""A job whose batches a server has stored and no worker processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 12
 
 
 class Recorded:
-    """A server that holds what the agents of a simulated job sent: one rank is slow."""
+    """A server with the batches of a simulated job in which one rank is slow."""
 
     def __init__(self, server: Any, steps: int = STEPS) -> None:
         self.server = server

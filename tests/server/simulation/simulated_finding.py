@@ -1,4 +1,4 @@
-"""A finding of a slow rank, and the row of its incident."""
+"""A finding about a slow rank, and the row of its incident."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline_server.decide.types import IncidentView
 from paceline_server.detect.finding import Cause, Finding
 from paceline_server.store.models import IncidentRow
 
-SUMMARY = "Rank 5 on node-2 is 1.6x slower than its peers."
+SUMMARY = "Rank 5 (node-2) is 1.6x slower than its peers."
 
 
 def straggler(likelihood: float = 0.9, **evidence: Any) -> Finding:
@@ -27,7 +27,7 @@ def straggler(likelihood: float = 0.9, **evidence: Any) -> Finding:
 
 
 def open_incident(*action_ids: str) -> IncidentRow:
-    """`inc-1`: of `straggler`, with the ids of its actions."""
+    """Return `inc-1`, an incident of `straggler` with these actions."""
     view = IncidentView(
         incident_id="inc-1", finding=straggler(), opened_ns=1, action_ids=[*action_ids]
     )

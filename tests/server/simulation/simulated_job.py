@@ -1,8 +1,8 @@
 """A 3D-parallel job that exists only as batches: spans, states, samples and exits, seeded.
 
-Each step is played out as a dependency graph (pipeline transfers, blocking tensor-parallel
-collectives, the data-parallel reduction), so waits are where a real job has them. Faults are
-plain attributes that a test sets between steps.
+Each step is simulated as a dependency graph (pipeline transfers, blocking tensor-parallel
+collectives, the data-parallel reduction), so waits occur where a real job has them. Faults are
+attributes that a test sets between steps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Faults:
 
 
 class SimulatedJob:
-    """`advance` plays steps into `engine`; `outcomes` keeps what came of each."""
+    """`advance` simulates steps and feeds them to `engine`; `outcomes` has the result of each."""
 
     def __init__(
         self,
@@ -121,14 +121,14 @@ class SimulatedJob:
         self._sequences.clear()
 
     def members(self, rank: int, group: int) -> list[int]:
-        mine = self.topology.coordinates(rank)
+        own = self.topology.coordinates(rank)
         if group == WORLD:
             return list(self.ranks)
         return [
             other
             for other in self.ranks
-            if (place := self.topology.coordinates(other)).pp_rank == mine.pp_rank
-            and (place.dp_rank == mine.dp_rank if group == TP else place.tp_rank == mine.tp_rank)
+            if (place := self.topology.coordinates(other)).pp_rank == own.pp_rank
+            and (place.dp_rank == own.dp_rank if group == TP else place.tp_rank == own.tp_rank)
         ]
 
     def definitions(self, rank: int) -> list[GroupDefinition]:
@@ -140,11 +140,11 @@ class SimulatedJob:
     # One step
 
     def advance(self, steps: int = 1) -> list[Outcome]:
-        """Play whole steps, deliver them and tick after each."""
+        """Simulate whole steps; deliver each one and tick."""
         return [self.deliver(self.play()) for _ in range(steps)]
 
     def play(self) -> dict[int, list[tuple[int, ...]]]:
-        """The rows of every rank for the next step; moves time to its end."""
+        """Return the rows of every rank for the next step, and move the time to its end."""
         self._rows = {rank: [] for rank in self.ranks}
         begin = dict.fromkeys(self.ranks, self.now_ns)
         free = dict(begin)
@@ -194,7 +194,7 @@ class SimulatedJob:
         microbatch: int,
         free: dict[int, int],
     ) -> None:
-        """Self time, then a blocking collective among the tensor peers, inside one span."""
+        """Add self time and a blocking collective among the TP peers, inside one span."""
         begin = dict(free)
         for rank in ranks:
             slow = self.faults.slow.get(rank, 1.0) * self.faults.stage_cost.get(stage, 1.0)
@@ -269,7 +269,7 @@ class SimulatedJob:
         sequence: int = 0,
         flags: int = Flag.NONE,
     ) -> int:
-        """Record it; returns its end."""
+        """Record one span and return its end."""
         length = max(int(seconds * 1e9), 0)
         if microbatch is not None and op in (Op.FORWARD, Op.BACKWARD):
             send = Op.FORWARD_SEND if op == Op.FORWARD else Op.BACKWARD_SEND

@@ -1,9 +1,9 @@
-"""A training program played until it deadlocks: ranks, their communications, and one that errs.
+"""A training program that is simulated until it deadlocks because of one faulty rank.
 
 Every rank runs a list of instructions per step (GPipe, tensor-parallel collectives, overlapped or
-blocking data-parallel ones). Communications match by count, as in any backend, so whatever one
-rank does wrong holds up exactly those that it would hold up in reality. What comes out are the
-spans of the whole steps and the state pages of the end.
+blocking data-parallel ones). Communications match by count, as in any backend, so a fault of one
+rank blocks exactly the ranks that it would block in reality. The results are the spans of the
+complete steps and the final state pages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong at one instruction (an index) of one rank, in the last step."""
+    """A fault at one instruction (an index) of one rank, in the last step."""
 
     kind: Literal["none", "stop", "skip", "another_op", "another_size", "swap", "stall"]
     rank: int = 0
@@ -63,7 +63,7 @@ class Shape:
 
 @dataclass
 class _Rank:
-    """Where one rank is."""
+    """The position of one rank in its program."""
 
     clock_ns: int = START_NS
     step: int = 0
@@ -79,7 +79,7 @@ class _Rank:
 
 
 class StuckProgram:
-    """`play` runs whole steps and then the one with the fault, until nobody can go on."""
+    """`play` runs complete steps and then the faulty one, until no rank can continue."""
 
     def __init__(self, shape: Shape, fault: Fault, *, whole_steps: int = 4, seed: int = 0) -> None:
         self.shape, self.fault = shape, fault
@@ -89,7 +89,7 @@ class StuckProgram:
         self._members: dict[tuple[int, int], list[int]] = {}
         self.ranks = {rank: _Rank() for rank in range(self.topology.world_size)}
         self._programs = {rank: self.program(rank) for rank in self.ranks}
-        self._faulty = self._spoilt(self._programs[fault.rank])
+        self._faulty = self._with_fault(self._programs[fault.rank])
         self._arrived: dict[tuple[int, ...], dict[int, tuple[int, object]]] = defaultdict(dict)
         self.stalled: tuple[int, ...] | None = None  # the communication that never ends
         self.also_stopped: set[int] = set()  # at the begin of the faulty step
@@ -99,12 +99,12 @@ class StuckProgram:
     # --- the program ----------------------------------------------------------------------
 
     def members(self, rank: int, group: int) -> list[int]:
-        known = self._members.get((rank, group))
-        if known is None:
-            known = self._members[rank, group] = self._found_members(rank, group)
-        return known
+        members = self._members.get((rank, group))
+        if members is None:
+            members = self._members[rank, group] = self._find_members(rank, group)
+        return members
 
-    def _found_members(self, rank: int, group: int) -> list[int]:
+    def _find_members(self, rank: int, group: int) -> list[int]:
         mine = self.topology.coordinates(rank)
         place = [(mine.dp_rank, mine.pp_rank, mine.tp_rank)]
         free = {TP: {2}, DP: {0}, PP: {1}, WORLD: {0, 1, 2}}[group]
@@ -120,7 +120,7 @@ class StuckProgram:
         shape, topology = self.shape, self.topology
         place = topology.coordinates(rank)
 
-        def neighbour(stage: int) -> int:
+        def neighbor(stage: int) -> int:
             return topology.rank(place.dp_rank, stage, place.tp_rank)
 
         first, last = place.pp_rank == 0, place.pp_rank == topology.pp - 1
@@ -128,16 +128,16 @@ class StuckProgram:
         launched = 0
         for _ in range(shape.microbatches):
             if not first:
-                steps.append(Instruction("receive", Op.RECV, peer=neighbour(place.pp_rank - 1)))
+                steps.append(Instruction("receive", Op.RECV, peer=neighbor(place.pp_rank - 1)))
             steps += self._compute(Op.FORWARD, 0.010)
             if not last:
-                steps.append(Instruction("send", Op.SEND, peer=neighbour(place.pp_rank + 1)))
+                steps.append(Instruction("send", Op.SEND, peer=neighbor(place.pp_rank + 1)))
         for microbatch in range(shape.microbatches):
             if not last:
-                steps.append(Instruction("receive", Op.RECV, peer=neighbour(place.pp_rank + 1)))
+                steps.append(Instruction("receive", Op.RECV, peer=neighbor(place.pp_rank + 1)))
             steps += self._compute(Op.BACKWARD, 0.020)
             if not first:
-                steps.append(Instruction("send", Op.SEND, peer=neighbour(place.pp_rank - 1)))
+                steps.append(Instruction("send", Op.SEND, peer=neighbor(place.pp_rank - 1)))
             if shape.overlapped and topology.dp > 1 and microbatch == shape.microbatches - 1:
                 for size in (4096, 8192):
                     steps.append(Instruction("launch", Op.ALL_REDUCE, group=DP, bytes=size))
@@ -167,22 +167,22 @@ class StuckProgram:
         )
         return [half, before, half, after]
 
-    def _spoilt(self, program: list[Instruction]) -> list[Instruction]:
-        fault, spoilt = self.fault, list(program)
-        at = fault.index % len(spoilt)
-        chosen = spoilt[at]
+    def _with_fault(self, program: list[Instruction]) -> list[Instruction]:
+        fault, faulty = self.fault, list(program)
+        at = fault.index % len(faulty)
+        chosen = faulty[at]
         if fault.kind == "skip":
-            del spoilt[at]
+            del faulty[at]
         elif fault.kind == "another_op":
             other = Op.BROADCAST if chosen.op == Op.ALL_REDUCE else Op.ALL_REDUCE
-            spoilt[at] = replace(chosen, op=other)
+            faulty[at] = replace(chosen, op=other)
         elif fault.kind == "another_size":
-            spoilt[at] = replace(chosen, bytes=chosen.bytes * 2)
+            faulty[at] = replace(chosen, bytes=chosen.bytes * 2)
         elif fault.kind == "swap":
             with_next = self.next_communication(program, at)
             if with_next is not None:
-                spoilt[at], spoilt[with_next] = spoilt[with_next], spoilt[at]
-        return spoilt
+                faulty[at], faulty[with_next] = faulty[with_next], faulty[at]
+        return faulty
 
     @staticmethod
     def next_communication(program: list[Instruction], at: int) -> int | None:

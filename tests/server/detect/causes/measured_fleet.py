@@ -1,7 +1,7 @@
-"""Nodes that exist only as samples: healthy, noisy and not all alike; a test makes one sick.
+"""Nodes that exist only as samples: healthy, noisy and different; a test makes one faulty.
 
-Healthy here is what real fleets are: GPUs that differ by some degrees, power caps that are active
-without harm, ports with old errors, disks that have bursts.
+Healthy nodes look as in real fleets: GPUs differ by some degrees, power caps are active without
+harm, ports have old errors, disks have bursts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ START_NS = 1_700_000_000 * SECOND_NS
 JOB = "job-measured"
 STEP_SECONDS = 1.0
 
-# (time since the onset in seconds, healthy value or growth per second) -> the sick one
+# (seconds since the onset, healthy value or growth per second) -> value of the faulty device
 Fault = Callable[[float, float], float]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """`typical` is a level, or the growth per second of a counter; `differs`: between places."""
+    """`typical` is a level, or the growth per second of a counter. `differs`: between devices."""
 
     name: str
     scope: str  # "gpu", "rank", "node", "port", "nic", "disk", "mount"
@@ -37,7 +37,7 @@ class Metric:
     noise: float = 0.0
     differs: float = 0.0
     is_counter: bool = False
-    begins: float = 0.0  # a counter's largest value at the beginning
+    begins: float = 0.0  # largest initial value of a counter
     labels: tuple[tuple[str, str], ...] = ()
 
 

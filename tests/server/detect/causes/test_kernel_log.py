@@ -1,4 +1,4 @@
-"""What the kernel's log says of a slow rank, as the nodes' agents count it."""
+"""Messages of the kernel log as causes of a slow rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of causes and metrics: code, documentation and collectors agree."""
+"""Code, documentation and collectors use the same causes and metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ METRIC = re.compile(r"^(DCGM_FI_|DCGM_EXP_|node_|paceline_(gpu|rank|device|kerne
 
 
 def documented() -> dict[str, tuple[set[str], str]]:
-    """Cause -> (metrics, what to do), of the table in docs/concepts.md."""
+    """Return cause -> (metrics, advice) from the table in docs/concepts.md."""
     section = (ROOT / "docs" / "concepts.md").read_text().partition("## Causes")[2]
     rows = re.findall(r"^\| `([^`|]+)` \| (.+?) \| (.+) \|$", section, re.MULTILINE)
     return {name: (set(re.findall(r"`(\w+)`", read)), advice) for name, read, advice in rows}

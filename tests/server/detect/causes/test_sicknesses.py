@@ -1,4 +1,4 @@
-"""The cause that a node shows is named, whatever else looks strange; and nothing else is."""
+"""The cause of a faulty node is named despite distractors, and no cause on a healthy node."""
 
 from __future__ import annotations
 
