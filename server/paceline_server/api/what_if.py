@@ -48,7 +48,7 @@ NO_REPLAY = (
 
 @dataclass(frozen=True)
 class _JobVersion:
-    """What an analysis depends on. It is recomputed when this changes."""
+    """State that an analysis depends on; a change invalidates it."""
 
     generation: int
     step: int | None  # the newest

@@ -488,8 +488,10 @@ def test_metrics_show_the_newest_step_of_each_job(server: Any, client: httpx.Cli
     for number, slowdown in ((3, 9.0), (4, 1.5)):
         put(server, *step(job_id, number, generation=0, slowdown=slowdown))
     text = client.get("/metrics").text
-    told = rf'paceline_job_rank_slowdown_ratio{{job="[^"]*",job_id="{job_id}",rank="(\d)"}} (\S+)'
-    assert dict(re.findall(told, text)) == {"0": "1.0", "1": "1.5"}
+    pattern = (
+        rf'paceline_job_rank_slowdown_ratio{{job="[^"]*",job_id="{job_id}",rank="(\d)"}} (\S+)'
+    )
+    assert dict(re.findall(pattern, text)) == {"0": "1.0", "1": "1.5"}
     bubble = (
         rf'paceline_job_stage_bubble_ratio{{[^}}]*job_id="{job_id}",kind="measured",stage="0"}}'
     )
@@ -523,7 +525,7 @@ def test_readyz_reports_a_dead_or_hung_log_writer(
     batch = Batch(agent_id="node-1", boot_id="boot", sequence=1, packed_ns=1)
     with server.program.database.write():
         answer = server.program.log.submit(batch, b"", 1)
-        wait_for(lambda: "log writer: stalled" in missing(), "it to be told")
+        wait_for(lambda: "log writer: stalled" in missing(), "readyz to report it")
     answer.result(60)
     wait_for(lambda: missing() == [], "the end of it")
     server.program.log.stop()

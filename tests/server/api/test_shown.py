@@ -62,7 +62,7 @@ def refusal(recorded: Recorded, *words: str) -> str:
 
 
 def test_each_command_leads_to_the_next_and_speaks_json(troubled: Recorded) -> None:
-    def told(*words: str) -> Any:
+    def output_of(*words: str) -> Any:
         return json.loads(troubled.paceline(*words, "--json").stdout)
 
     server = f"--server {troubled.server.url}"
@@ -75,7 +75,7 @@ def test_each_command_leads_to_the_next_and_speaks_json(troubled: Recorded) -> N
         f"paceline analyze {JOB} {server}",
         f"paceline jobs stacks {JOB} {server}",
     ]
-    assert told("incidents", "--job", JOB)[0]["id"] == "inc-1"
+    assert output_of("incidents", "--job", JOB)[0]["id"] == "inc-1"
     incident = lines(troubled, "incidents", "show", "inc-1")
     assert "90%  thermal throttle" in incident
     approve = f"paceline actions approve act-1 {server}"
@@ -86,9 +86,9 @@ def test_each_command_leads_to_the_next_and_speaks_json(troubled: Recorded) -> N
     assert "only a proposed action can be approved" in refusal(
         troubled, "actions", "reject", "act-1"
     )
-    assert told("actions", "--state", "approved")[0]["id"] == "act-1"
-    assert [job["id"] for job in told("jobs")] == [JOB]
-    assert told("jobs", "stop", JOB)["verdict"]["text"] == SUMMARY
+    assert output_of("actions", "--state", "approved")[0]["id"] == "act-1"
+    assert [job["id"] for job in output_of("jobs")] == [JOB]
+    assert output_of("jobs", "stop", JOB)["verdict"]["text"] == SUMMARY
 
 
 def test_missing_resources_are_reported(recorded: Recorded) -> None:
@@ -105,9 +105,9 @@ def test_missing_resources_are_reported(recorded: Recorded) -> None:
         ("incidents show nope", "incidents"),
         ("actions approve nope", "actions"),
     ):
-        told = refusal(recorded, *words.split())
-        assert told.startswith("Error: the server answered 404: There is no ")
-        assert told.endswith(f"`paceline {lister}` lists all.")
+        message = refusal(recorded, *words.split())
+        assert message.startswith("Error: the server answered 404: There is no ")
+        assert message.endswith(f"`paceline {lister}` lists all.")
 
 
 def test_unknown_token_and_missing_token_get_different_errors(recorded: Recorded) -> None:
@@ -116,7 +116,8 @@ def test_unknown_token_and_missing_token_get_different_errors(recorded: Recorded
     assert refusal(recorded, "jobs").endswith("Give one with --token or PACELINE_TOKEN.")
     assert "does not know the one given" in refusal(recorded, "jobs", "--token", "wrong")
     assert lines(recorded, "jobs", "--token", secret)[0].startswith("JOB ")
-    told = refusal(recorded, "jobs", "--token", secret, "stop", JOB)
+    message = refusal(recorded, "jobs", "--token", secret, "stop", JOB)
     assert (
-        "403: This request needs a token with scope operator; token 'eve' has scope viewer." in told
+        "403: This request needs a token with scope operator; token 'eve' has scope viewer."
+        in message
     )
