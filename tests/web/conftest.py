@@ -355,7 +355,7 @@ class Story:
             kind="straggler",
             cause="thermal throttle",
             fingerprint=f"straggler:{self.slow_rank}",
-            summary=f"Rank {self.slow_rank} on {node} is 2.5x slower: thermal throttle of gpu 0.",
+            summary=f"Rank {self.slow_rank} ({node}) is 2.5x slower: thermal throttle of gpu 0.",
             detected_ns=now_ns,
             generation=1,
             rank=self.slow_rank,

@@ -40,7 +40,7 @@ def test_banner_shows_the_verdict(story: Any, visit: Callable[..., Any]) -> None
     page = visit(story.url).page
     banner = page.locator(".verdict")
     expect(banner.get_by_role("heading")).to_have_text(
-        "Rank 2 on node-1 is 2.5x slower: thermal throttle of gpu 0."
+        "Rank 2 (node-1) is 2.5x slower: thermal throttle of gpu 0."
     )
     expect(banner).to_have_class(re.compile("tone-warn"))
     expect(page).to_have_title(re.compile("Rank 2 .*Paceline"))

@@ -1,4 +1,4 @@
-"""One step of a pipelined job as a `StepTiming`, played forward from durations a test sets."""
+"""One step of a pipelined job as a `StepTiming`, simulated from durations that a test sets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def one_forward_one_backward(stages: int, microbatches: int) -> list[list[Pipeli
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> list[list[PipelineAction]]:
-    """Megatron's: microbatches in groups of as many as there are stages."""
+    """Return Megatron's interleaved schedule: groups of as many microbatches as stages."""
     group = stages * chunks
 
     def place(index: int, *, backward: bool) -> tuple[int, int]:

@@ -1,9 +1,9 @@
-"""A job that exists only as what the step model measured: thousands of steps take a second.
+"""A job that exists only as step timings: thousands of steps take a second to simulate.
 
-Compute is that of `paceline evaluate`'s jobs at its noisiest: log-normal jitter of each operation,
-of each rank and step, chronic differences, drift of nodes, rare operations of several times their
-length, and sequence lengths. Transfers and collectives are drawn alike. Nobody waits here:
-detectors of self times and transfer times do not look at that.
+Compute times are as in the noisiest jobs of `paceline evaluate`: log-normal jitter of each
+operation, rank and step, chronic differences, drift of nodes, rare operations of several times
+their usual duration, and sequence lengths. Transfers and collectives are drawn in the same way.
+Waits are left out: detectors of self times and transfer times do not read them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shows one detector the steps of a simulated job, as the engine would."""
+"""Run one detector on the steps of a simulated job, as the engine does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline_wire.topology import Topology
 
 
 class Watched:
-    """`show` steps; `findings` keeps what the detector said."""
+    """One detector on a simulated job. `findings` has all that it has returned."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Watched:
         self._kept = replayed_steps
 
     def show(self, timings: Iterable[StepTiming]) -> list[Finding]:
-        """One tick per step; returns what is new."""
+        """Run one tick per step and return the new findings."""
         new: list[Finding] = []
         for timing in timings:
             self._recent = [*self._recent, timing][-self._kept :]
