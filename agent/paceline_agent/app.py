@@ -262,7 +262,7 @@ class Agent:
         self._outbox.put_samples(collected.lasting or ())
         self._outbox.put_events(collected.events)
         self._exporter.put(collected)
-        if self._runner.is_resting:
+        if self._runner.is_idle:
             self._packer.on_collected()
 
     def _count_failed_ticks(self) -> float:

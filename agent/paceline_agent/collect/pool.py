@@ -1,7 +1,7 @@
-"""Where a collector's calls run, so that one that blocks holds up nothing else.
+"""The threads and processes that run collectors, so that one that blocks delays no other.
 
-A lane carries one call at a time. A thread that is stuck in a system call cannot be ended, so
-its lane stays taken until the call comes back; a worker process can be killed and started anew.
+A lane runs one call of one collector at a time. A thread that hangs in a system call cannot be
+ended, so its lane stays busy until the call returns. A worker process can be killed and restarted.
 """
 
 from __future__ import annotations
@@ -34,104 +34,107 @@ from paceline_agent.collect.worker_process import (
 )
 
 _READ_BYTES = 1 << 18
-_PATIENCE_SECONDS = 0.5  # before those behind a call that takes long go on without it
-_LONG_SECONDS = 0.02  # a call that took so long is told of before the next one begins
+_PATIENCE_SECONDS = 0.5  # until the calls behind a long one continue in another thread
+_LONG_SECONDS = 0.02  # the result of a longer call is delivered before the next call starts
 
 T = TypeVar("T")
 
 
 class WorkerDied(Exception):  # noqa: N818 - what happened, in the error tree of the runner
-    """A collector's process ended in the middle of a call."""
+    """The process of a collector ended during a call."""
 
 
 class WorkerFailed(Exception):  # noqa: N818
-    """A collector raised something in its process; the text is its type and message."""
+    """A collector raised an exception in its process; the text is its type and message."""
 
 
 class CollectorLane(Protocol):
-    opened: asyncio.Event  # set while a call need not start anything first
-    took_seconds: float | None  # by the last call, without what it had to wait for; None: not told
+    """Runs the calls of one collector."""
+
+    opened: asyncio.Event  # set while a call need not start a process first
+    took_seconds: float | None  # duration of the last call without waiting; None: unknown
 
     def collect(self, now_ns: int) -> Awaitable[Collected]: ...
 
     def abandon(self) -> None:
-        """End the call in progress if anything can. `collect` then raises."""
+        """End the current call if possible; `collect` then raises."""
 
     async def close(self) -> None: ...
 
 
-class Crew:
-    """A thread that makes the calls of many lanes, one after another.
+class CollectorPool:
+    """One thread that runs the calls of many lanes, one after another.
 
-    All that is due at one moment costs one awakening of the thread and one of the loop. A call
-    that takes longer than the patience keeps its thread, and those behind it go on in a new one:
-    as many threads hang as calls, never more. All methods belong to one event loop.
+    All calls that are due at the same time cost one wake-up of the thread and one of the event
+    loop. A call that takes longer than `_PATIENCE_SECONDS` keeps its thread, and the calls behind
+    it continue in a new one. There are never more hanging threads than hanging calls. All methods
+    belong to one event loop.
     """
 
     def __init__(self) -> None:
-        self._shift: _Shift | None = None
-        self._look: asyncio.TimerHandle | None = None
+        self._thread: _WorkerThread | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._due: list[_Call] = []
 
     def call(self, work: Callable[[], T]) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         if not self._due:
-            # After all else that the loop has to do now: a thread that begins meanwhile takes the
-            # interpreter's lock from it at each system call, and gives it back at the next.
-            loop.call_soon(loop.call_soon, self._hand_over)
+            # After everything else that is ready in the loop: a thread that starts earlier would
+            # take the interpreter lock from it at each system call.
+            loop.call_soon(loop.call_soon, self._start_due)
         self._due.append(_Call(work, future))
         return future
 
-    def _hand_over(self) -> None:
+    def _start_due(self) -> None:
         due, self._due = self._due, []
         try:
             if due:
-                self._put(due)
-        except RuntimeError as error:  # no thread can be started
+                self._enqueue(due)
+        except RuntimeError as error:  # no thread could be started
             for call in due:
                 call.error = error
-                call.settle()
+                call.deliver()
 
-    def _put(self, calls: Sequence[_Call]) -> None:
+    def _enqueue(self, calls: Sequence[_Call]) -> None:
         loop = asyncio.get_running_loop()
-        if self._shift is None:
-            self._shift = _Shift(loop, self._settled)
-        self._shift.put(calls)
-        if self._look is None:
-            self._look = loop.call_later(_PATIENCE_SECONDS, self._look_after)
+        if self._thread is None:
+            self._thread = _WorkerThread(loop, self._on_delivered)
+        self._thread.put(calls)
+        if self._timer is None:
+            self._timer = loop.call_later(_PATIENCE_SECONDS, self._check_patience)
 
-    def _settled(self, shift: _Shift) -> None:
-        if shift is self._shift and shift.is_idle and self._look is not None:
-            self._look.cancel()
-            self._look = None
+    def _on_delivered(self, thread: _WorkerThread) -> None:
+        if thread is self._thread and thread.is_idle and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _look_after(self) -> None:
-        self._look = None
-        shift = self._shift
-        if shift is None:
+    def _check_patience(self) -> None:
+        self._timer = None
+        thread = self._thread
+        if thread is None:
             return
-        shift.settle()
-        if shift.is_idle:
+        thread.deliver()
+        if thread.is_idle:
             return
-        behind = shift.leave_late()
+        behind = thread.take_waiting_behind_late()
         if behind is not None:
-            self._shift = None
+            self._thread = None
         if behind is None or behind:
-            self._put(behind or ())
+            self._enqueue(behind or ())
 
     def close(self) -> None:
-        """Once the calls are made the thread ends; one that is stuck dies with the process."""
-        self._hand_over()
-        if self._shift is not None:
-            self._shift.end()
-        if self._look is not None:
-            self._look.cancel()
+        """End the thread after its calls; a thread that hangs ends with the process."""
+        self._start_due()
+        if self._thread is not None:
+            self._thread.end()
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 @dataclass(slots=True)
 class _Call:
-    """One call on its way to a thread, and its answer on the way back."""
+    """One call: its work, and its result or error."""
 
     work: Callable[[], Any]
     future: asyncio.Future[Any]
@@ -144,7 +147,7 @@ class _Call:
         except Exception as error:
             self.error = error
 
-    def settle(self) -> None:
+    def deliver(self) -> None:
         if self.future.done():
             return
         if self.error is None:
@@ -153,17 +156,19 @@ class _Call:
             self.future.set_exception(self.error)
 
 
-class _Shift:
-    """One thread of a crew, what it has still to do and what it has done."""
+class _WorkerThread:
+    """One thread of a pool with its waiting and its finished calls."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, settled: Callable[[_Shift], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, on_delivered: Callable[[_WorkerThread], None]
+    ) -> None:
         self._loop = loop
-        self._settled = settled
+        self._on_delivered = on_delivered
         self._waiting: deque[_Call] = deque()
         self._done: deque[_Call] = deque()
         self._state = threading.Condition()
-        self._began: float | None = None  # the call under way; None: there is none
-        self._ends = False
+        self._began: float | None = None  # start of the current call; None: idle
+        self._is_ending = False
         threading.Thread(target=self._serve, name="collectors", daemon=True).start()
 
     @property
@@ -176,31 +181,34 @@ class _Shift:
             self._waiting.extend(calls)
             self._state.notify()
 
-    def leave_late(self) -> list[_Call] | None:
-        """The calls behind one that takes too long, which is then the last; None: none does."""
+    def take_waiting_behind_late(self) -> list[_Call] | None:
+        """Return the calls behind one that takes too long, which becomes the last of this thread.
+
+        None if the current call is within its time.
+        """
         with self._state:
             if self._began is None or time.monotonic() - self._began < _PATIENCE_SECONDS:
                 return None
-            self._ends = True
+            self._is_ending = True
             behind = list(self._waiting)
             self._waiting.clear()
             return behind
 
     def end(self) -> None:
         with self._state:
-            self._ends = True
+            self._is_ending = True
             self._state.notify()
 
-    def settle(self) -> None:
+    def deliver(self) -> None:
         while self._done:
-            self._done.popleft().settle()
-        self._settled(self)
+            self._done.popleft().deliver()
+        self._on_delivered(self)
 
     def _serve(self) -> None:
         while True:
             with self._state:
                 while not self._waiting:
-                    if self._ends:
+                    if self._is_ending:
                         return
                     self._state.wait()
                 call = self._waiting.popleft()
@@ -209,31 +217,31 @@ class _Shift:
             self._done.append(call)
             with self._state:
                 self._began = None
-                tells = not self._waiting or time.monotonic() - began > _LONG_SECONDS
-            if tells:
-                with contextlib.suppress(RuntimeError):  # the loop closed meanwhile
-                    self._loop.call_soon_threadsafe(self.settle)
+                delivers = not self._waiting or time.monotonic() - began > _LONG_SECONDS
+            if delivers:
+                with contextlib.suppress(RuntimeError):  # the loop has been closed
+                    self._loop.call_soon_threadsafe(self.deliver)
 
 
 class ThreadLane:
-    """Has a crew make the collector and call it."""
+    """Creates a collector and calls it in the thread of a pool."""
 
     def __init__(
-        self, collector_type: type[Collector], context: Context, crew: Crew | None = None
+        self, collector_type: type[Collector], context: Context, pool: CollectorPool | None = None
     ) -> None:
         self.opened = asyncio.Event()
         self.opened.set()
         self._type = collector_type
         self._context = context
-        self._crew = crew or Crew()
-        self._is_shared = crew is not None
+        self._pool = pool or CollectorPool()
+        self._is_shared = pool is not None
         self.took_seconds: float | None = None
         self._collector: Collector | None = None
         self._is_busy = False
 
     def collect(self, now_ns: int) -> asyncio.Future[Collected]:
         self.took_seconds = None
-        return self._crew.call(partial(self._collect, now_ns))
+        return self._pool.call(partial(self._collect, now_ns))
 
     def _collect(self, now_ns: int) -> Collected:
         self._is_busy = True
@@ -245,24 +253,24 @@ class ThreadLane:
             self.took_seconds = time.monotonic() - began
             self._is_busy = False
 
-    def _let_go(self) -> None:
-        if self._collector is not None and not self._is_busy:  # stuck in another thread
+    def _close_collector(self) -> None:
+        if self._collector is not None and not self._is_busy:  # hanging in another thread
             self._collector.close()
 
     def abandon(self) -> None:
-        """Nothing ends a thread: the call comes back, or the lane stays taken."""
+        """Do nothing: a thread cannot be ended, so the lane is busy until the call returns."""
 
     async def close(self) -> None:
-        self._crew.call(self._let_go)
+        self._pool.call(self._close_collector)
         if not self._is_shared:
-            self._crew.close()
+            self._pool.close()
 
 
 class ProcessLane:
-    """A worker process that makes the collector and calls it. It dies with the agent.
+    """Creates a collector and calls it in a worker process, which ends with the agent.
 
-    The process is let go while the collector is unavailable, so that a node without the device
-    pays nothing for it, and a library that appears later is loaded by a fresh process.
+    The process is stopped while the collector is unavailable. A node without the device pays
+    nothing for it, and a library that is installed later is loaded by a new process.
     """
 
     def __init__(self, collector_type: type[Collector], context: Context) -> None:
@@ -284,7 +292,7 @@ class ProcessLane:
             await worker.send(encode_call(now_ns, self._context.local_ranks()))
             answer = worker.answers.decode(await worker.receive())
         except (EOFError, OSError, msgspec.DecodeError) as error:
-            raise WorkerDied(f"its process ended: {await self._bury(worker)}") from error
+            raise WorkerDied(f"its process ended: {await self._end_worker(worker)}") from error
         self.took_seconds = time.monotonic() - began
         if isinstance(answer, Unavailable):
             await self.close()
@@ -299,11 +307,13 @@ class ProcessLane:
             await worker.send(encode_setup(self._type, self._context))
             await worker.receive()
         except (EOFError, OSError) as error:
-            raise WorkerDied(f"its process did not start: {await self._bury(worker)}") from error
+            raise WorkerDied(
+                f"its process did not start: {await self._end_worker(worker)}"
+            ) from error
         self.opened.set()
         return worker
 
-    async def _bury(self, worker: _Worker) -> str:
+    async def _end_worker(self, worker: _Worker) -> str:
         self._worker = None
         self.opened.clear()
         worker.end()
@@ -320,7 +330,9 @@ class ProcessLane:
         if worker is None:
             return
         worker.end()
-        with contextlib.suppress(TimeoutError):  # stuck in the driver: it dies when that lets go
+        with contextlib.suppress(
+            TimeoutError
+        ):  # hanging in the driver: it ends when the call returns
             async with asyncio.timeout(1.0):
                 await worker.process.wait()
 
@@ -354,7 +366,7 @@ class _Worker:
         await loop.sock_sendall(self._socket, LENGTH.pack(len(payload)) + payload)
 
     async def receive(self) -> memoryview:
-        """One frame. Raises EOFError if the process has ended."""
+        """Return one frame. Raises EOFError if the process has ended."""
         loop = asyncio.get_running_loop()
         received = b""
         while True:
@@ -368,7 +380,7 @@ class _Worker:
                     return memoryview(received)[LENGTH.size :]
 
     def kill(self) -> None:
-        """Not `process.kill()`: that polls, and may take the status from asyncio's own waiter."""
+        """Kill the process, without `process.kill()`: that polls and may steal asyncio's status."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGKILL)
@@ -379,9 +391,9 @@ class _Worker:
 
 
 def lane_of(
-    collector_type: type[Collector], context: Context, crew: Crew | None = None
+    collector_type: type[Collector], context: Context, pool: CollectorPool | None = None
 ) -> ThreadLane | ProcessLane:
-    """Lanes of one crew share a thread while none of them is stuck."""
+    """Return the lane for a collector; lanes of one pool share a thread while none hangs."""
     if collector_type.isolated:
         return ProcessLane(collector_type, context)
-    return ThreadLane(collector_type, context, crew)
+    return ThreadLane(collector_type, context, pool)

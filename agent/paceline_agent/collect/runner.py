@@ -1,4 +1,4 @@
-"""Runs collectors: times each, survives its exceptions, quarantines one that hangs."""
+"""Runs collectors: measures each call, survives its exceptions, quarantines one that hangs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 from paceline_agent.clock import Clock, SystemClock
 from paceline_agent.collect.blocks import Series, SeriesBlock, count
 from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
-from paceline_agent.collect.pool import CollectorLane, Crew, lane_of
+from paceline_agent.collect.pool import CollectorLane, CollectorPool, lane_of
 from paceline_wire.batch import CollectorEvent, GpuInfo
 
 logger = logging.getLogger(__name__)
@@ -34,20 +34,20 @@ _HEALTH = (
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long the runner waits for what, in seconds."""
+    """Timeouts and pauses of the runner, in seconds."""
 
-    start_seconds: float = 30.0  # for a worker process to be up; not part of a call
-    hung_seconds: float = 60.0  # for a call past its deadline, before its worker is killed
+    start_seconds: float = 30.0  # until a worker process is up; not part of a call
+    hung_seconds: float = 60.0  # past the deadline of a call, until its worker is killed
     retry_seconds: float = 5.0  # after a failure; doubled each time
     retry_maximum_seconds: float = 60.0
 
 
 class Runner:
-    """Each collector at its own pace, none able to hold up another.
+    """Runs each collector at its own interval; none can delay another.
 
-    `collectors` are classes (see `collectors.discover`): the runner makes them where they run,
-    in a thread that they share while none of them is stuck or, if isolated, in a child process. At
-    most one call of a collector is ever under way.
+    `collectors` are classes (see `collectors.discover`). The runner creates each where it runs: in
+    a thread shared by all that do not hang or, if isolated, in a child process. At most one call of
+    a collector is in progress.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class Runner:
         self._clock = clock or SystemClock()
         self._patience = patience or Patience()
         self._collectors = collectors
-        self._seats: list[_Seat] = []
+        self._scheduled: list[_ScheduledCollector] = []
 
     async def run(self, emit: Callable[[Collected], None]) -> None:
         """Collect until cancelled. `emit` is called in the event loop's thread."""
-        crew = Crew()
-        self._seats = [
-            _Seat(
+        pool = CollectorPool()
+        self._scheduled = [
+            _ScheduledCollector(
                 collector,
-                lane_of(collector, self._context, crew),
+                lane_of(collector, self._context, pool),
                 self._context,
                 self._clock,
                 self._patience,
@@ -79,37 +79,37 @@ class Runner:
             for collector in self._collectors
         ]
         try:
-            for seat in self._seats:
-                seat.begin()
+            for entry in self._scheduled:
+                entry.start_call()
             await asyncio.get_running_loop().create_future()
         finally:
-            for seat in self._seats:
-                seat.stop()
-            for seat in self._seats:
-                await seat.lane.close()
-            crew.close()
+            for entry in self._scheduled:
+                entry.stop()
+            for entry in self._scheduled:
+                await entry.lane.close()
+            pool.close()
 
     @property
-    def is_resting(self) -> bool:
-        """No call is under way, but for those that hang."""
-        return all(seat.is_resting for seat in self._seats)
+    def is_idle(self) -> bool:
+        """True if no call is in progress, apart from those that hang."""
+        return all(entry.is_idle for entry in self._scheduled)
 
     def burst(self, names: Sequence[str], seconds: float) -> str | None:
-        """Let these collectors (none named: all) hurry for a while. None, or why not."""
+        """Collect more often for a while; no names mean all. Returns an error, or None."""
         if not 0 < seconds <= BURST_SECONDS_AT_MOST:
             return f"a burst lasts up to {BURST_SECONDS_AT_MOST:g} s, not {seconds:g}"
-        unknown = set(names) - {seat.name for seat in self._seats}
+        unknown = set(names) - {entry.name for entry in self._scheduled}
         if unknown:
-            known = ", ".join(seat.name for seat in self._seats)
+            known = ", ".join(entry.name for entry in self._scheduled)
             return f"no collector is named {', '.join(sorted(unknown))}; there are {known}"
-        for seat in self._seats:
-            if not names or seat.name in names:
-                seat.hurry(seconds)
+        for entry in self._scheduled:
+            if not names or entry.name in names:
+                entry.speed_up(seconds)
         return None
 
 
-class _Seat:
-    """One collector's place in the runner: its lane, its pace and what it was last said to be."""
+class _ScheduledCollector:
+    """One collector with its lane, its schedule and its last reported state."""
 
     def __init__(
         self,
@@ -129,88 +129,88 @@ class _Seat:
         self._emit = emit
         self._failures = 0  # in a row
         self._trouble: str | None = None  # kind of the event last sent, None: collecting
-        self._not_taken = 0
+        self._not_processed = 0
         self._refused = 0
-        self._lasting = 0  # series that need not be brought each time
-        self._brought_gpus = False
+        self._lasting = 0  # number of series that rarely change
+        self._returned_gpus = False
         self._health_series = health_series(self.name)
-        self._hurries_until = 0.0
+        self._fast_until = 0.0
         self._started = 0.0
-        self._late = False  # the call under way is past its deadline
-        self._call: asyncio.Future[Collected] | None = None  # None: it rests
+        self._late = False  # the current call is past its deadline
+        self._call: asyncio.Future[Collected] | None = None  # None: idle
         self._opening: asyncio.Task[None] | None = None
-        self._next: asyncio.Handle | None = None  # what comes if nothing else does
+        self._next: asyncio.Handle | None = None  # the next call, deadline or abandonment
 
     @property
-    def is_resting(self) -> bool:
+    def is_idle(self) -> bool:
         return self._call is None or self._late
 
-    def begin(self) -> None:
-        """Make a call, and the next ones each in its time."""
+    def start_call(self) -> None:
+        """Start a call; each call schedules the next."""
         self._started = self._clock.monotonic_seconds()
         self._late = False
         self._call = asyncio.ensure_future(self.lane.collect(self._clock.realtime_ns()))
-        self._call.add_done_callback(self._answered)
+        self._call.add_done_callback(self._on_result)
         if self.lane.opened.is_set():
-            self._grant_deadline()
+            self._start_deadline()
         else:
-            self._opening = asyncio.get_running_loop().create_task(self._see_opened())
+            self._opening = asyncio.get_running_loop().create_task(self._wait_until_opened())
 
     def stop(self) -> None:
-        self._expect_nothing()
+        self._cancel_timers()
         if self._call is not None:
-            self._call.remove_done_callback(self._answered)
+            self._call.remove_done_callback(self._on_result)
             self._call.cancel()
 
-    def hurry(self, seconds: float) -> None:
-        """Collect at BURST_INTERVAL_SECONDS from now on; one in trouble keeps its pause."""
-        self._hurries_until = self._clock.monotonic_seconds() + seconds
+    def speed_up(self, seconds: float) -> None:
+        """Collect at BURST_INTERVAL_SECONDS; a collector that fails keeps its pause."""
+        self._fast_until = self._clock.monotonic_seconds() + seconds
         if self._call is None and self._trouble is None:
-            self._expect_nothing()
-            self.begin()
+            self._cancel_timers()
+            self.start_call()
 
-    def _expect_nothing(self) -> None:
+    def _cancel_timers(self) -> None:
         for expected in (self._next, self._opening):
             if expected is not None:
                 expected.cancel()
         self._next = self._opening = None
 
-    async def _see_opened(self) -> None:
-        """Let a worker process start: what that takes is not the collector's."""
+    async def _wait_until_opened(self) -> None:
+        """Wait for a worker process; its start does not count as part of the call."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._patience.start_seconds):
                 await self.lane.opened.wait()
-        self._grant_deadline()
+        self._start_deadline()
 
-    def _grant_deadline(self) -> None:
+    def _start_deadline(self) -> None:
         loop = asyncio.get_running_loop()
-        self._next = loop.call_later(self._type.deadline_seconds, self._overdue)
+        self._next = loop.call_later(self._type.deadline_seconds, self._on_deadline)
 
-    def _overdue(self) -> None:
-        """Let be what cannot be killed: never a second one."""
+    def _on_deadline(self) -> None:
+        """Quarantine the collector; its call may still return."""
         self._late = True
         deadline = self._type.deadline_seconds
         self._report_trouble("quarantined", f"no answer within {deadline:g} s")
         loop = asyncio.get_running_loop()
         self._next = loop.call_later(self._patience.hung_seconds, self.lane.abandon)
 
-    def _answered(self, call: asyncio.Future[Collected]) -> None:
-        self._expect_nothing()
+    def _on_result(self, call: asyncio.Future[Collected]) -> None:
+        self._cancel_timers()
         self._call = None
-        self._next = self._clock.call_later(self._judge(call), self.begin)
+        self._next = self._clock.call_later(self._report(call), self.start_call)
 
-    def _judge(self, call: asyncio.Future[Collected]) -> float:
-        """Tell what came of a call; returns the seconds until the next."""
+    def _report(self, call: asyncio.Future[Collected]) -> float:
+        """Report the result of a call; returns the seconds until the next call."""
         try:
             collected = call.result()
-            if self._late:  # what it read is of unknown age
+            if self._late:  # the age of its samples is unknown
                 collected = Collected(
                     events=collected.events, gpus=collected.gpus, gpu_of_pid=collected.gpu_of_pid
                 )
             return self._report_success(collected)
         except CollectorUnavailable as unavailable:
-            none_left: list[GpuInfo] | None = [] if self._brought_gpus else None
-            return self._retry("unavailable", str(unavailable), none_left)
+            no_gpus: list[GpuInfo] | None = [] if self._returned_gpus else None
+            return self._retry("unavailable", str(unavailable), no_gpus)
         except Exception as error:
             if self._late:
                 return self._retry("quarantined", str(error))
@@ -240,7 +240,7 @@ class _Seat:
         self._trouble = None
         self._failures = 0
         if collected.gpus is not None:
-            self._brought_gpus = True
+            self._returned_gpus = True
             self._context.inventory.gpus = tuple(collected.gpus)
         if collected.gpu_of_pid is not None:
             self._context.inventory.gpu_of_pid = collected.gpu_of_pid
@@ -248,12 +248,12 @@ class _Seat:
         self._refused += refused
         if collected.lasting is not None:
             self._lasting = count(collected.lasting)
-        brought = count(collected.samples) + self._lasting
-        samples = [*collected.samples, self._health(brought=brought)]
+        returned = count(collected.samples) + self._lasting
+        samples = [*collected.samples, self._health(returned=returned)]
         self._deliver(msgspec.structs.replace(collected, samples=samples, events=events))
         now = self._clock.monotonic_seconds()
         interval = self._type.interval_seconds
-        if now < self._hurries_until:
+        if now < self._fast_until:
             interval = min(interval, BURST_INTERVAL_SECONDS)
         return max(0.0, interval - (now - self._started))
 
@@ -261,25 +261,25 @@ class _Seat:
         try:
             self._emit(msgspec.structs.replace(collected, collector=self.name))
         except Exception:
-            self._not_taken += 1
-            logger.exception("what collector %s brought was not taken", self.name)
+            self._not_processed += 1
+            logger.exception("result of collector %s could not be processed", self.name)
 
     def _event(self, kind: str, detail: str) -> CollectorEvent:
         return CollectorEvent(
             time_ns=self._clock.realtime_ns(), collector=self.name, kind=kind, detail=detail
         )
 
-    def _health(self, *, brought: int | None = None) -> SeriesBlock:
+    def _health(self, *, returned: int | None = None) -> SeriesBlock:
         now_ns = self._clock.realtime_ns()
         duration = self.lane.took_seconds
         if duration is None:
             duration = self._clock.monotonic_seconds() - self._started
-        series, not_taken = self._health_series, self._not_taken
-        return health(series, duration, now_ns, brought, self._refused, not_taken)
+        series, not_processed = self._health_series, self._not_processed
+        return health(series, duration, now_ns, returned, self._refused, not_processed)
 
 
 def bounded(collector: type[Collector], collected: Collected) -> tuple[Collected, int]:
-    """What a collector may bring in one call, and how many values were left out."""
+    """Return the part of a result within `series_at_most`, and how many values were dropped."""
     beyond = count(collected.samples) + count(collected.lasting or ()) - collector.series_at_most
     if beyond <= 0:
         return collected, 0
@@ -295,11 +295,11 @@ def health(
     series: Series,
     duration_seconds: float,
     now_ns: int,
-    brought: int | None,
+    returned: int | None,
     refused: int,
-    not_taken: float = math.nan,
+    not_processed: float = math.nan,
 ) -> SeriesBlock:
-    """How a call of a collector went; `brought` is None if it failed."""
-    success = brought is not None
-    values = (success, duration_seconds, brought or 0, refused, not_taken)
+    """Return the health metrics of one call; `returned` is None where the call failed."""
+    success = returned is not None
+    values = (success, duration_seconds, returned or 0, refused, not_processed)
     return SeriesBlock(series, [*map(float, values)], now_ns)

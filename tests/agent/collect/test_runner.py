@@ -332,7 +332,7 @@ async def test_the_last_to_come_of_a_tick_finds_all_others_at_rest(context):
     found: list[tuple[str, bool]] = []
     runner = Runner([Quick, Slow], context, patience=Patience())
     task = asyncio.create_task(
-        runner.run(lambda came: found.append((came.collector, runner.is_resting)))
+        runner.run(lambda came: found.append((came.collector, runner.is_idle)))
     )
     try:
         await Log().until(lambda: len(found) == 2)
