@@ -1,7 +1,7 @@
-"""Samples as columns: a collector brings the same series call after call, only values change.
+"""Samples as columns: most calls of a collector return the same series with new values.
 
-A block is a hundred samples for the price of a few: its series are told once to whoever is in
-another process, and packed once for all batches.
+A block of a hundred samples costs as much as a few single ones: its series are sent to another
+process once and packed once for all batches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline_wire.batch import Sample, SampleBlock, pack_series, pack_values
 
 
 class Series:
-    """Names and labels of the values of a block. Nobody changes the labels."""
+    """Names and labels of the values of a block; the labels are never changed."""
 
     __slots__ = ("_rows", "packed")
 
@@ -26,7 +26,7 @@ class Series:
 
     @classmethod
     def from_packed(cls, packed: bytes) -> Series:
-        """Unpacked once somebody asks for the rows."""
+        """Return series whose rows are unpacked on first use."""
         series = cls.__new__(cls)
         series._rows, series.packed = None, msgspec.Raw(packed)
         return series
@@ -39,7 +39,7 @@ class Series:
 
 
 class SeriesBlock:
-    """A value of each of the series; one that is not finite is one that is not there."""
+    """One value for each series; a value that is not finite is missing."""
 
     __slots__ = ("_count", "_values", "packed", "series", "time_ns")
 
@@ -54,7 +54,7 @@ class SeriesBlock:
 
     @classmethod
     def from_packed(cls, series: Series, values: bytes, count: int, time_ns: int) -> SeriesBlock:
-        """Unpacked once somebody asks for the values."""
+        """Return a block whose values are unpacked on first use."""
         block = cls.__new__(cls)
         block.series, block.time_ns = series, time_ns
         block._values, block._count = None, count
@@ -77,7 +77,7 @@ class SeriesBlock:
 
 
 class Recurring:
-    """Makes blocks whose series are, as a rule, those of the time before."""
+    """Creates blocks that usually have the same series as the previous block."""
 
     def __init__(self) -> None:
         self._key: object = None
@@ -90,7 +90,7 @@ class Recurring:
         values: Sequence[float],
         time_ns: int,
     ) -> SeriesBlock:
-        """`rows` is called where `key` is not equal to that of the time before."""
+        """Return a block; `rows` is called only if `key` differs from the previous one."""
         if key != self._key:
             self._key, self._series = key, Series(rows())
         return SeriesBlock(self._series, values, time_ns)
@@ -109,52 +109,54 @@ def count(samples: Iterable[Sample | SeriesBlock]) -> int:
 
 
 class PackedColumns(msgspec.Struct, array_like=True):
-    """A block on its way to another process of this machine."""
+    """A block as it is sent to another process of this machine."""
 
-    series: bytes  # packed; empty: those of the block in this place the time before
+    series: bytes  # packed; empty: the series of the previous block in this position
     values: bytes
-    count: int  # of those that are there
+    count: int  # number of values that are present
     time_ns: int
 
 
 class ColumnWriter:
-    """Blocks that have the same `Series` as before are told without it."""
+    """Packs blocks; a block with the same `Series` as the previous one is sent without it."""
 
     def __init__(self) -> None:
-        self._told: list[Series] = []
+        self._previous: list[Series] = []
 
     def write(self, blocks: Sequence[SeriesBlock]) -> list[PackedColumns]:
-        before: list[Series | None] = [*self._told, *[None] * len(blocks)]
-        self._told = [block.series for block in blocks]
+        previous: list[Series | None] = [*self._previous, *[None] * len(blocks)]
+        self._previous = [block.series for block in blocks]
         return [
             PackedColumns(
-                b"" if block.series is told else bytes(block.series.packed),
+                b"" if block.series is series else bytes(block.series.packed),
                 block.packed.values,
                 len(block),
                 block.time_ns,
             )
-            for block, told in zip(blocks, before, strict=False)
+            for block, series in zip(blocks, previous, strict=False)
         ]
 
 
 class ColumnReader:
+    """Unpacks what a `ColumnWriter` of another process packed."""
+
     def __init__(self) -> None:
-        self._known: list[Series] = []
+        self._previous: list[Series] = []
 
     def read(self, columns: Sequence[PackedColumns]) -> list[SeriesBlock]:
-        """Raises ValueError if blocks were missed in between."""
-        known = self._known
-        self._known = [
-            Series.from_packed(told.series) if told.series else _known(known, place)
-            for place, told in enumerate(columns)
+        """Return the blocks. Raises ValueError if earlier blocks were missed."""
+        previous = self._previous
+        self._previous = [
+            Series.from_packed(column.series) if column.series else _series_at(previous, place)
+            for place, column in enumerate(columns)
         ]
         return [
-            SeriesBlock.from_packed(series, told.values, told.count, told.time_ns)
-            for series, told in zip(self._known, columns, strict=True)
+            SeriesBlock.from_packed(series, column.values, column.count, column.time_ns)
+            for series, column in zip(self._previous, columns, strict=True)
         ]
 
 
-def _known(known: list[Series], place: int) -> Series:
-    if place >= len(known):
-        raise ValueError(f"the series of block {place} were never told")
-    return known[place]
+def _series_at(previous: list[Series], place: int) -> Series:
+    if place >= len(previous):
+        raise ValueError(f"the series of block {place} were never sent")
+    return previous[place]

@@ -1,4 +1,4 @@
-"""Whether the kernel takes this node's clock for synchronised, and how far off it may be."""
+"""Synchronization state of this node's clock in the kernel, and its possible error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import os
 from dataclasses import dataclass
 
-_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
+_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 _STA_NANO = 0x2000  # offset is in nanoseconds instead of microseconds
 _long = ctypes.c_long
 
@@ -31,13 +31,13 @@ class _Timex(ctypes.Structure):  # linux/timex.h
 @dataclass(frozen=True, slots=True)
 class ClockSync:
     is_synchronised: bool
-    offset_seconds: float  # between the clock and its reference, as last measured
+    offset_seconds: float  # between clock and reference, last measured
     maximum_error_seconds: float
     estimated_error_seconds: float
 
 
 def read() -> ClockSync:
-    """Ask the kernel; nothing is set. Raises OSError where a sandbox forbids the question."""
+    """Read the state without setting anything. Raises OSError if a sandbox forbids it."""
     timex = _Timex()
     state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex))
     if state < 0:

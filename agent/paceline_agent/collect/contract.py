@@ -1,8 +1,8 @@
-"""What a collector is, what it is given and what it gives back.
+"""The interface of a collector: its base class, its context and its result.
 
-A collector is a class with a name, an interval and `collect`. It is made once, keeps its file
-descriptors open, and is called from one thread at a time that is not the event loop's. A value
-it cannot read is left out: never 0, never -1.
+A collector is a class with a name, an interval and `collect`. It is created once, keeps its file
+descriptors open, and is called from one thread at a time, never from the event loop's thread. A
+value that cannot be read is left out; it is never 0 or -1.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from paceline_agent.collect.blocks import SeriesBlock, each
 from paceline_agent.collect.visible_gpus import visible_gpu
 from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo, Sample
 
-BEYOND_COUNTERS = (1 << 63) - 1  # none gets there: -1 and the like of a driver that has none
+BEYOND_COUNTERS = (1 << 63) - 1  # larger values are a driver's way to say -1: no value
 
 
 class CollectorUnavailable(Exception):  # noqa: N818 - a state, not a fault
-    """There is nothing to collect here at present (no driver, no device). One sentence says why.
+    """Nothing to collect at present (no driver, no device); the message is one sentence.
 
-    The runner reports it once and asks again, less often.
+    The runner reports it once and tries again less often.
     """
 
 
@@ -82,9 +82,9 @@ class LocalRank:
 
 
 class Inventory:
-    """What the node holds, as last reported by a collector. The runner writes, anyone reads.
+    """GPUs of the node as last reported by a collector; written by the runner only.
 
-    `gpu_of_pid`: index of the GPU that a rank's process computes on, as the driver told it.
+    `gpu_of_pid`: index of the GPU that a rank's process computes on, as listed by the driver.
     """
 
     def __init__(self) -> None:
@@ -98,24 +98,24 @@ def no_ranks() -> Sequence[LocalRank]:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What every collector is made with.
+    """The constructor argument of every collector.
 
-    `local_ranks` is called from other threads than the event loop's: it returns a snapshot.
+    `local_ranks` returns a snapshot, because it is called from other threads than the event loop's.
     """
 
     node_directory: Path
     sysfs_root: Path = Path("/sys")
     procfs_root: Path = Path("/proc")
     kmsg_path: Path = Path("/dev/kmsg")
-    replays_kmsg: bool = False  # what was in the log before is told as well
-    nccl_inspector_directory: Path | None = None  # besides those the ranks name
+    replays_kmsg: bool = False  # report messages from before the start too
+    nccl_inspector_directory: Path | None = None  # in addition to the directories of the ranks
     hostname: str = ""
     excluded_rdma: frozenset[str] = frozenset()  # "mlx5_1", "mlx5_1/1", "mlx5_bond_*": never opened
     local_ranks: Callable[[], Sequence[LocalRank]] = no_ranks
     inventory: Inventory = field(default_factory=Inventory)
 
     def gpu_of(self, rank: LocalRank) -> GpuInfo | None:
-        """As the driver lists its process, else as the rank told it or its environment does."""
+        """Return a rank's GPU: by its process in the driver, its own report, or its environment."""
         gpus = self.inventory.gpus
         listed = self.inventory.gpu_of_pid.get(rank.pid, rank.gpu_index)
         for gpu in gpus:
@@ -124,19 +124,19 @@ class Context:
         return visible_gpu(gpus, self.procfs_root, rank.pid, rank.local_rank)
 
     def excludes_rdma(self, name: str) -> bool:
-        """Whether a device, or a port written `mlx5_1/1`, is to be left alone."""
+        """Return whether a device, or a port written `mlx5_1/1`, must not be opened."""
         return any(fnmatchcase(name, pattern) for pattern in self.excluded_rdma)
 
 
 class Collected(msgspec.Struct, frozen=True):
-    """What one call brought. `gpus` is None unless the collector knows the node's GPUs; so is
-    `gpu_of_pid` (see Inventory), also where it was not looked up this time.
+    """The result of one call.
 
-    `samples` hold current values: /metrics shows those of the last call and no others; the
-    many that come together each time are a `SeriesBlock`. `lasting` is for what rarely changes:
-    it is shown until a later call brings another list, or fails; None says that nothing changed.
-    `more`: another call right away would bring more of the same backlog (a log being read).
-    `collector` is filled in by the runner.
+    `gpus` and `gpu_of_pid` (see Inventory) are None unless the collector determined them.
+
+    `samples` are current values; /metrics shows those of the last call only. Many samples that are
+    collected together form a `SeriesBlock`. `lasting` values rarely change: they are shown until a
+    later call returns another list or fails; None means that nothing changed. `more`: the next call
+    would return more of the same backlog (a log that is being read). The runner sets `collector`.
     """
 
     samples: Sequence[Sample | SeriesBlock] = ()
@@ -152,12 +152,13 @@ class Collected(msgspec.Struct, frozen=True):
 
 
 class Collector(ABC):
-    """Base of all collectors.
+    """Base class of all collectors.
 
-    `deadline_seconds` is when a call counts as hung; at most 4, so that it is told within 5.
-    `series_at_most` bounds what one call may bring: the rest is left out and counted. An
-    `isolated` collector lives in a child process, because its calls can block where no signal
-    reaches them; there `local_ranks` is as of the call, and the inventory is empty.
+    A call that exceeds `deadline_seconds` counts as hung; at most 4, so that it is reported within
+    5. `series_at_most` limits the result of a call; the rest is dropped and counted. `metrics`
+    describes every metric that the collector emits. An `isolated` collector runs in a child
+    process, because its calls can block where no signal reaches them; its `local_ranks` are those
+    at the time of the call, and its inventory is empty.
     """
 
     name: ClassVar[str]
@@ -172,10 +173,14 @@ class Collector(ABC):
 
     @abstractmethod
     def collect(self, now_ns: int) -> Collected:
-        """Read everything once; `now_ns` is CLOCK_REALTIME and stamps the samples.
+        """Read everything once.
 
-        Raises CollectorUnavailable where there is nothing to read.
+        Args:
+            now_ns: CLOCK_REALTIME, the time of the samples.
+
+        Raises:
+            CollectorUnavailable: there is nothing to read.
         """
 
-    def close(self) -> None:  # noqa: B027 - most collectors hold nothing worth closing
-        """Let go of what it holds open."""
+    def close(self) -> None:  # noqa: B027 - most collectors have nothing to close
+        """Close open files and handles."""

@@ -1,4 +1,4 @@
-"""Lists of numbers as the kernel writes them."""
+"""CPU lists in the format of the kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _DIGITS = 6
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """{0, 1, 2, 8} of `0-2,8`; what is no number is left out."""
+    """Return {0, 1, 2, 8} for `0-2,8`; anything that is not a number is left out."""
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.strip().partition("-")

@@ -1,4 +1,4 @@
-"""The statistics a network driver keeps, as `ethtool -S` prints them (linux/ethtool.h)."""
+"""Statistics of a network driver, as `ethtool -S` prints them (linux/ethtool.h)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STATISTICS_SET = 1  # ETH_SS_STATS
 _NAME_BYTES = 32
 _DRIVER = struct.Struct("=I32s32s32s32s32s12x5I")
 _STATISTICS_AT_MOST = 1 << 15
-# A driver may have gained statistics since they were counted, and writes them all.
+# A driver may have added statistics since they were counted, and it writes all of them.
 _SPARE = 1 << 12
 
 
@@ -29,7 +29,7 @@ class Driver:
 
 
 class Ethtool:
-    """Asks the kernel. Each call raises OSError where the driver does not answer it."""
+    """Ethtool requests to the kernel; each raises OSError if the driver does not support it."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -50,7 +50,7 @@ class Ethtool:
         return Driver(name, version, firmware, bus, rom)
 
     def names(self, device: str) -> list[str]:
-        """Of its statistics, in the order of their values; changes when queues do."""
+        """Return the names of its statistics, in the order of their values."""
         count = self._count(device)
         if not count:
             return []
@@ -62,7 +62,7 @@ class Ethtool:
         ]
 
     def values(self, device: str, count: int) -> tuple[int, ...] | None:
-        """None if there are no longer `count` of them: ask for the names again."""
+        """Return the values; None if their number is not `count`: read the names again."""
         head = struct.pack("=II", _GET_STATISTICS, count)
         content = self._call(device, head, (count + _SPARE) * 8)
         _, now = struct.unpack_from("=II", content)

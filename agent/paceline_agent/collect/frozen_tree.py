@@ -1,6 +1,6 @@
-"""Trees that were taken from a node, whatever part of `/sys` they start at.
+"""Copies of a node's `/sys` and `/proc`, whichever part of them a copy starts at.
 
-What may not be looked at is not there: pathlib would raise an error instead.
+A path without access counts as missing, where pathlib would raise an error.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-_CLASSES = ("infiniband", "net")  # of /sys/class that are worth a tree of their own
+_CLASSES = ("infiniband", "net")  # parts of /sys/class that may be copied alone
 
 
 @contextlib.contextmanager
 def sysfs_of(directory: Path) -> Iterator[Path]:
-    """A root with `class/...` in it.
+    """Yield a root that contains `class/...`.
 
     `directory` may be a copy of `/sys`, of a node's `/`, of `/sys/class`, or of
-    `/sys/class/infiniband`; where it is none of these it is taken as it is.
+    `/sys/class/infiniband`; any other directory is returned unchanged.
     """
     found = _class_of(directory)
     if found is None:
@@ -35,14 +35,14 @@ def sysfs_of(directory: Path) -> Iterator[Path]:
 
 
 def procfs_of(directory: Path) -> Path:
-    """`directory` may be a copy of `/proc`, or of a node's `/`."""
+    """Return the procfs in `directory`, a copy of `/proc` or of a node's `/`."""
     inside = directory / "proc"
     is_root = os.path.isdir(inside) and not os.path.exists(directory / "stat")
     return inside if is_root else directory
 
 
 def _class_of(directory: Path) -> tuple[str, Path] | None:
-    """Where in a root the directory belongs, if it is only a part of one."""
+    """Return the place of the directory in a root, if it is a part of one."""
     if any(os.path.isdir(directory / name) for name in ("class", "devices", "bus", "sys")):
         return None
     if any(os.path.isdir(directory / name) for name in _CLASSES):

@@ -1,4 +1,4 @@
-"""The node's GPUs as the server is to know them, those included that the driver lists no more."""
+"""The GPUs of the node, including those that the driver no longer lists."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo
 
 
 class Gpus:
-    """Follows what the nvml collector brings.
+    """Tracks the GPUs that the nvml collector reports.
 
-    A GPU that the driver does not list any more (it was dropped from the bus, the driver was
-    unloaded) is lost until its UUID is listed again; while NVML as a whole hangs, all are hung.
+    A GPU that the driver no longer lists (it was dropped from the bus, the driver was unloaded) is
+    lost until its UUID is listed again. While NVML as a whole hangs, all GPUs count as hung.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, GpuInfo] = {}  # by UUID
-        self._unnamed: list[GpuInfo] = []  # that have not answered yet
-        self._silent: set[str] = set()  # UUIDs of those whose trouble was found here
+        self._unnamed: list[GpuInfo] = []  # GPUs that have not responded yet
+        self._silent: set[str] = set()  # UUIDs of GPUs whose problem was detected here
 
     @property
     def all(self) -> list[GpuInfo]:
         return sorted([*self._known.values(), *self._unnamed], key=lambda gpu: gpu.index)
 
-    def slots(self, asked: int | None) -> int:
-        """How many ranks the node can hold; `asked`: as many where nothing is in trouble."""
+    def slots(self, requested: int | None) -> int:
+        """Return how many ranks the node can hold; `requested` if no GPU has a problem."""
         gpus = self.all
         lost = sum(gpu.trouble is not None for gpu in gpus)
-        if asked is None:
+        if requested is None:
             return len(gpus) - lost if gpus else 1
-        spare = max(0, len(gpus) - asked)
-        return max(0, asked - max(0, lost - spare))
+        spare = max(0, len(gpus) - requested)
+        return max(0, requested - max(0, lost - spare))
 
-    def learn(self, collected: Collected, time_ns: int) -> list[DeviceEvent]:
-        """What is to be told besides the collector's own events."""
+    def update(self, collected: Collected, time_ns: int) -> list[DeviceEvent]:
+        """Update the GPUs; return events in addition to the collector's own."""
         if collected.gpus is not None:
             return [*self._list(collected.gpus, time_ns), *self._miss(collected.gpus, time_ns)]
         return self._hang(time_ns) if _is_quarantined(collected) else []

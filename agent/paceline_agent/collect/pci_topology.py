@@ -1,7 +1,8 @@
-"""How far apart two PCI devices are, in the words of `nvidia-smi topo -m`.
+"""The distance between two PCI devices, in the terms of `nvidia-smi topo -m`.
 
-A device's real path in sysfs is the way from the host bridge to it, a directory for each bridge:
-`devices/pci0000:15/0000:15:01.0/0000:16:00.0/0000:17:00.0/0000:18:00.0`. NVLink is not in it.
+The real path of a device in sysfs leads from the host bridge to it, one directory per bridge:
+`devices/pci0000:15/0000:15:01.0/0000:16:00.0/0000:17:00.0/0000:18:00.0`. It does not include
+NVLink.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from paceline_agent.collect.kept_files import Location, read_text_once
+from paceline_agent.collect.cached_files import Location, read_text_once
 
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 _NUMBER_DIGITS = 6
@@ -21,22 +22,22 @@ _FUNCTION = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 class Distance(IntEnum):
-    """nvml.h, nvmlGpuTopologyLevel_t."""
+    """Values of nvmlGpuTopologyLevel_t in nvml.h."""
 
     PIX = 10  # through at most one PCIe switch
     PXB = 20  # through several, but not the host bridge
-    PHB = 30  # through a host bridge, as a rule the CPU
+    PHB = 30  # through a host bridge, usually the CPU
     NODE = 40  # between host bridges of one NUMA node
     SYS = 50  # between NUMA nodes
 
 
 @dataclass(frozen=True, slots=True)
 class PciDevice:
-    """`way`: host bridge, bridges, the function itself."""
+    """A PCI function; `way`: host bridge, bridges, the function itself."""
 
     way: tuple[str, ...]
-    numa_node: int | None  # None: the firmware does not say
-    local_cpus: str  # as the kernel lists them; empty if it does not
+    numa_node: int | None  # None: not reported by the firmware
+    local_cpus: str  # in the kernel's list format; empty if unknown
 
     @property
     def address(self) -> str:
@@ -44,9 +45,9 @@ class PciDevice:
 
 
 def cards_first(directory: Location, names: Iterable[str]) -> list[str]:
-    """Devices of a class: cards, then what is no card (a bond), then virtual functions (SR-IOV).
+    """Return devices of a class: cards, other devices (a bond), then virtual functions (SR-IOV).
 
-    Where there is room for some only, the node's own come before those made for its guests.
+    If only some can be collected, the node's own devices come before those of its guests.
     """
 
     def standing(name: str) -> int:
@@ -59,10 +60,10 @@ def cards_first(directory: Location, names: Iterable[str]) -> list[str]:
 
 
 def find(sysfs_path: Path) -> PciDevice | None:
-    """Of `class/infiniband/mlx5_0/device` or `bus/pci/devices/0000:18:00.0`.
+    """Return the device of `class/infiniband/mlx5_0/device` or `bus/pci/devices/0000:18:00.0`.
 
-    None if there is no such device, or it is none of PCI. What sits on a PCI function without
-    being one (virtio, a port of a multi-port card's driver) counts as that function.
+    None if it does not exist or is not a PCI device. A device on top of a PCI function (virtio, a
+    port of a multi-port card) counts as that function.
     """
     try:
         path = os.path.realpath(sysfs_path, strict=True)
@@ -91,13 +92,16 @@ def find_gpu(sysfs_root: Path, pci_bus_id: str) -> PciDevice | None:
 
 
 def sysfs_address(pci_bus_id: str) -> str:
-    """NVML writes `00000000:1A:00.0`, sysfs `0000:1a:00.0`."""
+    """Convert NVML's `00000000:1A:00.0` to sysfs' `0000:1a:00.0`."""
     domain, _, rest = pci_bus_id.lower().partition(":")
     return f"{domain.lstrip('0'):0>4}:{rest}"
 
 
 def distance(one: PciDevice, other: PciDevice, numa_nodes: int) -> Distance | None:
-    """`numa_nodes`: how many the machine has. None where the firmware leaves it open."""
+    """Return the distance; None if the firmware does not determine it.
+
+    `numa_nodes` is the number of NUMA nodes of the machine.
+    """
     known = one.numa_node is not None and other.numa_node is not None
     if known and one.numa_node != other.numa_node:
         return Distance.SYS
@@ -105,9 +109,9 @@ def distance(one: PciDevice, other: PciDevice, numa_nodes: int) -> Distance | No
         return Distance.NODE if known or numa_nodes == 1 else None
     shared = _shared(one.way[:-1], other.way[:-1])
     if shared == 1:
-        # Two functions that sit on the host bridge itself, or behind different root ports.
+        # Both are on the host bridge itself, or behind different root ports.
         return Distance.PHB
-    # Below what they share, each side of one switch has one downstream port.
+    # Below the shared part, each side of one switch has one downstream port.
     beyond = max(len(one.way), len(other.way)) - 1 - shared
     return Distance.PIX if beyond <= 1 else Distance.PXB
 

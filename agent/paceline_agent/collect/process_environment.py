@@ -1,4 +1,4 @@
-"""What a process was told in its environment."""
+"""Environment variables of a process."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from paceline_agent.collect.kept_files import read_once
+from paceline_agent.collect.cached_files import read_once
 
 _BYTES_AT_MOST = 1 << 20
 
 
 def read_environment(procfs_root: Path, pid: int, names: Collection[str]) -> dict[str, str] | None:
-    """Those variables that it has; None if it is gone or not ours to read.
+    """Return those of `names` that are set; None if the process is gone or not accessible.
 
-    What it set itself after its start is not there.
+    Variables that the process set after its start are not included.
     """
     try:
         content = read_once(procfs_root / str(pid) / "environ", _BYTES_AT_MOST)

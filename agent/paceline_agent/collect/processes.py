@@ -1,4 +1,4 @@
-"""What /proc says of one process. The root is given: tests freeze it."""
+"""Properties of one process from /proc; tests pass a frozen root."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from paceline_agent.collect.kept_files import entries, inode_of, read_once, read_text_once
+from paceline_agent.collect.cached_files import entries, inode_of, read_once, read_text_once
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
@@ -22,7 +22,7 @@ class ProcessStatus:
 
 
 def process_status(procfs_root: Path, pid: int) -> ProcessStatus | None:
-    """None if it is gone."""
+    """Return the status; None if the process is gone."""
     try:
         content = read_once(procfs_root / str(pid) / "stat")
         fields = content[content.rindex(b")") + 2 :].split()
@@ -33,7 +33,7 @@ def process_status(procfs_root: Path, pid: int) -> ProcessStatus | None:
 
 
 def namespace_pids(procfs_root: Path, pid: int) -> list[int]:
-    """What a process is numbered here, and then in each PID namespace within; one if unknown."""
+    """Return its pid on the node, then in each nested PID namespace; one pid if unknown."""
     try:
         status = read_text_once(procfs_root / str(pid) / "status")
     except OSError:
@@ -45,9 +45,9 @@ def namespace_pids(procfs_root: Path, pid: int) -> list[int]:
 
 
 def process_that_maps(procfs_root: Path, mapped: os.stat_result, pid: int) -> int:
-    """As this node counts: a process in a container says its pid as the container counts.
+    """Return the node's pid of the process that has pid `pid` in its own PID namespace.
 
-    `pid` itself where no process of that number is seen to map the file.
+    Returns `pid` itself if no process with that number maps the file.
     """
     device = f"{os.major(mapped.st_dev):02x}:{os.minor(mapped.st_dev):02x}"
     place = f" {device} {mapped.st_ino} ".encode()
@@ -59,9 +59,9 @@ def process_that_maps(procfs_root: Path, mapped: os.stat_result, pid: int) -> in
 
 
 def _numbered(procfs_root: Path, pid: int) -> Iterator[int]:
-    """Those that have this number in a PID namespace other than ours: on many nodes there is none.
+    """Yield processes with this pid in another PID namespace than ours.
 
-    Of whom we may not know the namespace, we may not read the maps either.
+    A process whose namespace cannot be read is skipped: its maps cannot be read either.
     """
     ours = inode_of(procfs_root / "self/ns/pid")
     for name in filter(str.isdecimal, entries(procfs_root)):
@@ -72,7 +72,7 @@ def _numbered(procfs_root: Path, pid: int) -> Iterator[int]:
 
 
 def started_ns(procfs_root: Path, pid: int) -> int | None:
-    """When it was started, by CLOCK_REALTIME as it is set now; None if it is gone."""
+    """Return its start time by the current CLOCK_REALTIME; None if it is gone."""
     try:
         content = read_once(procfs_root / str(pid) / "stat")
         ticks = int(content[content.rindex(b")") + 2 :].split()[19])

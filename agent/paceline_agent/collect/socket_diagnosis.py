@@ -1,4 +1,4 @@
-"""The kernel's account of each TCP connection: what `ss -ti` shows (sock_diag(7), linux/tcp.h)."""
+"""Statistics of each TCP connection, as `ss -ti` shows them (sock_diag(7), linux/tcp.h)."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _MICROSECOND = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """An established one. Counts are since it was opened."""
+    """An established connection; counts are since it was opened."""
 
-    inode: int  # as /proc/PID/fd names it: `socket:[INODE]`
+    inode: int  # /proc/PID/fd names it `socket:[INODE]`
     round_trip_seconds: float  # smoothed; 0 until it was measured
     retransmitted_segments: int
-    acknowledged_bytes: int  # of those it sent
+    acknowledged_bytes: int  # of the bytes it sent
     received_bytes: int
 
 
 def connections() -> list[Connection]:
-    """Of this network namespace. Raises OSError where the kernel or a sandbox refuses."""
+    """Return the connections of this network namespace. Raises OSError if that is refused."""
     found: list[Connection] = []
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as link:
         link.settimeout(_PATIENCE_SECONDS)
@@ -70,7 +70,7 @@ def _answers(link: socket.socket) -> Iterator[Connection]:
 
 
 def parse_message(content: bytes) -> Connection | None:
-    """None if it carries no `tcp_info` that is long enough (kernels before 4.1)."""
+    """Return the connection; None without a long enough `tcp_info` (kernels before 4.1)."""
     if len(content) < _MESSAGE.size:
         return None
     *_, inode = _MESSAGE.unpack_from(content)
@@ -90,7 +90,7 @@ def parse_message(content: bytes) -> Connection | None:
 
 
 def sockets_of(procfs_root: Path, pid: int) -> set[int] | None:
-    """Inodes of its open sockets; None if it is gone or not ours to look into."""
+    """Return the inodes of its open sockets; None if it is gone or not accessible."""
     directory = procfs_root / str(pid) / "fd"
     try:
         return set(_socket_inodes(directory, os.listdir(directory)))
@@ -100,7 +100,7 @@ def sockets_of(procfs_root: Path, pid: int) -> set[int] | None:
 
 def _socket_inodes(directory: Path, descriptors: Iterable[str]) -> Iterator[int]:
     for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed in the meantime
             target = os.readlink(f"{directory}/{descriptor}")
             if target.startswith("socket:["):
                 yield int(target[8:-1])

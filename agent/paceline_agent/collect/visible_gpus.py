@@ -1,7 +1,7 @@
-"""Which GPU a process may see, where the driver does not list it: from its environment.
+"""The GPU of a process from its environment, if the driver does not list the process.
 
-NVIDIA_VISIBLE_DEVICES is what its container was given, CUDA_VISIBLE_DEVICES what it chose of that.
-Where neither was set nothing is guessed: it may well compute on CPUs.
+NVIDIA_VISIBLE_DEVICES holds the GPUs of its container, CUDA_VISIBLE_DEVICES its choice among them.
+If neither is set, nothing is guessed: the process may compute on CPUs.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pathlib import Path
 from paceline_agent.collect.process_environment import read_environment
 from paceline_wire.batch import GpuInfo
 
-_VARIABLES = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # the second counts in the first
+_VARIABLES = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # the second indexes the first
 
 
 def visible_gpu(
     gpus: Sequence[GpuInfo], procfs_root: Path, pid: int, local_rank: int
 ) -> GpuInfo | None:
-    """The one it sees, or of several the one that its local rank numbers."""
-    told = _told(procfs_root, pid)
-    if told is None:
+    """Return the visible GPU; of several, the one with the number of its local rank."""
+    visible = _visible_words(procfs_root, pid)
+    if visible is None:
         return None
     seen: Sequence[GpuInfo | None] = gpus
-    for words in told:
+    for words in visible:
         if words is not None and words != ("all",):
             seen = [_find(word, seen) for word in words]
     if len(seen) == 1:
@@ -33,7 +33,7 @@ def visible_gpu(
 
 
 @lru_cache(maxsize=256)
-def _told(procfs_root: Path, pid: int) -> tuple[tuple[str, ...] | None, ...] | None:
+def _visible_words(procfs_root: Path, pid: int) -> tuple[tuple[str, ...] | None, ...] | None:
     environment = read_environment(procfs_root, pid, _VARIABLES)
     if not environment:
         return None
@@ -44,7 +44,7 @@ def _told(procfs_root: Path, pid: int) -> tuple[tuple[str, ...] | None, ...] | N
 
 
 def _find(word: str, among: Sequence[GpuInfo | None]) -> GpuInfo | None:
-    """By its place, or by the beginning of its UUID; CUDA takes both."""
+    """Return a GPU by its index or the beginning of its UUID; CUDA accepts both."""
     if word.isdecimal():
         return among[int(word)] if int(word) < len(among) else None
     named = word.removeprefix("MIG-") if word.startswith("MIG-GPU-") else word

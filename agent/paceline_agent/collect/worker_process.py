@@ -1,7 +1,7 @@
-"""The process an isolated collector lives in: reads calls from a socket and answers there.
+"""The process of an isolated collector: reads calls from a socket and writes results to it.
 
-Frames are a 4-byte little-endian length and msgpack. It is small on purpose (no event loop, no
-network) and dies with the agent that started it.
+A frame is a 4-byte little-endian length and msgpack. The process is small on purpose (no event
+loop, no network) and ends with the agent that started it.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class Setup(msgspec.Struct):
 
 
 class Call(msgspec.Struct, array_like=True):
-    """`ranks` are those of the node now: only the agent knows them."""
+    """A call; `ranks` are the current ranks of the node, which only the agent knows."""
 
     now_ns: int
     ranks: list[LocalRank]
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The collector's module is loaded; its first call may start."""
+    """The collector's module has been loaded; its first call may start."""
 
 
 class Answered(msgspec.Struct, tag="answered"):
-    """What a call brought, its blocks as columns."""
+    """The result of a call, with its blocks as columns."""
 
     samples: list[Sample]
     blocks: list[PackedColumns]
@@ -62,7 +62,7 @@ class Answered(msgspec.Struct, tag="answered"):
     lasting_blocks: list[PackedColumns]
     events: list[DeviceEvent | CollectorEvent]
     gpus: list[GpuInfo] | None
-    same_gpus: bool  # as in the answer before
+    same_gpus: bool  # as in the previous result
     gpu_of_pid: dict[int, int] | None
     more: bool
 
@@ -83,7 +83,7 @@ _answer_decoder = msgspec.msgpack.Decoder(Answered | Unavailable | CallFailed)
 
 
 class Answers:
-    """Those of one worker, decoded in the order they come."""
+    """Decodes the results of one worker in the order of arrival."""
 
     def __init__(self) -> None:
         self._blocks, self._lasting = ColumnReader(), ColumnReader()
@@ -109,7 +109,7 @@ class Answers:
 
 
 class _Answering:
-    """The worker's side of it."""
+    """The worker's side: encodes results."""
 
     def __init__(self) -> None:
         self._blocks, self._lasting = ColumnWriter(), ColumnWriter()
@@ -157,8 +157,8 @@ def encode_call(now_ns: int, ranks: Sequence[LocalRank]) -> bytes:
 
 def main() -> None:
     _die_with(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle
-    os.dup2(2, 1)  # what a driver library prints is no output of the agent's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent handles Ctrl-C
+    os.dup2(2, 1)  # output of a driver library is not the agent's
     with FileIO(int(sys.argv[2]), "r+") as agent:
         setup = _setup_decoder.decode(_read(agent) or sys.exit(0))
         serve(setup, agent)
@@ -192,14 +192,14 @@ def serve(setup: Setup, agent: FileIO) -> None:
 
 
 def _die_with(parent_pid: int) -> None:
-    """Have the kernel end this process when the agent dies, however it dies."""
+    """Let the kernel end this process when the agent ends, however it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the line above
+    if os.getppid() != parent_pid:  # the agent ended before the line above
         sys.exit(0)
 
 
 def _read(agent: FileIO) -> bytes:
-    """One frame; empty at the end."""
+    """Return one frame; empty at the end."""
     received = b""
     length = LENGTH.size
     while len(received) < length:

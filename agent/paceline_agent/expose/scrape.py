@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from paceline_agent.collect.kept_files import read_text_once
+from paceline_agent.collect.cached_files import read_text_once
 from paceline_wire.batch import Sample
 
 _MODES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")

@@ -69,7 +69,7 @@ class HelloSender:
             return
         self._previous_gpus = collected.gpus
         previous = self._gpus.all
-        self._outbox.put_events(self._gpus.learn(collected, timeline_ns()))
+        self._outbox.put_events(self._gpus.update(collected, timeline_ns()))
         if self._gpus.all != previous and self._was_sent:
             self.send()
         self._inventory_ready.set()  # also if there are no GPUs

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline_agent.clock import timeline_ns
+from paceline_agent.collect.cached_files import entries, inode_of
 from paceline_agent.collect.contract import LocalRank
-from paceline_agent.collect.kept_files import entries, inode_of
 from paceline_agent.collect.processes import process_status, process_that_maps
 from paceline_agent.forward.outbox import Outbox
 from paceline_agent.rings.clock_offset import ClockOffset

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline_agent.collect import clock_sync
-from paceline_agent.collect.kept_files import entries
+from paceline_agent.collect.cached_files import entries
 from paceline_cli.preflight.facts import PEER_MEMORY_MODULES, CheckpointPath
 
 _DISTRIBUTIONS = ("torch", "paceline")

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline_agent.collect.kept_files import entries
+from paceline_agent.collect.cached_files import entries
 from paceline_agent.collect.pci_topology import find
 from paceline_cli.preflight.facts import Interface, RdmaPort
 from paceline_wire import metric_names

@@ -70,7 +70,7 @@ def test_columns_without_their_series_are_refused() -> None:
     writer, reader = ColumnWriter(), ColumnReader()
     block = SeriesBlock(series(0), [0.1], 7)
     writer.write([block])
-    with pytest.raises(ValueError, match="never told"):
+    with pytest.raises(ValueError, match="never sent"):
         reader.read(across(writer.write([block])))
 
 

@@ -26,31 +26,31 @@ def told(events) -> list[tuple[str, str]]:
 
 def test_what_the_collector_says_itself_is_not_said_again():
     gpus = Gpus()
-    assert gpus.learn(listing(gpu(0), gpu(1)), 1) == []
-    assert gpus.learn(listing(gpu(0), gpu(1, trouble="lost")), 2) == []
+    assert gpus.update(listing(gpu(0), gpu(1)), 1) == []
+    assert gpus.update(listing(gpu(0), gpu(1, trouble="lost")), 2) == []
     assert gpus.slots(None) == 1
-    assert gpus.learn(listing(gpu(0), gpu(1)), 3) == []
+    assert gpus.update(listing(gpu(0), gpu(1)), 3) == []
     assert gpus.slots(None) == 2
 
 
 def test_a_gpu_that_is_listed_no_more_is_lost_until_it_is_listed_again():
     gpus = Gpus()
-    gpus.learn(listing(gpu(0), gpu(1), gpu(2)), 1)
+    gpus.update(listing(gpu(0), gpu(1), gpu(2)), 1)
     moved_up = listing(gpu(0), gpu(1, "GPU-2"))
-    assert told(gpus.learn(moved_up, 2)) == [("gpu_lost", "gpu1")]
-    assert gpus.learn(moved_up, 3) == []
+    assert told(gpus.update(moved_up, 2)) == [("gpu_lost", "gpu1")]
+    assert gpus.update(moved_up, 3) == []
     assert [(one.uuid, one.trouble) for one in gpus.all if one.trouble] == [("GPU-1", "lost")]
     assert gpus.slots(None) == 2
-    assert told(gpus.learn(listing(gpu(0), gpu(1), gpu(2)), 4)) == [("gpu_back", "gpu1")]
+    assert told(gpus.update(listing(gpu(0), gpu(1), gpu(2)), 4)) == [("gpu_back", "gpu1")]
     assert gpus.slots(None) == 3
 
 
 def test_an_unloaded_driver_leaves_no_slot_and_a_loaded_one_brings_them_back():
     gpus = Gpus()
-    gpus.learn(listing(gpu(0), gpu(1)), 1)
-    assert told(gpus.learn(listing(), 2)) == [("gpu_lost", "gpu0"), ("gpu_lost", "gpu1")]
+    gpus.update(listing(gpu(0), gpu(1)), 1)
+    assert told(gpus.update(listing(), 2)) == [("gpu_lost", "gpu0"), ("gpu_lost", "gpu1")]
     assert gpus.slots(None) == 0
-    assert told(gpus.learn(listing(gpu(0), gpu(1)), 3)) == [
+    assert told(gpus.update(listing(gpu(0), gpu(1)), 3)) == [
         ("gpu_back", "gpu0"),
         ("gpu_back", "gpu1"),
     ]
@@ -58,19 +58,19 @@ def test_an_unloaded_driver_leaves_no_slot_and_a_loaded_one_brings_them_back():
 
 def test_while_nvml_hangs_no_gpu_takes_ranks():
     gpus = Gpus()
-    assert gpus.learn(QUARANTINED, 1) == []
-    gpus.learn(listing(gpu(0)), 2)
-    assert told(gpus.learn(QUARANTINED, 3)) == [("gpu_hung", "gpu0")]
+    assert gpus.update(QUARANTINED, 1) == []
+    gpus.update(listing(gpu(0)), 2)
+    assert told(gpus.update(QUARANTINED, 3)) == [("gpu_hung", "gpu0")]
     assert gpus.slots(None) == 0
-    assert told(gpus.learn(listing(gpu(0, trouble="lost")), 4)) == [], "the collector says so"
-    assert gpus.learn(listing(gpu(0)), 5) == [], "and that it is back"
+    assert told(gpus.update(listing(gpu(0, trouble="lost")), 4)) == [], "the collector says so"
+    assert gpus.update(listing(gpu(0)), 5) == [], "and that it is back"
 
 
 def test_one_that_never_answered_is_no_slot():
     gpus = Gpus()
-    gpus.learn(Collected(gpus=[GpuInfo(0, "", "", "", "lost"), gpu(1)]), 1)
+    gpus.update(Collected(gpus=[GpuInfo(0, "", "", "", "lost"), gpu(1)]), 1)
     assert gpus.slots(None) == 1
-    gpus.learn(listing(gpu(0), gpu(1)), 2)
+    gpus.update(listing(gpu(0), gpu(1)), 2)
     assert [one.trouble for one in gpus.all] == [None, None]
 
 
@@ -81,5 +81,5 @@ def test_one_that_never_answered_is_no_slot():
 def test_slots_that_were_asked_for_shrink_with_the_gpus(total, lost, asked, slots):
     gpus = Gpus()
     troubles = ["lost"] * lost + [None] * (total - lost)
-    gpus.learn(listing(*(gpu(index, trouble=one) for index, one in enumerate(troubles))), 1)
+    gpus.update(listing(*(gpu(index, trouble=one) for index, one in enumerate(troubles))), 1)
     assert gpus.slots(asked) == slots

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import ClassVar
 
+from paceline_agent.collect.cached_files import CachedFiles, entries
 from paceline_agent.collect.contract import (
     Collected,
     Collector,
@@ -19,7 +20,6 @@ from paceline_agent.collect.contract import (
     Metric,
 )
 from paceline_agent.collect.cpu_lists import parse_cpu_list
-from paceline_agent.collect.kept_files import KeptFiles, entries
 from paceline_wire.batch import Sample
 
 METRICS = (
@@ -77,7 +77,7 @@ class CpuCollector(Collector):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._files = KeptFiles(patient=True, bytes_at_most=1 << 18)
+        self._files = CachedFiles(patient=True, bytes_at_most=1 << 18)
         self._devices = context.sysfs_root / "devices"
         self._directory = os.path.join(self._devices, "system", "cpu")
 

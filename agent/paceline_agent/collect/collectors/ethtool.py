@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from paceline_agent.collect.cached_files import entries, read_text_once
 from paceline_agent.collect.contract import (
     BEYOND_COUNTERS,
     Collected,
@@ -22,7 +23,6 @@ from paceline_agent.collect.contract import (
     Metric,
 )
 from paceline_agent.collect.ethtool_ioctl import Driver, Ethtool
-from paceline_agent.collect.kept_files import entries, read_text_once
 from paceline_agent.collect.pci_topology import cards_first
 from paceline_wire.batch import Sample
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import ClassVar
 
+from paceline_agent.collect.cached_files import CachedFiles
 from paceline_agent.collect.contract import (
     Collected,
     Collector,
@@ -19,7 +20,6 @@ from paceline_agent.collect.contract import (
     Context,
     Metric,
 )
-from paceline_agent.collect.kept_files import KeptFiles
 from paceline_wire import metric_names
 from paceline_wire.batch import Sample
 
@@ -99,7 +99,7 @@ class HostCollector(Collector):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._files = KeptFiles(patient=True, bytes_at_most=1 << 18)  # /proc/stat: many CPUs
+        self._files = CachedFiles(patient=True, bytes_at_most=1 << 18)  # /proc/stat: many CPUs
 
     def collect(self, now_ns: int) -> Collected:
         samples: list[Sample] = []

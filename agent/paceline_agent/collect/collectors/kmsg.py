@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
+from paceline_agent.collect.cached_files import entries
 from paceline_agent.collect.contract import (
     Collected,
     Collector,
@@ -22,7 +23,6 @@ from paceline_agent.collect.contract import (
     LocalRank,
     Metric,
 )
-from paceline_agent.collect.kept_files import entries
 from paceline_agent.collect.kernel_log.ledger import KernelEventCounts
 from paceline_agent.collect.kernel_log.recognize import Recognizer, pci_address
 from paceline_agent.collect.kernel_log.records import Record, records_of

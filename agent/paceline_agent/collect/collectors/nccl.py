@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
+from paceline_agent.collect.cached_files import entries
 from paceline_agent.collect.contract import Collected, Collector, Context, LocalRank, Metric
-from paceline_agent.collect.kept_files import entries
 from paceline_agent.collect.nccl.debug_log import DebugLog
 from paceline_agent.collect.nccl.flight_recorder import DumpWatch, dump_names
 from paceline_agent.collect.nccl.inspector import Performance

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar
 
+from paceline_agent.collect.cached_files import CachedFiles, FileGroup, entries, inode_of
 from paceline_agent.collect.contract import BEYOND_COUNTERS, Collected, Collector, Context, Metric
-from paceline_agent.collect.kept_files import KeptFiles, Together, entries, inode_of
 from paceline_agent.collect.pci_topology import cards_first
 from paceline_wire import metric_names
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
@@ -97,7 +97,7 @@ class _Interface:
     directory: str
     inode: int
     labels: dict[str, str]
-    files: Together
+    files: FileGroup
     metrics: list[str]  # of each of the files
     carrier: bool | None = None
     state: str | None = None
@@ -115,7 +115,7 @@ class NicCollector(Collector):
         super().__init__(context)
         self._root = os.path.join(context.sysfs_root, "class", "net")
         # Patient: a link that is down answers EINVAL for now.
-        self._files = KeptFiles(patient=True, bytes_at_most=1 << 14, share=0.2)
+        self._files = CachedFiles(patient=True, bytes_at_most=1 << 14, share=0.2)
         self._protocols_root = os.path.join(context.procfs_root, "net")
         self._devices: dict[str, _Interface] = {}
         self._look_ns: int | None = None  # of the last look at the directory
@@ -158,17 +158,17 @@ class NicCollector(Collector):
                 continue
             known = self._devices.get(name)
             if known is None or known.inode != inode:  # another interface of that name
-                self._files.forget_below(directory)
+                self._files.close_below(directory)
                 numbers = {
                     path: f"node_network_{metric}"
                     for file, metric in _NUMBERS.items()
                     if os.path.exists(path := os.path.join(directory, file))  # kernels differ
                 }
-                files, metrics = Together(numbers), list(numbers.values())
+                files, metrics = FileGroup(numbers), list(numbers.values())
                 known = _Interface(name, directory, inode, {"device": name}, files, metrics)
             found[name] = known
         for gone in self._devices.keys() - found.keys():
-            self._files.forget_below(self._devices[gone].directory)
+            self._files.close_below(self._devices[gone].directory)
         self._devices = found
 
     def _values(self, device: _Interface, now_ns: int) -> list[tuple[str, float]]:

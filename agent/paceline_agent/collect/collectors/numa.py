@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from paceline_agent.collect.cached_files import CachedFiles, entries, read_text_once
 from paceline_agent.collect.contract import (
     Collected,
     Collector,
@@ -22,7 +23,6 @@ from paceline_agent.collect.contract import (
     Metric,
 )
 from paceline_agent.collect.cpu_lists import parse_cpu_list
-from paceline_agent.collect.kept_files import KeptFiles, entries, read_text_once
 from paceline_agent.collect.pci_topology import cards_first, sysfs_address
 from paceline_wire import metric_names
 from paceline_wire.batch import Sample
@@ -107,7 +107,7 @@ class NumaCollector(Collector):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._files = KeptFiles(patient=True)
+        self._files = CachedFiles(patient=True)
         self._nodes = context.sysfs_root / "devices" / "system" / "node"
         self._maps: dict[int, tuple[int, MemoryMaps | None]] = {}  # by pid: when, what
 

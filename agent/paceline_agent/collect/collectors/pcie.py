@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from paceline_agent.collect.cached_files import CachedFiles, entries
 from paceline_agent.collect.contract import (
     Collected,
     Collector,
@@ -20,7 +21,6 @@ from paceline_agent.collect.contract import (
     Context,
     Metric,
 )
-from paceline_agent.collect.kept_files import KeptFiles, entries
 from paceline_agent.collect.pci_topology import cards_first, sysfs_address
 from paceline_wire import metric_names
 from paceline_wire.batch import Sample
@@ -93,7 +93,7 @@ class PcieCollector(Collector):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._files = KeptFiles(patient=True)
+        self._files = CachedFiles(patient=True)
 
     def collect(self, now_ns: int) -> Collected:
         samples: list[Sample] = []

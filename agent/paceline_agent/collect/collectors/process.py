@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
+from paceline_agent.collect.cached_files import read_once, read_text_once
 from paceline_agent.collect.contract import Collected, Collector, Context, Metric
-from paceline_agent.collect.kept_files import read_once, read_text_once
 from paceline_wire import metric_names
 from paceline_wire.batch import Sample
 

@@ -20,6 +20,7 @@ from typing import ClassVar, cast
 
 from paceline_agent.collect import blocks
 from paceline_agent.collect.blocks import SeriesBlock
+from paceline_agent.collect.cached_files import CachedFiles, FileGroup, entries, inode_of
 from paceline_agent.collect.contract import (
     BEYOND_COUNTERS,
     Collected,
@@ -28,7 +29,6 @@ from paceline_agent.collect.contract import (
     Context,
     Metric,
 )
-from paceline_agent.collect.kept_files import KeptFiles, Together, entries, inode_of
 from paceline_agent.collect.pci_topology import cards_first
 from paceline_wire import metric_names
 from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample, Series
@@ -282,7 +282,7 @@ class _Port:
     labels: dict[str, str]
     information: list[Series] = field(default_factory=list)
     counters: list[_Counter] = field(default_factory=list)
-    files: Together = field(default_factory=lambda: Together([]))  # of the counters
+    files: FileGroup = field(default_factory=lambda: FileGroup([]))  # of the counters
     units: list[float] = field(default_factory=list)  # of each counter
     ends: list[int] = field(default_factory=list)  # below which each counter counts
     active: bool | None = None
@@ -295,7 +295,7 @@ class _Port:
 
     def learn(self, counters: Iterable[_Counter]) -> None:
         self.counters = list(counters)
-        self.files = Together(counter.path for counter in self.counters)
+        self.files = FileGroup(counter.path for counter in self.counters)
         self.units = [float(counter.unit) for counter in self.counters]
         self.learn_ends()
 
@@ -312,7 +312,7 @@ class RdmaCollector(Collector):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._root = os.path.join(context.sysfs_root, "class", "infiniband")
-        self._files = KeptFiles(share=0.6)  # 16 adapters have a thousand files
+        self._files = CachedFiles(share=0.6)  # 16 adapters have a thousand files
         self._ports: dict[str, _Port] = {}
         self._series = blocks.Series([])
         self._look_ns: int | None = None  # of the last look at the directory; None: look now
@@ -360,13 +360,13 @@ class RdmaCollector(Collector):
                     continue
                 known = self._ports.get(name)
                 if known is None or known.inode != inode:
-                    self._files.forget_below(directory)
+                    self._files.close_below(directory)
                     known = self._port(device, number, directory, inode, now_ns, is_first)
                 found[name] = known
                 is_first = False
         gone = [port for name, port in self._ports.items() if name not in found]
         for port in gone:
-            self._files.forget_below(port.directory)
+            self._files.close_below(port.directory)
         if list(found.values()) != list(self._ports.values()):
             self._series = blocks.Series([row for port in found.values() for row in port.series])
         self._ports = found

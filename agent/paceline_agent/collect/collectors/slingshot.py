@@ -11,6 +11,7 @@ import os
 import re
 from typing import ClassVar
 
+from paceline_agent.collect.cached_files import CachedFiles, entries
 from paceline_agent.collect.contract import (
     BEYOND_COUNTERS,
     Collected,
@@ -19,7 +20,6 @@ from paceline_agent.collect.contract import (
     Context,
     Metric,
 )
-from paceline_agent.collect.kept_files import KeptFiles, entries
 from paceline_wire.batch import Sample
 
 METRICS = (
@@ -66,7 +66,7 @@ class SlingshotCollector(Collector):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._files = KeptFiles()
+        self._files = CachedFiles()
         self._root = os.path.join(context.sysfs_root, "class", "cxi")
         self._counters: list[tuple[str, str, dict[str, str]]] = []  # path, metric, labels
         self._looked_ns: int | None = None

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from paceline_agent.collect.cached_files import read_text_once
 from paceline_agent.collect.contract import Collected, Collector, Context, LocalRank, Metric
-from paceline_agent.collect.kept_files import read_text_once
 from paceline_agent.collect.process_environment import read_environment
 from paceline_wire import metric_names
 from paceline_wire.batch import Sample

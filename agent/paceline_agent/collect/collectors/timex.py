@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from paceline_agent.collect import clock_sync
+from paceline_agent.collect.cached_files import CachedFiles
 from paceline_agent.collect.contract import (
     Collected,
     Collector,
@@ -17,7 +18,6 @@ from paceline_agent.collect.contract import (
     Context,
     Metric,
 )
-from paceline_agent.collect.kept_files import KeptFiles
 from paceline_wire.batch import Sample
 
 METRICS = (
@@ -53,7 +53,7 @@ class TimexCollector(Collector):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._files = KeptFiles(patient=True)
+        self._files = CachedFiles(patient=True)
         self._source = (
             context.sysfs_root / "devices/system/clocksource/clocksource0/current_clocksource"
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import ClassVar
 
+from paceline_agent.collect.cached_files import CachedFiles, entries
 from paceline_agent.collect.contract import (
     Collected,
     Collector,
@@ -22,7 +23,6 @@ from paceline_agent.collect.contract import (
     LocalRank,
     Metric,
 )
-from paceline_agent.collect.kept_files import KeptFiles, entries
 from paceline_agent.collect.nccl.nic_choice import SETTINGS, allowed
 from paceline_agent.collect.nvml.links import SWITCH
 from paceline_agent.collect.pci_topology import (
@@ -95,7 +95,7 @@ class TopologyCollector(Collector):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._files = KeptFiles(patient=True)
+        self._files = CachedFiles(patient=True)
         self._classes = context.sysfs_root / "class"
         self._told: dict[tuple[str, int, int], dict[str, str]] = {}  # settings of ranks
 

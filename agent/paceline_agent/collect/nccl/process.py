@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline_agent.collect.kept_files import read_once, read_text_once
+from paceline_agent.collect.cached_files import read_once, read_text_once
 from paceline_agent.collect.processes import namespace_pids, started_ns
 
 _SETTINGS = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "UCX_", "FI_EFA_")

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline_agent.collect.cached_files import read_once
 from paceline_agent.collect.contract import LocalRank
-from paceline_agent.collect.kept_files import read_once
 from paceline_agent.collect.nvml.driver import pynvml
 from paceline_agent.collect.nvml.gpu import NvmlGpu, Value
 from paceline_agent.collect.process_environment import read_environment

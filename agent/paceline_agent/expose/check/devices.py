@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from paceline_agent.collect.cached_files import entries, read_text_once
 from paceline_agent.collect.contract import Context
-from paceline_agent.collect.kept_files import entries, read_text_once
 from paceline_agent.expose import catalog
 from paceline_agent.expose.check.report import NO, PARTLY, YES, CheckRow
 from paceline_agent.expose.once import CollectorResult

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from paceline_agent.collect import clock_sync
-from paceline_agent.collect.kept_files import read_text_once
+from paceline_agent.collect.cached_files import read_text_once
 from paceline_agent.errors import LinkError
 from paceline_agent.expose.check.report import NO, PARTLY, YES, CheckRow
 from paceline_agent.forward.server_link import Target

@@ -8,7 +8,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from paceline_agent.collect.kept_files import read_once, read_text_once
+from paceline_agent.collect.cached_files import read_once, read_text_once
 from paceline_agent.expose.check.report import NO, PARTLY, YES, CheckRow
 
 _CAP_SYS_PTRACE = 19  # linux/capability.h

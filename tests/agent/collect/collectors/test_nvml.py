@@ -461,7 +461,7 @@ async def test_every_series_is_described(lane, gpus):
     known = catalog.load()
     names = {sample.name for sample in collected.everything()}
     assert len(names) > 70
-    assert {name for name in names if known.describe(name).text == catalog.UNLISTED} == set()
+    assert {name for name in names if known.describe(name).help == catalog.UNLISTED} == set()
 
 
 async def test_the_recorded_h200(nvml_library, tmp_path, monkeypatch, context, series):

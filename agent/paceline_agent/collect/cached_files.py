@@ -1,7 +1,7 @@
-"""Small files of /sys and /proc, most of them read over and over.
+"""Small files of /sys and /proc that are read repeatedly through cached file descriptors.
 
-A kept file descriptor and `pread` cost a fourth of open, read and close. A file whose read fails
-is left alone for long: on some devices each try costs a line in the kernel log.
+`pread` on an open descriptor costs a quarter of open, read and close. A file whose read fails is
+not read again for a day: on some devices each attempt writes a line to the kernel log.
 """
 
 from __future__ import annotations
@@ -13,42 +13,42 @@ import resource
 from collections.abc import Iterable
 
 _DAY_NS = 86_400 * 1_000_000_000
-_GONE = {errno.ENOENT, errno.ESRCH, errno.ENODEV, errno.ENXIO}  # may come back: replugged
-_OURS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}  # no fault of the file's
+_GONE = {errno.ENOENT, errno.ESRCH, errno.ENODEV, errno.ENXIO}  # the device may be plugged in again
+_OURS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}  # not caused by the file
 
 _NUMBER_BYTES = 32
-# Of a file that it makes record by record (vmstat, diskstats), the kernel gives no more than a page
-# at once, less the record that did not fit (fs/seq_file.c).
+# The kernel returns a file made of records (vmstat, diskstats) at most a page at a time, without
+# the record that did not fit (fs/seq_file.c).
 _PERHAPS_A_PAGE_BYTES = 2048
 
-# A FIFO, as a copied tree may hold one, must not make us wait for whoever writes to it.
+# A copied tree may contain a FIFO; reading it must not block.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _ONCE_BYTES = 8 << 20
-_FIRST_BYTES = 8 << 10  # for /proc/sys the kernel makes and clears a buffer of what it is asked for
-_CHUNK_BYTES = 64 << 10  # the files of /proc/sys refuse to be asked for 4 MiB and more at once
+_FIRST_BYTES = 8 << 10  # for /proc/sys the kernel allocates a buffer of the requested size
+_CHUNK_BYTES = 64 << 10  # files of /proc/sys refuse reads of 4 MiB and more
 
-_NONE = -1  # no descriptor: reading it fails
+_NONE = -1  # no descriptor: the read fails
 
 Location = str | os.PathLike[str]
 
 
-class Together:
-    """Files of one KeptFiles that are read in one go: their descriptors are looked up once."""
+class FileGroup:
+    """Files that are read together: their descriptors are looked up once."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self.paths = tuple(paths)
         self.descriptors: list[int] = []
-        self.of: KeptFiles | None = None
-        self.as_of = 0  # the changes of `of` that are known here
+        self.of: CachedFiles | None = None
+        self.as_of = 0  # the number of changes of `of` when this was looked up
 
 
-class KeptFiles:
-    """`read` returns a file's content, or None where it cannot be had.
+class CachedFiles:
+    """Reads files and keeps them open; a file that cannot be read is None.
 
-    `patient` files are those whose failure says something about now only (the speed of a link
-    that is down): they are asked again each time, unless access is denied. `bytes_at_most` is
-    what one read takes in; a file of sysfs holds no more than a page. At most `share` of the
-    descriptors that the process may hold are kept; further files are opened each time.
+    `patient`: a failure is temporary (the speed of a link that is down), so files are read again
+    each time unless access is denied. `bytes_at_most` limits one read; a file of sysfs is at most a
+    page. At most `share` of the descriptors that the process may open are kept; further files are
+    opened each time.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class KeptFiles:
     ) -> None:
         self._descriptors: dict[str, int] = {}
         self._shunned_until_ns: dict[str, int] = {}
-        self._changes = 0  # of what is kept
+        self._changes = 0  # number of changes of the open files
         self._patient = patient
         self._bytes_at_most = bytes_at_most
         self._kept_at_most = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * share)
@@ -86,7 +86,7 @@ class KeptFiles:
         return None if content is None else content.decode(errors="replace").strip()
 
     def read_number(self, location: Location, now_ns: int) -> int | None:
-        """The whole number a file holds; None for anything else, as in `N/A (no PMA)`."""
+        """Return the integer in a file; None for anything else, such as `N/A (no PMA)`."""
         content = self.read(location, now_ns)
         if content is None or len(content) > _NUMBER_BYTES:
             return None
@@ -95,8 +95,8 @@ class KeptFiles:
         except ValueError:
             return None
 
-    def read_numbers(self, files: Together, now_ns: int) -> list[int | None]:
-        """`read_number` of each; for many files that are as a rule there and hold one."""
+    def read_numbers(self, files: FileGroup, now_ns: int) -> list[int | None]:
+        """Return `read_number` of each; fast for many files that usually exist."""
         if files.of is not self or files.as_of != self._changes:
             kept = self._descriptors.get
             files.descriptors = [kept(path, _NONE) for path in files.paths]
@@ -111,8 +111,8 @@ class KeptFiles:
                 numbers.append(self.read_number(paths[len(numbers)], now_ns))
         return numbers
 
-    def forget_below(self, directory: Location) -> None:
-        """Let go of a device that is gone, so that its successor is read afresh."""
+    def close_below(self, directory: Location) -> None:
+        """Close the files of a device that is gone, so that its successor is opened again."""
         below = os.fspath(directory) + os.sep
         for path in [path for path in self._descriptors if path.startswith(below)]:
             self._forget(path)
@@ -147,7 +147,7 @@ class KeptFiles:
 
 
 def read_once(location: Location, bytes_at_most: int = _ONCE_BYTES) -> bytes:
-    """A file's content, or the beginning of it. Never waits. Raises OSError."""
+    """Return the beginning of a file, without ever blocking. Raises OSError."""
     descriptor = os.open(location, _FLAGS)
     try:
         parts: list[bytes] = []
@@ -160,14 +160,14 @@ def read_once(location: Location, bytes_at_most: int = _ONCE_BYTES) -> bytes:
 
 
 def read_text_once(location: Location, bytes_at_most: int = _ONCE_BYTES) -> str:
-    """The same as text. Raises OSError."""
+    """Return the beginning of a file as text. Raises OSError."""
     return read_once(location, bytes_at_most).decode(errors="replace")
 
 
 def entries(directory: Location) -> list[str]:
-    """Names in a directory, sorted; none if there is no such directory.
+    """Return the sorted names in a directory; empty if it does not exist.
 
-    One that is no UTF-8 is left out: nobody could be told of it, nor of what comes with it.
+    A name that is not UTF-8 is left out, because it cannot be sent.
     """
     try:
         names = os.listdir(directory)
@@ -185,7 +185,7 @@ def _is_utf8(name: str) -> bool:
 
 
 def inode_of(location: Location) -> int | None:
-    """None: there is nothing. Another one than before: a device was taken away and came back."""
+    """Return the inode, or None. A different inode: a device was removed and added again."""
     try:
         return os.stat(location).st_ino
     except OSError:

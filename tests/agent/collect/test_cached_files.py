@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline_agent.collect.kept_files import KeptFiles, Together, entries, read_once
+from paceline_agent.collect.cached_files import CachedFiles, FileGroup, entries, read_once
 
 CONTENTS = {
     "counter": b"18446744073709551615\n",
@@ -22,7 +22,7 @@ def test_numbers_of_many_files_are_those_of_each(tmp_path: Path) -> None:
     for name, content in CONTENTS.items():
         (tmp_path / name).write_bytes(content)
     paths = [*(str(tmp_path / name) for name in CONTENTS), str(tmp_path / "absent"), str(tmp_path)]
-    one, many, together = KeptFiles(), KeptFiles(), Together(paths)
+    one, many, together = CachedFiles(), CachedFiles(), FileGroup(paths)
     for _ in range(2):  # opened, then kept
         assert many.read_numbers(together, 1) == [one.read_number(path, 1) for path in paths]
     assert many.read_numbers(together, 1) == [2**64 - 1, -1, None, None, None, None, None]
@@ -30,19 +30,19 @@ def test_numbers_of_many_files_are_those_of_each(tmp_path: Path) -> None:
     os.unlink(tmp_path / "none")
     (tmp_path / "absent").write_bytes(b"8\n")
     assert many.read_numbers(together, 1) == [7, -1, None, None, None, 8, None]
-    many.forget_below(tmp_path)  # its descriptors are somebody else's from now on
+    many.close_below(tmp_path)  # its descriptors are somebody else's from now on
     others = [os.open(tmp_path / "negative", os.O_RDONLY) for _ in range(8)]
     assert many.read_numbers(together, 1) == [7, -1, None, None, None, 8, None]
     for other in others:
         os.close(other)
-    assert many.read_numbers(Together([]), 1) == []
+    assert many.read_numbers(FileGroup([]), 1) == []
     one.close()
     many.close()
 
 
 def test_a_file_that_the_kernel_gives_page_by_page_is_read_whole() -> None:
     """As /proc/vmstat and /proc/diskstats of a large node are."""
-    files = KeptFiles(bytes_at_most=1 << 20)
+    files = CachedFiles(bytes_at_most=1 << 20)
     for _ in range(2):
         content = files.read("/proc/self/maps", 1) or b""
         assert len(content) > os.sysconf("SC_PAGE_SIZE")
