@@ -17,9 +17,9 @@ from rich.markup import escape
 from rich.table import Table
 
 HERE = Path(__file__).parent
-# Beside the time that a benchmark was told to measure for.
+# In addition to PACELINE_BENCH_SECONDS.
 LIMIT_SECONDS = 900 + int(os.environ.get("PACELINE_BENCH_SECONDS", "0"))
-_END_SECONDS = 30  # for ending what a benchmark has started
+_END_SECONDS = 30  # for a benchmark to end its processes
 
 
 def names() -> list[str]:
@@ -31,7 +31,7 @@ def names() -> list[str]:
 
 
 def measure(name: str) -> list[dict[str, Any]]:
-    """Rows of one benchmark. Raises RuntimeError with its last words if it failed."""
+    """Return the rows of one benchmark. Raises RuntimeError with its last output if it failed."""
     command = [sys.executable, "-m", "benchmarks.harness", name]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=HERE.parent, stdout=pipe, stderr=pipe, text=True) as running:
@@ -47,7 +47,7 @@ def measure(name: str) -> list[dict[str, Any]]:
 
 
 def _end(running: subprocess.Popen[str]) -> None:
-    """With all that it has started."""
+    """End the process and all processes that it started."""
     running.terminate()
     try:
         running.communicate(timeout=_END_SECONDS)
@@ -78,7 +78,7 @@ def _number(value: float | None) -> str:
 @click.argument("chosen", nargs=-1, metavar="[NAME]...")
 @click.option("--json", "target", type=click.Path(path_type=Path), help="Write the rows here.")
 def main(chosen: tuple[str, ...], target: Path | None) -> None:
-    """Run all benchmarks, or those named, and print a table."""
+    """Run all benchmarks, or the given ones, and print a table."""
     known = names()
     unknown = set(chosen) - set(known)
     if unknown:

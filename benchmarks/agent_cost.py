@@ -1,10 +1,10 @@
-"""What the agent costs a node of 8 GPUs and 9 HCAs, beside Debian's prometheus-node-exporter.
+"""The cost of the agent on a node of 8 GPUs and 9 HCAs, compared with prometheus-node-exporter.
 
-The real agent, its NVML worker and its guard, as processes: CPU per second of everything it does
-(collect, pack, spool, send) and memory. node_exporter looks at the same InfiniBand tree and the
-same /proc, scraped each second, in the same seconds: whatever else the machine does slows both. A
-page that processes share is a part of each one's proportional memory, and all of each one's
-resident memory. Where node_exporter is not installed its rows are left out, and it is said.
+The real agent with its NVML worker and its guard, as processes: CPU time per second of all its work
+(collect, pack, spool, send), and memory. node_exporter (Debian's package) reads the same InfiniBand
+tree and the same /proc and is scraped every second in the same period, so that other load slows
+both. A page shared by several processes counts partly in each one's proportional memory, and fully
+in each one's resident memory. Without node_exporter its rows are left out, with a message.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def measure() -> Iterator[Result]:
 
 @contextlib.contextmanager
 def _exporter(node: FakeNode) -> Iterator[tuple[RunningProcess, str] | None]:
-    """node_exporter and its address."""
+    """Start node_exporter; yield it and its address."""
     program = shutil.which(EXPORTER)
     if program is None:
         print(f"no rows of {EXPORTER}: it is not installed (apt-get install it)", file=sys.stderr)
@@ -79,7 +79,7 @@ def _exporter(node: FakeNode) -> Iterator[tuple[RunningProcess, str] | None]:
 
 
 def _scrape(address: str) -> float:
-    """How many values; waits for the exporter to be up."""
+    """Wait until the exporter responds. Return the number of its values."""
     deadline = time.monotonic() + 10
     while True:
         try:

@@ -1,10 +1,10 @@
-"""Whether the agent's memory grows: thousands of sweeps as fast as they go.
+"""Growth of the agent's memory over thousands of sweeps, run as fast as possible.
 
-The real agent, its pauses between sweeps cut short at the one seam they go through
-(`SystemClock.call_later`); everything else, sending included, is as always. A look by itself
-scatters by the batches under way, so the beginning is the median of the first ten looks, the end
-that of the last quarter of the time, and the slope that of a line through the last three quarters.
-PACELINE_BENCH_SECONDS is for how long: a day's 86,400 sweeps take half an hour and more.
+The real agent with its pauses between sweeps cut to a millisecond (`SystemClock.call_later`); all
+else, including sending, is unchanged. A single sample of the memory varies with the batches in
+flight. So the start is the median of the first ten samples, the end that of the last quarter, and
+the slope is of a line through the last three quarters. PACELINE_BENCH_SECONDS is the duration; the
+86,400 sweeps of a day take over half an hour.
 """
 
 from __future__ import annotations

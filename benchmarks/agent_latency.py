@@ -1,7 +1,7 @@
-"""From a GPU's temperature to the server's API: how long a value takes to be queryable.
+"""The delay from a change of a GPU's temperature until the server's API returns it.
 
-A real agent and a real server. The emulated GPU is given a new temperature at a random moment and
-the API is asked until it shows it: up to a second of that is the wait for the next sweep.
+A real agent and a real server. The emulated GPU gets a new temperature at a random moment, and the
+API is polled until it returns it. Up to a second of that is the wait for the next sweep.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.node import FakeNode, free_port
 CHANGES = 40
 GOAL_SECONDS = 2.0
 LONGEST_SECONDS = 20.0
-START_SECONDS = 120.0  # of the server and the agent, on a busy machine
+START_SECONDS = 120.0  # for server and agent, on a busy machine
 
 
 def measure() -> Iterator[Result]:
@@ -46,7 +46,7 @@ def measure() -> Iterator[Result]:
 
 
 def await_shown(url: str, celsius: int | None, seconds: float = LONGEST_SECONDS) -> None:
-    """Until the API shows that temperature of GPU 0; None: any."""
+    """Wait until the API returns this temperature of GPU 0; None: any."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         shown = _shown(url)

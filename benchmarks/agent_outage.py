@@ -1,9 +1,9 @@
-"""An hour without a server: what waits on disk, and how quickly it is sent once there is one.
+"""An hour without a server: the size of the spool, and how quickly it is sent afterwards.
 
-The hour's batches are made as the agent makes them, at one sweep a second of a node of 8 GPUs and
-9 HCAs and a few hundred spans of 8 ranks; then a real agent finds them and sends them to a real
-server. Meanwhile an emulated GPU is given new temperatures: how long each takes until the API shows
-it, the wait for the next sweep included, is the delay of live data.
+The batches of the hour are made as the agent makes them: one sweep per second of a node of 8 GPUs
+and 9 HCAs, and a few hundred spans of 8 ranks. Then a real agent sends them to a real server.
+Meanwhile an emulated GPU gets new temperatures. The time until the API returns one, including the
+wait for the next sweep, is the delay of live data.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _await_answer(url: str) -> None:
 
 
 class _Delays:
-    """Changes a GPU's temperature again and again, from when the agent was first heard."""
+    """Changes a GPU's temperature repeatedly, once the agent has reported."""
 
     def __init__(self, node: FakeNode, url: str) -> None:
         self._node, self._url = node, url
@@ -101,7 +101,7 @@ class _Delays:
 
 
 def fill(spool: Spool) -> str:
-    """Returns the hour's boot."""
+    """Fill the spool with an hour of batches. Return their boot id."""
     chance = random.Random(1)
     labels = [{"gpu": str(number % 8), "UUID": f"GPU-{number % 8}"} for number in range(SERIES)]
     names = [f"DCGM_FI_DEV_{number // 8}" for number in range(SERIES)]

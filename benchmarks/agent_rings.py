@@ -1,8 +1,8 @@
-"""Spans through the agent: from rings of a node's ranks to batches in the spool.
+"""Spans per second through the agent: from the rings of a node's ranks to batches in the spool.
 
-One core's worth of reading, cutting into columns, packing and writing, for eight ranks at a time;
-also for ranks that live a fraction of a second, whose ring is attached, read and removed. Then a
-real agent, beside all its other work, for some seconds of ranks that write more than the goal.
+On one core: read, convert to columns, pack and write, for eight ranks at a time, and for ranks that
+live a fraction of a second, whose ring is attached, read and removed. Then a real agent, with all
+its other work, for some seconds of ranks that write faster than the goal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline_wire.topology import Coordinates, Topology
 
 RANKS = 8
 CAPACITY = 1 << 16
-ROUNDS = 40  # of a quarter of a second at the goal
+ROUNDS = 40  # each a quarter of a second at the goal's rate
 GOAL = 200_000
 SHORT_LIVES, SHORT_SPANS = 200, 2_000
 LIVE_SECONDS, LIVE_RATE = 8, 220_000
@@ -56,7 +56,7 @@ def _memory() -> str | None:
 
 
 class _Node:
-    """The agent's parts between a ring and the spool; what is packed counts as sent."""
+    """The agent's parts between rings and spool; packed batches count as sent."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory / "rings"
@@ -88,7 +88,7 @@ def _steady(node: _Node) -> float:
     return head * RANKS / spent_ns * 1e9
 
 
-# Holds its ring, by which it is known.
+# Maps its ring, which identifies it as the writer.
 _RANK = """
 import mmap
 with open(input(), "r+b") as file:
@@ -99,7 +99,7 @@ input()
 
 
 def _short_lived(node: _Node) -> tuple[float, int]:
-    """Their processes have ended before the agent first sees their rings or soon after."""
+    """Measure ranks whose processes end before or soon after the agent finds their rings."""
     spent_ns = 0
     for number in range(SHORT_LIVES):
         process = subprocess.Popen(
@@ -126,7 +126,7 @@ def _short_lived(node: _Node) -> tuple[float, int]:
 
 
 def _live() -> Iterator[Result]:
-    """The rings are filled beforehand; from then on only their heads move."""
+    """Measure a real agent. The rings are filled in advance; only their heads move."""
     with FakeNode() as node, Sink() as sink, node.agent(sink.url) as agent:
         directory = node.directory / "node" / "rings"
         _await(lambda: sink.batches > 0)

@@ -1,7 +1,7 @@
-"""SIGTERM to a node's agent: how long until it has ended, and its ranks with it.
+"""The time from SIGTERM to an agent until it and its ranks have ended.
 
-With eight ranks that ignore SIGTERM, under a server that answers, one that takes a second for each
-answer, one that is dead, and with an hour's backlog that no server will take in time.
+Eight ranks ignore SIGTERM. The server responds at once, or after a second, or is dead; or the agent
+has an hour's backlog that the server cannot accept in time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Spans per CPU second through the engine: step model, all detectors, ledger.
 
-A healthy run of the simulated job, fed as one batch per node and step with a tick each, at the
-demo's size and at 64 ranks. For 1,024 ranks the step model alone, from the batches' bytes on.
+A healthy run of the simulated job, with one batch per node and step and a tick per step, at the
+demo's size and with 64 ranks. With 1,024 ranks only the step model, from encoded batches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from simulated_job import JOB, SimulatedJob
 
 STEPS = 40
 REPEATS = 5
-# The demo makes some 1,000 spans per step of 0.6 s: at this rate they take 2% of a core.
+# The demo has about 1,000 spans per step of 0.6 s: at this rate they take 2% of a core.
 GOAL = 100_000
 LARGE = Topology(32, 4, 8)
 LARGE_STEPS = 6

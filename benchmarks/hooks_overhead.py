@@ -1,18 +1,18 @@
-"""What the hooks add to a training step of 20 ms and more, paired with the same step without.
+"""The CPU time that the hooks add to a training step of 20 ms or more, in paired steps.
 
 The host of the step waits for its accelerator (sleeps) for 22 ms, as a training host does: three
 sections, 12 gradient all-reduces, the boundary, the wait for data, the poll and the report of a
 loss. Then the same time as a pipelined step of 8 microbatches: 16 actions of two sections each and
-12 all-reduces, 60 timed calls, denser than the goal speaks of; and a step that computes on the
-host, a few thousand short torch operations. Steps with the hooks and without take turns one by one,
-which goes first too: a shared machine changes its pace within tenths of a second. Without, the loop
-calls torch's own functions and empty context managers. What is told is the median over pairs of
-steps of the CPU time which the training thread needed more, as a share of the step's wall time,
-with its standard error. Closer to the goal than two errors, it is neither met nor missed.
+12 all-reduces, 60 timed calls, more than the goal assumes; and a step that computes on the host, a
+few thousand short torch operations. Steps with and without the hooks alternate, and so does their
+order in a pair, because the speed of a shared machine changes within tenths of a second. Without
+the hooks, the loop calls torch's own functions and empty context managers. The result is the median
+over pairs of the additional CPU time of the training thread, as a share of the step's wall time,
+with its standard error. Within two errors of the goal, the goal is neither met nor missed.
 
-The agent's end of the ring is a process that reads, packs and stores as an agent does; then it is
-stopped, killed, and its disk full (/dev/full). First the same step against itself, which shows
-what noise alone makes of it; last, torch.profiler around every step.
+The reader of the ring is a process that reads, packs and stores as an agent does; then it is
+stopped, killed, or its disk is full (/dev/full). The first row compares the step with itself and
+shows the noise; the last one has torch.profiler around every step.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ Condition = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Calls:
-    """What a loop calls, with the hooks or without."""
+    """The functions that the loop calls, with or without the hooks."""
 
     section: Callable[[str], AbstractContextManager[None]]
     pipelining: Callable[..., AbstractContextManager[None]]
@@ -146,7 +146,7 @@ def _hooks() -> Iterator[Calls]:
 
 
 class Step(ABC):
-    """One optimizer step, with the calls that every loop makes at its end."""
+    """One optimizer step, with the calls at its end."""
 
     def __init__(self) -> None:
         self.buckets = [torch.ones(WIDTH * WIDTH) for _ in range(12)]
@@ -202,10 +202,10 @@ class DataParallelStep(Step):
 
 
 class WaitingStep(Step):
-    """The host waits for its accelerator, which leaves the caches to others."""
+    """The host waits for its accelerator; meanwhile other processes use the caches."""
 
     def update(self) -> None:
-        """The accelerator's, too."""
+        """Update the parameters, also those of the accelerator."""
 
     def train(self, calls: Calls) -> None:
         with calls.section("forward"):
@@ -219,7 +219,7 @@ class WaitingStep(Step):
 
 
 class WaitingSectionsStep(WaitingStep):
-    """Without collectives: the two lines and three sections."""
+    """A step without collectives: the two lines and three sections."""
 
     def train(self, calls: Calls) -> None:
         for name in ("forward", "backward", "clip"):
@@ -246,7 +246,7 @@ def _percent(
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
     pairs: int = PAIRS,
 ) -> list[float]:
-    """What the hooks added to the step, of each pair."""
+    """Return the share that the hooks added to the step, for each pair."""
     batches: Iterator[None] = itertools.repeat(None)
     ways = {
         True: (hooked, batches if hooked is PLAIN else iter(paceline.steps(batches)), around),

@@ -1,7 +1,7 @@
-"""What single calls of the hooks cost the training thread.
+"""The cost of single calls of the hooks to the training thread.
 
-Beside them: the bare clock reads, and the same section written with `contextlib.contextmanager`,
-as most timing code is. NVIDIA's resiliency extension takes 1.68 us per section.
+For comparison: two clock reads alone, and the same section as a `contextlib.contextmanager`, as
+most timing code is written. NVIDIA's resiliency extension takes 1.68 us per section.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _sections() -> Iterator[Result]:
 
 
 class _ClockReads:
-    """The least a section can do."""
+    """Two clock reads: the minimum of a section."""
 
     __slots__ = ("duration_ns", "started_ns")
 
@@ -99,7 +99,7 @@ class _ClockReads:
 
 
 def _cold_sections() -> Iterator[Result]:
-    """The same where it is used: between kernels that leave the caches to someone else."""
+    """Measure sections with cold caches, as between kernels."""
     matrix, target = torch.randn(192, 192) / 14, torch.empty(192, 192)
     torch.set_num_threads(1)
 
@@ -143,7 +143,7 @@ def _boundary() -> Iterator[Result]:
 
 
 def _collective() -> Iterator[Result]:
-    """Against the functions the hooks replaced, in a group of one rank."""
+    """Compare with the functions that the hooks replaced, in a group of one rank."""
     tensor = torch.ones(8)
     wrapped = dist.all_reduce
     original = wrapped.__wrapped__  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
-"""A rank is killed: how long until all ranks train again, beside torchrun.
+"""The time from the death of a rank until all ranks train again, compared with torchrun.
 
-The same script of four gloo ranks on one machine; one rank after the other is killed (SIGKILL), and
-all are restarted: by torchrun, by Paceline executing them anew, and by Paceline forking them where
-torch is imported already (`paceline run --preload`). From the kill to a finished step of every new
-rank. torchrun is given what makes its restarts come up at all: no rank reads the dead ones'
-addresses from the store that outlives them.
+The same script with four gloo ranks on one machine. One rank after the other is killed (SIGKILL),
+and all are restarted: by torchrun, by Paceline with new processes, and by Paceline with forks of a
+process that has imported torch (`paceline run --preload`). The time is from the kill to a finished
+step of every new rank. For torchrun, the script uses a new store prefix per restart; otherwise the
+new ranks would read the addresses of the dead ones from the store and fail.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline_demo.cluster import GPUS_PER_NODE, Cluster
 
 RANKS = 4
 VICTIMS = (1, 2, 3)
-STEPS_BETWEEN = 100  # of 50 ms and more
+STEPS_BETWEEN = 100  # each 50 ms or more
 LONGEST_SECONDS = 120.0
 
 SCRIPT = """
@@ -65,7 +65,7 @@ def measure() -> Iterator[Result]:
 
 
 def _seconds(start: Start) -> float:
-    """The median of a few kills in one job."""
+    """Return the median of a few kills in one job."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "train.py").write_text(SCRIPT)
@@ -89,7 +89,7 @@ def _kill(directory: Path, victim: int) -> float:
 def _ranks(
     directory: Path, are: Callable[[dict[int, tuple[int, int]]], bool]
 ) -> dict[int, tuple[int, int]]:
-    """Pid and last step of each rank, once they are as wanted."""
+    """Return pid and last step of each rank, once they satisfy the condition."""
     deadline = time.monotonic() + LONGEST_SECONDS
     while time.monotonic() < deadline:
         ranks = {}

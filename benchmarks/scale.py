@@ -1,14 +1,14 @@
-"""A server under a large job: from a step's last batch to the alert, memory, and its backlog.
+"""A server with a large job: delay of alerts, memory, and backlog.
 
 The real server process on a real database, fed over HTTP by simulated agents of eight ranks each,
-which send what real ones do: spans, state pages and samples, each node at its own moments. Ranks
-become slow and recover again and again; each of the alerts at the webhook names the step it is
-based on, and its delay counts from when the last batch of that step was acknowledged.
+which send what real ones do: spans, state pages and samples, each node at its own times. Ranks
+become slow and recover repeatedly. Each alert at the webhook has the step it is based on; its delay
+counts from the acknowledgment of the last batch of that step.
 
-The server is started by its command, without options but the database's; it shares the processors
-with what feeds it. A thousand agents send every 2.5 s, as the server asks of so many
-(`api.routes.agents.flush_seconds`): a request costs it a third of a millisecond of CPU and more,
-whatever is in it.
+The server is started by its command, with only the database's option; it shares the processors with
+the simulated agents. A thousand agents send every 2.5 s, as the server requests of so many
+(`api.routes.agents.flush_seconds`): a request costs a third of a millisecond of CPU or more,
+whatever its content.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ from paceline_wire.topology import Topology
 ALERT_GOAL_SECONDS = 2.0
 LAG_GOAL_SECONDS = 5.0  # one step of the larger job
 GROWTH_GOAL_MIB = 64.0
-CPU_GOAL_RATIO = 0.4  # of a step: of two cores that leaves room for what is not of every step
+CPU_GOAL_RATIO = (
+    0.4  # of the step time: on two cores this leaves room for work that is not per step
+)
 
 LOADS = (
     Load("1,024 ranks", Topology(32, 4, 8), 12, 1.0, 60, 0.5, 16, 12),
@@ -62,7 +64,7 @@ class Run:
     load: Load
     alerts: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
     acknowledged: dict[int, float] = field(default_factory=dict)
-    memory_mib: list[float] = field(default_factory=list)  # once a second
+    memory_mib: list[float] = field(default_factory=list)  # one per second
     lag_seconds: list[float] = field(default_factory=list)
     request_seconds: list[float] = field(default_factory=list)
     refused: int = 0
@@ -84,12 +86,12 @@ class Run:
 
     @property
     def growth_mib(self) -> float:
-        """Of the second half over the end of the first."""
+        """Return the growth of the second half over the end of the first."""
         half = len(self.memory_mib) // 2
         return max(self.memory_mib[half:]) - max(self.memory_mib[:half])
 
     def results(self) -> Iterator[Result]:
-        # If no alert came at all, the delay is at least that of the whole run.
+        # Without any alert, the delay is at least the whole run.
         name, delays = self.load.name, self.delays or [self.seconds]
         yield Result(f"{name}: finding to alert, p50", float(np.percentile(delays, 50)), "s")
         p99 = float(np.percentile(delays, 99))
@@ -178,7 +180,7 @@ async def _watch(run: Run, server: _Server) -> None:
 
 
 class _Webhook:
-    """Notes when each alert came."""
+    """Records the time of each alert."""
 
     def __init__(self, run: Run) -> None:
         class Handler(BaseHTTPRequestHandler):
@@ -205,7 +207,7 @@ class _Webhook:
 
 
 class _Server:
-    """`paceline server`, both of its processes."""
+    """`paceline server` with both of its processes."""
 
     def __init__(self, scratch: Path, webhook: str) -> None:
         self._text = scratch / "output"
@@ -264,7 +266,7 @@ class _Server:
         self.job = answer.json()["id"]
 
     def placed(self, load: Load) -> int:
-        """The generation, once all ranks have their nodes. Blocks."""
+        """Block until all ranks are placed. Return the generation."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             job = self.get(f"/api/v1/jobs/{self.job}")

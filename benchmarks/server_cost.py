@@ -1,11 +1,11 @@
-"""What a large job costs the server: CPU per step, memory and disk, however busy the machine is.
+"""The cost of a large job to the server: CPU per step, memory and disk, on a machine of any load.
 
-The server's own log writer and worker on a real database, in one process, fed with what a fleet
-sends; but by the plan's clock, not the machine's, so that a busy machine only makes it take longer.
-Not in it: HTTP and the alerts' way out, which `scale` measures.
+The server's log writer and worker on a real database, in one process, receive what a fleet sends.
+The clock is the plan's, not the machine's, so that a busy machine only makes the run longer. HTTP
+and the sending of alerts are not included; `scale` measures them.
 
-CPU seconds themselves are longer on a machine that others use, too (caches, hyper-threads). So each
-load tells what a fixed piece of work took meanwhile.
+CPU seconds are also longer on a busy machine (caches, hyper-threads). So each load also reports the
+CPU time of a fixed piece of work in the same period.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ LOADS = (
     Load("1,024 ranks", Topology(32, 4, 8), 12, 1.0, 60, 0.5, 16, 12),
     Load("10,240 ranks", Topology(160, 8, 8), 12, 5.0, 10, 2.5, 4, 6),
 )
-CPU_GOAL_RATIO = 0.3  # of the step's time: what is left of two cores is room
+CPU_GOAL_RATIO = 0.3  # of the step time, on two cores
 GROWTH_GOAL_MIB = 64.0
 LOG_BYTES = 32 << 20  # kept, so that a short run reaches it
-# What is trimmed each 10 s came meanwhile: that much more of the log is there at times.
+# The log is trimmed every 10 s and can be larger by what arrives in between.
 LOG_GOAL_MIB = 32.0 + 24.0
-_SETTLED = 2  # the first steps fill the windows
-_LOOKS_PER_SECOND = 2  # as often as the worker looks when a look takes a quarter of a second
-_GROUPS_PER_LOOK = 10  # transactions in which the batches between two looks are stored
+_WARM_UP_STEPS = 2  # the first steps fill the windows
+_TICKS_PER_SECOND = 2  # as often as the worker ticks when a tick takes a quarter of a second
+_TRANSACTIONS_PER_TICK = 10  # that store the batches between two ticks
 _JOB = "job-scale"
 
 
 @dataclass
 class Costs:
-    """By step, once each is over."""
+    """Costs per step, once the step is over."""
 
     load: Load
     ingest_seconds: list[float] = field(default_factory=list)  # of CPU
@@ -76,13 +76,13 @@ class Costs:
 
     def results(self) -> Iterator[Result]:
         name = f"server, {self.load.name}"
-        ingest = fmean(self.ingest_seconds[_SETTLED:])
-        worker = fmean(self.worker_seconds[_SETTLED:])
+        ingest = fmean(self.ingest_seconds[_WARM_UP_STEPS:])
+        worker = fmean(self.worker_seconds[_WARM_UP_STEPS:])
         goal = CPU_GOAL_RATIO * self.load.step_seconds
         yield Result(f"{name}: CPU per step", ingest + worker, "s", goal=goal)
         yield Result(f"{name}: of that, storing batches", ingest, "s")
         yield Result(f"{name}: of that, the worker", worker, "s")
-        fixed = fmean(self.fixed_seconds[_SETTLED:])
+        fixed = fmean(self.fixed_seconds[_WARM_UP_STEPS:])
         yield Result(f"{name}: a fixed piece of work meanwhile", fixed, "s")
         half = len(self.memory_mib) // 2
         growth = max(self.memory_mib[half:]) - max(self.memory_mib[:half])
@@ -107,7 +107,7 @@ def measure() -> Iterator[Result]:
 
 
 class Server:
-    """The parts between HTTP and the database, with a clock that is set by hand."""
+    """The server's parts between HTTP and the database, with a manual clock."""
 
     def __init__(self, scratch: Path) -> None:
         self.now_ns = time.time_ns()
@@ -141,7 +141,7 @@ class Server:
         return self._log.submit(batch, payload, self.now_ns)
 
     def create_job(self, load: Load) -> int:
-        """The generation in which it was placed."""
+        """Create the job. Return the generation in which it was placed."""
         topology = load.topology
         metadata = {"schedule": "gpipe", "microbatches": str(load.microbatches)}
         with self.database.write() as session:
@@ -188,7 +188,7 @@ def run(load: Load, scratch: Path) -> Costs:
 
 
 def _play(server: Server, plan: Plan, costs: Costs) -> None:
-    gap_ns = 1_000_000_000 // _LOOKS_PER_SECOND // _GROUPS_PER_LOOK
+    gap_ns = 1_000_000_000 // _TICKS_PER_SECOND // _TRANSACTIONS_PER_TICK
     step_ns = int(costs.load.step_seconds * 1e9)
     began_ns, groups = server.now_ns, 0
     used = {"ingest": 0.0, "worker": 0.0}
@@ -203,7 +203,7 @@ def _play(server: Server, plan: Plan, costs: Costs) -> None:
             used["ingest"] += time.process_time() - began
             began = time.process_time()
             groups += 1
-            if groups % _GROUPS_PER_LOOK == 0:
+            if groups % _TRANSACTIONS_PER_TICK == 0:
                 server.worker.run_pass()
                 used["worker"] += time.process_time() - began
             if server.now_ns - began_ns >= step_ns * (len(costs.worker_seconds) + 1):
@@ -239,7 +239,7 @@ def _note(server: Server, costs: Costs, used: dict[str, float]) -> None:
 
 
 def _fixed_work() -> float:
-    """CPU seconds of as much numpy and plain Python as there is in the server."""
+    """Return CPU seconds of a fixed mix of numpy and plain Python."""
     numbers = np.random.default_rng(0).integers(0, 1 << 60, 400_000)
     known = {number: (number, float(number)) for number in range(30_000)}
     began = time.thread_time()

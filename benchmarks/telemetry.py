@@ -1,7 +1,7 @@
-"""What nodes measured, kept for causes: cost per sample, memory per 10,240 GPUs, time to diagnose.
+"""The telemetry kept for causes: cost per sample, memory for 10,240 GPUs, time of a diagnosis.
 
 Nodes of 8 GPUs, 10 ports and 8 ranks, with every metric that is kept, for ten minutes at one sample
-in five seconds. A fourth of the series move all the time, the rest stand still, as on real nodes.
+in five seconds. A quarter of the series change all the time, the rest never.
 Memory is measured on 64 nodes, in a process of its own, and scaled.
 """
 

@@ -1,9 +1,9 @@
 """What-if analysis: CPU time against the published artifact's, and at 10,240 ranks.
 
-The traces are made up, in the sizes of those the artifact was timed on (1.65 and 1.33 CPU-seconds
-on this kind of machine, interpreter start included). The analysis is everything from the rows to
-the last figure, imports and reading aside; `end to end` is the command on a file. Online is what a
-running job's engine does: from the step model's tables to the summary and a dozen repairs.
+The traces are synthetic, of the sizes on which the artifact was timed (1.65 and 1.33 CPU seconds on
+this kind of machine, including interpreter start). The analysis is everything from the rows to the
+last figure, without imports and reading; `end to end` is the command on a file. Online is the work
+in the engine of a running job: from the step model's tables to the summary and a dozen repairs.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _analysis_seconds(columns: dict[str, Any]) -> float:
 
 
 def _command_seconds(columns: dict[str, Any]) -> float:
-    """User and system time of the whole process."""
+    """Return user and system time of the whole process."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.parquet"
         pq.write_table(pa.table(columns), path)

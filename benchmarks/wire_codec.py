@@ -1,4 +1,4 @@
-"""The way of a record from the ring to the server's memory: read, pack, encode, decode.
+"""The path of a record from the ring to the server's memory: read, pack, encode, decode.
 
 CPU seconds of this process; a window of one node as an agent sends it (8 ranks, 3,200 samples).
 The baseline is the same window as rows of JSON (the standard library's), in the same run.
@@ -101,7 +101,7 @@ def _codec() -> Iterator[Result]:
 
 
 def _to_json(batch: Batch) -> bytes:
-    """A list per record, as a plain service would send it."""
+    """Encode a list per record, as a simple service would."""
     spans = [
         list(RECORD.unpack_from(records, offset))
         for records in (from_columns(block.columns) for block in batch.spans)
@@ -128,7 +128,7 @@ def _batch() -> Batch:
 
 
 def _samples(sweep: int, seed: random.Random) -> SampleBlock:
-    """Forty metrics of eight GPUs."""
+    """Return forty metrics of eight GPUs."""
     series = [
         (
             f"DCGM_FI_DEV_{number % 40}",
@@ -142,7 +142,7 @@ def _samples(sweep: int, seed: random.Random) -> SampleBlock:
 
 
 def _spans(rank: int, seed: random.Random) -> SpanBlock:
-    """Steps of 8 microbatches with jitter, as a pipeline rank writes them."""
+    """Return steps of 8 microbatches with jitter, as a pipeline rank writes them."""
     ops = (Op.FORWARD_RECV, Op.FORWARD, Op.ALL_REDUCE, Op.FORWARD_SEND, Op.BACKWARD)
     words, now = [], 10**12
     for index in range(RECORDS // RANKS):

@@ -1,1 +1,1 @@
-"""A large job that exists only as batches: played with numpy, sent by simulated agents."""
+"""A large simulated job: numpy computes its steps, simulated agents send the batches."""

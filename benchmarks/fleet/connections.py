@@ -1,4 +1,4 @@
-"""What each node holds open to the server: a connection for its batches, a stream of commands."""
+"""The connections of each node to the server: one for batches, one for the stream of commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AGAIN_SECONDS = 0.1
 
 
 class _Requests(asyncio.Protocol):
-    """One request at a time; the future is its answer's status, 0 when there was no answer."""
+    """One request at a time; the future has the HTTP status, 0 without a response."""
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -61,7 +61,7 @@ class _Requests(asyncio.Protocol):
 
 
 class _Commands(asyncio.Protocol):
-    """A stream of commands. Each is done at once; `done` says so in the node's next batch."""
+    """A stream of commands. Each is done at once, which the node's next batch reports (`done`)."""
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -70,7 +70,7 @@ class _Commands(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
-            if not line.startswith(b"{"):  # of HTTP
+            if not line.startswith(b"{"):  # HTTP framing
                 continue
             command = decode_line(line)
             if not isinstance(command, Ping):
@@ -79,7 +79,7 @@ class _Commands(asyncio.Protocol):
 
 
 class Connections:
-    """`acknowledged`: when a step's last batch was, by step."""
+    """All connections. `acknowledged`: by step, when its last batch was acknowledged."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -88,12 +88,12 @@ class Connections:
         self._streams: list[asyncio.BaseTransport] = []
         self._commands: dict[int, _Commands] = defaultdict(_Commands)
         self.acknowledged: dict[int, float] = defaultdict(float)
-        self.seconds: list[float] = []  # each request's
+        self.seconds: list[float] = []  # per request
         self.refused = 0
-        self.latest = 0.0  # how much later than due a batch was sent at most
+        self.latest = 0.0  # largest delay of a batch after its due time
 
     async def send(self, node: Node, request: bytes) -> None:
-        """Until it is stored, as an agent does."""
+        """Send a batch until it is stored, as an agent does."""
         began = time.perf_counter()
         while (status := await self._try(node, request)) != 200:
             assert status in (0, 503), status
@@ -111,7 +111,7 @@ class Connections:
         return await requests.send(request)
 
     async def listen(self, node: Node) -> None:
-        """Hold a stream of commands open, as each agent does; there are none but to start ranks."""
+        """Keep a stream of commands open, as each agent does; the only commands start ranks."""
         transport, _ = await asyncio.get_running_loop().create_connection(
             lambda: self._commands[node.number], *self._address
         )

@@ -1,4 +1,4 @@
-"""How large the played job is, how fast it goes and who is slow when."""
+"""The size and pace of the simulated job, and its slow ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.fleet.nodes import RANKS_PER_NODE
 from paceline_wire.topology import Topology
 
 _SLOW = 1.6
-_AT_ONCE = 4  # ranks slow together, each on a node and replica of its own
+_AT_ONCE = 4  # ranks that are slow at a time, each on its own node and replica
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Load:
     microbatches: int
     step_seconds: float
     steps: int
-    batch_seconds: float  # between two batches of a node
-    healthy_steps: int  # before the first fault, and between two
+    batch_seconds: float  # between batches of a node
+    healthy_steps: int  # before the first fault, and between faults
     slow_steps: int
 
     @property
@@ -27,7 +27,7 @@ class Load:
         return self.topology.world_size // RANKS_PER_NODE
 
     def slow_ranks(self, step: int) -> dict[int, float]:
-        """By rank, the multiple of its work. Each time others."""
+        """Return the work factor of each slow rank; other ranks each time."""
         number, within = divmod(step, self.healthy_steps + self.slow_steps)
         if within < self.healthy_steps:
             return {}

@@ -1,4 +1,4 @@
-"""Agents of a played job as far as the server can see them."""
+"""The agents of the simulated job, as the server sees them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Node:
         )
 
     def batch(self, sequence: int, at: float, **content: object) -> bytes:
-        """As the request that stores it."""
+        """Return a batch as the HTTP request that stores it."""
         body = wire.encode(self.content(sequence, at, **content))
         head = (
             "POST /api/v1/ingest HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -92,7 +92,7 @@ class Node:
 
 @dataclass
 class Rank:
-    """What its agent tells of one rank."""
+    """What the agent reports of one rank."""
 
     job: str
     generation: int

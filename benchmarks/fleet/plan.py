@@ -1,7 +1,6 @@
-"""What each node sends and when, made before the run and kept on disk.
+"""The batches of each node and when to send them, prepared before the run and stored on disk.
 
-A process of its own makes it (`made`), for it takes a processor for a while; what is left for the
-run is to send bytes.
+A separate process prepares them (`made`), because that takes CPU time; the run only sends bytes.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from paceline_wire.batch import SpanBlock
 
 _ROW = np.dtype([("node", "i4"), ("step", "i4"), ("due", "f8"), ("offset", "i8"), ("length", "i8")])
 _NO_STEP = -1
-_FIRST_PLANNED = 1 << 20  # sequence numbers below it are those of heartbeats
-_SETTLING_SECONDS = 5.0  # from the plan's being ready until it begins
+_FIRST_PLANNED = 1 << 20  # lower sequence numbers are of heartbeats
+_START_DELAY_SECONDS = 5.0  # from the end of planning to the first batch
 
 
 class Planned(NamedTuple):
     due: float  # time.time()
     request: bytes
-    step: int | None  # whose spans it holds
+    step: int | None  # the step of its spans
 
     @property
     def payload(self) -> bytes:
@@ -38,7 +37,7 @@ class Planned(NamedTuple):
 
 
 class Plan:
-    """As it was written into `directory`."""
+    """The plan in `directory`."""
 
     def __init__(self, directory: Path) -> None:
         rows = np.load(directory / "rows.npy")
@@ -50,11 +49,11 @@ class Plan:
         self._first = np.searchsorted(self._rows["node"], np.arange(rows["node"].max() + 2))
 
     def of(self, node: int) -> Iterator[Planned]:
-        """In the order in which they are due."""
+        """Return the node's batches in the order of their due times."""
         return self._planned(self._rows[self._first[node] : self._first[node + 1]])
 
     def all(self) -> Iterator[Planned]:
-        """Of all nodes, in the order in which they are due."""
+        """Return the batches of all nodes in the order of their due times."""
         return self._planned(self._rows[np.argsort(self._rows["due"], kind="stable")])
 
     def _planned(self, rows: npt.NDArray[np.void]) -> Iterator[Planned]:
@@ -68,7 +67,7 @@ class Plan:
 def made(
     load: Load, job_id: str, generation: int, directory: Path, start: float | None = None
 ) -> Plan:
-    """Blocks until it is written. `start`: the job's time 0; else a few seconds after that."""
+    """Make a plan in a separate process and wait for it. `start`: time 0 of the job."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         process.submit(_write, load, job_id, generation, directory, start).result()
     return Plan(directory)
@@ -82,14 +81,14 @@ def _write(load: Load, job_id: str, generation: int, directory: Path, start: flo
     _Planner(load, job_id, generation, directory, 0.0).write(1)
     seconds = (time.perf_counter() - began) * (load.steps + 1)
     begins = 0.0
-    while begins < time.time() + _SETTLING_SECONDS:
-        begins = time.time() + seconds + 2 * _SETTLING_SECONDS
+    while begins < time.time() + _START_DELAY_SECONDS:
+        begins = time.time() + seconds + 2 * _START_DELAY_SECONDS
         _Planner(load, job_id, generation, directory, begins).write(load.steps)
         seconds *= 2
 
 
 class _Planner:
-    """WriteQueue played steps into what each node sends."""
+    """Converts computed steps to the batches of each node."""
 
     def __init__(
         self, load: Load, job_id: str, generation: int, directory: Path, start: float
@@ -125,7 +124,7 @@ class _Planner:
         np.save(self._directory / "spans.npy", self._spans)
 
     def _step(self, file: BinaryIO, node: Node, step: int, words: list[Words]) -> None:
-        """A node's batches until the end of this step, the last with its spans."""
+        """Add a node's batches until the end of this step; the last one has its spans."""
         known = self._due[node.number]
         ended = self._start + self._job.now_ns / 1e9
         due = ended + self._phase[node.number] * self._load.batch_seconds

@@ -1,8 +1,8 @@
-"""One training step after another of thousands of ranks, as the words their rings would hold.
+"""The training steps of thousands of ranks, as the words in their rings.
 
-A GPipe schedule over (dp, pp, tp), played as a dependency graph for all replicas at once: tensor
+A GPipe schedule over (dp, pp, tp), computed as a dependency graph for all replicas at once: tensor
 parallel collectives nested in each microbatch, asynchronous sends, blocking receives, a gradient
-reduction and an all-reduce of everybody. Durations have log-normal noise.
+reduction and an all-reduce of all ranks. Durations have log-normal noise.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from paceline_wire.topology import Topology
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
-WORLD, TP, DP = 0, 1, 2  # a rank's ids of its groups
+WORLD, TP, DP = 0, 1, 2  # ids of the process groups
 MS = 1_000_000
-_NOISE = 0.01  # of a microbatch: a stable machine's
+_NOISE = 0.01  # sigma per microbatch, as on a stable machine
 
 
 class _Span(NamedTuple):
-    """The same span of all ranks of one stage; arrays are [dp, tp]."""
+    """One span of all ranks of a stage; arrays are [dp, tp]."""
 
     place: int  # op | group << 16 | chunk << 32 | flags << 48
     microbatch: int
@@ -36,7 +36,7 @@ class _Span(NamedTuple):
 
 
 class PlayedJob:
-    """Times count from the job's beginning. A step takes about `step_ns` when nobody is slow."""
+    """The simulated job. Times count from its start; without slow ranks a step takes `step_ns`."""
 
     def __init__(self, topology: Topology, microbatches: int, step_ns: int, seed: int) -> None:
         self.topology = topology
@@ -53,7 +53,7 @@ class PlayedJob:
         self._spans: list[list[_Span]] = [[] for _ in range(topology.pp)]
 
     def play(self, slow: Mapping[int, float]) -> list[Words]:
-        """Per stage [word, span, dp, tp] of the next step. `slow`: rank -> multiple of its work."""
+        """Return the next step by stage: [word, span, dp, tp]. `slow`: work factor by rank."""
         self._slow[:] = 1.0
         for rank, multiple in slow.items():
             self._slow.flat[rank] = multiple
@@ -99,7 +99,7 @@ class PlayedJob:
     def _transfer(
         self, source: int, stage: int, ops: tuple[Op, Op], microbatch: int, number: int
     ) -> None:
-        """The send leaves when the microbatch is computed; nobody has computed since."""
+        """Add a send, which starts when its microbatch has been computed."""
         sent, posted = self._free[source].copy(), self._free[stage].copy()
         arrived = np.maximum(sent, posted) + self._noisy(np.full(sent.shape, 0.4 * MS))
         launched = ops[0] | Flag.ASYNC << 48

@@ -1,4 +1,4 @@
-"""What benchmarks share: a result, and how a short piece of code is timed."""
+"""Shared by the benchmarks: the result, and timing of short pieces of code."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 class Result:
     """One row of `bench.json`. `baseline` and `goal` are in the unit of `value`.
 
-    A value that is not `resolved`, because its error is as large as what it should show, neither
-    meets its goal nor misses it: `met` is then null.
+    A value that is not `resolved`, because its error is too large, neither meets nor misses its
+    goal: `met` is then null.
     """
 
     name: str
@@ -39,14 +39,14 @@ class Result:
 def nanoseconds_each(
     candidates: Mapping[str, Callable[[int], None]], count: int = 20_000, repeats: int = 25
 ) -> dict[str, float]:
-    """Median CPU time of one round of each candidate (called with how many to do).
+    """Return the median CPU time of one round of each candidate, called with the number of rounds.
 
-    Of this thread alone: waiting for a processor is no cost of the code. The candidates take turns
-    within each repeat, so that a slow moment of the machine meets all.
+    The time is of this thread only: waiting for a processor does not count. The candidates take
+    turns within each repeat, so that a slow period of the machine affects all.
     """
     costs: dict[str, list[float]] = {name: [] for name in candidates}
     for candidate in candidates.values():
-        candidate(count)  # warm: caches, and the interpreter's specialization
+        candidate(count)  # warm up caches and the interpreter's specialization
     for _ in range(repeats):
         for name, candidate in candidates.items():
             started = thread_time_ns()

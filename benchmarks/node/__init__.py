@@ -1,4 +1,4 @@
-"""A node to measure the agent on: emulated GPUs, a real node's InfiniBand tree, a server's end.
+"""A node to measure the agent on: emulated GPUs, the InfiniBand tree of a real node, a sink.
 
 with FakeNode() as node, Sink() as sink:
     with node.agent(sink.url) as agent:

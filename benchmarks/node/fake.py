@@ -22,7 +22,7 @@ _STOP_SECONDS = 20
 
 
 class FakeNode:
-    """A directory with all that an agent needs; processes started on it end with the context."""
+    """A directory with all that an agent needs; leaving the context ends its processes."""
 
     def __init__(self, gpus: int = GPUS) -> None:
         self._gpus = gpus
@@ -50,7 +50,7 @@ class FakeNode:
 
     @contextlib.contextmanager
     def agent(self, url: str, *options: str) -> Iterator[RunningProcess]:
-        """The real agent, as its command starts it."""
+        """Start the real agent by its command."""
         command = [sys.executable, "-m", "paceline_agent", *self.agent_options(url), *options]
         with self.running("agent", command, self.environment) as process:
             yield process
@@ -66,7 +66,7 @@ class FakeNode:
     def running(
         self, name: str, command: Sequence[str], variables: Mapping[str, str] = os.environ
     ) -> Iterator[RunningProcess]:
-        """Any other process, its output in a file that is shown if it fails."""
+        """Start another process; its output goes to a file, which is shown if it fails."""
         log = self.directory / f"{name}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, env=dict(variables))
@@ -84,7 +84,7 @@ class FakeNode:
 
 
 def _add_network(directory: Path) -> None:
-    """One interface, at 2 x 100 Gbit/s with jumbo frames."""
+    """Add an interface with 2 x 100 Gbit/s and jumbo frames."""
     (directory / "statistics").mkdir(parents=True)
     said = {"operstate": "up", "speed": "200000", "mtu": "9000", "carrier": "1", "duplex": "full"}
     counted = ("rx_bytes", "tx_bytes", "rx_packets", "tx_packets", "rx_errors", "tx_errors")

@@ -1,4 +1,4 @@
-"""What running processes have cost, as the kernel counts it."""
+"""CPU time and memory of running processes, from /proc."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RunningProcess:
 
     @property
     def pss_mib(self) -> float:
-        """Resident, each page divided by the number of processes that share it."""
+        """Return resident memory, each page divided by the number of processes that share it."""
         for line in Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) / 1024
@@ -25,16 +25,16 @@ class RunningProcess:
 
     @property
     def cpu_ms(self) -> float:
-        """Of all its threads, to the nanosecond: /proc/PID/stat counts ticks of 10 ms."""
+        """Return CPU time of all threads in ns resolution; /proc/PID/stat counts ticks of 10 ms."""
         spent_ns = 0
         for task in Path(f"/proc/{self.pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
                 spent_ns += int((task / "schedstat").read_text().split()[0])
         return spent_ns / 1e6
 
     @property
     def is_alive(self) -> bool:
-        """A zombie is not."""
+        """Return whether the process runs; a zombie does not."""
         try:
             return bool(self.command)
         except OSError:
@@ -45,7 +45,7 @@ class RunningProcess:
         return Path(f"/proc/{self.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
     def family(self) -> Family:
-        """It and all that descends from it and runs now."""
+        """Return the process and its running descendants."""
         children: dict[int, list[int]] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -55,12 +55,12 @@ class RunningProcess:
             found.append(open_pids.pop())
             open_pids += children.get(found[-1], [])
         running = (RunningProcess(pid) for pid in found)
-        return Family(tuple(each for each in running if each.command))  # a zombie has none
+        return Family(tuple(each for each in running if each.command))  # a zombie has no command
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The process itself comes first."""
+    """A process and its descendants; the process itself is first."""
 
     members: tuple[RunningProcess, ...]
 
@@ -73,7 +73,7 @@ class Family:
         return sum(member.pss_mib for member in self.members)
 
     def having(self, text: str) -> tuple[RunningProcess, ...]:
-        """The descendants with `text` in their command line."""
+        """Return the descendants with `text` in their command line."""
         return tuple(member for member in self.members[1:] if text in member.command)
 
 
@@ -81,7 +81,7 @@ def _parent(pid: int) -> int:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return -1  # gone: nobody's child
+        return -1  # the process has ended
     return int(stat[stat.rindex(")") + 2 :].split()[1])
 
 

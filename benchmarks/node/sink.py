@@ -1,6 +1,6 @@
-"""A server's end that takes batches and keeps nothing but their counts.
+"""A server stub that accepts batches and only counts them.
 
-It runs in the benchmark's own process, whose time nobody counts.
+It runs in the benchmark's process, whose CPU time is not measured.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Sink(ThreadingHTTPServer):
         self.samples: Counter[str] = Counter()  # by metric
         self.series: set[tuple[str, ...]] = set()
         self.batches = self.spans = self.lost_spans = 0
-        self.answer_seconds = 0.0  # that each answer takes
-        self.orders: list[Order] = []  # given to each agent that listens
+        self.answer_seconds = 0.0  # delay of each response
+        self.orders: list[Order] = []  # sent to each connected agent
         self.closing = threading.Event()
         self._thread = threading.Thread(target=self.serve_forever, daemon=True)
 
@@ -85,8 +85,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(encode_line(order))
             while not self.server.closing.wait(PING_SECONDS):
                 self.wfile.write(encode_line(Ping(time.time_ns())))
-        except OSError:  # the agent has gone
+        except OSError:  # the agent has disconnected
             self.close_connection = True
 
     def log_message(self, *_: object) -> None:
-        """Nothing: a line per batch would be all one sees."""
+        """Log nothing: a line per batch would hide all other output."""

@@ -1,4 +1,4 @@
-"""Runs the trials of a campaign on several processes; their number does not change the result."""
+"""Run the trials of a campaign on several processes. Their number does not change the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline_evaluation.trial import Length, run_trial
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """`trials` of each kind; jobs of at most `largest` ranks."""
+    """`trials` trials of each kind, on jobs of at most `largest` ranks."""
 
     seed: int
     trials: int
@@ -23,27 +23,27 @@ class Campaign:
     length: Length = field(default_factory=Length)
 
     def trial(self, kind: str, number: int) -> TrialVerdict:
-        """Depends on nothing but the campaign's own fields, the kind and the number."""
+        """Run one trial. The result depends only on the campaign's fields, kind and number."""
         seed = (self.seed, KINDS.index(kind), number)
         return judge(run_trial(kind, seed, self.largest, self.length))
 
-    def run(self, processes: int, tell: Callable[[TrialVerdict], None]) -> list[TrialVerdict]:
-        """Verdicts by kind and number, whatever order they were reached in."""
-        todo = [(kind, number) for kind in self.kinds for number in range(self.trials)]
+    def run(self, processes: int, report: Callable[[TrialVerdict], None]) -> list[TrialVerdict]:
+        """Return the verdicts ordered by kind and number; call `report` with each as it comes."""
+        tasks = [(kind, number) for kind in self.kinds for number in range(self.trials)]
         verdicts = []
-        for verdict in self._verdicts(todo, processes):
-            tell(verdict)
+        for verdict in self._verdicts(tasks, processes):
+            report(verdict)
             verdicts.append(verdict)
         return verdicts
 
-    def _verdicts(self, todo: Sequence[tuple[str, int]], processes: int) -> Iterator[TrialVerdict]:
+    def _verdicts(self, tasks: Sequence[tuple[str, int]], processes: int) -> Iterator[TrialVerdict]:
         if processes == 1:
-            for kind, number in todo:
+            for kind, number in tasks:
                 yield self.trial(kind, number)
             return
-        # Fresh interpreters: what a forked one inherits (threads of numpy) could hang it.
+        # Spawn, do not fork: a forked process can hang on locks of numpy's threads.
         with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-            yield from pool.map(_run, [(self, kind, number) for kind, number in todo])
+            yield from pool.map(_run, [(self, kind, number) for kind, number in tasks])
 
 
 def _run(task: tuple[Campaign, str, int]) -> TrialVerdict:

@@ -1,4 +1,4 @@
-"""`paceline evaluate`: how often the engine is right, measured on faults that are known."""
+"""The command `paceline evaluate`."""
 
 from __future__ import annotations
 
@@ -18,32 +18,59 @@ from paceline_evaluation.scoring import TrialVerdict, figures
 ARMS = ("synthetic", "real")
 
 
-def _names(known: tuple[str, ...], what: str, text: str) -> tuple[str, ...]:
-    """`a,b` in the order of `known`; a name that is none is told with those that are."""
-    asked = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
-    for name in asked:
-        if name not in known:
-            raise click.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=what)
-    if not asked:
-        raise click.BadParameter("name at least one", param_hint=what)
-    return tuple(name for name in known if name in asked)
+def _parse_names(valid: tuple[str, ...], option: str, text: str) -> tuple[str, ...]:
+    """Return the names in `text` (`a,b`) in the order of `valid`.
+
+    Raises:
+        click.BadParameter: a name is not valid, or there is none.
+    """
+    names = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in valid:
+            raise click.BadParameter(
+                f"unknown name {name!r}; expected {', '.join(valid)}", param_hint=option
+            )
+    if not names:
+        raise click.BadParameter("expected at least one name", param_hint=option)
+    return tuple(name for name in valid if name in names)
 
 
 @click.command()
-@click.option("--arms", default="synthetic", show_default=True, help="synthetic, real or both.")
-@click.option("--seed", default=0, show_default=True, help="Decides every synthetic trial.")
-@click.option("--trials", default=20, show_default=True, type=click.IntRange(1), help="Per kind.")
-@click.option("--kinds", default=",".join(KINDS), metavar="LIST", help="Default: all.")
 @click.option(
-    "--largest", default=1024, show_default=True, type=click.IntRange(8), help="Ranks of a job."
+    "--arms", default="synthetic", show_default=True, help="synthetic, real, or synthetic,real."
 )
 @click.option(
-    "--jobs", default=os.cpu_count() or 1, type=click.IntRange(1), help="Processes. Default: CPUs."
+    "--seed",
+    default=0,
+    show_default=True,
+    help="Seed of the random choices; the same seed repeats the synthetic trials.",
+)
+@click.option(
+    "--trials", default=20, show_default=True, type=click.IntRange(1), help="Trials per kind."
+)
+@click.option(
+    "--kinds",
+    default=",".join(KINDS),
+    metavar="LIST",
+    help="Comma-separated kinds of faults.  [default: all]",
+)
+@click.option(
+    "--largest",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(8),
+    help="Largest number of ranks of a job.",
+)
+@click.option(
+    "--jobs",
+    default=os.cpu_count() or 1,
+    type=click.IntRange(1),
+    help="Number of processes.  [default: number of CPUs]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a Markdown table.")
-@click.option("--output", type=OutputFile(), help="Write JSON here.")
-@click.option("--misses", is_flag=True, help="Tell each miss and false alarm on stderr.")
+@click.option("--output", type=OutputFile(), help="Write the JSON to this file.")
+@click.option("--misses", is_flag=True, help="Print each miss and false alarm to stderr.")
 def evaluate(
     arms: str,
     seed: int,
@@ -56,42 +83,42 @@ def evaluate(
     output: Path | None,
     misses: bool,
 ) -> None:
-    """Measure how well faults are found, named and explained.
+    """Measure how well faults are detected, located and explained.
 
-    Plays jobs with known faults and judges what the engine says: see docs/evaluation.md. The real
-    arm trains on this machine, with real processes, and takes minutes per kind; it leaves out the
-    kinds that only the synthetic arm can make.
+    Runs jobs with known faults and compares them with the findings of the engine; see
+    docs/evaluation.md. The real arm trains with real processes on this machine, takes minutes per
+    kind, and skips the kinds that only the synthetic arm supports.
     """
-    chosen_arms = _names(ARMS, "--arms", arms)
-    chosen = _names(KINDS, "--kinds", kinds)
+    chosen_arms = _parse_names(ARMS, "--arms", arms)
+    chosen = _parse_names(KINDS, "--kinds", kinds)
     real = tuple(kind for kind in chosen if kind not in SYNTHETIC)
     if chosen_arms == ("real",):
         chosen = real
     if not chosen:
-        raise click.BadParameter("the real arm knows none of these", param_hint="--kinds")
-    asked = {"synthetic": len(chosen), "real": len(real)}
+        raise click.BadParameter("the real arm does not support these kinds", param_hint="--kinds")
+    kinds_per_arm = {"synthetic": len(chosen), "real": len(real)}
     verdicts: list[TrialVerdict] = []
-    tell = _ProgressLine(trials * sum(asked[arm] for arm in chosen_arms), misses)
+    progress = _ProgressLine(trials * sum(kinds_per_arm[arm] for arm in chosen_arms), misses)
     if "synthetic" in chosen_arms:
         campaign = Campaign(seed, trials, chosen, largest)
-        verdicts += campaign.run(jobs, tell)
+        verdicts += campaign.run(jobs, progress)
     if "real" in chosen_arms:
-        verdicts += RealArm(real, trials, seed).run(tell)
-    found = figures(verdicts, chosen)
-    text = json.dumps(found, indent=2)
+        verdicts += RealArm(real, trials, seed).run(progress)
+    result = figures(verdicts, chosen)
+    text = json.dumps(result, indent=2)
     if output is not None:
         output.write_text(text + "\n")
     if as_json:
         click.echo(text)
     elif as_markdown:
-        click.echo(report.markdown(found))
+        click.echo(report.markdown(result))
     else:
-        for line in report.show(found):
+        for line in report.show(result):
             click.echo(line)
 
 
 class _ProgressLine:
-    """On stderr, so that what is printed stays what was asked for."""
+    """Progress, and misses if requested, on stderr; stdout has only the result."""
 
     def __init__(self, total: int, misses: bool) -> None:
         self.total, self.misses, self.done = total, misses, 0
@@ -99,16 +126,16 @@ class _ProgressLine:
     def __call__(self, verdict: TrialVerdict) -> None:
         self.done += 1
         if self.misses:
-            self._tell(verdict)
+            self._print_misses(verdict)
         if self.done % 10 == 0 or self.done == self.total:
             click.echo(f"{self.done} of {self.total} trials", err=True)
 
-    def _tell(self, verdict: TrialVerdict) -> None:
+    def _print_misses(self, verdict: TrialVerdict) -> None:
         name = f"{verdict.kind} {verdict.number} ({verdict.arm})"
         if verdict.kind != "none" and not verdict.hit:
-            what = "NOT RIGHTLY NAMED" if verdict.detected else "NOT FOUND"
-            click.echo(f"{name}: {what}: {verdict.note}", err=True)
-        elif verdict.cause_right is False:
+            outcome = "WRONG SUBJECT" if verdict.detected else "NOT DETECTED"
+            click.echo(f"{name}: {outcome}: {verdict.note}", err=True)
+        elif verdict.cause_correct is False:
             click.echo(f"{name}: WRONG CAUSE: {verdict.note}", err=True)
         for alarm in (*verdict.clean_alarms, *verdict.other_alarms):
             click.echo(f"{name}: FALSE ALARM: {alarm} | {verdict.note}", err=True)

@@ -1,9 +1,9 @@
-"""How long everything takes in a stretch of steps: the shape, its noise, and the faults in it.
+"""The durations of all operations in a stretch of steps: the job's shape, noise and faults.
 
-Noise is log-normal jitter of every operation, one factor per rank that stays (chips differ by a
-percent), a slow drift of each node, rare operations of two to five times their length, ranks that
-are slow for a step or two, short GC pauses, sequence lengths that vary, and first steps that are
-slow and uneven. How much of each, differs from job to job.
+Noise consists of log-normal jitter of every operation, a constant factor per rank (chips differ by
+a percent), a slow drift of each node, rare operations of two to five times their length, ranks that
+are slow for a step or two, short GC pauses, varying sequence lengths, and slow, uneven first steps.
+The amount of each differs from job to job.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from paceline_evaluation.shape import JobShape
 from paceline_evaluation.timeline import Durations, Floats
 from paceline_wire.spans import RECEIVE_OPS, Op
 
-_WARMUP = (3.0, 1.5, 1.15)  # what the first steps of a generation cost over the later ones
+_WARMUP = (3.0, 1.5, 1.15)  # durations of the first steps, relative to later ones
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Relative sizes; all zero is a job without any."""
+    """Relative sizes of the noise; all zero: no noise."""
 
-    operation: float = 0.02  # of each operation, log-normal sigma
-    step: float = 0.008  # of all operations of a rank in a step
-    chronic: float = 0.01  # between ranks
-    drift: float = 0.02  # of a node, over hundreds of steps
+    operation: float = 0.02  # log-normal sigma of each operation
+    step: float = 0.008  # sigma common to all operations of a rank in a step
+    chronic: float = 0.01  # sigma between ranks, constant in time
+    drift: float = 0.02  # amplitude per node, over hundreds of steps
     outliers: float = 0.004  # probability per rank and step of an operation of 2-5 times its length
     hiccups: float = (
         1e-4  # probability per rank and step of 1.1-1.5 times its length, for 1-2 steps
@@ -36,8 +36,10 @@ class Noise:
     collections: float = 0.01  # probability per rank and step of a short GC pause
     late_messages: float = 0.002  # probability of a transfer or collective of 2-10 times its length
     late_batches: float = 0.001  # probability per rank and step of a data wait of 2-20 times
-    shift_step: int | None = None  # from then on the whole job computes `shift` times as long
-    shift: float = 1.0  # (another mix of data, a power limit on all): nobody's fault
+    shift_step: int | None = (
+        None  # from this step on, compute takes `shift` times as long on all ranks
+    )
+    shift: float = 1.0  # (other data, a power limit everywhere): not a fault
     warmup: bool = True
 
 
@@ -45,7 +47,7 @@ QUIET = Noise(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, warmup=False)
 
 
 def draw_noise(chance: np.random.Generator) -> Noise:
-    """From a tidy machine room to a busy one."""
+    """Draw noise between that of a quiet and of a busy cluster."""
     return Noise(
         operation=float(chance.uniform(0.01, 0.05)),
         step=float(chance.uniform(0.002, 0.015)),
@@ -62,7 +64,7 @@ def draw_noise(chance: np.random.Generator) -> Noise:
 
 
 class Conditions:
-    """Makes `Durations` and the sequence lengths that belong to them, stretch by stretch."""
+    """Draws `Durations`, and the sequence lengths that belong to them, stretch by stretch."""
 
     def __init__(
         self,
@@ -81,10 +83,12 @@ class Conditions:
         self._period = chance.uniform(150.0, 600.0, shape.node_count)
         self._work = [self._base(stage) for stage in range(topology.pp)]
         self._wire = self._base_transfers()
-        self.lengths: tuple[np.ndarray, np.ndarray] | None = None  # told; (steps, dp, microbatches)
+        self.lengths: tuple[np.ndarray, np.ndarray] | None = (
+            None  # as reported: (steps, dp, microbatches)
+        )
 
     def draw(self, first: int, steps: int) -> Durations:
-        """Of the steps `first` to `first + steps - 1`."""
+        """Draw the durations of the steps `first` to `first + steps - 1`."""
         shape, noise = self.shape, self.noise
         own = self._own(first, steps)
         by_length = self._by_length(steps)
@@ -128,14 +132,14 @@ class Conditions:
         number = np.arange(first, first + steps)
         for fault in self.faults:
             if fault.traffic is not None:
-                self._carry(fault.traffic, number, durations)
-            held = np.array([fault.holds(step) for step in number.tolist()])
+                self._add_traffic(fault.traffic, number, durations)
+            held = np.array([fault.is_active(step) for step in number.tolist()])
             if held.any():
                 self._apply(fault, held, number, durations)
         return durations
 
     def _base(self, stage: int) -> Floats:
-        """Seconds of each compute of a stage."""
+        """Return the seconds of each compute of a stage."""
         shape = self.shape
         seconds = []
         for action in self.program.computes[stage]:
@@ -144,30 +148,30 @@ class Conditions:
         return np.array(seconds)
 
     def _base_transfers(self) -> Floats:
-        """(transfers, dp, tp): near or far, by the nodes of both ends."""
+        """Return seconds (transfers, dp, tp), which depend on whether both ends share a node."""
         shape = self.shape
         nodes = np.arange(shape.world_size).reshape(self.grid) // shape.ranks_per_node
-        made = np.empty((self.program.transfers, *self.grid[1:]))
+        result = np.empty((self.program.transfers, *self.grid[1:]))
         self.ends = np.empty((self.program.transfers, 2), dtype=np.int64)
         for move in self.program.moves:
             if move.action.op in RECEIVE_OPS and move.source is not None:
                 is_near = nodes[move.source[0]] == nodes[move.stage]
-                made[move.number] = np.where(
+                result[move.number] = np.where(
                     is_near, shape.near_transfer_seconds, shape.far_transfer_seconds
                 )
                 self.ends[move.number] = move.source[0], move.stage
-        return made
+        return result
 
     def _jitter(self, size: tuple[int, ...], sigma: float) -> Floats:
         if not self.noise.operation or not sigma:
             return np.ones(size)
-        made: Floats = np.exp(self.chance.standard_normal(size, dtype=np.float32) * sigma).astype(
+        result: Floats = np.exp(self.chance.standard_normal(size, dtype=np.float32) * sigma).astype(
             np.float64
         )
-        return made
+        return result
 
     def _own(self, first: int, steps: int) -> Floats:
-        """(steps, pp, dp, tp): what all operations of a rank in a step have in common."""
+        """Draw the factor (steps, pp, dp, tp) common to all operations of a rank in a step."""
         own = self._chronic[None] * self._jitter((steps, *self.grid), self.noise.step)
         number = np.arange(first, first + steps)[:, None]
         drift = 1.0 + self.noise.drift * np.sin(2 * np.pi * number / self._period + self._phase)
@@ -207,12 +211,12 @@ class Conditions:
 
     def _transfers(self, first: int, steps: int) -> Floats:
         size = (self.program.transfers, steps, *self.grid[1:])
-        made: Floats = self._wire[:, None] * self._jitter(size, 0.1)
-        self._lengthen(made, self.noise.late_messages, 10.0)
-        return made
+        result: Floats = self._wire[:, None] * self._jitter(size, 0.1)
+        self._lengthen(result, self.noise.late_messages, 10.0)
+        return result
 
     def _lengthen(self, durations: Floats, probability: float, most: float) -> None:
-        """A few of them take 2 to `most` times as long."""
+        """Make a random few of them take 2 to `most` times as long."""
         if not probability or not durations.size:
             return
         count = int(self.chance.poisson(probability * durations.size))
@@ -226,7 +230,7 @@ class Conditions:
         return np.where(due, self.shape.checkpoint_seconds, 0.0) * self._jitter((steps,), 0.1)
 
     def _collections(self, durations: Durations, busy: float) -> None:
-        """Short pauses that cost next to nothing: no job is without them."""
+        """Add the short GC pauses that every job has."""
         if self.noise.collections:
             here = self.chance.random(durations.gc.shape) < self.noise.collections
             self._pause(durations, here, 0.01 * busy)
@@ -237,9 +241,9 @@ class Conditions:
         durations.gc_place[here] = place[here]
         durations.gc[here] = seconds * self.chance.uniform(0.5, 1.5, durations.gc.shape)[here]
 
-    def _carry(self, traffic: HiddenTraffic, number: Ints, durations: Durations) -> None:
-        """The reduction that comes late, a tenth of the usual one."""
-        flows = traffic.flows(number)
+    def _add_traffic(self, traffic: HiddenTraffic, number: Ints, durations: Durations) -> None:
+        """Add the second reduction; it takes a tenth of the usual one."""
+        flows = traffic.is_active(number)
         durations.extra[flows] = (
             0.1 * self.shape.reduction_seconds * self._jitter(durations.extra.shape, 0.05)[flows]
         )
@@ -247,7 +251,7 @@ class Conditions:
     def _apply(
         self, fault: TrialFault, held: np.ndarray, number: Ints, durations: Durations
     ) -> None:
-        """`held`: in which of the steps `number`."""
+        """Add a fault to the steps `number` in which `held` is true."""
         where = np.zeros(self.shape.world_size, dtype=bool)
         where[list(fault.ranks)] = True
         if fault.kind in ("slow_rank", "slow_node"):
@@ -272,7 +276,7 @@ class Conditions:
             self._pause(durations, here & held[:, None, None, None], fault.seconds)
 
     def _stall(self, fault: TrialFault, held: np.ndarray, durations: Durations) -> None:
-        """One operation of the rank per step takes that much longer."""
+        """Make one operation of the rank per step take `fault.seconds` longer."""
         place = self.shape.topology.coordinates(fault.ranks[0])
         compute = durations.compute[place.pp_rank]
         for step in np.flatnonzero(held):

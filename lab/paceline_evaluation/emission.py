@@ -1,7 +1,7 @@
-"""Steps as agents would send them: span blocks, state pages, group definitions.
+"""Convert steps to what agents send: span blocks, state pages, group definitions.
 
-Each node's clock is off by up to five milliseconds and drifts; now and then a ring was overrun
-before its agent read it, and spans are missing.
+Each node's clock is off by up to five milliseconds and drifts. Sometimes a ring was overrun before
+its agent read it, and spans are missing.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ GENERATION = 0
 START_NS = 1_750_000_000_000_000_000
 BOOT_OFFSET_NS = START_NS - 7_200_000_000_000  # CLOCK_REALTIME - CLOCK_MONOTONIC
 _LARGEST_SKEW_NS = 5_000_000
-_DRIFT = 2e-7  # of a node's clock: NTP holds it so
+_DRIFT = 2e-7  # clock drift of a node under NTP
 
 Words = npt.NDArray[np.uint64]
 
 
 class Emission:
-    """One job's records. Feed it stretches in order with `take_in`, then read each step's."""
+    """The records of one job: add stretches in order, then read those of each step."""
 
     def __init__(
         self, shape: JobShape, program: StepProgram, chance: np.random.Generator, lost: float
@@ -47,7 +47,7 @@ class Emission:
         self._heads: list[npt.NDArray[np.int64]] = []
 
     def offset_ns(self, rank: int, at_seconds: float) -> int:
-        """What the rank's agent adds to CLOCK_MONOTONIC: its node's clock error included."""
+        """Return what the agent adds to CLOCK_MONOTONIC, which includes its node's clock error."""
         node = self.shape.node_number(rank)
         error_ns = self.skew_ns[node] + self.drift[node] * at_seconds * 1e9
         return BOOT_OFFSET_NS + int(error_ns)
@@ -73,14 +73,14 @@ class Emission:
 
     # Spans
 
-    def take_in(
+    def add_stretch(
         self,
         first: int,
         timeline: Timeline,
         begins: npt.NDArray[np.float64],
         lengths: tuple[np.ndarray, np.ndarray] | None,
     ) -> None:
-        """A stretch from step `first`; `begins`: seconds of each step's exchange before it."""
+        """Add a stretch from step `first`. `begins`: seconds of the exchange before each step."""
         self._first = first
         self._stretch, self._kept, self._heads = [], [], []
         for stage, rows in enumerate(self.program.rows):
@@ -113,7 +113,7 @@ class Emission:
         return SpanBlock(JOB, GENERATION, rank, columns, self.offset_ns(rank, at_seconds), lost)
 
     def _overrun(self, kept: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.bool_], int]:
-        """The oldest of the step's records were overwritten."""
+        """Drop the oldest of the step's records, as if they had been overwritten."""
         present = np.flatnonzero(kept)
         gone = int(self.chance.integers(1, max(2, present.size // 2)))
         kept = kept.copy()
@@ -121,7 +121,7 @@ class Emission:
         return kept, gone
 
     def _words(self, stage: int) -> Words:
-        """(words, rows, dp, tp): what is the same in every step."""
+        """Return the parts of the records that are the same in all steps: (words, rows, dp, tp)."""
         topology, rows = self.shape.topology, self.program.rows[stage]
         ranks = np.arange(self.shape.world_size).reshape(topology.pp, topology.dp, topology.tp)
         words: Words = np.zeros((WORDS, len(rows), topology.dp, topology.tp), dtype=np.uint64)
@@ -137,7 +137,7 @@ class Emission:
         return words
 
     def _increments(self, stage: int) -> Words:
-        """How far each row's sequence number moves in a step."""
+        """Return how much each row's sequence number grows per step."""
         rows = self.program.rows[stage]
         by_group: dict[int, int] = {}
         for row in rows:
@@ -162,7 +162,7 @@ class Emission:
                     words[word, position] = values[:, :, row.action.microbatch, None]
 
     def _index(self, stage: int, words: Words, exists: npt.NDArray[np.bool_]) -> None:
-        """Number the records that are, and lay them out by rank."""
+        """Number the existing records and store them by rank."""
         kept = exists.transpose(2, 3, 1, 0)  # dp, tp, steps, rows
         dp, tp = kept.shape[:2]
         ranks = np.arange(self.shape.world_size).reshape(-1, dp, tp)[stage]
@@ -176,7 +176,7 @@ class Emission:
     # State pages
 
     def state(self, rank: int, step: int, at_seconds: float, loss: float | None) -> RankState:
-        """Of a rank that has just left `step`."""
+        """Return the state of a rank that has just finished `step`."""
         view = StateView(
             head=int(self.heads[rank]),
             step=step + 1,
@@ -195,7 +195,7 @@ class Emission:
         return self.page(rank, view, at_seconds)
 
     def page_time_ns(self, rank: int, at_seconds: float) -> int:
-        """CLOCK_REALTIME of the rank's node."""
+        """Return the time on CLOCK_REALTIME of the rank's node."""
         monotonic_ns = int(at_seconds * 1e9) + START_NS - BOOT_OFFSET_NS
         return monotonic_ns + self.offset_ns(rank, at_seconds)
 
@@ -221,6 +221,6 @@ class Emission:
 
 
 def all_ranks(shape: JobShape) -> Iterator[tuple[int, range]]:
-    """(node, its ranks)."""
+    """Yield each node and its ranks."""
     for node in range(shape.node_count):
         yield node, shape.on_node(node)

@@ -1,4 +1,4 @@
-"""The faults of the synthetic arm: what each does to a job, and who is to be named for it."""
+"""The faults of the synthetic arm: their effect on a job and the subject of the correct finding."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ KINDS = (
     "slow_creep",
     "late_link",
 )
-SYNTHETIC = ("stalled_microbatch", "slow_creep", "late_link")  # not of the real arm
+SYNTHETIC = ("stalled_microbatch", "slow_creep", "late_link")  # only the synthetic arm has them
 CHRONIC = ("stage_imbalance", "sequence_variance", "gc")  # part of the job from its first step
-# Below this, a fault is reported apart: nobody restarts a job for it.
+# Weaker faults are scored separately: they are not worth a restart.
 COUNTED_MAGNITUDE = 0.10
 
 RANK_CAUSES = ("thermal", "power", "pcie", "numa", "cpu", "memory", "ecc", "unknown")
@@ -41,46 +41,47 @@ NODE_CAUSES = ("thermal", "power", "cpu", "memory", "unknown")
 LINK_CAUSES = ("nic errors", "nic rate", "congestion", "unknown")
 DATA_CAUSES = ("disk", "unknown")
 STALL_CAUSES = ("cpu", "memory", "unknown")
-LATE_LINK_PAST = 16  # times that it was seen before it became slow, at least
-HANG_CAUSES = ("host", "device", "mismatch")  # the side it is stuck on
+LATE_LINK_PAST = 16  # least number of reductions before the link becomes slow
+HANG_CAUSES = ("host", "device", "mismatch")  # side on which the rank is blocked
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenTraffic:
-    """A reduction among replicas that nobody sees in the first steps: an average, a copy."""
+    """A reduction among replicas that first occurs after some steps, such as an average."""
 
     first_step: int
     every: int  # steps
 
-    def flows(self, steps: Ints) -> Bools:
+    def is_active(self, steps: Ints) -> Bools:
         due: Bools = (steps >= self.first_step) & ((steps - self.first_step) % self.every == 0)
         return due
 
 
 @dataclass(frozen=True, slots=True)
 class TrialFault:
-    """One thing that is wrong with a job. Ranks are global."""
+    """One fault of a job. Ranks are global."""
 
     kind: str
     onset_step: int
-    magnitude: float  # slowdown of what is slow, or share of the step it costs; 0.2 = 20%
-    steps: int | None = None  # None: it stays
+    magnitude: float  # slowdown of the subject, or share of the step it costs; 0.2: 20%
+    steps: int | None = None  # None: permanent
     ranks: tuple[int, ...] = ()
     node: int | None = None  # number
     stage: int | None = None
     link: tuple[int, int] | None = None
-    cause: str = "unknown"  # what the node's measurements show
-    factor: float = 1.0  # what its operations' durations are multiplied by
-    seconds: float = 0.0  # what is added to them
-    ramp_steps: int = 0  # that it takes to come to its full size, evenly
-    traffic: HiddenTraffic | None = None  # what a late link carries
+    cause: str = "unknown"  # as the node's telemetry shows it
+    factor: float = 1.0  # multiplies the durations of its operations
+    seconds: float = 0.0  # is added to them
+    ramp_steps: int = 0  # over which it grows linearly to its full size
+    traffic: HiddenTraffic | None = None  # traffic on a late link
 
-    def holds(self, step: int) -> bool:
+    def is_active(self, step: int) -> bool:
+        """Return whether the fault is present in `step`."""
         after = self.steps is None or step < self.onset_step + self.steps
         return self.onset_step <= step and after
 
     def share(self, steps: Ints) -> Floats:
-        """How much of it there is in each of the steps, 0..1."""
+        """Return its share of the full size in each of the steps, 0..1."""
         ramp = (steps - self.onset_step + 1) / max(self.ramp_steps, 1)
         return np.clip(ramp, 0.0, 1.0)
 
@@ -90,7 +91,7 @@ class TrialFault:
 
     @property
     def counted_step(self) -> int:
-        """The first step in which it is large enough to be told of."""
+        """First step in which it costs at least COUNTED_MAGNITUDE."""
         if not self.ramp_steps:
             return self.onset_step
         share = COUNTED_MAGNITUDE / self.magnitude
@@ -99,20 +100,20 @@ class TrialFault:
 
 @dataclass(frozen=True, slots=True)
 class TrialPlan:
-    """A trial's job and what will be wrong with it."""
+    """The job of a trial and its faults."""
 
     shape: JobShape
     faults: tuple[TrialFault, ...] = field(default=())
 
 
-def some_rank(chance: np.random.Generator, shape: JobShape) -> int:
+def draw_rank(chance: np.random.Generator, shape: JobShape) -> int:
     return int(chance.integers(shape.world_size))
 
 
 def slow_rank(
     chance: np.random.Generator, shape: JobShape, onset: int, least: float = 0.05
 ) -> TrialFault:
-    rank, magnitude = some_rank(chance, shape), float(chance.uniform(least, 0.5))
+    rank, magnitude = draw_rank(chance, shape), float(chance.uniform(least, 0.5))
     return TrialFault(
         "slow_rank",
         onset,
@@ -139,10 +140,10 @@ def slow_node(chance: np.random.Generator, shape: JobShape, onset: int) -> Trial
 
 
 def slow_link(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
-    """Between one rank and its peer of the next stage, in both directions; tuned to its cost."""
+    """Slow transfers between a rank and its peer in the next stage, in both directions."""
     topology = shape.topology
     stage = int(chance.integers(topology.pp - 1))
-    place = topology.coordinates(some_rank(chance, shape))
+    place = topology.coordinates(draw_rank(chance, shape))
     source = topology.rank(place.dp_rank, stage, place.tp_rank)
     target = topology.rank(place.dp_rank, stage + 1, place.tp_rank)
     is_far = shape.node(source) != shape.node(target)
@@ -153,7 +154,7 @@ def slow_link(chance: np.random.Generator, shape: JobShape, onset: int) -> Trial
 
 
 def data_stall(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
-    rank, magnitude = some_rank(chance, shape), float(chance.uniform(0.10, 0.6))
+    rank, magnitude = draw_rank(chance, shape), float(chance.uniform(0.10, 0.6))
     return TrialFault(
         "data_stall",
         onset,
@@ -165,7 +166,7 @@ def data_stall(chance: np.random.Generator, shape: JobShape, onset: int) -> Tria
 
 
 def transient_stall(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
-    rank, magnitude = some_rank(chance, shape), float(chance.uniform(0.3, 2.0))
+    rank, magnitude = draw_rank(chance, shape), float(chance.uniform(0.3, 2.0))
     return TrialFault(
         "transient_stall",
         onset,
@@ -177,8 +178,8 @@ def transient_stall(chance: np.random.Generator, shape: JobShape, onset: int) ->
 
 
 def stalled_microbatch(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
-    """One operation of each step, another each time; tuned to its cost."""
-    rank, magnitude = some_rank(chance, shape), float(chance.uniform(0.12, 0.5))
+    """One operation stalls in every step, each time a different one."""
+    rank, magnitude = draw_rank(chance, shape), float(chance.uniform(0.12, 0.5))
     return TrialFault(
         "stalled_microbatch",
         onset,
@@ -191,7 +192,7 @@ def stalled_microbatch(chance: np.random.Generator, shape: JobShape, onset: int)
 
 def slow_creep(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
     """A rank that gets slower by half a percent in each step, to 30%."""
-    rank, magnitude = some_rank(chance, shape), 0.3
+    rank, magnitude = draw_rank(chance, shape), 0.3
     return TrialFault(
         "slow_creep",
         onset,
@@ -204,9 +205,9 @@ def slow_creep(chance: np.random.Generator, shape: JobShape, onset: int) -> Tria
 
 
 def late_link(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
-    """A group of replicas whose reduction is first seen late, and slow later still."""
+    """A group of replicas whose second reduction begins after some steps and becomes slow later."""
     topology = shape.topology
-    place = topology.coordinates(some_rank(chance, shape))
+    place = topology.coordinates(draw_rank(chance, shape))
     ranks = tuple(
         topology.rank(replica, place.pp_rank, place.tp_rank) for replica in range(topology.dp)
     )
@@ -223,12 +224,12 @@ def late_link(chance: np.random.Generator, shape: JobShape, onset: int) -> Trial
 
 
 def gc_pauses(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
-    """Every rank collects when it pleases: each pause makes all others wait."""
+    """Each rank collects garbage at its own times; all other ranks wait during each pause."""
     return TrialFault("gc", onset, float(chance.uniform(0.12, 0.4)))
 
 
 def uneven_stages(chance: np.random.Generator, shape: JobShape) -> tuple[JobShape, int]:
-    """The shape with layers moved to one part of the model, and that part."""
+    """Return the shape with more layers in one part of the model, and the number of that part."""
     parts = len(shape.stage_layers)
     part, layers = int(chance.integers(parts)), list(shape.stage_layers)
     layers[part] += max(1, round(layers[part] * float(chance.uniform(0.25, 0.7))))

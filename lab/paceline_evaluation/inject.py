@@ -1,4 +1,4 @@
-"""Faults for real: through the emulated GPUs, the trainer's `faults.json`, and signals."""
+"""Inject faults into real processes: by emulated GPUs, the trainer's `faults.json`, and signals."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from paceline_trainer.faults import FAULTS_FILE
 FATAL = frozenset({"hang", "crash"})
 UNEVEN_MAGNITUDE = 0.3  # stages of 2 and 4 layers, lengths of 1 to 3: 30% and more of the step
 _MAXIMUM_CLOCK_MHZ = 1980
-_STEP_SECONDS = 0.2  # of the job these are put in, about
+_STEP_SECONDS = 0.2  # approximate step time of the job
 
-Lift = Callable[[], None]
+RemoveFaults = Callable[[], None]
 
 
 def inject(
@@ -29,14 +29,14 @@ def inject(
     ranks: list[dict[str, Any]],
     onset_step: int,
     chance: random.Random,
-) -> tuple[tuple[TrialFault, ...], Lift]:
-    """Do it now. Returns what was done and what undoes it."""
-    scene = _Scene(cluster, ranks, onset_step, chance)
-    made = scene.make(kind)
-    return made, scene.lift
+) -> tuple[tuple[TrialFault, ...], RemoveFaults]:
+    """Inject faults of a kind. Return the faults and a function that removes them."""
+    injector = _Injector(cluster, ranks, onset_step, chance)
+    faults = injector.inject(kind)
+    return faults, injector.remove
 
 
-class _Scene:
+class _Injector:
     def __init__(
         self,
         cluster: Cluster,
@@ -45,38 +45,38 @@ class _Scene:
         chance: random.Random,
     ) -> None:
         self.cluster, self.onset_step, self.chance = cluster, onset_step, chance
-        self.ranks = {one["rank"]: one for one in ranks}
-        self.written: dict[int, list[dict[str, Any]]] = {}  # node -> entries of its file
+        self.ranks = {rank["rank"]: rank for rank in ranks}
+        self.written: dict[int, list[dict[str, Any]]] = {}  # by node: entries of its faults file
         self.throttled: list[tuple[EmulatedNode, int]] = []
 
-    def make(self, kind: str) -> tuple[TrialFault, ...]:
+    def inject(self, kind: str) -> tuple[TrialFault, ...]:
         rank = self.chance.choice(sorted(self.ranks))
         match kind:
             case "slow_rank":
-                made: tuple[TrialFault, ...] = (self._slow_rank(rank),)
+                faults: tuple[TrialFault, ...] = (self._slow_rank(rank),)
             case "slow_node":
-                made = (self._slow_node(self._node(rank)),)
+                faults = (self._slow_node(self._node(rank)),)
             case "two_faults":
-                other = self.chance.choice(self._elsewhere(rank))
-                made = (self._slow_rank(rank), self._slow_data(other))
+                other = self.chance.choice(self._on_other_nodes(rank))
+                faults = (self._slow_rank(rank), self._slow_data(other))
             case "data_stall":
-                made = (self._slow_data(rank),)
+                faults = (self._slow_data(rank),)
             case "slow_link":
-                made = (self._slow_link(),)
+                faults = (self._slow_link(),)
             case "gc":
-                made = (self._gc(),)
+                faults = (self._gc(),)
             case "transient_stall":
-                made = (self._stall(rank),)
+                faults = (self._stall(rank),)
             case "hang":
-                made = (self._signalled(kind, rank, signal.SIGSTOP),)
+                faults = (self._signalled(kind, rank, signal.SIGSTOP),)
             case "crash":
-                made = (self._signalled(kind, rank, signal.SIGKILL),)
+                faults = (self._signalled(kind, rank, signal.SIGKILL),)
             case _:
                 raise ValueError(f"{kind} cannot be injected into a running job")
         self._write()
-        return made
+        return faults
 
-    def lift(self) -> None:
+    def remove(self) -> None:
         for node in self.cluster.nodes:
             (node.directory / FAULTS_FILE).unlink(missing_ok=True)
         for node, gpu in self.throttled:
@@ -89,18 +89,18 @@ class _Scene:
     def _on(self, node: EmulatedNode) -> list[int]:
         return [rank for rank in sorted(self.ranks) if self._node(rank) is node]
 
-    def _elsewhere(self, rank: int) -> list[int]:
+    def _on_other_nodes(self, rank: int) -> list[int]:
         return [other for other in sorted(self.ranks) if self._node(other) is not self._node(rank)]
 
     def _slow_rank(self, rank: int) -> TrialFault:
-        """Its GPU throttles, which NVML shows, or it is slow and nothing shows why."""
+        """Slow a rank: its GPU throttles, which NVML shows, or it is slow without visible cause."""
         magnitude = self.chance.uniform(0.15, 0.5)
         node = self._node(rank)
         visible = node.gpus is not None and self.chance.random() < 0.5
         if visible:
             self._throttle(node, self.ranks[rank]["local_rank"], magnitude)
         else:
-            self._note(node, kind="slow_compute", rank=rank, factor=1.0 + magnitude)
+            self._add_entry(node, kind="slow_compute", rank=rank, factor=1.0 + magnitude)
         return TrialFault(
             "slow_rank",
             self.onset_step,
@@ -117,7 +117,7 @@ class _Scene:
             if visible:
                 self._throttle(node, self.ranks[rank]["local_rank"], magnitude)
             else:
-                self._note(node, kind="slow_compute", rank=rank, factor=1.0 + magnitude)
+                self._add_entry(node, kind="slow_compute", rank=rank, factor=1.0 + magnitude)
         cause = "thermal" if visible else "unknown"
         return TrialFault(
             "slow_node",
@@ -141,17 +141,17 @@ class _Scene:
     def _slow_data(self, rank: int) -> TrialFault:
         magnitude = self.chance.uniform(0.2, 0.6)
         node = self._node(rank)
-        self._note(node, kind="slow_data", rank=rank, seconds=magnitude * _STEP_SECONDS)
+        self._add_entry(node, kind="slow_data", rank=rank, seconds=magnitude * _STEP_SECONDS)
         return TrialFault("data_stall", self.onset_step, magnitude, ranks=(rank,), node=node.number)
 
     def _slow_link(self) -> TrialFault:
-        """Between a rank of the first stage and its peer of the second."""
+        """Slow the link between a rank of the first stage and its peer of the second."""
         half = len(self.ranks) // 2
         source = self.chance.randrange(half)
         link = (source, source + half)
         magnitude = self.chance.uniform(0.2, 0.5)
         for rank in link:
-            self._note(
+            self._add_entry(
                 self._node(rank),
                 kind="slow_link",
                 ranks=list(link),
@@ -162,13 +162,13 @@ class _Scene:
 
     def _gc(self) -> TrialFault:
         for rank in self.ranks:
-            self._note(self._node(rank), kind="gc", rank=rank, seconds=0.04)
+            self._add_entry(self._node(rank), kind="gc", rank=rank, seconds=0.04)
         return TrialFault("gc", self.onset_step, 0.2)
 
     def _stall(self, rank: int) -> TrialFault:
         node = self._node(rank)
         name = f"{self.onset_step}"
-        self._note(node, kind="stall", rank=rank, seconds=5 * _STEP_SECONDS, id=name)
+        self._add_entry(node, kind="stall", rank=rank, seconds=5 * _STEP_SECONDS, id=name)
         return TrialFault(
             "transient_stall", self.onset_step, 5.0, steps=1, ranks=(rank,), node=node.number
         )
@@ -179,7 +179,7 @@ class _Scene:
         node = self._node(rank).number
         return TrialFault(kind, self.onset_step, 1.0, ranks=(rank,), node=node, cause="host")
 
-    def _note(self, node: EmulatedNode, **entry: object) -> None:
+    def _add_entry(self, node: EmulatedNode, **entry: object) -> None:
         self.written.setdefault(node.number, []).append(entry)
 
     def _write(self) -> None:
@@ -191,9 +191,9 @@ class _Scene:
 
 
 def _unique(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A link within one node is noted by both its ends."""
-    found: list[dict[str, Any]] = []
+    """Return the entries without duplicates: both ends of a link may be on one node."""
+    result: list[dict[str, Any]] = []
     for entry in entries:
-        if entry not in found:
-            found.append(entry)
-    return found
+        if entry not in result:
+            result.append(entry)
+    return result

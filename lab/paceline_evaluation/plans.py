@@ -1,4 +1,4 @@
-"""What each trial is: a job and its faults, drawn for a kind and tuned to cost what they should."""
+"""Draw the job and the faults of a trial, and tune the faults to the cost they should have."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from paceline_evaluation.timeline import play
 _LARGEST_FACTOR = 10_000.0
 _TRIES = 50
 _STALL_ROUNDS = 3
-_STEPS_OF_STALLS = 16  # over which it evens out where in the schedule they are
-_STEPS_OF_LENGTHS = 64  # over which the cost of uneven lengths evens out
+_STEPS_OF_STALLS = 16  # averages over the positions of stalls in the schedule
+_STEPS_OF_LENGTHS = 64  # averages over the drawn sequence lengths
 
 
 def draw_plan(kind: str, chance: np.random.Generator, onset: int, largest: int) -> TrialPlan:
-    """Raises ValueError for a kind that is none."""
+    """Draw the plan of a trial. Raises ValueError if `kind` is unknown."""
     if kind not in faults.KINDS:
         raise ValueError(f"kind must be one of {', '.join(faults.KINDS)}, got {kind!r}")
     for _ in range(_TRIES):
@@ -30,13 +30,13 @@ def draw_plan(kind: str, chance: np.random.Generator, onset: int, largest: int) 
         plan = _draw(kind, chance, draw_shape(chance, largest, pipeline=pipeline), onset)
         if plan is not None:
             return plan
-    raise RuntimeError(f"no {kind} that costs enough in {_TRIES} jobs")
+    raise RuntimeError(f"none of {_TRIES} drawn jobs can have a {kind} that costs enough")
 
 
 def step_seconds(
     shape: JobShape, plan_faults: tuple[TrialFault, ...] = (), steps: int = 1
 ) -> float:
-    """The mean step without noise (but for sequence lengths), every fault present throughout."""
+    """Return the mean step time without noise, except sequence lengths, with all faults active."""
     program = build(shape, extra=has_late_traffic(plan_faults))
     lasting = tuple(replace(fault, onset_step=0, steps=None) for fault in plan_faults)
     conditions = Conditions(shape, program, QUIET, np.random.default_rng(0), lasting)
@@ -51,11 +51,11 @@ def has_late_traffic(plan_faults: tuple[TrialFault, ...]) -> bool:
 
 
 def _draw(kind: str, chance: np.random.Generator, shape: JobShape, onset: int) -> TrialPlan | None:
-    """None: this job cannot have such a fault."""
+    """Draw a plan for this job; None if it cannot have such a fault."""
     if kind == "none":
         return TrialPlan(shape)
     if kind == "slow_node" and shape.node_count < 2:
-        return None  # a node is slow among others
+        return None  # a slow node is recognized by comparison with others
     if kind == "late_link" and shape.topology.dp < 2:
         return None  # a reduction needs replicas
     if kind == "stage_imbalance":
@@ -70,8 +70,8 @@ def _draw(kind: str, chance: np.random.Generator, shape: JobShape, onset: int) -
 
 
 def _ending(kind: str, chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
-    """A mismatch is a rank that leaves out its data-parallel reduction: it needs peers there."""
-    rank = faults.some_rank(chance, shape)
+    """Draw a hang or crash. A mismatch (a rank skips its reduction) needs dp > 1."""
+    rank = faults.draw_rank(chance, shape)
     sides = faults.HANG_CAUSES if shape.topology.dp > 1 else faults.HANG_CAUSES[:2]
     cause = str(chance.choice(sides, p=[0.6, 0.2, 0.2][: len(sides)] if len(sides) > 2 else None))
     return TrialFault(kind, onset, 1.0, ranks=(rank,), node=shape.node_number(rank), cause=cause)
@@ -97,7 +97,7 @@ _SINGLE: dict[str, Callable[[np.random.Generator, JobShape, int], TrialFault]] =
 
 
 def _tuned(shape: JobShape, fault: TrialFault) -> TrialFault | None:
-    """With the factor or seconds that make the step take `magnitude` longer."""
+    """Return the fault with the factor or seconds that make the step take `magnitude` longer."""
     if fault.kind in ("slow_rank", "slow_node", "slow_creep"):
         return fault
     if fault.kind == "late_link":
@@ -108,14 +108,14 @@ def _tuned(shape: JobShape, fault: TrialFault) -> TrialFault | None:
     if fault.kind == "stalled_microbatch":
         return _tuned_stall(shape, fault, normal)
     if fault.kind == "gc":
-        # On average one of the ranks pauses in each step: all wait for it.
+        # On average one rank pauses per step, and all others wait for it.
         share = min(1.0, 1.5 / shape.world_size)
         return replace(fault, factor=share, seconds=1.5 * fault.magnitude * normal)
     return _solved(shape, fault, normal)
 
 
 def _tuned_stall(shape: JobShape, fault: TrialFault, normal: float) -> TrialFault | None:
-    """Part of a stall hides in the pipeline's slack: the more, the later the schedule needs it."""
+    """Tune by iteration: the pipeline's slack hides a part of each stall."""
     seconds = fault.magnitude * normal
     for _ in range(_STALL_ROUNDS):
         cost = step_seconds(shape, (replace(fault, seconds=seconds),), _STEPS_OF_STALLS) / normal
@@ -124,7 +124,7 @@ def _tuned_stall(shape: JobShape, fault: TrialFault, normal: float) -> TrialFaul
 
 
 def _tuned_late(shape: JobShape, fault: TrialFault) -> TrialFault | None:
-    """Its mean cost over the steps, of which not all have such a reduction."""
+    """Tune the mean cost over all steps, including those without the reduction."""
     assert fault.traffic is not None
     always = replace(
         fault, traffic=HiddenTraffic(0, 1), magnitude=fault.magnitude * fault.traffic.every
@@ -134,7 +134,7 @@ def _tuned_late(shape: JobShape, fault: TrialFault) -> TrialFault | None:
 
 
 def _solved(shape: JobShape, fault: TrialFault, normal: float) -> TrialFault | None:
-    """Bisect the factor; None where even the largest does not cost so much."""
+    """Find the factor by bisection; None if even the largest one costs too little."""
     low, high = 1.0, _LARGEST_FACTOR
     wanted = normal * (1.0 + fault.magnitude)
     if step_seconds(shape, (replace(fault, factor=high),)) < wanted:
@@ -149,7 +149,7 @@ def _solved(shape: JobShape, fault: TrialFault, normal: float) -> TrialFault | N
 
 
 def _stage_imbalance(chance: np.random.Generator, shape: JobShape) -> TrialPlan | None:
-    """Costs what the same layers, evenly spread, would save."""
+    """Draw uneven stages; the cost is relative to the same layers, evenly spread."""
     uneven, part = faults.uneven_stages(chance, replace(shape, head_seconds=0.0))
     even = replace(
         uneven,
@@ -165,7 +165,7 @@ def _stage_imbalance(chance: np.random.Generator, shape: JobShape) -> TrialPlan 
 
 def _sequence_variance(chance: np.random.Generator, shape: JobShape) -> TrialPlan | None:
     if shape.topology.dp * shape.topology.pp == 1:
-        return None  # nobody waits for whoever has the longer sequences
+        return None  # no rank waits for another one
     uneven = faults.uneven_sequences(chance, shape)
     cost = (
         step_seconds(uneven, steps=_STEPS_OF_LENGTHS) / step_seconds(replace(uneven, lengths=None))
@@ -177,7 +177,7 @@ def _sequence_variance(chance: np.random.Generator, shape: JobShape) -> TrialPla
 
 
 def _two_faults(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialPlan | None:
-    """Two of a kind or of two kinds, on different nodes, at once or some steps apart."""
+    """Draw a slow rank and a second fault on another node, at most five steps later."""
     if shape.node_count < 2:
         return None
     kinds = ["slow_rank", "data_stall", *(["slow_link"] if shape.topology.pp > 1 else [])]

@@ -1,7 +1,7 @@
-"""What the ranks of each stage do in one step, and an order in which it can be computed.
+"""The operations of one step, per pipeline stage, and an order in which they can be computed.
 
-The actions are the reference trainer's: its schedules are plain data. Ranks of one stage do the
-same, so a program is made once per stage; its rows are the spans that each rank writes.
+The actions come from the reference trainer's schedules. All ranks of a stage do the same, so there
+is one program per stage. Its rows are the spans that each rank records.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from paceline_trainer import schedule
 from paceline_trainer.schedule import ScheduleAction
 from paceline_wire.spans import RECEIVE_OPS, Op
 
-TENSOR, DATA, WORLD, EXTRA = 1, 2, 3, 4  # the ranks' own ids of their groups
+TENSOR, DATA, WORLD, EXTRA = 1, 2, 3, 4  # process group ids, as the ranks number them
 
 
 @dataclass(slots=True)
 class ProgramSpan:
-    """One span of a step: what does not depend on rank or time."""
+    """One span of a step, without rank and times."""
 
     op: Op
-    action: ScheduleAction | None = None  # None: not of the pipeline
+    action: ScheduleAction | None = None  # None: not a pipeline action
     group: int = 0
     peer_stage: int | None = None
     is_async: bool = False
@@ -31,59 +31,61 @@ class ProgramSpan:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One action with its rows in its stage's program. `source`: (stage, row) of its send."""
+    """One action and its row in the program of its stage."""
 
     stage: int
     action: ScheduleAction
     row: int
-    number: int = 0  # of a compute among its stage's, of a receive among all transfers
+    number: int = 0  # of a compute: among its stage's; of a receive: among all transfers
     nested: int | None = None  # row of the tensor-parallel collective inside
-    source: tuple[int, int] | None = None
+    source: tuple[int, int] | None = None  # of a receive: (stage, row) of its send
 
 
 @dataclass(slots=True)
 class StepProgram:
-    """`rows[stage]`: in the order in which a rank writes them. `moves`: in an order that works."""
+    """The spans of one step, and the actions in an order that respects their dependencies."""
 
-    rows: list[list[ProgramSpan]]
+    rows: list[list[ProgramSpan]]  # by stage, in the order of recording
     moves: list[Move]
     computes: list[list[ScheduleAction]]  # by stage, in order
     transfers: int
     named: list[dict[str, int]] = field(default_factory=list)  # by stage: rows outside the pipeline
-    counts: dict[tuple[int, int], int] = field(default_factory=dict)  # transfers between stages
+    counts: dict[tuple[int, int], int] = field(
+        default_factory=dict
+    )  # transfers from one stage to another
 
 
 def build(shape: JobShape, *, extra: bool = False) -> StepProgram:
-    """`extra`: with a second reduction among the replicas, which need not be in every step."""
+    """Return the program of a job; with `extra`, there is a row for a second reduction (dp)."""
     topology = shape.topology
     made_for = schedule.ScheduleShape(topology.pp, shape.microbatches, shape.virtual)
     order = schedule.SCHEDULES[shape.schedule]
-    todo = [schedule.plan(order, stage, made_for) for stage in range(topology.pp)]
-    return _Builder(shape, todo, extra).build()
+    actions = [schedule.plan(order, stage, made_for) for stage in range(topology.pp)]
+    return _Builder(shape, actions, extra).build()
 
 
 class _Builder:
     def __init__(
-        self, shape: JobShape, todo: Sequence[Sequence[ScheduleAction]], extra: bool
+        self, shape: JobShape, actions: Sequence[Sequence[ScheduleAction]], extra: bool
     ) -> None:
         self.shape, self.extra = shape, extra
         self.pp = shape.topology.pp
-        self.todo = todo
-        self.program = StepProgram([[] for _ in todo], [], [[] for _ in todo], 0)
+        self.actions = actions
+        self.program = StepProgram([[] for _ in actions], [], [[] for _ in actions], 0)
         self.sent: dict[tuple[int, Op, int], tuple[int, int]] = {}
 
     def build(self) -> StepProgram:
         self._prologue()
         position = [0] * self.pp
-        while any(position[stage] < len(self.todo[stage]) for stage in range(self.pp)):
+        while any(position[stage] < len(self.actions[stage]) for stage in range(self.pp)):
             before = list(position)
             for stage in range(self.pp):
-                while position[stage] < len(self.todo[stage]):
-                    if not self._add(stage, self.todo[stage][position[stage]]):
+                while position[stage] < len(self.actions[stage]):
+                    if not self._add(stage, self.actions[stage][position[stage]]):
                         break
                     position[stage] += 1
             if position == before:
-                raise ValueError(f"schedule {self.shape.schedule} waits for itself")
+                raise ValueError(f"schedule {self.shape.schedule} has a circular dependency")
         self._epilogue()
         return self.program
 
@@ -94,7 +96,7 @@ class _Builder:
             self.program.named.append({"data": 0, "gc": 1})
 
     def _add(self, stage: int, action: ScheduleAction) -> bool:
-        """False: what it waits for has not been added yet."""
+        """Add an action. Return False if it depends on one that has not been added yet."""
         if action.op in RECEIVE_OPS:
             return self._receive(stage, action)
         if action.op in (Op.FORWARD_SEND, Op.BACKWARD_SEND):
@@ -113,7 +115,7 @@ class _Builder:
         peer = part % self.pp
         self.sent[part, action.op, action.microbatch] = (stage, len(rows))
         self.program.moves.append(Move(stage, action, len(rows)))
-        # One sequence per pair of ranks and direction: pp = 2 sends both kinds the same way.
+        # One sequence per pair of stages and direction: with pp = 2 it counts both kinds of sends.
         counts = self.program.counts
         counts[stage, peer] = sequence = counts.get((stage, peer), 0) + 1
         rows.append(
@@ -145,7 +147,7 @@ class _Builder:
         rows.append(ProgramSpan(action.op, action))
 
     def _epilogue(self) -> None:
-        """Reduce, agree, update; with ZeRO gather the parameters again; now and then checkpoint."""
+        """Add the end of the step: reduction, exchange, optimizer, ZeRO gather, checkpoint."""
         zero = self.shape.zero
         for stage, rows in enumerate(self.program.rows):
             named = self.program.named[stage]

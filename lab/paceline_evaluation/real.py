@@ -1,8 +1,8 @@
-"""The real arm: the reference trainer on emulated kernels, under real agents and a real server.
+"""The real arm: the reference trainer with emulated kernels, real agents and a real server.
 
-Four ranks on two nodes of this machine. Faults are put into one job after another trial, in mode
-`observe`, so that what is found stays and nothing is restarted; a fault that ends the job is
-followed by a new one. What a trial found are the incidents that the server opened.
+Four ranks on two nodes of this machine. Faults are injected into one job, trial after trial, in
+mode `observe`, so that nothing is restarted. After a fault that ends the job, a new one is started.
+The findings of a trial are the incidents that the server opened.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline_demo.cluster import GPUS_PER_NODE, Cluster
 from paceline_demo.training import start_training
 from paceline_evaluation import inject
 from paceline_evaluation.faults import TrialFault
-from paceline_evaluation.record import Seen, TrialRecord
+from paceline_evaluation.record import ReportedFinding, TrialRecord
 from paceline_evaluation.scoring import TrialVerdict, judge
 from paceline_server.detect.finding import Finding
 
@@ -34,17 +34,17 @@ _UNEVEN = {
 }
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.2
-_WARM_STEPS = 20  # of a job, before the first trial: detectors need a past
+_WARM_UP_STEPS = 20  # before the first trial of a job: detectors compare with earlier steps
 _HEALTHY_STEPS = (15, 40)
 _NONE_STEPS = 120
-_FAULTY_STEPS = 40  # a fault that is not found by then is not found
-_SETTLE_STEPS = 40  # for what was found to be over, once the fault is lifted
+_FAULTY_STEPS = 40  # a fault not detected by then counts as a miss
+_RECOVERY_STEPS = 40  # for incidents to be resolved after the fault is removed
 _FATAL_SECONDS = 30.0
 
 
 @dataclass
 class _Job:
-    """One running job, as the server tells it."""
+    """One job, as the server reports it."""
 
     client: Client
     job_id: str
@@ -58,7 +58,7 @@ class _Job:
 
     @property
     def step(self) -> int:
-        """The newest that is finished; -1 before the first."""
+        """The latest finished step; -1 before the first."""
         newest: int | None = self.view.get("step")
         return -1 if newest is None else newest
 
@@ -66,8 +66,8 @@ class _Job:
     def is_over(self) -> bool:
         return self.view.get("state") in ("failed", "finished", "stopped")
 
-    def until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Whether it came true within that time."""
+    def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Poll until `condition` holds. Return whether it did within `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.poll()
@@ -76,20 +76,20 @@ class _Job:
             time.sleep(_POLL_SECONDS)
         return False
 
-    def steps_pass(self, steps: int) -> bool:
-        """Whether the job made so many more."""
+    def wait_for_steps(self, steps: int) -> bool:
+        """Wait for `steps` more steps. Return whether the job finished them."""
         self.poll()
         goal = self.step + steps
-        return self.until(lambda: self.step >= goal or self.is_over, 5.0 * steps) and (
+        return self.wait_until(lambda: self.step >= goal or self.is_over, 5.0 * steps) and (
             not self.is_over
         )
 
-    def place(self) -> list[dict[str, Any]]:
+    def ranks(self) -> list[dict[str, Any]]:
         return self.client.items(f"/jobs/{self.job_id}/ranks")
 
 
 class RealArm:
-    """Runs trials of `kinds` one after another; use as a context manager."""
+    """Runs trials of `kinds` one after another."""
 
     def __init__(self, kinds: tuple[str, ...], trials: int, seed: int) -> None:
         self.kinds, self.trials = kinds, trials
@@ -97,8 +97,11 @@ class RealArm:
         self.cluster = Cluster(node_count=AXES[0] * AXES[1] * AXES[2] // GPUS_PER_NODE, port=0)
         self._jobs = 0
 
-    def run(self, tell: Callable[[TrialVerdict], None]) -> list[TrialVerdict]:
-        """Raises click.ClickException when the cluster or a job cannot be started."""
+    def run(self, report: Callable[[TrialVerdict], None]) -> list[TrialVerdict]:
+        """Run all trials; call `report` with each verdict.
+
+        Raises click.ClickException if the cluster or a job does not start.
+        """
         verdicts = []
         with self._running() as client:
             job: _Job | None = None
@@ -106,7 +109,7 @@ class RealArm:
                 for number in range(self.trials):
                     job, record = self._trial(client, job, kind, number)
                     verdicts.append(judge(record))
-                    tell(verdicts[-1])
+                    report(verdicts[-1])
         return verdicts
 
     @contextlib.contextmanager
@@ -122,7 +125,7 @@ class RealArm:
     def _trial(
         self, client: Client, job: _Job | None, kind: str, number: int
     ) -> tuple[_Job | None, TrialRecord]:
-        """Plays it; returns the job for the next one, or None if that needs another."""
+        """Run one trial. Return the job for the next trial, or None if that needs a new job."""
         if kind in _UNEVEN:
             self._stop(job)
             job = self._start(client, _UNEVEN[kind], warm=False)
@@ -146,75 +149,82 @@ class RealArm:
             self.cluster, AXES, "observe", *_ARGUMENTS, *arguments, checkpoints_name=f"{self._jobs}"
         )
         job = _Job(client, job_id)
-        steps = _WARM_STEPS if warm else 0
-        if not job.until(lambda: job.step >= steps or job.is_over, _START_SECONDS) or job.is_over:
+        steps = _WARM_UP_STEPS if warm else 0
+        if (
+            not job.wait_until(lambda: job.step >= steps or job.is_over, _START_SECONDS)
+            or job.is_over
+        ):
             raise click.ClickException(f"job {job_id} did not start: {job.view.get('verdict')}")
         return job
 
     def _stop(self, job: _Job | None) -> None:
         if job is None:
             return
-        with contextlib.suppress(click.ClickException):  # it may have ended by itself
+        with contextlib.suppress(click.ClickException):  # the job may have ended already
             job.client.post(f"/jobs/{job.job_id}/stop")
-        job.until(lambda: job.is_over, _FATAL_SECONDS)
+        job.wait_until(lambda: job.is_over, _FATAL_SECONDS)
 
     def _chronic(self, job: _Job, kind: str) -> TrialRecord:
-        """The trouble is there from the first step."""
+        """Record a trial whose fault is present from the first step."""
         stage = 1 if kind == "stage_imbalance" else None
-        job.steps_pass(_WARM_STEPS + _FAULTY_STEPS)
+        job.wait_for_steps(_WARM_UP_STEPS + _FAULTY_STEPS)
         fault = TrialFault(kind, 0, inject.UNEVEN_MAGNITUDE, stage=stage)
         return self._record(job, kind, (fault,), set(), 0)
 
     def _sudden(self, job: _Job, kind: str) -> TrialRecord:
-        """A healthy stretch, then the fault, then its end."""
+        """Run healthy steps, inject the fault, record the findings, remove the fault."""
         job.poll()
-        known, first = set(job.incidents), job.step
+        earlier, first = set(job.incidents), job.step
         if kind == "none":
-            job.steps_pass(_NONE_STEPS)
-            return self._record(job, kind, (), known, first)
-        if not job.steps_pass(self.chance.randint(*_HEALTHY_STEPS)):
-            raise click.ClickException(f"the job ended by itself: {job.view.get('verdict')}")
+            job.wait_for_steps(_NONE_STEPS)
+            return self._record(job, kind, (), earlier, first)
+        if not job.wait_for_steps(self.chance.randint(*_HEALTHY_STEPS)):
+            raise click.ClickException(
+                f"the job ended before the fault was injected: {job.view.get('verdict')}"
+            )
         started = datetime.now().astimezone()
-        faults, lift = inject.inject(kind, self.cluster, job.place(), job.step + 1, self.chance)
+        faults, remove_faults = inject.inject(
+            kind, self.cluster, job.ranks(), job.step + 1, self.chance
+        )
         try:
             if kind in inject.FATAL:
-                job.until(lambda: self._fatal_found(job, known), _FATAL_SECONDS)
+                job.wait_until(lambda: self._is_fatal_detected(job, earlier), _FATAL_SECONDS)
             else:
-                job.steps_pass(_FAULTY_STEPS)
-            faults = _begun(job, faults, started)
-            record = self._record(job, kind, faults, known, first)
+                job.wait_for_steps(_FAULTY_STEPS)
+            faults = _with_onset(job, faults, started)
+            record = self._record(job, kind, faults, earlier, first)
             record.onset_seconds = (started.timestamp(),) * len(faults)
         finally:
-            lift()
+            remove_faults()
         if kind not in inject.FATAL:
-            self._settle(job)
+            self._wait_until_resolved(job)
         return record
 
-    def _fatal_found(self, job: _Job, known: set[str]) -> bool:
+    def _is_fatal_detected(self, job: _Job, earlier: set[str]) -> bool:
         return any(
-            one["kind"] in ("hang", "failure")
-            for key, one in job.incidents.items()
-            if key not in known
+            incident["kind"] in ("hang", "failure")
+            for key, incident in job.incidents.items()
+            if key not in earlier
         )
 
-    def _settle(self, job: _Job) -> None:
-        """Wait until the fault's incidents are over, or as long as is sensible."""
+    def _wait_until_resolved(self, job: _Job) -> None:
+        """Wait until the fault's incidents are resolved, at most _RECOVERY_STEPS."""
         job.poll()
-        goal = job.step + _SETTLE_STEPS
-        job.until(
+        goal = job.step + _RECOVERY_STEPS
+        job.wait_until(
             lambda: (
                 job.step >= goal
                 or job.is_over
-                or all(one["state"] == "resolved" for one in job.incidents.values())
+                or all(incident["state"] == "resolved" for incident in job.incidents.values())
             ),
-            5.0 * _SETTLE_STEPS,
+            5.0 * _RECOVERY_STEPS,
         )
 
     def _record(
-        self, job: _Job, kind: str, faults: tuple[TrialFault, ...], known: set[str], first: int
+        self, job: _Job, kind: str, faults: tuple[TrialFault, ...], earlier: set[str], first: int
     ) -> TrialRecord:
-        """Steps count from the start of the trial."""
-        found = [one for key, one in job.incidents.items() if key not in known]
+        """Return the record of the trial; its steps count from `first`."""
+        incidents = [incident for key, incident in job.incidents.items() if key not in earlier]
         record = TrialRecord(
             kind=kind,
             faults=tuple(
@@ -222,10 +232,10 @@ class RealArm:
             ),
             steps=job.step - first,
         )
-        for incident in sorted(found, key=lambda one: str(one["detected_at"])):
+        for incident in sorted(incidents, key=lambda incident: str(incident["detected_at"])):
             step = incident["detected_step"]
-            record.seen.append(
-                Seen(
+            record.findings.append(
+                ReportedFinding(
                     finding=_finding(incident),
                     step=(job.step if step is None else step) - first,
                     seconds=datetime.fromisoformat(incident["detected_at"]).timestamp(),
@@ -234,16 +244,19 @@ class RealArm:
         return record
 
 
-def _begun(job: _Job, faults: tuple[TrialFault, ...], at: datetime) -> tuple[TrialFault, ...]:
-    """From the first step that began after `at`: what the server knew then was a second old."""
+def _with_onset(job: _Job, faults: tuple[TrialFault, ...], at: datetime) -> tuple[TrialFault, ...]:
+    """Return the faults with the first step that began after `at` as their onset.
+
+    The step that the server reports lags by up to a second.
+    """
     steps = job.client.items(f"/jobs/{job.job_id}/steps")
-    later = [one["step"] for one in steps if datetime.fromisoformat(one["started_at"]) >= at]
+    later = [step["step"] for step in steps if datetime.fromisoformat(step["started_at"]) >= at]
     onset = min(later, default=job.step + 1)
     return tuple(replace(fault, onset_step=onset) for fault in faults)
 
 
 def _finding(incident: dict[str, Any]) -> Finding:
-    """What opened the incident; its fields have the finding's names."""
+    """Return the finding that opened the incident."""
     link = incident.get("link")
     return Finding(
         fingerprint=incident["id"],

@@ -1,4 +1,4 @@
-"""What a trial was and what was found in it: all that scoring needs, whichever arm it is from."""
+"""The record of one trial, of either arm: its faults and the findings. The input of scoring."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from paceline_evaluation.faults import TrialFault
 from paceline_server.detect.finding import Finding
 
-WARMUP_STEPS = 5  # of a generation: neither clean nor judged
+WARMUP_STEPS = 5  # at the start of a generation; not counted as clean steps
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A finding, and when it was given: the newest step known by then, and the time."""
+class ReportedFinding:
+    """A finding with the latest step the engine had received, and the time."""
 
     finding: Finding
     step: int
@@ -25,15 +25,15 @@ class TrialRecord:
 
     kind: str
     faults: tuple[TrialFault, ...]
-    steps: int  # played
+    steps: int  # steps in the trial
     arm: str = "synthetic"
     number: int = 0  # among the trials of its kind
-    job: str = ""  # what it was played on, for people
+    job: str = ""  # description of the job, for the user
     onset_seconds: tuple[float, ...] = ()  # of each fault
-    seen: list[Seen] = field(default_factory=list)
+    findings: list[ReportedFinding] = field(default_factory=list)
 
     @property
     def clean_steps(self) -> int:
-        """Steps after warm-up with no fault present."""
+        """Number of steps after warm-up and before the first fault."""
         onset = min((fault.onset_step for fault in self.faults), default=self.steps)
         return max(0, min(onset, self.steps) - WARMUP_STEPS)

@@ -1,4 +1,4 @@
-"""A campaign's figures as a table for people, and as Markdown for the documentation."""
+"""The figures of a campaign as a table on the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -23,42 +23,47 @@ COLUMNS = (
 
 
 def rows(figures: dict[str, Any]) -> list[list[str]]:
-    return [_row(kind, found) for kind, found in figures["by_kind"].items()]
+    """Return the cells of the table, a row per kind."""
+    return [_row(kind, result) for kind, result in figures["by_kind"].items()]
 
 
-def _row(kind: str, found: dict[str, Any]) -> list[str]:
-    interval = found["ci95"]
+def _row(kind: str, result: dict[str, Any]) -> list[str]:
+    interval = result["ci95"]
     return [
         kind,
-        str(found["n"]),
-        _ratio(found["recall"]),
+        str(result["n"]),
+        _ratio(result["recall"]),
         "-" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}",
-        _ratio(found["top1"]),
-        _ratio(found["cause_accuracy"]),
-        _number(found["latency_steps_p50"]),
-        _number(found["latency_steps_p90"]),
-        _number(found["latency_seconds_p50"]),
-        _number(found["latency_seconds_p90"]),
-        str(found["false_alarms"]),
+        _ratio(result["top1"]),
+        _ratio(result["cause_accuracy"]),
+        _number(result["latency_steps_p50"]),
+        _number(result["latency_steps_p90"]),
+        _number(result["latency_seconds_p50"]),
+        _number(result["latency_seconds_p90"]),
+        str(result["false_alarms"]),
     ]
 
 
 def sentences(figures: dict[str, Any]) -> list[str]:
+    """Return the overall figures as sentences."""
     overall = figures["overall"]
     weak = figures["by_kind"].get("slow_rank", {}).get("weak")
-    said = [
-        f"{overall['faults']} faults of 10% and more: precision {_ratio(overall['precision'])}, "
-        f"recall {_ratio(overall['recall'])}, F1 {_ratio(overall['f1'])}, right subject "
-        f"{_ratio(overall['top1'])}, right cause {_ratio(overall['cause_accuracy'])}.",
+    result = [
+        f"{overall['faults']} faults that cost 10% or more: "
+        f"precision {_ratio(overall['precision'])}, recall {_ratio(overall['recall'])}, "
+        f"F1 {_ratio(overall['f1'])}, correct subject {_ratio(overall['top1'])}, "
+        f"correct cause {_ratio(overall['cause_accuracy'])}.",
         f"{overall['false_alarms_in_clean_steps']} false alarms in {overall['clean_steps']} clean "
         f"steps: {_number(overall['false_alarms_per_10k_steps'])} per 10,000.",
     ]
     if weak:
-        said.append(f"Weaker slow ranks (5-10%): {_ratio(weak['recall'])} of {weak['n']} found.")
-    return said
+        result.append(f"Slow ranks of 5-10%: recall {_ratio(weak['recall'])} of {weak['n']}.")
+    return result
 
 
 def markdown(figures: dict[str, Any]) -> str:
+    """Return table and sentences as Markdown."""
+
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cells) + " |"
 
@@ -67,7 +72,7 @@ def markdown(figures: dict[str, Any]) -> str:
 
 
 def show(figures: dict[str, Any]) -> list[str]:
-    """Prints the table; returns the sentences that go below it."""
+    """Print the table. Return the sentences that go below it."""
     render.show_table(COLUMNS, rows(figures), "No trials.")
     return sentences(figures)
 

@@ -1,22 +1,24 @@
-"""Judges what was found in trials whose faults are known.
+"""Compare the findings of a trial with its known faults.
 
-A fault is *detected* by a finding of its kind (`EXPECTED`), not cleared, given once the fault had
-begun. It is a *hit* if one of those names the right subject: the rank, the node (or nothing but
-ranks of it), the stage, both ends of the link; jobs' own troubles (sequence lengths, GC) have no
-subject. *Top-1*: the first finding of that kind named the right one. *Latency*: the newest step
-the engine had been fed when it gave the first hit, minus the step of the onset; of a fault that
-grows, minus the first step in which it was 10%. A trial with two faults is a hit if both are, and
-as late as the later one.
+A fault is *detected* if, after its onset, a finding of its kind (`EXPECTED`) is reported and not
+cleared. It is a *hit* if such a finding has the correct subject: the rank, the node (or only ranks
+of that node), the stage, or both ends of the link. Faults of the whole job (sequence lengths, GC)
+have no subject.
 
-The *cause* is judged on hits of faults that the telemetry shows, and of those it does not show
-(then "unknown" is the right answer): the newest finding's cause must contain one of `CAUSE_WORDS`.
-Of a hang it is the side: host, device or mismatch.
+*Top-1*: the first finding of that kind had the correct subject.
 
-A *false alarm* is a finding above severity `info`, not cleared, counted once for as long as it
-stands, that is not about a fault that has begun: whatever comes earlier or in a job without
-faults, names somebody else, or is of another kind. Not counted are `SYMPTOMS` that name the right
-subject (a stage idles because of a slow rank), and findings of a fault too weak to count (below
-10%) if they name the right rank.
+*Latency*: the latest step the engine had received at the first hit, minus the step of the onset.
+For a fault that grows, the onset is the first step in which it costs 10%. A trial with two faults
+is a hit if both are hits; its latency is the larger verdict.
+
+The *cause* is scored on hits. The cause of the latest finding must contain one of `CAUSE_WORDS`; if
+the telemetry does not show the cause, "unknown" is correct. For a hang, the side is scored: host,
+device or mismatch.
+
+A *false alarm* is a finding above severity `info`, not cleared, that no active fault explains: it
+comes before the onset or in a job without faults, or has another subject or kind. It counts once
+until it is cleared. Two cases do not count: `SYMPTOMS` with the correct subject (a stage that idles
+because of a slow rank), and findings with the correct rank for a fault below 10%.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import numpy as np
 
 from paceline_cli import render
 from paceline_evaluation.faults import HANG_CAUSES, TrialFault
-from paceline_evaluation.record import Seen, TrialRecord
+from paceline_evaluation.record import ReportedFinding, TrialRecord
 from paceline_server.detect.finding import Finding
 
 EXPECTED = {
@@ -47,9 +49,9 @@ EXPECTED = {
     "slow_creep": "straggler",
     "late_link": "slow_link",
 }
-# Over before anyone could act: reported by kind, and not part of the overall figures.
+# Too short to act on: reported by kind, and not part of the overall figures.
 FLEETING = frozenset({"transient_stall"})
-# What a fault also looks like. A bubble concerns all stages, whoever makes it.
+# Findings that a fault also causes. A bubble affects all stages, whatever its cause.
 SYMPTOMS = frozenset({"bubble", "host_noise", "misplaced_rank", "transient_stall"})
 CAUSE_WORDS = {
     "thermal": ("thermal", "temperature"),
@@ -73,30 +75,31 @@ _Z95 = 1.959964
 
 @dataclass(frozen=True, slots=True)
 class TrialVerdict:
-    """How one trial went."""
+    """The score of one trial."""
 
     kind: str
     arm: str
     number: int
-    counts: bool  # its faults are at least 10%
+    counts: bool  # whether its faults cost at least 10%
     detected: bool
     hit: bool
     top1: bool
-    cause_right: bool | None  # None: there was nothing to judge
+    cause_correct: bool | None  # None: not scored
     latency_steps: int | None
     latency_seconds: float | None
     clean_steps: int
     clean_alarms: tuple[str, ...]  # false alarms before any fault
-    other_alarms: tuple[str, ...]  # false alarms beside one
-    note: str = ""  # for people: what was expected and what came
+    other_alarms: tuple[str, ...]  # false alarms during a fault
+    note: str = ""  # job and faults, for the user
 
 
 def judge(record: TrialRecord) -> TrialVerdict:
-    parts = [_Part.of(record, position) for position in range(len(record.faults))]
+    """Return the score of a trial."""
+    parts = [_FaultVerdict.of(record, position) for position in range(len(record.faults))]
     clean, other = _false_alarms(record)
     hit = bool(parts) and all(part.hit for part in parts)
-    judged = [part.cause_right for part in parts if part.cause_right is not None]
-    late = [part.latency_steps for part in parts if part.latency_steps is not None]
+    causes = [part.cause_correct for part in parts if part.cause_correct is not None]
+    latencies = [part.latency_steps for part in parts if part.latency_steps is not None]
     seconds = [part.latency_seconds for part in parts if part.latency_seconds is not None]
     return TrialVerdict(
         kind=record.kind,
@@ -106,8 +109,8 @@ def judge(record: TrialRecord) -> TrialVerdict:
         detected=bool(parts) and all(part.detected for part in parts),
         hit=hit,
         top1=bool(parts) and all(part.top1 for part in parts),
-        cause_right=all(judged) if judged else None,
-        latency_steps=max(late) if hit else None,
+        cause_correct=all(causes) if causes else None,
+        latency_steps=max(latencies) if hit else None,
         latency_seconds=max(seconds) if hit and seconds else None,
         clean_steps=record.clean_steps,
         clean_alarms=tuple(map(_text, clean)),
@@ -117,52 +120,52 @@ def judge(record: TrialRecord) -> TrialVerdict:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """One fault of a trial."""
+class _FaultVerdict:
+    """The score of one fault of a trial."""
 
     detected: bool
     hit: bool
     top1: bool
-    cause_right: bool | None
+    cause_correct: bool | None
     latency_steps: int | None
     latency_seconds: float | None
 
     @classmethod
-    def of(cls, record: TrialRecord, position: int) -> _Part:
+    def of(cls, record: TrialRecord, position: int) -> _FaultVerdict:
         fault = record.faults[position]
         others = [other for other in record.faults if other is not fault]
-        mine = [
-            seen
-            for seen in record.seen
-            if _of_kind(seen, fault) and not any(_hits(seen, other) for other in others)
+        own = [
+            finding
+            for finding in record.findings
+            if _has_kind(finding, fault) and not any(_hits(finding, other) for other in others)
         ]
-        hits = [seen for seen in mine if _names(seen.finding, fault)]
+        hits = [reported for reported in own if _names(reported.finding, fault)]
         if not hits:
-            return cls(bool(mine), False, False, None, None, None)
+            return cls(bool(own), False, False, None, None, None)
         onset_seconds = record.onset_seconds[position] if record.onset_seconds else None
         return cls(
             detected=True,
             hit=True,
-            top1=_names(mine[0].finding, fault),
-            cause_right=_cause_right(hits[-1].finding, fault),
+            top1=_names(own[0].finding, fault),
+            cause_correct=_is_cause_correct(hits[-1].finding, fault),
             latency_steps=max(0, hits[0].step - fault.counted_step),
             latency_seconds=None if onset_seconds is None else hits[0].seconds - onset_seconds,
         )
 
 
-def _of_kind(seen: Seen, fault: TrialFault) -> bool:
-    """Of the fault's kind, and given once it had begun."""
-    finding = seen.finding
-    begun = fault.kind in ("hang", "crash") or seen.step >= fault.onset_step
+def _has_kind(reported: ReportedFinding, fault: TrialFault) -> bool:
+    """Return whether it has the fault's kind and was reported after the onset."""
+    finding = reported.finding
+    begun = fault.kind in ("hang", "crash") or reported.step >= fault.onset_step
     return finding.kind == EXPECTED[fault.kind] and not finding.cleared and begun
 
 
-def _hits(seen: Seen, fault: TrialFault) -> bool:
-    return _of_kind(seen, fault) and _names(seen.finding, fault)
+def _hits(reported: ReportedFinding, fault: TrialFault) -> bool:
+    return _has_kind(reported, fault) and _names(reported.finding, fault)
 
 
 def _names(finding: Finding, fault: TrialFault) -> bool:
-    """Whether the finding's subject is the fault's."""
+    """Return whether the finding's subject is the fault's."""
     named = {finding.rank} if finding.rank is not None else set(finding.ranks)
     if fault.link is not None:
         return finding.link is not None and set(finding.link) == set(fault.link)
@@ -179,7 +182,7 @@ def _node(fault: TrialFault) -> str:
     return f"node-{fault.node}"
 
 
-def _cause_right(finding: Finding, fault: TrialFault) -> bool | None:
+def _is_cause_correct(finding: Finding, fault: TrialFault) -> bool | None:
     if fault.kind == "hang" and fault.cause in HANG_CAUSES:
         return finding.side == fault.cause or fault.cause in finding.cause.lower()
     if fault.kind not in _CAUSED:
@@ -187,39 +190,39 @@ def _cause_right(finding: Finding, fault: TrialFault) -> bool | None:
     return any(word in finding.cause.lower() for word in CAUSE_WORDS[fault.cause])
 
 
-def _false_alarms(record: TrialRecord) -> tuple[list[Seen], list[Seen]]:
-    """(before any fault, beside one), each standing finding once."""
-    clean: list[Seen] = []
-    other: list[Seen] = []
-    for seen in _standing(record.seen):
-        begun = [fault for fault in record.faults if _has_begun(seen, fault)]
-        if not begun and seen.finding.severity != "info":
-            clean.append(seen)
-        elif begun and not any(_is_about(seen.finding, fault) for fault in begun):
-            other.append(seen)
+def _false_alarms(record: TrialRecord) -> tuple[list[ReportedFinding], list[ReportedFinding]]:
+    """Return the false alarms before any fault and those during verdict."""
+    clean: list[ReportedFinding] = []
+    other: list[ReportedFinding] = []
+    for reported in _first_reports(record.findings):
+        begun = [fault for fault in record.faults if _has_begun(reported, fault)]
+        if not begun and reported.finding.severity != "info":
+            clean.append(reported)
+        elif begun and not any(_is_about(reported.finding, fault) for fault in begun):
+            other.append(reported)
     return clean, other
 
 
-def _standing(found: Sequence[Seen]) -> Iterator[Seen]:
-    """The first finding of each trouble, and again when it comes back after it was cleared."""
-    standing: set[str] = set()
-    for seen in found:
-        fingerprint = seen.finding.fingerprint
-        if seen.finding.cleared:
-            standing.discard(fingerprint)
-        elif fingerprint not in standing:
-            standing.add(fingerprint)
-            yield seen
+def _first_reports(found: Sequence[ReportedFinding]) -> Iterator[ReportedFinding]:
+    """Yield the first report of each finding, and the first one after each time it was cleared."""
+    active: set[str] = set()
+    for reported in found:
+        fingerprint = reported.finding.fingerprint
+        if reported.finding.cleared:
+            active.discard(fingerprint)
+        elif fingerprint not in active:
+            active.add(fingerprint)
+            yield reported
 
 
-def _has_begun(seen: Seen, fault: TrialFault) -> bool:
+def _has_begun(reported: ReportedFinding, fault: TrialFault) -> bool:
     if fault.kind in ("hang", "crash"):
-        return seen.step >= fault.onset_step - 1
-    return seen.step >= fault.onset_step
+        return reported.step >= fault.onset_step - 1
+    return reported.step >= fault.onset_step
 
 
 def _is_about(finding: Finding, fault: TrialFault) -> bool:
-    """Right, a symptom of it, or advice."""
+    """Return whether the finding is the fault's verdict, a symptom of it, or information."""
     if finding.kind == EXPECTED[fault.kind]:
         return _names(finding, fault)
     if finding.severity == "info" or finding.kind == "bubble":
@@ -229,9 +232,9 @@ def _is_about(finding: Finding, fault: TrialFault) -> bool:
     return concerns and (finding.kind in SYMPTOMS or not fault.counts)
 
 
-def _text(seen: Seen) -> str:
-    finding = seen.finding
-    return f"step {seen.step}: {finding.kind} ({finding.cause}): {finding.summary}"
+def _text(reported: ReportedFinding) -> str:
+    finding = reported.finding
+    return f"step {reported.step}: {finding.kind} ({finding.cause}): {finding.summary}"
 
 
 def _note(record: TrialRecord) -> str:
@@ -248,7 +251,7 @@ def _note(record: TrialRecord) -> str:
 
 
 def wilson(hits: int, count: int) -> list[float] | None:
-    """95% interval of a share (E. B. Wilson, JASA 22, 1927); None of nothing."""
+    """Return the 95% interval of a share (E. B. Wilson, JASA 22, 1927); None if `count` is 0."""
     if not count:
         return None
     share, square = hits / count, _Z95**2
@@ -258,19 +261,24 @@ def wilson(hits: int, count: int) -> list[float] | None:
 
 
 def figures(verdicts: Sequence[TrialVerdict], kinds: Sequence[str]) -> dict[str, object]:
-    """The report's JSON, of all arms together."""
-    by_kind = {kind: _of_one_kind([one for one in verdicts if one.kind == kind]) for kind in kinds}
+    """Return the figures of all trials, overall and by kind, as `--json` prints them."""
+    by_kind = {
+        kind: _kind_figures([verdict for verdict in verdicts if verdict.kind == kind])
+        for kind in kinds
+    }
     return {"overall": _overall(verdicts), "by_kind": by_kind}
 
 
 def _overall(verdicts: Sequence[TrialVerdict]) -> dict[str, object]:
     counted = [
-        one for one in verdicts if one.kind != "none" and one.kind not in FLEETING and one.counts
+        verdict
+        for verdict in verdicts
+        if verdict.kind != "none" and verdict.kind not in FLEETING and verdict.counts
     ]
-    hits = sum(one.hit for one in counted)
-    clean_steps = sum(one.clean_steps for one in verdicts)
-    clean_alarms = sum(len(one.clean_alarms) for one in verdicts)
-    alarms = clean_alarms + sum(len(one.other_alarms) for one in verdicts)
+    hits = sum(verdict.hit for verdict in counted)
+    clean_steps = sum(verdict.clean_steps for verdict in verdicts)
+    clean_alarms = sum(len(verdict.clean_alarms) for verdict in verdicts)
+    alarms = clean_alarms + sum(len(verdict.other_alarms) for verdict in verdicts)
     precision, recall = _share(hits, hits + alarms), _share(hits, len(counted))
     f1 = None
     if precision is not None and recall is not None:
@@ -285,39 +293,47 @@ def _overall(verdicts: Sequence[TrialVerdict]) -> dict[str, object]:
         "clean_steps": clean_steps,
         "false_alarms": alarms,
         "false_alarms_in_clean_steps": clean_alarms,
-        "top1": _share(sum(one.top1 for one in counted), sum(one.detected for one in counted)),
+        "top1": _share(
+            sum(verdict.top1 for verdict in counted), sum(verdict.detected for verdict in counted)
+        ),
         "cause_accuracy": _causes(counted),
         "faults": len(counted),
         "ci95": wilson(hits, len(counted)),
     }
 
 
-def _of_one_kind(verdicts: Sequence[TrialVerdict]) -> dict[str, object]:
-    counted = [one for one in verdicts if one.counts and one.kind != "none"]
-    weak = [one for one in verdicts if not one.counts]
-    hits = sum(one.hit for one in counted)
-    steps = [one.latency_steps for one in counted if one.latency_steps is not None]
-    seconds = [one.latency_seconds for one in counted if one.latency_seconds is not None]
-    found: dict[str, object] = {
+def _kind_figures(verdicts: Sequence[TrialVerdict]) -> dict[str, object]:
+    counted = [verdict for verdict in verdicts if verdict.counts and verdict.kind != "none"]
+    weak = [verdict for verdict in verdicts if not verdict.counts]
+    hits = sum(verdict.hit for verdict in counted)
+    steps = [verdict.latency_steps for verdict in counted if verdict.latency_steps is not None]
+    seconds = [
+        verdict.latency_seconds for verdict in counted if verdict.latency_seconds is not None
+    ]
+    result: dict[str, object] = {
         "n": len(verdicts) - len(weak),
         "recall": _share(hits, len(counted)),
-        "top1": _share(sum(one.top1 for one in counted), sum(one.detected for one in counted)),
+        "top1": _share(
+            sum(verdict.top1 for verdict in counted), sum(verdict.detected for verdict in counted)
+        ),
         "cause_accuracy": _causes(counted),
         "latency_steps_p50": _percentile(steps, 50),
         "latency_steps_p90": _percentile(steps, 90),
         "ci95": wilson(hits, len(counted)),
         "latency_seconds_p50": _percentile(seconds, 50),
         "latency_seconds_p90": _percentile(seconds, 90),
-        "false_alarms": sum(len(one.clean_alarms) + len(one.other_alarms) for one in verdicts),
+        "false_alarms": sum(
+            len(verdict.clean_alarms) + len(verdict.other_alarms) for verdict in verdicts
+        ),
     }
     if weak:
-        found["weak"] = {"n": len(weak), "recall": _share(sum(w.hit for w in weak), len(weak))}
-    return found
+        result["weak"] = {"n": len(weak), "recall": _share(sum(w.hit for w in weak), len(weak))}
+    return result
 
 
 def _causes(verdicts: Sequence[TrialVerdict]) -> float | None:
-    judged = [one.cause_right for one in verdicts if one.cause_right is not None]
-    return _share(sum(judged), len(judged))
+    scored = [verdict.cause_correct for verdict in verdicts if verdict.cause_correct is not None]
+    return _share(sum(scored), len(scored))
 
 
 def _share(part: int, whole: int) -> float | None:

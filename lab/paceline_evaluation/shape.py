@@ -1,4 +1,4 @@
-"""What a synthetic job is: its axes, schedule and how long its operations take when all is well."""
+"""A synthetic job: its topology, schedule, and the durations of its operations without faults."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline_wire.topology import Topology
 
-# Small jobs are cheap to play and where peers are few: most trials. Up to 1,024 ranks.
+# Most trials use small jobs: they are cheap to compute, and few peers make detection harder.
 _WORLD_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 _WORLD_WEIGHTS = (0.26, 0.26, 0.22, 0.14, 0.06, 0.03, 0.02, 0.01)
 _SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -16,45 +16,46 @@ _SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Sequence lengths of a microbatch: how far its tokens and their squares spread.
+    """The spread of the sequence lengths of microbatches.
 
-    Compute takes `1 - attention` by tokens and `attention` by squares (attention's share).
+    A share of `1 - attention` of the compute time grows with the tokens, the rest (attention) with
+    the sum of squared lengths.
     """
 
-    tokens_spread: float  # largest over smallest sum of lengths
-    squares_spread: float  # the same of the sums of squares
+    tokens_spread: float  # largest / smallest sum of lengths
+    squares_spread: float  # largest / smallest sum of squared lengths
     attention: float
-    given: bool = True  # the training script tells them to the hooks
+    given: bool = True  # whether the training script reports them to the hooks
     tokens: int = 8192
     typical: int = 2048  # length of one sequence
 
     def draw(
         self, chance: np.random.Generator, size: tuple[int, ...]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, squares) of microbatches."""
+        """Return tokens and sums of squared lengths of microbatches; arrays of shape `size`."""
         tokens = self.tokens * _within(chance, self.tokens_spread, size)
         squares = tokens * self.typical * _within(chance, self.squares_spread, size)
         return tokens.astype(np.uint64), squares.astype(np.uint64)
 
     def factor(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
-        """Compute time over that of a typical microbatch."""
+        """Return compute time relative to a typical microbatch."""
         by_tokens = tokens / self.tokens
         by_squares = squares / (self.tokens * self.typical)
-        answer: np.ndarray = (1.0 - self.attention) * by_tokens + self.attention * by_squares
-        return answer
+        result: np.ndarray = (1.0 - self.attention) * by_tokens + self.attention * by_squares
+        return result
 
 
 def _within(chance: np.random.Generator, spread: float, size: tuple[int, ...]) -> np.ndarray:
-    """Log-uniform, with the mean 1: a spread alone makes no job slower."""
+    """Draw log-uniform factors with mean 1, so that the spread alone does not slow the job."""
     half = float(np.log(spread)) / 2.0
     mean = np.sinh(half) / half if half else 1.0
-    made: np.ndarray = np.exp(chance.uniform(-half, half, size)) / mean
-    return made
+    factors: np.ndarray = np.exp(chance.uniform(-half, half, size)) / mean
+    return factors
 
 
 @dataclass(frozen=True, slots=True)
 class JobShape:
-    """Everything about a job that stays. Seconds are of one microbatch where not said otherwise."""
+    """The constants of a job. Seconds are per microbatch unless noted otherwise."""
 
     topology: Topology
     schedule: str
@@ -62,9 +63,9 @@ class JobShape:
     microbatches: int
     ranks_per_node: int
     layer_seconds: float  # forward of one layer
-    backward_ratio: float  # backward over forward
-    stage_layers: tuple[int, ...]  # by part of the model (chunk * pp + stage)
-    head_seconds: float  # of the last part, on top of its layers (forward)
+    backward_ratio: float  # backward / forward time
+    stage_layers: tuple[int, ...]  # per part of the model (part = chunk * pp + stage)
+    head_seconds: float  # extra forward time of the last part
     near_transfer_seconds: float  # between ranks of one node
     far_transfer_seconds: float
     tensor_collective_seconds: float
@@ -103,8 +104,8 @@ class JobShape:
         axes = self.topology
         spread = ""
         if self.lengths is not None:
-            told = "" if self.lengths.given else " (not told)"
-            spread = f", lengths {self.lengths.squares_spread:.1f}x{told}"
+            note = "" if self.lengths.given else " (not reported)"
+            spread = f", lengths {self.lengths.squares_spread:.1f}x{note}"
         return (
             f"dp{axes.dp} pp{axes.pp} tp{axes.tp} {self.schedule} m{self.microbatches} "
             f"v{self.virtual}, {self.ranks_per_node} per node{spread}"
@@ -124,7 +125,7 @@ class JobShape:
 def draw_shape(
     chance: np.random.Generator, largest: int = 1024, *, pipeline: bool = False
 ) -> JobShape:
-    """A random job of at most `largest` ranks; with `pipeline` it has at least two stages."""
+    """Draw a job of at most `largest` ranks, with at least two stages if `pipeline` is set."""
     sizes = [size for size in _WORLD_SIZES if size <= largest] or [_WORLD_SIZES[0]]
     weights = np.array(_WORLD_WEIGHTS[: len(sizes)])
     world = int(chance.choice(sizes, p=weights / weights.sum()))

@@ -11,8 +11,8 @@ from paceline_evaluation.emission import GENERATION, JOB, START_NS, Emission, al
 from paceline_evaluation.faults import TrialPlan
 from paceline_evaluation.plans import has_late_traffic
 from paceline_evaluation.program import build
-from paceline_evaluation.record import Seen, TrialRecord
-from paceline_evaluation.standstill import Moment, view_at
+from paceline_evaluation.record import ReportedFinding, TrialRecord
+from paceline_evaluation.state_pages import Moment, view_at
 from paceline_evaluation.telemetry import NodeTelemetry
 from paceline_evaluation.timeline import Timeline, play
 from paceline_server.detect.finding import Finding
@@ -54,11 +54,11 @@ class SyntheticJob:
         )
         self.engine = Engine(JOB)
         self.engine.place(self._placement())
-        self.seconds = 0.0  # of the newest exchange
+        self.seconds = 0.0  # time of the latest exchange
         self.carry = np.zeros(self.conditions.grid)
         self.batches = 0
-        self.step = -1  # newest that the engine was fed
-        self.onsets: dict[int, float] = {}  # step -> when it began
+        self.step = -1  # latest step that the engine has received
+        self.onsets: dict[int, float] = {}  # start of each step
 
     def _placement(self) -> Placement:
         shape = self.shape
@@ -77,7 +77,7 @@ class SyntheticJob:
         durations = self.conditions.draw(first, steps)
         timeline = play(self.shape, self.program, durations, self.carry)
         begins = self._begins(timeline)
-        self.emission.take_in(first, timeline, begins, self.conditions.lengths)
+        self.emission.add_stretch(first, timeline, begins, self.conditions.lengths)
         for number in range(steps):
             step = first + number
             self.onsets[step] = float(begins[number])
@@ -88,7 +88,7 @@ class SyntheticJob:
         self.seconds = float(begins[-1] + timeline.step_seconds[-1])
 
     def _show_pages(self, moment: Moment) -> None:
-        """What agents see and tell while a step is under way."""
+        """Send the state pages that agents read during a step."""
         lasts = float(moment.timeline.step_seconds[moment.number])
         for seconds in np.arange(_PAGES_SECONDS, lasts, _PAGES_SECONDS).tolist():
             at_seconds = moment.begin_seconds + seconds
@@ -107,7 +107,7 @@ class SyntheticJob:
         return begins
 
     def _deliver(self, step: int, at_seconds: float) -> None:
-        """What all agents send after a step, then a tick."""
+        """Send what all agents send after a step, then run a tick."""
         loss = 2.0 + 1.0 / (1.0 + step)
         for node, ranks in all_ranks(self.shape):
             events: list[Event] = []
@@ -148,7 +148,7 @@ class SyntheticJob:
     def tick(self, at_seconds: float) -> list[Finding]:
         findings = self.engine.tick(_server_ns(at_seconds)).findings
         now = at_seconds + _DELIVERY_SECONDS
-        self.record.seen += [Seen(finding, self.step, now) for finding in findings]
+        self.record.findings += [ReportedFinding(finding, self.step, now) for finding in findings]
         return findings
 
 

@@ -1,5 +1,6 @@
-"""What the nodes of a synthetic job measure: normal values with noise, oddities that mean nothing,
-and the signature of each fault's cause. Names are those of the agent's collectors.
+"""The telemetry of a synthetic job's nodes, under the names of the agent's collectors.
+
+It has normal values with noise, harmless anomalies, and the signature of each fault's cause.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _REASONS = (
     "hw_power_brake",
 )
 _CLOCK_MHZ = 1980.0
-_STRENGTH = (0.5, 1.2)  # of the numbers below, in one fault
+_STRENGTH = (0.5, 1.2)  # range of the strength of a fault: multiplies the rates below
 _GIBIBYTE = float(1 << 30)
 
 # Cause -> GPU gauge -> value.
@@ -37,7 +38,7 @@ _ACTIVE_REASONS = {
     "thermal": {"sw_thermal_slowdown", "hw_slowdown"},
     "power": {"sw_power_cap"},
 }
-# Cause -> counter -> growth per second, at a strength of 1: each fault shows as much as _STRENGTH.
+# Cause -> counter -> growth per second, at a strength of 1 (see _STRENGTH).
 _GPU_RATES = {"ecc": {metric_names.GPU_ECC_SBE_VOL_TOTAL: 60.0}}
 _NODE_RATES: dict[str, dict[str, float]] = {
     "cpu": {metric_names.PRESSURE_CPU_WAITING_SECONDS_TOTAL: 0.75},
@@ -90,29 +91,29 @@ _PORT_BYTES_PER_SECOND = 50e9
 
 
 @dataclass(slots=True)
-class _Oddity:
-    """What looks strange on a node from the start, and does no harm."""
+class _HarmlessAnomaly:
+    """An anomaly of a node that is present from the start and harmless."""
 
-    hot_gpu: int | None = None  # ten degrees more, no throttling
-    corrected_errors: bool = False  # a handful, long ago
+    hot_gpu: int | None = None  # 10 degrees hotter, not throttled
+    corrected_errors: bool = False  # a few old ones
     downed_links: float = 0.0
-    loaded: bool = False  # more pressure than elsewhere, from the start
+    loaded: bool = False  # more CPU pressure than on other nodes
 
 
 def _shown(
-    normal: dict[str, float], sick: dict[str, dict[str, float]], causes: dict[str, float]
+    normal: dict[str, float], faulty: dict[str, dict[str, float]], causes: dict[str, float]
 ) -> dict[str, float]:
-    """What is measured: the normal, and of what each cause does to it so much as it shows."""
+    """Return the measured values: `normal`, shifted towards `faulty` by the causes' strengths."""
     shown = dict(normal)
     for cause, strength in causes.items():
-        for name, value in sick.get(cause, {}).items():
+        for name, value in faulty.get(cause, {}).items():
             usual = normal.get(name, 0.0)
             shown[name] = usual + (value - usual) * strength
     return shown
 
 
 class NodeTelemetry:
-    """Sweeps of all nodes; counters grow with the time between two sweeps."""
+    """The sweeps of all nodes. Counters grow with the time between two sweeps."""
 
     def __init__(
         self, shape: JobShape, chance: np.random.Generator, faults: tuple[TrialFault, ...]
@@ -121,14 +122,14 @@ class NodeTelemetry:
         self._counters: dict[tuple[str, str], float] = {}
         self._labels: dict[tuple[str, ...], dict[str, str]] = {}
         self._swept_seconds = np.zeros(shape.node_count)
-        self._oddities = [self._oddity() for _ in range(shape.node_count)]
+        self._anomalies = [self._draw_anomaly() for _ in range(shape.node_count)]
         self._strength = {fault: float(chance.uniform(*_STRENGTH)) for fault in faults}
-        self.idle: frozenset[int] = frozenset()  # ranks whose GPU has nothing to do
+        self.idle: frozenset[int] = frozenset()  # ranks whose GPU is idle
 
-    def _oddity(self) -> _Oddity:
+    def _draw_anomaly(self) -> _HarmlessAnomaly:
         chance = self.chance
         kind = chance.integers(0, 12)
-        return _Oddity(
+        return _HarmlessAnomaly(
             hot_gpu=int(chance.integers(self.shape.ranks_per_node)) if kind == 0 else None,
             corrected_errors=bool(kind == 1),
             downed_links=3.0 if kind == 2 else 0.0,
@@ -136,19 +137,19 @@ class NodeTelemetry:
         )
 
     def sweep(self, node: int, step: int, at_seconds: float, time_ns: int) -> list[Sample]:
-        """`time_ns`: on the node's clock."""
+        """Return the samples of one sweep. `time_ns` is on the node's clock."""
         elapsed = at_seconds - self._swept_seconds[node]
         self._swept_seconds[node] = at_seconds
-        present = [fault for fault in self.faults if fault.holds(step)]
+        present = [fault for fault in self.faults if fault.is_active(step)]
         samples = [*self._host(node, present, elapsed, time_ns)]
         samples += self._port(node, present, elapsed, time_ns)
         for rank in self.shape.on_node(node):
-            mine = [fault for fault in present if rank in fault.ranks]
-            samples += self._gpu(node, rank, mine, elapsed, time_ns)
+            own = [fault for fault in present if rank in fault.ranks]
+            samples += self._gpu(node, rank, own, elapsed, time_ns)
         return samples
 
     def _causes(self, present: Iterable[TrialFault]) -> dict[str, float]:
-        """Cause -> how strongly it shows."""
+        """Return the strength of each cause."""
         return {fault.cause: self._strength[fault] for fault in present}
 
     def _gpu(
@@ -157,7 +158,7 @@ class NodeTelemetry:
         gpu = str(rank % self.shape.ranks_per_node)
         labels = self._label("gpu", gpu)
         causes = self._causes(present)
-        hot = self._oddities[node].hot_gpu == int(gpu)
+        hot = self._anomalies[node].hot_gpu == int(gpu)
         noise = self.chance.normal(0.0, 1.0, 4)
         gauges = {
             metric_names.SM_CLOCK: self._clock(present) + 8.0 * noise[0],
@@ -190,7 +191,7 @@ class NodeTelemetry:
                 metric_names.GPU_THROTTLE_REASON, reason_labels, float(reason in active), time_ns
             )
         for name, rate in _shown(rates, _GPU_RATES, causes).items():
-            start = 4.0 if "SBE" in name and self._oddities[node].corrected_errors else 0.0
+            start = 4.0 if "SBE" in name and self._anomalies[node].corrected_errors else 0.0
             yield self._counter(name, labels, f"{node}/{gpu}", rate, elapsed, time_ns, start)
         yield from self._process(rank, causes, elapsed, time_ns)
 
@@ -242,7 +243,7 @@ class NodeTelemetry:
         yield Sample(metric_names.INFINIBAND_RATE_BYTES_PER_SECOND, labels, rate, time_ns)
         rates = dict.fromkeys(_PORT_COUNTERS, 0.0) | {"port_transmit_wait_total": 1.0e5}
         for name, growth in _shown(rates, _PORT_RATES, causes).items():
-            start = self._oddities[node].downed_links if name == "link_downed_total" else 0.0
+            start = self._anomalies[node].downed_links if name == "link_downed_total" else 0.0
             full = f"node_infiniband_{name}"
             yield self._counter(full, labels, str(node), growth, elapsed, time_ns, start)
 
@@ -265,8 +266,8 @@ class NodeTelemetry:
         return Sample(name, labels, value, time_ns)
 
     def _label(self, *pairs: str) -> dict[str, str]:
-        """One dictionary per combination: there are a hundred thousand samples."""
-        known = self._labels.get(pairs)
-        if known is None:
-            known = self._labels[pairs] = dict(zip(pairs[::2], pairs[1::2], strict=True))
-        return known
+        """Return a cached dictionary: a hundred thousand samples share few combinations."""
+        labels = self._labels.get(pairs)
+        if labels is None:
+            labels = self._labels[pairs] = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        return labels

@@ -1,9 +1,9 @@
-"""When everything in a step starts and ends: the dependency model, run forward.
+"""Start and end of every operation of a step, computed from durations and dependencies.
 
-All steps of a stretch, all replicas and tensor peers are computed at once: arrays have the shape
-(steps, dp, tp), one pass over the program's moves. Steps meet in the exchange that ends each of
-them, so they need not be computed one after another; times are seconds since the end of the
-exchange before. What never happens has the time infinity: that is how a rank is made to hang.
+All steps of a stretch, all replicas and all tensor-parallel ranks are computed at once, in one pass
+over the program's moves: arrays have the shape (steps, dp, tp). Each step ends with an exchange of
+all ranks, so steps are independent; times are seconds since the end of the previous exchange. An
+operation that never ends has the time infinity: this is how a rank hangs.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(slots=True)
 class Durations:
-    """Seconds. Axes: steps, (pp,) dp, tp, where not said otherwise."""
+    """Durations in seconds. Axes: steps, (pp,) dp, tp, unless noted otherwise."""
 
     compute: list[Floats]  # by stage: (computes, steps, dp, tp)
     transfer: Floats  # (transfers, steps, dp, tp)
     tensor: list[Floats]  # by stage: (computes, steps, dp, 1)
-    gc: Floats  # pauses, in the compute `gc_place` of the rank
+    gc: Floats  # GC pauses, in the compute number `gc_place` of the rank
     gc_place: npt.NDArray[np.int64]
     data: Floats
     reduction: Floats  # (steps, pp, 1, tp)
-    gather: Floats  # the same, of the parameters after the update
+    gather: Floats  # as `reduction`; ZeRO's gather of the updated parameters
     world: Floats  # (steps,)
     optimizer: Floats
-    after_pipeline: Floats  # between the last microbatch and the reduction: nothing, usually
+    after_pipeline: Floats  # between the last microbatch and the reduction; usually 0
     checkpoint: Floats  # (steps,)
-    extra: Floats  # as `reduction`: another one before it; NaN where there is none
+    extra: Floats  # as `reduction`: a second reduction before it; NaN: none in this step
 
 
 @dataclass(slots=True)
@@ -45,12 +45,12 @@ class Timeline:
 
     start: list[Floats]
     end: list[Floats]
-    step_seconds: Floats  # (steps,) from exchange to exchange
-    carry: Floats  # (pp, dp, tp): when the next step can begin, after the last exchange
+    step_seconds: Floats  # (steps,) from one exchange to the next
+    carry: Floats  # (pp, dp, tp): start of the next step after the last exchange
 
 
 def play(shape: JobShape, program: StepProgram, durations: Durations, carry: Floats) -> Timeline:
-    """`carry`: when the first step can begin, as the stretch before left it."""
+    """Compute a stretch of steps. `carry`: start of its first step, from the previous stretch."""
     player = _Player(shape, program, durations)
     player.begin(carry)
     for move in program.moves:
@@ -74,7 +74,7 @@ class _Player:
         self.free: list[Floats] = []
 
     def begin(self, carry: Floats) -> None:
-        """Wait for data, once the step before has been left."""
+        """Compute the data wait, which follows the end of the previous step."""
         made = self.durations
         tail = made.optimizer
         if "gather" in self.program.named[0]:

@@ -20,16 +20,16 @@ _SPANS_PER_STRETCH = 60_000  # limits the memory of the steps that are computed 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Steps of a trial, least and most."""
+    """Least and most numbers of steps in the parts of a trial."""
 
     healthy: tuple[int, int] = (40, 160)  # before the onset
     faulty: tuple[int, int] = (16, 40)
-    none: tuple[int, int] = (300, 500)  # of a trial without fault
-    chronic: tuple[int, int] = (60, 90)  # of one whose fault is there from the start
+    none: tuple[int, int] = (300, 500)  # in a trial without faults
+    chronic: tuple[int, int] = (60, 90)  # in a trial whose fault is present from the start
 
 
 def run_trial(kind: str, seed: tuple[int, int, int], largest: int, length: Length) -> TrialRecord:
-    """`seed` decides everything."""
+    """Run one trial. The same arguments give the same record."""
     chance = np.random.default_rng(seed)
     onset = int(chance.integers(*length.healthy))
     plan = draw_plan(kind, chance, onset, largest)
@@ -43,7 +43,7 @@ def run_trial(kind: str, seed: tuple[int, int, int], largest: int, length: Lengt
 def draw_steps(
     kind: str, chance: np.random.Generator, onset: int, length: Length, world_size: int
 ) -> int:
-    """Of a trial; fewer of large jobs, whose every step is worth many, yet past the onset."""
+    """Return the number of steps; fewer for large jobs, but always past the onset."""
     is_large = world_size > _LARGE
     if kind == "none" or kind in CHRONIC:
         steps = int(chance.integers(*(length.none if kind == "none" else length.chronic)))
@@ -57,7 +57,9 @@ class Trial(SyntheticJob):
 
     def run(self) -> TrialRecord:
         """Play all steps, then the hang or crash, if any. Return what the engine reported."""
-        ending = next((one for one in self.plan.faults if one.kind in ("hang", "crash")), None)
+        ending = next(
+            (fault for fault in self.plan.faults if fault.kind in ("hang", "crash")), None
+        )
         last = self.record.steps if ending is None else ending.onset_step
         rows = sum(map(len, self.program.rows)) // len(self.program.rows)
         stretch = int(np.clip(_SPANS_PER_STRETCH // (rows * self.shape.world_size), 1, 32))

@@ -38,13 +38,15 @@ def run(
         (Result("a", 2.0, "s", goal=3.0, resolved=False), None, None),
     ],
 )
-def test_a_row_says_how_it_compares(result: Result, ratio: float | None, met: bool | None) -> None:
+def test_a_row_has_its_ratio_and_whether_its_goal_is_met(
+    result: Result, ratio: float | None, met: bool | None
+) -> None:
     row = result.row()
     assert list(row) == ["name", "value", "unit", "baseline", "goal", "ratio", "met"]
     assert (row["ratio"], row["met"]) == (ratio, met)
 
 
-def test_a_failing_benchmark_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_failing_benchmark_is_reported_and_the_others_continue(tmp_path: Path) -> None:
     target = tmp_path / "bench.json"
     finished = run("--json", str(target), names=["no_such_module", "wire_codec"])
     assert finished.returncode == 1
@@ -72,13 +74,13 @@ def processes_with(word: bytes) -> list[bytes]:
     return [command for command in commands if word in command]
 
 
-def test_an_unknown_name_is_answered_with_those_there_are() -> None:
+def test_an_unknown_name_is_refused_with_the_valid_names() -> None:
     finished = run("hooks_unit_cost")
     assert finished.returncode == 2
     assert "hooks_unit_costs" in finished.stderr
 
 
-def test_a_benchmark_is_registered_by_being_there() -> None:
+def test_every_module_is_a_benchmark() -> None:
     listed = subprocess.run(
         [sys.executable, "-c", "from benchmarks.__main__ import names; print(*names())"],
         cwd=ROOT,

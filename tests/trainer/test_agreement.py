@@ -31,7 +31,7 @@ def run_steps(ranks: list[Rank], first: int, last: int) -> None:
                 rank.acted.append((completed + 1, command))
 
 
-def test_all_act_at_the_target_though_only_one_has_heard() -> None:
+def test_all_ranks_act_at_the_target_step_although_one_received_the_command() -> None:
     ranks = [Rank(), Rank(), Rank()]
     ranks[1].page = Control(7, ControlKind.CHECKPOINT, 10)
     run_steps(ranks, 4, 12)
@@ -39,14 +39,14 @@ def test_all_act_at_the_target_though_only_one_has_heard() -> None:
     assert all(rank.acknowledged == [(7, SEEN, 10)] for rank in ranks)
 
 
-def test_a_target_in_the_past_is_two_steps_ahead() -> None:
+def test_a_target_in_the_past_becomes_two_steps_ahead() -> None:
     ranks = [Rank(), Rank()]
     ranks[0].page = Control(7, ControlKind.CHECKPOINT_AND_STOP, 3)
     run_steps(ranks, 20, 30)
     assert [[step for step, _ in rank.acted] for rank in ranks] == [[22], [22]]
 
 
-def test_hearing_late_or_twice_is_acting_once() -> None:
+def test_a_command_received_late_or_twice_is_executed_once() -> None:
     ranks = [Rank(), Rank()]
     ranks[0].page = Control(7, ControlKind.CHECKPOINT, 2)
     run_steps(ranks, 0, 5)
@@ -55,7 +55,7 @@ def test_hearing_late_or_twice_is_acting_once() -> None:
     assert [[step for step, _ in rank.acted] for rank in ranks] == [[2], [2]]
 
 
-def test_the_newest_command_wins_whole() -> None:
+def test_the_latest_command_replaces_the_earlier_one() -> None:
     ranks = [Rank(), Rank()]
     ranks[0].page = Control(7, ControlKind.STOP, 100)
     ranks[1].page = Control(8, ControlKind.CHECKPOINT, 5)
@@ -63,7 +63,7 @@ def test_the_newest_command_wins_whole() -> None:
     assert [rank.acted for rank in ranks] == [[(5, ranks[1].page)]] * 2
 
 
-def test_a_run_that_ends_first_acts_at_its_end() -> None:
+def test_a_run_that_ends_before_the_target_acts_at_its_end() -> None:
     rank = Rank()
     rank.page = Control(7, ControlKind.CHECKPOINT, 100)
     run_steps([rank], 0, 10)
@@ -74,7 +74,7 @@ def test_a_run_that_ends_first_acts_at_its_end() -> None:
     assert rank.agreement.due(10, last=True) is None
 
 
-def test_large_ids_survive_the_exchange() -> None:
+def test_large_ids_are_exchanged_exactly() -> None:
     rank = Rank()
     rank.page = Control(2**53 - 1, ControlKind.CHECKPOINT, 2**32 - 1)
     rank.agreement.learn([rank.agreement.proposal()], 0)

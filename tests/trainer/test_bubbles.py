@@ -122,7 +122,7 @@ def plain_idle(finished: FinishedStep, stages: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("schedule", "stages", "microbatches", "chunks"), SHAPES)
-def test_measured_bubbles_are_those_of_theory(
+def test_measured_bubbles_match_theory(
     tmp_path: Path, schedule: str, stages: int, microbatches: int, chunks: int
 ) -> None:
     run(tmp_path, schedule, stages, microbatches, chunks)
@@ -159,7 +159,7 @@ def test_both_ends_of_every_transfer_are_matched(tmp_path: Path) -> None:
         assert (sent.end_ns >= sent.send_start_ns).all()
 
 
-def test_long_sequences_take_long_and_say_so(tmp_path: Path) -> None:
+def test_long_sequences_take_longer_and_their_lengths_are_recorded(tmp_path: Path) -> None:
     run(tmp_path, "1f1b", 2, 8, 1, "--sequence-spread", "3", "--sequence-length", "64")
     for finished in steps(tmp_path, 2)[WARM_UP_STEPS:]:
         compute = finished.timing.compute

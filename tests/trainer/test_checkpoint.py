@@ -69,7 +69,7 @@ def save(checkpointer: Checkpointer, *steps: int) -> None:
     assert checkpointer.wait()
 
 
-def test_what_was_saved_is_loaded_by_the_next_generation(opened: Open) -> None:
+def test_the_next_generation_loads_the_saved_state(opened: Open) -> None:
     save(opened(0), 4, 8)
     assert loaded(opened(1)) == (8, {8.0})
 
@@ -83,7 +83,7 @@ def test_the_state_is_copied_before_save_returns(opened: Open) -> None:
     assert loaded(opened(1)) == (1, {1.0})
 
 
-def test_nothing_saved_is_nothing_loaded(opened: Open) -> None:
+def test_without_a_checkpoint_nothing_is_loaded(opened: Open) -> None:
     assert loaded(opened()) == (None, {-1.0})
 
 
@@ -104,7 +104,7 @@ def cut_short(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [flip_a_bit, flip_the_highest_bit, cut_short, Path.unlink])
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", MANIFEST, COMMITTED])
-def test_damage_is_found_and_the_one_before_is_loaded(
+def test_a_damaged_checkpoint_is_detected_and_the_previous_one_loaded(
     opened: Open,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -116,24 +116,26 @@ def test_damage_is_found_and_the_one_before_is_loaded(
     assert loaded(opened(1)) == (4, {4.0})
     if (name, damage) != (COMMITTED, Path.unlink):  # that one was simply never committed
         (record,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
-        assert record.getMessage().startswith("Passed over the checkpoint of step 8, which is")
+        assert record.getMessage().startswith("Skipped the checkpoint of step 8, which is")
 
 
-def test_all_damaged_leaves_the_state_alone(opened: Open, tmp_path: Path) -> None:
+def test_without_an_undamaged_checkpoint_the_state_is_unchanged(
+    opened: Open, tmp_path: Path
+) -> None:
     save(opened(), 4, 8)
     for step in (4, 8):
         flip_a_bit(tmp_path / Saved(0, step).name / "__0_0.distcp")
     assert loaded(opened(1)) == (None, {-1.0})
 
 
-def test_a_checkpoint_without_its_marker_does_not_exist(opened: Open, tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_marker_is_ignored(opened: Open, tmp_path: Path) -> None:
     save(opened(), 4, 8)
     (tmp_path / Saved(0, 8).name / COMMITTED).unlink()
     assert loaded(opened(1)) == (4, {4.0})
     assert not (tmp_path / Saved(0, 8).name).exists(), "cleared away by the next generation"
 
 
-def test_a_zombie_may_not_commit(
+def test_a_process_of_an_older_generation_cannot_commit(
     opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     zombie = opened(0)
@@ -145,7 +147,9 @@ def test_a_zombie_may_not_commit(
     assert loaded(opened(1)) == (4, {4.0})
 
 
-def test_a_newer_generation_outranks_a_later_step_of_a_zombie(opened: Open, tmp_path: Path) -> None:
+def test_a_newer_generation_takes_precedence_over_a_later_step(
+    opened: Open, tmp_path: Path
+) -> None:
     zombie = opened(0)
     save(zombie, 4, 8)
     shutil.move(tmp_path / Saved(0, 8).name, tmp_path / "hidden")
@@ -177,13 +181,13 @@ def test_a_step_already_committed_is_not_written_again(opened: Open, tmp_path: P
     assert (tmp_path / Saved(0, 4).name / MANIFEST).stat().st_mtime_ns == before
 
 
-def test_another_run_is_refused(opened: Open) -> None:
+def test_the_checkpoint_of_another_run_is_refused(opened: Open) -> None:
     save(opened(seed=0), 4)
-    with pytest.raises(TrainerSettingsError, match="give another directory"):
+    with pytest.raises(TrainerSettingsError, match="use another directory"):
         loaded(opened(seed=1))
 
 
-def test_a_shard_that_cannot_be_written_is_no_checkpoint_and_no_crash(
+def test_a_write_error_gives_no_checkpoint_and_no_crash(
     opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpointer = opened()
@@ -196,7 +200,7 @@ def test_a_shard_that_cannot_be_written_is_no_checkpoint_and_no_crash(
     assert loaded(opened(1)) == (12, {12.0})
 
 
-def test_a_directory_that_cannot_be_made_is_no_checkpoint_and_no_crash(
+def test_an_error_creating_the_directory_gives_no_checkpoint_and_no_crash(
     opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpointer = opened()

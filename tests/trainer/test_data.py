@@ -45,7 +45,7 @@ def test_each_epoch_holds_every_sequence_once_in_its_own_order() -> None:
     assert [SampleOrder(100, seed=4)[number] for number in range(100)] != epochs[0]
 
 
-def test_a_loader_started_late_gives_what_the_first_would_have(
+def test_a_loader_that_starts_later_yields_the_same_batches(
     tiny_settings: TrainerSettings,
 ) -> None:
     training, _ = read_corpus(tiny_settings)
@@ -57,7 +57,7 @@ def test_a_loader_started_late_gives_what_the_first_would_have(
     ]
 
 
-def test_files_are_trained_on_or_held_back_never_both(
+def test_a_file_is_used_for_training_or_validation_never_both(
     tmp_path: Path, tiny_settings: TrainerSettings
 ) -> None:
     for number in range(60):
@@ -92,7 +92,7 @@ def test_validation_is_spread_over_the_text_and_over_dp_ranks(
     assert firsts == [number * 25 for number in range(8)]
 
 
-def test_lengths_spread_as_far_as_asked_and_no_further(tiny_settings: TrainerSettings) -> None:
+def test_lengths_spread_exactly_as_configured(tiny_settings: TrainerSettings) -> None:
     text = Sequences(bytes(60 * 1000 + 1), 60, spread=3.0)
     assert text.lengths.min() == 20
     assert text.lengths.max() == 60

@@ -30,7 +30,7 @@ for _ in sys.stdin:
 """
 
 
-def test_a_kernel_takes_at_least_its_time_and_counts_the_real_work_in() -> None:
+def test_a_kernel_takes_at_least_its_time_including_the_real_work() -> None:
     emulation = Emulation({Op.FORWARD: 0.1}, SteadyClock(), TensorParallel())
     started = time.monotonic()
     with emulation.kernel(Op.FORWARD):
@@ -41,7 +41,7 @@ def test_a_kernel_takes_at_least_its_time_and_counts_the_real_work_in() -> None:
     assert emulation.remaining_seconds(Op.BACKWARD, worked=0.0) == 0
 
 
-def test_waiting_for_a_tensor_parallel_peer_is_no_part_of_a_kernel() -> None:
+def test_waiting_for_a_tensor_parallel_peer_does_not_count_as_kernel_time() -> None:
     parallel = TensorParallel()
     emulation = Emulation({Op.FORWARD: 0.1}, SteadyClock(), parallel)
     started = time.monotonic()
@@ -51,7 +51,7 @@ def test_waiting_for_a_tensor_parallel_peer_is_no_part_of_a_kernel() -> None:
     assert time.monotonic() - started >= 0.15
 
 
-def test_a_slow_clock_stretches_the_kernel() -> None:
+def test_a_slower_clock_makes_kernels_longer() -> None:
     class HalfClock:
         def slowdown(self) -> float:
             return 2.0
@@ -60,7 +60,7 @@ def test_a_slow_clock_stretches_the_kernel() -> None:
     assert emulation.remaining_seconds(Op.BACKWARD, worked=0.05) == pytest.approx(0.15)
 
 
-def test_the_clock_of_the_gpu_is_followed(tmp_path: Path) -> None:
+def test_kernels_follow_the_clock_of_the_gpu(tmp_path: Path) -> None:
     try:
         library = fake_nvml.build(tmp_path / "library")
     except fake_nvml.CompilerMissing as error:
@@ -92,21 +92,21 @@ def test_the_clock_of_the_gpu_is_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "kernels", "said"),
+    ("device", "kernels", "message"),
     [
         ("cpu", (0.02, 0.04), "EMULATED kernels: each microbatch takes at least 20 ms forward"),
-        ("cuda", (0.02, 0.04), "Kernels run on cuda: --emulate-kernel-ms is off"),
+        ("cuda", (0.02, 0.04), "Kernels run on cuda: --emulate-kernel-ms has no effect"),
         ("cpu", None, ""),
     ],
 )
-def test_the_log_says_what_is_emulated(
+def test_the_log_reports_the_emulation(
     caplog: pytest.LogCaptureFixture,
     device: str,
     kernels: tuple[float, float] | None,
-    said: str,
+    message: str,
 ) -> None:
     caplog.set_level(logging.INFO, "paceline_trainer")
     settings = TrainerSettings(device=device, emulated_kernel_seconds=kernels)
     emulation = start_emulation(settings, RankPlacement(), TensorParallel())
     assert bool(emulation.seconds) == (device == "cpu" and kernels is not None)
-    assert said in caplog.text
+    assert message in caplog.text

@@ -43,7 +43,7 @@ def seconds_of(act: Callable[[], object]) -> float:
     return time.monotonic() - started
 
 
-def test_each_rank_obeys_what_is_meant_for_it(tmp_path: Path) -> None:
+def test_each_rank_applies_its_own_faults(tmp_path: Path) -> None:
     write(
         tmp_path,
         {"kind": "slow_compute", "rank": 1, "factor": 1.5},
@@ -58,7 +58,7 @@ def test_each_rank_obeys_what_is_meant_for_it(tmp_path: Path) -> None:
     assert seconds_of(lambda: of_rank(tmp_path, 2).after_receive(0)) >= 0.03
 
 
-def test_a_slow_link_is_slow_between_its_ends_only(
+def test_a_slow_link_slows_only_transfers_between_its_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
@@ -69,7 +69,7 @@ def test_a_slow_link_is_slow_between_its_ends_only(
     assert slept == [0.03]
 
 
-def test_slow_compute_stretches_the_kernel(tmp_path: Path) -> None:
+def test_slow_compute_makes_kernels_longer(tmp_path: Path) -> None:
     write(tmp_path, {"kind": "slow_compute", "rank": 1, "factor": 1.5})
     parallel = TensorParallel()
     emulation = Emulation({Op.FORWARD: 0.1}, SteadyClock(), parallel, of_rank(tmp_path, 1))
@@ -89,7 +89,7 @@ def test_a_stall_happens_once_per_id(tmp_path: Path) -> None:
     assert not faults._pauses
 
 
-def test_garbage_is_really_collected_once_a_step(tmp_path: Path) -> None:
+def test_garbage_is_collected_once_per_step(tmp_path: Path) -> None:
     write(tmp_path, {"kind": "gc", "rank": 0, "seconds": 0.05})
     faults = of_rank(tmp_path, 0)
     pauses: list[float] = []
@@ -108,7 +108,7 @@ def test_garbage_is_really_collected_once_a_step(tmp_path: Path) -> None:
     assert sum(pauses) - first < 0.01
 
 
-def test_noise_burns_the_cpu(tmp_path: Path) -> None:
+def test_noise_uses_the_cpu(tmp_path: Path) -> None:
     write(tmp_path, {"kind": "noise", "rank": 0, "seconds": 0.01})
     faults = of_rank(tmp_path, 0)
     before = time.process_time()
@@ -117,7 +117,7 @@ def test_noise_burns_the_cpu(tmp_path: Path) -> None:
     assert time.process_time() - before > 0.02
 
 
-def test_slow_data_and_checkpoint_stalls_hold_up_their_rank(
+def test_slow_data_and_checkpoint_stalls_delay_their_rank(
     tmp_path: Path, tiny_settings: TrainerSettings
 ) -> None:
     write(
@@ -138,7 +138,7 @@ def test_slow_data_and_checkpoint_stalls_hold_up_their_rank(
     "content",
     ['[{"kind": "slow_data", "ra', '[{"kind": "slow_dta", "rank": 0}]', '{"kind": "gc"}', "\xff"],
 )
-def test_a_file_that_is_no_good_is_said_once_and_read_again(
+def test_an_invalid_file_is_logged_once_and_read_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
 ) -> None:
     (tmp_path / FAULTS_FILE).write_text(content, encoding="latin-1")
@@ -151,7 +151,7 @@ def test_a_file_that_is_no_good_is_said_once_and_read_again(
     assert faults.present
 
 
-def test_only_emulated_runs_obey(tmp_path: Path, tiny_settings: TrainerSettings) -> None:
+def test_only_emulated_runs_apply_faults(tmp_path: Path, tiny_settings: TrainerSettings) -> None:
     write(tmp_path, {"kind": "slow_data", "rank": 0, "seconds": 3600})
     place = RankPlacement(node_directory=tmp_path)
     real = start_emulation(tiny_settings, place, TensorParallel()).faults

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline_trainer.data import Loader, TokenBatch, read_corpus, validation_batch
-from paceline_trainer.model import Chunk, initialise, shards
+from paceline_trainer.model import Chunk, initialize, shards
 from paceline_trainer.optimizer import BETAS, EPSILON
 from paceline_trainer.parallel import TensorParallel
 from paceline_trainer.settings import RankPlacement, TrainerSettings
@@ -43,7 +43,7 @@ def plain(settings: TrainerSettings) -> Plain:
     torch.set_num_threads(1)  # as the ranks do: more of them would only wait for one another
     training, validation = read_corpus(settings)
     model = Chunk(settings.model, TensorParallel(), torch.float64)
-    initialise(model, TensorParallel(), settings.seed)
+    initialize(model, TensorParallel(), settings.seed)
     parameters = [parameter for _, parameter, _ in shards(model)]
     optimizer = torch.optim.AdamW(
         [
@@ -119,7 +119,7 @@ def test_every_division_of_the_model_trains_like_one_process(
 INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
 
 
-def test_chunks_zero_uneven_stages_and_padding_change_nothing(
+def test_chunks_zero_uneven_stages_and_padding_train_like_one_process(
     crew: Any, tiny_settings: TrainerSettings
 ) -> None:
     deep = replace(tiny_settings, model=replace(tiny_settings.model, layers=4), sequence_spread=3.0)
@@ -168,7 +168,7 @@ def test_larger_divisions_train_like_one_process(
     _trained_like(crew.start(replace(settings, **how), topology).outcomes(), settings, topology)
 
 
-def test_held_back_loss_falls(crew: Any, tiny_settings: TrainerSettings) -> None:
+def test_held_out_loss_falls(crew: Any, tiny_settings: TrainerSettings) -> None:
     settings = replace(tiny_settings, steps=60, evaluate_every=20, dtype="float32")
     outcome = crew.run(settings, Topology(1, 2, 1))
     first, *_, last = outcome.evaluation_losses.values()

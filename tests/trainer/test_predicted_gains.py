@@ -188,7 +188,7 @@ def disagreement(name: str, said: float, measured: float) -> float:
     return abs(error)
 
 
-def test_a_repair_gives_what_the_replay_says(tmp_path: Path) -> None:
+def test_a_repair_gives_the_predicted_gain(tmp_path: Path) -> None:
     run = Run(tmp_path, "--layers", "2")
     print(f"\n  {'fault':<60} measured  said   error")
     errors = []
@@ -205,7 +205,7 @@ def test_a_repair_gives_what_the_replay_says(tmp_path: Path) -> None:
     assert median(errors) <= AGREEMENT
 
 
-def test_sharing_layers_evenly_gives_what_the_replay_says(tmp_path: Path) -> None:
+def test_even_stages_give_the_predicted_gain(tmp_path: Path) -> None:
     """Stages of two and four layers, which the replay is to make equal, against three and three."""
     seconds = {}
     said = {}

@@ -108,7 +108,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
             rank.wait()
 
 
-def test_a_planned_stop_loses_no_step_and_the_next_generation_goes_on(
+def test_a_planned_stop_loses_no_step_and_the_next_generation_continues(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
     job = start("--steps", "100000", "--emulate-kernel-ms", "2,2", dp=2)
@@ -134,7 +134,7 @@ def test_a_planned_stop_loses_no_step_and_the_next_generation_goes_on(
     assert f"Resuming at step {stopped_at}." in after.log(0)
 
 
-def test_a_rank_that_dies_takes_the_others_with_it_and_sigterm_ends_one(
+def test_all_ranks_end_when_one_dies_and_sigterm_ends_a_rank(
     start: Callable[..., Job],
 ) -> None:
     job = start("--steps", "100000", dp=2)
@@ -150,7 +150,7 @@ def test_a_rank_that_dies_takes_the_others_with_it_and_sigterm_ends_one(
     assert alone.exit_codes() == [-signal.SIGTERM]
 
 
-def test_help_teaches_every_option() -> None:
+def test_help_documents_every_option() -> None:
     result = CliRunner().invoke(main, ["--help"])
     assert result.exit_code == 0
     for option in main.params:
@@ -161,7 +161,7 @@ def test_help_teaches_every_option() -> None:
     ("arguments", "environment", "said"),
     [
         (["--emulate-kernel-ms", "20"], {}, "two numbers FORWARD,BACKWARD such as 20,40"),
-        (["--emulate-kernel-ms", "-1,2"], {}, "cannot take less than 0 ms"),
+        (["--emulate-kernel-ms", "-1,2"], {}, "kernel times must be at least 0 ms"),
         (["--global-batch-size", "7"], {}, "must be a multiple of the data-parallel size"),
         (["--pp", "8"], {"WORLD_SIZE": "8"}, "8 pipeline stages need at least as many layers"),
         (["--virtual-stages", "2"], {}, "needs --schedule interleaved, got 1f1b"),
@@ -173,7 +173,7 @@ def test_help_teaches_every_option() -> None:
         ([], {"RANK": "two"}, "RANK must be a whole number, got 'two'"),
     ],
 )
-def test_a_run_that_cannot_be_is_refused_with_the_reason(
+def test_invalid_settings_are_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     environment: dict[str, str],
@@ -186,7 +186,7 @@ def test_a_run_that_cannot_be_is_refused_with_the_reason(
     assert said in " ".join(result.output.split())
 
 
-def test_the_place_is_read_from_the_environment() -> None:
+def test_the_placement_is_read_from_the_environment() -> None:
     environment = {"RANK": "5", "WORLD_SIZE": "8", "PACELINE_PP": "2", "PACELINE_TP": "2"}
     place = read_place(environment)
     assert place.topology == Topology(2, 2, 2)

@@ -58,7 +58,7 @@ def test_a_resume_with_other_stages_chunks_and_zero_continues_the_loss_curve(
     assert losses == pytest.approx(expected, rel=0, abs=1e-9)
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(
     crew: Any, settings: TrainerSettings, unbroken: list[float], tmp_path: Path
 ) -> None:
     settings = replace(settings, checkpoint_directory=tmp_path)
@@ -77,7 +77,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert [saved.step for saved in saved_checkpoints(tmp_path)] == [12, 9, 6]
 
 
-def test_a_generation_that_was_taken_over_is_refused(
+def test_an_older_generation_is_refused(
     crew: Any, settings: TrainerSettings, tmp_path: Path
 ) -> None:
     settings = replace(settings, checkpoint_directory=tmp_path, steps=1)

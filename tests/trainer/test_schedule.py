@@ -19,7 +19,7 @@ Sent = tuple[Op, int, int]  # receiving op, microbatch, receiving chunk
 
 
 @pytest.mark.parametrize(("schedule", "shape"), EVERY)
-def test_every_stage_does_everything_once_and_none_waits_for_ever(
+def test_every_stage_does_each_action_once_and_no_schedule_deadlocks(
     schedule: str, shape: ScheduleShape
 ) -> None:
     todo = [deque(plan(SCHEDULES[schedule], stage, shape)) for stage in range(shape.stages)]
@@ -33,7 +33,7 @@ def test_every_stage_does_everything_once_and_none_waits_for_ever(
 @pytest.mark.parametrize(
     "shape", [ScheduleShape(3, 4), ScheduleShape(2, 4, 2), ScheduleShape(4, 3, 3)]
 )
-def test_an_evaluation_is_only_forwards(shape: ScheduleShape) -> None:
+def test_an_evaluation_has_only_forwards(shape: ScheduleShape) -> None:
     todo = [deque(plan(forward_only, stage, shape)) for stage in range(shape.stages)]
     assert not any(op in (Op.BACKWARD, Op.BACKWARD_RECV) for actions in todo for op, *_ in actions)
     Line(shape).play(todo)
@@ -89,12 +89,12 @@ class Line:
         self.channels.setdefault((stage, receiver), deque()).append((op, microbatch, chunk))
 
 
-def test_1f1b_holds_no_more_microbatches_than_stages_are_left() -> None:
+def test_1f1b_holds_at_most_as_many_microbatches_as_stages_remain() -> None:
     for stage in range(4):
         assert _most_held(SCHEDULES["1f1b"](stage, ScheduleShape(4, 16))) == 4 - stage
 
 
-def test_interleaved_holds_what_its_paper_says() -> None:
+def test_interleaved_holds_as_many_microbatches_as_in_its_paper() -> None:
     """The first stage: chunks * stages + stages - 1 (arXiv:2104.04473, section 2.2)."""
     assert _most_held(SCHEDULES["interleaved"](0, ScheduleShape(4, 16, 2))) == 2 * 4 + 4 - 1
 
@@ -109,7 +109,7 @@ def _most_held(actions: object) -> int:
 
 @pytest.mark.parametrize(("forward", "backward"), [(1.0, 2.0), (1.0, 1.0), (2.0, 1.0)])
 @pytest.mark.parametrize(("schedule", "shape"), EVERY)
-def test_equal_stages_idle_as_long_as_theory_says(
+def test_equal_stages_idle_as_long_as_in_theory(
     schedule: str, shape: ScheduleShape, forward: float, backward: float
 ) -> None:
     """(p - 1) / (v m + p - 1) of the time from the first action to the last."""
@@ -141,7 +141,7 @@ def _before(op: Op, part: int, parts: int) -> tuple[Op, int] | None:
     return (Op.BACKWARD, part + 1) if part < parts - 1 else (Op.FORWARD, part)
 
 
-def test_actions_print_as_people_write_them() -> None:
+def test_actions_print_in_the_usual_notation() -> None:
     actions = plan(SCHEDULES["1f1b"], 0, ScheduleShape(2, 2))
     assert " ".join(map(str, actions)) == "F0 SEND_F0 F1 SEND_F1 RECV_B0 B0 RECV_B1 B1"
     assert str(ScheduleAction(Op.BACKWARD, 3, 1)) == "B3.1"

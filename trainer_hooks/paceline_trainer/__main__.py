@@ -1,4 +1,4 @@
-"""`python -m paceline_trainer`: one rank of a training run. The only reader of the environment."""
+"""`python -m paceline_trainer`: one rank of a training run. Only this reads the environment."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _kernel_seconds(
             f"expected two numbers FORWARD,BACKWARD such as 20,40, got {value!r}"
         ) from None
     if min(forward, backward) < 0:
-        raise click.BadParameter("a kernel cannot take less than 0 ms")
+        raise click.BadParameter("kernel times must be at least 0 ms")
     return forward, backward
 
 
@@ -71,9 +71,11 @@ def _layers(
     "--zero",
     type=click.IntRange(0, 1),
     default=_defaults.zero,
-    help="1: divide the optimizer's state over the data-parallel ranks (ZeRO stage 1).",
+    help="1: shard the optimizer state over the data-parallel ranks (ZeRO stage 1).",
 )
-@click.option("--steps", type=click.IntRange(1), default=_defaults.steps, help="Where to end.")
+@click.option(
+    "--steps", type=click.IntRange(1), default=_defaults.steps, help="Number of steps to train."
+)
 @click.option("--seed", type=click.IntRange(0), default=_defaults.seed)
 @click.option(
     "--global-batch-size",
@@ -90,43 +92,54 @@ def _layers(
     "--sequence-spread",
     type=click.FloatRange(1),
     default=_defaults.sequence_spread,
-    help="The longest sequence may be so many times the shortest; the rest is padding.",
+    help="Ratio of the longest to the shortest sequence; shorter ones are padded.",
 )
 @click.option("--learning-rate", type=float, default=_defaults.learning_rate)
-@click.option("--gradient-clip", type=float, default=_defaults.gradient_clip, help="0: never.")
+@click.option(
+    "--gradient-clip",
+    type=float,
+    default=_defaults.gradient_clip,
+    help="Maximum gradient norm; 0: no clipping.",
+)
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default=_defaults.dtype)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
 @click.option(
     "--evaluate-every",
     type=click.IntRange(0),
     default=_defaults.evaluate_every,
-    help="Steps between losses on held-back files; 0: never.",
+    help="Steps between evaluations on held-out files; 0: never.",
 )
 @click.option(
     "--checkpoint-every",
     type=click.IntRange(0),
     default=_defaults.checkpoint_every,
-    help="Steps; 0: only on command and at the end.",
+    help="Steps between checkpoints; 0: only on command and at the end.",
 )
-@click.option("--keep", type=click.IntRange(1), default=_defaults.checkpoints_kept)
+@click.option(
+    "--keep",
+    type=click.IntRange(1),
+    default=_defaults.checkpoints_kept,
+    help="Checkpoints to keep.",
+)
 @click.option(
     "--checkpoint-directory",
     type=click.Path(file_okay=False, path_type=Path),
     envvar="PACELINE_CHECKPOINT_DIRECTORY",
     show_envvar=True,
-    help="Shared by all ranks; without one nothing is saved or resumed.",
+    help="Directory that all ranks share; without it, nothing is saved or resumed.",
 )
 @click.option(
     "--data-directory",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where to read *.py files.  [default: the standard library]",
+    help="Directory of the *.py files to train on.  [default: the standard library]",
 )
 @click.option(
     "--emulate-kernel-ms",
     metavar="F,B",
     callback=_kernel_seconds,
-    help="On CPU: a microbatch's forward (backward) takes at least F (B) ms, by sleeping: that of "
-    "full-length sequences in a chunk of average size. Obeys NODE_DIRECTORY/faults.json.",
+    help="On CPU: the forward (backward) of a microbatch takes at least F (B) ms, by sleeping. The "
+    "times hold for full-length sequences and a chunk of average size. Enables the faults in "
+    "NODE_DIRECTORY/faults.json.",
 )
 def main(
     dp: int | None,
@@ -141,13 +154,15 @@ def main(
     keep: int,
     **options: object,
 ) -> None:
-    """Train a byte-level GPT on the standard library's sources, as one rank of many.
+    """Train a byte-level GPT on the sources of Python's standard library, as one rank.
 
     Start one process per rank with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, as
-    `paceline run` and torchrun do; alone it trains on one rank.
+    `paceline run` and torchrun do. Without them, it trains with one rank.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a rank blocked in gloo could not be interrupted
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # Ctrl-C must also end a rank that is blocked in gloo
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = TrainerSettings(
@@ -165,7 +180,7 @@ def main(
     except TrainerSettingsError as error:
         raise click.UsageError(str(error)) from error
     if place.master_address in ("127.0.0.1", "localhost", "::1"):
-        # gloo would listen where the host's name points, which need not exist.
+        # By default gloo listens on the address of the host name, which may not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         train(settings, place)
@@ -174,7 +189,7 @@ def main(
 
 
 def _die(rank: int, error: Exception) -> None:
-    """Say why, and be gone: at a normal exit, threads that wait for a dead peer would be joined."""
+    """Print the reason and exit at once: a normal exit would join threads blocked on dead peers."""
     kind = "" if isinstance(error, TrainerError) else f"{type(error).__name__}: "
     reason = str(error).strip().splitlines() or ["no reason given"]
     traceback.print_exception(error)

@@ -1,22 +1,22 @@
-"""Checkpoints that are whole or absent: torch.distributed.checkpoint, hashes, a commit marker.
+"""Atomic checkpoints: torch.distributed.checkpoint with hashes and a commit marker.
 
-    DIRECTORY/generation-00000003             claim: generation 3 has begun to use the directory
+    DIRECTORY/generation-00000003             claim: generation 3 uses the directory
     DIRECTORY/step-00000040.generation-00000003/
         *.distcp, .metadata                   as torch.distributed.checkpoint writes them
-        manifest.json                         what run this is, and each file's size and SHA-256
-        COMMITTED                             SHA-256 of the manifest; renamed here last of all
+        manifest.json                         the run, and size and SHA-256 of each file
+        COMMITTED                             SHA-256 of the manifest; created last, by rename
 
-Saving: the state is copied, training goes on, and a thread writes the shards, hashes them, and
-gathers the hashes; rank 0 compares them with what is on disk and commits. All of it runs on a
-process group of its own, since collectives of two threads on one group would cross.
+Saving: the state is copied and training continues. A thread writes the shards, hashes them and
+gathers the hashes; rank 0 compares them with the files on disk and commits. The thread uses its own
+process group, because collectives of two threads on one group would interleave.
 
-A zombie of an older generation does no harm: once a newer one has claimed the directory it may
-not commit, and were it to slip through that check, it would commit in its own directory, which
-anything committed by a newer generation outranks.
+A process left over from an older generation does no harm. After a newer generation has claimed the
+directory, it cannot commit. If it passes that check in a race, it commits in a directory of its own
+generation, and every checkpoint of a newer generation takes precedence.
 
-Loading tries the best committed checkpoint; each rank hashes a share of its files, because a
-flipped bit would otherwise load silently. If one differs, all set that checkpoint aside and fall
-back to the one before.
+Loading tries the best committed checkpoint. Each rank hashes a share of the files, because a
+flipped bit would otherwise load silently. If a hash differs, all ranks set the checkpoint aside and
+try the previous one.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
-DAMAGED = "damaged-"  # what a directory found damaged is renamed to, and left for people to see
+DAMAGED = "damaged-"  # prefix of damaged directories, which are kept for inspection
 VERSION = 1
 _NAME = re.compile(r"step-(\d{8,})\.generation-(\d{8,})")
 _CLAIM = re.compile(r"generation-(\d{8,})")
 
-Entry = dict[str, Any]  # of the manifest, on one file: its `bytes` and `sha256`
+Entry = dict[str, Any]  # a file in the manifest: its `bytes` and `sha256`
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Saved:
-    """A checkpoint directory. A newer generation outranks a later step of an older one."""
+    """A checkpoint directory. A newer generation takes precedence over a later step."""
 
     generation: int
     step: int
@@ -68,7 +68,7 @@ class Saved:
 
 
 def saved_checkpoints(directory: Path, *, committed: bool = True) -> list[Saved]:
-    """Those in `directory`, the best one to resume from first."""
+    """Return the checkpoints in `directory`, the best one to resume from first."""
     found = []
     for path in directory.glob("step-*"):
         match = _NAME.fullmatch(path.name)
@@ -78,9 +78,9 @@ def saved_checkpoints(directory: Path, *, committed: bool = True) -> list[Saved]
 
 
 def claim(directory: Path, generation: int) -> None:
-    """Shut out older generations, and clear away what they (or we) never committed.
+    """Claim the directory for `generation` and delete uncommitted checkpoints.
 
-    Raises CheckpointError if a newer generation was here first.
+    Raises CheckpointError if a newer generation has claimed it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"generation-{generation:08}").touch()
@@ -97,12 +97,12 @@ def _refuse_if_outdated(directory: Path, generation: int) -> None:
     if newest > generation:
         raise CheckpointError(
             f"generation {newest} has taken over {directory}; generation {generation} may no "
-            "longer write there"
+            "longer write to it"
         )
 
 
 class Checkpointer:
-    """One rank's end. All ranks must make the same calls in the same order."""
+    """Saves and loads one rank's share. All ranks must make the same calls in the same order."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Checkpointer:
             raise CheckpointError(failure)
 
     def save(self, step: int, state: dict[str, Tensor]) -> None:
-        """Copy the state and begin to write it. Waits for an earlier save that is under way."""
+        """Copy the state and start to write it. Waits for an earlier save that is in progress."""
         if self._latest is not None and self._latest[0] == step and self.wait():
             return
         self.wait()
@@ -138,7 +138,7 @@ class Checkpointer:
         self._latest = step, self._thread.submit(self._commit, step, path, written)
 
     def wait(self) -> bool:
-        """Wait for the save under way, if any. False if it was not committed."""
+        """Wait for the save in progress, if any. Return whether it was committed."""
         return self._latest is None or self._latest[1].result() is None
 
     def close(self) -> None:
@@ -146,9 +146,9 @@ class Checkpointer:
         self._thread.shutdown()
 
     def load(self, state: dict[str, Tensor]) -> int | None:
-        """Fill `state` from the best undamaged checkpoint; its step, or None if there is none.
+        """Fill `state` from the best undamaged checkpoint. Return its step; None without one.
 
-        Raises SettingsError if that is of another run (model, seed, batch, data or tp differ).
+        Raises TrainerSettingsError if it is of another run (model, seed, batch, data or tp differ).
         """
         for saved in self._candidates():
             path = self.directory / saved.name
@@ -164,7 +164,7 @@ class Checkpointer:
     # Saving: what the checkpoint thread of each rank does.
 
     def _commit(self, step: int, path: Path, written: Future[Any]) -> str | None:
-        """None, or why there is no checkpoint of `step`; the same on every rank."""
+        """Commit the checkpoint of `step`. Return the error, if any, the same on all ranks."""
         files: dict[str, Entry] = {}
 
         def describe() -> None:
@@ -186,10 +186,12 @@ class Checkpointer:
         return [*own, path / ".metadata"] if self._rank == 0 else own
 
     def _mark(self, step: int, path: Path, files: dict[str, Entry]) -> None:
-        """Check what all ranks wrote against the disk, and commit it."""
+        """Compare the files on disk with what the ranks wrote, and commit."""
         for name, entry in files.items():
             if (path / name).stat().st_size != entry["bytes"]:
-                raise CheckpointError(f"{name} is not on rank 0's disk as its writer left it")
+                raise CheckpointError(
+                    f"{name} on rank 0's disk differs in size from what its rank wrote"
+                )
         manifest = {
             "version": VERSION,
             "step": step,
@@ -204,13 +206,15 @@ class Checkpointer:
         self._prune()
 
     def _prune(self) -> None:
-        """Delete what is beyond the best `keep`, and what was never committed."""
+        """Delete all but the best `keep` checkpoints, and uncommitted ones."""
         kept = saved_checkpoints(self.directory)[: self.keep]
         for saved in saved_checkpoints(self.directory, committed=False):
             if saved in kept or saved.generation > self.generation:
                 continue
             path = self.directory / saved.name
-            (path / COMMITTED).unlink(missing_ok=True)  # first: a committed one is always whole
+            (path / COMMITTED).unlink(
+                missing_ok=True
+            )  # first, so that a committed one is always complete
             shutil.rmtree(path, ignore_errors=True)
 
     # Loading
@@ -222,12 +226,12 @@ class Checkpointer:
         return candidates
 
     def _verify(self, path: Path) -> None:
-        """This rank's share of the files. Raises DamagedError, SettingsError."""
+        """Check this rank's share of the files. Raises DamagedError, TrainerSettingsError."""
         manifest = read_manifest(path)
         if manifest["run"] != self.run:
             raise TrainerSettingsError(
                 f"the checkpoints in {self.directory} are of the run {manifest['run']}, but this "
-                f"is {self.run}; give another directory or the same settings"
+                f"is {self.run}; use another directory or the same settings"
             )
         files: dict[str, Entry] = manifest["files"]
         for name in sorted(files)[self._rank :: self._ranks]:
@@ -235,17 +239,15 @@ class Checkpointer:
                 raise DamagedError(f"{name} does not match its SHA-256")
 
     def _read(self, path: Path, state: dict[str, Tensor]) -> None:
-        # Into copies first: if reading fails half-way, `state` is still what it was.
+        # Into copies first: if reading fails halfway, `state` is unchanged.
         copies = {name: torch.empty_like(tensor, device="cpu") for name, tensor in state.items()}
         load(copies, checkpoint_id=path, process_group=self._group)
         for name, tensor in state.items():
             tensor.copy_(copies[name])
 
     def _set_aside(self, saved: Saved, damage: str) -> None:
-        """Out of the way of the run, which will come to that step again."""
-        _log.error(
-            "Passed over the checkpoint of step %d, which is damaged: %s.", saved.step, damage
-        )
+        """Rename the damaged checkpoint: the run will save that step again."""
+        _log.error("Skipped the checkpoint of step %d, which is damaged: %s.", saved.step, damage)
         path = self.directory / saved.name
         shutil.rmtree(self.directory / f"{DAMAGED}{saved.name}", ignore_errors=True)
         path.rename(self.directory / f"{DAMAGED}{saved.name}")
@@ -253,7 +255,7 @@ class Checkpointer:
     # How ranks agree on success
 
     def _attempt(self, act: Callable[[], None]) -> str | None:
-        """None, or one line on why it failed here."""
+        """Call `act`. Return None, or the reason in one line if it failed on this rank."""
         try:
             act()
         except (OSError, CheckpointError, CheckpointException) as error:
@@ -261,7 +263,7 @@ class Checkpointer:
         return None
 
     def _first(self, failure: str | None) -> str | None:
-        """The first failure that any rank reports, the same on every rank."""
+        """Return the first failure of any rank, the same on all ranks."""
         failures: list[Any] = [None] * self._ranks
         dist.all_gather_object(failures, failure, group=self._group)
         return next((failure for failure in failures if failure), None)
@@ -271,7 +273,7 @@ class Checkpointer:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Raises DamagedError unless the manifest is the one that was committed."""
+    """Return the manifest. Raises DamagedError if it is not the committed one."""
     content = (path / MANIFEST).read_bytes()
     if hashlib.sha256(content).hexdigest().encode() != (path / COMMITTED).read_bytes():
         raise DamagedError(f"{MANIFEST} does not match its SHA-256")
@@ -288,7 +290,7 @@ def _describe(file: Path) -> Entry:
 
 
 def _write_durably(path: Path, content: bytes) -> None:
-    """The file appears complete, by rename, and is still there after a power failure."""
+    """Write a file so that it appears complete, by rename, and survives a power failure."""
     temporary = path.with_name(f".{path.name}.new")
     with temporary.open("wb") as opened:
         opened.write(content)
@@ -309,7 +311,7 @@ def _done() -> Future[str | None]:
 
 
 def _reason(error: BaseException) -> str:
-    """One line: of torch's collected failures, the first one itself."""
+    """Return one line; for torch's collected failures, that of the first one."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

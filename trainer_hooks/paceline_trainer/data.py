@@ -1,13 +1,13 @@
-"""Real text that every machine has: the sources of Python's standard library, byte by byte.
+"""The training data: the sources of Python's standard library, as bytes.
 
-Files, not samples, are divided into training and validation, by a hash of their name. The
-training bytes are cut into sequences, and sequence number N of a run (N = step x global batch size
-+ position in the global batch) is entry N of an endless row of seeded permutations. Which rank
-reads it depends on the dp size, but which sequences a step holds does not: a run resumed at any
-step and any dp size neither repeats nor skips one.
+Files are divided into training and validation by a hash of their name. The training bytes are cut
+into sequences. Sample N of a run (N = step x global batch size + position in the global batch) is
+entry N of an endless series of seeded permutations. The rank that reads a sample depends on the dp
+size, the samples of a step do not: a run resumed at any step and any dp size neither repeats nor
+skips a sample.
 
-Documents differ in length: with a `sequence_spread` of 3, each sequence has its own length between
-a third of the full one and all of it, and what is beyond is padding that no loss looks at.
+With a `sequence_spread` of 3, each sequence has a length between a third of the full length and the
+full length; the rest is padding, which does not count in the loss.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VALIDATION_SHARE = 10  # one file in this many
 
 
 class TokenBatch(NamedTuple):
-    """What one dp rank trains on in a step."""
+    """The data of one dp rank in one step."""
 
     tokens: Tensor  # (microbatches, microbatch size, length + 1), padded
     lengths: Tensor  # (microbatches, microbatch size), without padding
@@ -38,7 +38,7 @@ class TokenBatch(NamedTuple):
 class Sequences:
     """Sequences of `length` + 1 bytes (inputs and targets overlap), cut end to end.
 
-    `lengths` is how much of each is no padding: log-uniform, as short documents are many.
+    `lengths` is the number of bytes of each before the padding, log-uniform: most are short.
     """
 
     def __init__(self, text: bytes | bytearray, length: int, spread: float = 1.0) -> None:
@@ -54,7 +54,7 @@ class Sequences:
 
 
 def read_corpus(settings: TrainerSettings) -> tuple[Sequences, Sequences]:
-    """Training and validation sequences. Raises SettingsError if there is too little text."""
+    """Return training and validation sequences. Raises TrainerSettingsError for too little text."""
     directory = settings.data_directory or Path(sysconfig.get_path("stdlib"))
     train, validation = bytearray(), bytearray()
     for path in sorted(directory.glob("*.py")):
@@ -63,14 +63,14 @@ def read_corpus(settings: TrainerSettings) -> tuple[Sequences, Sequences]:
     length = settings.model.sequence_length
     if min(len(train), len(validation)) <= length:
         raise TrainerSettingsError(
-            f"{directory} holds too little Python source to train on and to hold back; give "
+            f"{directory} has too little Python source for training and validation; give "
             "another --data-directory"
         )
     return Sequences(train, length, settings.sequence_spread), Sequences(validation, length)
 
 
 class SampleOrder:
-    """Which sequence a run sees when: a pure function of the seed and the sample's number."""
+    """The sequence of each sample: a pure function of the seed and the sample's number."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.count = count
@@ -88,7 +88,7 @@ class SampleOrder:
 
 
 class Loader:
-    """The batches of one dp rank from `start` on."""
+    """The batches of one dp rank, from step `start`."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Loader:
             yield self.batch(step)
 
     def numbers(self, step: int) -> range:
-        """The sample numbers this dp rank reads at `step`."""
+        """Return the sample numbers that this dp rank reads at `step`."""
         share = self.microbatches * self.settings.microbatch_size
         first = step * self.settings.global_batch_size + self.place.coordinates.dp_rank * share
         return range(first, first + share)
@@ -125,7 +125,7 @@ class Loader:
 def validation_batch(
     sequences: Sequences, settings: TrainerSettings, place: RankPlacement
 ) -> TokenBatch:
-    """The same held-back sequences each time, spread over the text and divided over dp ranks."""
+    """Return always the same held-out sequences, spread over the text and divided over dp ranks."""
     share = settings.evaluation_microbatches * settings.microbatch_size
     total = share * place.topology.dp
     first = place.coordinates.dp_rank * share

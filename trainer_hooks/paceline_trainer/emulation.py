@@ -1,13 +1,13 @@
-"""Emulated accelerators: each forward and backward of a microbatch takes at least so long.
+"""Emulated accelerators: each forward and backward of a microbatch takes a minimum time.
 
-The given durations are those of a chunk of average size on sequences of full length: a chunk with
-more layers takes longer, shorter sequences take less (part of it goes with the length, as in the
-linear layers, and part with its square, as in attention).
+The given durations hold for a chunk of average size and sequences of full length. A chunk with more
+layers takes longer, shorter sequences take less: a part of the time is linear in the length, as in
+the linear layers, the other part quadratic, as in attention.
 
-A GPU does not burn the host's CPU, so the rest of the time is slept away. What counts towards it
-is the host's own work, not its waiting for tensor-parallel peers: as on a GPU that comes on top.
-The durations hold at the GPU's maximum SM clock; NVML is asked for the present clock before each
-kernel, so a GPU that throttles makes its rank slow here as it would in earnest.
+The remaining time is slept, because a GPU does not use the host's CPU. The host's own work counts
+towards the duration; waiting for tensor-parallel peers does not and comes on top, as on a GPU. The
+durations hold at the GPU's maximum SM clock. NVML reports the current clock before each kernel, so
+a throttled GPU slows its rank as a real one would.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ except ImportError:  # optional: without it, emulated clocks never change
 
 _log = logging.getLogger(__name__)
 
-ATTENTION_SHARE = 0.5  # of a full-length microbatch's time; so much goes with the length's square
+ATTENTION_SHARE = 0.5  # share of a full-length microbatch's time that is quadratic in the length
 
 
 class KernelClock(Protocol):
     def slowdown(self) -> float:
-        """Maximum over present SM clock, at least 1."""
+        """Return maximum / current SM clock, at least 1."""
         ...
 
 
 class SteadyClock:
-    """For machines whose GPUs nobody can be asked about."""
+    """A constant clock, for machines without NVML."""
 
     def slowdown(self) -> float:
         return 1.0
@@ -58,13 +58,13 @@ class NvmlClock:
         self._slowdown = 1.0
 
     def slowdown(self) -> float:
-        """Raises GpuLostError when the GPU has gone, as its kernels would."""
+        """Return maximum / current SM clock. Raises GpuLostError if the GPU is lost."""
         try:
             now_mhz = pynvml.nvmlDeviceGetClockInfo(self._handle, pynvml.NVML_CLOCK_SM)
         except pynvml.NVMLError as error:
             if error.value == pynvml.NVML_ERROR_GPU_IS_LOST:
                 raise GpuLostError(f"GPU {self.index} has fallen off the bus.") from error
-            return self._slowdown  # one reading missed: the clock as last seen
+            return self._slowdown  # after a failed reading, the last clock
         if now_mhz:
             self._slowdown = max(1.0, self._maximum_mhz / now_mhz)
         return self._slowdown
@@ -91,7 +91,7 @@ class Emulation:
 
     @contextmanager
     def kernel(self, op: Op, share: float = 1.0) -> Iterator[None]:
-        """`share`: of the duration that was given for the average."""
+        """Emulate one kernel. `share`: its duration relative to the average one."""
         self.faults.before_kernel()
         started = time.perf_counter() - self.parallel.blocked_seconds
         yield
@@ -105,7 +105,7 @@ class Emulation:
 
 
 def length_share(lengths: Sequence[int], longest: int) -> float:
-    """What sequences of these lengths cost, of what as many of the longest would."""
+    """Return the cost of sequences of these lengths, relative to as many of the longest."""
     parts = [length / longest for length in lengths]
     whole = sum((1 - ATTENTION_SHARE) * part + ATTENTION_SHARE * part**2 for part in parts)
     return whole / len(parts)
@@ -114,12 +114,12 @@ def length_share(lengths: Sequence[int], longest: int) -> float:
 def start_emulation(
     settings: TrainerSettings, place: RankPlacement, parallel: TensorParallel
 ) -> Emulation:
-    """The emulation this rank is to run under; says in the log what it is."""
+    """Return the emulation of this rank, and log it."""
     if settings.emulated_kernel_seconds is None:
         return Emulation.off()
     if settings.device != "cpu":
         if place.rank == 0:
-            _log.warning("Kernels run on %s: --emulate-kernel-ms is off.", settings.device)
+            _log.warning("Kernels run on %s: --emulate-kernel-ms has no effect.", settings.device)
         return Emulation.off()
     forward, backward = settings.emulated_kernel_seconds
     if place.rank == 0:
@@ -141,7 +141,7 @@ def _clock(place: RankPlacement) -> KernelClock:
         try:
             return NvmlClock(place.gpu_index)
         except pynvml.NVMLError as error:
-            reason = f"NVML says {error}"
+            reason = f"NVML error: {error}"
     if place.local_rank == 0:
-        _log.warning("Emulated kernels keep their full clock: %s.", reason)
+        _log.warning("Emulated kernels always run at the full clock: %s.", reason)
     return SteadyClock()

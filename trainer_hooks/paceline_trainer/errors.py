@@ -1,10 +1,10 @@
-"""What can go wrong in the trainer, apart from bugs.
+"""The errors of the trainer.
 
 TrainerError
-├── SettingsError        the run as asked for is impossible; the message says what would be
-├── GpuLostError         the (emulated) device of this rank has gone
+├── TrainerSettingsError the settings are not valid; the message says how to fix them
+├── GpuLostError         the (emulated) GPU of this rank is lost
 └── CheckpointError      a checkpoint could not be written
-    └── DamagedError     a committed checkpoint does not hold what its manifest says
+    └── DamagedError     a committed checkpoint does not match its manifest
 """
 
 from __future__ import annotations

@@ -1,25 +1,24 @@
-"""Faults on purpose, for emulated runs: what the demo and `paceline evaluate` do to a rank.
+"""Injected faults for runs with emulated kernels, as the demo and `paceline evaluate` use them.
 
-`faults.json` in the node's directory holds a list of them. Each rank reads it at the start of each
-step, and does what is meant for it; delete the file, and all is well again. Write it whole, by
-rename. `rank` is the global one; `local_rank` in its place stays with the node, whichever rank is
-there. Only runs with emulated kernels obey.
+`faults.json` in the node's directory has a list of faults. Each rank reads it at the start of each
+step and applies its own; deleting the file removes them. Replace the file atomically, by rename.
+`rank` is the global rank; `local_rank` instead selects the rank by its place on the node.
 
-    {"kind": "slow_data", "rank": 5, "seconds": 0.4}         its loader needs so much longer
+    {"kind": "slow_data", "rank": 5, "seconds": 0.4}         its data loader takes longer per step
     {"kind": "slow_compute", "rank": 5, "factor": 1.2}       its kernels take 1.2 times as long
     {"kind": "slow_link", "ranks": [1, 3], "seconds": 0.05}  each pipeline transfer between these
-                                                             two needs so much longer
-    {"kind": "gc", "rank": 5, "seconds": 0.1}                once a step, garbage is collected for
-                                                             so long, from a heap of many objects
-    {"kind": "stall", "rank": 5, "seconds": 2, "id": "a"}    it sleeps, once per id
-    {"kind": "checkpoint_stall", "rank": 5, "seconds": 3}    each checkpoint blocks it for longer
-    {"kind": "noise", "rank": 5, "seconds": 0.02}            before each kernel it burns the CPU,
-                                                             for a random time of this mean
-    {"kind": "skip_collective", "rank": 5}                   it leaves the gradients' reduction out:
-                                                             the others wait for it for ever
+                                                             two takes longer
+    {"kind": "gc", "rank": 5, "seconds": 0.1}                one garbage collection per step, over
+                                                             a heap of many objects
+    {"kind": "stall", "rank": 5, "seconds": 2, "id": "a"}    it sleeps once per id
+    {"kind": "checkpoint_stall", "rank": 5, "seconds": 3}    each checkpoint blocks it longer
+    {"kind": "noise", "rank": 5, "seconds": 0.02}            it uses the CPU before each kernel, for
+                                                             a random time with this mean
+    {"kind": "skip_collective", "rank": 5}                   it skips the gradient reduction: the
+                                                             other ranks wait forever
 
-Several of one kind add up. On a GPU a host's pause need not hold up its kernels; here `gc`,
-`stall` and `noise` always come on top of them, within the forward or backward.
+Several faults of one kind add up. On a GPU, a pause of the host may overlap with kernels; here
+`gc`, `stall` and `noise` always add to their time, within the forward or backward.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from paceline_trainer.settings import RankPlacement
 _log = logging.getLogger(__name__)
 
 FAULTS_FILE = "faults.json"
-HEAP_OBJECTS = 200_000  # a collection walks them in some 5 ms
+HEAP_OBJECTS = 200_000  # a collection takes about 5 ms for them
 
 Kind = Literal[
     "slow_data",
@@ -68,17 +67,17 @@ _decoder = msgspec.json.Decoder(list[ConfiguredFault])
 
 
 class Faults:
-    """Those of one rank, carried out where the trainer calls."""
+    """The faults of one rank; the trainer calls the methods where they take effect."""
 
     def __init__(self, path: Path | None = None, rank: int = 0, local_rank: int = 0) -> None:
-        """No `path`: there will never be any."""
+        """`path`: the file; None: no faults."""
         self.path = path
         self.rank = rank
         self.local_rank = local_rank
-        self.present: list[ConfiguredFault] = []  # that this rank has a part in
-        self._complaint = ""
+        self.present: list[ConfiguredFault] = []  # those that concern this rank
+        self._logged_error = ""
         self._stalled: set[str] = set()
-        self._pauses: list[ConfiguredFault] = []  # of this step, not yet made
+        self._pauses: list[ConfiguredFault] = []  # of this step, still to be made
         self._heap: list[list[object]] = []
         self._chance = random.Random(rank)
 
@@ -89,10 +88,10 @@ class Faults:
         return cls(path, place.rank, place.local_rank)
 
     def read(self) -> None:
-        """At the start of a step."""
+        """Read the file, at the start of a step."""
         if self.path is None:
             return
-        self.present = [fault for fault in self._read(self.path) if self._has_part(fault)]
+        self.present = [fault for fault in self._read(self.path) if self._concerns(fault)]
         if not any(fault.kind == "gc" for fault in self.present):
             self._heap.clear()
         self._pauses = [
@@ -124,7 +123,7 @@ class Faults:
         return factor
 
     def after_receive(self, peer: int) -> None:
-        """A transfer lasts from when both ends have entered it: the receiver holds it open."""
+        """Delay the end of a receive: a transfer ends when its receiver leaves it."""
         for fault in self.present:
             if fault.kind == "slow_link" and fault.ranks is not None and peer in fault.ranks:
                 _sleep(fault.seconds)
@@ -138,21 +137,21 @@ class Faults:
     def _seconds(self, kind: Kind) -> float:
         return sum(fault.seconds for fault in self.present if fault.kind == kind)
 
-    def _has_part(self, fault: ConfiguredFault) -> bool:
+    def _concerns(self, fault: ConfiguredFault) -> bool:
         if fault.ranks is not None:
             return self.rank in fault.ranks
         return self.rank == fault.rank or self.local_rank == fault.local_rank
 
     def _read(self, path: Path) -> list[ConfiguredFault]:
-        """None, said once, from a file that is wrong or half-written."""
+        """Return the faults in the file; none if it is not valid, which is logged once."""
         try:
             return _decoder.decode(path.read_bytes())
         except OSError:
-            self._complaint = ""
+            self._logged_error = ""
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if str(error) != self._complaint:
-                self._complaint = str(error)
-                _log.warning("%s is not obeyed: %s.", path, error)
+            if str(error) != self._logged_error:
+                self._logged_error = str(error)
+                _log.warning("%s is ignored, it is not valid: %s.", path, error)
         return []
 
 
@@ -162,7 +161,7 @@ def _sleep(seconds: float) -> None:
 
 
 def _collect_garbage(heap: list[list[object]], seconds: float) -> None:
-    """As in a script that keeps many objects: each collection walks them all."""
+    """Collect garbage for `seconds`, over a heap of HEAP_OBJECTS."""
     if not heap:
         heap += ([] for _ in range(HEAP_OBJECTS))
     deadline = time.perf_counter() + seconds

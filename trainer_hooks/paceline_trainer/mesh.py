@@ -1,9 +1,8 @@
-"""Who talks to whom: the world, and one process group per parallel axis.
+"""The process groups of a rank: the world, and one group per parallel axis.
 
-Pipeline transfers use two groups, one for what a stage sends to a later stage and one for what it
-sends to an earlier one: between two ranks each then carries traffic in one direction only, in the
-order of sending, so that crossing sends cannot block each other, neither over gloo nor over NCCL's
-ordered channels.
+Pipeline transfers use two groups, one towards later stages and one towards earlier ones. Between
+two ranks, each group then carries traffic in one direction only, in the order of sending. So sends
+in opposite directions cannot block each other, neither over gloo nor over NCCL's ordered channels.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from paceline_trainer.settings import RankPlacement, TrainerSettings
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This rank's process groups. An axis of size 1 has no group: nothing to say to anyone."""
+    """The process groups of this rank. An axis of size 1 has no group."""
 
     place: RankPlacement
     device: torch.device
@@ -30,20 +29,20 @@ class Mesh:
     tensor: dist.ProcessGroup | None
     downstream: dist.ProcessGroup | None
     upstream: dist.ProcessGroup | None
-    checkpoint: dist.ProcessGroup  # gloo, always: it works beside the training's collectives
+    checkpoint: dist.ProcessGroup  # always gloo; used by the checkpoint thread
 
     def stage_peer(self, pp_rank: int) -> int:
-        """Global rank of the same (dp, tp) place in another stage."""
+        """Return the global rank with the same dp and tp rank in another stage."""
         own = self.place.coordinates
         return self.place.topology.rank(own.dp_rank, pp_rank, own.tp_rank)
 
     def link(self, source: int, destination: int) -> dist.ProcessGroup | None:
-        """The group that carries what stage `source` sends to stage `destination`."""
+        """Return the group for transfers from stage `source` to stage `destination`."""
         return self.downstream if source < destination else self.upstream
 
 
 def connect(settings: TrainerSettings, place: RankPlacement, store: Store | None = None) -> Mesh:
-    """Join the process group of this generation; returns when every rank has joined."""
+    """Join the process groups of this generation. Return when all ranks have joined."""
     device = torch.device(settings.device)
     if device.type == "cuda":
         device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
@@ -54,7 +53,7 @@ def connect(settings: TrainerSettings, place: RankPlacement, store: Store | None
         store = TCPStore(
             place.master_address, place.master_port, world_size, place.rank == 0, timeout
         )
-    # A rank of an older generation that is still alive must never meet this one's ranks.
+    # Ranks of an older generation that are still alive must not join this one.
     store = PrefixStore(f"generation-{place.generation}", store)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -95,7 +94,7 @@ def _axis_group(ranks: list[int], name: str, axis: str) -> dist.ProcessGroup | N
 def _new_group(
     ranks: list[int], name: str, axis: str | None, backend: str | None
 ) -> dist.ProcessGroup:
-    # Only the members take part, in the same order on each: no world-wide round per group.
+    # Only the members take part, all in the same order: no collective of the world per group.
     group = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=name)
     assert isinstance(group, dist.ProcessGroup), "this rank is a member of its own groups"
     paceline.name_group(group, name, axis=axis)

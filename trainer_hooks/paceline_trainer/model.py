@@ -1,8 +1,8 @@
-"""The model: a byte-level GPT, and the part of it that one rank holds.
+"""The model: a byte-level GPT, of which each rank has a part.
 
-Parameters carry their global names ("blocks.3.inputs.weight") in whatever stage they live, and
-each is drawn from a generator seeded by that name, whole, before its shard is taken. So the model
-is the same however it is divided.
+Parameters have global names ("blocks.3.inputs.weight") in every stage. Each whole parameter is
+drawn from a generator seeded with its name, and then the rank's shard is taken. So the model is the
+same for every division.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ WEIGHT_DEVIATION = 0.05
 
 
 class TransformerBlock(nn.Module):
-    """Causal attention and feed-forward, side by side on one normalised input.
+    """Causal attention and feed-forward in parallel on one normalized input.
 
-    So both share one column- and one row-parallel layer, and a block costs one all-reduce in each
+    Both share one column- and one row-parallel layer, so a block needs one all-reduce in each
     direction instead of two (the "parallel layers" of PaLM, arXiv:2204.02311, section 2). The
     features of the two layers are ordered (head, part), each head having its share of the hidden
-    ones: any contiguous share of them is a whole number of heads.
+    ones, so that the contiguous share of a rank is a whole number of heads.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TransformerBlock(nn.Module):
 
 
 class Chunk(nn.Module):
-    """Some contiguous layers of the model, by default all.
+    """Contiguous layers of the model, by default all.
 
     The first chunk takes tokens, the others activations (batch, length, width); the last, given
     the targets and their weights (0 where they are padding), returns the loss of its microbatch.
@@ -116,7 +116,7 @@ class NamedShard(NamedTuple):
 
 
 def shards(chunk: nn.Module) -> Iterator[NamedShard]:
-    """This rank's parameters, in the order of the model."""
+    """Yield this rank's parameters in the order of the model."""
     for prefix, module in chunk.named_modules():
         dimensions: dict[str, int] = getattr(module, "sharded_dimension", {})
         for name, parameter in module.named_parameters(prefix, recurse=False):
@@ -124,8 +124,8 @@ def shards(chunk: nn.Module) -> Iterator[NamedShard]:
 
 
 @torch.no_grad()
-def initialise(chunk: nn.Module, parallel: TensorParallel, seed: int) -> None:
-    """Draw each parameter whole, from its own generator, and keep this rank's shard."""
+def initialize(chunk: nn.Module, parallel: TensorParallel, seed: int) -> None:
+    """Draw each whole parameter from its own generator and keep this rank's shard."""
     for name, parameter, dimension in shards(chunk):
         shape = list(parameter.shape)
         if dimension is not None:

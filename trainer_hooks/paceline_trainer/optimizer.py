@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) over one flat buffer that all parameters are views of.
+"""AdamW (arXiv:1711.05101) on one flat buffer; all parameters are views of it.
 
 One buffer means one collective for the gradients, one reduction for their norm and a handful of
 operations for the update, whatever the number of parameters.
@@ -30,11 +30,11 @@ class DataParallel(NamedTuple):
     group: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
-    sharded: bool = False  # ZeRO stage 1; there is something to share only if there is a group
+    sharded: bool = False  # ZeRO stage 1; only with a group
 
 
 class AdamW:
-    """Takes the parameters over: their data and gradients become views of the flat buffers."""
+    """The optimizer of one rank. The parameters become views of its flat buffers."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class AdamW:
             dist.all_gather(list(self._shares(self.values)), own, group=self.data.group)
 
     def counts(self) -> bool:
-        """Whether `squared_norm` is to be added to the other data-parallel ranks'."""
+        """Return whether `squared_norm` of this rank is a term of the sum over all ranks."""
         return self.data.sharded or self.data.rank == 0
 
     def squared_norm(self) -> Tensor:
@@ -109,10 +109,11 @@ class AdamW:
         self.gradient.zero_()
 
     def state(self) -> dict[str, Tensor]:
-        """Everything to checkpoint, by global name (and tp rank, if sharded by tp).
+        """Return the state to checkpoint, by global name (and tp rank, if sharded by tp).
 
-        Whole on every data-parallel rank, so that a run of any dp and pp size can load it, with
-        ZeRO or without; with ZeRO all its ranks must call it at once, and `adopt` what is loaded.
+        Every data-parallel rank returns the whole state, so that a run of any dp and pp size can
+        load it, with or without ZeRO. With ZeRO, all ranks must call this together, and call
+        `adopt` after loading.
         """
         parts = {
             "value": self.values,
@@ -126,7 +127,7 @@ class AdamW:
         }
 
     def adopt(self, state: dict[str, Tensor]) -> None:
-        """Take over a `state` that was filled; without ZeRO it is a view of ours already."""
+        """Copy a loaded `state`; without ZeRO it already is a view of the buffers."""
         if not self.data.sharded:
             return
         for part, own in (("mean", self.mean), ("variance", self.variance)):

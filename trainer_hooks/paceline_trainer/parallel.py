@@ -24,7 +24,7 @@ class TensorParallel:
     group: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
-    blocked_seconds: float = 0.0  # in all-reduces so far, as the host saw it
+    blocked_seconds: float = 0.0  # host time in all-reduces so far
 
     def sum(self, value: Tensor) -> Tensor:
         """All-reduce in place."""
@@ -43,7 +43,7 @@ class TensorParallel:
 
 
 class _EnterParallel(torch.autograd.Function):
-    """Identity forward, all-reduce backward: each rank used the value for its own columns."""
+    """Identity forward, all-reduce backward: each rank uses the value for its own columns."""
 
     @staticmethod
     def forward(context: Any, value: Tensor, parallel: TensorParallel) -> Tensor:
@@ -57,7 +57,7 @@ class _EnterParallel(torch.autograd.Function):
 
 
 class _LeaveParallel(torch.autograd.Function):
-    """All-reduce forward, identity backward: each rank holds a summand of the value."""
+    """All-reduce forward, identity backward: each rank has a term of the sum."""
 
     @staticmethod
     def forward(context: Any, value: Tensor, parallel: TensorParallel) -> Tensor:
@@ -71,7 +71,7 @@ class _LeaveParallel(torch.autograd.Function):
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Cross-entropy of logits divided by vocabulary, a weighted sum over the targets.
 
-    No rank ever holds a whole row.
+    No rank ever has a whole row of logits.
     """
 
     @staticmethod
@@ -80,20 +80,20 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         width = logits.shape[-1]
         local = targets - parallel.rank * width
-        mine = (local >= 0) & (local < width)
+        is_local = (local >= 0) & (local < width)
         local = local.clamp(0, width - 1).unsqueeze(-1)
         shifted = logits - parallel.maximum(logits.amax(-1)).unsqueeze(-1)
-        target_logit = shifted.gather(-1, local).squeeze(-1) * mine
+        target_logit = shifted.gather(-1, local).squeeze(-1) * is_local
         exponentials = shifted.exp()
         total, target_logit = parallel.sum(torch.stack([exponentials.sum(-1), target_logit]))
-        context.save_for_backward(exponentials / total.unsqueeze(-1), local, mine, weights)
+        context.save_for_backward(exponentials / total.unsqueeze(-1), local, is_local, weights)
         loss: Tensor = ((total.log() - target_logit) * weights).sum()
         return loss
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax, local, mine, weights = context.saved_tensors
-        gradient = softmax.scatter_add(-1, local, -mine.unsqueeze(-1).to(softmax.dtype))
+        softmax, local, is_local, weights = context.saved_tensors
+        gradient = softmax.scatter_add(-1, local, -is_local.unsqueeze(-1).to(softmax.dtype))
         weighted: Tensor = gradient * (weights * gradients[0]).unsqueeze(-1).to(gradient.dtype)
         return weighted, None, None, None
 
@@ -122,7 +122,7 @@ def vocab_parallel_cross_entropy(
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W' with the outputs divided over ranks; `inputs` are whole on each."""
+    """y = x W' with the outputs divided over ranks; each rank has all inputs."""
 
     sharded_dimension: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
@@ -145,7 +145,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W' + b with the inputs divided over ranks; the outputs are whole on each."""
+    """y = x W' + b with the inputs divided over ranks; each rank gets all outputs."""
 
     sharded_dimension: ClassVar[dict[str, int]] = {"weight": 1}
 
@@ -176,6 +176,6 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         local = tokens - self.parallel.rank * self.share
-        mine = (local >= 0) & (local < self.share)
+        is_local = (local >= 0) & (local < self.share)
         embedded = F.embedding(local.clamp(0, self.share - 1), self.weight)
-        return leave_parallel(embedded * mine.unsqueeze(-1), self.parallel)
+        return leave_parallel(embedded * is_local.unsqueeze(-1), self.parallel)

@@ -1,7 +1,7 @@
-"""The executor: carries out a list of actions (`schedule`) on this rank's chunks of the model.
+"""Execute a list of actions (`schedule`) on this rank's chunks of the model.
 
-A receive blocks until its tensor is there; a send is started and waited for only after the last
-action, so no order of actions can make two stages wait for each other's sends.
+A receive blocks until its tensor has arrived. Sends are asynchronous and completed after the last
+action, so no order of actions can make two stages block on each other's sends.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class StagePipeline:
     def run(
         self, actions: Sequence[ScheduleAction], batch: TokenBatch, loss_scale: float
     ) -> Tensor:
-        """Train on `batch`: gradients of loss_scale x the microbatches' losses are accumulated.
+        """Train on `batch`: accumulate the gradients of loss_scale x the microbatches' losses.
 
-        Returns that scaled sum of losses where the last part of the model is, else zero.
+        Returns that scaled sum of losses on the ranks of the last part, else zero.
         """
         with torch.enable_grad():
             return _ScheduleRun(self, batch, loss_scale, self.emulation).run(actions)
@@ -53,13 +53,13 @@ class StagePipeline:
     def evaluate(
         self, actions: Sequence[ScheduleAction], batch: TokenBatch, loss_scale: float
     ) -> Tensor:
-        """The same without gradients, and without emulated kernels: it should cost little."""
+        """Return the scaled sum of losses, without gradients and without emulated kernels."""
         with torch.no_grad():
             return _ScheduleRun(self, batch, loss_scale, Emulation.off()).run(actions)
 
 
 class _ScheduleRun:
-    """What is in flight during one run of a schedule."""
+    """The tensors in flight during one execution of a schedule."""
 
     def __init__(
         self, pipeline: StagePipeline, batch: TokenBatch, loss_scale: float, emulation: Emulation
@@ -80,7 +80,7 @@ class _ScheduleRun:
         self.inputs: dict[_Key, Tensor] = {}
         self.outputs: dict[_Key, Tensor] = {}
         self.gradients: dict[_Key, Tensor] = {}  # with respect to an output
-        self.sends: list[tuple[dist.Work, Tensor]] = []  # a tensor lives until it is sent
+        self.sends: list[tuple[dist.Work, Tensor]] = []  # keeps tensors alive until they are sent
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
 
     def run(self, actions: Sequence[ScheduleAction]) -> Tensor:
@@ -114,7 +114,7 @@ class _ScheduleRun:
                 case Op.BACKWARD:
                     self._backward(key)
                 case _:
-                    raise ValueError(f"a pipeline cannot carry out {action}")
+                    raise ValueError(f"the pipeline has no such action: {action}")
 
     def _transfer(self, action: ScheduleAction, peer: int) -> None:
         key = (action.chunk, action.microbatch)
@@ -173,12 +173,12 @@ class _ScheduleRun:
         self.sends.append((work, value))
 
     def _peer_stage(self, action: ScheduleAction) -> int | None:
-        """The stage at the other end of a transfer."""
+        """Return the stage at the other end of a transfer; None for a compute."""
         side = _SIDE.get(action.op)
         return None if side is None else (self.pipeline.stage + side) % self.pipeline.stages
 
 
 def _weights(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
-    """Of each target in the loss of its microbatch: the mean over sequences of their means."""
+    """Return the weight of each target: the loss is the mean over sequences of their means."""
     inside = torch.arange(longest, device=lengths.device) < lengths.unsqueeze(-1)
     return inside.to(dtype) / (lengths.unsqueeze(-1) * lengths.shape[-1])

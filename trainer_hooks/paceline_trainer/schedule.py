@@ -1,11 +1,11 @@
-"""Pipeline schedules as data: the list of actions that one stage carries out in one step.
+"""Pipeline schedules as data: the list of actions of one stage in one step.
 
-A schedule decides the order of the forwards and backwards of a stage; `plan` puts the receives
-before and the sends after them. The executor (`pipeline`) runs any such list, so another schedule
-is another function in SCHEDULES.
+A schedule defines the order of the forwards and backwards of a stage; `plan` adds the receives
+before and the sends after them. `pipeline` executes any such list, so a new schedule is a new
+function in SCHEDULES.
 
-The model is a row of parts, and chunk c of stage s is part c * stages + s: with several chunks
-per stage, the last stage sends on to the first.
+The model is a sequence of parts, and chunk c of stage s is part c * stages + s: with several chunks
+per stage, the last stage sends to the first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline_wire.spans import Op
 
 
 class ScheduleAction(NamedTuple):
-    """One thing a stage does; printed as `F3`, `SEND_B0`; `.1` names a chunk other than 0."""
+    """One action of a stage; printed as `F3`, `SEND_B0`, with `.1` for a chunk other than 0."""
 
     op: Op
     microbatch: int
@@ -30,7 +30,7 @@ class ScheduleAction(NamedTuple):
 
 
 class ScheduleShape(NamedTuple):
-    """What a schedule is made for; `chunks` per stage."""
+    """The dimensions of a schedule; `chunks` is per stage."""
 
     stages: int
     microbatches: int
@@ -97,7 +97,7 @@ def interleaved(stage: int, shape: ScheduleShape) -> Iterator[ScheduleAction]:
 def _alternate(
     forwards: Iterator[ScheduleAction], backwards: Iterator[ScheduleAction], ahead: int
 ) -> Iterator[ScheduleAction]:
-    """`ahead` forwards, then one forward, one backward, until there are none left."""
+    """Yield `ahead` forwards, then one forward and one backward alternately."""
     yield from islice(forwards, ahead)
     for backward in backwards:
         yield from islice(forwards, 1)
@@ -105,7 +105,7 @@ def _alternate(
 
 
 def forward_only(_stage: int, shape: ScheduleShape) -> Iterator[ScheduleAction]:
-    """For evaluation."""
+    """Forwards only, for evaluation."""
     for chunk in range(shape.chunks):
         for microbatch in range(shape.microbatches):
             yield ScheduleAction(Op.FORWARD, microbatch, chunk)
@@ -119,46 +119,47 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def plan(schedule: Schedule, stage: int, shape: ScheduleShape) -> list[ScheduleAction]:
-    """What `stage` does in one step: receive what each action needs, send on what it makes.
+    """Return the actions of `stage` in one step, with the receives and sends they need.
 
-    Sends never block (see `pipeline`), so the order of the receives decides everything. From each
-    stage they come in the order in which it sends, even where one is needed later: two ranks then
-    number their transfers alike, and nothing can block, as what is sent earlier is there earlier.
-    Only two stages with several chunks each send one another both activations and gradients.
+    Sends never block (see `pipeline`), so only the order of the receives matters. Receives from a
+    stage are in the order in which that stage sends, even if a later action needs them: both ranks
+    then number their transfers alike, and no receive blocks on a tensor that is sent later. This
+    matters for two stages with several chunks, which send both activations and gradients to each
+    other.
     """
     sent = {peer: _sent(schedule, peer, stage, shape) for peer in range(shape.stages)}
     received: set[ScheduleAction] = set()
     result: list[ScheduleAction] = []
     for action in schedule(stage, shape):
-        source = _neighbour(action, stage, shape, -1)
+        source = _neighbor(action, stage, shape, -1)
         if source is not None:
             wanted = ScheduleAction(_RECEIVE[action.op], action.microbatch, action.chunk)
             while wanted not in received:
                 result.append(sent[source[0]].popleft())
                 received.add(result[-1])
         result.append(action)
-        if _neighbour(action, stage, shape, 1) is not None:
+        if _neighbor(action, stage, shape, 1) is not None:
             result.append(ScheduleAction(_SEND[action.op], action.microbatch, action.chunk))
     return result
 
 
 def _sent(schedule: Schedule, stage: int, to: int, shape: ScheduleShape) -> deque[ScheduleAction]:
-    """The receives that what `stage` sends means for stage `to`, in the order of sending."""
+    """Return the receives of stage `to` from `stage`, in the order of sending."""
     receives = deque[ScheduleAction]()
     for action in schedule(stage, shape):
-        sink = _neighbour(action, stage, shape, 1)
+        sink = _neighbor(action, stage, shape, 1)
         if sink is not None and sink[0] == to:
             receives.append(ScheduleAction(_RECEIVE[action.op], action.microbatch, sink[1]))
     return receives
 
 
-def _neighbour(
+def _neighbor(
     action: ScheduleAction, stage: int, shape: ScheduleShape, side: int
 ) -> tuple[int, int] | None:
-    """Stage and chunk that an action's input is from (`side` -1) or its output for (1)."""
+    """Return stage and chunk of an action's input (`side` -1) or output (1); None at the ends."""
     direction = side if action.op == Op.FORWARD else -side
     part = action.chunk * shape.stages + stage + direction
     if not 0 <= part < shape.stages * shape.chunks:
         return None
-    chunk, neighbour = divmod(part, shape.stages)
-    return neighbour, chunk
+    chunk, neighbor = divmod(part, shape.stages)
+    return neighbor, chunk

@@ -1,6 +1,6 @@
-"""What a run is: the settings every rank shares, and the place of one rank in it.
+"""The settings that all ranks share, and the placement of one rank.
 
-Both are built once, in `__main__`, and never change. Nothing else reads the environment.
+Both are built once, in `__main__`, and are immutable.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """Everything that decides the numbers, and how often what is done."""
+    """The settings of a run, the same on all ranks."""
 
     model: ModelSettings = ModelSettings()
     dtype: str = "float32"
@@ -48,8 +48,8 @@ class TrainerSettings:
     schedule: str = "1f1b"
     virtual_stages: int = 1  # chunks of the model per stage; more than 1: interleaved
     stage_layers: tuple[int, ...] | None = None  # of each chunk, in the model's order; None: even
-    zero: int = 0  # 1: the optimizer's state is divided over the dp ranks
-    global_batch_size: int = 32  # sequences per optimizer step, whatever the dp size
+    zero: int = 0  # 1: the optimizer state is sharded over the dp ranks
+    global_batch_size: int = 32  # sequences per optimizer step, over all dp ranks
     microbatch_size: int = 2
     learning_rate: float = 3e-3
     warmup_steps: int = 10
@@ -60,13 +60,16 @@ class TrainerSettings:
     checkpoint_every: int = 0  # steps; 0: only when commanded and at the end
     checkpoints_kept: int = 3
     checkpoint_directory: Path | None = None
-    sequence_spread: float = 1.0  # the longest sample may be so many times the shortest
+    sequence_spread: float = 1.0  # longest / shortest sample
     data_directory: Path | None = None  # None: the standard library's own sources
     emulated_kernel_seconds: tuple[float, float] | None = None  # (forward, backward)
-    timeout_seconds: float = 600.0  # of a collective
+    timeout_seconds: float = 600.0  # timeout of collectives
 
     def microbatches(self, topology: Topology) -> int:
-        """Per data-parallel rank and step. Raises SettingsError if the batch cannot be divided."""
+        """Return the number per data-parallel rank and step.
+
+        Raises TrainerSettingsError if the batch is not divisible.
+        """
         count, rest = divmod(self.global_batch_size, topology.dp * self.microbatch_size)
         if rest or not count:
             raise TrainerSettingsError(
@@ -77,14 +80,14 @@ class TrainerSettings:
         return count
 
     def layers_of_chunks(self, topology: Topology) -> list[range]:
-        """The layers of each chunk, in the model's order: chunk c of stage s is c * pp + s.
+        """Return the layers of each chunk in the model's order: chunk c of stage s is c * pp + s.
 
-        Raises SettingsError if some chunk would have none.
+        Raises TrainerSettingsError if a chunk would have no layer.
         """
         chunks, layers = topology.pp * self.virtual_stages, self.model.layers
         if layers < chunks:
             raise TrainerSettingsError(
-                f"{chunks} pipeline stages need at least as many layers, virtual ones included, "
+                f"{chunks} pipeline stages, including virtual ones, need at least as many layers, "
                 f"got --layers {layers}"
             )
         if self.stage_layers is None:
@@ -99,7 +102,7 @@ class TrainerSettings:
         return [range(start, end) for start, end in pairwise([0, *ends])]
 
     def check_schedule(self, topology: Topology) -> None:
-        """Raises SettingsError for a number of chunks or microbatches the schedule cannot take."""
+        """Raise TrainerSettingsError if chunks or microbatches do not fit the schedule."""
         if self.schedule != "interleaved":
             if self.virtual_stages > 1:
                 raise TrainerSettingsError(
@@ -121,7 +124,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlacement:
-    """Which rank this process is, and where it finds the others and its node's things."""
+    """The rank of this process, the rendezvous address, and its node's directory and GPU."""
 
     rank: int = 0
     local_rank: int = 0
@@ -144,10 +147,13 @@ def read_place(
     pp: int | None = None,
     tp: int | None = None,
 ) -> RankPlacement:
-    """The place given by the environment; axis sizes given as arguments win over its own.
+    """Return the placement in the environment; axis sizes given as arguments take precedence.
 
-    Without sizes from either, all ranks are data-parallel. Raises SettingsError if the sizes do
-    not make the world size, or if a variable is no number.
+    Without any sizes, all ranks are data-parallel.
+
+    Raises:
+        TrainerSettingsError: the product of the sizes is not the world size, or a variable is not
+            a number.
     """
     rank, world_size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     pp = pp or _number(environment, "PACELINE_PP", 1)
@@ -156,7 +162,7 @@ def read_place(
     topology = Topology(dp, pp, tp)
     if topology.world_size != world_size or not 0 <= rank < world_size:
         raise TrainerSettingsError(
-            f"dp {dp} x pp {pp} x tp {tp} makes {topology.world_size} ranks, but this is rank "
+            f"dp {dp} x pp {pp} x tp {tp} is {topology.world_size} ranks, but this is rank "
             f"{rank} of WORLD_SIZE {world_size}; start one process per rank, as `paceline run` or "
             "torchrun does"
         )

@@ -1,4 +1,4 @@
-"""The training loop of one rank: what the other modules are for."""
+"""The training loop of one rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline_trainer.data import Loader, Sequences, TokenBatch, read_corpus, va
 from paceline_trainer.emulation import start_emulation
 from paceline_trainer.errors import TrainerSettingsError
 from paceline_trainer.mesh import Mesh, connect, disconnect
-from paceline_trainer.model import Chunk, initialise, shards
+from paceline_trainer.model import Chunk, initialize, shards
 from paceline_trainer.optimizer import AdamW, DataParallel
 from paceline_trainer.parallel import TensorParallel
 from paceline_trainer.pipeline import StagePipeline
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TrainingResult:
-    """What a run did, the same on every rank."""
+    """The result of a run, the same on every rank."""
 
     first_step: int = 0
     losses: list[float] = field(default_factory=list)  # of steps first_step, first_step + 1, ...
@@ -44,10 +44,13 @@ class TrainingResult:
 def train(
     settings: TrainerSettings, place: RankPlacement, store: Store | None = None
 ) -> TrainingResult:
-    """Join the others, resume from the best checkpoint, train until done or told to stop.
+    """Join the process groups, resume from the best checkpoint, train to the end or a stop command.
 
-    Raises SettingsError for a run that cannot be, CheckpointError if a newer generation has the
-    checkpoint directory, GpuLostError, and RuntimeError of torch.distributed if a peer dies.
+    Raises:
+        TrainerSettingsError: the settings do not fit each other or the topology.
+        CheckpointError: a newer generation has claimed the checkpoint directory.
+        GpuLostError: the rank's GPU is lost.
+        RuntimeError: from torch.distributed, if a peer dies.
     """
     check(settings, place.topology)
     torch.set_num_threads(1)  # ranks share the host's cores, and the layers are small
@@ -66,7 +69,7 @@ def train(
 
 
 def check(settings: TrainerSettings, topology: Topology) -> None:
-    """Raises SettingsError with the fix if the settings do not fit each other or the topology."""
+    """Raise TrainerSettingsError if the settings do not fit each other or the topology."""
     settings.model.check(topology)
     settings.microbatches(topology)
     settings.layers_of_chunks(topology)
@@ -78,7 +81,7 @@ def check(settings: TrainerSettings, topology: Topology) -> None:
 
 
 def describe(settings: TrainerSettings, topology: Topology) -> dict[str, str]:
-    """The metadata that goes with the job's spans."""
+    """Return the metadata of the job, for `paceline.init`."""
     model = settings.model
     metadata = {
         "framework": f"torch {torch.__version__}",
@@ -103,7 +106,7 @@ def describe(settings: TrainerSettings, topology: Topology) -> dict[str, str]:
 
 
 class Trainer:
-    """One rank's model, data and state, joined."""
+    """The model, data and state of one rank, and its training loop."""
 
     def __init__(self, settings: TrainerSettings, place: RankPlacement, mesh: Mesh) -> None:
         self.settings = settings
@@ -116,7 +119,7 @@ class Trainer:
         layers = settings.layers_of_chunks(topology)[own.pp_rank :: topology.pp]
         chunks = [Chunk(settings.model, parallel, DTYPES[settings.dtype], part) for part in layers]
         for chunk in chunks:
-            initialise(chunk, parallel, settings.seed)
+            initialize(chunk, parallel, settings.seed)
             chunk.to(mesh.device)
         self.optimizer = AdamW(
             [shard for chunk in chunks for shard in shards(chunk)],
@@ -141,7 +144,7 @@ class Trainer:
         faults = self.emulation.faults
         loader = Loader(training, self.settings, self.place, completed, faults)
         gc.collect()
-        gc.freeze()  # else each full collection walks all that was imported: 100 ms and more
+        gc.freeze()  # otherwise each full collection scans all imported modules: 100 ms and more
         started = time.perf_counter()
         for batch in paceline.steps(loader, start=completed):
             self._step(batch, completed)
@@ -153,7 +156,7 @@ class Trainer:
             now = time.perf_counter()
             self._log_step(completed, now - started)
             started = now
-            if self._obey(completed):
+            if self._execute_command(completed):
                 break
         else:
             if self.checkpointer is not None and completed:
@@ -163,7 +166,7 @@ class Trainer:
         return self.outcome
 
     def _step(self, batch: TokenBatch, completed: int) -> None:
-        """Accumulate, reduce, agree, update."""
+        """Train one step: accumulate gradients, reduce them, exchange, update."""
         topology = self.place.topology
         loss = self.pipeline.run(self.actions, batch, 1 / (self.microbatches * topology.dp))
         if not self.emulation.faults.skips_collective():
@@ -180,10 +183,10 @@ class Trainer:
         paceline.report(loss=loss_sum, gradient_norm=norm)
 
     def _exchange(self, loss: Tensor, completed: int) -> tuple[float, float]:
-        """The one world-wide exchange of a step: loss, gradient norm, pending commands."""
+        """Exchange loss, gradient norm and pending commands in one collective of all ranks."""
         own = self.place.coordinates
         row = torch.zeros(2 + WORDS, dtype=torch.float64, device=self.mesh.device)
-        if own.tp_rank == 0:  # its peers hold the same loss
+        if own.tp_rank == 0:  # its peers have the same loss
             row[0] = loss
         if self.optimizer.counts():
             row[1] = self.optimizer.squared_norm()
@@ -200,21 +203,23 @@ class Trainer:
             batch = validation_batch(validation, self.settings, self.place)
             microbatches = len(batch.tokens)
             actions = plan(forward_only, self.place.coordinates.pp_rank, self._shape(microbatches))
-            scale = 1 / (microbatches * topology.dp * topology.tp)  # all tp ranks hold it
+            scale = 1 / (
+                microbatches * topology.dp * topology.tp
+            )  # all tp ranks have the same loss
             loss = self.pipeline.evaluate(actions, batch, scale)
             dist.all_reduce(loss)
         self.outcome.evaluation_losses[completed] = loss.item()
         paceline.report(evaluation_loss=loss.item())
 
     def _checkpoint(self, completed: int) -> None:
-        """Begin one; training goes on while it is written."""
+        """Start a checkpoint; training continues while it is written."""
         if self.checkpointer is not None:
             with paceline.checkpoint():
                 self.emulation.faults.at_checkpoint()
                 self.checkpointer.save(completed, self.optimizer.state())
 
-    def _obey(self, completed: int) -> bool:
-        """Carry out the command that is due, if any. True: stop here."""
+    def _execute_command(self, completed: int) -> bool:
+        """Execute the command that is due, if any. Return whether to stop."""
         command = self.agreement.due(completed, last=completed >= self.settings.steps)
         if command is None:
             return False
@@ -284,11 +289,11 @@ class Trainer:
 
     def _log_step(self, completed: int, seconds: float) -> None:
         if self.place.rank == 0:
-            held_back = self.outcome.evaluation_losses.get(completed)
+            held_out = self.outcome.evaluation_losses.get(completed)
             _log.info(
                 "step %d  loss %.4f  %.3f s%s",
                 completed,
                 self.outcome.losses[-1],
                 seconds,
-                "" if held_back is None else f"  held-back loss {held_back:.4f}",
+                "" if held_out is None else f"  held-out loss {held_out:.4f}",
             )

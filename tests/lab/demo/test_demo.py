@@ -1,4 +1,4 @@
-"""The whole product: the demo as a newcomer starts it."""
+"""End-to-end: `paceline demo` as a user starts it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run_demo(report: Path, *options: str) -> dict[str, object]:
 
 @pytest.mark.alone
 @pytest.mark.timeout(660)
-def test_every_fault_is_found_named_and_repaired(tmp_path: Path) -> None:
+def test_every_fault_is_detected_explained_and_repaired(tmp_path: Path) -> None:
     report = run_demo(tmp_path / "demo.json", "--faults", "throttle:1,crash:5,hang:0")
 
     throttle, crash, hang = report["faults"]  # type: ignore[misc]
@@ -101,7 +101,7 @@ def running_demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_no_process_is_left_however_the_demo_ends(
+def test_no_process_is_left_when_the_demo_is_killed_or_interrupted(
     running_demo: tuple[subprocess.Popen[str], str], number: signal.Signals
 ) -> None:
     process, mark = running_demo

@@ -9,14 +9,14 @@ import pytest
 from paceline_demo.fake_nvml import LIBRARY, CompilerMissing, FakeGpus, build
 
 
-def test_without_a_compiler_it_says_so(tmp_path, monkeypatch):
+def test_a_missing_compiler_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(CompilerMissing, match="install gcc or clang"):
         build(tmp_path / "cache")
 
 
-def test_builders_may_race(tmp_path):
+def test_concurrent_builds_succeed(tmp_path):
     with ThreadPoolExecutor(3) as pool:
         try:
             found = set(pool.map(lambda _: build(tmp_path), range(3)))
@@ -42,7 +42,7 @@ def test_two_writers_share_one_state(tmp_path):
     written.close()
 
 
-def test_each_node_has_gpus_of_its_own(tmp_path):
+def test_each_node_has_its_own_gpus(tmp_path):
     uuids = {FakeGpus.create(tmp_path / name, 1)._gpu(0).uuid for name in ("a", "b")}
     assert len(uuids) == 2
 
@@ -55,7 +55,7 @@ def test_each_node_has_gpus_of_its_own(tmp_path):
         ({"sm_clock_mhz": ["gpu_idle"]}, "takes a number"),
     ],
 )
-def test_a_wrong_field_is_told(tmp_path, values, message):
+def test_an_invalid_field_is_refused(tmp_path, values, message):
     gpus = FakeGpus.create(tmp_path / "state", 1)
     with pytest.raises(ValueError, match=message):
         gpus.set(0, **values)
@@ -63,7 +63,7 @@ def test_a_wrong_field_is_told(tmp_path, values, message):
         gpus.set(1, lost=1)
 
 
-def test_a_file_of_something_else_is_refused(tmp_path):
+def test_another_file_is_refused(tmp_path):
     (tmp_path / "state").write_bytes(b"x" * 100_000)
     with pytest.raises(ValueError, match="not a state file"):
         FakeGpus.open(tmp_path / "state")

@@ -21,7 +21,7 @@ def run(campaign: Campaign, processes: int) -> list[TrialVerdict]:
     return campaign.run(processes, lambda _: None)
 
 
-def test_the_seed_decides_the_result_and_the_processes_do_not():
+def test_the_result_depends_on_the_seed_and_not_on_the_number_of_processes():
     campaign = Campaign(seed=11, trials=2, kinds=KINDS, largest=8, length=SHORT)
     once = run(campaign, 1)
     assert [(one.kind, one.number) for one in once] == [(k, n) for k in KINDS for n in (0, 1)]
@@ -30,13 +30,13 @@ def test_the_seed_decides_the_result_and_the_processes_do_not():
     assert [one.note for one in once] != [one.note for one in run(other, 1)]
 
 
-def test_a_trial_is_the_same_whatever_else_is_played():
+def test_a_trial_does_not_depend_on_the_other_trials():
     alone = Campaign(seed=11, trials=1, kinds=("hang",), largest=8, length=SHORT)
     among = Campaign(seed=11, trials=1, kinds=("crash", "hang"), largest=8, length=SHORT)
     assert run(alone, 1)[0] == run(among, 1)[1]
 
 
-def test_json_has_the_promised_keys(tmp_path: Path):
+def test_json_has_the_documented_keys(tmp_path: Path):
     output = tmp_path / "figures.json"
     arguments = ["--kinds", "crash,hang", "--trials", "1", "--largest", "8", "--jobs", "1"]
     ended = CliRunner().invoke(evaluate, [*arguments, "--json", "--output", str(output)])
@@ -66,20 +66,20 @@ def test_json_has_the_promised_keys(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
-        (["--kinds", "nonsense"], "'nonsense' is none of none, slow_rank"),
-        (["--kinds", ","], "name at least one"),
-        (["--arms", "imaginary"], "'imaginary' is none of synthetic, real"),
+        (["--kinds", "nonsense"], "unknown name 'nonsense'; expected none, slow_rank"),
+        (["--kinds", ","], "expected at least one name"),
+        (["--arms", "imaginary"], "unknown name 'imaginary'; expected synthetic, real"),
         (["--trials", "0"], "0 is not in the range"),
         (["--output", "/nowhere/found.json"], "there is no folder /nowhere"),
-        (["--arms", "real", "--kinds", "late_link"], "the real arm knows none of these"),
+        (["--arms", "real", "--kinds", "late_link"], "the real arm does not support these"),
     ],
 )
-def test_bad_flags_are_told_in_a_sentence(arguments: list[str], told: str):
+def test_an_invalid_option_is_refused_in_one_sentence(arguments: list[str], message: str):
     ended = CliRunner().invoke(evaluate, arguments)
     assert ended.exit_code == 2
-    assert told in ended.stderr
+    assert message in ended.stderr
 
 
 def test_markdown_is_a_table():

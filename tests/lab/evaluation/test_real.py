@@ -11,7 +11,7 @@ from paceline_evaluation import inject
 from paceline_evaluation.real import RealArm
 
 
-def test_a_kind_that_needs_another_job_cannot_be_put_into_a_running_one(tmp_path):
+def test_a_kind_that_needs_its_own_job_cannot_be_injected(tmp_path):
     ranks = [{"rank": 0, "node": "node-0", "local_rank": 0, "pid": None}]
     cluster = object.__new__(Cluster)
     with pytest.raises(ValueError, match="stage_imbalance cannot be injected"):
@@ -20,7 +20,7 @@ def test_a_kind_that_needs_another_job_cannot_be_put_into_a_running_one(tmp_path
 
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
-def test_real_faults_are_found_and_nothing_is_left_running():
+def test_real_faults_are_detected_and_no_process_is_left():
     arm = RealArm(("none", "slow_rank", "data_stall", "hang", "crash"), trials=1, seed=1)
     verdicts = {one.kind: one for one in arm.run(lambda _: None)}
     assert list(verdicts) == ["none", "slow_rank", "data_stall", "hang", "crash"]

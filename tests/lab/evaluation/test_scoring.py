@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from paceline_evaluation.faults import TrialFault
-from paceline_evaluation.record import Seen, TrialRecord
+from paceline_evaluation.record import ReportedFinding, TrialRecord
 from paceline_evaluation.scoring import TrialVerdict, figures, judge, wilson
 from paceline_server.detect.finding import Finding
 
@@ -31,13 +31,13 @@ def finding(kind: str = "straggler", rank: int | None = 3, **fields: object) -> 
 def record(*seen: tuple[int, Finding], faults: tuple[TrialFault, ...] = (SLOW,)) -> TrialRecord:
     made = TrialRecord(faults[0].kind if len(faults) == 1 else "two_faults", faults, steps=80)
     made.onset_seconds = (10.0,) * len(faults)
-    made.seen = [Seen(found, step, step / 4) for step, found in seen]
+    made.findings = [ReportedFinding(found, step, step / 4) for step, found in seen]
     return made
 
 
 def healthy(*seen: tuple[int, Finding]) -> TrialRecord:
     made = TrialRecord("none", (), steps=80)
-    made.seen = [Seen(found, step, step / 4) for step, found in seen]
+    made.findings = [ReportedFinding(found, step, step / 4) for step, found in seen]
     return made
 
 
@@ -45,23 +45,23 @@ def alarms(verdict: TrialVerdict) -> tuple[int, int]:
     return len(verdict.clean_alarms), len(verdict.other_alarms)
 
 
-def test_the_right_rank_and_cause_five_steps_after_the_onset():
+def test_the_correct_rank_and_cause_five_steps_after_the_onset_is_a_hit():
     verdict = judge(record((55, finding())))
-    assert (verdict.detected, verdict.hit, verdict.top1, verdict.cause_right) == (True,) * 4
+    assert (verdict.detected, verdict.hit, verdict.top1, verdict.cause_correct) == (True,) * 4
     assert verdict.latency_steps == 5
     assert verdict.latency_seconds == pytest.approx(55 / 4 - 10.0)
     assert alarms(verdict) == (0, 0)
     assert verdict.clean_steps == 45  # all before the onset but the warm-up
 
 
-def test_nothing_found_is_a_miss_and_no_alarm():
+def test_no_finding_is_a_miss_and_no_alarm():
     verdict = judge(record())
     assert (verdict.detected, verdict.hit, verdict.latency_steps) == (False, False, None)
-    assert verdict.cause_right is None
+    assert verdict.cause_correct is None
     assert alarms(verdict) == (0, 0)
 
 
-def test_what_was_found_before_the_onset_is_a_false_alarm_even_about_the_right_rank():
+def test_a_finding_before_the_onset_is_a_false_alarm_even_for_the_correct_rank():
     verdict = judge(record((49, finding())))
     assert not verdict.hit
     assert alarms(verdict) == (1, 0)
@@ -74,7 +74,7 @@ def test_the_wrong_rank_first_costs_top1_and_is_a_false_alarm():
     assert alarms(verdict) == (0, 1)
 
 
-def test_a_finding_that_repeats_or_sharpens_counts_once():
+def test_a_repeated_or_updated_finding_counts_once():
     better = finding(cause="thermal throttle of gpu1")
     verdict = judge(record((54, finding(rank=5)), (55, finding(rank=5)), (56, better)))
     assert alarms(verdict) == (0, 1)
@@ -105,16 +105,16 @@ def test_a_bubble_beside_a_slow_rank_is_its_symptom_but_another_kind_is_an_alarm
     assert alarms(judge(record((55, finding("slow_data"))))) == (0, 1)
 
 
-def test_the_newest_cause_is_judged_and_unknown_is_right_where_nothing_shows():
+def test_the_latest_cause_is_scored_and_unknown_is_correct_without_telemetry():
     first = finding(cause="unknown")
-    assert judge(record((55, first), (57, finding()))).cause_right is True
-    assert judge(record((55, finding()), (57, first))).cause_right is False
+    assert judge(record((55, first), (57, finding()))).cause_correct is True
+    assert judge(record((55, finding()), (57, first))).cause_correct is False
     unseen = TrialFault("slow_rank", ONSET, 0.3, ranks=(3,), node=1, cause="unknown")
-    assert judge(record((55, first), faults=(unseen,))).cause_right is True
-    assert judge(record((55, finding()), faults=(unseen,))).cause_right is False
+    assert judge(record((55, first), faults=(unseen,))).cause_correct is True
+    assert judge(record((55, finding()), faults=(unseen,))).cause_correct is False
 
 
-def test_two_faults_must_both_be_found_and_are_as_late_as_the_later():
+def test_two_faults_must_both_be_hits_and_the_larger_latency_counts():
     data = TrialFault("data_stall", ONSET + 2, 0.3, ranks=(6,), node=3, cause="disk")
     slow = finding("slow_data", 6, cause="slow disk")
     both = judge(record((54, finding()), (59, slow), faults=(SLOW, data)))
@@ -123,7 +123,7 @@ def test_two_faults_must_both_be_found_and_are_as_late_as_the_later():
     assert (one.hit, one.detected, alarms(one)) == (False, False, (0, 0))
 
 
-def test_two_slow_ranks_do_not_vouch_for_one_another():
+def test_the_finding_of_one_slow_rank_is_no_hit_for_the_other():
     other = TrialFault("slow_rank", ONSET, 0.3, ranks=(6,), node=3, cause="unknown")
     verdict = judge(record((54, finding()), faults=(SLOW, other)))
     assert (verdict.hit, alarms(verdict)) == (False, (0, 0))
@@ -138,7 +138,7 @@ def test_two_slow_ranks_do_not_vouch_for_one_another():
         (finding(rank=None, node="node-2", ranks=[4, 5]), False),
     ],
 )
-def test_a_slow_node_is_named_by_itself_or_its_own_ranks(found: Finding, hit: bool):
+def test_a_slow_node_may_be_reported_as_node_or_as_its_ranks(found: Finding, hit: bool):
     fault = TrialFault("slow_node", ONSET, 0.3, ranks=(2, 3), node=1)
     assert judge(record((55, found), faults=(fault,))).hit is hit
 
@@ -151,7 +151,7 @@ def test_a_link_has_two_ends_in_any_order():
     assert (wrong.detected, wrong.hit, alarms(wrong)) == (True, False, (0, 1))
 
 
-def test_a_weak_fault_is_no_miss_and_naming_its_rank_no_alarm():
+def test_a_weak_fault_is_no_miss_and_a_finding_of_its_rank_no_alarm():
     weak = TrialFault("slow_rank", ONSET, 0.06, ranks=(3,), node=1)
     found = judge(record((60, finding()), faults=(weak,)))
     missed = judge(record(faults=(weak,)))
@@ -179,7 +179,7 @@ def test_figures_of_a_campaign():
     assert result["by_kind"]["none"]["recall"] is None  # type: ignore[index]
 
 
-def test_a_fleeting_fault_is_not_in_the_overall_figures_but_its_alarms_are():
+def test_a_transient_fault_is_not_in_the_overall_figures_but_its_alarms_are():
     stall = TrialFault("transient_stall", ONSET, 2.0, steps=2, ranks=(3,), node=1)
     verdict = judge(record((52, finding()), faults=(stall,)))  # taken for one that lasts
     overall = figures([verdict], ["transient_stall"])["overall"]

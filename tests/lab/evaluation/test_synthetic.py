@@ -94,13 +94,13 @@ def played(shape: JobShape, *faults: TrialFault) -> tuple[Conditions, Timeline]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.text)
-def test_a_healthy_step_takes_what_its_schedule_promises(shape: JobShape):
+def test_a_healthy_step_takes_the_time_of_its_schedule(shape: JobShape):
     busy = 3 * 0.010 * shape.microbatches  # forward and backward of two layers per rank
     assert step_seconds(shape) == pytest.approx(busy / (1 - theory(shape)), rel=0.01)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.text)
-def test_the_engine_sees_the_bubble_of_theory_and_the_self_time_that_was_put_in(shape: JobShape):
+def test_the_engine_measures_the_theoretical_bubble_and_the_injected_self_time(shape: JobShape):
     slow = TrialFault("slow_rank", 3, 0.5, ranks=(1,), factor=1.5)
     trial = Watched(TrialPlan(shape, (slow,)), 6, QUIET)
     trial.run()
@@ -133,7 +133,7 @@ def test_every_receive_ends_with_its_send_and_their_numbers_agree():
     assert all(abs(sends[key] - receives[key]) <= 1 for key in sends)
 
 
-def test_numbers_of_transfers_and_collectives_go_on_from_step_to_step():
+def test_sequence_numbers_continue_from_step_to_step():
     trial = Watched(TrialPlan(SHAPES[3]), 4, QUIET)
     trial.run()
     numbers: dict[tuple[int, int], list[int]] = {}
@@ -156,7 +156,7 @@ def test_clocks_differ_by_at_most_five_milliseconds_and_drift_little():
     assert 0 < np.abs(later - offsets).max() < 1e6
 
 
-def test_an_overrun_ring_says_how_many_spans_it_lost():
+def test_an_overrun_ring_reports_how_many_spans_it_lost():
     trial = Watched(TrialPlan(SHAPE), 30, Noise())
     trial.emission.lost = 0.1
     trial.run()
@@ -170,7 +170,7 @@ def test_an_overrun_ring_says_how_many_spans_it_lost():
     assert len(trial.steps) == 30
 
 
-def test_faults_do_what_they_are_tuned_to():
+def test_faults_cost_what_they_are_tuned_to():
     chance = np.random.default_rng(3)
     for kind in KINDS:
         plan = draw_plan(kind, chance, 20, largest=16)
@@ -186,7 +186,7 @@ def test_faults_do_what_they_are_tuned_to():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_however_large_a_job_its_fault_is_played(kind: str):
+def test_the_fault_begins_within_the_steps_of_any_job_size(kind: str):
     chance = np.random.default_rng(0)
     for world_size in (8, 256, 512, 1024):
         for onset in (40, 159):
@@ -195,7 +195,7 @@ def test_however_large_a_job_its_fault_is_played(kind: str):
             assert steps <= (500 if world_size <= 256 else 180)
 
 
-def test_a_creep_grows_evenly_and_counts_from_a_tenth_on():
+def test_a_creep_grows_linearly_and_counts_from_10_percent():
     fault = TrialFault("slow_creep", 10, 0.3, ranks=(1,), factor=1.3, ramp_steps=60)
     assert fault.share(np.array([9, 10, 39, 69, 90])).tolist() == pytest.approx(
         [0.0, 1 / 60, 0.5, 1.0, 1.0]
@@ -204,7 +204,7 @@ def test_a_creep_grows_evenly_and_counts_from_a_tenth_on():
     assert replace(fault, ramp_steps=0).counted_step == 10
 
 
-def test_a_late_reduction_comes_when_it_is_due_and_its_fault_makes_one_group_slow():
+def test_a_late_reduction_begins_on_time_and_its_fault_slows_one_group():
     shape = SHAPES[3]  # dp 2, pp 2, tp 2
     fault = TrialFault(
         "late_link", 6, 0.2, ranks=(4, 6), stage=1, factor=1000.0, traffic=HiddenTraffic(3, 2)
@@ -225,15 +225,17 @@ def test_a_late_reduction_comes_when_it_is_due_and_its_fault_makes_one_group_slo
     assert len(trial.steps) == 9
 
 
-def test_a_hung_rank_leaves_the_others_waiting_for_it():
+def test_all_other_ranks_wait_for_a_hung_rank():
     fault = TrialFault("hang", 3, 1.0, ranks=(5,), node=2)
     trial = Watched(TrialPlan(SHAPES[3], (fault,)), 3, Noise())
     trial.record.faults = (fault,)
     trial.run()
-    assert [seen.finding.rank for seen in trial.record.seen if seen.finding.kind == "hang"] == [5]
+    assert [seen.finding.rank for seen in trial.record.findings if seen.finding.kind == "hang"] == [
+        5
+    ]
 
 
-def test_shapes_are_jobs_that_can_be():
+def test_drawn_shapes_are_valid_jobs():
     chance = np.random.default_rng(5)
     for _ in range(100):
         shape = draw_shape(chance)

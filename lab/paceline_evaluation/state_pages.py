@@ -1,6 +1,6 @@
-"""State pages in the middle of a step: where each rank stands and what it waits for.
+"""State pages in the middle of a step: the operations each rank is in, and what it waits for.
 
-In a step that some rank never ends, that is where it stands for good.
+In a step that never ends (a hang) this is the final state.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ class _Peer:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """`step` is number `number` of the timeline's; it began `begin_seconds` after the job."""
+    """A moment within step `step`, which is step number `number` of the timeline."""
 
     timeline: Timeline
     number: int
     step: int
-    begin_seconds: float
-    seconds: float = math.inf  # since it began; infinite: when all that can move has moved
+    begin_seconds: float  # start of the step, since the start of the job
+    seconds: float = math.inf  # since the start of the step; infinite: when all ranks are blocked
 
 
 def view_at(emission: Emission, rank: int, moment: Moment) -> StateView:
+    """Return the state page of a rank at a moment."""
     return _Page(emission, rank, moment).view()
 
 
@@ -76,7 +77,7 @@ class _Page:
             gradient_norm=None,
             evaluation_step=None,
             evaluation_loss=None,
-            frames=[frame for _, frame in sorted(self.frames, key=lambda each: each[0])],
+            frames=[frame for _, frame in sorted(self.frames, key=lambda frame: frame[0])],
             groups=[
                 GroupProgress(group, one.entered, one.left, one.entered_ns, one.op)
                 for group, one in sorted(self.groups.items())
@@ -90,7 +91,7 @@ class _Page:
         )
 
     def _clock(self, position: int) -> int:
-        """CLOCK_MONOTONIC of a row's start."""
+        """Return the start of a row on CLOCK_MONOTONIC."""
         seconds = self.begin_seconds + float(self.start[position])
         return int(seconds * 1e9) + START_NS - BOOT_OFFSET_NS
 
@@ -113,22 +114,22 @@ class _Page:
     def _exchange(
         self, position: int, row: ProgramSpan, peer: int, sequence: int, entered: bool, left: bool
     ) -> None:
-        known = self.peers.setdefault(peer, _Peer())
-        counts = known.sent if row.is_async else known.received
-        if not any(counts):  # what the steps before had done
+        progress = self.peers.setdefault(peer, _Peer())
+        counts = progress.sent if row.is_async else progress.received
+        if not any(counts):  # after the previous steps
             counts[:] = [sequence - 1, sequence - 1]
         if entered:
             counts[0] = max(counts[0], sequence)
-            known.entered_ns = max(known.entered_ns, self._clock(position))
+            progress.entered_ns = max(progress.entered_ns, self._clock(position))
         if left:
             counts[1] = max(counts[1], sequence)
 
     def _collect(
         self, position: int, row: ProgramSpan, sequence: int, entered: bool, left: bool
     ) -> None:
-        known = self.groups.setdefault(row.group, _Group(row.op, sequence - 1, sequence - 1))
+        progress = self.groups.setdefault(row.group, _Group(row.op, sequence - 1, sequence - 1))
         if entered:
-            known.op, known.entered = row.op, max(known.entered, sequence)
-            known.entered_ns = max(known.entered_ns, self._clock(position))
+            progress.op, progress.entered = row.op, max(progress.entered, sequence)
+            progress.entered_ns = max(progress.entered_ns, self._clock(position))
         if left:
-            known.left = max(known.left, sequence)
+            progress.left = max(progress.left, sequence)
