@@ -1,4 +1,4 @@
-"""Faults on purpose: who obeys which, when, and what a file that is no good does."""
+"""Injected faults: which rank applies them, when, and how an invalid file is handled."""
 
 from __future__ import annotations
 
