@@ -222,7 +222,7 @@ class NodeTelemetry:
         # A slow link's cause is in the port, not in the host.
         causes = self._causes(one for one in present if one.node == node and not one.link)
         rates = dict(_NODE_COUNTERS)
-        if self._oddities[node].loaded:
+        if self._anomalies[node].loaded:
             rates[metric_names.PRESSURE_CPU_WAITING_SECONDS_TOTAL] = 0.25
         nothing, disk = self._label(), self._label("device", "nvme0n1")
         for name, rate in _shown(rates, _NODE_RATES, causes).items():
