@@ -1,4 +1,4 @@
-"""Collectors: one file each. A collector joins the agent by being in this folder."""
+"""Collectors: one file each. Being in this folder registers a collector."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline_agent.collect.contract import Collector
 
 
 def discover() -> list[type[Collector]]:
-    """Every collector of this folder, by name.
+    """Return every collector of this folder, sorted by name.
 
     Raises ValueError if two collectors share a name.
     """

@@ -1,7 +1,8 @@
 """CPUs by class of core: their time, frequency and throttling.
 
-A class is what the kernel tells apart: Intel's `performance` and `efficiency` cores, ARM's by their
-capacity; elsewhere all CPUs are one. Each CPU's own series would be thousands on a large node.
+A class is a kind of core that the kernel distinguishes: Intel's `performance` and `efficiency`
+cores, ARM's cores by capacity; elsewhere all CPUs form one class. A series for each CPU would be
+thousands on a large node.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ METRICS = (
 _MODES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 _INTEL = {"performance": "cpu_core", "efficiency": "cpu_atom"}  # perf's devices
 _CLASSES_AT_MOST = 8
-_FREQUENCIES_AT_MOST = 64  # CPUs of a class that are asked for theirs
+_FREQUENCIES_AT_MOST = 64  # CPUs of a class whose frequency is read
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _KILOHERTZ = 1000.0
 
@@ -153,7 +154,7 @@ class CpuCollector(Collector):
                 yield Sample("paceline_cpu_class_seconds_total", labels, seconds, now_ns)
 
     def _throttling(self, cpus: set[int], now_ns: int) -> Iterator[Sample]:
-        """Of Intel CPUs. The threads of a core, and the cores of a package, share a count."""
+        """Yield throttle counts of Intel CPUs, one per core and per package."""
         cores: dict[tuple[int, int], int] = {}
         packages: dict[int, tuple[int | None, int | None]] = {}
         for cpu in sorted(cpus):

@@ -1,8 +1,9 @@
-"""What a NIC's driver counts beyond the kernel's statistics: pauses, congestion, losses, link.
+"""Statistics of a NIC's driver beyond the kernel's: pauses, congestion, losses, link.
 
-Names are node_exporter's, but only those of a list are taken: a driver has up to thousands, most
-of them per queue. PFC pauses (`received_prio3_pause`) are what a RoCE network is judged by. Of a
-copied tree, `class/net/DEVICE/ethtool_statistics` is read: what `ethtool -S DEVICE` printed.
+Names are node_exporter's. Only statistics of an allow-list are collected, because a driver may have
+thousands, most of them per queue. PFC pauses (`received_prio3_pause`) show the state of a RoCE
+network. In a copied tree, the output of `ethtool -S DEVICE` is read from
+`class/net/DEVICE/ethtool_statistics`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ METRICS = (
 )
 
 _DEVICES_AT_MOST = 64
-_SERIES_AT_MOST = 96  # of a device
+_SERIES_AT_MOST = 96  # per device
 _DAY_NS = 86_400 * 10**9
 _WANTED = re.compile(
     r"pause|pfc|xoff"  # flow control: mlx5, bnxt_en, ice
@@ -46,10 +47,10 @@ _WANTED = re.compile(
     r"|discard|drop|out_of_buffer|no_buffer|no_dma|missed|overflow|passed_thres"
     r"|crc|fcs|symbol|err_lane|corrected_bits|uncorrectable|bad_|errors?(_phy|\.nic)?$"
     r"|link_down|signal_integrity|pci_stalled|module_|timeout"
-    r"|allowance_exceeded"  # ena: the instance's limits
-    r"|vport_rdma_unicast"  # mlx5: what RoCE moves
+    r"|allowance_exceeded"  # ena: limits of the instance
+    r"|vport_rdma_unicast"  # mlx5: RoCE traffic
 )
-# One for each queue, ring or channel; or of XDP and TLS offload.
+# Per queue, ring or channel; XDP and TLS offload.
 _UNWANTED = re.compile(
     r"^[rt]x-?_?\d|(^|[._-])(queue|ring|ch|q|channel|cpu|vf|tc)[_-]?\d|\[\d+\]|xdp|xsk|tls_|cache"
 )
@@ -64,7 +65,7 @@ _LINE = re.compile(r"^\s*([^:\n]+): ([0-9]{1,20})$", re.MULTILINE)
 @dataclass(slots=True)
 class _EthtoolDevice:
     names: list[str]
-    wanted: list[tuple[int, str]]  # where in the list, metric
+    wanted: list[tuple[int, str]]  # position in the list, metric
     driver: Driver | None
 
 
@@ -106,7 +107,7 @@ class EthtoolCollector(Collector):
         try:
             device = self._devices.get(name) or self._learn(self._ethtool, name)
             values = self._ethtool.values(name, len(device.names)) if device.wanted else ()
-        except OSError:  # not supported as a rule
+        except OSError:  # usually not supported
             self._devices.pop(name, None)
             self._silent_until_ns[name] = now_ns + _DAY_NS
             return
@@ -141,7 +142,7 @@ class EthtoolCollector(Collector):
 
 
 def wanted(names: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """(position, metric) of those that are taken: flow control first, each metric once."""
+    """Yield (position, metric) of the collected names: flow control first, each metric once."""
     named = list(enumerate(names))
     named.sort(key=lambda each: not re.search("pause|pfc|xoff|ecn", each[1]))
     taken: set[str] = set()
@@ -154,7 +155,7 @@ def wanted(names: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 
 def metric_name(name: str) -> str:
-    """`node_ethtool_received_prio3_pause` of `rx_prio3_pause`, as node_exporter makes it."""
+    """Return `node_ethtool_received_prio3_pause` for `rx_prio3_pause`, as node_exporter does."""
     if name in _WELL_KNOWN:
         return f"node_ethtool_{_WELL_KNOWN[name]}"
     made = re.sub(r"_*[^0-9A-Za-z_]+_*", "_", name).lower().lstrip("_")

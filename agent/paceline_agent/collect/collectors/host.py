@@ -72,9 +72,9 @@ _CPU_COUNTS = {
 }
 _NOT_A_DISK = re.compile(r"^(loop|ram|zram|sr|fd)\d|^(sd|vd|xvd|hd)[a-z]+\d+$|^nvme\d+n\d+p\d+$")
 _DISKS_AT_MOST = 32
-_SECTOR_BYTES = 512  # of /proc/diskstats, whatever the device's
+_SECTOR_BYTES = 512  # unit of /proc/diskstats, independent of the device
 _MILLISECOND = 1e-3
-_GREATEST = float(1 << 63)  # beyond: a negative number, as unsigned (Committed_AS of old kernels)
+_GREATEST = float(1 << 63)  # larger: a negative number as unsigned (Committed_AS of old kernels)
 _DISK_FIELDS = (  # Documentation/admin-guide/iostats.rst, after major, minor and name
     (3, "node_disk_reads_completed_total", 1),
     (5, "node_disk_read_bytes_total", _SECTOR_BYTES),
@@ -105,9 +105,9 @@ class HostCollector(Collector):
         samples: list[Sample] = []
         for file, source in _SOURCES.items():
             text = self._files.read_text(self.context.procfs_root / file, now_ns)
-            if text is None:  # as pressure in kernels without PSI
+            if text is None:  # such as pressure in kernels without PSI
                 continue
-            # What is not as we know it is left out; the other files may be.
+            # A file with another format is left out; the other files are still read.
             with contextlib.suppress(ValueError, IndexError, OverflowError):
                 for name, labels, value in source(text):
                     if 0 <= value <= _GREATEST:
@@ -127,7 +127,7 @@ def _cpu(text: str) -> Values:
             for mode, ticks in zip(_MODES, rest.split(), strict=False):
                 labels = {"cpu": "all", "mode": mode}
                 yield "node_cpu_seconds_total", labels, int(ticks) / _TICKS_PER_SECOND
-        elif name in _CPU_COUNTS:  # `intr` goes on with one number for each interrupt
+        elif name in _CPU_COUNTS:  # `intr` continues with one number per interrupt
             yield _CPU_COUNTS[name], _NO_LABELS, float(rest.partition(" ")[0])
 
 
@@ -175,7 +175,7 @@ def _pressure(resource: str, text: str) -> Values:
 
 
 def _open_files(text: str) -> Values:
-    """Of sys/fs/file-nr: allocated, unused, most there can be."""
+    """Return the values of sys/fs/file-nr: allocated, unused, maximum."""
     allocated, _, maximum = text.split()
     yield "node_filefd_allocated", _NO_LABELS, float(allocated)
     yield "node_filefd_maximum", _NO_LABELS, float(maximum)

@@ -1,9 +1,10 @@
-"""The kernel's log: XIDs with their meaning, machine checks, PCIe, links, disks, killed processes.
+"""The kernel log: XIDs with their meaning, machine checks, PCIe, links, disks, killed processes.
 
-What was in the log before the agent began is counted and not told as news. Times in the log are
-of a clock that stands still during suspend and is never set, so a jump of the wall clock moves
-nothing. That clock (sched_clock) is near CLOCK_MONOTONIC, or CLOCK_MONOTONIC_RAW, but drifts from
-either by seconds a month: what is new was written since the last sweep, whatever it says.
+Messages from before the start of the agent are counted but not reported as events. Times in the log
+are from a clock that stops during suspend and is never set, so that a jump of the wall clock has no
+effect. That clock (sched_clock) is close to CLOCK_MONOTONIC or CLOCK_MONOTONIC_RAW, but drifts from
+both by seconds per month: a message is new if it was written since the last sweep, whatever its
+time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ METRICS = (
         metric_names.KERNEL_EVENTS_TOTAL,
         "counter",
         None,
-        "What the kernel's log told, by kind, code and device.",
+        "Events in the kernel log, by kind, code and device.",
     ),
     Metric(
         metric_names.KERNEL_XID_INFO,
@@ -47,7 +48,7 @@ METRICS = (
         metric_names.RANK_KERNEL_EVENTS_TOTAL,
         "counter",
         None,
-        "What the kernel's log told of a rank.",
+        "Events in the kernel log that concern a rank.",
     ),
     Metric(
         metric_names.KERNEL_LOG_LOST_TOTAL,
@@ -58,10 +59,10 @@ METRICS = (
 )
 
 _LINES_PER_SWEEP = 2000
-_RANKS_REMEMBERED = 512  # a killed rank is told of after it is gone
-# How gzip, xz, zstd, bzip2 and UTF-16 begin, read as UTF-8.
+_RANKS_REMEMBERED = 512  # a killed rank is reported after it is gone
+# First bytes of gzip, xz, zstd, bzip2 and UTF-16, read as UTF-8.
 _PACKED = re.compile("\x1f\ufffd|\ufffd7zXZ|\\(\ufffd/\ufffd|BZh\\d|\ufffd\ufffd.?\x00")
-_CLASSES = ("infiniband", "net", "nvme")  # of a PCI device, whose name we use
+_CLASSES = ("infiniband", "net", "nvme")  # of PCI devices that are named by their class name
 
 
 class KmsgCollector(Collector):
@@ -74,10 +75,11 @@ class KmsgCollector(Collector):
         self._log = KernelLogFile(context.kmsg_path)
         self._recognizer = Recognizer()
         self._ledger = KernelEventCounts(self._name_of)
-        # Of the two clocks the log may go by: rather an event too few than an old one told again.
+        # The later of the two possible clocks of the log: rather miss an event than repeat an old
+        # one.
         self._began_us = max(self.boot_ns(), self.boot_ns(time.CLOCK_MONOTONIC_RAW)) // 1000
         self._has_begun = False
-        self._drained_ns: int | None = None  # boot_ns when all of the log was read
+        self._drained_ns: int | None = None  # boot_ns when the whole log had been read
         self._names: dict[str, str] = {}
         self._ranks: dict[int, LocalRank] = {}  # by pid
         self._log_seconds = 0.0
@@ -152,12 +154,12 @@ class KmsgCollector(Collector):
 
     def _age_ns(self, record: Record, boot_ns: int) -> int:
         if not self._log.is_stream or record.boot_us is None:
-            return 0  # a file's clock need not be this machine's
+            return 0  # the clock of a file may not be this machine's
         age_ns = max(0, boot_ns - record.boot_us * 1000)
         return age_ns if self._drained_ns is None else min(age_ns, boot_ns - self._drained_ns)
 
     def _is_fresh(self, sequence: int | None) -> bool:
-        """Not so for what a log that had to be opened again gives once more."""
+        """Return False for a message that is repeated after the log was opened again."""
         if sequence is None or not self._log.is_stream:
             return True
         if self._sequence is not None:
@@ -175,7 +177,7 @@ class KmsgCollector(Collector):
             del self._ranks[next(iter(self._ranks))]
 
     def _name_of(self, device: str) -> str:
-        """gpu3, mlx5_0, eth0 or nvme0 for their PCI address; anything else as it is."""
+        """Return gpu3, mlx5_0, eth0 or nvme0 for a PCI address; other names unchanged."""
         if ":" not in device:
             return device
         for gpu in self.context.inventory.gpus:

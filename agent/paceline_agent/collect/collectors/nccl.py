@@ -1,7 +1,7 @@
-"""NCCL as each rank has it: version, settings, transports, and how fast its collectives were.
+"""NCCL of each rank: version, settings, transports and speed of its collectives.
 
-Three sources, each optional: the rank's process, its log if NCCL_DEBUG is set, and the files of
-the NCCL Inspector where that is loaded.
+Three sources, each optional: the rank's process, its log if NCCL_DEBUG is set, and the files of the
+NCCL Inspector if it is loaded.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ METRICS = (
 
 _RANKS_AT_MOST = 64
 _LOG_LOOK_BYTES = 1 << 18
-_LOG_BYTES_AT_MOST = 64 << 20  # what a rank's log can hold: its beginning matters most
+_LOG_BYTES_AT_MOST = 64 << 20  # bytes of a rank's log that are read; the beginning matters most
 _WARNING_SECONDS = 60.0
-_SEEK_SWEEPS = 12  # between two looks for a file that was not there
+_SEEK_SWEEPS = 12  # between two searches for a missing file
 _INSPECTOR_FILE = re.compile(r".*-pid(\d+)\.log")
 
 
@@ -120,29 +120,31 @@ class NcclCollector(Collector):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._ranks: dict[tuple[int, int], _NcclRank] = {}  # by pid and generation
-        self._strangers: dict[Path, _Inspected] = {}  # processes that are none of our ranks
+        self._unclaimed_files: dict[
+            Path, _Inspected
+        ] = {}  # of processes that are not ranks of this agent
 
     def collect(self, now_ns: int) -> Collected:
         samples: list[Sample] = []
         events: list[DeviceEvent] = []
-        running, ended = self._look_around()
+        running, ended = self._update_ranks()
         for rank in (*running, *ended):
             samples += rank.samples(now_ns)
             events += rank.events(now_ns)
         for rank in ended:
             rank.close()
-        for stranger in self._unclaimed():
-            samples += stranger.samples(now_ns)
+        for inspected in self._unclaimed():
+            samples += inspected.samples(now_ns)
         return Collected(samples=samples, events=[*events])
 
     def close(self) -> None:
         for rank in self._ranks.values():
             rank.close()
-        for stranger in self._strangers.values():
-            stranger.close()
+        for inspected in self._unclaimed_files.values():
+            inspected.close()
 
-    def _look_around(self) -> tuple[list[_NcclRank], list[_NcclRank]]:
-        """Those that run, and those that have ended: what they wrote last is still to read."""
+    def _update_ranks(self) -> tuple[list[_NcclRank], list[_NcclRank]]:
+        """Return running ranks, and ended ranks whose last output has not been read yet."""
         local = {(rank.pid, rank.generation): rank for rank in self.context.local_ranks()}
         ended = [self._ranks.pop(key) for key in self._ranks.keys() - local.keys()]
         for key, rank in list(local.items())[:_RANKS_AT_MOST]:
@@ -158,19 +160,19 @@ class NcclCollector(Collector):
             return
         claimed = {rank.inspected.path for rank in self._ranks.values() if rank.inspected}
         present = {directory / name: name for name in entries(directory)[:_RANKS_AT_MOST]}
-        for path in self._strangers.keys() - (present.keys() - claimed):
-            self._strangers.pop(path).close()
+        for path in self._unclaimed_files.keys() - (present.keys() - claimed):
+            self._unclaimed_files.pop(path).close()
         for path in present.keys() - claimed:
             named = _INSPECTOR_FILE.fullmatch(path.name)
             if named is None:
                 continue
-            if path not in self._strangers:
-                self._strangers[path] = _Inspected(path, {"pid": named[1]})
-            yield self._strangers[path]
+            if path not in self._unclaimed_files:
+                self._unclaimed_files[path] = _Inspected(path, {"pid": named[1]})
+            yield self._unclaimed_files[path]
 
 
 class _Inspected:
-    """One process' file of the Inspector."""
+    """The Inspector file of one process."""
 
     def __init__(self, path: Path, labels: dict[str, str]) -> None:
         self.path = path
@@ -194,7 +196,7 @@ class _Inspected:
 
 
 class _NcclRank:
-    """What is known of one rank, and the files it writes."""
+    """One rank and the files it writes."""
 
     def __init__(self, rank: LocalRank, process: NcclProcess, context: Context) -> None:
         self._rank = rank
@@ -203,7 +205,7 @@ class _NcclRank:
         self._labels = {"job": rank.job, "rank": str(rank.rank)}
         self.inspected: _Inspected | None = None
         self._log: Tail | None = None
-        self._said = DebugLog()
+        self._debug_log = DebugLog()
         named = dump_names(process.environment, rank.rank)
         places = [process.seen_from_here(name) for name in named]
         self._dumps = [DumpWatch(place) for place in places if place is not None]
@@ -212,15 +214,15 @@ class _NcclRank:
         self._warned = 0
 
     def samples(self, now_ns: int) -> Iterator[Sample]:
-        if self._sweep % _SEEK_SWEEPS in (0, 1):  # the second: it may have been too early
-            self._seek()
+        if self._sweep % _SEEK_SWEEPS in (0, 1):  # twice: the first may have been too early
+            self._find_files()
         self._sweep += 1
         for line in self._log.read_lines() if self._log is not None else ():
             if b"NCCL" in line:
-                self._said.add(line.decode(errors="replace"))
+                self._debug_log.add(line.decode(errors="replace"))
         for name, labels, value in self._values():
-            told = {**self._labels, **labels}
-            yield Sample(f"paceline_rank_nccl_{name}", told, value, now_ns)
+            all_labels = {**self._labels, **labels}
+            yield Sample(f"paceline_rank_nccl_{name}", all_labels, value, now_ns)
         if self.inspected is not None:
             yield from self.inspected.samples(now_ns)
 
@@ -236,15 +238,15 @@ class _NcclRank:
         return DeviceEvent(time_ns=now_ns, kind=kind, device=device, detail=detail)
 
     def _newest_warning(self) -> str | None:
-        """At most once a minute."""
+        """Return the newest warning, at most once a minute."""
         now = time.monotonic()
         waits = self._warned_seconds is not None and now - self._warned_seconds < _WARNING_SECONDS
-        if not self._said.news or waits:
+        if not self._debug_log.news or waits:
             return None
-        more = self._said.warnings - self._warned - 1
-        newest = self._said.news[-1] + (f" ({more} more)" if more else "")
-        self._said.news.clear()
-        self._warned_seconds, self._warned = now, self._said.warnings
+        more = self._debug_log.warnings - self._warned - 1
+        newest = self._debug_log.news[-1] + (f" ({more} more)" if more else "")
+        self._debug_log.news.clear()
+        self._warned_seconds, self._warned = now, self._debug_log.warnings
         return newest
 
     def close(self) -> None:
@@ -253,11 +255,11 @@ class _NcclRank:
         if self.inspected is not None:
             self.inspected.close()
 
-    def _seek(self) -> None:
-        """Look for the files that are not there yet."""
+    def _find_files(self) -> None:
+        """Search for files that did not exist so far."""
         if self.inspected is None and (path := self._inspector_file()) is not None:
             self.inspected = _Inspected(path, self._labels)
-        if self._process.version is None:  # it may not have been loaded yet
+        if self._process.version is None:  # NCCL may not be loaded yet
             again = read_process(self._context.procfs_root, self._rank.pid)
             self._process = again or self._process
         if self._log is None and (path := self._log_file()) is not None:
@@ -269,7 +271,7 @@ class _NcclRank:
             )
 
     def _log_file(self) -> Path | None:
-        """NCCL_DEBUG_FILE, or the log the supervisor keeps, as it names it."""
+        """Return NCCL_DEBUG_FILE, or the log file that the supervisor writes."""
         if not self._process.debugs:
             return None
         if "NCCL_DEBUG_FILE" in self._process.environment:
@@ -288,22 +290,22 @@ class _NcclRank:
         return None
 
     def _values(self) -> Iterator[tuple[str, dict[str, str], float]]:
-        said, process = self._said, self._process
+        log, process = self._debug_log, self._process
         info = {
-            "version": said.version or process.version,
-            "network": said.network,
-            "graphs": ",".join(sorted(said.graphs)),
-            "devices": ",".join(said.devices)[:128],
+            "version": log.version or process.version,
+            "network": log.network,
+            "graphs": ",".join(sorted(log.graphs)),
+            "devices": ",".join(log.devices)[:128],
         }
         known = {name: value for name, value in info.items() if value}
         if known:
             yield "info", known, 1.0
         for name, value in process.settings.items():
             yield "setting_info", {"name": name, "value": value}, 1.0
-        for transport, count in said.connections.items():
+        for transport, count in log.connections.items():
             yield "connections", {"transport": transport}, float(count)
-        for (collective, algorithm, protocol), count in said.algorithms.items():
+        for (collective, algorithm, protocol), count in log.algorithms.items():
             chosen = {"collective": collective, "algorithm": algorithm, "protocol": protocol}
             yield "algorithm_total", chosen, float(count)
         if self._log is not None:
-            yield "warnings_total", {}, float(said.warnings)
+            yield "warnings_total", {}, float(log.warnings)

@@ -1,6 +1,6 @@
 """Network interfaces: bytes, errors, drops, speed, duplex, MTU, carrier; TCP and UDP of the node.
 
-Names are node_exporter's. What drivers count beyond this is in `ethtool.py`.
+Names are node_exporter's. Further driver statistics are in `ethtool.py`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ METRICS = (
 )
 
 _DEVICES_AT_MOST = 64
-_LOOK_AGAIN_NS = 5_000_000_000  # for interfaces that came
-_ASK_AGAIN_NS = 10_000_000_000  # `speed` and `duplex` take a lock of the kernel's
+_LOOK_AGAIN_NS = 5_000_000_000  # for new interfaces
+_ASK_AGAIN_NS = 10_000_000_000  # `speed` and `duplex` take a kernel lock
 _INFORMATION = ("address", "broadcast", "duplex", "ifalias")
 _NOT_THE_NODES = re.compile(r"^(lo$|veth|docker|br-|cali|cni|flannel|virbr|ifb|dummy|nodelocal)")
 
@@ -74,10 +74,10 @@ _NUMBERS = {
     "carrier_up_count": "carrier_up_changes_total",
     "carrier_down_count": "carrier_down_changes_total",
 }
-_DIGITS = 20  # of 64 bits
-_UNKNOWN_SPEEDS = {0xFFFF, 0xFFFFFFFF}  # -1, as old and less old kernels write it
+_DIGITS = 20  # of a 64-bit number
+_UNKNOWN_SPEEDS = {0xFFFF, 0xFFFFFFFF}  # -1 as written by older kernels
 _MEGABIT_BYTES = 125_000
-_STANDARD_MTU_BYTES = 1500  # IEEE 802.3; all beyond is a jumbo frame
+_STANDARD_MTU_BYTES = 1500  # IEEE 802.3; anything larger is a jumbo frame
 _PROTOCOLS: dict[str, dict[str, tuple[str, ...]]] = {
     "snmp": {
         "Tcp": ("ActiveOpens", "PassiveOpens", "CurrEstab", "InSegs", "OutSegs", "RetransSegs",
@@ -98,12 +98,12 @@ class _Interface:
     inode: int
     labels: dict[str, str]
     files: FileGroup
-    metrics: list[str]  # of each of the files
+    metrics: list[str]  # one per file
     carrier: bool | None = None
     state: str | None = None
     speed_mbits: int | None = None
     about: dict[str, str] = field(default_factory=dict)
-    asked_ns: int | None = None  # for the last two
+    asked_ns: int | None = None  # when `speed` and `duplex` were read
 
 
 class NicCollector(Collector):
@@ -114,11 +114,11 @@ class NicCollector(Collector):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._root = os.path.join(context.sysfs_root, "class", "net")
-        # Patient: a link that is down answers EINVAL for now.
+        # Patient: reading a link that is down fails with EINVAL until it is up.
         self._files = CachedFiles(patient=True, bytes_at_most=1 << 14, share=0.2)
         self._protocols_root = os.path.join(context.procfs_root, "net")
         self._devices: dict[str, _Interface] = {}
-        self._look_ns: int | None = None  # of the last look at the directory
+        self._look_ns: int | None = None  # of the last scan of the directory
 
     def collect(self, now_ns: int) -> Collected:
         if self._is_time_to_look(now_ns):
@@ -157,12 +157,14 @@ class NicCollector(Collector):
             if inode is None:
                 continue
             known = self._devices.get(name)
-            if known is None or known.inode != inode:  # another interface of that name
+            if known is None or known.inode != inode:  # another interface with that name
                 self._files.close_below(directory)
                 numbers = {
                     path: f"node_network_{metric}"
                     for file, metric in _NUMBERS.items()
-                    if os.path.exists(path := os.path.join(directory, file))  # kernels differ
+                    if os.path.exists(
+                        path := os.path.join(directory, file)
+                    )  # depends on the kernel
                 }
                 files, metrics = FileGroup(numbers), list(numbers.values())
                 known = _Interface(name, directory, inode, {"device": name}, files, metrics)
@@ -190,7 +192,7 @@ class NicCollector(Collector):
         return values
 
     def _ask(self, device: _Interface, now_ns: int) -> None:
-        """A label is empty where the interface does not have it."""
+        """Read speed, duplex and labels; a label that the interface lacks is empty."""
         was, device.state = device.state, self._text(device, "operstate", now_ns)
         asked_ns = device.asked_ns
         if asked_ns is None or was != device.state or not 0 <= now_ns - asked_ns < _ASK_AGAIN_NS:
@@ -205,7 +207,7 @@ class NicCollector(Collector):
     def _protocols(
         self, file: str, protocols: dict[str, tuple[str, ...]], now_ns: int
     ) -> Iterator[Sample]:
-        """Of /proc/net/snmp: a line of names and one of values for each protocol."""
+        """Parse /proc/net/snmp: for each protocol a line of names and a line of values."""
         text = self._files.read_text(f"{self._protocols_root}/{file}", now_ns) or ""
         lines = text.splitlines()
         for names, values in zip(lines[::2], lines[1::2], strict=False):
@@ -221,7 +223,7 @@ class NicCollector(Collector):
 
 @lru_cache(maxsize=16)
 def _positions(line: str, wanted: tuple[str, ...]) -> list[tuple[str, int]]:
-    """Metrics, and where their values stand, by the line of names."""
+    """Return metrics with the position of their values, from the line of names."""
     protocol, *names = line.replace(":", "").split()
     return [
         (f"node_netstat_{protocol}_{name}", names.index(name)) for name in wanted if name in names
@@ -229,7 +231,7 @@ def _positions(line: str, wanted: tuple[str, ...]) -> list[tuple[str, int]]:
 
 
 def _link_events(device: _Interface, carrier: float | None, now_ns: int) -> list[DeviceEvent]:
-    now = bool(carrier)  # administratively down: the kernel answers EINVAL
+    now = bool(carrier)  # administratively down: EINVAL
     was, device.carrier = device.carrier, now
     if was is None or was == now:
         return []

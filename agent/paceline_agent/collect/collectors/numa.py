@@ -1,7 +1,7 @@
-"""Which NUMA node each GPU, NIC, RDMA device and rank belongs to, and each node's allocations.
+"""NUMA node of each GPU, NIC, RDMA device and rank, and the allocations of each node.
 
-A rank whose CPUs are none of its GPU's node pays for every copy across the socket link; so does one
-that may not have memory there.
+A rank without CPUs on the NUMA node of its GPU pays for every copy across the socket link, and so
+does a rank that may not allocate memory there.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ _MEMORY = {"MemTotal", "MemFree", "FilePages", "AnonPages", "HugePages_Total", "
 _MEMORY_LINE = re.compile(r"^Node \d+ (\w+):\s+([0-9]{1,20})( kB)?$", re.MULTILINE)
 _DEVICES_AT_MOST = 64
 _DIGITS = 20  # of 64 bits
-# The kernel walks a mapping's pages to write its line, and the process cannot map in the meantime.
-# The first mappings (program, heap) show the policy; of the others nobody asks.
+# The kernel walks the pages of a mapping to write its line, and blocks the process from mapping in
+# the meantime. The first mappings (program, heap) show the policy; the others are not read.
 _MAPS_BYTES = 8192
 _MAPS_EVERY_NS = 60 * 10**9
 _POLICY = re.compile(  # mm/mempolicy.c, mpol_to_str
@@ -93,10 +93,10 @@ _PAGE_SIZE = re.compile(r"\bkernelpagesize_kB=([0-9]{1,10})")
 
 @dataclass(frozen=True, slots=True)
 class MemoryMaps:
-    """Of the mappings that were looked at."""
+    """Memory policy and resident memory of the mappings that were read."""
 
     policy: str  # "default", "bind", "prefer", "interleave", ...
-    nodes: str  # that it names; empty if none
+    nodes: str  # nodes of the policy; may be empty
     resident_bytes: dict[int, int] = field(default_factory=dict)  # by node
 
 
@@ -109,7 +109,9 @@ class NumaCollector(Collector):
         super().__init__(context)
         self._files = CachedFiles(patient=True)
         self._nodes = context.sysfs_root / "devices" / "system" / "node"
-        self._maps: dict[int, tuple[int, MemoryMaps | None]] = {}  # by pid: when, what
+        self._maps: dict[
+            int, tuple[int, MemoryMaps | None]
+        ] = {}  # by pid: time of the read, result
 
     def collect(self, now_ns: int) -> Collected:
         cpus = {node: self._cpus(node, now_ns) for node in self._node_numbers()}
@@ -171,7 +173,7 @@ class NumaCollector(Collector):
 
     def _read_node(self, path: Path, now_ns: int) -> int | None:
         node = self._files.read_number(path, now_ns)
-        return node if node is not None and node >= 0 else None  # -1: the firmware does not say
+        return node if node is not None and node >= 0 else None  # -1: not reported by the firmware
 
     def _rank(
         self,
@@ -228,7 +230,7 @@ def _device_sample(device: str, kind: str, node: int | None, now_ns: int) -> Ite
 
 
 def process_lists(procfs_root: Path, pid: int) -> dict[str, str]:
-    """`Cpus_allowed_list` and `Mems_allowed_list`; empty if the process is gone."""
+    """Return `Cpus_allowed_list` and `Mems_allowed_list`; empty if the process is gone."""
     try:
         status = read_text_once(procfs_root / str(pid) / "status")
     except OSError:
@@ -238,7 +240,7 @@ def process_lists(procfs_root: Path, pid: int) -> dict[str, str]:
 
 
 def read_memory_maps(procfs_root: Path, pid: int) -> MemoryMaps | None:
-    """None if it is gone, not ours to read, or the kernel has no NUMA."""
+    """Return the maps; None if the process is gone or not accessible, or without NUMA."""
     try:
         lines = read_text_once(procfs_root / str(pid) / "numa_maps", _MAPS_BYTES).splitlines()
     except OSError:
@@ -247,7 +249,7 @@ def read_memory_maps(procfs_root: Path, pid: int) -> MemoryMaps | None:
     resident: Counter[int] = Counter()
     for line in lines:
         policy = _POLICY.match(line)
-        if policy is None:  # cut off in the middle
+        if policy is None:  # truncated line
             continue
         policies[policy["name"], policy["nodes"] or ""] += 1
         size = _PAGE_SIZE.search(line)

@@ -1,8 +1,9 @@
 """GPUs through NVML: clocks, throttling, power, memory, errors, links, processes, XIDs.
 
-Names and units are those of NVIDIA's dcgm-exporter where it has one. What a GPU does not support
-is asked once and then left out. A GPU that is lost, or that does not answer, costs one event and
-its own samples only. Runs isolated: on a sick GPU a call can block for minutes in the driver.
+Names and units are those of NVIDIA's dcgm-exporter if it has the metric. A value that a GPU does
+not support is requested once and then left out. A GPU that is lost or does not respond costs one
+event and its own samples only. Runs isolated: on a faulty GPU a call can block in the driver for
+minutes.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo, Sample
 
 _SECOND_NS = 1_000_000_000
 _SLOW_NS = 10 * _SECOND_NS  # links, row remapping, processes, limits
-# While a GPU is lost, for some only come back to a new initialization. Doubled each time, for
-# where the driver does not stay loaded that can cost the others a sweep.
+# While a GPU is lost: some return only after a new initialization. Doubled each time, because
+# without persistence mode a new initialization can cost the other GPUs a sweep.
 _REOPEN_NS = 60 * _SECOND_NS
 _REOPEN_AT_MOST_NS = 3600 * _SECOND_NS
-_XIDS_AT_MOST = 64  # a sweep
-# A driver that is busy with another GPU may be silent for seconds: no reason yet to do without it.
+_XIDS_AT_MOST = 64  # per sweep
+# A driver that is busy with another GPU may not respond for seconds; that is not yet a failure.
 _HUNG_NS = 10 * _SECOND_NS
 _EVENTS = "events"
 _TROUBLES = ("lost", "hung")
 
-# A GPU that does not answer within a second is left behind; with the others' turn that stays
-# below the deadline, however many hang.
+# A GPU that does not respond within a second is skipped. With the time for the others this stays
+# below the deadline, however many GPUs hang.
 _PATIENCE_SECONDS = 1.0
 _BUDGET_SECONDS = 1.5
 
@@ -80,13 +81,13 @@ class NvmlCollector(Collector):
         is_slow = self._slow_ns is None or abs(now_ns - self._slow_ns) >= _SLOW_NS
         answers = self._ask(is_slow, now_ns)
         if self._is_newly_gone(answers):
-            self._reopen(now_ns)  # rather the driver than every single GPU
+            self._reopen(now_ns)  # the driver failed, not every single GPU
             answers = self._ask(is_slow, now_ns)
         if is_slow:
             self._slow_ns = now_ns
         stuck = self._watch.stuck
         if self._ours() and stuck.issuperset(self._ours()):
-            self._watch.wait()  # nothing to tell: let the runner see that we hang
+            self._watch.wait()  # nothing to report: let the runner notice that the collector hangs
             stuck = set()
         return self._collected(answers, stuck, is_slow, now_ns)
 
@@ -117,20 +118,20 @@ class NvmlCollector(Collector):
         self._events = optional(pynvml.nvmlEventSetCreate)
 
     def _reopen(self, now_ns: int) -> None:
-        """Never while a call is under way in the driver: that one would be pulled from below it."""
+        """Initialize NVML again, but never while a call is in progress in the driver."""
         if not self._watch.stuck:
             optional(self.close)
             self._open(now_ns)
 
     def _should_reopen(self, now_ns: int) -> bool:
-        some_vanished = len(self._gpus) < self._most_gpus  # the driver may number them anew
+        some_vanished = len(self._gpus) < self._most_gpus  # the driver may renumber them
         if not some_vanished and all(gpu.trouble != "lost" for gpu in self._gpus):
             self._reopen_pause_ns = _REOPEN_NS
             self._reopen_ns = now_ns + _REOPEN_NS
         return now_ns >= self._reopen_ns
 
     def _is_newly_gone(self, answers: dict[Any, Any]) -> bool:
-        """Every GPU, and not only since long ago."""
+        """Return whether all GPUs are gone now and were not gone for long."""
         return any(gpu.trouble is None for gpu in self._ours()) and all(
             isinstance(answers.get(gpu), Exception) for gpu in self._ours()
         )
@@ -149,7 +150,7 @@ class NvmlCollector(Collector):
     def _read(
         self, gpu: NvmlGpu, is_slow: bool, now_ns: int
     ) -> tuple[list[SeriesBlock], list[SeriesBlock]]:
-        """One GPU's samples, and those that last. Raises NVMLError if it does not answer at all."""
+        """Return a GPU's samples and its lasting ones. Raises NVMLError if it does not respond."""
         if gpu.handle is None:
             self._identify(gpu)
         if not gpu.is_ours:
@@ -195,16 +196,16 @@ class NvmlCollector(Collector):
             optional(lambda: register(handle, xid, self._events))
 
     def _xids(self) -> list[tuple[NvmlGpu, int]]:
-        """Every XID since the last sweep: a repeat is told again."""
+        """Return every XID since the last sweep, repeats included."""
         found: list[tuple[NvmlGpu, int]] = []
         by_handle = {address(gpu.handle): gpu for gpu in self._gpus if gpu.handle is not None}
         while len(found) < _XIDS_AT_MOST:
-            told = optional(lambda: pynvml.nvmlEventSetWait(self._events, 0))
-            if told is None:  # nothing more, or a GPU that is gone: told elsewhere
+            event = optional(lambda: pynvml.nvmlEventSetWait(self._events, 0))
+            if event is None:  # no more events, or a lost GPU, which is reported separately
                 break
-            gpu = by_handle.get(address(told.device))
+            gpu = by_handle.get(address(event.device))
             if gpu is not None:
-                found.append((gpu, int(told.eventData)))
+                found.append((gpu, int(event.eventData)))
         return found
 
     def _collected(
@@ -222,10 +223,10 @@ class NvmlCollector(Collector):
                 lasting += answer[1]
             elif answer is not None and not isinstance(answer, pynvml.NVMLError):
                 raise answer
-            news = _news(gpu, answer, gpu in stuck, now_ns)
+            news = _events_of(gpu, answer, gpu in stuck, now_ns)
             events += news
             if news:
-                self._slow_ns = None  # what lasts is another list from the next sweep on
+                self._slow_ns = None  # the lasting values change with the next sweep
         samples.append(self._in_trouble(now_ns))
         for gpu, xid in answers.get(_EVENTS) or ():
             gpu.last_xid = xid
@@ -235,7 +236,7 @@ class NvmlCollector(Collector):
             samples=samples,
             lasting=lasting if is_slow else None,
             events=events,
-            gpus=[told for gpu in self._ours() if (told := _told(gpu, now_ns)) is not None],
+            gpus=[info for gpu in self._ours() if (info := _gpu_info(gpu, now_ns)) is not None],
             gpu_of_pid=occupants.gpu_of_pid(self._ours()) if is_slow else None,
         )
 
@@ -253,8 +254,8 @@ def _gpu(index: int) -> NvmlGpu:
     return NvmlGpu(index, fields.Fields(fields.FAST), fields.Fields(fields.SLOW))
 
 
-def _told(gpu: NvmlGpu, now_ns: int) -> GpuInfo | None:
-    """None: nothing is known of it yet."""
+def _gpu_info(gpu: NvmlGpu, now_ns: int) -> GpuInfo | None:
+    """Return what the server gets to know of a GPU; None before its first response."""
     hung = gpu.trouble == "hung" and now_ns - gpu.troubled_ns >= _HUNG_NS
     if gpu.trouble != "lost" and not hung:
         return gpu.info
@@ -272,14 +273,14 @@ def _xid_values(gpu: NvmlGpu) -> list[Value]:
     return values
 
 
-def _news(
+def _events_of(
     gpu: NvmlGpu, answer: Any, is_stuck: bool, now_ns: int
 ) -> list[DeviceEvent | CollectorEvent]:
-    """What changed about a GPU. One that hangs is also a collector that is partly quarantined."""
+    """Return the events of a change of a GPU; a hung GPU quarantines part of the collector."""
     trouble: Trouble | None = (
         "lost" if isinstance(answer, Exception) else "hung" if is_stuck else None
     )
-    if answer is None and not is_stuck:  # it came back just now: the next sweep tells
+    if answer is None and not is_stuck:  # it has just returned: the next sweep reports it
         trouble = gpu.trouble
     before, gpu.trouble = gpu.trouble, trouble
     if trouble == before:

@@ -1,8 +1,8 @@
-"""The PCIe links of GPUs and network devices: width, speed, errors, as they are and could be.
+"""PCIe links of GPUs and network devices: current and maximum width and speed, and errors.
 
-A card that trains down (a bad contact, a riser) moves a fraction of what its port could; one with
-correctable errors sends again. `node_pcidevice_*` is the same under node_exporter's names and
-labels.
+A card that trained to a lower speed (a bad contact, a riser) transfers a fraction of what its port
+supports; a card with correctable errors repeats transfers. `node_pcidevice_*` holds the same values
+with node_exporter's names and labels.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _ADDRESS = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
 class _PcieDevice:
     directory: str
     labels: dict[str, str]
-    address: dict[str, str] | None  # as node_exporter labels it
+    address: dict[str, str] | None  # labels of node_exporter
 
 
 class PcieCollector(Collector):
@@ -97,7 +97,7 @@ class PcieCollector(Collector):
 
     def collect(self, now_ns: int) -> Collected:
         samples: list[Sample] = []
-        told: set[str] = set()
+        reported: set[str] = set()
         for device in self._devices():
             values = list(self._link(device.directory, now_ns))
             for name, value in values:
@@ -105,13 +105,13 @@ class PcieCollector(Collector):
                 samples.append(Sample(metric, device.labels, value, now_ns))
             samples += self._errors(device, now_ns)
             address = device.address
-            if address is None or str(address) in told:  # eth0 and mlx5_0 are one card
+            if address is None or str(address) in reported:  # eth0 and mlx5_0 are one card
                 continue
-            told.add(str(address))
+            reported.add(str(address))
             for name, value in values:
                 samples.append(Sample(_NODE_EXPORTERS[name], address, value, now_ns))
             node = self._files.read_number(f"{device.directory}/numa_node", now_ns)
-            if node is not None and node >= 0:  # -1: the firmware does not say
+            if node is not None and node >= 0:  # -1: not reported by the firmware
                 samples.append(Sample("node_pcidevice_numa_node", address, float(node), now_ns))
         if not samples:
             raise CollectorUnavailable("no GPU or network device on PCIe")

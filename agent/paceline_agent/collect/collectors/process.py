@@ -94,7 +94,7 @@ class ProcessCollector(Collector):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._accounts_delays: bool | None = None  # asked once
+        self._accounts_delays: bool | None = None  # read once
 
     def collect(self, now_ns: int) -> Collected:
         if self._accounts_delays is None:
@@ -108,16 +108,21 @@ class ProcessCollector(Collector):
                     if not math.isfinite(value):
                         continue
                     samples.append(Sample(_PREFIX + name, {**labels, **more}, value, now_ns))
-            except (OSError, ValueError, IndexError, OverflowError):  # it ended in the middle
+            except (
+                OSError,
+                ValueError,
+                IndexError,
+                OverflowError,
+            ):  # the process ended during the read
                 continue
         return Collected(samples=samples)
 
 
 def accounts_delays(procfs_root: Path) -> bool:
-    """Whether the kernel counts what tasks wait for I/O; off by default since Linux 5.14."""
+    """Return whether the kernel measures I/O waits of tasks; off by default since Linux 5.14."""
     try:
         return read_once(procfs_root / "sys/kernel/task_delayacct").strip() != b"0"
-    except OSError:  # an older kernel, which does
+    except OSError:  # an older kernel, which measures them
         return True
 
 
@@ -138,7 +143,7 @@ def _process(directory: Path, *, accounts_delays: bool) -> Values:
 
 
 def _stat(text: str, accounts_delays: bool) -> Values:
-    """Of proc(5): fields of `stat` after the command's name, which may hold spaces."""
+    """Return values of `stat` (proc(5)); the command's name may contain spaces."""
     fields = text.rpartition(")")[2].split()
     ticks = int(fields[11]) + int(fields[12])
     yield "cpu_seconds_total", {}, ticks / _TICKS_PER_SECOND
@@ -151,7 +156,7 @@ def _stat(text: str, accounts_delays: bool) -> Values:
 
 
 def _run_queue(directory: Path) -> Values:
-    """How long the main thread was ready to run and had no CPU: the kernel's own account."""
+    """Return how long the main thread was ready to run without a CPU."""
     try:
         _, waited_ns, _ = read_once(directory / "schedstat").split()
     except (FileNotFoundError, ValueError):  # a kernel without CONFIG_SCHED_INFO
@@ -160,7 +165,7 @@ def _run_queue(directory: Path) -> Values:
 
 
 def _storage(directory: Path) -> Values:
-    """What it caused to be fetched from and sent to storage; not of another user's process."""
+    """Return bytes read from and written to storage; unavailable for other users' processes."""
     try:
         lines = read_text_once(directory / "io").splitlines()
     except (PermissionError, FileNotFoundError):
@@ -173,7 +178,7 @@ def _storage(directory: Path) -> Values:
 
 def _open_files(directory: Path) -> Values:
     try:
-        # Their number is the directory's size since Linux 6.2.
+        # Since Linux 6.2 the size of the directory is the number of open files.
         count = os.stat(directory / "fd").st_size or len(os.listdir(directory / "fd"))
     except (PermissionError, FileNotFoundError):
         return

@@ -1,10 +1,10 @@
 """InfiniBand and RoCE ports: state, rate, data, errors, congestion.
 
-Names are node_exporter's; what another vendor's driver calls differently and means alike (bnxt_re,
-irdma) has the same name here, all else is `paceline_rdma_hardware_counter_total`. The kernel counts
-port data in 4-byte words; here it is bytes. Counters of the classic performance attributes stop at
-their width instead of wrapping (some adapters' are wider): one that stands at its end says so in
-`paceline_rdma_counter_saturated`, for it counts no more. An excluded port is never opened.
+Names are node_exporter's. Counters of other drivers with the same meaning (bnxt_re, irdma) get the
+same name; all others are `paceline_rdma_hardware_counter_total`. The kernel counts port data in
+4-byte words, converted here to bytes. Counters of the classic performance attributes stop at their
+width instead of wrapping (some adapters have wider ones): `paceline_rdma_counter_saturated` reports
+a counter at its end. An excluded port is never opened.
 """
 
 from __future__ import annotations
@@ -124,12 +124,12 @@ METRICS = (
 
 _ACTIVE = 4  # ib_verbs.h, IB_PORT_ACTIVE
 _WORD_BYTES = 4
-_LOOK_AGAIN_SECONDS = 30  # for devices that came
+_LOOK_AGAIN_SECONDS = 30  # for new devices
 _ENDS = (15, 255, 65_535, 4_294_967_295)
-_OTHERS_AT_MOST = 64  # counters of a port that no name is known for; hfi1 has hundreds
+_OTHERS_AT_MOST = 64  # counters of a port without a known name; hfi1 has hundreds
 
-# file: (metric without its prefix, width in bits where it stops; InfiniBand 1.x, PortCounters).
-# Data and packets have 64 bits, but for adapters without the extended attributes.
+# file: (metric without its prefix, width in bits at which it stops; InfiniBand 1.x, PortCounters).
+# Data and packets have 64 bits, except on adapters without the extended attributes.
 _COUNTERS: dict[str, tuple[str, int | None]] = {
     "excessive_buffer_overrun_errors": ("excessive_buffer_overrun_errors_total", 4),
     "link_downed": ("link_downed_total", 8),
@@ -252,7 +252,7 @@ _STATE = (
     metric_names.INFINIBAND_PHYSICAL_STATE_ID,
     metric_names.INFINIBAND_RATE_BYTES_PER_SECOND,
 )
-_NO_COUNTER = re.compile(r"^(active|watermark)_|^num_qps_congested$|^current_rate$")  # in use
+_NO_COUNTER = re.compile(r"^(active|watermark)_|^num_qps_congested$|^current_rate$")  # gauges
 _TELLING = re.compile(
     r"err|drop|discard|retr|timeout|nak|cnp|[bf]?ecn|seq|pause|wait|bytes|pkts|packets|recover|event",
     re.IGNORECASE,
@@ -271,29 +271,29 @@ class _Counter:
     labels: dict[str, str]
     file: str
     unit: float = 1
-    end: int | None = None  # where it stops; None: beyond what will ever be reached
+    end: int | None = None  # the value at which it stops; None: never reached
 
 
 @dataclass(slots=True)
 class _Port:
     name: str  # "mlx5_1/1"
     directory: str
-    inode: int  # another one: the device was taken away and came back
+    inode: int  # changes if the device was removed and added again
     labels: dict[str, str]
     information: list[Series] = field(default_factory=list)
     counters: list[_Counter] = field(default_factory=list)
     files: FileGroup = field(default_factory=lambda: FileGroup([]))  # of the counters
-    units: list[float] = field(default_factory=list)  # of each counter
-    ends: list[int] = field(default_factory=list)  # below which each counter counts
+    units: list[float] = field(default_factory=list)  # per counter
+    ends: list[int] = field(default_factory=list)  # each counter is valid below its end
     active: bool | None = None
 
     @property
     def series(self) -> list[Series]:
-        """In the order in which `RdmaCollector` brings their values."""
+        """Return the series in the order of the values."""
         counters = [(counter.metric, counter.labels) for counter in self.counters]
         return [*self.information, *((name, self.labels) for name in _STATE), *counters]
 
-    def learn(self, counters: Iterable[_Counter]) -> None:
+    def set_counters(self, counters: Iterable[_Counter]) -> None:
         self.counters = list(counters)
         self.files = FileGroup(counter.path for counter in self.counters)
         self.units = [float(counter.unit) for counter in self.counters]
@@ -315,14 +315,14 @@ class RdmaCollector(Collector):
         self._files = CachedFiles(share=0.6)  # 16 adapters have a thousand files
         self._ports: dict[str, _Port] = {}
         self._series = blocks.Series([])
-        self._look_ns: int | None = None  # of the last look at the directory; None: look now
+        self._scan_ns: int | None = None  # of the last scan of the directory; None: scan now
 
     def collect(self, now_ns: int) -> Collected:
         saturated: list[Sample] = []
         values: list[float] = []
         events: list[DeviceEvent | CollectorEvent] = []
         if self._is_time_to_look(now_ns):
-            self._look_ns = now_ns
+            self._scan_ns = now_ns
             events += self._discover(now_ns)
         if not self._ports:
             raise CollectorUnavailable(f"no RDMA ports in {self._root}")
@@ -338,11 +338,11 @@ class RdmaCollector(Collector):
         self._files.close()
 
     def _is_time_to_look(self, now_ns: int) -> bool:
-        if self._look_ns is None or not self._ports:
+        if self._scan_ns is None or not self._ports:
             return True
         if any(inode_of(port.directory) != port.inode for port in self._ports.values()):
             return True
-        return not 0 <= now_ns - self._look_ns < _LOOK_AGAIN_SECONDS * 10**9
+        return not 0 <= now_ns - self._scan_ns < _LOOK_AGAIN_SECONDS * 10**9
 
     def _discover(self, now_ns: int) -> list[DeviceEvent]:
         found: dict[str, _Port] = {}
@@ -379,7 +379,7 @@ class RdmaCollector(Collector):
     def _port(
         self, device: str, number: str, directory: str, inode: int, now_ns: int, is_first: bool
     ) -> _Port:
-        """What there is of the device as a whole is told with its first port."""
+        """Read a port; counters of the whole device are reported with its first port."""
         labels = {"device": device, "port": number}
         port = _Port(f"{device}/{number}", directory, inode, labels)
         counters: list[_Counter] = []
@@ -393,14 +393,14 @@ class RdmaCollector(Collector):
             metric = _EXTENDED_COUNTERS[file]
             counters.append(_classic_counter(extended, file, metric, labels, None))
         hardware = os.path.join(directory, "hw_counters")
-        told = {counter.metric for counter in counters}
-        counters += _hardware_counters(hardware, labels, told)
+        reported = {counter.metric for counter in counters}
+        counters += _hardware_counters(hardware, labels, reported)
         if is_first:
             port.information.append(self._device_information(device, now_ns))
-            # Of efa, and of i40iw, which has no other.
+            # For efa, and for i40iw, which has no other counters.
             own = os.path.join(self._root, device, "hw_counters")
             counters += _hardware_counters(own, {"device": device}, known={})
-        port.learn(counters)
+        port.set_counters(counters)
         return port
 
     def _device_information(self, device: str, now_ns: int) -> Series:
@@ -422,13 +422,13 @@ class RdmaCollector(Collector):
     def _state(
         self, port: _Port, events: list[DeviceEvent | CollectorEvent], now_ns: int
     ) -> tuple[float, ...]:
-        """Of _STATE."""
+        """Return the values of `_STATE`."""
         directory, read = port.directory, self._files.read
         state = leading_number(read(f"{directory}/state", now_ns))
         physical = leading_number(read(f"{directory}/phys_state", now_ns))
         rate = rate_bytes(read(f"{directory}/rate", now_ns))
         if state is None:
-            self._look_ns = None
+            self._scan_ns = None
         else:
             active = state == _ACTIVE
             if port.active is not None and active != port.active:
@@ -438,7 +438,7 @@ class RdmaCollector(Collector):
                     DeviceEvent(time_ns=now_ns, kind=kind, device=port.name, detail=detail)
                 )
             port.active = active
-        return tuple(math.nan if told is None else told for told in (state, physical, rate))
+        return tuple(math.nan if value is None else value for value in (state, physical, rate))
 
     def _counters(self, port: _Port, saturated: list[Sample], now_ns: int) -> Iterable[float]:
         counts = self._files.read_numbers(port.files, now_ns)
@@ -456,7 +456,7 @@ class RdmaCollector(Collector):
     def _count(
         self, port: _Port, counter: _Counter, count: int, saturated: list[Sample], now_ns: int
     ) -> float:
-        if counter.end is not None and count > counter.end:  # this adapter's is wider
+        if counter.end is not None and count > counter.end:  # this adapter has a wider counter
             counter.end = next((end for end in _ENDS if end >= count), None)
             port.learn_ends()
         if count == counter.end:
@@ -467,14 +467,14 @@ class RdmaCollector(Collector):
 
 @lru_cache(maxsize=64)
 def leading_number(content: bytes | None) -> float | None:
-    """4 of `4: ACTIVE`."""
+    """Return 4 for `4: ACTIVE`."""
     number = (content or b"").decode(errors="replace").strip().partition(":")[0]
     return float(number) if number.isdecimal() and len(number) < 4 else None
 
 
 @lru_cache(maxsize=64)
 def rate_bytes(content: bytes | None) -> float | None:
-    """5e10 of `400 Gb/sec (4X NDR)`."""
+    """Return 5e10 for `400 Gb/sec (4X NDR)`."""
     match = _RATE.match((content or b"").decode(errors="replace").strip())
     return float(match[1]) * 1e9 / 8 if match else None
 
@@ -496,34 +496,34 @@ def _classic_counter(
 def _hardware_counters(
     directory: str,
     labels: dict[str, str],
-    told: Collection[str] = (),
+    reported: Collection[str] = (),
     known: dict[str, str] = _HARDWARE_COUNTERS,
 ) -> Iterator[_Counter]:
-    """Those with a name of their own, and some of the others: never hundreds of series.
+    """Return counters with a known name, and a limited number of the others.
 
-    `told`: metrics that the port has from elsewhere.
+    `reported`: metrics that the port already has from another source.
     """
     others = []
-    taken = set(told)
+    taken = set(reported)
     for file in entries(directory):
         metric = f"node_infiniband_{known[file]}" if file in known else None
         if metric is not None and metric not in taken:
             taken.add(metric)
             path = os.path.join(directory, file)
             yield _Counter(path, metric, labels, file)
-        elif file == "lifespan":  # milliseconds for which a value read is repeated
+        elif file == "lifespan":  # milliseconds for which a read value is cached
             path = os.path.join(directory, file)
             yield _Counter(path, "node_infiniband_lifespan_seconds", labels, file, 1e-3)
         elif not _NO_COUNTER.search(file):
             others.append(file)
     if len(others) > _OTHERS_AT_MOST:
-        others = sorted(filter(_TELLING.search, others), key=_how_far_down)[:_OTHERS_AT_MOST]
+        others = sorted(filter(_TELLING.search, others), key=_order)[:_OTHERS_AT_MOST]
     for file in others:
         path = os.path.join(directory, file)
         own = {**labels, "counter": file}
         yield _Counter(path, "paceline_rdma_hardware_counter_total", own, file)
 
 
-def _how_far_down(file: str) -> tuple[bool, bool]:
-    """What the link tells goes first, what there is one of for each lane or context last."""
+def _order(file: str) -> tuple[bool, bool]:
+    """Sort key: counters of the link first, those of each lane or context last."""
     return not _OF_THE_LINK.search(file), file[-1:].isdecimal()

@@ -1,8 +1,8 @@
 """HPE Slingshot NICs (`cxi`): traffic, time-outs, retries, pauses and errors of their links.
 
-Their traffic passes the kernel's network devices by. The driver has a file for each of some two
-thousand counters, `class/cxi/DEVICE/device/telemetry/NAME`, which holds `VALUE@SECONDS`; names are
-those of the Cassini performance counters. Taken are those of a list.
+Their traffic bypasses the kernel's network devices. The driver has one file for each of about two
+thousand counters, `class/cxi/DEVICE/device/telemetry/NAME`, which contains `VALUE@SECONDS`. Names
+are those of the Cassini performance counters. Only counters of an allow-list are collected.
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ class SlingshotCollector(Collector):
         self._files = CachedFiles()
         self._root = os.path.join(context.sysfs_root, "class", "cxi")
         self._counters: list[tuple[str, str, dict[str, str]]] = []  # path, metric, labels
-        self._looked_ns: int | None = None
+        self._scanned_ns: int | None = None
 
     def collect(self, now_ns: int) -> Collected:
-        if self._looked_ns is None or not 0 <= now_ns - self._looked_ns < _LOOK_AGAIN_NS:
-            self._looked_ns = now_ns
+        if self._scanned_ns is None or not 0 <= now_ns - self._scanned_ns < _LOOK_AGAIN_NS:
+            self._scanned_ns = now_ns
             self._discover()
         if not self._counters:
             raise CollectorUnavailable(f"no Slingshot NIC in {self._root}")
         samples = []
         for path, metric, labels in self._counters:
-            told = _VALUE.fullmatch(self._files.read(path, now_ns) or b"")
-            if told is not None and int(told[1]) < BEYOND_COUNTERS:
-                samples.append(Sample(metric, labels, float(int(told[1])), now_ns))
+            value = _VALUE.fullmatch(self._files.read(path, now_ns) or b"")
+            if value is not None and int(value[1]) < BEYOND_COUNTERS:
+                samples.append(Sample(metric, labels, float(int(value[1])), now_ns))
         return Collected(samples=samples)
 
     def close(self) -> None:

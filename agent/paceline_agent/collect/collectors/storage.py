@@ -1,7 +1,8 @@
 """Space of the file systems that a training fills: checkpoints, rings, shared memory, temporary.
 
-Asking a network file system whose server is gone can block for hours: the thread is lost to it, no
-other collector is. Of NFS also how long its operations take; of local disks `host.py` tells that.
+A call on a network file system whose server is gone can block for hours; only this collector's
+thread is affected. For NFS the duration of operations is included; for local disks it is in
+`host.py`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ METRICS = (
 _DIRECTORIES = ("/", "/tmp", "/dev/shm")
 _JOBS_AT_MOST = 16
 _VARIABLE = "PACELINE_CHECKPOINT_DIRECTORY"
-_ESCAPE = re.compile(r"\\([0-7]{3})")  # of proc_pid_mountinfo(5)
+_ESCAPE = re.compile(r"\\([0-7]{3})")  # proc_pid_mountinfo(5)
 
 _MOUNTED = re.compile(r"device \S+ mounted on (\S+) with fstype ")
 _OPERATION = re.compile(r"\s+(?P<name>READ|WRITE|COMMIT): (?P<numbers>(?:[0-9]{1,20} ?){8,})$")
@@ -76,7 +77,7 @@ class StorageCollector(Collector):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._is_this_machine = context.procfs_root == Path("/proc")
-        self._directories: dict[tuple[str, int, int], str | None] = {}  # of a rank's process
+        self._directories: dict[tuple[str, int, int], str | None] = {}  # by process of a rank
 
     def collect(self, now_ns: int) -> Collected:
         mounts = read_mounts(self.context.procfs_root)
@@ -92,7 +93,7 @@ class StorageCollector(Collector):
             disk = disk_of(mount, self.context.sysfs_root)
             labels = {"job": job, "directory": directory, "disk": disk, **mount.labels}
             samples.append(Sample("paceline_checkpoint_directory_info", labels, 1.0, now_ns))
-        if self._is_this_machine:  # else it is another node's tree
+        if self._is_this_machine:  # otherwise it is a copy of another node
             for mount in found.values():
                 samples += _space(mount, now_ns)
         if any(mount.fstype.startswith("nfs") for mount in found.values()):
@@ -100,19 +101,19 @@ class StorageCollector(Collector):
         return Collected(samples=samples)
 
     def _checkpoint_directories(self) -> dict[str, str]:
-        """By job, as its ranks on this node were told."""
+        """Return the checkpoint directory of each job, from the environment of its ranks."""
         ranks = self.context.local_ranks()
         asked = {(rank.job, rank.generation, rank.pid): rank for rank in ranks}
         self._directories = {
-            key: self._directories[key] if key in self._directories else self._told(rank)
+            key: self._directories[key] if key in self._directories else self._directory_of(rank)
             for key, rank in asked.items()
         }
-        told = {job: path for (job, _, _), path in self._directories.items() if path is not None}
-        return dict(list(told.items())[:_JOBS_AT_MOST])
+        found = {job: path for (job, _, _), path in self._directories.items() if path is not None}
+        return dict(list(found.items())[:_JOBS_AT_MOST])
 
-    def _told(self, rank: LocalRank) -> str | None:
-        told = read_environment(self.context.procfs_root, rank.pid, (_VARIABLE,)) or {}
-        directory = told.get(_VARIABLE, "")
+    def _directory_of(self, rank: LocalRank) -> str | None:
+        environment = read_environment(self.context.procfs_root, rank.pid, (_VARIABLE,)) or {}
+        directory = environment.get(_VARIABLE, "")
         return directory if directory.startswith("/") else None
 
 
@@ -137,8 +138,11 @@ def _space(mount: Mount, now_ns: int) -> Iterator[Sample]:
 
 
 def _nfs(procfs_root: Path, wanted: Container[str], now_ns: int) -> Iterator[Sample]:
-    """Of /proc/self/mountstats. An operation's line: requests, transmissions, timeouts, bytes sent,
-    bytes received, and milliseconds queued, on the way, and in all (net/sunrpc/stats.c)."""
+    """Yield samples of /proc/self/mountstats.
+
+    The line of an operation holds requests, transmissions, timeouts, bytes sent, bytes received,
+    and milliseconds in the queue, in transit and in total (net/sunrpc/stats.c).
+    """
     try:
         lines = read_text_once(procfs_root / "self" / "mountstats").splitlines()
     except OSError:
@@ -168,7 +172,7 @@ def _nfs(procfs_root: Path, wanted: Container[str], now_ns: int) -> Iterator[Sam
 
 
 def mount_of(directory: str, mounts: dict[str, Mount]) -> Mount:
-    """The file system a path is on: the longest mount point above it."""
+    """Return the file system of a path: the longest mount point above it."""
     for path in (directory, *map(str, Path(directory).parents)):
         if path in mounts:
             return mounts[path]
@@ -176,7 +180,7 @@ def mount_of(directory: str, mounts: dict[str, Mount]) -> Mount:
 
 
 def disk_of(mount: Mount, sysfs_root: Path) -> str:
-    """As node_disk_* labels it: `nvme0n1` of what is on its first partition; empty over a network.
+    """Return the disk as node_disk_* labels it (`nvme0n1` for its partitions); empty for networks.
 
     /sys/dev/block/259:1 is a link to .../nvme0n1/nvme0n1p1.
     """
@@ -188,7 +192,7 @@ def disk_of(mount: Mount, sysfs_root: Path) -> str:
 
 
 def read_mounts(procfs_root: Path) -> dict[str, Mount]:
-    """By mount point; of several mounts on one, the last, which hides the others."""
+    """Return mounts by mount point; of several on one, the last, which hides the others."""
     try:
         lines = read_text_once(procfs_root / "self" / "mountinfo").splitlines()
     except OSError:

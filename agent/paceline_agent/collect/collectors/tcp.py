@@ -1,6 +1,6 @@
-"""TCP connections of each rank: retransmits, bytes, round trips. What gloo and NCCL's sockets do.
+"""TCP connections of each rank (gloo and NCCL's sockets): retransmits, bytes, round trips.
 
-A rank's counts go on when one of its connections is closed.
+The counts of a rank include its closed connections.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ METRICS = (
     ),
 )
 
-_LOOK_AGAIN_NS = 30 * 10**9  # into the ranks' descriptors, which is what costs here
+_LOOK_AGAIN_NS = 30 * 10**9  # of the ranks' descriptors, the expensive part
 
 
 @dataclass(slots=True)
 class _Account:
-    """Of one rank."""
+    """The counts of one rank."""
 
-    sockets: set[int] | None = None  # None: they are not ours to see
+    sockets: set[int] | None = None  # None: not accessible
     live: dict[int, Connection] = field(default_factory=dict)
-    # Of connections that are closed.
+    # Counts of closed connections.
     retransmitted_segments: int = 0
     acknowledged_bytes: int = 0
     received_bytes: int = 0
@@ -67,7 +67,7 @@ class _Account:
         now = {inode: found[inode] for inode in self.sockets or () if inode in found}
         for inode, last in self.live.items():
             again = now.get(inode)
-            # A number that was given to another connection counts from 0 again.
+            # An inode that was reused for another connection counts from 0 again.
             if again is None or again.acknowledged_bytes < last.acknowledged_bytes:
                 self.retransmitted_segments += last.retransmitted_segments
                 self.acknowledged_bytes += last.acknowledged_bytes
@@ -97,7 +97,7 @@ class TcpCollector(Collector):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._accounts: dict[tuple[str, int, int, int], _Account] = {}
-        self._looked_ns: int | None = None
+        self._scanned_ns: int | None = None
 
     def collect(self, now_ns: int) -> Collected:
         if self.context.procfs_root != Path("/proc"):
@@ -112,14 +112,14 @@ class TcpCollector(Collector):
             raise CollectorUnavailable(f"no TCP diagnosis: {error}") from error
         known = {_key(rank): self._accounts.get(_key(rank)) or _Account() for rank in ranks}
         if known.keys() != self._accounts.keys() or self._is_time_to_look(now_ns):
-            self._looked_ns = now_ns
+            self._scanned_ns = now_ns
             for rank in ranks:
                 known[_key(rank)].sockets = sockets_of(self.context.procfs_root, rank.pid)
         self._accounts = known
         return Collected(samples=self._samples(ranks, found, now_ns))
 
     def _is_time_to_look(self, now_ns: int) -> bool:
-        return self._looked_ns is None or not 0 <= now_ns - self._looked_ns < _LOOK_AGAIN_NS
+        return self._scanned_ns is None or not 0 <= now_ns - self._scanned_ns < _LOOK_AGAIN_NS
 
     def _samples(
         self, ranks: Sequence[LocalRank], found: dict[int, Connection], now_ns: int

@@ -1,7 +1,7 @@
-"""The node's clock: whether it is synchronised, how far off it may be, and what it counts.
+"""The node's clock: whether it is synchronized, its possible error, and its source.
 
-Names are node_exporter's. Times of different nodes are compared; a clock that nothing corrects
-drifts by seconds a day.
+Names are node_exporter's. Times of different nodes are compared, and a clock without correction
+drifts by seconds per day.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ METRICS = (
     ),
 )
 
-_OFFSET_LIMIT_SECONDS = 4.0  # the kernel keeps 0.5 s; some guests read an overflow of 2^32 ns
+_OFFSET_LIMIT_SECONDS = 4.0  # the kernel's limit is 0.5 s; some guests read an overflow
 
 
 class TimexCollector(Collector):
@@ -63,7 +63,7 @@ class TimexCollector(Collector):
         source = self._files.read_text(self._source, now_ns)
         if source:
             samples.append(Sample("paceline_clock_source_info", {"source": source}, 1.0, now_ns))
-        if self.context.procfs_root == Path("/proc"):  # else it is another node's tree
+        if self.context.procfs_root == Path("/proc"):  # otherwise it is a copy of another node
             values = _values()
             samples += [Sample(name, {}, value, now_ns) for name, value in values.items()]
         if not samples:

@@ -1,9 +1,9 @@
-"""GPU, NIC, CPU and NUMA node: what is next to what, and which NIC each rank has.
+"""Topology: distances between GPUs, NICs, CPUs and NUMA nodes, and the NIC of each rank.
 
 Distances are those of `nvidia-smi topo -m`, from the PCI tree of sysfs; their values grow with the
-way (nvml.h, nvmlGpuTopologyLevel_t: PIX 10, PXB 20, PHB 30, NODE 40, SYS 50). GPUs that are linked
-by NVLink have their links instead: NV18, of value 5. A rank's NIC is the nearest of those that its
-NCCL settings allow, which is also NCCL's choice.
+distance (nvml.h, nvmlGpuTopologyLevel_t: PIX 10, PXB 20, PHB 30, NODE 40, SYS 50). GPUs connected
+by NVLink have the number of links instead: NV18, with value 5. The NIC of a rank is the nearest one
+that its NCCL settings allow, which is also NCCL's choice.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ METRICS = (
 
 _DEVICES_AT_MOST = 64
 _NICS_OF_A_RANK_AT_MOST = 4
-_BY_NVLINK = 5.0  # nearer than any way over PCI
+_BY_NVLINK = 5.0  # nearer than any PCI distance
 _ACTIVE = "4:"  # ib_verbs.h, IB_PORT_ACTIVE
 
 
@@ -84,7 +84,7 @@ class _Nic:
     name: str
     kind: str  # "rdma", "nic"
     pci: PciDevice
-    ability: tuple[str, ...]  # link layer and rate: what is compared must have the same
+    ability: tuple[str, ...]  # link layer and rate; only NICs with the same ones are compared
     is_up: bool
 
 
@@ -97,7 +97,7 @@ class TopologyCollector(Collector):
         super().__init__(context)
         self._files = CachedFiles(patient=True)
         self._classes = context.sysfs_root / "class"
-        self._told: dict[tuple[str, int, int], dict[str, str]] = {}  # settings of ranks
+        self._nccl_settings: dict[tuple[str, int, int], dict[str, str]] = {}  # by rank
 
     def collect(self, now_ns: int) -> Collected:
         gpus: dict[int, PciDevice] = {}
@@ -109,7 +109,7 @@ class TopologyCollector(Collector):
         samples = [_affinity(f"gpu{index}", "gpu", pci, now_ns) for index, pci in gpus.items()]
         samples += [_affinity(nic.name, nic.kind, nic.pci, now_ns) for nic in nics]
         samples += self._between_gpus(gpus, now_ns)
-        samples += self._to_nics(gpus, _of_one_kind(nics), now_ns)
+        samples += self._to_nics(gpus, _without_duplicates(nics), now_ns)
         samples += self._ranks(gpus, nics, now_ns)
         if not samples:
             raise CollectorUnavailable("no GPU or network device on PCI")
@@ -184,7 +184,7 @@ class TopologyCollector(Collector):
         self, gpus: dict[int, PciDevice], nics: Sequence[_Nic], now_ns: int
     ) -> Iterator[Sample]:
         ranks = self.context.local_ranks()
-        self._told = {key: self._settings(key) for key in map(_key, ranks)}
+        self._nccl_settings = {key: self._settings(key) for key in map(_key, ranks)}
         numa_nodes = self._numa_nodes()
         for rank in ranks:
             gpu = self.context.gpu_of(rank)
@@ -192,23 +192,23 @@ class TopologyCollector(Collector):
             if place is None:
                 continue
             kind, names = allowed(
-                self._told[_key(rank)],
+                self._nccl_settings[_key(rank)],
                 [nic.name for nic in nics if nic.kind == "rdma" and nic.is_up],
                 [nic.name for nic in nics if nic.kind == "nic" and nic.is_up],
             )
             labels = {"job": rank.job, "rank": str(rank.rank)}
-            yield from _of_rank(labels, place, [n for n in nics if n.kind == kind], names,
+            yield from _nics_of_rank(labels, place, [n for n in nics if n.kind == kind], names,
                                 numa_nodes, now_ns)  # fmt: skip
 
     def _settings(self, key: tuple[str, int, int]) -> dict[str, str]:
-        known = self._told.get(key)
+        known = self._nccl_settings.get(key)
         if known is not None:
             return known
         return read_environment(self.context.procfs_root, key[2], SETTINGS) or {}
 
 
 def _nvlinks(gpu: GpuInfo, peer: GpuInfo) -> int:
-    """Links from one to the other, straight or through NVSwitches (all of those a GPU has)."""
+    """Return the number of links between two GPUs, direct or through NVSwitches."""
     ends = {sysfs_address(end): links for end, links in gpu.nvlinks.items() if end != SWITCH}
     straight = ends.get(sysfs_address(peer.pci_bus_id), 0)
     return straight or min(gpu.nvlinks.get(SWITCH, 0), peer.nvlinks.get(SWITCH, 0))
@@ -229,8 +229,8 @@ def _affinity(device: str, kind: str, pci: PciDevice, now_ns: int) -> Sample:
     return Sample("paceline_device_affinity_info", labels, 1.0, now_ns)
 
 
-def _of_one_kind(nics: Sequence[_Nic]) -> list[_Nic]:
-    """RDMA devices where there are any: their network devices are the same cards."""
+def _without_duplicates(nics: Sequence[_Nic]) -> list[_Nic]:
+    """Return the RDMA devices if there are any; their network devices are the same cards."""
     return [nic for nic in nics if nic.kind == "rdma"] or list(nics)
 
 
@@ -239,7 +239,7 @@ def _distances(gpu: PciDevice, nics: Sequence[_Nic], numa_nodes: int) -> dict[st
     return {name: far for name, far in found.items() if far is not None}
 
 
-def _of_rank(
+def _nics_of_rank(
     labels: dict[str, str],
     gpu: PciDevice,
     nics: Sequence[_Nic],
@@ -247,7 +247,7 @@ def _of_rank(
     numa_nodes: int,
     now_ns: int,
 ) -> Iterator[Sample]:
-    """Its NICs, and whether a like one that is nearer goes unused."""
+    """Return a rank's NICs, and whether an equal one that is nearer is not used."""
     far = _distances(gpu, nics, numa_nodes)
     own = {name: far[name] for name in names if name in far}
     if not own:
