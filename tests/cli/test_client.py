@@ -86,7 +86,7 @@ def test_a_missing_token_is_named_with_its_remedy(client: Client) -> None:
         client.get("/locked")
 
 
-def test_an_answer_that_is_not_ours_is_told(client: Client) -> None:
+def test_a_response_of_another_server_is_reported(client: Client) -> None:
     for path in ("/elsewhere", "/page"):
         with pytest.raises(click.ClickException, match="text/html, not as `paceline server` does"):
             client.get(path)

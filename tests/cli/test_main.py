@@ -34,7 +34,7 @@ def test_every_command_has_help(name: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["evaluate", "--help"], ["--version"]])
-def test_a_full_disk_is_told_in_a_sentence(arguments: list[str]) -> None:
+def test_a_full_disk_is_one_sentence(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(
             [sys.executable, "-m", "paceline_cli", *arguments],
@@ -82,8 +82,8 @@ def test_the_thin_client_loads_no_server_or_agent() -> None:
     ("options", "message"),
     [
         (("--tp", "3"), "expected 1, 2, 4 or 8"),
-        (("--dp", "8", "--pp", "8"), "one machine takes at most 32"),
-        (("--faults", "crash:8"), "RANK must be a number in 0..7"),
+        (("--dp", "8", "--pp", "8"), "the demo runs at most 32"),
+        (("--faults", "crash:8"), "RANK must be a number from 0 to 7"),
     ],
 )
 def test_the_demo_refuses_what_it_cannot_do_before_it_starts(

@@ -49,7 +49,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_done(
 
 
 @needs_root
-def test_a_folder_that_takes_no_files_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "others"
     folder.mkdir()
     os.chown(folder, 65534, 65534)
@@ -60,7 +60,7 @@ def test_a_folder_that_takes_no_files_is_told(tmp_path: Path) -> None:
 
 @needs_root
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("analyze", "{}/trace.parquet"), "Permission denied"),
         (("analyze", "--flight-recorder", "{}/dumps"), "Permission denied"),
@@ -69,9 +69,9 @@ def test_a_folder_that_takes_no_files_is_told(tmp_path: Path) -> None:
         (("agent", "--once", "--procfs", "{}/proc"), "tells nothing of the host"),
     ],
 )
-def test_what_lies_in_a_closed_folder_is_told_in_a_sentence(
-    closed: Path, words: tuple[str, ...], said: str
+def test_a_path_in_a_closed_folder_is_one_sentence(
+    closed: Path, words: tuple[str, ...], message: str
 ) -> None:
     done = without_rights(*(word.format(closed) for word in words))
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr

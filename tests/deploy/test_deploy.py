@@ -45,10 +45,10 @@ def test_slurm_scripts_set_the_ring_directory_and_remove_rings_afterwards(tmp_pa
     rings = tmp_path / "rings"
     assert rings.stat().st_mode & 0o7777 == 0o3777
     assert rings.parent.stat().st_mode & 0o7777 == 0o711
-    told = slurm("task-prolog.sh", tmp_path, SLURM_RESTART_COUNT="2").splitlines()
-    assert f"export PACELINE_RING_DIRECTORY={rings}" in told
-    assert "export PACELINE_JOB=slurm-77" in told
-    assert "export PACELINE_GENERATION=200" in told
+    lines = slurm("task-prolog.sh", tmp_path, SLURM_RESTART_COUNT="2").splitlines()
+    assert f"export PACELINE_RING_DIRECTORY={rings}" in lines
+    assert "export PACELINE_JOB=slurm-77" in lines
+    assert "export PACELINE_GENERATION=200" in lines
     for name in ("slurm-77.g200.r0.ring", "slurm-77.g101.r9.ring", "slurm-770.g0.r0.ring"):
         (rings / name).touch()
     slurm("epilog.sh", tmp_path)

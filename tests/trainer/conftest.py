@@ -1,4 +1,4 @@
-"""A crew of real processes that runs one job after the other, since importing torch is slow."""
+"""A pool of rank processes that run one job after another, because importing torch is slow."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Member:
 
 
 class Run:
-    """A job in flight on some members of the crew."""
+    """A job in flight on some members of the ranks_pool."""
 
     def __init__(self, members: list[Member]) -> None:
         self._members = members
@@ -61,7 +61,7 @@ class Run:
         return answers
 
 
-class Crew:
+class RankPool:
     """Eight processes; a run takes as many as it has ranks, from `first` on."""
 
     def __init__(self) -> None:
@@ -116,10 +116,10 @@ def _gloo_on_loopback() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def crew(_gloo_on_loopback: None) -> Iterator[Crew]:
-    crew = Crew()
-    yield crew
-    crew.close()
+def ranks_pool(_gloo_on_loopback: None) -> Iterator[RankPool]:
+    ranks_pool = RankPool()
+    yield ranks_pool
+    ranks_pool.close()
 
 
 @pytest.fixture(scope="session")

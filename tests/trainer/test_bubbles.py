@@ -1,4 +1,4 @@
-"""What a pipeline idles on real runs is what its schedule's theory says.
+"""The bubble of real runs equals the theory of their schedule.
 
 Kernels are emulated by sleeping, so four ranks need hardly any CPU; but the machine must have some
 to spare, which is why this is part of `make campaign` only. `-s` shows the table.
@@ -97,7 +97,7 @@ def run(
 
 
 def steps(directory: Path, stages: int) -> list[FinishedStep]:
-    """What the server makes of the rings."""
+    """The steps that the server derives from the rings."""
     model: StepModel | None = None
     for rank in range(stages):
         reader = RingReader(directory / f"local.g0.r{rank}.ring")

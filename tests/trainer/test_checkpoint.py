@@ -94,7 +94,7 @@ def flip_a_bit(path: Path, bit: int = 0x10) -> None:
 
 
 def flip_the_highest_bit(path: Path) -> None:
-    """Of text: it is none any more."""
+    """Make the text file invalid UTF-8."""
     flip_a_bit(path, 0x80)
 
 

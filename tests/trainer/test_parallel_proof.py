@@ -18,7 +18,7 @@ from paceline_trainer.settings import RankPlacement, TrainerSettings
 from paceline_trainer.train import TrainingResult
 from paceline_wire.topology import Topology
 
-# (2, 2, 2) takes the whole crew; the others run side by side, each on its own members.
+# (2, 2, 2) takes the whole ranks_pool; the others run side by side, each on its own members.
 FIRST_MEMBER = {
     Topology(1, 1, 1): 0,
     Topology(2, 1, 1): 1,
@@ -30,7 +30,7 @@ TOLERANCE = 1e-5
 
 
 class Plain(NamedTuple):
-    """What torch's own optimizer makes of the whole model and batch in one process."""
+    """Train the whole model and batch in one process with torch's own optimizer."""
 
     losses: list[float]
     gradient_norms: list[float]
@@ -100,15 +100,15 @@ def _trained_like(
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_every_division_of_the_model_trains_like_one_process(
-    crew: Any, tiny_settings: TrainerSettings, schedule: str
+    ranks_pool: Any, tiny_settings: TrainerSettings, schedule: str
 ) -> None:
     settings = replace(tiny_settings, schedule=schedule)
     runs = {
-        topology: crew.start(settings, topology, first=first)
+        topology: ranks_pool.start(settings, topology, first=first)
         for topology, first in FIRST_MEMBER.items()
     }
     outcomes = {topology: run.outcomes() for topology, run in runs.items()}
-    outcomes[ALL[-1]] = crew.start(settings, ALL[-1]).outcomes()
+    outcomes[ALL[-1]] = ranks_pool.start(settings, ALL[-1]).outcomes()
     for topology in ALL:
         _trained_like(outcomes[topology], tiny_settings, topology)
     losses = plain(tiny_settings).losses
@@ -120,23 +120,25 @@ INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
 
 
 def test_chunks_zero_uneven_stages_and_padding_train_like_one_process(
-    crew: Any, tiny_settings: TrainerSettings
+    ranks_pool: Any, tiny_settings: TrainerSettings
 ) -> None:
     deep = replace(tiny_settings, model=replace(tiny_settings.model, layers=4), sequence_spread=3.0)
-    odd = replace(deep, global_batch_size=6)  # over 3 ranks, which do not divide the parameters
+    indivisible = replace(
+        deep, global_batch_size=6
+    )  # over 3 ranks, which do not divide the parameters
     at_once = [
         (deep, Topology(1, 2, 1), INTERLEAVED),
-        (odd, Topology(3, 1, 1), {"zero": 1}),
+        (indivisible, Topology(3, 1, 1), {"zero": 1}),
         (deep, Topology(1, 2, 1), {"stage_layers": (3, 1), "zero": 1}),
     ]
     runs, first = [], 0
     for settings, topology, how in at_once:
-        runs.append(crew.start(replace(settings, **how), topology, first=first))
+        runs.append(ranks_pool.start(replace(settings, **how), topology, first=first))
         first += topology.world_size
     for run, (settings, topology, _) in zip(runs, at_once, strict=True):
         _trained_like(run.outcomes(), settings, topology)
     largest = Topology(2, 2, 2)
-    outcomes = crew.start(replace(deep, **INTERLEAVED, zero=1), largest).outcomes()
+    outcomes = ranks_pool.start(replace(deep, **INTERLEAVED, zero=1), largest).outcomes()
     _trained_like(outcomes, deep, largest)
 
 
@@ -157,7 +159,11 @@ def test_chunks_zero_uneven_stages_and_padding_train_like_one_process(
     ],
 )
 def test_larger_divisions_train_like_one_process(
-    crew: Any, tiny_settings: TrainerSettings, topology: Topology, layers: int, how: dict[str, Any]
+    ranks_pool: Any,
+    tiny_settings: TrainerSettings,
+    topology: Topology,
+    layers: int,
+    how: dict[str, Any],
 ) -> None:
     settings = replace(
         tiny_settings,
@@ -165,11 +171,13 @@ def test_larger_divisions_train_like_one_process(
         global_batch_size=16,
         sequence_spread=2.0,
     )
-    _trained_like(crew.start(replace(settings, **how), topology).outcomes(), settings, topology)
+    _trained_like(
+        ranks_pool.start(replace(settings, **how), topology).outcomes(), settings, topology
+    )
 
 
-def test_held_out_loss_falls(crew: Any, tiny_settings: TrainerSettings) -> None:
+def test_held_out_loss_falls(ranks_pool: Any, tiny_settings: TrainerSettings) -> None:
     settings = replace(tiny_settings, steps=60, evaluate_every=20, dtype="float32")
-    outcome = crew.run(settings, Topology(1, 2, 1))
+    outcome = ranks_pool.run(settings, Topology(1, 2, 1))
     first, *_, last = outcome.evaluation_losses.values()
     assert last < first - 0.3

@@ -1,4 +1,4 @@
-"""What the replay says that repairing a fault would give is what repairing it gives.
+"""The gain that the replay predicts for a repair equals the gain of the repair.
 
 A real run of four ranks, in which faults come and go: their steps are replayed without the fault,
 and held against the healthy steps around them. Kernels are emulated by sleeping, but the machine
@@ -182,15 +182,15 @@ def predicted(steps: list[FinishedStep], run: Run, repair: dict[str, Any]) -> fl
     return speedup
 
 
-def disagreement(name: str, said: float, measured: float) -> float:
-    error = said / measured - 1
-    print(f"  {name:<60} {measured:6.3f}x {said:6.3f}x {error:+7.1%}")
+def disagreement(name: str, predicted: float, measured: float) -> float:
+    error = predicted / measured - 1
+    print(f"  {name:<60} {measured:6.3f}x {predicted:6.3f}x {error:+7.1%}")
     return abs(error)
 
 
 def test_a_repair_gives_the_predicted_gain(tmp_path: Path) -> None:
     run = Run(tmp_path, "--layers", "2")
-    print(f"\n  {'fault':<60} measured  said   error")
+    print(f"\n  {'fault':<60} measured  predicted   error")
     errors = []
     with run.running():
         before = run.steps(PHASE_STEPS)
@@ -208,7 +208,7 @@ def test_a_repair_gives_the_predicted_gain(tmp_path: Path) -> None:
 def test_even_stages_give_the_predicted_gain(tmp_path: Path) -> None:
     """Stages of two and four layers, which the replay is to make equal, against three and three."""
     seconds = {}
-    said = {}
+    predicted = {}
     for layers in ("2,4", "3,3"):
         directory = tmp_path / layers.replace(",", "-")
         directory.mkdir()
@@ -216,7 +216,7 @@ def test_even_stages_give_the_predicted_gain(tmp_path: Path) -> None:
         with run.running():
             steps = run.steps(PHASE_STEPS)
         seconds[layers] = typical_seconds(steps)
-        said[layers] = predicted(steps, run, {"stages": [0, 1]})
+        predicted[layers] = predicted(steps, run, {"stages": [0, 1]})
     measured = seconds["2,4"] / seconds["3,3"]
-    assert disagreement("stages of 2 and 4 layers", said["2,4"], measured) <= AGREEMENT
-    assert said["3,3"] == pytest.approx(1.0, abs=AGREEMENT)
+    assert disagreement("stages of 2 and 4 layers", predicted["2,4"], measured) <= AGREEMENT
+    assert predicted["3,3"] == pytest.approx(1.0, abs=AGREEMENT)

@@ -115,7 +115,7 @@ def test_a_planned_stop_loses_no_step_and_the_next_generation_continues(
     rings = [job.ring(rank) for rank in range(2)]
     job.eventually(lambda: rings[1].view().step >= 3)
     assert rings[0].identity.metadata["emulated_kernel_ms"] == "2,2"
-    rings[1].command(5, ControlKind.CHECKPOINT_AND_STOP, 0)  # rank 0 is never told
+    rings[1].command(5, ControlKind.CHECKPOINT_AND_STOP, 0)  # rank 0 gets no command
     assert job.exit_codes() == [0, 0], job.log(0)
 
     answers = [ring.acknowledgement() for ring in rings]
@@ -158,18 +158,22 @@ def test_help_documents_every_option() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "said"),
+    ("arguments", "environment", "message"),
     [
         (["--emulate-kernel-ms", "20"], {}, "two numbers FORWARD,BACKWARD such as 20,40"),
         (["--emulate-kernel-ms", "-1,2"], {}, "kernel times must be at least 0 ms"),
         (["--global-batch-size", "7"], {}, "must be a multiple of the data-parallel size"),
-        (["--pp", "8"], {"WORLD_SIZE": "8"}, "8 pipeline stages need at least as many layers"),
+        (
+            ["--pp", "8"],
+            {"WORLD_SIZE": "8"},
+            "8 pipeline stages, including virtual ones, need at least as many layers",
+        ),
         (["--virtual-stages", "2"], {}, "needs --schedule interleaved, got 1f1b"),
         (["--schedule", "interleaved"], {}, "needs --virtual-stages 2 or more, on two"),
         (["--stage-layers", "3,x"], {}, "numbers of layers such as 3,3,2,4"),
         (["--stage-layers", "2,3"], {}, "needs 1 numbers from 1 that sum to --layers (4), got 2,3"),
         (["--tp", "8"], {"WORLD_SIZE": "8"}, "multiple of the tensor-parallel size (8)"),
-        (["--dp", "3"], {"WORLD_SIZE": "2"}, "makes 3 ranks, but this is rank 0 of WORLD_SIZE 2"),
+        (["--dp", "3"], {"WORLD_SIZE": "2"}, "is 3 ranks, but this is rank 0 of WORLD_SIZE 2"),
         ([], {"RANK": "two"}, "RANK must be a whole number, got 'two'"),
     ],
 )
@@ -177,13 +181,13 @@ def test_invalid_settings_are_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     environment: dict[str, str],
-    said: str,
+    message: str,
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2
-    assert said in " ".join(result.output.split())
+    assert message in " ".join(result.output.split())
 
 
 def test_the_placement_is_read_from_the_environment() -> None:

@@ -19,28 +19,28 @@ def settings(tiny_settings: TrainerSettings) -> TrainerSettings:
 
 
 @pytest.fixture(scope="module")
-def unbroken(crew: Any, settings: TrainerSettings) -> list[float]:
-    losses: list[float] = crew.run(settings, Topology(2, 1, 2)).losses
+def unbroken(ranks_pool: Any, settings: TrainerSettings) -> list[float]:
+    losses: list[float] = ranks_pool.run(settings, Topology(2, 1, 2)).losses
     return losses
 
 
 def test_a_resume_at_another_dp_size_continues_the_loss_curve(
-    crew: Any, settings: TrainerSettings, unbroken: list[float], tmp_path: Path
+    ranks_pool: Any, settings: TrainerSettings, unbroken: list[float], tmp_path: Path
 ) -> None:
     settings = replace(settings, checkpoint_directory=tmp_path)
-    first = crew.run(replace(settings, steps=5), Topology(2, 1, 2))
-    smaller = crew.run(replace(settings, steps=8), Topology(1, 1, 2), generation=1)
-    larger = crew.run(settings, Topology(4, 1, 2), generation=2)
+    first = ranks_pool.run(replace(settings, steps=5), Topology(2, 1, 2))
+    smaller = ranks_pool.run(replace(settings, steps=8), Topology(1, 1, 2), generation=1)
+    larger = ranks_pool.run(settings, Topology(4, 1, 2), generation=2)
     assert [first.first_step, smaller.first_step, larger.first_step] == [0, 5, 8]
     together = first.losses + smaller.losses + larger.losses
     assert together == pytest.approx(unbroken, rel=0, abs=1e-9)
 
 
 def test_a_resume_with_other_stages_chunks_and_zero_continues_the_loss_curve(
-    crew: Any, settings: TrainerSettings, tmp_path: Path
+    ranks_pool: Any, settings: TrainerSettings, tmp_path: Path
 ) -> None:
     settings = replace(settings, model=replace(settings.model, layers=4))
-    expected = crew.run(settings, Topology(1, 1, 1)).losses
+    expected = ranks_pool.run(settings, Topology(1, 1, 1)).losses
     settings = replace(settings, checkpoint_directory=tmp_path)
     parts = [
         (
@@ -52,17 +52,17 @@ def test_a_resume_with_other_stages_chunks_and_zero_continues_the_loss_curve(
     ]
     losses: list[float] = []
     for generation, (topology, how) in enumerate(parts):
-        outcome = crew.run(replace(settings, **how), topology, generation=generation)
+        outcome = ranks_pool.run(replace(settings, **how), topology, generation=generation)
         assert outcome.first_step == len(losses)
         losses += outcome.losses
     assert losses == pytest.approx(expected, rel=0, abs=1e-9)
 
 
 def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(
-    crew: Any, settings: TrainerSettings, unbroken: list[float], tmp_path: Path
+    ranks_pool: Any, settings: TrainerSettings, unbroken: list[float], tmp_path: Path
 ) -> None:
     settings = replace(settings, checkpoint_directory=tmp_path)
-    crew.run(replace(settings, steps=9), Topology(2, 1, 2))
+    ranks_pool.run(replace(settings, steps=9), Topology(2, 1, 2))
     newest = saved_checkpoints(tmp_path)[0]
     assert newest.step == 9
     shard = next((tmp_path / newest.name).glob("*.distcp"))
@@ -70,7 +70,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
 
-    outcome = crew.run(settings, Topology(2, 1, 2))
+    outcome = ranks_pool.run(settings, Topology(2, 1, 2))
     assert outcome.first_step == 6
     assert outcome.losses == pytest.approx(unbroken[6:], rel=0, abs=1e-9)
     assert (tmp_path / f"{DAMAGED}{newest.name}").is_dir()
@@ -78,18 +78,18 @@ def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(
 
 
 def test_an_older_generation_is_refused(
-    crew: Any, settings: TrainerSettings, tmp_path: Path
+    ranks_pool: Any, settings: TrainerSettings, tmp_path: Path
 ) -> None:
     settings = replace(settings, checkpoint_directory=tmp_path, steps=1)
-    crew.run(settings, Topology(2, 1, 1), generation=3)
-    for failure in crew.start(settings, Topology(2, 1, 1), generation=2).failures():
+    ranks_pool.run(settings, Topology(2, 1, 1), generation=3)
+    for failure in ranks_pool.start(settings, Topology(2, 1, 1), generation=2).failures():
         assert "generation 3 has taken over" in failure
 
 
 def test_another_runs_checkpoints_are_refused(
-    crew: Any, settings: TrainerSettings, tmp_path: Path
+    ranks_pool: Any, settings: TrainerSettings, tmp_path: Path
 ) -> None:
     settings = replace(settings, checkpoint_directory=tmp_path, steps=1)
-    crew.run(settings, Topology(2, 1, 1))
-    for failure in crew.start(replace(settings, seed=9), Topology(2, 1, 1)).failures():
-        assert "give another directory or the same settings" in failure
+    ranks_pool.run(settings, Topology(2, 1, 1))
+    for failure in ranks_pool.start(replace(settings, seed=9), Topology(2, 1, 1)).failures():
+        assert "use another directory or the same settings" in failure

@@ -1,4 +1,4 @@
-"""A crew (see conftest): imports torch once, forks, and each member runs what it is sent.
+"""A rank pool (see conftest): imports torch once, forks, and each member runs what it is sent.
 
 python worker.py PORT IN,OUT ...     PORT: of the test's TCPStore; a pair of pipes per member
 """

@@ -445,10 +445,10 @@ class Watch:
 
         self.page.on("request", lambda request: requested(request.url))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda message: self._said(message.type, message.text))
+        self.page.on("console", lambda message: self._record(message.type, message.text))
         self.page.on("response", lambda answer: self._answered(answer.status))
 
-    def _said(self, kind: str, text: str) -> None:
+    def _record(self, kind: str, text: str) -> None:
         # Chromium's own line for each 4xx; `refused` has their numbers.
         if kind in ("error", "warning") and not text.startswith("Failed to load resource"):
             self.errors.append(text)

@@ -167,8 +167,8 @@ def test_a_flipped_bit_is_refused_or_still_a_batch(batch: Batch, data: st.DataOb
 @given(batches, st.lists(sample_blocks, max_size=3))
 def test_values_in_blocks_are_decoded_as_samples(batch: Batch, blocks: list[SampleBlock]) -> None:
     samples = [*batch.samples, *chain.from_iterable(block.samples() for block in blocks)]
-    told = decode(encode(msgspec.structs.replace(batch, blocks=blocks)))
-    assert told == msgspec.structs.replace(batch, samples=samples)
+    decoded = decode(encode(msgspec.structs.replace(batch, blocks=blocks)))
+    assert decoded == msgspec.structs.replace(batch, samples=samples)
     assert len(samples) <= len(batch.samples) + sum(block.count for block in blocks)
 
 

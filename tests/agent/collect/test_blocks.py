@@ -1,4 +1,4 @@
-"""A block is its samples, wherever it is told; its series cross a pipe when they change only."""
+"""A block equals its samples; its series are sent to another process only when they change."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_samples_and_blocks_go_together() -> None:
     assert [one.value for one in each(brought)] == [1.0, 1.0, 2.0, 1.0]
 
 
-def test_series_are_told_when_they_change_and_values_each_time() -> None:
+def test_series_are_sent_when_they_change_and_values_each_time() -> None:
     writer, reader = ColumnWriter(), ColumnReader()
     one, other = series(0, 1), series(1)
     sweeps = [
@@ -58,12 +58,12 @@ def test_series_are_told_when_they_change_and_values_each_time() -> None:
         [],
         [SeriesBlock(other, [1.6], 11)],
     ]
-    told = []
+    sent = []
     for sweep in sweeps:
         columns = across(writer.write(sweep))
-        told.append([bool(one.series) for one in columns])
+        sent.append([bool(one.series) for one in columns])
         assert list(each(reader.read(columns))) == list(each(sweep))
-    assert told == [[True], [False], [False, True], [True], [], [True]]
+    assert sent == [[True], [False], [False, True], [True], [], [True]]
 
 
 def test_columns_without_their_series_are_refused() -> None:

@@ -59,7 +59,7 @@ def test_nothing_is_waited_for(tmp_path: Path) -> None:
         read_once(tmp_path)
 
 
-def test_a_name_that_is_no_utf8_is_not_told(tmp_path: Path) -> None:
+def test_a_name_that_is_not_utf8_is_left_out(tmp_path: Path) -> None:
     for name in (b"mlx5_0", "é0".encode(), b"e\xff"):
         os.mkdir(os.fsencode(tmp_path) + b"/" + name)
     assert entries(tmp_path) == ["mlx5_0", "é0"]

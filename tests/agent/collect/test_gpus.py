@@ -20,11 +20,11 @@ def listing(*gpus: GpuInfo) -> Collected:
 QUARANTINED = Collected(events=[CollectorEvent(time_ns=1, collector="nvml", kind="quarantined")])
 
 
-def told(events) -> list[tuple[str, str]]:
+def event_list(events) -> list[tuple[str, str]]:
     return [(event.kind, event.device) for event in events]
 
 
-def test_what_the_collector_says_itself_is_not_said_again():
+def test_events_of_the_collector_are_not_repeated():
     gpus = Gpus()
     assert gpus.update(listing(gpu(0), gpu(1)), 1) == []
     assert gpus.update(listing(gpu(0), gpu(1, trouble="lost")), 2) == []
@@ -37,20 +37,20 @@ def test_a_gpu_that_is_listed_no_more_is_lost_until_it_is_listed_again():
     gpus = Gpus()
     gpus.update(listing(gpu(0), gpu(1), gpu(2)), 1)
     moved_up = listing(gpu(0), gpu(1, "GPU-2"))
-    assert told(gpus.update(moved_up, 2)) == [("gpu_lost", "gpu1")]
+    assert event_list(gpus.update(moved_up, 2)) == [("gpu_lost", "gpu1")]
     assert gpus.update(moved_up, 3) == []
     assert [(one.uuid, one.trouble) for one in gpus.all if one.trouble] == [("GPU-1", "lost")]
     assert gpus.slots(None) == 2
-    assert told(gpus.update(listing(gpu(0), gpu(1), gpu(2)), 4)) == [("gpu_back", "gpu1")]
+    assert event_list(gpus.update(listing(gpu(0), gpu(1), gpu(2)), 4)) == [("gpu_back", "gpu1")]
     assert gpus.slots(None) == 3
 
 
 def test_an_unloaded_driver_leaves_no_slot_and_a_loaded_one_brings_them_back():
     gpus = Gpus()
     gpus.update(listing(gpu(0), gpu(1)), 1)
-    assert told(gpus.update(listing(), 2)) == [("gpu_lost", "gpu0"), ("gpu_lost", "gpu1")]
+    assert event_list(gpus.update(listing(), 2)) == [("gpu_lost", "gpu0"), ("gpu_lost", "gpu1")]
     assert gpus.slots(None) == 0
-    assert told(gpus.update(listing(gpu(0), gpu(1)), 3)) == [
+    assert event_list(gpus.update(listing(gpu(0), gpu(1)), 3)) == [
         ("gpu_back", "gpu0"),
         ("gpu_back", "gpu1"),
     ]
@@ -60,9 +60,11 @@ def test_while_nvml_hangs_no_gpu_takes_ranks():
     gpus = Gpus()
     assert gpus.update(QUARANTINED, 1) == []
     gpus.update(listing(gpu(0)), 2)
-    assert told(gpus.update(QUARANTINED, 3)) == [("gpu_hung", "gpu0")]
+    assert event_list(gpus.update(QUARANTINED, 3)) == [("gpu_hung", "gpu0")]
     assert gpus.slots(None) == 0
-    assert told(gpus.update(listing(gpu(0, trouble="lost")), 4)) == [], "the collector says so"
+    assert event_list(gpus.update(listing(gpu(0, trouble="lost")), 4)) == [], (
+        "the collector says so"
+    )
     assert gpus.update(listing(gpu(0)), 5) == [], "and that it is back"
 
 

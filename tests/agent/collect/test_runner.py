@@ -32,7 +32,7 @@ class Steady(Collector):
 
 
 class Log:
-    """What the runner emitted, to wait on."""
+    """Results that the runner emitted; tests wait for them."""
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
@@ -79,7 +79,7 @@ def test_a_collector_joins_by_being_in_the_folder():
     assert names == sorted(names)
     assert {"host", "nic", "numa", "nvml", "rdma"} <= set(names)
     for collector in discover():
-        assert collector.deadline_seconds <= 4, "a hang must be told within 5 s"
+        assert collector.deadline_seconds <= 4, "a hang must be reported within 5 s"
 
 
 async def test_each_call_is_timed(context):
@@ -260,7 +260,7 @@ async def test_a_driver_that_hangs_is_killed_retried_and_taken_back(context, gpu
         await log.until(lambda: log.count("DCGM_FI_DEV_SM_CLOCK") > clocks)
 
 
-async def test_a_driver_that_hangs_from_the_start_is_told_as_soon(context, gpus):
+async def test_a_driver_that_hangs_from_the_start_is_reported_as_soon(context, gpus):
     """The time a worker may take to start is not granted to its first call."""
     gpus.set(0, hang_seconds=3600)
     patient_start = Patience(start_seconds=600, hung_seconds=0.2, retry_seconds=0.05)

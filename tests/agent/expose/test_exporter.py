@@ -86,7 +86,7 @@ def test_what_a_collector_no_longer_brings_is_gone_and_not_frozen(
     assert {("new", ""), ("other", "")} <= found.keys()
 
 
-def test_what_lasts_is_shown_until_it_is_brought_anew(
+def test_lasting_values_are_shown_until_they_are_replaced(
     exporter: Exporter, scrape: Callable[[], dict[tuple[str, str], float]]
 ) -> None:
     exporter.put(Collected(lasting=[sample("width_max", 16.0)], collector="made"))
@@ -113,7 +113,7 @@ def test_openmetrics_is_for_those_who_ask(exporter: Exporter, fetch: Fetch) -> N
     assert families["node_disk_read_bytes"].unit == "bytes"
 
 
-def test_a_port_in_use_is_said_and_survived(
+def test_a_port_in_use_is_reported_and_survived(
     exporter: Exporter, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -20,15 +20,15 @@ SAMPLES = [
 
 
 def test_both_formats_say_the_same() -> None:
-    def told(families: object) -> set[tuple[str, str, str]]:
+    def sample_set(families: object) -> set[tuple[str, str, str]]:
         return {
             (sample.name, str(sorted(sample.labels.items())), str(sample.value))
             for family in families
             for sample in family.samples
         }
 
-    plain = told(prometheus(render(SAMPLES)))
-    assert plain == told(openmetrics(render(SAMPLES, as_openmetrics=True)))
+    plain = sample_set(prometheus(render(SAMPLES)))
+    assert plain == sample_set(openmetrics(render(SAMPLES, as_openmetrics=True)))
     assert len(plain) == len(SAMPLES)
 
 

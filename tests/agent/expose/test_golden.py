@@ -104,7 +104,7 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def gpus(node: str, library: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Of the h200 node only: the others have no driver."""
+    """Emulated GPUs of the h200 node; the other nodes have no driver."""
     if node != "h200":
         yield {"LD_LIBRARY_PATH": str(tmp_path)}
         return
@@ -138,7 +138,7 @@ def write_ring(root: Path, rank: int, gpu: int, pid: int) -> None:
     ring.create(root / "rings" / f"pretrain.g2.r{rank}.ring", identity, capacity=64).close()
 
 
-def test_a_frozen_node_is_told_value_by_value(
+def test_metrics_of_a_frozen_node_are_unchanged(
     node: str, gpus: dict[str, str], tmp_path: Path
 ) -> None:
     text = once(tmp_path, gpus, "--openmetrics")

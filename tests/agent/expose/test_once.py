@@ -37,15 +37,15 @@ def once(tmp_path: Path) -> Once:
 
 
 @pytest.mark.parametrize(
-    ("option", "stdout", "said"),
+    ("option", "stdout", "message"),
     [
         ("--once", ">/dev/full", "not everything could be printed: No space left on device"),
         ("--check", "| true", "not everything could be printed: Broken pipe"),
         ("--once", ">&-", "standard output is closed: there is nowhere to print to"),
     ],
 )
-def test_a_stdout_that_takes_nothing_is_said_in_a_sentence(
-    tmp_path: Path, option: str, stdout: str, said: str
+def test_a_stdout_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, option: str, stdout: str, message: str
 ) -> None:
     command = [sys.executable, "-m", "paceline_agent", option, "--sysfs", str(tmp_path)]
     command += ["--node-directory", str(tmp_path / "node"), "--server", "http://127.0.0.1:9"]
@@ -53,7 +53,7 @@ def test_a_stdout_that_takes_nothing_is_said_in_a_sentence(
     done = subprocess.run(
         ["bash", "-c", shell, "bash", *command], capture_output=True, text=True, check=False
     )
-    assert done.stderr.splitlines()[-2:] == [f"Error: {said}", "status 1"]
+    assert done.stderr.splitlines()[-2:] == [f"Error: {message}", "status 1"]
     assert "Traceback" not in done.stderr
 
 
@@ -106,12 +106,12 @@ def test_where_no_collector_brings_anything_the_status_says_so(once: Once) -> No
     assert once().returncode == 1
 
 
-def test_what_a_log_tells_is_said_beside_the_values_and_in_the_report(once: Once) -> None:
+def test_events_of_a_log_are_printed_beside_the_values_and_in_the_report(once: Once) -> None:
     log = str(FIXTURES / "kmsg" / "xid-119.dmesg")
-    told = [line for line in once("--kmsg", log).stderr.splitlines() if line.startswith("kmsg: ")]
-    assert "kmsg: xid 0000:9b:00.0: critical: XID 119: timeout of a call" in told[0]
+    lines = [line for line in once("--kmsg", log).stderr.splitlines() if line.startswith("kmsg: ")]
+    assert "kmsg: xid 0000:9b:00.0: critical: XID 119: timeout of a call" in lines[0]
     events = json.loads(once("--kmsg", log, "--json").stdout)["events"]
-    assert [event["kind"] for event in events].count("xid") == len(told) - 1 == 3
+    assert [event["kind"] for event in events].count("xid") == len(lines) - 1 == 3
 
 
 def test_a_log_that_was_cut_is_read_to_its_last_byte(once: Once, tmp_path: Path) -> None:
@@ -127,15 +127,15 @@ def test_a_log_that_was_cut_is_read_to_its_last_byte(once: Once, tmp_path: Path)
 )
 def test_a_long_log_is_read_to_its_end(once: Once, tmp_path: Path, lines: int) -> None:
     log = (FIXTURES / "kmsg" / "xid-119.dmesg").read_text()
-    once_told = values(once("--kmsg", str(FIXTURES / "kmsg" / "xid-119.dmesg")).stdout)
+    first = values(once("--kmsg", str(FIXTURES / "kmsg" / "xid-119.dmesg")).stdout)
     filler = "[Mon Jan  1 00:00:00 2024] nothing of interest\n" * lines
     (tmp_path / "long").write_text(filler + log)
     done = once("--kmsg", str(tmp_path / "long"))
-    told = values(done.stdout)
-    xids = {name: value for name, value in once_told.items() if "kernel_events" in name}
+    lines = values(done.stdout)
+    xids = {name: value for name, value in first.items() if "kernel_events" in name}
     assert xids
     assert "kmsg: no answer" not in done.stderr
-    assert {name: value for name, value in told.items() if "kernel_events" in name} == xids
+    assert {name: value for name, value in lines.items() if "kernel_events" in name} == xids
 
 
 def test_a_tree_of_fifos_is_not_waited_for(once: Once, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_json_has_units(once: Once, tmp_path: Path) -> None:
     "options",
     [("--json", "--once", "--check"), ("--once", "--check"), ("--openmetrics", "--check")],
 )
-def test_what_does_not_go_together_is_said(once: Once, options: tuple[str, ...]) -> None:
+def test_options_that_exclude_each_other_are_refused(once: Once, options: tuple[str, ...]) -> None:
     done = once(*options)
     assert done.returncode == 2
     assert "--once" in done.stderr

@@ -1,4 +1,4 @@
-"""What node_exporter's stock dashboards need beyond what is collected each second."""
+"""Values that node_exporter's stock dashboards need beyond the collected ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_where_no_cpu_can_be_read_the_sum_stays(tmp_path: Path) -> None:
 
 def test_this_machine_has_a_name_and_a_time() -> None:
     found = {sample.name: sample for sample in completed([], Path("/proc"))}
-    told = found["node_uname_info"].labels
-    assert told["sysname"] == "Linux"
-    assert all(told[label] for label in ("nodename", "release", "machine"))
+    labels = found["node_uname_info"].labels
+    assert labels["sysname"] == "Linux"
+    assert all(labels[label] for label in ("nodename", "release", "machine"))
     assert abs(found["node_time_seconds"].value - time.time()) < 60

@@ -96,7 +96,7 @@ def test_a_control_that_reaches_no_rank_fails(
 def test_invalid_lines_of_the_stream_are_ignored(
     start_agent: Fixture, server: Any, wait_for: Fixture, tmp_path: Path
 ) -> None:
-    server.raw_lines = [b"\n", b"nonsense\n", b'{"type":"unheard_of"}\n', b"[" * 5000 + b"\n"]
+    server.raw_lines = [b"\n", b"malformed\n", b'{"type":"unheard_of"}\n', b"[" * 5000 + b"\n"]
     start_agent()
     server.commands.append(
         ControlRanks(command_id=7, job="job-x", generation=0, kind="dance", target_step=1)

@@ -317,7 +317,7 @@ def test_a_node_can_preload_before_it_has_a_rank(job: Job) -> None:
     )  # fmt: skip
     assert job.order(PreloadRanks(**msgspec.structs.asdict(command))).ok
     fork_server = job.until_preloaded()
-    assert job.order(stop(3)).ok, "as all nodes are told to at a restart"
+    assert job.order(stop(3)).ok, "as all nodes do at a restart"
     assert not job.server.events(RankStarted)
     job.start(4)
     assert job.ended(4)[0].exit_code == 0

@@ -30,7 +30,7 @@ class NetworkNodes:
             self._add(number, name)
 
     def limit(self, number: int, rate: str) -> None:
-        """What the node sends and what it is sent, both ways: as a port that trained down."""
+        """Limit the traffic of the node in both directions, like a port at a lower speed."""
         queue = ("root", "tbf", "rate", rate, "burst", "32kbit", "latency", "400ms")
         inside = ("ip", "netns", "exec", self.names[number])
         self._run(*inside, "tc", "qdisc", "add", "dev", "eth0", *queue)

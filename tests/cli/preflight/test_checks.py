@@ -19,7 +19,7 @@ from paceline_cli.preflight.facts import (
 from paceline_cli.preflight.traffic import matches
 from paceline_cli.preflight.verdict import Check, compare
 
-ODD = "node-2"
+OUTLIER = "node-2"
 
 
 def gpu(index: int) -> PreflightGpu:
@@ -233,18 +233,18 @@ FAR = ["pci0000:80", "0000:80:01.0", "0000:81:00.0", "0000:82:00.0"]
         (checkpoint(write_bytes_per_second=1e8), "write speed of /ckpt", "warn", "95 MiB/s"),
     ],
 )
-def test_the_odd_node_is_named(
+def test_the_outlier_is_named(
     change: Callable[[NodeFacts], NodeFacts], name: str, status: str, words: str
 ) -> None:
     check = checked(change)[name]
-    assert (check.status, check.nodes) == (status, [ODD]), check
+    assert (check.status, check.nodes) == (status, [OUTLIER]), check
     assert words in check.evidence
     assert check.fix
 
 
 def test_what_a_node_does_not_say_is_no_pass() -> None:
     check = checked(with_(versions={}))["version of driver"]
-    assert (check.status, check.nodes) == ("warn", [ODD])
+    assert (check.status, check.nodes) == ("warn", [OUTLIER])
 
 
 def test_two_nodes_that_differ_are_both_named() -> None:

@@ -53,20 +53,20 @@ def test_a_failed_check_ends_with_one_and_says_what_to_do(files: list[Path]) -> 
 
 
 @pytest.mark.parametrize(
-    ("stdout", "said"),
+    ("stdout", "message"),
     [
         (">/dev/full", "not everything could be printed: No space left on device"),
         (">&-", "standard output is closed: there is nowhere to print to"),
     ],
 )
 @pytest.mark.parametrize("option", ["--facts", "--json", "--no-benchmarks"])
-def test_a_stdout_that_takes_nothing_is_said_in_a_sentence(
-    files: list[Path], option: str, stdout: str, said: str
+def test_a_stdout_that_cannot_be_written_is_one_sentence(
+    files: list[Path], option: str, stdout: str, message: str
 ) -> None:
     command = [sys.executable, "-m", "paceline_cli", "preflight", option, *options(files)]
     shell = ["bash", "-c", f'"$@" {stdout}', "bash", *command]
     done = subprocess.run(shell, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, f"Error: {said}\n")
+    assert (done.returncode, done.stderr) == (1, f"Error: {message}\n")
 
 
 def test_nodes_that_are_alike_end_with_zero(files: list[Path]) -> None:
@@ -104,25 +104,25 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_nodes_are_taken_from_the_server(server: str, files: list[Path]) -> None:
     there = f"sh -c 'cat {files[0].parent}/{{node}}.json'"
     result = invoke("--server", server, "--exec", there, "--no-benchmarks", "--json")
-    told = json.loads(result.stdout)
-    assert [each["node"] for each in told["nodes"]] == ["node-0", "node-2"]
+    document = json.loads(result.stdout)
+    assert [each["node"] for each in document["nodes"]] == ["node-0", "node-2"]
     assert "agent-1 (node-1): left out" in result.stderr
-    assert told["verdict"] == "fail", "node-2 has an MTU of its own"
+    assert document["verdict"] == "fail", "node-2 has an MTU of its own"
 
 
 @pytest.mark.parametrize("server", [("lost",)], indirect=True)
-def test_a_server_without_nodes_is_told(server: str) -> None:
+def test_a_server_without_nodes_is_reported(server: str) -> None:
     result = invoke("--server", server)
     assert result.exit_code == 1
     assert "hears of no node" in result.stderr
 
 
 def test_json_holds_checks_nodes_and_verdict(files: list[Path]) -> None:
-    told = json.loads(invoke("--json", *options(files)).stdout)
-    assert (told["schema"], told["verdict"]) == (1, "fail")
-    assert sum(told["counts"].values()) == len(told["checks"])
-    assert [each["node"] for each in told["nodes"]] == ["node-0", "node-1", "node-2"]
-    (mtu,) = [check for check in told["checks"] if check["name"] == "MTU"]
+    document = json.loads(invoke("--json", *options(files)).stdout)
+    assert (document["schema"], document["verdict"]) == (1, "fail")
+    assert sum(document["counts"].values()) == len(document["checks"])
+    assert [each["node"] for each in document["nodes"]] == ["node-0", "node-1", "node-2"]
+    (mtu,) = [check for check in document["checks"] if check["name"] == "MTU"]
     assert mtu["nodes"] == ["node-2"]
 
 
@@ -166,15 +166,15 @@ def test_a_file_that_is_no_text_holds_no_facts(files: list[Path], tmp_path: Path
     assert "core: holds no facts" in result.output
 
 
-def test_a_program_that_is_not_there_is_told_in_one_sentence() -> None:
+def test_a_missing_program_is_reported_in_one_sentence() -> None:
     result = invoke("--nodes", "a", "--exec", "no-such-program {node}", "--no-benchmarks")
     assert result.exit_code == 1
     assert "no-such-program" in result.output
 
 
 def test_a_node_that_does_not_answer_fails_and_the_others_are_still_checked() -> None:
-    told = msgspec.json.encode(node(0)).decode()
-    script = f"import sys\nif sys.argv[1] == 'bad': sys.exit('no route')\nprint({told!r})"
+    document = msgspec.json.encode(node(0)).decode()
+    script = f"import sys\nif sys.argv[1] == 'bad': sys.exit('no route')\nprint({document!r})"
     reach = EachNode(("good", "bad"), f"{sys.executable} -c {_quoted(script)} {{node}}")
     survey = ask(reach, ["facts"], RemoteCommands(), 20)
     assert [each.node for each in survey.nodes] == ["good"]
@@ -203,7 +203,7 @@ def test_an_end_by_signal_meets_what_is_just_being_started(monkeypatch: pytest.M
     assert [child.wait(30) for child in started] == [-signal.SIGKILL]
 
 
-def test_a_launcher_tells_of_all_its_nodes_once() -> None:
+def test_a_launcher_reports_each_of_its_nodes_once() -> None:
     lines = [f"task: {msgspec.json.encode(node(number)).decode()}" for number in (1, 0, 1)]
     script = "print({!r})".format("\n".join(lines))
     survey = ask(AllNodes(f"{sys.executable} -c {_quoted(script)}"), [], RemoteCommands(), 20)

@@ -101,11 +101,11 @@ def test_a_tree_is_read(trees: tuple[Path, Path], gpus: FakeGpus) -> None:
     assert msgspec.json.decode(msgspec.json.encode(facts), type=NodeFacts) == facts
 
 
-def test_a_driver_that_hangs_costs_its_patience_and_is_told(gpus: FakeGpus) -> None:
+def test_a_hung_driver_costs_its_timeout_and_is_reported(gpus: FakeGpus) -> None:
     gpus.set(0, hang_seconds=30)
-    told = read_apart(Path("/sys"), patience_seconds=0.3)
-    assert told.gpus == []
-    assert "did not answer" in (told.problem or "")
+    facts = read_apart(Path("/sys"), patience_seconds=0.3)
+    assert facts.gpus == []
+    assert "did not answer" in (facts.problem or "")
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_a_gpu_that_does_not_answer_leaves_the_others(
     gpus: FakeGpus, condition: dict[str, float], trouble: str
 ) -> None:
     gpus.set(0, **condition)
-    told = read_apart(Path("/sys"))
-    assert [gpu.trouble for gpu in told.gpus] == [trouble, None], told
-    assert told.gpus[1].sm_clock_max_mhz == 1980
+    facts = read_apart(Path("/sys"))
+    assert [gpu.trouble for gpu in facts.gpus] == [trouble, None], facts
+    assert facts.gpus[1].sm_clock_max_mhz == 1980
 
 
 def test_nothing_is_made_up_where_there_is_nothing(tmp_path: Path) -> None:
@@ -127,15 +127,15 @@ def test_nothing_is_made_up_where_there_is_nothing(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_path_is_written_to_and_left_as_it_was(tmp_path: Path) -> None:
-    told = host_facts.checkpoint(tmp_path, Path("/proc"))
-    assert told.problem is None
-    assert told.write_bytes_per_second
-    assert told.filesystem
+    facts = host_facts.checkpoint(tmp_path, Path("/proc"))
+    assert facts.problem is None
+    assert facts.write_bytes_per_second
+    assert facts.filesystem
     assert list(tmp_path.iterdir()) == []
     assert host_facts.checkpoint(tmp_path / "absent", Path("/proc")).problem
 
 
-def test_this_machine_tells_its_facts_in_one_line() -> None:
+def test_the_facts_of_this_machine_are_one_line() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "paceline_cli", "preflight", "--facts"],
         env={**os.environ, "NCCL_DEBUG": "WARN"},
@@ -144,7 +144,7 @@ def test_this_machine_tells_its_facts_in_one_line() -> None:
         check=True,
     )
     (line,) = ended.stdout.splitlines()
-    told = json.loads(line)
-    assert told["environment"]["NCCL_DEBUG"] == "WARN"
-    assert told["limits"]["nofile"] is None or told["limits"]["nofile"] > 0
-    assert told["versions"]["kernel"]
+    facts = json.loads(line)
+    assert facts["environment"]["NCCL_DEBUG"] == "WARN"
+    assert facts["limits"]["nofile"] is None or facts["limits"]["nofile"] > 0
+    assert facts["versions"]["kernel"]

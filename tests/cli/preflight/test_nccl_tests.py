@@ -45,7 +45,7 @@ def test_a_table_is_read() -> None:
     assert all(check.status == "pass" for check in judged(a=WHOLE).values())
 
 
-def test_a_run_that_did_not_come_to_its_end_is_told() -> None:
+def test_an_incomplete_run_is_reported() -> None:
     cut = HEADER + "".join(ROWS.splitlines(keepends=True)[:2])
     check = judged(a=WHOLE, b=cut)["nccl-tests end"]
     assert (check.status, check.evidence) == ("warn", "b: stops after 8388608 bytes")
@@ -99,7 +99,7 @@ def test_the_json_file_says_what_the_table_says() -> None:
     assert [each.in_place for each in read.rows] == [each.in_place for each in table.rows]
 
 
-def test_json_that_is_cut_short_is_said() -> None:
+def test_truncated_json_is_reported() -> None:
     check = judged(a='{"version": 2, "results": [{"size": 8')["nccl-tests read"]
     assert check.status == "fail"
     assert "is no JSON of nccl-tests" in check.evidence
@@ -149,7 +149,7 @@ def test_values_that_were_not_checked_are_not_called_right() -> None:
     assert judged(a=in_place_only)["nccl-tests results"].status == "pass"
 
 
-def test_bandwidth_that_falls_with_the_size_is_told() -> None:
+def test_bandwidth_that_falls_with_the_size_is_reported() -> None:
     check = judged(a=WHOLE.replace("322.55", "60.15"))["nccl-tests curve"]
     assert check.status == "warn"
     assert "60.15 GB/s at 134217728 bytes out of place, 104.1 before" in check.evidence

@@ -1,4 +1,4 @@
-"""What the demo reports of ranks that have not finished a step."""
+"""Progress lines of the demo before the first step of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as found, as late, as a false alarm: on findings made by hand."""
+"""Scoring of hand-made findings: detected, late, false alarm."""
 
 from __future__ import annotations
 

@@ -56,11 +56,11 @@ def test_stacks_and_dumps_on_demand(server, nodes, wait_for):
 
     asked = post(stacks)
     assert (asked.status_code, asked.json()["state"]) == (202, "asked")
-    home, stranger = nodes[homes[1]], nodes[homes[0]]
+    home, other_node = nodes[homes[1]], nodes[homes[0]]
     [order] = wait_for(lambda: orders(home, TakeStacks), "the command")
     assert (order.job, order.generation, order.ranks) == (job, 1, [1])
     forged = ThreadStack("MainThread", [StackFrame("forged", "x.py", 1)])
-    stranger.report(RankStackTraces(**of(job, 1), threads=[forged]))
+    other_node.report(RankStackTraces(**of(job, 1), threads=[forged]))
     home.report(RankStackTraces(**of(job, 1, generation=0), threads=[forged]))
     home.report(RankStackTraces(**of(job, 1), threads=[STACK]))
     wait_for(lambda: get(stacks)["stacks"], "the stacks")
@@ -76,7 +76,7 @@ def test_stacks_and_dumps_on_demand(server, nodes, wait_for):
     home.report(RankDump(**of(job, 1), error="no pipe"))
     wait_for(lambda: len(get(recorder)["dumps"]) == 2, "both answers")
     assert get(recorder)["text"].endswith("too few to conclude from: no pipe.")
-    home.report(RankDump(**of(job, 1), error="told to, and did not", was_asked=True))
+    home.report(RankDump(**of(job, 1), error="requested, not written", was_asked=True))
     report = wait_for(lambda: get(recorder)["report"], "the report")
     assert 1 in report["without_dump"]
 

@@ -1,4 +1,4 @@
-"""What `paceline jobs`, `incidents` and `actions` show of a real server, and what to do next."""
+"""Output of `paceline jobs`, `incidents` and `actions` with a real server."""
 
 from __future__ import annotations
 

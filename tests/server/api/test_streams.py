@@ -172,7 +172,7 @@ def test_client_that_cannot_resume_gets_a_snapshot(server: Any) -> None:
 def test_stream_ends_if_missed_changes_were_pruned(
     server: Any, wait_for: Callable[..., Any]
 ) -> None:
-    """So that its client comes back, and begins anew."""
+    """The stream ends, so that its client reconnects and starts again."""
     job_id = post_job(server.url)
     with stream(server, f"/api/v1/events?job={job_id}") as answer:
         found = events(answer)  # kept, for with it the client would leave

@@ -1,4 +1,4 @@
-"""What fixing each thing would give: from what the agents sent, as the API and the CLI tell it."""
+"""What-if answers of the API and the CLI, from batches of agents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline_server.api.recorded import recorded_steps
 from paceline_server.api.what_if import WhatIfCache
 from paceline_server.store.models import HotLogRow, JobRow
 
-# What is read of a database, test_trace.py reads of each kind.
+# test_trace.py covers each kind of database.
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 PATH = f"/api/v1/jobs/{JOB}/what-if"
@@ -147,10 +147,10 @@ def test_analysis_from_before_an_incident_is_not_reused(recorded: Recorded) -> N
     recorded.play(STEPS)
     with database.write() as session:
         session.add(open_incident())
-    told = answers.get(database, JOB, 8)
-    assert told.last_step == STEPS
+    answer = answers.get(database, JOB, 8)
+    assert answer.last_step == STEPS
     recorded.play(STEPS + 1)
-    assert answers.get(database, JOB, 8) is told
+    assert answers.get(database, JOB, 8) is answer
 
 
 def test_fewer_steps_are_replayed_for_a_large_job(

@@ -55,7 +55,7 @@ class Node:
     lost_gpus: set[int] = field(default_factory=set)
     connected: bool = True  # its batches arrive
     obeys_stop: bool = True
-    was_deaf: bool = False
+    was_paused: bool = False
     fails_to_start: bool = False
     crashes_at_start: int = 0  # number of starts at which its first rank exits
     quarantined: bool = False
@@ -308,7 +308,7 @@ class World:
 
     def _stop(self, node: Node, command: StopGeneration) -> None:
         if not node.obeys_stop:
-            node.was_deaf = True
+            node.was_paused = True
             return
         dead = [one for one in node.processes if one.generation <= command.generation]
         node.processes = [one for one in node.processes if one.generation > command.generation]

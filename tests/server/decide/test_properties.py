@@ -98,7 +98,7 @@ def test_no_sequence_of_events_breaks_the_invariants(
     live_through(events, mode, nodes)
 
 
-def settled(world: World) -> bool:
+def is_at_rest(world: World) -> bool:
     """Return whether all ranks train without an open action, or the job has ended cleanly."""
     if any(one.finished_ns is None for one in world.actions.values()):
         return False
@@ -118,7 +118,7 @@ def test_after_all_faults_are_gone_the_job_runs_or_has_ended(events: list[Event]
         node.connected = node.obeys_stop = True
         node.quarantined = node.fails_to_start = False
         node.crashes_at_start = 0
-    world.until(lambda: settled(world), seconds=400)
+    world.until(lambda: is_at_rest(world), seconds=400)
 
 
 @settings(max_examples=25, deadline=None)

@@ -1,4 +1,4 @@
-"""What docs/adding-a-detector.md asks for is all that a new detector needs."""
+"""A new detector needs only what docs/adding-a-detector.md lists."""
 
 from __future__ import annotations
 

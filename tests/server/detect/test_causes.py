@@ -22,11 +22,11 @@ def test_a_throttled_gpu_is_named_with_reason_clock_and_temperature():
     assert (found.cause, found.rank, found.node) == ("thermal throttle", 2, "node-1")
     assert found.suspects_node
     assert abs(found.onset_step - 25) <= 1
-    told = " ".join(each.text for each in found.evidence)
-    assert "sw_thermal_slowdown" in told
-    assert "from 1980 to 795 MHz" in told
-    assert "92 °C" in told
-    assert "gpu0 of node-1" in told
+    texts = " ".join(each.text for each in found.evidence)
+    assert "sw_thermal_slowdown" in texts
+    assert "from 1980 to 795 MHz" in texts
+    assert "92 °C" in texts
+    assert "gpu0 of node-1" in texts
 
 
 def test_the_other_gpu_of_the_node_does_not_explain_it():

@@ -72,8 +72,8 @@ def test_the_disk_of_the_node_that_writes_slowly_is_evidence():
         watched.telemetry.add("node-2", read)
         if second > 0:
             labels = {"kind": "nvme_timeout", "code": "", "device": "nvme0"}
-            told = Sample("paceline_kernel_events_total", labels, 2.0, at_ns)
-            watched.telemetry.add("node-2", told)
+            sample = Sample("paceline_kernel_events_total", labels, 2.0, at_ns)
+            watched.telemetry.add("node-2", sample)
     watched.show(steps)
     found = watched.findings[0]
     assert (found.cause, found.rank) == ("slow storage of the node", 5)

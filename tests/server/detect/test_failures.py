@@ -93,8 +93,8 @@ def test_ranks_of_external_jobs_that_ended_together_are_reported_together(job):
     (found,) = [*tick(job, 0.1), *tick(job, 1.0)]
     assert (found.rank, found.ranks, found.node) == (None, [4, 5], "node-2")
     assert found.summary == "Ranks 4, 5 (node-2) ended with unknown exit code."
-    told = [one.text for one in found.evidence]
-    assert told[1:3] == [
+    texts = [one.text for one in found.evidence]
+    assert texts[1:3] == [
         f"rank 5 ended without raising an error in step {job.step - 1}",
         f"rank 4 raised an error in step {job.step}",
     ]

@@ -171,8 +171,8 @@ def test_a_skipped_collective_names_the_rank_that_skipped_it() -> None:
     [found] = Case(program, program.fault).findings()
     assert (found.rank, found.side) == (1, "mismatch")
     assert found.cause == "mismatched collective: collectives of tp left out or overtaken"
-    told = " ".join(each.text for each in found.evidence)
-    assert "rank 1 entered 1 fewer collectives of tp than at this point" in told
+    texts = " ".join(each.text for each in found.evidence)
+    assert "rank 1 entered 1 fewer collectives of tp than at this point" in texts
 
 
 def test_two_stopped_hosts_are_both_named() -> None:
@@ -200,9 +200,9 @@ def test_a_mismatch_of_two_ranks_names_both_operations() -> None:
     assert program.play()
     [found] = Case(program, program.fault).findings()
     assert (found.rank, found.cause) == (1, "mismatched collective: another operation")
-    told = [each.text for each in found.evidence]
-    assert "rank 1 entered broadcast tp#33 of 2048 bytes" in told
-    assert "rank 0 entered all_reduce tp#33 of 2048 bytes" in told
+    texts = [each.text for each in found.evidence]
+    assert "rank 1 entered broadcast tp#33 of 2048 bytes" in texts
+    assert "rank 0 entered all_reduce tp#33 of 2048 bytes" in texts
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -37,7 +37,7 @@ def tick(job: SimulatedJob, seconds: float = 0.1) -> list[Finding]:
     return job.tick(job.now_ns).findings
 
 
-def told(code: int) -> str:
+def xid_text(code: int) -> str:
     """As the agent tells of what the driver says."""
     event = Recognizer().recognize(f"NVRM: Xid (PCI:0000:9b:00): {SAYS[code]}")
     assert event is not None
@@ -56,7 +56,7 @@ def told(code: int) -> str:
     ],
 )
 def test_an_xid_that_ends_the_processes_is_a_failure(job, code, cause, advice):
-    job.device_event(NODE, "xid", GPU, told(code))
+    job.device_event(NODE, "xid", GPU, xid_text(code))
     [found] = tick(job)
     assert (found.kind, found.cause, found.rank, found.node) == ("failure", cause, 3, NODE)
     assert (found.severity, found.suspects_node, found.can_checkpoint) == ("critical", True, False)
@@ -69,7 +69,7 @@ def test_an_xid_that_ends_the_processes_is_a_failure(job, code, cause, advice):
     ("code", "advice"), [(63, "nothing by itself"), (74, "reset the GPU"), (94, "restart the app")]
 )
 def test_an_xid_of_a_gpu_that_continues_is_a_warning_with_advice(job, code, advice):
-    job.device_event(NODE, "xid", GPU, told(code))
+    job.device_event(NODE, "xid", GPU, xid_text(code))
     [found] = tick(job)
     assert (found.kind, found.severity, found.rank) == ("gpu_error", "warning", 3)
     assert not found.suspects_node
@@ -88,29 +88,29 @@ def test_xids_caused_by_a_killed_process_are_not_reported(job, detail):
 
 def test_a_burst_is_one_incident(job):
     for _ in range(50):
-        job.device_event(NODE, "xid", GPU, told(119))
+        job.device_event(NODE, "xid", GPU, xid_text(119))
     [found] = tick(job)
-    job.device_event(NODE, "xid", GPU, told(119) + " (49 more since it was last told)")
+    job.device_event(NODE, "xid", GPU, xid_text(119) + " (49 more since the last report)")
     assert tick(job, 60) == []
     assert len(found.evidence) == 1
 
 
 def test_a_warning_followed_by_a_fatal_error_becomes_a_failure(job):
-    job.device_event(NODE, "xid", GPU, told(63))
+    job.device_event(NODE, "xid", GPU, xid_text(63))
     [warning] = tick(job)
-    job.device_event(NODE, "xid", GPU, told(95))
+    job.device_event(NODE, "xid", GPU, xid_text(95))
     failure, over = tick(job)
     assert (failure.kind, failure.severity) == ("failure", "critical")
     assert [text.text.split("XID ")[1][:2] for text in failure.evidence] == ["95", "63"]
     assert (over.cleared, over.fingerprint) == (True, warning.fingerprint)
-    job.device_event(NODE, "xid", GPU, told(79))
+    job.device_event(NODE, "xid", GPU, xid_text(79))
     [worst] = tick(job)
     assert (worst.cause, worst.fingerprint) == ("GPU lost", failure.fingerprint)
 
 
 def test_a_lost_gpu_reported_by_both_collectors_is_one_incident(job):
     job.device_event(NODE, "gpu_lost", GPU, "GPU is lost")
-    job.device_event(NODE, "xid", GPU, told(79))
+    job.device_event(NODE, "xid", GPU, xid_text(79))
     job.device_event(NODE, "xid", GPU, "XID 79")
     [found] = tick(job)
     assert found.cause == "GPU lost"
@@ -126,7 +126,7 @@ def test_the_kernel_log_is_preferred_and_nvml_is_enough_without_it(job):
     job.engine.feed(job.batch("node-0", samples=[read]), job.now_ns)
     job.device_event("node-0", "xid", "gpu0", "XID 95")
     assert tick(job) == []
-    job.device_event("node-0", "xid", "gpu0", told(95))
+    job.device_event("node-0", "xid", "gpu0", xid_text(95))
     [found] = tick(job)
     assert found.rank == 0
     assert [each.text.partition(" reported ")[0] for each in found.evidence] == [
@@ -136,7 +136,7 @@ def test_the_kernel_log_is_preferred_and_nvml_is_enough_without_it(job):
 
 
 def test_a_second_source_of_an_xid_is_added_once(job):
-    job.device_event("node-0", "xid", "gpu0", told(95))
+    job.device_event("node-0", "xid", "gpu0", xid_text(95))
     [found] = tick(job)
     read = Sample("paceline_kernel_log_lost_total", {}, 0.0, job.now_ns)
     job.engine.feed(job.batch("node-0", samples=[read]), job.now_ns)
@@ -159,7 +159,7 @@ def test_an_xid_that_is_missing_in_the_kernel_log_is_reported(job):
 
 
 def test_an_unidentified_gpu_is_a_warning_about_its_node(job):
-    job.device_event(NODE, "xid", "0000:9b:00.0", told(79))
+    job.device_event(NODE, "xid", "0000:9b:00.0", xid_text(79))
     [found] = tick(job)
     assert (found.kind, found.severity, found.rank) == ("gpu_error", "warning", None)
     assert found.ranks == [2, 3]
@@ -175,7 +175,10 @@ def test_a_fatal_nvswitch_error_concerns_all_its_gpus(job):
 
 def test_errors_of_the_previous_generation_are_ignored(job):
     old = DeviceEvent(
-        time_ns=job.placement().started_ns - 3600 * 10**9, kind="xid", device=GPU, detail=told(95)
+        time_ns=job.placement().started_ns - 3600 * 10**9,
+        kind="xid",
+        device=GPU,
+        detail=xid_text(95),
     )
     job.engine.feed(job.batch(NODE, events=[old]), job.now_ns)
     assert tick(job) == []

@@ -118,7 +118,7 @@ def test_a_group_that_is_first_seen_late_is_watched_from_then_on(every, steps):
     assert found.ranks == [1, 3, 5, 7]
     assert "The all_gather of ranks 1, 3, 5, 7" in found.summary
     assert found.onset_step == 20 + 20 * every
-    # What is seldom costs seldom: of nine steps' time a third, or all of it.
+    # A rare transfer costs rarely: a third of nine steps' time, or all of it.
     assert found.cost_ratio == pytest.approx(19 * 0.01 / 0.6 / every, rel=0.5)
     run.slow_late_groups = {}
     assert named(run.advance(10 * every)) == [(None, found.node, True)]

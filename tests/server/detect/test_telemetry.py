@@ -1,4 +1,4 @@
-"""What is kept of the nodes' samples: enough, and not too much."""
+"""Stored samples of nodes: enough for diagnosis, with bounded memory."""
 
 import random
 from itertools import pairwise

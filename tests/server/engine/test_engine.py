@@ -153,8 +153,8 @@ def test_events_of_another_job_generation_node_or_rank_are_ignored():
             [msgspec.structs.replace(block, rank=block.rank + 8) for block in blocks],
         ):
             job.engine.feed(msgspec.structs.replace(batch, spans=changed, events=[]), job.now_ns)
-        stranger = msgspec.structs.replace(batch, agent_id="node-9", events=[])
-        job.engine.feed(stranger, job.now_ns)
+        foreign_batch = msgspec.structs.replace(batch, agent_id="node-9", events=[])
+        job.engine.feed(foreign_batch, job.now_ns)
     assert job.tick(job.now_ns + 10**10).steps == []
 
 
@@ -244,7 +244,7 @@ def test_a_new_worker_continues_with_the_memory_of_the_old():
     assert after.ledger.useful_steps == before.useful_steps + 5
     assert after.highest_step == 14
     with pytest.raises(msgspec.DecodeError):
-        Engine("job", memory=b"nonsense")
+        Engine("job", memory=b"malformed")
 
 
 def test_progress_names_the_operation_in_flight():

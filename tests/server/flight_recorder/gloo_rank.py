@@ -1,4 +1,4 @@
-"""One rank of a real gloo job that stops in the way it is told to, and dumps.
+"""One rank of a real gloo job that stops in the requested way and writes its dump.
 
 python gloo_rank.py RANK WORLD_SIZE FAULT DIRECTORY; the fault is on rank 1.
 """

@@ -94,7 +94,7 @@ def test_ranks_after_the_last_dump_are_asked_for_where_groups_are_not_listed() -
     assert judged(dump(0, stuck), dump(1, stuck), dump(2, stuck)).notes == ()
 
 
-def test_the_status_tells_who_is_past_when_only_active_entries_are_left() -> None:
+def test_the_status_shows_who_has_finished_if_only_active_entries_are_left() -> None:
     """Rank 1 finished the broadcast, and its dump does not hold it; rank 2 never launched it."""
     stuck = entry(7, "broadcast", 4)
     found = judged(

@@ -177,7 +177,7 @@ def test_several_incidents_are_not_mixed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["_dump_2", "notes_2"])
-def test_a_rank_that_only_a_cut_off_dump_tells_of_is_one_of_the_job(
+def test_a_rank_known_only_from_a_truncated_dump_belongs_to_the_job(
     tmp_path: Path, name: str
 ) -> None:
     """Gloo lists no groups, and rank 2 is the last."""

@@ -110,7 +110,7 @@ def test_a_lost_dump_of_a_waiting_rank_does_not_hide_the_culprit(
     rank = any_rank(job)
     rank.stalls_at = any_position(job, rank)
     job.run()
-    # Of a rank whose own wait is not needed to get from the others to the culprit.
+    # The wait of this rank is not needed to get from the others to the culprit.
     witnesses = [r.number for r in job.ranks if r is not rank and shape.pp == 1]
     lost = frozenset(witnesses[:1])
     found = judged(job, without=lost, active_only=active_only)
@@ -121,7 +121,7 @@ def test_a_lost_dump_of_a_waiting_rank_does_not_hide_the_culprit(
 
 @several
 @given(**INCIDENT, timed=st.booleans())
-def test_a_device_that_stops_is_told_from_a_host(
+def test_a_stopped_device_is_distinguished_from_a_stopped_host(
     shape: Shape, seed: int, active_only: bool, timed: bool
 ) -> None:
     job = Job(shape, seed)
@@ -144,7 +144,7 @@ def test_a_device_that_stops_is_told_from_a_host(
 
 @settings(several, max_examples=60)
 @given(**INCIDENT, ahead=st.integers(0, 3))
-def test_a_host_that_stops_with_its_device_tells_which_device(
+def test_a_host_that_stops_with_its_device_shows_which_device(
     shape: Shape, seed: int, active_only: bool, ahead: int
 ) -> None:
     """As after a device-side assertion: the next call of the host fails."""

@@ -128,7 +128,7 @@ CUT_OFF = {
 
 
 @pytest.mark.parametrize("name", CUT_OFF)
-def test_what_is_no_whole_pickle_is_said_to_be_so(name: str) -> None:
+def test_an_incomplete_pickle_is_reported(name: str) -> None:
     with pytest.raises(MalformedDumpError, match="not a whole pickle"):
         plain_pickle.load(CUT_OFF[name])
 

@@ -33,9 +33,9 @@ def test_the_recorded_incident_is_concluded_from_what_was_sent(received):
     assert text.startswith("Flight Recorder, 16 dumps: Ranks 9, 14 stopped on the host, before")
 
 
-def test_a_rank_that_was_told_to_write_one_and_did_not_stands_still(received):
+def test_a_rank_that_did_not_write_its_requested_dump_is_hung(received):
     for rank in (9, 14):
-        received[rank] = Received(None, f"rank {rank} was told to", was_asked=True)
+        received[rank] = Received(None, f"rank {rank} did not write its dump", was_asked=True)
     report, _ = conclude(received, range(16))
     assert report is not None
     assert set(report.culprits) == {9, 14}
@@ -51,14 +51,14 @@ def test_nothing_is_concluded_where_a_rank_is_missing_for_another_reason(receive
     assert text.startswith("Flight Recorder dumps of 15 of 16 ranks, too few to conclude from: ")
 
 
-def test_why_there_is_none_at_all_is_said():
+def test_the_reason_for_no_dump_at_all_is_reported():
     offers_none = {rank: read(event(rank, error=OFFERS_NONE)) for rank in range(4)}
     assert conclude(offers_none, range(4)) == (None, f"No Flight Recorder dump: {OFFERS_NONE}.")
     assert conclude({}, range(4)) == (None, "No Flight Recorder dump: no rank has answered.")
 
 
 @pytest.mark.parametrize("content", [b"", b"torn", dumps.pack(pickle.dumps(Path("/")))])
-def test_what_is_no_dump_is_told_and_never_loaded(content):
+def test_a_file_that_is_not_a_dump_is_reported_and_never_loaded(content):
     found = read(event(2, content))
     assert found.dump is None
     assert found.error is not None

@@ -1,4 +1,4 @@
-"""What is sent to ingest is stored once and answered after, or refused with a 4xx and counted."""
+"""A batch is stored once before the response, or refused with a 4xx and counted."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> list[list[Pipeli
 
 @dataclass
 class SimulatedStep:
-    """What sets a step apart; everything else is equal, and nothing is lost between actions."""
+    """Deviations of one step; everything else is equal, without gaps between actions."""
 
     topology: Topology
     order: Sequence[Sequence[PipelineAction]]

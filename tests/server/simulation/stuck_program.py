@@ -348,7 +348,7 @@ class StuckProgram:
                 state.clock_ns = max(state.clock_ns, done_ns)
         return True
 
-    # --- what is told ---------------------------------------------------------------------
+    # --- reported events ---------------------------------------------------------------------
 
     def _record(
         self,

@@ -91,7 +91,7 @@ class TimedRun:
         return self
 
     def advance(self, steps: int) -> list[Finding]:
-        """What the detectors had to say."""
+        """Findings of the detectors."""
         before = len(self.findings)
         for _ in range(steps):
             seen = self.observe(self.timing())

@@ -16,7 +16,7 @@ class Found:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._now_ns = 0
-        self._told: list[tuple[str, RankAttached]] = []
+        self._events: list[tuple[str, RankAttached]] = []
 
     def run(
         self, world_size: int, ranks: range, agent_id: str = "node-0", generation: int = 0
@@ -41,11 +41,11 @@ class Found:
 
     def report_again(self) -> None:
         """As agents do that were restarted."""
-        for agent_id, event in list(self._told):
+        for agent_id, event in list(self._events):
             self._tell(agent_id, event)
 
     def _tell(self, agent_id: str, event: RankAttached) -> None:
-        self._told.append((agent_id, event))
+        self._events.append((agent_id, event))
         with self._database.write() as session:
             attachments.record_attached(session, agent_id, event, self._now_ns)
 
@@ -98,7 +98,7 @@ def test_rank_that_exited_early_is_not_part_of_the_next_run(database: Database) 
 
 
 def test_rank_that_exited_recently_still_counts_for_its_run(database: Database) -> None:
-    """What crashes in its first seconds is shown, too."""
+    """A run that crashes in its first seconds is shown too."""
     found = Found(database)
     found.run(2, range(1))
     found.exit(100, rank=0)

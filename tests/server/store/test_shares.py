@@ -1,4 +1,4 @@
-"""A step's summary is kept for long, its ranks' shares for a while; both are read back as told."""
+"""Summaries of steps are kept long, shares of ranks for a while; both are read back unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def job(database: Database) -> Database:
 def summary(step: int, generation: int = 1) -> StepSummary:
     ranks = [
         RankStep(rank, 1.0, 0.5 + rank, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0, 0.0, 1.25 + step)
-        for rank in range(RANKS - 1)  # the last one told nothing
+        for rank in range(RANKS - 1)  # the last rank reported nothing
     ]
     ranks[7] = RankStep(7, 1.0, 9.0, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0, 0.0, None)
     return StepSummary(

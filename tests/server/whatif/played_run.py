@@ -54,13 +54,13 @@ class PlayedRun:
     data_seconds: dict[int, float] = field(default_factory=dict)
     # (rank, microbatch) -> seconds that its forward takes longer
     pauses: dict[tuple[int, int], float] = field(default_factory=dict)
-    blocking_sends: bool = False  # until the receiver has it; of GPipe, others would stand still
+    blocking_sends: bool = False  # until received; GPipe only, other schedules would deadlock
     awaited_sends: bool = False  # asynchronous ones, asked for after the last computation
     skew_seconds: Callable[[int], float] = lambda rank: 0.0
     seed: int = 1
 
     def play(self) -> tuple[list[StepTiming], Times]:
-        """What was measured, and the true seconds of each step."""
+        """Measured timings and the true seconds of each step."""
         self.random = np.random.default_rng(self.seed)
         topology = self.topology
         self.shape = (self.steps, topology.dp, topology.tp)

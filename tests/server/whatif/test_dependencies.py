@@ -1,4 +1,4 @@
-"""What waits for what, where a replay of an even schedule would not show it."""
+"""Dependencies that the replay of an even schedule would not show."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def test_a_type_of_operation_is_repaired_everywhere() -> None:
     assert gain == pytest.approx(seconds / healthy, rel=0.01)
 
 
-def test_a_worker_whose_data_comes_late_is_told_from_a_slow_node() -> None:
+def test_late_data_is_distinguished_from_a_slow_node() -> None:
     topology = Topology(dp=8, pp=2)
     late = measured(topology, data_seconds={3: 0.2})[0].analysis
     slow = measured(topology, slow={3: 1.5})[0].analysis
@@ -464,7 +464,7 @@ def test_dp_ranks_that_wait_for_each_other_in_every_operation() -> None:
 
 
 def test_tables_are_of_the_types_they_say() -> None:
-    """What this file plays is what the step model promises."""
+    """The timings of this file have the fields of the step model."""
     timings, _ = PlayedRun(ALL_AXES).play()
     for table in (timings[0].compute, timings[0].transfers, timings[0].collectives):
         assert isinstance(table, ComputeTimes | TransferTimes | CollectiveTimes)
@@ -511,6 +511,6 @@ def test_garbage_is_never_more_than_unknown(seed: int) -> None:
     replay.actions()
 
 
-def test_the_schedule_that_ran_is_told() -> None:
+def test_the_recorded_schedule_is_named() -> None:
     replay, _ = measured(PIPELINE, schedule="zero_bubble")
     assert replay.actions() == actions("zero_bubble", 4, 8)

@@ -89,7 +89,7 @@ def test_ranks_that_share_a_sequence_may_be_dp_ranks_or_not(
     assert read_trace(written(tmp_path, table()), read).ranks.shape == (2, 2)
 
 
-def test_sizes_that_are_not_said_are_not_checked(tmp_path: Path) -> None:
+def test_missing_sizes_are_not_checked(tmp_path: Path) -> None:
     read = read_metadata(metadata(tmp_path, tp_size=None, world_size=None, vpp_size="null"))
     assert read_trace(written(tmp_path, table()), read).ranks.shape == (2, 2)
 

@@ -137,7 +137,7 @@ def test_only_computations_are_actions() -> None:
         ("zero_bubble", (2, 2, 2), "one chunk per stage"),
     ],
 )
-def test_a_schedule_that_is_not_there_is_told(name: str, sizes: tuple[int, ...], why: str) -> None:
+def test_an_unavailable_schedule_is_explained(name: str, sizes: tuple[int, ...], why: str) -> None:
     with pytest.raises(ScheduleError, match=why):
         actions(name, *sizes)
 

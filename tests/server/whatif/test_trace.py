@@ -31,7 +31,7 @@ def test_the_order_of_rows_does_not_matter(columns: Columns) -> None:
     assert analyze(align(*coded(shuffled))) == analyze(align(*coded(columns)))
 
 
-def test_a_step_that_lost_an_operation_is_left_out_and_said(columns: Columns) -> None:
+def test_a_step_that_lost_an_operation_is_left_out_and_reported(columns: Columns) -> None:
     lost = np.zeros(len(columns["step"]), bool)
     lost[np.flatnonzero((columns["step"] == 17) & (columns["dp_rank"] == 2))[:1]] = True
     trace = align(*coded(without(columns, lost)))

@@ -68,7 +68,7 @@ def test_an_external_job_appears_with_its_last_rank_and_ends_with_its_ranks(
 
     refused = server.client.post("/api/v1/jobs/slurm-7/stop")
     assert refused.status_code == 409
-    assert "end it there" in refused.json()["detail"]
+    assert "stop it where it was started" in refused.json()["detail"]
     for number in range(2):
         nodes[number].finish(number)
     wait_for(lambda: job("slurm-7")["state"] == "finished", "the end")

@@ -98,7 +98,7 @@ def test_what_is_below_nothing_is_absent(host, procfs, series):
     assert found["node_filefd_maximum"] == 2**63  # as systemd sets it
 
 
-def test_a_tree_that_tells_nothing_is_unavailable(context):
+def test_an_empty_tree_is_unavailable(context):
     with pytest.raises(CollectorUnavailable):
         HostCollector(context).collect(1)
 

@@ -1,4 +1,4 @@
-"""What a real agent says of its node while the GPUs below it come and go."""
+"""Events of a real agent while GPUs disappear and return."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def until_slots(server, wait_for):
     return wait
 
 
-def told(server) -> list[tuple[str, str]]:
+def gpu_events(server) -> list[tuple[str, str]]:
     return [(event.kind, event.device) for event in server.events(DeviceEvent)]
 
 
@@ -39,7 +39,7 @@ def test_a_lost_gpu_is_no_slot_and_one_that_is_back_is(
     assert until_slots(2) == [None, None]
     gpus.set(0, lost=1)
     assert until_slots(1) == ["lost", None]
-    assert told(server) == [("gpu_lost", "gpu0")]
+    assert gpu_events(server) == [("gpu_lost", "gpu0")]
     # Its LOCAL_RANK counts what it sees: without the lost one, which is before it.
     server.commands.append(
         StartRanks(
@@ -58,7 +58,7 @@ def test_a_lost_gpu_is_no_slot_and_one_that_is_back_is(
     assert wait_for(log.read_text).strip() == server.events(AgentHello)[-1].gpus[1].uuid
     gpus.set(0, lost=0)
     assert until_slots(2) == [None, None]
-    assert told(server) == [("gpu_lost", "gpu0"), ("gpu_back", "gpu0")]
+    assert gpu_events(server) == [("gpu_lost", "gpu0"), ("gpu_back", "gpu0")]
 
 
 @pytest.mark.campaign
@@ -69,7 +69,7 @@ def test_a_driver_that_is_unloaded_and_loaded_again(gpus, server, start_agent, u
     assert until_slots(0) == ["lost", "lost"]
     gpus.set_driver(loaded=True)
     assert until_slots(2) == [None, None]
-    assert sorted(told(server)) == sorted(
+    assert sorted(gpu_events(server)) == sorted(
         (kind, device) for kind in ("gpu_back", "gpu_lost") for device in ("gpu0", "gpu1")
     )
 

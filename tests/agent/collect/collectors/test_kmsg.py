@@ -45,7 +45,7 @@ class Device:
         os.write(self._writer, record.encode())
 
     def rewind(self) -> None:
-        """What comes next is what a reader sees who opens the log anew."""
+        """Replace the log by the messages that a reader sees after opening it again."""
         self._sequence = 100
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ def total(kind: str, code: str, device: str) -> str:
     return f"paceline_kernel_events_total{{code={code},device={device},kind={kind}}}"
 
 
-def told(collected) -> list[tuple[str, str]]:
+def event_list(collected) -> list[tuple[str, str]]:
     return [(event.kind, event.device) for event in collected.events]
 
 
@@ -116,21 +116,21 @@ def test_a_log_without_trouble_is_silent(series):
     assert (series(collected), collected.events) == ({}, [])
 
 
-def test_what_was_there_before_is_counted_and_not_told(collector, device, series):
+def test_earlier_messages_are_counted_but_not_reported(collector, device, series):
     device.write(xid(79), boot_seconds=10)
     collected = collector.collect(NOW_NS)
     assert series(collected)[total("xid", "79", "0000:9b:00.0")] == 1
     assert collected.events == []
 
 
-def test_what_came_since_the_agent_began_is_told_though_it_was_there_first(collector, device):
+def test_messages_since_the_start_of_the_agent_are_reported_even_if_read_first(collector, device):
     collector.elapsed_ns = 5 * SECOND_NS
     device.write(xid(79), boot_seconds=1003)
     (event,) = collector.collect(NOW_NS).events
     assert event.time_ns == NOW_NS - 2 * SECOND_NS
 
 
-def test_news_is_told_at_once_with_its_time(collector, device, series):
+def test_a_new_message_is_reported_immediately_with_its_time(collector, device, series):
     collector.collect(NOW_NS)
     device.write(xid(95), boot_seconds=1000.4)
     collector.elapsed_ns = SECOND_NS
@@ -168,25 +168,25 @@ def test_a_record_from_the_future_is_of_now(collector, device):
     assert event.time_ns == NOW_NS
 
 
-def test_a_flood_is_counted_whole_and_told_once_a_minute(collector, device, series):
+def test_a_flood_is_counted_fully_and_reported_once_a_minute(collector, device, series):
     collector.collect(NOW_NS)
     for _ in range(50):
         device.write(xid(31))
-    assert told(collector.collect(NOW_NS)) == [("xid", "0000:9b:00.0")]
+    assert event_list(collector.collect(NOW_NS)) == [("xid", "0000:9b:00.0")]
     collector.elapsed_ns = 30 * SECOND_NS
     device.write(xid(31))
-    assert told(collector.collect(NOW_NS)) == []
+    assert event_list(collector.collect(NOW_NS)) == []
     collector.elapsed_ns = 61 * SECOND_NS
     collected = collector.collect(NOW_NS)
     (event,) = collected.events
     assert isinstance(event, DeviceEvent)
-    assert event.detail.endswith("(49 more since it was last told)")
+    assert event.detail.endswith("(49 more since the last report)")
     assert series(collected)[total("xid", "31", "0000:9b:00.0")] == 51
     collector.elapsed_ns = 200 * SECOND_NS
-    assert told(collector.collect(NOW_NS)) == []
+    assert event_list(collector.collect(NOW_NS)) == []
 
 
-def test_another_code_or_device_is_told_by_itself(collector, device):
+def test_another_code_or_device_is_reported_separately(collector, device):
     collector.collect(NOW_NS)
     device.write(xid(31))
     device.write(xid(31, "0000:0f:00"))
@@ -204,7 +204,7 @@ def test_series_are_bounded(collector, device, series):
     assert counts[total("nfs_not_responding", "other", "other")] == 400 - 256
 
 
-def test_a_log_that_is_opened_again_tells_nothing_twice(collector, device, series):
+def test_a_log_that_is_opened_again_repeats_no_event(collector, device, series):
     collector.collect(NOW_NS)
     device.write(xid(79))
     assert len(collector.collect(NOW_NS).events) == 1
@@ -262,7 +262,7 @@ def test_two_killed_processes_are_two_events(collector, device):
     assert len(collector.collect(NOW_NS).events) == 2
 
 
-def test_devices_have_the_names_they_have_elsewhere(collector, context, device, sysfs, series):
+def test_devices_have_their_usual_names(collector, context, device, sysfs, series):
     gpu = GpuInfo(index=3, uuid="GPU-3", name="H100", pci_bus_id="00000000:9B:00.0")
     context.inventory.gpus = (gpu,)
     for address, name in (("5c:00.0", "infiniband/mlx5_4"), ("02:00.0", "nvme/nvme1")):
@@ -288,18 +288,18 @@ def test_a_growing_file_is_followed_through_rotation(context, tmp_path, series):
     assert collector.collect(NOW_NS).events == []
     with log.open("a") as file:
         file.write(xid(48)[20:] + "\n")
-    assert told(collector.collect(NOW_NS)) == [("xid", "0000:9b:00.0")]
+    assert event_list(collector.collect(NOW_NS)) == [("xid", "0000:9b:00.0")]
     log.rename(tmp_path / "kern.log.1")
     log.write_text("kernel: " + xid(94) + "\n")
-    assert told(collector.collect(NOW_NS)) == [("xid", "0000:9b:00.0")]
+    assert event_list(collector.collect(NOW_NS)) == [("xid", "0000:9b:00.0")]
     log.write_text("kernel: nvme nvme0: controller is down; will reset\n")
     collected = collector.collect(NOW_NS)
-    assert told(collected) == [("nvme_down", "nvme0")]
+    assert event_list(collected) == [("nvme_down", "nvme0")]
     assert sum(value for name, value in series(collected).items() if "kind=xid" in name) == 3
     collector.close()
 
 
-def test_a_log_that_is_only_looked_at_is_told_as_a_whole(context, series):
+def test_a_replayed_log_is_reported_completely(context, series):
     log = LOGS / "xid-119.dmesg"
     context = dataclasses.replace(context, kmsg_path=log, replays_kmsg=True)
     collector = KmsgCollector(context)
@@ -320,7 +320,7 @@ def test_a_log_that_is_packed_is_not_one_without_trouble(context, tmp_path, pack
         KmsgCollector(context).collect(NOW_NS)
 
 
-def test_what_each_boot_of_a_long_log_had_is_told(context, tmp_path):
+def test_events_of_each_boot_of_a_long_log_are_reported(context, tmp_path):
     log = tmp_path / "kern.log"
     boots = ("99999.1", "500.1", "600.1", "20.5")
     text = "Mar  4 10:11:12 n1 kernel: [{}] NVRM: Xid (PCI:0000:9b:00): 79, off the bus\n"

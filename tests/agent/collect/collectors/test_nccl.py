@@ -236,7 +236,7 @@ def test_in_a_container_a_process_writes_under_its_own_number(
     collector.close()
 
 
-def test_a_dump_of_the_flight_recorder_is_told_once_it_is_whole(real, start, tmp_path):
+def test_a_flight_recorder_dump_is_reported_when_it_is_complete(real, start, tmp_path):
     rank = start(TORCH_NCCL_DEBUG_INFO_TEMP_FILE=str(tmp_path / "trace_"))
     dump = tmp_path / "trace_9"
     dump.write_bytes(b"of another run")

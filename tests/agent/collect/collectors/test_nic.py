@@ -145,7 +145,7 @@ def test_jumbo_frames(context, eth0, series, mtu, jumbo):
     assert series(NicCollector(context).collect(1))["paceline_network_jumbo{device=eth0}"] == jumbo
 
 
-def test_an_interface_made_anew_starts_anew(context, eth0, sysfs, write, series):
+def test_a_recreated_interface_starts_from_zero(context, eth0, sysfs, write, series):
     collector = NicCollector(context)
     collector.collect(1)
     eth0.rename(eth0.with_name("wasp0"))

@@ -120,6 +120,6 @@ def test_the_maps_of_this_process():
     assert sum(maps.resident_bytes.values()) > 0
 
 
-def test_an_excluded_device_is_not_looked_at(two_nodes, series):
+def test_an_excluded_device_is_not_read(two_nodes, series):
     shut = dataclasses.replace(two_nodes, excluded_rdma=frozenset({"mlx5_*"}))
     assert not any("mlx5" in name for name in series(NumaCollector(shut).collect(1)))

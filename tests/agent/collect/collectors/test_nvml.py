@@ -120,7 +120,7 @@ async def test_what_fails_now_and_then_is_asked_again(lane, gpus, series):
     assert len(of_gpu(found, "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", 0)) == 1
 
 
-async def test_a_lost_gpu_is_told_once_and_again_when_it_is_back(lane, gpus, series):
+async def test_a_lost_gpu_is_reported_once_and_when_it_returns(lane, gpus, series):
     await lane.collect(SECOND_NS)
     gpus.set(1, lost=1)
     events = []
@@ -227,7 +227,7 @@ async def test_a_gpu_that_hangs_for_long_can_hold_no_rank(lane, gpus):
     gpus.set(1, hang_seconds=0)
 
 
-async def test_gpus_that_are_numbered_anew_are_not_mistaken(lane, gpus):
+async def test_renumbered_gpus_are_not_confused(lane, gpus):
     """The driver drops the lost one at a fresh initialization: another has its index."""
     uuids = [gpu.uuid for gpu in (await lane.collect(SECOND_NS)).gpus]
     gpus.set(0, lost=1)
@@ -331,19 +331,19 @@ async def test_links_have_series_of_their_own(lane, gpus, series):
 async def test_where_links_go(lane, gpus):
     """To switches; or straight, as between GPUs of a board without any; or nobody tells."""
     gpus.set(0, nvlink_links_active=17)
-    told = (await lane.collect(SECOND_NS)).gpus
-    assert [gpu.nvlinks for gpu in told] == [{"switch": 17}, {"switch": 18}]
+    info = (await lane.collect(SECOND_NS)).gpus
+    assert [gpu.nvlinks for gpu in info] == [{"switch": 17}, {"switch": 18}]
     for gpu in (0, 1):
         gpus.set(gpu, nvlink_links=12, nvlink_links_active=12, nvlink_links_per_peer=12)
     gpus.set_driver(loaded=False)
     with pytest.raises(CollectorUnavailable):
         await lane.collect(2 * SECOND_NS)
     gpus.set_driver(loaded=True)
-    told = (await lane.collect(80 * SECOND_NS)).gpus
-    assert [gpu.nvlinks for gpu in told] == [{told[1].pci_bus_id: 12}, {told[0].pci_bus_id: 12}]
+    info = (await lane.collect(80 * SECOND_NS)).gpus
+    assert [gpu.nvlinks for gpu in info] == [{info[1].pci_bus_id: 12}, {info[0].pci_bus_id: 12}]
     gpus.set(1, nvlink_links_active=11, unsupported=["nvlink_ends"])
-    told = (await lane.collect(100 * SECOND_NS)).gpus
-    assert told[1].nvlinks == {}
+    info = (await lane.collect(100 * SECOND_NS)).gpus
+    assert info[1].nvlinks == {}
 
 
 async def test_activity_is_the_mean_between_two_looks(lane, gpus, series):
@@ -392,7 +392,9 @@ async def test_mig_instances_are_gpus_of_their_own(lane, gpus, series):
     found = series(await lane.collect(20 * SECOND_NS))
     assert with_labels(found, "DCGM_FI_DEV_FB_USED", GPU_I_PROFILE="1g.18gb") == []
     found = series(await lane.collect(40 * SECOND_NS))
-    assert of_gpu(found, "DCGM_FI_DEV_GPU_UTIL", 0) == [97], "what the mode forbade is asked anew"
+    assert of_gpu(found, "DCGM_FI_DEV_GPU_UTIL", 0) == [97], (
+        "values that the mode disabled are read again"
+    )
 
 
 async def test_processes_are_joined_to_ranks(context, gpus, series, write):
@@ -412,7 +414,7 @@ async def test_processes_are_joined_to_ranks(context, gpus, series, write):
         "100": 5 << 30, "102": 1 << 30, "200": 2 << 30,
     }  # fmt: skip
     joined = with_labels(found, "paceline_gpu_process_info")
-    assert [(told["job"], told["rank"], told["pid"], told["gpu"]) for told, _ in joined] == [
+    assert [(info["job"], info["rank"], info["pid"], info["gpu"]) for info, _ in joined] == [
         ("llm", "9", "100", "0"),
         ("llm", "9", "102", "0"),
     ]
@@ -423,7 +425,7 @@ FAMILY = {100: 1, 101: 100, 102: 101, 200: 1}  # pid: its parent
 
 
 async def test_the_gpu_of_a_rank_is_where_it_has_most_memory(context, gpus, write):
-    """Also in a container, which counts pids anew; each rank holds a little on the first GPU."""
+    """Also in a container with its own pids; each rank holds a little memory on the first GPU."""
     ranks = [LocalRank(job="llm", generation=0, rank=9, local_rank=1, pid=7)]
     for host_pid, rank in ((500, 8), (600, 9)):
         inside = {
@@ -523,7 +525,7 @@ def with_labels(
     matching = []
     for name, value in found.items():
         own, _, text = name.removesuffix("}").partition("{")
-        told = dict(pair.split("=", 1) for pair in text.split(",")) if text else {}
-        if own == metric and labels.items() <= told.items():
-            matching.append((told, value))
+        info = dict(pair.split("=", 1) for pair in text.split(",")) if text else {}
+        if own == metric and labels.items() <= info.items():
+            matching.append((info, value))
     return matching

@@ -68,7 +68,7 @@ from paceline_agent.collect.collectors.rdma import RdmaCollector
 
 sysfs, excluded = sys.argv[1:]
 opened = []
-sys.addaudithook(lambda event, told: event == "open" and opened.append(str(told[0])))
+sys.addaudithook(lambda event, arguments: event == "open" and opened.append(str(arguments[0])))
 context = Context(Path(sysfs), sysfs_root=Path(sysfs), excluded_rdma=frozenset({excluded}))
 found = RdmaCollector(context).collect(1).everything()
 print(json.dumps([opened, [one.labels.get("device") for one in found]]))
@@ -223,7 +223,7 @@ def test_other_vendors_drivers(context, sysfs, write, infiniband, series):
     (sysfs / "class/infiniband/not_a_device").write_text("")
     collected = RdmaCollector(context).collect(1)
     found = series(collected)
-    assert len(found) == len(collected.everything()), "no series is told twice"
+    assert len(found) == len(collected.everything()), "no series is emitted twice"
     other = "paceline_rdma_hardware_counter_total"
     of_bnxt = {name: value for name, value in found.items() if "device=bnxt_re0" in name}
     bnxt = "device=bnxt_re0,port=1"

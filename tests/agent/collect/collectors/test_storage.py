@@ -36,7 +36,7 @@ def test_mounts(procfs, write):
 
 @pytest.fixture
 def checkpoints(context, procfs, tmp_path, write):
-    """A rank that was told a directory, and one whose process is not ours to read."""
+    """A rank with a checkpoint directory, and one whose process is not accessible."""
     directory = tmp_path / "checkpoints"
     directory.mkdir()
     write(procfs, {"7/environ": f"A=1\0PACELINE_CHECKPOINT_DIRECTORY={directory}\0B=2\0"})

@@ -28,7 +28,7 @@ def connection(family=socket.AF_INET, host="127.0.0.1"):
 
 @pytest.fixture
 def tcp(context):
-    """Of a rank that is this process."""
+    """Context with one rank, this process."""
     try:
         connections()
     except OSError as error:
@@ -77,6 +77,6 @@ def test_ipv6_counts_too(tcp, series):
         pytest.skip(f"no IPv6 here: {error}")
 
 
-def test_of_a_copied_tree_nothing_is_said(context):
+def test_a_copied_tree_is_unavailable(context):
     with pytest.raises(CollectorUnavailable):
         TcpCollector(context).collect(1)

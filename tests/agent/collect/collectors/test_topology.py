@@ -175,7 +175,7 @@ def test_a_nearer_nic_that_is_not_like_it_does_not_count(node, sysfs, write, ser
 
 
 def test_a_card_is_as_able_as_its_port_that_is_up(node, sysfs, write, series):
-    """Of two ports, of which the first has no cable."""
+    """A device with two ports; the first has no cable."""
     ports = sysfs / "class/infiniband/mlx5_0/ports"
     (ports / "1").rename(ports / "2")
     write(ports, {"1/state": "1: DOWN\n", "1/rate": "10 Gb/sec (4X SDR)\n"})

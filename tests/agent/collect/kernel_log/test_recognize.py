@@ -560,7 +560,7 @@ def test_edac_counts_what_the_line_counts():
     assert event.count == 12
 
 
-def test_missing_lanes_are_told_of_gpus_and_nics_only():
+def test_missing_lanes_are_reported_for_gpus_and_nics_only():
     limited = (
         "pci {}: 63.012 Gb/s available PCIe bandwidth, limited by 16.0 GT/s PCIe x4 link at "
         "0000:00:01.2 (capable of 252.048 Gb/s with 16.0 GT/s PCIe x16 link)"
@@ -680,7 +680,7 @@ def test_off_the_bus_in_one_line_without_an_xid():
     assert short("NVRM: GPU has fallen off the bus.") == [("xid", "79", "host", "critical")]
 
 
-def test_off_the_bus_is_told_once_with_its_xid():
+def test_off_the_bus_is_reported_once_with_its_xid():
     found = short(
         "NVRM: Xid (PCI:0000:83:00): 79, GPU has fallen off the bus.",
         "NVRM: GPU 0000:83:00.0: GPU has fallen off the bus.",

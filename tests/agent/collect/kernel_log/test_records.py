@@ -143,15 +143,15 @@ def test_json_of_what_forwards_a_log(fields):
 def test_dmesg_as_json():
     lines = ['      {', '         "pri": 4,', '         "time":      8.5,',
              f'         "msg": "{MESSAGE} \\"x\\""', '      },{']  # fmt: skip
-    told = [record.message for line in lines for record in records_of(line)]
-    assert f'{MESSAGE} "x"' in told
+    messages = [record.message for line in lines for record in records_of(line)]
+    assert f'{MESSAGE} "x"' in messages
     assert not list(records_of('  "msg": "\\q"'))
 
 
 def test_the_journal_as_pretty_json():
     lines = ["{", '\t"_TRANSPORT" : "kernel",', f'\t"MESSAGE" : "{MESSAGE} \\"x\\"",', "}"]
-    told = [record.message for line in lines for record in records_of(line)]
-    assert f'{MESSAGE} "x"' in told
+    messages = [record.message for line in lines for record in records_of(line)]
+    assert f'{MESSAGE} "x"' in messages
 
 
 def test_what_begins_with_capitals_is_no_time_zone():
@@ -165,12 +165,12 @@ def test_the_journal_with_all_its_fields(line: str):
 
 
 def test_what_a_program_wrote_into_the_journal_is_not_the_kernels():
-    def told(**fields: str) -> list[str]:
+    def messages(**fields: str) -> list[str]:
         return [record.message for record in records_of(json.dumps({"MESSAGE": "x", **fields}))]
 
-    assert told(_TRANSPORT="stdout", SYSLOG_IDENTIFIER="watcher") == []
-    assert told(_TRANSPORT="kernel") == ["x"]
-    assert told(_TRANSPORT="syslog", SYSLOG_IDENTIFIER="kernel") == ["x"]
+    assert messages(_TRANSPORT="stdout", SYSLOG_IDENTIFIER="watcher") == []
+    assert messages(_TRANSPORT="kernel") == ["x"]
+    assert messages(_TRANSPORT="syslog", SYSLOG_IDENTIFIER="kernel") == ["x"]
 
 
 def test_a_message_that_syslog_folded():

@@ -11,39 +11,39 @@ LOG = Path(__file__).parents[2] / "fixtures" / "nccl" / "debug.log"
 
 
 def test_golden_log():
-    said = DebugLog()
+    log = DebugLog()
     for line in LOG.read_text().splitlines():
-        said.add(line)
-    assert said.version == "2.21.5"
-    assert said.network == "IB"
-    assert said.devices == ("mlx5_0", "mlx5_1")
-    assert said.graphs == {"ring", "tree"}
-    assert said.connections == Counter(
+        log.add(line)
+    assert log.version == "2.21.5"
+    assert log.network == "IB"
+    assert log.devices == ("mlx5_0", "mlx5_1")
+    assert log.graphs == {"ring", "tree"}
+    assert log.connections == Counter(
         {"NET/IB/GDRDMA": 2, "P2P/CUMEM": 2, "SHM": 1, "NET/Socket": 1}
     )
-    assert said.algorithms == Counter(
+    assert log.algorithms == Counter(
         {("AllReduce", "ring", "simple"): 2, ("AllGather", "nvls", "ll128"): 1}
     )
-    assert said.warnings == 1
-    assert said.news[0].startswith("NET/IB : Got completion from peer")
+    assert log.warnings == 1
+    assert log.news[0].startswith("NET/IB : Got completion from peer")
 
 
 def test_the_ports_of_a_card_that_are_used_as_one():
-    said = DebugLog()
-    said.add(
+    log = DebugLog()
+    log.add(
         "n1:1884:2298 [0] NCCL INFO NET/IB : Using [0]={[0] mlx5_2:1/RoCE, [1] mlx5_3:1/RoCE} "
         "[1]={[2] mlx5_0:1/RoCE, [3] mlx5_1:1/RoCE} [RO]; OOB bond0.526:10.1.1.9<0>"
     )
-    assert said.devices == ("mlx5_2", "mlx5_3", "mlx5_0", "mlx5_1")
+    assert log.devices == ("mlx5_2", "mlx5_3", "mlx5_0", "mlx5_1")
 
 
 def test_symmetric_kernels_are_a_choice_of_their_own():
-    said = DebugLog()
-    said.add(
+    log = DebugLog()
+    log.add(
         "n1:1:2 [0] NCCL INFO AllReduce [Symmetric]: 1024 Bytes -> Kernel AllReduce_RSxLD_AGxST "
         "nchannels 8 nthreads 512 nWorks 1"
     )
-    assert said.algorithms == Counter({("AllReduce", "symmetric", "rsxld_agxst"): 1})
+    assert log.algorithms == Counter({("AllReduce", "symmetric", "rsxld_agxst"): 1})
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def test_transports(via, transport):
 
 
 def test_what_is_kept_is_bounded():
-    said = DebugLog()
+    log = DebugLog()
     for number in range(100):
-        said.add(f"NCCL INFO Channel 00/0 : 0[0] -> 1[0] via NET/Plugin{chr(65 + number)}/0")
-        said.add(f"NCCL WARN {number}")
-    assert len(said.connections) == 32
-    assert len(said.news) <= 9
-    assert (said.warnings, said.news[-1]) == (100, "99")
+        log.add(f"NCCL INFO Channel 00/0 : 0[0] -> 1[0] via NET/Plugin{chr(65 + number)}/0")
+        log.add(f"NCCL WARN {number}")
+    assert len(log.connections) == 32
+    assert len(log.news) <= 9
+    assert (log.warnings, log.news[-1]) == (100, "99")

@@ -64,7 +64,7 @@ def test_the_line_of_the_readme():
 
 
 def parts() -> tuple[dict[str, Any], dict[str, Any]]:
-    """What says whose it is, and what was done."""
+    """Labels and values of a sample."""
     fields = json.loads(line())
     done = fields.pop("coll_perf")
     return fields, done
@@ -111,7 +111,7 @@ def test_bandwidth_is_weighed_by_time():
     assert found == pytest.approx(400.6e9)
 
 
-def test_a_sweep_in_which_nothing_ran_tells_totals_only():
+def test_a_sweep_without_collectives_emits_totals_only():
     performance = Performance(LABELS)
     performance.add(line())
     values(performance)

@@ -78,7 +78,7 @@ def test_a_gpu_says_which_signals_it_lacks(tmp_path: Path) -> None:
     assert "without MEMORY_TEMP" in without.evidence
 
 
-def test_a_gpu_without_nvlink_is_told_in_a_word() -> None:
+def test_a_gpu_without_nvlink_is_one_entry() -> None:
     nvlink = {name for name in devices._gpu_signals() if "_nvlink_" in name}
     assert len(nvlink) > 3
     assert devices._summed_up(nvlink | {"DCGM_FI_DEV_MEMORY_TEMP"}) == ("MEMORY_TEMP", "nvlink_*")
@@ -110,7 +110,7 @@ def test_stacks_need_what_a_debugger_needs(
     assert bool(row.remedy) == (seen != YES)
 
 
-def test_hidden_processes_are_told(write: Write) -> None:
+def test_hidden_processes_are_reported(write: Write) -> None:
     root = write({"self/status": "CapEff:\t0000000000000000\n"})
     write({"self/mounts": f"proc {root} proc rw,nosuid,hidepid=invisible 0 0\n"})
     row = privileges.other_processes(root)
@@ -229,9 +229,9 @@ def test_the_command_says_all_of_it_and_fails_without_a_server(tmp_path: Path) -
         command, capture_output=True, text=True, check=False, timeout=60, env=dict(os.environ)
     )
     assert done.returncode == 1, done.stderr
-    told = json.loads(done.stdout)
-    assert told["ok"] is False
-    seen = {row["what"].strip(): row["seen"] for row in told["checks"]}
+    rows = json.loads(done.stdout)
+    assert rows["ok"] is False
+    seen = {row["what"].strip(): row["seen"] for row in rows["checks"]}
     assert seen["server"] == "no"
     assert {"GPUs (NVML)", "ring directory", "spool directory", "pressure (PSI)"} <= seen.keys()
     assert {"clock synchronisation", "stacks of ranks (py-spy)"} <= seen.keys()
@@ -240,13 +240,13 @@ def test_the_command_says_all_of_it_and_fails_without_a_server(tmp_path: Path) -
         or row["seen"] == "yes"
         or ":" in row["evidence"]
         or row["what"].startswith("collector")
-        for row in told["checks"]
+        for row in rows["checks"]
     )
     assert not (tmp_path / "node").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_somebody_without_rights_is_told_what_would_give_them(tmp_path: Path) -> None:
+def test_missing_rights_are_reported_with_their_remedy(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "paceline_agent", "--check", "--json"]
     command += ["--server", "http://127.0.0.1:1", "--node-directory", str(tmp_path / "node")]
     home = dict(os.environ, HOME="/root")

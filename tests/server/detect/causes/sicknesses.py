@@ -1,6 +1,6 @@
-"""Each cause as nodes show it, and what looks like a cause and is none.
+"""Each cause as nodes show it, and metrics that look like a cause but are not.
 
-Magnitudes are drawn anew for each seed, from barely enough for a 10% slowdown upwards.
+Magnitudes are drawn again for each seed, from barely enough for a 10% slowdown upwards.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ SICKNESSES: tuple[Sickness, ...] = (
 )  # fmt: skip
 
 
-# What looks like a cause. `sick` is the node that is slow.
+# Metrics that look like a cause. `sick` is the slow node.
 
 
 def chronic_clock(fleet: Fleet, chance: random.Random) -> None:
@@ -212,7 +212,7 @@ def warm_day(fleet: Fleet, chance: random.Random) -> None:
 
 
 def old_errors(fleet: Fleet, chance: random.Random) -> None:
-    """Counters that are high and stand still."""
+    """Counters that are high but do not change."""
     fleet.fault(NODE, f"{ECC}SBE_VOL_TOTAL", GPU, once(90_000, -200, 30))
     fleet.fault(NODE, f"{IB}link_downed_total", PORT, once(200, -200, 30))
 

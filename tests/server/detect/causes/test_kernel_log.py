@@ -142,9 +142,9 @@ def test_the_last_counter_evidence_of_an_unknown_cause_is_what_was_not_measured(
     assert last.text.startswith("not measured: XID, ")
     assert "lost GPU" in last.text
     nodes.generation.gpus.clear()
-    told = nodes.diagnose(kind="hang", slowdown=None).counter_evidence[-1].text
-    assert "XID" not in told
-    assert "I/O wait of the process" in told
+    text = nodes.diagnose(kind="hang", slowdown=None).counter_evidence[-1].text
+    assert "XID" not in text
+    assert "I/O wait of the process" in text
 
 
 def test_a_known_cause_lists_nothing_as_not_measured():

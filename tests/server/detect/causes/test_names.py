@@ -85,7 +85,7 @@ def metrics_read() -> set[str]:
 
 
 def test_exactly_the_metrics_that_detectors_read_are_stored():
-    """What nobody reads would cost memory on every node."""
+    """A stored metric that is never read would cost memory on every node."""
     read = metrics_read() | {symptom.metric for symptom in SYMPTOMS}
     read |= {f"{link.metric}_max" for link in LINKS}
     assert read == STORED_METRICS.keys()
