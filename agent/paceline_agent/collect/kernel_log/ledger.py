@@ -97,7 +97,7 @@ class KernelEventCounts:
         rank: LocalRank | None = None,
     ) -> None:
         whose = "" if rank is None else f" [rank {rank.rank} of {rank.job}]"
-        more = f" ({repeats} more since it was last told)" if repeats else ""
+        more = f" ({repeats} more since the last report)" if repeats else ""
         told.at_seconds, told.repeats, told.newest = now, 0, None
         self._events.append(
             DeviceEvent(

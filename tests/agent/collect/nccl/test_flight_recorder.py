@@ -190,11 +190,11 @@ def test_an_agent_sends_the_dumps_of_its_ranks(
     wait_for(lambda: len(server.events(RankAttached)) == 2)
     server.commands.append(TakeDumps(command_id=2, job="job-a", generation=0, ranks=[0, 1, 7]))
     wait_for(lambda: len(server.events(CommandResult)) == 2)
-    dumps = {one.rank: one for one in server.events(RankDump)}
-    assert dumps.unpack(dumps[0].content) == b"a dump"
-    assert dumps[0].error is None
-    assert "nobody reads it" in dumps[1].error
-    assert not dumps[1].was_asked
-    assert dumps[7].error == "rank 7 has no process on this node"
+    by_rank = {one.rank: one for one in server.events(RankDump)}
+    assert dumps.unpack(by_rank[0].content) == b"a dump"
+    assert by_rank[0].error is None
+    assert "nobody reads it" in by_rank[1].error
+    assert not by_rank[1].was_asked
+    assert by_rank[7].error == "rank 7 has no process on this node"
     assert not server.events(CommandResult)[-1].ok
     assert max(sum(isinstance(one, RankDump) for one in b.events) for b in server.batches) == 1
