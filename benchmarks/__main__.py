@@ -36,13 +36,13 @@ def measure(name: str) -> list[dict[str, Any]]:
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=HERE.parent, stdout=pipe, stderr=pipe, text=True) as running:
         try:
-            rows, said = running.communicate(timeout=LIMIT_SECONDS)
+            rows, output = running.communicate(timeout=LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             _end(running)
             raise RuntimeError(f"no result in {LIMIT_SECONDS} s") from None
     if running.returncode:
-        raise RuntimeError((said.strip() or f"exit status {running.returncode}").splitlines()[-1])
-    sys.stderr.write(said)
+        raise RuntimeError((output.strip() or f"exit status {running.returncode}").splitlines()[-1])
+    sys.stderr.write(output)
     return [json.loads(line) for line in rows.splitlines() if line.startswith("{")]
 
 

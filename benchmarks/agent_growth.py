@@ -46,12 +46,12 @@ def measure() -> Iterator[Result]:
                 looks.append((sink.samples[_EACH_SWEEP] / PORTS, agent.rss_mib))
                 time.sleep(1.0)
     sweeps, mib = np.array(looks).T
-    settled = len(looks) // 4
-    slope = float(np.polyfit(sweeps[settled:], mib[settled:], 1)[0])
+    warm_up = len(looks) // 4
+    slope = float(np.polyfit(sweeps[warm_up:], mib[warm_up:], 1)[0])
     quarters = [float(np.median(quarter)) for quarter in np.array_split(mib, 4)]
-    said = ", ".join(f"{quarter:.1f}" for quarter in quarters)
-    print(f"agent: median MiB of each quarter {said}", file=sys.stderr)
+    text = ", ".join(f"{quarter:.1f}" for quarter in quarters)
+    print(f"agent: median MiB of each quarter {text}", file=sys.stderr)
     yield Result("agent: sweeps run fast", looks[-1][0] - looks[0][0], "")
     grown = quarters[-1] - float(np.median(mib[:10]))
     yield Result("agent: memory grown meanwhile", grown, "MiB", None, GOAL_MIB)
-    yield Result("agent: the same of a day, once settled", slope * DAY, "MiB", None, GOAL_MIB)
+    yield Result("agent: the same of a day, once warm_up", slope * DAY, "MiB", None, GOAL_MIB)

@@ -108,24 +108,24 @@ def measure() -> Iterator[Result]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         pairs = COLLECTIVE_PAIRS
         noise = _percent(WaitingStep(), pairs=pairs)
-        yield from _told("none, the same step twice", noise, goal=None)
+        yield from _results("none, the same step twice", noise, goal=None)
         together: list[float] = []
         for name, condition in CONDITIONS.items():
             with condition(directory), _hooks() as hooked:
                 percent = _percent(WaitingStep(), hooked, pairs=pairs)
             together += percent
-            yield from _told(name, percent)
-        yield from _told("these five together", together)
+            yield from _results(name, percent)
+        yield from _results("these five together", together)
         with _hooks() as hooked:
-            yield from _told("no collectives", _percent(WaitingSectionsStep(), hooked))
-            yield from _told("60 calls", _percent(WaitingPipelinedStep(), hooked), goal=None)
-            yield from _told("computing host", _percent(DataParallelStep(), hooked))
+            yield from _results("no collectives", _percent(WaitingSectionsStep(), hooked))
+            yield from _results("60 calls", _percent(WaitingPipelinedStep(), hooked), goal=None)
+            yield from _results("computing host", _percent(DataParallelStep(), hooked))
         profiled = _percent(
             DataParallelStep(),
             around=lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
             pairs=PROFILED_PAIRS,
         )
-        yield from _told("torch.profiler, every step", profiled, goal=None)
+        yield from _results("torch.profiler, every step", profiled, goal=None)
         dist.destroy_process_group()
 
 
@@ -269,9 +269,11 @@ def _percent(
     return [each / wall_ns * 100 for each in added[WARM_PAIRS:]]
 
 
-def _told(name: str, percent: list[float], goal: float | None = GOAL_PERCENT) -> Iterator[Result]:
+def _results(
+    name: str, percent: list[float], goal: float | None = GOAL_PERCENT
+) -> Iterator[Result]:
     value = median(percent)
-    # Of a median, from the median absolute deviation (normal errors assumed).
+    # Standard error of a median, from the median absolute deviation (normal errors assumed).
     spread = 1.4826 * median(abs(each - value) for each in percent)
     error = 1.2533 * spread / math.sqrt(len(percent))
     resolved = abs(value - GOAL_PERCENT) >= 2 * error

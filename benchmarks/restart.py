@@ -93,9 +93,9 @@ def _ranks(
     deadline = time.monotonic() + LONGEST_SECONDS
     while time.monotonic() < deadline:
         ranks = {}
-        for told in directory.glob("rank-*"):
-            pid, step = told.read_text().split()
-            ranks[int(told.name.removeprefix("rank-"))] = int(pid), int(step)
+        for file in directory.glob("rank-*"):
+            pid, step = file.read_text().split()
+            ranks[int(file.name.removeprefix("rank-"))] = int(pid), int(step)
         if len(ranks) == RANKS and are(ranks):
             return ranks
         time.sleep(0.01)

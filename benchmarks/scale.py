@@ -55,7 +55,7 @@ def measure() -> Iterator[Result]:
     for load in LOADS:
         with tempfile.TemporaryDirectory() as scratch:
             run = _run(load, Path(scratch))
-        print(run.told(), file=sys.stderr)
+        print(run.reported(), file=sys.stderr)
         yield from run.results()
 
 
@@ -107,7 +107,7 @@ class Run:
         yield Result(f"{name}: server's CPU per step", each, "s", goal=goal)
         yield Result(f"{name}: spans", self.spans / self.cpu_seconds, "spans/CPU s")
 
-    def told(self) -> str:
+    def reported(self) -> str:
         requests = np.percentile(self.request_seconds or [0.0], (50, 99))
         return (
             f"{self.load.name}: {len(self.alerts)} alerts, {len(self.delays)} timed, request p50"

@@ -92,7 +92,7 @@ class Node:
 
 @dataclass
 class Rank:
-    """What the agent reports of one rank."""
+    """Return the agent's report of one rank."""
 
     job: str
     generation: int

@@ -86,10 +86,16 @@ class FakeNode:
 def _add_network(directory: Path) -> None:
     """Add an interface with 2 x 100 Gbit/s and jumbo frames."""
     (directory / "statistics").mkdir(parents=True)
-    said = {"operstate": "up", "speed": "200000", "mtu": "9000", "carrier": "1", "duplex": "full"}
+    attributes = {
+        "operstate": "up",
+        "speed": "200000",
+        "mtu": "9000",
+        "carrier": "1",
+        "duplex": "full",
+    }
     counted = ("rx_bytes", "tx_bytes", "rx_packets", "tx_packets", "rx_errors", "tx_errors")
-    said |= {f"statistics/{name}": "123456789" for name in counted}
-    for name, text in said.items():
+    attributes |= {f"statistics/{name}": "123456789" for name in counted}
+    for name, text in attributes.items():
         (directory / name).write_text(f"{text}\n")
 
 

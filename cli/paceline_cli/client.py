@@ -13,7 +13,7 @@ import httpx
 
 from paceline_wire.address import is_http_address
 
-# What a 404 names, and where to look for those that there are.
+# Kind of resource in a 404, and the command that lists the existing ones.
 _LISTED_BY = {
     "job": "`paceline jobs` lists all.",
     "incident": "`paceline incidents` lists all.",
@@ -91,7 +91,7 @@ class Client:
             time.sleep(1.0)
 
     def download(self, path: str, **parameters: Any) -> httpx.Response:
-        """What may take the server a while to put together."""
+        """Get a resource that may take the server a while to compute."""
         return self._answer("GET", path, params=parameters, timeout=httpx.Timeout(10.0, read=120.0))
 
     def _call(self, method: str, path: str, **options: Any) -> Any:

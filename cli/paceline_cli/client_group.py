@@ -1,4 +1,4 @@
-"""What the commands about a server's jobs, incidents, actions and nodes have in common."""
+"""Options shared by the commands for jobs, incidents, actions and nodes of a server."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def ranges(numbers: Iterable[int]) -> str | None:
 
 
 def show_next(commands: Mapping[str, str]) -> None:
-    """What can be done next: command -> what it tells."""
+    """Print commands that can follow, with their purpose."""
     if not commands:
         return
     width = max(map(len, commands))
@@ -118,7 +118,7 @@ def clock(timestamp: str | None) -> str | None:
 
 
 def rank_state(rank: dict[str, Any]) -> str:
-    """What the process says of itself while it lives."""
+    """Return the reported activity of a live process."""
     return str(rank["state"] if rank["state"] == "exited" else rank["status"] or rank["state"])
 
 

@@ -884,7 +884,7 @@ EXPORT int nvmlGpmMetricsGet(struct activity_question *question)
     return SUCCESS;
 }
 
-/* XID events: a set remembers how many of each GPU's it has told of. */
+/* XID events: a set counts how many of each GPU it has reported. */
 
 struct event_set {
     uint64_t told[STATE_GPUS];

@@ -126,7 +126,7 @@ def _compile(source: str, directory: Path) -> None:
 
 
 def environment(library_directory: Path, state: Path) -> dict[str, str]:
-    """What a program needs in its environment to see the emulated GPUs."""
+    """Return the environment variables that make the emulated GPUs visible to a program."""
     inherited = os.environ.get("LD_LIBRARY_PATH")
     path = f"{library_directory}:{inherited}" if inherited else str(library_directory)
     return {"LD_LIBRARY_PATH": path, STATE_ENVIRONMENT: str(state)}
@@ -163,8 +163,12 @@ class FakeGpus:
             gpu.uuid = f"GPU-{uuid.uuid5(uuid.NAMESPACE_URL, f'{path.resolve()}#{index}')}".encode()
             gpu.pci_bus_id = f"00000000:{0x1A + 0x11 * index:02X}:00.0".encode()
             gpu.name, gpu.vbios = b"NVIDIA H200", b"96.00.A5.00.03"
-            for name, told in MODELS[model].items():
-                setattr(gpu, name, told.encode() if isinstance(told, str) else _written(name, told))
+            for name, override in MODELS[model].items():
+                setattr(
+                    gpu,
+                    name,
+                    override.encode() if isinstance(override, str) else _written(name, override),
+                )
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.write_bytes(bytes(state))
         partial.replace(path)
@@ -193,7 +197,7 @@ class FakeGpus:
             self.set(gpu, **{f"process_pid_{slot}": pid, f"process_bytes_{slot}": used})
 
     def drop(self, gpu: int) -> None:
-        """Take one off the bus: whoever asks the driver anew sees those after it one place up."""
+        """Remove a GPU from the bus; a new initialization renumbers the GPUs behind it."""
         self._gpu(gpu)
         for index in range(gpu, self.count - 1):
             self._state.gpus[index] = self._state.gpus[index + 1]

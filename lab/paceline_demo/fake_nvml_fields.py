@@ -1,4 +1,4 @@
-"""What there is to say of one emulated GPU, and which of its calls can be refused."""
+"""Fields of one emulated GPU, and the calls that can be made to fail."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ FIELDS: tuple[tuple[str, Kind, float], ...] = (
 )
 TEXTS = (("uuid", 80), ("pci_bus_id", 32), ("name", 96), ("vbios", 32))
 
-# What a GPU can leave unsupported, deny or fail at.
+# Calls that a GPU can leave unsupported, deny or fail.
 CALLS = {
     name: 1 << bit
     for bit, name in enumerate(

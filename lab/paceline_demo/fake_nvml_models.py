@@ -1,4 +1,4 @@
-"""What emulated GPUs of each model report in place of the defaults.
+"""Values that emulated GPUs of each model report instead of the defaults.
 
 Recorded on an H200 (driver 590.48.01) and an L40S (595.80), both under load. What nvidia-smi showed
 there as N/A is unsupported.

@@ -1,4 +1,4 @@
-"""What each rank does between the start of its process and its first step.
+"""Activity of each rank between the start of its process and its first step.
 
 A rank reports to its agent only after `paceline.init`. Before that the process itself shows how far
 it is: PyTorch's library is mapped as soon as `import torch` has begun.

@@ -1,4 +1,4 @@
-"""What an operator may change: when Paceline reports, when it acts, and how often.
+"""The values that an operator may change: when Paceline reports, when it acts, and how often.
 
 Every value is defined here once, with its limits, its default and the reason for it;
 docs/policy.md shows the same as a table. A job's policy is fixed when the job is created: the

@@ -15,7 +15,7 @@ interface Asked {
   reject: (error: unknown) => void;
 }
 
-/** A server whose answers come when they are told to. */
+/** A server that responds when the test lets it. */
 class Server {
   readonly taken: string[] = [];
   private readonly asked: Asked[] = [];

@@ -16,7 +16,7 @@ function step(number: number, generation = 1, more: Partial<Step> = {}): Step {
 const incident = (id: string, detected_at: string, state = "open"): Incident =>
   ({ id, detected_at, state }) as Incident;
 
-it("appends steps, keeps one told twice once, and does not mind their order", () => {
+it("appends steps, keeps a repeated step once, and does not mind their order", () => {
   let state = apply(begin(JOB, [], []), [{ type: "steps", data: [step(1), step(2)] }]);
   state = apply(state, [
     { type: "step", data: step(4) },
@@ -26,7 +26,7 @@ it("appends steps, keeps one told twice once, and does not mind their order", ()
   expect(state.steps.map((one) => one.step)).toEqual([1, 2, 3, 4]);
 });
 
-it("merges fetched steps with those the stream told first", () => {
+it("merges fetched steps with those that the stream sent first", () => {
   let state = apply(begin(JOB, [], []), [{ type: "step", data: step(3) }]);
   state = apply(state, [{ type: "steps", data: [step(1), step(2), step(3)] }, { type: "complete" }]);
   expect(state.steps.map((one) => one.step)).toEqual([1, 2, 3]);
@@ -70,7 +70,7 @@ it("is not changed by another job's news", () => {
   expect(apply(state, [{ type: "job", data: { id: "job-2" } as Job }])).toBe(state);
 });
 
-it("keeps what is large from before while it is loaded anew", () => {
+it("keeps large data while it is loaded again", () => {
   const before = apply(begin(JOB, [], []), [{ type: "steps", data: [step(1)] }, { type: "complete" }]);
   const action = { id: "act-1", created_at: "2026-01-01T00:00:00Z" } as Action;
   const state = begin(JOB, [], [action], before);

@@ -60,7 +60,7 @@ _ingest_answers = msgspec.json.Decoder(_IngestAnswer)
 
 @dataclass(slots=True)
 class ForwardCounts:
-    """What the forwarder did since the agent started."""
+    """Counters of the forwarder since the agent started."""
 
     batches_sent: int = 0
     duplicates: int = 0

@@ -73,7 +73,7 @@ class SpoolEntry:
 
 @dataclass(slots=True)
 class SpoolCounts:
-    """What was lost since the agent started. `dropped`: batches that lost a part or all."""
+    """Losses since the agent started. `dropped`: batches that lost a part or all."""
 
     dropped: int = 0
     corrupt: int = 0

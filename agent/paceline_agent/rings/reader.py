@@ -73,7 +73,7 @@ class _AttachedRing:
 
 @dataclass(slots=True)
 class RingCounts:
-    """What was read since the agent started."""
+    """Counters of the reader since the agent started."""
 
     corrupt: int = 0
     lost_spans: int = 0

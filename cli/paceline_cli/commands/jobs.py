@@ -209,9 +209,9 @@ def _await_stacks(client: Client, path: str) -> Any:
 @json_option
 @click.pass_obj
 def flight_recorder(client: Client, job: str, as_json: bool) -> None:
-    """Read its ranks' Flight Recorder dumps now: who waits for whom.
+    """Read the Flight Recorder dumps of the ranks now: which rank waits for which.
 
-    Exit status 1 if no rank wrote one; PyTorch must have been told to record, see
+    Exit status 1 if no rank wrote one; enable recording in PyTorch first, see
     docs/flight-recorder.md.
     """
     path = f"/jobs/{job}/flight-recorder"

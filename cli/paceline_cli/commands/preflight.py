@@ -72,8 +72,8 @@ def preflight(
     command with {node} in it (--exec 'kubectl exec {node} --'), or by one launcher for all.
     """
     if facts_only:
-        told = collect([Path(each) for each in checkpoint])
-        _print(msgspec.json.encode(told).decode())
+        facts = collect([Path(each) for each in checkpoint])
+        _print(msgspec.json.encode(facts).decode())
         return
     if server is not None:
         if nodes is not None or launcher is not None:
@@ -142,7 +142,7 @@ def _check_command(option: str, command: str) -> None:
 
 
 def _nodes_of(server: str, token: str | None) -> list[str]:
-    """Host names of those that live, in the order of their names; a lost one is only told."""
+    """Return the host names of live nodes, sorted; a lost node is only reported."""
     with Client(server, token) as client:
         found = client.items("/nodes")
     lost = [f"{each['id']} ({each['hostname']})" for each in found if each["state"] == "lost"]

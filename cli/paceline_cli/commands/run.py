@@ -182,13 +182,13 @@ def _preloaded(modules: tuple[str, ...], command: tuple[str, ...]) -> str:
 
 def _follow(client: Client, job_id: str) -> dict[str, object]:
     """Print the job's changes until it has ended; returns its last state."""
-    said = ""
+    shown = ""
     while True:
         job: dict[str, object] = client.get(f"/jobs/{job_id}")
         line = describe(job)
-        if line != said:
+        if line != shown:
             click.echo(line, err=True)
-            said = line
+            shown = line
         if job["state"] in ENDED:
             return job
         time.sleep(1.0)

@@ -1,1 +1,1 @@
-"""What a careful engineer looks at before a big run: facts of every node, and checks over them."""
+"""Checks before a large run: facts of every node and comparisons between them."""

@@ -1,4 +1,4 @@
-"""The micro-benchmarks: planned from the nodes' facts, run on all of them at once."""
+"""The micro-benchmarks: planned from the facts of the nodes, run on all nodes at once."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from paceline_cli.preflight.traffic import address
 
 Backend = Literal["gloo", "nccl"]
 _MODULE = "paceline_cli.preflight.probe_node"
-_IMPORT_SECONDS = 60.0  # of torch from a cold shared file system
+_IMPORT_SECONDS = 60.0  # import of torch from a cold shared file system
 _BYTES_AT_MOST: dict[Backend, int] = {"gloo": 16 << 20, "nccl": 256 << 20}
 _COMPUTE_SECONDS: dict[Backend, float] = {"gloo": 0.2, "nccl": 2.0}
 
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkRequest:
-    backend: Backend | None  # None: what the nodes can
+    backend: Backend | None  # None: chosen by the nodes' abilities
     port: int | None
     rounds: int
     patience_seconds: float
 
 
 def why_not(nodes: Sequence[NodeFacts]) -> str | None:
-    """One sentence, where they cannot be run."""
+    """Return one sentence if the benchmarks cannot run, or None."""
     without = [node.node for node in nodes if "torch" not in node.versions]
     if without:
         return f"torch is not installed on {', '.join(without[:6])}: --python PATH of one with it"
@@ -43,50 +43,50 @@ def why_not(nodes: Sequence[NodeFacts]) -> str | None:
     return None
 
 
-def plan(nodes: Sequence[NodeFacts], asked: BenchmarkRequest) -> BenchmarkPlan:
-    """NCCL where every node has GPUs and NCCL; else gloo with one process a node."""
+def plan(nodes: Sequence[NodeFacts], request: BenchmarkRequest) -> BenchmarkPlan:
+    """Plan NCCL if every node has GPUs and NCCL, otherwise gloo with one process per node."""
     gpus = [len([gpu for gpu in node.gpus if gpu.trouble is None]) for node in nodes]
     able = all(gpus) and all("nccl" in node.versions for node in nodes)
-    backend: Backend = asked.backend or ("nccl" if able else "gloo")
-    meetings = min(asked.rounds, len(nodes)) + len(scale_steps(len(nodes))) + 3
+    backend: Backend = request.backend or ("nccl" if able else "gloo")
+    meetings = min(request.rounds, len(nodes)) + len(scale_steps(len(nodes))) + 3
     here = "127.0.0.1" if len(nodes) == 1 else None
     return BenchmarkPlan(
         nodes=[node.node for node in nodes],
         hostnames=[node.hostname for node in nodes],
         ranks_of_nodes=[max(1, count) for count in gpus] if backend == "nccl" else [1] * len(nodes),
         address=here or address(nodes[0], nodes) or "",
-        port=asked.port or nodes[0].free_port or 29_511,
+        port=request.port or nodes[0].free_port or 29_511,
         backend=backend,
-        rounds=asked.rounds,
+        rounds=request.rounds,
         bytes_at_most=_BYTES_AT_MOST[backend],
         seconds=_COMPUTE_SECONDS[backend],
-        patience_seconds=asked.patience_seconds,
-        deadline_seconds=_IMPORT_SECONDS + 6 * meetings * asked.patience_seconds,
+        patience_seconds=request.patience_seconds,
+        deadline_seconds=_IMPORT_SECONDS + 6 * meetings * request.patience_seconds,
     )
 
 
 def run_where_they_meet(
     nodes: Sequence[NodeFacts],
-    asked: BenchmarkRequest,
+    request: BenchmarkRequest,
     reach: Reach,
     python: Sequence[str],
     commands: RemoteCommands,
 ) -> tuple[BenchmarkPlan, list[Result]]:
-    """They meet at the first node. If nobody gets there, it is the one in doubt: at the second."""
+    """Run with the rendezvous on the first node; if no node reaches it, on the second."""
     nodes = sorted(nodes, key=lambda node: address(node, nodes) is None)  # a stable sort
-    chosen = plan(nodes, asked)
+    chosen = plan(nodes, request)
     results = run(chosen, reach, python, commands)
     measured = any(each.error is None for each in of_kind(results, "pair"))
     if len(nodes) < 3 or measured or address(nodes[1], nodes) is None:
         return chosen, results
-    chosen = plan([*nodes[1:], nodes[0]], asked)
+    chosen = plan([*nodes[1:], nodes[0]], request)
     return chosen, run(chosen, reach, python, commands)
 
 
 def run(
     chosen: BenchmarkPlan, reach: Reach, python: Sequence[str], commands: RemoteCommands
 ) -> list[Result]:
-    """`python`: how it is started on a node, with its environment."""
+    """Run the plan; `python` starts Python on a node, with its environment."""
     there = [*python, "-m", _MODULE, chosen.encode()]
     if isinstance(reach, AllNodes):
         argv = {"the launcher": reach.command(there)}
@@ -97,8 +97,8 @@ def run(
         }
     results: list[Result] = []
     for node, end in commands.run(argv, chosen.deadline_seconds + 10).items():
-        told = list(parse(end.output))
-        if end.status != 0 and not any(isinstance(each, FailedNode) for each in told):
-            told.append(FailedNode(node=node, error=end.complaint))
-        results += told
+        results = list(parse(end.output))
+        if end.status != 0 and not any(isinstance(each, FailedNode) for each in results):
+            results.append(FailedNode(node=node, error=end.complaint))
+        results += results
     return results

@@ -1,4 +1,4 @@
-"""Looking at this node: the agent's collectors, run once, and what only preflight asks for."""
+"""Facts of this node: the agent's collectors, run once, and additional facts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _sweep(context: Context) -> list[Sample]:
             collected = collector.collect(time.time_ns())
             samples += collected.everything()
         except CollectorUnavailable:
-            pass  # told by what is missing
+            pass  # the missing facts show it
         finally:
             collector.close()
     return samples

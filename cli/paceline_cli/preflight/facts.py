@@ -1,7 +1,7 @@
-"""The facts of one node, as they cross from it to who compares them.
+"""The facts of one node, as it sends them for comparison.
 
-What could not be read is None or absent, never 0. Fields are only ever added, so that nodes with
-different versions can be compared.
+A value that could not be read is None or absent, never 0. Fields are only added, never changed, so
+that nodes with different versions can be compared.
 """
 
 from __future__ import annotations

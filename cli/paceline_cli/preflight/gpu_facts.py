@@ -1,7 +1,7 @@
 """GPUs through the agent's NVML collector, in a process of its own.
 
-A call on a sick GPU can block for minutes where no signal reaches it; then all the other facts
-of the node are still to be had, and this is the finding.
+A call on a faulty GPU can block for minutes where no signal reaches it. The other facts of the node
+are still collected, and the hang is the result.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _decoder = msgspec.json.Decoder(GpuFacts)
 
 
 def read_apart(sysfs_root: Path, patience_seconds: float = _PATIENCE_SECONDS) -> GpuFacts:
-    """`read` in a child process that is left behind if it does not answer."""
+    """Run `read` in a child process, which is abandoned if it does not respond."""
     command = [sys.executable, "-m", "paceline_cli.preflight.gpu_facts", str(sysfs_root)]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(command, stdout=output, stderr=errors)
@@ -86,14 +86,14 @@ def read_apart(sysfs_root: Path, patience_seconds: float = _PATIENCE_SECONDS) ->
 
 
 def _leave_behind(child: subprocess.Popen[bytes]) -> None:
-    """A call that blocks in the driver ends when the driver lets it: it is not waited for long."""
+    """Kill the child without waiting long: a call in the driver may not return."""
     child.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(_END_SECONDS)
 
 
 def read(sysfs_root: Path) -> GpuFacts:
-    """For a process that ends after it."""
+    """Read the GPUs; the process must end afterwards."""
     collector = NvmlCollector(Context(node_directory=Path("/nonexistent"), sysfs_root=sysfs_root))
     try:
         collected = collector.collect(time.time_ns())
@@ -144,8 +144,8 @@ def _gpu(
     bus_id = known.get("pci_bus_id")
     device = find_gpu(sysfs_root, bus_id) if isinstance(bus_id, str) else None
     place = {"pci_path": device.way, "numa_node": device.numa_node} if device else {}
-    told = {"index": index, "throttle_reasons": throttled, **known, **place}
-    return msgspec.convert(told, PreflightGpu)
+    fields = {"index": index, "throttle_reasons": throttled, **known, **place}
+    return msgspec.convert(fields, PreflightGpu)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the host brings: versions, limits, shared memory, clock, CPUs, checkpoint paths."""
+"""Facts of the host: versions, limits, shared memory, clock, CPUs, checkpoint paths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LIMITS = {
 }
 _WRITTEN_BYTES = 64 << 20
 _CHUNK_BYTES = 4 << 20
-_KERNEL_DOES_NOT_KNOW_SECONDS = 16.0  # maxerror stops at 16 s where nobody disciplines the clock
+_KERNEL_DOES_NOT_KNOW_SECONDS = 16.0  # maxerror stops at 16 s if no daemon synchronizes the clock
 
 
 def versions(sysfs_root: Path) -> dict[str, str]:
@@ -53,7 +53,7 @@ def _distribution(name: str) -> str | None:
 
 
 def _nccl() -> str | None:
-    """That of torch's wheel, else that of the system's library."""
+    """Return the NCCL version of torch's wheel, otherwise of the system's library."""
     for name in _NCCL_DISTRIBUTIONS:
         version = _distribution(name)
         if version is not None:
@@ -73,7 +73,7 @@ def environment() -> dict[str, str]:
 
 
 def modules(sysfs_root: Path) -> list[str]:
-    """Those loaded; `nvidia-open` for the driver's open kernel modules, which can dma-buf."""
+    """Return the loaded modules; `nvidia-open` for open kernel modules, which support dma-buf."""
     root = sysfs_root / "module"
     loaded = [name for name in _MODULES if (root / name).is_dir()]
     if "Open" in (_text(Path("/proc/driver/nvidia/version")) or ""):
@@ -99,13 +99,13 @@ def shared_memory(path: Path = Path("/dev/shm")) -> dict[str, Any]:
 
 def clock() -> dict[str, Any]:
     try:
-        told = clock_sync.read()
+        clock = clock_sync.read()
     except OSError:
         return {}
-    error = told.maximum_error_seconds
+    error = clock.maximum_error_seconds
     known = error < _KERNEL_DOES_NOT_KNOW_SECONDS
     return {
-        "clock_synchronised": told.is_synchronised,
+        "clock_synchronised": clock.is_synchronised,
         "clock_error_seconds": error if known else None,
     }
 
@@ -141,7 +141,7 @@ def _memory_bytes(procfs_root: Path) -> int | None:
 
 
 def checkpoint(path: Path, procfs_root: Path) -> CheckpointPath:
-    """Space, and the throughput of one file that is written, synced and removed again."""
+    """Measure free space, and the throughput of one file that is written, synced and removed."""
     try:
         space = os.statvfs(path)
         speed = _write_speed(path)
@@ -157,7 +157,9 @@ def checkpoint(path: Path, procfs_root: Path) -> CheckpointPath:
 
 
 def _write_speed(directory: Path) -> float:
-    chunk = os.urandom(_CHUNK_BYTES)  # what compresses or deduplicates would flatter
+    chunk = os.urandom(
+        _CHUNK_BYTES
+    )  # random: compression or deduplication would distort the result
     started = time.perf_counter()
     with tempfile.TemporaryFile(dir=directory, prefix=".paceline-preflight-") as file:
         for _ in range(_WRITTEN_BYTES // _CHUNK_BYTES):
@@ -168,7 +170,7 @@ def _write_speed(directory: Path) -> float:
 
 
 def _filesystem(path: Path, procfs_root: Path) -> str | None:
-    """`nfs4`, `lustre`, `ext4` ...: of the longest mount point above it."""
+    """Return `nfs4`, `lustre`, `ext4` ...: the type of the longest mount point above the path."""
     real = Path(os.path.realpath(path))
     best: tuple[int, str] | None = None
     for line in (_text(procfs_root / "self" / "mounts") or "").splitlines():

@@ -1,4 +1,4 @@
-"""How the other nodes are reached: a command for each of them, or one launcher for all."""
+"""Reaching the other nodes: one command per node, or one launcher for all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What a command said. The times are the clock's here: CLOCK_REALTIME."""
+    """Output and status of a command. Times are CLOCK_REALTIME of this machine."""
 
     output: str
     errors: str
@@ -28,7 +28,7 @@ class Ended:
 
     @property
     def complaint(self) -> str:
-        """Its last line on stderr, for who asks why."""
+        """The last line of its stderr."""
         last = self.errors.strip().rpartition("\n")[2][-_SHOWN_CHARACTERS:]
         if self.status is None:
             return f"no answer in time; {last}" if last else "no answer in time"
@@ -36,14 +36,14 @@ class Ended:
 
 
 class RemoteCommands:
-    """Commands that run at once, and end with us: by their end, in time, or by an interrupt."""
+    """Commands that run in parallel and end with this process: done, timed out or interrupted."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[str]] = set()
         self._interrupted = False
 
     def run(self, commands: Mapping[str, Sequence[str]], seconds: float) -> dict[str, Ended]:
-        """Raises OSError where the program of a command is not to be had."""
+        """Run the commands. Raises OSError if a program cannot be started."""
         if not commands:
             return {}
         with _terminated_as_interrupted(), ThreadPoolExecutor(max_workers=len(commands)) as threads:
@@ -87,7 +87,7 @@ class RemoteCommands:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """A SIGTERM, too, is to end what was started."""
+    """Let SIGTERM end the started commands too."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -96,16 +96,16 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """With all it started on this machine; what runs elsewhere ends itself at its deadline."""
+    """Kill a command with its local children; remote processes end at their deadline."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
 class EachNode:
-    """`template` with {node} in it, then what is to be run there.
+    """Runs `template`, with {node} replaced, followed by the command for that node.
 
-    ssh hands over one string to a shell there: `quoted`.
+    `quoted`: ssh passes one string to a remote shell.
     """
 
     nodes: tuple[str, ...]
@@ -119,7 +119,7 @@ class EachNode:
 
 @dataclass(frozen=True, slots=True)
 class AllNodes:
-    """One command that runs another on every node, as srun, mpirun and pdsh do."""
+    """One launcher that runs a command on every node, such as srun, mpirun or pdsh."""
 
     launcher: str
 

@@ -1,7 +1,7 @@
-"""What `nccl-tests` printed: its tables, their checks, and files compared with each other.
+"""Output of `nccl-tests`: its tables, checks on them, and comparison of files.
 
 A table looks like this (https://github.com/NVIDIA/nccl-tests, src/common.cu); columns differ
-between versions and tests, so they are found by their names:
+between versions and tests and are found by name:
 
     #       size         count      type   redop    root     time   algbw   busbw #wrong ...
     #        (B)    (elements)                               (us)  (GB/s)  (GB/s)        ...
@@ -9,7 +9,7 @@ between versions and tests, so they are found by their names:
     # Out of bounds values : 0 OK
     # Avg bus bandwidth    : 83.1
 
-The JSON file that `-J FILE` makes them write is read as well.
+The JSON file that `-J FILE` writes is read too.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import msgspec
 from paceline_cli.preflight.verdict import Check, Status, faults, listing, skipped
 
 _FAIL_RATIO, _WARN_RATIO = 0.8, 0.92
-_DIP_RATIO = 0.7  # of the best so far: bus bandwidth grows with the size, or stays
+_DIP_RATIO = 0.7  # of the best so far: bus bandwidth must not fall as the size grows
 _DIP_FROM_BYTES = 1 << 20
 _OUT_OF_BOUNDS = re.compile(r"Out of bounds values\s*:\s*(\d+)\s*(\S+)")
 _AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*([0-9.]+)")
 _TEST = re.compile(r"\b([a-z]+(?:_[a-z]+)*_perf)\b")
-# What launchers put before a line: `[1,0]<stdout>:`, `[job@1,0]<stdout>:`, `0: `, `node: `, a time.
+# Prefixes of launchers: `[1,0]<stdout>:`, `[job@1,0]<stdout>:`, `0: `, `node: `, a time.
 _PREFIX = re.compile(r"^\s*(?:(?:\[[^\]]*\]|<std\w+>:?|[\w.@-]+:(?=\s)|\d+-\d\d-\d\dT\S+)\s*)+")
 _TIMES = ("time", "cputime")
 _FAILURE = re.compile(r"Test (?:NCCL|CUDA) failure.*|.*Test failure.*")
@@ -41,7 +41,7 @@ class NcclTestRow(msgspec.Struct, frozen=True):
     in_place: bool
     time_seconds: float
     bus_gigabytes_per_second: float
-    wrong: int | None  # None: the check was switched off
+    wrong: int | None  # None: the check was disabled
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -50,12 +50,12 @@ class Output(msgspec.Struct, frozen=True):
     out_of_bounds: int | None
     average_gigabytes_per_second: float | None
     failures: list[str]
-    is_whole: bool  # the summary at the end is there
-    warnings: list[str] = []  # of NCCL: a reason, where the run failed
+    is_whole: bool  # it ends with the summary
+    warnings: list[str] = []  # of NCCL; a reason if the run failed
 
     @property
     def trouble(self) -> list[str]:
-        """What ended it, at most one; NCCL also warns of what it then does in another way."""
+        """The error that ended the run, at most one; NCCL also warns about fallbacks."""
         return (self.failures or ([] if self.is_whole else self.warnings))[:1]
 
     @property
@@ -102,7 +102,7 @@ class _Average(msgspec.Struct, frozen=True):
 
 
 class _NcclTestFile(msgspec.Struct, frozen=True):
-    """What `-J` writes; `NVIDIA/nccl-tests`, src/util.cu."""
+    """The file that `-J` writes; `NVIDIA/nccl-tests`, src/util.cu."""
 
     results: list[_Size]
     args: list[str | None] = []
@@ -115,7 +115,7 @@ _decoder = msgspec.json.Decoder(_NcclTestFile)
 
 
 def parse(text: str) -> Output:
-    """Whatever of it is there: a log may be cut short, and ranks may write into each other."""
+    """Parse what is readable: a log may be truncated, and output of ranks may be mixed."""
     if text.lstrip().startswith("{"):
         try:
             return _from_json(_decoder.decode(text))
@@ -169,7 +169,7 @@ def _after_prefix(line: str) -> list[str]:
 
 
 def _rows(columns: Sequence[str], words: Sequence[str]) -> Iterator[NcclTestRow]:
-    """Out of place first, in place second: each begins with its time."""
+    """Yield the out-of-place row, then the in-place row; each begins with its time."""
     starts = [position for position, name in enumerate(columns) if name in _TIMES]
     for number, start in enumerate(starts):
         end = starts[number + 1] if number + 1 < len(starts) else len(columns)
@@ -182,12 +182,12 @@ def _rows(columns: Sequence[str], words: Sequence[str]) -> Iterator[NcclTestRow]
                 bus_gigabytes_per_second=float(named["busbw"]),
                 wrong=_count(named.get("wrong") or named.get("error")),
             )
-        except (KeyError, ValueError):  # cut short, or N/A
+        except (KeyError, ValueError):  # truncated, or N/A
             continue
 
 
 def _count(word: str | None) -> int | None:
-    """`0`, `0e+00`, `N/A`."""
+    """Parse `0`, `0e+00` or `N/A`."""
     try:
         return None if word is None else int(float(word))
     except (ValueError, OverflowError):
@@ -195,7 +195,7 @@ def _count(word: str | None) -> int | None:
 
 
 def checks(outputs: Mapping[str, Output]) -> Iterator[Check]:
-    """`outputs` by file name."""
+    """Yield the checks of all files; `outputs` is by file name."""
     readable = {name: each for name, each in outputs.items() if each.rows}
     empty = {
         name: [*(each.trouble or ["holds no table of nccl-tests"])]
@@ -250,7 +250,7 @@ def _dips_of(output: Output) -> Iterator[str]:
         for row in (each for each in output.rows if each.in_place == in_place):
             speed = row.bus_gigabytes_per_second
             if row.size_bytes < size_bytes:
-                best = 0.0  # another table begins
+                best = 0.0  # start of another table
             size_bytes = row.size_bytes
             if row.size_bytes >= _DIP_FROM_BYTES and speed < _DIP_RATIO * best:
                 where = "in place" if in_place else "out of place"
@@ -260,7 +260,7 @@ def _dips_of(output: Output) -> Iterator[str]:
 
 
 def _compared(outputs: Mapping[str, Output]) -> Check:
-    """Files of the same test with each other: one a pair of nodes, say."""
+    """Compare files of the same test, for example one per pair of nodes."""
     name = "nccl-tests bandwidth"
     shown = [f"{file}: {each.best:g} GB/s" for file, each in outputs.items()]
     tests = {each.test for each in outputs.values()}

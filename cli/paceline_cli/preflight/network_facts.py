@@ -1,4 +1,4 @@
-"""RDMA ports and interfaces of this node, their addresses and where they sit."""
+"""RDMA ports and interfaces of this node, with addresses and PCI location."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def interfaces(sysfs_root: Path, samples: Sequence[Sample]) -> list[Interface]:
 
 
 def _interface(directory: Path, samples: Sequence[Sample]) -> Interface:
-    """MTU and state are read here too: the agent leaves out what is not the node's own."""
+    """Return an interface; MTU and state are read here, because the agent skips virtual ones."""
     name = directory.name
     values = _values(samples, name)
     speed = values.get(metric_names.NETWORK_SPEED_BYTES)
@@ -73,7 +73,7 @@ def _interface(directory: Path, samples: Sequence[Sample]) -> Interface:
 
 
 def addresses(interface: str) -> list[str]:
-    """Its first IPv4 address with the length of its prefix, if it has one."""
+    """Return its first IPv4 address with the prefix length, if it has one."""
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
@@ -85,7 +85,7 @@ def addresses(interface: str) -> list[str]:
 
 
 def rdma_devices_open(directory: Path = _VERBS) -> bool | None:
-    """Whether this user may open them; None where there are none."""
+    """Return whether this user may open them; None if there are no devices."""
     verbs = [directory / name for name in entries(directory) if name.startswith("uverbs")]
     return all(os.access(path, os.R_OK | os.W_OK) for path in verbs) if verbs else None
 
@@ -97,7 +97,7 @@ def free_port() -> int:
 
 
 def _values(samples: Sequence[Sample], device: str, port: str | None = None) -> dict[str, float]:
-    """Of a device by metric, and of one of its ports."""
+    """Return values by metric of a device, or of one of its ports."""
     return {
         sample.name: sample.value
         for sample in samples
@@ -106,7 +106,7 @@ def _values(samples: Sequence[Sample], device: str, port: str | None = None) -> 
 
 
 def _number(path: Path) -> float | None:
-    """None also for 0: a link that is down has no width."""
+    """Return the number; None also for 0, because a link that is down has no width."""
     text = _text(path) or ""
     return float(text) or None if text.isdecimal() else None
 

@@ -1,4 +1,4 @@
-"""What the micro-benchmarks are told, and what they tell: one JSON object a line of stdout."""
+"""Plan and results of the micro-benchmarks; a result is one JSON object per line of stdout."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Literal
 
 import msgspec
 
-MARK = "paceline-probe "  # before each line that is a result: libraries print too
+MARK = "paceline-probe "  # marks the lines that are results, because libraries print too
 
 
 class BenchmarkPlan(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[str]
-    hostnames: list[str]  # of the nodes, for those that are not told which one they are
+    hostnames: list[str]  # of the nodes, for processes that get no node number
     ranks_of_nodes: list[int]
-    address: str  # where node 0 is reached
+    address: str  # address of node 0
     port: int
     backend: Literal["gloo", "nccl"]
-    rounds: int  # of pairs, at most
+    rounds: int  # maximum number of rounds of pairs
     bytes_at_most: int
-    seconds: float  # that each computation is measured
+    seconds: float  # duration of each compute measurement
     patience_seconds: float  # for one group of nodes
-    deadline_seconds: float  # for everything: then every process ends itself
+    deadline_seconds: float  # for everything; then every process ends itself
 
     def encode(self) -> str:
-        """For a command line: without a character that any shell would touch."""
+        """Return the plan for a command line, without characters that a shell interprets."""
         return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode().rstrip("=")
 
     @staticmethod
@@ -46,7 +46,7 @@ _plans = msgspec.json.Decoder(BenchmarkPlan)
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True, tag="compute"):
-    """One GPU, or one node's CPUs."""
+    """Compute speed of one GPU, or of the CPUs of a node."""
 
     node: str
     device: str  # "cuda:3", "cpu"
@@ -56,7 +56,7 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True, tag="compute"):
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
-    """An all-reduce among all ranks of `nodes`: one node, a pair, or the first of all."""
+    """An all-reduce among all ranks of `nodes`: one node, a pair, or the first n nodes."""
 
     nodes: list[str]
     kind: Literal["node", "pair", "scale"]
@@ -68,7 +68,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
 
 class Transport(msgspec.Struct, frozen=True, kw_only=True, tag="transport"):
     node: str
-    network: str  # "IB", "Socket", or a plugin's name, by NCCL's own word
+    network: str  # "IB", "Socket" or a plugin's name, as NCCL logs it
 
 
 class FailedNode(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -85,13 +85,13 @@ def line(result: Result) -> str:
 
 
 def parse(text: str) -> Iterator[Result]:
-    """Results in what a launcher passed on, which may have put the node's name before each line."""
+    """Yield the results in a launcher's output, which may prefix lines with the node."""
     for each in text.splitlines():
         _, mark, rest = each.partition(MARK)
         if mark:
             try:
                 yield _decoder.decode(rest)
-            except msgspec.DecodeError:  # two processes wrote over each other
+            except msgspec.DecodeError:  # mixed output of two processes
                 continue
 
 
@@ -106,7 +106,7 @@ def pair_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def scale_steps(count: int) -> list[int]:
-    """2, then 3, then all: where a fabric first shows that it is one."""
+    """Return 2, 3 and all: sizes at which a blocking fabric becomes visible."""
     return sorted({k for k in (2, 3, count) if 2 <= k <= count}) if count > 2 else []
 
 

@@ -1,7 +1,7 @@
-"""The micro-benchmarks of one rank: its device, then all-reduces with ever other nodes.
+"""The micro-benchmarks of one rank: its device, then all-reduces with changing sets of nodes.
 
-Each group of nodes is a process group of its own over one store, so that a pair that cannot
-reach each other costs its own measurement and no other. Needs torch.
+Each set of nodes is a separate process group over one store, so that a pair without a connection
+loses only its own measurement. Needs torch.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class ProbeRank:
             timeout=_MEETINGS * self.patience,
             wait_for_workers=False,
         )
-        self.absent_from: str | None = None  # rank 0 only: the last meeting, if some missed it
-        self.present: list[int] = []  # nodes that were there at the start
+        self.absent_from: str | None = None  # rank 0 only: the last barrier that some ranks missed
+        self.present: list[int] = []  # nodes present at the start
 
     def run(self) -> None:
         if self.device.type == "cuda":
@@ -95,9 +95,9 @@ class ProbeRank:
         self.leave()
 
     def meet(self, name: str) -> None:
-        """All begin together, but for those that do not come: they are waited for once.
+        """Wait for all ranks; ranks that do not arrive are waited for only once.
 
-        Longer than a group that fails holds its ranks: else those that fail come late for ever.
+        The timeout is longer than a failing group holds its ranks, or those would always be late.
         """
         self.store.add(f"meeting/{name}", 1)
         if self.rank == 0:
@@ -107,7 +107,7 @@ class ProbeRank:
         self.store.wait([f"meeting/{name}/begins"], 2 * _MEETINGS * self.patience)
 
     def who_is_here(self) -> list[int]:
-        """Nodes all of whose ranks started, by rank 0's word."""
+        """Return the nodes whose ranks have all started, as counted by rank 0."""
         if self.rank == 0:
             here = [
                 str(node)
@@ -118,13 +118,13 @@ class ProbeRank:
         return [int(node) for node in self.store.get("present").decode().split(",")]
 
     def leave(self) -> None:
-        """The store ends with rank 0: it leaves last."""
+        """End the rank; rank 0 ends last, because the store ends with it."""
         self.store.add("left", 1)
         if self.rank == 0:
             self.wait_for("left")
 
     def wait_for(self, key: str) -> int:
-        """How many came. Who missed the last meeting may be late, or may never come again."""
+        """Return how many ranks arrived; ranks that missed the last barrier may never return."""
         until = time.monotonic() + _MEETINGS * self.plan.patience_seconds
         while True:
             last = self.plan.world_size
@@ -160,7 +160,7 @@ class ProbeRank:
         )
 
     def rate(self, work: Callable[[], object]) -> float:
-        """Times a second, by the median of what single runs took."""
+        """Return runs per second, from the median duration of a run."""
         work()
         self.finish()
         took: list[float] = []
@@ -179,7 +179,7 @@ class ProbeRank:
     def exchange(self, kind: Any, nodes: Sequence[int]) -> None:
         ranks = [rank for node in nodes for rank in self.plan.ranks_of(node)]
         names = [self.plan.nodes[node] for node in nodes]
-        told: Exchange
+        result: Exchange
         absent = [name for node, name in zip(nodes, names, strict=True) if node not in self.present]
         if absent:
             error = f"{', '.join(absent)} did not come"
@@ -194,22 +194,22 @@ class ProbeRank:
             latency = group.latency_seconds()
             size, seconds = group.bandwidth()
             bus = 2 * (len(ranks) - 1) / len(ranks) * size / seconds
-            told = Exchange(
+            result = Exchange(
                 nodes=names,
                 kind=kind,
                 latency_seconds=latency,
                 bus_bytes_per_second=bus,
                 size_bytes=size,
             )
-        except RuntimeError as error:  # what both backends raise, time-outs included
+        except RuntimeError as error:  # raised by both backends, also on timeouts
             if kind == "pair":
                 self.store.set(_UNREACHED, "1")
-            told = Exchange(nodes=names, kind=kind, error=in_short(error))
-        if self.rank == ranks[0] or (told.error is not None and self.local_rank == 0):
-            tell(told)
+            result = Exchange(nodes=names, kind=kind, error=in_short(error))
+        if self.rank == ranks[0] or (result.error is not None and self.local_rank == 0):
+            tell(result)
 
     def reach(self, pair: Sequence[int]) -> None:
-        """Raises Unreachable."""
+        """Connect the two nodes of a pair. Raises Unreachable."""
         key = f"reach/{pair[0]}-{pair[1]}"
         first, second = (self.plan.ranks_of(node)[0] for node in pair)
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
@@ -239,13 +239,13 @@ class ProbeGroup:
             self._group = dist.ProcessGroupGloo(store, mine, size, rank.patience)
 
     def latency_seconds(self) -> float:
-        """The median of small all-reduces, by the slowest rank's word."""
+        """Return the median of small all-reduces on the slowest rank."""
         small = torch.zeros(_SMALL_BYTES // 4, device=self._rank.device)
         self._timed(small)
         return self._slowest(statistics.median(self._timed(small) for _ in range(_LATENCY_REPEATS)))
 
     def bandwidth(self) -> tuple[int, float]:
-        """(bytes, seconds) of an all-reduce that is long enough, the best of some."""
+        """Return (bytes, seconds) of the best of several all-reduces that are long enough."""
         size = _FIRST_BYTES
         while True:
             tensor = torch.zeros(size // 4, device=self._rank.device)
@@ -265,15 +265,15 @@ class ProbeGroup:
         return time.perf_counter() - started
 
     def _slowest(self, seconds: float) -> float:
-        told = torch.tensor([seconds], dtype=torch.float64, device=self._rank.device)
+        result = torch.tensor([seconds], dtype=torch.float64, device=self._rank.device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._group.allreduce([told], options).wait()
-        return float(told.item())
+        self._group.allreduce([result], options).wait()
+        return float(result.item())
 
 
 def in_short(error: RuntimeError) -> str:
-    """Its first line without the places in sources and stacks."""
+    """Return the first line without source locations and stacks."""
     first = (str(error).splitlines() or [repr(error)])[0]
     return re.sub(r"\[/[^\]]*\]:? ?", "", first)[:_SHOWN_CHARACTERS]
 
@@ -297,9 +297,9 @@ def main(arguments: Sequence[str]) -> None:
             ProbeRank(plan, node, local_rank).run()
         except RuntimeError as error:  # nobody to meet, no device, out of memory
             tell(FailedNode(node=plan.nodes[node], error=in_short(error)))
-        said = _NETWORK.search(log.read_text(errors="replace")) if log.exists() else None
-        if said is not None and local_rank == 0:
-            tell(Transport(node=plan.nodes[node], network=said[1]))
+        match = _NETWORK.search(log.read_text(errors="replace")) if log.exists() else None
+        if match is not None and local_rank == 0:
+            tell(Transport(node=plan.nodes[node], network=match[1]))
     sys.stdout.flush()
     os._exit(0)  # groups that timed out must not be waited for
 

@@ -1,4 +1,4 @@
-"""The micro-benchmarks of one node: starts one process a rank, and leaves none behind.
+"""The micro-benchmarks of one node: starts one process per rank and ends them all.
 
 `python -m paceline_cli.preflight.probe_node PLAN [NODE]`; without NODE it is found by hostname.
 """
@@ -58,7 +58,7 @@ def _which(plan: BenchmarkPlan) -> int:
     try:
         return plan.hostnames.index(socket.gethostname())
     except ValueError:
-        sys.exit(f"{socket.gethostname()} is none of {', '.join(plan.hostnames)}")
+        sys.exit(f"{socket.gethostname()} is not one of {', '.join(plan.hostnames)}")
 
 
 def _interface_towards(address: str, port: int) -> str | None:

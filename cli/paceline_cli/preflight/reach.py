@@ -1,7 +1,7 @@
-"""Can two nodes open a connection? Asked before a process group is made of them.
+"""Tests whether two nodes can connect, before a process group is created.
 
-A backend that cannot connect tries for minutes and then speaks of sockets; this is over in its
-patience and says which address did not answer.
+A backend that cannot connect retries for minutes and then reports a socket error. This test has a
+timeout and reports which address did not respond.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ _SEPARATOR = "|"
 
 
 class Store(Protocol):
-    """Of torch.distributed: what both nodes can write to and read from."""
+    """The part of torch.distributed's store used here; both nodes read and write it."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
 
 
 class Unreachable(RuntimeError):  # noqa: N818 - a state of the network
-    """One sentence says who did not reach whom."""
+    """Two nodes cannot connect; the message is one sentence."""
 
 
 def listen(store: Store, key: str, address: str, seconds: float) -> None:
-    """The side that is connected to. Its outcome is the other's, read with `outcome`."""
+    """Accept the connection; the other side stores the outcome, see `outcome`."""
     with socket.create_server((address, 0)) as server:
         server.settimeout(seconds)
         store.set(f"{key}/listens", f"{address}{_SEPARATOR}{server.getsockname()[1]}")
@@ -36,16 +36,16 @@ def listen(store: Store, key: str, address: str, seconds: float) -> None:
 
 def connect(store: Store, key: str, seconds: float) -> None:
     address, port = store.get(f"{key}/listens").decode().split(_SEPARATOR)
-    said = ""
+    message = ""
     try:
         socket.create_connection((address, int(port)), timeout=seconds).close()
     except OSError as error:
-        said = f"no connection to {address}: {error.strerror or error}"
-    store.set(f"{key}/outcome", said or "reached")
+        message = f"no connection to {address}: {error.strerror or error}"
+    store.set(f"{key}/outcome", message or "reached")
 
 
 def outcome(store: Store, key: str) -> None:
-    """For all ranks of both nodes. Raises Unreachable."""
-    said = store.get(f"{key}/outcome").decode()
-    if said != "reached":
-        raise Unreachable(said)
+    """Read the outcome, on all ranks of both nodes. Raises Unreachable."""
+    message = store.get(f"{key}/outcome").decode()
+    if message != "reached":
+        raise Unreachable(message)

@@ -1,4 +1,4 @@
-"""What is shown: worst first for people, everything for programs."""
+"""Output of the checks: worst first as text, all of them as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def verdict(checks: Sequence[Check]) -> str:
 def as_json(
     checks: Sequence[Check], nodes: Sequence[NodeFacts], measured: Sequence[Result]
 ) -> dict[str, Any]:
-    told = {
+    summary = {
         "schema": SCHEMA,
         "verdict": verdict(checks),
         "counts": counts(checks),
@@ -33,7 +33,7 @@ def as_json(
         "nodes": nodes,
         "measurements": measured,
     }
-    plain: dict[str, Any] = msgspec.to_builtins(told)
+    plain: dict[str, Any] = msgspec.to_builtins(summary)
     return plain
 
 
@@ -42,7 +42,7 @@ def counts(checks: Sequence[Check]) -> dict[str, int]:
 
 
 def as_text(checks: Sequence[Check], nodes: int) -> str:
-    """In colour."""
+    """Return the report as text with colors."""
     lines = []
     width = max((len(check.name) for check in checks), default=0)
     for check in sorted(checks, key=lambda check: _ORDER.index(check.status)):
@@ -51,6 +51,6 @@ def as_text(checks: Sequence[Check], nodes: int) -> str:
         if check.fix is not None:
             lines.append(f"{'':4}  {'':{width}}  -> {check.fix}")
     number = counts(checks)
-    told = ", ".join(f"{number[status]} {status}" for status in _ORDER if number[status])
-    lines.append(f"{nodes} node{'' if nodes == 1 else 's'}: {told}")
+    summary = ", ".join(f"{number[status]} {status}" for status in _ORDER if number[status])
+    lines.append(f"{nodes} node{'' if nodes == 1 else 's'}: {summary}")
     return "\n".join(lines)

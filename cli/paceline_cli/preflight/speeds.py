@@ -1,8 +1,8 @@
-"""Who is slow: the results of the micro-benchmarks against each other.
+"""Slow nodes and links: the results of the micro-benchmarks compared with each other.
 
-A node is judged by its best pair: one that is slow in all of its pairs is slow itself, and a slow
-pair of two nodes that are fast with others is the way between them. Nothing is compared with a
-data sheet, but for the usual pair: far below what the nodes' ports carry, all may be slow alike.
+A node is judged by its best pair. A node that is slow in all of its pairs is slow itself; a slow
+pair of two nodes that are fast with others is a slow link. Only the typical pair is compared with
+the nominal rate of the ports: if it is far below, all nodes may be slow.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _outliers(
     scale: float = _GIGA,
     unit: str = "GB/s",
 ) -> Check:
-    """Of things that ought to be equally fast; the upper median is what they ought to be."""
+    """Return the outliers among things that should be equally fast: below the upper median."""
     usual = statistics.median_high(speeds.values())
     slow = {each: speed for each, speed in speeds.items() if speed < tolerance.warn_ratio * usual}
     if not slow:
@@ -157,7 +157,7 @@ def _usual(best: Mapping[str, float], floor: float | None) -> Check:
     usual = statistics.median_high(best.values())
     evidence = f"{usual / _GIGA:.3g} GB/s"
     if len(best) == 2:
-        evidence += "; of two nodes none can be told from the other"
+        evidence += "; with two nodes the slow one cannot be identified"
     if floor is None or usual >= floor:
         return Check(name="node pairs: usual speed", status="pass", evidence=evidence)
     return Check(
@@ -254,21 +254,23 @@ def _scale(pairs: Sequence[Exchange], steps: Sequence[Exchange]) -> Check:
     if failed:  # of several nodes' words one is enough
         words = [f"{count} nodes: {error}" for count, error in sorted(failed.items())]
         return Check(name=name, status="fail", evidence=listing(words), fix="see the pairs")
-    told = {len(e.nodes): e.bus_bytes_per_second for e in steps if e.bus_bytes_per_second}
-    if len(told) < 2:
+    bandwidths = {len(e.nodes): e.bus_bytes_per_second for e in steps if e.bus_bytes_per_second}
+    if len(bandwidths) < 2:
         return skipped(name, "needs three nodes")
-    evidence = ", ".join(f"{count}: {speed / _GIGA:.3g} GB/s" for count, speed in told.items())
+    evidence = ", ".join(
+        f"{count}: {speed / _GIGA:.3g} GB/s" for count, speed in bandwidths.items()
+    )
     usual = statistics.median_high(
         [each.bus_bytes_per_second for each in pairs if each.bus_bytes_per_second] or [0.0]
     )
-    status: Status = "pass" if min(told.values()) >= _SCALE_KEEPS * usual else "warn"
+    status: Status = "pass" if min(bandwidths.values()) >= _SCALE_KEEPS * usual else "warn"
     fix = "if no pair is slow: look for oversubscribed or failed links between switches"
     return Check(name=name, status=status, evidence=evidence, fix=fix if status == "warn" else None)
 
 
-def _transport(told: Sequence[Transport], nodes: Sequence[NodeFacts]) -> Check:
+def _transport(transports: Sequence[Transport], nodes: Sequence[NodeFacts]) -> Check:
     """RDMA is reachable if NCCL used it."""
-    networks = {each.node: each.network for each in told}
+    networks = {each.node: each.network for each in transports}
     name = "NCCL network"
     if not networks:
         return skipped(name, "NCCL did not say")

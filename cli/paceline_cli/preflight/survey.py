@@ -1,4 +1,4 @@
-"""Facts of all nodes, and who could not be asked."""
+"""Facts of all nodes, and the nodes that did not respond."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Survey:
             yield self._clocks()
 
     def _clocks(self) -> Check:
-        """Sure differences only: what the command took may hide up to as much."""
+        """Report certain clock differences only; the duration of the command is the uncertainty."""
         found: dict[str, list[str]] = {node: [] for node in self.ahead_ns}
         usual = _in_most(list(self.ahead_ns.values()))
         for node, (least, most) in self.ahead_ns.items():
@@ -49,40 +49,45 @@ class Survey:
 
 
 def _in_most(ranges: Sequence[tuple[int, int]]) -> int:
-    """An offset that lies in as many ranges as any does (Marzullo's algorithm)."""
+    """Return an offset within the largest number of ranges (Marzullo's algorithm)."""
     ends = [end for each in ranges for end in each]
     return max(ends, key=lambda end: (sum(low <= end <= high for low, high in ranges), -abs(end)))
 
 
 def ask(reach: Reach, there: Sequence[str], commands: RemoteCommands, seconds: float) -> Survey:
-    """`there`: the command that prints the facts on a node."""
+    """Collect the facts; `there` is the command that prints them on a node."""
     if isinstance(reach, AllNodes):
         return _from_launcher(commands.run({"": reach.command(there)}, seconds)[""])
     ends = commands.run({node: reach.command(node, there) for node in reach.nodes}, seconds)
     survey = Survey()
     for node, end in ends.items():
-        told = next(iter(parse(end.output)), None)
-        if told is None:
+        result = next(iter(parse(end.output)), None)
+        if result is None:
             survey.complaints[node] = end.complaint
         else:
-            _take(survey, msgspec.structs.replace(told, node=node), end)
+            _take(survey, msgspec.structs.replace(result, node=node), end)
     return survey
 
 
 def _from_launcher(end: Ended) -> Survey:
     survey = Survey()
-    for told in parse(end.output):
-        if told.hostname not in {node.hostname for node in survey.nodes}:  # one of several tasks
-            _take(survey, told, end)
+    for node_facts in parse(end.output):
+        if node_facts.hostname not in {
+            node.hostname for node in survey.nodes
+        }:  # one of several tasks
+            _take(survey, node_facts, end)
     survey.nodes.sort(key=lambda node: node.node)
     if end.status != 0 or not survey.nodes:
         survey.complaints["the launcher"] = end.complaint
     return survey
 
 
-def _take(survey: Survey, told: NodeFacts, end: Ended) -> None:
-    survey.nodes.append(told)
-    survey.ahead_ns[told.node] = (told.time_ns - end.ended_ns, told.time_ns - end.started_ns)
+def _take(survey: Survey, node_facts: NodeFacts, end: Ended) -> None:
+    survey.nodes.append(node_facts)
+    survey.ahead_ns[node_facts.node] = (
+        node_facts.time_ns - end.ended_ns,
+        node_facts.time_ns - end.started_ns,
+    )
 
 
 def parse(text: str) -> Iterable[NodeFacts]:
@@ -96,7 +101,7 @@ def parse(text: str) -> Iterable[NodeFacts]:
 
 
 def from_files(files: Sequence[Path]) -> Survey:
-    """Facts that were written with `--facts`, one node a line. Raises OSError."""
+    """Read facts written with `--facts`, one node per line. Raises OSError."""
     survey = Survey()
     for file in files:
         found = list(parse(file.read_text(errors="replace")))
@@ -107,7 +112,7 @@ def from_files(files: Sequence[Path]) -> Survey:
 
 
 def forwarded(environment: Mapping[str, str], asked: Mapping[str, str]) -> list[str]:
-    """`env NAME=VALUE ...`: what the job would be given, whatever way leads to the node."""
+    """Return `env NAME=VALUE ...`: the environment of the job, independent of the launcher."""
     names = ("NCCL_", "GLOO_", "UCX_", "TORCH_NCCL_")
     given = {name: value for name, value in environment.items() if name.startswith(names)}
     pairs = [f"{name}={value}" for name, value in sorted({**given, **asked}.items())]

@@ -1,4 +1,4 @@
-"""What one check says, and how the odd ones are told from the others."""
+"""The result of one check, and the comparison that finds outliers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMED_AT_MOST = 6
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """`nodes` are those at fault. A check that could not be made is `skip`, never `pass`."""
+    """The result of a check; `nodes` are at fault. An impossible check is `skip`, never `pass`."""
 
     name: str
     status: Status
@@ -26,30 +26,30 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Generic[Value]):
-    """What most nodes have, who has something else, and who does not say.
+    """The most common value, the outliers, and the nodes without a value.
 
-    Without a majority (two nodes that differ) all are odd, for nobody knows which one is right.
+    Without a majority (two nodes that differ) all are outliers, because either may be right.
     """
 
     usual: Value | None
-    odd: dict[str, Value]
+    outliers: dict[str, Value]
     silent: list[str]
 
     @property
-    def told(self) -> bool:
-        return self.usual is not None or bool(self.odd)
+    def is_reported(self) -> bool:
+        return self.usual is not None or bool(self.outliers)
 
 
 def compare(values: Mapping[str, Value | None]) -> Comparison[Value]:
-    told = {node: value for node, value in values.items() if value is not None}
+    reported = {node: value for node, value in values.items() if value is not None}
     silent = [node for node, value in values.items() if value is None]
-    if not told:
+    if not reported:
         return Comparison(None, {}, silent)
-    usual, count = Counter(told.values()).most_common(1)[0]
-    if 2 * count <= len(told) and len(told) > 1:
-        return Comparison(None, told, silent)
-    odd = {node: value for node, value in told.items() if value != usual}
-    return Comparison(usual, odd, silent)
+    usual, count = Counter(reported.values()).most_common(1)[0]
+    if 2 * count <= len(reported) and len(reported) > 1:
+        return Comparison(None, reported, silent)
+    outliers = {node: value for node, value in reported.items() if value != usual}
+    return Comparison(usual, outliers, silent)
 
 
 def equal(
@@ -61,14 +61,18 @@ def equal(
     unit: str = "",
     absent: str = "not to be had on any node",
 ) -> Check:
-    """The same on all nodes; a node that does not say while others do is a warning."""
+    """Check that all nodes have the same value; a missing value is a warning."""
     found = compare(values)
-    if not found.told:
+    if not found.is_reported:
         return Check(name=name, status="skip", evidence=absent)
-    if found.odd:
+    if found.outliers:
         others = "no majority" if found.usual is None else f"others {show(found.usual)}{unit}"
-        evidence = f"{listing([f'{n}: {show(v)}{unit}' for n, v in found.odd.items()])}; {others}"
-        return Check(name=name, status=status, evidence=evidence, fix=fix, nodes=list(found.odd))
+        evidence = (
+            f"{listing([f'{n}: {show(v)}{unit}' for n, v in found.outliers.items()])}; {others}"
+        )
+        return Check(
+            name=name, status=status, evidence=evidence, fix=fix, nodes=list(found.outliers)
+        )
     evidence = f"{show(found.usual)}{unit} on {nodes_in_words(len(values) - len(found.silent))}"
     if found.silent:
         evidence += f"; not to be had on {listing(found.silent)}"
@@ -84,7 +88,7 @@ def faults(
     *,
     status: Status = "fail",
 ) -> Check:
-    """`found`: what is wrong by node, nothing where all is well."""
+    """Return a check from problems by node; no problems means pass."""
     wrong = {node: words for node, words in found.items() if words}
     if not wrong:
         return Check(name=name, status="pass", evidence=passed)

@@ -40,7 +40,7 @@ _RESTART_DOES_NOT_HELP = ("transient", "chronic")  # it is over, or it is the mo
 
 
 class Remedy(Struct, frozen=True, kw_only=True):
-    """What to do about one incident."""
+    """The response to one incident."""
 
     kind: ActionKind  # "restart" or "notify"
     why: str

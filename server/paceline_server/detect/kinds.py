@@ -17,15 +17,15 @@ class Kind:
     """One kind of finding."""
 
     name: str
-    # Of a finding unless its detector knows better.
+    # Default of a finding; the detector may set another.
     severity: Severity
-    # What it does to training. "stopped": no useful step follows, when it is critical.
+    # Effect on training. "stopped": no useful step follows, when it is critical.
     effect: Effect
     # Whether a restart, without the node where that is suspected, can fix it.
     restartable: bool = False
     # Whether its findings name the ranks that make all others wait.
     names_ranks: bool = False
-    # Of two findings in one incident, the one that explains more gives the incident its name.
+    # If two findings share an incident, the one that explains more names it.
     precedence: int = 1
     # Kinds whose findings are only symptoms beside one of this kind.
     explains: frozenset[str] = frozenset()

@@ -27,7 +27,7 @@ from paceline_server.flight_recorder.dump import Dump
 from paceline_server.flight_recorder.operations import Operation
 from paceline_server.flight_recorder.waiting import DumpWait, DumpWaitReason
 
-# What is reported where a rank is waited for in several ways: the nearest to the cause first.
+# Order of reports if a rank is waited for in several ways: the nearest to the cause first.
 _PRECEDENCE = (
     DumpWaitReason.MISMATCH,
     DumpWaitReason.DEVICE,
@@ -55,7 +55,7 @@ class DumpCulprit:
 
 
 def narrowed(waits: Iterable[DumpWait]) -> list[DumpWait]:
-    """Of the devices on which an operation may not end: those whose host stopped too.
+    """Return the devices with an unfinished operation whose host stopped too.
 
     A device that dies takes its host with it: the next call fails.
     """
@@ -184,7 +184,7 @@ def _in_circle(
     blamed = sorted(inside, key=lambda wait: (wait.operation.is_p2p, len(wait.targets)))
     first = blamed[0]
     fewest = [w for w in blamed if len(w.targets) == len(first.targets)]
-    ranks = _in_odd_order(circle, inside, dumps)
+    ranks = _in_unusual_order(circle, inside, dumps)
     is_certain = bool(ranks)
     if not ranks:
         ranks = {rank for wait in fewest for rank in wait.targets if rank in circle}
@@ -202,7 +202,7 @@ def _in_circle(
     ]
 
 
-def _in_odd_order(
+def _in_unusual_order(
     circle: frozenset[int], inside: Iterable[DumpWait], dumps: Mapping[int, Dump]
 ) -> set[int]:
     """The circle's ranks that launched two of its operations in the order that most did not.
@@ -211,15 +211,15 @@ def _in_odd_order(
     """
     operations = [wait.operation for wait in inside if not wait.operation.is_p2p]
     voters = {rank for operation in operations for rank in operation.members if rank in dumps}
-    odd: set[int] = set()
+    outliers: set[int] = set()
     for one, another in combinations(operations, 2):
         places = (_place(one), _place(another))
         orders = {rank: _order(dumps[rank], places) for rank in voters}
         firsts = [order for order in orders.values() if order is not None]
         if 2 * sum(firsts) != len(firsts):
             usual = 2 * sum(firsts) > len(firsts)
-            odd |= {r for r, order in orders.items() if r in circle and order is (not usual)}
-    return odd
+            outliers |= {r for r, order in orders.items() if r in circle and order is (not usual)}
+    return outliers
 
 
 def _place(operation: Operation) -> tuple[str, int]:

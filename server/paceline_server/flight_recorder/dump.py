@@ -44,7 +44,7 @@ class DumpGroup:
 
 
 class Signature(msgspec.Struct, frozen=True, gc=False):
-    """What the participants of one operation have to agree on."""
+    """Properties of an operation that all participants must agree on."""
 
     op: str
     elements_in: int
@@ -93,7 +93,7 @@ class GroupStatus:
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """What one rank said. `groups` and `status` are keyed by the name of the group."""
+    """The dump of one rank. `groups` and `status` are keyed by the name of the group."""
 
     rank: int
     version: str
@@ -125,7 +125,7 @@ def dump_from(document: object, rank: int) -> Dump:
     names = _local_names(entries, groups, local_status)
     status = {names[local]: known for local, known in local_status.items() if local in names}
     is_timed = any(map(_is_seen_started, raw))
-    return Dump(rank, version, tuple(_settled(entries, status)), is_timed, groups, status)
+    return Dump(rank, version, tuple(_with_final_state(entries, status)), is_timed, groups, status)
 
 
 def _version(document: Mapping[Any, Any]) -> str:
@@ -266,7 +266,9 @@ def _local_names(
     return known
 
 
-def _settled(entries: list[DumpEntry], status: Mapping[str, GroupStatus]) -> list[DumpEntry]:
+def _with_final_state(
+    entries: list[DumpEntry], status: Mapping[str, GroupStatus]
+) -> list[DumpEntry]:
     """The entries with `completed` and `started` as the rest of the dump implies them."""
     implied = _implied_completions(entries, status)
     batches = {_batch(e): e for e in entries if e.signature.op == "coalesced"}

@@ -1,4 +1,4 @@
-"""What can be wrong with a folder of Flight Recorder dumps.
+"""Errors of a folder of Flight Recorder dumps.
 
 FlightRecorderError
 ├── NoDumpsError      nothing to read in the folder

@@ -40,7 +40,7 @@ _RANK = re.compile(
     re.IGNORECASE,
 )
 _JSON = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{")
-# Of protocols 2 and above, then of a dict in 0 and 1; the last imports something.
+# First bytes of protocol 2 and above, then of a dict in 0 and 1; the last one is an import.
 _PICKLE = re.compile(rb"\x80[\2-\5]|\(dp?\d*\n|\}q|c[\w.]+\n[\w.]+\n")
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
@@ -51,7 +51,7 @@ class Folder:
 
     dumps: dict[int, Dump]
     notes: tuple[str, ...]
-    unreadable: frozenset[int]  # ranks whose file is named like the dumps and is none
+    unreadable: frozenset[int]  # ranks whose file is named like a dump but is not one
     malformed: tuple[MalformedDumpError, ...]
 
 
@@ -166,7 +166,7 @@ def _read(file: _DumpFile) -> Dump:
 
 
 def _unpacked(data: bytes) -> bytes:
-    """What is compressed, or was not. Raises NotADumpError or MalformedDumpError."""
+    """Return the content, decompressed if needed. Raises NotADumpError or MalformedDumpError."""
     packed = io.BytesIO(data)
     try:
         if data.startswith(_GZIP):

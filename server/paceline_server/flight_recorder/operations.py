@@ -113,7 +113,7 @@ def _collectives(dumps: Mapping[int, Dump], groups: _Groups) -> list[Operation]:
                 operation = operations[key] = Operation(
                     group, False, entry.signature.op, entry.sequence, group.ranks
                 )
-            # Of a coalesced batch under one number, the first stands for all.
+            # The first operation of a coalesced batch with one number represents all.
             operation.arrivals.setdefault(rank, entry)
     progress = _GroupProgress(dumps)
     open_operations = [o for o in operations.values() if o.unfinished()]

@@ -22,7 +22,7 @@ _OPEN_MARKS_LIMIT = 64
 _INTEGER_BYTES_LIMIT = 9
 _INTEGER_DIGITS_LIMIT = 20
 
-# What only a pickle of objects holds, by name for the sentence that refuses it.
+# Opcodes that occur only in pickles of objects, with their names for the error message.
 _REFUSED = {
     0x63: "imports a global (GLOBAL)",
     0x93: "imports a global (STACK_GLOBAL)",

@@ -1,4 +1,4 @@
-"""Dumps that agents took of running ranks: read, and concluded from as far as they are complete."""
+"""Dumps that agents took of running ranks: decoding them, and their result if complete."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from paceline_wire.dumps import unpack
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What came of one rank: a dump, or why there is none.
+    """The dump of one rank, or the reason why there is none.
 
-    `was_asked`: it was told to write one and did not, as a rank whose host stands still.
+    `was_asked`: the rank was requested to write one and did not, as when its host hangs.
     """
 
     dump: Dump | None
@@ -38,21 +38,21 @@ def read(event: RankDump) -> Received:
 def conclude(
     received: Mapping[int, Received], expected: Collection[int]
 ) -> tuple[HangReport | None, str]:
-    """The report, or None, and a sentence.
+    """Return the report, or None, and a sentence.
 
-    A rank without a dump counts as standing still on its host only if it was told to write one:
-    of others nothing is known, and then nothing is said.
+    A rank without a dump counts as hung on its host only if it was requested to write one. If
+    anything else is missing, there is no report.
     """
     dumps = {rank: one.dump for rank, one in received.items() if one.dump is not None}
     errors = {rank: one.error for rank, one in received.items() if one.error is not None}
     unknown = [rank for rank in expected if rank not in received]
     unknown += [rank for rank in errors if not received[rank].was_asked]
     if not dumps:
-        told = Counter(errors.values()).most_common(1)
-        why = told[0][0] if told else "no rank has answered"
+        reasons = Counter(errors.values()).most_common(1)
+        why = reasons[0][0] if reasons else "no rank has responded"
         return None, f"No Flight Recorder dump: {why}."
     if unknown:
-        why = errors.get(min(unknown)) or f"rank {min(unknown)} has not answered"
+        why = errors.get(min(unknown)) or f"rank {min(unknown)} has not responded"
         return None, (
             f"Flight Recorder dumps of {len(dumps)} of {len(expected)} ranks, "
             f"too few to conclude from: {why}."

@@ -1,4 +1,4 @@
-"""What the dumps of a hang say: culprits, kind, the first missing collective, where ranks stand."""
+"""The result of the dumps of a hang: culprits, kind, first missing collective, state of ranks."""
 
 from __future__ import annotations
 

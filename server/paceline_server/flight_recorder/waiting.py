@@ -44,7 +44,7 @@ class DumpWait:
 
     @property
     def op(self) -> str:
-        """What was due: the operation as those launched it that are not to blame."""
+        """The expected operation: as launched by the ranks that are not to blame."""
         arrivals = self.operation.arrivals
         due = [rank for rank in arrivals if rank not in self.targets]
         if self.operation.is_p2p or not due:
@@ -68,10 +68,13 @@ def waits_of(operations: Iterable[Operation], dumps: Mapping[int, Dump]) -> list
 def _wait(
     operation: Operation, earliest: Mapping[int, int], dumps: Mapping[int, Dump], votes: _Votes
 ) -> DumpWait:
-    odd = votes.odd_ones(operation)
-    if odd:
+    outliers = votes.outliers(operation)
+    if outliers:
         return DumpWait(
-            operation, DumpWaitReason.MISMATCH, frozenset(odd), odd != set(operation.arrivals)
+            operation,
+            DumpWaitReason.MISMATCH,
+            frozenset(outliers),
+            outliers != set(operation.arrivals),
         )
     if operation.missing:
         return DumpWait(operation, DumpWaitReason.HOST, frozenset(operation.missing))
@@ -103,14 +106,14 @@ def _not_started(operation: Operation, dumps: Mapping[int, Dump]) -> set[int]:
 
 
 class _Votes:
-    """What the participants of an operation launched, and what most of them did."""
+    """Operations that the participants launched, and the most common one."""
 
     def __init__(self, dumps: Mapping[int, Dump]) -> None:
         self._dumps = dumps
 
     @cached_property
-    def _elsewhere(self) -> Mapping[Hashable, Counter[Hashable]]:
-        """What all launched in each place.
+    def _launched_by_place(self) -> Mapping[Hashable, Counter[Hashable]]:
+        """Operations that all ranks launched in each place.
 
         Groups of one purpose (all tensor groups, say) mostly run the same program.
         """
@@ -120,7 +123,7 @@ class _Votes:
                 launched[_place(entry)][_claim(entry.signature, True)] += 1
         return launched
 
-    def odd_ones(self, operation: Operation) -> set[int]:
+    def outliers(self, operation: Operation) -> set[int]:
         """Who launched something else than the majority; everybody where there is none."""
         signatures = {rank: entry.signature for rank, entry in operation.arrivals.items()}
         has_dtypes = all(signature.dtype is not None for signature in signatures.values())
@@ -131,9 +134,9 @@ class _Votes:
         most = max(counts.values())
         leading = [claim for claim, count in counts.items() if count == most]
         if len(leading) > 1:
-            elsewhere = self._elsewhere[_place(next(iter(operation.arrivals.values())))]
-            most = max(elsewhere[claim] for claim in leading)
-            leading = [claim for claim in leading if elsewhere[claim] == most]
+            launched = self._launched_by_place[_place(next(iter(operation.arrivals.values())))]
+            most = max(launched[claim] for claim in leading)
+            leading = [claim for claim in leading if launched[claim] == most]
         if len(leading) > 1:
             return set(operation.arrivals)
         return {rank for rank, claim in claims.items() if claim != leading[0]}

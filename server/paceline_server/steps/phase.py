@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 
 # Larger pipelines take too long to process within a step.
 MAXIMUM_ACTIONS = 1 << 16
-# Of more replicas every n-th is used: enough to characterize a stage.
+# With more replicas every n-th is used: enough to characterize a stage.
 MAXIMUM_REPLICAS = 256
 # If both directions between two stages agree on the clocks to this share of the phase, the middle
 # is used.

@@ -147,7 +147,7 @@ def transfer_columns(timings: Sequence[StepTiming], layout: Layout) -> StepColum
 
 
 def without_repeats(transfers: StepColumns, compute: StepColumns) -> StepColumns:
-    """Of transfers that are alike within a step, the first since what it carries was computed.
+    """Return, among equal transfers of a step, the first one after its data was computed.
 
     An evaluation within the step numbers its microbatches as training does.
     """

@@ -1,4 +1,4 @@
-"""What each operation of a step waits for, found from one recorded pipeline.
+"""The dependencies of each operation of a step, derived from one recorded pipeline.
 
 Nothing here knows a schedule: the order of the compute operations is the one that was recorded, so
 GPipe, 1F1B, interleaved, zero-bubble (backwards in two parts) and others are all the same. Two

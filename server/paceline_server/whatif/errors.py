@@ -1,4 +1,4 @@
-"""What can be wrong with a trace.
+"""Errors of a trace.
 
 WhatIfError
 ├── TraceError      the trace cannot be read, or cannot have been recorded from a training run

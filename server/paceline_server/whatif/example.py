@@ -15,7 +15,7 @@ from paceline_server.whatif.columns import Layout, StepColumns
 from paceline_server.whatif.order import Computed, Order, Transferred, learn
 
 # A pipeline with so many more operations than most is an odd one, no example.
-ODD = 1.1
+OUTLIER_RATIO = 1.1
 
 # So many others are asked for what the best one lost.
 DONORS = 8
@@ -35,7 +35,7 @@ def learn_order(compute: StepColumns, transfers: StepColumns, layout: Layout) ->
     if not whole.any():
         return None
     seen = by_stage.sum(axis=1) + np.bincount(transfers.cell, minlength=cells)
-    seen[~whole | (seen > ODD * np.median(seen[whole]))] = 0
+    seen[~whole | (seen > OUTLIER_RATIO * np.median(seen[whole]))] = 0
     best, *others = (int(cell) for cell in np.argsort(-seen, kind="stable")[: 1 + DONORS])
     if not compute.rows(best).are_named("stage", *_NAMES):
         compute.number("start_ns", "stage", "op", "chunk")
@@ -63,7 +63,7 @@ def _chains(compute: StepColumns, cell: int, stages: int) -> list[list[Computed]
 
 
 def _completed(chain: Sequence[Computed], donated: Sequence[Computed]) -> list[Computed]:
-    """`chain` with what only the other one has, each after the operation that it followed there.
+    """Return `chain` with the operations that only the other one has, each after its predecessor.
 
     Clocks are not compared: what is put in takes all the time up to the next operation, for it
     cannot be told when it ended.

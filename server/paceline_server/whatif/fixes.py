@@ -34,7 +34,7 @@ class Fixes:
         self._layers = layers
 
     def idealise_ranks(self, ranks: Collection[int]) -> None:
-        """What these do themselves takes as long as for the others of their stage."""
+        """Counterfactual: own work takes as long as for the other ranks of the stage."""
         topology = self._layout.topology
         fixed: dict[int, list[tuple[int, int]]] = {}
         for rank in sorted(set(ranks)):

@@ -26,7 +26,7 @@ from paceline_wire.topology import Topology
 # A replay that takes so many times what was recorded, or so much less, is of another job.
 MISFIT = 1.5
 
-# Of each kind of part so many are tried, and a repair that gives less is not worth naming.
+# Number of parts of each kind that are tried; a repair with a smaller gain is not named.
 PARTS_TRIED = 3
 WORTH_NAMING = 1.01
 # A part whose repair gives so much of what that of a larger one gives is the one to name.
@@ -135,7 +135,7 @@ class RunReplay:
         return judge(found, repairs)
 
     def fixes(self) -> list[Fix]:
-        """What repairing one part gives, the best first; empty if nothing is worth it.
+        """Return the gain of repairing each part, the best first; empty if none is worth it.
 
         Parts overlap, a slow rank is also part of a slow stage: of those that give about as much
         the smallest comes first. Of each kind those are tried that alone make the step longest.
@@ -235,7 +235,7 @@ class RunReplay:
 
     @cached_property
     def _layers(self) -> dict[int, int]:
-        """Of each part of the model, where the job says it."""
+        """Return the layers of each part of the model, if the job reports them."""
         words = self.metadata.get("stage_layers", "").split(",")
         return {part: int(word) for part, word in enumerate(words) if word.strip().isdigit()}
 

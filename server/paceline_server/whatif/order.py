@@ -158,7 +158,7 @@ class _Side:
         return begin if begin < len(self.chain) else None
 
     def chunk_from(self, time_ns: int, op: int, microbatch: int) -> int | None:
-        """Of the first computation of this microbatch that began later."""
+        """Return the first computation of this microbatch that began later."""
         begin = self.first_from(time_ns)
         for one in self.chain[begin:] if begin is not None else ():
             if one.op == op and one.microbatch == microbatch:
@@ -223,7 +223,7 @@ def _tie(order: Order, sides: Sequence[_Side], transfer: Transferred, chunk: int
 
 
 def _hold(order: Order, source: _Side, transfer: Transferred, number: int, sent_after: int) -> None:
-    """What the sender did next, another computation or the reduction, had to wait for the send.
+    """The next operation of the sender, a computation or the reduction, waits for the send.
 
     One that let go before the receiver came (the data was copied) does not depend on it.
     """

@@ -29,7 +29,7 @@ class ReplayVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Repairs:
-    """What the replay of a running job says of the parts that a verdict may name.
+    """Replay results of a running job for the parts that a verdict may name.
 
     There a repaired part is as fast as its peers; in the ideal run of an analysis it takes the mean
     of all, the slow one included.

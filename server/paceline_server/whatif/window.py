@@ -28,7 +28,7 @@ Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 
-# Of a step's operations fewer were seen: it is not judged.
+# A step with a smaller share of its operations is not judged.
 LEAST_SEEN = 0.5
 
 
@@ -176,7 +176,7 @@ class _Tables:
             own[self.order.compute[stage]] = rows
 
     def _own_seconds(self, chain: list[int]) -> Seconds:
-        """What is lost took as long as the same rank's others of its kind in that step."""
+        """Fill missing durations with those of the same rank and kind in that step."""
         seconds = self.self_seconds[chain]
         alike: dict[tuple[str, int], list[int]] = {}
         for at, op in enumerate(chain):

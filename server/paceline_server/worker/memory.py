@@ -1,4 +1,4 @@
-"""What a worker remembers of one job between ticks."""
+"""State of one job that a worker keeps between ticks."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def test_what_a_node_does_not_say_is_no_pass() -> None:
 
 def test_two_nodes_that_differ_are_both_named() -> None:
     found = compare({"a": "1", "b": "2"})
-    assert (found.usual, set(found.odd)) == (None, {"a", "b"})
+    assert (found.usual, set(found.outliers)) == (None, {"a", "b"})
 
 
 def test_the_open_driver_on_a_recent_kernel_needs_no_module() -> None:

@@ -52,7 +52,7 @@ def test_stacks_and_dumps_on_demand(server, nodes, wait_for):
     homes = {rank["rank"]: rank["node"] for rank in get(f"/jobs/{job}/ranks")["items"]}
     stacks, recorder = f"/jobs/{job}/ranks/1/stacks", f"/jobs/{job}/flight-recorder"
     assert get(stacks)["state"] == "none"
-    assert get(recorder)["text"] == "No Flight Recorder dump: no rank has answered."
+    assert get(recorder)["text"] == "No Flight Recorder dump: no rank has responded."
 
     asked = post(stacks)
     assert (asked.status_code, asked.json()["state"]) == (202, "asked")

@@ -54,7 +54,7 @@ def test_nothing_is_concluded_where_a_rank_is_missing_for_another_reason(receive
 def test_the_reason_for_no_dump_at_all_is_reported():
     offers_none = {rank: read(event(rank, error=OFFERS_NONE)) for rank in range(4)}
     assert conclude(offers_none, range(4)) == (None, f"No Flight Recorder dump: {OFFERS_NONE}.")
-    assert conclude({}, range(4)) == (None, "No Flight Recorder dump: no rank has answered.")
+    assert conclude({}, range(4)) == (None, "No Flight Recorder dump: no rank has responded.")
 
 
 @pytest.mark.parametrize("content", [b"", b"torn", dumps.pack(pickle.dumps(Path("/")))])

@@ -1,4 +1,4 @@
-"""What is recorded of torch.distributed.
+"""Recording of torch.distributed.
 
 functions.py   which functions are timed, and how to find their arguments
 channels.py    sequence numbers of each process group and peer, on the state page

@@ -1,4 +1,4 @@
-"""What both implementations of the writer share with their callers: field values and protocols.
+"""Field values and protocols that both implementations of the writer share with callers.
 
 This module imports nothing from the rest of the package, so that the writer, the recorder, the
 sections and the device timer can all refer to each other's shape without importing each other.

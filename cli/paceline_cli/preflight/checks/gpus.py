@@ -71,23 +71,23 @@ def _answering(node: NodeFacts) -> list[PreflightGpu]:
 def _same(
     name: str, nodes: Sequence[NodeFacts], fields: tuple[str, ...], unit: str, fix: str
 ) -> Check:
-    """Of one node all GPUs are shown if they differ, else the one value they share."""
+    """Compare nodes; GPUs of one node are listed only if they differ."""
     values: dict[str, tuple[object, ...] | None] = {}
     for node in nodes:
-        told = [
+        rows = [
             tuple(getattr(gpu, each) for each in fields) for gpu in node.gpus if gpu.trouble is None
         ]
-        told = [each for each in told if None not in each]
-        same = len(set(told)) == 1
-        values[node.node] = None if not told else told[0] if same else _spelled(told)
+        rows = [row for row in rows if None not in row]
+        same = len(set(rows)) == 1
+        values[node.node] = None if not rows else rows[0] if same else _spelled(rows)
     return equal(name, values, fix, unit=unit)
 
 
-def _spelled(told: Sequence[tuple[object, ...]]) -> tuple[object, ...]:
-    """`1980, 3201 (7 GPUs), 1410, 3201 (1 GPU)`."""
+def _spelled(groups: Sequence[tuple[object, ...]]) -> tuple[object, ...]:
+    """Return `1980, 3201 (7 GPUs), 1410, 3201 (1 GPU)`."""
     words = []
-    for each in dict.fromkeys(told):
-        count = told.count(each)
+    for each in dict.fromkeys(groups):
+        count = groups.count(each)
         shown = "/".join(f"{value:g}" if isinstance(value, float) else str(value) for value in each)
         words.append(f"{shown} ({count} GPU{'s' if count > 1 else ''})")
     return tuple(words)
@@ -116,12 +116,12 @@ def _each(
 
 
 def _memory_wrong(gpu: PreflightGpu) -> list[str]:
-    said = (
+    reasons = (
         (gpu.remap_failure, "row remapping has failed"),
         (gpu.remap_pending, "row remapping is pending"),
         (gpu.ecc_uncorrected_volatile, "uncorrected ECC errors since the driver was loaded"),
     )
-    return [words for value, words in said if value]
+    return [words for value, words in reasons if value]
 
 
 def _width_wrong(gpu: PreflightGpu) -> list[str]:
@@ -148,8 +148,8 @@ def _busy(gpu: PreflightGpu) -> list[str]:
 
 def _nvlinks(nodes: Sequence[NodeFacts]) -> Check:
     """Against the most any GPU here has: NVML does not say how many there ought to be."""
-    told = [gpu.nvlinks_active for node in nodes for gpu in node.gpus]
-    most = max((links for links in told if links is not None), default=None)
+    links = [gpu.nvlinks_active for node in nodes for gpu in node.gpus]
+    most = max((links for links in links if links is not None), default=None)
     if not most:
         return skipped("NVLink", "no GPU has an active link")
     found = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GarbageCollectionSettings:
-    """What pauses for garbage collection must cost, and in how many steps."""
+    """Minimum cost of pauses for garbage collection, and in how many steps."""
 
     # Share of step time that the pauses must cost beyond what they would cost if all ranks paused
     # together. A healthy job of a thousand ranks, each of which now and then pauses for a

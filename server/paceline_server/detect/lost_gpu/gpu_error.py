@@ -59,7 +59,7 @@ class GpuError:
 
 
 def gpu_error_of(event: DeviceEvent) -> GpuError | None:
-    """Return the GPU error of an event; None if it is none, or harmless."""
+    """Return the GPU error of an event; None if there is none, or it is harmless."""
     if event.kind == "gpu_lost":
         return GpuError("79", "is lost", "lost", is_fatal=True, is_lost=True)
     if event.kind == "gpu_hung":

@@ -41,7 +41,7 @@ from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
 
-# Transfers shorter than this share of a step are not told apart: their jitter costs nothing.
+# Transfers shorter than this share of a step are not distinguished: their jitter costs nothing.
 NEGLIGIBLE_SHARE = 0.01
 RESOLUTION = 0.01
 BASELINE_STEPS = 64  # before the onset, from which a lane's usual time is taken

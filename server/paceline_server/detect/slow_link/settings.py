@@ -9,7 +9,7 @@ from paceline_server.detect.shared_settings import FALSE_ALARMS_PER_STEP
 
 @dataclass(frozen=True, slots=True)
 class SlowLinkSettings:
-    """What slower transfers must cost. `Policy` says how much slower they must be."""
+    """Minimum cost of slower transfers. `Policy` defines how much slower they must be."""
 
     false_alarms_per_step: float = FALSE_ALARMS_PER_STEP
     # Share of step time that the slower transfers must cost. Transfers are short and their jitter

@@ -155,7 +155,7 @@ class ExpectedCompute:
             self._chunks = chunks
 
     def _add_samples(self, cell: int, compute: ComputeTimes, rows: Ints) -> None:
-        # Of a step with thousands of rows, every n-th is enough.
+        # Every n-th row is enough for a step with thousands of rows.
         rows = rows[:: max(rows.size // (KEPT_SAMPLES // 8), 1)]
         new = np.stack(
             [compute.tokens[rows], compute.squared_tokens[rows], compute.self_seconds[rows]], axis=1
