@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from paceline_cli.commands.analyze import BadRecording
+from paceline_cli.errors import BadRecording
 from paceline_cli.render import show_json, show_table
 from paceline_server.flight_recorder import FlightRecorderError, HangReport, report
 

@@ -1,6 +1,6 @@
 """The command `paceline`: a thin client of the server's API, and launcher of its programs.
 
-Sub-commands are imported when they are asked for, so that `paceline jobs` needs neither the
+Subcommands are imported on use, so `paceline jobs` needs neither the
 server's nor the agent's extra.
 """
 
@@ -22,35 +22,40 @@ COMMANDS = {
         "paceline_server.__main__",
         "server",
         "server",
-        "Run the server, manage its tokens.",
+        "Run the server or manage its tokens.",
     ),
     "agent": ("paceline_agent.__main__", "main", "agent", "Run the agent of this node."),
     "run": ("paceline_cli.commands.run", "run", None, "Start a training job on the agents."),
-    "demo": ("paceline_demo.command", "demo", None, "See it all on this machine, with faults."),
-    "jobs": ("paceline_cli.commands.jobs", "jobs", None, "List jobs, show one, stop one."),
+    "demo": (
+        "paceline_demo.command",
+        "demo",
+        None,
+        "Run a demo job on this machine and inject faults.",
+    ),
+    "jobs": ("paceline_cli.commands.jobs", "jobs", None, "List, show and stop jobs."),
     "nodes": (
         "paceline_cli.commands.nodes",
         "nodes",
         None,
-        "List nodes, release a quarantined one.",
+        "List nodes and release quarantined ones.",
     ),
     "incidents": (
         "paceline_cli.commands.incidents",
         "incidents",
         None,
-        "What went wrong, and why.",
+        "Show incidents, their causes and evidence.",
     ),
     "actions": (
         "paceline_cli.commands.actions",
         "actions",
         None,
-        "Repairs: list, approve, reject.",
+        "List, approve and reject repairs.",
     ),
     "analyze": (
         "paceline_cli.commands.analyze",
         "analyze",
         "server",
-        "Who slowed a recorded run, and by how much.",
+        "Find what slowed a recorded run, and its cost.",
     ),
     "preflight": (
         "paceline_cli.commands.preflight",
@@ -62,7 +67,7 @@ COMMANDS = {
         "paceline_evaluation.command",
         "evaluate",
         "server",
-        "How often the diagnosis is right.",
+        "Measure the accuracy of the diagnosis.",
     ),
 }
 
@@ -104,7 +109,7 @@ class LazyCommands(click.Group):
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Begin with `paceline demo`. Then: `paceline server` on one machine, `paceline agent "
     "--server URL` on every node, and `paceline run -- python train.py` to train. Exit "
-    "status: 0 if all was well, 1 if not, 2 if the command was wrong.",
+    "status: 0 on success, 1 on failure, 2 for invalid usage.",
 )
 @click.version_option(package_name="paceline", prog_name="paceline")
 def main() -> None:

@@ -75,8 +75,8 @@ def _line(texts: Sequence[str], widths: Sequence[int], *, header: bool = False) 
 def _styled(text: str, header: bool) -> str:
     if header:
         return click.style(text, bold=True)
-    colour = STATE_COLOURS.get(text.rstrip())
-    return click.style(text, fg=colour) if colour else text
+    color = STATE_COLOURS.get(text.rstrip())
+    return click.style(text, fg=color) if color else text
 
 
 def cell(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from paceline_cli.commands.analyze import BadRecording
+from paceline_cli.errors import BadRecording
 from paceline_server.whatif.analysis import Analysis, PreparedTrace, analyze, prepare
 from paceline_server.whatif.errors import WhatIfError
 from paceline_server.whatif.reader import read_metadata, read_trace

@@ -1,7 +1,7 @@
-"""`paceline analyze`: what was recorded, judged here.
+"""`paceline analyze`: analyze a recording on this machine.
 
-Each kind of recording has a module of its own, imported when it is asked for: a trace needs none of
-what the others need.
+Each kind of recording has its own module, imported on use, so a trace does not load the
+dependencies of the others.
 """
 
 from __future__ import annotations
@@ -15,12 +15,6 @@ from paceline_cli.extras import load
 from paceline_cli.options import OutputFile, server_options, steps_option
 
 FILE = click.Path(path_type=Path, dir_okay=False)
-
-
-class BadRecording(click.ClickException):
-    """One sentence about what was handed in."""
-
-    exit_code = 2
 
 
 @click.command()

@@ -219,7 +219,7 @@ FAR = ["pci0000:80", "0000:80:01.0", "0000:81:00.0", "0000:82:00.0"]
             "fail",
             "NCCL_IB_DISABLE=1",
         ),
-        (with_(clock_synchronised=False), "clock", "warn", "not synchronised"),
+        (with_(clock_synchronised=False), "clock", "warn", "not synchronized"),
         (with_(limits={"memlock": 65_536, "nofile": 1 << 20}), "locked memory", "fail", "64 KiB"),
         (with_(limits={"memlock": None, "nofile": 1024}), "open files", "warn", "1024 files"),
         (with_(shm_size_bytes=64 << 20), "/dev/shm", "fail", "64 MiB"),

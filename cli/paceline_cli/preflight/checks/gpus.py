@@ -111,7 +111,7 @@ def _each(
         for node in nodes
     }
     count = sum(len(node.gpus) for node in nodes)
-    passed = f"nothing to object to on {count} GPUs"
+    passed = f"no problem found on {count} GPUs"
     return faults(name, found, fix, passed, status="warn" if status == "warn" else "fail")
 
 

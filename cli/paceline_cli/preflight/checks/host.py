@@ -32,16 +32,16 @@ def checks(nodes: Sequence[NodeFacts]) -> Iterator[Check]:
 
 def _clock(nodes: Sequence[NodeFacts]) -> Check:
     if all(node.clock_synchronised is None for node in nodes):
-        return skipped("clock", "the kernel does not say whether it is synchronised")
+        return skipped("clock", "the kernel does not say whether it is synchronized")
     found: dict[str, list[str]] = {node.node: [] for node in nodes}
     for node in nodes:
         error = node.clock_error_seconds
         if node.clock_synchronised is False:
-            found[node.node].append("not synchronised")
+            found[node.node].append("not synchronized")
         elif error is not None and error > _CLOCK_ERROR_SECONDS:
             found[node.node].append(f"may be off by {error:.2g} s")
     fix = "start chronyd or systemd-timesyncd: chronyc tracking"
-    return faults("clock", found, fix, "synchronised by the kernel's word", status="warn")
+    return faults("clock", found, fix, "synchronized by the kernel's word", status="warn")
 
 
 def _open_files(nodes: Sequence[NodeFacts]) -> Check:
