@@ -19,7 +19,7 @@ pytestmark = pytest.mark.browser
 
 
 def pixel(page: Page, x: float, y: float) -> list[int]:
-    """Colour of the heatmap at a point given in shares of its size."""
+    """Color of the heatmap at a point given in shares of its size."""
     return page.locator(".heatmap canvas").evaluate(
         """(canvas, [x, y]) => {
             const copy = new OffscreenCanvas(canvas.width, canvas.height)

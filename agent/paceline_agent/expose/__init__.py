@@ -1,1 +1,1 @@
-"""What the agent shows locally: /metrics, --once, --check."""
+"""Local output of the agent: /metrics, --once, --check."""

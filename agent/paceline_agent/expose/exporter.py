@@ -1,4 +1,4 @@
-"""The agent's own `/metrics`: what each collector brought last, and how the agent itself fares."""
+"""The agent's `/metrics`: the last result of each collector, and metrics of the agent itself."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OwnMetric:
-    """One figure of the agent itself."""
+    """One metric of the agent itself."""
 
     name: str
-    read: Callable[[], float | None]  # None: not known yet, so left out
+    read: Callable[[], float | None]  # None: unknown, left out
 
 
 class Exporter:
-    """Written by the event loop, read by the server's thread.
+    """Values for /metrics; written by the event loop, read by the HTTP thread.
 
-    What a collector did not bring in its last call is not shown: a value that froze would look
-    alive. OpenMetrics is for those who ask for it (`Accept`), as prometheus-client does it.
+    A value that the last call of a collector did not return is not shown, because a frozen value
+    looks current. OpenMetrics is served on request (`Accept`), as in prometheus-client.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Exporter:
             self._lasting[collected.collector] = collected.lasting
 
     def start(self, host: str, port: int) -> int | None:
-        """Serve; the port, or None where that is impossible: said once, the agent goes on."""
+        """Serve and return the port; None if that is impossible, which is logged once."""
         registry = CollectorRegistry()
         registry.register(self._families)
         try:
@@ -69,7 +69,7 @@ class Exporter:
             log.error("no /metrics on %s:%d: %s", host, port, error.strerror)
             return None
         self._server = server
-        # Left to itself it would wake twice a second to see whether it should end.
+        # By default it would wake up twice a second to check whether it should end.
         Thread(target=server.serve_forever, args=[None], name="metrics", daemon=True).start()
         log.info("/metrics on %s:%d", host, server.server_port)
         return int(server.server_port)
@@ -92,11 +92,11 @@ class Exporter:
 
 class _Silent(WSGIRequestHandler):
     def log_message(self, *_: object) -> None:
-        """No line per scrape."""
+        """Log nothing per scrape."""
 
 
 def _listening(host: str, port: int, registry: CollectorRegistry) -> ThreadingWSGIServer:
-    """prometheus-client's own `start_http_server`, but for the thread. Raises OSError."""
+    """Return prometheus-client's server without its thread. Raises OSError."""
     family, *_, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

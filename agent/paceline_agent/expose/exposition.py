@@ -1,4 +1,4 @@
-"""Samples as Prometheus and OpenMetrics write them."""
+"""Samples in the Prometheus and OpenMetrics formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline_wire.batch import Sample
 
 
 class Families(Collector):
-    """A registry's source. `read` gives the samples of the moment, asked at each scrape."""
+    """Source of a registry; `read` returns the current samples at each scrape."""
 
     def __init__(
         self, read: Callable[[], Iterable[Sample]], *, hostname_label: str = HOSTNAME_LABEL
@@ -25,10 +25,10 @@ class Families(Collector):
         self._hostname_label = hostname_label
 
     def describe(self) -> list[Metric]:
-        return []  # what will be there is not known beforehand
+        return []  # the metrics are not known in advance
 
     def collect(self) -> Iterator[Metric]:
-        """Families by name. Of a series that was written twice the last value counts."""
+        """Yield families by name; the last value of a repeated series counts."""
         families: dict[str, dict[tuple[tuple[str, str], ...], Sample]] = {}
         for sample in self._read():
             series = families.setdefault(sample.name, {})
@@ -51,7 +51,7 @@ class Families(Collector):
 def render(
     samples: Iterable[Sample], *, hostname_label: str = HOSTNAME_LABEL, as_openmetrics: bool = False
 ) -> str:
-    """What /metrics would answer if these were the samples of the moment."""
+    """Return the response of /metrics for these samples."""
     registry = CollectorRegistry()
     registry.register(Families(lambda: samples, hostname_label=hostname_label))
     write = openmetrics.generate_latest if as_openmetrics else generate_latest

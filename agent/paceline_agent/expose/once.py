@@ -1,4 +1,4 @@
-"""One sweep of all collectors and its exposition: no server, and nothing stays behind."""
+"""One sweep of all collectors, printed: without a server, without leaving anything behind."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from paceline_wire.node_directory import RINGS
 
 @dataclass(frozen=True, slots=True)
 class CollectorResult:
-    """What came of one collector's call: something, or the sentence that says why not."""
+    """The result of one collector's call: samples, or a sentence with the reason."""
 
     collector: str
     collected: Collected | None
     trouble: str | None
-    samples: list[Sample]  # with those that say how the call went
+    samples: list[Sample]  # including the health metrics of the call
 
     @property
     def series(self) -> int:
@@ -42,16 +42,16 @@ class CollectorResult:
 
 
 def run(settings: AgentSettings, *, as_json: bool, as_openmetrics: bool) -> int:
-    """Print one sweep; 0 if at least one collector brought something. Raises OutputError."""
+    """Print one sweep; return 0 if a collector returned samples. Raises OutputError."""
     settings = replace(settings, procfs_root=frozen.procfs_of(settings.procfs_root))
     with frozen.sysfs_of(settings.sysfs_root) as sysfs_root:
         outcomes = asyncio.run(sweep(discover(), context_of(settings, sysfs_root)))
     for outcome in outcomes:
         if outcome.trouble is not None:
-            told = outcome.trouble
-            if settings.sysfs_root not in sysfs_root.parents:  # else it is one that was made
-                told = told.replace(str(sysfs_root), str(settings.sysfs_root))
-            print(printable(f"{outcome.collector}: {told}"), file=sys.stderr)
+            problem = outcome.trouble
+            if settings.sysfs_root not in sysfs_root.parents:  # otherwise it is a temporary one
+                problem = problem.replace(str(sysfs_root), str(settings.sysfs_root))
+            print(printable(f"{outcome.collector}: {problem}"), file=sys.stderr)
         for event in outcome.collected.events if outcome.collected is not None else ():
             what = f"{event.kind} {event.device}" if isinstance(event, DeviceEvent) else event.kind
             print(printable(f"{outcome.collector}: {what}: {event.detail}"), file=sys.stderr)
@@ -67,7 +67,7 @@ def run(settings: AgentSettings, *, as_json: bool, as_openmetrics: bool) -> int:
 
 
 def context_of(settings: AgentSettings, sysfs_root: Path) -> Context:
-    """As the agent gives it to its collectors; ranks are those whose rings lie on the node."""
+    """Return the context of collectors; ranks are those with a ring on the node."""
     ranks = ranks_in(settings.directory / RINGS, settings.procfs_root)
     return Context(
         local_ranks=lambda: ranks,
@@ -83,7 +83,7 @@ def context_of(settings: AgentSettings, sysfs_root: Path) -> Context:
 
 
 async def sweep(collectors: Sequence[type[Collector]], context: Context) -> list[CollectorResult]:
-    """Every collector once, by name. Isolated ones go first: others need the GPUs they find."""
+    """Run every collector once; isolated ones first, because others need their GPUs."""
     outcomes: list[CollectorResult] = []
     for isolated in (True, False):
         called = [collector for collector in collectors if collector.isolated == isolated]
@@ -96,7 +96,7 @@ async def sweep(collectors: Sequence[type[Collector]], context: Context) -> list
 
 
 async def _call(collector: type[Collector], context: Context) -> CollectorResult:
-    """One call, and as many more as its backlog takes: each has its deadline, all have none."""
+    """Call a collector until its backlog is read; each call has its own deadline."""
     lane = lane_of(collector, context)
     patience = collector.deadline_seconds
     if collector.isolated:
@@ -116,7 +116,7 @@ async def _call(collector: type[Collector], context: Context) -> CollectorResult
         trouble = f"no answer within {patience:g} s"
     except CollectorUnavailable as unavailable:
         trouble = str(unavailable)
-    except Exception as error:  # a collector's call, as the runner's
+    except Exception as error:  # as in the runner
         trouble = f"{type(error).__name__}: {error}"
     finally:
         await lane.close()

@@ -1,8 +1,8 @@
-"""What only dashboards want, read when one asks: each CPU's time, uname, the time of day.
+"""Values for dashboards only, read at each scrape: time of each CPU, uname, time of day.
 
-node_exporter's stock dashboards average over CPUs, count them, and find their nodes through
-`node_uname_info`. The server has no use for thousands of series of single CPUs, and a node should
-not read them each second for nobody.
+node_exporter's stock dashboards average over CPUs, count them, and find nodes through
+`node_uname_info`. The server does not need thousands of series of single CPUs, so they are not
+collected every second.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _UNAME = {  # label of node_uname_info: file of sys/kernel
 
 
 def completed(samples: Iterable[Sample], procfs_root: Path) -> Iterator[Sample]:
-    """The collectors' samples and these; each CPU's time stands instead of the sum of all."""
+    """Yield the collectors' samples and these; the time of each CPU replaces their sum."""
     now_ns = time.time_ns()
     own = [*_cpus(procfs_root, now_ns), *_uname(procfs_root, now_ns)]
-    if procfs_root == Path("/proc"):  # of a copied tree nobody knows the time
+    if procfs_root == Path("/proc"):  # the time of a copied tree is unknown
         own.append(Sample("node_time_seconds", {}, now_ns / 1e9, now_ns))
     yield from own
     yield Sample("paceline_series", {"collector": "scrape"}, float(len(own)), now_ns)

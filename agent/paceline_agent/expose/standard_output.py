@@ -1,4 +1,4 @@
-"""What a command was asked for goes to stdout whole, or the command fails in a sentence."""
+"""Write the result of a command to stdout completely, or fail with one sentence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline_agent.errors import OutputError
 
 
 def write(text: str) -> None:
-    """Letters that the locale does not have are replaced. Raises OutputError."""
+    """Write the text; characters outside the locale are replaced. Raises OutputError."""
     if sys.stdout is None:
         raise OutputError("standard output is closed: there is nowhere to print to")
     try:
@@ -22,7 +22,7 @@ def write(text: str) -> None:
 
 
 def _discard_the_rest() -> None:
-    """What is still buffered would fail once more when the interpreter ends."""
+    """Discard buffered output, which would fail again when the interpreter ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -7,6 +7,6 @@ says why each unfinished operation does not finish, `culprits` follows the waiti
 
 from paceline_server.flight_recorder.dump import Dump, dump_from
 from paceline_server.flight_recorder.errors import FlightRecorderError
-from paceline_server.flight_recorder.report import HangReport, analyse, report
+from paceline_server.flight_recorder.report import HangReport, analyze, report
 
-__all__ = ["Dump", "FlightRecorderError", "HangReport", "analyse", "dump_from", "report"]
+__all__ = ["Dump", "FlightRecorderError", "HangReport", "analyze", "dump_from", "report"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 
 class FlightRecorderError(Exception):
-    """A folder of dumps cannot be analysed; the message is one sentence for the user."""
+    """A folder of dumps cannot be analyzed; the message is one sentence for the user."""
 
 
 class NoDumpsError(FlightRecorderError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paceline_server.flight_recorder.dump import Dump, dump_from
 from paceline_server.flight_recorder.errors import FlightRecorderError
 from paceline_server.flight_recorder.folder import load
-from paceline_server.flight_recorder.report import HangReport, analyse
+from paceline_server.flight_recorder.report import HangReport, analyze
 from paceline_wire.batch import RankDump
 from paceline_wire.dumps import unpack
 
@@ -57,5 +57,5 @@ def conclude(
             f"Flight Recorder dumps of {len(dumps)} of {len(expected)} ranks, "
             f"too few to conclude from: {why}."
         )
-    found = analyse(dumps, expected=expected)
+    found = analyze(dumps, expected=expected)
     return found, f"Flight Recorder, {len(dumps)} dumps: {found.verdict}"

@@ -84,12 +84,12 @@ class HangReport:
 
 
 def report(directory: Path) -> HangReport:
-    """Read and analyse a folder of dumps. Raises FlightRecorderError."""
+    """Read and analyze a folder of dumps. Raises FlightRecorderError."""
     folder = read_folder(directory)
-    return analyse(folder.dumps, folder.notes, folder.unreadable)
+    return analyze(folder.dumps, folder.notes, folder.unreadable)
 
 
-def analyse(
+def analyze(
     dumps: Mapping[int, Dump], notes: Iterable[str] = (), expected: Collection[int] = ()
 ) -> HangReport:
     """The analysis alone: no files, no clock.

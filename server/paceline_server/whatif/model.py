@@ -21,7 +21,7 @@ Indexes = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class ReplayBlock:
-    """Nodes of one level, all synchronised over data-parallel ranks or none of them.
+    """Nodes of one level, all synchronized over data-parallel ranks or none of them.
 
     Its operations are the places `first:stop` of the model's order. Nodes come by falling number of
     predecessors: `waits[k]` is the k-th predecessor of as many nodes as have one.

@@ -17,7 +17,7 @@ def replay(model: Model, times: Seconds) -> Seconds:
 
     Args:
         times: [place, lane, dp rank]. Lanes know nothing of each other: steps, counterfactuals, or
-            both. Within a lane, synchronised operations wait for the slowest dp rank.
+            both. Within a lane, synchronized operations wait for the slowest dp rank.
     """
     for block in model.blocks:
         if not block.waits:

@@ -75,7 +75,7 @@ def once(root: Path, gpus: dict[str, str], *options: str) -> str:
     return done.stdout
 
 
-def normalised(text: str, root: Path) -> str:
+def normalized(text: str, root: Path) -> str:
     uuids: dict[str, str] = {}
     text = re.sub(
         r"GPU-[0-9a-f]{8}-[0-9a-f-]{27}",
@@ -144,7 +144,7 @@ def test_metrics_of_a_frozen_node_are_unchanged(
     text = once(tmp_path, gpus, "--openmetrics")
     check_families(text)
     golden = NODES / f"{node}.metrics"
-    found = normalised(text, tmp_path)
+    found = normalized(text, tmp_path)
     if os.environ.get(WRITE):
         golden.write_text(found)
     assert found.splitlines() == golden.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""A job's last steps as a trace: from what the agents sent, through a running server, analysed."""
+"""A job's last steps as a trace: from what the agents sent, through a running server, analyzed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline_cli.main import main
 from paceline_server.store.models import HotLogRow
 
 
-def analysed(recorded: Recorded) -> dict[str, Any]:
+def analyzed(recorded: Recorded) -> dict[str, Any]:
     shown = recorded.paceline("analyze", JOB, "--json")
     assert shown.exit_code == 0, shown.output
     found: dict[str, Any] = json.loads(shown.stdout)
@@ -50,7 +50,7 @@ def test_export_agrees_with_the_server(recorded: Recorded, tmp_path: Path) -> No
         ["analyze", str(tmp_path / "trace.parquet"), "--json", "--meta", f"{tmp_path}/trace.yaml"],
     )
     assert by_file.exit_code == 0, by_file.output
-    exported, served = json.loads(by_file.stdout), analysed(recorded)
+    exported, served = json.loads(by_file.stdout), analyzed(recorded)
     # In a trace the lowest rank stands for its tensor-parallel peers.
     assert exported["verdict"]["target"] == "rank 4"
     assert served["verdict"]["target"] == f"rank {SLOW_RANK}"

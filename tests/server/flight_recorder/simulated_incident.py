@@ -1,7 +1,7 @@
 """A simulated job that runs into a fault, and the dumps its ranks leave.
 
 Every rank has a program: collectives in its tensor, data, expert and whole groups, messages to its
-pipeline neighbours (1F1B), and points where the host waits for the device. Hosts launch ahead of
+pipeline neighbors (1F1B), and points where the host waits for the device. Hosts launch ahead of
 their devices; a device runs what was launched in order, sends aside. The job runs until nothing
 moves, in an order of ranks that the seed draws, so who has launched what when it stops differs.
 Nothing here knows how the analysis works.
@@ -27,7 +27,7 @@ class Shape:
         return self.dp * self.pp * self.tp
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """dp, pp, tp of a rank: tensor ranks are neighbours, stages are blocks."""
+        """dp, pp, tp of a rank: tensor ranks are neighbors, stages are blocks."""
         return rank // self.tp % self.dp, rank // (self.tp * self.dp), rank % self.tp
 
     def groups(self) -> dict[str, tuple[str, tuple[int, ...]]]:

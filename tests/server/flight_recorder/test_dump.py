@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline_server.flight_recorder import Dump, HangReport, analyse, dump_from
+from paceline_server.flight_recorder import Dump, HangReport, analyze, dump_from
 
 RANKS = range(3)
 
@@ -50,7 +50,7 @@ def status(enqueued: int, completed: int) -> dict[str, dict[str, int]]:
 
 
 def judged(*dumps: Dump) -> HangReport:
-    return analyse({each.rank: each for each in dumps})
+    return analyze({each.rank: each for each in dumps})
 
 
 @pytest.mark.parametrize("version", [f"2.{minor}" for minor in range(4, 11)])

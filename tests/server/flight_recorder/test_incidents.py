@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_incident import Instruction, Job, Rank, Shape
 
-from paceline_server.flight_recorder import HangReport, analyse, dump_from
+from paceline_server.flight_recorder import HangReport, analyze, dump_from
 
 SHAPES = (
     Shape(2, 2, 2),
@@ -35,7 +35,7 @@ several = settings(max_examples=120, deadline=None, derandomize=True)
 def judged(job: Job, without: frozenset[int] = frozenset(), **how: bool) -> HangReport:
     job.run()
     numbers = [rank.number for rank in job.ranks if rank.number not in without]
-    return analyse({n: dump_from(job.document(n, **how), n) for n in numbers})
+    return analyze({n: dump_from(job.document(n, **how), n) for n in numbers})
 
 
 def any_rank(job: Job) -> Rank:

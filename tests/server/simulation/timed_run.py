@@ -136,7 +136,7 @@ class TimedRun:
         ]
 
     def links(self) -> list[tuple[int, int]]:
-        """Both directions between neighbouring stages."""
+        """Both directions between neighboring stages."""
         topology = self.topology
         forward = [
             (topology.rank(dp, pp, tp), topology.rank(dp, pp + 1, tp))

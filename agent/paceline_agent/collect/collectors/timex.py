@@ -21,7 +21,7 @@ from paceline_agent.collect.contract import (
 from paceline_wire.batch import Sample
 
 METRICS = (
-    Metric("node_timex_sync_status", "gauge", None, "1: the clock is synchronised."),
+    Metric("node_timex_sync_status", "gauge", None, "1: the clock is synchronized."),
     Metric(
         "node_timex_offset_seconds",
         "gauge",

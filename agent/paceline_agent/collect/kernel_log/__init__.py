@@ -1,4 +1,4 @@
-"""The kernel's log: its lines, what they mean, and how often each was seen."""
+"""The kernel log: its lines, their meaning, and counts of events."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from paceline_agent.collect.kernel_log.ledger import KernelEventCounts
 from paceline_agent.collect.kernel_log.recognize import KernelEvent, Recognizer
 from paceline_agent.collect.kernel_log.records import Record, records_of
 
-_EVENTS_AT_MOST = 10_000  # of a whole log
+_EVENTS_AT_MOST = 10_000  # of a complete log
 
 
 def parse(lines: Iterable[str], now_ns: int) -> Collected:
-    """What a whole log tells, whatever its age and form.
+    """Return the events of a complete log of any age and format.
 
-    Events have the time their line gives, `now_ns` where it gives none that is of this clock.
-    Repeats within a minute of the log's own time are told once, with their count.
+    An event has the time of its line, or `now_ns` if the line has no time of this clock. Repeats
+    within a minute of the log's own time are one event with a count.
     """
     recognizer, ledger = Recognizer(), KernelEventCounts(events_at_most=_EVENTS_AT_MOST)
     seconds = 0.0

@@ -1,7 +1,7 @@
-"""Counts of kernel events, and which of them are worth telling again.
+"""Counts of kernel events, and when repeats are reported.
 
-The first of each sort is told at once. Repeats are counted and told together, at most once a
-minute: a card that floods the log must not flood anything else.
+The first event of each sort is reported immediately. Repeats are counted and reported together, at
+most once a minute: a card that floods the log must not flood the server.
 """
 
 from __future__ import annotations
@@ -16,30 +16,32 @@ from paceline_wire import metric_names
 from paceline_wire.batch import DeviceEvent, GpuInfo, Sample
 
 REPEAT_SECONDS = 60.0
-SORTS_AT_MOST = 256  # series of a node that has gone mad
-EVENTS_AT_MOST = 64  # a sweep
+SORTS_AT_MOST = 256  # limits the series of a faulty node
+EVENTS_AT_MOST = 64  # per sweep
 OTHER = "other"
-_OF_A_PROCESS = ("oom_kill", "segfault", "memory_failure")  # each process is its own news
+_OF_A_PROCESS = ("oom_kill", "segfault", "memory_failure")  # each process is a separate event
 
 Key = tuple[str, str, str]  # kind, code, device
 
 
 @dataclass(slots=True)
-class _Told:
-    """When a sort of event was last told, and what has come since."""
+class _EventSort:
+    """When a sort of event was last reported, and its events since then."""
 
     at_seconds: float | None = None
     repeats: int = 0
     newest: tuple[KernelEvent, int] | None = None  # with its time
 
 
-def _is_due(told: _Told, now_seconds: float) -> bool:
-    """The clock of a log that was kept over several boots goes back with each of them."""
-    return told.at_seconds is None or abs(now_seconds - told.at_seconds) >= REPEAT_SECONDS
+def _is_due(sort_state: _EventSort, now_seconds: float) -> bool:
+    """Return whether repeats are due; the clock of a log of several boots may go back."""
+    return (
+        sort_state.at_seconds is None or abs(now_seconds - sort_state.at_seconds) >= REPEAT_SECONDS
+    )
 
 
 class KernelEventCounts:
-    """`name_of` gives a device its usual name: gpu3 for 0000:9b:00.0."""
+    """Counts by kind, code and device; `name_of` returns gpu3 for 0000:9b:00.0."""
 
     def __init__(
         self, name_of: Callable[[str], str] = str, *, events_at_most: int = EVENTS_AT_MOST
@@ -48,7 +50,7 @@ class KernelEventCounts:
         self._events_at_most = events_at_most
         self._counts: dict[Key, int] = {}
         self._of_ranks: dict[tuple[str, str, str], int] = {}  # job, rank, kind
-        self._told: dict[tuple[str, ...], _Told] = {}
+        self._sorts: dict[tuple[str, ...], _EventSort] = {}
         self._events: list[DeviceEvent] = []
 
     def take(
@@ -60,7 +62,7 @@ class KernelEventCounts:
         rank: LocalRank | None = None,
         alert: bool = True,
     ) -> None:
-        """Count one; without `alert` (an old message) no more than that."""
+        """Count an event; without `alert` (an old message) it is not reported."""
         key = (event.kind, event.code, event.device)
         if key not in self._counts and len(self._counts) >= SORTS_AT_MOST:
             key = (event.kind, OTHER, OTHER)
@@ -78,18 +80,18 @@ class KernelEventCounts:
         sort: tuple[str, ...] = key
         if event.kind in _OF_A_PROCESS:
             sort = (*key, str(event.pid))
-        if sort not in self._told and len(self._told) >= SORTS_AT_MOST:
-            self._told.pop(next(iter(self._told)))
-        told = self._told.setdefault(sort, _Told())
-        if not _is_due(told, now) or len(self._events) >= self._events_at_most:
-            told.repeats += event.count
-            told.newest = (event, time_ns)
+        if sort not in self._sorts and len(self._sorts) >= SORTS_AT_MOST:
+            self._sorts.pop(next(iter(self._sorts)))
+        sort_state = self._sorts.setdefault(sort, _EventSort())
+        if not _is_due(sort_state, now) or len(self._events) >= self._events_at_most:
+            sort_state.repeats += event.count
+            sort_state.newest = (event, time_ns)
             return
-        self._say(told, event, time_ns, now, told.repeats, rank)
+        self._say(sort_state, event, time_ns, now, sort_state.repeats, rank)
 
     def _say(
         self,
-        told: _Told,
+        sort_state: _EventSort,
         event: KernelEvent,
         time_ns: int,
         now: float,
@@ -98,7 +100,7 @@ class KernelEventCounts:
     ) -> None:
         whose = "" if rank is None else f" [rank {rank.rank} of {rank.job}]"
         more = f" ({repeats} more since the last report)" if repeats else ""
-        told.at_seconds, told.repeats, told.newest = now, 0, None
+        sort_state.at_seconds, sort_state.repeats, sort_state.newest = now, 0, None
         self._events.append(
             DeviceEvent(
                 time_ns=time_ns,
@@ -109,13 +111,13 @@ class KernelEventCounts:
         )
 
     def events(self, now_seconds: float) -> list[DeviceEvent]:
-        """What is to be told now; repeats that have waited long enough with it."""
-        for told in self._told.values():
-            if told.newest is None or len(self._events) >= self._events_at_most:
+        """Return the events to report now, with the repeats that are due."""
+        for sort_state in self._sorts.values():
+            if sort_state.newest is None or len(self._events) >= self._events_at_most:
                 continue
-            if _is_due(told, now_seconds):
-                event, time_ns = told.newest
-                self._say(told, event, time_ns, now_seconds, told.repeats - event.count)
+            if _is_due(sort_state, now_seconds):
+                event, time_ns = sort_state.newest
+                self._say(sort_state, event, time_ns, now_seconds, sort_state.repeats - event.count)
         events, self._events = self._events, []
         return events
 
@@ -125,14 +127,14 @@ class KernelEventCounts:
             labels = {"kind": kind, "code": code, "device": self._name_of(device)}
             yield Sample(metric_names.KERNEL_EVENTS_TOTAL, labels, float(count), now_ns)
             if _is_xid(kind, code) and device not in known:
-                # NVML counts those of the GPUs it sees; of one it does not, nobody else tells
+                # NVML counts XIDs of the GPUs it lists; for a lost GPU the log is the only source
                 address = {"pci_bus_id": f"0000{device.upper()}", "xid": code}
                 yield Sample(metric_names.GPU_XID_ERRORS_COUNT, address, float(count), now_ns)
         for number in sorted({int(code) for kind, code, _ in self._counts if _is_xid(kind, code)}):
             xid = explain(number)
-            told = {"xid": str(number), "meaning": xid.meaning, "severity": xid.severity}
-            told |= {"action": xid.action, "advice": xid.advice}
-            yield Sample(metric_names.KERNEL_XID_INFO, told, 1.0, now_ns)
+            labels = {"xid": str(number), "meaning": xid.meaning, "severity": xid.severity}
+            labels |= {"action": xid.action, "advice": xid.advice}
+            yield Sample(metric_names.KERNEL_XID_INFO, labels, 1.0, now_ns)
         for (job, rank, kind), count in self._of_ranks.items():
             labels = {"job": job, "rank": rank, "kind": kind}
             yield Sample(metric_names.RANK_KERNEL_EVENTS_TOTAL, labels, float(count), now_ns)

@@ -25,36 +25,36 @@ _MACHINE_CHECK = re.compile(
 )
 _UNCORRECTED = 1 << 61  # Intel SDM vol. 3B, 17.3.2.2; AMD APM vol. 2, 9.3.2: MCi_STATUS.UC
 _DIMM = re.compile(r" on (?!(?:any|unknown) )(\S+)")  # "any memory": the controller does not know
-# Said once of each GPU, before its first XID: what it is replaced by. NVML no longer tells of one
-# that is lost.
+# Logged once per GPU before its first XID: the serial number, which NVML no longer reports for a
+# lost GPU.
 _GPU_IS = re.compile(r"NVRM: GPU at (?:PCI:)?([0-9a-fA-F:.]+): (GPU-[0-9a-f-]{36})")
 _SERIAL = re.compile(
     r"NVRM: GPU (?:(?P<of>[0-9a-fA-F:.]+): GPU serial number is|Board Serial Number:) (?P<is>\w+)"
 )
 _GPUS_AT_MOST = 64
-# Of which class each device is, said when it is found; those that move the data of a training.
+# Class of each device, logged when it is found; only classes that matter for training.
 _PCI_CLASS = re.compile(r"pci ([0-9a-f:.]+): \[\w{4}:\w{4}\] type \w+ class 0x(\w{4})")
 _NETWORK_OR_GPU = ("02", "03", "12", "0b40")  # and accelerators: pci_ids.h
-# An interface's first link comes after it was opened, and drivers say "down" until then; of an
-# empty cage they say so when they start.
+# The first link of an interface comes after it was opened; drivers log "down" until then, and at
+# their start for an empty cage.
 _APPEARED = re.compile(r"([\w.-]+): renamed from |mlx5_core ([0-9a-f:.]+): firmware version: ")
 _CONNECTED = re.compile(
     r"([\w.-]+):? (?:NIC |Device )?link (?:is )?(?:up|becomes ready)\b"
     r"|mlx5_core ([0-9a-f:.]+): Port module event.*, Cable plugged",
     re.IGNORECASE,
 )
-# Linux before 5.1 says which limit was reached, and in the next message who (a child?) was killed.
+# Linux before 5.1 logs which limit was reached, and in the next message which process was killed.
 _IS_FULL = re.compile(r"(Memory cgroup )?out of memory.*: Kill process ", re.IGNORECASE)
 _FOUND_AT_MOST = 4096
-# Without a device: the driver speaks of it in three messages, or in one of three lines.
+# Without a device: the driver logs it in three messages, or in one message of three lines.
 _OFF_BUS_BEGINS = re.compile(r"NVRM: The NVIDIA GPU ([0-9a-fA-F:.]+)$")
 _OFF_BUS_ENDS = re.compile(r"NVRM: fallen off the bus")
-_LINES_APART = 8  # other CPUs write in between
+_LINES_APART = 8  # messages of other CPUs may come between
 
 
 @dataclass(frozen=True, slots=True)
 class KernelEvent:
-    """`device`: a PCI address as sysfs writes it, or the kernel's name of it; "host" if none."""
+    """An event; `device` is a PCI address, the kernel's name of it, or "host"."""
 
     kind: str
     severity: Severity
@@ -67,18 +67,18 @@ class KernelEvent:
 
 
 class Recognizer:
-    """Takes messages in their order; knows what belongs to the one before."""
+    """Recognizes messages in their order; some belong to the previous one."""
 
     def __init__(self, rules: Iterable[Rule] = RULES) -> None:
         self._rules = tuple(rules)
         self._lines = 0
         self._xid_79_at: dict[str, int] = {}  # PCI address: line
-        self._off_bus: tuple[str, int] | None = None  # PCI address, line it began in
+        self._off_bus: tuple[str, int] | None = None  # PCI address, first line
         self._identities: dict[str, dict[str, str]] = {}  # PCI address: UUID, serial number
         self._others: set[str] = set()  # PCI addresses of neither GPUs nor NICs
         self._not_yet_up: set[str] = set()  # interfaces and adapters that appeared in this log
-        self._firmware: KernelEvent | None = None  # what it said last
-        self._cgroup_is_full = False  # which whoever is killed next was in
+        self._firmware: KernelEvent | None = None  # its last message
+        self._cgroup_is_full = False  # the next killed process was in it
         self._introduced = ""  # PCI address of the GPU whose serial number comes next
 
     def recognize(self, message: str, times: int = 1) -> KernelEvent | None:
@@ -175,8 +175,8 @@ class Recognizer:
             severity = "warning"
         who = "" if pid is None else f"; pid {pid}" + (f" ({process})" if process else "")
         instance = match[2] or ""
-        said = f"; {rest}" if rest else ""
-        detail = f"XID {code}{instance}: {xid.meaning}; {advice}{who}{self._known_as(device)}{said}"
+        text = f"; {rest}" if rest else ""
+        detail = f"XID {code}{instance}: {xid.meaning}; {advice}{who}{self._known_as(device)}{text}"
         return KernelEvent(
             "xid", severity, str(code), device, detail[:_DETAIL_CHARACTERS], _number(pid),
             process,
@@ -186,8 +186,8 @@ class Recognizer:
         match = _SXID.match(message) if "SXid" in message else None
         if match is None:
             return None
-        said = match[4].lower()
-        severity: Severity = "critical" if said.startswith("fatal") else "warning"
+        text = match[4].lower()
+        severity: Severity = "critical" if text.startswith("fatal") else "warning"
         detail = f"SXid {match[3]} of {match[1]}: {match[4]}"[:_DETAIL_CHARACTERS]
         return KernelEvent("sxid", severity, match[3], pci_address(match[2]), detail)
 
@@ -213,22 +213,22 @@ class Recognizer:
                 return self._fallen(device, "it does not respond to commands")
         return None
 
-    def _fallen(self, device: str, said: str) -> KernelEvent | None:
-        """XID 79, unless the driver has just called it that."""
-        if self._told_as_xid(device):
+    def _fallen(self, device: str, text: str) -> KernelEvent | None:
+        """Return XID 79, unless the driver has just logged that XID."""
+        if self._was_reported_as_xid(device):
             return None
         self._xid_79_at[device] = self._lines
         xid = explain(79)
         who = self._known_as(device)
-        detail = f"XID 79: {xid.meaning}; {xid.action}: {xid.advice}{who}; {said}"
+        detail = f"XID 79: {xid.meaning}; {xid.action}: {xid.advice}{who}; {text}"
         return KernelEvent("xid", xid.severity, "79", device, detail[:_DETAIL_CHARACTERS])
 
-    def _told_as_xid(self, device: str) -> bool:
-        """The driver says in plain words what it has just said as XID 79."""
+    def _was_reported_as_xid(self, device: str) -> bool:
+        """Return whether the driver has just logged the same event as XID 79."""
         if device == "host":
             return any(self._lines - line <= _LINES_APART for line in self._xid_79_at.values())
-        told = self._xid_79_at.get(device)
-        return told is not None and self._lines - told <= _LINES_APART
+        line = self._xid_79_at.get(device)
+        return line is not None and self._lines - line <= _LINES_APART
 
 
 def _event(rule: Rule, kind: str, found: dict[str, str | None], message: str) -> KernelEvent:
@@ -260,7 +260,7 @@ def _take(pattern: re.Pattern[str], text: str) -> tuple[str | None, str]:
 
 
 def pci_address(text: str) -> str:
-    """0000:9b:00.0 of `0000:9b:00`, `00000000:9B:00.0` or `9b:00.0`."""
+    """Return 0000:9b:00.0 for `0000:9b:00`, `00000000:9B:00.0` or `9b:00.0`."""
     text = text.lower()
     if text.count(":") == 1:
         text = f"0000:{text}"

@@ -1,7 +1,8 @@
-"""One line of a kernel log, in whichever form it was kept: raw, dmesg's, the journal's, syslog's.
+"""Lines of a kernel log in any format: raw, dmesg, journal, syslog.
 
-Raw records (Documentation/ABI/testing/dev-kmsg) carry their sequence number and the microseconds
-since boot of a clock that stands still during suspend; text has what its writer put before it.
+Raw records (Documentation/ABI/testing/dev-kmsg) have a sequence number and the microseconds since
+boot of a clock that stops during suspend. Text lines have the prefix of the program that wrote
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`boot_us`: since boot. `wall_ns`: CLOCK_REALTIME, where the text says so."""
+    """One message; `boot_us` is since boot, `wall_ns` is CLOCK_REALTIME if the text has it."""
 
     message: str
     boot_us: int | None = None
@@ -28,7 +29,7 @@ class Record:
 
     @property
     def seconds(self) -> float | None:
-        """By whichever clock the record has: good for how far apart two of one log are."""
+        """Seconds on the clock of the record, for intervals between records of one log."""
         if self.boot_us is not None:
             return self.boot_us / 1e6
         return None if self.wall_ns is None else self.wall_ns / 1e9
@@ -37,14 +38,14 @@ class Record:
 _RAW = re.compile(r"(\d+),(\d{1,18}),(\d{1,18}),[^;]*;(.*)", re.DOTALL)
 # dmesg -J and journalctl -o json-pretty write a line for each field.
 _OF_PRETTY_JSON = re.compile(r'"(?:msg|MESSAGE)" ?: *(".*"),?')
-# The journal's names, and those of what forwards it: rsyslog, Vector, Fluent Bit, dmesg through jq.
+# Field names of the journal and its forwarders: rsyslog, Vector, Fluent Bit, dmesg through jq.
 _PROGRAM = ("_TRANSPORT", "SYSLOG_IDENTIFIER", "program", "programname", "app-name", "appname")
 _MESSAGE = ("MESSAGE", "message", "msg")
 _NEWLINE_OF_SYSLOG = "#012"  # rsyslog's $EscapeControlCharactersOnReceive
 _ESCAPE = re.compile(r"\\x([0-9a-f]{2})")
 _DELTA = r"(?: <\s*\d+\.\d+[ *]?>)?"  # dmesg -d, journalctl -o short-delta
 _BOOT_SECONDS = re.compile(rf"\[\s*(\d{{1,12}})\.(\d{{1,9}}){_DELTA}\s*\]\s?")
-_CTIME = re.compile(  # in the words of whichever language
+_CTIME = re.compile(  # in any language
     rf"\[(\w+\.? \w+\.? [ \d]\d \d\d:\d\d:\d\d \d{{4}}){_DELTA}\] ?"
 )
 _ISO = re.compile(
@@ -70,7 +71,7 @@ _ORNAMENTS = re.compile(
 
 
 def records_of(line: str) -> Iterator[Record]:
-    """What a line holds: nothing, or one record for each line of its message."""
+    """Yield the records of a line: none, or one for each line of its message."""
     line = line.rstrip("\r\n")
     if not line or line[0] in " \t":  # the last is a raw record's key=value, or an indent
         stripped = line.strip()
@@ -123,13 +124,13 @@ def _of_journal(line: str) -> Iterator[Record]:
         fields = msgspec.json.decode(line, type=dict[str, object])
     except msgspec.DecodeError:
         return
-    said_by = [fields[name] for name in _PROGRAM if name in fields]
-    if said_by and "kernel" not in said_by:
-        return  # a program's, which may well quote the kernel
+    programs = [fields[name] for name in _PROGRAM if name in fields]
+    if programs and "kernel" not in programs:
+        return  # of a program, which may quote the kernel
     message = next((fields[name] for name in _MESSAGE if name in fields), None)
     stamp = fields.get("__REALTIME_TIMESTAMP")
     wall_ns = int(stamp) * 1000 if isinstance(stamp, str) and stamp.isdecimal() else None
-    if isinstance(message, list):  # of what is no UTF-8 the journal writes the bytes
+    if isinstance(message, list):  # the journal writes bytes for a message that is not UTF-8
         with contextlib.suppress(TypeError, ValueError):
             message = bytes(message).decode(errors="replace")
     if isinstance(message, str):
@@ -138,7 +139,7 @@ def _of_journal(line: str) -> Iterator[Record]:
 
 
 def _local_ns(text: str) -> int | None:
-    """dmesg -T writes the local time of the machine that ran it; we have no other."""
+    """Parse the local time of `dmesg -T`; the time zone is assumed to be this machine's."""
     try:
         return int(time.mktime(time.strptime(text, "%a %b %d %H:%M:%S %Y"))) * 1_000_000_000
     except (ValueError, OverflowError):

@@ -1,9 +1,9 @@
-"""What the kernel and its drivers write when something is wrong: one row each.
+"""Rules for error messages of the kernel and its drivers: one row each.
 
-A row is tried only on messages that hold its `hint`, and from their beginning, so that a program
-that quotes a kernel message into the log is not taken for the kernel. Named groups fill the
-event: `device`, `code`, `pid`, `process`, `count`. The first row that matches has the message;
-kind None: it is no news. XIDs and SXids have a module of their own.
+A rule is tried only on messages that contain its `hint`, and from their beginning, so that a
+program that quotes a kernel message is not mistaken for the kernel. Named groups fill the event:
+`device`, `code`, `pid`, `process`, `count`. The first matching rule wins; kind None means that the
+message is not an event. XIDs and SXids are in `xids.py`.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ RULES: tuple[Rule, ...] = (
         "nvlink_error", "warning", "nvidia-nv",
         rf"(?P<device>nvidia-nv(?:link|switch)\d*): .*{_BROKEN}",
     ),
-    # PCIe. The port's announcement names the device again whose own report follows.
+    # PCIe. The message of the port repeats the device, whose own message follows.
     _rule(
         "pcie_aer", "info", "PCIe Bus Error",
         rf"\S+ {_PCI}: (?:AER: )?PCIe Bus Error: severity=Correct(?:ed|able)", "corrected",
@@ -141,7 +141,7 @@ RULES: tuple[Rule, ...] = (
         rf"\S+ {_PCI}: (?:AER: )?PCIe Bus Error: severity=(?:Uncorrect\w+ \()?Fatal",
         "uncorrected_fatal",
     ),
-    _rule(  # firmware that keeps AER to itself says before how bad it was: hardware_error
+    _rule(  # with AER in firmware, an earlier message has the severity: hardware_error
         "pcie_aer", "warning", "aer_status: ", rf"\S+ {_PCI}: (?:AER: )?aer_status: 0x",
         AER_OF_FIRMWARE,
     ),
@@ -174,7 +174,7 @@ RULES: tuple[Rule, ...] = (
         "pcie_link_down", "critical", "lost from bus", rf"{_AMDGPU}device lost from bus",
         "inaccessible",
     ),
-    # Lanes are missing. A slower slot is as it was built, and idle GPUs are at their slowest.
+    # Missing lanes. A slower slot is by design, and idle GPUs run at their lowest speed.
     _rule(
         "pcie_bandwidth_limited", "warning", "limited by",
         rf"\S+ {_PCI}: .* PCIe bandwidth, limited by .* x(?:[1248]|12) link .* x16 link\)",
@@ -203,7 +203,7 @@ RULES: tuple[Rule, ...] = (
         "iommu_fault", "warning", "arm-smmu",
         r"arm-smmu (?P<device>\S+): (?:Unhandled context fault|Unexpected global fault)",
     ),
-    _rule(  # a device, or the IOMMU, that answers no more
+    _rule(  # a device or the IOMMU no longer responds
         "iommu_fault", "critical", "Completion-Wait loop",
         r"AMD-Vi: Completion-Wait loop timed out", "timeout",
     ),
@@ -220,7 +220,7 @@ RULES: tuple[Rule, ...] = (
         "machine_check", "info", "Machine check events",
         r"mce: \[Hardware Error\]: Machine check events logged", "logged",
     ),
-    _rule(  # as AMD's decoder says it
+    _rule(  # format of AMD's decoder
         "machine_check", "info", "[Hardware Error]: ",
         r"\[Hardware Error\]: (?P<code>Corrected|Deferred) error",
     ),
@@ -294,7 +294,7 @@ RULES: tuple[Rule, ...] = (
         "clock_unstable", "warning", "as unstable",
         r"clocksource: .*Marking clocksource '(?P<device>[\w-]+)' as unstable",
     ),
-    # What the kernel has no more of
+    # Exhausted resources
     _rule("conntrack_full", "warning", "table full", r"nf_conntrack: .*table full"),
     _rule(
         "neighbor_table_full", "warning", "table overflow",
@@ -364,7 +364,7 @@ RULES: tuple[Rule, ...] = (
         "mlx5_command_timeout", "critical", "timeout. Will cause",
         rf"{_MLX5_CALL}(?P<code>\w+)\(0x\w+\) timeout",
     ),
-    _rule(  # a question that this firmware does not know
+    _rule(  # a command that this firmware does not support
         None, "info", ") failed, status bad ",
         rf"{_MLX5_CALL}(?:ACCESS_REG|QUERY_\w+)\(0x\w+\) op_mod\(0x\w+\) failed, "
         r"status bad (?:parameter|operation)\(",
@@ -384,7 +384,7 @@ RULES: tuple[Rule, ...] = (
         r"(?P<code>Cable unplugged|.*error.*)",
     ),
     _rule("mlx5_cq_error", "warning", "CQ error", rf"{_MLX5}.*CQ error on CQN"),
-    _rule(  # of a queue of the interface
+    _rule(  # a queue of the interface
         "mlx5_cq_error", "warning", "Error cqe on",
         r"mlx5_core \S+ (?P<device>\S+): Error cqe on cqn ",
     ),
@@ -495,7 +495,7 @@ RULES: tuple[Rule, ...] = (
         "filesystem_error", "critical", "EXT4-fs error",
         r"EXT4-fs error \(device (?P<device>[^)]+)\)", "ext4",
     ),
-    _rule(  # what the program was told is on disk is not
+    _rule(  # data that a program believes to be on disk is not
         "filesystem_error", "critical", " los",
         r"EXT4-fs \((?P<device>[^):]+)[^)]*\): .*(?:Data will be lost|potential data loss)", "ext4",
     ),
@@ -528,7 +528,7 @@ RULES: tuple[Rule, ...] = (
         "filesystem_error", "critical", "BTRFS",
         rf"BTRFS:? (?:error|critical) {_BTRFS}", "btrfs",
     ),
-    _rule(  # what was read is not what was written
+    _rule(  # the data read differs from the data written
         "filesystem_error", "critical", "BTRFS warning",
         rf"BTRFS warning {_BTRFS}.*: (?:csum failed|checksum verify failed)", "btrfs",
     ),
@@ -540,7 +540,7 @@ RULES: tuple[Rule, ...] = (
         "lustre_connection_lost", "warning", "was lost",
         r"Lustre(?:Error)?: .*Connection to (?P<device>\S+) \(at [^)]*\) was lost",
     ),
-    _rule(  # what was under way fails
+    _rule(  # operations in progress fail
         "filesystem_error", "critical", "client was evicted",
         r"Lustre(?:Error)?: .*This client was evicted by (?P<device>[^\s;]+)", "lustre",
     ),
@@ -592,7 +592,7 @@ RULES: tuple[Rule, ...] = (
         r"|Removing after probe failure|Device not ready"
         r"|resetting controller due to persistent internal error)",
     ),
-    _rule(  # of a disk that is reached over a network, or over two ways
+    _rule(  # a disk reached over a network or over two paths
         "nvme_down", "critical", " path - ",
         r"block (?P<device>nvme\w+): no (?:usable|available) path - ", "no_path",
     ),

@@ -1,7 +1,8 @@
-"""Reads what is new in /dev/kmsg, or in a file that holds the like.
+"""Reads new messages of /dev/kmsg or of a file with kernel messages.
 
-The device gives one record to each read and never blocks us; what it overwrote before we read it
-is told by EPIPE and counted by the gap in the sequence numbers. A file may be cut or replaced.
+The device returns one record per read and does not block. Records that were overwritten before they
+were read are reported by EPIPE and counted by the gap in the sequence numbers. A file may be
+truncated or replaced.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ _LINE_BYTES_AT_MOST = 1 << 16
 
 
 class KernelLogFile:
-    """`drained`: the last call reached the end. `caught_up`: one did, since the beginning."""
+    """`drained`: the last call reached the end. `caught_up`: some call has reached it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.caught_up = False
         self.drained = False
         self.overruns = 0
-        self.is_stream = False  # nobody can have taken lines out of it
+        self.is_stream = False  # a device, from which no line can have been removed
         self._descriptor: int | None = None
         self._partial = b""
         self._resume: tuple[int, int, int] | None = None  # device, inode, offset
 
     def read_lines(self, lines_at_most: int) -> list[str]:
-        """Whole lines that are new. Raises OSError where the log cannot be opened or read."""
+        """Return new complete lines. Raises OSError if the log cannot be opened or read."""
         descriptor = self._opened()
         lines: list[str] = []
         self.drained = False
@@ -53,7 +54,7 @@ class KernelLogFile:
         return lines
 
     def last_line(self) -> list[str]:
-        """What stands behind the last line break, if anything: the end of a log that was cut."""
+        """Return the text after the last line break, if any: the end of a truncated log."""
         rest, self._partial = self._partial, b""
         return [rest.decode(errors="replace")] if rest else []
 
@@ -75,7 +76,7 @@ class KernelLogFile:
         return self._descriptor
 
     def _place(self) -> tuple[int, int, int] | None:
-        """Where to go on once the file can be read again."""
+        """Return the position at which to continue when the file can be read again."""
         if self._descriptor is None or self.is_stream:
             return None
         with contextlib.suppress(OSError):
@@ -97,7 +98,7 @@ class KernelLogFile:
         try:
             now = os.stat(self.path)
         except OSError:
-            return False  # between two files: what is left of the old one is still to be read
+            return False  # between two files: the rest of the old one has not been read yet
         if (held.st_dev, held.st_ino) != (now.st_dev, now.st_ino):
             at = os.lseek(self._descriptor, 0, os.SEEK_CUR)
             return at >= held.st_size

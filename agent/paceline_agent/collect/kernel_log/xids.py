@@ -61,7 +61,7 @@ def _each(codes: Iterable[int], meaning: str, action: str) -> dict[int, Xid]:
 _SUPPORT, _APP, _RESET, _IGNORE = "CONTACT_SUPPORT", "RESTART_APP", "RESET_GPU", "IGNORE"
 _NVLINK5 = "WORKFLOW_NVLINK5_ERR"
 
-CATALOGUE: Mapping[int, Xid] = {
+CATALOG: Mapping[int, Xid] = {
     **_each((*range(1, 8), 9, 10, 12), "invalid commands in the push buffer", _SUPPORT),
     8: _xid("the GPU stopped processing", _APP),
     11: _xid("invalid or corrupted push buffer stream", _APP),
@@ -165,4 +165,4 @@ _UNKNOWN = _xid("unknown to this version", "UNKNOWN")
 
 
 def explain(code: int) -> Xid:
-    return CATALOGUE.get(code, _UNKNOWN)
+    return CATALOG.get(code, _UNKNOWN)

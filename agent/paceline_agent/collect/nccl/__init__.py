@@ -1,1 +1,1 @@
-"""What NCCL tells of itself: the Inspector's lines, its debug log, a process' environment."""
+"""Sources of NCCL data: Inspector lines, the debug log, the environment of a process."""

@@ -1,4 +1,4 @@
-"""What a rank's log says with NCCL_DEBUG set: version, network, transports, algorithms, warnings.
+"""A rank's log with NCCL_DEBUG set: version, network, transports, algorithms, warnings.
 
 Formats: NCCL's src/init.cc, src/transport.cc, src/transport/{p2p,shm,net}.cc and src/enqueue.cc of
 2.18 to 2.29.
@@ -14,11 +14,11 @@ from typing import TypeVar
 _VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
 _NETWORK = re.compile(r"NCCL INFO Using network (.+)")
 _DEVICES = re.compile(r"NCCL INFO NET/(\w+) : Using (\[\d+\].*?)(?: ;|$)")
-_DEVICE = re.compile(r"\[\d+\](?!=) ?([^ :]+)")  # of a card of two ports `[0]={[0] a:1, [1] b:1}`
+_DEVICE = re.compile(r"\[\d+\](?!=) ?([^ :]+)")  # a card with two ports: `[0]={[0] a:1, [1] b:1}`
 _CHANNEL = re.compile(r"NCCL INFO Channel \d+(?:/\d+)? : .* via ([^\n]+)")
 _CONNECTED = re.compile(r"NCCL INFO Connected (?:all )?(ring|tree|NVLS|CollNet|PAT)")
 _ALGORITHM = re.compile(r"(\w+): \d+ Bytes -> Algo (\w+) proto (\w+)")
-# Since 2.27, of buffers that are registered alike on all ranks; src/scheduler/symmetric_sched.cc
+# Since 2.27, for buffers that are registered equally on all ranks; src/scheduler/symmetric_sched.cc
 _SYMMETRIC = re.compile(r"(\w+) \[Symmetric\]: \d+ Bytes -> Kernel [A-Za-z]+_(\w+)")
 _WARNING = re.compile(r"NCCL WARN (.*)")
 _ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
@@ -31,9 +31,9 @@ K = TypeVar("K")
 
 @dataclass(slots=True)
 class DebugLog:
-    """What was seen so far. `connections`: channels by transport, `algorithms`: launches by choice.
+    """The parsed part of a log. `connections`: channels by transport; `algorithms`: launches.
 
-    `warnings` counts them; `news` holds those since it was last emptied.
+    `warnings` counts all warnings; `news` holds those since it was last emptied.
     """
 
     version: str | None = None
@@ -69,7 +69,7 @@ class DebugLog:
 
 
 def transport_of(via: str) -> str:
-    """NET/IB/GDRDMA of `NET/IB/3/GDRDMA`, P2P/CUMEM of `P2P/CUMEM/read`, SHM of `SHM/direct`."""
+    """Return NET/IB/GDRDMA for `NET/IB/3/GDRDMA`, P2P/CUMEM for `P2P/CUMEM/read`."""
     parts = [part for part in via.strip().split("/") if not re.match(r"\d", part)]
     kept = parts[:1] if parts[:1] == ["SHM"] else parts[:2]
     if kept[:1] == ["NET"]:
@@ -78,7 +78,7 @@ def transport_of(via: str) -> str:
 
 
 def _named(word: str, names: tuple[str, ...]) -> str:
-    """Older versions write the choice as a number."""
+    """Return the name of a choice; older versions write it as a number."""
     if word.isdecimal():
         return names[int(word)] if int(word) < len(names) else word
     return word.lower()

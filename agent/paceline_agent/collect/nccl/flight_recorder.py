@@ -1,8 +1,8 @@
-"""Dumps of PyTorch's Flight Recorder: where a rank writes them, and how to have it write one.
+"""Dumps of PyTorch's Flight Recorder: where a rank writes them, and how to request one.
 
-PyTorch writes one by itself when a collective times out, and whenever something comes through the
-pipe that TORCH_NCCL_DEBUG_INFO_PIPE_FILE names: a thread of it looks there once a second. A dump is
-a pickle: it is never loaded here.
+PyTorch writes a dump when a collective times out, and when something is written to the pipe named
+by TORCH_NCCL_DEBUG_INFO_PIPE_FILE, which one of its threads reads once a second. A dump is a pickle
+and is never loaded here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PIPES = ("TORCH_FR_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
 _OLD_DEFAULT = "/tmp/nccl_trace_rank_"  # until PyTorch 2.7
 _NEW_DEFAULT = "torch/comm_lib_trace_rank_"  # below the cache directory
 
-DUMP_SECONDS = 3.0  # a second until it looks, and a large ring takes a while to write
+DUMP_SECONDS = 3.0  # up to a second until the request is read, and a large ring takes time to write
 _LOOK_SECONDS = 0.1
 _HOW = (
     "set TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DEBUG_INFO_PIPE_FILE=/tmp/paceline_fr_ "
@@ -34,15 +34,15 @@ _HOW = (
 
 
 class DumpError(Exception):
-    """Why there is no dump, in one sentence."""
+    """There is no dump; the message is one sentence."""
 
 
 class NoAnswerError(DumpError):
-    """The rank was told to write one, and did not."""
+    """The rank was requested to write a dump and did not."""
 
 
 def dump_names(environment: Mapping[str, str], rank: int) -> list[str]:
-    """Where it may write: one place if it was told, else those of all versions of PyTorch."""
+    """Return possible file names: the configured one, otherwise those of all PyTorch versions."""
     for name in _PREFIXES:
         if prefix := environment.get(name):
             return [f"{prefix}{rank}"]
@@ -51,21 +51,21 @@ def dump_names(environment: Mapping[str, str], rank: int) -> list[str]:
 
 
 class DumpWatch:
-    """Tells of a file once it is written whole, that is unchanged between two looks.
+    """Detects a new file when it is complete, that is unchanged between two calls.
 
-    One that is there at the first look is another run's.
+    A file that exists at the first call belongs to an earlier run.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._told = self._seen = _look(path)
+        self._reported = self._seen = _look(path)
 
     def new_bytes(self) -> int | None:
-        """Its size, if it is new since it was last told of."""
+        """Return its size, if it is new since the last report."""
         before, self._seen = self._seen, _look(self.path)
-        if self._seen is None or self._seen != before or self._seen == self._told:
+        if self._seen is None or self._seen != before or self._seen == self._reported:
             return None
-        self._told = self._seen
+        self._reported = self._seen
         return self._seen[0] or None
 
 
@@ -76,7 +76,7 @@ class TakenDump:
 
 
 async def take(process: NcclProcess, rank: int) -> TakenDump:
-    """Have a rank write its dump, and read it; without a pipe, one it wrote since its start.
+    """Request a dump from a rank and read it; without a pipe, read one written since its start.
 
     Raises DumpError.
     """
@@ -94,7 +94,7 @@ async def take(process: NcclProcess, rank: int) -> TakenDump:
             if watch.new_bytes() is not None:
                 return await asyncio.to_thread(_read, watch.path, process.user)
     raise NoAnswerError(
-        f"rank {rank} was told to write its Flight Recorder dump and did not within "
+        f"rank {rank} was requested to write its Flight Recorder dump and did not within "
         f"{DUMP_SECONDS:.0f} s"
     )
 
@@ -119,7 +119,7 @@ def _knock(pipe: Path, user: int) -> None:
             raise DumpError(f"{pipe.name} is no pipe of that rank")
         os.write(descriptor, b"1")
     except BlockingIOError:
-        pass  # full: it was told often enough
+        pass  # full: enough requests are pending
     finally:
         os.close(descriptor)
 
@@ -133,7 +133,7 @@ def _newest(process: NcclProcess, paths: list[Path]) -> TakenDump:
 
 
 def _read(path: Path, user: int) -> TakenDump:
-    """Only a file of the rank's own user: the agent may be allowed to read more than that one."""
+    """Read a file only if it belongs to the rank's user; the agent may have more rights."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -1,10 +1,9 @@
 """Lines of the NCCL Inspector (`plugins/profiler/inspector`, NCCL 2.28 and later) to samples.
 
-Each line is one operation of one communicator, as one rank ran it: a collective, in newer versions
-also a send or receive, or what its proxy did, which is passed over. Since its format v4.3 a line of
-`dump_stats` says once of which communicator those behind it are. Of the lines of a sweep we keep
-what fits few series: the bus bandwidth, by the time spent in it, and quantiles of duration and
-message size.
+Each line is one operation of one communicator on one rank: a collective, in newer versions also a
+send or receive, or proxy activity, which is ignored. Since format v4.3 a line with `dump_stats`
+names the communicator of the lines behind it. Each sweep is reduced to few series: the bus
+bandwidth weighted by time, and quantiles of duration and message size.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class CollectivePerformance(msgspec.Struct):
 
 
 class PointToPointPerformance(msgspec.Struct, rename=lambda name: name.replace("coll", "p2p", 1)):
-    """The same of a send or receive: `p2p`, `p2p_exec_time_us`, ..."""
+    """The same for a send or receive: `p2p`, `p2p_exec_time_us`, ..."""
 
     coll: str
     coll_msg_size_bytes: float | None = None
@@ -52,11 +51,11 @@ class PointToPointPerformance(msgspec.Struct, rename=lambda name: name.replace("
 
 
 class ProxyTrace(msgspec.Struct):
-    """Only that it is one."""
+    """A proxy line; its content is not used."""
 
 
 class DumpStatistics(msgspec.Struct):
-    """Overwritten in the Inspector's memory before it wrote them."""
+    """Records overwritten in the Inspector's memory before they were written."""
 
     coll_dropped_since_last_dump: int = 0
     p2p_dropped_since_last_dump: int = 0
@@ -72,15 +71,15 @@ class InspectorLine(msgspec.Struct):
 
     @property
     def is_known(self) -> bool:
-        told = (self.coll_perf, self.p2p_perf, self.proxy_trace, self.dump_stats)
-        return any(each is not None for each in told)
+        records = (self.coll_perf, self.p2p_perf, self.proxy_trace, self.dump_stats)
+        return any(each is not None for each in records)
 
 
 _decoder = msgspec.json.Decoder(InspectorLine)
 
 
 def decode(line: bytes) -> InspectorLine | None:
-    """None for what is no such line: another format, or one that was torn."""
+    """Return the line; None for another format or an incomplete line."""
     try:
         decoded = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -90,7 +89,7 @@ def decode(line: bytes) -> InspectorLine | None:
 
 @dataclass(slots=True)
 class _Collective:
-    """All time, then this sweep."""
+    """Totals, then values of this sweep."""
 
     count: int = 0
     seconds: float = 0.0
@@ -108,12 +107,12 @@ class Performance:
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
         self._of: defaultdict[tuple[str, str], _Collective] = defaultdict(_Collective)
-        self._header: Header | None = None  # of the lines that have none
-        self._dropped: int | None = None  # None: this version does not say
+        self._header: Header | None = None  # for lines without a header
+        self._dropped: int | None = None  # None: not reported by this version
         self.unreadable = 0
 
     def lose_place(self) -> None:
-        """Lines were passed over: whose the next are is not known."""
+        """Forget the current header, because lines were skipped."""
         self._header = None
 
     def add(self, text: bytes) -> None:
@@ -147,7 +146,7 @@ class Performance:
         if size is not None and size >= 0:
             collective.size_bytes += size
             collective.sizes.append(size)
-        if duration_us is None or duration_us <= 0:  # it was not timed
+        if duration_us is None or duration_us <= 0:  # not measured
             return
         seconds = duration_us * 1e-6
         collective.seconds += seconds
@@ -157,7 +156,7 @@ class Performance:
             collective.bus_seconds += seconds
 
     def samples(self, now_ns: int) -> Iterator[Sample]:
-        """Totals always, the rest where something ran since the last call."""
+        """Yield totals, and the other values for collectives since the last call."""
         for (communicator, name), of in self._of.items():
             labels = {**self._labels, "communicator": communicator, "collective": name}
             for metric, value in _values(of):
@@ -169,8 +168,8 @@ class Performance:
                 found.sort()
                 for quantile in _QUANTILES if found else ():
                     value = found[min(len(found) - 1, int(quantile * len(found)))]
-                    told = {**labels, "quantile": f"{quantile:g}"}
-                    yield Sample(f"paceline_nccl_{metric}", told, value, now_ns)
+                    with_quantile = {**labels, "quantile": f"{quantile:g}"}
+                    yield Sample(f"paceline_nccl_{metric}", with_quantile, value, now_ns)
                 found.clear()
             of.bus_bytes = of.bus_seconds = 0.0
         if self._dropped is not None:

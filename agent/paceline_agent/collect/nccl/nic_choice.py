@@ -1,4 +1,4 @@
-"""Which network devices NCCL may use, by the settings of a process.
+"""Network devices that NCCL may use, from the settings of a process.
 
 NCCL user guide, NCCL_IB_HCA and NCCL_SOCKET_IFNAME: a list of prefixes; `=` in front asks for whole
 names, `^` for all but these, and a device may be followed by `:PORT`.

@@ -1,4 +1,4 @@
-"""What /proc tells of a process that uses NCCL: its settings, its library, where it writes."""
+"""A process that uses NCCL, from /proc: its settings, its library, the files it writes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the nvml collector reads of each GPU, and how it survives one that does not answer."""
+"""Values that the nvml collector reads from each GPU, and handling of GPUs that hang."""

@@ -32,7 +32,7 @@ _METRICS = (  # name, nvmlGpmMetricId_t, the driver's units in one of DCGM's
 
 
 class Activity:
-    """Of one GPU, for as long as the driver stays open."""
+    """Activity of one GPU while the driver stays initialized."""
 
     def __init__(self) -> None:
         self._question: Any = None  # kept: it is 19 KiB

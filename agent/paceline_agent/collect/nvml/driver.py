@@ -50,7 +50,7 @@ def function(name: str) -> Callable[..., Any]:
 def field_values(handle: Any, count: int, values: ctypes.Array[ctypes.c_char]) -> None:
     """Have the driver fill in `count` nvmlFieldValue_t, whose fields and scopes are set.
 
-    pynvml's own function builds that array anew each time, which costs several times the answer.
+    pynvml's own function builds that array again each time, which costs several times the answer.
     """
     try:
         call = pynvml.nvmlLib.nvmlDeviceGetFieldValues

@@ -39,7 +39,7 @@ class FieldReading(NamedTuple):
     number: float
     extra: tuple[tuple[str, str], ...] | None
     scope: int
-    time_us: int  # CLOCK_REALTIME of the driver's reading; 0: not told
+    time_us: int  # CLOCK_REALTIME of the driver's reading; 0: not reported
 
 
 class Fields:
@@ -55,16 +55,16 @@ class Fields:
     def _keep(self, rows: Sequence[FieldRow]) -> None:
         self._rows = rows
         self._asked = b"".join(_VALUE.pack(row.field, row.scope, *_NOTHING) for row in rows)
-        self._told = ctypes.create_string_buffer(self._asked, len(self._asked))
+        self._result = ctypes.create_string_buffer(self._asked, len(self._asked))
 
     def __call__(self, handle: Any) -> list[FieldReading]:
         if not self._rows:
             return []
-        self._told.raw = self._asked
-        field_values(handle, len(self._rows), self._told)
+        self._result.raw = self._asked
+        field_values(handle, len(self._rows), self._result)
         answers, kept, failed = [], [], None
-        told = _VALUE.iter_unpack(self._told)
-        for row, (_, _, time_us, _, kind, result, content) in zip(self._rows, told, strict=True):
+        values = _VALUE.iter_unpack(self._result)
+        for row, (_, _, time_us, _, kind, result, content) in zip(self._rows, values, strict=True):
             if result == 0:
                 if content != _NO_VALUE or kind not in _UNSIGNED:
                     name, _, scale, scope, extra = row

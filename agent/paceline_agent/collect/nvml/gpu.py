@@ -42,7 +42,7 @@ class NvmlGpu:
     activity: Any = None  # activity.Activity, likewise
     mig_mode: int | None = None
     is_ours: bool = True  # False: this container may not use it
-    trouble: Trouble | None = None  # said once, until it answers again
+    trouble: Trouble | None = None  # reported once, until it responds again
     troubled_ns: int = 0  # when `trouble` last changed
     answered: bool = False  # anything since `begin`
     last_error: Exception | None = None
@@ -53,7 +53,7 @@ class NvmlGpu:
     lasting: Recurring = field(default_factory=Recurring)
 
     def name(self, info: GpuInfo, hostname: str) -> None:
-        if self.info is not None and self.info.uuid != info.uuid:  # numbered anew
+        if self.info is not None and self.info.uuid != info.uuid:  # renumbered
             self.trouble = None
             self.last_xid = None
             self.xid_counts.clear()
@@ -72,9 +72,9 @@ class NvmlGpu:
         self.last_error = None
 
     def ask(self, call: Callable[[Any], Any]) -> Any:
-        """The answer, or None: not supported (never asked again), or not this time.
+        """Return the result; None if it is not supported (not called again) or failed this time.
 
-        Raises NVMLError where the GPU as a whole does not answer.
+        Raises NVMLError if the GPU as a whole does not respond.
         """
         if call in self.refused:
             return None
@@ -97,7 +97,7 @@ class NvmlGpu:
             yield from self.ask(reading) or ()
 
     def forget_refusals(self) -> None:
-        """A driver that was reloaded, or a change of MIG mode, may have made more possible."""
+        """Call everything again: a reloaded driver or another MIG mode may support more."""
         self.refused.clear()
         self.fast_fields.reset()
         self.slow_fields.reset()

@@ -1,4 +1,4 @@
-"""MIG: each GPU instance as a GPU of its own, under the labels dcgm-exporter gives it."""
+"""MIG: each GPU instance as a separate GPU with dcgm-exporter's labels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read(gpu: NvmlGpu) -> Iterator[Value]:
 
 
 def _instances(handle: Any) -> list[Value]:
-    """Memory belongs to the GPU instance: of its compute instances one stands for all."""
+    """Read instances; memory belongs to the GPU instance, so one compute instance is enough."""
     values: list[Value] = []
     seen: set[int] = set()
     for index in range(min(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle), _MIG_AT_MOST)):
@@ -43,7 +43,7 @@ def _instances(handle: Any) -> list[Value]:
                 seen.add(number)
                 values += _instance(instance, number)
         except NOTHING_THERE:
-            continue  # it may have been taken apart meanwhile
+            continue  # the instance may have been destroyed
     return values
 
 
@@ -59,6 +59,6 @@ def _instance(instance: Any, number: int) -> Iterator[Value]:
 
 
 def _profile(name: str, slices: int, mebibytes: int) -> str:
-    """`1g.18gb` of "NVIDIA H200 MIG 1g.18gb"."""
-    told = re.search(r"MIG (\S+)", name)
-    return told[1] if told else f"{slices}g.{round(mebibytes / 1024)}gb"
+    """Return `1g.18gb` for "NVIDIA H200 MIG 1g.18gb"."""
+    match = re.search(r"MIG (\S+)", name)
+    return match[1] if match else f"{slices}g.{round(mebibytes / 1024)}gb"

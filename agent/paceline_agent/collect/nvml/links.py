@@ -1,7 +1,7 @@
-"""NVLink: which links are up and where to, what they moved and what went wrong on each.
+"""NVLink: state and destination of each link, its traffic and its errors.
 
-Drivers and generations count in different places. Every place is asked once, those that answer
-are kept, and of two that count the same the first is told.
+Drivers and generations count in different fields. Every field is read once, those that respond are
+kept, and of two fields with the same meaning the first is used.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TOTALS = (
     FieldRow(_TRANSMITTED, 138, _KIBIBYTE, ALL_LINKS),
     FieldRow(_RECEIVED, 139, _KIBIBYTE, ALL_LINKS),
 )
-# What a total is summed from where the driver has none.
+# Fields that are summed if the driver has no total.
 _SUMMED = {
     metric_names.NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL: _CRC,
     metric_names.NVLINK_REPLAY_ERROR_COUNT_TOTAL: _REPLAYS,
@@ -75,7 +75,7 @@ class Links:
 
     def read(self, gpu: NvmlGpu) -> Iterator[Value]:
         up = self._up(gpu)
-        self._look_at_ends(gpu, [link for link, active in up.items() if active])
+        self._read_ends(gpu, [link for link, active in up.items() if active])
         if self._counters is None:
             return
         if up:
@@ -83,22 +83,22 @@ class Links:
         for link, active in up.items():
             yield Value("paceline_gpu_nvlink_up", active, _of(link))
         totals: list[FieldReading] = gpu.ask(self._totals) or []
-        told = {answer.name: answer.number for answer in totals}
-        by_link = _by_link(gpu.ask(self._counters) or [], told)
+        sums = {answer.name: answer.number for answer in totals}
+        by_link = _by_link(gpu.ask(self._counters) or [], sums)
         for name, links in by_link.items():
             for link, number in links.items():
                 yield Value(name, number, _of(link))
         for name, summed in _SUMMED.items():
-            if name not in told and summed in by_link:
-                told[name] = sum(by_link[summed].values())
-        for name, number in told.items():
+            if name not in sums and summed in by_link:
+                sums[name] = sum(by_link[summed].values())
+        for name, number in sums.items():
             yield Value(name, number, None if name.startswith("DCGM") else _ALL)
         time_us = totals[0].time_us if totals else 0
-        if time_us and _TRANSMITTED in told and _RECEIVED in told:
-            yield from self._rate(told[_TRANSMITTED] + told[_RECEIVED], time_us / 1e6)
+        if time_us and _TRANSMITTED in sums and _RECEIVED in sums:
+            yield from self._rate(sums[_TRANSMITTED] + sums[_RECEIVED], time_us / 1e6)
 
     def _up(self, gpu: NvmlGpu) -> dict[int, int]:
-        """Link -> 1 if it is up. One the GPU does not have is never asked for again."""
+        """Return link -> 1 if it is up; a link that the GPU lacks is not read again."""
         answers = {link: gpu.ask(state) for link, state in self._states.items()}
         self._states = {
             link: state for link, state in self._states.items() if state not in gpu.refused
@@ -107,15 +107,15 @@ class Links:
             self._counters = Fields(_rows(list(self._states)))
         return {link: answer for link, answer in answers.items() if answer is not None}
 
-    def _look_at_ends(self, gpu: NvmlGpu, active: list[int]) -> None:
-        """Where a link goes changes with its state only."""
+    def _read_ends(self, gpu: NvmlGpu, active: list[int]) -> None:
+        """Read the destinations of links; they change only with the state of a link."""
         if active != self._active:
             self._active = active
             ends = (gpu.ask(self._ends[link]) for link in active)
             self.ends = dict(Counter(end for end in ends if end is not None))
 
     def _rate(self, moved_bytes: float, seconds: float) -> Iterator[Value]:
-        """As DCGM makes it of the same counters: thousands of KiB per second, both directions."""
+        """Yield the rate as DCGM computes it: thousands of KiB per second, both directions."""
         before, self._moved = self._moved, (moved_bytes, seconds)
         if before is not None and moved_bytes >= before[0] and seconds > before[1]:
             rate = (moved_bytes - before[0]) / (seconds - before[1])
@@ -137,9 +137,9 @@ def _rows(links: list[int]) -> list[FieldRow]:
 
 
 def _by_link(answers: list[FieldReading], totals: dict[str, float]) -> dict[str, dict[int, float]]:
-    """Name -> link -> number.
+    """Return name -> link -> number.
 
-    Some drivers answer for every link with the sum over all of them: that is no link's own.
+    Some drivers return the sum of all links for each link; such values are left out.
     """
     found: dict[str, dict[int, float]] = {}
     for answer in answers:
@@ -163,7 +163,7 @@ def _state_of(link: int) -> Callable[[Any], int]:
 
 
 def _end_of(link: int) -> Callable[[Any], str]:
-    """The PCI bus id of a GPU; NVLink 5 tells no bus id of a switch, and nobody asks for it."""
+    """Return the call for the PCI bus id at the end of a link; switches have none on NVLink 5."""
 
     def read(handle: Any) -> str:
         kind = function("nvmlDeviceGetNvLinkRemoteDeviceType")(handle, link)

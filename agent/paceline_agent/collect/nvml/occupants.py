@@ -1,4 +1,4 @@
-"""Which processes compute on a GPU, and which ranks they are of."""
+"""Processes that compute on a GPU, and their ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from paceline_agent.collect.nvml.gpu import NvmlGpu, Value
 from paceline_agent.collect.process_environment import read_environment
 from paceline_agent.collect.processes import namespace_pids
 
-_PROCESSES_AT_MOST = 32  # of one GPU: those that use most
-_GENERATIONS = 8  # between a process and the rank it belongs to
+_PROCESSES_AT_MOST = 32  # per GPU: those with the most memory
+_GENERATIONS = 8  # between a process and its rank
 
 
 def _processes(handle: Any) -> list[Any]:
@@ -23,12 +23,12 @@ def _processes(handle: Any) -> list[Any]:
 
 
 def read(gpu: NvmlGpu, ranks: Sequence[LocalRank], procfs_root: Path) -> Iterator[Value]:
-    """A process of no rank (a leftover, another user's) is shown all the same."""
+    """Yield the processes, also those that belong to no rank (a leftover, another user's)."""
     processes = gpu.ask(_processes)
     if processes is None:
         return
     used_bytes: dict[int, int] = {}
-    for process in processes:  # one of several MIG instances is listed for each
+    for process in processes:  # a process on several MIG instances is listed for each
         used_bytes[process.pid] = used_bytes.get(process.pid, 0) + (process.usedGpuMemory or 0)
     by_pid = {rank.pid: rank for rank in ranks}
     largest = sorted(used_bytes, key=used_bytes.__getitem__, reverse=True)[:_PROCESSES_AT_MOST]
@@ -47,10 +47,10 @@ def read(gpu: NvmlGpu, ranks: Sequence[LocalRank], procfs_root: Path) -> Iterato
 
 
 def gpu_of_pid(gpus: Iterable[NvmlGpu]) -> dict[int, int]:
-    """Index of the GPU on which a rank, by its pid, has most memory.
+    """Return the index of the GPU on which each rank (by pid) has most memory.
 
-    Ranks often hold a little on their node's first GPU too. Where the driver does not tell how
-    much, one that is on several GPUs is left out.
+    Ranks often use a little memory on the first GPU of the node too. If the driver does not report
+    the amount, a rank on several GPUs is left out.
     """
     found: dict[int, list[tuple[int, int]]] = {}
     for gpu in gpus:
@@ -62,7 +62,7 @@ def gpu_of_pid(gpus: Iterable[NvmlGpu]) -> dict[int, int]:
 
 
 def _rank_of(pid: int, by_pid: Mapping[int, LocalRank], procfs_root: Path) -> LocalRank | None:
-    """The rank a process is, or descends from; the driver gives its pid as this node counts."""
+    """Return the rank of a process or of its ancestors; `pid` is the node's pid."""
     at = pid
     for _ in range(_GENERATIONS):
         if at in by_pid:
@@ -78,10 +78,10 @@ def _rank_of(pid: int, by_pid: Mapping[int, LocalRank], procfs_root: Path) -> Lo
 
 
 def _rank_within(pid: int, by_pid: Mapping[int, LocalRank], procfs_root: Path) -> LocalRank | None:
-    """A rank in a container says its pid as the container counts; another's may be the same."""
+    """Return the rank of a process in a container; another rank may have the same pid there."""
     for inner in namespace_pids(procfs_root, pid)[1:]:
         rank = by_pid.get(inner)
         if rank is not None:
-            told = read_environment(procfs_root, pid, ("RANK",)) or {}
-            return rank if told.get("RANK", str(rank.rank)) == str(rank.rank) else None
+            environment = read_environment(procfs_root, pid, ("RANK",)) or {}
+            return rank if environment.get("RANK", str(rank.rank)) == str(rank.rank) else None
     return None

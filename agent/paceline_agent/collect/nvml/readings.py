@@ -1,4 +1,4 @@
-"""The calls made of a whole GPU: what each sweep asks, and what hardly ever changes.
+"""NVML calls for a whole GPU: those of each sweep, and those that rarely change.
 
 Names are dcgm-exporter's where it has one. Numbers of clocks, thresholds and reasons: nvml.h.
 """
@@ -29,7 +29,7 @@ _REASONS = [(bit, (("reason", reason),)) for reason, bit in THROTTLE_REASONS.ite
 
 
 def _number(*names: str, of: str, arguments: tuple[int, ...] = (), scale: float = 1.0) -> Reading:
-    """A call that answers with one number, told under one or more names."""
+    """A call that answers with one number, emitted under one or more names."""
 
     def read(handle: Any) -> Iterable[Value]:
         number = function(of)(handle, *arguments) * scale
@@ -55,13 +55,13 @@ def _decoder(handle: Any) -> Iterable[Value]:
 
 
 def memory(handle: Any, extra: tuple[tuple[str, str], ...] | None = None) -> Iterable[Value]:
-    """Drivers before 510 count what they reserve as used."""
+    """Read the memory; drivers before 510 count reserved memory as used."""
     try:
-        told = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
+        memory_info = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
     except pynvml.NVMLError_FunctionNotFound:
-        told = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    sizes = {"TOTAL": told.total, "USED": told.used, "FREE": told.free}
-    reserved = getattr(told, "reserved", None)
+        memory_info = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    sizes = {"TOTAL": memory_info.total, "USED": memory_info.used, "FREE": memory_info.free}
+    reserved = getattr(memory_info, "reserved", None)
     if reserved is not None:
         sizes["RESERVED"] = reserved
     return [
@@ -70,7 +70,7 @@ def memory(handle: Any, extra: tuple[tuple[str, str], ...] | None = None) -> Ite
 
 
 def _temperature(handle: Any) -> Iterable[Value]:
-    """The older call first: the newer one came with driver 560, and CUDA 14 drops the older."""
+    """Read the temperature: the older call first; driver 560 added a newer one."""
     try:
         celsius = function("nvmlDeviceGetTemperature")(handle, 0)
     except pynvml.NVMLError_FunctionNotFound:
@@ -81,7 +81,7 @@ def _temperature(handle: Any) -> Iterable[Value]:
 def _throttle_reasons(handle: Any) -> Iterable[Value]:
     try:
         reasons = function("nvmlDeviceGetCurrentClocksEventReasons")(handle)
-    except pynvml.NVMLError_FunctionNotFound:  # drivers before 535 know it by its old name
+    except pynvml.NVMLError_FunctionNotFound:  # the name in drivers before 535
         reasons = function("nvmlDeviceGetCurrentClocksThrottleReasons")(handle)
     flags = [
         Value(metric_names.GPU_THROTTLE_REASON, 1.0 if reasons & bit else 0.0, extra)
@@ -99,7 +99,7 @@ def _power_limits(handle: Any) -> Iterable[Value]:
 
 
 def _pcie_throughput(handle: Any) -> Iterable[Value]:
-    """The driver samples each for 20 ms: not for every sweep."""
+    """Read PCIe throughput; each call takes 20 ms, so not in every sweep."""
     return (
         Value("DCGM_FI_DEV_PCIE_TX_THROUGHPUT", pynvml.nvmlDeviceGetPcieThroughput(handle, 0)),
         Value("DCGM_FI_DEV_PCIE_RX_THROUGHPUT", pynvml.nvmlDeviceGetPcieThroughput(handle, 1)),

@@ -1,6 +1,6 @@
-"""`paceline agent --check`: what this agent can and cannot see here, and what would enable it.
+"""`paceline agent --check`: what the agent can measure on this node, and how to enable the rest.
 
-Nothing is made, started or changed. Files that cannot be read are tried once.
+Nothing is created, started or changed. Files that cannot be read are tried once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WITH_OWN_ROWS = {"nvml", "rdma", "kmsg", "timex"}
 
 
 def run(settings: AgentSettings, *, json: bool) -> int:
-    """Print the table; 1 if something is missing that the agent cannot work without.
+    """Print the table; return 1 if something that the agent requires is missing.
 
     Raises OutputError.
     """

@@ -1,4 +1,4 @@
-"""What a sweep of the collectors saw, and which counters it could not read."""
+"""Devices found by a sweep of the collectors, and counters that it could not read."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from paceline_wire import metric_names
 from paceline_wire.batch import GpuInfo
 
 _GPU_PREFIXES = ("DCGM_FI_DEV_", "paceline_gpu_")
-# Of some states only (an XID, a process, MIG), of two sweeps, or of the node's topology: nothing is
-# wrong where they are absent.
+# Signals of certain states only (an XID, a process, MIG), of two sweeps, or of the topology: their
+# absence is no problem.
 _NOT_ALWAYS = re.compile(
     r"XID_ERRORS|_process_|_processes|_mig_|_distance$|nearest_nic|NVLINK_BANDWIDTH_TOTAL"
 )
 _COUNTER_BYTES = 4096  # a file of sysfs is a page at most
-_A_FAMILY = 4  # signals, from which on a family that is absent altogether is named as one
+_A_FAMILY = 4  # number of missing signals from which a missing family is named as one
 _REASONS = {
     errno.EACCES: ("access denied", "run the agent as root"),
     errno.EPERM: ("restricted", "grant CAP_NET_ADMIN, or ask who set the port up"),
@@ -43,8 +43,10 @@ def gpus(outcome: CollectorResult) -> Iterator[CheckRow]:
         return
     found = outcome.collected.gpus or []
     versions = next((s.labels for s in outcome.samples if s.name == metric_names.DRIVER_INFO), {})
-    told = ", ".join(f"{name.removesuffix('_version')} {text}" for name, text in versions.items())
-    yield CheckRow("GPUs (NVML)", YES if found else NO, f"{len(found)} GPUs; {told}")
+    drivers = ", ".join(
+        f"{name.removesuffix('_version')} {text}" for name, text in versions.items()
+    )
+    yield CheckRow("GPUs (NVML)", YES if found else NO, f"{len(found)} GPUs; {drivers}")
     for missing, alike in _by_missing(outcome, found).items():
         evidence = f"all {len(_gpu_signals())} signals"
         if missing:
@@ -77,16 +79,16 @@ def _gpu_signals() -> set[str]:
 
 
 def _summed_up(missing: set[str]) -> tuple[str, ...]:
-    """Names without their prefix; `nvlink_*` where a GPU has nothing of NVLink."""
+    """Return names without prefix; `nvlink_*` for a GPU without any NVLink signal."""
     families: dict[str, set[str]] = defaultdict(set)
     for name in _gpu_signals():
         short = _shortened(name)
         families[short.partition("_")[0]].add(short)
-    told = {_shortened(name) for name in missing}
+    names = {_shortened(name) for name in missing}
     for family, members in families.items():
-        if len(members) >= _A_FAMILY and members <= told:
-            told = told - members | {f"{family}_*"}
-    return tuple(sorted(told))
+        if len(members) >= _A_FAMILY and members <= names:
+            names = names - members | {f"{family}_*"}
+    return tuple(sorted(names))
 
 
 def _shortened(name: str) -> str:
@@ -94,7 +96,7 @@ def _shortened(name: str) -> str:
 
 
 def rdma(context: Context) -> Iterator[CheckRow]:
-    """Each port's state, and which of its counters cannot be read and why."""
+    """Yield the state of each port, and the counters that cannot be read, with the reason."""
     what = "InfiniBand and RoCE"
     root = context.sysfs_root / "class" / "infiniband"
     ports = [
@@ -124,24 +126,24 @@ def _port(name: str, directory: Path) -> CheckRow:
             else:
                 unread[reason] += 1
     state = [_first_line(directory / file) for file in ("link_layer", "state", "rate")]
-    told = ", ".join(text for text in state if text)
+    names = ", ".join(text for text in state if text)
     counters = [f"{readable} counters"]
     counters += [f"{count} not: {reason}" for (reason, _), count in unread.items()]
     return CheckRow(
         f"  {name}",
-        YES if readable and not unread else PARTLY if readable or told else NO,
-        "; ".join([told, *counters] if told else counters),
+        YES if readable and not unread else PARTLY if readable or names else NO,
+        "; ".join([names, *counters] if names else counters),
         "; ".join(sorted({remedy for _, remedy in unread if remedy})),
     )
 
 
 def _why_unread(path: Path) -> tuple[str, str] | None:
-    """Reason and remedy; None for a counter that can be read."""
+    """Return reason and remedy; None for a readable counter."""
     try:
         text = read_text_once(path, _COUNTER_BYTES).strip()
     except OSError as error:
-        told = error.strerror or "cannot be read"
-        return _REASONS.get(error.errno or 0, (told, ""))
+        reason = error.strerror or "cannot be read"
+        return _REASONS.get(error.errno or 0, (reason, ""))
     if text.removeprefix("-").isdecimal():
         return None
     return _NO_PMA if text.startswith("N/A") else ("no number", "")
@@ -157,17 +159,17 @@ def _first_line(path: Path) -> str:
 def kernel_log(outcome: CollectorResult, path: Path) -> CheckRow:
     if outcome.collected is None:
         return CheckRow(f"kernel log ({path})", NO, *_evidence_and_remedy(outcome.trouble or ""))
-    return CheckRow(f"kernel log ({path})", YES, "XIDs, link, memory and disk errors are told")
+    return CheckRow(f"kernel log ({path})", YES, "XIDs, link, memory and disk errors are reported")
 
 
 def _evidence_and_remedy(trouble: str) -> tuple[str, str]:
-    """Of a sentence such as `/dev/kmsg may not be read: run as root`."""
+    """Split a sentence such as `/dev/kmsg may not be read: run as root`."""
     evidence, _, remedy = trouble.partition(": ")
     return evidence, remedy
 
 
 def others(outcomes: Sequence[CollectorResult], *, besides: set[str]) -> Iterator[CheckRow]:
-    """The collectors that have no row of their own."""
+    """Yield a row for each remaining collector."""
     for outcome in outcomes:
         if outcome.collector in besides:
             continue

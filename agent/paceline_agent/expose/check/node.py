@@ -1,4 +1,4 @@
-"""The agent's own ground: directories, server and clock."""
+"""The agent's own environment: directories, server and clock."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from paceline_wire.node_directory import (
 )
 
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
-_RINGS_BYTES = 64 << 20  # of the rings of eight ranks
-_HEALTHY = b"ok"  # what the server says at /healthz
+_RINGS_BYTES = 64 << 20  # for the rings of eight ranks
+_HEALTHY = b"ok"  # the server's response at /healthz
 _WORTH_TELLING_SECONDS = 2.0  # of difference to the server; its Date header counts seconds
 _MEBIBYTE = 1 << 20
 
@@ -37,17 +37,17 @@ def rings(settings: AgentSettings) -> CheckRow:
         remedy = "give another with --node-directory"
         return CheckRow(what, NO, f"{place} may not be written", remedy, needed=True)
     kind, free_bytes = file_system(place, settings.procfs_root), _free_bytes(place)
-    told = f"{directory} on {kind or 'an unknown file system'}, {_mebibytes(free_bytes)} free"
+    found = f"{directory} on {kind or 'an unknown file system'}, {_mebibytes(free_bytes)} free"
     if free_bytes < _RINGS_BYTES:
-        return CheckRow(what, PARTLY, told, "make it larger: mount -o remount,size=", needed=True)
+        return CheckRow(what, PARTLY, found, "make it larger: mount -o remount,size=", needed=True)
     if kind not in _IN_MEMORY:
         remedy = "--node-directory on a tmpfs, or ranks wait for the disk"
-        return CheckRow(what, PARTLY, told, remedy, needed=True)
-    return CheckRow(what, YES, told, needed=True)
+        return CheckRow(what, PARTLY, found, remedy, needed=True)
+    return CheckRow(what, YES, found, needed=True)
 
 
 def found_by_ranks(settings: AgentSettings) -> CheckRow:
-    """Of jobs that others start; those the agent starts are told."""
+    """Check whether ranks of external jobs find this agent; its own ranks always do."""
     what, directory = "found by ranks", settings.directory
     others = [ring for ring in rings_of_running_agents() if ring.parent != directory]
     named = f"set PACELINE_RING_DIRECTORY={directory / RINGS} for them"
@@ -66,7 +66,7 @@ def found_by_ranks(settings: AgentSettings) -> CheckRow:
 
 
 def _account() -> str | None:
-    """None: root, who makes room for all."""
+    """Return the account of the agent; None for root, which serves all users."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name if os.geteuid() else None
     except KeyError:
@@ -87,14 +87,14 @@ def spool(settings: AgentSettings) -> CheckRow:
         remedy = "give another with --spool-directory"
         return CheckRow(what, NO, f"{place} may not be written", remedy, needed=True)
     kind, free_bytes = file_system(place, settings.procfs_root), _free_bytes(place)
-    told = f"{directory} on {kind or 'an unknown file system'}, {_mebibytes(free_bytes)} free"
+    found = f"{directory} on {kind or 'an unknown file system'}, {_mebibytes(free_bytes)} free"
     if free_bytes < settings.spool_bytes:
         remedy = f"free {_mebibytes(settings.spool_bytes)}, or lower --spool-bytes"
-        return CheckRow(what, PARTLY, told, remedy, needed=True)
+        return CheckRow(what, PARTLY, found, remedy, needed=True)
     if kind in _IN_MEMORY:
         remedy = "--spool-directory on a disk, or what is not sent is lost at a reboot"
-        return CheckRow(what, PARTLY, told, remedy, needed=True)
-    return CheckRow(what, YES, told, needed=True)
+        return CheckRow(what, PARTLY, found, remedy, needed=True)
+    return CheckRow(what, YES, found, needed=True)
 
 
 def server(settings: AgentSettings) -> CheckRow:
@@ -102,18 +102,18 @@ def server(settings: AgentSettings) -> CheckRow:
     try:
         answer = Target(url, may_use_proxy=not settings.server_is_local).get("/healthz")
     except LinkError as error:
-        told = f"{url} does not answer: {error}"
-        return CheckRow(what, NO, told, "start it, or give another with --server", needed=True)
+        found = f"{url} does not respond: {error}"
+        return CheckRow(what, NO, found, "start it, or give another with --server", needed=True)
     if answer.status != HTTPStatus.OK:
-        told = f"{url}/healthz answers {answer.status}"
-        return CheckRow(what, NO, told, "look at the server's log", needed=True)
+        found = f"{url}/healthz responds with status {answer.status}"
+        return CheckRow(what, NO, found, "check the server's log", needed=True)
     if answer.content.strip() != _HEALTHY:
-        told = f"what answers at {url} is no paceline server"
-        return CheckRow(what, NO, told, "give the server's address with --server", needed=True)
+        found = f"{url} responded but is not a Paceline server"
+        return CheckRow(what, NO, found, "give the server's address with --server", needed=True)
     ahead = _ahead_seconds(answer.headers.get("date", ""))
     if ahead is not None and abs(ahead) > _WORTH_TELLING_SECONDS:
-        told = f"{url} answers; this node's clock is {ahead:+.0f} s from its own"
-        return CheckRow(what, PARTLY, told, "synchronise both clocks (chrony)", needed=True)
+        found = f"{url} answers; this node's clock is {ahead:+.0f} s from its own"
+        return CheckRow(what, PARTLY, found, "synchronize both clocks (chrony)", needed=True)
     return CheckRow(what, YES, f"{url} answers", needed=True)
 
 
@@ -129,16 +129,16 @@ def clock() -> CheckRow:
         found = clock_sync.read()
     except OSError as error:
         remedy = "allow adjtimex in the sandbox's system call filter"
-        return CheckRow("clock synchronisation", NO, f"unknown: {error.strerror}", remedy)
+        return CheckRow("clock synchronization", NO, f"unknown: {error.strerror}", remedy)
     bound = f"off by at most {found.maximum_error_seconds * 1e3:.1f} ms"
     if found.is_synchronised:
-        return CheckRow("clock synchronisation", YES, f"synchronised, {bound}")
+        return CheckRow("clock synchronization", YES, f"synchronized, {bound}")
     remedy = "run chronyd, systemd-timesyncd or ptp4l on the node"
-    return CheckRow("clock synchronisation", NO, "the kernel says: not synchronised", remedy)
+    return CheckRow("clock synchronization", NO, "the kernel says: not synchronized", remedy)
 
 
 def file_system(path: Path, procfs: Path = Path("/proc")) -> str | None:
-    """Type of the file system a directory lies on: that of the longest mount point above it."""
+    """Return the type of a directory's file system: that of the longest mount point above."""
     try:
         lines = read_text_once(procfs / "self/mounts").splitlines()
     except OSError:
@@ -150,11 +150,11 @@ def file_system(path: Path, procfs: Path = Path("/proc")) -> str | None:
         for position, (point, kind) in enumerate(mounts)
         if resolved.is_relative_to(point.replace("\\040", " "))
     ]
-    return max(above)[2] if above else None  # of two on one point the later one hides the other
+    return max(above)[2] if above else None  # the later of two mounts on one point hides the other
 
 
 def _nearest(directory: Path) -> Path:
-    """The directory or, as it may not exist yet or be out of reach, what lies above it."""
+    """Return the directory, or its nearest ancestor that exists and is accessible."""
     above = (directory, *directory.absolute().parents)
     return next(place for place in above if os.path.exists(place))  # False where stat is denied
 

@@ -1,4 +1,4 @@
-"""What the kernel lets this process see of other processes."""
+"""Data that the kernel allows this process to read about other processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pressure(procfs: Path) -> CheckRow:
 
 
 def other_processes(procfs: Path) -> CheckRow:
-    """Counters of ranks that another user runs: `io` and `environ` need what ptrace needs."""
+    """Check counters of other users' ranks: `io` and `environ` need ptrace rights."""
     hiding = _HIDING.search(_proc_mount(procfs))
     if hiding is not None and hiding[1] not in _READABLE_BY_ALL and not _sees(procfs, "stat"):
         remedy = "mount /proc with hidepid=0, or put the agent into the group of gid="
@@ -43,21 +43,23 @@ def other_processes(procfs: Path) -> CheckRow:
 
 
 def stacks(procfs: Path) -> CheckRow:
-    """Whether py-spy may read ranks: the same rules as for a debugger."""
+    """Check whether py-spy may read ranks; the rules are those of a debugger."""
     what = "stacks of ranks (py-spy)"
     scripts = sysconfig.get_path("scripts")
     if shutil.which("py-spy", path=scripts) is None and shutil.which("py-spy") is None:
         return CheckRow(what, NO, "py-spy is not installed", "pip install 'paceline[agent]'")
     scope = _text(procfs / "sys/kernel/yama/ptrace_scope") or "0"
-    told = f"kernel.yama.ptrace_scope={scope}"
+    setting = f"kernel.yama.ptrace_scope={scope}"
     if scope == "3":
-        return CheckRow(what, NO, told, "reboot with kernel.yama.ptrace_scope at most 2")
+        return CheckRow(what, NO, setting, "reboot with kernel.yama.ptrace_scope at most 2")
     if has_capability(procfs, _CAP_SYS_PTRACE):
-        return CheckRow(what, YES, f"of all users: CAP_SYS_PTRACE, {told}")
+        return CheckRow(what, YES, f"of all users: CAP_SYS_PTRACE, {setting}")
     if scope == "2":
-        return CheckRow(what, NO, told, "grant CAP_SYS_PTRACE")
+        return CheckRow(what, NO, setting, "grant CAP_SYS_PTRACE")
     whose = "of this user's ranks" if scope == "0" else "of ranks this agent started"
-    return CheckRow(what, PARTLY, f"{whose}, {told}", "grant CAP_SYS_PTRACE for other users' ranks")
+    return CheckRow(
+        what, PARTLY, f"{whose}, {setting}", "grant CAP_SYS_PTRACE for other users' ranks"
+    )
 
 
 def has_capability(procfs: Path, number: int) -> bool:
@@ -66,7 +68,7 @@ def has_capability(procfs: Path, number: int) -> bool:
 
 
 def _sees(procfs: Path, name: str) -> bool:
-    """Whether a file of the first process, which is another user's, can be read."""
+    """Return whether a file of process 1, which belongs to another user, can be read."""
     return os.geteuid() != 0 and _reads(procfs / "1" / name)
 
 

@@ -1,4 +1,4 @@
-"""One row for each thing the agent could see, and the table of them."""
+"""One row per capability of the agent, and the table of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REMEDY_COLUMNS = 52
 
 
 class CheckRow(msgspec.Struct, frozen=True, omit_defaults=False):
-    """`remedy` is what would enable the rest; `needed`: the agent cannot do its work without."""
+    """One capability; `remedy` enables the rest, `needed` means that the agent requires it."""
 
     what: str
     seen: str
@@ -23,7 +23,7 @@ class CheckRow(msgspec.Struct, frozen=True, omit_defaults=False):
 
 
 def status(rows: Sequence[CheckRow]) -> int:
-    """1 if something is missing that is needed."""
+    """Return 1 if something needed is missing, else 0."""
     return int(any(row.needed and row.seen == NO for row in rows))
 
 

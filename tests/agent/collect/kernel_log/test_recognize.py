@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline_agent.collect.kernel_log import parse
 from paceline_agent.collect.kernel_log.recognize import KernelEvent, Recognizer, pci_address
 from paceline_agent.collect.kernel_log.rules import OFF_BUS, RULES
-from paceline_agent.collect.kernel_log.xids import CATALOGUE, explain
+from paceline_agent.collect.kernel_log.xids import CATALOG, explain
 
 
 def recognize(*messages: str) -> list[KernelEvent]:
@@ -716,8 +716,8 @@ def test_an_xid_names_the_board_that_is_to_be_replaced():
 
 
 def test_every_xid_of_the_catalog_is_explained():
-    assert all(CATALOGUE[code].meaning and CATALOGUE[code].advice for code in CATALOGUE)
-    assert set(range(1, 173)) == set(CATALOGUE)
+    assert all(CATALOG[code].meaning and CATALOG[code].advice for code in CATALOG)
+    assert set(range(1, 173)) == set(CATALOG)
     assert explain(0).action == "UNKNOWN"
 
 

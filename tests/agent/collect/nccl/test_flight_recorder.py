@@ -78,7 +78,7 @@ async def test_a_rank_that_does_not_write_its_dump_is_reported(tmp_path, monkeyp
     monkeypatch.setattr(flight_recorder, "DUMP_SECONDS", 0.3)
     rank = process(tmp_path, TORCH_NCCL_DEBUG_INFO_PIPE_FILE=str(tmp_path / "fr_"))
     silent = listener(tmp_path / "fr_0.pipe", lambda: None)
-    with silent, pytest.raises(NoAnswerError, match="was told to write"):
+    with silent, pytest.raises(NoAnswerError, match="was requested to write"):
         await take(rank, 0)
 
 

@@ -156,7 +156,7 @@ def test_a_server_that_is_there_but_is_none_of_ours(tmp_path: Path) -> None:
         server.close()
         row = node.server(AgentSettings(server_url=f"http://127.0.0.1:{port}"))
     assert (row.seen, row.needed) == (NO, True)
-    assert "does not answer" in row.evidence
+    assert "does not respond" in row.evidence
 
 
 class _Page(BaseHTTPRequestHandler):
@@ -234,7 +234,7 @@ def test_the_command_says_all_of_it_and_fails_without_a_server(tmp_path: Path) -
     seen = {row["what"].strip(): row["seen"] for row in rows["checks"]}
     assert seen["server"] == "no"
     assert {"GPUs (NVML)", "ring directory", "spool directory", "pressure (PSI)"} <= seen.keys()
-    assert {"clock synchronisation", "stacks of ranks (py-spy)"} <= seen.keys()
+    assert {"clock synchronization", "stacks of ranks (py-spy)"} <= seen.keys()
     assert all(
         row["remedy"]
         or row["seen"] == "yes"
