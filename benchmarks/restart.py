@@ -35,20 +35,20 @@ import torch
 import torch.distributed as dist
 import paceline
 
-told = Path(sys.argv[1])
+directory = Path(sys.argv[1])
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 paceline.init()
-begin = int((told / "step").read_text()) if (told / "step").exists() else 0
+begin = int((directory / "step").read_text()) if (directory / "step").exists() else 0
 gradient = torch.ones(1000)
 for step in paceline.steps(range(begin, 1_000_000)):
     time.sleep(0.05)
     dist.all_reduce(gradient)
-    (told / f"new-{rank}").write_text(f"{os.getpid()} {step}")
-    os.replace(told / f"new-{rank}", told / f"rank-{rank}")
+    (directory / f"new-{rank}").write_text(f"{os.getpid()} {step}")
+    os.replace(directory / f"new-{rank}", directory / f"rank-{rank}")
     if rank == 0:
-        (told / "new").write_text(str(step))
-        os.replace(told / "new", told / "step")
+        (directory / "new").write_text(str(step))
+        os.replace(directory / "new", directory / "step")
 """
 
 
@@ -60,7 +60,7 @@ def measure() -> Iterator[Result]:
     executed = _seconds(_paceline())
     forked = _seconds(_paceline("--preload", "torch.distributed"))
     yield Result("restart of a killed rank: torchrun", torchrun, "s")
-    yield Result("restart of a killed rank: executed anew", executed, "s", torchrun)
+    yield Result("restart of a killed rank: re-executed", executed, "s", torchrun)
     yield Result("restart of a killed rank: forked (--preload)", forked, "s", torchrun)
 
 

@@ -65,8 +65,8 @@ def _chains(compute: StepColumns, cell: int, stages: int) -> list[list[Computed]
 def _completed(chain: Sequence[Computed], donated: Sequence[Computed]) -> list[Computed]:
     """Return `chain` with the operations that only the other one has, each after its predecessor.
 
-    Clocks are not compared: what is put in takes all the time up to the next operation, for it
-    cannot be told when it ended.
+    Clocks are not compared: an inserted operation takes all the time until the next operation,
+    because its end is unknown.
     """
     known = {one.key for one in chain}
     if all(one.key in known for one in donated):

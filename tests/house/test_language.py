@@ -1,0 +1,205 @@
+"""Language of the project: standard terms, US spelling (codespell), unique class names."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = ("agent", "cli", "lab", "server", "trainer_hooks", "wire")
+RULES = tomllib.loads(Path(__file__).with_name("language.toml").read_text())
+WORDS: dict[str, str] = RULES["identifiers"]
+PHRASES = {re.compile(pattern, re.IGNORECASE): use for pattern, use in RULES["phrases"].items()}
+OPENINGS = {re.compile(pattern): use for pattern, use in RULES["openings"].items()}
+# Recorded data of others, generated files, and the list of banned words itself.
+EXCLUDED = (
+    "fixtures/",
+    "/data/",
+    "/static/",
+    "openapi.",
+    "package-lock",
+    "tests/house/",
+    "LICENSE",
+)
+
+
+class Text(NamedTuple):
+    """A piece of prose of a file."""
+
+    line: int
+    text: str
+    opens: bool  # a docstring or comment, not a message or a table cell
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Return the files of the project that match, without those that others wrote."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", *patterns],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    return [
+        ROOT / name
+        for name in listed
+        if not any(part in f"/{name}" for part in EXCLUDED) and (ROOT / name).is_file()
+    ]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def python_prose(source: str) -> Iterator[Text]:
+    """Yield docstrings, comments (consecutive lines joined) and string literals."""
+    docstrings = {
+        node.body[0].lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and ast.get_docstring(node) is not None
+    }
+    comment: list[str] = []
+    previous = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        line = token.start[0]
+        if token.type == tokenize.COMMENT:
+            text = token.string.lstrip("#!: ")
+            continues = line == previous + 1 and token.line.lstrip().startswith("#")
+            comment = [*comment, text] if continues else [text]
+            previous = line
+            yield Text(line, text, opens=not continues)
+        elif token.type == tokenize.STRING:
+            text = token.string.strip("rbfuRBFU").strip("\"'")
+            yield Text(line, text, opens=line in docstrings)
+
+
+def other_prose(path: Path) -> Iterator[Text]:
+    """Yield lines: of documents all, of other sources the comments and strings."""
+    in_block = False
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if path.suffix == ".md":
+            in_block ^= line.startswith("```")
+            yield Text(number, re.sub(r"`[^`]*`", "", line), opens=False)
+        else:
+            comment = re.search(r"(?:^|\s)(?://|/\*\*?|\*|#)\s+(.*)", line)
+            if comment is not None:
+                yield Text(number, comment.group(1), opens=False)
+            for literal in re.findall(r'"([^"]*)"|>([^<>{}]+)<', line):
+                yield Text(number, " ".join(literal), opens=False)
+
+
+def prose(path: Path) -> Iterator[Text]:
+    if path.suffix == ".py":
+        yield from python_prose(path.read_text())
+    else:
+        yield from other_prose(path)
+
+
+def sources() -> list[Path]:
+    return tracked("*.py", "*.ts", "*.tsx", "*.c", "*.md", "*.toml", "*.yml", "*.yaml", "Makefile")
+
+
+def test_prose_uses_standard_terms() -> None:
+    found = [
+        f"{name_of(path)}:{text.line}: {match.group()!r}; use: {use}"
+        for path in sources()
+        for text in prose(path)
+        for pattern, use in PHRASES.items()
+        if (match := pattern.search(text.text)) is not None
+    ]
+    assert found == []
+
+
+def test_docstrings_and_comments_open_with_the_thing_they_describe() -> None:
+    found = [
+        f"{name_of(path)}:{text.line}: {text.text.splitlines()[0][:60]!r}; {use}"
+        for path in tracked("*.py")
+        for text in prose(path)
+        for pattern, use in OPENINGS.items()
+        if text.opens and pattern.match(text.text)
+    ]
+    assert found == []
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the names that a module defines: (line, name)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+
+
+def words(name: str) -> list[str]:
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
+
+
+def stored_names() -> set[str]:
+    """Return names that data already written holds: they stay until the format changes."""
+    return set(RULES.get("stored", {}).get("names", []))
+
+
+def test_identifiers_use_standard_terms() -> None:
+    stored = stored_names()
+    found = [
+        f"{name_of(path)}:{line}: {name}; use: {WORDS[word]}"
+        for path in tracked("*.py")
+        for line, name in identifiers(ast.parse(path.read_text()))
+        for word in words(name)
+        if word in WORDS and name not in stored
+    ]
+    assert found == []
+
+
+def test_no_class_name_is_used_twice() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in tracked(*(f"{folder}/*.py" for folder in PRODUCT)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{name_of(path)}:{node.lineno}")
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_spelling_is_us_english() -> None:
+    checked = subprocess.run(
+        [sys.executable, "-m", "codespell_lib", *map(str, sources())],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ('"""Of a rank."""', "Of a rank."),
+        ("x = 1  # Of a rank", "Of a rank"),
+        ('def f():\n    """What it is."""', "What it is."),
+    ],
+)
+def test_the_check_itself_finds_an_opening(source: str, expected: str) -> None:
+    [text] = [text for text in python_prose(source) if text.opens]
+    assert text.text == expected
+    assert any(pattern.match(text.text) for pattern in OPENINGS)
+
+
+def test_the_check_itself_splits_names() -> None:
+    assert words("_was_told") == ["was", "told"]
+    assert words("CollectorCrew") == ["collector", "crew"]
