@@ -57,7 +57,7 @@ def incident_alert(
 
 
 def _alerted(incident: IncidentView) -> tuple[object, ...]:
-    """Return what receivers get a new alert for."""
+    """Return the properties whose change causes a new alert."""
     finding = incident.finding
     return incident.state, finding.severity, finding.cause, finding.rank, finding.node
 

@@ -1,4 +1,4 @@
-"""The ends of a directed graph: strongly connected components that no edge leaves.
+"""Final components of a directed graph: strongly connected and without outgoing edges.
 
 Tarjan, "Depth-first search and linear graph algorithms" (1972), without recursion.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 
 def final_components(edges: Mapping[int, Sequence[int]]) -> list[frozenset[int]]:
-    """The components that only lead into themselves; a node without edges is one."""
+    """Return the components without outgoing edges; a node without edges is one of them."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
     open_nodes: list[int] = []

@@ -1,16 +1,16 @@
-"""Follow the waiting to those who wait for nobody.
+"""Follow the waits to the ranks that wait for no other rank.
 
-A rank's device runs what it launched in order, so a rank waits in the earliest of its unfinished
-operations, and that operation waits for its targets (see `waiting`). In a correct program this
-leads back in program order, so it ends: at the ranks from whose stall all others follow. Two
-things need care.
+A device runs operations in launch order, so a rank waits in the earliest of its unfinished
+operations, and that operation waits for its targets (see `waiting`). In a correct program each wait
+leads to an earlier place of the program, so the path ends at the ranks that caused all other waits.
+Two cases need care.
 
-Circles: a sender seldom waits to be received, so a circle is opened at its sends first. What then
-still is a circle was launched in different orders on different ranks.
+Circles: a sender rarely waits for its receiver, so a circle is first opened at its sends. A circle
+that remains was launched in different orders on different ranks.
 
-Two culprits, one of which also waits for the other: a rank that lags behind a participant of the
-very operations it waits in is not held up by them, since they did not hold up the other. It is a
-culprit by itself; and where one of several devices stopped, it is that one's rank (`narrowed`).
+Two culprits, one of which also waits for the other: a rank that is behind a participant of the
+operations it waits in is not blocked by them, because they did not block that participant. It is a
+separate culprit. If one of several devices stopped, its rank is the culprit (`narrowed`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class DumpCulprit:
-    """A rank from whose stall others follow, with the waits that point at it, oldest first."""
+    """A rank that caused the waits of others, with the waits for it, oldest first."""
 
     rank: int
     kind: str  # host, device, mismatch
@@ -70,7 +70,7 @@ def narrowed(waits: Iterable[DumpWait]) -> list[DumpWait]:
 
 
 def culprits_of(waits: Iterable[DumpWait], dumps: Mapping[int, Dump]) -> list[DumpCulprit]:
-    """The ranks to look at, by rank; none if nobody waits. `waits`: `narrowed`."""
+    """Return the culprits, sorted by rank; empty if no rank waits. `waits`: from `narrowed`."""
     waits = sorted(waits, key=lambda wait: wait.operation.launched_ns())
     queues = _queues(waits)
     lagging = set(_held_by_nothing(waits, queues))
@@ -90,7 +90,7 @@ def culprits_of(waits: Iterable[DumpWait], dumps: Mapping[int, Dump]) -> list[Du
 
 
 def _queues(waits: Iterable[DumpWait]) -> dict[int, list[DumpWait]]:
-    """By rank, the waits it takes part in, in the order in which it launched them."""
+    """Return for each rank the waits it participates in, in its launch order."""
     queues: dict[int, list[DumpWait]] = defaultdict(list)
     for wait in waits:
         for rank in wait.operation.unfinished():
@@ -103,7 +103,7 @@ def _queues(waits: Iterable[DumpWait]) -> dict[int, list[DumpWait]]:
 def _follow(
     queues: Mapping[int, list[DumpWait]], lagging: set[int]
 ) -> tuple[dict[int, DumpWait], list[frozenset[int]]]:
-    """The wait each rank is in, and the ends of the waiting (nodes as in `_edges`)."""
+    """Return the current wait of each rank, and the final components (nodes as in `_edges`)."""
     current = {rank: queue[0] for rank, queue in queues.items() if queue}
     to_blame = {rank for rank, wait in current.items() if rank in wait.targets}
     current = {rank: wait for rank, wait in current.items() if rank not in to_blame}
@@ -112,7 +112,7 @@ def _follow(
 
 
 def _edges(current: Mapping[int, DumpWait]) -> dict[int, list[int]]:
-    """Ranks are nodes as they are; waits are negative nodes, so that big groups stay cheap."""
+    """Return edges between ranks and waits; waits are negative nodes, which keeps groups cheap."""
     numbers = {id(wait): -1 - index for index, wait in enumerate(current.values())}
     edges = {rank: [numbers[id(wait)]] for rank, wait in current.items()}
     edges |= {numbers[id(wait)]: sorted(wait.targets) for wait in current.values()}
@@ -122,15 +122,15 @@ def _edges(current: Mapping[int, DumpWait]) -> dict[int, list[int]]:
 def _held_by_nothing(
     waits: Iterable[DumpWait], queues: Mapping[int, list[DumpWait]]
 ) -> Iterator[int]:
-    """Ranks that lag for a reason of their own, even if they also wait.
+    """Return ranks that are behind for a reason of their own, even if they also wait.
 
-    Some participant has launched what they missed after all that they wait in, unfinished.
+    Some participant launched the operation that they missed after all operations they wait in.
     """
     launched = {rank: _orders(rank, queue) for rank, queue in queues.items()}
 
     @cache
     def caught_up(rank: int, other: int) -> float:
-        """From where in its own order the other had launched all that the rank waits in."""
+        """Return the position at which `other` had launched everything the rank waits in."""
         orders = launched.get(other, {})
         return max((orders.get(place, math.inf) for place in launched.get(rank, ())), default=-1)
 
@@ -143,7 +143,7 @@ def _held_by_nothing(
 
 
 def _orders(rank: int, queue: Iterable[DumpWait]) -> dict[Hashable, int]:
-    """When the rank first launched each place in the program that it waits in."""
+    """Return when the rank first launched each place of the program that it waits in."""
     orders: dict[Hashable, int] = {}
     for wait in queue:
         orders.setdefault(_program_place(wait.operation), wait.operation.arrivals[rank].order)
@@ -151,7 +151,7 @@ def _orders(rank: int, queue: Iterable[DumpWait]) -> dict[Hashable, int]:
 
 
 def _program_place(operation: Operation) -> Hashable:
-    """Collectives are the same for all; a message has its like among the peers' messages."""
+    """Return the place: the same for all in a collective, matched with the peer in a message."""
     if not operation.is_p2p:
         return id(operation)
     distance = operation.members[1] - operation.members[0]
@@ -160,7 +160,7 @@ def _program_place(operation: Operation) -> Hashable:
 
 
 def _open_at_sends(circle: frozenset[int], queues: dict[int, list[DumpWait]]) -> bool:
-    """Leave out the sends that the circle's ranks wait in; False if there are none."""
+    """Remove the sends that ranks of the circle wait in; False if there are none."""
     opened = False
     for rank in circle if len(circle) > 1 else ():
         if rank >= 0 and queues[rank][0].operation.sends_only:
@@ -179,7 +179,7 @@ def _alone(rank: int, waits: Iterable[DumpWait]) -> list[DumpCulprit]:
 def _in_circle(
     circle: frozenset[int], current: Mapping[int, DumpWait], dumps: Mapping[int, Dump]
 ) -> list[DumpCulprit]:
-    """Those whose order is not that of most, else the fewest whose other order explains it."""
+    """Return ranks with a minority order, otherwise the smallest set that explains the circle."""
     inside = list({id(current[rank]): current[rank] for rank in circle if rank >= 0}.values())
     blamed = sorted(inside, key=lambda wait: (wait.operation.is_p2p, len(wait.targets)))
     first = blamed[0]
@@ -189,7 +189,7 @@ def _in_circle(
     if not ranks:
         ranks = {rank for wait in fewest for rank in wait.targets if rank in circle}
         is_certain = len(fewest) == 1
-    # Two ranks that each wait to receive from the other: one of them stopped before its send.
+    # Two ranks that wait to receive from each other: one of them stopped before its send.
     is_host = all(w.reason is DumpWaitReason.HOST and w.operation.is_p2p for w in inside)
     return [
         DumpCulprit(
@@ -205,9 +205,10 @@ def _in_circle(
 def _in_unusual_order(
     circle: frozenset[int], inside: Iterable[DumpWait], dumps: Mapping[int, Dump]
 ) -> set[int]:
-    """The circle's ranks that launched two of its operations in the order that most did not.
+    """Return ranks of the circle that launched two operations in the minority order.
 
-    Ranks outside the circle vote with their own groups' operations of the same purpose and number.
+    Ranks outside the circle vote with operations of their own groups of the same purpose and
+    number.
     """
     operations = [wait.operation for wait in inside if not wait.operation.is_p2p]
     voters = {rank for operation in operations for rank in operation.members if rank in dumps}
@@ -227,7 +228,7 @@ def _place(operation: Operation) -> tuple[str, int]:
 
 
 def _order(dump: Dump, places: tuple[tuple[str, int], tuple[str, int]]) -> bool | None:
-    """Whether the rank launched the first place before the second; None if not both."""
+    """Return whether the first place was launched before the second; None if not both."""
     found = {
         place: entry.order
         for entry in dump.entries

@@ -1,15 +1,19 @@
 """One rank's Flight Recorder dump, as typed values.
 
 Versions 2.4 to 2.10 of the format differ in fields that are not needed here (threads, library
-versions), so one reader serves all. Three oddities of the format are settled here, once:
+versions), so one reader handles all. Three peculiarities of the format are resolved here:
 
-- An entry's `state` is not the whole truth. Gloo leaves it `scheduled` for ever and says `retired`;
-  NCCL leaves the members of a coalesced batch `scheduled` and keeps only the batch's own entry,
-  `nccl:coalesced`, up to date. `completed` of an `DumpEntry` has looked at all of it.
-- `pg_status` has the rank's own number of a group as its key and `pg_config` the group's name;
-  entries hold both. A group without an entry is joined by order: both count up as groups are made.
-- What `pg_status` counts differs: NCCL counts the operations of one kind, gloo all of them. Only
-  NCCL's is used.
+- The `state` of an entry is incomplete. Gloo leaves it `scheduled` and sets `retired`; NCCL leaves
+the
+  members of a coalesced batch `scheduled` and updates only the entry of the batch,
+  `nccl:coalesced`. `completed` of a `DumpEntry` takes all of this into account.
+- The key of `pg_status` is the rank's own number of a group, the key of `pg_config` the group's
+name;
+  entries have both. A group without an entry is matched by order: both count up with each new
+  group.
+- `pg_status` counts differ: NCCL counts operations of one kind, gloo all of them. Only NCCL's
+counts
+  are used.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import msgspec
 
 from paceline_server.flight_recorder.errors import MalformedDumpError
 
-# More than any ring anybody configures: they bound what a lying dump costs.
+# Larger than any configured ring; they limit the cost of a malicious dump.
 _ENTRIES_LIMIT = 500_000
 _TENSORS_LIMIT = 4_096
 _RANKS_LIMIT = 1_000_000
@@ -36,7 +40,7 @@ _PEERS = re.compile(r"^(send|recv) (\d+)(->|<-)(\d+)$")
 
 @dataclass(frozen=True, slots=True)
 class DumpGroup:
-    """A process group. `ranks` are global, in the group's order; empty where nobody lists them."""
+    """A process group. `ranks` are global, in the group's order; empty if no dump lists them."""
 
     name: str
     description: str
@@ -98,7 +102,7 @@ class Dump:
     rank: int
     version: str
     entries: tuple[DumpEntry, ...]
-    is_timed: bool  # whether it says which kernels have started: NCCL does so only when asked to
+    is_timed: bool  # whether it records started kernels: NCCL does so only on request
     groups: Mapping[str, DumpGroup]
     status: Mapping[str, GroupStatus]
 
@@ -163,7 +167,8 @@ def _number(value: object) -> int:
 def _text(value: object) -> str:
     """A name from the dump, safe to print.
 
-    No `str` of anything else: of lists that hold one list twice it is exponential in their depth.
+    No `str` of other values: for lists that contain one list twice it is exponential in their
+    depth.
     """
     if not isinstance(value, str | int):
         raise TypeError("not a name")
@@ -176,7 +181,7 @@ def _entry(item: Mapping[str, Any], order: int) -> DumpEntry:
     name, description = (*item.get("process_group", (local, "")), "")[:2]
     backend, _, op = _text(item["profiling_name"]).rpartition(":")
     is_p2p = bool(item.get("is_p2p", False))
-    # NCCL also retires what it aborts, and its state is true.
+    # NCCL also retires aborted operations; their state is correct.
     completed = item.get("state") == "completed" or (
         bool(item.get("retired")) and backend != "nccl"
     )
@@ -203,7 +208,7 @@ def _is_seen_started(item: Mapping[str, Any]) -> bool:
 
 
 def _peers(op: str) -> Peers | None:
-    """From `send 0->1` or `recv 1<-0`: the rank itself is always on the left."""
+    """Parse `send 0->1` or `recv 1<-0`; the rank itself is always on the left."""
     found = _PEERS.match(op)
     if found is None:
         return None
@@ -236,7 +241,7 @@ def _status(value: Mapping[str, Any]) -> GroupStatus:
 
 
 def _groups(config: Mapping[Any, Any]) -> dict[str, DumpGroup]:
-    """The groups with a name: gloo writes one nameless group, of no use."""
+    """Return the groups with a name; gloo writes one unnamed group, which is not usable."""
     groups = {}
     for key, value in config.items():
         name = _text(value.get("name", key))
@@ -256,11 +261,11 @@ def _groups(config: Mapping[Any, Any]) -> dict[str, DumpGroup]:
 def _local_names(
     entries: Iterable[DumpEntry], groups: Mapping[str, DumpGroup], status: Mapping[str, GroupStatus]
 ) -> dict[str, str]:
-    """The name of each group by the rank's own number of it."""
+    """Return the name of each group by the rank's own number of it."""
     known = {entry.local_group: entry.group for entry in entries}
     if len(groups) == len(status) and all(n.isdecimal() for n in (*groups, *status)):
         paired = dict(zip(sorted(status, key=int), sorted(groups, key=int), strict=True))
-        # The entries are the check of the order: one that disagrees makes it worthless.
+        # Entries confirm the order; if one contradicts it, the order is not used.
         if all(paired.get(local, name) == name for local, name in known.items()):
             return paired | known
     return known
@@ -269,7 +274,7 @@ def _local_names(
 def _with_final_state(
     entries: list[DumpEntry], status: Mapping[str, GroupStatus]
 ) -> list[DumpEntry]:
-    """The entries with `completed` and `started` as the rest of the dump implies them."""
+    """Return the entries with `completed` and `started` derived from the whole dump."""
     implied = _implied_completions(entries, status)
     batches = {_batch(e): e for e in entries if e.signature.op == "coalesced"}
     sizes = Counter(_batch(e) for e in entries if e.signature.op != "coalesced")
@@ -278,7 +283,7 @@ def _with_final_state(
     return [
         _settle(entry, implied, batches.get(_batch(entry)), entry.group in batching)
         for entry in entries
-        # The batch's own entry says nothing that its members do not say better.
+        # The entry of the batch contains nothing that its members do not contain.
         if entry.signature.op != "coalesced" or not sizes[_batch(entry)]
     ]
 
@@ -290,7 +295,7 @@ def _batch(entry: DumpEntry) -> tuple[str, tuple[int, int]]:
 def _implied_completions(
     entries: list[DumpEntry], status: Mapping[str, GroupStatus]
 ) -> dict[str, int]:
-    """By group, the sequence number up to which NCCL has completed its collectives.
+    """Return by group the sequence number up to which NCCL has completed its collectives.
 
     One stream runs them in order. Messages use a stream for each pair and finish in any order.
     """
@@ -303,7 +308,7 @@ def _implied_completions(
                 implied[entry.group] = max(implied.get(entry.group, 0), entry.sequence)
     for name, entry in last.items():
         known = status.get(name)
-        # The status counts the kind that was used last; the other kind it says nothing of.
+        # The status counts the kind that was used last and contains nothing about the other.
         if known is None or entry.is_p2p or known.enqueued != entry.sequence:
             continue
         if known.completed is not None and known.completed <= entry.sequence:

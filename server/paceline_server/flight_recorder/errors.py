@@ -5,7 +5,7 @@ FlightRecorderError
 ├── HostileDumpError  a pickle asks for more than data; it was not executed
 ├── NotADumpError     a file that is empty or does not begin like a dump
 └── MalformedDumpError  a dump that is cut off, too large, or of another format
-    └── MisnamedDumpError  a dump of another rank than its name says
+    └── MisnamedDumpError  a dump whose content belongs to another rank
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class HostileDumpError(FlightRecorderError):
 
 
 class NotADumpError(FlightRecorderError):
-    """A file beside the dumps that is something else."""
+    """A file beside the dumps that is not a dump."""
 
 
 class MalformedDumpError(FlightRecorderError):
-    """A dump that cannot be understood."""
+    """A dump that cannot be parsed."""
 
 
 class MisnamedDumpError(MalformedDumpError):
-    """A dump of some other rank than its name says."""
+    """A dump whose content belongs to another rank than its file name."""

@@ -1,8 +1,8 @@
-"""The dumps of a folder: which files are dumps, and of which rank.
+"""The dumps of a folder: which files are dumps, and their ranks.
 
-PyTorch ends a name in the rank (`nccl_trace_rank_3`); people add suffixes and folders. The dump
-itself does not say its rank, so the name has to. Whether a file is a dump, of which format, and
-compressed or not, is seen from its first bytes.
+File names of PyTorch end with the rank (`nccl_trace_rank_3`); users add suffixes and folders. A
+dump does not contain its rank, so the name is needed. The first bytes of a file show whether it is
+a dump, its format and its compression.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ FILE_BYTES_LIMIT = 256 * 1024 * 1024
 _IGNORED_SHOWN = 8
 
 _RANK = re.compile(
-    # After the word, unless that counts within a node, or nodes ...
+    # After the word `rank`, unless it counts within a node, or nodes ...
     r"(?<!local)(?<!local[-_])(?<!node)(?<!node[-_])rank[-_=. ]*(\d{1,7})(?!\d)"
-    # ... or at the end, before the suffixes. `1.5` and `2025.09.22` are no ranks.
+    # ... or at the end, before the suffixes. `1.5` and `2025.09.22` are not ranks.
     r"|(?:^|[^\d.]|(?:^|\D)\.)(\d{1,7})(?:\.[a-z]\w*)*$",
     re.IGNORECASE,
 )
@@ -47,7 +47,7 @@ _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """The dumps by rank, and what about the files is worth a word."""
+    """The dumps by rank, and notes about the files."""
 
     dumps: dict[int, Dump]
     notes: tuple[str, ...]
@@ -64,9 +64,9 @@ class _DumpFile:
 
 
 def read_folder(directory: Path) -> Folder:
-    """Read every dump in `directory`; where it holds none, those in the folders below it.
+    """Read every dump in `directory`; if it has none, those in the folders below it.
 
-    A dump that is cut off or of another format is one more rank without a dump, and noted.
+    A truncated dump, or one of another format, counts as a rank without a dump and is noted.
     Raises NoDumpsError, HostileDumpError or MalformedDumpError; the message names the file.
     """
     try:
@@ -139,7 +139,7 @@ def _read_all(directory: Path, paths: Iterable[Path]) -> Folder:
 
 
 def _named(path: Path, directory: Path) -> _DumpFile | None:
-    """The rank is in the name of the file, or else of the folder it is in."""
+    """Return the file with its rank, from its name or the name of its folder."""
     relative = path.relative_to(directory)
     for part, rest in ((path.name, ""), (relative.parent.name, f"/{path.name}")):
         found = _RANK.search(part)
@@ -185,7 +185,7 @@ def _unpacked(data: bytes) -> bytes:
 
 
 def load(data: bytes) -> object:
-    """A dump's content. Raises HostileDumpError or MalformedDumpError."""
+    """Return the content of a dump. Raises HostileDumpError or MalformedDumpError."""
     if not _JSON.match(data):
         return plain_pickle.load(data)
     try:

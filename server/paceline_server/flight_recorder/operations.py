@@ -1,8 +1,8 @@
-"""The unfinished operations of all ranks, joined: who has launched each, and who has not.
+"""The unfinished operations of all ranks, joined: which ranks have launched each.
 
-A collective is one operation for all ranks of its group; its participants are joined by the group
-and the sequence number. A message is joined by sender and receiver, in the order in which the two
-ranks launched what is still unfinished.
+A collective is one operation for all ranks of its group, joined by group and sequence number. A
+message is joined by sender and receiver, in the order in which the two ranks launched their
+unfinished messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SYNCHRONIZING_GATHERS = ("all_gather", "allgather")
 
 @dataclass(slots=True)
 class Operation:
-    """One collective or message that somebody has launched and not finished."""
+    """One collective or message that some rank has launched and not finished."""
 
     group: DumpGroup
     is_p2p: bool
@@ -31,24 +31,24 @@ class Operation:
     arrivals: dict[int, DumpEntry] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)  # have not launched it
     silent: set[int] = field(default_factory=set)  # left no dump
-    sends_only: bool = False  # a message whose receiver has not arrived: seldom waited for
+    sends_only: bool = False  # a message whose receiver has not arrived: rarely the cause of a wait
 
     def unfinished(self) -> set[int]:
         return {rank for rank, entry in self.arrivals.items() if not entry.completed}
 
     def launched_ns(self) -> int:
-        """When the first participant launched it, by that rank's clock."""
+        """Time at which the first participant launched it, on that rank's clock."""
         return min(entry.created_ns for entry in self.arrivals.values())
 
 
 def known_ranks(dumps: Mapping[int, Dump], expected: Iterable[int] = ()) -> set[int]:
-    """Every rank that a dump is from, or that a dump's groups name, and those expected."""
+    """Return the ranks with a dump, the ranks of all groups, and the expected ranks."""
     ranks = {*dumps, *expected}
     for dump in dumps.values():
         for group in dump.groups.values():
             ranks.update(group.ranks)
-    # Without lists of groups (gloo), a hole in the numbers is a rank without a dump; where most
-    # are holes, the folder is one node's.
+    # Without group lists (gloo), a gap in the numbers is a rank without a dump; with mostly gaps,
+    # the folder belongs to one node.
     world_size = max(ranks, default=-1) + 1
     return set(range(world_size)) if world_size <= 2 * len(ranks) else ranks
 
@@ -61,7 +61,7 @@ def unfinished_operations(
 
 
 class _Groups:
-    """The group that an entry of a rank belongs to, with its ranks, whoever knows them."""
+    """The group of an entry, with its ranks from any dump that lists them."""
 
     def __init__(self, dumps: Mapping[int, Dump], world: set[int]) -> None:
         self._own: dict[tuple[int, str], DumpGroup] = {}
@@ -94,7 +94,7 @@ class _Groups:
 
 
 def _collectives(dumps: Mapping[int, Dump], groups: _Groups) -> list[Operation]:
-    # Almost all are finished everywhere, so those are left out before anything is joined.
+    # Almost all are finished everywhere, so these are removed before joining.
     unfinished = {
         (entry.group, entry.sequence)
         for dump in dumps.values()
@@ -141,9 +141,9 @@ def _finished_by_somebody(operation: Operation) -> bool:
 
 
 class _GroupProgress:
-    """How far each rank has come in each group, where a collective itself is not in its dump.
+    """Progress of each rank in each group, if a collective itself is not in its dump.
 
-    A ring keeps the newest entries only, and a dump of active entries holds none that finished.
+    A ring contains only the newest entries, and a dump of active entries no finished ones.
     """
 
     def __init__(self, dumps: Mapping[int, Dump]) -> None:
@@ -151,7 +151,7 @@ class _GroupProgress:
         self._last_of: dict[int, dict[str, int]] = {}
 
     def _last(self, rank: int) -> Mapping[str, int]:
-        """The last collective that it has an entry of, by group."""
+        """Return by group the last collective with an entry."""
         if rank not in self._last_of:
             last = self._last_of[rank] = {}
             for entry in self._dumps[rank].entries:
@@ -161,7 +161,7 @@ class _GroupProgress:
 
     @cached_property
     def _messages(self) -> Mapping[str, set[int]]:
-        """The numbers of all messages, by group."""
+        """Return by group the numbers of all messages."""
         messages: dict[str, set[int]] = defaultdict(set)
         for dump in self._dumps.values():
             for entry in dump.entries:
@@ -170,7 +170,7 @@ class _GroupProgress:
         return messages
 
     def is_past(self, rank: int, operation: Operation) -> bool:
-        """Whether a rank without an entry of this collective has launched it all the same."""
+        """Return whether a rank without an entry of this collective has launched it."""
         name, sequence = operation.group.name, operation.sequence
         if self._last(rank).get(name, 0) >= sequence:
             return True
@@ -212,7 +212,7 @@ def _paired(
     side: Mapping[bool, list[DumpEntry]],
     dumps: Mapping[int, Dump],
 ) -> Iterable[Operation]:
-    """Messages between two ranks in order. Their numbers count each rank's own, so do not join."""
+    """Join the messages of two ranks by order; their numbers count per rank and cannot be used."""
     sends, receives = side[True], side[False]
     for index in range(max(len(sends), len(receives))):
         arrivals = {}

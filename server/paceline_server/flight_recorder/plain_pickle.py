@@ -1,10 +1,10 @@
 """Read a pickle that is plain data, without Python's unpickler.
 
-A Flight Recorder dump is a pickle of dicts, lists, tuples, strings and numbers. This machine knows
-the opcodes for those and no others: there is none that imports, calls, builds an object or looks
-up an extension or a persistent id, so a hostile pickle has nothing to ask for. What Python's own
-unpickler allocates on the pickle's word (a length, a memo index) is checked against the bytes that
-are there. Opcodes: `pickletools` in the standard library.
+A Flight Recorder dump is a pickle of dicts, lists, tuples, strings and numbers. This reader
+implements only the opcodes for those: none imports, calls, builds an object or looks up an
+extension or persistent id, so a hostile pickle cannot run anything. Lengths and memo indexes, for
+which Python's unpickler allocates memory, are checked against the available bytes. Opcodes:
+`pickletools` in the standard library.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _REFUSED = {
 
 
 def load(data: bytes) -> Any:
-    """The plain data in `data`.
+    """Return the plain data in `data`.
 
-    Raises HostileDumpError if it asks for anything but data, MalformedDumpError if it is no
-    pickle or is cut off. The messages continue a sentence that begins with the file's name.
+    Raises HostileDumpError if it needs anything but data, MalformedDumpError if it is not a
+    pickle or is truncated. The messages continue a sentence that begins with the file's name.
     """
     try:
         return _Machine(data).run()
@@ -66,7 +66,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """Most of a dump's opcodes are handled here, the frequent ones first."""
+        """Run the pickle; the most frequent opcodes are handled here, others by a table."""
         following, memo, stack = self._bytes, self._memo, self._stack
         for opcode in following:
             if opcode == 0x68:  # BINGET
@@ -117,7 +117,7 @@ class _Machine:
         return bytes(iter(self._bytes.__next__, 0x0A))
 
     def number(self, size: int, *, signed: bool = False) -> int:
-        # One that the data's end cuts off is no harm: the opcode after it is missing.
+        # A truncated argument is harmless: the next opcode is missing.
         return int.from_bytes(islice(self._bytes, size), "little", signed=signed)
 
     def text(self, size: int) -> str:
@@ -233,7 +233,7 @@ _VALUES: Mapping[int, Callable[[_Machine], Any]] = {
     0x56: lambda m: m.line().decode("raw-unicode-escape"),  # UNICODE
     0x53: lambda m: m.quoted(),  # STRING
 }
-# The opcodes that do something with what is there.
+# Opcodes that change the values on the stack.
 _CHANGES: Mapping[int, Callable[[_Machine], object]] = {
     0x71: lambda m: m.put(m.number(1)),  # BINPUT
     0x94: lambda m: m.put(),  # MEMOIZE

@@ -32,7 +32,7 @@ class ProcessGroup:
 
 @dataclass(frozen=True, slots=True)
 class MissingCollective:
-    """The first operation that the culprits keep from finishing."""
+    """The first operation that the culprits prevent from finishing."""
 
     op: str
     sequence_id: int
@@ -40,12 +40,12 @@ class MissingCollective:
     process_group: ProcessGroup
     launched_by: tuple[int, ...]
     not_launched_by: tuple[int, ...]
-    differing: tuple[int, ...]  # launched something else in its place
+    differing: tuple[int, ...]  # ranks that launched another operation in its place
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStanding:
-    """How far a rank has come in one group: sequence numbers; None is not known."""
+    """Progress of a rank in one group, as sequence numbers; None: unknown."""
 
     process_group: str
     description: str
@@ -56,7 +56,7 @@ class GroupStanding:
 
 @dataclass(frozen=True, slots=True)
 class RankStanding:
-    """Where one rank stands. `state`: culprit, waiting, not waiting, no dump."""
+    """State of one rank: culprit, waiting, not waiting, no dump."""
 
     rank: int
     state: str
@@ -67,7 +67,7 @@ class RankStanding:
 
 @dataclass(frozen=True, slots=True)
 class HangReport:
-    """The whole answer. `kind` is None where nothing hangs."""
+    """The complete result; `kind` is None if nothing hangs."""
 
     culprits: tuple[int, ...]
     kind: str | None
@@ -92,9 +92,9 @@ def report(directory: Path) -> HangReport:
 def analyze(
     dumps: Mapping[int, Dump], notes: Iterable[str] = (), expected: Collection[int] = ()
 ) -> HangReport:
-    """The analysis alone: no files, no clock.
+    """Analyze dumps, without files or clock.
 
-    `expected`: ranks of the job, with or without a dump, where more is known than the dumps say.
+    `expected`: all ranks of the job if known, with or without a dump.
     """
     operations = unfinished_operations(dumps, expected)
     waits = narrowed(waits_of(operations, dumps))
@@ -127,7 +127,7 @@ def _doubts(first: DumpWait | None, dumps: Mapping[int, Dump]) -> Iterator[str]:
 
 
 def _first(culprits: Iterable[DumpCulprit]) -> DumpWait | None:
-    """The wait that most culprits are the reason of; the oldest of those."""
+    """Return the wait caused by most culprits; of several, the oldest."""
     held_by: dict[int, tuple[DumpWait, int]] = {}
     for culprit in culprits:
         for wait in culprit.waits:
@@ -197,7 +197,7 @@ def _standing(
 
 
 def _group_standing(dump: Dump, name: str) -> GroupStanding:
-    """From the rank's status where it means sequence numbers, else from its entries."""
+    """Return the progress from the rank's status if it has sequence numbers, else from entries."""
     entries = [entry for entry in dump.entries if entry.group == name]
     status = dump.status.get(name)
     group = dump.groups.get(name)

@@ -1,9 +1,9 @@
-"""Why each unfinished operation does not finish, and because of which ranks.
+"""The reason why each unfinished operation does not finish, and the ranks that cause it.
 
-- They have launched something else in its place (MISMATCH).
-- They have not launched it (HOST), or left no dump to tell (NO_DUMP).
-- All have launched it, and on some rank it stands behind an earlier unfinished one (BEHIND).
-- All have launched it and nothing stands before it: its kernel itself does not end (DEVICE).
+- The ranks have launched another operation in its place (MISMATCH).
+- They have not launched it (HOST), or have no dump that would show it (NO_DUMP).
+- All have launched it, and on some rank it is queued behind an earlier unfinished one (BEHIND).
+- All have launched it and nothing is queued before it: its kernel does not end (DEVICE).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from functools import cached_property
 from paceline_server.flight_recorder.dump import Dump, DumpEntry, Signature
 from paceline_server.flight_recorder.operations import Operation
 
-# Operations of these names have the same number of elements on every rank. Others may differ by
-# design: uneven splits, or tensors that only the root has.
+# These operations have the same number of elements on every rank. Others may differ by design:
+# uneven splits, or tensors that exist on the root only.
 _EVEN = {"all_reduce", "allreduce", "broadcast", "reduce", "p2p"}
 _EVEN |= {"_all_gather_base", "_allgather_base", "_reduce_scatter_base"}
 
@@ -35,12 +35,12 @@ class DumpWaitReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class DumpWait:
-    """One unfinished operation and the ranks that keep it from finishing."""
+    """One unfinished operation and the ranks that prevent it from finishing."""
 
     operation: Operation
     reason: DumpWaitReason
     targets: frozenset[int]
-    is_certain: bool = True  # False: one of the targets, and the dumps do not say which
+    is_certain: bool = True  # False: one of the targets; the dumps do not show which
 
     @property
     def op(self) -> str:
@@ -53,7 +53,7 @@ class DumpWait:
 
 
 def waits_of(operations: Iterable[Operation], dumps: Mapping[int, Dump]) -> list[DumpWait]:
-    """Every operation that somebody keeps from finishing, with the reason."""
+    """Return every operation that some rank prevents from finishing, with the reason."""
     operations = list(operations)
     earliest: dict[int, int] = {}
     for operation in operations:
@@ -83,7 +83,7 @@ def _wait(
     if len(operation.arrivals) < len(operation.members):
         return DumpWait(
             operation, DumpWaitReason.HOST, frozenset()
-        )  # the others' dumps are older, no more
+        )  # the other dumps are only older
     unfinished = operation.unfinished()
     suspects = _not_started(operation, dumps) or unfinished
     late = {rank for rank in suspects if operation.arrivals[rank].order > earliest[rank]}
@@ -94,10 +94,10 @@ def _wait(
 
 
 def _not_started(operation: Operation, dumps: Mapping[int, Dump]) -> set[int]:
-    """The ranks whose kernel has not begun though another's has; empty where that is not known.
+    """Return ranks whose kernel has not started although another's has; empty if unknown.
 
-    Whether starts are recorded is one setting for a whole job. A dump of active entries from the
-    rank at fault shows none, so other ranks' dumps have to tell.
+    Recording of starts is one setting of the job. A dump of active entries from the faulty rank
+    shows no start, so the setting is taken from the other dumps.
     """
     begun = {rank for rank, entry in operation.arrivals.items() if entry.started}
     if not any(dumps[rank].is_timed for rank in begun):
@@ -115,7 +115,7 @@ class _Votes:
     def _launched_by_place(self) -> Mapping[Hashable, Counter[Hashable]]:
         """Operations that all ranks launched in each place.
 
-        Groups of one purpose (all tensor groups, say) mostly run the same program.
+        Groups of one purpose (for example all tensor groups) usually run the same program.
         """
         launched: dict[Hashable, Counter[Hashable]] = defaultdict(Counter)
         for dump in self._dumps.values():
@@ -124,7 +124,7 @@ class _Votes:
         return launched
 
     def outliers(self, operation: Operation) -> set[int]:
-        """Who launched something else than the majority; everybody where there is none."""
+        """Return the ranks that launched another operation than the majority; all without one."""
         signatures = {rank: entry.signature for rank, entry in operation.arrivals.items()}
         has_dtypes = all(signature.dtype is not None for signature in signatures.values())
         claims = {rank: _claim(signature, has_dtypes) for rank, signature in signatures.items()}

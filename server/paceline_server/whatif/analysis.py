@@ -1,6 +1,6 @@
-"""The questions: how slow was the run, and whose slowness was it?
+"""How slow the run was, and which part of it caused that.
 
-`analyze` replays the recorded steps with parts of them idealised. Every figure is a ratio of mean
+`analyze` replays the recorded steps with parts of them idealized. Every value is a ratio of mean
 step times; 1.0 is a run without stragglers.
 """
 
@@ -19,15 +19,15 @@ from paceline_server.whatif.model import Model, lay_out
 from paceline_server.whatif.replay import Seconds, replay, step_seconds
 from paceline_server.whatif.trace import Floats, Integers, Trace
 
-# Clocks of different nodes disagree; a transfer that ends this long before its last participant
-# started was not timed, and counts as nothing.
+# Clocks of different nodes differ. A transfer that ends this long before its last participant
+# started was not measured and counts as 0.
 NEGATIVE_TRANSFER_SECONDS = -1e-2
 
-# Share of the workers whose idealisation M_W asks for.
+# Share of the workers that M_W idealizes.
 SLOWEST_WORKERS_PERCENT = 3
 
-# Counterfactuals are replayed together as far as their times fit into this. More gains nothing: at
-# a few MiB the interpreter's share is small, and the times still fit into a processor's cache.
+# Counterfactuals are replayed together up to this size. At a few MiB the interpreter's share is
+# small and the times still fit into a processor cache.
 BATCH_BYTES = 8 << 20
 
 Mask = npt.NDArray[np.bool_]
@@ -38,8 +38,8 @@ class Analysis:
     """Slowdowns against the ideal run, in which each operation takes what its peers take.
 
     `m_s` and `m_w` are the shares of the loss that the last stage, and the slowest 3% of workers,
-    explain; None where nothing was lost. `by_microbatch` is the share of how a worker's compute
-    times vary that its microbatches explain; None where that is not known.
+    explain; None if nothing was lost. `by_microbatch` is the share of how a worker's compute
+    times vary that its microbatches explain; None if unknown.
     """
 
     slowdown: float
@@ -60,7 +60,7 @@ class Analysis:
 
 @dataclass(frozen=True, slots=True)
 class PreparedTrace:
-    """A trace made ready for replay; first axis: places of the model."""
+    """A trace prepared for replay; first axis: places of the model."""
 
     model: Model
     optype: npt.NDArray[np.str_]
@@ -72,7 +72,7 @@ class PreparedTrace:
 
 
 def prepare(trace: Trace) -> PreparedTrace:
-    """Raises TraceError if the operations do not form a training step."""
+    """Prepare a trace. Raises TraceError if the operations do not form a training step."""
     operations = trace.operations
     model = lay_out(dependencies.find(operations), operations.optype)
     optype = np.array(operations.optype)[model.order]
@@ -89,7 +89,7 @@ def prepare(trace: Trace) -> PreparedTrace:
 
 
 def ideal_seconds(optype: npt.NDArray[np.str_], recorded: Seconds) -> Seconds:
-    """[place]: what an operation takes that is no straggler."""
+    """Return the duration of an operation without stragglers. [place]"""
     ideal = np.empty(len(optype))
     for name in dict.fromkeys(optype.tolist()):
         chosen = optype == name
@@ -99,13 +99,13 @@ def ideal_seconds(optype: npt.NDArray[np.str_], recorded: Seconds) -> Seconds:
 
 
 def _median(values: Seconds) -> float:
-    """That of numpy, which imports numpy.ma for it: a twentieth of `paceline analyze`."""
+    """Return the median; numpy.median imports numpy.ma, a twentieth of `paceline analyze`."""
     middle = [(values.size - 1) // 2, values.size // 2]
     return float(np.partition(values, middle, axis=None)[middle].mean())
 
 
 def _without_waiting(model: Model, optype: npt.NDArray[np.str_], trace: Trace) -> Seconds:
-    """Recorded durations of what computes, transfer durations of what communicates."""
+    """Return recorded durations of compute and transfer durations of communication."""
     durations = trace.duration_seconds[model.order].astype(np.float64)
     began: Floats = trace.start_seconds[model.order]
     if len(model.pairs):
@@ -124,9 +124,9 @@ def _without_waiting(model: Model, optype: npt.NDArray[np.str_], trace: Trace) -
 
 
 def analyze(trace: Trace, step: PreparedTrace | None = None) -> Analysis:
-    """Raises TraceError as `prepare` does, or if nothing takes time.
+    """Analyze a trace. Raises TraceError as `prepare` does, or if all durations are 0.
 
-    `step` is the trace prepared, where that is done already.
+    `step`: the prepared trace, if it exists already.
     """
     step = prepare(trace) if step is None else step
     recorded = trace.end_seconds.max(axis=(0, 2)) - trace.start_seconds.min(axis=(0, 2))
@@ -140,7 +140,7 @@ def judge_step(
     ranks: Integers,
     recorded_seconds: float,
 ) -> Analysis:
-    """`ranks`: by [dp rank, stage]. Raises TraceError if nothing takes time."""
+    """Analyze a step; `ranks` by [dp rank, stage]. Raises TraceError if all durations are 0."""
     ideal = ideal_step_seconds(step)
     if ideal <= 0:
         raise TraceError("the operations take no time")
@@ -187,7 +187,7 @@ def judge_step(
 def _by_microbatch(step: PreparedTrace) -> float | None:
     """Squared correlation of forward and backward times of the same microbatch and worker.
 
-    A long sequence takes long both ways; a pause or a busy host does not. Differences between
+    A long sequence is slow in both directions; a pause or a busy host is not. Differences between
     workers, and between steps of one, are left out. Source: "Understanding Stragglers in Large
     Model Training Using What-if Analysis", OSDI 2025, section 5.3.
     """
@@ -208,13 +208,13 @@ def _by_microbatch(step: PreparedTrace) -> float | None:
     if not found:
         return None
     forward, backward = np.concatenate(found, axis=1)
-    # Sums of products: threads for linear algebra would cost more than all the rest.
+    # Plain sums: threads of linear algebra would cost more than the rest.
     varies = float((forward * forward).sum() * (backward * backward).sum())
     return float((forward * backward).sum() ** 2 / varies) if varies > 0 else 0.0
 
 
 def _numbered(microbatch: Integers, places: npt.NDArray[np.intp]) -> dict[int, int]:
-    """Microbatch -> place; those without a number are counted in their order."""
+    """Return microbatch -> place; microbatches without a number are counted in order."""
     numbers = microbatch[places]
     if (numbers < 0).all():
         numbers = np.arange(places.size)
@@ -230,13 +230,13 @@ def _explained(original: float, ideal: float, without: float) -> float | None:
 
 
 def ideal_step_seconds(step: PreparedTrace) -> float:
-    """All steps and dp ranks are alike in the ideal run, so one of each is enough."""
+    """Return the ideal step time; all steps and dp ranks are equal, so one is replayed."""
     ends = replay(step.model, step.ideal[:, None, None].copy())
     return float(step_seconds(step.model, ends)[0])
 
 
 def _keeping_operations(step: PreparedTrace, kept: list[Mask]) -> Seconds:
-    """[counterfactual, step]: step times with only the `kept` operations as they were."""
+    """Return step times with only the `kept` operations as recorded. [counterfactual, step]"""
     count, steps, dp_ranks = step.recorded.shape
     results = []
     for first, stop in _batches(len(kept), step.recorded.nbytes):
@@ -250,9 +250,9 @@ def _keeping_operations(step: PreparedTrace, kept: list[Mask]) -> Seconds:
 
 
 def _keeping_dp_ranks(step: PreparedTrace) -> Seconds:
-    """[dp rank]: mean step times with only that dp rank as it was.
+    """Return mean step times with only that dp rank as recorded. [dp rank]
 
-    The others are then all alike, and one stands for them: two columns instead of all.
+    All others are equal then, so one of them is replayed: two columns instead of all.
     """
     count, steps, dp_ranks = step.recorded.shape
     width = min(dp_ranks, 2)
@@ -274,14 +274,14 @@ def _batches(total: int, bytes_each: int) -> Iterator[tuple[int, int]]:
 
 
 def _slowest(scores: Seconds, ranks: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], ...]:
-    """Index of the slowest workers in [dp rank, stage]; of equals the lower rank comes first."""
+    """Index of the slowest workers in [dp rank, stage]; equal ones in the order of ranks."""
     order = np.lexsort((ranks.ravel(), -scores.ravel()))
     count = -(-scores.size * SLOWEST_WORKERS_PERCENT // 100)
     return np.unravel_index(order[:count], scores.shape)
 
 
 def _without_workers(step: PreparedTrace, workers: tuple[npt.NDArray[np.intp], ...]) -> float:
-    """Mean step time with these (dp rank, stage) idealised."""
+    """Return the mean step time with these (dp rank, stage) idealized."""
     times = step.recorded.copy()
     for dp_rank, stage in zip(*workers, strict=True):
         rows = np.flatnonzero(step.stage == stage)

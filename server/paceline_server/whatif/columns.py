@@ -14,11 +14,11 @@ from paceline_wire.topology import Topology
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# A microbatch or chunk beyond this is no number but garbage.
+# A larger microbatch or chunk number is invalid.
 MOST_MICROBATCHES = 1 << 16
 MOST_CHUNKS = 1 << 10
 
-# The host's clock and the device's timed the same rank: they agree to this much.
+# The host's clock and the device's timed the same rank: they agree within this tolerance.
 CLOCK_TOLERANCE_NS = 50_000
 
 _SENDS = sorted(TRANSFER_OPS - RECEIVE_OPS)
@@ -54,7 +54,7 @@ class StepColumns:
         return zip(*(self._columns[name].tolist() for name in names), strict=True)
 
     def number(self, start: str, *names: str) -> None:
-        """Let `microbatch` count the rows that are alike in `names`, in the order of `start`."""
+        """Number the rows that are equal in `names`, ordered by `start`, as their `microbatch`."""
         keys = [self.cell, *(self._columns[name] for name in names)]
         order = np.lexsort((self._columns[start], *reversed(keys)))
         new = np.zeros(len(self), np.bool_)
@@ -68,13 +68,13 @@ class StepColumns:
         self._columns["microbatch"] = numbers
 
     def are_named(self, *names: str) -> bool:
-        """Whether the microbatch is known everywhere and no two rows are alike in `names`."""
+        """Return whether every microbatch is known and no two rows are equal in `names`."""
         found = list(self.tuples(*names))
         return bool((self._columns["microbatch"] >= 0).all()) and len(set(found)) == len(found)
 
 
 class Layout:
-    """Where each rank of a topology is, as arrays by rank."""
+    """Coordinates of each rank of a topology, as arrays by rank."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -89,7 +89,7 @@ class Layout:
 
 
 def compute_columns(timings: Sequence[StepTiming], layout: Layout) -> StepColumns:
-    """A loop without microbatch hooks counts as one forward a step, if it has no pipeline."""
+    """Return compute rows; a loop without hooks and pipeline counts as one forward per step."""
     tables = [timing.compute for timing in timings]
     if layout.topology.pp == 1 and not any(table.rank.size for table in tables):
         tables = [_whole_step(timing) for timing in timings]
@@ -125,7 +125,7 @@ def _whole_step(timing: StepTiming) -> ComputeTimes:
 
 
 def transfer_columns(timings: Sequence[StepTiming], layout: Layout) -> StepColumns:
-    """Those along a pipeline: from stage to stage of one dp and tp rank."""
+    """Return transfers along a pipeline: between stages of one dp and tp rank."""
     tables = [timing.transfers for timing in timings]
     names = ("source", "destination", "op", "microbatch", "chunk")
     moments = ("send_start_ns", "send_end_ns", "receive_start_ns", "end_ns")
@@ -168,7 +168,7 @@ def without_repeats(transfers: StepColumns, compute: StepColumns) -> StepColumns
 
 
 def _computed_ns(transfers: StepColumns, rows: Ints, compute: StepColumns) -> Ints:
-    """When the sender had computed what it sends; the distant past where that was not seen."""
+    """Return when the sender had computed the data; the distant past if not recorded."""
     op = transfers["op"][rows]
     forwards = (op == Op.FORWARD_SEND) | (
         (op != Op.BACKWARD_SEND) & (transfers["target"][rows] > transfers["source"][rows])
@@ -193,7 +193,7 @@ def _computed_ns(transfers: StepColumns, rows: Ints, compute: StepColumns) -> In
 
 
 def _codes(tables: Sequence[tuple[Ints, ...]]) -> list[Ints]:
-    """One number per row, the same for rows that are alike; -1 is a value like any other."""
+    """Return one number per row, the same for equal rows; -1 is a normal value."""
     codes = [np.zeros(table[0].size, np.int64) for table in tables]
     for columns in zip(*tables, strict=True):
         size = 2 + max(int(column.max(initial=0)) for column in columns)

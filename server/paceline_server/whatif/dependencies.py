@@ -1,9 +1,9 @@
 """The dependencies of each operation of a step, derived from one recorded pipeline.
 
-Nothing here knows a schedule: the order of the compute operations is the one that was recorded, so
-GPipe, 1F1B, interleaved, zero-bubble (backwards in two parts) and others are all the same. Two
-things can make an operation wait: operations of its own stage (`predecessors`), and the partners
-it starts together with (`groups`).
+No schedule is assumed: the order of the compute operations is the recorded one, so GPipe, 1F1B,
+interleaved, zero-bubble (backwards in two parts) and others are treated equally. Two things can
+make an operation wait: operations of its own stage (`predecessors`), and the partners it starts
+together with (`groups`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline_server.whatif import operations as ops
 from paceline_server.whatif.errors import TraceError
 from paceline_server.whatif.trace import Operations
 
-# Two clocks (the host's and the device's) timed one worker: they agree to this much.
+# Two clocks (the host's and the device's) timed one worker: they agree within this tolerance.
 CLOCK_TOLERANCE_SECONDS = 5e-5
 
 # direction -> (compute, send, receive, where the send goes along the pipeline)
@@ -29,14 +29,14 @@ DIRECTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """`groups` holds each operation once; those of a group start when the last of them may."""
+    """`groups` contains each operation once; a group starts when its last operation can."""
 
     predecessors: list[list[int]]
     groups: list[list[int]]
 
 
 def find(operations: Operations) -> Dependencies:
-    """Raises TraceError if transfers do not match their compute operations or each other."""
+    """Find the dependencies. Raises TraceError if transfers do not match compute or each other."""
     return _Finder(operations).find()
 
 
@@ -82,16 +82,16 @@ class _Finder:
         return Dependencies(self.predecessors, groups)
 
     def _together(self, optype: str, stages: Iterable[int]) -> list[list[int]]:
-        """The n-th one of each of these stages."""
+        """Return the n-th operation of each of these stages, together."""
         of_stages = (self._numbered(optype, stage) for stage in stages)
         return [[op for op in turn if op is not None] for turn in zip_longest(*of_stages)]
 
     def _of(self, optype: str, stage: int) -> list[int]:
-        """In recorded order."""
+        """Return operations of a type and stage in recorded order."""
         return self.recorded.get((optype, stage), [])
 
     def _numbered(self, optype: str, stage: int) -> list[int]:
-        """In the order of their sequence numbers."""
+        """Return operations of a type and stage by sequence number."""
         return sorted(self._of(optype, stage), key=self.sequence.__getitem__)
 
     def _chain(self, chain: Sequence[int], after: Sequence[int] = ()) -> None:
@@ -141,9 +141,9 @@ class _Finder:
     def _owners(
         self, computes: list[int], transfers: list[int], meets: list[bool], spare: int
     ) -> list[tuple[int, int]]:
-        """Each transfer with the index of the compute operation it belongs to.
+        """Return each transfer with the index of its compute operation.
 
-        Those without a peer may not be recorded, or only the one at the model's end (`spare`).
+        Transfers without a peer may be missing, or only the one at the model's end (`spare`).
         """
         every = list(range(len(computes)))
         for indexes in (
@@ -161,7 +161,7 @@ class _Finder:
         )
 
     def _pairs(self, partners: dict[tuple[str, int], list[int]]) -> list[list[int]]:
-        """The n-th real send of a stage meets the n-th real receive of its neighbour."""
+        """Pair the n-th real send of a stage with the n-th real receive of its neighbor."""
         pairs = []
         for _, send, receive, forward in DIRECTIONS:
             for stage in range(self.stages):

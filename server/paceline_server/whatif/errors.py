@@ -7,7 +7,7 @@ WhatIfError
 
 
 class WhatIfError(ValueError):
-    """One sentence for who asked: what was expected, and what came."""
+    """The message is one sentence for the user: what was expected and what was found."""
 
 
 class TraceError(WhatIfError):

@@ -1,7 +1,7 @@
-"""One pipeline of a running job as an example of all: which operations, in which order.
+"""One pipeline of a running job as an example of all: its operations and their order.
 
-It is the pipeline (one dp and tp rank in one step) of which most was seen. A compute operation that
-it lost is taken from the next best ones, where it followed the same operation.
+The example is the most complete pipeline (one dp and tp rank in one step). A missing compute
+operation is taken from the next best pipelines, where it followed the same operation.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import numpy as np
 from paceline_server.whatif.columns import Layout, StepColumns
 from paceline_server.whatif.order import Computed, Order, Transferred, learn
 
-# A pipeline with so many more operations than most is an odd one, no example.
+# A pipeline with this many times more operations than most is an outlier, not an example.
 OUTLIER_RATIO = 1.1
 
-# So many others are asked for what the best one lost.
+# Number of other pipelines that are searched for missing operations.
 DONORS = 8
 
 _NAMES = ("op", "chunk", "microbatch")
 
 
 def learn_order(compute: StepColumns, transfers: StepColumns, layout: Layout) -> Order | None:
-    """None: there is no pipeline of which each stage was seen.
+    """Return the order; None if no pipeline has records of each stage.
 
-    Microbatches are counted, in both tables, where they have no numbers.
+    Microbatches without numbers are counted in both tables.
     """
     cells, stages = compute.cells, layout.topology.pp
     by_stage = np.bincount(compute.cell * stages + compute["stage"], minlength=cells * stages)
@@ -41,7 +41,7 @@ def learn_order(compute: StepColumns, transfers: StepColumns, layout: Layout) ->
         compute.number("start_ns", "stage", "op", "chunk")
         transfers.number("send_start_ns", "source", "target", "op", "chunk")
     chains = _chains(compute, best, stages)
-    # Nobody fills in for the others: they differ in nothing but in what was lost.
+    # The others are not completed: they differ only in what was lost.
     for donor in others if compute.cells > 1 else ():
         if seen[donor]:
             donated = _chains(compute, donor, stages)
@@ -54,7 +54,7 @@ def learn_order(compute: StepColumns, transfers: StepColumns, layout: Layout) ->
 
 
 def _chains(compute: StepColumns, cell: int, stages: int) -> list[list[Computed]]:
-    """By stage, in recorded order."""
+    """Return the compute operations by stage, in recorded order."""
     rows = compute.rows(cell).tuples("stage", *_NAMES, "start_ns", "end_ns")
     chains: list[list[Computed]] = [[] for _ in range(stages)]
     for one in sorted((Computed(*row) for row in rows), key=lambda one: one.start_ns):

@@ -1,8 +1,8 @@
 """The recent steps of a running job in the trace layout.
 
-Durations are as recorded, each worker's those of its slowest tp rank. Moments are put on one clock:
-each operation begins when it did after what it waited for had ended, so that the clocks of nodes
-need not agree; what was lost is filled in as for the replay.
+Durations are as recorded; those of a worker are of its slowest tp rank. Times are mapped to one
+clock: each operation keeps its delay after the operations it waited for, so that the clocks of
+nodes need not agree. Missing operations are filled in as for the replay.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Export:
 
 
 def export(built: Built, started_seconds: dict[int, float]) -> Export:
-    """`started_seconds`: when each step began."""
+    """Return the trace; `started_seconds` is the start of each step."""
     window = built.window
     topology = window.layout.topology
     rows = list(_Exporter(built).rows())
@@ -94,7 +94,7 @@ class _Exporter:
         self.needed = {op for received in self.order.needs.values() for op in received}
 
     def rows(self) -> Iterator[_Row]:
-        """Those of one type and stage come in order."""
+        """Yield rows; those of one type and stage in order."""
         order, topology = self.order, self.window.layout.topology
         for stage in range(topology.pp):
             yield self._row(order.data_wait[stage])
@@ -111,7 +111,7 @@ class _Exporter:
             yield self._row(order.optimizer[stage])
 
     def _row(self, op: int, start: Times | None = None) -> _Row:
-        """Who meets others begins when it arrives, which is `start`."""
+        """Return one row; an operation with partners begins when it arrives, at `start`."""
         order = self.order
         start = self.starts[op] if start is None else start
         return _Row(

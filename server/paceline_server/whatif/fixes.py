@@ -13,18 +13,18 @@ from paceline_server.whatif.window import Window
 
 Seconds = npt.NDArray[np.float64]
 
-# Operations of one kind whose quartiles lie so far apart have different amounts of work.
+# Operations of one kind with quartiles this far apart have different amounts of work.
 UNEVEN = 0.1
 
 
 class Fixes:
-    """Call any of the methods, in any number, then read `seconds`.
+    """Call any number of the methods, then read `seconds`.
 
-    `without_peers`: something was to be idealised that there is nothing to hold against.
+    `without_peers`: a part to be idealized has no peers to compare with.
     """
 
     def __init__(self, window: Window, recorded: Seconds, layers: Mapping[int, int]) -> None:
-        """`recorded`: the window's times; `layers`: of each global chunk, where they are known."""
+        """`recorded`: times of the window; `layers`: of each global chunk, if known."""
         self.seconds = recorded.copy()  # [operation, step, dp rank]
         self.without_peers = False
         self._recorded = recorded
@@ -45,7 +45,7 @@ class Fixes:
             rows = self._rows(stage)
             own = self._window.own[rows]
             dp_ranks, tp_ranks = np.array(places).T
-            idealised = ~self._window.seen[stage]  # those unseen are not to stand in the way
+            idealised = ~self._window.seen[stage]  # ranks without records do not prevent it
             idealised[dp_ranks, tp_ranks] = True
             if idealised.all():
                 typical = self._of_other_stages(stage, rows, set(fixed))
@@ -59,8 +59,8 @@ class Fixes:
     def _as_fast(self, stage: int, rows: list[int], own: Seconds, typical: Seconds) -> Seconds:
         """[row, step, rank]: as fast as `typical` ([row, step]).
 
-        Where microbatches differ in length, a rank keeps its own ones, which others did not have:
-        its kinds of operations are scaled as a whole.
+        If microbatches differ in length, a rank keeps its own lengths, which others did not have:
+        each kind of its operations is scaled as a whole.
         """
         result = np.repeat(typical[:, :, None], own.shape[2], axis=2)
         kinds = np.array([f"{self._order.optype[row]} {self._order.chunk[row]}" for row in rows])
@@ -76,7 +76,7 @@ class Fixes:
         return result
 
     def _rows(self, stage: int) -> list[int]:
-        """The operations that the ranks of a stage do themselves."""
+        """Return the operations that the ranks of a stage execute themselves."""
         order = self._order
         return [order.data_wait[stage], *order.compute[stage], order.optimizer[stage]]
 
@@ -111,7 +111,7 @@ class Fixes:
         return float(self._layers.get(part, 1)) or 1.0
 
     def idealise_stages(self, stages: Collection[int]) -> None:
-        """Their operations take what such an operation takes in the mean of all stages."""
+        """Let operations of these stages take the mean over all stages."""
         order = self._order
         everywhere = [op for chain in order.compute for op in chain]
         optypes = np.array(order.optype)
@@ -123,7 +123,7 @@ class Fixes:
                     self.seconds[mine] = self._recorded[alike].mean(axis=0)
 
     def idealise_links(self, links: Collection[tuple[int, int]]) -> None:
-        """Transfers between these ranks, in both directions, take the median of their kind."""
+        """Let transfers between these ranks, in both directions, take the median of their kind."""
         topology = self._layout.topology
         for one, other in links:
             if not (0 <= one < topology.world_size and 0 <= other < topology.world_size):
@@ -171,7 +171,7 @@ class Fixes:
             self.seconds[rows, :, dp_rank] -= np.maximum(gain, 0.0)
 
     def idealise_optypes(self, optypes: Collection[str]) -> None:
-        """Operations of these types, wherever they are, take what is usual for their type."""
+        """Let all operations of these types take the typical duration of their type."""
         for optype in sorted(set(self._order.optype)):
             if ops.group(optype) in optypes:
                 mine = [op for op, other in enumerate(self._order.optype) if other == optype]

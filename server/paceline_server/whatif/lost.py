@@ -1,4 +1,4 @@
-"""Filling in what was not recorded. NaN is what was lost; none of it costs numpy a warning."""
+"""Fill in missing values. NaN means missing; numpy warnings are avoided."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ Floats = npt.NDArray[np.float64]
 
 
 def medians(values: Floats) -> Floats:
-    """Over the last axis, of the numbers in it; NaN where there is none."""
-    ordered = np.sort(values, axis=-1)  # NaN comes last
+    """Return medians over the last axis, ignoring NaN; NaN if there is no number."""
+    ordered = np.sort(values, axis=-1)  # NaN sorts last
     count = np.isfinite(ordered).sum(axis=-1, keepdims=True)
     low = np.take_along_axis(ordered, np.maximum(count - 1, 0) // 2, axis=-1)
     high = np.take_along_axis(ordered, np.minimum(count // 2, ordered.shape[-1] - 1), axis=-1)
@@ -34,7 +34,7 @@ def fill(table: Floats) -> Floats:
 
 
 def fill_from_own(table: Floats) -> Floats:
-    """[row, ...]: what is lost takes the median of the other rows, for each column by itself."""
+    """Fill missing values with the median of the other rows of their column. [row, ...]"""
     lost = np.isnan(table)
     if lost.any():
         typical = medians(np.moveaxis(table, 0, -1))

@@ -1,4 +1,4 @@
-"""The dependency model of a step, laid out so that it can be replayed a level at a time.
+"""The dependency model of a step, arranged for a replay level by level.
 
 Operations that start together are one node. A node's level is one more than the deepest of those it
 waits for, so all nodes of a level can be computed at once.
@@ -41,7 +41,7 @@ class Model:
 
     order: Indexes
     blocks: tuple[ReplayBlock, ...]
-    last: Indexes  # operations nobody waits for: one of them ends the step
+    last: Indexes  # operations without successors: one of them ends the step
     pairs: npt.NDArray[np.intp]  # [pair, 2]: a send and its receive
     larger_groups: tuple[Indexes, ...]
 
@@ -51,7 +51,7 @@ def lay_out(
     optype: Sequence[str],
     synchronized_optypes: Set[str] = ops.SYNCHRONIZED,
 ) -> Model:
-    """Raises TraceError if operations wait for each other in a circle.
+    """Arrange the operations. Raises TraceError if they wait for each other in a circle.
 
     `synchronized_optypes`: these wait for the same operation of every data-parallel rank.
     """
@@ -109,7 +109,7 @@ def _levels(
         for other in before:
             followers[other].append(node)
     ready = [node for node, count in enumerate(missing) if not count]
-    for node in ready:  # grows while it is walked
+    for node in ready:  # grows during the iteration
         for follower in followers[node]:
             levels[follower] = max(levels[follower], levels[node] + 1)
             missing[follower] -= 1

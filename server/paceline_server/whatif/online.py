@@ -1,4 +1,4 @@
-"""What-if replay of the steps a running generation took last: what would fixing this give?"""
+"""What-if replay of the recent steps of a running generation: the gain of fixing a part."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from paceline_server.whatif.verdict import Repairs, ReplayVerdict, judge
 from paceline_server.whatif.window import Window, align
 from paceline_wire.topology import Topology
 
-# A replay that takes so many times what was recorded, or so much less, is of another job.
+# A replay that differs from the recording by more than this factor is not used.
 MISFIT = 1.5
 
 # Number of parts of each kind that are tried; a repair with a smaller gain is not named.
 PARTS_TRIED = 3
 WORTH_NAMING = 1.01
-# A part whose repair gives so much of what that of a larger one gives is the one to name.
+# A smaller part is named if its repair gains at least this share of a larger part's gain.
 AS_MUCH = 0.9
 
 KINDS = ("rank", "worker", "stage", "dp_rank", "optype")  # the smallest first
@@ -39,7 +39,7 @@ Part = TypeVar("Part", int, str)
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """A part of the job as fast as its peers, all else as it was."""
+    """The gain if one part of the job were as fast as its peers."""
 
     kind: str  # of KINDS; a worker is all its tensor-parallel ranks
     target: str  # "rank 5", "ranks 4-5", "stage 1", "dp rank 0", "forward-compute"
@@ -49,7 +49,7 @@ class Fix:
 class RunReplay:
     """The recent steps, replayed with parts of them as fast as their peers.
 
-    Built when it is first asked for; all times are those of the replay, in seconds.
+    Computed on first use; all times are those of the replay, in seconds.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class RunReplay:
         excess_seconds: Mapping[int, float] | None = None,
         since_step: int | None = None,
     ) -> float | None:
-        """Step time now over step time with these idealised: 1.21 is 21% gained.
+        """Return step time now over step time with these parts idealized: 1.21 is a gain of 21%.
 
         `optypes`: as in `Analysis.slowdown_by_optype`.
         `excess_seconds`: per rank, time per step to take away outside of the model's operations
-        (data wait, GC, checkpoint). `since_step`: leave out earlier steps, in which it was not yet
-        so; all steps count if none is left. None: the steps cannot be replayed, or what is asked
-        about has no peers.
+        (data wait, GC, checkpoint). `since_step`: leave out earlier steps; all steps
+        count if none is left. None: the steps cannot be replayed, or the parts have
+        no peers.
         """
         built = self.built
         if built is None:
@@ -100,7 +100,7 @@ class RunReplay:
         return float(self._now[counted].mean()) / fixed if fixed > 0 else None
 
     def actions(self) -> Actions | None:
-        """The schedule that was carried out; microbatches without a number are counted."""
+        """The executed schedule; microbatches without a number are counted."""
         if self.built is None:
             return None
         order = self.built.window.order
@@ -116,7 +116,7 @@ class RunReplay:
         ]
 
     def verdict(self) -> ReplayVerdict | None:
-        """Who slows the job, in one sentence; None: the steps cannot be replayed."""
+        """Return what slows the job, in one sentence; None: the steps cannot be replayed."""
         found = self.analysis
         if found is None:
             return None
@@ -137,8 +137,8 @@ class RunReplay:
     def fixes(self) -> list[Fix]:
         """Return the gain of repairing each part, the best first; empty if none is worth it.
 
-        Parts overlap, a slow rank is also part of a slow stage: of those that give about as much
-        the smallest comes first. Of each kind those are tried that alone make the step longest.
+        Parts overlap: a slow rank is also part of a slow stage. Among parts with a similar gain the
+        smallest comes first. Of each kind the parts that lengthen the step most are tried.
         """
         found = self.analysis
         if found is None:
@@ -170,7 +170,7 @@ class RunReplay:
         return list(range(lowest, lowest + self.topology.tp))
 
     def _fix_worker(self, lowest: int) -> tuple[Fix, list[int]]:
-        """Its one slow rank, if it has just one; with the ranks that are repaired."""
+        """Return the fix of a worker, or of its only slow rank, with the repaired ranks."""
         assert self.built is not None
         place = self.topology.coordinates(lowest)
         ranks = self._worker(lowest)
@@ -183,7 +183,7 @@ class RunReplay:
         return Fix("worker", f"ranks {ranks[0]}-{ranks[-1]}", together), ranks
 
     def _gain(self, **parts: Any) -> float:
-        """1.0: none, as far as one can tell."""
+        """Return the gain of idealizing the parts; 1.0 if it is unknown."""
         return self.speedup(**parts) or 1.0
 
     @cached_property
@@ -212,7 +212,7 @@ class RunReplay:
 
     @cached_property
     def built(self) -> Built | None:
-        """None: the steps cannot be replayed."""
+        """The prepared steps; None: they cannot be replayed."""
         window = align(self.timings, Layout(self.topology))
         if window is None:
             return None
@@ -229,7 +229,7 @@ class RunReplay:
 
     @cached_property
     def _now(self) -> Seconds:
-        """[step]: as recorded."""
+        """Step times as recorded. [step]"""
         built = self.built
         return np.zeros(0) if built is None else built.step_seconds(built.seconds)
 
@@ -242,7 +242,7 @@ class RunReplay:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The recent steps, made ready for replay."""
+    """The recent steps, prepared for replay."""
 
     window: Window
     model: Model
@@ -255,12 +255,12 @@ class Built:
         return ends
 
     def step_seconds(self, seconds: Seconds) -> Seconds:
-        """[step]: step times if operations take so long."""
+        """Return step times for these durations of operations. [step]"""
         return step_seconds(self.model, replay(self.model, seconds[self.model.order]))
 
 
 def _slowest(slowdowns: Mapping[Part, float]) -> list[Part]:
-    """Those that alone make the step longest, the worst first."""
+    """Return the parts that lengthen the step most, the worst first."""
     worst = sorted(slowdowns, key=lambda part: -slowdowns[part])
     return [part for part in worst[:PARTS_TRIED] if slowdowns[part] >= WORTH_NAMING]
 

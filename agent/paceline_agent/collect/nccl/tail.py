@@ -1,4 +1,4 @@
-"""Follows files that others write, cut and replace, with a bound on the work of one look."""
+"""Follows files that other programs write, truncate and replace; limits the work of one call."""
 
 from __future__ import annotations
 

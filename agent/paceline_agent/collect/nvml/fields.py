@@ -25,7 +25,7 @@ _PERMANENT = frozenset({2, 3, 4, 13, 25, 26})  # nvmlReturn_t of driver.UNSUPPOR
 
 
 class FieldRow(NamedTuple):
-    """A field of nvml.h (NVML_FI_DEV_*) and what it is here."""
+    """A field of nvml.h (NVML_FI_DEV_*) and the value made from it."""
 
     name: str
     field: int
