@@ -97,8 +97,8 @@ def run(
         }
     results: list[Result] = []
     for node, end in commands.run(argv, chosen.deadline_seconds + 10).items():
-        results = list(parse(end.output))
-        if end.status != 0 and not any(isinstance(each, FailedNode) for each in results):
-            results.append(FailedNode(node=node, error=end.complaint))
-        results += results
+        reported = list(parse(end.output))
+        if end.status != 0 and not any(isinstance(each, FailedNode) for each in reported):
+            reported.append(FailedNode(node=node, error=end.complaint))
+        results += reported
     return results
