@@ -68,7 +68,7 @@ def test_json_has_the_documented_keys(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--kinds", "unknown-kind"], "unknown name 'unknown-kind'; expected none, slow_rank"),
+        (["--kinds", "imaginary"], "unknown name 'imaginary'; expected none, slow_rank"),
         (["--kinds", ","], "expected at least one name"),
         (["--arms", "imaginary"], "unknown name 'imaginary'; expected synthetic, real"),
         (["--trials", "0"], "0 is not in the range"),

@@ -105,7 +105,7 @@ def is_at_rest(world: World) -> bool:
     if world.state == "running":
         there = len(world._current())
         return there == world.topology.world_size and not any(one.hung for one in world._current())
-    obedient = [one for one in world.nodes.values() if not one.was_deaf]
+    obedient = [one for one in world.nodes.values() if not one.was_paused]
     return world.state in ENDED and not any(one.processes for one in obedient)
 
 
