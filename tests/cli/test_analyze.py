@@ -44,11 +44,11 @@ def test_json_has_the_documented_keys() -> None:
 
 def test_the_report_begins_with_the_verdict() -> None:
     lines = analyze(TRACE, "--meta", META).stdout.splitlines()
-    assert lines[0].startswith("Stragglers cost 15.2% of each step; the last stage, 3,")
+    assert lines[0].startswith("Stragglers cost 15.2% of step time; the last stage (stage 3)")
     assert any("rank 7 (dp 1, stage 3)" in line for line in lines)
 
 
-def test_without_metadata_it_says_where_the_sizes_are_from() -> None:
+def test_without_metadata_the_report_names_the_source_of_the_sizes() -> None:
     assert analyze(TRACE, "--json").stderr == (
         "No --meta, so the sizes are the trace's: 2 dp ranks, 4 stages.\n"
     )
@@ -83,7 +83,7 @@ def test_bad_input_is_one_sentence_and_exit_status_2(arguments: list[str], sente
     assert "Traceback" not in result.stderr
 
 
-def test_nothing_of_the_server_or_the_client_is_imported_that_is_not_needed() -> None:
+def test_analyze_imports_no_server_or_client_packages_that_it_does_not_need() -> None:
     code = (
         "import sys; from paceline_cli.main import run_main\n"
         f"run_main(['analyze', {TRACE!r}, '--json'], standalone_mode=False)\n"

@@ -355,7 +355,7 @@ def test_what_if_shows_gains_and_memory_cost(story: Any, visit: Callable[..., An
     page = visit(story.url).page
     panel = page.locator("#what-if")
     expect(panel.locator("header")).to_contain_text("replay of steps 19\N{EN DASH}26")
-    expect(panel).to_contain_text("rank 2 (dp rank 1, stage 0) explains 97% of it")
+    expect(panel).to_contain_text("rank 2 (dp rank 1, stage 0) explains 97% of the slowdown")
     row = panel.locator(".gains tbody tr")
     expect(row).to_have_count(1)
     expect(row).to_contain_text("rank 2")

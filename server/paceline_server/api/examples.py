@@ -130,8 +130,8 @@ _WHAT_IF = {
     "verdict": {
         "kind": "slow_worker",
         "target": "rank 2",
-        "text": "Steps take 1.79x as long as with the same work spread evenly; rank 2 (dp rank 1, "
-        "stage 0) explains 97% of it (fixing it gives 2.21x): look at the node.",
+        "text": "Steps take 1.79x as long as with evenly distributed work; rank 2 (dp rank 1, "
+        "stage 0) explains 97% of the slowdown (fixing it gives 2.21x): check the node.",
     },
     "fixes": [{"kind": "rank", "target": "rank 2", "speedup": 2.21}],
     "advice": [

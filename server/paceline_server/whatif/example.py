@@ -1,7 +1,7 @@
-"""One pipeline of a running job as an example of all: its operations and their order.
+"""The order of operations of a running job, derived from one example pipeline.
 
-The example is the most complete pipeline (one dp and tp rank in one step). A missing compute
-operation is taken from the next best pipelines, where it followed the same operation.
+The example is the pipeline with the most records (one dp and tp rank in one step). Its missing
+compute operations are inserted from other pipelines, after the same operation as there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from paceline_server.whatif.columns import Layout, StepColumns
 from paceline_server.whatif.order import Computed, Order, Transferred, learn
 
-# A pipeline with this many times more operations than most is an outlier, not an example.
+# A pipeline with this many times the median number of operations is an outlier, not an example.
 OUTLIER_RATIO = 1.1
 
 # Number of other pipelines that are searched for missing operations.
@@ -26,7 +26,7 @@ _NAMES = ("op", "chunk", "microbatch")
 def learn_order(compute: StepColumns, transfers: StepColumns, layout: Layout) -> Order | None:
     """Return the order; None if no pipeline has records of each stage.
 
-    Microbatches without numbers are counted in both tables.
+    Microbatches without a number are numbered in order, in both tables.
     """
     cells, stages = compute.cells, layout.topology.pp
     by_stage = np.bincount(compute.cell * stages + compute["stage"], minlength=cells * stages)
@@ -41,12 +41,13 @@ def learn_order(compute: StepColumns, transfers: StepColumns, layout: Layout) ->
         compute.number("start_ns", "stage", "op", "chunk")
         transfers.number("send_start_ns", "source", "target", "op", "chunk")
     chains = _chains(compute, best, stages)
-    # The others are not completed: they differ only in what was lost.
+    # Donors are used as recorded: pipelines differ only in which records are missing.
     for donor in others if compute.cells > 1 else ():
         if seen[donor]:
             donated = _chains(compute, donor, stages)
             chains = [
-                _completed(mine, theirs) for mine, theirs in zip(chains, donated, strict=True)
+                _completed(chain, donor_chain)
+                for chain, donor_chain in zip(chains, donated, strict=True)
             ]
     moments = ("send_start_ns", "send_end_ns", "receive_start_ns", "end_ns")
     transferred = transfers.rows(best).tuples("source", "target", *_NAMES, *moments)
@@ -57,33 +58,37 @@ def _chains(compute: StepColumns, cell: int, stages: int) -> list[list[Computed]
     """Return the compute operations by stage, in recorded order."""
     rows = compute.rows(cell).tuples("stage", *_NAMES, "start_ns", "end_ns")
     chains: list[list[Computed]] = [[] for _ in range(stages)]
-    for one in sorted((Computed(*row) for row in rows), key=lambda one: one.start_ns):
-        chains[one.stage].append(one)
+    operations = (Computed(*row) for row in rows)
+    for operation in sorted(operations, key=lambda operation: operation.start_ns):
+        chains[operation.stage].append(operation)
     return chains
 
 
 def _completed(chain: Sequence[Computed], donated: Sequence[Computed]) -> list[Computed]:
-    """Return `chain` with the operations that only the other one has, each after its predecessor.
+    """Return `chain` with the operations that only `donated` has, each after its predecessor.
 
-    Clocks are not compared: an inserted operation takes all the time until the next operation,
-    because its end is unknown.
+    Clocks of different ranks are not compared, so the end of an inserted operation is unknown: it
+    lasts until the next operation starts.
     """
-    known = {one.key for one in chain}
-    if all(one.key in known for one in donated):
+    known = {operation.key for operation in chain}
+    if all(operation.key in known for operation in donated):
         return list(chain)
-    followers: dict[tuple[int, ...] | None, list[Computed]] = {}
-    before = None
-    for one in donated:
-        if one.key in known:
-            before = one.key
+    missing_after: dict[tuple[int, ...] | None, list[Computed]] = {}
+    predecessor = None
+    for operation in donated:
+        if operation.key in known:
+            predecessor = operation.key
         else:
-            followers.setdefault(before, []).append(one)
+            missing_after.setdefault(predecessor, []).append(operation)
     first_ns = chain[0].start_ns
-    result = [one._replace(start_ns=first_ns, end_ns=first_ns) for one in followers.get(None, ())]
-    for mine, following in zip_longest(chain, chain[1:]):
-        result.append(mine)
-        for one in followers.get(mine.key, ()):
-            lasts_ns = one.end_ns - one.start_ns
-            end_ns = mine.end_ns + lasts_ns if following is None else following.start_ns
-            result.append(one._replace(start_ns=mine.end_ns, end_ns=end_ns))
+    result = [
+        operation._replace(start_ns=first_ns, end_ns=first_ns)
+        for operation in missing_after.get(None, ())
+    ]
+    for recorded, following in zip_longest(chain, chain[1:]):
+        result.append(recorded)
+        for operation in missing_after.get(recorded.key, ()):
+            duration_ns = operation.end_ns - operation.start_ns
+            end_ns = recorded.end_ns + duration_ns if following is None else following.start_ns
+            result.append(operation._replace(start_ns=recorded.end_ns, end_ns=end_ns))
     return result

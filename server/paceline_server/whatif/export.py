@@ -91,7 +91,7 @@ class _Exporter:
         self.order = built.window.order
         self.ends = built.ends()
         self.starts = self.ends - built.seconds + self.window.pauses
-        self.needed = {op for received in self.order.needs.values() for op in received}
+        self.needed = {op for received in self.order.inputs.values() for op in received}
 
     def rows(self) -> Iterator[_Row]:
         """Yield rows; those of one type and stage in order."""
@@ -160,4 +160,4 @@ class _Exporter:
 
     def _received(self, compute: int, send: str) -> list[int]:
         order = self.order
-        return [op for op in order.needs.get(compute, ()) if order.optype[op] == send]
+        return [op for op in order.inputs.get(compute, ()) if order.optype[op] == send]

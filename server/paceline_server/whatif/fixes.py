@@ -1,4 +1,4 @@
-"""Counterfactuals of the recent steps: parts of them made as fast as their peers."""
+"""Counterfactuals of recent steps, in which slow parts are as fast as their peers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,25 @@ from paceline_server.whatif.window import Window
 
 Seconds = npt.NDArray[np.float64]
 
-# Operations of one kind with quartiles this far apart have different amounts of work.
-UNEVEN = 0.1
+# Operations of one type have different amounts of work if their quartiles differ by more than this
+# share of the median.
+UNEVEN_RATIO = 0.1
 
 
 class Fixes:
-    """Call any number of the methods, then read `seconds`.
+    """Durations of the recent steps with some parts idealized.
 
-    `without_peers`: a part to be idealized has no peers to compare with.
+    Call any number of the methods, then read `seconds`. `without_peers` is set if a part has no
+    peers to compare with.
     """
 
     def __init__(self, window: Window, recorded: Seconds, layers: Mapping[int, int]) -> None:
-        """`recorded`: times of the window; `layers`: of each global chunk, if known."""
+        """Start from the recorded durations.
+
+        Args:
+            recorded: the durations of the window, [operation, step, dp rank].
+            layers: number of layers by global chunk, if known.
+        """
         self.seconds = recorded.copy()  # [operation, step, dp rank]
         self.without_peers = False
         self._recorded = recorded
@@ -33,8 +40,8 @@ class Fixes:
         self._order = window.order
         self._layers = layers
 
-    def idealise_ranks(self, ranks: Collection[int]) -> None:
-        """Counterfactual: own work takes as long as for the other ranks of the stage."""
+    def idealize_ranks(self, ranks: Collection[int]) -> None:
+        """Let the own work of these ranks take as long as that of the other ranks of the stage."""
         topology = self._layout.topology
         fixed: dict[int, list[tuple[int, int]]] = {}
         for rank in sorted(set(ranks)):
@@ -45,34 +52,37 @@ class Fixes:
             rows = self._rows(stage)
             own = self._window.own[rows]
             dp_ranks, tp_ranks = np.array(places).T
-            idealised = ~self._window.seen[stage]  # ranks without records do not prevent it
-            idealised[dp_ranks, tp_ranks] = True
-            if idealised.all():
-                typical = self._of_other_stages(stage, rows, set(fixed))
+            idealized = ~self._window.seen[stage]  # ranks without records do not prevent it
+            idealized[dp_ranks, tp_ranks] = True
+            if idealized.all():
+                typical = self._typical_of_other_stages(stage, rows, set(fixed))
             else:
-                typical = np.median(own[:, :, ~idealised], axis=2)
-            own[:, :, idealised] = self._as_fast(stage, rows, own[:, :, idealised], typical)
-            for dp_rank in np.flatnonzero(idealised.any(axis=1)).tolist():
+                typical = np.median(own[:, :, ~idealized], axis=2)
+            own[:, :, idealized] = self._as_fast(stage, rows, own[:, :, idealized], typical)
+            for dp_rank in np.flatnonzero(idealized.any(axis=1)).tolist():
                 shared = self._window.shared[rows][:, :, dp_rank]
                 self.seconds[rows, :, dp_rank] = own[:, :, dp_rank].max(axis=2) + shared
 
     def _as_fast(self, stage: int, rows: list[int], own: Seconds, typical: Seconds) -> Seconds:
-        """[row, step, rank]: as fast as `typical` ([row, step]).
+        """Return durations as fast as `typical` ([row, step]). [row, step, rank]
 
-        If microbatches differ in length, a rank keeps its own lengths, which others did not have:
-        each kind of its operations is scaled as a whole.
+        If microbatches differ in length, each rank keeps its own microbatches: all its operations
+        of one type are scaled by the same factor.
         """
         result = np.repeat(typical[:, :, None], own.shape[2], axis=2)
         kinds = np.array([f"{self._order.optype[row]} {self._order.chunk[row]}" for row in rows])
         for kind in np.unique(kinds):
-            mine = kinds == kind
-            low, middle, high = np.percentile(typical[mine], [25, 50, 75])
-            if high - low > UNEVEN * middle:
-                took = own[mine].mean(axis=(0, 1))
+            of_kind = kinds == kind
+            low, middle, high = np.percentile(typical[of_kind], [25, 50, 75])
+            if high - low > UNEVEN_RATIO * middle:
+                mean_seconds = own[of_kind].mean(axis=(0, 1))
                 scale = np.divide(
-                    typical[mine].mean(), took, out=np.ones_like(took), where=took > 0
+                    typical[of_kind].mean(),
+                    mean_seconds,
+                    out=np.ones_like(mean_seconds),
+                    where=mean_seconds > 0,
                 )
-                result[mine] = own[mine] * scale
+                result[of_kind] = own[of_kind] * scale
         return result
 
     def _rows(self, stage: int) -> list[int]:
@@ -80,18 +90,21 @@ class Fixes:
         order = self._order
         return [order.data_wait[stage], *order.compute[stage], order.optimizer[stage]]
 
-    def _of_other_stages(self, stage: int, rows: list[int], without: set[int]) -> Seconds:
-        """[row, step]: what a layer of the same kind of operation takes elsewhere; a stage whose
-        ranks are all idealised has no peers of its own."""
+    def _typical_of_other_stages(self, stage: int, rows: list[int], without: set[int]) -> Seconds:
+        """Return the durations on the other stages, scaled by the number of layers. [row, step]
+
+        Used for a stage whose ranks are all idealized, so that it has no peers of its own. Rows
+        without peers keep their mean duration. `without`: stages that are not peers.
+        """
         own = self._window.own
         typical: Seconds = own[rows].mean(axis=(2, 3))
         others = [other for other in range(len(self._order.compute)) if other not in without]
-        for at, row in enumerate(rows):
+        for index, row in enumerate(rows):
             optype = self._order.optype[row]
             peers = [
                 (other, self._layers_of(other))
-                for stage_of in others
-                for other in self._rows(stage_of)
+                for other_stage in others
+                for other in self._rows(other_stage)
                 if self._order.optype[other] == optype
             ]
             if not peers:
@@ -99,10 +112,11 @@ class Fixes:
                 continue
             layers = self._layers_of(row) if optype in ops.COMPUTE else 1.0
             scaled = [
-                own[other].mean(axis=(1, 2)) * (layers / of if optype in ops.COMPUTE else 1.0)
-                for other, of in peers
+                own[other].mean(axis=(1, 2))
+                * (layers / other_layers if optype in ops.COMPUTE else 1.0)
+                for other, other_layers in peers
             ]
-            typical[at] = np.mean(scaled, axis=0)
+            typical[index] = np.mean(scaled, axis=0)
         return typical
 
     def _layers_of(self, row: int) -> float:
@@ -110,58 +124,59 @@ class Fixes:
         part = max(self._order.chunk[row], 0) * stages + self._order.stage[row]
         return float(self._layers.get(part, 1)) or 1.0
 
-    def idealise_stages(self, stages: Collection[int]) -> None:
-        """Let operations of these stages take the mean over all stages."""
+    def idealize_stages(self, stages: Collection[int]) -> None:
+        """Let compute operations of these stages take the mean over all stages."""
         order = self._order
-        everywhere = [op for chain in order.compute for op in chain]
+        all_computes = [op for chain in order.compute for op in chain]
         optypes = np.array(order.optype)
         for stage in sorted(set(stages) & set(range(len(order.compute)))):
             for optype in ops.COMPUTE:
-                mine = [op for op in order.compute[stage] if order.optype[op] == optype]
-                alike = [op for op in everywhere if optypes[op] == optype]
-                if mine:
-                    self.seconds[mine] = self._recorded[alike].mean(axis=0)
+                of_stage = [op for op in order.compute[stage] if order.optype[op] == optype]
+                of_type = [op for op in all_computes if optypes[op] == optype]
+                if of_stage:
+                    self.seconds[of_stage] = self._recorded[of_type].mean(axis=0)
 
-    def idealise_links(self, links: Collection[tuple[int, int]]) -> None:
-        """Let transfers between these ranks, in both directions, take the median of their kind."""
+    def idealize_links(self, links: Collection[tuple[int, int]]) -> None:
+        """Let communication between these ranks take the median of its type, in both directions."""
         topology = self._layout.topology
-        for one, other in links:
-            if not (0 <= one < topology.world_size and 0 <= other < topology.world_size):
+        for rank, peer_rank in links:
+            if not (0 <= rank < topology.world_size and 0 <= peer_rank < topology.world_size):
                 continue
-            here, there = topology.coordinates(one), topology.coordinates(other)
-            if here.pp_rank != there.pp_rank:
-                if here.dp_rank == there.dp_rank:
-                    self._idealise_transfers({here.pp_rank, there.pp_rank}, here.dp_rank)
-            elif here.dp_rank != there.dp_rank:
-                self._idealise_reduction(here.pp_rank)
-            elif here.tp_rank != there.tp_rank:
-                self._idealise_tensor_parallel(here.pp_rank, here.dp_rank)
+            end, peer = topology.coordinates(rank), topology.coordinates(peer_rank)
+            if end.pp_rank != peer.pp_rank:
+                if end.dp_rank == peer.dp_rank:
+                    self._idealize_transfers({end.pp_rank, peer.pp_rank}, end.dp_rank)
+            elif end.dp_rank != peer.dp_rank:
+                self._idealize_reduction(end.pp_rank)
+            elif end.tp_rank != peer.tp_rank:
+                self._idealize_tensor_parallel(end.pp_rank, end.dp_rank)
 
-    def _idealise_transfers(self, stages: set[int], dp_rank: int) -> None:
+    def _idealize_transfers(self, stages: set[int], dp_rank: int) -> None:
         order = self._order
         for optype in (ops.FORWARD_SEND, ops.BACKWARD_SEND):
-            alike = [op for op in order.transfer_of.values() if order.optype[op] == optype]
-            mine = [
+            of_type = [op for op in order.transfer_of.values() if order.optype[op] == optype]
+            of_link = [
                 op
                 for (source, target, *_), op in order.transfer_of.items()
                 if order.optype[op] == optype and {source, target} == stages
             ]
-            if mine:
-                others = self._recorded[alike].copy()
-                others[np.isin(alike, mine), :, dp_rank] = np.nan
+            if of_link:
+                others = self._recorded[of_type].copy()
+                others[np.isin(of_type, of_link), :, dp_rank] = np.nan
                 typical = float(medians(others.ravel()))
                 self.without_peers |= bool(np.isnan(typical))
-                self.seconds[mine, :, dp_rank] = np.fmin(self.seconds[mine, :, dp_rank], typical)
+                link_seconds = self.seconds[of_link, :, dp_rank]
+                self.seconds[of_link, :, dp_rank] = np.fmin(link_seconds, typical)
 
-    def _idealise_reduction(self, stage: int) -> None:
-        rows = [row for at, row in enumerate(self._order.reduction) if at != stage]
-        mine = self._order.reduction[stage]
-        self.without_peers |= not rows
-        if rows:
-            typical = np.median(self._recorded[rows], axis=0)
-            self.seconds[mine] = np.minimum(self.seconds[mine], typical)
+    def _idealize_reduction(self, stage: int) -> None:
+        reduction = self._order.reduction[stage]
+        others = [op for op in self._order.reduction if op != reduction]
+        self.without_peers |= not others
+        if others:
+            typical = np.median(self._recorded[others], axis=0)
+            self.seconds[reduction] = np.minimum(self.seconds[reduction], typical)
 
-    def _idealise_tensor_parallel(self, stage: int, dp_rank: int) -> None:
+    def _idealize_tensor_parallel(self, stage: int, dp_rank: int) -> None:
         rows = self._order.compute[stage]
         shared = self._window.shared[rows]
         others = np.delete(shared, dp_rank, axis=2)
@@ -170,53 +185,63 @@ class Fixes:
             gain = shared[:, :, dp_rank] - np.median(others, axis=2)
             self.seconds[rows, :, dp_rank] -= np.maximum(gain, 0.0)
 
-    def idealise_optypes(self, optypes: Collection[str]) -> None:
-        """Let all operations of these types take the typical duration of their type."""
+    def idealize_optypes(self, optypes: Collection[str]) -> None:
+        """Let all operations of these types take the ideal duration of their type."""
         for optype in sorted(set(self._order.optype)):
             if ops.group(optype) in optypes:
-                mine = [op for op, other in enumerate(self._order.optype) if other == optype]
-                figure = np.median if optype in ops.IDEAL_IS_MEDIAN else np.mean
-                self.seconds[mine] = figure(self._recorded[mine])
+                of_type = [op for op, other in enumerate(self._order.optype) if other == optype]
+                average = np.median if optype in ops.IDEAL_IS_MEDIAN else np.mean
+                self.seconds[of_type] = average(self._recorded[of_type])
 
-    def take_away(self, excess_seconds: Mapping[int, float]) -> None:
-        """Per rank and step: from its wait for data first, then from what comes after the
-        exchange, then from its longest compute operations, at last from all of them alike."""
+    def remove_excess(self, excess_seconds: Mapping[int, float]) -> None:
+        """Shorten every step of these ranks by this many seconds.
+
+        The time is removed from the data wait first, then from the optimizer, then from compute
+        operations that took longer than usual, then from all compute operations in proportion.
+        """
         topology = self._layout.topology
-        worst: dict[tuple[int, int], float] = {}
+        excess: dict[tuple[int, int], float] = {}  # by (stage, dp rank): of its slowest tp rank
         for rank, seconds in excess_seconds.items():
             if 0 <= rank < topology.world_size and seconds > 0:
                 place = topology.coordinates(rank)
                 key = (place.pp_rank, place.dp_rank)
-                worst[key] = max(worst.get(key, 0.0), seconds)
-        for (stage, dp_rank), seconds in worst.items():
+                excess[key] = max(excess.get(key, 0.0), seconds)
+        for (stage, dp_rank), seconds in excess.items():
             left = np.full(self.seconds.shape[1], seconds)
             for row in (self._order.data_wait[stage], self._order.optimizer[stage]):
-                left = self._take([row], dp_rank, left, self.seconds[[row], :, dp_rank])
+                left = self._remove([row], dp_rank, left, self.seconds[[row], :, dp_rank])
             rows = self._order.compute[stage]
-            left = self._take(rows, dp_rank, left, self._beyond_typical(rows, dp_rank))
+            left = self._remove(rows, dp_rank, left, self._beyond_typical(rows, dp_rank))
             rest = self.seconds[rows, :, dp_rank]
             total = rest.sum(axis=0)
             share = np.divide(left, total, out=np.zeros_like(left), where=total > 0)
-            self._take(rows, dp_rank, left, rest * np.minimum(share, 1.0))
+            self._remove(rows, dp_rank, left, rest * np.minimum(share, 1.0))
 
     def _beyond_typical(self, rows: list[int], dp_rank: int) -> Seconds:
-        """[row, step]: what operations took longer than most of their kind on this worker."""
+        """Return by how much operations exceed the median of their type and worker. [row, step]"""
         seconds = self.seconds[rows, :, dp_rank]
         optypes = np.array([self._order.optype[row] for row in rows])
         for optype in np.unique(optypes):
-            mine = optypes == optype
-            seconds[mine] -= np.median(seconds[mine], axis=0)
+            of_type = optypes == optype
+            seconds[of_type] -= np.median(seconds[of_type], axis=0)
         beyond: Seconds = np.maximum(seconds, 0.0)
         return beyond
 
-    def _take(self, rows: list[int], dp_rank: int, left: Seconds, most: Seconds) -> Seconds:
-        """Take up to `most` ([row, step]) from each, the largest first; returns what is left."""
+    def _remove(self, rows: list[int], dp_rank: int, left: Seconds, most: Seconds) -> Seconds:
+        """Remove `left` seconds per step from the rows, the largest `most` first.
+
+        Args:
+            left: seconds to remove, [step].
+            most: most seconds to remove from each row, [row, step].
+        Returns:
+            The seconds that could not be removed, [step].
+        """
         largest_first = np.argsort(-most, axis=0)
         ordered = np.take_along_axis(most, largest_first, axis=0)
         before = np.cumsum(ordered, axis=0) - ordered
-        taken = np.clip(left - before, 0.0, ordered)
+        removed = np.clip(left - before, 0.0, ordered)
         amounts = np.zeros_like(most)
-        np.put_along_axis(amounts, largest_first, taken, axis=0)
+        np.put_along_axis(amounts, largest_first, removed, axis=0)
         self.seconds[rows, :, dp_rank] -= amounts
-        remaining: Seconds = left - taken.sum(axis=0)
+        remaining: Seconds = left - removed.sum(axis=0)
         return remaining

@@ -19,8 +19,11 @@ def medians(values: Floats) -> Floats:
 
 
 def fill(table: Floats) -> Floats:
-    """[row, step, ...]: what is lost takes what its peers took in that step, else in any step,
-    else what the other rows of the table took; 0 if nothing is known at all. In place."""
+    """Fill in missing values of a table [row, step, ...] in place, and return it.
+
+    A missing value is the median of its row in that step, else of its row in all steps, else of
+    the whole table; 0 if the table has no value.
+    """
     lost = np.flatnonzero(np.isnan(table).any(axis=tuple(range(1, table.ndim))))
     if not lost.size:
         return table

@@ -1,4 +1,4 @@
-"""What-if replay of the recent steps of a running generation: the gain of fixing a part."""
+"""What-if replay of the recent steps of a running job: the gain of fixing a part."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from paceline_wire.topology import Topology
 # A replay that differs from the recording by more than this factor is not used.
 MISFIT = 1.5
 
-# Number of parts of each kind that are tried; a repair with a smaller gain is not named.
+# Number of parts of each kind that are replayed.
 PARTS_TRIED = 3
-WORTH_NAMING = 1.01
-# A smaller part is named if its repair gains at least this share of a larger part's gain.
-AS_MUCH = 0.9
+# A fix with a smaller speedup is not reported.
+LEAST_SPEEDUP = 1.01
+# A smaller part is preferred if its fix gains at least this share of a larger part's gain.
+SIMILAR_GAIN_RATIO = 0.9
 
-KINDS = ("rank", "worker", "stage", "dp_rank", "optype")  # the smallest first
+KINDS = ("rank", "worker", "stage", "dp_rank", "optype")  # smallest part first
 
 Part = TypeVar("Part", int, str)
 
@@ -41,15 +42,15 @@ Part = TypeVar("Part", int, str)
 class Fix:
     """The gain if one part of the job were as fast as its peers."""
 
-    kind: str  # of KINDS; a worker is all its tensor-parallel ranks
+    kind: str  # one of KINDS; a worker includes all its tensor-parallel ranks
     target: str  # "rank 5", "ranks 4-5", "stage 1", "dp rank 0", "forward-compute"
-    speedup: float  # step time now over step time then
+    speedup: float  # step time now over step time with the fix
 
 
 class RunReplay:
-    """The recent steps, replayed with parts of them as fast as their peers.
+    """Replays of the recent steps of a job with some parts as fast as their peers.
 
-    Computed on first use; all times are those of the replay, in seconds.
+    Results are computed on first use. Step times are those of the replay, in seconds.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class RunReplay:
         self.metadata = metadata
 
     def slowdown(self) -> float | None:
-        """S: recorded over ideal step time; None: the steps cannot be replayed."""
+        """Return S, recorded over ideal step time; None if the steps cannot be replayed."""
         found = self.analysis
         return None if found is None else found.slowdown
 
@@ -74,33 +75,37 @@ class RunReplay:
         excess_seconds: Mapping[int, float] | None = None,
         since_step: int | None = None,
     ) -> float | None:
-        """Return step time now over step time with these parts idealized: 1.21 is a gain of 21%.
+        """Return step time now over step time with these parts idealized (1.21: 21% faster).
 
-        `optypes`: as in `Analysis.slowdown_by_optype`.
-        `excess_seconds`: per rank, time per step to take away outside of the model's operations
-        (data wait, GC, checkpoint). `since_step`: leave out earlier steps; all steps
-        count if none is left. None: the steps cannot be replayed, or the parts have
-        no peers.
+        Args:
+            ranks: ranks that become as fast as their peers.
+            stages: pipeline stages that take the mean of all stages.
+            links: pairs of ranks; their communication takes the median of its type.
+            optypes: operation types, named as in `Analysis.slowdown_by_optype`.
+            excess_seconds: seconds per step to remove from a rank (data wait, GC, checkpoint).
+            since_step: leave out earlier steps, unless no step is left then.
+        Returns:
+            The speedup; None if the steps cannot be replayed or a part has no peers.
         """
         built = self.built
         if built is None:
             return None
         fixes = Fixes(built.window, built.seconds, self._layers)
-        fixes.idealise_ranks(ranks)
-        fixes.idealise_stages(stages)
-        fixes.idealise_links(links)
-        fixes.idealise_optypes(optypes)
-        fixes.take_away(excess_seconds or {})
+        fixes.idealize_ranks(ranks)
+        fixes.idealize_stages(stages)
+        fixes.idealize_links(links)
+        fixes.idealize_optypes(optypes)
+        fixes.remove_excess(excess_seconds or {})
         if fixes.without_peers:
             return None
         counted = np.array(built.window.steps) >= (-1 if since_step is None else since_step)
         if not counted.any():
             counted[:] = True
         fixed = float(built.step_seconds(fixes.seconds)[counted].mean())
-        return float(self._now[counted].mean()) / fixed if fixed > 0 else None
+        return float(self._recorded_step_seconds[counted].mean()) / fixed if fixed > 0 else None
 
     def actions(self) -> Actions | None:
-        """The executed schedule; microbatches without a number are counted."""
+        """Return the executed schedule; microbatches without a number are numbered in order."""
         if self.built is None:
             return None
         order = self.built.window.order
@@ -116,7 +121,7 @@ class RunReplay:
         ]
 
     def verdict(self) -> ReplayVerdict | None:
-        """Return what slows the job, in one sentence; None: the steps cannot be replayed."""
+        """Return the cause of the slowdown; None if the steps cannot be replayed."""
         found = self.analysis
         if found is None:
             return None
@@ -135,10 +140,10 @@ class RunReplay:
         return judge(found, repairs)
 
     def fixes(self) -> list[Fix]:
-        """Return the gain of repairing each part, the best first; empty if none is worth it.
+        """Return the fixes with a notable gain, the best first.
 
-        Parts overlap: a slow rank is also part of a slow stage. Among parts with a similar gain the
-        smallest comes first. Of each kind the parts that lengthen the step most are tried.
+        Of each kind the parts that lengthen the step most are replayed. Parts overlap: a slow rank
+        is also part of a slow stage. Among parts with a similar gain the smallest comes first.
         """
         found = self.analysis
         if found is None:
@@ -164,31 +169,31 @@ class RunReplay:
             Fix("optype", optype, self._gain(optypes=[optype]))
             for optype in _slowest(found.slowdown_by_optype)
         ]
-        return _in_order([fix for fix in tried if fix.speedup >= WORTH_NAMING])
+        return _in_order([fix for fix in tried if fix.speedup >= LEAST_SPEEDUP])
 
     def _worker(self, lowest: int) -> list[int]:
         return list(range(lowest, lowest + self.topology.tp))
 
     def _fix_worker(self, lowest: int) -> tuple[Fix, list[int]]:
-        """Return the fix of a worker, or of its only slow rank, with the repaired ranks."""
+        """Return the fix of a worker, or of its only slow rank, and the fixed ranks."""
         assert self.built is not None
         place = self.topology.coordinates(lowest)
         ranks = self._worker(lowest)
-        together = self._gain(ranks=ranks)
+        gain = self._gain(ranks=ranks)
         own = self.built.window.own[self.built.window.order.compute[place.pp_rank]]
         slowest = ranks[int(own[:, :, place.dp_rank].sum(axis=(0, 1)).argmax())]
-        alone = together if len(ranks) == 1 else self._gain(ranks=[slowest])
-        if alone - 1.0 >= AS_MUCH * (together - 1.0):
-            return Fix("rank", f"rank {slowest}", alone), [slowest]
-        return Fix("worker", f"ranks {ranks[0]}-{ranks[-1]}", together), ranks
+        gain_of_slowest = gain if len(ranks) == 1 else self._gain(ranks=[slowest])
+        if gain_of_slowest - 1.0 >= SIMILAR_GAIN_RATIO * (gain - 1.0):
+            return Fix("rank", f"rank {slowest}", gain_of_slowest), [slowest]
+        return Fix("worker", f"ranks {ranks[0]}-{ranks[-1]}", gain), ranks
 
     def _gain(self, **parts: Any) -> float:
-        """Return the gain of idealizing the parts; 1.0 if it is unknown."""
+        """Return the speedup with the parts idealized; 1.0 if it is unknown."""
         return self.speedup(**parts) or 1.0
 
     @cached_property
     def analysis(self) -> Analysis | None:
-        """All slowdowns of the recent steps; None: they cannot be replayed."""
+        """All slowdowns of the recent steps; None if they cannot be replayed."""
         built = self.built
         if built is None:
             return None
@@ -212,14 +217,14 @@ class RunReplay:
 
     @cached_property
     def built(self) -> Built | None:
-        """The prepared steps; None: they cannot be replayed."""
+        """The prepared steps; None if they cannot be replayed."""
         window = align(self.timings, Layout(self.topology))
         if window is None:
             return None
         synchronized = ops.SYNCHRONIZED.union(ops.COMPUTE if window.coupled else ())
         try:
             model = lay_out(window.order.dependencies(), window.order.optype, synchronized)
-        except TraceError:  # the clock of a rank ran backwards
+        except TraceError:  # dependency cycle: the clock of a rank went backwards
             return None
         built = Built(window, model, window.times())
         recorded = float(window.recorded_seconds.mean())
@@ -228,14 +233,14 @@ class RunReplay:
         return built if fits else None
 
     @cached_property
-    def _now(self) -> Seconds:
-        """Step times as recorded. [step]"""
+    def _recorded_step_seconds(self) -> Seconds:
+        """Step times of the replay of recorded durations. [step]"""
         built = self.built
         return np.zeros(0) if built is None else built.step_seconds(built.seconds)
 
     @cached_property
     def _layers(self) -> dict[int, int]:
-        """Return the layers of each part of the model, if the job reports them."""
+        """Number of layers by part of the model; empty if the job does not report them."""
         words = self.metadata.get("stage_layers", "").split(",")
         return {part: int(word) for part, word in enumerate(words) if word.strip().isdigit()}
 
@@ -249,7 +254,7 @@ class Built:
     seconds: Seconds  # [operation, step, dp rank], as recorded
 
     def ends(self) -> Seconds:
-        """[operation, step, dp rank]: in seconds since the start of the step."""
+        """Return end times in seconds since the start of the step. [operation, step, dp rank]"""
         ends = np.empty_like(self.seconds)
         ends[self.model.order] = replay(self.model, self.seconds[self.model.order])
         return ends
@@ -262,15 +267,16 @@ class Built:
 def _slowest(slowdowns: Mapping[Part, float]) -> list[Part]:
     """Return the parts that lengthen the step most, the worst first."""
     worst = sorted(slowdowns, key=lambda part: -slowdowns[part])
-    return [part for part in worst[:PARTS_TRIED] if slowdowns[part] >= WORTH_NAMING]
+    return [part for part in worst[:PARTS_TRIED] if slowdowns[part] >= LEAST_SPEEDUP]
 
 
 def _in_order(fixes: list[Fix]) -> list[Fix]:
+    """Return the fixes by falling gain; among similar gains the smallest part first."""
     left = sorted(fixes, key=lambda fix: -fix.speedup)
     result: list[Fix] = []
     while left:
-        enough = AS_MUCH * (left[0].speedup - 1.0)
-        as_good = [fix for fix in left if fix.speedup - 1.0 >= enough]
-        result.append(min(as_good, key=lambda fix: KINDS.index(fix.kind)))
+        enough = SIMILAR_GAIN_RATIO * (left[0].speedup - 1.0)
+        similar = [fix for fix in left if fix.speedup - 1.0 >= enough]
+        result.append(min(similar, key=lambda fix: KINDS.index(fix.kind)))
         left.remove(result[-1])
     return result

@@ -1,10 +1,10 @@
-"""The operation types of a training step, and how each is treated."""
+"""The operation types of a training step and how the analysis treats them."""
 
 from __future__ import annotations
 
 FORWARD_COMPUTE = "forward-compute"
 BACKWARD_COMPUTE = "backward-compute"
-BACKWARD_WEIGHT_COMPUTE = "backward-weight-compute"  # where a schedule splits backwards in two
+BACKWARD_WEIGHT_COMPUTE = "backward-weight-compute"  # of schedules that split the backward pass
 FORWARD_SEND = "forward-send"
 FORWARD_RECV = "forward-recv"
 BACKWARD_SEND = "backward-send"
@@ -25,17 +25,17 @@ TRANSFERS = (FORWARD_SEND, FORWARD_RECV, BACKWARD_SEND, BACKWARD_RECV)
 # These wait for the same operation of every data-parallel rank.
 SYNCHRONIZED = frozenset({PARAMS_ALL_GATHER, GRADS_REDUCE_SCATTER, SEPARATE_ALL_REDUCE, CLIP})
 
-# Their transfer duration, not their recorded one, is what they cost: waiting is not their fault.
-# The layernorm all-reduce couples nobody in this model, so its recorded duration counts.
+# For these only the transfer duration counts: the recorded one includes waiting for other ranks.
+# The layernorm all-reduce has no partners in this model, so its recorded duration counts.
 TRANSFERRING = SYNCHRONIZED | {*TRANSFERS, EMBEDDING_ALL_REDUCE}
 
-# Ideal: the mean for what computes (one microbatch's work has to be done by someone), the median
-# for what communicates or waits for data (an outlier is congestion, no work).
+# The ideal duration of these is the median: an outlier in communication or data wait is congestion,
+# not work. For other types it is the mean, because the total amount of work stays the same.
 IDEAL_IS_MEDIAN = TRANSFERRING | {LAYERNORM_ALL_REDUCE, DATA_WAIT}
 
 KNOWN = frozenset({*COMPUTE, OPTIMIZER, GC}) | IDEAL_IS_MEDIAN
 
-# The four pipeline transfers are judged as two: both ends of a link see the same slowness.
+# Send and receive are reported as one group: both ends of a link see the same slowness.
 GROUPS = {
     FORWARD_SEND: "forward-pp-comm",
     FORWARD_RECV: "forward-pp-comm",
@@ -45,5 +45,5 @@ GROUPS = {
 
 
 def group(optype: str) -> str:
-    """The name under which an operation type is judged."""
+    """Return the name under which an operation type is reported."""
     return GROUPS.get(optype, optype)

@@ -1,11 +1,11 @@
-"""The operations of a step and what each waits for, from how one pipeline of a running job did it.
+"""The operations of a step and their dependencies, derived from one pipeline of a running job.
 
-No schedule is known here: the operations of a stage come in the order in which they were recorded,
-and a transfer ties the stage it left to the stage it reached where that was seen to happen. Only
-moments of one rank are compared with each other, so that clocks need not agree.
+No schedule is assumed. The operations of a stage have the order in which they were recorded, and a
+transfer connects an operation of its source stage with an operation of its target stage. Timestamps
+are compared only within one rank, so the clocks of different ranks need not agree.
 
-A stage's step is: its wait for data, its compute operations, the data-parallel reduction, the
-exchange in which all stages meet, and what the rank does alone after that (`optimizer`).
+The step of a stage consists of the data wait, the compute operations, the data-parallel reduction,
+the exchange in which all stages synchronize, and the rank's own work after it (`optimizer`).
 """
 
 from __future__ import annotations
@@ -64,31 +64,35 @@ class Transferred(NamedTuple):
 
 @dataclass(slots=True)
 class Order:
-    """Operations by number. `stage` of a transfer is the one that sends."""
+    """The operations of a step, by number, and their dependencies.
+
+    `stage` of a transfer is the sending stage.
+    """
 
     optype: list[str] = field(default_factory=list)
     stage: list[int] = field(default_factory=list)
     chunk: list[int] = field(default_factory=list)
     microbatch: list[int] = field(default_factory=list)
     predecessors: list[list[int]] = field(default_factory=list)
-    data_wait: list[int] = field(default_factory=list)  # by stage, as the next three
+    # One operation per stage:
+    data_wait: list[int] = field(default_factory=list)
     reduction: list[int] = field(default_factory=list)
     exchange: list[int] = field(default_factory=list)
     optimizer: list[int] = field(default_factory=list)
     compute: list[list[int]] = field(default_factory=list)  # by stage, in order
     compute_of: dict[tuple[int, ...], int] = field(default_factory=dict)
     transfer_of: dict[tuple[int, ...], int] = field(default_factory=dict)
-    needs: dict[int, list[int]] = field(default_factory=dict)  # compute -> its transfers
-    untimed: set[int] = field(default_factory=set)  # compute whose transfer was not seen
-    # compute or reduction -> sends that held its rank up until then
-    held_by: dict[int, list[int]] = field(default_factory=dict)
+    inputs: dict[int, list[int]] = field(default_factory=dict)  # compute -> its input transfers
+    unrecorded_input: set[int] = field(default_factory=set)  # compute without its input transfer
+    # compute or reduction -> sends that had to end before the rank could start it
+    blocking_sends: dict[int, list[int]] = field(default_factory=dict)
 
     def dependencies(self) -> Dependencies:
         grouped = set(self.exchange)
-        alone = [[op] for op in range(len(self.optype)) if op not in grouped]
-        return Dependencies(self.predecessors, [list(self.exchange), *alone])
+        singles = [[op] for op in range(len(self.optype)) if op not in grouped]
+        return Dependencies(self.predecessors, [list(self.exchange), *singles])
 
-    def add(
+    def add_operation(
         self,
         optype: str,
         stage: int,
@@ -105,64 +109,73 @@ class Order:
 
 
 def learn(chains: Sequence[Sequence[Computed]], transferred: Sequence[Transferred]) -> Order:
-    """`chains`: what each stage computed, in order."""
+    """Return the order of a pipeline.
+
+    Args:
+        chains: the compute operations of each stage, in order.
+        transferred: the transfers between the stages.
+    """
     order = Order()
     for stage, chain in enumerate(chains):
-        last = order.add(ops.DATA_WAIT, stage)
+        last = order.add_operation(ops.DATA_WAIT, stage)
         order.data_wait.append(last)
         order.compute.append([])
-        for one in chain:
-            last = order.add(COMPUTE_OPTYPES[Op(one.op)], stage, [last], one.chunk, one.microbatch)
-            order.compute_of[one.key] = last
+        for computed in chain:
+            optype = COMPUTE_OPTYPES[Op(computed.op)]
+            last = order.add_operation(optype, stage, [last], computed.chunk, computed.microbatch)
+            order.compute_of[computed.key] = last
             order.compute[-1].append(last)
-        last = order.add(ops.GRADS_REDUCE_SCATTER, stage, [last])
+        last = order.add_operation(ops.GRADS_REDUCE_SCATTER, stage, [last])
         order.reduction.append(last)
-        last = order.add(ops.CLIP, stage, [last])
+        last = order.add_operation(ops.CLIP, stage, [last])
         order.exchange.append(last)
-        order.optimizer.append(order.add(ops.OPTIMIZER, stage, [last]))
-    sides = [_Side(order, stage, chain) for stage, chain in enumerate(chains)]
-    reached = _chunks_reached(sides, transferred)
+        order.optimizer.append(order.add_operation(ops.OPTIMIZER, stage, [last]))
+    stages = [_StageChain(order, stage, chain) for stage, chain in enumerate(chains)]
+    target_chunks = _target_chunks(stages, transferred)
     for transfer in transferred:
-        way = (transfer.source, transfer.target, _compute_op(transfer), transfer.chunk)
-        _tie(order, sides, transfer, reached.get(way))
+        route = (transfer.source, transfer.target, _compute_op(transfer), transfer.chunk)
+        _add_transfer(order, stages, transfer, target_chunks.get(route))
     for transfer in transferred:
-        _post_after_sends(order, sides[transfer.target], transfer)
-    came_from = {
+        _receive_after_sends(order, stages[transfer.target], transfer)
+    origins = {
         (target, to_chunk, op): (source, chunk)
-        for (source, target, op, chunk), to_chunk in reached.items()
+        for (source, target, op, chunk), to_chunk in target_chunks.items()
     }
-    _tie_unseen(order, sides, came_from or _usual_sources(order, len(sides)))
+    _add_unrecorded_transfers(order, stages, origins or _default_origins(order, len(stages)))
     return order
 
 
-class _Side:
-    """One stage as seen from its transfers."""
+class _StageChain:
+    """The compute operations of one stage in order, searchable by time and by microbatch.
+
+    An index counts compute operations; `operations[index + 1]` is the operation's number.
+    """
 
     def __init__(self, order: Order, stage: int, chain: Sequence[Computed]) -> None:
         self.stage = stage
         self.chain = chain
-        self.places = [order.data_wait[stage], *order.compute[stage]]  # [0] is no computation
-        self.starts = [one.start_ns for one in chain]
-        self.ends = list(accumulate((one.end_ns for one in chain), max))
-        self.index = {one.key[1:]: index for index, one in enumerate(chain)}
-        # Sends that held it up, by what it did next: (end, operation).
+        self.operations = [order.data_wait[stage], *order.compute[stage]]
+        self.starts = [computed.start_ns for computed in chain]
+        self.ends = list(accumulate((computed.end_ns for computed in chain), max))
+        self.index = {computed.key[1:]: index for index, computed in enumerate(chain)}
+        # Sends that block this stage, by the operation that they delay: (end, send).
         self.sends: dict[int, list[tuple[int, int]]] = {}
 
-    def done_by(self, time_ns: int) -> int:
-        """How many compute operations had ended."""
+    def ended_by(self, time_ns: int) -> int:
+        """Return the number of compute operations that had ended."""
         return bisect_right(self.ends, time_ns + CLOCK_TOLERANCE_NS)
 
     def first_from(self, time_ns: int) -> int | None:
-        """The first computation that began later."""
-        begin = bisect_left(self.starts, time_ns - CLOCK_TOLERANCE_NS)
-        return begin if begin < len(self.chain) else None
+        """Return the index of the first compute operation that started later."""
+        first = bisect_left(self.starts, time_ns - CLOCK_TOLERANCE_NS)
+        return first if first < len(self.chain) else None
 
     def chunk_from(self, time_ns: int, op: int, microbatch: int) -> int | None:
-        """Return the first computation of this microbatch that began later."""
-        begin = self.first_from(time_ns)
-        for one in self.chain[begin:] if begin is not None else ():
-            if one.op == op and one.microbatch == microbatch:
-                return one.chunk
+        """Return the chunk of the first operation of this microbatch that started later."""
+        first = self.first_from(time_ns)
+        for computed in self.chain[first:] if first is not None else ():
+            if computed.op == op and computed.microbatch == microbatch:
+                return computed.chunk
         return None
 
 
@@ -171,7 +184,10 @@ def _compute_op(transfer: Transferred) -> Op:
 
 
 def _optype(transfer: Transferred) -> str:
-    """A transfer outside of any pipeline action goes along the pipeline or back."""
+    """Return the type of a send.
+
+    A transfer that no pipeline action recorded is a forward send if it goes to a later stage.
+    """
     if transfer.op == Op.FORWARD_SEND:
         return ops.FORWARD_SEND
     if transfer.op == Op.BACKWARD_SEND:
@@ -179,75 +195,90 @@ def _optype(transfer: Transferred) -> str:
     return ops.FORWARD_SEND if transfer.target > transfer.source else ops.BACKWARD_SEND
 
 
-def _chunks_reached(
-    sides: Sequence[_Side], transferred: Sequence[Transferred]
+def _target_chunks(
+    stages: Sequence[_StageChain], transferred: Sequence[Transferred]
 ) -> dict[tuple[int, int, int, int], int]:
-    """(source, target, op, chunk) -> the target's chunk that such transfers are for, as most show:
-    by time alone, what was lost would be taken for the next of its kind."""
+    """Return (source, target, op, chunk) -> the chunk of the target stage that uses the data.
+
+    The chunk is the one that most transfers of a route show. A single transfer may show the wrong
+    one: if the operation that used its data was not recorded, a later one seems to use it.
+    """
     votes: dict[tuple[int, int, int, int], Counter[int]] = {}
     for transfer in transferred:
         op = _compute_op(transfer)
-        chunk = sides[transfer.target].chunk_from(transfer.end_ns, op, transfer.microbatch)
+        chunk = stages[transfer.target].chunk_from(transfer.end_ns, op, transfer.microbatch)
         if chunk is not None:
-            way = (transfer.source, transfer.target, op, transfer.chunk)
-            votes.setdefault(way, Counter())[chunk] += 1
-    return {way: counted.most_common(1)[0][0] for way, counted in votes.items()}
+            route = (transfer.source, transfer.target, op, transfer.chunk)
+            votes.setdefault(route, Counter())[chunk] += 1
+    return {route: counted.most_common(1)[0][0] for route, counted in votes.items()}
 
 
-def _tie(order: Order, sides: Sequence[_Side], transfer: Transferred, chunk: int | None) -> None:
-    """`chunk`: the one of the target that it is for."""
-    source, target = sides[transfer.source], sides[transfer.target]
+def _add_transfer(
+    order: Order, stages: Sequence[_StageChain], transfer: Transferred, target_chunk: int | None
+) -> None:
+    """Add a transfer and its dependencies on both stages.
+
+    `target_chunk`: the chunk of the target stage that uses the data, if known.
+    """
+    source, target = stages[transfer.source], stages[transfer.target]
     op = _compute_op(transfer)
-    made = source.index.get((op, transfer.chunk, transfer.microbatch))
-    sent_after = max(source.done_by(transfer.send_start_ns), 0 if made is None else made + 1)
-    needed = None if chunk is None else target.index.get((op, chunk, transfer.microbatch))
-    if needed is None:
-        needed = target.first_from(transfer.end_ns)
-    received_after = target.done_by(transfer.receive_start_ns)
-    if needed is not None:
-        received_after = min(received_after, needed)
-    number = order.add(
+    producer = source.index.get((op, transfer.chunk, transfer.microbatch))
+    sent_after = max(
+        source.ended_by(transfer.send_start_ns), 0 if producer is None else producer + 1
+    )
+    user = None
+    if target_chunk is not None:
+        user = target.index.get((op, target_chunk, transfer.microbatch))
+    if user is None:
+        user = target.first_from(transfer.end_ns)
+    received_after = target.ended_by(transfer.receive_start_ns)
+    if user is not None:
+        received_after = min(received_after, user)
+    number = order.add_operation(
         _optype(transfer),
         transfer.source,
-        [source.places[sent_after], target.places[received_after]],
+        [source.operations[sent_after], target.operations[received_after]],
         transfer.chunk,
         transfer.microbatch,
     )
     order.transfer_of[transfer.key] = number
-    if needed is not None:
-        consumer = target.places[needed + 1]
+    if user is not None:
+        consumer = target.operations[user + 1]
         order.predecessors[consumer].append(number)
-        order.needs.setdefault(consumer, []).append(number)
+        order.inputs.setdefault(consumer, []).append(number)
     if transfer.send_end_ns - transfer.send_start_ns > CLOCK_TOLERANCE_NS:
-        _hold(order, source, transfer, number, sent_after)
+        _add_blocking_send(order, source, transfer, number, sent_after)
 
 
-def _hold(order: Order, source: _Side, transfer: Transferred, number: int, sent_after: int) -> None:
-    """The next operation of the sender, a computation or the reduction, waits for the send.
+def _add_blocking_send(
+    order: Order, source: _StageChain, transfer: Transferred, number: int, sent_after: int
+) -> None:
+    """Make the sender's next operation (compute or reduction) wait for the end of the send.
 
-    One that let go before the receiver came (the data was copied) does not depend on it.
+    A send that ended before the receive was posted (the data was copied to a buffer) does not
+    depend on the receiver, so the replay does not let the sender wait for the transfer.
     """
-    freed = source.first_from(transfer.send_end_ns)
-    if freed is not None and freed < sent_after:
+    following = source.first_from(transfer.send_end_ns)
+    if following is not None and following < sent_after:
         return
-    held = _following(order, source, freed)
-    order.held_by.setdefault(held, []).append(number)
+    blocked = _operation_at(order, source, following)
+    order.blocking_sends.setdefault(blocked, []).append(number)
     if transfer.send_end_ns >= transfer.receive_start_ns:
-        order.predecessors[held].append(number)
-        source.sends.setdefault(held, []).append((transfer.send_end_ns, number))
+        order.predecessors[blocked].append(number)
+        source.sends.setdefault(blocked, []).append((transfer.send_end_ns, number))
 
 
-def _following(order: Order, side: _Side, index: int | None) -> int:
-    """The computation at that place, or what comes after all of them."""
-    if index is None or index >= len(side.chain):
-        return order.reduction[side.stage]
-    return side.places[index + 1]
+def _operation_at(order: Order, stage: _StageChain, index: int | None) -> int:
+    """Return the compute operation at this index, or the reduction after the last one."""
+    if index is None or index >= len(stage.chain):
+        return order.reduction[stage.stage]
+    return stage.operations[index + 1]
 
 
-def _post_after_sends(order: Order, target: _Side, transfer: Transferred) -> None:
-    """A receive is posted once the sends before it have let go."""
+def _receive_after_sends(order: Order, target: _StageChain, transfer: Transferred) -> None:
+    """Make a transfer wait for the blocking sends of its receiver that ended before it."""
     number = order.transfer_of[transfer.key]
-    following = _following(order, target, target.done_by(transfer.receive_start_ns))
+    following = _operation_at(order, target, target.ended_by(transfer.receive_start_ns))
     order.predecessors[number] += [
         send
         for end_ns, send in target.sends.get(following, ())
@@ -255,31 +286,35 @@ def _post_after_sends(order: Order, target: _Side, transfer: Transferred) -> Non
     ]
 
 
-def _tie_unseen(
-    order: Order, sides: Sequence[_Side], came_from: Mapping[tuple[int, int, int], tuple[int, int]]
+def _add_unrecorded_transfers(
+    order: Order,
+    stages: Sequence[_StageChain],
+    origins: Mapping[tuple[int, int, int], tuple[int, int]],
 ) -> None:
-    """A transfer that was lost, or is of a kind that was never recorded, took place all the same.
+    """Make compute operations without a recorded input transfer wait for their producer.
 
-    `came_from`: (stage, chunk, op) -> stage and chunk of the computation that made its input.
+    `origins`: (stage, chunk, op) -> stage and chunk of the operation that produces its input.
     """
-    for side in sides:
-        for index, one in enumerate(side.chain):
-            consumer = side.places[index + 1]
-            origin = came_from.get((side.stage, one.chunk, one.op))
-            if origin is None or consumer in order.needs:
+    for stage in stages:
+        for index, computed in enumerate(stage.chain):
+            consumer = stage.operations[index + 1]
+            origin = origins.get((stage.stage, computed.chunk, computed.op))
+            if origin is None or consumer in order.inputs:
                 continue
-            producer = order.compute_of.get((origin[0], one.op, origin[1], one.microbatch))
+            producer = order.compute_of.get(
+                (origin[0], computed.op, origin[1], computed.microbatch)
+            )
             if producer is not None:
                 order.predecessors[consumer].append(producer)
-                order.untimed.add(consumer)
+                order.unrecorded_input.add(consumer)
 
 
-def _usual_sources(order: Order, stages: int) -> dict[tuple[int, int, int], tuple[int, int]]:
-    """Chunk c of stage s is part c * stages + s of the model."""
+def _default_origins(order: Order, stages: int) -> dict[tuple[int, int, int], tuple[int, int]]:
+    """Return the origins if chunk c of stage s is part c * stages + s of the model."""
     chunks = sorted({order.chunk[op] for chain in order.compute for op in chain})
     parts = [(stage, chunk) for chunk in chunks for stage in range(stages)]
-    found = {}
+    origins = {}
     for before, after in pairwise(parts):
-        found[(*after, int(Op.FORWARD))] = before
-        found[(*before, int(Op.BACKWARD))] = after
-    return found
+        origins[(*after, int(Op.FORWARD))] = before
+        origins[(*before, int(Op.BACKWARD))] = after
+    return origins

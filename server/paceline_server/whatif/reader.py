@@ -1,4 +1,4 @@
-"""Reads recorded traces: Parquet in the trace layout, with metadata in YAML beside it."""
+"""Read recorded traces: Parquet files in the trace layout, and their metadata in YAML."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import yaml
 from paceline_server.whatif.errors import MetadataError, TraceError
 from paceline_server.whatif.trace import COLUMNS, Trace, align
 
-NO_CHUNK = -1  # as the layout itself writes it
-_BEYOND = 2.0**63  # what indices are counted in
+NO_CHUNK = -1  # the value that the trace layout uses
+_TOO_LARGE = 2.0**63  # integers are stored as int64
 _MAY_BE_NULL = ("mc", "mb_id", "gmc")
 
 
 class TraceMetadata(msgspec.Struct, frozen=True):
-    """Sizes of the job; None: not said. `dsp_size` counts ranks that share a sequence."""
+    """Sizes of the job; None: unknown. `dsp_size` counts the ranks that share a sequence."""
 
     dp_size: int
     pp_size: int
@@ -32,7 +32,11 @@ class TraceMetadata(msgspec.Struct, frozen=True):
 
 
 def read_metadata(path: Path) -> TraceMetadata:
-    """Raises MetadataError."""
+    """Read the metadata of a trace.
+
+    Raises:
+        MetadataError: the file cannot be read, or its sizes are invalid.
+    """
     try:
         metadata = msgspec.convert(yaml.safe_load(path.read_text()), TraceMetadata)
     except OSError as error:
@@ -40,7 +44,7 @@ def read_metadata(path: Path) -> TraceMetadata:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise MetadataError(f"{path} is not YAML") from error
     except msgspec.ValidationError as error:
-        raise MetadataError(f"{path} is no metadata of a trace: {error}") from error
+        raise MetadataError(f"{path} is not valid trace metadata: {error}") from error
     for name, size in msgspec.structs.asdict(metadata).items():
         if size is not None and size < 1:
             raise MetadataError(f"{path}: {name} is {size}, expected 1 or more")
@@ -49,7 +53,7 @@ def read_metadata(path: Path) -> TraceMetadata:
 
 
 def _check_world(path: Path, metadata: TraceMetadata) -> None:
-    """Ranks that share a sequence are counted beside the dp ranks, or among them."""
+    """Check `world_size`; `dp_size` may or may not include the ranks that share a sequence."""
     if metadata.world_size is None or metadata.tp_size is None:
         return
     product = metadata.dp_size * metadata.pp_size * metadata.tp_size
@@ -61,7 +65,12 @@ def _check_world(path: Path, metadata: TraceMetadata) -> None:
 
 
 def read_trace(path: Path, metadata: TraceMetadata | None = None) -> Trace:
-    """Raises TraceError, or MetadataError if `metadata` is of another job."""
+    """Read a trace.
+
+    Raises:
+        TraceError: the file is not a trace of training steps.
+        MetadataError: the sizes in `metadata` differ from those of the trace.
+    """
     columns, optypes = _read_columns(path)
     trace = align(columns, optypes)
     if metadata is not None:
@@ -73,7 +82,7 @@ def _read_columns(path: Path) -> tuple[dict[str, npt.NDArray[Any]], tuple[str, .
     try:
         if not path.is_file():
             raise TraceError(f"there is no file {path}")
-        # To encode it later would cost more than all the rest of reading.
+        # Dictionary-encoding optype after reading takes longer than the rest of the reader.
         with pyarrow.parquet.ParquetFile(path, read_dictionary=["optype"]) as file:
             missing = [name for name in COLUMNS if name not in file.schema_arrow.names]
             if missing:
@@ -108,7 +117,7 @@ def _codes(column: Any, path: Path) -> tuple[npt.NDArray[Any], tuple[str, ...]]:
             encoded = encoded.dictionary_encode()
         names = tuple(encoded.dictionary.to_pylist())
     except pyarrow.ArrowException as error:
-        raise TraceError(f"{path}: column optype holds no text") from error
+        raise TraceError(f"{path}: column optype does not hold text") from error
     if encoded.null_count:
         raise TraceError(f"{path}: column optype has no value in {encoded.null_count} rows")
     if not all(isinstance(name, str) for name in names):
@@ -124,7 +133,7 @@ def _numbers(column: Any, name: str, path: Path) -> npt.NDArray[Any]:
 
 
 def _integers(column: Any, name: str, path: Path) -> npt.NDArray[Any]:
-    """A chunk or microbatch may be null where there is none; anything else has to be there."""
+    """Return a column as integers; only chunk and microbatch columns may contain null."""
     if pyarrow.types.is_null(column.type) and name in _MAY_BE_NULL:
         return np.full(len(column), NO_CHUNK)
     values: npt.NDArray[Any] = column.to_numpy()
@@ -139,24 +148,25 @@ def _integers(column: Any, name: str, path: Path) -> npt.NDArray[Any]:
         raise TraceError(f"{path}: column {name} has no value in {empty.sum()} rows")
     if (values != np.floor(values)).any() or not np.isfinite(values).all():
         raise TraceError(f"{path}: column {name} holds fractions, expected whole numbers")
-    if (np.abs(values) >= _BEYOND).any():
+    if (np.abs(values) >= _TOO_LARGE).any():
         raise TraceError(f"{path}: column {name} holds {values.max()}, expected less than 2^63")
     return values.astype(np.int64)
 
 
 def _check_sizes(trace: Trace, metadata: TraceMetadata) -> None:
-    """Where a sequence is shared, its ranks may be counted as dp ranks of their own."""
+    """Check the sizes; `dp_size` may or may not include the ranks that share a sequence."""
     dp_ranks, stages = trace.ranks.shape
     if dp_ranks not in (metadata.dp_size, metadata.dp_size * (metadata.dsp_size or 1)):
         raise MetadataError(
-            f"the metadata says dp_size {metadata.dp_size}, the trace has {dp_ranks} dp ranks"
+            f"dp_size is {metadata.dp_size} in the metadata, but the trace has {dp_ranks} dp ranks"
         )
     if stages != metadata.pp_size:
         raise MetadataError(
-            f"the metadata says pp_size {metadata.pp_size}, the trace has {stages} stages"
+            f"pp_size is {metadata.pp_size} in the metadata, but the trace has {stages} stages"
         )
     chunks = int(trace.operations.chunk.max()) + 1
     if metadata.vpp_size not in (None, chunks):
         raise MetadataError(
-            f"the metadata says vpp_size {metadata.vpp_size}, the trace has {chunks} chunks a stage"
+            f"vpp_size is {metadata.vpp_size} in the metadata, but the trace has {chunks} chunks "
+            "per stage"
         )

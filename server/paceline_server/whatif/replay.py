@@ -1,4 +1,4 @@
-"""The replay: when each operation ends, given how long each takes."""
+"""The replay: compute when each operation ends from the durations of all operations."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ Seconds = npt.NDArray[np.float64]
 
 
 def replay(model: Model, times: Seconds) -> Seconds:
-    """Turn durations into ends, in place.
+    """Replace durations with end times, in place, and return them.
 
     Args:
-        times: [place, lane, dp rank]. Lanes know nothing of each other: steps, counterfactuals, or
-            both. Within a lane, synchronized operations wait for the slowest dp rank.
+        times: durations in seconds, [place, lane, dp rank]. Lanes are independent of each other:
+            they are steps, counterfactuals, or both. Within a lane, synchronized operations wait
+            for the slowest dp rank.
     """
     for block in model.blocks:
         if not block.waits:
-            continue  # starts with the step, at 0
+            continue  # starts at 0, with the step
         starts = _starts(block, times)
         times[block.first : block.stop] += (
             starts if block.members is None else starts[block.members]
@@ -30,25 +31,25 @@ def replay(model: Model, times: Seconds) -> Seconds:
 
 
 def starts(model: Model, ends: Seconds) -> Seconds:
-    """When each operation of a replay began: when the last of its partners might."""
-    found = np.zeros_like(ends)
+    """Return when each operation started: as soon as all operations of its group could."""
+    result = np.zeros_like(ends)
     for block in model.blocks:
         if block.waits:
-            began = _starts(block, ends)
-            found[block.first : block.stop] = (
-                began if block.members is None else began[block.members]
+            node_starts = _starts(block, ends)
+            result[block.first : block.stop] = (
+                node_starts if block.members is None else node_starts[block.members]
             )
-    return found
+    return result
 
 
 def step_seconds(model: Model, ends: Seconds) -> Seconds:
-    """[lane]: the latest end."""
+    """Return the step time, which is the latest end. [lane]"""
     latest: Seconds = ends[model.last].max(axis=(0, 2))
     return latest
 
 
 def _starts(block: ReplayBlock, ends: Seconds) -> npt.NDArray[Any]:
-    """[node, lane, dp rank], the last axis being 1 where all dp ranks start together."""
+    """Return start times. [node, lane, dp rank]; one dp rank if all of them start together."""
     latest = ends.take(block.waits[0], axis=0)
     for waits in block.waits[1:]:
         part = latest[: len(waits)]

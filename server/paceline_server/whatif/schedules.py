@@ -1,7 +1,7 @@
-"""Pipeline schedules as data, and what a step takes that follows one.
+"""Pipeline schedules as data, and the simulation of a step that follows a schedule.
 
-A schedule is a list of actions per stage, in the order in which the stage carries them out. Nothing
-else decides anything: `simulate` runs lists from the functions below, from a recording, or made up.
+A schedule is one list of actions per stage, in execution order. `simulate` runs any such lists:
+those of the functions below, recorded ones, or ones written by hand.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from paceline_wire.spans import Op
 
 
 class ScheduledAction(NamedTuple):
-    """A computation: FORWARD, BACKWARD, or BACKWARD_WEIGHT where a schedule splits backwards (then
-    BACKWARD is the part that the stage before waits for)."""
+    """A compute action: FORWARD, BACKWARD or BACKWARD_WEIGHT.
+
+    Schedules that split the backward pass compute the input gradients, which the previous stage
+    waits for, in BACKWARD and the weight gradients in BACKWARD_WEIGHT.
+    """
 
     op: Op
     microbatch: int
@@ -26,7 +29,7 @@ Actions = Sequence[Sequence[ScheduledAction]]  # [stage][position]
 
 
 class ScheduleError(ValueError):
-    """No such schedule, or one that cannot be carried out."""
+    """The schedule is unknown, has invalid sizes, or cannot be executed."""
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Actions:
@@ -40,7 +43,7 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Actions:
 
 
 def one_forward_one_backward(stages: int, microbatches: int, chunks: int = 1) -> Actions:
-    """Fill the pipeline, then alternate; with several chunks a stage, interleaved.
+    """Fill the pipeline, then alternate (1F1B); interleaved if a stage has several chunks.
 
     Sources: PipeDream-Flush, arXiv:2006.09503, section 3; Narayanan et al., "Efficient Large-Scale
     Language Model Training on GPU Clusters", SC 2021, section 2.2.
@@ -65,29 +68,29 @@ def _alternating(
 
 
 def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Actions:
-    """ZB-H1: as 1F1B, with the weights' gradients put off to where a stage would be idle.
+    """ZB-H1: 1F1B with weight gradients delayed to times at which the stage would be idle.
 
-    Later stages put off more of them, so that each holds as much as the first stage does in 1F1B.
+    Later stages delay more of them. The memory of each stage is that of the first stage in 1F1B.
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2.1.
     """
     if chunks != 1:
         raise ScheduleError(f"zero-bubble has one chunk per stage, not {chunks}")
-    return [list(_putting_off(stage, stages, microbatches)) for stage in range(stages)]
+    return [list(_delayed_weights(stage, stages, microbatches)) for stage in range(stages)]
 
 
-def _putting_off(stage: int, stages: int, microbatches: int) -> Iterator[ScheduledAction]:
-    weights = 0
+def _delayed_weights(stage: int, stages: int, microbatches: int) -> Iterator[ScheduledAction]:
+    weights_done = 0
     for action in _alternating(stage, stages, microbatches, 1):
         yield action
-        if action.op == Op.BACKWARD and action.microbatch - weights >= stage:
-            yield ScheduledAction(Op.BACKWARD_WEIGHT, weights)
-            weights += 1
-    for microbatch in range(weights, microbatches):
+        if action.op == Op.BACKWARD and action.microbatch - weights_done >= stage:
+            yield ScheduledAction(Op.BACKWARD_WEIGHT, weights_done)
+            weights_done += 1
+    for microbatch in range(weights_done, microbatches):
         yield ScheduledAction(Op.BACKWARD_WEIGHT, microbatch)
 
 
 def _units(stages: int, microbatches: int, chunks: int) -> list[tuple[int, int]]:
-    """(microbatch, chunk) in the order of forwards: `stages` microbatches through each chunk."""
+    """Return (microbatch, chunk) in forward order: groups of `stages` microbatches per chunk."""
     if chunks == 1:
         return [(microbatch, 0) for microbatch in range(microbatches)]
     return [
@@ -109,42 +112,49 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], Actions]] = {
 
 
 def actions(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> Actions:
-    """Raises ScheduleError for a schedule that is not known, or sizes it cannot have."""
+    """Return the actions of a named schedule.
+
+    Args:
+        schedule: a key of `SCHEDULES`, in any case.
+        chunks: model chunks per stage.
+    Raises:
+        ScheduleError: the schedule is unknown or does not support these sizes.
+    """
     make = SCHEDULES.get(schedule.lower())
     if make is None:
         known = ", ".join(SCHEDULES)
-        raise ScheduleError(f"schedule {schedule!r} is not known: expected one of {known}")
+        raise ScheduleError(f"unknown schedule {schedule!r}, expected one of {known}")
     if min(stages, microbatches, chunks) < 1:
         raise ScheduleError(
-            f"{schedule} needs 1 or more of each, got {stages} stages, {microbatches} "
-            f"microbatches, {chunks} chunks"
+            f"{schedule} needs at least 1 stage, microbatch and chunk, got {stages} stages, "
+            f"{microbatches} microbatches, {chunks} chunks"
         )
     return make(stages, microbatches, chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """One step of a pipeline, without what comes before and after it."""
+    """The simulated pipeline part of a step: without data wait, reduction and optimizer."""
 
     seconds: float
     busy_seconds: tuple[float, ...]  # by stage
-    activations: tuple[int, ...]  # by stage: most (microbatch, chunk) held at once
+    activations: tuple[int, ...]  # by stage: most (microbatch, chunk) held at a time
 
     @property
     def idle_ratios(self) -> tuple[float, ...]:
-        """By stage: its bubble."""
+        """The share of time in which each stage is idle (its bubble)."""
         if not self.seconds:
             return tuple(0.0 for _ in self.busy_seconds)
         return tuple(1.0 - busy / self.seconds for busy in self.busy_seconds)
 
     @property
     def bubble_ratio(self) -> float:
-        """The mean over the stages."""
+        """The mean of `idle_ratios`."""
         return sum(self.idle_ratios) / len(self.busy_seconds)
 
 
 def usual_part(stage: int, chunk: int, stages: int) -> int:
-    """Which part of the model a stage's chunk is: they go around the stages."""
+    """Return the index of the model part of a chunk, if parts go round-robin over the stages."""
     return chunk * stages + stage
 
 
@@ -154,17 +164,19 @@ def simulate(
     transfer_seconds: float = 0.0,
     part_of: Callable[[int, int, int], int] = usual_part,
 ) -> Simulated:
-    """Carry the actions out as soon as the one before and what they need are done.
+    """Simulate a step in which each action starts as soon as possible.
+
+    An action starts when the previous action of its stage has ended and its inputs have arrived.
 
     Args:
-        seconds_of: (stage, action) -> how long it computes.
-        transfer_seconds: from a stage to another; sending and receiving keep nobody busy.
-        part_of: (stage, chunk, stages) -> part of the model.
+        seconds_of: (stage, action) -> compute time.
+        transfer_seconds: delay from one stage to another; transfers do not occupy a stage.
+        part_of: (stage, chunk, stages) -> index of the model part.
     Raises:
-        ScheduleError: stages would wait for each other for ever.
+        ScheduleError: the stages wait for each other forever.
     """
-    run = _Run(actions, seconds_of, transfer_seconds, part_of)
-    run.carry_out()
+    run = _Simulation(actions, seconds_of, transfer_seconds, part_of)
+    run.execute()
     return Simulated(
         max(run.free, default=0.0),
         tuple(run.busy),
@@ -172,7 +184,9 @@ def simulate(
     )
 
 
-class _Run:
+class _Simulation:
+    """The state of a simulated step: when each stage is free and which actions have ended."""
+
     def __init__(
         self,
         actions: Actions,
@@ -184,7 +198,7 @@ class _Run:
         self.seconds_of = seconds_of
         self.transfer_seconds = transfer_seconds
         stages = len(actions)
-        chunks = {action.chunk for mine in actions for action in mine}
+        chunks = {action.chunk for stage_actions in actions for action in stage_actions}
         self.parts = {
             (stage, chunk): part_of(stage, chunk, stages)
             for stage in range(stages)
@@ -197,14 +211,14 @@ class _Run:
         self.done: dict[tuple[int, int, int], float] = {}  # (op, part, microbatch) -> end
         self.position = [0] * stages
 
-    def carry_out(self) -> None:
-        waiting: dict[tuple[int, int, int], int] = {}  # what a stage waits for -> the stage
+    def execute(self) -> None:
+        waiting: dict[tuple[int, int, int], int] = {}  # awaited (op, part, microbatch) -> stage
         ready = list(range(len(self.actions)))
         while ready:
             stage = ready.pop()
-            mine = self.actions[stage]
-            while self.position[stage] < len(mine):
-                action = mine[self.position[stage]]
+            stage_actions = self.actions[stage]
+            while self.position[stage] < len(stage_actions):
+                action = stage_actions[self.position[stage]]
                 part = self.parts[stage, action.chunk]
                 missing = self._start(stage, action, part)
                 if missing is not None:
@@ -219,19 +233,19 @@ class _Run:
             stage = min(waiting.values())
             stuck = self.actions[stage][self.position[stage]]
             raise ScheduleError(
-                f"stage {stage} waits for ever to do {stuck.op.name.lower()} of microbatch "
+                f"stage {stage} waits forever to run {stuck.op.name.lower()} of microbatch "
                 f"{stuck.microbatch}, chunk {stuck.chunk}"
             )
 
     def _start(self, stage: int, action: ScheduledAction, part: int) -> tuple[int, int, int] | None:
-        """Carry it out, or say what it waits for."""
+        """Run the action, or return the (op, part, microbatch) that it waits for."""
         op, microbatch, _ = action
         start = self.free[stage]
-        for needed, where in self._needs(op, part):
-            end = self.done.get((needed, where, microbatch))
+        for needed_op, needed_part in self._inputs(op, part):
+            end = self.done.get((needed_op, needed_part, microbatch))
             if end is None:
-                return needed, where, microbatch
-            if self.stage_of[where] != stage:
+                return needed_op, needed_part, microbatch
+            if self.stage_of[needed_part] != stage:
                 end += self.transfer_seconds
             start = max(start, end)
         seconds = self.seconds_of(stage, action)
@@ -239,7 +253,7 @@ class _Run:
         self.busy[stage] += seconds
         return None
 
-    def _needs(self, op: Op, part: int) -> tuple[tuple[Op, int], ...]:
+    def _inputs(self, op: Op, part: int) -> tuple[tuple[Op, int], ...]:
         if op == Op.FORWARD:
             return ((Op.FORWARD, part - 1),) if part else ()
         if op == Op.BACKWARD:
@@ -247,11 +261,14 @@ class _Run:
             return (own,) if part == self.last_part else (own, (Op.BACKWARD, part + 1))
         if op == Op.BACKWARD_WEIGHT:
             return ((Op.BACKWARD, part),)
-        raise ScheduleError(f"{op.name.lower()} is no computation")
+        raise ScheduleError(f"{op.name.lower()} is not a compute operation")
 
 
 def _activations(actions: Sequence[ScheduledAction]) -> int:
-    """An activation is held from its forward to the last use that the backward makes of it."""
+    """Return the largest number of activations that a stage holds at a time.
+
+    An activation is held from its forward action until the last backward action that uses it.
+    """
     split = any(action.op == Op.BACKWARD_WEIGHT for action in actions)
     last_use = Op.BACKWARD_WEIGHT if split else Op.BACKWARD
     held = most = 0

@@ -1,8 +1,8 @@
-"""A recorded trace as arrays: one row per operation of a worker's step, all steps side by side.
+"""A recorded trace as arrays: one row per operation of a step, with columns for steps and dp ranks.
 
-All steps and data-parallel ranks run the same operations, so the trace is a table of
-[operation, step, dp rank] once its rows are put in their places. A worker is one (dp rank, stage);
-its tensor- and sequence-parallel peers do the same work and are recorded once.
+All steps and data-parallel ranks run the same operations, so the rows of a trace fit into arrays of
+[operation, step, dp rank]. A worker is one (dp rank, stage). Its tensor- and sequence-parallel
+ranks do the same work, so one of them is recorded.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from paceline_server.whatif.errors import TraceError
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.floating[Any]]
 
-# More is no rank but a column that was mixed up.
+# A larger value in a rank column means that columns were mixed up.
 MOST_RANKS = 1_000_000
 
-# More is no operation of a step but another unit.
+# A longer duration means that another unit was recorded.
 LONGEST_SECONDS = 1e5
 
-# Moments that lie further apart than this are rounded, not measured.
+# The type of start_ts must resolve at least this: coarser values were rounded.
 COARSEST_SECONDS = 0.01
 
-# A trace whose table would be emptier than this has no two dp ranks or steps alike.
+# If fewer entries of the arrays are recorded, dp ranks or steps run different operations.
 LEAST_FILLED_RATIO = 0.01
 
 # Columns of the trace layout; times in seconds, `optype` as text or as codes of `optypes`.
@@ -52,8 +52,8 @@ COLUMNS = (
 class Operations:
     """The operations of one pipeline (all stages of a dp rank) in one step, one entry each.
 
-    `chunk` is local to the stage, `global_chunk` counts over the model; -1 where there is none, as
-    recorded. `start_seconds` and `end_seconds` are those of the step the model is built from.
+    `chunk` counts within the stage and `global_chunk` within the model; -1: none. `start_seconds`
+    and `end_seconds` are those of the step that the dependencies are derived from.
     """
 
     optype: tuple[str, ...]
@@ -71,7 +71,7 @@ class Operations:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Recorded steps. Times are [operation, step, dp rank], in seconds, as precise as recorded."""
+    """Recorded steps. Times are [operation, step, dp rank], in seconds, of the recorded type."""
 
     operations: Operations
     steps: Integers
@@ -88,12 +88,12 @@ class Trace:
 
 
 def align(columns: Mapping[str, npt.NDArray[Any]], optypes: tuple[str, ...]) -> Trace:
-    """Put the rows of a trace in their places.
+    """Arrange the rows of a trace in arrays of [operation, step, dp rank].
 
     Args:
         columns: an array per name of `COLUMNS`, `optype` as an index into `optypes`.
     Raises:
-        TraceError: the rows are no training steps.
+        TraceError: the rows do not form training steps.
     """
     columns = {name: np.asarray(columns[name]) for name in COLUMNS}
     _check_values(columns, optypes)
@@ -113,8 +113,8 @@ def align(columns: Mapping[str, npt.NDArray[Any]], optypes: tuple[str, ...]) -> 
     shape = (len(rows), len(steps), len(dp_ranks))
     if shape[0] * shape[1] * shape[2] * LEAST_FILLED_RATIO > len(code):
         raise TraceError(
-            f"dp ranks and steps do not repeat the same operations: {len(code)} are recorded of "
-            f"{shape[0]} operations x {shape[1]} steps x {shape[2]} dp ranks"
+            f"dp ranks and steps do not run the same operations: only {len(code)} operations are "
+            f"recorded of {shape[0]} x {shape[1]} steps x {shape[2]} dp ranks"
         )
     times, whole = _scatter(columns, (row_place, step_index, dp_index), shape)
     if not whole.all():
@@ -134,19 +134,19 @@ def align(columns: Mapping[str, npt.NDArray[Any]], optypes: tuple[str, ...]) -> 
 
 def _check_values(columns: Mapping[str, npt.NDArray[Any]], optypes: tuple[str, ...]) -> None:
     if not len(columns["step"]):
-        raise TraceError("the trace has no operation")
+        raise TraceError("the trace has no operations")
     for name in ("start_ts", "duration"):
         wrong = np.flatnonzero(~np.isfinite(columns[name]))
         if len(wrong):
             raise TraceError(
-                f"column {name} has no number in {len(wrong)} of {len(columns[name])} rows, "
-                f"the first is row {wrong[0]}"
+                f"column {name} is not a finite number in {len(wrong)} of {len(columns[name])} "
+                f"rows, the first is row {wrong[0]}"
             )
     latest = np.abs(columns["start_ts"]).max()
     if np.spacing(latest) > COARSEST_SECONDS:
         raise TraceError(
-            f"column start_ts goes up to {latest:.4g} in {latest.dtype}, which tells moments "
-            f"{np.spacing(latest):.4g} s apart: record it as double"
+            f"column start_ts goes up to {latest:.4g} in {latest.dtype}, which has a resolution of "
+            f"{np.spacing(latest):.4g} s there: record it as double"
         )
     longest = float(columns["duration"].max())
     if longest > LONGEST_SECONDS:
@@ -155,9 +155,9 @@ def _check_values(columns: Mapping[str, npt.NDArray[Any]], optypes: tuple[str, .
             "another unit?"
         )
     used = {optypes[code] for code in np.flatnonzero(np.bincount(columns["optype"]))}
-    if strange := sorted(used - operations.KNOWN):
+    if unknown := sorted(used - operations.KNOWN):
         raise TraceError(
-            f"operation type {strange[0]!r} is not one of a training step's, expected "
+            f"unknown operation type {unknown[0]!r}, expected one of "
             f"{', '.join(sorted(operations.KNOWN))}"
         )
     if missing := [optype for optype in operations.COMPUTE[:2] if optype not in used]:
@@ -169,17 +169,18 @@ def _check_values(columns: Mapping[str, npt.NDArray[Any]], optypes: tuple[str, .
     present = np.bincount(columns["stage"])
     if not present.all():
         raise TraceError(
-            f"the trace has stages up to {len(present) - 1}, but none of stage {present.argmin()}"
+            f"the trace has stages up to {len(present) - 1}, but no operations of stage "
+            f"{present.argmin()}"
         )
 
 
 def _dense(values: npt.NDArray[Any]) -> tuple[Integers, Integers]:
-    """Sorted distinct values, and the index of each value among them."""
+    """Return the sorted distinct values, and the index of each value in them."""
     low, high = int(values.min()), int(values.max())
     if high - low > 4 * len(values) + 65_536:
         distinct, index = np.unique(values, return_inverse=True)
         return distinct.astype(np.int64), index.astype(np.int64)
-    # A table instead of a sort: the values lie close together in all but odd traces.
+    # A table is faster than a sort; in most traces the values lie close together.
     shifted = values.astype(np.int64) - low
     table = np.zeros(high - low + 1, np.int64)
     table[shifted] = 1
@@ -191,7 +192,7 @@ def _dense(values: npt.NDArray[Any]) -> tuple[Integers, Integers]:
 def _one_rank_per_worker(
     columns: Mapping[str, npt.NDArray[Any]],
 ) -> tuple[dict[str, npt.NDArray[Any]], tuple[str, ...]]:
-    """Keep the lowest rank of each (dp rank, stage) where its peers were recorded as well."""
+    """Keep only the lowest rank of each (dp rank, stage), with a note if others were recorded."""
     stages = int(columns["stage"].max()) + 1
     worker = columns["dp_rank"].astype(np.int64) * stages + columns["stage"]
     rank = columns["rank"].astype(np.int64)
@@ -201,14 +202,17 @@ def _one_rank_per_worker(
         return dict(columns), ()
     np.minimum.at(seen, worker, rank)
     kept = seen[worker] == rank
-    note = "tensor- and sequence-parallel peers are recorded too: the lowest rank of each is judged"
+    note = (
+        "tensor- and sequence-parallel peers are recorded too: only the lowest rank of each worker "
+        "is analyzed"
+    )
     return {name: column[kept] for name, column in columns.items()}, (note,)
 
 
 def _template_rows(
     columns: Mapping[str, npt.NDArray[Any]], step: Integers, dp: Integers, code: Integers
 ) -> Integers:
-    """Rows of the first dp rank in the first step that is as long as most steps are."""
+    """Return the rows of the first dp rank in the first step with the usual number of rows."""
     counts = np.bincount(step)
     usual = np.bincount(counts).argmax()
     rows = np.flatnonzero((step == (counts == usual).argmax()) & (dp == 0))
@@ -217,14 +221,14 @@ def _template_rows(
     ]
     if not len(rows):
         raise TraceError("no step has operations of the first dp rank")
-    times_recorded = np.bincount(code[rows])  # not np.unique, which imports numpy.ma
-    if times_recorded.max() > 1:
-        twice = times_recorded.argmax()
-        row = rows[(code[rows] == twice).argmax()]
+    counts_by_code = np.bincount(code[rows])  # not np.unique, which imports numpy.ma
+    if counts_by_code.max() > 1:
+        repeated = counts_by_code.argmax()
+        row = rows[(code[rows] == repeated).argmax()]
         raise TraceError(
             f"stage {columns['stage'][row]} of dp rank {columns['dp_rank'][row]} has two operations"
             f" of one type with seq_id {columns['seq_id'][row]} in step {columns['step'][row]}: "
-            "are its rows in the file twice?"
+            "are rows duplicated in the file?"
         )
     return rows
 
@@ -234,7 +238,7 @@ def _scatter(
     index: tuple[Integers, Integers, Integers],
     shape: tuple[int, int, int],
 ) -> tuple[list[Floats], npt.NDArray[np.bool_]]:
-    """Start, end and duration by place, and which steps have each operation exactly once."""
+    """Return [start, end, duration], and a mask of the steps with each operation exactly once."""
     place, step, dp = index
     flat = (place * shape[1] + step) * shape[2] + dp
     known = place >= 0
@@ -249,7 +253,7 @@ def _scatter(
             f"{shape[0]} per dp rank, {shape[2]} dp ranks are recorded"
         )
     times = []
-    # The end in the precision of the recording: what the published figures were computed from.
+    # The end is computed in the recorded type, as for the published figures.
     for values in (
         columns["start_ts"],
         columns["start_ts"] + columns["duration"],
@@ -264,7 +268,7 @@ def _scatter(
 def _left_out(steps: Integers, total: int) -> str:
     named = ", ".join(str(step) for step in steps[:5]) + (", ..." if len(steps) > 5 else "")
     return (
-        f"{len(steps)} of {total} steps left out, as operations are missing in them or surplus: "
+        f"{len(steps)} of {total} steps left out, because they have missing or extra operations: "
         f"{named}"
     )
 
@@ -294,7 +298,7 @@ def _ranks(
     if len(missing):
         replica, stage = missing[0]
         raise TraceError(
-            f"the trace has nothing of dp rank {dp_ranks[replica]} in stage {stage}, expected the "
-            "operations of each stage of each dp rank"
+            f"the trace has no operations of dp rank {dp_ranks[replica]} in stage {stage}, "
+            "expected operations of every stage on every dp rank"
         )
     return ranks

@@ -1,4 +1,4 @@
-"""The answer in one sentence: is the run slow, whose fault is it, what would fixing it give?"""
+"""The result of an analysis in one sentence: the slowdown, its cause and the gain of a fix."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from paceline_server.percent import percent
 from paceline_server.whatif import operations as ops
 from paceline_server.whatif.analysis import Analysis
 
-# Below this nothing is blamed: the published analysis decomposes from 3% on, too.
+# Below this slowdown no cause is reported. The published analysis uses the same limit of 3%.
 SLOW = 1.03
 
-# A suspect that explains less than half of the loss is not the explanation.
+# A part is reported as the cause if it explains at least this share of the slowdown.
 EXPLAINS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayVerdict:
     """`kind`: none, slow_worker, stage_imbalance, slow_dp_rank, sequence_variance,
-    slow_communication, host_pauses or unexplained. `target`: what it is about, where there is one.
+    slow_communication, host_pauses or unexplained. `target`: the slow part of the job, if any.
     """
 
     kind: str
@@ -29,38 +29,37 @@ class ReplayVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Repairs:
-    """Replay results of a running job for the parts that a verdict may name.
+    """Gains of fixing the parts that a verdict may name, from the replay of a running job.
 
-    There a repaired part is as fast as its peers; in the ideal run of an analysis it takes the mean
-    of all, the slow one included.
+    In these replays a fixed part is as fast as its peers. In the ideal run of an `Analysis` it
+    takes the mean over all parts, including the slow one.
     """
 
-    workers: Mapping[int, str] = field(default_factory=dict)  # lowest rank -> its name
-    workers_speedup: float | None = None  # all that are so named repaired
+    workers: Mapping[int, str] = field(default_factory=dict)  # lowest rank -> name
+    workers_speedup: float | None = None  # with all slowest workers fixed
     last_stage_speedup: float | None = None
 
 
 def judge(analysis: Analysis, repairs: Repairs | None = None) -> ReplayVerdict:
-    """`repairs`: of a running job."""
+    """Return the verdict; `repairs` is only for a running job."""
     found = _judge(analysis, repairs or Repairs())
     if found.kind == "none":
         loss = max(0.0, 1 - 1 / analysis.slowdown)
-        return replace(
-            found, text=f"No straggler: all of them together cost {percent(loss, '.1f')} of a step."
-        )
+        cost = f"uneven operation times cost only {percent(loss, '.1f')} of step time"
+        return replace(found, text=f"No straggler: {cost}.")
     if repairs is None:
-        lost = f"Stragglers cost {percent(1 - 1 / analysis.slowdown, '.1f')} of each step"
+        lost = f"Stragglers cost {percent(1 - 1 / analysis.slowdown, '.1f')} of step time"
     else:
-        lost = f"Steps take {analysis.slowdown:.2f}x as long as with the same work spread evenly"
+        lost = f"Steps take {analysis.slowdown:.2f}x as long as with evenly distributed work"
     return replace(found, text=f"{lost}; {found.text}.")
 
 
 def _judge(analysis: Analysis, repairs: Repairs) -> ReplayVerdict:
-    """`text` is why."""
+    """Return the verdict with only the cause as its `text`."""
     if analysis.slowdown < SLOW or analysis.m_s is None or analysis.m_w is None:
         return ReplayVerdict("none", None, "")
     last = max(analysis.slowdown_by_stage)
-    # With a single dp rank the last stage is a worker: imbalance is the likelier reason.
+    # With a single dp rank the last stage is one worker: imbalance is the more likely cause.
     one_pipeline = len(analysis.slowdown_by_dp_rank) == 1
     if analysis.m_w >= EXPLAINS and not (one_pipeline and analysis.m_s >= EXPLAINS):
         return _slow_workers(analysis, analysis.m_w, repairs)
@@ -69,10 +68,10 @@ def _judge(analysis: Analysis, repairs: Repairs) -> ReplayVerdict:
         return ReplayVerdict(
             "stage_imbalance",
             f"stage {last}",
-            f"the last stage, {last}, has more to do than the others and explains {share}: move "
-            "layers away from it",
+            f"the last stage (stage {last}) has more work than the others and explains {share}: "
+            "move layers to other stages",
         )
-    return _bright(analysis) or _by_operation(analysis)
+    return _single_part(analysis) or _operation_type(analysis)
 
 
 def _slow_workers(analysis: Analysis, share: float, repairs: Repairs) -> ReplayVerdict:
@@ -87,82 +86,90 @@ def _slow_workers(analysis: Analysis, share: float, repairs: Repairs) -> ReplayV
     explained = _explained(analysis, share, repairs.workers_speedup)
     target = ", ".join(names) if repairs.workers else "rank " + ",".join(map(str, ranks))
     return ReplayVerdict(
-        "slow_worker", target, f"{places}{rest} {verb} {explained}: {_look_at(analysis)}"
+        "slow_worker", target, f"{places}{rest} {verb} {explained}: {_worker_advice(analysis)}"
     )
 
 
-def _look_at(analysis: Analysis) -> str:
+def _worker_advice(analysis: Analysis) -> str:
     waiting = analysis.slowdown_by_optype.get(ops.DATA_WAIT, 1.0)
-    late = _alone(analysis, waiting) >= EXPLAINS
-    return "data comes late there, look at the loader" if late else "look at the node"
+    data_is_late = _share_alone(analysis, waiting) >= EXPLAINS
+    return "its data arrives late, check the data loader" if data_is_late else "check the node"
 
 
-def _bright(analysis: Analysis) -> ReplayVerdict | None:
-    """One stage or dp rank that alone costs most of it, while no other costs half as much."""
+def _single_part(analysis: Analysis) -> ReplayVerdict | None:
+    """Return a verdict on one stage or dp rank, if no other one costs at least half as much."""
     for kind, name, slowdowns, advice in (
-        ("stage_imbalance", "stage", analysis.slowdown_by_stage, "move layers away from it"),
-        ("slow_dp_rank", "dp rank", analysis.slowdown_by_dp_rank, "look at its nodes and its data"),
+        ("stage_imbalance", "stage", analysis.slowdown_by_stage, "move layers to other stages"),
+        ("slow_dp_rank", "dp rank", analysis.slowdown_by_dp_rank, "check its nodes and its data"),
     ):
         worst, *others = sorted(slowdowns, key=lambda key: -slowdowns[key])
-        share = _alone(analysis, slowdowns[worst])
-        if others and share >= EXPLAINS and _alone(analysis, slowdowns[others[0]]) < share / 2:
+        share = _share_alone(analysis, slowdowns[worst])
+        if (
+            others
+            and share >= EXPLAINS
+            and _share_alone(analysis, slowdowns[others[0]]) < share / 2
+        ):
             target = f"{name} {worst}"
-            return ReplayVerdict(
-                kind, target, f"{target} alone costs {_part(share)} of it: {advice}"
-            )
+            why = f"{target} alone causes {_percent(share)} of the slowdown: {advice}"
+            return ReplayVerdict(kind, target, why)
     return None
 
 
-def _by_operation(analysis: Analysis) -> ReplayVerdict:
+def _operation_type(analysis: Analysis) -> ReplayVerdict:
+    """Return a verdict on the operation type that costs most."""
     slowdowns = analysis.slowdown_by_optype
     worst = max(slowdowns, key=lambda name: slowdowns[name])
-    share = _alone(analysis, slowdowns[worst])
+    share = _share_alone(analysis, slowdowns[worst])
     if worst in ops.COMPUTE and (analysis.by_microbatch or 0.0) < EXPLAINS:
         why = (
-            f"no worker or stage explains it, {worst} varies everywhere ({_part(share)} of it "
-            "alone), and not by microbatch, so it is not the sequence lengths: look at what else "
-            "the hosts do"
+            f"{worst} times vary on all workers and stages and cause {_percent(share)} of the "
+            "slowdown, but not by microbatch, so sequence lengths are not the cause: check what "
+            "else runs on the hosts"
         )
         return ReplayVerdict("unexplained", worst, why)
     if worst in ops.COMPUTE:
         kind = "sequence_variance"
         why = (
-            f"no worker or stage explains it, {worst} varies everywhere ({_part(share)} of it "
-            "alone): balance sequence lengths over microbatches and dp ranks"
+            f"{worst} times vary by microbatch on all workers and stages and cause "
+            f"{_percent(share)} of the slowdown: balance sequence lengths across microbatches and "
+            "dp ranks"
         )
     elif share < EXPLAINS:
         why = (
-            "no worker, stage or operation type explains half of it, the most is "
-            f"{worst} with {_part(share)}"
+            "no worker, stage or operation type explains half of the slowdown; the largest share "
+            f"is {worst} with {_percent(share)}"
         )
         return ReplayVerdict("unexplained", None, why)
     elif worst in (ops.GC, ops.OPTIMIZER):
         kind = "host_pauses"
         why = (
-            f"{worst} pauses some workers while the others wait ({_part(share)} of it alone): do "
-            "it at the same step everywhere"
+            f"{worst} pauses some workers while the others wait and causes {_percent(share)} of "
+            "the slowdown: run it in the same step on all ranks"
         )
     else:
         kind = "slow_communication"
         why = (
-            f"{worst} takes longer at times than it usually does ({_part(share)} of it alone): "
-            "look at the network"
+            f"{worst} sometimes takes longer than usual and causes {_percent(share)} of the "
+            "slowdown: check the network"
         )
     return ReplayVerdict(kind, worst, why)
 
 
-def _alone(analysis: Analysis, slowdown: float) -> float:
-    """Share of the loss that there is with nothing else slow."""
+def _share_alone(analysis: Analysis, slowdown: float) -> float:
+    """Return the share of the slowdown that remains if only this part is slow."""
     return (slowdown - 1) / (analysis.slowdown - 1)
 
 
 def _explained(analysis: Analysis, share: float, gain: float | None) -> str:
-    """`82% of it (fixing it gives 1.17x)`. `gain`: where a replay said it."""
+    """Return `82% of the slowdown (fixing it gives 1.17x)`.
+
+    `gain`: the speedup found by a replay; None: computed from `share`.
+    """
     if gain is None:
         lost = analysis.original_seconds - analysis.ideal_seconds
         gain = analysis.original_seconds / (analysis.original_seconds - share * lost)
-    return f"{_part(share)} of it (fixing it gives {gain:.2f}x)"
+    return f"{_percent(share)} of the slowdown (fixing it gives {gain:.2f}x)"
 
 
-def _part(share: float) -> str:
+def _percent(share: float) -> str:
     return "all" if share >= 0.995 else percent(max(share, 0.0))

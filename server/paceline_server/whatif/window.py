@@ -1,7 +1,8 @@
 """The recent steps of a running generation as tables of [operation, step, dp rank, tp rank].
 
-What a rank did itself is kept per tensor-parallel rank, so that any of them can be made faster; a
-worker (dp rank, stage) is as slow as its slowest one. What was lost is filled in from its peers.
+The time a rank spends on its own work is stored per tensor-parallel rank, so that a replay can make
+a single rank faster. A worker (dp rank, stage) takes as long as its slowest tensor-parallel rank.
+Missing values are filled in from peers.
 """
 
 from __future__ import annotations
@@ -28,35 +29,36 @@ Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 
-# A step with a smaller share of its operations is not judged.
-LEAST_SEEN = 0.5
+# Steps with records of a smaller share of their compute operations are left out.
+LEAST_RECORDED_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Seconds. A worker's operation takes `own.max(tp ranks) + shared`.
+    """Durations of the operations of recent steps, in seconds.
 
-    `own` of a compute operation includes the pause before it in which nothing else was waited for.
+    An operation of a worker takes `own.max(tp ranks) + shared`. For compute operations `own`
+    includes the pause before the operation: the time in which the rank could have started it.
     """
 
     order: Order
     layout: Layout
     steps: tuple[int, ...]
     own: Seconds  # [operation, step, dp rank, tp rank]
-    shared: Seconds  # [operation, step, dp rank]: not to be blamed on one tp rank
-    pauses: Seconds  # [operation, step, dp rank]: the part of `own` before the operation began
+    shared: Seconds  # [operation, step, dp rank]: not caused by a single tp rank
+    pauses: Seconds  # [operation, step, dp rank]: the part of `own` before the operation started
     recorded_seconds: Seconds  # [step]
-    seen: Bools  # [stage, dp rank, tp rank]: of the others all is filled in
-    coupled: bool  # dp ranks wait for each other within each compute operation
+    seen: Bools  # [stage, dp rank, tp rank]: ranks with records; the others are filled in
+    coupled: bool  # dp ranks wait for each other within every compute operation
 
     def times(self) -> Seconds:
-        """[operation, step, dp rank]: of the workers, as recorded."""
+        """Return the recorded durations of the workers. [operation, step, dp rank]"""
         times: Seconds = self.own.max(axis=3) + self.shared
         return times
 
 
 def align(timings: Sequence[StepTiming], layout: Layout) -> Window | None:
-    """None: too little was seen to know in which order the job works."""
+    """Return the window; None if too little was recorded to derive the order of operations."""
     if not timings:
         return None
     compute = compute_columns(timings, layout)
@@ -68,7 +70,10 @@ def align(timings: Sequence[StepTiming], layout: Layout) -> Window | None:
 
 
 class _Tables:
-    """Moments as [operation, step, dp rank, tp rank], in seconds since the start of the step."""
+    """Timestamps and durations as [operation, step, dp rank, tp rank], in seconds.
+
+    Timestamps count from the start of the step. NaN: not recorded.
+    """
 
     def __init__(
         self,
@@ -85,35 +90,36 @@ class _Tables:
         self.cells = (len(timings), topology.dp, topology.tp)
         base_ns = [int(timing.ranks.start_ns.min(initial=1 << 62)) for timing in timings]
         self.base_ns = np.array(base_ns, np.int64)
-        at = _places(order.compute_of, compute, ("stage", "op", "chunk", "microbatch"))
-        self.start = self._moments(compute, at, "start_ns")
-        self.end = self._moments(compute, at, "end_ns")
-        self.self_seconds = self._scatter(compute, at, compute.seconds)
-        at = _places(
+        op = _operation_numbers(order.compute_of, compute, ("stage", "op", "chunk", "microbatch"))
+        self.start = self._timestamps(compute, op, "start_ns")
+        self.end = self._timestamps(compute, op, "end_ns")
+        self.self_seconds = self._scatter(compute, op, compute.seconds)
+        op = _operation_numbers(
             order.transfer_of, transfers, ("source", "target", "op", "chunk", "microbatch")
         )
-        self.let_go = self._moments(transfers, at, "send_end_ns")
-        self.posted = self._moments(transfers, at, "receive_start_ns")
-        self.received = self._moments(transfers, at, "end_ns")
-        self.transfer_seconds = self._scatter(transfers, at, transfers.seconds)
-        self.begun, self.ended, self.alone = self._ranks()
+        self.send_end = self._timestamps(transfers, op, "send_end_ns")
+        self.receive_start = self._timestamps(transfers, op, "receive_start_ns")
+        self.transfer_end = self._timestamps(transfers, op, "end_ns")
+        self.transfer_seconds = self._scatter(transfers, op, transfers.seconds)
+        self.step_start, self.step_end, self.optimizer_seconds = self._ranks()
 
-    def _moments(self, columns: StepColumns, at: Ints, name: str) -> Seconds:
+    def _timestamps(self, columns: StepColumns, op: Ints, name: str) -> Seconds:
         step = columns.cell // self.layout.replicas
-        return self._scatter(columns, at, (columns[name] - self.base_ns[step]) / 1e9)
+        return self._scatter(columns, op, (columns[name] - self.base_ns[step]) / 1e9)
 
-    def _scatter(self, columns: StepColumns, at: Ints, values: Seconds) -> Seconds:
+    def _scatter(self, columns: StepColumns, op: Ints, values: Seconds) -> Seconds:
+        """Return the table of `values`; `op` is the operation number of each row."""
         count = len(self.order.optype)
         table = np.full(count * columns.cells, np.nan)
-        known = at >= 0
-        table[at[known] * columns.cells + columns.cell[known]] = values[known]
+        known = op >= 0
+        table[op[known] * columns.cells + columns.cell[known]] = values[known]
         return table.reshape(count, *self.cells)
 
     def window(self) -> Window | None:
         order = self.order
         computes = [op for chain in order.compute for op in chain]
-        seen = np.isfinite(self.start[computes]).mean(axis=(0, 2, 3))
-        kept = np.flatnonzero(seen >= LEAST_SEEN)
+        recorded_share = np.isfinite(self.start[computes]).mean(axis=(0, 2, 3))
+        kept = np.flatnonzero(recorded_share >= LEAST_RECORDED_SHARE)
         if not kept.size:
             return None
         coupled = self._are_dp_ranks_coupled(len(computes))
@@ -124,14 +130,14 @@ class _Tables:
         shared = np.zeros(own.shape[:3])
         pauses = np.zeros(own.shape[:3])
         for stage, chain in enumerate(order.compute):
-            paused = fill(self._pauses(stage))
-            pauses[chain] = paused.min(axis=3)
-            own[chain] = paused + self._own_seconds(chain)
-            self._assume_unseen_fast(own, stage)
-            shared[chain] = self._together(chain, coupled)
+            pauses_of_ranks = fill(self._pauses(stage))
+            pauses[chain] = pauses_of_ranks.min(axis=3)
+            own[chain] = pauses_of_ranks + self._own_seconds(chain)
+            self._fill_unseen_ranks(own, stage)
+            shared[chain] = self._shared_seconds(chain, coupled)
         transfers = sorted(order.transfer_of.values())
         own[transfers] = fill(self.transfer_seconds[transfers])
-        self._around_compute(own, shared)
+        self._fill_outside_compute(own, shared)
         recorded = np.array([timing.ranks.step_seconds.max() for timing in self.timings])
         steps = tuple(self.timings[step].step for step in kept.tolist())
         return Window(
@@ -147,13 +153,16 @@ class _Tables:
         )
 
     def _ranks(self) -> list[Seconds]:
-        """[stage, step, dp rank, tp rank]: start, end, what is done alone after the exchange."""
+        """Return start and end of the step, and the time of the optimizer and checkpoint.
+
+        Each is [stage, step, dp rank, tp rank].
+        """
         tables = np.full((3, self.layout.topology.pp, *self.cells), np.nan)
         for step, timing in enumerate(self.timings):
             ranks = timing.ranks
             known = self.layout.known(ranks.rank)
             rank = ranks.rank[known]
-            place = (self.layout.stage[rank], step, self.layout.dp_rank[rank])
+            position = (self.layout.stage[rank], step, self.layout.dp_rank[rank])
             for table, values in zip(
                 tables,
                 (
@@ -164,11 +173,14 @@ class _Tables:
                 strict=True,
             ):
                 plausible = np.where(np.isfinite(values), values, np.nan)
-                table[(*place, self.layout.tp_rank[rank])] = plausible[known]
+                table[(*position, self.layout.tp_rank[rank])] = plausible[known]
         return list(tables)
 
-    def _assume_unseen_fast(self, own: Seconds, stage: int) -> None:
-        """A rank of which nothing was seen keeps nobody waiting, as far as one knows."""
+    def _fill_unseen_ranks(self, own: Seconds, stage: int) -> None:
+        """Give ranks without records the times of the fastest rank of the stage.
+
+        No rank is then predicted to wait for a rank that has no records.
+        """
         unseen = ~self.seen[stage]
         rows = own[self.order.compute[stage]]
         if unseen.any() and not unseen.all():
@@ -176,102 +188,114 @@ class _Tables:
             own[self.order.compute[stage]] = rows
 
     def _own_seconds(self, chain: list[int]) -> Seconds:
-        """Fill missing durations with those of the same rank and kind in that step."""
+        """Return durations; missing ones are the median of the same rank, type and step."""
         seconds = self.self_seconds[chain]
-        alike: dict[tuple[str, int], list[int]] = {}
-        for at, op in enumerate(chain):
-            alike.setdefault((self.order.optype[op], self.order.chunk[op]), []).append(at)
-        for mine in alike.values():
-            seconds[mine] = fill_from_own(seconds[mine])
+        rows_by_type: dict[tuple[str, int], list[int]] = {}
+        for row, op in enumerate(chain):
+            rows_by_type.setdefault((self.order.optype[op], self.order.chunk[op]), []).append(row)
+        for rows in rows_by_type.values():
+            seconds[rows] = fill_from_own(seconds[rows])
         return fill(seconds)
 
-    def _together(self, chain: list[int], coupled: bool) -> Seconds:
-        """[operation, step, dp rank]: what an operation took beyond what the rank did itself.
+    def _shared_seconds(self, chain: list[int], coupled: bool) -> Seconds:
+        """Return the time of an operation beyond the rank's own. [operation, step, dp rank]
 
-        The least of any of those who wait for each other: it waited for nobody.
+        This is the minimum over the ranks that wait for each other (tp ranks; dp ranks too if
+        `coupled`). The rank with the minimum arrived last and did not wait.
         """
-        beyond = self.end[chain] - self.start[chain] - self.self_seconds[chain]
-        beyond = np.where(np.isnan(beyond), np.inf, beyond)
-        least = beyond.min(axis=(2, 3) if coupled else 3, keepdims=True)
+        beyond_own = self.end[chain] - self.start[chain] - self.self_seconds[chain]
+        beyond_own = np.where(np.isnan(beyond_own), np.inf, beyond_own)
+        least = beyond_own.min(axis=(2, 3) if coupled else 3, keepdims=True)
         least = fill(np.where(np.isinf(least), np.nan, least))
-        found = np.broadcast_to(least[..., 0], beyond.shape[:3])
-        return np.maximum(found, 0.0)
+        shared = np.broadcast_to(least[..., 0], beyond_own.shape[:3])
+        return np.maximum(shared, 0.0)
 
     def _pauses(self, stage: int) -> Seconds:
-        """Before each compute operation of the stage: time in which it could have begun."""
+        """Return the pause before each compute operation. [operation, step, dp rank, tp rank]
+
+        The rank is ready for an operation when its previous operation, the input transfers and
+        the sends that block it have ended. If the input transfer was not recorded, the pause is 0.
+        """
         order, chain = self.order, self.order.compute[stage]
         ready = np.empty((len(chain), *self.cells))
         ready[1:] = self.end[chain[:-1]]
-        ready[0] = -np.inf if chain[0] in order.needs else self.start[chain[0]]
+        ready[0] = -np.inf if chain[0] in order.inputs else self.start[chain[0]]
         for index, op in enumerate(chain):
-            for transfer in order.needs.get(op, ()):
-                ready[index] = np.maximum(ready[index], self.received[transfer])
-            for transfer in order.held_by.get(op, ()):
-                ready[index] = np.maximum(ready[index], self.let_go[transfer])
-            if op in order.untimed:
+            for transfer in order.inputs.get(op, ()):
+                ready[index] = np.maximum(ready[index], self.transfer_end[transfer])
+            for transfer in order.blocking_sends.get(op, ()):
+                ready[index] = np.maximum(ready[index], self.send_end[transfer])
+            if op in order.unrecorded_input:
                 ready[index] = self.start[op]
         return np.maximum(self.start[chain] - ready, 0.0)
 
-    def _around_compute(self, own: Seconds, shared: Seconds) -> None:
-        """The wait for data before, and what follows the last compute operation.
+    def _fill_outside_compute(self, own: Seconds, shared: Seconds) -> None:
+        """Fill in data wait, reduction, exchange and optimizer.
 
-        Of that, the rank that came last everywhere waited for nobody: what it took is the time
-        that the reduction and the exchange need.
+        The recorded time of the reduction and the exchange includes waiting for other ranks. The
+        rank with the shortest time arrived last and did not wait, so its time is taken for all.
         """
         order = self.order
-        after = np.empty((len(order.compute), *self.cells))
+        after_compute = np.empty((len(order.compute), *self.cells))
         for stage, chain in enumerate(order.compute):
-            received = order.needs.get(chain[0])
-            first = self.posted[received].min(axis=0) if received else self.start[chain[0]]
-            if chain[0] in order.untimed:
+            inputs = order.inputs.get(chain[0])
+            first = self.receive_start[inputs].min(axis=0) if inputs else self.start[chain[0]]
+            if chain[0] in order.unrecorded_input:
                 first = np.full_like(first, np.nan)
-            own[order.data_wait[stage]] = np.maximum(first - self.begun[stage], 0.0)
-            own[order.optimizer[stage]] = self.alone[stage]
-            computed = self._last_end(chain, own[chain] + shared[chain][..., None])
-            for transfer in order.held_by.get(order.reduction[stage], ()):
-                computed = np.fmax(computed, self.let_go[transfer])
-            after[stage] = self.ended[stage] - computed - self.alone[stage]
+            own[order.data_wait[stage]] = np.maximum(first - self.step_start[stage], 0.0)
+            own[order.optimizer[stage]] = self.optimizer_seconds[stage]
+            compute_end = self._last_end(chain, own[chain] + shared[chain][..., None])
+            for transfer in order.blocking_sends.get(order.reduction[stage], ()):
+                compute_end = np.fmax(compute_end, self.send_end[transfer])
+            since_compute = self.step_end[stage] - compute_end
+            after_compute[stage] = since_compute - self.optimizer_seconds[stage]
         for ops in (order.data_wait, order.optimizer):
             own[ops] = fill(own[ops])
-        reduction = np.minimum(self._reductions(), _least(after, (2, 3)))
+        reduction = np.minimum(self._reductions(), _least(after_compute, (2, 3)))
         shared[order.reduction] = reduction[:, :, None]
-        rest = _least(after - reduction[:, :, None, None], (0, 2, 3))
-        shared[order.exchange] = rest[:, None]
+        exchange = _least(after_compute - reduction[:, :, None, None], (0, 2, 3))
+        shared[order.exchange] = exchange[:, None]
 
     def _last_end(self, chain: list[int], seconds: Seconds) -> Seconds:
-        """[step, dp rank, tp rank]: when the last operation ended; at the earliest, if it is lost,
-        as long after the last one that was seen as those between them take."""
+        """Return when the last operation of the chain ended. [step, dp rank, tp rank]
+
+        If that was not recorded, it is the earliest possible end: the end of a recorded operation
+        plus the durations of those after it.
+        """
         until_end = seconds[::-1].cumsum(axis=0)[::-1] - seconds
         ends = np.where(np.isnan(self.end[chain]), -np.inf, self.end[chain] + until_end)
-        seen = np.isfinite(self.end[chain[-1]])
-        latest: Seconds = np.where(seen, self.end[chain[-1]], ends.max(axis=0))
+        recorded = np.isfinite(self.end[chain[-1]])
+        latest: Seconds = np.where(recorded, self.end[chain[-1]], ends.max(axis=0))
         return np.where(np.isfinite(latest), latest, np.nan)
 
     def _reductions(self) -> Seconds:
-        """[stage, step]: transfer time of the collectives between the dp ranks of a stage."""
+        """Return the transfer time of the collectives between dp ranks. [stage, step]"""
         topology = self.layout.topology
         seconds = np.zeros((topology.pp, len(self.timings), topology.tp))
-        for step, place, mine in self._of_dp_ranks():
-            transfers = self.timings[step].collectives.transfer_seconds[mine]
-            seconds[place[0], step, place[1]] += np.nansum(transfers)
+        for step, (stage, tp_rank), rows in self._dp_collectives():
+            transfers = self.timings[step].collectives.transfer_seconds[rows]
+            seconds[stage, step, tp_rank] += np.nansum(transfers)
         slowest: Seconds = seconds.max(axis=2)
         return slowest
 
     def _are_dp_ranks_coupled(self, operations: int) -> bool:
-        """As with sharded parameters or a shared sequence: a collective in every operation."""
-        counts = [int(mine.sum()) for _, _, mine in self._of_dp_ranks()]
+        """Return whether dp ranks run a collective in every one of the compute operations.
+
+        Sharded parameters (FSDP) and sequence parallelism do this.
+        """
+        counts = [int(rows.sum()) for _, _, rows in self._dp_collectives()]
         return max(counts, default=0) * self.layout.topology.pp >= operations
 
-    def _of_dp_ranks(self) -> Iterator[tuple[int, tuple[int, int], Bools]]:
-        """Step, (stage, tp rank) and rows of the collectives between dp ranks."""
+    def _dp_collectives(self) -> Iterator[tuple[int, tuple[int, int], Bools]]:
+        """Yield (step, (stage, tp rank), mask of rows) of the collectives between dp ranks."""
         for step, timing in enumerate(self.timings):
             for group, members in timing.groups.items():
-                place = self._reduction_place(members)
-                if place is not None:
-                    yield step, place, timing.collectives.group == group
+                stage_and_tp_rank = self._stage_and_tp_rank(members)
+                if stage_and_tp_rank is not None:
+                    yield step, stage_and_tp_rank, timing.collectives.group == group
 
-    def _reduction_place(self, members: Sequence[int]) -> tuple[int, int] | None:
-        """(stage, tp rank) if these are dp ranks of one stage."""
+    def _stage_and_tp_rank(self, members: Sequence[int]) -> tuple[int, int] | None:
+        """Return (stage, tp rank) if the members are dp ranks of one stage, else None."""
         ranks = np.array(members, np.int64)
         if not ranks.size or not self.layout.known(ranks).all():
             return None
@@ -282,15 +306,18 @@ class _Tables:
 
 
 def _least(table: Seconds, axes: tuple[int, ...]) -> Seconds:
-    """Over what was seen; 0 where nothing was, and never less."""
+    """Return the minimum of the recorded values, at least 0; 0 if none was recorded."""
     least: Seconds = np.where(np.isnan(table), np.inf, table).min(axis=axes)
     return np.where(np.isfinite(least), np.maximum(least, 0.0), 0.0)
 
 
-def _places(
+def _operation_numbers(
     numbers: Mapping[tuple[int, ...], int], columns: StepColumns, names: tuple[str, ...]
 ) -> Ints:
-    """The operation of each row; -1: not one of the order's."""
+    """Return the operation number of each row; -1 if the order does not contain it.
+
+    `numbers`: operation number by the values of the columns `names`.
+    """
     if not numbers:
         return np.full(len(columns), -1)
     keys = np.array(list(numbers), np.int64)
@@ -298,11 +325,11 @@ def _places(
     inside = np.ones(len(columns), np.bool_)
     code = np.zeros(len(columns), np.int64)
     known = np.zeros(len(keys), np.int64)
-    for at, name in enumerate(names):
-        value = columns[name] - low[at]
-        inside &= (value >= 0) & (value < sizes[at])
-        code = code * sizes[at] + value
-        known = known * sizes[at] + (keys[:, at] - low[at])
+    for index, name in enumerate(names):
+        value = columns[name] - low[index]
+        inside &= (value >= 0) & (value < sizes[index])
+        code = code * sizes[index] + value
+        known = known * sizes[index] + (keys[:, index] - low[index])
     order = np.argsort(known)
     found = np.minimum(np.searchsorted(known[order], code), len(known) - 1)
     found = order[found]

@@ -1,4 +1,4 @@
-"""Writes traces: Parquet in the trace layout."""
+"""Write traces: Parquet in the trace layout."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from paceline_server.whatif.export import Export
 
 
 def to_parquet(exported: Export) -> bytes:
+    """Return the content of the Parquet file."""
     columns: dict[str, Any] = {}
     for name, values in exported.columns.items():
         if name == "optype":
@@ -22,5 +23,5 @@ def to_parquet(exported: Export) -> bytes:
             columns[name] = pyarrow.array(values.astype(np.int32))
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.table(columns), sink, compression="zstd")
-    found: bytes = sink.getvalue().to_pybytes()
-    return found
+    content: bytes = sink.getvalue().to_pybytes()
+    return content

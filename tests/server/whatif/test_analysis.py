@@ -141,7 +141,7 @@ def test_compute_that_varies_with_equal_sequences_is_not_theirs() -> None:
     assert found.by_microbatch == pytest.approx(0.0, abs=0.02)
     verdict = judge(found)
     assert (verdict.kind, verdict.target) == ("unexplained", "backward-compute")
-    assert "not the sequence lengths" in verdict.text
+    assert "sequence lengths are not the cause" in verdict.text
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.1])
@@ -183,7 +183,7 @@ def every_dp_rank_by_itself(trace: Trace) -> list[float]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_one_column_stands_for_all_idealised_dp_ranks(shape: str) -> None:
+def test_one_column_stands_for_all_idealized_dp_ranks(shape: str) -> None:
     trace = recorded(jitter=0.3, **SHAPES[shape])
     found: Analysis = analyze(trace)
     expected = [seconds / found.ideal_seconds for seconds in every_dp_rank_by_itself(trace)]

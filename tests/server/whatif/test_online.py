@@ -282,8 +282,8 @@ def test_late_data_is_distinguished_from_a_slow_node() -> None:
     slow = measured(topology, slow={3: 1.5})[0].analysis
     assert late is not None
     assert slow is not None
-    assert judge(late).text.endswith("data comes late there, look at the loader.")
-    assert judge(slow).text.endswith("look at the node.")
+    assert judge(late).text.endswith("its data arrives late, check the data loader.")
+    assert judge(slow).text.endswith("check the node.")
 
 
 def test_a_healthy_run_has_nothing_to_gain() -> None:

@@ -97,11 +97,17 @@ def test_missing_sizes_are_not_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("replaced", "sentence"),
     [
-        ({"dp_size": 4, "world_size": 16}, "says dp_size 4, the trace has 2 dp ranks"),
-        ({"pp_size": 4, "world_size": 16}, "says pp_size 4, the trace has 2 stages"),
-        ({"vpp_size": 2}, "says vpp_size 2, the trace has 1 chunks a stage"),
+        (
+            {"dp_size": 4, "world_size": 16},
+            "dp_size is 4 in the metadata, but the trace has 2 dp ranks",
+        ),
+        (
+            {"pp_size": 4, "world_size": 16},
+            "pp_size is 4 in the metadata, but the trace has 2 stages",
+        ),
+        ({"vpp_size": 2}, "vpp_size is 2 in the metadata, but the trace has 1 chunks per stage"),
         ({"world_size": 9}, "world_size is 9, but dp_size x pp_size x tp_size x dsp_size is 8"),
-        ({"dp_size": "many"}, "no metadata of a trace"),
+        ({"dp_size": "many"}, "is not valid trace metadata"),
         ({"dp_size": None}, "dp_size"),
         ({"tp_size": -2}, "tp_size is -2, expected 1 or more"),
     ],
@@ -151,7 +157,7 @@ COUNT = len(SyntheticRun(**RUN).columns()["step"])  # type: ignore[arg-type]
         ({"seq_id": [0.5] * COUNT}, "seq_id holds fractions"),
         ({"step": pa.array([1 << 63] * COUNT, pa.uint64())}, "step holds 9223372036854775808"),
         ({"seq_id": [1e300] * COUNT}, "seq_id holds 1e.300, expected less than"),
-        ({"duration": [None] + [0.1] * (COUNT - 1)}, "duration has no number in 1 of"),
+        ({"duration": [None] + [0.1] * (COUNT - 1)}, "duration is not a finite number in 1 of"),
     ],
 )
 def test_columns_of_another_kind_are_refused(
@@ -162,5 +168,5 @@ def test_columns_of_another_kind_are_refused(
 
 
 def test_a_trace_without_rows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="no operation"):
+    with pytest.raises(TraceError, match="no operations"):
         read_trace(written(tmp_path, table().slice(0, 0)))

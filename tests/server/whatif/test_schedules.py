@@ -113,27 +113,27 @@ def test_a_made_up_order_is_carried_out_as_well() -> None:
 def test_an_order_that_cannot_be_carried_out_is_refused() -> None:
     backward_first = [ScheduledAction(Op.BACKWARD, 0), ScheduledAction(Op.FORWARD, 0)]
     with pytest.raises(
-        ScheduleError, match="stage 0 waits for ever to do backward of microbatch 0"
+        ScheduleError, match="stage 0 waits forever to run backward of microbatch 0"
     ):
         simulate([backward_first], equal_seconds)
     missing = [
         [ScheduledAction(Op.FORWARD, 0)],
         [ScheduledAction(Op.FORWARD, 0), ScheduledAction(Op.FORWARD, 1)],
     ]
-    with pytest.raises(ScheduleError, match="stage 1 waits for ever"):
+    with pytest.raises(ScheduleError, match="stage 1 waits forever"):
         simulate(missing, equal_seconds)
 
 
 def test_only_computations_are_actions() -> None:
-    with pytest.raises(ScheduleError, match="optimizer is no computation"):
+    with pytest.raises(ScheduleError, match="optimizer is not a compute operation"):
         simulate([[ScheduledAction(Op.OPTIMIZER, 0)]], equal_seconds)
 
 
 @pytest.mark.parametrize(
     ("name", "sizes", "why"),
     [
-        ("dualpipe", (2, 2), "schedule 'dualpipe' is not known"),
-        ("1f1b", (0, 2), "needs 1 or more"),
+        ("dualpipe", (2, 2), "unknown schedule 'dualpipe'"),
+        ("1f1b", (0, 2), "needs at least 1"),
         ("zero_bubble", (2, 2, 2), "one chunk per stage"),
     ],
 )

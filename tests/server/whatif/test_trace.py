@@ -37,7 +37,7 @@ def test_a_step_that_lost_an_operation_is_left_out_and_reported(columns: Columns
     trace = align(*coded(without(columns, lost)))
     assert trace.steps.tolist() == [7, 27]
     assert trace.notes == (
-        "1 of 3 steps left out, as operations are missing in them or surplus: 17",
+        "1 of 3 steps left out, because they have missing or extra operations: 17",
     )
     assert analyze(trace) == analyze(align(*coded(without(columns, columns["step"] == 17))))
 
@@ -81,20 +81,20 @@ def dropped(columns: Columns, optype: str, stage: int, sequence: int = 0) -> Col
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (lambda c: without(c, np.ones(len(c["step"]), bool)), "no operation"),
-        (lambda c: spoiled(c, "duration", 5, np.nan), "duration has no number in 1 of"),
+        (lambda c: without(c, np.ones(len(c["step"]), bool)), "no operations"),
+        (lambda c: spoiled(c, "duration", 5, np.nan), "duration is not a finite number in 1 of"),
         (lambda c: spoiled(c, "start_ts", 5, np.inf), "the first is row 5"),
-        (lambda c: spoiled(c, "optype", 5, "all-to-all"), "'all-to-all' is not one of"),
+        (lambda c: spoiled(c, "optype", 5, "all-to-all"), "unknown operation type 'all-to-all'"),
         (lambda c: without(c, c["optype"] == "backward-compute"), "has no backward-compute"),
-        (lambda c: without(c, c["stage"] == 1), "none of stage 1"),
+        (lambda c: without(c, c["stage"] == 1), "no operations of stage 1"),
         (
             lambda c: without(c, (c["stage"] == 1) & (c["dp_rank"] == 2)),
-            "nothing of dp rank 2 in stage 1",
+            "no operations of dp rank 2 in stage 1",
         ),
         (lambda c: {**c, "duration": c["duration"] * 1e9}, "expected seconds"),
         (
             lambda c: {**c, "start_ts": (c["start_ts"] + 1.7e9).astype(np.float32)},
-            "in float32, which tells moments 128 s apart: record it as double",
+            "in float32, which has a resolution of 128 s there: record it as double",
         ),
         (lambda c: spoiled(c, "stage", 5, 2_000_000), "column stage goes from 0 to 2000000"),
         (lambda c: spoiled(c, "dp_rank", 5, -1), "column dp_rank goes from -1"),
