@@ -1,7 +1,7 @@
-"""How slow the run was, and which part of it caused that.
+"""The slowdown of a run, and how much each part of the run contributes to it.
 
-`analyze` replays the recorded steps with parts of them idealized. Every value is a ratio of mean
-step times; 1.0 is a run without stragglers.
+`analyze` replays the recorded steps with some operations idealized. Every slowdown is a ratio of
+mean step times; 1.0 is a run without stragglers.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from paceline_server.whatif.model import Model, lay_out
 from paceline_server.whatif.replay import Seconds, replay, step_seconds
 from paceline_server.whatif.trace import Floats, Integers, Trace
 
-# Clocks of different nodes differ. A transfer that ends this long before its last participant
-# started was not measured and counts as 0.
+# Clocks of nodes differ. If a transfer seems to end this long before its last participant started,
+# its duration is unknown and counts as 0.
 NEGATIVE_TRANSFER_SECONDS = -1e-2
 
-# Share of the workers that M_W idealizes.
+# M_W idealizes this share of the workers.
 SLOWEST_WORKERS_PERCENT = 3
 
-# Counterfactuals are replayed together up to this size. At a few MiB the interpreter's share is
-# small and the times still fit into a processor cache.
+# Counterfactuals are replayed in batches of this size. A few MiB keep the interpreter's overhead
+# small and still fit into a processor cache.
 BATCH_BYTES = 8 << 20
 
 Mask = npt.NDArray[np.bool_]
@@ -35,11 +35,11 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """Slowdowns against the ideal run, in which each operation takes what its peers take.
+    """Slowdowns against the ideal run, in which each operation is as fast as its peers.
 
-    `m_s` and `m_w` are the shares of the loss that the last stage, and the slowest 3% of workers,
-    explain; None if nothing was lost. `by_microbatch` is the share of how a worker's compute
-    times vary that its microbatches explain; None if unknown.
+    `m_s` and `m_w` are the shares of the slowdown that the last stage and the slowest 3% of workers
+    explain; None if there is no slowdown. `by_microbatch` is the share of the variance of compute
+    times within a worker that its microbatches explain; None if unknown.
     """
 
     slowdown: float
@@ -53,14 +53,14 @@ class Analysis:
     launch_slowdown: float
     ideal_seconds: float
     original_seconds: float
-    slowest_workers: tuple[int, ...]  # ranks, slowest first: those of m_w
+    slowest_workers: tuple[int, ...]  # the ranks that m_w idealizes, slowest first
     places: dict[int, tuple[int, int]]  # rank -> (dp rank, stage)
     by_microbatch: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTrace:
-    """A trace prepared for replay; first axis: places of the model."""
+    """A trace prepared for replay; the first axis is the place in the model's order."""
 
     model: Model
     optype: npt.NDArray[np.str_]
@@ -72,7 +72,11 @@ class PreparedTrace:
 
 
 def prepare(trace: Trace) -> PreparedTrace:
-    """Prepare a trace. Raises TraceError if the operations do not form a training step."""
+    """Prepare a trace for replay.
+
+    Raises:
+        TraceError: the operations do not form a training step.
+    """
     operations = trace.operations
     model = lay_out(dependencies.find(operations), operations.optype)
     optype = np.array(operations.optype)[model.order]
@@ -89,23 +93,23 @@ def prepare(trace: Trace) -> PreparedTrace:
 
 
 def ideal_seconds(optype: npt.NDArray[np.str_], recorded: Seconds) -> Seconds:
-    """Return the duration of an operation without stragglers. [place]"""
+    """Return the ideal duration of each operation. [place]"""
     ideal = np.empty(len(optype))
     for name in dict.fromkeys(optype.tolist()):
         chosen = optype == name
-        figure = _median if name in ops.IDEAL_IS_MEDIAN else np.mean
-        ideal[chosen] = figure(recorded[chosen])
+        average = _median if name in ops.IDEAL_IS_MEDIAN else np.mean
+        ideal[chosen] = average(recorded[chosen])
     return ideal
 
 
 def _median(values: Seconds) -> float:
-    """Return the median; numpy.median imports numpy.ma, a twentieth of `paceline analyze`."""
+    """Return the median; importing numpy.median would take 5% of `paceline analyze`."""
     middle = [(values.size - 1) // 2, values.size // 2]
     return float(np.partition(values, middle, axis=None)[middle].mean())
 
 
 def _without_waiting(model: Model, optype: npt.NDArray[np.str_], trace: Trace) -> Seconds:
-    """Return recorded durations of compute and transfer durations of communication."""
+    """Return the recorded durations of compute and the transfer durations of communication."""
     durations = trace.duration_seconds[model.order].astype(np.float64)
     began: Floats = trace.start_seconds[model.order]
     if len(model.pairs):
@@ -124,9 +128,12 @@ def _without_waiting(model: Model, optype: npt.NDArray[np.str_], trace: Trace) -
 
 
 def analyze(trace: Trace, step: PreparedTrace | None = None) -> Analysis:
-    """Analyze a trace. Raises TraceError as `prepare` does, or if all durations are 0.
+    """Analyze a trace.
 
-    `step`: the prepared trace, if it exists already.
+    Args:
+        step: the prepared trace, if it exists already.
+    Raises:
+        TraceError: the operations do not form a training step, or all durations are 0.
     """
     step = prepare(trace) if step is None else step
     recorded = trace.end_seconds.max(axis=(0, 2)) - trace.start_seconds.min(axis=(0, 2))
@@ -140,10 +147,19 @@ def judge_step(
     ranks: Integers,
     recorded_seconds: float,
 ) -> Analysis:
-    """Analyze a step; `ranks` by [dp rank, stage]. Raises TraceError if all durations are 0."""
+    """Analyze prepared steps.
+
+    Args:
+        steps: step numbers.
+        dp_ranks: dp rank numbers.
+        ranks: the rank of each worker, [dp rank, stage].
+        recorded_seconds: mean recorded step time.
+    Raises:
+        TraceError: all durations are 0.
+    """
     ideal = ideal_step_seconds(step)
     if ideal <= 0:
-        raise TraceError("the operations take no time")
+        raise TraceError("all operations of the trace have a duration of 0")
     group = np.array([ops.group(name) for name in step.optype])
     names = list(dict.fromkeys(group.tolist()))
     stages = range(ranks.shape[1])
@@ -185,36 +201,37 @@ def judge_step(
 
 
 def _by_microbatch(step: PreparedTrace) -> float | None:
-    """Squared correlation of forward and backward times of the same microbatch and worker.
+    """Return the squared correlation of forward and backward times of the same microbatch.
 
-    A long sequence is slow in both directions; a pause or a busy host is not. Differences between
-    workers, and between steps of one, are left out. Source: "Understanding Stragglers in Large
-    Model Training Using What-if Analysis", OSDI 2025, section 5.3.
+    A long sequence is slow in both directions; a pause or a busy host is not. Times are relative
+    to the mean of their worker and step. Source: "Understanding Stragglers in Large Model Training
+    Using What-if Analysis", OSDI 2025, section 5.3.
     """
-    found = []
+    deviations = []
     for stage, chunk in sorted(set(zip(step.stage.tolist(), step.chunk.tolist(), strict=True))):
-        mine = (step.stage == stage) & (step.chunk == chunk)
+        of_chunk = (step.stage == stage) & (step.chunk == chunk)
         places = [
-            _numbered(step.microbatch, np.flatnonzero(mine & (step.optype == op)))
+            _numbered(step.microbatch, np.flatnonzero(of_chunk & (step.optype == op)))
             for op in (ops.FORWARD_COMPUTE, ops.BACKWARD_COMPUTE)
         ]
         both = sorted(places[0].keys() & places[1].keys())
         if len(both) > 1:
             seconds = np.array(
-                [step.recorded[[where[one] for one in both]] for where in places], dtype=np.float64
+                [step.recorded[[place[number] for number in both]] for place in places],
+                dtype=np.float64,
             )
             means = seconds.mean(axis=1, keepdims=True)
-            found.append((seconds / np.maximum(means, 1e-12) - 1.0).reshape(2, -1))
-    if not found:
+            deviations.append((seconds / np.maximum(means, 1e-12) - 1.0).reshape(2, -1))
+    if not deviations:
         return None
-    forward, backward = np.concatenate(found, axis=1)
-    # Plain sums: threads of linear algebra would cost more than the rest.
-    varies = float((forward * forward).sum() * (backward * backward).sum())
-    return float((forward * backward).sum() ** 2 / varies) if varies > 0 else 0.0
+    forward, backward = np.concatenate(deviations, axis=1)
+    # Plain sums: starting the threads of a linear algebra library takes longer than the rest.
+    variance = float((forward * forward).sum() * (backward * backward).sum())
+    return float((forward * backward).sum() ** 2 / variance) if variance > 0 else 0.0
 
 
 def _numbered(microbatch: Integers, places: npt.NDArray[np.intp]) -> dict[int, int]:
-    """Return microbatch -> place; microbatches without a number are counted in order."""
+    """Return microbatch -> place; microbatches without a number are numbered in order."""
     numbers = microbatch[places]
     if (numbers < 0).all():
         numbers = np.arange(places.size)
@@ -230,7 +247,7 @@ def _explained(original: float, ideal: float, without: float) -> float | None:
 
 
 def ideal_step_seconds(step: PreparedTrace) -> float:
-    """Return the ideal step time; all steps and dp ranks are equal, so one is replayed."""
+    """Return the ideal step time; all steps and dp ranks are equal, so only one is replayed."""
     ends = replay(step.model, step.ideal[:, None, None].copy())
     return float(step_seconds(step.model, ends)[0])
 
@@ -250,9 +267,9 @@ def _keeping_operations(step: PreparedTrace, kept: list[Mask]) -> Seconds:
 
 
 def _keeping_dp_ranks(step: PreparedTrace) -> Seconds:
-    """Return mean step times with only that dp rank as recorded. [dp rank]
+    """Return mean step times with only one dp rank as recorded and the others ideal. [dp rank]
 
-    All others are equal then, so one of them is replayed: two columns instead of all.
+    The ideal dp ranks are equal, so only one of them is replayed, next to the recorded one.
     """
     count, steps, dp_ranks = step.recorded.shape
     width = min(dp_ranks, 2)
@@ -274,14 +291,14 @@ def _batches(total: int, bytes_each: int) -> Iterator[tuple[int, int]]:
 
 
 def _slowest(scores: Seconds, ranks: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], ...]:
-    """Index of the slowest workers in [dp rank, stage]; equal ones in the order of ranks."""
+    """Return the index of the slowest workers in [dp rank, stage]; ties go to the lower rank."""
     order = np.lexsort((ranks.ravel(), -scores.ravel()))
     count = -(-scores.size * SLOWEST_WORKERS_PERCENT // 100)
     return np.unravel_index(order[:count], scores.shape)
 
 
 def _without_workers(step: PreparedTrace, workers: tuple[npt.NDArray[np.intp], ...]) -> float:
-    """Return the mean step time with these (dp rank, stage) idealized."""
+    """Return the mean step time with these workers, (dp rank, stage), idealized."""
     times = step.recorded.copy()
     for dp_rank, stage in zip(*workers, strict=True):
         rows = np.flatnonzero(step.stage == stage)

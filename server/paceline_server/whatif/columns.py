@@ -1,4 +1,4 @@
-"""The rows of all recent steps in one table each, with the place each row has in the job."""
+"""The compute operations and transfers of all recent steps as two tables."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from paceline_wire.topology import Topology
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# A larger microbatch or chunk number is invalid.
+# Larger microbatch and chunk numbers are invalid.
 MOST_MICROBATCHES = 1 << 16
 MOST_CHUNKS = 1 << 10
 
-# The host's clock and the device's timed the same rank: they agree within this tolerance.
+# Tolerance between the host and device clocks that time the same rank.
 CLOCK_TOLERANCE_NS = 50_000
 
 _SENDS = sorted(TRANSFER_OPS - RECEIVE_OPS)
 
 
 class StepColumns:
-    """Equally long columns by name; `cell` is (step, dp rank, tp rank) as one number."""
+    """A table of named columns; `cell` is (step, dp rank, tp rank) as one number."""
 
     def __init__(
         self, columns: Mapping[str, Ints], seconds: Floats, cell: Ints, cells: int
@@ -69,8 +69,8 @@ class StepColumns:
 
     def are_named(self, *names: str) -> bool:
         """Return whether every microbatch is known and no two rows are equal in `names`."""
-        found = list(self.tuples(*names))
-        return bool((self._columns["microbatch"] >= 0).all()) and len(set(found)) == len(found)
+        rows = list(self.tuples(*names))
+        return bool((self._columns["microbatch"] >= 0).all()) and len(set(rows)) == len(rows)
 
 
 class Layout:
@@ -84,12 +84,13 @@ class Layout:
         self.replicas = topology.dp * topology.tp
 
     def known(self, rank: Ints) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = (rank >= 0) & (rank < self.topology.world_size)
-        return found
+        """Return which of the ranks exist."""
+        exists: npt.NDArray[np.bool_] = (rank >= 0) & (rank < self.topology.world_size)
+        return exists
 
 
 def compute_columns(timings: Sequence[StepTiming], layout: Layout) -> StepColumns:
-    """Return compute rows; a loop without hooks and pipeline counts as one forward per step."""
+    """Return compute operations; without any, a single-stage step is one forward operation."""
     tables = [timing.compute for timing in timings]
     if layout.topology.pp == 1 and not any(table.rank.size for table in tables):
         tables = [_whole_step(timing) for timing in timings]
@@ -125,7 +126,7 @@ def _whole_step(timing: StepTiming) -> ComputeTimes:
 
 
 def transfer_columns(timings: Sequence[StepTiming], layout: Layout) -> StepColumns:
-    """Return transfers along a pipeline: between stages of one dp and tp rank."""
+    """Return the transfers between stages of the same dp and tp rank."""
     tables = [timing.transfers for timing in timings]
     names = ("source", "destination", "op", "microbatch", "chunk")
     moments = ("send_start_ns", "send_end_ns", "receive_start_ns", "end_ns")
@@ -147,17 +148,17 @@ def transfer_columns(timings: Sequence[StepTiming], layout: Layout) -> StepColum
 
 
 def without_repeats(transfers: StepColumns, compute: StepColumns) -> StepColumns:
-    """Return, among equal transfers of a step, the first one after its data was computed.
+    """Drop repeated transfers of a step; the first one after its data was computed is kept.
 
-    An evaluation within the step numbers its microbatches as training does.
+    An evaluation within the step repeats the microbatch numbers of training.
     """
-    ways = ("source", "target", "op", "chunk", "microbatch")
-    (code,) = _codes([(transfers.cell, *(transfers[name] for name in ways))])
+    route = ("source", "target", "op", "chunk", "microbatch")
+    (code,) = _codes([(transfers.cell, *(transfers[name] for name in route))])
     in_order = np.sort(code)
-    twice = in_order[1:][in_order[1:] == in_order[:-1]]
-    if not twice.size:
+    repeated_codes = in_order[1:][in_order[1:] == in_order[:-1]]
+    if not repeated_codes.size:
         return transfers
-    repeated = np.flatnonzero(np.isin(code, twice) & (transfers["microbatch"] >= 0))
+    repeated = np.flatnonzero(np.isin(code, repeated_codes) & (transfers["microbatch"] >= 0))
     sent_ns = transfers["send_start_ns"][repeated]
     early = sent_ns < _computed_ns(transfers, repeated, compute) - CLOCK_TOLERANCE_NS
     order = np.lexsort((sent_ns, early, code[repeated]))
@@ -168,7 +169,7 @@ def without_repeats(transfers: StepColumns, compute: StepColumns) -> StepColumns
 
 
 def _computed_ns(transfers: StepColumns, rows: Ints, compute: StepColumns) -> Ints:
-    """Return when the sender had computed the data; the distant past if not recorded."""
+    """Return when the data of each transfer was computed; a very early time if not recorded."""
     op = transfers["op"][rows]
     forwards = (op == Op.FORWARD_SEND) | (
         (op != Op.BACKWARD_SEND) & (transfers["target"][rows] > transfers["source"][rows])
@@ -193,7 +194,7 @@ def _computed_ns(transfers: StepColumns, rows: Ints, compute: StepColumns) -> In
 
 
 def _codes(tables: Sequence[tuple[Ints, ...]]) -> list[Ints]:
-    """Return one number per row, the same for equal rows; -1 is a normal value."""
+    """Return one number per row, equal for equal rows of any table; values must be -1 or more."""
     codes = [np.zeros(table[0].size, np.int64) for table in tables]
     for columns in zip(*tables, strict=True):
         size = 2 + max(int(column.max(initial=0)) for column in columns)

@@ -1,8 +1,8 @@
 """The dependencies of each operation of a step, derived from one recorded pipeline.
 
-No schedule is assumed: the order of the compute operations is the recorded one, so GPipe, 1F1B,
-interleaved, zero-bubble (backwards in two parts) and others are treated equally. Two things can
-make an operation wait: operations of its own stage (`predecessors`), and the partners it starts
+No schedule is assumed: compute operations have the recorded order. So GPipe, 1F1B, interleaved,
+zero-bubble (with split backward operations) and other schedules are handled the same way. An
+operation waits for operations of its own stage (`predecessors`) and for the partners that it starts
 together with (`groups`).
 """
 
@@ -17,10 +17,10 @@ from paceline_server.whatif import operations as ops
 from paceline_server.whatif.errors import TraceError
 from paceline_server.whatif.trace import Operations
 
-# Two clocks (the host's and the device's) timed one worker: they agree within this tolerance.
+# Tolerance between the host and device clocks that time the same worker.
 CLOCK_TOLERANCE_SECONDS = 5e-5
 
-# direction -> (compute, send, receive, where the send goes along the pipeline)
+# By direction: compute, send and receive types, and the stage offset of a send.
 DIRECTIONS = (
     (ops.FORWARD_COMPUTE, ops.FORWARD_SEND, ops.FORWARD_RECV, 1),
     (ops.BACKWARD_COMPUTE, ops.BACKWARD_SEND, ops.BACKWARD_RECV, -1),
@@ -29,14 +29,22 @@ DIRECTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """`groups` contains each operation once; a group starts when its last operation can."""
+    """Dependencies by operation number.
+
+    `groups` contains each operation once. The operations of a group start together, when the
+    predecessors of all of them have ended.
+    """
 
     predecessors: list[list[int]]
     groups: list[list[int]]
 
 
 def find(operations: Operations) -> Dependencies:
-    """Find the dependencies. Raises TraceError if transfers do not match compute or each other."""
+    """Return the dependencies of the operations of one pipeline and step.
+
+    Raises:
+        TraceError: the transfers do not match the compute operations or each other.
+    """
     return _Finder(operations).find()
 
 
@@ -75,23 +83,23 @@ class _Finder:
             self._data_parallel(stage)
             self._after_compute(stage)
         groups = self._pairs(partners)
-        groups += self._together(ops.CLIP, range(self.stages))
-        groups += self._together(ops.EMBEDDING_ALL_REDUCE, sorted({0, self.stages - 1}))
+        groups += self._groups_across(ops.CLIP, range(self.stages))
+        groups += self._groups_across(ops.EMBEDDING_ALL_REDUCE, sorted({0, self.stages - 1}))
         grouped = {op for group in groups for op in group}
         groups += [[op] for op in range(len(self.optype)) if op not in grouped]
         return Dependencies(self.predecessors, groups)
 
-    def _together(self, optype: str, stages: Iterable[int]) -> list[list[int]]:
-        """Return the n-th operation of each of these stages, together."""
-        of_stages = (self._numbered(optype, stage) for stage in stages)
-        return [[op for op in turn if op is not None] for turn in zip_longest(*of_stages)]
+    def _groups_across(self, optype: str, stages: Iterable[int]) -> list[list[int]]:
+        """Return groups of the n-th operation of this type on each of these stages."""
+        by_stage = (self._numbered(optype, stage) for stage in stages)
+        return [[op for op in group if op is not None] for group in zip_longest(*by_stage)]
 
     def _of(self, optype: str, stage: int) -> list[int]:
-        """Return operations of a type and stage in recorded order."""
+        """Return the operations of a type and stage in recorded order."""
         return self.recorded.get((optype, stage), [])
 
     def _numbered(self, optype: str, stage: int) -> list[int]:
-        """Return operations of a type and stage by sequence number."""
+        """Return the operations of a type and stage by sequence number."""
         return sorted(self._of(optype, stage), key=self.sequence.__getitem__)
 
     def _chain(self, chain: Sequence[int], after: Sequence[int] = ()) -> None:
@@ -112,8 +120,8 @@ class _Finder:
         direction: tuple[str, str, str, int],
         partners: dict[tuple[str, int], list[int]],
     ) -> None:
-        """Tie the transfers of one direction to the compute operations they belong to."""
-        compute, send, receive, forward = direction
+        """Connect the transfers of one direction with the compute operations they belong to."""
+        compute, send, receive, offset = direction
         computes = self._numbered(compute, stage)
         if not computes:
             raise TraceError(f"stage {stage} has no {compute} operation")
@@ -123,33 +131,37 @@ class _Finder:
         receives = [op for op in self._of(receive, stage) if self.start[op] <= last_start]
         for name in (send, receive):
             self._chain(self._of(name, stage))
-        meets = [0 <= self.global_chunk[op] + forward <= self.last_global_chunk for op in computes]
+        has_peer = [
+            0 <= self.global_chunk[op] + offset <= self.last_global_chunk for op in computes
+        ]
         partners[send, stage] = []
-        for index, op in self._owners(computes, sends, meets, -1):
+        for index, op in self._owners(computes, sends, has_peer, -1):
             self.predecessors[op].append(computes[index])
-            if meets[index]:
+            if has_peer[index]:
                 partners[send, stage].append(op)
-        meets = [0 <= self.global_chunk[op] - forward <= self.last_global_chunk for op in computes]
+        has_peer = [
+            0 <= self.global_chunk[op] - offset <= self.last_global_chunk for op in computes
+        ]
         partners[receive, stage] = []
-        for index, op in self._owners(computes, receives, meets, 0):
+        for index, op in self._owners(computes, receives, has_peer, 0):
             self.predecessors[computes[index]].append(op)
             if index:
                 self.predecessors[op].append(computes[index - 1])
-            if meets[index]:
+            if has_peer[index]:
                 partners[receive, stage].append(op)
 
     def _owners(
-        self, computes: list[int], transfers: list[int], meets: list[bool], spare: int
+        self, computes: list[int], transfers: list[int], has_peer: list[bool], end: int
     ) -> list[tuple[int, int]]:
         """Return each transfer with the index of its compute operation.
 
-        Transfers without a peer may be missing, or only the one at the model's end (`spare`).
+        Transfers without a peer may all be missing, or only the one at index `end`.
         """
         every = list(range(len(computes)))
         for indexes in (
             every,
-            [index for index in every if meets[index]],
-            [index for index in every if index != every[spare]],
+            [index for index in every if has_peer[index]],
+            [index for index in every if index != every[end]],
             [],
         ):
             if len(indexes) == len(transfers):
@@ -157,15 +169,15 @@ class _Finder:
         op = transfers[0]
         raise TraceError(
             f"stage {self.stage[op]} has {len(transfers)} {self.optype[op]} operations for "
-            f"{len(computes)} {self.optype[computes[0]]}, of which {sum(meets)} have a peer"
+            f"{len(computes)} {self.optype[computes[0]]}, of which {sum(has_peer)} have a peer"
         )
 
     def _pairs(self, partners: dict[tuple[str, int], list[int]]) -> list[list[int]]:
-        """Pair the n-th real send of a stage with the n-th real receive of its neighbor."""
+        """Pair the n-th send with a peer of each stage with the n-th receive of that peer."""
         pairs = []
-        for _, send, receive, forward in DIRECTIONS:
+        for _, send, receive, offset in DIRECTIONS:
             for stage in range(self.stages):
-                peer = (stage + forward) % self.stages
+                peer = (stage + offset) % self.stages
                 sends, receives = partners[send, stage], partners[receive, peer]
                 if len(sends) != len(receives):
                     raise TraceError(
@@ -176,7 +188,10 @@ class _Finder:
         return pairs
 
     def _first_backward(self, stage: int) -> None:
-        """The first backward transfers are posted before the last warm-up forward."""
+        """Let the first backward transfers follow the operation two before the first backward.
+
+        They are posted before the last forward of the warm-up.
+        """
         computes = self._computes(stage)
         first = next(
             index for index, op in enumerate(computes) if self.optype[op] == ops.BACKWARD_COMPUTE

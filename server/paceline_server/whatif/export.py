@@ -1,8 +1,8 @@
 """The recent steps of a running job in the trace layout.
 
-Durations are as recorded; those of a worker are of its slowest tp rank. Times are mapped to one
-clock: each operation keeps its delay after the operations it waited for, so that the clocks of
-nodes need not agree. Missing operations are filled in as for the replay.
+Durations are as recorded; a worker has those of its slowest tp rank. Timestamps are on one clock:
+they come from the replay of the recorded durations, so the clocks of nodes need not agree. Missing
+operations are filled in as for the replay.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Columns of the trace layout, and the sizes of the job."""
+    """A job in the trace layout, with the sizes of the job for the metadata."""
 
     columns: dict[str, npt.NDArray[Any]]  # `optype` as text
     sizes: dict[str, int]
 
 
 def export(built: Built, started_seconds: dict[int, float]) -> Export:
-    """Return the trace; `started_seconds` is the start of each step."""
+    """Return the trace; `started_seconds`: step -> start of the step."""
     window = built.window
     topology = window.layout.topology
     rows = list(_Exporter(built).rows())
@@ -94,7 +94,7 @@ class _Exporter:
         self.needed = {op for received in self.order.inputs.values() for op in received}
 
     def rows(self) -> Iterator[_Row]:
-        """Yield rows; those of one type and stage in order."""
+        """Yield the rows of all stages; rows of the same type and stage are in order."""
         order, topology = self.order, self.window.layout.topology
         for stage in range(topology.pp):
             yield self._row(order.data_wait[stage])
@@ -111,7 +111,10 @@ class _Exporter:
             yield self._row(order.optimizer[stage])
 
     def _row(self, op: int, start: Times | None = None) -> _Row:
-        """Return one row; an operation with partners begins when it arrives, at `start`."""
+        """Return the row of an operation.
+
+        `start`: when the worker is ready for an operation with partners; None: as replayed.
+        """
         order = self.order
         start = self.starts[op] if start is None else start
         return _Row(
@@ -124,15 +127,17 @@ class _Exporter:
         )
 
     def _sends(self, stage: int, send: str) -> Iterator[_Row]:
-        """One for each computation if any: the layout counts them, and knows that those at the
-        ends of the model have no peer."""
+        """Yield one send per compute operation, or none if the stage sends nothing.
+
+        The layout counts them and ignores those at the ends of the model, which have no peer.
+        """
         order = self.order
         sent = {
             (chunk, microbatch): op
             for (source, _, _, chunk, microbatch), op in order.transfer_of.items()
             if source == stage and order.optype[op] == send and op in self.needed
         }
-        for compute in self._computations(stage, send) if sent else ():
+        for compute in self._compute_operations(stage, send) if sent else ():
             op = sent.get((order.chunk[compute], order.microbatch[compute]))
             made = self.ends[compute]
             end = made if op is None else self.ends[op]
@@ -140,12 +145,12 @@ class _Exporter:
 
     def _receives(self, stage: int, send: str) -> Iterator[_Row]:
         order = self.order
-        computations = self._computations(stage, send)
-        if not any(self._received(op, send) for op in computations):
+        operations = self._compute_operations(stage, send)
+        if not any(self._received(op, send) for op in operations):
             return
         posted = self.ends[order.data_wait[stage]]
         before = dict(zip(order.compute[stage][1:], order.compute[stage], strict=False))
-        for compute in computations:
+        for compute in operations:
             if compute in before:
                 posted = self.ends[before[compute]]
             received = self._received(compute, send)
@@ -154,7 +159,7 @@ class _Exporter:
                 _RECEIVE[send], stage, order.chunk[compute], order.microbatch[compute], posted, end
             )
 
-    def _computations(self, stage: int, send: str) -> list[int]:
+    def _compute_operations(self, stage: int, send: str) -> list[int]:
         order = self.order
         return [op for op in order.compute[stage] if order.optype[op] == _COMPUTE[send]]
 

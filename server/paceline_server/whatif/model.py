@@ -1,7 +1,7 @@
-"""The dependency model of a step, arranged for a replay level by level.
+"""The dependency model of a step, arranged in levels for the replay.
 
-Operations that start together are one node. A node's level is one more than the deepest of those it
-waits for, so all nodes of a level can be computed at once.
+Operations that start together form a node. The level of a node is one more than the highest level
+of the nodes it waits for, so the replay can compute all nodes of a level at once.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ Indexes = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class ReplayBlock:
-    """Nodes of one level, all synchronized over data-parallel ranks or none of them.
+    """Nodes of one level. Either all or none of them are synchronized over data-parallel ranks.
 
-    Its operations are the places `first:stop` of the model's order. Nodes come by falling number of
-    predecessors: `waits[k]` is the k-th predecessor of as many nodes as have one.
+    The operations of the block are the places `first:stop` in the model's order. Nodes are sorted
+    by falling number of predecessors. `waits[k]` is the k-th predecessor of the first nodes, for
+    as many nodes as have more than k predecessors.
     """
 
     first: int
     stop: int
     nodes: int
-    members: Indexes | None  # node of each operation; None: the n-th operation is the n-th node
+    members: Indexes | None  # node of each operation; None: one operation per node
     waits: tuple[Indexes, ...]
     synchronized: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """`order[place]` is the operation at a place; everything else counts in places."""
+    """A step in replay order: `order[place]` is the operation; all other fields hold places."""
 
     order: Indexes
     blocks: tuple[ReplayBlock, ...]
-    last: Indexes  # operations without successors: one of them ends the step
+    last: Indexes  # operations without successors; the step ends with one of them
     pairs: npt.NDArray[np.intp]  # [pair, 2]: a send and its receive
     larger_groups: tuple[Indexes, ...]
 
@@ -51,9 +52,13 @@ def lay_out(
     optype: Sequence[str],
     synchronized_optypes: Set[str] = ops.SYNCHRONIZED,
 ) -> Model:
-    """Arrange the operations. Raises TraceError if they wait for each other in a circle.
+    """Arrange the operations in levels.
 
-    `synchronized_optypes`: these wait for the same operation of every data-parallel rank.
+    Args:
+        optype: the type of each operation.
+        synchronized_optypes: types that wait for the same operation of every data-parallel rank.
+    Raises:
+        TraceError: operations wait for each other in a cycle.
     """
     groups = dependencies.groups
     node_of = [0] * len(optype)
@@ -118,7 +123,7 @@ def _levels(
     if len(ready) < len(waits):
         stuck = sorted({optype[groups[node][0]] for node, count in enumerate(missing) if count})
         raise TraceError(
-            "the recorded order is impossible, operations would wait for each other in a circle: "
+            "the recorded order is impossible, because operations wait for each other in a cycle: "
             f"{', '.join(stuck)}"
         )
     return levels

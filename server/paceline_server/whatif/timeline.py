@@ -10,7 +10,7 @@ from paceline_server.whatif.analysis import PreparedTrace
 from paceline_server.whatif.replay import replay, starts
 from paceline_server.whatif.trace import Trace
 
-# Lanes of a rank, in the order they are shown.
+# Lanes of a stage, in the order in which the viewer shows them.
 STREAMS = (
     "compute",
     "forward send",
@@ -30,7 +30,7 @@ STREAM_OF = {
 
 
 def ideal_timeline(step: PreparedTrace, trace: Trace) -> dict[str, Any]:
-    """One step of one pipeline: in the ideal run all steps and dp ranks are alike."""
+    """Return one step of one pipeline: in the ideal run all steps and dp ranks are equal."""
     return {"traceEvents": list(_events(step, trace)), "displayTimeUnit": "ms"}
 
 

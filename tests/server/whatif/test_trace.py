@@ -102,7 +102,10 @@ def dropped(columns: Columns, optype: str, stage: int, sequence: int = 0) -> Col
             lambda c: without(c, (c["dp_rank"] == 1) & (c["seq_id"] == 0)),
             "no step has the same operations on every dp rank",
         ),
-        (lambda c: {**c, "duration": c["duration"] * 0, "start_ts": c["duration"] * 0}, "no time"),
+        (
+            lambda c: {**c, "duration": c["duration"] * 0, "start_ts": c["duration"] * 0},
+            "have a duration of 0",
+        ),
         (lambda c: {**c, "seq_id": np.zeros_like(c["seq_id"])}, "two operations of one type"),
         (lambda c: dropped(dropped(c, "forward-recv", 1), "forward-recv", 1, 1), "2 forward-recv"),
         (lambda c: dropped(c, "forward-send", 0), "to stage 1, which has 4 forward-recv"),
@@ -119,5 +122,5 @@ def test_an_impossible_order_is_refused(columns: Columns) -> None:
     columns["start_ts"] = np.where(
         first & (columns["seq_id"] == 0), columns["start_ts"] - 1.0, columns["start_ts"]
     )
-    with pytest.raises(TraceError, match="wait for each other in a circle"):
+    with pytest.raises(TraceError, match="wait for each other in a cycle"):
         analyze(align(*coded(columns)))
