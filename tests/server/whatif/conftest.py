@@ -1,4 +1,4 @@
-"""Lets the tests here import `synthetic_trace`."""
+"""Put this folder on the import path, for `synthetic_trace` and `played_run`."""
 
 import sys
 from pathlib import Path

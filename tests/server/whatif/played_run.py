@@ -1,7 +1,7 @@
-"""A running job as the step model measures it: played forward, with slowness put in.
+"""A simulated running job with injected slowdowns, as the step model measures it.
 
-All steps, dp ranks and tp ranks are played at once, as arrays of that shape; a step knows nothing
-of the one before. `timings` is what was measured, `step_seconds` what the steps really took.
+All steps, dp ranks and tp ranks are simulated at once, as arrays of that shape. Steps are
+independent of each other.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ COST = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_WEIGHT: 1.0}
 
 @dataclass
 class PlayedRun:
-    """Seconds of a forward; `slow` and `stage_pace` multiply compute, `link_seconds` by (dp rank,
-    source stage) and `data_seconds` by rank replace what is usual."""
+    """A job to simulate.
+
+    `slow` (by rank) and `stage_pace` (by stage) multiply compute times. `link_seconds`, by (dp
+    rank, source stage), and `data_seconds`, by rank, replace the default times.
+    """
 
     topology: Topology
     schedule: str = "1f1b"
@@ -44,7 +47,7 @@ class PlayedRun:
     steps: int = 4
     forward_seconds: float = 0.02
     jitter: float = 0.0
-    spread: float = 1.0  # the longest microbatch takes so many times the shortest
+    spread: float = 1.0  # ratio of the longest to the shortest microbatch
     tensor_parallel_seconds: float = 0.002
     transfer_seconds: float = 0.0005
     pause_seconds: float = 0.0002  # of the host, before each computation
@@ -52,15 +55,15 @@ class PlayedRun:
     stage_pace: dict[int, float] = field(default_factory=dict)
     link_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
     data_seconds: dict[int, float] = field(default_factory=dict)
-    # (rank, microbatch) -> seconds that its forward takes longer
+    # (rank, microbatch) -> seconds by which its forward takes longer
     pauses: dict[tuple[int, int], float] = field(default_factory=dict)
-    blocking_sends: bool = False  # until received; GPipe only, other schedules would deadlock
-    awaited_sends: bool = False  # asynchronous ones, asked for after the last computation
+    blocking_sends: bool = False  # until received; only for GPipe, other schedules deadlock
+    awaited_sends: bool = False  # asynchronous sends, awaited after the last compute operation
     skew_seconds: Callable[[int], float] = lambda rank: 0.0
     seed: int = 1
 
     def play(self) -> tuple[list[StepTiming], Times]:
-        """Measured timings and the true seconds of each step."""
+        """Return the measured timings and the true seconds of each step."""
         self.random = np.random.default_rng(self.seed)
         topology = self.topology
         self.shape = (self.steps, topology.dp, topology.tp)
@@ -72,7 +75,7 @@ class PlayedRun:
         self.computed: list[tuple[int, ScheduledAction, Times, Times, Times]] = []
         self.transferred: list[tuple[int, int, ScheduledAction, Times, Times, Times, Times]] = []
         data = [self._per_rank(self.data_seconds, stage, DATA_SECONDS) for stage in self._stages]
-        self.free = [self._zeros() + each for each in data]
+        self.free = [self._zeros() + seconds for seconds in data]
         self.done: dict[tuple[int, int, int], Times] = {}
         self.sending: set[int] = set()  # stages
         orders = actions(self.schedule, topology.pp, self.microbatches, self.chunks)
@@ -197,12 +200,12 @@ class PlayedRun:
         )
         world = self.ranks.ravel()
         zeros = np.zeros(world.size)
-        everyone = np.broadcast_to(ends[step], self.ranks.shape).ravel()
+        step_seconds = np.broadcast_to(ends[step], self.ranks.shape).ravel()
         ranks = RankTimes(
             rank=world,
             start_ns=base + np.round(skew.ravel() * 1e9).astype(np.int64),
-            end_ns=base + np.round((everyone + skew.ravel()) * 1e9).astype(np.int64),
-            step_seconds=everyone,
+            end_ns=base + np.round((step_seconds + skew.ravel()) * 1e9).astype(np.int64),
+            step_seconds=step_seconds,
             self_seconds=zeros,
             compute_seconds=zeros,
             communication_seconds=zeros,
@@ -223,7 +226,7 @@ class PlayedRun:
         moments = ("send_start_ns", "send_end_ns", "receive_start_ns", "end_ns")
         columns: dict[str, list[npt.NDArray[np.int64]]] = {name: [] for name in (*names, *moments)}
         seconds = []
-        for source, target, action, sent, posted, end, took in self.transferred:
+        for source, target, action, sent, posted, end, duration in self.transferred:
             for name, values in zip(
                 columns,
                 (
@@ -234,14 +237,14 @@ class PlayedRun:
                     constant(action.chunk),
                     constant(1 << 20),
                     moment(sent, source),
-                    moment(self._let_go(source, sent, end), source),
+                    moment(self._send_end(source, sent, end), source),
                     moment(posted, target),
                     moment(end, target),
                 ),
                 strict=True,
             ):
                 columns[name].append(values)
-            seconds.append(took[step].ravel())
+            seconds.append(duration[step].ravel())
         joined = {
             name: np.concatenate(values) if values else np.empty(0, np.int64)
             for name, values in columns.items()
@@ -250,7 +253,7 @@ class PlayedRun:
             **joined, transfer_seconds=np.concatenate(seconds) if seconds else np.empty(0)
         )
 
-    def _let_go(self, source: int, sent: Times, end: Times) -> Times:
+    def _send_end(self, source: int, sent: Times, end: Times) -> Times:
         if self.awaited_sends:
             return self.free[source]
         return end if self.blocking_sends else sent

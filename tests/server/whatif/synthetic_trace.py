@@ -1,8 +1,8 @@
-"""Made-up recordings: a pipeline that is executed event by event, with slowness injected.
+"""Synthetic traces: a pipeline that is executed event by event, with injected slowdowns.
 
-This knows schedules and networks, the analysis knows neither: what it reconstructs from the rows
-can be held against what was put in. There are no launch delays, so that a replay of what was
-recorded has to take exactly as long as the recording.
+The generator uses schedules and a network model, which the analysis does not have. So the tests can
+compare the result of the analysis with the injected slowdowns. There are no launch delays, so a
+replay of the recorded durations takes exactly as long as the recording.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ FORWARD_SECONDS = 0.05
 
 @dataclass
 class SyntheticRun:
-    """`pace(stage, microbatch)` scales compute: a number or an array of [step, dp rank]."""
+    """A pipeline run.
+
+    `pace(stage, microbatch)` scales compute times: a number or an array of [step, dp rank].
+    """
 
     dp: int = 2
     pp: int = 2
@@ -33,7 +36,7 @@ class SyntheticRun:
     steps: int = 3
     overlap: bool = False
     gpipe: bool = False
-    split: bool = False  # zero-bubble: the weights' gradients later, later stages put off more
+    split: bool = False  # zero-bubble: delayed weight gradients, longer on later stages
     data_parallel: bool = True
     jitter: float = 0.0
     transfer_jitter: float = 0.0
@@ -53,7 +56,7 @@ class SyntheticRun:
         self.done: list[list[tuple[str, Times]]] = [[] for _ in range(self.pp)]
 
     def columns(self) -> dict[str, npt.NDArray[Any]]:
-        """The trace layout, `optype` as text; one row per recorded operation."""
+        """Return the columns of the trace layout, with `optype` as text."""
         self._run()
         shape = (self.steps, self.dp)
         step, dp = np.indices(shape)
@@ -102,7 +105,7 @@ class SyntheticRun:
         self._finish(orders)
 
     def _order(self, stage: int) -> list[tuple[str, int, int]]:
-        """(direction, chunk, microbatch) in the order of GPipe, 1F1B or interleaved 1F1B."""
+        """Return (direction, chunk, microbatch) in the order of GPipe, 1F1B or interleaved 1F1B."""
         total = self.microbatches * self.chunks
         width = self.pp * self.chunks
 
@@ -126,19 +129,19 @@ class SyntheticRun:
         order += [unit(number, "backward") for number in range(total - warm_up, total)]
         if self.chunks == 1:
             order = [(direction, 0, microbatch) for direction, _, microbatch in order]
-        return self._splitting(order, stage) if self.split else order
+        return self._split_backwards(order, stage) if self.split else order
 
-    def _splitting(
-        self, order: list[tuple[str, int, int]], put_off: int
+    def _split_backwards(
+        self, order: list[tuple[str, int, int]], most_delayed: int
     ) -> list[tuple[str, int, int]]:
-        found, waiting = [], []
+        result, delayed = [], []
         for unit in order:
-            found.append(unit)
+            result.append(unit)
             if unit[0] == "backward":
-                waiting.append(("backward-weight", *unit[1:]))
-            if len(waiting) > put_off:
-                found.append(waiting.pop(0))
-        return found + waiting
+                delayed.append(("backward-weight", *unit[1:]))
+            if len(delayed) > most_delayed:
+                result.append(delayed.pop(0))
+        return result + delayed
 
     def _compute(self, stage: int, order: list[tuple[str, int, int]], position: int) -> bool:
         direction, chunk, microbatch = order[position]
@@ -151,7 +154,7 @@ class SyntheticRun:
             if (direction, source, microbatch) not in self.sent:
                 return False
             arrived = self._receive(stage, direction, source, microbatch)
-        elif self.chunks > 1:  # recorded, though there is nobody to receive from
+        elif self.chunks > 1:  # recorded, although there is no sender
             posted = np.maximum(
                 self._stream(f"{direction}-recv", stage), self._posting(stage, direction)
             )
@@ -179,7 +182,7 @@ class SyntheticRun:
         return True
 
     def _posting(self, stage: int, direction: str) -> Times:
-        """When the next receive is posted: after the compute before, of the same direction."""
+        """Return when the next receive is posted: after the previous compute of its direction."""
         earlier = self.computed.get((direction, stage))
         if earlier:
             return earlier[-1]
@@ -208,7 +211,7 @@ class SyntheticRun:
         if 0 <= target < self.pp * self.chunks:
             self.sent[direction, at, microbatch] = len(self.rows)
             self._record(f"{direction}-send", stage, end, end)
-        elif self.chunks > 1:  # recorded, though there is nobody to send to
+        elif self.chunks > 1:  # recorded, although there is no receiver
             posted = np.maximum(end, self._stream(f"{direction}-send", stage))
             self._record(f"{direction}-send", stage, posted, posted + 1e-6)
 
@@ -285,6 +288,6 @@ class SyntheticRun:
 def coded(
     columns: dict[str, npt.NDArray[Any]],
 ) -> tuple[dict[str, npt.NDArray[Any]], tuple[str, ...]]:
-    """As a reader hands them on: operation types as codes, and what the codes mean."""
+    """Return the columns as the reader does: operation types as codes, and their names."""
     names, codes = np.unique(columns["optype"].astype(str), return_inverse=True)
     return {**columns, "optype": codes}, tuple(names.tolist())

@@ -1,4 +1,4 @@
-"""Runs that were made up: what was put in has to be found."""
+"""The analysis finds the slowdowns that were injected into synthetic traces."""
 
 from __future__ import annotations
 
@@ -43,30 +43,30 @@ def test_a_replay_takes_as_long_as_the_recording(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_even_run_has_no_straggler(shape: str) -> None:
+def test_run_without_slowdowns_has_no_straggler(shape: str) -> None:
     found = analyze(recorded(**SHAPES[shape]))
     assert found.slowdown == pytest.approx(1, abs=1e-3)
     assert judge(found).kind == "none"
 
 
-def test_shares_of_nothing_are_unknown() -> None:
+def test_shares_are_unknown_without_a_slowdown() -> None:
     found = analyze(recorded(pp=1, microbatches=1))
     assert (found.m_s, found.m_w) == (None, None)
     assert judge(found).kind == "none"
 
 
-def slow_worker(slow_stage: int, slow_dp: int, by: float) -> Any:
+def slow_worker(slow_stage: int, slow_dp: int, factor: float) -> Any:
     def pace(stage: int, microbatch: int) -> Times:
-        factor = np.ones((3, 4))
-        factor[:, slow_dp] = by if stage == slow_stage else 1.0
-        return factor
+        factors = np.ones((3, 4))
+        factors[:, slow_dp] = factor if stage == slow_stage else 1.0
+        return factors
 
     return pace
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_slow_worker_explains_the_loss(stage: int, chunks: int) -> None:
+def test_slow_worker_explains_the_slowdown(stage: int, chunks: int) -> None:
     trace = recorded(
         dp=4,
         pp=4,
@@ -85,7 +85,7 @@ def test_a_slow_worker_explains_the_loss(stage: int, chunks: int) -> None:
     assert f"rank {rank} (dp rank 2, stage {stage})" in verdict.text
 
 
-def test_a_heavy_last_stage_explains_the_loss() -> None:
+def test_last_stage_with_more_work_explains_the_slowdown() -> None:
     found = analyze(
         recorded(
             dp=4,
@@ -102,7 +102,7 @@ def test_a_heavy_last_stage_explains_the_loss() -> None:
     assert judge(found).target == "stage 3"
 
 
-def test_a_heavy_stage_in_the_middle_is_named_though_it_is_not_the_last() -> None:
+def test_verdict_names_a_middle_stage_with_more_work() -> None:
     found = analyze(
         recorded(
             dp=4, pp=4, microbatches=8, pace=lambda stage, microbatch: 1.5 if stage == 1 else 1.0
@@ -112,7 +112,7 @@ def test_a_heavy_stage_in_the_middle_is_named_though_it_is_not_the_last() -> Non
     assert (verdict.kind, verdict.target) == ("stage_imbalance", "stage 1")
 
 
-def test_a_slow_dp_rank_is_named() -> None:
+def test_verdict_names_a_slow_dp_rank() -> None:
     def pace(stage: int, microbatch: int) -> Times:
         factor = np.ones((3, 8))
         factor[:, 5] = 1.4
@@ -122,7 +122,7 @@ def test_a_slow_dp_rank_is_named() -> None:
     assert (verdict.kind, verdict.target) == ("slow_dp_rank", "dp rank 5")
 
 
-def test_uneven_sequences_are_nobodys_fault() -> None:
+def test_uneven_sequences_are_not_attributed_to_a_worker_or_stage() -> None:
     random = np.random.default_rng(7)
     lengths = random.lognormal(0, 0.5, (16, 3, 8))
     found = analyze(
@@ -136,7 +136,7 @@ def test_uneven_sequences_are_nobodys_fault() -> None:
     assert (verdict.kind, verdict.target) == ("sequence_variance", "backward-compute")
 
 
-def test_compute_that_varies_with_equal_sequences_is_not_theirs() -> None:
+def test_random_compute_times_are_not_attributed_to_sequence_lengths() -> None:
     found = analyze(recorded(dp=8, pp=4, microbatches=16, jitter=0.4))
     assert found.by_microbatch == pytest.approx(0.0, abs=0.02)
     verdict = judge(found)
@@ -145,7 +145,7 @@ def test_compute_that_varies_with_equal_sequences_is_not_theirs() -> None:
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.1])
-def test_uneven_sequences_show_in_noise_and_with_virtual_stages(jitter: float) -> None:
+def test_uneven_sequences_are_found_with_noise_and_virtual_stages(jitter: float) -> None:
     lengths = np.random.default_rng(7).lognormal(0, 0.4, (8, 3, 4))
     found = analyze(
         recorded(
@@ -160,7 +160,7 @@ def test_uneven_sequences_show_in_noise_and_with_virtual_stages(jitter: float) -
     assert judge(found).kind == "sequence_variance"
 
 
-def test_congested_transfers_are_the_network() -> None:
+def test_congested_transfers_are_attributed_to_the_network() -> None:
     run = SyntheticRun(dp=4, pp=2, microbatches=8, steps=6)
     run._noise = lambda sigma: np.where(  # type: ignore[method-assign]
         run.random.random((6, 4)) < 0.2, 1 + 400 * (sigma > 0), 1.0
@@ -171,8 +171,8 @@ def test_congested_transfers_are_the_network() -> None:
     assert verdict.target in ("forward-pp-comm", "backward-pp-comm")
 
 
-def every_dp_rank_by_itself(trace: Trace) -> list[float]:
-    """Mean step times with one dp rank kept, all the others replayed as well."""
+def step_seconds_by_dp_rank(trace: Trace) -> list[float]:
+    """Return mean step times with one dp rank as recorded, with all dp ranks replayed."""
     step = prepare(trace)
     found = []
     for dp_rank in range(len(trace.dp_ranks)):
@@ -183,20 +183,20 @@ def every_dp_rank_by_itself(trace: Trace) -> list[float]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_one_column_stands_for_all_idealized_dp_ranks(shape: str) -> None:
+def test_replaying_one_idealized_dp_rank_equals_replaying_all(shape: str) -> None:
     trace = recorded(jitter=0.3, **SHAPES[shape])
     found: Analysis = analyze(trace)
-    expected = [seconds / found.ideal_seconds for seconds in every_dp_rank_by_itself(trace)]
+    expected = [seconds / found.ideal_seconds for seconds in step_seconds_by_dp_rank(trace)]
     assert list(found.slowdown_by_dp_rank.values()) == pytest.approx(expected, abs=1e-12)
 
 
-def test_batches_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_size_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = recorded(dp=5, pp=3, microbatches=6, jitter=0.2)
     at_once = analyze(trace)
     monkeypatch.setattr(whatif, "BATCH_BYTES", 1)
     assert analyze(trace) == at_once
 
 
-def test_of_equally_slow_workers_the_lower_rank_is_named() -> None:
+def test_lowest_of_equally_slow_workers_comes_first() -> None:
     found = analyze(recorded(dp=2, pp=2, pace=lambda stage, microbatch: 2.0 if stage == 1 else 1.0))
     assert found.slowest_workers == (2,)

@@ -1,4 +1,4 @@
-"""Dependencies that the replay of an even schedule would not show."""
+"""Dependencies whose absence would not change the replay of a balanced schedule."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def row(columns: Columns, optype: str, stage: int, sequence: int) -> int:
     return int(found)
 
 
-def test_the_first_backward_receive_follows_the_forward_before_the_last(columns: Columns) -> None:
+def test_first_backward_receive_follows_the_second_last_forward(columns: Columns) -> None:
     found = operations(columns)
     # Stage 0 runs three forwards before its first backward: the receive follows the second.
     receive = at(found, "backward-recv", 0, 0)
@@ -67,23 +67,23 @@ def test_clipping_couples_all_stages_and_embeddings_the_outer_two(columns: Colum
     assert sorted(embedding) in groups
 
 
-def later(columns: Columns, seconds: float) -> Columns:
-    """The last forward receive of stage 1 is stamped this long after its compute began."""
+def with_late_receive(columns: Columns, seconds: float) -> Columns:
+    """Start the last forward receive of stage 1 this long after the start of its compute."""
     compute = row(columns, "forward-compute", 1, 3)
     receive = row(columns, "forward-recv", 1, 3)
     columns["start_ts"][receive] = columns["start_ts"][compute] + seconds
     return columns
 
 
-def test_clocks_may_disagree_a_little(columns: Columns) -> None:
-    found = operations(later(columns, 40e-6))
+def test_small_clock_differences_are_tolerated(columns: Columns) -> None:
+    found = operations(with_late_receive(columns, 40e-6))
     compute, receive = at(found, "forward-compute", 1, 3), at(found, "forward-recv", 1, 3)
     assert receive in dependencies.find(found).predecessors[compute]
 
 
-def test_a_receive_after_the_last_compute_belongs_to_none(columns: Columns) -> None:
+def test_receive_after_the_last_compute_belongs_to_no_compute(columns: Columns) -> None:
     with pytest.raises(TraceError, match="stage 0 has 4 forward-send operations to stage 1, which"):
-        dependencies.find(operations(later(columns, 60e-6)))
+        dependencies.find(operations(with_late_receive(columns, 60e-6)))
 
 
 def with_row(columns: Columns, like: int, **replaced: Any) -> Columns:
@@ -93,7 +93,7 @@ def with_row(columns: Columns, like: int, **replaced: Any) -> Columns:
     }
 
 
-def test_transfers_recorded_though_nothing_was_sent_change_nothing(columns: Columns) -> None:
+def test_extra_transfer_records_do_not_change_the_result(columns: Columns) -> None:
     expected = analyze(align(*coded(columns)))
     end = columns["start_ts"][row(columns, "optimizer", 1, 0)]
     surplus = with_row(
@@ -109,7 +109,7 @@ def test_transfers_recorded_though_nothing_was_sent_change_nothing(columns: Colu
         assert found.original_seconds == pytest.approx(expected.original_seconds, abs=1e-9)
 
 
-def test_transfers_without_a_peer_may_not_be_recorded() -> None:
+def test_transfers_without_a_peer_may_be_missing() -> None:
     columns = SyntheticRun(dp=2, pp=2, chunks=2, microbatches=4).columns()
     expected = analyze(align(*coded(columns)))
     sent = columns["duration"] > 1e-5
@@ -119,7 +119,7 @@ def test_transfers_without_a_peer_may_not_be_recorded() -> None:
     assert found.slowdown == pytest.approx(expected.slowdown, abs=1e-4)
 
 
-def test_collectives_of_several_parts_meet_part_by_part(columns: Columns) -> None:
+def test_nth_clip_of_each_stage_forms_a_group(columns: Columns) -> None:
     clip = np.flatnonzero(columns["optype"] == "optimizer-clip-main-grad")
     again = {name: values[clip] for name, values in columns.items()}
     again["seq_id"], again["start_ts"] = again["seq_id"] + 1, again["start_ts"] + 0.01

@@ -1,4 +1,4 @@
-"""A running job written as a trace says of itself what its replay says."""
+"""The analysis of an exported job equals the replay of the running job."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def exported(topology: Topology, **run: Any) -> tuple[Export, Analysis, float]:
 
 
 @pytest.mark.parametrize(("topology", "run"), RUNS)
-def test_the_trace_is_as_slow_as_the_job(topology: Topology, run: dict[str, Any]) -> None:
+def test_trace_has_the_slowdown_of_the_job(topology: Topology, run: dict[str, Any]) -> None:
     slow = topology.world_size - 1
     found, online, seconds = exported(topology, slow={slow: 1.4}, **run)
     offline = analyze(align(*coded(found.columns)))
-    # A trace's analysis leaves the host's pauses out, the job's own replay does not.
+    # The analysis of a trace leaves out pauses of the host, the replay of the job includes them.
     assert offline.original_seconds == pytest.approx(online.original_seconds, rel=0.03)
     assert offline.original_seconds * offline.launch_slowdown == pytest.approx(seconds, rel=0.01)
     assert offline.slowdown == pytest.approx(online.slowdown, abs=0.02)
     assert offline.slowest_workers == online.slowest_workers == (slow - slow % topology.tp,)
 
 
-def test_clocks_that_disagree_are_not_exported() -> None:
+def test_clock_skew_does_not_change_the_trace() -> None:
     topology = Topology(2, 4, 1)
     plain, _, _ = exported(topology)
     skewed, _, _ = exported(topology, skew_seconds=lambda rank: 0.2 * rank)
     assert skewed.columns["start_ts"] == pytest.approx(plain.columns["start_ts"], abs=1e-6)
 
 
-def test_the_sizes_go_with_it() -> None:
+def test_export_includes_the_sizes() -> None:
     found, _, _ = exported(Topology(2, 2, 2), schedule="interleaved", chunks=2)
     assert found.sizes == {
         "dp_size": 2,

@@ -1,3 +1,5 @@
+"""The replay of a running job predicts the gain of a fix."""
+
 from __future__ import annotations
 
 from dataclasses import fields, replace
@@ -29,7 +31,7 @@ def rows_of(table: Any, kept: Any) -> Any:
     )
 
 
-def losing(timing: StepTiming, share: float, seed: int) -> StepTiming:
+def without_some_records(timing: StepTiming, share: float, seed: int) -> StepTiming:
     chance = np.random.default_rng(seed + timing.step)
     compute, transfers = timing.compute, timing.transfers
     return replace(
@@ -39,23 +41,23 @@ def losing(timing: StepTiming, share: float, seed: int) -> StepTiming:
     )
 
 
-def without_ranks(timing: StepTiming, *lost: int) -> StepTiming:
+def without_ranks(timing: StepTiming, *ranks: int) -> StepTiming:
     transfers = timing.transfers
-    gone = np.isin(transfers.source, lost) | np.isin(transfers.destination, lost)
+    removed = np.isin(transfers.source, ranks) | np.isin(transfers.destination, ranks)
     return replace(
         timing,
-        ranks=rows_of(timing.ranks, ~np.isin(timing.ranks.rank, lost)),
-        compute=rows_of(timing.compute, ~np.isin(timing.compute.rank, lost)),
-        transfers=rows_of(transfers, ~gone),
+        ranks=rows_of(timing.ranks, ~np.isin(timing.ranks.rank, ranks)),
+        compute=rows_of(timing.compute, ~np.isin(timing.compute.rank, ranks)),
+        transfers=rows_of(transfers, ~removed),
     )
 
 
 def with_evaluation(timing: StepTiming, shift_ns: int) -> StepTiming:
-    """Its forwards are no training, and hooked as little: their transfers are all that is seen."""
+    """Add an evaluation: forwards outside of the hooks, of which only transfers are recorded."""
     transfers = timing.transfers
     evaluated = (transfers.op == Op.FORWARD_SEND) & (transfers.microbatch < 4)
-    more = rows_of(transfers, evaluated)
-    columns = {name.name: getattr(more, name.name) for name in fields(more)}
+    evaluation = rows_of(transfers, evaluated)
+    columns = {field.name: getattr(evaluation, field.name) for field in fields(evaluation)}
     for name in ("send_start_ns", "receive_start_ns", "end_ns"):
         columns[name] = columns[name] + shift_ns
     columns["transfer_seconds"] = columns["transfer_seconds"] + 0.5
@@ -78,7 +80,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("topology", "run"), RUNS)
-def test_a_slow_rank_costs_what_the_replay_says(topology: Topology, run: dict[str, Any]) -> None:
+def test_replay_predicts_the_cost_of_a_slow_rank(topology: Topology, run: dict[str, Any]) -> None:
     slow = topology.world_size - 1
     _, healthy = measured(topology, jitter=0.02, **run)
     replay, seconds = measured(topology, jitter=0.02, slow={slow: 1.4}, **run)
@@ -88,7 +90,7 @@ def test_a_slow_rank_costs_what_the_replay_says(topology: Topology, run: dict[st
 
 
 @pytest.mark.parametrize(("topology", "run"), RUNS)
-def test_what_was_recorded_is_replayed(topology: Topology, run: dict[str, Any]) -> None:
+def test_replay_takes_as_long_as_the_recording(topology: Topology, run: dict[str, Any]) -> None:
     replay, seconds = measured(topology, jitter=0.1, slow={0: 1.2}, **run)
     analysis = replay.analysis
     assert analysis is not None
@@ -96,20 +98,20 @@ def test_what_was_recorded_is_replayed(topology: Topology, run: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("topology", [PIPELINE, ALL_AXES, Topology(dp=4), Topology()])
-def test_slow_data_costs_what_the_replay_says(topology: Topology) -> None:
+def test_replay_predicts_the_cost_of_slow_data(topology: Topology) -> None:
     _, healthy = measured(topology)
     replay, seconds = measured(topology, data_seconds={0: 0.101})
     assert replay.speedup(excess_seconds={0: 0.1}) == pytest.approx(seconds / healthy, rel=0.002)
 
 
-def test_excess_that_is_no_data_wait_is_taken_from_the_rest_of_the_step() -> None:
+def test_excess_beyond_the_data_wait_is_removed_from_the_rest_of_the_step() -> None:
     _, healthy = measured(PIPELINE)
     replay, seconds = measured(PIPELINE, slow={5: 1.5})
     gain = replay.speedup(excess_seconds={5: 0.5 * 8 * 0.06})
     assert gain == pytest.approx(seconds / healthy, rel=0.01)
 
 
-def test_a_pause_is_taken_from_the_operation_that_it_lengthened() -> None:
+def test_pause_is_removed_from_the_operation_that_it_lengthened() -> None:
     _, healthy = PlayedRun(PIPELINE).play()
     paused, seconds = PlayedRun(PIPELINE, pauses={(4, 0): 0.12}).play()
     assert seconds.mean() / healthy.mean() > 1.1
@@ -117,7 +119,7 @@ def test_a_pause_is_taken_from_the_operation_that_it_lengthened() -> None:
     assert gain == pytest.approx(seconds.mean() / healthy.mean(), rel=0.01)
 
 
-def test_a_slow_link_costs_what_the_replay_says() -> None:
+def test_replay_predicts_the_cost_of_a_slow_link() -> None:
     link = (PIPELINE.rank(0, 1, 0), PIPELINE.rank(0, 2, 0))
     _, healthy = measured(PIPELINE)
     replay, seconds = measured(PIPELINE, link_seconds={(0, 1): 0.03})
@@ -128,7 +130,7 @@ def test_a_slow_link_costs_what_the_replay_says() -> None:
 
 @pytest.mark.parametrize("skew_seconds", [0.0, 0.005])
 @pytest.mark.parametrize("topology", [Topology(dp=2, pp=4), Topology(pp=4), Topology(2, 2, 2)])
-def test_who_is_held_by_a_slow_receiver_is_not_slow(
+def test_sender_blocked_by_a_slow_receiver_is_not_slow(
     topology: Topology, skew_seconds: float
 ) -> None:
     run: dict[str, Any] = {
@@ -149,9 +151,7 @@ def test_who_is_held_by_a_slow_receiver_is_not_slow(
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
-def test_sends_that_are_asked_for_in_the_end_hold_nobody_up_before(
-    schedule: str, chunks: int
-) -> None:
+def test_sends_awaited_at_the_end_block_no_earlier_operation(schedule: str, chunks: int) -> None:
     run: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "awaited_sends": True}
     _, healthy = measured(PIPELINE, **run)
     replay, seconds = measured(PIPELINE, slow={6: 1.5}, **run)
@@ -161,7 +161,7 @@ def test_sends_that_are_asked_for_in_the_end_hold_nobody_up_before(
     assert replay.analysis.original_seconds == pytest.approx(seconds, rel=0.001)
 
 
-def test_a_stage_with_more_to_do_costs_what_sharing_it_would_save() -> None:
+def test_replay_predicts_the_gain_of_balancing_the_stages() -> None:
     replay, seconds = measured(PIPELINE, stage_pace={3: 1.5})
     _, shared = measured(PIPELINE, stage_pace={3: 1.125})
     assert replay.speedup(stages=[3]) == pytest.approx(seconds / shared, rel=0.01)
@@ -176,7 +176,7 @@ def test_a_stage_with_more_to_do_costs_what_sharing_it_would_save() -> None:
     assert best.speedup == pytest.approx(seconds / shared, rel=0.01)
 
 
-def test_a_rank_without_peers_is_held_against_other_stages() -> None:
+def test_rank_without_peers_is_compared_with_other_stages() -> None:
     topology = Topology(pp=4)
     timings, seconds = PlayedRun(topology, slow={1: 1.4}).play()
     _, healthy = PlayedRun(topology).play()
@@ -184,10 +184,10 @@ def test_a_rank_without_peers_is_held_against_other_stages() -> None:
     assert gain == pytest.approx(seconds.mean() / healthy.mean(), rel=0.01)
 
 
-def test_without_any_peers_nothing_is_claimed() -> None:
-    alone, _ = measured(Topology(), slow={0: 1.4})
-    assert alone.speedup(ranks=[0]) is None
-    assert alone.slowdown() == pytest.approx(1.0)
+def test_speedup_is_unknown_without_any_peers() -> None:
+    one_rank, _ = measured(Topology(), slow={0: 1.4})
+    assert one_rank.speedup(ranks=[0]) is None
+    assert one_rank.slowdown() == pytest.approx(1.0)
     one_link, _ = measured(Topology(pp=2), link_seconds={(0, 0): 0.05})
     assert one_link.speedup(links=[(0, 1)]) is None
     assert one_link.speedup(excess_seconds={0: 0.001}) is not None
@@ -195,7 +195,7 @@ def test_without_any_peers_nothing_is_claimed() -> None:
     assert one_group.speedup(links=[(0, 1)]) is None
 
 
-def test_layers_are_counted_where_stages_have_not_the_same() -> None:
+def test_comparison_with_other_stages_accounts_for_layers() -> None:
     topology = Topology(pp=2)
     pace = {0: 3.0, 1: 1.0}
     timings, _ = PlayedRun(topology, stage_pace=pace).play()
@@ -212,18 +212,18 @@ def test_steps_before_the_onset_can_be_left_out() -> None:
     onset = len(healthy)
     late = [replace(timing, step=timing.step + onset) for timing in slow]
     replay = RunReplay([*healthy, *late], PIPELINE, {})
-    alone = RunReplay(slow, PIPELINE, {}).speedup(ranks=[5])
-    assert alone is not None
-    assert replay.speedup(ranks=[5], since_step=onset) == pytest.approx(alone, rel=0.001)
+    only_slow = RunReplay(slow, PIPELINE, {}).speedup(ranks=[5])
+    assert only_slow is not None
+    assert replay.speedup(ranks=[5], since_step=onset) == pytest.approx(only_slow, rel=0.001)
     mixed = replay.speedup(ranks=[5])
     assert mixed is not None
-    assert 1.05 < mixed < alone - 0.05
+    assert 1.05 < mixed < only_slow - 0.05
     assert replay.speedup(ranks=[5], since_step=10**6) == mixed
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_microbatches_of_different_length_stay_what_they_are(seed: int) -> None:
-    """A repair makes a rank faster, its sequences no shorter."""
+def test_fixed_rank_keeps_the_lengths_of_its_microbatches(seed: int) -> None:
+    """A fix makes a rank faster but its sequences not shorter."""
     run: dict[str, Any] = {"jitter": 0.03, "seed": seed, "spread": 3.0, "steps": 8}
     topology = Topology(dp=8, pp=4)
     healthy, seconds = measured(topology, **run)
@@ -232,7 +232,7 @@ def test_microbatches_of_different_length_stay_what_they_are(seed: int) -> None:
     assert healthy.speedup(ranks=[9]) == pytest.approx(1.0, abs=0.015)
 
 
-def test_the_slow_worker_is_the_one_named() -> None:
+def test_analysis_names_the_slow_worker() -> None:
     analysis = measured(Topology(dp=8, pp=4), jitter=0.02, slow={13: 1.5})[0].analysis
     assert analysis is not None
     assert analysis.slowest_workers[:1] == (13,)
@@ -250,7 +250,7 @@ def test_the_slow_worker_is_the_one_named() -> None:
         ({0: 1.4, 1: 1.4, 4: 1.4, 5: 1.4}, "dp_rank", "dp rank 0"),
     ],
 )
-def test_the_smallest_part_is_named_whose_repair_gives_most(
+def test_best_fix_is_the_smallest_part_with_the_full_gain(
     slow: dict[int, float], kind: str, target: str
 ) -> None:
     _, healthy = measured(ALL_AXES, jitter=0.02)
@@ -260,8 +260,8 @@ def test_the_smallest_part_is_named_whose_repair_gives_most(
     assert best.speedup == pytest.approx(seconds / healthy, rel=0.03)
 
 
-def test_the_verdict_gives_what_repairing_the_part_it_names_gives() -> None:
-    """The other rank of the worker is a little slow as well, but is not named."""
+def test_gain_in_the_verdict_is_that_of_the_part_it_names() -> None:
+    """The other rank of the worker is slightly slow too, but the verdict does not name it."""
     replay, _ = measured(ALL_AXES, jitter=0.02, slow={4: 1.03, 5: 1.5})
     verdict, best = replay.verdict(), replay.fixes()[0]
     assert verdict is not None
@@ -269,14 +269,14 @@ def test_the_verdict_gives_what_repairing_the_part_it_names_gives() -> None:
     assert f"fixing it gives {best.speedup:.2f}x" in verdict.text
 
 
-def test_a_type_of_operation_is_repaired_everywhere() -> None:
+def test_replay_predicts_the_gain_of_fixing_an_operation_type() -> None:
     _, healthy = measured(PIPELINE)
     replay, seconds = measured(PIPELINE, link_seconds={(0, 0): 0.03, (1, 2): 0.03})
     gain = replay.speedup(optypes=["forward-pp-comm", "backward-pp-comm"])
     assert gain == pytest.approx(seconds / healthy, rel=0.01)
 
 
-def test_late_data_is_distinguished_from_a_slow_node() -> None:
+def test_verdict_distinguishes_late_data_from_a_slow_node() -> None:
     topology = Topology(dp=8, pp=2)
     late = measured(topology, data_seconds={3: 0.2})[0].analysis
     slow = measured(topology, slow={3: 1.5})[0].analysis
@@ -286,7 +286,7 @@ def test_late_data_is_distinguished_from_a_slow_node() -> None:
     assert judge(slow).text.endswith("check the node.")
 
 
-def test_a_healthy_run_has_nothing_to_gain() -> None:
+def test_healthy_run_has_no_fixes_with_a_gain() -> None:
     replay, _ = measured(Topology(dp=4, pp=4), jitter=0.01, skew_seconds=lambda rank: rank * 1e-3)
     slowdown = replay.slowdown()
     assert slowdown is not None
@@ -298,7 +298,7 @@ def test_a_healthy_run_has_nothing_to_gain() -> None:
 
 @pytest.mark.parametrize("topology", [PIPELINE, ALL_AXES, Topology(dp=8, pp=4)])
 @pytest.mark.parametrize("seed", range(3))
-def test_clock_skew_and_lost_spans_change_little(topology: Topology, seed: int) -> None:
+def test_prediction_holds_with_clock_skew_and_missing_spans(topology: Topology, seed: int) -> None:
     chance = np.random.default_rng(seed)
     skew = chance.uniform(-5e-3, 5e-3, topology.world_size)
     slow = int(chance.integers(topology.world_size))
@@ -307,7 +307,9 @@ def test_clock_skew_and_lost_spans_change_little(topology: Topology, seed: int) 
     timings, seconds = PlayedRun(
         topology, slow={slow: 1.4}, skew_seconds=lambda rank: float(skew[rank]), **run
     ).play()
-    replay = RunReplay([losing(timing, 0.03, seed) for timing in timings], topology, {})
+    replay = RunReplay(
+        [without_some_records(timing, 0.03, seed) for timing in timings], topology, {}
+    )
     assert replay.speedup(ranks=[slow]) == pytest.approx(seconds.mean() / healthy, rel=0.03)
 
 
@@ -316,10 +318,10 @@ def test_clock_skew_and_lost_spans_change_little(topology: Topology, seed: int) 
     ("topology", "schedule"),
     [(PIPELINE, "1f1b"), (PIPELINE, "gpipe"), (ALL_AXES, "1f1b"), (Topology(pp=3), "zero_bubble")],
 )
-def test_an_evaluation_within_a_step_is_no_training(
+def test_evaluation_within_a_step_is_left_out(
     topology: Topology, schedule: str, shift_ns: int
 ) -> None:
-    """After the training of a step, or before it."""
+    """The evaluation runs after the training of a step, or before it."""
     slow = topology.world_size - 1
     timings, seconds = PlayedRun(topology, schedule, slow={slow: 1.4}).play()
     _, healthy = PlayedRun(topology, schedule).play()
@@ -330,14 +332,14 @@ def test_an_evaluation_within_a_step_is_no_training(
     assert replay.analysis.original_seconds == pytest.approx(seconds.mean(), rel=1e-3)
 
 
-def test_a_rank_that_never_reported_counts_as_its_peers() -> None:
+def test_rank_without_records_counts_as_fast_as_its_peers() -> None:
     timings, seconds = PlayedRun(ALL_AXES, slow={5: 1.4}).play()
     _, healthy = PlayedRun(ALL_AXES).play()
     replay = RunReplay([without_ranks(timing, 6) for timing in timings], ALL_AXES, {})
     assert replay.speedup(ranks=[5]) == pytest.approx(seconds.mean() / healthy.mean(), rel=0.02)
 
 
-def test_without_a_whole_stage_nothing_is_claimed() -> None:
+def test_steps_without_a_whole_stage_cannot_be_replayed() -> None:
     timings, _ = PlayedRun(PIPELINE).play()
     replay = RunReplay([without_ranks(timing, 2, 3) for timing in timings], PIPELINE, {})
     assert replay.slowdown() is None
@@ -345,7 +347,7 @@ def test_without_a_whole_stage_nothing_is_claimed() -> None:
     assert replay.fixes() == []
 
 
-def test_nothing_recorded_is_nothing_known() -> None:
+def test_empty_steps_cannot_be_replayed() -> None:
     assert RunReplay([], PIPELINE, {}).slowdown() is None
     timings, _ = PlayedRun(PIPELINE).play()
     empty = [
@@ -362,45 +364,45 @@ def test_nothing_recorded_is_nothing_known() -> None:
 
 def test_ranks_stages_and_links_that_do_not_exist_gain_nothing() -> None:
     replay, _ = measured(PIPELINE)
-    everything_strange = replay.speedup(
+    speedup = replay.speedup(
         ranks=[-1, 99], stages=[7], links=[(0, 99), (0, 0)], excess_seconds={99: 1.0, 0: -1.0}
     )
-    assert everything_strange == 1.0
+    assert speedup == 1.0
 
 
-def test_a_loop_without_microbatches_is_replayed_by_its_self_times() -> None:
+def test_loop_without_microbatches_is_replayed_from_its_self_times() -> None:
     topology = Topology(dp=4)
     timings, _ = PlayedRun(topology, microbatches=1, slow={2: 1.5}).play()
-    bare = []
+    without_compute = []
     for timing in timings:
         own = np.zeros(4)
         np.add.at(own, timing.compute.rank, timing.compute.self_seconds)
-        bare.append(
+        without_compute.append(
             replace(
                 timing,
                 ranks=replace(timing.ranks, self_seconds=own),
                 compute=rows_of(timing.compute, slice(0, 0)),
             )
         )
-    gain = RunReplay(bare, topology, {}).speedup(ranks=[2])
+    gain = RunReplay(without_compute, topology, {}).speedup(ranks=[2])
     whole = RunReplay(timings, topology, {}).speedup(ranks=[2])
     assert whole is not None
     assert gain == pytest.approx(whole, rel=0.01)
 
 
-def test_transfers_that_nobody_recorded_happened_all_the_same() -> None:
+def test_unrecorded_transfers_still_count_as_dependencies() -> None:
     timings, seconds = PlayedRun(PIPELINE, slow={6: 1.4}).play()
     _, healthy = PlayedRun(PIPELINE).play()
-    blind = [
+    without_transfers = [
         replace(timing, transfers=rows_of(timing.transfers, slice(0, 0))) for timing in timings
     ]
-    gain = RunReplay(blind, PIPELINE, {}).speedup(ranks=[6])
+    gain = RunReplay(without_transfers, PIPELINE, {}).speedup(ranks=[6])
     assert gain == pytest.approx(seconds.mean() / healthy.mean(), rel=0.02)
 
 
-def test_microbatches_without_numbers_are_counted() -> None:
+def test_microbatches_without_numbers_are_numbered_in_order() -> None:
     timings, _ = PlayedRun(PIPELINE, slow={6: 1.4}).play()
-    nameless = [
+    without_numbers = [
         replace(
             timing,
             compute=replace(timing.compute, microbatch=timing.compute.microbatch * 0 - 1),
@@ -408,23 +410,25 @@ def test_microbatches_without_numbers_are_counted() -> None:
         )
         for timing in timings
     ]
-    named = RunReplay(timings, PIPELINE, {}).speedup(ranks=[6])
-    assert named is not None
-    assert RunReplay(nameless, PIPELINE, {}).speedup(ranks=[6]) == pytest.approx(named, rel=1e-6)
+    expected = RunReplay(timings, PIPELINE, {}).speedup(ranks=[6])
+    assert expected is not None
+    assert RunReplay(without_numbers, PIPELINE, {}).speedup(ranks=[6]) == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def coupled(timing: StepTiming) -> StepTiming:
-    """As with sharded parameters: in every operation the dp ranks wait for the slowest."""
+    """Let dp ranks wait for the slowest one in every operation, as with sharded parameters."""
     compute = timing.compute
     end_ns = compute.end_ns.copy()
     start_ns = compute.start_ns.copy()
     clock = int(compute.start_ns.min())
     for microbatch in np.unique(compute.microbatch):
         for op in (1, 2):
-            mine = (compute.microbatch == microbatch) & (compute.op == op)
-            start_ns[mine] = clock
-            clock += int(compute.self_seconds[mine].max() * 1e9)
-            end_ns[mine] = clock
+            selected = (compute.microbatch == microbatch) & (compute.op == op)
+            start_ns[selected] = clock
+            clock += int(compute.self_seconds[selected].max() * 1e9)
+            end_ns[selected] = clock
     rows = np.arange(1, 33)
     collectives = CollectiveTimes(
         group=rows * 0 + 1,
@@ -450,8 +454,8 @@ def coupled(timing: StepTiming) -> StepTiming:
     )
 
 
-def test_dp_ranks_that_wait_for_each_other_in_every_operation() -> None:
-    """A healthy rank's wait for the slow one inside an operation is not the healthy one's work."""
+def test_prediction_holds_if_dp_ranks_synchronize_in_every_operation() -> None:
+    """The wait of a healthy rank for the slow one inside an operation is not its own work."""
     topology = Topology(dp=4)
     timings, _ = PlayedRun(topology, jitter=0.05, slow={2: 1.5}).play()
     healthy, _ = PlayedRun(topology, jitter=0.05).play()
@@ -463,8 +467,7 @@ def test_dp_ranks_that_wait_for_each_other_in_every_operation() -> None:
     assert RunReplay(joined, topology, {}).speedup(ranks=[2]) == pytest.approx(true, rel=0.03)
 
 
-def test_tables_are_of_the_types_they_say() -> None:
-    """The timings of this file have the fields of the step model."""
+def test_simulated_timings_have_the_fields_of_the_step_model() -> None:
     timings, _ = PlayedRun(ALL_AXES).play()
     for table in (timings[0].compute, timings[0].transfers, timings[0].collectives):
         assert isinstance(table, ComputeTimes | TransferTimes | CollectiveTimes)
@@ -488,10 +491,10 @@ def corrupted(table: Any, chance: np.random.Generator) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_garbage_is_never_more_than_unknown(seed: int) -> None:
+def test_corrupted_records_give_finite_or_unknown_results(seed: int) -> None:
     chance = np.random.default_rng(seed)
     timings, _ = PlayedRun(ALL_AXES, steps=2, microbatches=2).play()
-    lying = [
+    changed = [
         replace(
             timing,
             compute=corrupted(timing.compute, chance),
@@ -501,16 +504,16 @@ def test_garbage_is_never_more_than_unknown(seed: int) -> None:
         )
         for timing in timings
     ]
-    replay = RunReplay(lying, ALL_AXES, {"stage_layers": "x,-1"})
-    for answer in (
+    replay = RunReplay(changed, ALL_AXES, {"stage_layers": "x,-1"})
+    for result in (
         replay.slowdown(),
         replay.speedup(ranks=[0], stages=[0], links=[(0, 4)], excess_seconds={1: 1e9}),
     ):
-        assert answer is None or np.isfinite(answer)
+        assert result is None or np.isfinite(result)
     replay.fixes()
     replay.actions()
 
 
-def test_the_recorded_schedule_is_named() -> None:
+def test_replay_returns_the_executed_schedule() -> None:
     replay, _ = measured(PIPELINE, schedule="zero_bubble")
     assert replay.actions() == actions("zero_bubble", 4, 8)

@@ -1,4 +1,4 @@
-"""The published answers for a recorded run, to the last of their digits that mean anything."""
+"""The analysis of the published example trace gives the published results."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ def published(name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("name", "published_name"),
     [("slowdown", "blocking_slowdown"), ("launch_slowdown", "launch_slowdown")],
 )
-def test_the_run_is_as_slow_as_published(analysis: Analysis, ours: str, theirs: str) -> None:
-    expected = published("result")[theirs]
-    assert getattr(analysis, ours) == pytest.approx(expected, abs=TOLERANCE)
+def test_slowdown_equals_the_published_one(
+    analysis: Analysis, name: str, published_name: str
+) -> None:
+    expected = published("result")[published_name]
+    assert getattr(analysis, name) == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("name", "published_name"),
     [
         ("slowdown_by_step", "blocking_step_slowdown"),
         ("slowdown_by_optype", "blocking_decompose_by_optype"),
@@ -43,12 +45,14 @@ def test_the_run_is_as_slow_as_published(analysis: Analysis, ours: str, theirs: 
         ("slowdown_by_stage", "blocking_decompose_by_stage"),
     ],
 )
-def test_the_parts_are_as_slow_as_published(analysis: Analysis, ours: str, theirs: str) -> None:
-    found = {str(key): value for key, value in getattr(analysis, ours).items()}
-    assert found == pytest.approx(published("result")[theirs], abs=TOLERANCE)
+def test_slowdowns_of_parts_equal_the_published_ones(
+    analysis: Analysis, name: str, published_name: str
+) -> None:
+    found = {str(key): value for key, value in getattr(analysis, name).items()}
+    assert found == pytest.approx(published("result")[published_name], abs=TOLERANCE)
 
 
-def test_a_worker_is_as_slow_as_the_lesser_of_its_dp_rank_and_stage(analysis: Analysis) -> None:
+def test_slowdown_of_a_worker_is_the_smaller_of_its_dp_rank_and_stage(analysis: Analysis) -> None:
     result = published("result")
     by_dp_rank = result["blocking_decompose_by_dp_rank"]
     by_stage = result["blocking_decompose_by_stage"]
@@ -58,7 +62,7 @@ def test_a_worker_is_as_slow_as_the_lesser_of_its_dp_rank_and_stage(analysis: An
         assert analysis.slowdown_by_worker[rank] == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_the_last_stage_and_the_slowest_workers_explain_what_is_published(
+def test_shares_of_last_stage_and_slowest_workers_equal_the_published_ones(
     analysis: Analysis,
 ) -> None:
     assert analysis.m_s == pytest.approx(published("ms")["Ms"], abs=TOLERANCE)
@@ -67,7 +71,7 @@ def test_the_last_stage_and_the_slowest_workers_explain_what_is_published(
     assert analysis.ideal_seconds == pytest.approx(published("ms")["tideal"], abs=TOLERANCE)
 
 
-def test_the_last_stage_is_to_blame(analysis: Analysis) -> None:
+def test_verdict_names_the_last_stage(analysis: Analysis) -> None:
     verdict = judge(analysis)
     assert (verdict.kind, verdict.target) == ("stage_imbalance", "stage 3")
     assert verdict.text.count(". ") == 0

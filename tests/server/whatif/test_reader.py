@@ -1,4 +1,4 @@
-"""Files that people hand in."""
+"""Reading trace and metadata files: what is accepted, and the errors for the rest."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def metadata(tmp_path: Path, **replaced: Any) -> Path:
     return path
 
 
-def test_text_and_dictionaries_read_alike(tmp_path: Path) -> None:
+def test_text_and_dictionary_columns_give_the_same_result(tmp_path: Path) -> None:
     plain = analyze(read_trace(written(tmp_path, table())))
     content = table()
     encoded = content.set_column(
@@ -44,7 +44,7 @@ def test_text_and_dictionaries_read_alike(tmp_path: Path) -> None:
     assert analyze(read_trace(written(tmp_path, encoded))) == plain
 
 
-def test_chunks_that_are_not_there_may_be_null(tmp_path: Path) -> None:
+def test_missing_chunks_and_microbatches_may_be_null(tmp_path: Path) -> None:
     content = table()
     for name in ("mc", "mb_id", "gmc"):
         values = [None if value < 0 else value for value in content[name].to_pylist()]
@@ -54,7 +54,7 @@ def test_chunks_that_are_not_there_may_be_null(tmp_path: Path) -> None:
     assert analyze(trace) == analyze(read_trace(written(tmp_path, table())))
 
 
-def test_a_column_of_nothing_is_no_chunk(tmp_path: Path) -> None:
+def test_column_of_type_null_means_no_chunk(tmp_path: Path) -> None:
     content = table()
     for name in ("mb_id", "gmc"):
         at = content.schema.get_field_index(name)
@@ -64,7 +64,7 @@ def test_a_column_of_nothing_is_no_chunk(tmp_path: Path) -> None:
     )
 
 
-def test_integers_of_every_kind_read_alike(tmp_path: Path) -> None:
+def test_all_number_types_give_the_same_result(tmp_path: Path) -> None:
     plain = analyze(read_trace(written(tmp_path, table())))
     for kind in (pa.uint64(), pa.uint8(), pa.int32(), pa.float64()):
         content = table()
@@ -74,7 +74,7 @@ def test_integers_of_every_kind_read_alike(tmp_path: Path) -> None:
         assert analyze(read_trace(written(tmp_path, content))) == plain
 
 
-def test_metadata_of_the_trace_is_accepted(tmp_path: Path) -> None:
+def test_matching_metadata_is_accepted(tmp_path: Path) -> None:
     sizes = read_metadata(metadata(tmp_path, trial_name="x", run_id=1))
     assert read_trace(written(tmp_path, table()), sizes).ranks.shape == (2, 2)
 
@@ -82,7 +82,7 @@ def test_metadata_of_the_trace_is_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "sizes", [{"dp_size": 1}, {"dp_size": 2, "world_size": 16}, {"dp_size": 2, "world_size": 8}]
 )
-def test_ranks_that_share_a_sequence_may_be_dp_ranks_or_not(
+def test_dp_size_may_include_ranks_that_share_a_sequence(
     tmp_path: Path, sizes: dict[str, int]
 ) -> None:
     read = read_metadata(metadata(tmp_path, dsp_size=2, **sizes))
@@ -112,20 +112,22 @@ def test_missing_sizes_are_not_checked(tmp_path: Path) -> None:
         ({"tp_size": -2}, "tp_size is -2, expected 1 or more"),
     ],
 )
-def test_other_metadata_is_refused(tmp_path: Path, replaced: dict[str, Any], sentence: str) -> None:
+def test_mismatched_metadata_is_rejected(
+    tmp_path: Path, replaced: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(MetadataError, match=sentence):
         read_trace(written(tmp_path, table()), read_metadata(metadata(tmp_path, **replaced)))
 
 
 @pytest.mark.parametrize("content", [b"\x80\x81", b"a: [", b"- 1\n", b""])
-def test_what_is_no_metadata_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_invalid_metadata_file_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "meta.yaml"
     path.write_bytes(content)
     with pytest.raises(MetadataError, match=r"meta\.yaml"):
         read_metadata(path)
 
 
-def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
+def test_error_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"there is no file .*gone"):
         read_trace(tmp_path / "gone")
     with pytest.raises(MetadataError, match=r"cannot read .*gone"):
@@ -135,7 +137,7 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"PAR1", b"dp_rank,stage\n0,0\n", b"PAR1" + bytes(64) + b"PAR1"]
 )
-def test_what_is_no_parquet_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_file_that_is_not_parquet_is_rejected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "trace.parquet"
     path.write_bytes(content)
     with pytest.raises(TraceError, match=r"trace\.parquet"):
@@ -160,13 +162,13 @@ COUNT = len(SyntheticRun(**RUN).columns()["step"])  # type: ignore[arg-type]
         ({"duration": [None] + [0.1] * (COUNT - 1)}, "duration is not a finite number in 1 of"),
     ],
 )
-def test_columns_of_another_kind_are_refused(
+def test_invalid_columns_are_rejected(
     tmp_path: Path, replaced: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(TraceError, match=sentence):
         read_trace(written(tmp_path, table(**replaced)))
 
 
-def test_a_trace_without_rows_is_refused(tmp_path: Path) -> None:
+def test_trace_without_rows_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no operations"):
         read_trace(written(tmp_path, table().slice(0, 0)))

@@ -1,3 +1,5 @@
+"""Pipeline schedules and their simulation."""
+
 from __future__ import annotations
 
 import pytest
@@ -23,14 +25,14 @@ def equal_seconds(_stage: int, _action: ScheduledAction) -> float:
 
 
 def whole_backwards(_stage: int, action: ScheduledAction) -> float:
-    """As long as both parts of a split one."""
+    """Return durations in which a backward takes as long as its two split parts together."""
     return 1.0 if action.op == Op.FORWARD else 2.0
 
 
 @pytest.mark.parametrize("make", [gpipe, one_forward_one_backward])
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 @pytest.mark.parametrize("seconds_of", [equal_seconds, whole_backwards])
-def test_the_bubble_is_that_of_the_theory(make, stages, microbatches, seconds_of) -> None:  # type: ignore[no-untyped-def]
+def test_bubble_equals_the_theory(make, stages, microbatches, seconds_of) -> None:  # type: ignore[no-untyped-def]
     simulated = simulate(make(stages, microbatches), seconds_of)
     theory = (stages - 1) / (microbatches + stages - 1)
     assert simulated.idle_ratios == pytest.approx([theory] * stages)
@@ -39,11 +41,9 @@ def test_the_bubble_is_that_of_the_theory(make, stages, microbatches, seconds_of
 
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
-def test_the_interleaved_bubble_is_that_of_the_theory(
-    stages: int, microbatches: int, chunks: int
-) -> None:
+def test_interleaved_bubble_equals_the_theory(stages: int, microbatches: int, chunks: int) -> None:
     simulated = simulate(actions("interleaved", stages, microbatches, chunks), equal_seconds)
-    if microbatches % stages == 0:  # else the schedule is not what the theory is about
+    if microbatches % stages == 0:  # the formula holds only for multiples
         theory = (stages - 1) / (chunks * microbatches + stages - 1)
         assert simulated.bubble_ratio == pytest.approx(theory)
     assert sum(simulated.busy_seconds) == 2 * stages * microbatches * chunks
@@ -51,7 +51,7 @@ def test_the_interleaved_bubble_is_that_of_the_theory(
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
 @pytest.mark.parametrize("microbatches", [8, 16, 64])
-def test_zero_bubble_idles_a_third_of_1f1b_and_holds_as_much(
+def test_zero_bubble_is_idle_a_third_of_1f1b_with_the_same_memory(
     stages: int, microbatches: int
 ) -> None:
     split = simulate(zero_bubble(stages, microbatches), equal_seconds)
@@ -62,7 +62,7 @@ def test_zero_bubble_idles_a_third_of_1f1b_and_holds_as_much(
     assert max(split.activations) == max(whole.activations)
 
 
-def test_gpipe_holds_every_microbatch_and_1f1b_as_many_as_stages_follow() -> None:
+def test_activations_held_by_gpipe_1f1b_and_interleaved() -> None:
     assert simulate(gpipe(4, 16), equal_seconds).activations == (16,) * 4
     assert simulate(one_forward_one_backward(4, 16), equal_seconds).activations == (4, 3, 2, 1)
     # Interleaved: 2 (p - 1) + (v - 1) p + 1 chunks' worth on the first stage.
@@ -72,24 +72,22 @@ def test_gpipe_holds_every_microbatch_and_1f1b_as_many_as_stages_follow() -> Non
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
-def test_every_microbatch_is_done_once_by_every_chunk(
-    name: str, stages: int, microbatches: int
-) -> None:
+def test_every_chunk_runs_every_microbatch_once(name: str, stages: int, microbatches: int) -> None:
     chunks = 2 if name == "interleaved" else 1
-    for mine in actions(name, stages, microbatches, chunks):
-        ops = {action.op for action in mine}
-        assert len(set(mine)) == len(mine) == len(ops) * microbatches * chunks
+    for stage_actions in actions(name, stages, microbatches, chunks):
+        ops = {action.op for action in stage_actions}
+        assert len(set(stage_actions)) == len(stage_actions) == len(ops) * microbatches * chunks
         assert {Op.FORWARD, Op.BACKWARD} <= ops
 
 
-def test_transfers_take_time_between_stages_only() -> None:
-    alone = simulate(gpipe(1, 4), equal_seconds, transfer_seconds=0.5)
-    assert alone.seconds == 8.0
-    two = simulate(gpipe(2, 1), equal_seconds, transfer_seconds=0.5)
-    assert two.seconds == 4.0 + 2 * 0.5
+def test_transfers_take_time_only_between_stages() -> None:
+    one_stage = simulate(gpipe(1, 4), equal_seconds, transfer_seconds=0.5)
+    assert one_stage.seconds == 8.0
+    two_stages = simulate(gpipe(2, 1), equal_seconds, transfer_seconds=0.5)
+    assert two_stages.seconds == 4.0 + 2 * 0.5
 
 
-def test_a_slow_stage_makes_the_others_idle() -> None:
+def test_slow_stage_makes_other_stages_idle() -> None:
     simulated = simulate(
         one_forward_one_backward(4, 8), lambda stage, _: 1.5 if stage == 2 else 1.0
     )
@@ -97,8 +95,8 @@ def test_a_slow_stage_makes_the_others_idle() -> None:
     assert simulated.seconds >= 16 * 1.5 + 2 * 2
 
 
-def test_a_made_up_order_is_carried_out_as_well() -> None:
-    """Chunks laid out in a V: the last stage of the first pass is the first of the second."""
+def test_custom_order_can_be_simulated() -> None:
+    """V-shaped placement: the last stage of the first chunk is the first stage of the second."""
     forwards = [ScheduledAction(Op.FORWARD, 0, 0), ScheduledAction(Op.FORWARD, 0, 1)]
     backwards = [ScheduledAction(Op.BACKWARD, 0, 1), ScheduledAction(Op.BACKWARD, 0, 0)]
     simulated = simulate(
@@ -110,7 +108,7 @@ def test_a_made_up_order_is_carried_out_as_well() -> None:
     assert simulated.activations == (2, 2)
 
 
-def test_an_order_that_cannot_be_carried_out_is_refused() -> None:
+def test_order_with_a_deadlock_is_rejected() -> None:
     backward_first = [ScheduledAction(Op.BACKWARD, 0), ScheduledAction(Op.FORWARD, 0)]
     with pytest.raises(
         ScheduleError, match="stage 0 waits forever to run backward of microbatch 0"
@@ -124,7 +122,7 @@ def test_an_order_that_cannot_be_carried_out_is_refused() -> None:
         simulate(missing, equal_seconds)
 
 
-def test_only_computations_are_actions() -> None:
+def test_actions_other_than_compute_are_rejected() -> None:
     with pytest.raises(ScheduleError, match="optimizer is not a compute operation"):
         simulate([[ScheduledAction(Op.OPTIMIZER, 0)]], equal_seconds)
 
@@ -137,12 +135,14 @@ def test_only_computations_are_actions() -> None:
         ("zero_bubble", (2, 2, 2), "one chunk per stage"),
     ],
 )
-def test_an_unavailable_schedule_is_explained(name: str, sizes: tuple[int, ...], why: str) -> None:
+def test_error_explains_an_unavailable_schedule(
+    name: str, sizes: tuple[int, ...], why: str
+) -> None:
     with pytest.raises(ScheduleError, match=why):
         actions(name, *sizes)
 
 
-def test_an_empty_schedule_takes_no_time() -> None:
+def test_empty_schedule_takes_no_time() -> None:
     simulated = simulate([[], []], equal_seconds)
     assert simulated.seconds == 0.0
     assert simulated.bubble_ratio == 0.0
