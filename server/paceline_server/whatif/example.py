@@ -1,7 +1,8 @@
 """The order of operations of a running job, derived from one example pipeline.
 
 The example is the pipeline with the most records (one dp and tp rank in one step). Its missing
-compute operations are inserted from other pipelines, after the same operation as there.
+compute operations are taken from other pipelines and inserted after the operation that they follow
+there.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Fixes:
             rows = self._rows(stage)
             own = self._window.own[rows]
             dp_ranks, tp_ranks = np.array(places).T
-            idealized = ~self._window.seen[stage]  # ranks without records do not prevent it
+            idealized = ~self._window.seen[stage]  # ranks without records are not peers
             idealized[dp_ranks, tp_ranks] = True
             if idealized.all():
                 typical = self._typical_of_other_stages(stage, rows, set(fixed))

@@ -62,8 +62,8 @@ class RunReplay:
 
     def slowdown(self) -> float | None:
         """Return S, recorded over ideal step time; None if the steps cannot be replayed."""
-        found = self.analysis
-        return None if found is None else found.slowdown
+        analysis = self.analysis
+        return None if analysis is None else analysis.slowdown
 
     def speedup(
         self,
@@ -122,14 +122,14 @@ class RunReplay:
 
     def verdict(self) -> ReplayVerdict | None:
         """Return the cause of the slowdown; None if the steps cannot be replayed."""
-        found = self.analysis
-        if found is None:
+        analysis = self.analysis
+        if analysis is None:
             return None
-        tried = found.slowest_workers[:PARTS_TRIED]
+        tried = analysis.slowest_workers[:PARTS_TRIED]
         named = {lowest: self._fix_worker(lowest) for lowest in tried}
         ranks = [
             rank
-            for lowest in found.slowest_workers
+            for lowest in analysis.slowest_workers
             for rank in (named[lowest][1] if lowest in named else self._worker(lowest))
         ]
         repairs = Repairs(
@@ -137,7 +137,7 @@ class RunReplay:
             self.speedup(ranks=ranks),
             self.speedup(stages=[self.topology.pp - 1]),
         )
-        return judge(found, repairs)
+        return judge(analysis, repairs)
 
     def fixes(self) -> list[Fix]:
         """Return the fixes with a notable gain, the best first.
@@ -145,15 +145,15 @@ class RunReplay:
         Of each kind the parts that lengthen the step most are replayed. Parts overlap: a slow rank
         is also part of a slow stage. Among parts with a similar gain the smallest comes first.
         """
-        found = self.analysis
-        if found is None:
+        analysis = self.analysis
+        if analysis is None:
             return []
         topology = self.topology
-        tried = [self._fix_worker(lowest)[0] for lowest in _slowest(found.slowdown_by_worker)]
+        tried = [self._fix_worker(lowest)[0] for lowest in _slowest(analysis.slowdown_by_worker)]
         if topology.pp > 1:
             tried += [
                 Fix("stage", f"stage {stage}", self._gain(stages=[stage]))
-                for stage in _slowest(found.slowdown_by_stage)
+                for stage in _slowest(analysis.slowdown_by_stage)
             ]
         if topology.dp > 1:
             ranks = np.arange(topology.world_size).reshape(topology.pp, topology.dp, topology.tp)
@@ -163,11 +163,11 @@ class RunReplay:
                     f"dp rank {dp_rank}",
                     self._gain(ranks=ranks[:, dp_rank].ravel().tolist()),
                 )
-                for dp_rank in _slowest(found.slowdown_by_dp_rank)
+                for dp_rank in _slowest(analysis.slowdown_by_dp_rank)
             ]
         tried += [
             Fix("optype", optype, self._gain(optypes=[optype]))
-            for optype in _slowest(found.slowdown_by_optype)
+            for optype in _slowest(analysis.slowdown_by_optype)
         ]
         return _in_order([fix for fix in tried if fix.speedup >= LEAST_SPEEDUP])
 

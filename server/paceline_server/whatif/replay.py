@@ -1,4 +1,4 @@
-"""The replay: compute when each operation ends from the durations of all operations."""
+"""The replay: end times of all operations, computed from their durations."""
 
 from __future__ import annotations
 

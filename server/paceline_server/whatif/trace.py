@@ -1,8 +1,8 @@
-"""A recorded trace as arrays: one row per operation of a step, with columns for steps and dp ranks.
+"""A recorded trace as arrays of [operation, step, dp rank].
 
-All steps and data-parallel ranks run the same operations, so the rows of a trace fit into arrays of
-[operation, step, dp rank]. A worker is one (dp rank, stage). Its tensor- and sequence-parallel
-ranks do the same work, so one of them is recorded.
+All steps and data-parallel ranks run the same operations, so the rows of a trace fit into such
+arrays. A worker is one (dp rank, stage). Its tensor- and sequence-parallel ranks do the same work,
+so one of them is recorded.
 """
 
 from __future__ import annotations

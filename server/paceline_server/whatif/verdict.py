@@ -42,19 +42,19 @@ class Repairs:
 
 def judge(analysis: Analysis, repairs: Repairs | None = None) -> ReplayVerdict:
     """Return the verdict; `repairs` is only for a running job."""
-    found = _judge(analysis, repairs or Repairs())
-    if found.kind == "none":
-        loss = max(0.0, 1 - 1 / analysis.slowdown)
-        cost = f"uneven operation times cost only {percent(loss, '.1f')} of step time"
-        return replace(found, text=f"No straggler: {cost}.")
+    verdict = _find_cause(analysis, repairs or Repairs())
+    share = percent(max(0.0, 1 - 1 / analysis.slowdown), ".1f")
+    if verdict.kind == "none":
+        text = f"No straggler: uneven operation times cost only {share} of step time."
+        return replace(verdict, text=text)
     if repairs is None:
-        lost = f"Stragglers cost {percent(1 - 1 / analysis.slowdown, '.1f')} of step time"
+        cost = f"Stragglers cost {share} of step time"
     else:
-        lost = f"Steps take {analysis.slowdown:.2f}x as long as with evenly distributed work"
-    return replace(found, text=f"{lost}; {found.text}.")
+        cost = f"Steps take {analysis.slowdown:.2f}x as long as with evenly distributed work"
+    return replace(verdict, text=f"{cost}; {verdict.text}.")
 
 
-def _judge(analysis: Analysis, repairs: Repairs) -> ReplayVerdict:
+def _find_cause(analysis: Analysis, repairs: Repairs) -> ReplayVerdict:
     """Return the verdict with only the cause as its `text`."""
     if analysis.slowdown < SLOW or analysis.m_s is None or analysis.m_w is None:
         return ReplayVerdict("none", None, "")
@@ -81,19 +81,19 @@ def _slow_workers(analysis: Analysis, share: float, repairs: Repairs) -> ReplayV
         f"{name} (dp rank {analysis.places[rank][0]}, stage {analysis.places[rank][1]})"
         for name, rank in zip(names[:3], ranks, strict=False)
     )
-    rest = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
+    others = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
     verb = "explains" if len(ranks) == 1 else "explain"
     explained = _explained(analysis, share, repairs.workers_speedup)
     target = ", ".join(names) if repairs.workers else "rank " + ",".join(map(str, ranks))
     return ReplayVerdict(
-        "slow_worker", target, f"{places}{rest} {verb} {explained}: {_worker_advice(analysis)}"
+        "slow_worker", target, f"{places}{others} {verb} {explained}: {_worker_advice(analysis)}"
     )
 
 
 def _worker_advice(analysis: Analysis) -> str:
     waiting = analysis.slowdown_by_optype.get(ops.DATA_WAIT, 1.0)
     data_is_late = _share_alone(analysis, waiting) >= EXPLAINS
-    return "its data arrives late, check the data loader" if data_is_late else "check the node"
+    return "data arrives late, check the data loader" if data_is_late else "check the node"
 
 
 def _single_part(analysis: Analysis) -> ReplayVerdict | None:

@@ -1,4 +1,4 @@
-"""The recent steps of a running generation as tables of [operation, step, dp rank, tp rank].
+"""The recent steps of a running job as tables of [operation, step, dp rank, tp rank].
 
 The time a rank spends on its own work is stored per tensor-parallel rank, so that a replay can make
 a single rank faster. A worker (dp rank, stage) takes as long as its slowest tensor-parallel rank.

@@ -282,7 +282,7 @@ def test_verdict_distinguishes_late_data_from_a_slow_node() -> None:
     slow = measured(topology, slow={3: 1.5})[0].analysis
     assert late is not None
     assert slow is not None
-    assert judge(late).text.endswith("its data arrives late, check the data loader.")
+    assert judge(late).text.endswith(": data arrives late, check the data loader.")
     assert judge(slow).text.endswith("check the node.")
 
 
