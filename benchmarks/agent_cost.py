@@ -45,7 +45,7 @@ def measure() -> Iterator[Result]:
         exporter_ms = (exporter.cpu_ms - exporter_before_ms) / SECONDS if exporter else None
         exporter_mib = exporter.rss_mib if exporter else None
         family = agent.family()
-        worker, guard = family.having("collector_worker"), family.having("guard.py")
+        worker, guard = family.having("worker_process"), family.having("guard.py")
         rss, worker_rss = agent.rss_mib, sum(each.rss_mib for each in worker)
         guard_rss = sum(each.rss_mib for each in guard)
         pss, exporter_pss = family.pss_mib, exporter.pss_mib if exporter else None

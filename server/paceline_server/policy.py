@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 import msgspec
 from msgspec import Meta
 
-Mode = Literal["observe", "dry-run", "approve", "auto"]
+Mode = Literal["default", "observe", "dry-run", "approve", "auto"]
 
 _DAY_SECONDS = 86_400
 
@@ -25,9 +25,12 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         Mode,
         Meta(
             description="Who decides on repairs. observe: only incidents are reported; dry-run: "
-            "says what it would do; approve: a person approves each restart; auto: Paceline."
+            "says what it would do; approve: a person approves each restart; auto: Paceline; "
+            "default: auto if the script can save a checkpoint on command, else approve. In every "
+            "mode, a job that makes progress is stopped without a checkpoint only after a person "
+            "has approved it."
         ),
-    ] = "auto"
+    ] = "default"
     restarts_per_hour: Annotated[
         int,
         Meta(
@@ -93,8 +96,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=_DAY_SECONDS,
-            description="Time for all ranks to save before a planned restart; then they are "
-            "stopped without a checkpoint.",
+            description="Time for all ranks to save before a planned restart; then the restart is "
+            "called off and proposed to a person.",
         ),
     ] = 60.0
     stop_timeout_seconds: Annotated[
@@ -178,6 +181,16 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             "2% of step time. Transfers are short, and their jitter is large.",
         ),
     ] = 1.1
+
+
+def mode_in_effect(mode: Mode, can_checkpoint: bool | None, highest_step: int | None) -> Mode:
+    """Return what `mode` means for a job now; never "default".
+
+    Before its first step a job has nothing to lose, so `default` means `auto`.
+    """
+    if mode != "default":
+        return mode
+    return "auto" if can_checkpoint or highest_step is None else "approve"
 
 
 class PolicyError(ValueError):

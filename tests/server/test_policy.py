@@ -43,7 +43,10 @@ def test_given_fields_replace_those_of_the_base() -> None:
     ("values", "message"),
     [
         ({"patience": 1}, "patience is not a policy field; expected one of mode, restarts_per_h"),
-        ({"mode": "manual"}, "mode: expected one of observe, dry-run, approve, auto, got 'manual'"),
+        (
+            {"mode": "manual"},
+            "mode: expected one of default, observe, dry-run, approve, auto, got 'manual'",
+        ),
         (
             {"node_lease_seconds": 1},
             "node_lease_seconds: expected a number of at least 5 and at most 86400, got 1",

@@ -7,7 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -82,13 +82,19 @@ class RankPool:
             os.close(descriptor)
 
     def start(
-        self, settings: TrainerSettings, topology: Topology, *, first: int = 0, generation: int = 0
+        self,
+        settings: TrainerSettings | Sequence[TrainerSettings],  # or one per rank
+        topology: Topology,
+        *,
+        first: int = 0,
+        generation: int = 0,
     ) -> Run:
         members = self.members[first : first + topology.world_size]
         self._runs += 1
         for rank, member in enumerate(members):
             place = RankPlacement(rank=rank, topology=topology, generation=generation)
-            pickle.dump((f"run-{self._runs}", settings, place), member.orders)
+            own = settings if isinstance(settings, TrainerSettings) else settings[rank]
+            pickle.dump((f"run-{self._runs}", own, place), member.orders)
             member.orders.flush()
         return Run(members)
 

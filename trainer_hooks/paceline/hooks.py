@@ -362,7 +362,53 @@ def _report(*values: Any) -> None:
         log_once("report", "paceline.report failed: %s", error)
 
 
-# Commands
+# Commands and checkpoints
+
+
+def declare(*, checkpoint: bool = False, stop: bool = False) -> None:
+    """Declare the commands that this script executes when `pending` returns them.
+
+    A planned repair asks for a checkpoint only if every rank has declared it. For other scripts it
+    is proposed to a person, with the steps that it would cost.
+
+    Args:
+        checkpoint: the script saves a checkpoint on command (`ControlKind.CHECKPOINT`).
+        stop: the script ends on command, after the checkpoint (`ControlKind.CHECKPOINT_AND_STOP`).
+
+    Example:
+        >>> paceline.declare(checkpoint=True, stop=True)
+    """
+    session = _session
+    if session is not None:
+        session.guard(session.recorder.declare, checkpoint, stop)
+
+
+def checkpoint_saved(step: int) -> None:
+    """Report that a checkpoint is complete on storage: a restart can resume from it.
+
+    Args:
+        step: number of completed steps that it contains.
+
+    Example:
+        >>> paceline.checkpoint_saved(500)
+    """
+    session = _session
+    if session is not None:
+        session.guard(session.recorder.checkpoint_saved, step)
+
+
+def checkpoint_failed(reason: str) -> None:
+    """Report that a checkpoint could not be saved. It becomes an incident with this reason.
+
+    Args:
+        reason: one line, such as "[Errno 28] No space left on device"; 128 bytes are kept.
+
+    Example:
+        >>> paceline.checkpoint_failed(str(error))
+    """
+    session = _session
+    if session is not None:
+        session.guard(session.recorder.checkpoint_failed, reason)
 
 
 def pending() -> Control | None:

@@ -17,8 +17,14 @@ from paceline_wire.ring import (
     FRAME_WORDS,
     FRAMES,
     PAGE,
+    SAVE_FAILURE_BYTES,
+    STATE_ABILITIES,
+    STATE_FAILED_SAVES,
     STATE_FRAMES,
+    STATE_SAVE_FAILURE,
+    STATE_SAVED_STEP,
     STATE_STATUS,
+    Ability,
     Definition,
     RingFile,
     Status,
@@ -89,6 +95,26 @@ class Recorder(Writer):
         if status != self.status:
             self.status = status
             self.state[STATE_STATUS] = status
+
+    # Checkpoints. Any one thread may report them: nothing else writes these words.
+
+    def declare(self, checkpoint: bool, stop: bool) -> None:
+        """Show which commands the script executes."""
+        self.state[STATE_ABILITIES] = Ability.CHECKPOINT * bool(checkpoint) | Ability.STOP * bool(
+            stop
+        )
+
+    def checkpoint_saved(self, step: int) -> None:
+        """Show that the checkpoint after `step` completed steps is committed."""
+        self.state[STATE_SAVED_STEP] = int(step) + 1
+
+    def checkpoint_failed(self, reason: str) -> None:
+        """Count a failed checkpoint, and show its reason."""
+        text = str(reason).encode(errors="replace")[:SAVE_FAILURE_BYTES]
+        text = text.ljust(SAVE_FAILURE_BYTES, b"\0")
+        words = memoryview(text).cast("Q")
+        self.state[STATE_SAVE_FAILURE : STATE_SAVE_FAILURE + len(words)] = words
+        self.state[STATE_FAILED_SAVES] += 1
 
     # Garbage collection
 

@@ -41,6 +41,10 @@ class Agreement:
         if command_id <= self._newest:
             return
         self._newest = command_id
+        if kind == ControlKind.CANCEL:
+            self._agreed = None
+            self._acknowledge(command_id, AckStatus.DONE, step)
+            return
         self._agreed = Control(command_id, kind, max(target_step, step + LEAD_STEPS))
         self._acknowledge(command_id, AckStatus.SEEN, self._agreed.target_step)
 

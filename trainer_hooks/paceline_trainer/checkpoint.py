@@ -17,6 +17,10 @@ generation, and every checkpoint of a newer generation takes precedence.
 Loading tries the best committed checkpoint. Each rank hashes a share of the files, because a
 flipped bit would otherwise load silently. If a hash differs, all ranks set the checkpoint aside and
 try the previous one.
+
+Only content that was read and found wrong is damage. A rank that cannot read a checkpoint (missing
+mount, no permission, I/O error) proves nothing about it: that rank ends with UnreadableError, so
+that the start fails on its node, and no file is changed.
 """
 
 from __future__ import annotations
@@ -27,12 +31,14 @@ import logging
 import os
 import re
 import shutil
+import socket
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,7 +47,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from paceline_trainer.errors import CheckpointError, DamagedError, TrainerSettingsError
+from paceline_trainer.checkpoint_metadata import SafeReader
+from paceline_trainer.errors import (
+    CheckpointError,
+    DamagedError,
+    TrainerSettingsError,
+    UnreadableError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +63,9 @@ DAMAGED = "damaged-"  # prefix of damaged directories, which are kept for inspec
 VERSION = 1
 _NAME = re.compile(r"step-(\d{8,})\.generation-(\d{8,})")
 _CLAIM = re.compile(r"generation-(\d{8,})")
+# Ranks that could read wait this long for the end of those that could not: the first rank to exit
+# shows the node at fault.
+_YIELD_SECONDS = 5.0
 
 Entry = dict[str, Any]  # a file in the manifest: its `bytes` and `sha256`
 
@@ -65,6 +80,23 @@ class Saved:
     @property
     def name(self) -> str:
         return f"step-{self.step:08}.generation-{self.generation:08}"
+
+
+class _Sight(NamedTuple):
+    """The checkpoint directory as one rank sees it."""
+
+    host: str
+    has_claim: bool  # the claim that rank 0 has just written
+    names: frozenset[str]  # of the committed checkpoints
+    error: str | None  # why the directory cannot be listed
+
+
+class _Checked(NamedTuple):
+    """The result of one rank's share of the verification. All fields None: no fault found."""
+
+    damage: str | None = None  # content that was read and is wrong
+    missing: str | None = None  # name of a file that does not exist for this rank
+    unreadable: str | None = None  # why this rank could not read
 
 
 def saved_checkpoints(directory: Path, *, committed: bool = True) -> list[Saved]:
@@ -112,8 +144,25 @@ class Checkpointer:
         *,
         run: Mapping[str, Any],
         keep: int,
+        saved_step: int | None = None,
+        on_result: Callable[[int, str | None], None] = lambda step, failure: None,
     ) -> None:
-        """Raises CheckpointError on every rank if a newer generation has claimed `directory`."""
+        """Claim the directory.
+
+        Args:
+            directory: shared by all ranks.
+            group: a gloo group of all ranks, for this object only.
+            generation: of the job.
+            run: settings that a checkpoint must have in common with the run that loads it.
+            keep: number of checkpoints to keep.
+            saved_step: newest step that the job is known to have saved; None: unknown.
+            on_result: called with the step, and None or the reason of the failure, when a save
+                ends, in a thread of its own.
+
+        Raises:
+            CheckpointError: a newer generation has claimed `directory` (on every rank).
+            UnreadableError: this rank's node does not see what others see in `directory`.
+        """
         self.directory = directory
         self.generation = generation
         self.run = dict(run)
@@ -123,9 +172,11 @@ class Checkpointer:
         self._ranks = dist.get_world_size(group)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-commit")
         self._latest: tuple[int, Future[str | None]] | None = None
+        self._on_result = on_result
         failure = self._on_rank_0(lambda: claim(directory, generation))
         if failure:
             raise CheckpointError(failure)
+        self._compare_sights(saved_step)
 
     def save(self, step: int, state: dict[str, Tensor]) -> None:
         """Copy the state and start to write it. Waits for an earlier save that is in progress."""
@@ -152,13 +203,14 @@ class Checkpointer:
         """
         for saved in self._candidates():
             path = self.directory / saved.name
-            damage = self._first(self._attempt(partial(self._verify, path)))
+            damage = self._verify(path)
             if damage is None:
-                damage = self._attempt(partial(self._read, path, state))
-            if damage is None:
+                self._read(path, state)
                 self._latest = (saved.step, _done())
                 return saved.step
-            self._on_rank_0(partial(self._set_aside, saved, damage))
+            failure = self._on_rank_0(partial(self._set_aside, saved, damage))
+            if failure:
+                raise CheckpointError(failure)
         return None
 
     # Saving: what the checkpoint thread of each rank does.
@@ -179,6 +231,7 @@ class Checkpointer:
             failure = self._on_rank_0(lambda: self._mark(step, path, whole))
         if failure and self._rank == 0:
             _log.error("The checkpoint of step %d was not committed: %s.", step, failure)
+        self._on_result(step, failure)
         return failure
 
     def _own_files(self, path: Path) -> list[Path]:
@@ -225,23 +278,111 @@ class Checkpointer:
         candidates: list[Saved] = found[0]
         return candidates
 
-    def _verify(self, path: Path) -> None:
-        """Check this rank's share of the files. Raises DamagedError, TrainerSettingsError."""
-        manifest = read_manifest(path)
-        if manifest["run"] != self.run:
-            raise TrainerSettingsError(
-                f"the checkpoints in {self.directory} are of the run {manifest['run']}, but this "
-                f"is {self.run}; use another directory or the same settings"
+    def _compare_sights(self, saved_step: int | None) -> None:
+        """Raise UnreadableError on the ranks whose node does not see the shared directory."""
+        sights: list[_Sight] = [None] * self._ranks  # type: ignore[list-item]
+        dist.all_gather_object(sights, self._sight(), group=self._group)
+        names = frozenset().union(*(sight.names for sight in sights))
+        blind = [
+            sight.error is not None or sight.names != names or not (sight.has_claim or names)
+            for sight in sights
+        ]
+        own = sights[self._rank]
+        if any(blind):
+            reason = own.error or (
+                f"{own.host} does not see what other nodes see in {self.directory}: "
+                "is the shared directory mounted there?"
             )
-        files: dict[str, Entry] = manifest["files"]
-        for name in sorted(files)[self._rank :: self._ranks]:
-            if _describe(path / name) != files[name]:
-                raise DamagedError(f"{name} does not match its SHA-256")
+            self._fail_unreadable(reason if blind[self._rank] else None, sights, blind)
+        if not all(sight.has_claim for sight in sights):
+            # Rank 0 wrote its claim elsewhere, though all nodes see the same checkpoints.
+            self._fail_unreadable(
+                f"{self.directory} of rank 0 is another directory than that of its peers"
+                if self._rank == 0
+                else None,
+                sights,
+                [rank == 0 for rank in range(self._ranks)],
+            )
+        if saved_step and not names and not any(self.directory.glob(f"{DAMAGED}*")):
+            raise UnreadableError(
+                f"the job saved step {saved_step}, but {self.directory} on {own.host} contains no "
+                "checkpoint: is the shared directory mounted there? Training does not restart "
+                "from step 0. To train from step 0, submit a new job."
+            )
+
+    def _sight(self) -> _Sight:
+        host, claim_name = socket.gethostname(), f"generation-{self.generation:08}"
+        try:
+            names = frozenset(saved.name for saved in saved_checkpoints(self.directory))
+            return _Sight(host, (self.directory / claim_name).exists(), names, None)
+        except OSError as error:
+            return _Sight(host, False, frozenset(), f"{self.directory} on {host}: {error}")
+
+    def _verify(self, path: Path) -> str | None:
+        """Check the hashes of all files, a share per rank. Return the damage, the same everywhere.
+
+        Raises:
+            TrainerSettingsError: the checkpoint is of another run.
+            UnreadableError: a rank could not read its share.
+        """
+        checked: list[_Checked] = [_Checked()] * self._ranks
+        dist.all_gather_object(checked, self._check_share(path), group=self._group)
+        found = next((result.damage for result in checked if result.damage), None)
+        if found:
+            return found
+        # A file that does not exist for rank 0 either, which lists the directory, is lost.
+        missing = {result.missing for result in checked if result.missing}
+        lost = self._on_rank_0(partial(_refuse_if_lost, path, sorted(missing)))
+        if lost:
+            return lost
+        reasons = [
+            result.unreadable or (result.missing and f"{path / result.missing} does not exist")
+            for result in checked
+        ]
+        if any(reasons):
+            self._fail_unreadable(reasons[self._rank], None, [bool(reason) for reason in reasons])
+        return None
+
+    def _check_share(self, path: Path) -> _Checked:
+        try:
+            manifest = read_manifest(path)
+            if manifest["run"] != self.run:
+                raise TrainerSettingsError(
+                    f"the checkpoints in {self.directory} are of the run {manifest['run']}, but "
+                    f"this is {self.run}; use another directory or the same settings"
+                )
+            files: dict[str, Entry] = manifest["files"]
+            for name in sorted(files)[self._rank :: self._ranks]:
+                if _describe(path / name) != files[name]:
+                    raise DamagedError(f"{name} does not match its SHA-256")
+        except DamagedError as error:
+            return _Checked(damage=f"{error} (rank {self._rank})")
+        except FileNotFoundError as error:
+            return _Checked(missing=Path(error.filename).name)
+        except (OSError, UnreadableError) as error:
+            return _Checked(unreadable=_reason(error))
+        return _Checked()
+
+    def _fail_unreadable(
+        self, reason: str | None, sights: list[_Sight] | None, blind: list[bool]
+    ) -> NoReturn:
+        """End the ranks that could not read; the others wait for that, then end too."""
+        if reason is not None:
+            raise UnreadableError(reason)
+        ranks = [rank for rank, is_blind in enumerate(blind) if is_blind]
+        hosts = "" if sights is None else f" ({', '.join({sights[rank].host for rank in ranks})})"
+        threading.Event().wait(_YIELD_SECONDS)
+        raise UnreadableError(f"ranks {ranks}{hosts} cannot read {self.directory}")
 
     def _read(self, path: Path, state: dict[str, Tensor]) -> None:
         # Into copies first: if reading fails halfway, `state` is unchanged.
         copies = {name: torch.empty_like(tensor, device="cpu") for name, tensor in state.items()}
-        load(copies, checkpoint_id=path, process_group=self._group)
+        try:
+            load(copies, storage_reader=SafeReader(path), process_group=self._group)
+        except (OSError, CheckpointException) as error:
+            raise UnreadableError(
+                f"the hashes of {path} are right, but it cannot be read: {_reason(error)}"
+            ) from error
         for name, tensor in state.items():
             tensor.copy_(copies[name])
 
@@ -273,14 +414,33 @@ class Checkpointer:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest. Raises DamagedError if it is not the committed one."""
+    """Return the manifest.
+
+    Raises:
+        DamagedError: it is not the committed one.
+        UnreadableError: a newer trainer wrote it.
+        OSError: it cannot be read.
+    """
     content = (path / MANIFEST).read_bytes()
     if hashlib.sha256(content).hexdigest().encode() != (path / COMMITTED).read_bytes():
         raise DamagedError(f"{MANIFEST} does not match its SHA-256")
     manifest: dict[str, Any] = json.loads(content)
     if manifest["version"] != VERSION:
-        raise DamagedError(f"its version is {manifest['version']}, this trainer reads {VERSION}")
+        raise UnreadableError(
+            f"{path} has version {manifest['version']}, this trainer reads {VERSION}"
+        )
     return manifest
+
+
+def _refuse_if_lost(path: Path, names: list[str]) -> None:
+    """Raise DamagedError if the checkpoint can be listed and does not contain one of the files."""
+    try:
+        present = {file.name for file in path.iterdir()}
+    except OSError:  # it is not known then
+        return
+    lost = [name for name in names if name not in present]
+    if lost:
+        raise DamagedError(f"{lost[0]} does not exist")
 
 
 def _describe(file: Path) -> Entry:

@@ -4,7 +4,8 @@ TrainerError
 ├── TrainerSettingsError the settings are not valid; the message says how to fix them
 ├── GpuLostError         the (emulated) GPU of this rank is lost
 └── CheckpointError      a checkpoint could not be written
-    └── DamagedError     a committed checkpoint does not match its manifest
+    ├── DamagedError     a committed checkpoint was read and does not match its manifest
+    └── UnreadableError  this rank cannot read the checkpoints, which may be whole
 """
 
 from __future__ import annotations
@@ -27,4 +28,8 @@ class CheckpointError(TrainerError):
 
 
 class DamagedError(CheckpointError):
+    pass
+
+
+class UnreadableError(CheckpointError):
     pass

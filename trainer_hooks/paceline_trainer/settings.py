@@ -130,6 +130,7 @@ class RankPlacement:
     local_rank: int = 0
     topology: Topology = field(default_factory=Topology)
     generation: int = 0
+    saved_step: int | None = None  # newest step that the job is known to have saved
     master_address: str = "127.0.0.1"
     master_port: int = 0
     gpu_index: int | None = None
@@ -168,11 +169,13 @@ def read_place(
         )
     node_directory = environment.get("PACELINE_NODE_DIRECTORY")
     gpu_index = environment.get("PACELINE_GPU_INDEX")
+    saved_step = environment.get("PACELINE_SAVED_STEP")
     return RankPlacement(
         rank=rank,
         local_rank=_number(environment, "LOCAL_RANK", 0),
         topology=topology,
         generation=_number(environment, "PACELINE_GENERATION", 0),
+        saved_step=_number(environment, "PACELINE_SAVED_STEP", 0) if saved_step else None,
         master_address=environment.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_number(environment, "MASTER_PORT", 0),
         gpu_index=_number(environment, "PACELINE_GPU_INDEX", 0) if gpu_index else None,

@@ -136,6 +136,7 @@ class Trainer:
         )
         self.agreement = Agreement(paceline.pending, paceline.acknowledge)
         self.checkpointer = self._open_checkpoints()
+        paceline.declare(checkpoint=self.checkpointer is not None, stop=True)
 
     def run(self) -> TrainingResult:
         training, validation = read_corpus(self.settings)
@@ -251,6 +252,8 @@ class Trainer:
             self.place.generation,
             run=run,
             keep=self.settings.checkpoints_kept,
+            saved_step=self.place.saved_step,
+            on_result=_report_checkpoint,
         )
 
     def _resume(self) -> int:
@@ -259,6 +262,8 @@ class Trainer:
             state = self.optimizer.state()
             step = self.checkpointer.load(state)
             self.optimizer.adopt(state)
+            if step is not None:
+                paceline.checkpoint_saved(step)
         self.outcome.first_step = step or 0
         if step and self.place.rank == 0:
             _log.info("Resuming at step %d.", step)
@@ -297,3 +302,10 @@ class Trainer:
                 seconds,
                 "" if held_out is None else f"  held-out loss {held_out:.4f}",
             )
+
+
+def _report_checkpoint(step: int, failure: str | None) -> None:
+    if failure is None:
+        paceline.checkpoint_saved(step)
+    else:
+        paceline.checkpoint_failed(failure)

@@ -545,6 +545,8 @@ export interface components {
          *       "job_id": "job-ec83bfc8",
          *       "kind": "restart",
          *       "phases": [],
+         *       "price_seconds": 0,
+         *       "price_steps": 0,
          *       "reason": "Checkpoint and restart without node-1: Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal throttle. It costs 55% of step time; fixing it gives 2.21x.",
          *       "state": "proposed"
          *     }
@@ -575,6 +577,10 @@ export interface components {
             lost_steps: number | null;
             /** Phases */
             phases: components["schemas"]["PhaseModel"][];
+            /** Price Seconds */
+            price_seconds: number | null;
+            /** Price Steps */
+            price_steps: number | null;
             /** Reason */
             reason: string;
             /** Resumed Step */
@@ -614,6 +620,8 @@ export interface components {
          *           "job_id": "job-ec83bfc8",
          *           "kind": "restart",
          *           "phases": [],
+         *           "price_seconds": 0,
+         *           "price_steps": 0,
          *           "reason": "Checkpoint and restart without node-1: Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal throttle. It costs 55% of step time; fixing it gives 2.21x.",
          *           "state": "proposed"
          *         }
@@ -1087,6 +1095,7 @@ export interface components {
         /**
          * Job
          * @example {
+         *       "can_checkpoint": true,
          *       "created_at": "2026-11-20T20:15:31.000000Z",
          *       "evaluation_loss": 2.992,
          *       "generation": 1,
@@ -1161,6 +1170,8 @@ export interface components {
          *     }
          */
         Job: {
+            /** Can Checkpoint */
+            can_checkpoint: boolean | null;
             /**
              * Created At
              * Format: date-time
@@ -1205,7 +1216,7 @@ export interface components {
                  */
                 backoff_seconds: number;
                 /**
-                 * @description Time for all ranks to save before a planned restart; then they are stopped without a checkpoint.
+                 * @description Time for all ranks to save before a planned restart; then the restart is called off and proposed to a person.
                  * @default 60
                  */
                 checkpoint_timeout_seconds: number;
@@ -1240,11 +1251,11 @@ export interface components {
                  */
                 hang_patience_seconds: number;
                 /**
-                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline.
-                 * @default auto
+                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it.
+                 * @default default
                  * @enum {unknown}
                  */
-                mode: "approve" | "auto" | "dry-run" | "observe";
+                mode: "approve" | "auto" | "default" | "dry-run" | "observe";
                 /**
                  * @description A node silent for longer counts as lost. Agents report every 0.5 s, those of very large jobs every 2.5 s. Keep it far below the agents' own --lease-seconds (docs/adr/0003).
                  * @default 5
@@ -1362,7 +1373,7 @@ export interface components {
                 [key: string]: string;
             };
             /** Mode */
-            mode?: ("observe" | "dry-run" | "approve" | "auto") | null;
+            mode?: ("default" | "observe" | "dry-run" | "approve" | "auto") | null;
             /**
              * Name
              * @example gpt-7b
@@ -1385,7 +1396,7 @@ export interface components {
                  */
                 backoff_seconds: number;
                 /**
-                 * @description Time for all ranks to save before a planned restart; then they are stopped without a checkpoint.
+                 * @description Time for all ranks to save before a planned restart; then the restart is called off and proposed to a person.
                  * @default 60
                  */
                 checkpoint_timeout_seconds: number;
@@ -1420,11 +1431,11 @@ export interface components {
                  */
                 hang_patience_seconds: number;
                 /**
-                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline.
-                 * @default auto
+                 * @description Who decides on repairs. observe: only incidents are reported; dry-run: says what it would do; approve: a person approves each restart; auto: Paceline; default: auto if the script can save a checkpoint on command, else approve. In every mode, a job that makes progress is stopped without a checkpoint only after a person has approved it.
+                 * @default default
                  * @enum {unknown}
                  */
-                mode: "approve" | "auto" | "dry-run" | "observe";
+                mode: "approve" | "auto" | "default" | "dry-run" | "observe";
                 /**
                  * @description A node silent for longer counts as lost. Agents report every 0.5 s, those of very large jobs every 2.5 s. Keep it far below the agents' own --lease-seconds (docs/adr/0003).
                  * @default 5
@@ -1480,6 +1491,7 @@ export interface components {
          * @example {
          *       "items": [
          *         {
+         *           "can_checkpoint": true,
          *           "created_at": "2026-11-20T20:15:31.000000Z",
          *           "evaluation_loss": 2.992,
          *           "generation": 1,

@@ -37,6 +37,7 @@ class Ranks(msgspec.Struct, frozen=True, kw_only=True):
     master_address: str
     master_port: int
     checkpoint_directory: str | None = None
+    saved_step: int | None = None  # newest step that the job is known to have saved
 
 
 class StartRanks(Ranks, frozen=True, kw_only=True, tag="start_ranks"):

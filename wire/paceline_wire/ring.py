@@ -53,6 +53,9 @@ STATE_GRADIENT_NORM = 9  # float64, NaN: not given
 STATE_DEPTH = 10  # operations in flight, outermost first
 STATE_EVALUATION_STEP = 11  # step + 1 of the value below; 0: none given
 STATE_EVALUATION_LOSS = 12  # float64
+STATE_ABILITIES = 13  # bits of `Ability`
+STATE_SAVED_STEP = 14  # steps completed in the newest committed checkpoint, + 1; 0: none reported
+STATE_FAILED_SAVES = 15  # number of checkpoints that failed
 STATE_FRAMES = 16  # FRAMES x (op, start_ns, group << 32 | peer, sequence)
 FRAMES = 8
 FRAME_WORDS = 4
@@ -64,6 +67,8 @@ GROUP_BYTES_SHIFT = 16
 STATE_PEERS = 304
 PEERS = 32
 PEER_WORDS = 6
+STATE_SAVE_FAILURE = 496  # UTF-8, zero-padded: why the last checkpoint failed
+SAVE_FAILURE_BYTES = 128
 
 # Control page, in words. The command id is written last, and read first.
 CONTROL_COMMAND = 0  # id of the newest command; 0: none yet
@@ -85,11 +90,18 @@ class Status:
     NAMES = ("starting", "running", "checkpointing", "evaluating", "finished", "failed")
 
 
-class ControlKind:
-    """Values of CONTROL_KIND."""
+class Ability:
+    """Bits of STATE_ABILITIES: the commands that the script declared to execute."""
 
-    CHECKPOINT, CHECKPOINT_AND_STOP, PROFILE, STOP = range(1, 5)
-    NAMES = (None, "checkpoint", "checkpoint_and_stop", "profile", "stop")
+    CHECKPOINT = 1
+    STOP = 2
+
+
+class ControlKind:
+    """Values of CONTROL_KIND. CANCEL: the previous command must not be executed any more."""
+
+    CHECKPOINT, CHECKPOINT_AND_STOP, PROFILE, STOP, CANCEL = range(1, 6)
+    NAMES = (None, "checkpoint", "checkpoint_and_stop", "profile", "stop", "cancel")
 
 
 class AckStatus:
@@ -191,6 +203,11 @@ class StateView(msgspec.Struct, frozen=True, gc=False):
     frames: list[Frame]
     groups: list[GroupProgress]
     peers: list[PeerProgress]
+    can_checkpoint: bool = False  # on command, as the script declared
+    can_stop: bool = False
+    saved_step: int | None = None  # steps completed in the newest committed checkpoint
+    failed_saves: int = 0
+    save_failure: str | None = None  # of the last failed one
 
 
 class Control(msgspec.Struct, frozen=True):
@@ -414,7 +431,17 @@ class RingReader(RingFile):
             frames=frames,
             groups=groups,
             peers=peers,
+            can_checkpoint=bool(words[STATE_ABILITIES] & Ability.CHECKPOINT),
+            can_stop=bool(words[STATE_ABILITIES] & Ability.STOP),
+            saved_step=words[STATE_SAVED_STEP] - 1 if words[STATE_SAVED_STEP] else None,
+            failed_saves=words[STATE_FAILED_SAVES],
+            save_failure=self._save_failure() if words[STATE_FAILED_SAVES] else None,
         )
+
+    def _save_failure(self) -> str:
+        end = STATE_SAVE_FAILURE + SAVE_FAILURE_BYTES // 8
+        content = self.state[STATE_SAVE_FAILURE:end].tobytes()
+        return content.rstrip(b"\0").decode(errors="replace")
 
     def command(self, command_id: int, kind: int, target_step: int) -> None:
         """Write a command for the trainer, which reads the newest one at its next step boundary."""

@@ -282,6 +282,7 @@ class Supervisor:
             "PACELINE_PP": topology.pp,
             "PACELINE_TP": topology.tp,
             "PACELINE_CHECKPOINT_DIRECTORY": command.checkpoint_directory,
+            "PACELINE_SAVED_STEP": command.saved_step,
             "PACELINE_GPU_INDEX": spec.gpu,
             "PACELINE_GPU_UUID": self._gpu_uuid(spec.gpu),
         }

@@ -29,9 +29,10 @@ ENDED = ("finished", "failed", "stopped")
 @click.option("--name", help="For people; default: the script's name.")
 @click.option(
     "--mode",
-    type=click.Choice(["observe", "dry-run", "approve", "auto"]),
-    help="Who decides on repairs: nobody (observe only reports, dry-run says what it would do), "
-    "you (approve) or Paceline (auto).  [default: the server's policy, auto]",
+    type=click.Choice(["default", "observe", "dry-run", "approve", "auto"]),
+    help="Who decides on repairs. observe only reports, dry-run says what it would do, approve "
+    "waits for you, auto lets Paceline decide. default is auto for a script that can save a "
+    "checkpoint on command, else approve.  [default: the server's policy]",
 )
 @click.option(
     "--start-timeout",

@@ -14,6 +14,7 @@ from paceline_server.api import schemas
 from paceline_server.api.verdict import verdict
 from paceline_server.detect.bubble.pipeline_advice import Advice
 from paceline_server.detect.finding import Cause, Evidence
+from paceline_server.policy import mode_in_effect
 from paceline_server.steps.types import Ledger, StepMeans, StepSummary
 from paceline_server.store import models, queries, rank_evidence
 from paceline_server.store.shares import medians, newest_shares, without_ranks
@@ -54,7 +55,8 @@ def job(session: Session, row: models.JobRow) -> schemas.Job:
         restarts=queries.count_restarts(session, row.id),
         topology=topology(row.topology),
         requested_topology=topology(row.spec.topology),
-        mode=row.policy.mode,
+        mode=mode_in_effect(row.policy.mode, row.can_checkpoint, row.highest_step),
+        can_checkpoint=row.can_checkpoint,
         policy=msgspec.to_builtins(row.policy),
         watched=row.watched,
         created_at=time_of(row.created_ns),
@@ -363,6 +365,8 @@ def action(row: models.ActionRow) -> schemas.Action:
             )
             for phase in view.phases
         ],
+        price_steps=view.price_steps,
+        price_seconds=finite(view.price_seconds),
         lost_steps=view.lost_steps,
         resumed_step=view.resumed_step,
         error=view.error,

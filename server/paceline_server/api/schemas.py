@@ -34,7 +34,7 @@ class JobCreate(Resource):
     argv: list[str] = Field(min_length=1, examples=[["python", "-m", "paceline_trainer"]])
     topology: TopologyModel
     # Shorthand for the same fields of `policy`.
-    mode: Literal["observe", "dry-run", "approve", "auto"] | None = None
+    mode: Literal["default", "observe", "dry-run", "approve", "auto"] | None = None
     start_timeout_seconds: float | None = Field(None, ge=1, le=86_400)
     policy: PolicyValues = Field({}, description="Fields that override the server's policy.")
     environment: dict[str, str] = {}
@@ -76,7 +76,8 @@ class Job(Resource):
     restarts: int
     topology: TopologyModel
     requested_topology: TopologyModel
-    mode: str
+    mode: str  # in effect now; `policy` has the value as set
+    can_checkpoint: bool | None  # whether the script saves on command; null: not known yet
     policy: PolicyValues
     watched: bool  # an external job (torchrun, Slurm): diagnosed, never acted on
     created_at: datetime
@@ -378,6 +379,9 @@ class Action(Resource):
     created_at: datetime
     finished_at: datetime | None
     phases: list[PhaseModel]
+    # The steps that a proposal would repeat, and about how long they take.
+    price_steps: int | None
+    price_seconds: float | None
     lost_steps: int | None
     resumed_step: int | None
     error: str | None

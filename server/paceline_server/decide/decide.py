@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.evidence import request_dumps, request_stacks
 from paceline_server.decide.incidents import group, resolve
@@ -20,7 +22,7 @@ from paceline_server.decide.stop_job import advance_stop
 from paceline_server.decide.types import Decision, JobView
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.kinds import FAILURE
-from paceline_server.policy import Policy
+from paceline_server.policy import Policy, mode_in_effect
 
 _NEVER_ACTS = ("observe", "dry-run")
 _GONE_NS = 86_400 * NANOSECONDS
@@ -47,7 +49,8 @@ def decide(
         next_command_id: returns a number that no command of any job has had.
         new_id: `new_id("inc")` returns a new id such as "inc-5e0f1a2b"; also called with "act".
     """
-    draft = Draft(view, policy, now_ns, next_command_id, new_id)
+    mode = mode_in_effect(policy.mode, view.can_checkpoint, view.highest_step)
+    draft = Draft(view, replace(policy, mode=mode), now_ns, next_command_id, new_id)
     if not draft.ended:
         _end_if_finished(draft)
         _end_if_superseded(draft)

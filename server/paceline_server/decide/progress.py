@@ -10,7 +10,7 @@ from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.types import ActionView, JobState, Phase
 from paceline_server.decide.wording import join_names
 
-PhaseName = Literal["checkpoint", "stop", "place", "start", "observe"]
+PhaseName = Literal["checkpoint", "cancel", "stop", "place", "start", "observe"]
 
 
 class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +23,7 @@ class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
     since_ns: int = 0
     planned: bool = False  # save a checkpoint before the ranks are stopped
     why: str = ""  # what is wrong, one sentence
+    remark: str = ""  # sentences that follow the price in the reason of a proposal
     node: str | None = None  # held responsible
     ends_as: JobState | None = None  # final job state of a `stop` action
     target_step: int | None = None
@@ -33,6 +34,8 @@ class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
     tries: int = 1  # of the stop command
     lost: list[str] = []  # left out because they were silent; used again if no other node is left
     checkpoint_commands: dict[str, int] = {}
+    cancel_commands: dict[str, int] = {}
+    trouble: str = ""  # why the checkpoint was called off
     stop_commands: dict[str, int] = {}
     start_commands: dict[str, int] = {}
 

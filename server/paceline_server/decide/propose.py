@@ -15,6 +15,7 @@ from paceline_server.decide.evidence import awaits_evidence
 from paceline_server.decide.incidents import is_fatal
 from paceline_server.decide.nodes import usable_nodes
 from paceline_server.decide.placement import place
+from paceline_server.decide.price import price_of, price_text
 from paceline_server.decide.progress import ActionProgress, progress_of, restart_reason
 from paceline_server.decide.remedies import (
     Remedy,
@@ -24,10 +25,15 @@ from paceline_server.decide.remedies import (
     urgency,
 )
 from paceline_server.decide.restart.advance import begin_restart, begin_start, mitigate
+from paceline_server.decide.restart.checkpoint import is_progressing
 from paceline_server.decide.stop_job import begin_stop
 from paceline_server.decide.types import ActionState, ActionView, IncidentView
 
 _UNFINISHED: tuple[ActionState, ...] = ("proposed", "approved", "running")
+_PRICE_RATIO = 1.1  # growth after which a proposal's price is written again
+_NO_CHECKPOINT = (
+    "A person has to approve it, because the script cannot save a checkpoint on command."
+)
 
 
 def propose(draft: Draft) -> None:
@@ -43,6 +49,7 @@ def propose(draft: Draft) -> None:
         _update_proposals(draft)
         _run_approved(draft)
         _restart_after_failed_start(draft)
+        _propose_what_was_called_off(draft)
         for incident in sorted(draft.incidents(), key=urgency, reverse=True):
             if not draft.ended:
                 _treat(draft, draft.incident(incident.incident_id))
@@ -78,30 +85,51 @@ def _end_outdated_proposals(draft: Draft) -> None:
 
 
 def _update_proposals(draft: Draft) -> None:
-    """Bring the reasons of open proposals up to date with their incidents."""
+    """Bring the reasons and prices of open proposals up to date."""
     findings = {incident.incident_id: incident.finding for incident in draft.incidents()}
     for action in draft.actions("proposed"):
         finding, progress = findings.get(action.incident_id or ""), progress_of(action)
-        if finding is None or not progress.why or progress.why.startswith(finding.summary):
+        price = price_of(draft.view, saves=progress.planned)
+        is_outdated = (
+            finding is not None
+            and bool(progress.why)
+            and not progress.why.startswith(finding.summary)
+        )
+        # Not each tick: every change is a write, and can collide with a person's decision.
+        if not is_outdated and price.steps < _PRICE_RATIO * max(action.price_steps or 0, 1):
             continue
-        why = current_reason(draft, finding)
-        parameters = to_builtins(replace(progress, why=why))
-        reason = action.reason.replace(progress.why, why)
-        draft.put_action(replace(action, reason=reason, parameters=parameters))
+        if is_outdated and finding is not None:
+            progress = replace(progress, why=current_reason(draft, finding))
+        draft.put_action(_with_price(draft, action, progress))
+
+
+def _with_price(draft: Draft, action: ActionView, progress: ActionProgress) -> ActionView:
+    """Return the proposal with its reason and price as of now."""
+    price = price_of(draft.view, saves=progress.planned)
+    reason = restart_reason(progress, action.exclude_nodes)
+    parts = (reason, price_text(price, draft.view), progress.remark)
+    return replace(
+        action,
+        reason=" ".join(part for part in parts if part),
+        price_steps=price.steps,
+        price_seconds=price.seconds,
+        parameters=to_builtins(progress),
+    )
 
 
 def _run_approved(draft: Draft) -> None:
     for action in draft.actions("approved"):
         if _running(draft) is not None:
             draft.end_action(action, "superseded", error="Another action was already running.")
-        else:
+        elif is_progressing(draft) or not progress_of(action).planned:
             begin_restart(draft, action)
 
 
 def _restart_after_failed_start(draft: Draft) -> None:
     """Restart a generation that did not start, as the budget allows."""
     for failed in draft.actions("failed"):
-        if failed.finished_ns == draft.now_ns and failed.kind in ("start", "restart"):
+        started = failed.generation + 1 == draft.generation
+        if started and failed.finished_ns == draft.now_ns and failed.kind in ("start", "restart"):
             incident = _incident_of(draft, failed)
             why = failed.error or failed.reason
             remedy = remedy_for_failed_start(draft, why, progress_of(failed).node)
@@ -140,11 +168,17 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
     if remedy.kind == "notify":
         _record(draft, incident, remedy, "done", remedy.why)
         return
+    if remedy.planned and not is_progressing(draft):
+        return  # a fatal incident comes first
     refusal = budget.refusal(draft.view, draft.policy, draft.now_ns)
     if draft.policy.mode == "auto" and refusal is not None:
         _refuse(draft, incident, remedy, refusal)
         return
-    reason = restart_reason(_first_progress(remedy), remedy.exclude)
+    progress = _first_progress(remedy)
+    is_free = not remedy.planned or draft.view.can_checkpoint is True
+    if not is_free:
+        progress = replace(progress, planned=False, remark=_NO_CHECKPOINT)
+    reason = restart_reason(progress, remedy.exclude)
     if draft.policy.mode == "dry-run":
         _record(draft, incident, remedy, "superseded", f"Dry run, not done: {reason}")
         return
@@ -155,10 +189,35 @@ def _act(draft: Draft, incident: IncidentView | None, remedy: Remedy) -> None:
     for other in pending:
         draft.end_action(other, "superseded", error="A more urgent restart is proposed.")
     if draft.policy.mode == "approve" and refusal is not None:
-        reason = f"{reason} Mode auto would not restart: {refusal}."
+        remark = f"{progress.remark} Mode auto would not restart: {refusal}.".strip()
+        progress = replace(progress, remark=remark)
+    if draft.policy.mode == "auto" and is_free:
+        begin_restart(draft, _record(draft, incident, remedy, "proposed", reason))
+    else:
+        _propose(draft, incident, remedy, progress)
+
+
+def _propose(
+    draft: Draft, incident: IncidentView | None, remedy: Remedy, progress: ActionProgress
+) -> None:
+    """Propose the restart to a person, with its price."""
+    reason = restart_reason(progress, remedy.exclude)
     action = _record(draft, incident, remedy, "proposed", reason)
-    if draft.policy.mode == "auto":
-        begin_restart(draft, action)
+    draft.put_action(_with_price(draft, action, progress))
+
+
+def _propose_what_was_called_off(draft: Draft) -> None:
+    """Propose to a person a restart whose checkpoint could not be saved."""
+    for action in draft.actions("failed"):
+        progress = progress_of(action)
+        if action.finished_ns != draft.now_ns or not progress.trouble or draft.actions("proposed"):
+            continue
+        remedy = Remedy(
+            kind="restart", why=progress.why, exclude=action.exclude_nodes, node=progress.node
+        )
+        remark = f"A person has to approve it: {progress.trouble}"
+        again = replace(_first_progress(remedy), remark=remark)
+        _propose(draft, _incident_of(draft, action), remedy, again)
 
 
 def _refuse(draft: Draft, incident: IncidentView | None, remedy: Remedy, refusal: str) -> None:

@@ -103,6 +103,9 @@ class ActionView(msgspec.Struct, frozen=True, kw_only=True):
     phases: list[Phase] = []
     parameters: dict[str, Any] = {}
     lost_steps: int | None = None  # by a finished restart
+    # What a proposed restart would repeat: steps since the newest checkpoint. None: unknown.
+    price_steps: int | None = None
+    price_seconds: float | None = None
     resumed_step: int | None = None  # first step done (again) after the restart
     error: str | None = None
 
@@ -142,6 +145,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     command_results: dict[int, bool] = {}  # of unfinished actions' commands: id -> ok
     highest_step: int | None = None  # finished by all ranks, over all generations
     checkpoint_step: int | None = None  # newest that every rank reported as committed
+    # Whether all ranks save a checkpoint on command; None: not known yet.
+    can_checkpoint: bool | None = None
     step_seconds: float | None = None  # median of the recent steps
     stop_requested: bool = False
     is_superseded: bool = False  # another run of this job was started outside Paceline

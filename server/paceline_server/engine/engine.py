@@ -127,6 +127,8 @@ class Engine:
             ledger=self._ledger.read(now_ns),
             step_seconds=running.step_seconds(),
             highest_step=self._highest_step,
+            can_checkpoint=running.can_checkpoint(),
+            saved_step=running.saved_step(),
             ended_ns=max(map(self._clocks.server_time_ns, running.exit_times), default=None),
             ended_received_ns=max(
                 (exited.received_ns for exited in running.exit_times), default=None

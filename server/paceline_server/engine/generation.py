@@ -267,6 +267,23 @@ class RunningGeneration:
         recent = list(self._durations)[-RECENT_STEPS:]
         return median(recent) if recent else None
 
+    def can_checkpoint(self) -> bool | None:
+        """Return whether all ranks save a checkpoint on command; None: not all have begun a step.
+
+        Scripts declare it before their first step.
+        """
+        states = [live.state for live in self._ranks.values() if live.state is not None]
+        begun = [state for state in states if state.view.step_started_ns]
+        if len(begun) < self._world_size:
+            return None
+        return all(state.view.can_checkpoint for state in begun)
+
+    def saved_step(self) -> int | None:
+        """Return the newest checkpoint that all ranks reported that report any."""
+        states = [live.state for live in self._ranks.values() if live.state is not None]
+        steps = [state.view.saved_step for state in states]
+        return min((step for step in steps if step is not None), default=None)
+
     def _step_seconds_p99(self) -> float | None:
         return float(np.percentile(self._durations, 99)) if self._durations else None
 

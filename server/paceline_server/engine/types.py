@@ -48,5 +48,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     ledger: Ledger = Ledger()
     step_seconds: float | None = None  # median of the recent steps
     highest_step: int | None = None
+    can_checkpoint: bool | None = None  # all ranks declared it; None: not known yet
+    saved_step: int | None = None  # newest committed checkpoint that the ranks reported
     ended_ns: int | None = None  # when the last rank exited; None: some ranks still run
     ended_received_ns: int | None = None  # when the report of that was received

@@ -184,6 +184,7 @@ class JobRow(Base):
     step: Mapped[int | None]
     highest_step: Mapped[int | None]
     checkpoint_step: Mapped[int | None]
+    can_checkpoint: Mapped[bool | None]  # on command; None: not known yet
     step_seconds: Mapped[float | None]
     loss: Mapped[float | None]
     evaluation_loss: Mapped[float | None]

@@ -54,6 +54,7 @@ def _view(
         command_results=dict(snapshot.command_results),
         highest_step=columns.highest_step,
         checkpoint_step=columns.checkpoint_step,
+        can_checkpoint=columns.can_checkpoint,
         step_seconds=columns.step_seconds,
         stop_requested=snapshot.stop_requested,
         is_superseded=snapshot.is_superseded,

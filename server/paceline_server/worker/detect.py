@@ -67,7 +67,8 @@ def _progress(
         loss = loss if summary.loss is None else summary.loss
     finished = [summary.step for summary in outcome.steps]
     reached = [before.highest_step, outcome.highest_step, *finished]
-    checkpoint = before.checkpoint_step
+    # The ranks know which checkpoint they resumed from, also where a newer one was damaged.
+    checkpoint = before.checkpoint_step if outcome.saved_step is None else outcome.saved_step
     if saved is not None:
         checkpoint = max(saved, checkpoint or 0)
     return replace(
@@ -77,6 +78,9 @@ def _progress(
         evaluation_loss=evaluation_loss,
         step_seconds=before.step_seconds if outcome.step_seconds is None else outcome.step_seconds,
         checkpoint_step=checkpoint,
+        can_checkpoint=(
+            before.can_checkpoint if outcome.can_checkpoint is None else outcome.can_checkpoint
+        ),
         started_ns=started_ns,
         step=step,
         loss=loss,

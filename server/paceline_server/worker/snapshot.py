@@ -44,6 +44,7 @@ class JobColumns:
     step: int | None
     highest_step: int | None
     checkpoint_step: int | None
+    can_checkpoint: bool | None
     step_seconds: float | None
     loss: float | None
     evaluation_loss: float | None
@@ -136,6 +137,7 @@ def _columns(job: models.JobRow) -> JobColumns:
         step=job.step,
         highest_step=job.highest_step,
         checkpoint_step=job.checkpoint_step,
+        can_checkpoint=job.can_checkpoint,
         step_seconds=job.step_seconds,
         loss=job.loss,
         evaluation_loss=job.evaluation_loss,

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from paceline_server.decide.decide import decide
+from paceline_server.decide.incidents import is_fatal
+from paceline_server.decide.progress import progress_of
 from paceline_server.decide.types import (
     Acknowledged,
     ActionView,
@@ -83,7 +85,9 @@ class World:
         self.step_seconds = step_seconds
         self.last_step = last_step
         self.checkpoint_every = 10
+        self.can_checkpoint: bool | None = True  # as the script declared
         self.can_save = True
+        self.answers = True  # the script reads commands
         self.detects = True
         self.server_is_asleep = False  # it has not read yet what agents sent meanwhile
 
@@ -103,6 +107,7 @@ class World:
         self.commands: list[IssuedCommand] = []
         self.quarantined: dict[str, str] = {}
         self.decisions: list[Decision] = []
+        self.approved: set[str] = set()  # actions that a person approved
 
         self._completed = 0  # steps of the running generation
         self._since_step_ns = 0
@@ -188,6 +193,8 @@ class World:
 
     def people(self, action: ActionView, state: str) -> None:
         self.actions[action.action_id] = replace(action, state=state)
+        if state == "approved":
+            self.approved.add(action.action_id)
 
     def run(self, seconds: float, findings: tuple[Finding, ...] = ()) -> None:
         for _ in range(round(seconds / 0.1)):
@@ -265,6 +272,7 @@ class World:
             command_results={id_: ok for id_, ok in self.results.items() if id_ in ids_of_job},
             highest_step=self.highest_step,
             checkpoint_step=self.checkpoint_step,
+            can_checkpoint=self.can_checkpoint,
             step_seconds=self.step_seconds if self.highest_step is not None else None,
             stop_requested=self.stop_requested,
         )
@@ -346,17 +354,20 @@ class World:
             self._obey(ranks)
 
     def _obey(self, ranks: list[Process]) -> None:
+        if not self.answers:
+            return
         controls = [one.control for one in ranks if one.control is not None]
         newest = max(controls, key=lambda one: one.command_id, default=None)
         if newest is None or self._completed < newest.target_step:
             return
+        cancels = newest.kind == "cancel"
         for process in ranks:
-            status = "done" if self.can_save else "failed"
+            status = "done" if self.can_save or cancels else "failed"
             self.acknowledged.append(
                 Acknowledged(process.rank, newest.command_id, status, self._completed)
             )
             process.control = None
-        if self.can_save:
+        if self.can_save and not cancels:
             self.checkpoint_step = self._completed
             self._all_exit(commanded=True)
 
@@ -428,6 +439,8 @@ class World:
             command = issued.command
             if isinstance(command, StartRanks):
                 self._check_start(issued.agent_id, command, decision)
+            elif isinstance(command, StopGeneration):
+                self._check_stop(issued.action_id, command, decision)
         for action in decision.actions:
             assert action.reason
             assert all(phase.detail for phase in action.phases)
@@ -454,6 +467,25 @@ class World:
         assert [one.local_rank for one in command.ranks] == list(range(len(command.ranks)))
         alive = [one for one in node.processes if one.generation < command.generation]
         assert not alive, f"{agent_id} still runs {alive}"
+
+    def _check_stop(self, action_id: str, command: StopGeneration, decision: Decision) -> None:
+        """A job that makes progress is stopped with a checkpoint, or because a person said so."""
+        actions = self.actions | {one.action_id: one for one in decision.actions}
+        action = actions[action_id]
+        if action.kind != "restart" or command.generation != self.generation:
+            return
+        whole = len(self._current()) == self.topology.world_size
+        reachable = all(node.connected for node in self.nodes.values())
+        hung = any(one.hung for one in self.processes())
+        if not whole or hung or not reachable or self.server_is_asleep or self.highest_step is None:
+            return
+        incidents = [*self.open_incidents(), *decision.incidents]
+        if any(is_fatal(one.finding) for one in incidents):
+            return
+        approved = action_id in self.approved
+        progress = progress_of(action)
+        saved = {result.rank for result in self.acknowledged if result.status == "done"}
+        assert approved or progress.saved_step is not None or saved, "progress was destroyed"
 
     def _apply(self, decision: Decision) -> None:
         self.decisions.append(decision)

@@ -5,32 +5,10 @@ from __future__ import annotations
 import pytest
 
 from paceline_server.policy import Policy
-from paceline_wire.commands import ControlRanks, StopGeneration
+from paceline_wire.commands import StopGeneration
 from paceline_wire.topology import Topology
 
 from .simulator import Node, World
-
-
-def test_a_checkpoint_that_never_completes_times_out(world: World) -> None:
-    world.policy = Policy(checkpoint_timeout_seconds=5.0)
-    world.can_save = False
-    world.detects = False
-    world.tick((world.finding(),))
-    for node in world.nodes.values():
-        node.pending = [one for one in node.pending if not isinstance(one.command, ControlRanks)]
-    world.until_running(2)
-    action = world.one_action("restart")
-    assert action.state == "done"
-    assert any("No checkpoint: ranks 0, 1" in one.detail for one in action.phases)
-    assert action.lost_steps
-
-
-def test_a_rank_that_cannot_save_makes_the_restart_unplanned(world: World) -> None:
-    world.can_save = False
-    world.tick((world.finding(),))
-    world.until_running(2)
-    assert any("could not save" in one.detail for one in world.one_action("restart").phases)
-    assert "node-1" not in world.started_on(2)
 
 
 def test_a_rank_that_dies_during_the_checkpoint_makes_the_restart_unplanned(

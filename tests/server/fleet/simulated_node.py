@@ -67,6 +67,8 @@ def view(step: int) -> StateView:
         frames=[],
         groups=[],
         peers=[],
+        can_checkpoint=True,
+        can_stop=True,
     )
 
 

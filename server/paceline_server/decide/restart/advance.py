@@ -1,9 +1,12 @@
 """Begin a restart or a start, and advance it from phase to phase.
 
     checkpoint -> stop -> place -> start -> observe -> done
+        |-> cancel -> (called off)
 
-A planned restart begins with a checkpoint that all ranks write at one agreed step. If that fails,
-or the ranks cannot write one, they are stopped without it. The first start of a job begins at
+A planned restart begins with a checkpoint that all ranks write at one agreed step. If that fails
+while the job makes progress, the restart is called off and proposed to a person: training is never
+stopped without a checkpoint unless a person approved it. If the ranks no longer make progress, they
+are stopped without one. The first start of a job begins at
 `start`. A phase ends only by the agents' results or by its deadline. Every action is committed
 before its commands are sent.
 """
@@ -18,9 +21,10 @@ from paceline_server.decide.draft import Draft
 from paceline_server.decide.placement import RankLayout
 from paceline_server.decide.progress import ActionProgress, PhaseName, progress_of
 from paceline_server.decide.restart.checkpoint import (
+    advance_cancel,
     advance_checkpoint,
-    can_checkpoint,
     enter_checkpoint,
+    is_progressing,
 )
 from paceline_server.decide.restart.place import advance_place
 from paceline_server.decide.restart.start import (
@@ -36,7 +40,7 @@ from paceline_server.decide.wording import join_names
 def begin_restart(draft: Draft, action: ActionView) -> None:
     """Run a proposed or approved restart."""
     progress = progress_of(action)
-    planned = progress.planned and can_checkpoint(draft)
+    planned = progress.planned and is_progressing(draft)
     progress = replace(progress, planned=planned, highest_step=draft.view.highest_step)
     action = draft.put_action(replace(action, state="running"))
     draft.change_state("recovering", action.reason)
@@ -90,6 +94,7 @@ def advance_restart(draft: Draft, action: ActionView) -> None:
 
 _PHASES: dict[PhaseName, Callable[[Draft, ActionView], None]] = {
     "checkpoint": advance_checkpoint,
+    "cancel": advance_cancel,
     "stop": advance_stop_phase,
     "place": advance_place,
     "start": advance_start,

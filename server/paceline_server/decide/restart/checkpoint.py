@@ -1,4 +1,7 @@
-"""Phase `checkpoint` of a planned restart: all ranks save one agreed step, then stop."""
+"""Phase `checkpoint` of a planned restart: all ranks save one agreed step, then stop.
+
+Phase `cancel` follows if they do not: the command is withdrawn, and training goes on.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,10 @@ from paceline_server.decide.types import ActionView
 from paceline_server.decide.wording import exit_text, join_names, join_numbers
 from paceline_wire.commands import PRELOAD, Command, ControlRanks, PreloadRanks
 
+_CANCEL_SECONDS = 15.0  # for the ranks to confirm that they no longer follow the command
 
-def can_checkpoint(draft: Draft) -> bool:
+
+def is_progressing(draft: Draft) -> bool:
     """Return whether all ranks run and make progress."""
     return (
         draft.view.highest_step is not None
@@ -42,18 +47,7 @@ def enter_checkpoint(draft: Draft, action: ActionView, progress: ActionProgress)
     # it at a step boundary, the others at the next reduction.
     ahead = max(2, math.ceil(1.0 / max(step_seconds, 1e-3)) + 1)
     target = highest + ahead
-
-    def control(command_id: int) -> Command:
-        return ControlRanks(
-            command_id=command_id,
-            job=draft.view.job_id,
-            generation=draft.generation,
-            kind="checkpoint_and_stop",
-            target_step=target,
-        )
-
-    agents = sorted({rank.agent_id for rank in draft.ranks})
-    commands = {agent: draft.issue(agent, action.action_id, control) for agent in agents}
+    commands = _control(draft, action, "checkpoint_and_stop", target)
     progress = replace(progress, target_step=target, checkpoint_commands=commands)
     action = replace(action, reason=restart_reason(progress, action.exclude_nodes))
     enter_phase(
@@ -65,6 +59,22 @@ def enter_checkpoint(draft: Draft, action: ActionView, progress: ActionProgress)
         seconds=draft.policy.checkpoint_timeout_seconds + ahead * step_seconds,
     )
     _preload(draft, action)
+
+
+def _control(draft: Draft, action: ActionView, kind: str, target: int) -> dict[str, int]:
+    """Send a control command to all ranks. Return {agent_id: command_id}."""
+
+    def control(command_id: int) -> Command:
+        return ControlRanks(
+            command_id=command_id,
+            job=draft.view.job_id,
+            generation=draft.generation,
+            kind=kind,
+            target_step=target,
+        )
+
+    agents = sorted({rank.agent_id for rank in draft.ranks})
+    return {agent: draft.issue(agent, action.action_id, control) for agent in agents}
 
 
 def _preload(draft: Draft, action: ActionView) -> None:
@@ -80,22 +90,77 @@ def _preload(draft: Draft, action: ActionView) -> None:
 
 
 def advance_checkpoint(draft: Draft, action: ActionView) -> None:
-    """Go on to `stop` once all ranks have saved the same step, or cannot."""
+    """Go on to `stop` once all ranks have saved the same step; if they cannot, cancel."""
     progress = progress_of(action)
+    saved = _saved(draft, progress)
+    if _stop_if_saved(draft, action, progress, saved):
+        return
+    trouble = _checkpoint_trouble(draft, progress, saved)
+    if trouble is None:
+        return
+    if not is_progressing(draft):
+        _stop_without_checkpoint(draft, action, progress, trouble)
+        return
+    progress = replace(
+        progress,
+        trouble=f"no checkpoint could be saved: {trouble}",
+        cancel_commands=_control(draft, action, "cancel", 0),
+    )
+    detail = f"No checkpoint: {trouble} The command is withdrawn."
+    enter_phase(draft, action, progress, "cancel", detail, seconds=_CANCEL_SECONDS)
+
+
+def advance_cancel(draft: Draft, action: ActionView) -> None:
+    """Call the restart off once the ranks no longer follow the command, or do not answer."""
+    progress = progress_of(action)
+    if _stop_if_saved(draft, action, progress, _saved(draft, progress)):
+        return
+    if not is_progressing(draft):
+        _stop_without_checkpoint(draft, action, progress, progress.trouble)
+        return
+    ids = set(progress.cancel_commands.values())
+    confirmed = {
+        result.rank
+        for result in draft.view.acknowledged
+        if result.command_id in ids and result.status in ("done", "failed")
+    }
+    if len(confirmed) < len(draft.ranks) and draft.now_ns <= progress.deadline_ns:
+        return
+    draft.end_action(action, "failed", error=f"Called off: {progress.trouble} Training goes on.")
+    draft.change_state("running", "The restart was called off.")
+    for incident in draft.incidents():
+        if incident.state == "mitigating" and action.action_id in incident.action_ids:
+            draft.put_incident(replace(incident, state="open"))
+
+
+def _saved(draft: Draft, progress: ActionProgress) -> dict[int, int]:
+    """Return {rank: step} of the ranks that saved on command."""
     ids = set(progress.checkpoint_commands.values())
-    saved = {
+    return {
         result.rank: result.step
         for result in draft.view.acknowledged
         if result.command_id in ids and result.status == "done"
     }
-    if len(saved) == len(draft.ranks) and len(set(saved.values())) == 1:
-        step = next(iter(saved.values()))
-        progress = replace(progress, saved_step=step)
-        enter_stop(draft, action, progress, f"All {len(saved)} ranks saved step {step}.")
-    elif (trouble := _checkpoint_trouble(draft, progress, saved)) is not None:
-        progress = replace(progress, planned=False)
-        detail = f"No checkpoint: {trouble} Stopping all ranks without it."
-        enter_stop(draft, action, progress, detail)
+
+
+def _stop_if_saved(
+    draft: Draft, action: ActionView, progress: ActionProgress, saved: dict[int, int]
+) -> bool:
+    """Go on to `stop` if all ranks have saved the same step. Return whether they have."""
+    if len(saved) < len(draft.ranks) or len(set(saved.values())) != 1:
+        return False
+    step = next(iter(saved.values()))
+    progress = replace(progress, saved_step=step)
+    enter_stop(draft, action, progress, f"All {len(saved)} ranks saved step {step}.")
+    return True
+
+
+def _stop_without_checkpoint(
+    draft: Draft, action: ActionView, progress: ActionProgress, trouble: str
+) -> None:
+    progress = replace(progress, planned=False)
+    detail = f"No checkpoint: {trouble} The ranks no longer make progress. Stopping all ranks."
+    enter_stop(draft, action, progress, detail)
 
 
 def _checkpoint_trouble(

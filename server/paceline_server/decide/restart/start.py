@@ -83,6 +83,7 @@ def _command(
         master_address=master.address,
         master_port=master.rendezvous_port,
         checkpoint_directory=spec.checkpoint_directory,
+        saved_step=draft.view.checkpoint_step,
     )
 
 

@@ -1,0 +1,146 @@
+"""Planned restarts never destroy the work of a job that makes progress."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline_server.decide.types import ActionView
+from paceline_server.policy import Policy
+from paceline_wire.commands import ControlRanks
+
+from .simulator import World
+
+
+def drop_controls(world: World) -> None:
+    """Lose the commands on their way to the ranks."""
+    for node in world.nodes.values():
+        node.pending = [one for one in node.pending if not isinstance(one.command, ControlRanks)]
+
+
+def proposal(world: World) -> ActionView:
+    return next(one for one in world.actions.values() if one.state == "proposed")
+
+
+def failed_restart(world: World) -> ActionView:
+    return world.one_action("restart", "failed")
+
+
+@pytest.mark.parametrize("failure", ["cannot save", "does not answer", "never receives it"])
+def test_without_a_checkpoint_the_restart_is_called_off_and_proposed(
+    world: World, failure: str
+) -> None:
+    world.policy = Policy(mode="auto", checkpoint_timeout_seconds=5.0)
+    world.can_save = failure != "cannot save"
+    world.answers = failure != "does not answer"
+    world.tick((world.finding(),))
+    if failure == "never receives it":
+        drop_controls(world)
+    world.until(lambda: any(one.state == "failed" for one in world.actions.values()), 120.0)
+    assert world.state == "running"
+    assert world.generation == 1
+    assert failed_restart(world).error is not None
+    assert "Training goes on." in str(failed_restart(world).error)
+    before = world.highest_step
+    world.run(30.0)
+    assert (world.highest_step or 0) > (before or 0)
+    assert "A person has to approve it: no checkpoint could be saved" in proposal(world).reason
+
+
+def test_a_command_that_was_called_off_is_withdrawn_from_the_ranks(world: World) -> None:
+    world.policy = Policy(mode="auto", checkpoint_timeout_seconds=5.0)
+    world.answers = False
+    world.tick((world.finding(),))
+    world.until(lambda: any(one.state == "failed" for one in world.actions.values()), 120.0)
+    world.answers = True  # late
+    world.run(20.0)
+    assert (world.state, world.generation) == ("running", 1)
+
+
+def test_a_checkpoint_that_completes_late_is_used(world: World) -> None:
+    world.policy = Policy(mode="auto", checkpoint_timeout_seconds=5.0)
+    world.answers = False
+    world.tick((world.finding(),))
+    world.until(lambda: world.phase() == "cancel", 120.0)
+    drop_controls(world)  # the withdrawal comes too late
+    world.answers = True
+    world.until_running(2)
+    assert world.one_action("restart").lost_steps == 0
+
+
+@pytest.mark.parametrize("declared", [False, None])
+@pytest.mark.parametrize("mode", ["auto", "default", "approve"])
+def test_a_script_that_cannot_save_on_command_is_restarted_only_by_a_person(
+    world: World, mode: str, declared: bool | None
+) -> None:
+    world.policy = Policy(mode=mode)  # type: ignore[arg-type]
+    world.can_checkpoint, world.answers = declared, False
+    world.run(20.0)
+    world.tick((world.finding(),))
+    world.run(60.0)
+    assert (world.state, world.generation) == ("running", 1)
+    assert not any(isinstance(one.command, ControlRanks) for one in world.commands)
+    action = proposal(world)
+    assert "cannot save a checkpoint on command" in action.reason
+    world.people(action, "approved")
+    world.until_running(2)
+    assert "node-1" not in world.started_on(2)
+
+
+def test_a_proposal_shows_its_price_in_steps_and_seconds(world: World) -> None:
+    world.can_checkpoint = False
+    world.until(lambda: world.highest_step == 44)
+    world.checkpoint_step = 40
+    world.tick((world.finding(),))
+    action = proposal(world)
+    assert (action.price_steps, action.price_seconds) == (5, 2.5)
+    assert "Price: 5 steps (2 s) since the checkpoint of step 40." in action.reason
+
+
+def test_the_price_of_an_open_proposal_follows_the_job(world: World) -> None:
+    world.can_checkpoint = False
+    world.can_save = False
+    world.checkpoint_step = None
+    world.run(10.0)
+    world.tick((world.finding(),))
+    first = proposal(world).price_steps
+    world.run(60.0)
+    latest = proposal(world).price_steps
+    assert (latest or 0) > 3 * (first or 0) > 0
+    assert (latest or 0) >= 0.9 * (world.highest_step or 0)
+    assert "since the start: no checkpoint is known" in proposal(world).reason
+
+
+def test_a_restart_that_saves_first_is_free(world: World) -> None:
+    world.policy = Policy(mode="approve")
+    world.run(10.0)
+    world.tick((world.finding(),))
+    assert proposal(world).price_steps == 0
+    assert "Price: no step is repeated." in proposal(world).reason
+
+
+def test_a_planned_restart_waits_while_a_node_is_silent(world: World) -> None:
+    world.policy = Policy(mode="auto", node_lease_seconds=30.0)
+    world.run(5.0)
+    world.nodes["node-2"].connected = False
+    world.detects = False
+    world.run(31.0)
+    world.run(3.0, (world.finding(),))
+    assert not world.restart_actions()
+
+
+def test_a_job_without_a_step_is_started_again_without_a_person() -> None:
+    world = World(policy=Policy(mode="default"))
+    world.can_checkpoint = None
+    world.nodes["node-0"].crashes_at_start = 1
+    world.until_running(2)
+
+
+def test_a_crashed_job_that_cannot_save_waits_for_a_person_by_default(world: World) -> None:
+    world.policy = Policy(mode="default")
+    world.can_checkpoint = False
+    world.run(10.0)
+    world.crash(3)
+    world.run(20.0)
+    assert world.generation == 1
+    world.people(proposal(world), "approved")
+    world.until_running(2)

@@ -1,0 +1,147 @@
+"""A node that cannot read the checkpoints proves nothing about them: it ends, they stay."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+import paceline_trainer.checkpoint
+from paceline_trainer.checkpoint import Checkpointer, saved_checkpoints
+from paceline_trainer.checkpoint_metadata import load_metadata
+from paceline_trainer.errors import DamagedError, UnreadableError
+from paceline_trainer.settings import RankPlacement, TrainerSettings
+from paceline_trainer.train import train
+from paceline_wire.topology import Topology
+
+TWO_RANKS = Topology(2, 1, 1)
+
+
+@pytest.fixture
+def settings(tiny_settings: TrainerSettings, tmp_path: Path) -> TrainerSettings:
+    return replace(
+        tiny_settings,
+        steps=4,
+        evaluate_every=0,
+        checkpoint_every=2,
+        checkpoint_directory=tmp_path / "shared",
+    )
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """Return the files of all checkpoints."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.glob("step-*/*"))
+    }
+
+
+@pytest.mark.parametrize("blind", [0, 1])
+def test_a_rank_without_the_shared_mount_ends_and_changes_no_checkpoint(
+    ranks_pool: Any, settings: TrainerSettings, tmp_path: Path, blind: int
+) -> None:
+    ranks_pool.run(settings, TWO_RANKS)
+    shared = tmp_path / "shared"
+    before = content(shared)
+    unmounted = replace(settings, checkpoint_directory=tmp_path / "empty")
+    run = ranks_pool.start(
+        [unmounted if rank == blind else settings for rank in (0, 1)], TWO_RANKS, generation=1
+    )
+    failures = run.failures()
+    assert "is the shared directory mounted there?" in failures[blind]
+    assert f"ranks [{blind}]" in failures[1 - blind], "the other rank waits, and names it"
+    assert content(shared) == before
+    again = ranks_pool.run(replace(settings, steps=6), TWO_RANKS, generation=2)
+    assert again.first_step == 4
+
+
+def test_all_ranks_without_the_shared_mount_do_not_begin_at_step_0(
+    settings: TrainerSettings, tmp_path: Path
+) -> None:
+    moved = replace(settings, checkpoint_directory=tmp_path / "empty")
+    place = RankPlacement(generation=1, saved_step=4)
+    with pytest.raises(UnreadableError, match=r"saved step 4, but .* no checkpoint"):
+        train(moved, place, HashStore())
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Any:
+    """Opens a checkpointer of one rank on a directory with one checkpoint."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    group = dist.new_group([0], backend="gloo")
+    made: list[Checkpointer] = []
+
+    def open_one(generation: int, saved_step: int | None = None) -> Checkpointer:
+        made.append(
+            Checkpointer(tmp_path, group, generation, run={}, keep=3, saved_step=saved_step)  # type: ignore[arg-type]
+        )
+        return made[-1]
+
+    first = open_one(0)
+    first.save(4, {"weight": torch.ones(4)})
+    assert first.wait()
+    yield open_one
+    for checkpointer in made:
+        checkpointer.close()
+    dist.destroy_process_group()
+
+
+def load(checkpointer: Checkpointer) -> int | None:
+    return checkpointer.load({"weight": torch.zeros(4)})
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json"])
+def test_an_input_output_error_is_not_damage(opened: Any, tmp_path: Path, name: str) -> None:
+    """A directory in the place of a file: reading it fails with an OSError, for root as well."""
+    (saved,) = saved_checkpoints(tmp_path)
+    path = tmp_path / saved.name / name
+    checkpointer = opened(1)
+    path.rename(tmp_path / "kept")
+    path.mkdir()
+    with pytest.raises(UnreadableError):
+        load(checkpointer)
+    path.rmdir()
+    (tmp_path / "kept").rename(path)
+    assert load(opened(2)) == 4
+
+
+def test_a_manifest_of_a_newer_trainer_is_not_damage(
+    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paceline_trainer.checkpoint, "VERSION", 0)
+    with pytest.raises(UnreadableError, match="version 1, this trainer reads 0"):
+        load(opened(1))
+    monkeypatch.undo()
+    assert load(opened(2)) == 4
+
+
+def test_after_all_checkpoints_were_found_damaged_training_may_begin_again(
+    opened: Any, tmp_path: Path
+) -> None:
+    (saved,) = saved_checkpoints(tmp_path)
+    (tmp_path / saved.name / "__0_0.distcp").write_bytes(b"rubbish")
+    assert load(opened(1, 4)) is None
+    assert load(opened(2, 4)) is None
+
+
+class _Evil:
+    def __reduce__(self) -> Any:
+        return (print, ("owned",))
+
+
+@pytest.mark.parametrize("value", [_Evil(), print, "text", [1]])
+def test_metadata_that_is_not_of_a_checkpoint_is_refused(
+    value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / ".metadata"
+    path.write_bytes(pickle.dumps(value))
+    with path.open("rb") as file, pytest.raises(DamagedError):
+        load_metadata(file)
+    assert capsys.readouterr().out == ""
