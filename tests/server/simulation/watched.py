@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Finding
-from paceline_server.detect.observation import Generation, Observation
+from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_server.detect.telemetry import Telemetry
 from paceline_server.policy import Policy
 from paceline_server.steps.bubbles import BubbleModel
@@ -45,6 +45,7 @@ class Watched:
         self.telemetry = Telemetry()
         self.stragglers: frozenset[int] = frozenset()
         self.active_kinds: frozenset[str] = frozenset()
+        self.ranks: dict[int, LiveRank] = {}
         self.findings: list[Finding] = []
         self._bubbles = BubbleModel(topology)
         self._recent: list[StepTiming] = []
@@ -65,7 +66,7 @@ class Watched:
             steps=[self._summary(timing)],
             exits=[],
             device_events=[],
-            ranks={},
+            ranks=self.ranks,
             last_seen_ns={},
             exited={},
             losses={},

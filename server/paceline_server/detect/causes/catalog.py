@@ -57,6 +57,8 @@ BLOCKED_ON_IO = "blocked on I/O"
 PROCESS_STOPPED = "process stopped (SIGSTOP)"
 PROCESS_GONE = "process gone"
 OUT_OF_MEMORY = "out of memory"
+CHECKPOINT_NOT_WRITTEN = "checkpoint not written"
+CHECKPOINTS_STOPPED = "checkpoints stopped"
 _CANNOT_RESUME = frozenset({PROCESS_STOPPED, PROCESS_GONE})
 
 
