@@ -102,6 +102,12 @@ def _names(command: click.Command) -> dict[str, str]:
 @click.option(
     "--slots", type=int, help="Number of ranks this node can run. [default: its GPUs, else 1]"
 )
+@click.option(
+    "--run-as",
+    metavar="USER",
+    help="User that ranks run as, by name or number; root only if it is named here. [default: "
+    "paceline-job if it exists, else nobody, if the agent is root; else the agent's own user]",
+)
 @click.option("--address", help="Address at which other nodes reach rank 0. [default: hostname]")
 @click.option(
     "--once",

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
+from paceline_agent import own_directory
 from paceline_agent.clock import stepped_ns, timeline_ns, until_next
 from paceline_agent.collect.collectors import discover
 from paceline_agent.collect.contract import Collected, Context, Inventory
@@ -37,6 +38,7 @@ from paceline_agent.settings import HEARTBEAT_SECONDS, AgentSettings
 from paceline_agent.supervise import guard
 from paceline_agent.supervise.commands import CommandRunner, CommandStream
 from paceline_agent.supervise.lease import RankLease
+from paceline_agent.supervise.rank_user import RankUser, find_rank_user
 from paceline_agent.supervise.supervisor import Supervisor
 from paceline_wire.batch import Sample
 from paceline_wire.commands import StartRanks
@@ -79,23 +81,24 @@ async def serve(settings: AgentSettings, stop: asyncio.Event | None = None) -> N
 
     Raises:
         DirectoryInUseError: another agent uses this node's directory.
+        UnsafeDirectoryError: another user could have prepared the directory.
+        SettingsError: the user of the ranks does not exist.
         AgentError: the directory cannot be created or locked.
     """
-    with _lock(settings.directory):
-        agent = Agent(settings)
+    rank_user = None if settings.slots == 0 else find_rank_user(settings.run_as)
+    # Ranks of external jobs create rings as any user; so do those that run as another one.
+    shared = os.geteuid() == 0 or (rank_user is not None and not rank_user.is_own)
+    with _lock(settings.directory, shared=shared):
+        agent = Agent(settings, rank_user)
         await agent.run(stop or asyncio.Event())
 
 
 class Agent:
     """All parts of an agent and the tasks that run them."""
 
-    def __init__(self, settings: AgentSettings) -> None:
+    def __init__(self, settings: AgentSettings, rank_user: RankUser | None) -> None:
         self._settings = settings
         directory = settings.directory
-        for name in (RINGS, "logs"):
-            (directory / name).mkdir(parents=True, exist_ok=True)
-        if os.geteuid() == 0:  # ranks of external jobs create rings here, as any user
-            (directory / RINGS).chmod(0o3777)
         self._outbox = Outbox()
         self._spool = Spool(settings.spool, settings.spool_bytes)
         self._packer = Packer(
@@ -116,6 +119,7 @@ class Agent:
             self._rings,
             environment=settings.environment,
             inventory=inventory,
+            rank_user=rank_user,
             orphan_grace_seconds=settings.orphan_grace_seconds,
             killed=self._burst_kernel_log,
         )
@@ -330,11 +334,16 @@ def _tune_garbage_collection() -> None:
 
 
 @contextlib.contextmanager
-def _lock(directory: Path) -> Iterator[None]:
-    """Lock the node's directory for as long as this process lives."""
+def _lock(directory: Path, *, shared: bool) -> Iterator[None]:
+    """Create the node's directory, and lock it for as long as this process lives."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        within = own_directory.prepare(directory, shared=shared)
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            descriptor = os.open(LOCK, flags, 0o600, dir_fd=within)
+        finally:
+            os.close(within)
     except OSError as error:
         raise AgentError(
             f"the node directory {directory} cannot be used ({error.strerror}); "

@@ -3,6 +3,7 @@
 AgentError
 ├── SettingsError        an option or a combination of options is not valid
 ├── DirectoryInUseError  another agent uses this node's directory
+├── UnsafeDirectoryError the node directory is another user's, or others may write to it
 ├── GuardLostError       the guard process, parent of the ranks, is gone
 ├── LinkError            the server did not respond, or not as a Paceline server
 └── OutputError          standard output cannot be written
@@ -18,6 +19,10 @@ class SettingsError(AgentError):
 
 
 class DirectoryInUseError(AgentError):
+    pass
+
+
+class UnsafeDirectoryError(AgentError):
     pass
 
 

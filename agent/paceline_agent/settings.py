@@ -49,6 +49,7 @@ class AgentSettings:
     token: str | None = field(default=None, repr=False)
     node_directory: Path | None = None  # rings and logs; default: on tmpfs
     spool_directory: Path | None = None  # default: below the state directory on disk
+    run_as: str | None = None  # user of the ranks; default: see `find_rank_user`
     slots: int | None = None  # ranks this node can hold; default: its GPUs, else 1
     address: str | None = None  # where other nodes reach rank 0
     sysfs_root: Path = Path("/sys")

@@ -148,6 +148,7 @@ class Cluster:
             [
                 *(sys.executable, "-m", "paceline_cli", "agent", "--server", self.url),
                 *("--agent-id", node.agent_id, "--node-directory", str(node.directory)),
+                *_own_user(),
                 *("--orphan-grace-seconds", "0"),  # the demo never restarts a running agent
                 *("--spool-directory", str(self.directory / f"{node.agent_id}-spool")),
                 *("--slots", str(GPUS_PER_NODE), "--address", "127.0.0.1"),
@@ -244,6 +245,11 @@ class Cluster:
         raise click.ClickException(
             f"server and agents did not start; the server's log ends with:\n{log}"
         )
+
+
+def _own_user() -> list[str]:
+    """Return the agent's options: all files of a demo belong to the user who runs it."""
+    return ["--run-as", "root"] if os.geteuid() == 0 else []
 
 
 def remove_stale_rings(parent: Path) -> None:

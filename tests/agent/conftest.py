@@ -164,6 +164,8 @@ class AgentProcess:
         self.log = directory.with_suffix(".log")
         command = [*under, sys.executable, "-m", "paceline_agent", "--server", url]
         command += ["--agent-id", directory.name, "--node-directory", str(directory)]
+        if os.geteuid() == 0:  # the test's files are root's
+            command += ["--run-as", "root"]
         command += ["--no-metrics", *options]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(

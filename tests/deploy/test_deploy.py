@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -41,18 +40,44 @@ def slurm(script: str, directory: Path, **more: str) -> str:
 
 
 def test_slurm_scripts_set_the_ring_directory_and_remove_rings_afterwards(tmp_path: Path) -> None:
-    slurm("prolog.sh", tmp_path)
-    rings = tmp_path / "rings"
+    node = tmp_path / "node"
+    slurm("prolog.sh", node)
+    rings = node / "rings"
     assert rings.stat().st_mode & 0o7777 == 0o3777
     assert rings.parent.stat().st_mode & 0o7777 == 0o711
-    lines = slurm("task-prolog.sh", tmp_path, SLURM_RESTART_COUNT="2").splitlines()
+    lines = slurm("task-prolog.sh", node, SLURM_RESTART_COUNT="2").splitlines()
     assert f"export PACELINE_RING_DIRECTORY={rings}" in lines
     assert "export PACELINE_JOB=slurm-77" in lines
     assert "export PACELINE_GENERATION=200" in lines
     for name in ("slurm-77.g200.r0.ring", "slurm-77.g101.r9.ring", "slurm-770.g0.r0.ring"):
         (rings / name).touch()
-    slurm("epilog.sh", tmp_path)
+    slurm("epilog.sh", node)
     assert [path.name for path in rings.iterdir()] == ["slurm-770.g0.r0.ring"]
+
+
+@pytest.mark.parametrize("place", ["node", "node/rings"])
+def test_slurm_scripts_follow_no_link_that_a_user_put_in_place(tmp_path: Path, place: str) -> None:
+    secret = tmp_path / "secret"
+    (secret / "rings").mkdir(parents=True, mode=0o700)
+    (secret / "slurm-77.g0.r0.ring").touch()
+    (secret / "rings" / "slurm-77.g0.r0.ring").touch()
+    link = tmp_path / place
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(secret)
+    for script in ("prolog.sh", "epilog.sh"):
+        slurm(script, tmp_path / "node")
+    assert [path.stat().st_mode & 0o7777 for path in (secret, secret / "rings")] == [0o755, 0o700]
+    assert len(list(secret.rglob("*.ring"))) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")
+def test_the_prolog_changes_no_directory_of_another_user(tmp_path: Path) -> None:
+    theirs = tmp_path / "node"
+    theirs.mkdir(mode=0o700)
+    os.chown(theirs, 65534, 65534)
+    slurm("prolog.sh", theirs)
+    assert (theirs.stat().st_uid, theirs.stat().st_mode & 0o7777) == (65534, 0o700)
+    assert not (theirs / "rings").exists()
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
@@ -65,18 +90,11 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")
-def test_the_unit_creates_the_ring_directory_that_ranks_search(tmp_path: Path) -> None:
+def test_the_unit_runs_nothing_as_root_and_may_create_the_ring_directory() -> None:
     lines = (DEPLOY / "systemd/paceline-agent.service").read_text().splitlines()
-    before = [line.partition("=+")[2] for line in lines if line.startswith("ExecStartPre=+")]
-    for command in before:
-        words = command.replace("%H", socket.gethostname()).split()
-        there = [word.replace(str(node_directory.MEMORY), str(tmp_path)) for word in words]
-        mine = ["0" if word == node_directory.ACCOUNT else word for word in there]
-        subprocess.run(mine, check=True)
-    node = tmp_path / f"{node_directory.PREFIX}{socket.gethostname()}"
-    assert node.stat().st_mode & 0o7777 == 0o711
-    assert (node / node_directory.RINGS).stat().st_mode & 0o7777 == 0o3777
+    assert not [line for line in lines if line.startswith("Exec") and "=+" in line]
+    assert f"User={node_directory.ACCOUNT}" in lines
+    assert "RestrictSUIDSGID=yes" not in lines, "it forbids mode 3777"
 
 
 def test_the_unit_keeps_ranks_alive_for_adoption() -> None:

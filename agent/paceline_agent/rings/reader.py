@@ -89,7 +89,7 @@ class Rings:
 
     def __init__(self, directory: Path, outbox: Outbox, procfs_root: Path = Path("/proc")) -> None:
         self.counts = RingCounts()
-        self.supervised: set[RankKey] = set()
+        self.supervised: dict[RankKey, int] = {}  # the uid that each rank was started with
         self._directory = directory
         self._outbox = outbox
         self._procfs_root = procfs_root
@@ -141,7 +141,7 @@ class Rings:
         for attached in list(self._attached.values()):
             if attached.key == key and self._read(attached, with_state=True):
                 self._drop(attached, delete=True)
-        self.supervised.discard(key)
+        self.supervised.pop(key, None)
 
     def remove_before(self, job: str, generation: int) -> None:
         """Delete the rings of older generations of `job`."""

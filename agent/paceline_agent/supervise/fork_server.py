@@ -71,7 +71,7 @@ def preload(modules: list[str]) -> None:
 def serve(connection: socket.socket) -> dict[str, Any] | None:
     """Fork ranks until the guard is gone. Return None then; in a rank, return its request."""
     while True:
-        message, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 1)
+        message, descriptors, _, _ = socket.recv_fds(connection, _REQUEST_BYTES, 2)
         if not message:
             return None
         request: dict[str, Any] = json.loads(message)
@@ -83,13 +83,15 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
         if is_rank:
             os.close(readable)
             connection.close()
-            _prepare(request, writable, descriptors[0])
+            go, log = descriptors
+            _prepare(request, writable, go, log)
             return request
         os.close(writable)
         os.waitpid(between, 0)
         with open(readable, "rb") as pipe:
             connection.send(pipe.read())
-        os.close(descriptors[0])
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _fork_again() -> bool:
@@ -103,11 +105,13 @@ def _fork_again() -> bool:
     return True
 
 
-def _prepare(request: dict[str, Any], reply: int, go: int) -> None:
-    """Set up this process as the guard does for a rank that it executes; wait for its start."""
+def _prepare(request: dict[str, Any], reply: int, go: int, log: int) -> None:
+    """Set up this process as the guard does for a rank that it executes; wait for its start.
+
+    It already is what the guard made the fork server: the ranks' user, without capabilities.
+    """
     try:
         os.setsid()
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)

@@ -42,8 +42,14 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_PR_CAPBSET_DROP = 24
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_CAP_AMBIENT = 47
+_PR_CAP_AMBIENT_CLEAR_ALL = 4
 _PR_SET_PTRACER = 0x59616D61
+_CAPABILITY_VERSION = 0x20080522  # _LINUX_CAPABILITY_VERSION_3: two sets of three 32-bit words
+_CAPABILITIES = 64  # more than any kernel has
 _CREDENTIALS = struct.Struct("iII")  # ucred: pid, uid, gid
 _SOCKET_PATH_BYTES = 107  # sockaddr_un
 _SWEEP_SECONDS = 0.02  # between two checks whether killed processes are gone
@@ -80,6 +86,29 @@ def allow_tracing_by(pid: int) -> None:
     """
     with contextlib.suppress(OSError):  # a kernel without Yama needs no permission
         _prctl(_PR_SET_PTRACER, pid)
+
+
+def become_user(user: Sequence[Any] | None) -> None:
+    """Become `[uid, gid, groups]` for good (None: stay the same user), without any capability.
+
+    `no_new_privs` holds for all later programs: no set-user-ID file, no file capability and, for
+    root, no execve gives back what is dropped here. So it does no harm if the bounding set cannot
+    be emptied, which needs CAP_SETPCAP.
+    """
+    for capability in range(_CAPABILITIES):
+        with contextlib.suppress(OSError):  # not permitted, or unknown to this kernel
+            _prctl(_PR_CAPBSET_DROP, capability)
+    if user is not None:
+        uid, gid, groups = user
+        os.setgroups(groups)
+        os.setresgid(gid, gid, gid)
+        os.setresuid(uid, uid, uid)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    with contextlib.suppress(OSError):  # a kernel before 4.3 has no ambient capabilities
+        _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+    if _libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)):
+        code = ctypes.get_errno()
+        raise OSError(code, f"capset: {os.strerror(code)}")
 
 
 def _prctl(option: int, value: int) -> None:
@@ -235,21 +264,32 @@ class ForkServer:
         """Return whether it runs and can fork this rank."""
         return _common(start) == self._common and self._is_running()
 
-    def fork(self, start: dict[str, Any], agent_pid: int) -> int | None:
-        """Start a rank. Return its pid, or None if that is not possible (now)."""
+    def fork(
+        self, start: dict[str, Any], agent_pid: int, taken: Collection[int] = ()
+    ) -> int | None:
+        """Start a rank. Return its pid, or None if that is not possible (now).
+
+        The fork server runs code of the job, so its answer is checked: `taken` are the pids that
+        belong to other ranks.
+        """
         if not self.is_for(start) or not self._is_ready:
             return None
-        fields = {name: start[name] for name in ("argv", "environment", "directory", "log")}
+        fields = {name: start[name] for name in ("argv", "environment", "directory")}
         request = json.dumps({**fields, "agent_pid": agent_pid, "guard_pid": os.getpid()})
+        log = _open_log(start["log"])
         readable, writable = os.pipe()
         try:
-            socket.send_fds(self._socket, [request.encode()], [readable])
+            socket.send_fds(self._socket, [request.encode()], [readable, log])
             pid: int = json.loads(self._socket.recv(1 << 16))["pid"]
+            process = read_process(pid)
+            if process is None or process.parent != os.getpid() or pid in taken:
+                raise ValueError(f"process {pid} is not a new rank")
             os.write(writable, b"!")  # the rank starts only now
         except (OSError, ValueError, KeyError, TypeError):
             self.close()
             return None
         finally:
+            os.close(log)
             os.close(readable)
             os.close(writable)
         return pid
@@ -277,6 +317,7 @@ def _common(start: dict[str, Any]) -> dict[str, Any]:
     return {
         "argv": start["argv"],
         "directory": start["directory"],
+        "user": start.get("user"),
         "environment": {name: value for name, value in environment if name not in _PER_RANK},
     }
 
@@ -321,7 +362,7 @@ class Guard:
         self._agent, self._agent_pid = agent, agent_pid
         held = [*self._running.items(), *self._ended.items(), *self._unsent_gone]
         ranks = [
-            {"pid": pid, **{name: start[name] for name in ("key", "marks", "log")}}
+            {"pid": pid, **{name: start.get(name) for name in ("key", "marks", "log", "user")}}
             for pid, start in held
         ]
         self._send(event="adopted", session=os.getsid(0), ranks=ranks)
@@ -390,7 +431,8 @@ class Guard:
 
     def _start(self, message: dict[str, Any]) -> None:
         try:
-            forked = self._fork_server and self._fork_server.fork(message, self._agent_pid)
+            taken = {*self._running, *self._ended}
+            forked = self._fork_server and self._fork_server.fork(message, self._agent_pid, taken)
             pid = forked or _spawn(message, self._agent_pid)
         except OSError as error:
             self._send(event="failed", key=message["key"], error=str(error))
@@ -431,7 +473,8 @@ def _spawn(message: dict[str, Any], agent_pid: int) -> int:
             _become_rank(message, guard)
         except BaseException as error:
             code = error.errno if isinstance(error, OSError) else None
-            os.write(writable, json.dumps([code, f"{error}"]).encode())
+            text = str(error).removeprefix(f"[Errno {code}] ")
+            os.write(writable, json.dumps([code, text]).encode())
         finally:
             os._exit(127)
     os.close(writable)
@@ -446,13 +489,14 @@ def _spawn(message: dict[str, Any], agent_pid: int) -> int:
 
 def _become_rank(message: dict[str, Any], guard: int) -> NoReturn:
     os.setsid()
-    die_with_parent(signal.SIGKILL)
+    log = _open_log(message["log"])  # the agent's file, which the rank can only append to
+    become_user(message.get("user"))
+    die_with_parent(signal.SIGKILL)  # a change of user clears it
     if os.getppid() != guard:
         os._exit(127)  # the guard died before the parent-death signal was set
     for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGINT, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-    log = os.open(message["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(log, 1)
@@ -460,6 +504,10 @@ def _become_rank(message: dict[str, Any], guard: int) -> NoReturn:
     if message["directory"]:
         os.chdir(message["directory"])
     os.execvpe(message["argv"][0], message["argv"], message["environment"])
+
+
+def _open_log(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o640)
 
 
 def _serve(agent: socket.socket, agent_pid: int, grace_seconds: float, path: str) -> None:

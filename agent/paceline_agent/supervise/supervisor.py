@@ -26,6 +26,7 @@ from paceline_agent.rings.reader import RankKey, Rings
 from paceline_agent.supervise import guard
 from paceline_agent.supervise.guard_link import GuardLink
 from paceline_agent.supervise.logs import LogFile, prune_logs
+from paceline_agent.supervise.rank_user import RankUser
 from paceline_wire.batch import RankExited, RankStarted
 from paceline_wire.commands import PreloadRanks, Ranks, RankSpec, StartRanks
 from paceline_wire.node_directory import RINGS
@@ -65,10 +66,15 @@ class Supervisor:
         *,
         environment: Mapping[str, str],
         inventory: Inventory,
+        rank_user: RankUser | None,
         orphan_grace_seconds: float = 0.0,
         killed: Callable[[], None] | None = None,
     ) -> None:
-        """`killed` is called when a rank ends by a SIGKILL that the agent did not send."""
+        """
+        Args:
+            rank_user: the user that ranks run as; None: this node runs no ranks.
+            killed: called when a rank ends by a SIGKILL that the agent did not send.
+        """
         self._directory = directory
         self._outbox = outbox
         self._rings = rings
@@ -78,6 +84,7 @@ class Supervisor:
             if not name.startswith(OWN_VARIABLES) and name != "PACELINE_TOKEN"
         }
         self._inventory = inventory
+        self._rank_user = rank_user
         self._killed = killed
         self._grace_seconds = orphan_grace_seconds
         self._ranks: dict[RankKey, _SupervisedRank] = {}
@@ -108,7 +115,8 @@ class Supervisor:
             rank = _SupervisedRank(key, log_file, entry["marks"], pid=entry["pid"])
             rank.started.set()
             self._ranks[key] = rank
-            self._rings.supervised.add(key)
+            user = entry["user"]
+            self._rings.supervised[key] = os.geteuid() if user is None else user[0]
             self._newest[key.job] = max(key.generation, self._newest.get(key.job, -1))
         log.warning("adopted %d ranks of an earlier agent", len(ranks))
 
@@ -139,6 +147,8 @@ class Supervisor:
     async def start(self, command: StartRanks) -> str | None:
         """Start the ranks of a command. Return None, or the reason if they cannot be started."""
         job, generation = command.job, command.generation
+        if self._rank_user is None:
+            return "this node runs no ranks: its agent was started with --slots 0"
         if refusal := self._refusal(job, generation):
             return refusal
         self._newest[job] = generation
@@ -168,6 +178,8 @@ class Supervisor:
 
     async def preload(self, command: PreloadRanks) -> str | None:
         """Have the modules of these ranks imported. Return None, or the reason if that fails."""
+        if self._rank_user is None:
+            return "this node runs no ranks: its agent was started with --slots 0"
         spec = command.ranks[0]
         key = RankKey(command.job, command.generation, spec.rank)
         await self._await_guard()
@@ -241,7 +253,8 @@ class Supervisor:
         message = self._start_message(command, spec, key)
         rank = _SupervisedRank(key, LogFile(Path(message["log"])), message["marks"])
         self._ranks[key] = rank
-        self._rings.supervised.add(key)
+        user = message["user"]
+        self._rings.supervised[key] = os.geteuid() if user is None else user[0]
         try:
             self._send(do="start", **message)
         except GuardLostError as error:
@@ -257,9 +270,17 @@ class Supervisor:
             "argv": command.argv,
             "environment": environment,
             "directory": command.directory,
+            "user": self._guard_user(),
             "log": str(self._directory / "logs" / name),
             "marks": [f"{name}={environment[name]}" for name in _MARKS],
         }
+
+    def _guard_user(self) -> list[Any] | None:
+        """Return the ranks' user as guard.py takes it."""
+        user = self._rank_user
+        if user is None or user.is_own:
+            return None
+        return [user.uid, user.gid, list(user.groups)]
 
     def _rank_environment(self, command: Ranks, spec: RankSpec) -> dict[str, str]:
         """Return a rank's environment, on top of the agent's and the command's.
@@ -288,9 +309,16 @@ class Supervisor:
         }
         # Unbuffered: the last output of a rank that dies must not be lost.
         defaults = {"PYTHONUNBUFFERED": "1", **self._visible_gpus(command)}
-        inherited = {**defaults, **self._environment, "PATH": self._path()}
+        inherited = {**defaults, **self._environment, **self._account(), "PATH": self._path()}
         inherited |= command.environment
         return inherited | {name: str(value) for name, value in own.items() if value is not None}
+
+    def _account(self) -> dict[str, str]:
+        """Return the variables of the ranks' user; caches of another one could not be written."""
+        user = self._rank_user
+        if user is None or user.is_own:
+            return {}
+        return {"HOME": user.home, "USER": user.name, "LOGNAME": user.name}
 
     def _path(self) -> str:
         """Return a PATH where `python` is this agent's, even if its environment is not active."""
@@ -348,11 +376,16 @@ class Supervisor:
             case "started":
                 self._on_started(rank, message["pid"])
             case "failed":
-                self._on_failed(rank, message["error"])
+                self._on_failed(rank, message["error"] + self._whose())
             case "exited":
                 self._on_exited(rank, message["exit_code"], message["signal"])
             case "gone":
                 self._on_gone(rank)
+
+    def _whose(self) -> str:
+        """Return what to add to an error of a start if another user may be its reason."""
+        user = self._rank_user
+        return "" if user is None or user.is_own else f" (ranks run as {user.name}, see --run-as)"
 
     def _on_started(self, rank: _SupervisedRank, pid: int) -> None:
         rank.pid = pid

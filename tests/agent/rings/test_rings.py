@@ -119,7 +119,7 @@ def test_an_overrun_is_counted_where_it_happened(bench: Bench) -> None:
 
 def test_finish_reads_the_rest_and_the_last_state(bench: Bench) -> None:
     writer = Writer(bench.directory)
-    bench.rings.supervised.add(RankKey("job", 0, 0))
+    bench.rings.supervised[RankKey("job", 0, 0)] = os.geteuid()
     bench.poll()
     writer.write(7)
     writer.ring.state[ring.STATE_STEP] = 42

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,6 +49,7 @@ print(json.dumps({
     "leads": os.getsid(0) == os.getpid(), "shown": shown[1:], "flags": repr(sys.flags),
     "marks": sorted(v for v in variables if v.startswith(("RANK=", "PACELINE_GENERATION="))),
     "inputs": [os.readlink(f"/proc/self/fd/{number}") for number in (0, 1, 2)],
+    "privileges": open("/proc/self/status").read().partition("CapInh")[2].partition("Seccomp")[0],
     "signals": open("/proc/self/status").read().partition("SigBlk")[2].partition("Cap")[0],
 }))
 """
@@ -156,6 +158,7 @@ def test_a_forked_rank_equals_an_executed_one(job: Job, argv: tuple[str, ...]) -
     assert forked["inputs"][1].endswith("job-a.g1.r0.log")
     assert executed.pop("inputs")[0] == forked.pop("inputs")[0] == "/dev/null"
     assert forked == executed
+    assert re.search(r"CapEff:\t0+\n(.*\n)*NoNewPrivs:\t1\n", forked["privileges"])
 
 
 def test_all_ranks_of_a_node_are_forked_and_none_before_the_modules_are_imported(job: Job) -> None:
