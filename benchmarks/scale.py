@@ -36,6 +36,7 @@ from benchmarks.fleet.nodes import Node
 from benchmarks.fleet.plan import made
 from benchmarks.harness import Result
 from benchmarks.node.processes import RunningProcess
+from paceline_wire.local_token import find_token
 from paceline_wire.topology import Topology
 
 ALERT_GOAL_SECONDS = 2.0
@@ -225,7 +226,9 @@ class _Server:
         sign = "Listening on "
         self._await("listens", lambda: sign in self._text.read_text())
         self.url = self._text.read_text().partition(sign)[2].partition("\n")[0]
-        self._client = httpx.Client(base_url=self.url, timeout=60.0)
+        token = find_token(self.url, "operator", os.environ)
+        headers = {"Authorization": f"Bearer {token}"}
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=60.0)
         self._await("is ready", lambda: self._client.get("/readyz").is_success)
         self._pids = [each.pid for each in RunningProcess(self._process.pid).family().members]
         return self

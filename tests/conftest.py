@@ -6,7 +6,11 @@ while the other processes have nothing left to do.
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+from paceline_wire.local_token import STATE_DIRECTORY
 
 # By wall time, longest first. Names, not paths: a file that moves keeps its place.
 LONGEST = (
@@ -28,6 +32,12 @@ LONGEST = (
     "test_database_away",
     "test_program",
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tokens_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Servers and their clients find each other's tokens here, not in the user's own files."""
+    os.environ[STATE_DIRECTORY] = str(tmp_path_factory.mktemp("state"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,6 +27,7 @@ from paceline_agent.collect.contract import Collected, Context, Inventory
 from paceline_agent.collect.runner import Runner
 from paceline_agent.errors import AgentError, DirectoryInUseError
 from paceline_agent.expose.exporter import Exporter, OwnMetric
+from paceline_agent.forward.credential import Credential
 from paceline_agent.forward.forwarder import Forwarder, Packer
 from paceline_agent.forward.hello import HelloSender
 from paceline_agent.forward.outbox import Outbox
@@ -37,7 +38,6 @@ from paceline_agent.rings.reader import Rings
 from paceline_agent.settings import HEARTBEAT_SECONDS, AgentSettings
 from paceline_agent.supervise import guard
 from paceline_agent.supervise.commands import CommandRunner, CommandStream
-from paceline_agent.supervise.drain import save_checkpoints
 from paceline_agent.supervise.lease import RankLease
 from paceline_agent.supervise.rank_user import RankUser, find_rank_user
 from paceline_agent.supervise.supervisor import Supervisor
@@ -70,25 +70,15 @@ def run(settings: AgentSettings) -> int:
 
 
 async def _until_signalled(settings: AgentSettings) -> None:
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
-
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    await serve(settings, stop, hurry)
+        loop.add_signal_handler(number, stop.set)
+    await serve(settings, stop)
 
 
-async def serve(
-    settings: AgentSettings,
-    stop: asyncio.Event | None = None,
-    hurry: asyncio.Event | None = None,
-) -> None:
+async def serve(settings: AgentSettings, stop: asyncio.Event | None = None) -> None:
     """Run one agent until `stop` is set, then drain: stop the ranks, send the remaining batches.
-
-    The ranks may save a checkpoint first, unless `hurry` is set.
 
     Raises:
         DirectoryInUseError: another agent uses this node's directory.
@@ -101,7 +91,7 @@ async def serve(
     shared = os.geteuid() == 0 or (rank_user is not None and not rank_user.is_own)
     with _lock(settings.directory, shared=shared):
         agent = Agent(settings, rank_user)
-        await agent.run(stop or asyncio.Event(), hurry or asyncio.Event())
+        await agent.run(stop or asyncio.Event())
 
 
 class Agent:
@@ -137,7 +127,7 @@ class Agent:
         self._link = ServerLink(
             Target(
                 settings.server_url,
-                settings.token,
+                Credential(settings.server_url, settings.token, settings.environment),
                 may_use_proxy=not settings.server_is_local,  # there is no proxy on loopback
             )
         )
@@ -184,7 +174,7 @@ class Agent:
         )
         self._failed_ticks = 0
 
-    async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
+    async def run(self, stop: asyncio.Event) -> None:
         """Run until `stop` is set."""
         with contextlib.suppress(OSError):  # without it, the guard still is a subreaper
             guard.become_subreaper()
@@ -208,9 +198,6 @@ class Agent:
                 listening = begin(self._stream.run)
                 await stop.wait()
                 listening.cancel()
-                await save_checkpoints(
-                    self._supervisor, self._rings, self._settings.checkpoint_seconds, hurry
-                )
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(DRAIN_SECONDS):
                         await self._drain()

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-from benchmarks.fleet.nodes import Node
+from benchmarks.fleet.nodes import Node, authorization
 from benchmarks.fleet.plan import Planned
 from paceline_wire.batch import CommandResult, Event
 from paceline_wire.commands import Ping, decode_line
@@ -116,7 +116,8 @@ class Connections:
             lambda: self._commands[node.number], *self._address
         )
         path = f"/api/v1/agents/{node.agent_id}/commands"
-        transport.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+        head = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{authorization()}\r\n"
+        transport.write(head.encode())
         self._streams.append(transport)
 
     def take_results(self, node: Node) -> list[Event]:

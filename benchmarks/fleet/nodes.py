@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from dataclasses import dataclass
 
@@ -19,6 +21,7 @@ from paceline_wire.batch import (
     SampleBlock,
     SpanBlock,
 )
+from paceline_wire.local_token import read_token, state_directory, token_path
 from paceline_wire.ring import Frame, GroupDefinition, GroupProgress, Identity, StateView
 from paceline_wire.spans import Op
 from paceline_wire.topology import Topology
@@ -38,6 +41,13 @@ _GPU_VALUES = wire.pack_values([value for _ in range(RANKS_PER_NODE) for _, valu
 _GPU_SERIES = wire.pack_series(
     [(name, {"gpu": str(gpu)}) for gpu in range(RANKS_PER_NODE) for name, _ in _GPU_METRICS]
 )
+
+
+@functools.cache
+def authorization() -> str:
+    """Return the header line with the token that the server made for its user."""
+    token = read_token(token_path(state_directory(os.environ), "agent"))
+    return f"Authorization: Bearer {token}\r\n"
 
 
 @dataclass
@@ -66,7 +76,7 @@ class Node:
         """Return a batch as the HTTP request that stores it."""
         body = wire.encode(self.content(sequence, at, **content))
         head = (
-            "POST /api/v1/ingest HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            f"POST /api/v1/ingest HTTP/1.1\r\nHost: 127.0.0.1\r\n{authorization()}"
             f"Content-Type: {wire.CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body

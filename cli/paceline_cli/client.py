@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import click
 import httpx
 
 from paceline_wire.address import is_http_address
+from paceline_wire.local_token import TokenFileError, find_token
 
 # Kind of resource in a 404, and the command that lists the existing ones.
 _LISTED_BY = {
@@ -35,7 +37,8 @@ class Client:
             )
         self.server = server.rstrip("/")
         self.token = token
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        bearer = token or _local_token(self.server)
+        headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
         self._http = httpx.Client(
             base_url=f"{self.server}/api/v1", headers=headers, timeout=httpx.Timeout(10.0)
         )
@@ -134,6 +137,13 @@ class Client:
             "does. Is something else at this address? Name another with --server or "
             "PACELINE_SERVER."
         )
+
+
+def _local_token(server: str) -> str | None:
+    try:
+        return find_token(server, "operator", os.environ)
+    except TokenFileError as error:
+        raise click.ClickException(f"{error}.") from error
 
 
 def _given(parameters: dict[str, Any]) -> dict[str, Any]:

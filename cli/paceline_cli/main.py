@@ -32,6 +32,12 @@ COMMANDS = {
         None,
         "Run a demo job on this machine and inject faults.",
     ),
+    "login": (
+        "paceline_cli.commands.login",
+        "login",
+        None,
+        "Print a link that signs in a browser.",
+    ),
     "jobs": ("paceline_cli.commands.jobs", "jobs", None, "List, show and stop jobs."),
     "nodes": (
         "paceline_cli.commands.nodes",

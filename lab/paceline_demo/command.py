@@ -222,7 +222,10 @@ def _start(cluster: Cluster, output: DemoOutput) -> None:
     output.show(f"starting server and agents; logs: {cluster.directory}")
     cluster.launch()
     cluster.wait_for_server(lambda: output.progress("waiting for the server to respond"))
+    with Client(cluster.url) as client:
+        link = client.post("/login-links")["path"]
     output.show(f"dashboard: {cluster.url}")
+    output.show(f"      to approve repairs there, open this link, once: {cluster.url}{link}")
     total = cluster.node_count
     cluster.wait_for_nodes(
         lambda reporting: output.progress(f"waiting for agents: {reporting} of {total} report")

@@ -46,6 +46,19 @@ _ROLES = (
 @_database
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on; 0: any free port.  [default: 8470]")
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A further name under which this server is reached; '*': any.",
+)
+@click.option(
+    "--public-metrics",
+    is_flag=True,
+    default=None,
+    help="Serve /metrics without a token, also beyond loopback.",
+)
 @click.option("--role", type=click.Choice(get_args(Role)), help=_ROLES)
 @click.option(
     "--policy",
@@ -80,7 +93,8 @@ def server(context: click.Context, /, **options: Any) -> None:
 
 def _settings(options: dict[str, Any]) -> Settings:
     try:
-        return Settings(**{name: value for name, value in options.items() if value is not None})
+        given = {name: value for name, value in options.items() if value not in (None, ())}
+        return Settings(**given)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

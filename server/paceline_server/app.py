@@ -8,11 +8,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI
@@ -26,12 +27,20 @@ from paceline_server.background import Background, database_of
 from paceline_server.background_process import BackgroundProcess
 from paceline_server.ingest.writer import LogWriter
 from paceline_server.interpreter import tune_interpreter
+from paceline_server.local_tokens import register_local_tokens
 from paceline_server.metrics import ServingMetrics
 from paceline_server.policy_file import load_policy
-from paceline_server.settings import Settings, is_loopback
+from paceline_server.settings import Settings
 from paceline_server.store.database import Database
 from paceline_server.store.signals import CommitSignals
-from paceline_server.store.tokens import any_token
+from paceline_server.store.tokens import (
+    LOCAL,
+    create_link_code,
+    has_configured_tokens,
+    has_local_tokens,
+)
+from paceline_wire.address import is_loopback
+from paceline_wire.local_token import TokenFileError
 
 _SHUTDOWN_SECONDS = 2
 _KEEP_ALIVE_SECONDS = 75  # longer than any client's pause: a close during a request is an error
@@ -53,6 +62,7 @@ class BackgroundWork(Protocol):
 class ServerRuntime:
     """All running parts of the server."""
 
+    state_directory: Path
     database: Database
     signals: CommitSignals
     log: LogWriter
@@ -62,6 +72,7 @@ class ServerRuntime:
     def start(self) -> None:
         """Migrate the database and start all threads."""
         self.database.migrate()
+        register_local_tokens(self.database, self.state_directory)
         self.log.start()
         if self.background is not None:
             self.background.start()
@@ -95,14 +106,23 @@ def compose(settings: Settings, *, separate_process: bool) -> ServerRuntime:
         background = Background(settings, database, signals, registry)
     metrics = ServingMetrics(registry)
     return ServerRuntime(
-        database, signals, LogWriter(database, signals, metrics), background, metrics
+        settings.state_directory,
+        database,
+        signals,
+        LogWriter(database, signals, metrics),
+        background,
+        metrics,
     )
 
 
 def create_app(settings: Settings, *, separate_process: bool = False) -> FastAPI:
     """Return the ASGI application. Its lifespan starts and stops all threads and processes."""
     program = compose(settings, separate_process=separate_process)
-    app = router.build(settings.static_directory or _built_in_pages())
+    app = router.build(
+        settings.static_directory or _built_in_pages(),
+        _host_names(settings),
+        urlsplit(settings.external_url or "").netloc,
+    )
     app.state.program = program
     # Background work of this server signals its commits; those of other servers are polled.
     poll_seconds = 0.2 if program.background is None else 1.0
@@ -115,6 +135,7 @@ def create_app(settings: Settings, *, separate_process: bool = False) -> FastAPI
         now_ns=time.time_ns,
         unready=program.unready,
         policy=load_policy(settings.policy),
+        metrics_need_token=not (settings.public_metrics or is_loopback(settings.host)),
         stream_poll_seconds=poll_seconds,
     )
 
@@ -130,6 +151,16 @@ def create_app(settings: Settings, *, separate_process: bool = False) -> FastAPI
     return app
 
 
+def _host_names(settings: Settings) -> set[str]:
+    """Return the names of this server that are not loopback's."""
+    names = {settings.host, *settings.allowed_hosts}
+    if settings.external_url is not None:
+        names.add(urlsplit(settings.external_url).hostname or "")
+    if not is_loopback(settings.host):
+        names |= {socket.gethostname(), socket.gethostname().partition(".")[0]}
+    return names
+
+
 def serve(settings: Settings) -> None:
     """Run the server until SIGTERM or SIGINT. Raises StartError, UnusableError."""
     if settings.role == "worker":
@@ -137,7 +168,7 @@ def serve(settings: Settings) -> None:
         return
     app = create_app(settings, separate_process=True)
     tune_interpreter()
-    _check_exposure(settings, app.state.program.database)
+    _prepare_tokens(settings, app.state.program.database)
     listener = listen(settings)
     config = uvicorn.Config(
         app,
@@ -147,21 +178,36 @@ def serve(settings: Settings) -> None:
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         server_header=False,
     )
-    UvicornServer(config, app.state.program.signals).run(sockets=[listener])
+    database: Database = app.state.program.database
+    UvicornServer(config, app.state.program.signals, lambda url: _sign_in_hint(database, url)).run(
+        sockets=[listener]
+    )
 
 
 class UvicornServer(uvicorn.Server):
-    """Prints its URL when it listens, and ends open streams at shutdown: uvicorn waits for them."""
+    """Prints its URL when it listens, and ends open streams at shutdown: uvicorn waits for them.
 
-    def __init__(self, config: uvicorn.Config, signals: CommitSignals) -> None:
+    `hint` returns a second line for that URL, empty for none.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        signals: CommitSignals,
+        hint: Callable[[str], str] = lambda url: "",
+    ) -> None:
         super().__init__(config)
         self._signals = signals
+        self._hint = hint
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in (sockets or []) if self.started else []:
             host, port = listener.getsockname()[:2]
-            _print(f"Listening on http://{_in_url(host)}:{port}")
+            url = f"http://{_in_url(host)}:{port}"
+            _print(f"Listening on {url}")
+            if hint := self._hint(url):
+                _print(hint)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._signals.close()
@@ -185,21 +231,36 @@ def _run_worker(settings: Settings) -> None:
     database.close()
 
 
+def _sign_in_hint(database: Database, url: str) -> str:
+    """Return how to sign in a browser, if the server has a token of its own user."""
+    with database.write() as session:
+        if not has_local_tokens(session):
+            return ""
+        if not sys.stdout.isatty():  # a log that others may read gets no link
+            return f"Sign in a browser with: paceline login --server {url}"
+        code = create_link_code(session, LOCAL + "operator", time.time_ns())
+    return f"Sign in a browser, once within ten minutes: {url}/login?code={code}"
+
+
 def _print(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
-def _check_exposure(settings: Settings, database: Database) -> None:
-    """Raise StartError if the API would be open to the network without tokens."""
+def _prepare_tokens(settings: Settings, database: Database) -> None:
+    """Make the local tokens. Raises StartError if the network could reach a server without any."""
     database.migrate()
     with database.read() as session:
-        has_tokens = any_token(session)
+        has_tokens = has_configured_tokens(session)
     if not has_tokens and not is_loopback(settings.host):
         raise StartError(
             f"Cannot listen on {settings.host} without tokens, only on loopback: create a token"
             " with `paceline server token create --name NAME --scope operator`."
         )
+    try:
+        register_local_tokens(database, settings.state_directory)
+    except TokenFileError as error:
+        raise StartError(f"{error}.") from error
 
 
 def listen(settings: Settings) -> socket.socket:

@@ -5,17 +5,18 @@ Each field is read from `PACELINE_SERVER_<NAME>` unless it is set on the command
 
 from __future__ import annotations
 
-import ipaddress
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from paceline_server.policy_file import load_policy
 from paceline_wire.address import SERVER_PORT, is_http_address
+from paceline_wire.local_token import state_directory
 
 Role = Literal["all", "api", "worker"]
 
@@ -37,11 +38,19 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="PACELINE_SERVER_", frozen=True, extra="forbid")
 
+    state_directory: Path = Field(
+        default_factory=lambda: state_directory(os.environ),
+        description="Directory of the tokens that programs of this user find by themselves.",
+    )
     database_url: str = Field("sqlite:///paceline.db", description="URL of SQLite or PostgreSQL.")
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(
         SERVER_PORT, ge=0, le=65535, description="Port to listen on; 0: any free port."
     )
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="Further names under which browsers and agents reach this server."
+    )
+    public_metrics: bool = Field(False, description="Serve /metrics to everyone without a token.")
     role: Role = Field("all", description="api: serve; worker: process jobs; all: both.")
 
     # "full" costs one fsync per group of batches; acknowledged batches survive a power cut.
@@ -80,6 +89,12 @@ class Settings(BaseSettings):
 
     static_directory: Path | None = Field(None, description="Replaces the built-in dashboard.")
 
+    @field_validator("allowed_hosts", mode="before")
+    @classmethod
+    def _split(cls, names: str | tuple[str, ...]) -> tuple[str, ...]:
+        words = names.split(",") if isinstance(names, str) else names
+        return tuple(word.strip() for word in words if word.strip())
+
     @field_validator("policy")
     @classmethod
     def _valid_policy(cls, path: Path | None) -> Path | None:
@@ -109,13 +124,3 @@ def _is_supported(url: str) -> bool:
     if parts.drivername == "sqlite":  # each connection would get its own in-memory database
         return parts.host is None and parts.database not in (None, "", ":memory:")
     return parts.drivername == "postgresql+psycopg"
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is localhost or a loopback address; other names are not resolved."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent / "fleet"))
 from paceline_server.app import ServerRuntime, UvicornServer, create_app, listen
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
+from paceline_wire.local_token import read_token, token_path
 
 
 @pytest.fixture(scope="session")
@@ -102,6 +103,7 @@ class RunningServer:
         self.app = app
         self._socket = listen(settings)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._settings = settings
         # Reused: a new client loads certificates, which costs more than the request.
         self.client = httpx.Client(base_url=self.url, timeout=60.0, verify=False)
         config = uvicorn.Config(
@@ -114,6 +116,8 @@ class RunningServer:
         self._thread.start()
         _wait_for(lambda: self._server.started or not self._thread.is_alive(), "the server")
         assert self._server.started
+        token = read_token(token_path(self._settings.state_directory, "operator"))
+        self.client.headers["Authorization"] = f"Bearer {token}"
 
     def stop(self) -> None:
         self._server.should_exit = True

@@ -15,8 +15,9 @@ from pydantic import ValidationError
 from sqlalchemy import text
 
 from paceline_server.__main__ import main
-from paceline_server.settings import Settings, is_loopback
+from paceline_server.settings import Settings
 from paceline_server.store.database import Database, UnusableError
+from paceline_wire.address import is_loopback
 
 EXPORTED = Path(__file__).parents[2] / "web" / "openapi.json"
 
@@ -53,12 +54,14 @@ def test_server_starts_becomes_ready_and_stops(
     run_process: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
     process = run_process("--port", "0")
-    ready = f"{process.url()}/readyz"
+    url = process.url()
+    ready = f"{url}/readyz"
     wait_for(lambda: httpx.get(ready, timeout=60.0).is_success, "the worker")
     assert httpx.get(ready, timeout=60.0).json() == {"ready": True, "missing": []}
     process.signal(signal.SIGTERM)
     process.process.wait(60)
-    assert process.log.read_text().count("\n") == 1, "only its address"
+    hint = f"Sign in a browser with: paceline login --server {url}"
+    assert process.log.read_text().splitlines() == [f"Listening on {url}", hint]
 
 
 def test_server_without_tokens_listens_on_loopback_only(

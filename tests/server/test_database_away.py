@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy
-from simulated_node import SimulatedNode, post_job, stop_all
+from simulated_node import SimulatedNode, bearer, post_job, stop_all
 from sqlalchemy import func, select
 
 from paceline_server.settings import Settings
@@ -76,7 +76,7 @@ def _administrator(url: str) -> Iterator[tuple[Callable[[str], Any], str]]:
 
 def post(server: Any, sequence: int) -> httpx.Response:
     batch = Batch(agent_id="probe", boot_id="boot", sequence=sequence, packed_ns=1)
-    headers = {"Content-Type": wire.CONTENT_TYPE}
+    headers = {"Content-Type": wire.CONTENT_TYPE, **bearer(server.url, "agent")}
     content = wire.encode(batch)
     return server.client.post("/api/v1/ingest", content=content, headers=headers)
 

@@ -40,6 +40,7 @@ from paceline_server.store.changes import Kind, record_change
 from paceline_server.store.database import Database
 from paceline_server.store.shares import step_rows
 from paceline_server.store.signals import CommitSignals
+from paceline_server.store.tokens import create_link_code, open_session
 from paceline_wire.batch import AgentHello, GpuInfo
 from paceline_wire.topology import Topology
 
@@ -63,6 +64,19 @@ class Site:
         self._settings = Settings(database_url=database_url, role="api")
         self.port = 0
         self.start()
+
+    def login_path(self) -> str:
+        with self.database.write() as session:
+            return f"/login?code={create_link_code(session, 'local-operator', time.time_ns())}"
+
+    def sign_in(self, page: Page) -> None:
+        """Give the page a session, as opening a login link would."""
+        with self.database.write() as session:
+            code = create_link_code(session, "local-operator", time.time_ns())
+            kept, _, sent = (open_session(session, code, time.time_ns()) or "").partition(".")
+        name = f"paceline_session_{self.port}"
+        page.context.add_cookies([{"name": name, "value": kept, "url": self.url}])
+        page.add_init_script(f"localStorage.setItem('paceline.session', '{sent}')")
 
     def start(self) -> None:
         self.app = app = create_app(self._settings)
@@ -488,15 +502,20 @@ Open = Callable[..., Watch]
 
 @pytest.fixture
 def visit(browser: Browser, site: Site) -> Iterator[Open]:
-    """Open an address of the site. At the end, no page may have done what it should not."""
+    """Open an address of the site. At the end, no page may have done what it should not.
+
+    The browser is signed in as by `paceline login`, unless it is not `signed_in`.
+    """
     opened: list[Watch] = []
 
-    def go(url: str, **options: object) -> Watch:
+    def go(url: str, signed_in: bool = True, **options: object) -> Watch:
         page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})  # type: ignore[arg-type]
         page.set_default_timeout(60_000)
         watch = Watch(page)
         watch.attach(site.url)
         opened.append(watch)
+        if signed_in:
+            site.sign_in(page)
         page.goto(url)
         return watch
 

@@ -270,7 +270,7 @@ def test_server_with_tokens_requires_one(site: Any, story: Any, visit: Callable[
     story.begin()
     with site.database.write() as session:
         secret = create_token(session, "eve", "viewer", 1)
-    watch = visit(story.url)
+    watch = visit(story.url, signed_in=False)
     page = watch.page
     expect(page.locator("form")).to_contain_text("paceline server token create")
     page.get_by_label("Token").fill("wrong")
@@ -286,6 +286,28 @@ def test_server_with_tokens_requires_one(site: Any, story: Any, visit: Callable[
     assert story.action_state() == "proposed"
     assert set(watch.refused) == {401, 403}
     watch.refused.clear()
+
+
+def test_signed_out_page_reads_and_a_login_link_lets_it_decide(
+    site: Any, story: Any, visit: Callable[..., Any]
+) -> None:
+    story.begin()
+    watch = visit(story.url, signed_in=False)
+    page = watch.page
+    live(page)
+    expect(page.get_by_text("Read only")).to_contain_text(f"paceline login --server {site.url}")
+    page.get_by_role("button", name="Approve restart").click()
+    expect(page.get_by_role("alert")).to_contain_text("the link that `paceline login` prints")
+    assert (story.action_state(), watch.refused) == ("proposed", [401])
+    watch.refused.clear()
+    page.goto(site.url + site.login_path())
+    expect(page).to_have_url(f"{site.url}/")
+    page.goto(story.url)
+    live(page)
+    expect(page.get_by_text("Read only")).to_have_count(0)
+    page.get_by_role("button", name="Approve restart").click()
+    expect(page.get_by_role("button", name="Approve restart")).to_have_count(0)
+    assert story.action_state() == "approved"
 
 
 def test_unknown_job_shows_not_found(story: Any, visit: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@ import type { components, paths } from "./openapi";
 
 type Schemas = components["schemas"];
 export type Action = Schemas["Action"];
+export type Caller = Schemas["CallerModel"];
 export type Cause = Schemas["CauseModel"];
 export type Evidence = Schemas["EvidenceModel"];
 export type Gpu = Schemas["Gpu"];
@@ -59,11 +60,26 @@ export const token = {
   },
 };
 
-/** `fetch` with the token; raises ApiError for anything but a 2xx. */
+const SESSION_KEY = "paceline.session";
+
+/**
+ * Keep the page's half of a session that a login link opened; it comes in the fragment. The other
+ * half is in a cookie that only the browser sees.
+ */
+export function keepSession(): void {
+  const half = new URLSearchParams(location.hash.slice(1)).get("session");
+  if (half === null) return;
+  localStorage.setItem(SESSION_KEY, half);
+  history.replaceState(null, "", location.pathname + location.search);
+}
+
+/** `fetch` with the token or the session; raises ApiError for anything but a 2xx. */
 export async function request(path: string, init: RequestInit = {}): Promise<Response> {
   const headers = new Headers(init.headers);
   const bearer = token.get();
+  const session = localStorage.getItem(SESSION_KEY);
   if (bearer !== null) headers.set("Authorization", `Bearer ${bearer}`);
+  else if (session !== null) headers.set("X-Paceline-Session", session);
   let response: Response;
   try {
     response = await fetch(path, { ...init, headers });
@@ -136,6 +152,7 @@ export const STEPS_KEPT = 2000;
 const GRID_STEPS = 5;
 
 export const api = {
+  caller: () => get<Caller>("/api/v1/caller"),
   jobs: () => list<Job>("/api/v1/jobs"),
   job: (job_id: string) => get<Job>("/api/v1/jobs/{job_id}", { job_id }),
   ranks: (job_id: string) => list<Rank>("/api/v1/jobs/{job_id}/ranks", { job_id }),

@@ -1,6 +1,8 @@
 import { render } from "preact";
 import "uplot/dist/uPlot.min.css";
 
+import { keepSession } from "./api";
+import { ReadOnly } from "./components/ReadOnly";
 import { route, startRouter } from "./router";
 import "./styles.css";
 import { JobView } from "./views/Job";
@@ -35,6 +37,7 @@ function Page() {
         {route.value.view === "job" && <a href="/">Jobs</a>}
       </nav>
       <main>
+        <ReadOnly />
         <View />
       </main>
     </>
@@ -43,5 +46,6 @@ function Page() {
 
 const root = document.getElementById("app");
 if (root === null) throw new Error("index.html has no #app");
+keepSession();
 startRouter();
 render(<Page />, root);

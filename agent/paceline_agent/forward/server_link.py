@@ -74,7 +74,7 @@ class Target:
     """The server's address and how to reach it."""
 
     url: str
-    token: str | None = None
+    credential: Callable[[HTTPConnection], str | None] = lambda connection: None
     may_use_proxy: bool = True
 
     def connect(self) -> HTTPConnection:
@@ -114,7 +114,8 @@ class Target:
         """
         parts = urlsplit(self.url)
         target = parts.path.rstrip("/") + path
-        headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
+        token = self.credential(connection)
+        headers = {"authorization": f"Bearer {token}"} if token else {}
         proxy = self._proxy
         if proxy is not None and parts.scheme == "http":
             target = f"http://{parts.netloc}{target}"

@@ -1,8 +1,12 @@
 """Authentication and authorization of requests.
 
-Until the first token is created the API is open, and the server listens on loopback only. A foreign
-web page could still reach it through the user's browser. An open server therefore rejects requests
-whose `Host` is not a loopback name or whose `Origin` is another site.
+Whatever changes something needs a credential: a bearer token, or a browser's session. Until someone
+creates a token the server listens on loopback only, accepts the tokens of its own user and lets
+everyone on this machine read.
+
+A session's secret has two halves. The browser keeps one in a cookie, which a page cannot read, and
+sends the other in a header, from storage that belongs to this origin alone. The cookie by itself
+is worthless: browsers send it to every port of a host, and with requests that other pages make.
 """
 
 from __future__ import annotations
@@ -11,9 +15,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated
-from urllib.parse import urlsplit
 
 from anyio.to_thread import run_sync
 from fastapi import Depends, Request
@@ -22,9 +24,8 @@ from fastapi.security.utils import get_authorization_scheme_param
 
 from paceline_server.api.dependencies import Parts, PartsDep
 from paceline_server.api.problems import ProblemError
-from paceline_server.settings import is_loopback
 from paceline_server.store.database import UNAVAILABLE
-from paceline_server.store.tokens import Scope, any_token, find_token
+from paceline_server.store.tokens import Scope, find_token, has_configured_tokens
 
 _bearer = HTTPBearer(auto_error=False, description="A token from `paceline server token create`.")
 _GRANTS: dict[Scope, frozenset[str]] = {
@@ -32,15 +33,25 @@ _GRANTS: dict[Scope, frozenset[str]] = {
     "viewer": frozenset({"viewer"}),
     "operator": frozenset({"viewer", "operator"}),
 }
+_READER: frozenset[str] = frozenset({"viewer"})  # rights of everyone without configured tokens
 _CACHE_SECONDS = 1.0
+SESSION_HEADER = "x-paceline-session"
 
 
 @dataclass(frozen=True)
 class Caller:
-    """The caller of a request. `name` is the token's name, as shown in the audit log."""
+    """The caller of a request. `name` is the token's name, as shown in the audit log.
+
+    `scope` is None for someone without a credential, who may only read.
+    """
 
     name: str
     scope: Scope | None
+
+    @property
+    def grants(self) -> frozenset[str]:
+        """The scopes of routes that the caller may use."""
+        return _READER if self.scope is None else _GRANTS[self.scope]
 
 
 class TokenVerifier:
@@ -52,7 +63,7 @@ class TokenVerifier:
         self._lookup_lock = asyncio.Lock()
 
     async def caller(self, parts: Parts, secret: str | None) -> Caller | None:
-        """Return the caller; None for an unknown token. An open server accepts everyone."""
+        """Return the caller; None for an unknown token, or for no token where one is needed."""
         entry = self._cached(secret)
         if entry is None:
             async with self._lookup_lock:  # one lookup serves all concurrent requests
@@ -72,9 +83,10 @@ class TokenVerifier:
 
 def _look_up(parts: Parts, secret: str | None) -> Caller | None:
     with parts.database.read() as session:
-        if not any_token(session):
-            return Caller("anyone on this machine", None)
-        token = find_token(session, secret) if secret else None
+        if secret is None:
+            needs_token = has_configured_tokens(session)
+            return None if needs_token else Caller("anyone on this machine", None)
+        token = find_token(session, secret, parts.now_ns())
         return None if token is None else Caller(token.name, _scope(token.scope))
 
 
@@ -89,27 +101,24 @@ def _requires(scope: Scope) -> Callable[..., Awaitable[Caller]]:
     async def check(
         request: Request,
         parts: PartsDep,
-        credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+        _: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],  # for OpenAPI
     ) -> Caller:
-        secret = credentials.credentials if credentials else None
-        return await authorized(request, parts, scope, secret)
+        return await authorized(request, parts, scope)
 
     return check
 
 
-async def authorized(request: Request, parts: Parts, scope: Scope, secret: str | None) -> Caller:
-    """Return the caller. Raises ProblemError if the token does not grant `scope`."""
-    verifier: TokenVerifier = request.app.state.token_verifier
-    caller = await verifier.caller(parts, secret)
+async def authorized(request: Request, parts: Parts, scope: Scope) -> Caller:
+    """Return the caller. Raises ProblemError if the credential does not grant `scope`."""
+    caller = await identified(request, parts)
     if caller is None:
-        raise ProblemError(
-            401,
-            "Expected `Authorization: Bearer TOKEN` with a valid token of this server.",
-            {"WWW-Authenticate": 'Bearer realm="paceline"'},
+        raise _unauthenticated("Expected `Authorization: Bearer TOKEN` with a valid token.")
+    if caller.scope is None and scope not in caller.grants:
+        raise _unauthenticated(
+            "Without a credential this server can only be read: expected `Authorization: Bearer"
+            " TOKEN`, or a browser signed in with the link that `paceline login` prints."
         )
-    if caller.scope is None:
-        _refuse_foreign_pages(request)
-    elif scope not in _GRANTS[caller.scope]:
+    if scope not in caller.grants:
         raise ProblemError(
             403,
             f"This request needs a token with scope {scope}; token {caller.name!r} has scope"
@@ -118,10 +127,25 @@ async def authorized(request: Request, parts: Parts, scope: Scope, secret: str |
     return caller
 
 
+async def identified(request: Request, parts: Parts) -> Caller | None:
+    """Return the caller; None for an unknown token, or for no token where one is needed."""
+    verifier: TokenVerifier = request.app.state.token_verifier
+    secret = bearer(request)
+    if secret is None and (session := session_secret(request)) is not None:
+        caller = await verifier.caller(parts, session)
+        if caller is not None:  # else it has ended: the browser may read what everyone may
+            return caller
+    return await verifier.caller(parts, secret)
+
+
+def _unauthenticated(detail: str) -> ProblemError:
+    return ProblemError(401, detail, {"WWW-Authenticate": 'Bearer realm="paceline"'})
+
+
 async def still_authorized(request: Request, parts: Parts, scope: Scope) -> bool:
     """Return whether an open stream may continue. Streams survive an unavailable database."""
     try:
-        await authorized(request, parts, scope, bearer(request))
+        await authorized(request, parts, scope)
     except ProblemError:
         return False
     except UNAVAILABLE:
@@ -135,28 +159,20 @@ def bearer(request: Request) -> str | None:
     return secret if secret and scheme.lower() == "bearer" else None
 
 
-def _refuse_foreign_pages(request: Request) -> None:
-    host = request.headers.get("host", "")
-    if not _names_loopback(host):
-        raise ProblemError(
-            403, f"Without tokens, use localhost to reach this server, not {host!r}."
-        )
-    origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-        raise ProblemError(403, f"Without tokens, pages of {origin} may not call this server.")
+def session_cookie(request: Request) -> str:
+    """Return the name of the cookie: a host's cookies are shared by the servers on its ports."""
+    return f"paceline_session_{request.url.port or 0}"
 
 
-@lru_cache(maxsize=64)
-def _names_loopback(host: str) -> bool:
-    """Return whether a `Host` header, with or without port, names a loopback address."""
-    try:
-        return is_loopback(urlsplit(f"//{host}").hostname or "")
-    except ValueError:  # a bracket that is not closed
-        return False
+def session_secret(request: Request) -> str | None:
+    """Return the secret of a browser's session, put together from its two halves."""
+    kept, sent = request.cookies.get(session_cookie(request)), request.headers.get(SESSION_HEADER)
+    return f"{kept}.{sent}" if kept and sent else None
 
 
 agent = Depends(_requires("agent"))
 viewer = Depends(_requires("viewer"))
 operator = Depends(_requires("operator"))
+Viewer = Annotated[Caller, viewer]
 Operator = Annotated[Caller, operator]
 Agent = Annotated[Caller, agent]

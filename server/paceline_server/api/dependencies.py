@@ -37,6 +37,7 @@ class Parts:
     now_ns: Callable[[], int]
     unready: Callable[[], list[str]]
     policy: Policy  # default for new jobs
+    metrics_need_token: bool = False
     # How often a stream polls for commits of other processes.
     stream_poll_seconds: float = 0.25
     ping_seconds: float = PING_SECONDS

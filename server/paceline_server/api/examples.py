@@ -287,6 +287,11 @@ def _page(item: dict[str, Any]) -> dict[str, Any]:
 
 
 EXAMPLES: dict[str, dict[str, Any]] = {
+    "CallerModel": {"name": "local-operator", "can_change": True},
+    "LoginLink": {
+        "path": "/login?code=b8pO6tJmXxCNVaG3Xzqj0Yh6t1mKcR0w5d2uL9sQeFA",
+        "expires_at": "2026-11-20T20:25:31.000000Z",
+    },
     "JobCreate": {
         "name": "gpt-7b",
         "argv": ["python", "-m", "paceline_trainer", "--schedule", "1f1b"],

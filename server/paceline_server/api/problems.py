@@ -21,6 +21,15 @@ from paceline_server.store.database import UNAVAILABLE
 _log = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_SECONDS = 1
+# Headers of every response: pages load nothing from elsewhere, no other page shows them.
+_SECURITY = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self';"
+    " frame-ancestors 'none'; object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+SECURITY_HEADERS = [(name.lower().encode(), text.encode()) for name, text in _SECURITY.items()]
 
 
 class ProblemError(HTTPException):
@@ -104,4 +113,5 @@ async def _database(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    return answer(request, 500, "Internal server error; see the server log.")
+    # Sent outside of all middleware.
+    return answer(request, 500, "Internal server error; see the server log.", _SECURITY)

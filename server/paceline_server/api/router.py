@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Collection
 from pathlib import Path
 
 import anyio
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from paceline_server.api import problems, schemas
 from paceline_server.api.auth import TokenVerifier
+from paceline_server.api.browser import BrowserGuard
 from paceline_server.api.limit import BodyLimit
 from paceline_server.api.routes import (
     actions,
@@ -26,6 +28,7 @@ from paceline_server.api.routes import (
     incidents,
     ingest,
     jobs,
+    login,
     nodes,
     trace,
     what_if,
@@ -43,13 +46,19 @@ _RESOURCES = (
     actions,
     audit,
     events,
+    login,
 )
 _DECODERS = 4
 _UNCOMPRESSED = ("/events", "/commands", "/trace")
 
 
-def build(static_directory: Path | None) -> FastAPI:
-    """Build the application. The composition root sets `app.state.parts`."""
+def build(
+    static_directory: Path | None, host_names: Collection[str] = (), own_site: str = ""
+) -> FastAPI:
+    """Build the application. The composition root sets `app.state.parts`.
+
+    `host_names`: names of this server, besides those of loopback. `own_site`: see `BrowserGuard`.
+    """
     app = FastAPI(
         title="Paceline",
         version=importlib.metadata.version("paceline"),
@@ -65,12 +74,14 @@ def build(static_directory: Path | None) -> FastAPI:
     app.add_middleware(Compressed, minimum_size=4096, compresslevel=1)
     app.add_middleware(BodyLimit)
     app.add_middleware(ingest.Ingest)  # before BodyLimit: batches have their own limit
+    app.add_middleware(BrowserGuard, host_names=host_names, own_site=own_site)
     problems.install(app)
     v1 = APIRouter(prefix="/api/v1")
     for resource in _RESOURCES:
         v1.include_router(resource.router)
     app.include_router(v1)
     app.include_router(health.router)
+    app.include_router(login.page)
     _describe_problems(app)
     if static_directory is not None and static_directory.is_dir():
         # Not mounted: a mount at / would take requests that should get 405 or a redirect.

@@ -449,6 +449,20 @@ class AuditPage(Page):
     items: list[AuditRecord]
 
 
+class CallerModel(Resource):
+    """Who sent this request, as far as the server knows."""
+
+    name: str
+    can_change: bool
+
+
+class LoginLink(Resource):
+    """A link that signs in one browser, once. It is below the URL of the server."""
+
+    path: str
+    expires_at: datetime
+
+
 class Problem(Resource):
     """RFC 9457."""
 

@@ -104,7 +104,7 @@ class Base(DeclarativeBase):
 
 
 class TokenRow(Base):
-    """A bearer token. `hash` is SHA-256: the token itself is 256 random bits."""
+    """A bearer token, or a browser's session. `hash` is SHA-256 of 256 random bits."""
 
     __tablename__ = "tokens"
 
@@ -113,6 +113,8 @@ class TokenRow(Base):
     hash: Mapped[str] = mapped_column(String(64), unique=True)
     created_ns: Mapped[int]
     revoked_ns: Mapped[int | None]
+    expires_ns: Mapped[int | None]  # sessions and login links
+    parent: Mapped[str | None] = mapped_column(String(200))  # the token that a session came from
 
 
 class HotLogRow(Base):

@@ -1,4 +1,8 @@
-"""Bearer tokens: created and shown once, stored as a hash."""
+"""Bearer tokens: created and shown once, stored as a hash.
+
+Besides the configured tokens there are the local ones, which a server makes for its own user, and
+the sessions of browsers, which end with the token that they came from.
+"""
 
 from __future__ import annotations
 
@@ -6,48 +10,128 @@ import hashlib
 import secrets
 from typing import Literal, get_args
 
-from sqlalchemy import exists, select, update
+from sqlalchemy import delete, exists, or_, select, update
 from sqlalchemy.orm import Session
 
 from paceline_server.store.models import TokenRow
 
 Scope = Literal["agent", "viewer", "operator"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
+LOCAL = "local-"  # begins the names of local tokens
+_LOGIN = "login"  # the scope of a link's code, which only opens a session
+LINK_NS = int(600e9)
+SESSION_NS = int(12 * 3600e9)
+
+
+def new_secret() -> str:
+    """Return a new token."""
+    return "paceline_" + secrets.token_urlsafe(32)
 
 
 def create_token(session: Session, name: str, scope: Scope, now_ns: int) -> str:
     """Create a token and return it; only its hash is stored.
 
-    Raises ValueError if the name is taken.
+    Raises ValueError if the name is taken or reserved.
     """
+    if name.startswith(LOCAL):
+        raise ValueError(f"names that begin with {LOCAL!r} are reserved; choose another name")
     if session.get(TokenRow, name) is not None:
         raise ValueError(f"a token named {name!r} exists; choose another name")
-    secret = "paceline_" + secrets.token_urlsafe(32)
+    secret = new_secret()
     session.add(TokenRow(name=name, scope=scope, hash=_hash(secret), created_ns=now_ns))
     return secret
 
 
+def accept_local_token(session: Session, scope: Scope, secret: str, now_ns: int) -> None:
+    """Make `secret` the local token of a scope, unless that token was revoked."""
+    name = LOCAL + scope
+    row = session.get(TokenRow, name)
+    if row is None:
+        session.add(TokenRow(name=name, scope=scope, hash=_hash(secret), created_ns=now_ns))
+    else:
+        row.hash = _hash(secret)
+
+
 def revoke_token(session: Session, name: str, now_ns: int) -> bool:
-    """Revoke a token; return whether there was a valid one."""
+    """Revoke a token and the sessions that came from it; return whether there was a valid one."""
     revoked = session.execute(
         update(TokenRow)
-        .where(TokenRow.name == name, TokenRow.revoked_ns.is_(None))
+        .where(or_(TokenRow.name == name, TokenRow.parent == name), TokenRow.revoked_ns.is_(None))
         .values(revoked_ns=now_ns)
         .returning(TokenRow.name)
     )
-    return revoked.first() is not None
+    return name in revoked.scalars()
 
 
-def any_token(session: Session) -> bool:
-    """Return whether a token was ever created: revoking the last one must not open the API."""
-    return bool(session.scalar(select(exists().select_from(TokenRow))))
+def has_configured_tokens(session: Session) -> bool:
+    """Return whether someone ever created a token: revoking the last must not open the API."""
+    is_configured = TokenRow.parent.is_(None) & ~TokenRow.name.startswith(LOCAL, autoescape=True)
+    return bool(session.scalar(select(exists().where(is_configured))))
 
 
-def find_token(session: Session, secret: str) -> TokenRow | None:
+def has_local_tokens(session: Session) -> bool:
+    """Return whether the server has made tokens for its own user."""
+    is_local = TokenRow.parent.is_(None) & TokenRow.name.startswith(LOCAL, autoescape=True)
+    return bool(session.scalar(select(exists().where(is_local))))
+
+
+def find_token(session: Session, secret: str, now_ns: int) -> TokenRow | None:
     """Return the valid token of a secret. A plain hash suffices: the secret has 256 random bits."""
     return session.scalar(
-        select(TokenRow).where(TokenRow.hash == _hash(secret), TokenRow.revoked_ns.is_(None))
+        select(TokenRow).where(
+            TokenRow.hash == _hash(secret),
+            TokenRow.scope.in_(SCOPES),
+            TokenRow.revoked_ns.is_(None),
+            or_(TokenRow.expires_ns.is_(None), TokenRow.expires_ns > now_ns),
+        )
     )
+
+
+def create_link_code(session: Session, token_name: str, now_ns: int) -> str:
+    """Return a code that opens one session with the rights of a token."""
+    session.execute(delete(TokenRow).where(TokenRow.expires_ns < now_ns))
+    owner = session.get_one(TokenRow, token_name)
+    code = secrets.token_urlsafe(32)
+    session.add(
+        TokenRow(
+            name=f"{_LOGIN}/{secrets.token_hex(8)}",
+            scope=_LOGIN,
+            hash=_hash(code),
+            created_ns=now_ns,
+            expires_ns=now_ns + LINK_NS,
+            parent=owner.parent or owner.name,
+        )
+    )
+    return code
+
+
+def open_session(session: Session, code: str, now_ns: int) -> str | None:
+    """Use up a link's code and return the secret of a new session; None if it is not valid."""
+    parent = session.scalar(
+        delete(TokenRow)
+        .where(
+            TokenRow.hash == _hash(code),
+            TokenRow.scope == _LOGIN,
+            TokenRow.revoked_ns.is_(None),
+            TokenRow.expires_ns > now_ns,
+        )
+        .returning(TokenRow.parent)
+    )
+    owner = session.get(TokenRow, parent) if parent is not None else None
+    if owner is None:
+        return None
+    secret = f"{secrets.token_urlsafe(32)}.{secrets.token_urlsafe(32)}"
+    session.add(
+        TokenRow(
+            name=f"{owner.name}/browser-{secrets.token_hex(4)}",
+            scope=owner.scope,
+            hash=_hash(secret),
+            created_ns=now_ns,
+            expires_ns=now_ns + SESSION_NS,
+            parent=owner.name,
+        )
+    )
+    return secret
 
 
 def _hash(secret: str) -> str:

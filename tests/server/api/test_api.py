@@ -431,6 +431,7 @@ ALLOWED: dict[Scope | None, dict[Any, int]] = {
 
 def test_scope_grants_only_its_own_routes(server: Any, client: httpx.Client) -> None:
     made = tokens(server)
+    del client.headers["Authorization"]
     for scope, allowed in ALLOWED.items():
         headers = {} if scope is None else {"Authorization": f"Bearer {made[scope]}"}
         for (method, path), status in allowed.items():
@@ -450,6 +451,7 @@ def test_revoked_token_is_rejected_within_a_second(
         for scope in ("agent", "viewer", "operator"):
             assert revoke_token(session, f"a-{scope}", NOW)
     wait_for(lambda: client.get("/api/v1/jobs", headers=headers).status_code == 401, "the end")
+    del client.headers["Authorization"]
     assert client.get("/api/v1/jobs").status_code == 401, "revoking the last opens no door"
 
 
@@ -458,16 +460,6 @@ def test_tokens_are_kept_as_hashes(server: Any) -> None:
     with server.program.database.read() as session:
         rows = session.connection().exec_driver_sql("SELECT * FROM tokens").all()
     assert not any(secret in str(rows) for secret in made.values())
-
-
-def test_open_server_rejects_requests_of_foreign_pages(client: httpx.Client) -> None:
-    port = client.base_url.port
-    foreign = {"Origin": "https://evil.example"}
-    assert client.post("/api/v1/jobs/x/stop", headers=foreign).status_code == 403
-    rebound = {"Host": f"evil.example:{port}"}
-    assert client.get("/api/v1/jobs", headers=rebound).status_code == 403
-    own = {"Origin": f"http://127.0.0.1:{port}"}
-    assert client.post("/api/v1/jobs/x/stop", headers=own).status_code == 404
 
 
 def test_metrics_show_jobs_and_incidents(server: Any, client: httpx.Client) -> None:

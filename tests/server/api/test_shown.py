@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from simulated_job import JOB
 from paceline_server.decide.types import ActionView
 from paceline_server.store import models
 from paceline_server.store.tokens import create_token
+from paceline_wire.local_token import STATE_DIRECTORY
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
@@ -110,7 +112,10 @@ def test_missing_resources_are_reported(recorded: Recorded) -> None:
         assert message.endswith(f"`paceline {lister}` lists all.")
 
 
-def test_unknown_token_and_missing_token_get_different_errors(recorded: Recorded) -> None:
+def test_unknown_token_and_missing_token_get_different_errors(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(STATE_DIRECTORY, str(tmp_path))  # as for another user
     with recorded.server.program.database.write() as session:
         secret = create_token(session, "eve", "viewer", 1)
     assert refusal(recorded, "jobs").endswith("Give one with --token or PACELINE_TOKEN.")

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from simulated_node import hello, post_job
+from simulated_node import bearer, hello, post_job
 
 from paceline_server.decide.types import IssuedCommand
 from paceline_server.store.changes import prune_changes, record_change
@@ -40,7 +40,8 @@ def events(answer: httpx.Response) -> Iterator[Event]:
 
 
 def stream(server: Any, path: str, **headers: str) -> Any:
-    return httpx.stream("GET", server.url + path, headers=headers, timeout=60.0)
+    own = bearer(server.url, "agent") if path.endswith("/commands") else {}
+    return httpx.stream("GET", server.url + path, headers=own | headers, timeout=60.0)
 
 
 def put_command(server: Any, job_id: str, command: Any, agent: str = "node-0") -> None:
@@ -79,12 +80,12 @@ def test_a_burst_reaches_the_agent_of_a_node_that_holds_ranks(server: Any) -> No
     with server.program.database.write() as session:
         session.add(NodeRow(**node, last_seen_ns=1, hello=hello(), readings={}, dropped_batches=0))
     url = f"{server.url}/api/v1/nodes/node-0/burst"
-    idle = httpx.post(url, json={})
+    idle = server.client.post(url, json={})
     assert (idle.status_code, "has no ranks" in idle.text) == (409, True)
     with server.program.database.write() as session:
         session.get_one(NodeRow, "node-0").job_id = job_id
-    assert httpx.post(url, json={"seconds": 31}).status_code == 422
-    httpx.post(url, json={"collectors": ["nvml"], "seconds": 5}).raise_for_status()
+    assert server.client.post(url, json={"seconds": 31}).status_code == 422
+    server.client.post(url, json={"collectors": ["nvml"], "seconds": 5}).raise_for_status()
     with stream(server, "/api/v1/agents/node-0/commands") as answer:
         lines = (decode_line(line) for line in answer.iter_lines())
         asked = next(line for line in lines if not isinstance(line, Ping))
@@ -98,7 +99,7 @@ def finish(server: Any, command_id: int, agent: str) -> None:
     httpx.post(
         f"{server.url}/api/v1/ingest",
         content=wire.encode(batch),
-        headers={"Content-Type": wire.CONTENT_TYPE},
+        headers={"Content-Type": wire.CONTENT_TYPE, **bearer(server.url, "agent")},
     ).raise_for_status()
 
 

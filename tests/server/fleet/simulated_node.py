@@ -7,6 +7,7 @@ and kills by generation. Ranks "train" one step each `STEP_SECONDS` until a comm
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from paceline_wire.batch import (
     RankState,
     SpanBlock,
 )
+from paceline_wire.local_token import LocalScope, find_token
 from paceline_wire.ring import Identity, StateView
 from paceline_wire.spans import NONE_16, NONE_32, Op
 from paceline_wire.topology import Topology
@@ -92,7 +94,7 @@ class SimulatedNode:
         self.carried_out: list[commands.Command] = []
         self.acknowledged = 0
         self.ranks: dict[int, SimulatedRank] = {}
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._token = token
         self._events: list[Event] = [hello()]
         self._attached: dict[int, Identity] = {}
         self._unsent: deque[bytes] = deque()
@@ -164,10 +166,15 @@ class SimulatedNode:
         with self._lock:
             self._events.append(event)
 
+    def _bearer(self) -> dict[str, str]:
+        if self._token is None:
+            return bearer(self.url, "agent")
+        return {"Authorization": f"Bearer {self._token}"}
+
     # --- batches ---------------------------------------------------------------------------
 
     def _send(self) -> None:
-        with httpx.Client(headers=self._headers | _HEADERS, verify=False) as client:
+        with httpx.Client(headers=self._bearer() | _HEADERS, verify=False) as client:
             while not self._gone.wait(_BATCH_SECONDS):
                 with self._lock:
                     self._unsent.append(wire.encode(self._batch()))
@@ -265,7 +272,7 @@ class SimulatedNode:
     # --- commands --------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        with httpx.Client(headers=self._headers, verify=False) as client:
+        with httpx.Client(headers=self._bearer(), verify=False) as client:
             while not self._gone.wait(0.05):
                 try:
                     self._follow(client)
@@ -349,6 +356,12 @@ class SimulatedNode:
         self._attached[spec.rank] = identity
 
 
+def bearer(url: str, scope: LocalScope) -> dict[str, str]:
+    """Return the header with this user's token for a local server."""
+    token = find_token(url, scope, os.environ)
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
 def stop_all(nodes: list[SimulatedNode]) -> None:
     for node in nodes:
         node.stop()
@@ -358,7 +371,8 @@ def stop_all(nodes: list[SimulatedNode]) -> None:
 
 def post_job(url: str, dp: int = 2, **fields: object) -> str:
     body = {"name": "toy", "argv": ["true"], "topology": {"dp": dp, "pp": 1, "tp": 1}, **fields}
-    answer = httpx.post(f"{url}/api/v1/jobs", json=body, verify=False)
+    headers = bearer(url, "operator")
+    answer = httpx.post(f"{url}/api/v1/jobs", json=body, headers=headers, verify=False)
     assert answer.status_code == 201, answer.text
     identifier: str = json.loads(answer.text)["id"]
     return identifier

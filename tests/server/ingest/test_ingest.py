@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated_node import hello, post_job
+from simulated_node import bearer, hello, post_job
 from sqlalchemy import func, select
 
 from paceline_server.api.routes import ingest as routes
@@ -24,12 +24,15 @@ from paceline_server.store.tokens import create_token
 from paceline_wire import batch as wire
 from paceline_wire.batch import Batch, RankStarted, Sample
 
-HEADERS = {"Content-Type": wire.CONTENT_TYPE}
 PATIENT = settings(
     max_examples=15,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+
+
+def headers(url: str) -> dict[str, str]:
+    return {"Content-Type": wire.CONTENT_TYPE, **bearer(url, "agent")}
 
 
 def batch(sequence: int = 0, boot: str = "boot-1", agent: str = "node-0", **fields: Any) -> Batch:
@@ -42,10 +45,12 @@ class Ingest:
 
     def __init__(self, server: Any) -> None:
         self.server = server
-        self.client = httpx.Client(base_url=server.url, timeout=60.0, verify=False)
+        self.client = httpx.Client(
+            base_url=server.url, headers=headers(server.url), timeout=60.0, verify=False
+        )
 
-    def post(self, content: bytes, **headers: str) -> httpx.Response:
-        answer = self.client.post("/api/v1/ingest", content=content, headers=HEADERS | headers)
+    def post(self, content: bytes, **more: str) -> httpx.Response:
+        answer = self.client.post("/api/v1/ingest", content=content, headers=more)
         if answer.status_code >= 400:
             assert answer.headers["content-type"] == "application/problem+json", answer.text
             assert answer.json()["status"] == answer.status_code
@@ -99,7 +104,7 @@ def test_api_server_without_worker_reports_the_lag(
     def send(sequence: int) -> None:
         content = wire.encode(batch(sequence))
         assert httpx.post(
-            f"{server.url}/api/v1/ingest", content=content, headers=HEADERS
+            f"{server.url}/api/v1/ingest", content=content, headers=headers(server.url)
         ).is_success
 
     server = run_server(role="api")
@@ -119,7 +124,10 @@ def test_concurrent_repeats_are_stored_once(ingest: Ingest) -> None:
 
     def send() -> None:
         answer = httpx.post(
-            f"{ingest.server.url}/api/v1/ingest", content=payload, headers=HEADERS, timeout=60.0
+            f"{ingest.server.url}/api/v1/ingest",
+            content=payload,
+            headers=headers(ingest.server.url),
+            timeout=60.0,
         )
         answers.append(answer.json()["status"])
 
@@ -196,7 +204,7 @@ def test_gpu_readings_of_a_node_are_in_base_units(ingest: Ingest) -> None:
         Sample("DCGM_FI_DEV_SM_CLOCK", {"gpu": "x" * 99}, 1.0, now),  # a lying one
     ]
     ingest.send(batch(events=[hello()], samples=values))
-    (node,) = ingest.client.get("/api/v1/nodes").json()["items"]
+    (node,) = ingest.server.client.get("/api/v1/nodes").json()["items"]
     (shown,) = node["gpus"]
     assert shown["sm_clock_hertz"] == 1.98e9
     assert shown["utilization_ratio"] == 0.5
@@ -261,7 +269,7 @@ def test_endless_body_is_rejected(ingest: Ingest) -> None:
             yield b"x" * 65536
 
     try:
-        answer = ingest.client.post("/api/v1/ingest", content=endless(), headers=HEADERS)
+        answer = ingest.client.post("/api/v1/ingest", content=endless())
         assert answer.status_code == 413
     except httpx.TransportError:
         pass  # the server closed on us while we were still sending
@@ -301,6 +309,7 @@ def test_ingest_requires_an_agent_token(ingest: Ingest) -> None:
         for scope, token in tokens.items()
     }
     assert statuses == {"agent": 200, "viewer": 403, "operator": 403}
+    del ingest.client.headers["Authorization"]
     assert ingest.post(wire.encode(batch(9))).status_code == 401
     assert ingest.post(wire.encode(batch(9)), Authorization="Bearer x").status_code == 401
     assert ingest.stored() == 1

@@ -46,7 +46,9 @@ function TokenForm({ error, onRetry }: { error: ApiError; onRetry: () => void })
         {refused ? `The token was rejected: ${error.detail} ` : ""}A token with scope <code>viewer</code> can
         read, one with scope <code>operator</code> can also approve actions. It is stored until this tab is closed.
       </p>
-      <p>To create one, run this on the server:</p>
+      <p>
+        Or sign in with the link that <code>paceline login</code> prints. To create a token, run this on the server:
+      </p>
       <pre>paceline server token create --name NAME --scope viewer</pre>
       <p class="row">
         <label class="sr" for="token">

@@ -1,11 +1,13 @@
-"""Health probes and metrics; outside /api, without tokens."""
+"""Health probes and metrics; outside /api. Probes need no token."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import choose_encoder
 
+from paceline_server.api import problems
+from paceline_server.api.auth import authorized
 from paceline_server.api.dependencies import PartsDep
 from paceline_server.store.database import UNAVAILABLE
 
@@ -31,8 +33,21 @@ def readyz(parts: PartsDep) -> JSONResponse:
     return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
 
-@router.head("/metrics", include_in_schema=False)
-@router.get("/metrics", response_class=PlainTextResponse)
+async def _reads_metrics(request: Request, parts: PartsDep) -> None:
+    if parts.metrics_need_token:
+        await authorized(request, parts, "viewer")
+
+
+_metrics = [Depends(_reads_metrics)]
+
+
+@router.head("/metrics", include_in_schema=False, dependencies=_metrics)
+@router.get(
+    "/metrics",
+    response_class=PlainTextResponse,
+    dependencies=_metrics,
+    responses=problems.responses(401, 403, 503),
+)
 def metrics(parts: PartsDep, request: Request) -> Response:
     """Return metrics in the Prometheus or OpenMetrics format."""
     encode, content_type = choose_encoder(request.headers.get("accept", ""))

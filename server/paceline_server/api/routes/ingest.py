@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline_server.api import problems, schemas
-from paceline_server.api.auth import agent, authorized, bearer
+from paceline_server.api.auth import agent, authorized
 from paceline_server.api.dependencies import Parts
 from paceline_server.api.problems import ProblemError
 from paceline_server.ingest.check import check
@@ -79,7 +79,7 @@ async def _store_batch(request: Request) -> bytes:
     Raises ProblemError or one of `UNAVAILABLE`.
     """
     parts: Parts = request.app.state.parts
-    await authorized(request, parts, "agent", bearer(request))
+    await authorized(request, parts, "agent")
     try:
         parts.log.refuse_if_full()
         payload = await _body(request)

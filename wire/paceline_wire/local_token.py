@@ -1,0 +1,105 @@
+"""Tokens that the server, the command line and the agents of one user find by themselves.
+
+A server without configured tokens writes one token per scope into a file that only its user can
+read. Other programs of that user on the same machine read it there, unless they are given a token.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import stat
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from paceline_wire.address import is_loopback
+
+LocalScope = Literal["agent", "operator"]
+STATE_DIRECTORY = "PACELINE_STATE_DIRECTORY"
+
+_TOKEN = re.compile(r"paceline_[\w-]{43}", re.ASCII)
+_LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
+_NETWORK = Path("/proc/net")
+
+
+class TokenFileError(Exception):
+    """A token file is not safe to use; the message is one sentence that says how to fix it."""
+
+
+def state_directory(environment: Mapping[str, str]) -> Path:
+    """Return the user's directory of Paceline's own files."""
+    if given := environment.get(STATE_DIRECTORY):
+        return Path(given)
+    state = environment.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "paceline"
+
+
+def token_path(directory: Path, scope: LocalScope) -> Path:
+    """Return the file of the token with this scope."""
+    return directory / f"{scope}-token"
+
+
+def read_token(path: Path) -> str | None:
+    """Return the token in a file; None if there is no file.
+
+    Raises TokenFileError if the file belongs to another user or others can read it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise TokenFileError(f"the token file {path} cannot be read: {error.strerror}") from error
+    with open(descriptor, encoding="utf-8", errors="replace") as file:
+        status = os.fstat(descriptor)
+        is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        if not is_own or status.st_mode & 0o077:
+            raise TokenFileError(
+                f"the token file {path} must be a file of this user that nobody else can read:"
+                " remove it and restart the server"
+            )
+        token = file.read(1000).strip()
+    if not _TOKEN.fullmatch(token):
+        raise TokenFileError(f"{path} contains no token: remove it and restart the server")
+    return token
+
+
+def find_token(server_url: str, scope: LocalScope, environment: Mapping[str, str]) -> str | None:
+    """Return this user's token for a server on this machine; None if there is none.
+
+    None also if another user listens at that address: the token would be theirs. Raises
+    TokenFileError.
+    """
+    parts = urlsplit(server_url)
+    host, port = parts.hostname or "", parts.port or {"https": 443}.get(parts.scheme, 80)
+    if not is_loopback(host) or not _listeners(host, port) <= {0, os.geteuid()}:
+        return None
+    return read_token(token_path(state_directory(environment), scope))
+
+
+def _listeners(host: str, port: int) -> set[int]:
+    """Return the users that listen at a loopback address (all that can be found out on Linux)."""
+    names = ("127.0.0.1", "::1") if host == "localhost" else (host,)
+    addresses = {_as_in_proc(name) for name in (*names, "0.0.0.0", "::")}
+    wanted = {f"{address}:{port:04X}" for address in addresses}
+    users = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = (_NETWORK / table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            _, local, _, state, _, _, _, user, *_ = line.split()
+            if state == _LISTENING and local in wanted:
+                users.add(int(user))
+    return users
+
+
+def _as_in_proc(address: str) -> str:
+    """Return an address as /proc/net/tcp writes it: words in the machine's byte order."""
+    packed = ipaddress.ip_address(address).packed
+    return "".join(f"{word:08X}" for word in struct.unpack(f"={len(packed) // 4}I", packed))
