@@ -260,6 +260,10 @@ class ForkServer:
                 raise
         self._process = read_process(pid)
 
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
     def is_for(self, start: dict[str, Any]) -> bool:
         """Return whether it runs and can fork this rank."""
         return _common(start) == self._common and self._is_running()
@@ -413,13 +417,19 @@ class Guard:
             self._fork_server = None
 
     def _signal(self, rank_pid: int, start: dict[str, Any], number: int) -> int:
-        """Signal a rank and all processes that it started. Return their number."""
+        """Signal a rank and all processes that it started. Return their number.
+
+        A process that left its session and its parent, and emptied its environment, can be
+        attributed to no rank. It is included once no rank runs any more.
+        """
         marks = [mark.encode("utf-8", "surrogateescape") for mark in start["marks"]]
         processes = descendants(os.getpid())
         family = {rank_pid}
+        if not self._running:
+            family.add(os.getpid())
         reached = 0
         for process in processes:  # parents come before their children
-            if process.parent in family:
+            if process.parent in family and process.pid != self._fork_server_pid:
                 family.add(process.pid)
             if process.state == "Z":
                 continue
@@ -428,6 +438,10 @@ class Guard:
                 send_signal(process, number)
                 reached += 1
         return reached
+
+    @property
+    def _fork_server_pid(self) -> int | None:
+        return None if self._fork_server is None else self._fork_server.pid
 
     def _start(self, message: dict[str, Any]) -> None:
         try:

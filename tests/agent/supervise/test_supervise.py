@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline_agent.supervise.guard import descendants
 from paceline_wire.batch import AgentHello, CommandResult, RankExited, RankStarted
 from tests.agent.command_factory import guard_pids, marker, start_ranks, stop
 
@@ -187,6 +189,41 @@ def test_children_of_a_dead_rank_die_too(
     wait_for(lambda: len(processes_with(marker(agent))) == 4)
     os.kill(server.events(RankStarted)[0].pid, signal.SIGKILL)
     wait_for(lambda: not processes_with(marker(agent)))
+
+
+# A process that nothing connects with its rank: another session, no parent, no environment.
+HIDING = """
+import os, time
+if not os.fork():
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.execve("/bin/sleep", ["sleep", "600.25"], {})
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_that_hides_from_its_rank_ends_with_the_last_rank(
+    start_agent: Fixture, server: Any, order: Fixture, wait_for: Fixture
+) -> None:
+    agent = start_agent()
+
+    def hidden() -> list[int]:
+        return [
+            process.pid
+            for process in descendants(agent.pid)
+            if b"600.25" in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        ]
+
+    assert order(start_ranks(HIDING)).ok
+    wait_for(hidden)
+    assert order(start_ranks("import time; time.sleep(600)", job="job-b")).ok
+    assert order(stop(0)).ok
+    assert hidden(), "it may be the other job's"
+    assert order(stop(0, job="job-b")).ok
+    assert not hidden()
+    assert agent.stop() == 0
 
 
 @pytest.mark.parametrize(
