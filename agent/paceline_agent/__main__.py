@@ -21,6 +21,7 @@ from paceline_agent.errors import OutputError, SettingsError
 from paceline_agent.expose.check import run as check_node
 from paceline_agent.expose.once import run as sweep_once
 from paceline_agent.settings import (
+    CHECKPOINT_SECONDS,
     FLUSH_SECONDS,
     HOSTNAME_LABEL,
     HOSTNAME_LABELS,
@@ -188,6 +189,13 @@ def _names(command: click.Command) -> dict[str, str]:
     help="How long ranks of a killed agent wait for the next agent to adopt them.",
 )
 @click.option(
+    "--checkpoint-seconds",
+    type=float,
+    default=CHECKPOINT_SECONDS,
+    help="On SIGTERM, how long ranks that save a checkpoint on command may take before they are "
+    "stopped; a second SIGTERM ends the wait; 0: do not ask.",
+)
+@click.option(
     "--label",
     "labels",
     multiple=True,
@@ -221,8 +229,8 @@ def main(
 ) -> None:
     """Watch this node and run the ranks that the server places on it.
 
-    Needs only the server's URL. On SIGTERM it stops its ranks, then sends the remaining data for
-    at most five seconds.
+    Needs only the server's URL. On SIGTERM its ranks save a checkpoint if they can. Then it stops
+    them, and sends the remaining data for at most five seconds.
     """
     if once and check:
         raise click.UsageError("--once and --check cannot be combined")

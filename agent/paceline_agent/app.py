@@ -38,6 +38,7 @@ from paceline_agent.rings.reader import Rings
 from paceline_agent.settings import HEARTBEAT_SECONDS, AgentSettings
 from paceline_agent.supervise import guard
 from paceline_agent.supervise.commands import CommandRunner, CommandStream
+from paceline_agent.supervise.drain import save_checkpoints
 from paceline_agent.supervise.lease import RankLease
 from paceline_agent.supervise.rank_user import RankUser, find_rank_user
 from paceline_agent.supervise.supervisor import Supervisor
@@ -70,15 +71,25 @@ def run(settings: AgentSettings) -> int:
 
 
 async def _until_signalled(settings: AgentSettings) -> None:
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await serve(settings, stop)
+        loop.add_signal_handler(number, on_signal)
+    await serve(settings, stop, hurry)
 
 
-async def serve(settings: AgentSettings, stop: asyncio.Event | None = None) -> None:
+async def serve(
+    settings: AgentSettings,
+    stop: asyncio.Event | None = None,
+    hurry: asyncio.Event | None = None,
+) -> None:
     """Run one agent until `stop` is set, then drain: stop the ranks, send the remaining batches.
+
+    The ranks may save a checkpoint first, unless `hurry` is set.
 
     Raises:
         DirectoryInUseError: another agent uses this node's directory.
@@ -91,7 +102,7 @@ async def serve(settings: AgentSettings, stop: asyncio.Event | None = None) -> N
     shared = os.geteuid() == 0 or (rank_user is not None and not rank_user.is_own)
     with _lock(settings.directory, shared=shared):
         agent = Agent(settings, rank_user)
-        await agent.run(stop or asyncio.Event())
+        await agent.run(stop or asyncio.Event(), hurry or asyncio.Event())
 
 
 class Agent:
@@ -174,7 +185,7 @@ class Agent:
         )
         self._failed_ticks = 0
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
         """Run until `stop` is set."""
         with contextlib.suppress(OSError):  # without it, the guard still is a subreaper
             guard.become_subreaper()
@@ -198,6 +209,9 @@ class Agent:
                 listening = begin(self._stream.run)
                 await stop.wait()
                 listening.cancel()
+                await save_checkpoints(
+                    self._supervisor, self._rings, self._settings.checkpoint_seconds, hurry
+                )
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(DRAIN_SECONDS):
                         await self._drain()

@@ -18,6 +18,7 @@ FLUSH_SECONDS = 0.5
 HEARTBEAT_SECONDS = 1.0  # the server counts a node as lost after 5 s without a batch
 LEASE_SECONDS = 600.0
 ORPHAN_GRACE_SECONDS = 10.0  # an init system restarts a crashed agent well within it
+CHECKPOINT_SECONDS = 60.0  # before the 90 s after which systemd kills the agent
 SPOOL_BYTES = 64 << 20
 
 # The ports that an agent opens; see docs/agent.md, "Ports the agent opens".
@@ -64,6 +65,7 @@ class AgentSettings:
     hostname_label: str = HOSTNAME_LABEL  # on /metrics
     lease_seconds: float = LEASE_SECONDS
     orphan_grace_seconds: float = ORPHAN_GRACE_SECONDS  # how long ranks outlive a killed agent
+    checkpoint_seconds: float = CHECKPOINT_SECONDS  # for a checkpoint before the ranks are stopped
     labels: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict, repr=False)  # inherited by the ranks
 
@@ -88,7 +90,11 @@ class AgentSettings:
             raise SettingsError(
                 f"the flush interval must be positive and finite, got {self.flush_seconds}"
             )
-        for name, seconds in (("lease", self.lease_seconds), ("grace", self.orphan_grace_seconds)):
+        for name, seconds in (
+            ("lease", self.lease_seconds),
+            ("grace", self.orphan_grace_seconds),
+            ("time for a checkpoint", self.checkpoint_seconds),
+        ):
             if not 0 <= seconds < math.inf:
                 raise SettingsError(f"the {name} must be at least 0 and finite, got {seconds}")
         if self.metrics_port is not None and not 0 <= self.metrics_port <= _HIGHEST_PORT:

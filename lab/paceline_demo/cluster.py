@@ -150,6 +150,7 @@ class Cluster:
                 *("--agent-id", node.agent_id, "--node-directory", str(node.directory)),
                 *_own_user(),
                 *("--orphan-grace-seconds", "0"),  # the demo never restarts a running agent
+                *("--checkpoint-seconds", "0"),  # nor does it resume a job after its own end
                 *("--spool-directory", str(self.directory / f"{node.agent_id}-spool")),
                 *("--slots", str(GPUS_PER_NODE), "--address", "127.0.0.1"),
                 *("--metrics-port", "0", "--exit-with-parent", str(os.getpid())),

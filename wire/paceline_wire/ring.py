@@ -1,7 +1,8 @@
 """The ring file: one rank reports to its node's agent through it, without I/O, locks or threads.
 
-One memory-mapped file per rank, in a tmpfs directory. The trainer writes everything except the
-command half of the control page; the agent reads everything.
+One file per rank, in a tmpfs directory. The trainer maps it and writes everything except the
+command half of the control page; the agent reads everything. The agent maps nothing: if a ring is
+truncated, its read fails, while access to a mapping would end the agent.
 
     page 0        identity     magic, layout version, capacity, then msgpack of `Identity`
     page 1        state        512 words, see the `STATE_*` constants; survives SIGKILL
@@ -20,6 +21,7 @@ import mmap
 import os
 import stat
 import struct
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -36,7 +38,8 @@ DEFINITIONS_OFFSET = 3 * PAGE
 DEFINITIONS_BYTES = 16 * PAGE
 SPANS_OFFSET = DEFINITIONS_OFFSET + DEFINITIONS_BYTES
 DEFAULT_CAPACITY = 1 << 15  # 2 MiB; several seconds of a busy rank
-MAXIMUM_CAPACITY = 1 << 24
+MINIMUM_CAPACITY = 64
+MAXIMUM_CAPACITY = 1 << 20  # 64 MiB
 SUFFIX = ".ring"
 
 # State page, in words.
@@ -227,7 +230,7 @@ class Acknowledgement(msgspec.Struct, frozen=True):
 
 
 class RingFile:
-    """The mapped file and its pages; base class of both ends."""
+    """The mapped file and its pages: the writer's end."""
 
     def __init__(self, path: Path, mapping: mmap.mmap, capacity: int) -> None:
         self.path = path
@@ -257,15 +260,17 @@ def create(path: Path, identity: Identity, capacity: int = DEFAULT_CAPACITY) -> 
         ValueError: the capacity is not a power of two or too large, or the identity is too long.
         OSError: the directory cannot be written.
     """
-    if capacity < 64 or capacity > MAXIMUM_CAPACITY or capacity & (capacity - 1):
-        raise ValueError(f"capacity must be a power of two in 64..{MAXIMUM_CAPACITY}: {capacity}")
+    if not is_capacity(capacity):
+        raise ValueError(
+            f"capacity must be a power of two in {MINIMUM_CAPACITY}..{MAXIMUM_CAPACITY}: {capacity}"
+        )
     encoded = msgspec.msgpack.encode(identity)
     if _HEADER.size + len(encoded) > PAGE:
         raise ValueError(f"identity takes {len(encoded)} bytes, more than one page holds")
     size = SPANS_OFFSET + capacity * RECORD_BYTES
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    descriptor = os.open(temporary, flags, 0o600)
+    unique = os.urandom(8).hex()  # other users must not know the name in advance
+    temporary = path.with_name(f".{path.name}.{unique}")
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         # Set-group-ID: the agent runs as another user and reads rings through this group.
         if os.stat(path.parent).st_mode & stat.S_ISGID:
@@ -274,13 +279,23 @@ def create(path: Path, identity: Identity, capacity: int = DEFAULT_CAPACITY) -> 
         mapping = mmap.mmap(descriptor, size)
         mapping[: _HEADER.size] = _HEADER.pack(MAGIC, LAYOUT_VERSION, 0, capacity, len(encoded))
         mapping[_HEADER.size : _HEADER.size + len(encoded)] = encoded
-        os.rename(temporary, path)
+        try:
+            os.rename(temporary, path)
+        except PermissionError:  # another user's file has this name
+            path = path.with_name(f"{path.stem}.{unique}{path.suffix}")
+            os.rename(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
     finally:
         os.close(descriptor)
     return RingFile(path, mapping, capacity)
+
+
+def is_capacity(capacity: int) -> bool:
+    """Return whether a ring may hold this number of records."""
+    is_within = MINIMUM_CAPACITY <= capacity <= MAXIMUM_CAPACITY
+    return is_within and not capacity & (capacity - 1)
 
 
 def define(ring: RingFile, definition: Definition) -> bool:
@@ -296,7 +311,27 @@ def define(ring: RingFile, definition: Definition) -> bool:
     return True
 
 
-class RingReader(RingFile):
+class _Words:
+    """The words of a page, each read and written in the file. Raises RingError past its end."""
+
+    def __init__(self, descriptor: int, path: Path, offset: int) -> None:
+        self._descriptor = descriptor
+        self._path = path
+        self._offset = offset
+
+    def __getitem__(self, word: int) -> int:
+        return int.from_bytes(self.read(word, 1), "little")
+
+    def __setitem__(self, word: int, value: int) -> None:
+        content = value.to_bytes(8, "little")
+        os.pwrite(self._descriptor, content, self._offset + 8 * word)
+
+    def read(self, first: int, count: int) -> bytes:
+        """Return consecutive words."""
+        return _read(self._descriptor, self._path, self._offset + 8 * first, 8 * count)
+
+
+class RingReader:
     """The agent's end. One reader per ring; it keeps its read position."""
 
     def __init__(self, path: Path) -> None:
@@ -305,40 +340,24 @@ class RingReader(RingFile):
             descriptor = os.open(path, _OPEN_FLAGS)
         except OSError as error:
             raise RingError(f"{path}: {error.strerror}") from error
+        self._finalizer = weakref.finalize(self, os.close, descriptor)
         try:
-            status = os.fstat(descriptor)
-            size = status.st_size
-            if not stat.S_ISREG(status.st_mode):
-                raise RingError(f"{path}: not a regular file")
-            if size < SPANS_OFFSET:
-                raise RingError(f"{path}: {size} bytes is too short for a ring")
-            mapping = mmap.mmap(descriptor, size)
-        except OSError as error:
-            raise RingError(f"{path}: {error}") from error
-        finally:
-            os.close(descriptor)
-        try:
-            magic, version, _, capacity, length = _HEADER.unpack_from(mapping)
-            if magic != MAGIC:
-                raise RingError(f"{path}: not a Paceline ring")
-            if version != LAYOUT_VERSION:
-                raise RingError(f"{path}: layout {version}, this agent reads {LAYOUT_VERSION}")
-            if size != SPANS_OFFSET + capacity * RECORD_BYTES or capacity & (capacity - 1):
-                raise RingError(f"{path}: {size} bytes do not fit a capacity of {capacity}")
-            try:
-                self.identity = _identities.decode(
-                    mapping[_HEADER.size : min(_HEADER.size + length, PAGE)]
-                )
-                _check_numbers(self.identity)
-            except (msgspec.DecodeError, ValueError) as error:
-                raise RingError(f"{path}: corrupt identity page: {error}") from error
+            self.status = os.fstat(descriptor)
+            self.capacity, self.identity = _read_header(descriptor, path, self.status)
         except RingError:
-            mapping.close()
+            self.close()
             raise
-        super().__init__(path, mapping, capacity)
+        self.path = path
+        self.state = _Words(descriptor, path, STATE_OFFSET)
+        self.control = _Words(descriptor, path, CONTROL_OFFSET)
         self.position = 0  # index of the next record to read
         self.lost = 0  # records overwritten before they were read, or torn
+        self._descriptor = descriptor
         self._defined = 0
+
+    def close(self) -> None:
+        """Close the file."""
+        self._finalizer()
 
     def read(self, limit: int = 1 << 14) -> bytes:
         """Return at most `limit` new records, row-major, oldest first; add overruns to `lost`.
@@ -358,9 +377,9 @@ class RingReader(RingFile):
             return b""
         first = self.position & (self.capacity - 1)
         split = min(count, self.capacity - first)
-        records = bytes(self.spans[first * RECORD_BYTES : (first + split) * RECORD_BYTES])
+        records = self._read(SPANS_OFFSET + first * RECORD_BYTES, split * RECORD_BYTES)
         if split < count:
-            records += bytes(self.spans[: (count - split) * RECORD_BYTES])
+            records += self._read(SPANS_OFFSET, (count - split) * RECORD_BYTES)
         overwritten = max(0, self.state[STATE_HEAD] - self.capacity + 1 - self.position)
         self.position += count
         if overwritten:
@@ -374,23 +393,28 @@ class RingReader(RingFile):
         used = self.state[STATE_DEFINITIONS]
         if used > DEFINITIONS_BYTES:
             raise RingError(f"{self.path}: definitions claim {used} bytes")
+        if used <= self._defined:
+            return []
+        new = self._read(DEFINITIONS_OFFSET + self._defined, used - self._defined)
         definitions: list[Definition] = []
-        while self._defined < used:
-            start = self._defined + 4
-            end = start + int.from_bytes(self.definitions[self._defined : start], "little")
-            if end > used:
+        end = 0
+        while end < len(new):
+            start = end + 4
+            end = start + int.from_bytes(new[end:start], "little")
+            if end > len(new):
                 raise RingError(f"{self.path}: a definition overruns its area")
             try:
-                definitions.append(_definitions.decode(self.definitions[start:end]))
+                definitions.append(_definitions.decode(new[start:end]))
             except (msgspec.DecodeError, ValueError) as error:
                 raise RingError(f"{self.path}: corrupt definition: {error}") from error
-            self._defined = end
+        self._defined = used
         return definitions
 
     def view(self) -> StateView:
         """Decode the state page as it is now."""
-        words = self.state[:].tolist()
-        floats = self.state_floats
+        page = memoryview(self.state.read(0, PAGE // 8))
+        words = page.cast("Q").tolist()
+        floats = page.cast("d")
         frames = []
         for depth in range(min(words[STATE_DEPTH], FRAMES)):
             op, start_ns, place, sequence = words[STATE_FRAMES + depth * FRAME_WORDS :][
@@ -435,13 +459,8 @@ class RingReader(RingFile):
             can_stop=bool(words[STATE_ABILITIES] & Ability.STOP),
             saved_step=words[STATE_SAVED_STEP] - 1 if words[STATE_SAVED_STEP] else None,
             failed_saves=words[STATE_FAILED_SAVES],
-            save_failure=self._save_failure() if words[STATE_FAILED_SAVES] else None,
+            save_failure=_save_failure(page) if words[STATE_FAILED_SAVES] else None,
         )
-
-    def _save_failure(self) -> str:
-        end = STATE_SAVE_FAILURE + SAVE_FAILURE_BYTES // 8
-        content = self.state[STATE_SAVE_FAILURE:end].tobytes()
-        return content.rstrip(b"\0").decode(errors="replace")
 
     def command(self, command_id: int, kind: int, target_step: int) -> None:
         """Write a command for the trainer, which reads the newest one at its next step boundary."""
@@ -455,6 +474,50 @@ class RingReader(RingFile):
         if not command_id:
             return None
         return Acknowledgement(command_id, self.control[ACK_STATUS], self.control[ACK_STEP])
+
+    def _read(self, offset: int, size: int) -> bytes:
+        return _read(self._descriptor, self.path, offset, size)
+
+
+def _save_failure(page: memoryview) -> str:
+    start = 8 * STATE_SAVE_FAILURE
+    content = bytes(page[start : start + SAVE_FAILURE_BYTES])
+    return content.rstrip(b"\0").decode(errors="replace")
+
+
+def _read(descriptor: int, path: Path, offset: int, size: int) -> bytes:
+    try:
+        content = os.pread(descriptor, size, offset)
+    except OSError as error:
+        raise RingError(f"{path}: {error.strerror}") from error
+    if len(content) < size:
+        raise RingError(f"{path}: truncated while in use")
+    return content
+
+
+def _read_header(descriptor: int, path: Path, status: os.stat_result) -> tuple[int, Identity]:
+    """Return capacity and identity. Raises RingError if the file is not a ring of this layout."""
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise RingError(f"{path}: not a regular file")
+    if status.st_nlink > 1:
+        raise RingError(f"{path}: has {status.st_nlink} names")
+    if size < SPANS_OFFSET:
+        raise RingError(f"{path}: {size} bytes is too short for a ring")
+    page = _read(descriptor, path, 0, PAGE)
+    magic, version, _, capacity, length = _HEADER.unpack_from(page)
+    if magic != MAGIC:
+        raise RingError(f"{path}: not a Paceline ring")
+    if version != LAYOUT_VERSION:
+        raise RingError(f"{path}: layout {version}, this agent reads {LAYOUT_VERSION}")
+    if size != SPANS_OFFSET + capacity * RECORD_BYTES or not is_capacity(capacity):
+        raise RingError(f"{path}: {size} bytes do not fit a capacity of {capacity}")
+    try:
+        identity = _identities.decode(page[_HEADER.size : min(_HEADER.size + length, PAGE)])
+        _check_numbers(identity)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise RingError(f"{path}: corrupt identity page: {error}") from error
+    return capacity, identity
 
 
 def _check_numbers(identity: Identity) -> None:

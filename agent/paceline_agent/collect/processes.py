@@ -32,6 +32,15 @@ def process_status(procfs_root: Path, pid: int) -> ProcessStatus | None:
     return ProcessStatus(fields[0].decode(), ticks / _TICKS_PER_SECOND)
 
 
+def process_users(procfs_root: Path, pid: int) -> set[int]:
+    """Return the real, effective, saved and file system uid; empty if the process is gone."""
+    try:
+        status = read_text_once(procfs_root / str(pid) / "status")
+    except OSError:
+        return set()
+    return {int(word) for word in status.partition("\nUid:")[2].partition("\n")[0].split()}
+
+
 def namespace_pids(procfs_root: Path, pid: int) -> list[int]:
     """Return its pid on the node, then in each nested PID namespace; one pid if unknown."""
     try:

@@ -2,16 +2,19 @@
 
 Rings appear in one directory. Each is attached once. From then on its new spans, definitions and
 acknowledgements go to the outbox, and at a slower pace its state page. Spans are not decoded here:
-a block of records is transposed into columns and sent unchanged.
+a block of records is transposed into columns and sent unchanged. `admission` decides which files
+are read, and how much of them at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +22,10 @@ from typing import NamedTuple
 from paceline_agent.clock import timeline_ns
 from paceline_agent.collect.cached_files import entries, inode_of
 from paceline_agent.collect.contract import LocalRank
-from paceline_agent.collect.processes import process_status, process_that_maps
+from paceline_agent.collect.processes import process_status, process_that_maps, process_users
 from paceline_agent.forward.outbox import Outbox
+from paceline_agent.rings import admission
+from paceline_agent.rings.admission import RecordBudget, RingFiles, check_claim, in_turns
 from paceline_agent.rings.clock_offset import ClockOffset
 from paceline_wire import ring
 from paceline_wire.batch import (
@@ -46,6 +51,8 @@ log = logging.getLogger(__name__)
 
 STATE_SECONDS = 0.5
 RECORDS_PER_BLOCK = 1 << 14
+REFUSED_CLAIM_SECONDS = 10.0  # for a claim that may become true, when another job has ended
+REFUSED_KEPT = 4096  # files that are not examined again until they change
 _LIMIT = 1 << 63  # the server refuses a batch with larger numbers
 
 
@@ -64,11 +71,18 @@ class _AttachedRing:
     reader: RingReader
     key: RankKey
     pid: int  # in the node's PID namespace, not the container's
-    inode: int
-    size_bytes: int
     reported_lost: int = 0
     acknowledged: Acknowledgement | None = None
     seen_alive: bool = False
+
+    @property
+    def inode(self) -> int:
+        return self.reader.status.st_ino
+
+    @property
+    def owner(self) -> int:
+        """The uid of the file's owner."""
+        return self.reader.status.st_uid
 
 
 @dataclass(slots=True)
@@ -95,7 +109,12 @@ class Rings:
         self._procfs_root = procfs_root
         self._clock = ClockOffset()
         self._attached: dict[Path, _AttachedRing] = {}
-        self._refused: dict[Path, tuple[int, int]] = {}  # (inode, mtime) of invalid files
+        self._refused: dict[
+            Path, tuple[tuple[int, int], float]
+        ] = {}  # invalid files: version, until
+        self._warnings: Counter[int] = Counter()  # by user
+        self._files = RingFiles(directory)
+        self._budget = RecordBudget()
         self._state_due = 0.0
 
     def __len__(self) -> int:
@@ -110,10 +129,15 @@ class Rings:
             read: how many records of each ring the earlier agent packed. If unknown (None), rings
                 are read from their heads on: a span that is sent twice would count twice.
         """
-        self._discover()
+        self._attach_new(self._files.next(1 << 16), at_start=True)
         for attached in list(self._attached.values()):
             reader = attached.reader
-            head = reader.state[ring.STATE_HEAD]
+            try:
+                head = reader.state[ring.STATE_HEAD]
+            except RingError as error:
+                self._drop(attached, delete=False)
+                self._refuse(reader.path, reader.status, error)
+                continue
             reader.position = head if read is None else min(read.get(attached.key, 0), head)
             ended = process_status(self._procfs_root, attached.pid) is None
             if ended and attached.key not in self.supervised:
@@ -126,7 +150,8 @@ class Rings:
 
     def poll(self) -> None:
         """Attach new rings, and read all rings."""
-        self._discover()
+        self._discover(self.supervised)
+        self._budget.renew({attached.owner for attached in self._attached.values()})
         now = time.monotonic()
         state_is_due = now >= self._state_due
         if state_is_due:
@@ -137,10 +162,12 @@ class Rings:
 
     def finish(self, key: RankKey) -> None:
         """Read the rest of an ended rank's ring and its state page, then delete the ring."""
-        self._discover()
+        self._discover([key])
         for attached in list(self._attached.values()):
-            if attached.key == key and self._read(attached, with_state=True):
-                self._drop(attached, delete=True)
+            if attached.key == key:
+                self._budget.grant(attached.owner)
+                if self._read(attached, with_state=True):
+                    self._drop(attached, delete=True)
         self.supervised.pop(key, None)
 
     def remove_before(self, job: str, generation: int) -> None:
@@ -153,20 +180,44 @@ class Rings:
         self, job: str, generation: int, command_id: int, kind: int, target_step: int
     ) -> list[int]:
         """Write a command to the control page of each rank of a generation. Return these ranks."""
-        self._discover()
+        self._discover(self.supervised)
         ranks = []
         for attached in list(self._attached.values()):
-            if attached.key[:2] == (job, generation) and self._is_whole(attached):
-                attached.reader.command(command_id, kind, target_step)
-                ranks.append(attached.key.rank)
+            if attached.key[:2] == (job, generation):
+                try:
+                    attached.reader.command(command_id, kind, target_step)
+                except OSError as error:  # a truncated file on a full tmpfs
+                    log.warning("%s: %s", attached.reader.path, error.strerror)
+                else:
+                    ranks.append(attached.key.rank)
         log.info("control %s written to ranks %s of %s", ControlKind.NAMES[kind], ranks, job)
         return ranks
+
+    def abilities(self, job: str, generation: int) -> dict[int, int]:
+        """Return what each rank of a generation has declared to execute, as bits of `Ability`."""
+        found = {}
+        for attached in self._attached.values():
+            if attached.key[:2] == (job, generation):
+                with contextlib.suppress(RingError):
+                    found[attached.key.rank] = attached.reader.state[ring.STATE_ABILITIES]
+        return found
+
+    def answered(self, job: str, generation: int, command_id: int) -> set[int]:
+        """Return the ranks of a generation whose final answer to a command was read."""
+        return {
+            attached.key.rank
+            for attached in self._attached.values()
+            if attached.key[:2] == (job, generation)
+            and (latest := attached.acknowledged) is not None
+            and latest.command_id == command_id
+            and latest.status in (AckStatus.DONE, AckStatus.FAILED)
+        }
 
     def pid(self, job: str, generation: int, rank: int) -> int | None:
         """Return a rank's pid in the node's namespace; None if it is not on this node."""
         key = RankKey(job, generation, rank)
         for attached in self._attached.values():
-            if attached.key == key:
+            if attached.key == key and self._is_owners(attached):
                 return attached.pid
         return None
 
@@ -180,26 +231,40 @@ class Rings:
         for attached in list(self._attached.values()):
             self._drop(attached, delete=False)
 
-    def _discover(self) -> None:
-        try:
-            entries = [
-                entry for entry in os.scandir(self._directory) if entry.name.endswith(ring.SUFFIX)
-            ]
-        except OSError:
-            return
-        for entry in entries:
-            path = Path(entry.path)
-            try:
-                status = os.stat(path)
-            except OSError:
-                continue
+    def _discover(self, expected: Iterable[RankKey]) -> None:
+        """Attach new rings, first those of ranks that the agent started."""
+        known = {attached.key for attached in self._attached.values()}
+        for key in list(expected):
+            if key not in known:
+                path = self._directory / f"{key.job}.g{key.generation}.r{key.rank}{ring.SUFFIX}"
+                try:
+                    self._attach_new([(path, os.stat(path, follow_symlinks=False))])
+                except OSError:
+                    continue
+        self._attach_new(self._files.next())
+
+    def _attach_new(
+        self, files: list[tuple[Path, os.stat_result]], *, at_start: bool = False
+    ) -> None:
+        """Attach those files that are new; only `at_start` all at once."""
+        new, replaced = [], {}
+        for path, status in files:
             previous = self._attached.get(path)
             if previous is not None and previous.inode != status.st_ino:
+                replaced[path] = previous
                 self._detach_replaced(previous)
-            if path not in self._attached and self._refused.get(path) != _version(status):
-                self._attach(path, status)
-                if previous is not None:
-                    self._warn_of_same_rank(previous, self._attached.get(path))
+            if path not in self._attached and not self._is_refused(path, status):
+                new.append((path, status))
+        rings_by_user = Counter(attached.owner for attached in self._attached.values())
+        limit = admission.RINGS_PER_USER if at_start else admission.ATTACHED_PER_POLL
+        for path, _ in in_turns(new, rings_by_user, limit):
+            self._attach(path)
+            if path in replaced:
+                self._warn_of_same_rank(replaced[path], self._attached.get(path))
+
+    def _is_refused(self, path: Path, status: os.stat_result) -> bool:
+        version, until = self._refused.get(path, (None, 0.0))
+        return version == _version(status) and time.monotonic() < until
 
     def _warn_of_same_rank(self, first: _AttachedRing, second: _AttachedRing | None) -> None:
         """Warn of two processes that claim to be the same rank; only the later one is watched."""
@@ -220,28 +285,69 @@ class Rings:
         else:
             self._drop(attached, delete=False)
 
-    def _attach(self, path: Path, status: os.stat_result) -> None:
+    def supervise(self, key: RankKey, uid: int) -> None:
+        """Expect the ring of a rank that the agent starts as this user."""
+        self.supervised[key] = uid
+        for attached in list(self._attached.values()):
+            if attached.key.job == key.job and attached.owner not in (uid, admission.ROOT):
+                self._drop(attached, delete=False)
+
+    def _attach(self, path: Path) -> None:
         try:
             reader = RingReader(path)
         except RingError as error:
-            self._refuse(path, error)
+            with contextlib.suppress(OSError):
+                self._refuse(path, os.stat(path, follow_symlinks=False), error)
             return
         identity = reader.identity
         key = RankKey(identity.job, identity.generation, identity.rank)
+        pid = process_that_maps(self._procfs_root, reader.status, identity.pid)
+        try:
+            check_claim(
+                path,
+                reader.status.st_uid,
+                identity,
+                starter=self.supervised.get(key),
+                job_owners=self._owners_of(key.job),
+                process=(self._procfs_root, pid),
+            )
+        except RingError as error:
+            reader.close()
+            self._refuse(path, reader.status, error, REFUSED_CLAIM_SECONDS)
+            return
         for other in list(self._attached.values()):
             if other.key == key:  # the newer file wins
                 self._drop(other, delete=False)
         self._refused.pop(path, None)
-        pid = process_that_maps(self._procfs_root, status, identity.pid)
-        self._attached[path] = _AttachedRing(reader, key, pid, status.st_ino, status.st_size)
+        is_alive = process_status(self._procfs_root, pid) is not None
+        self._attached[path] = _AttachedRing(reader, key, pid, seen_alive=is_alive)
         log.info("attached rank %d of %s generation %d", key.rank, key.job, key.generation)
         self._outbox.put_events([RankAttached(time_ns=timeline_ns(), identity=identity)])
 
-    def _refuse(self, path: Path, error: RingError) -> None:
-        with contextlib.suppress(OSError):
-            self._refused[path] = _version(os.stat(path))
+    def _owners_of(self, job: str) -> set[int]:
+        """Return the users of this job: those of the ranks that the agent started, or of rings."""
+        started = {uid for key, uid in self.supervised.items() if key.job == job}
+        return started or {
+            attached.owner for attached in self._attached.values() if attached.key.job == job
+        }
+
+    def _is_owners(self, attached: _AttachedRing) -> bool:
+        """Return whether the process of a ring is its owner's: a pid is used again."""
+        users = process_users(self._procfs_root, attached.pid)
+        return not users or attached.owner in (admission.ROOT, *users)
+
+    def _refuse(
+        self, path: Path, status: os.stat_result, error: RingError, seconds: float = math.inf
+    ) -> None:
+        """Do not examine this file again for some seconds, unless it changes."""
         self.counts.corrupt += 1
-        log.warning("ring skipped: %s", error)
+        is_new = path not in self._refused
+        self._refused[path] = (_version(status), time.monotonic() + seconds)
+        if len(self._refused) > REFUSED_KEPT:
+            del self._refused[next(iter(self._refused))]
+        self._warnings[status.st_uid] += is_new
+        if is_new and self._warnings[status.st_uid] <= admission.WARNINGS_PER_USER:
+            log.warning("ring skipped: %s", error)
 
     def _poll_ring(self, attached: _AttachedRing, state_is_due: bool) -> None:
         if not state_is_due or attached.key in self.supervised:
@@ -257,14 +363,13 @@ class Rings:
 
         It was short-lived, or its pid is not visible here.
         """
-        status = attached.reader.state[ring.STATE_STATUS] if self._is_whole(attached) else None
-        return status in (ring.Status.FINISHED, ring.Status.FAILED)
+        return _status_of(attached) in (ring.Status.FINISHED, ring.Status.FAILED)
 
     def _finish_external(self, attached: _AttachedRing) -> None:
         """Report the end of an external rank, whose exit code is unknown unless it finished."""
         if not self._read(attached, with_state=True):
             return
-        finished = attached.reader.view().status == "finished"
+        finished = _status_of(attached) == ring.Status.FINISHED
         exited = RankExited(
             time_ns=timeline_ns(),
             pid=attached.reader.identity.pid,
@@ -277,8 +382,6 @@ class Rings:
     def _read(self, attached: _AttachedRing, with_state: bool) -> bool:
         """Read a ring. Return False if it is corrupt: it is counted, logged once and detached."""
         try:
-            if not self._is_whole(attached):
-                raise RingError(f"{attached.reader.path}: truncated while in use")
             self._read_definitions(attached)
             self._read_spans(attached)
             self._read_acknowledgement(attached)
@@ -286,17 +389,9 @@ class Rings:
                 self._outbox.put_events([self._state(attached)])
         except RingError as error:
             self._drop(attached, delete=False)
-            self._refuse(attached.reader.path, error)
+            self._refuse(attached.reader.path, attached.reader.status, error)
             return False
         return True
-
-    def _is_whole(self, attached: _AttachedRing) -> bool:
-        """Return whether the file has its full size: reading a truncated one would raise SIGBUS."""
-        try:
-            status = os.stat(attached.reader.path)
-        except OSError:
-            return True  # unlinked: the mapping stays
-        return status.st_ino != attached.inode or status.st_size >= attached.size_bytes
 
     def _read_definitions(self, attached: _AttachedRing) -> None:
         definitions = attached.reader.new_definitions()
@@ -307,11 +402,19 @@ class Rings:
             self._outbox.put_events([event])
 
     def _read_spans(self, attached: _AttachedRing) -> None:
-        """Read at most the ring's capacity, so that a fast writer cannot block the agent here."""
-        reader = attached.reader
+        """Read at most the ring's capacity, so that a fast writer cannot block the agent here.
+
+        The rest of a user's rings waits for the next poll when the user's share is used up.
+        """
+        reader, owner = attached.reader, attached.owner
         offset_ns = self._clock.read_ns()
         for _ in range(0, reader.capacity, RECORDS_PER_BLOCK):
-            records = reader.read(RECORDS_PER_BLOCK)
+            limit = min(RECORDS_PER_BLOCK, self._budget.left(owner))
+            if limit <= 0:
+                return
+            before = reader.position
+            records = reader.read(limit)
+            self._budget.spend(owner, min(limit, reader.position - before))
             lost = reader.lost - attached.reported_lost
             if not records and not lost:
                 return
@@ -381,6 +484,14 @@ def ranks_in(directory: Path, procfs_root: Path) -> list[LocalRank]:
         if process_status(procfs_root, pid) is not None:
             ranks.append(_local_rank(identity, pid))
     return sorted(ranks, key=lambda rank: (rank.job, rank.rank))
+
+
+def _status_of(attached: _AttachedRing) -> int | None:
+    """Return the status on the state page; None if the file was truncated."""
+    try:
+        return attached.reader.state[ring.STATE_STATUS]
+    except RingError:
+        return None
 
 
 def _local_rank(identity: Identity, pid: int) -> LocalRank:

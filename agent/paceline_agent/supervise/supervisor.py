@@ -116,7 +116,7 @@ class Supervisor:
             rank.started.set()
             self._ranks[key] = rank
             user = entry["user"]
-            self._rings.supervised[key] = os.geteuid() if user is None else user[0]
+            self._rings.supervise(key, os.geteuid() if user is None else user[0])
             self._newest[key.job] = max(key.generation, self._newest.get(key.job, -1))
         log.warning("adopted %d ranks of an earlier agent", len(ranks))
 
@@ -215,6 +215,10 @@ class Supervisor:
             if key[:2] == (job, generation):
                 rank.control = kind
 
+    def generations(self) -> set[tuple[str, int]]:
+        """Return job and generation of all ranks that have not exited."""
+        return {(key.job, key.generation) for key, rank in self._ranks.items() if not rank.exited}
+
     def live_ranks(self, job: str, generation: int) -> set[int]:
         """Return the ranks of a generation that have not exited."""
         return {
@@ -254,7 +258,7 @@ class Supervisor:
         rank = _SupervisedRank(key, LogFile(Path(message["log"])), message["marks"])
         self._ranks[key] = rank
         user = message["user"]
-        self._rings.supervised[key] = os.geteuid() if user is None else user[0]
+        self._rings.supervise(key, os.geteuid() if user is None else user[0])
         try:
             self._send(do="start", **message)
         except GuardLostError as error:
