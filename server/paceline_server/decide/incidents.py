@@ -4,6 +4,7 @@
   incident is refreshed without an alert.
 - In a job that hangs or has failed, later findings are symptoms of that.
 - A finding that appears while an incident is being repaired is a symptom of it.
+- The end of ranks that hung is a consequence of the hang, unless it explains the hang.
 - A pipeline bubble next to a straggler is its symptom, and so is a straggler on the same node.
 - Findings of an earlier generation are ignored: their processes no longer exist.
 """
@@ -143,7 +144,14 @@ def _add_symptom(draft: Draft, incident: IncidentView, finding: Finding) -> None
     main = incident.finding
     # While an incident is repaired its main finding stays, unless the culprit is found only now.
     replaceable = incident.state == "open" or (is_fatal(main) and is_fatal(finding))
-    if replaceable and strength(finding) > strength(main) and main.generation == finding.generation:
+    replaceable = replaceable and main.generation == finding.generation
+    if finding.follows == main.kind:
+        incident = replace(incident, symptoms=[*incident.symptoms, finding])
+        draft.escalated.add(incident.incident_id)
+        verb = "added a consequence"
+    elif (
+        replaceable and strength(finding) > strength(main) and main.generation == finding.generation
+    ):
         found = replace(finding, detected_ns=min(main.detected_ns, finding.detected_ns))
         incident = replace(incident, finding=found, symptoms=[main, *incident.symptoms])
         draft.escalated.add(incident.incident_id)

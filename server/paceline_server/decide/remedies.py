@@ -27,7 +27,11 @@ from paceline_server.decide.incidents import (
 from paceline_server.decide.nodes import usable_nodes
 from paceline_server.decide.placement import place
 from paceline_server.decide.types import ActionKind, IncidentView
-from paceline_server.detect.causes.catalog import can_end_without_fix, cannot_resume
+from paceline_server.detect.causes.catalog import (
+    can_end_without_fix,
+    cannot_resume,
+    is_of_the_script,
+)
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.kinds import BUBBLE, HANG, kind_of
 
@@ -55,8 +59,9 @@ def remedy_for(draft: Draft, incident: IncidentView) -> Remedy | None:
     if is_fatal(finding):
         if _may_continue(draft, incident):
             return None
-        exclude = _nodes_to_exclude(draft, finding.node, _TOLERATED_FAILURES)
-        return Remedy(kind="restart", why=finding.summary, exclude=exclude, node=finding.node)
+        blamed = None if is_of_the_script(finding.cause) else finding.node
+        exclude = _nodes_to_exclude(draft, blamed, _TOLERATED_FAILURES)
+        return Remedy(kind="restart", why=finding.summary, exclude=exclude, node=blamed)
     if kind_of(finding.kind).is_slow_fault:
         return _remedy_for_slow(draft, finding)
     if finding.kind == BUBBLE.name:
@@ -93,6 +98,8 @@ def _may_continue(draft: Draft, incident: IncidentView) -> bool:
         return False
     if finding.side == "mismatch" or cannot_resume(finding.cause):
         return False
+    if any(symptom.follows == HANG.name for symptom in incident.symptoms):
+        return False  # its ranks were killed
     return draft.now_ns - incident.opened_ns < draft.policy.hang_patience_seconds * NANOSECONDS
 
 

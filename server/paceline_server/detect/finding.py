@@ -63,6 +63,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     suspects_node: bool = False  # the node itself, not only the process, is the problem
     can_checkpoint: bool = True  # ranks still make progress, so a planned restart is possible
     cleared: bool = False
+    follows: str | None = None  # kind of an earlier finding that this is only a consequence of
     evidence: list[Evidence] = []
     counter_evidence: list[Evidence] = []
     stacks_wanted: list[int] = []  # ranks whose Python stacks would help, most useful first
@@ -92,6 +93,7 @@ class FindingDetails(TypedDict, total=False):
     severity: str
     suspects_node: bool
     can_checkpoint: bool
+    follows: str | None
     evidence: list[Evidence]
     counter_evidence: list[Evidence]
     stacks_wanted: list[int]

@@ -128,6 +128,7 @@ def _signature(view: StateView) -> tuple[object, ...]:
 class ReportedExit:
     event: RankExited
     node: str
+    time_ns: int  # of the exit, by the server's clock as far as the node's clock is known
     received_ns: int
 
 

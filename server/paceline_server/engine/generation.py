@@ -108,7 +108,7 @@ class RunningGeneration:
                         self._define(event)
                 case RankExited():
                     if self._is_ours(event, batch.agent_id):
-                        self._add_exit(event, batch.agent_id, received_ns)
+                        self._add_exit(event, batch.agent_id, received_ns, clock_shift_ns)
                 case RankDump():
                     if self._is_ours(event, batch.agent_id):
                         self._dumps[event.rank] = received.read(event)
@@ -174,12 +174,15 @@ class RunningGeneration:
             error=None if event.error is None else plain(event.error),
         )
 
-    def _add_exit(self, event: RankExited, agent_id: str, received_ns: int) -> None:
+    def _add_exit(
+        self, event: RankExited, agent_id: str, received_ns: int, clock_shift_ns: int
+    ) -> None:
         if event.rank not in self._exited:
             self._exited[event.rank] = event
             self._exit_times[event.rank] = ReportedTime(agent_id, event.time_ns, received_ns)
             self._moved.add(event.rank)
-            self._new_exits.append(ReportedExit(event, agent_id, received_ns))
+            time_ns = event.time_ns + clock_shift_ns
+            self._new_exits.append(ReportedExit(event, agent_id, time_ns, received_ns))
 
     @property
     def exit_times(self) -> Collection[ReportedTime]:

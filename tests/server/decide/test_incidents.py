@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from paceline_server.policy import Policy
 
@@ -45,6 +46,32 @@ def test_peers_of_a_dead_rank_are_symptoms(world: World) -> None:
     assert incident.finding.rank == 3
     assert len(incident.symptoms) == 3
     assert len(world.restarts) == 1
+
+
+def test_a_kill_after_a_hang_leaves_the_hang_as_the_cause_and_ends_the_wait(world: World) -> None:
+    world.detects = False
+    hang = world._fatal("hang", "unknown", 3, "node-1")
+    kill = world._fatal("failure", "killed by SIGKILL", 6, "node-3")
+    world.tick((hang,))
+    assert not world.restart_actions(), "the hang may continue by itself"
+    world.crash(6)
+    world.run(2.0, (replace(kill, follows="hang"),))
+    [incident] = world.incidents.values()
+    assert (incident.finding.kind, incident.finding.rank) == ("hang", 3)
+    assert [one.cause for one in incident.symptoms] == ["killed by SIGKILL"]
+    assert world.restart_actions()
+
+
+def test_a_rank_that_ended_early_does_not_put_its_node_aside(world: World) -> None:
+    world.detects = False
+    for generation in (1, 2, 3):
+        world.crash(6)
+        early = world._fatal("failure", "ended early", 6, "node-3")
+        world.tick((early,))
+        world.until_running(generation + 1)
+        world.run(5.0)
+    assert not any(action.exclude_nodes for action in world.restart_actions())
+    assert [restart.node for restart in world.restarts] == [None, None, None]
 
 
 def test_a_bubble_beside_a_straggler_is_its_symptom(world: World) -> None:

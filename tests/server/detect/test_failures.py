@@ -59,6 +59,153 @@ def test_the_rank_that_exits_first_is_blamed(job):
     assert (found.rank, found.cause) == (6, "exit code 1: KeyError: 3")
 
 
+RAISED = """Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    train()
+ValueError: bad batch
+
+During handling of the above exception, another exception occurred:
+
+[rank4]: Traceback (most recent call last):
+[rank4]:   File "train.py", line 12, in <module>
+[rank4]:     dist.barrier()
+[rank4]: RuntimeError: Connection closed by peer
+[W1123 ProcessGroupGloo.cpp:42] Warning: destroy_process_group() was not called
+"""
+
+
+def all_nodes_report(job: SimulatedJob) -> list[Finding]:
+    """Until the messages about the cause of an exit must have arrived."""
+    heartbeat(job)
+    found = tick(job, 1.0)
+    heartbeat(job)
+    return [*found, *tick(job, 0.1), *tick(job, 1.0)]
+
+
+def test_a_rank_that_exits_0_early_is_the_culprit_and_not_those_that_lost_it(job):
+    job.exit(3, exit_code=0, at_ns=job.now_ns + 10**8)  # its node reports it late
+    for rank in (0, 1, 2, 4, 5, 6, 7):
+        job.exit(rank, exit_code=1, log_tail=RESET)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.node, found.cause) == (3, "node-1", "ended early")
+    assert found.summary == ("Rank 3 (node-1) exited with code 0 before the other ranks finished.")
+    assert found.evidence[-1].text == "ranks 0-2, 4-7 ended afterwards"
+
+
+def test_an_external_rank_that_finishes_early_is_the_culprit(job):
+    for rank in (0, 6):
+        in_collective(job, rank)
+    job.exit(3, exit_code=0)
+    for rank in (0, 6):
+        job.exit(rank)
+    assert [(one.rank, one.cause) for one in all_nodes_report(job)] == [(3, "ended early")]
+
+
+@pytest.mark.parametrize("log_tail", ["ValueError: bad", RAISED])
+def test_a_rank_that_raises_after_another_has_finished_is_blamed_itself(job, log_tail):
+    job.exit(3, exit_code=0)
+    job.exit(4, exit_code=1, log_tail=log_tail)
+    assert [found.rank for found in all_nodes_report(job)] == [4]
+
+
+def test_a_connection_lost_at_the_end_of_training_is_not_blamed_on_those_that_finished(job):
+    for rank in range(7):
+        job.exit(rank, exit_code=0)
+    job.exit(7, exit_code=1, log_tail=RESET)
+    assert [found.rank for found in all_nodes_report(job)] == [7]
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(9, "SIGKILL"), (15, "SIGTERM"), (1, "SIGHUP"), (2, "SIGINT")]
+)
+def test_nobody_is_blamed_when_all_ranks_are_killed_at_once(job, number, name):
+    for rank in job.ranks:
+        job.exit(rank, signal=number, at_ns=job.now_ns + rank * 10**7)
+        assert tick(job, 0.01) == []
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.node, found.ranks) == (None, None, [*job.ranks])
+    assert found.summary == f"All 8 ranks were killed by {name} at once."
+
+
+def test_ranks_that_lost_a_connection_while_all_were_killed_change_nothing(job):
+    for rank in (0, 2, 4, 6):
+        job.exit(rank, signal=15)
+    for rank in (1, 3, 5, 7):
+        job.exit(rank, exit_code=1, log_tail=RESET)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.node) == (None, None)
+    assert found.summary == "Ranks 0, 2, 4, 6 were killed by SIGTERM at once."
+
+
+def test_a_node_whose_ranks_are_all_killed_stays_the_culprit(job):
+    for rank in (4, 5):
+        job.exit(rank, signal=9)
+    for rank in (0, 1, 2, 3, 6, 7):
+        job.exit(rank, exit_code=1, log_tail=RESET)
+    assert [(found.rank, found.node) for found in all_nodes_report(job)] == [(4, "node-2")]
+
+
+def test_nobody_is_blamed_when_all_ranks_raise_the_same_error(job):
+    for rank in job.ranks:
+        job.exit(rank, exit_code=1, log_tail=f"{RAISED}rank {rank}")
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.node) == (None, None)
+    assert found.summary == "All 8 ranks exited with code 1: ValueError: bad batch."
+
+
+def test_external_ranks_that_all_end_at_once_name_nobody(job):
+    for rank in (0, 3):
+        in_collective(job, rank)
+    for rank in job.ranks:
+        job.exit(rank)
+    [found] = all_nodes_report(job)
+    assert (found.rank, found.node, found.cause) == (None, None, "process gone")
+
+
+def test_the_first_raised_error_is_the_headline_whichever_message_arrives_first(job):
+    job.exit(4, exit_code=1, log_tail="KeyError: 3", at_ns=job.now_ns)
+    assert tick(job, 0.05) == []
+    job.exit(6, exit_code=1, log_tail=RAISED, at_ns=job.now_ns - 10**8)
+    [found] = tick(job)
+    assert (found.rank, found.cause) == (6, "exit code 1: ValueError: bad batch")
+
+
+def test_exits_are_ordered_by_the_clock_of_the_server():
+    job = SimulatedJob(seed=1)
+    job.faults.skew_ns["node-2"] = -60 * 10**9
+    job.advance(8)
+    job.exit(0, exit_code=1, log_tail="KeyError: 3")
+    job.now_ns += 10**7
+    job.exit(4, exit_code=1, log_tail="ValueError: bad")
+    assert [found.rank for found in tick(job)] == [0]
+
+
+def hang_of_rank_3(job: SimulatedJob) -> Finding:
+    at_ns = job.now_ns - job.offset_ns(0)
+    frames = [Frame(Op.STEP, at_ns, 0, None, 0), Frame(Op.ALL_REDUCE, at_ns, 3, None, 99)]
+    groups = [GroupProgress(3, 99, 98, at_ns, Op.ALL_REDUCE)]
+    states = {rank: job.state(rank, frames=frames, groups=groups) for rank in job.ranks}
+    states[3] = job.state(3, process_state="T")
+    job.wait(6, states)
+    [found] = job.findings
+    assert (found.kind, found.rank) == ("hang", 3)
+    return found
+
+
+@pytest.mark.parametrize("number", [9, 15])
+def test_a_kill_after_a_hang_is_a_consequence_of_it(job, number):
+    hang_of_rank_3(job)
+    for rank in job.ranks:
+        job.exit(rank, signal=number)
+    assert [found.follows for found in all_nodes_report(job)] == ["hang"]
+
+
+def test_an_error_of_its_own_explains_the_hang_that_preceded_it(job):
+    hang_of_rank_3(job)
+    job.exit(3, signal=11)
+    assert [found.follows for found in tick(job)] == [None]
+
+
 def in_collective(job, rank):
     at_ns = job.now_ns - job.offset_ns(0)
     frames = [Frame(Op.STEP, at_ns, 0, None, 0), Frame(Op.ALL_REDUCE, at_ns, DP, None, 3)]

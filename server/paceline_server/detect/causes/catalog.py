@@ -56,10 +56,12 @@ BLOCKED_ON_IO = "blocked on I/O"
 # Causes that a detector reports by itself.
 PROCESS_STOPPED = "process stopped (SIGSTOP)"
 PROCESS_GONE = "process gone"
+ENDED_EARLY = "ended early"
 OUT_OF_MEMORY = "out of memory"
 CHECKPOINT_NOT_WRITTEN = "checkpoint not written"
 CHECKPOINTS_STOPPED = "checkpoints stopped"
 _CANNOT_RESUME = frozenset({PROCESS_STOPPED, PROCESS_GONE})
+_OF_THE_SCRIPT = frozenset({ENDED_EARLY})
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,3 +310,8 @@ def can_end_without_fix(cause: str) -> bool:
 def cannot_resume(cause: str) -> bool:
     """Return whether a process with this cause never makes progress again without a restart."""
     return cause in _CANNOT_RESUME
+
+
+def is_of_the_script(cause: str) -> bool:
+    """Return whether the training script caused it, so that no node is held responsible."""
+    return cause in _OF_THE_SCRIPT

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from paceline_server.detect.causes.catalog import PROCESS_GONE, PROCESS_STOPPED, UNKNOWN
+from paceline_server.detect.causes.catalog import (
+    ENDED_EARLY,
+    PROCESS_GONE,
+    PROCESS_STOPPED,
+    UNKNOWN,
+)
 from paceline_server.detect.hang.python_stacks import GIL_HELD
 from paceline_server.detect.hang.rank_cause import UNINTERRUPTIBLE_IO
-from paceline_server.detect.hang.verdict import DEADLOCK, ENDED_EARLY, MISMATCH
+from paceline_server.detect.hang.verdict import DEADLOCK, MISMATCH
 from paceline_wire.stacks import StackFrame
 
 RESUMED = "The job makes progress again."

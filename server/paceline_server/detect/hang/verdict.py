@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from paceline_server.detect.causes.catalog import PROCESS_GONE, UNKNOWN
+from paceline_server.detect.causes.catalog import ENDED_EARLY, PROCESS_GONE, UNKNOWN
 from paceline_server.detect.finding import Evidence, Side
 from paceline_server.detect.hang.culprit import Culprits
 from paceline_server.detect.hang.operation_text import operation_text
@@ -33,7 +33,6 @@ from paceline_wire.spans import op_name
 
 MISMATCH = "mismatched collective"
 DEADLOCK = "deadlock: ranks wait for each other"
-ENDED_EARLY = "ended early"
 _MAX_CULPRIT_STACKS = 3
 
 

@@ -2,9 +2,10 @@
 
 The first rank to exit is the culprit: its peers follow within moments because their connections
 break. An exit that looks like such a consequence is held back until the true cause has had time to
-arrive: another rank that died first, or a lost node. Ranks of external jobs, whose exit code is
-unknown, are held back as well. Among these, ranks that waited in a communication are victims, and
-those that ended together on one node are reported together.
+arrive: another rank that died first, one that exited with code 0 while its peers trained, or a lost
+node. Ranks of external jobs, whose exit code is unknown, are held back as well. Among these, ranks
+that waited in a communication are victims, and those that ended together on one node are reported
+together. If all ranks ended alike at once, as when a scheduler kills the job, none is the culprit.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import signal
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from paceline_server.detect.causes.catalog import OUT_OF_MEMORY, PROCESS_GONE
+from paceline_server.detect.causes.catalog import ENDED_EARLY, OUT_OF_MEMORY, PROCESS_GONE
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.hang.wait_for_graph import communication_frames
-from paceline_server.detect.kinds import FAILURE, Kind
+from paceline_server.detect.kinds import FAILURE, HANG, Kind
 from paceline_server.detect.observation import (
     Generation,
     Observation,
     ReportedDeviceEvent,
     ReportedExit,
 )
+from paceline_server.detect.rank_exit.raised_error import error_line, is_consequence
 from paceline_server.detect.rank_exit.settings import DEFAULTS, RankExitSettings
 from paceline_server.detect.rank_list import ranks_text
 from paceline_server.detect.telemetry import MetricSeries
@@ -32,12 +34,6 @@ from paceline_server.policy import Policy
 from paceline_wire import metric_names
 from paceline_wire.batch import RankExited
 
-_CONSEQUENCE = re.compile(
-    r"connection (reset|closed|refused|was closed)|broken pipe|closed by (peer|remote)"
-    r"|remote (peer|process) (exited|closed)|socket ?error|nccl.*(remote|system) error|timed? ?out"
-    r"|gloo.*(enforce|transport)|\[gloo|processgroup|not? heartbeat|distbackenderror",
-    re.IGNORECASE,
-)
 _OUT_OF_MEMORY = re.compile(r"out of memory|memoryerror|cannot allocate memory", re.IGNORECASE)
 _MAX_QUOTE_LENGTH = 200
 # Messages of the kernel, and of torch.utils.data for a worker that died.
@@ -48,7 +44,14 @@ KERNEL_LOG_READ = metric_names.KERNEL_LOG_LOST_TOTAL  # sent with each sweep of 
 _LOG_IS_READ_NS = 5_000_000_000
 _MAX_KILLS_STORED = 64
 _TOGETHER_NS = 1_000_000_000
+_POLL_NS = 300_000_000  # agents find the end of an external rank four times a second
 _KILL_BEFORE_EXIT_NS = 30_000_000_000  # tearing down a large process takes time
+# Signals that other programs send. All others are errors of the process itself.
+_SENT_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_ALL_KILLED_ADVICE = (
+    "Something outside the training ended the whole job: look for a time limit or preemption of "
+    "the scheduler, or a person."
+)
 _MEMORY_ADVICE = (
     "Give the job more host memory (or raise the memory limit of its cgroup), or use less: fewer "
     "loader workers, smaller prefetch and pinned buffers."
@@ -67,37 +70,103 @@ class ExitDetector(Detector):
         super().__init__(generation, policy)
         self.settings = settings
         self._abnormal: dict[int, ReportedExit] = {}
+        self._finished: dict[int, ReportedExit] = {}  # with code 0, without a command
         self._waiting_ranks: set[int] = set()  # exited while in a communication
-        self._reported_rank: int | None = None
+        self._reported_rank: int | None = None  # the culprit, or the first of several
+        self._reported_all = False
         self._kills: list[ReportedDeviceEvent] = []  # by the OOM killer
         self._is_out_of_memory = False  # as reported
 
     def update(self, seen: Observation) -> list[Finding]:
         for reported in seen.exits:
-            rank = reported.event.rank
-            if _is_abnormal(reported.event) and rank not in self._abnormal:
-                self._abnormal[rank] = reported
-                live = seen.ranks.get(rank)
-                if live is not None and live.state and communication_frames(live.state.view):
-                    self._waiting_ranks.add(rank)
+            self._add(reported, seen)
         kills = [reported for reported in seen.device_events if reported.event.kind == "oom_kill"]
         self._kills = [*self._kills, *kills][-_MAX_KILLS_STORED:]
         if not self._abnormal:
             return []
-        culprit = min(self._abnormal.values(), key=self._order_of_blame)
+        first = min(self._abnormal.values(), key=self._order_of_blame)
+        if self._may_still_be_explained(first, seen):
+            return []
+        early = self._exited_early(first, seen)
+        if early is None and self._all_ended_alike(first, seen):
+            if self._reported_all:
+                return []
+            self._reported_all = True
+            return [self._failure_of_all(first, seen)]
+        culprit = early or first
         if culprit.event.rank == self._reported_rank:
             return self._newly_explained(culprit, seen)
-        if self._may_still_be_explained(culprit, seen):
-            return []
-        if self._reported_rank is not None and not _is_cause(culprit):
+        if self._reported_rank is not None and culprit is first and not _is_cause(first):
             return []  # a later consequence with an earlier clock changes nothing
         self._reported_rank = culprit.event.rank
         return [self._failure(culprit, seen)]
 
+    def _add(self, reported: ReportedExit, seen: Observation) -> None:
+        event, rank = reported.event, reported.event.rank
+        if event.commanded:
+            return
+        if event.exit_code == 0:
+            self._finished.setdefault(rank, reported)
+        elif rank not in self._abnormal:
+            self._abnormal[rank] = reported
+            live = seen.ranks.get(rank)
+            if live is not None and live.state and communication_frames(live.state.view):
+                self._waiting_ranks.add(rank)
+
     def _order_of_blame(self, reported: ReportedExit) -> tuple[bool, bool, int, int]:
         event = reported.event
         was_victim = _is_unknown(event) and event.rank in self._waiting_ranks
-        return not _is_cause(reported), was_victim, event.time_ns, event.rank
+        return not _is_cause(reported), was_victim, reported.time_ns, event.rank
+
+    def _exited_early(self, first: ReportedExit, seen: Observation) -> ReportedExit | None:
+        """Return the rank whose end with code 0 broke the connections of those that failed.
+
+        None if a rank failed by itself, or if most ranks had finished: then the job was over.
+        """
+        before_ns = first.time_ns + _POLL_NS
+        early = [exited for exited in self._finished.values() if exited.time_ns <= before_ns]
+        if not early or 2 * len(early) > self.generation.topology.world_size:
+            return None
+        if _is_cause(first) or not self._is_victim(first, seen):
+            return None
+        return min(early, key=lambda exited: (exited.time_ns, exited.event.rank))
+
+    def _is_victim(self, reported: ReportedExit, seen: Observation) -> bool:
+        """Return whether the rank failed in a communication, as far as is known."""
+        rank, live = reported.event.rank, seen.ranks.get(reported.event.rank)
+        if not _is_unknown(reported.event) or rank in self._waiting_ranks:
+            return True
+        return live is not None and live.state is not None and live.state.view.status == "failed"
+
+    def _alike(self, first: ReportedExit) -> list[int]:
+        """Return the ranks that ended in the same way within a moment of `first`."""
+        return sorted(
+            rank
+            for rank, other in self._abnormal.items()
+            if _way_of_end(other.event) == _way_of_end(first.event)
+            and abs(other.time_ns - first.time_ns) <= _TOGETHER_NS
+        )
+
+    def _all_ended_alike(self, first: ReportedExit, seen: Observation) -> bool:
+        """Return whether the whole job ended at once in one way, on every node.
+
+        Ranks whose connections broke before they were ended are no exception. If the ways are
+        unknown, the ranks that waited for others are not to blame, which may leave one node.
+        """
+        world_size, nodes = self.generation.topology.world_size, self.generation.nodes
+        if len(self._abnormal.keys() | self._finished.keys()) < world_size:
+            return False
+        alike = set(self._alike(first))
+        if len(alike) < 2 or {nodes.get(rank) for rank in alike} != set(nodes.values()):
+            return False
+        if _is_unknown(first.event):
+            return len({nodes.get(rank) for rank in alike - self._waiting_ranks}) != 1
+        others = [other for rank, other in self._abnormal.items() if rank not in alike]
+        return (
+            2 * len(alike) >= world_size
+            and not any(map(_is_cause, others))
+            and self._killed_for_memory(first, seen) is None
+        )
 
     def _ended_together(self, culprit: ReportedExit) -> list[int]:
         """Return the ranks that ended with it. A launcher ends all ranks of a node at once."""
@@ -109,15 +178,21 @@ class ExitDetector(Detector):
             for rank, other in self._abnormal.items()
             if other.node == culprit.node
             and _is_unknown(other.event)
-            and abs(other.event.time_ns - event.time_ns) <= _TOGETHER_NS
+            and abs(other.time_ns - culprit.time_ns) <= _TOGETHER_NS
             and (rank in self._waiting_ranks) == (event.rank in self._waiting_ranks)
         )
 
-    def _may_still_be_explained(self, culprit: ReportedExit, seen: Observation) -> bool:
+    def _may_still_be_explained(self, first: ReportedExit, seen: Observation) -> bool:
         """Return whether the message about the true cause may not have arrived yet."""
-        if _is_cause(culprit):
-            return self._awaits_kernel_log(culprit, seen)
-        decided_ns = culprit.received_ns + int(self.settings.first_exit_seconds * 1e9)
+        settings = self.settings
+        if _is_cause(first):
+            if self._awaits_kernel_log(first, seen):
+                return True
+            if seen.now_ns < first.received_ns + int(settings.moment_seconds * 1e9):
+                return True
+            if self._reported_rank is not None or len(self._alike(first)) == 1:
+                return False
+        decided_ns = first.received_ns + int(settings.first_exit_seconds * 1e9)
         # A node without a batch since then sends one soon, or is lost and explains the exit.
         return seen.now_ns < decided_ns or any(
             seen.last_seen_ns.get(node, 0) <= decided_ns for node in self.generation.nodes.values()
@@ -133,7 +208,7 @@ class ExitDetector(Detector):
         if read is None or seen.now_ns >= culprit.received_ns + wait_ns:
             return False
         read_ns = read.latest_ns() or 0.0
-        return event.time_ns - _LOG_IS_READ_NS < read_ns < event.time_ns
+        return culprit.time_ns - _LOG_IS_READ_NS < read_ns < culprit.time_ns
 
     def _newly_explained(self, culprit: ReportedExit, seen: Observation) -> list[Finding]:
         """Report the exit again if the kernel log, read once a second, explains it afterwards."""
@@ -152,7 +227,7 @@ class ExitDetector(Detector):
             return None
         labels = {"job": job, "rank": str(event.rank), "kind": "oom_kill"}
         series = seen.telemetry.find(culprit.node, KILLS, **labels)
-        since_ns = event.time_ns - _KILL_BEFORE_EXIT_NS
+        since_ns = culprit.time_ns - _KILL_BEFORE_EXIT_NS
         if series is None or (kills := _increase_since(series, since_ns)) <= 0:
             return None
         text = f"the OOM killer of {culprit.node} killed rank {event.rank}"
@@ -163,7 +238,7 @@ class ExitDetector(Detector):
         killed = self._killed_for_memory(culprit, seen)
         self._is_out_of_memory = killed is not None
         cause = _cause(event) if killed is None else OUT_OF_MEMORY
-        quote = _last_line(event.log_tail)
+        quote = error_line(event.log_tail)
         evidence = [
             Evidence(
                 f"process {event.pid} of {self.generation.rank_text(event.rank)}: {_cause(event)}"
@@ -180,9 +255,7 @@ class ExitDetector(Detector):
         if rank is None:
             subject = f"R{ranks_text(together)[1:]} ({culprit.node})"
             evidence += _endings(together, seen)
-        followers = sorted(self._abnormal.keys() - set(together))
-        if followers:
-            evidence.append(Evidence(f"{ranks_text(followers)} ended afterwards"))
+        evidence += self._followers(together)
         return self.finding(
             "failure:exit",
             cause=cause,
@@ -194,7 +267,45 @@ class ExitDetector(Detector):
             can_checkpoint=False,
             advice=_MEMORY_ADVICE if killed is not None else None,
             evidence=evidence,
+            follows=self._follows(culprit, seen, is_explained=killed is not None),
         )
+
+    def _failure_of_all(self, first: ReportedExit, seen: Observation) -> Finding:
+        """Return the finding that no rank and no node is to blame for."""
+        ranks, cause = self._alike(first), _cause(first.event)
+        is_all = len(ranks) == self.generation.topology.world_size
+        subject = f"All {len(ranks)} ranks" if is_all else f"R{ranks_text(ranks)[1:]}"
+        was_sent = first.event.signal in _SENT_SIGNALS
+        when = " at once" if first.event.exit_code is None else ""
+        nobody = "all ranks ended within a second on every node: none of them ended the others"
+        return self.finding(
+            "failure:exit",
+            cause=cause,
+            summary=f"{subject} {_predicate(cause, is_plural=True)}{when}.",
+            now_ns=seen.now_ns,
+            ranks=ranks,
+            can_checkpoint=False,
+            advice=_ALL_KILLED_ADVICE if was_sent else None,
+            evidence=[Evidence(nobody), *_endings(ranks, seen), *self._followers(ranks)],
+            follows=self._follows(first, seen, is_explained=False),
+        )
+
+    def _followers(self, ranks: Sequence[int]) -> list[Evidence]:
+        followers = sorted(self._abnormal.keys() - set(ranks))
+        return [Evidence(f"{ranks_text(followers)} ended afterwards")] if followers else []
+
+    def _follows(
+        self, culprit: ReportedExit, seen: Observation, *, is_explained: bool
+    ) -> str | None:
+        """Return `hang` if the exit only ends a hang: someone, or a time limit, killed its ranks.
+
+        An error that a rank raised by itself, or a signal of its own, explains the hang instead.
+        """
+        if is_explained or HANG.name not in seen.active_kinds:
+            return None
+        event = culprit.event
+        was_killed = event.signal in _SENT_SIGNALS or _is_unknown(event)
+        return HANG.name if was_killed or not _is_cause(culprit) else None
 
 
 def _endings(ranks: Sequence[int], seen: Observation) -> Iterator[Evidence]:
@@ -210,20 +321,17 @@ def _endings(ranks: Sequence[int], seen: Observation) -> Iterator[Evidence]:
         yield Evidence(f"{ranks_text(group)} {how} in step {step}")
 
 
-def _predicate(cause: str) -> str:
+def _predicate(cause: str, *, is_plural: bool = False) -> str:
     """Return `was killed by SIGKILL`, to follow the subject of a sentence."""
     if cause.startswith("killed by "):
-        return f"was {cause}"
+        return f"{'were' if is_plural else 'was'} {cause}"
+    if cause == ENDED_EARLY:
+        return "exited with code 0 before the other ranks finished"
     if cause == OUT_OF_MEMORY:
         return "ran out of memory"
     if cause == PROCESS_GONE:
         return "ended with unknown exit code"
     return f"exited with {cause.removeprefix('exit ')}"
-
-
-def _is_abnormal(event: RankExited) -> bool:
-    """Return whether the exit is neither the end of training nor commanded by Paceline."""
-    return not event.commanded and event.exit_code != 0
 
 
 def _is_unknown(event: RankExited) -> bool:
@@ -241,7 +349,13 @@ def _is_cause(reported: ReportedExit) -> bool:
         return False
     if event.signal is not None:
         return event.signal != signal.SIGABRT
-    return not _CONSEQUENCE.search(event.log_tail)
+    return not is_consequence(event.log_tail)
+
+
+def _way_of_end(event: RankExited) -> tuple[object, ...]:
+    """Return what is equal for ranks that ended in the same way: numbers in errors may differ."""
+    error = error_line(event.log_tail) if event.exit_code is not None else ""
+    return event.exit_code, event.signal, re.sub(r"\d+", "", error)
 
 
 def _cause(event: RankExited) -> str:
@@ -251,7 +365,9 @@ def _cause(event: RankExited) -> str:
         return OUT_OF_MEMORY
     if event.exit_code is None:
         return PROCESS_GONE
-    quote = _last_line(event.log_tail)
+    if event.exit_code == 0:
+        return ENDED_EARLY
+    quote = error_line(event.log_tail)
     return f"exit code {event.exit_code}" + (f": {quote}" if quote else "")
 
 
@@ -261,12 +377,6 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _last_line(log_tail: str) -> str:
-    """Return the last line that is not blank; in a traceback this is the error."""
-    lines = [line.strip() for line in log_tail.splitlines() if line.strip()]
-    return lines[-1][:_MAX_QUOTE_LENGTH] if lines else ""
 
 
 def _concerns(kill: str, event: RankExited) -> bool:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 class RankExitSettings:
     """How long to wait for the message that explains an exit."""
 
+    # Nodes report what happened at one moment this long after each other.
+    moment_seconds: float = 0.1
     # Peers of a dead rank exit within milliseconds: wait this long for the one that died first.
     first_exit_seconds: float = 0.6
     # The agent reads the kernel's log as soon as a rank is killed: wait this long to learn

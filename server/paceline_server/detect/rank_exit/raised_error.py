@@ -1,0 +1,58 @@
+"""The error that ended a rank, read from its last lines of output."""
+
+from __future__ import annotations
+
+import re
+
+_CONSEQUENCE = re.compile(
+    r"connection (reset|closed|refused|was closed)|broken pipe|closed by (peer|remote)"
+    r"|remote (peer|process) (exited|closed)|socket ?error|nccl.*(remote|system) error|timed? ?out"
+    r"|gloo.*(enforce|transport)|\[gloo|processgroup|not? heartbeat|monitoredbarrier"
+    r"|dist(backend|network|store)error|failed to recv, got 0 bytes",
+    re.IGNORECASE,
+)
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # PyTorch writes it before each line of a traceback
+_TRACEBACK = "Traceback (most recent call last):"
+_LINKS = ("During handling of the above exception", "The above exception was the direct cause")
+_MAX_QUOTE_LENGTH = 200
+
+
+def error_line(log_tail: str) -> str:
+    """Return the line that names the error; without a traceback, the last line.
+
+    Of several errors in one traceback, the last one that is not the consequence of a peer's end.
+    """
+    errors = _raised_errors(log_tail) or _last_lines(log_tail)
+    own = [error for error in errors if not _CONSEQUENCE.search(error)]
+    return (own or errors or [""])[-1][:_MAX_QUOTE_LENGTH]
+
+
+def is_consequence(log_tail: str) -> bool:
+    """Return whether the rank failed because its connection to a peer broke.
+
+    The first error of a traceback decides: those raised while it was handled follow from it.
+    Without a traceback, all lines are searched.
+    """
+    errors = _raised_errors(log_tail)
+    return _CONSEQUENCE.search(errors[0] if errors else log_tail) is not None
+
+
+def _raised_errors(log_tail: str) -> list[str]:
+    """Return the errors of the last traceback, the first raised one first."""
+    errors: list[str] = []
+    is_open = is_linked = False
+    for text in log_tail.splitlines():
+        line = _RANK_PREFIX.sub("", text).rstrip()
+        if line.startswith(_LINKS):
+            is_linked = True
+        elif line == _TRACEBACK:
+            errors = errors if is_linked else []
+            is_open, is_linked = True, False
+        elif is_open and line and not line[0].isspace():
+            errors.append(line)
+            is_open = False
+    return errors
+
+
+def _last_lines(log_tail: str) -> list[str]:
+    return [line.strip() for line in log_tail.splitlines() if line.strip()][-1:]
