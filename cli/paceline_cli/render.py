@@ -119,6 +119,8 @@ def clock(timestamp: str | None) -> str | None:
 
 def rank_state(rank: dict[str, Any]) -> str:
     """Return the reported activity of a live process."""
+    if rank.get("condition") in ("hung", "dead", "blocked", "unknown"):
+        return str(rank["condition"])
     return str(rank["state"] if rank["state"] == "exited" else rank["status"] or rank["state"])
 
 
@@ -169,3 +171,10 @@ def show_stacks(stacks: dict[str, Any]) -> None:
         click.echo(f"Rank {stacks['rank']}, thread {thread['name']}{holds}:")
         for frame in thread["frames"]:
             click.echo(f"    {frame['function']}  {frame['file']}:{frame['line']}")
+
+
+def job_state(job: dict[str, Any]) -> str:
+    """Return the condition of a job that does not train although it should, else its state."""
+    condition = str(job.get("condition"))  # older servers send none
+    is_active = job["state"] in ("running", "starting")
+    return condition if is_active and condition in ("hung", "dead", "unknown") else job["state"]

@@ -66,6 +66,7 @@ it("paints one pixel per rank at its place, the unknown in their own color", () 
     tp_rank: 0,
     node: null,
     state: "attached",
+    condition: "running",
     self_seconds: 1,
     slowdown: heatmap.HOTTEST,
   };

@@ -184,6 +184,7 @@ export function slowest(grid: Grid): GridCell | null {
 
 /** State of a rank: its trainer's status while the process lives, else the process state. */
 export function stateOf(cell: GridCell, rank: Rank | undefined): string {
-  const { state } = rank ?? cell;
+  const { state, condition } = rank ?? cell;
+  if (["hung", "dead", "blocked", "unknown"].includes(condition)) return condition;
   return state === "exited" ? state : (rank?.status ?? state);
 }

@@ -12,6 +12,8 @@ export type Connection = "connecting" | "live" | "lost";
 const GRID_INTERVAL_MS = 1000;
 const GRID_MS_PER_CELL = 0.5;
 const WHAT_IF_INTERVAL_MS = 5000;
+/** Without an event for this long the job is fetched again: time alone makes a verdict outdated. */
+const QUIET_MS = 5000;
 
 export class LiveJob {
   readonly state: Signal<JobState | null> = signal(null);
@@ -23,6 +25,7 @@ export class LiveJob {
   private stream: EventStream | null = null;
   private waiting: Change[] = [];
   private frame: number | null = null;
+  private timer: ReturnType<typeof setInterval> | undefined;
   private loads = 0;
   private readonly grid: Refetch<Grid>;
   private readonly whatIf: Refetch<WhatIf>;
@@ -69,6 +72,9 @@ export class LiveJob {
   private connect(): void {
     if (this.stream !== null || this.closed) return;
     this.connection.value = "connecting";
+    this.timer = setInterval(() => {
+      void this.refresh();
+    }, QUIET_MS);
     this.stream = new EventStream(`/api/v1/events?job=${encodeURIComponent(this.id)}`, {
       onOpen: (resumed) => {
         this.error.value = null;
@@ -87,7 +93,23 @@ export class LiveJob {
     });
   }
 
+  /** Fetch what changes with time alone, if no event came. */
+  private async refresh(): Promise<void> {
+    if (Date.now() - (this.lastDataAt.value ?? 0) < QUIET_MS) return;
+    const stream = this.stream;
+    try {
+      const [job, ranks] = await Promise.all([api.job(this.id), api.ranks(this.id)]);
+      if (stream !== this.stream) return;
+      this.push({ type: "job", data: job });
+      this.push({ type: "ranks", data: ranks });
+      this.grid.ask(0);
+    } catch {
+      // The stream reports a server that does not answer.
+    }
+  }
+
   private disconnect(): void {
+    clearInterval(this.timer);
     this.stream?.close();
     this.stream = null;
     if (this.frame !== null) cancelAnimationFrame(this.frame);

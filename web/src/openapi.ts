@@ -167,7 +167,7 @@ export interface paths {
         };
         /**
          * List Incidents
-         * @description List incidents, newest first.
+         * @description List incidents: unresolved ones first, worst first (severity, then cost).
          */
         get: operations["list_incidents"];
         put?: never;
@@ -884,6 +884,7 @@ export interface components {
          * @example {
          *       "cells": [
          *         {
+         *           "condition": "running",
          *           "dp_rank": 1,
          *           "node": "node-1",
          *           "pp_rank": 0,
@@ -920,6 +921,11 @@ export interface components {
         };
         /** GridCell */
         GridCell: {
+            /**
+             * Condition
+             * @enum {string}
+             */
+            condition: "starting" | "running" | "blocked" | "hung" | "dead" | "finished" | "stopped" | "unknown";
             /** Dp Rank */
             dp_rank: number;
             /** Node */
@@ -988,7 +994,8 @@ export interface components {
          *       "stage": 0,
          *       "state": "open",
          *       "summary": "Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal throttle. It costs 55% of step time; fixing it gives 2.21x.",
-         *       "symptoms": []
+         *       "symptoms": [],
+         *       "urgency": 4.6
          *     }
          */
         Incident: {
@@ -1065,6 +1072,8 @@ export interface components {
             summary: string;
             /** Symptoms */
             symptoms: string[];
+            /** Urgency */
+            urgency: number;
         };
         /**
          * IncidentPage
@@ -1119,7 +1128,8 @@ export interface components {
          *           "stage": 0,
          *           "state": "open",
          *           "summary": "Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal throttle. It costs 55% of step time; fixing it gives 2.21x.",
-         *           "symptoms": []
+         *           "symptoms": [],
+         *           "urgency": 4.6
          *         }
          *       ]
          *     }
@@ -1150,6 +1160,7 @@ export interface components {
          * Job
          * @example {
          *       "can_checkpoint": true,
+         *       "condition": "training",
          *       "created_at": "2026-11-20T20:15:31.000000Z",
          *       "evaluation_loss": 2.992,
          *       "generation": 1,
@@ -1216,8 +1227,11 @@ export interface components {
          *         "tp": 2
          *       },
          *       "verdict": {
+         *         "as_of": "2026-11-20T20:16:13.200000Z",
          *         "incident_id": "inc-d155b9d3",
+         *         "is_outdated": false,
          *         "kind": "straggler",
+         *         "lag_seconds": 0.2,
          *         "text": "Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal throttle. It costs 55% of step time; fixing it gives 2.21x."
          *       },
          *       "watched": false
@@ -1226,6 +1240,11 @@ export interface components {
         Job: {
             /** Can Checkpoint */
             can_checkpoint: boolean | null;
+            /**
+             * Condition
+             * @enum {string}
+             */
+            condition: "waiting" | "starting" | "training" | "hung" | "dead" | "ended" | "unknown";
             /**
              * Created At
              * Format: date-time
@@ -1546,6 +1565,7 @@ export interface components {
          *       "items": [
          *         {
          *           "can_checkpoint": true,
+         *           "condition": "training",
          *           "created_at": "2026-11-20T20:15:31.000000Z",
          *           "evaluation_loss": 2.992,
          *           "generation": 1,
@@ -1612,8 +1632,11 @@ export interface components {
          *             "tp": 2
          *           },
          *           "verdict": {
+         *             "as_of": "2026-11-20T20:16:13.200000Z",
          *             "incident_id": "inc-d155b9d3",
+         *             "is_outdated": false,
          *             "kind": "straggler",
+         *             "lag_seconds": 0.2,
          *             "text": "Rank 2 (node-1) has been 2.47x slower than its peers since step 14, because of thermal throttle. It costs 55% of step time; fixing it gives 2.21x."
          *           },
          *           "watched": false
@@ -1859,6 +1882,7 @@ export interface components {
         /**
          * Rank
          * @example {
+         *       "condition": "running",
          *       "dp_rank": 1,
          *       "gpu": 0,
          *       "local_rank": 0,
@@ -1876,6 +1900,11 @@ export interface components {
          *     }
          */
         Rank: {
+            /**
+             * Condition
+             * @enum {string}
+             */
+            condition: "starting" | "running" | "blocked" | "hung" | "dead" | "finished" | "stopped" | "unknown";
             /** Dp Rank */
             dp_rank: number;
             /** Exit Code */
@@ -1926,6 +1955,7 @@ export interface components {
          * @example {
          *       "items": [
          *         {
+         *           "condition": "running",
          *           "dp_rank": 1,
          *           "gpu": 0,
          *           "local_rank": 0,
@@ -2183,13 +2213,22 @@ export interface components {
          * @description The state of a job in one sentence.
          */
         Verdict: {
+            /** As Of */
+            as_of?: string | null;
             /** Incident Id */
             incident_id?: string | null;
+            /**
+             * Is Outdated
+             * @default false
+             */
+            is_outdated: boolean;
             /**
              * Kind
              * @example straggler
              */
             kind: string;
+            /** Lag Seconds */
+            lag_seconds?: number | null;
             /**
              * Text
              * @example Rank 2 (node-1) is 2.5x slower: thermal throttle.

@@ -52,7 +52,7 @@ export function begin(
 ): JobState {
   return {
     job,
-    incidents: [...incidents].sort(newestFirst("detected_at")),
+    incidents: [...incidents].sort(worstFirst),
     actions: [...actions].sort(newestFirst("created_at")),
     steps: before?.steps ?? [],
     ranks: before?.ranks ?? [],
@@ -90,7 +90,7 @@ export function apply(state: JobState, changes: readonly Change[]): JobState {
         next = { ...next, whatIf: change.data };
         break;
       case "incident":
-        next = { ...next, incidents: put(next.incidents, change.data, newestFirst("detected_at")) };
+        next = { ...next, incidents: put(next.incidents, change.data, worstFirst) };
         break;
       case "action":
         next = { ...next, actions: put(next.actions, change.data, newestFirst("created_at")) };
@@ -115,6 +115,11 @@ function put<T extends { id: string }>(
   const index = items.findIndex((other) => other.id === item.id);
   if (index < 0) return [...items, item].sort(order);
   return items.with(index, item);
+}
+
+/** As the API lists incidents. */
+function worstFirst(a: Incident, b: Incident): number {
+  return b.urgency - a.urgency || newestFirst<"detected_at">("detected_at")(a, b);
 }
 
 function newestFirst<K extends string>(key: K) {

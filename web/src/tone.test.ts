@@ -1,16 +1,29 @@
 import { expect, test } from "vitest";
 
 import type { Job } from "./api";
-import { appearanceOfJob } from "./tone";
+import { appearanceOfJob, appearanceOfVerdict, stateOfJob } from "./tone";
 
-function tone(state: Job["state"], kind: Job["verdict"]["kind"]): string {
-  return appearanceOfJob({ state, verdict: { kind, text: "", incident_id: null } }).tone;
+function tone(state: Job["state"], condition: Job["condition"]): string {
+  return appearanceOfJob({ state, condition }).tone;
 }
 
 test("a job whose ranks died or hang does not look healthy", () => {
-  expect(tone("running", "healthy")).toBe("good");
-  expect(tone("running", "straggler")).toBe("good");
-  expect(tone("running", "failure")).toBe("bad");
-  expect(tone("running", "hang")).toBe("bad");
-  expect(tone("recovering", "failure")).toBe("info");
+  expect(tone("running", "training")).toBe("good");
+  expect(tone("running", "dead")).toBe("bad");
+  expect(tone("running", "hung")).toBe("bad");
+  expect(tone("running", "unknown")).toBe("muted");
+  expect(tone("recovering", "dead")).toBe("info");
+  expect(tone("finished", "ended")).toBe("good");
+});
+
+test("the word for a job is its condition where that is worse than its state", () => {
+  expect(stateOfJob({ state: "running", condition: "hung" })).toBe("hung");
+  expect(stateOfJob({ state: "running", condition: "training" })).toBe("running");
+  expect(stateOfJob({ state: "recovering", condition: "dead" })).toBe("recovering");
+});
+
+test("a verdict that the analysis has not confirmed for long is not green", () => {
+  const verdict = { kind: "outdated", text: "", incident_id: null, is_outdated: true };
+  const job = { state: "running", condition: "unknown" } as Job;
+  expect(appearanceOfVerdict(verdict, job, undefined).tone).toBe("muted");
 });

@@ -27,13 +27,30 @@ const JOB: Record<Job["state"], Appearance> = {
   stopped: OVER,
 };
 
-/** A running job with dead or hung ranks looks bad, although its state is still running. */
-export function appearanceOfJob({ state, verdict }: Pick<Job, "state" | "verdict">): Appearance {
-  return state === "running" && ["failure", "hang"].includes(verdict.kind) ? BAD : JOB[state];
+/** Conditions that matter more than what Paceline does with the job. */
+const STRIKING = ["hung", "dead", "unknown"];
+
+/** The word for a job: its condition if it does not train although it should, else its state. */
+export function stateOfJob({ state, condition }: Pick<Job, "state" | "condition">): string {
+  return (state === "running" || state === "starting") && STRIKING.includes(condition) ? condition : state;
+}
+
+/** A running job with dead or hung ranks looks bad, and one of which nothing recent is known, unknown. */
+export function appearanceOfJob(job: Pick<Job, "state" | "condition">): Appearance {
+  switch (stateOfJob(job)) {
+    case "hung":
+    case "dead":
+      return BAD;
+    case "unknown":
+      return UNKNOWN;
+    default:
+      return JOB[job.state];
+  }
 }
 
 /** From the verdict's kind; with an incident, from the job's state and the severity. */
 export function appearanceOfVerdict(verdict: Verdict, job: Job, incident: Incident | undefined): Appearance {
+  if (verdict.is_outdated) return UNKNOWN;
   if (job.state === "failed") return BAD;
   if (job.state === "recovering") return REPAIRING;
   if (incident !== undefined) return appearanceOfIncident(incident);

@@ -61,7 +61,7 @@ def jobs(ctx: click.Context, server: str, token: str | None, as_json: bool) -> N
             (
                 job["id"],
                 job["name"],
-                job["state"],
+                render.job_state(job),
                 render.sizes(job["topology"]),
                 job["step"],
                 render.seconds(job["step_seconds"]),

@@ -11,6 +11,7 @@ from typing import Annotated
 from fastapi import Depends, Query, Request
 from sqlalchemy.orm import Session
 
+from paceline_server.api.condition import Moment
 from paceline_server.api.pending import PendingCommands
 from paceline_server.api.problems import ProblemError
 from paceline_server.api.what_if import WhatIfCache
@@ -43,6 +44,10 @@ class Parts:
     ping_seconds: float = PING_SECONDS
     heartbeat_seconds: float = field(default=10.0)
     what_ifs: WhatIfCache = field(default_factory=WhatIfCache)
+
+    def moment(self) -> Moment:
+        """Return the present, for resources that depend on it."""
+        return Moment(self.now_ns(), self.policy.node_lease_seconds)
 
 
 async def parts(request: Request) -> Parts:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from paceline_server.api.dependencies import Bounds
 from paceline_server.api.problems import ProblemError
 
 _LIMIT = 1 << 63
+_URGENCY = re.compile(r"-?\d\.\d{1,20}", re.ASCII)
 
 
 def time_cursor(at_ns: int, identifier: str) -> str:
@@ -19,6 +22,22 @@ def position(bounds: Bounds) -> tuple[int, str] | None:
         return None
     at_ns, _, identifier = bounds.after.partition(" ")
     return number(at_ns), clean(identifier)
+
+
+def urgency_cursor(urgency: float, at_ns: int, identifier: str) -> str:
+    """Return the cursor after an item of a list that is ordered by urgency first."""
+    return Bounds.encode(f"{urgency!r} {at_ns} {identifier}")
+
+
+def urgency_position(bounds: Bounds) -> tuple[float, int, str] | None:
+    """Return the (urgency, time, id) that a cursor encodes. Raises ProblemError."""
+    if bounds.after is None:
+        return None
+    urgency, _, rest = bounds.after.partition(" ")
+    at_ns, _, identifier = rest.partition(" ")
+    if not _URGENCY.fullmatch(urgency):
+        raise ProblemError(400, "cursor: expected `next_cursor` of an earlier page of this list.")
+    return float(urgency), number(at_ns), clean(identifier)
 
 
 def number(text: str) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 from sqlalchemy.orm import Session
 
 from paceline_server.api import schemas
+from paceline_server.api.condition import Moment, RankCondition, condition
+from paceline_server.api.times import optional_time, time_of
 from paceline_server.api.verdict import verdict
 from paceline_server.detect.bubble.pipeline_advice import Advice
 from paceline_server.detect.finding import Cause, Evidence
@@ -22,15 +23,7 @@ from paceline_server.whatif.online import RunReplay
 from paceline_wire.batch import AgentHello, RankStackTraces
 from paceline_wire.topology import Topology
 
-
-def time_of(ns: int) -> datetime:
-    """Convert nanoseconds since the epoch to UTC."""
-    return datetime.fromtimestamp(ns / 1e9, UTC)
-
-
-def optional_time(ns: int | None) -> datetime | None:
-    """Convert nanoseconds since the epoch to UTC, if there are any."""
-    return None if ns is None else time_of(ns)
+_READING_NS = 15_000_000_000  # collectors of GPUs run each second
 
 
 def finite(value: float | None) -> float | None:
@@ -46,7 +39,8 @@ def ledger(value: Ledger) -> schemas.LedgerModel:
     return schemas.LedgerModel(**msgspec.to_builtins(value))
 
 
-def job(session: Session, row: models.JobRow) -> schemas.Job:
+def job(session: Session, row: models.JobRow, moment: Moment) -> schemas.Job:
+    known = condition(session, row, moment)
     return schemas.Job(
         id=row.id,
         name=row.name,
@@ -67,14 +61,15 @@ def job(session: Session, row: models.JobRow) -> schemas.Job:
         loss=finite(row.loss),
         evaluation_loss=finite(row.evaluation_loss),
         metadata=row.spec.metadata,
-        verdict=verdict(session, row),
+        condition=known.job,
+        verdict=verdict(session, row, known),
         ledger=ledger(row.ledger),
         open_incidents=queries.count_open_incidents(session, row.id),
         pending_actions=queries.count_pending_actions(session, row.id),
     )
 
 
-def rank(row: models.RankRow, topology: Topology) -> schemas.Rank:
+def rank(row: models.RankRow, topology: Topology, known: RankCondition) -> schemas.Rank:
     coordinates = topology.coordinates(row.rank)
     return schemas.Rank(
         rank=row.rank,
@@ -86,6 +81,7 @@ def rank(row: models.RankRow, topology: Topology) -> schemas.Rank:
         gpu=row.gpu,
         pid=row.pid,
         state=row.state,
+        condition=known,
         status=row.status,
         step=row.step,
         operation=row.operation,
@@ -96,9 +92,10 @@ def rank(row: models.RankRow, topology: Topology) -> schemas.Rank:
     )
 
 
-def ranks(session: Session, row: models.JobRow) -> schemas.RankPage:
+def ranks(session: Session, row: models.JobRow, moment: Moment) -> schemas.RankPage:
+    known = condition(session, row, moment)
     rows = queries.ranks(session, row.id)
-    return schemas.RankPage(items=[rank(each, row.topology) for each in rows])
+    return schemas.RankPage(items=[rank(each, row.topology, known.of_rank(each)) for each in rows])
 
 
 def step(summary: StepSummary) -> schemas.Step:
@@ -159,11 +156,15 @@ def unknown_what_if(row: models.JobRow, reason: str) -> schemas.WhatIf:
     )
 
 
-def grid(session: Session, row: models.JobRow, window_steps: int) -> schemas.Grid:
+def grid(session: Session, row: models.JobRow, window_steps: int, moment: Moment) -> schemas.Grid:
+    """Return each rank's slowdown; none while the job does not train: it would be the past's."""
+    known = condition(session, row, moment)
     world_size = row.topology.world_size
     shares = newest_shares(session, row.id, row.generation, world_size, window_steps)
     placed = {each.rank: each for each in queries.ranks(session, row.id)}
     self_seconds, slowdown = medians(shares.self_seconds), medians(shares.slowdown)
+    if known.job in ("hung", "dead", "unknown"):
+        self_seconds = slowdown = [None] * world_size
     return schemas.Grid(
         job_id=row.id,
         generation=row.generation,
@@ -171,7 +172,14 @@ def grid(session: Session, row: models.JobRow, window_steps: int) -> schemas.Gri
         first_step=shares.steps[0] if shares.steps else None,
         last_step=shares.steps[-1] if shares.steps else None,
         cells=[
-            _cell(number, row.topology, placed.get(number), self_seconds[number], slowdown[number])
+            _cell(
+                number,
+                row.topology,
+                placed.get(number),
+                "unknown" if number not in placed else known.of_rank(placed[number]),
+                self_seconds[number],
+                slowdown[number],
+            )
             for number in range(world_size)
         ],
     )
@@ -181,6 +189,7 @@ def _cell(
     number: int,
     topology: Topology,
     placed: models.RankRow | None,
+    known: RankCondition,
     self_seconds: float | None,
     slowdown: float | None,
 ) -> schemas.GridCell:
@@ -192,33 +201,39 @@ def _cell(
         tp_rank=coordinates.tp_rank,
         node=placed.agent_id if placed else None,
         state=placed.state if placed else "assigned",
+        condition=known,
         self_seconds=self_seconds,
         slowdown=slowdown,
     )
 
 
-def node(
-    session: Session, row: models.NodeRow, now_ns: int, node_lease_seconds: float
-) -> schemas.Node:
-    """Return a node; one that was silent for longer than `node_lease_seconds` is lost."""
+def node(session: Session, row: models.NodeRow, moment: Moment) -> schemas.Node:
+    """Return a node; one that was silent for longer than its lease is lost."""
     hello, ranks = row.hello, queries.ranks_on(session, row.agent_id)
+    state = _node_state(row, moment)
+    # Readings that the node's newest batch does not confirm are of the past. Times: its own clock.
+    recent = {
+        index: reading
+        for index, reading in row.readings.items()
+        if state != "lost" and row.packed_ns - reading.time_ns < _READING_NS
+    }
     return schemas.Node(
         id=row.agent_id,
         hostname=hello.hostname if hello else row.agent_id,
         version=hello.version if hello else "",
-        state=_node_state(row, now_ns, node_lease_seconds),  # type: ignore[arg-type]  # pydantic checks it
+        state=state,  # type: ignore[arg-type]  # pydantic checks it
         reason=row.quarantine_reason or _trouble(hello),
         slots=hello.slots if hello else 0,
         job_id=row.job_id,
         ranks=ranks.get(row.job_id or "", []),
         ranks_by_job=ranks,
-        gpus=_gpus(hello, row.readings),
+        gpus=_gpus(hello, recent),
         last_seen_at=time_of(row.last_seen_ns),
     )
 
 
-def _node_state(row: models.NodeRow, now_ns: int, node_lease_seconds: float) -> str:
-    if now_ns - row.last_seen_ns > node_lease_seconds * 1e9:
+def _node_state(row: models.NodeRow, moment: Moment) -> str:
+    if moment.now_ns - row.last_seen_ns > moment.node_lease_seconds * 1e9:
         return "lost"
     if row.quarantine_reason is not None:
         return "quarantined"
@@ -266,6 +281,7 @@ def incident(row: models.IncidentRow, *, in_full: bool = False) -> schemas.Incid
         cause=finding.cause,
         state=view.state,
         severity=finding.severity,
+        urgency=row.urgency,
         summary=finding.summary,
         rank=finding.rank,
         node=finding.node,

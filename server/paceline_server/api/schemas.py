@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
+from paceline_server.api.condition import JobCondition, RankCondition
 from paceline_server.api.examples import EXAMPLES
 from paceline_server.policy import policy_schema
 
@@ -49,6 +50,10 @@ class Verdict(Resource):
     kind: str = Field(examples=["straggler"])  # healthy, starting, ... or a finding's kind
     text: str = Field(examples=["Rank 2 (node-1) is 2.5x slower: thermal throttle."])
     incident_id: str | None = None
+    # The verdict is true of this time: newer data has not been analyzed. Null: it does not change.
+    as_of: datetime | None = None
+    lag_seconds: float | None = None
+    is_outdated: bool = False  # the analysis is too far behind to trust the verdict
 
 
 class LedgerModel(Resource):
@@ -77,6 +82,7 @@ class Job(Resource):
     topology: TopologyModel
     requested_topology: TopologyModel
     mode: str  # in effect now; `policy` has the value as set
+    condition: JobCondition  # of its processes; `state` is what Paceline does with the job
     can_checkpoint: bool | None  # whether the script saves on command; null: not known yet
     policy: PolicyValues
     watched: bool  # an external job (torchrun, Slurm): diagnosed, never acted on
@@ -104,6 +110,7 @@ class Rank(Resource):
     gpu: int | None
     pid: int | None
     state: str  # assigned, started, attached, exited
+    condition: RankCondition
     status: str | None  # of the trainer: starting, running, checkpointing, ...
     step: int | None
     operation: str | None
@@ -216,6 +223,7 @@ class GridCell(Resource):
     tp_rank: int
     node: str | None
     state: str
+    condition: RankCondition
     self_seconds: float | None  # median over the window
     slowdown: float | None
 
@@ -337,6 +345,7 @@ class Incident(Resource):
     cause: str
     state: Literal["open", "mitigating", "resolved"]
     severity: str
+    urgency: float  # sort value: worse is greater, -1 is resolved
     summary: str
     rank: int | None
     node: str | None

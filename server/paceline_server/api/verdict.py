@@ -7,18 +7,42 @@ from typing import Literal
 from sqlalchemy.orm import Session
 
 from paceline_server.api import schemas
+from paceline_server.api.condition import Condition
+from paceline_server.api.times import time_of
+from paceline_server.detect.kinds import kind_of
 from paceline_server.percent import percent
 from paceline_server.store import models, queries
 from paceline_server.store.shares import medians, newest_shares
 
 # Kinds of a verdict without an open incident; with one it is the kind of its finding.
-JobVerdict = Literal["healthy", "starting", "recovering", "finished", "stopped", "failed"]
+JobVerdict = Literal[
+    "healthy", "starting", "recovering", "finished", "stopped", "failed", "failure", "outdated"
+]
 _WINDOW_STEPS = 10
 _EVEN_RATIO = 0.15  # a wider spread would read like a problem, which the detectors would report
 
 
-def verdict(session: Session, job: models.JobRow) -> schemas.Verdict:
-    """Return the verdict of a job."""
+def verdict(session: Session, job: models.JobRow, known: Condition) -> schemas.Verdict:
+    """Return the verdict of a job, with the time that it is true of."""
+    found = _current(session, job, known)
+    if known.as_of_ns is None or known.lag_seconds is None:
+        return found
+    found.as_of, found.lag_seconds = time_of(known.as_of_ns), round(known.lag_seconds, 1)
+    found.is_outdated = known.is_outdated
+    if not known.is_outdated:
+        return found
+    since = (
+        f"As of {found.as_of:%H:%M:%S} UTC: the analysis is {known.lag_seconds:.0f} s behind, "
+        "so this may have changed."
+    )
+    if found.incident_id is None:
+        found.kind = "outdated"
+    found.text = f"{since} {found.text}"
+    return found
+
+
+def _current(session: Session, job: models.JobRow, known: Condition) -> schemas.Verdict:
+    """Return the verdict of the data that has been analyzed."""
     match job.state:
         case "finished":
             return _verdict("finished", f"Finished{_at_step(job)}.")
@@ -26,9 +50,12 @@ def verdict(session: Session, job: models.JobRow) -> schemas.Verdict:
             return _verdict("stopped", f"Stopped{_at_step(job)}.")
         case "pending":
             return _verdict("starting", _waiting(job))
-    worst = queries.newest_open_incident(session, job.id)
+    worst = queries.worst_open_incident(session, job.id)
     if job.state == "failed":
         return _verdict("failed", _failed(session, job, worst), worst)
+    dead = known.dead if job.state == "running" else None
+    if dead is not None and (worst is None or kind_of(worst.kind).effect != "stopped"):
+        return _verdict("failure", _exited(dead))
     if worst is not None:
         finding = worst.view.finding
         restarting = "Restarting. " if job.state == "recovering" else ""
@@ -66,6 +93,15 @@ def _failed(session: Session, job: models.JobRow, worst: models.IncidentRow | No
     else:
         reason = "All ranks have exited and no restart is planned."
     return f"Failed{_at_step(job)}. {reason}"
+
+
+def _exited(row: models.RankRow) -> str:
+    """Return the verdict of a job with a dead rank whose cause is not known yet."""
+    how = f"exit code {row.exit_code}" if row.signal is None else f"signal {row.signal}"
+    return (
+        f"Rank {row.rank} ({row.agent_id}) has ended with {how}; training has stopped. "
+        "The cause is being determined."
+    )
 
 
 def _at_step(job: models.JobRow) -> str:

@@ -79,7 +79,7 @@ class WhatIfCache:
             if job is None:
                 raise not_found("job", job_id)
             newest = queries.steps(session, job_id, None, 1, job.generation)
-            incident = queries.newest_open_incident(session, job_id)
+            incident = queries.worst_open_incident(session, job_id)
             now = _JobVersion(
                 generation=job.generation,
                 step=newest[0].step if newest else None,

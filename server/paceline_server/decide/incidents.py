@@ -75,6 +75,20 @@ def strength(finding: Finding) -> tuple[int, int, bool, bool]:
     )
 
 
+def urgency_value(incident: IncidentView) -> float:
+    """Return the sort value of an incident: -1 if it is resolved, else by severity, then cost.
+
+    A job that is stopped loses all of its time.
+    """
+    if incident.state == "resolved":
+        return -1.0
+    finding = incident.finding
+    cost = 1.0 if kind_of(finding.kind).effect == "stopped" else finding.cost_ratio or 0.0
+    if cost != cost:  # NaN
+        cost = 0.0
+    return 2.0 * _SEVERITIES.get(finding.severity, 1) + min(max(cost, 0.0), 1.0)
+
+
 def open_incident(draft: Draft, finding: Finding, symptoms: Iterable[Finding] = ()) -> IncidentView:
     incident = IncidentView(
         incident_id=draft.new_id("inc"),

@@ -24,6 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from paceline_server.decide.incidents import urgency_value
 from paceline_server.decide.types import (
     ActionView,
     IncidentView,
@@ -309,6 +310,11 @@ class StepSharesRow(Base):
     slowdown: Mapped[bytes] = mapped_column(LargeBinary)
 
 
+def _urgency(context: Any) -> float:
+    """Return the default of `IncidentRow.urgency`."""
+    return urgency_value(context.get_current_parameters()["view"])
+
+
 class IncidentRow(Base):
     """One incident; `view` holds all of it."""
 
@@ -320,6 +326,7 @@ class IncidentRow(Base):
     kind: Mapped[str] = mapped_column(String(32))
     severity: Mapped[str] = mapped_column(String(16))
     state: Mapped[str] = mapped_column(String(16))
+    urgency: Mapped[float] = mapped_column(index=True, default=_urgency)
     opened_ns: Mapped[int] = mapped_column(index=True)
     resolved_ns: Mapped[int | None]
     view: Mapped[IncidentView] = mapped_column(StructColumn(IncidentView))

@@ -1,4 +1,4 @@
-"""Queries of the API. Lists are newest first, one page at a time."""
+"""Queries of the API. Lists are newest first, incidents worst first, one page at a time."""
 
 from __future__ import annotations
 
@@ -46,15 +46,23 @@ def jobs(session: Session, limit: int, after: tuple[int, str] | None) -> Sequenc
 def incidents(
     session: Session,
     limit: int,
-    after: tuple[int, str] | None = None,
+    after: tuple[float, int, str] | None = None,
     job_id: str | None = None,
     state: str | None = None,
 ) -> Sequence[IncidentRow]:
-    """Return one page of incidents, newest first."""
-    query = select(IncidentRow).where(
-        *_equal((IncidentRow.job_id, job_id), (IncidentRow.state, state))
-    )
-    query = newest_first(query, IncidentRow.opened_ns, IncidentRow.id, after)
+    """Return one page of incidents, worst first and resolved ones last.
+
+    It begins after the position `after`: urgency, time and id.
+    """
+    row = IncidentRow
+    query = select(row).where(*_equal((row.job_id, job_id), (row.state, state)))
+    if after is not None:
+        urgency, opened_ns, identifier = after
+        later = or_(
+            row.opened_ns < opened_ns, and_(row.opened_ns == opened_ns, row.id < identifier)
+        )
+        query = query.where(or_(row.urgency < urgency, and_(row.urgency == urgency, later)))
+    query = query.order_by(row.urgency.desc(), row.opened_ns.desc(), row.id.desc())
     return session.scalars(query.limit(limit)).all()
 
 
@@ -198,9 +206,39 @@ def _count(session: Session, *conditions: ColumnElement[bool], of: type[Base]) -
     return session.scalar(select(func.count()).select_from(of).where(*conditions)) or 0
 
 
-def newest_open_incident(session: Session, job_id: str) -> IncidentRow | None:
-    """Return a job's newest unresolved incident."""
+def open_incidents(session: Session, job_id: str) -> Sequence[IncidentRow]:
+    """Return a job's unresolved incidents, worst first."""
     query = select(IncidentRow).where(IncidentRow.job_id == job_id, IncidentRow.state != "resolved")
-    return session.scalar(
-        query.order_by(IncidentRow.opened_ns.desc(), IncidentRow.id.desc()).limit(1)
+    return session.scalars(
+        query.order_by(
+            IncidentRow.urgency.desc(), IncidentRow.opened_ns.desc(), IncidentRow.id.desc()
+        )
+    ).all()
+
+
+def worst_open_incident(session: Session, job_id: str) -> IncidentRow | None:
+    """Return a job's worst unresolved incident."""
+    return next(iter(open_incidents(session, job_id)), None)
+
+
+def nodes_of(session: Session, job_id: str, since_ns: int) -> tuple[set[str], set[str]]:
+    """Return the nodes with ranks of a job, and those that have sent nothing since `since_ns`."""
+    query = (
+        select(NodeRow.agent_id, NodeRow.last_seen_ns)
+        .join(RankRow, NodeRow.agent_id == RankRow.agent_id)
+        .where(RankRow.job_id == job_id)
+        .distinct()
     )
+    seen_ns = dict(session.execute(query).all())
+    return set(seen_ns), {node for node, at_ns in seen_ns.items() if at_ns < since_ns}
+
+
+def first_dead_rank(session: Session, job_id: str) -> RankRow | None:
+    """Return the lowest rank that ended by itself and not well."""
+    query = select(RankRow).where(
+        RankRow.job_id == job_id,
+        RankRow.state == "exited",
+        RankRow.commanded.is_(False),
+        or_(RankRow.exit_code.is_(None), RankRow.exit_code != 0),
+    )
+    return session.scalar(query.order_by(RankRow.rank).limit(1))

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from paceline_server.act.announce import ActionNotice, announce, incident_alert
 from paceline_server.act.commands import act
+from paceline_server.decide.incidents import urgency_value
 from paceline_server.decide.types import Acknowledged, ActionView, Decision, IncidentView
 from paceline_server.engine.types import Placement
 from paceline_server.steps.types import StepSummary
@@ -187,7 +188,7 @@ def _write_incidents(
     now_ns: int,
 ) -> None:
     before = {incident.incident_id: incident for incident in snapshot.incidents}
-    for view in decision.incidents:
+    for view in sorted(decision.incidents, key=urgency_value, reverse=True):
         _upsert(session, models.IncidentRow, _incident_row(snapshot.job_id, view))
         previous = before.get(view.incident_id)
         alert = incident_alert(snapshot.job_id, snapshot.job_name, previous, view)
@@ -202,6 +203,7 @@ def _incident_row(job_id: str, view: IncidentView) -> dict[str, object]:
         "kind": view.finding.kind,
         "severity": view.finding.severity,
         "state": view.state,
+        "urgency": urgency_value(view),
         "opened_ns": view.opened_ns,
         "resolved_ns": view.resolved_ns,
         "view": view,

@@ -242,7 +242,10 @@ def test_an_agent_lease_not_above_the_node_lease_is_logged(
 @pytest.mark.parametrize(
     ("fields", "detail"),
     [
-        ({"policy": {"mode": "manual"}}, "policy: mode: expected one of observe, dry-run,"),
+        (
+            {"policy": {"mode": "manual"}},
+            "policy: mode: expected one of default, observe,",
+        ),
         ({"policy": {"patience": 1}}, "policy: patience is not a policy field"),
         (
             {"mode": "auto", "policy": {"mode": "observe"}},
@@ -303,7 +306,7 @@ def test_incidents_are_filtered_and_carry_their_evidence(server: Any, client: ht
     assert client.get("/api/v1/incidents", params={"job": "other"}).json()["items"] == []
 
 
-def test_the_verdict_is_the_newest_open_incident(server: Any, client: httpx.Client) -> None:
+def test_the_verdict_is_the_worst_open_incident(server: Any, client: httpx.Client) -> None:
     job_id = post_job(server.url)
     put(server, incident(job_id, 1, "resolved"))
     with server.program.database.write() as session:
@@ -314,6 +317,9 @@ def test_the_verdict_is_the_newest_open_incident(server: Any, client: httpx.Clie
         "kind": "healthy",
         "text": "No problem found; 0.56 s per step.",
         "incident_id": None,
+        "as_of": None,
+        "lag_seconds": None,
+        "is_outdated": False,
     }
     put(
         server,

@@ -18,7 +18,7 @@ import * as format from "../format";
 import { LiveJob, type Connection } from "../live";
 import { nodesOf, placement } from "../placement";
 import type { JobState } from "../store";
-import { appearanceOfJob, appearanceOfVerdict } from "../tone";
+import { appearanceOfJob, appearanceOfVerdict, stateOfJob } from "../tone";
 
 /** Bubbles are means over at most this many steps. */
 const BUBBLE_STEPS = 20;
@@ -218,7 +218,7 @@ function Stats({ job, ended }: { job: Job; ended: number }) {
   return (
     <dl class="stats">
       <Stat name="State" note={ended === 0 ? undefined : `${format.plural(ended, "rank")} exited`}>
-        <Badge appearance={appearanceOfJob(job)} text={job.state} />
+        <Badge appearance={appearanceOfJob(job)} text={stateOfJob(job)} />
       </Stat>
       <Stat name="Goodput" note={`${format.plural(job.ledger.lost_steps, "step")} lost`}>
         {format.percent(job.ledger.goodput_ratio)}

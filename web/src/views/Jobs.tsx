@@ -5,7 +5,7 @@ import { Ago } from "../components/Ago";
 import { Failure } from "../components/Failure";
 import { Badge } from "../components/Icon";
 import * as format from "../format";
-import { appearanceOfJob } from "../tone";
+import { appearanceOfJob, stateOfJob } from "../tone";
 
 const REFRESH_MS = 3000;
 
@@ -86,7 +86,7 @@ function JobTable({ jobs }: { jobs: Job[] }) {
               <div class="muted mono">{job.id}</div>
             </th>
             <td>
-              <Badge appearance={appearanceOfJob(job)} text={job.state} />
+              <Badge appearance={appearanceOfJob(job)} text={stateOfJob(job)} />
             </td>
             <td class="verdict-cell">
               {job.verdict.text}

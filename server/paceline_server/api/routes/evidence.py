@@ -14,6 +14,7 @@ from paceline_server.api.auth import Operator, viewer
 from paceline_server.api.dependencies import PartsDep, ReadDep
 from paceline_server.api.problems import ProblemError, not_found
 from paceline_server.api.routes.jobs import find
+from paceline_server.api.times import time_of
 from paceline_server.decide.types import AuditEntry
 from paceline_server.flight_recorder.received import conclude, read
 from paceline_server.store import audit, models, queries, rank_evidence
@@ -131,7 +132,7 @@ def _flight_recorder(session: Session, job: models.JobRow) -> schemas.FlightReco
         dumps=[
             schemas.RankDumpModel(
                 rank=dump.event.rank,
-                received_at=resources.time_of(dump.received_ns),
+                received_at=time_of(dump.received_ns),
                 error=received[dump.event.rank].error,
             )
             for dump in dumps

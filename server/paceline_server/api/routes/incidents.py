@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from paceline_server.api import problems, resources, schemas
 from paceline_server.api.auth import viewer
 from paceline_server.api.dependencies import BoundsDep, ReadDep
-from paceline_server.api.paging import position, time_cursor
+from paceline_server.api.paging import urgency_cursor, urgency_position
 from paceline_server.api.problems import not_found
 from paceline_server.decide.types import IncidentState
 from paceline_server.store import models, queries
@@ -28,13 +28,17 @@ def list_incidents(
     ] = None,
     state: IncidentState | None = None,
 ) -> schemas.IncidentPage:
-    """List incidents, newest first."""
-    rows = queries.incidents(session, bounds.limit, position(bounds), job, state)
+    """List incidents: unresolved ones first, worst first (severity, then cost)."""
+    rows = queries.incidents(session, bounds.limit, urgency_position(bounds), job, state)
     more = len(rows) == bounds.limit
     return schemas.IncidentPage(
         items=[resources.incident(row) for row in rows],
-        next_cursor=time_cursor(rows[-1].opened_ns, rows[-1].id) if more else None,
+        next_cursor=_cursor(rows[-1]) if more else None,
     )
+
+
+def _cursor(row: models.IncidentRow) -> str:
+    return urgency_cursor(row.urgency, row.opened_ns, row.id)
 
 
 @router.get(

@@ -42,7 +42,7 @@ def create_job(body: schemas.JobCreate, parts: PartsDep, caller: Operator) -> sc
         entry = AuditEntry(actor=caller.name, verb="created", subject=row.id, detail=row.name)
         audit.record(session, row.id, entry, now_ns)
         record_change(session, row.id, "job", row.id)
-        created = resources.job(session, row)
+        created = resources.job(session, row, parts.moment())
     parts.signals.work.notify()
     parts.signals.changes.notify()
     return created
@@ -131,19 +131,19 @@ def _texts(body: schemas.JobCreate) -> list[tuple[str, str]]:
 
 
 @router.get("", dependencies=[viewer], response_model=schemas.JobPage, responses=_READ)
-def list_jobs(session: ReadDep, bounds: BoundsDep) -> schemas.JobPage:
+def list_jobs(session: ReadDep, parts: PartsDep, bounds: BoundsDep) -> schemas.JobPage:
     """List jobs, newest first."""
     rows = queries.jobs(session, bounds.limit, position(bounds))
     more = len(rows) == bounds.limit
     return schemas.JobPage(
-        items=[resources.job(session, row) for row in rows],
+        items=[resources.job(session, row, parts.moment()) for row in rows],
         next_cursor=time_cursor(rows[-1].created_ns, rows[-1].id) if more else None,
     )
 
 
 @router.get("/{job_id}", dependencies=[viewer], response_model=schemas.Job, responses=_ONE)
-def get_job(job_id: str, session: ReadDep) -> schemas.Job:
-    return resources.job(session, find(session, job_id))
+def get_job(job_id: str, session: ReadDep, parts: PartsDep) -> schemas.Job:
+    return resources.job(session, find(session, job_id), parts.moment())
 
 
 @router.post(
@@ -166,7 +166,7 @@ def stop_job(job_id: str, parts: PartsDep, caller: Operator) -> schemas.Job:
             row.stop_requested = True
             entry = AuditEntry(actor=caller.name, verb="asked to stop", subject=job_id)
             audit.record(session, job_id, entry, now_ns)
-        stopped = resources.job(session, row)
+        stopped = resources.job(session, row, parts.moment())
     parts.signals.work.notify()
     parts.signals.changes.notify()
     return stopped
@@ -175,9 +175,9 @@ def stop_job(job_id: str, parts: PartsDep, caller: Operator) -> schemas.Job:
 @router.get(
     "/{job_id}/ranks", dependencies=[viewer], response_model=schemas.RankPage, responses=_ONE
 )
-def list_ranks(job_id: str, session: ReadDep) -> schemas.RankPage:
+def list_ranks(job_id: str, session: ReadDep, parts: PartsDep) -> schemas.RankPage:
     """List all ranks of the current generation."""
-    return resources.ranks(session, find(session, job_id))
+    return resources.ranks(session, find(session, job_id), parts.moment())
 
 
 @router.get(
@@ -204,10 +204,10 @@ def list_steps(
 
 @router.get("/{job_id}/grid", dependencies=[viewer], response_model=schemas.Grid, responses=_ONE)
 def get_grid(
-    job_id: str, session: ReadDep, steps: Annotated[int, Query(ge=1, le=500)] = 20
+    job_id: str, session: ReadDep, parts: PartsDep, steps: Annotated[int, Query(ge=1, le=500)] = 20
 ) -> schemas.Grid:
     """Return each rank's slowdown over the last steps of the current generation."""
-    return resources.grid(session, find(session, job_id), steps)
+    return resources.grid(session, find(session, job_id), steps, parts.moment())
 
 
 def find(session: Session, job_id: str) -> models.JobRow:

@@ -1,0 +1,103 @@
+"""The condition of a job and its ranks at one moment: training, blocked, hung, dead or unknown.
+
+A job's `state` says what Paceline does with it; the condition says what its processes do. It is
+`unknown` where nothing recent is known: the analysis is behind, or a node is silent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from sqlalchemy.orm import Session
+
+from paceline_server.detect.kinds import HANG, kind_of
+from paceline_server.store import models, queries
+
+RankCondition = Literal[
+    "starting", "running", "blocked", "hung", "dead", "finished", "stopped", "unknown"
+]
+JobCondition = Literal["waiting", "starting", "training", "hung", "dead", "ended", "unknown"]
+
+# A worker ticks several times a second and writes at least each second.
+OUTDATED_SECONDS = 10.0
+
+
+class Moment(NamedTuple):
+    """When a resource is built, and how long a node may be silent."""
+
+    now_ns: int  # server's CLOCK_REALTIME
+    node_lease_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What is known of a job at one moment."""
+
+    job: JobCondition
+    as_of_ns: int | None  # data up to here is analyzed; None: nothing yet, or the job has ended
+    lag_seconds: float | None
+    dead: models.RankRow | None = None  # the lowest rank that failed
+    hung: frozenset[int] = frozenset()  # culprits of a hang
+    silent: frozenset[str] = frozenset()  # nodes that have sent nothing for their lease
+    is_stopped: bool = False  # by a hang or a failure
+
+    @property
+    def is_outdated(self) -> bool:
+        return self.lag_seconds is not None and self.lag_seconds > OUTDATED_SECONDS
+
+    def of_rank(self, row: models.RankRow) -> RankCondition:
+        """Return the condition of one rank."""
+        if row.state == "exited":
+            if row.commanded:
+                return "stopped"
+            return "finished" if row.exit_code == 0 else "dead"
+        if self.is_outdated or row.agent_id in self.silent or self.job == "ended":
+            return "unknown"
+        if row.rank in self.hung:
+            return "hung"
+        if row.state != "attached":
+            return "starting"
+        return "blocked" if self.is_stopped else "running"
+
+
+def condition(session: Session, job: models.JobRow, moment: Moment) -> Condition:
+    """Return the condition of a job."""
+    if job.finished_ns is not None:
+        return Condition("ended", None, None)
+    lag_seconds = None
+    if job.ticked_ns is not None:
+        lag_seconds = max(0.0, (moment.now_ns - job.ticked_ns) / 1e9)
+    since_ns = moment.now_ns - int(moment.node_lease_seconds * 1e9)
+    nodes, silent = queries.nodes_of(session, job.id, since_ns)
+    stopping = [
+        incident.view.finding
+        for incident in queries.open_incidents(session, job.id)
+        if incident.severity == "critical"
+        and kind_of(incident.kind).effect == "stopped"
+        and incident.view.finding.generation == job.generation
+    ]
+    hung: set[int] = set()
+    for finding in stopping:
+        if finding.kind == HANG.name:
+            hung |= set(finding.ranks) | ({finding.rank} - {None})  # type: ignore[operator]
+    dead = queries.first_dead_rank(session, job.id)
+    if job.state == "pending":
+        kind: JobCondition = "waiting"
+    elif (lag_seconds or 0.0) > OUTDATED_SECONDS or (nodes and nodes == silent):
+        kind = "unknown"
+    elif dead is not None:
+        kind = "dead"
+    elif stopping:
+        kind = "hung"
+    else:
+        kind = "training" if job.state == "running" and job.step is not None else "starting"
+    return Condition(
+        job=kind,
+        as_of_ns=job.ticked_ns,
+        lag_seconds=lag_seconds,
+        dead=dead,
+        hung=frozenset(hung),
+        silent=frozenset(silent),
+        is_stopped=bool(stopping or dead),
+    )

@@ -1,0 +1,195 @@
+"""What the API says of a job that is hung, dead, or of which nothing recent is known."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import httpx
+import pytest
+from simulated_node import hello, post_job
+
+from paceline_server.decide.types import IncidentView
+from paceline_server.detect.finding import Finding
+from paceline_server.store.models import IncidentRow, JobRow, NodeRow, RankRow
+
+SECOND = 1_000_000_000
+Severity = Literal["info", "warning", "critical"]
+
+
+def put(server: Any, *rows: Any) -> None:
+    with server.program.database.write() as session:
+        for row in rows:
+            session.add(row)
+            session.flush()
+
+
+@pytest.fixture
+def client(server: Any) -> Any:
+    return server.client
+
+
+@pytest.fixture
+def job_id(server: Any) -> str:
+    """A running job of two ranks on two nodes, analyzed just now."""
+    job_id = post_job(server.url)
+    now_ns = time.time_ns()
+    with server.program.database.write() as session:
+        job = session.get_one(JobRow, job_id)
+        job.state, job.step, job.generation, job.ticked_ns = "running", 5, 1, now_ns
+    for rank in (0, 1):
+        put(
+            server,
+            NodeRow(
+                agent_id=f"node-{rank}",
+                boot_id="boot",
+                sequence=0,
+                packed_ns=now_ns,
+                last_seen_ns=now_ns,
+                hello=hello(1),
+                readings={},
+                dropped_batches=0,
+            ),
+            RankRow(
+                job_id=job_id,
+                rank=rank,
+                generation=1,
+                agent_id=f"node-{rank}",
+                local_rank=0,
+                state="attached",
+                commanded=False,
+            ),
+        )
+    return job_id
+
+
+def incident(
+    job_id: str, name: str, severity: Severity, cost: float, kind: str = "straggler", rank: int = 1
+) -> IncidentRow:
+    finding = Finding(
+        kind=kind,
+        cause="unknown",
+        fingerprint=name,
+        summary=f"{name}.",
+        detected_ns=1,
+        generation=1,
+        rank=rank,
+        severity=severity,
+        cost_ratio=cost,
+    )
+    opened_ns = time.time_ns()
+    view = IncidentView(incident_id=name, finding=finding, opened_ns=opened_ns)
+    return IncidentRow(
+        id=name,
+        job_id=job_id,
+        kind=kind,
+        severity=severity,
+        state="open",
+        opened_ns=opened_ns,
+        view=view,
+    )
+
+
+def get(client: httpx.Client, job_id: str) -> Any:
+    return client.get(f"/api/v1/jobs/{job_id}").json()
+
+
+def conditions(client: httpx.Client, job_id: str) -> list[str]:
+    items = client.get(f"/api/v1/jobs/{job_id}/ranks").json()["items"]
+    return [rank["condition"] for rank in items]
+
+
+def change(server: Any, table: Any, key: Any, **values: object) -> None:
+    with server.program.database.write() as session:
+        row = session.get_one(table, key)
+        for name, value in values.items():
+            setattr(row, name, value)
+
+
+def test_the_headline_and_the_list_begin_with_the_worst_incident(
+    server: Any, client: httpx.Client, job_id: str
+) -> None:
+    put(
+        server,
+        incident(job_id, "critical 60%", "critical", 0.6),
+        incident(job_id, "hung", "critical", 0.0, "hang"),
+        incident(job_id, "warning 20%", "warning", 0.2),
+        incident(job_id, "warning, cost unknown", "warning", float("nan")),
+        incident(job_id, "stuck for 493 ms: nothing to do", "info", 0.01, "transient_stall"),
+    )
+    assert get(client, job_id)["verdict"]["incident_id"] == "hung"
+    names, cursor = [], None
+    while True:
+        parameters = {"job": job_id, "limit": 2} | ({"cursor": cursor} if cursor else {})
+        page = client.get("/api/v1/incidents", params=parameters).json()
+        names += [item["id"] for item in page["items"]]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            break
+    assert names == [
+        "hung",
+        "critical 60%",
+        "warning 20%",
+        "warning, cost unknown",
+        "stuck for 493 ms: nothing to do",
+    ]
+
+
+def test_a_training_job_has_a_verdict_that_is_true_of_now(
+    client: httpx.Client, job_id: str
+) -> None:
+    job = get(client, job_id)
+    assert (job["condition"], job["verdict"]["is_outdated"]) == ("training", False)
+    assert job["verdict"]["lag_seconds"] < 10
+    assert job["verdict"]["as_of"] is not None
+    assert conditions(client, job_id) == ["running", "running"]
+
+
+def test_a_verdict_that_the_analysis_has_not_confirmed_says_so(
+    server: Any, client: httpx.Client, job_id: str
+) -> None:
+    change(server, JobRow, job_id, ticked_ns=time.time_ns() - 110 * SECOND)
+    job = get(client, job_id)
+    assert (job["condition"], job["verdict"]["kind"]) == ("unknown", "outdated")
+    assert job["verdict"]["is_outdated"]
+    assert "the analysis is 110 s behind" in job["verdict"]["text"]
+    assert conditions(client, job_id) == ["unknown", "unknown"]
+
+
+def test_a_dead_rank_is_shown_before_its_cause_is_found(
+    server: Any, client: httpx.Client, job_id: str
+) -> None:
+    change(server, RankRow, (job_id, 1), state="exited", signal=9)
+    job = get(client, job_id)
+    assert (job["condition"], job["verdict"]["kind"]) == ("dead", "failure")
+    assert job["verdict"]["text"].startswith("Rank 1 (node-1) has ended with signal 9")
+    assert conditions(client, job_id) == ["blocked", "dead"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_hang_names_its_culprit_and_the_ranks_that_it_blocks(
+    server: Any, client: httpx.Client, job_id: str, rank: int
+) -> None:
+    put(server, incident(job_id, "hung", "critical", 0.0, "hang", rank))
+    assert get(client, job_id)["condition"] == "hung"
+    expected = ["blocked", "blocked"]
+    expected[rank] = "hung"
+    assert conditions(client, job_id) == expected
+
+
+def test_ranks_of_a_silent_node_are_unknown(server: Any, client: httpx.Client, job_id: str) -> None:
+    change(server, NodeRow, "node-1", last_seen_ns=time.time_ns() - 60 * SECOND)
+    assert get(client, job_id)["condition"] == "training"
+    assert conditions(client, job_id) == ["running", "unknown"]
+    change(server, NodeRow, "node-0", last_seen_ns=time.time_ns() - 60 * SECOND)
+    assert get(client, job_id)["condition"] == "unknown"
+
+
+@pytest.mark.parametrize("signal", [9, None])
+def test_no_slowdown_is_shown_while_a_job_does_not_train(
+    server: Any, client: httpx.Client, job_id: str, signal: int | None
+) -> None:
+    change(server, RankRow, (job_id, 0), state="exited", signal=signal, exit_code=1)
+    cells = client.get(f"/api/v1/jobs/{job_id}/grid").json()["cells"]
+    assert [cell["slowdown"] for cell in cells] == [None, None]
+    assert [cell["condition"] for cell in cells] == ["dead", "blocked"]
