@@ -23,7 +23,7 @@ JobCondition = Literal["waiting", "starting", "training", "hung", "dead", "ended
 OUTDATED_SECONDS = 10.0
 
 
-class Moment(NamedTuple):
+class AsOf(NamedTuple):
     """When a resource is built, and how long a node may be silent."""
 
     now_ns: int  # server's CLOCK_REALTIME
@@ -32,7 +32,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What is known of a job at one moment."""
+    """The condition of a job at one moment, and what that of its ranks follows from."""
 
     job: JobCondition
     as_of_ns: int | None  # data up to here is analyzed; None: nothing yet, or the job has ended
@@ -61,14 +61,14 @@ class Condition:
         return "blocked" if self.is_stopped else "running"
 
 
-def condition(session: Session, job: models.JobRow, moment: Moment) -> Condition:
+def condition(session: Session, job: models.JobRow, as_of: AsOf) -> Condition:
     """Return the condition of a job."""
     if job.finished_ns is not None:
         return Condition("ended", None, None)
     lag_seconds = None
     if job.ticked_ns is not None:
-        lag_seconds = max(0.0, (moment.now_ns - job.ticked_ns) / 1e9)
-    since_ns = moment.now_ns - int(moment.node_lease_seconds * 1e9)
+        lag_seconds = max(0.0, (as_of.now_ns - job.ticked_ns) / 1e9)
+    since_ns = as_of.now_ns - int(as_of.node_lease_seconds * 1e9)
     nodes, silent = queries.nodes_of(session, job.id, since_ns)
     stopping = [
         incident.view.finding

@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import Depends, Query, Request
 from sqlalchemy.orm import Session
 
-from paceline_server.api.condition import Moment
+from paceline_server.api.condition import AsOf
 from paceline_server.api.pending import PendingCommands
 from paceline_server.api.problems import ProblemError
 from paceline_server.api.what_if import WhatIfCache
@@ -45,9 +45,9 @@ class Parts:
     heartbeat_seconds: float = field(default=10.0)
     what_ifs: WhatIfCache = field(default_factory=WhatIfCache)
 
-    def moment(self) -> Moment:
+    def as_of(self) -> AsOf:
         """Return the present, for resources that depend on it."""
-        return Moment(self.now_ns(), self.policy.node_lease_seconds)
+        return AsOf(self.now_ns(), self.policy.node_lease_seconds)
 
 
 async def parts(request: Request) -> Parts:

@@ -10,7 +10,7 @@ import msgspec
 from sqlalchemy.orm import Session
 
 from paceline_server.api import schemas
-from paceline_server.api.condition import Moment, RankCondition, condition
+from paceline_server.api.condition import AsOf, RankCondition, condition
 from paceline_server.api.times import optional_time, time_of
 from paceline_server.api.verdict import verdict
 from paceline_server.detect.bubble.pipeline_advice import Advice
@@ -39,8 +39,8 @@ def ledger(value: Ledger) -> schemas.LedgerModel:
     return schemas.LedgerModel(**msgspec.to_builtins(value))
 
 
-def job(session: Session, row: models.JobRow, moment: Moment) -> schemas.Job:
-    known = condition(session, row, moment)
+def job(session: Session, row: models.JobRow, as_of: AsOf) -> schemas.Job:
+    known = condition(session, row, as_of)
     return schemas.Job(
         id=row.id,
         name=row.name,
@@ -92,8 +92,8 @@ def rank(row: models.RankRow, topology: Topology, known: RankCondition) -> schem
     )
 
 
-def ranks(session: Session, row: models.JobRow, moment: Moment) -> schemas.RankPage:
-    known = condition(session, row, moment)
+def ranks(session: Session, row: models.JobRow, as_of: AsOf) -> schemas.RankPage:
+    known = condition(session, row, as_of)
     rows = queries.ranks(session, row.id)
     return schemas.RankPage(items=[rank(each, row.topology, known.of_rank(each)) for each in rows])
 
@@ -156,9 +156,9 @@ def unknown_what_if(row: models.JobRow, reason: str) -> schemas.WhatIf:
     )
 
 
-def grid(session: Session, row: models.JobRow, window_steps: int, moment: Moment) -> schemas.Grid:
+def grid(session: Session, row: models.JobRow, window_steps: int, as_of: AsOf) -> schemas.Grid:
     """Return each rank's slowdown; none while the job does not train: it would be the past's."""
-    known = condition(session, row, moment)
+    known = condition(session, row, as_of)
     world_size = row.topology.world_size
     shares = newest_shares(session, row.id, row.generation, world_size, window_steps)
     placed = {each.rank: each for each in queries.ranks(session, row.id)}
@@ -207,10 +207,10 @@ def _cell(
     )
 
 
-def node(session: Session, row: models.NodeRow, moment: Moment) -> schemas.Node:
+def node(session: Session, row: models.NodeRow, as_of: AsOf) -> schemas.Node:
     """Return a node; one that was silent for longer than its lease is lost."""
     hello, ranks = row.hello, queries.ranks_on(session, row.agent_id)
-    state = _node_state(row, moment)
+    state = _node_state(row, as_of)
     # Readings that the node's newest batch does not confirm are of the past. Times: its own clock.
     recent = {
         index: reading
@@ -232,8 +232,8 @@ def node(session: Session, row: models.NodeRow, moment: Moment) -> schemas.Node:
     )
 
 
-def _node_state(row: models.NodeRow, moment: Moment) -> str:
-    if moment.now_ns - row.last_seen_ns > moment.node_lease_seconds * 1e9:
+def _node_state(row: models.NodeRow, as_of: AsOf) -> str:
+    if as_of.now_ns - row.last_seen_ns > as_of.node_lease_seconds * 1e9:
         return "lost"
     if row.quarantine_reason is not None:
         return "quarantined"

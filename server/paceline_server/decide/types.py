@@ -103,7 +103,7 @@ class ActionView(msgspec.Struct, frozen=True, kw_only=True):
     phases: list[Phase] = []
     parameters: dict[str, Any] = {}
     lost_steps: int | None = None  # by a finished restart
-    # What a proposed restart would repeat: steps since the newest checkpoint. None: unknown.
+    # The steps that a proposed restart would repeat, since the newest checkpoint. None: unknown.
     price_steps: int | None = None
     price_seconds: float | None = None
     resumed_step: int | None = None  # first step done (again) after the restart

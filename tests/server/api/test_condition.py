@@ -1,4 +1,4 @@
-"""What the API says of a job that is hung, dead, or of which nothing recent is known."""
+"""The API of a job that is hung, dead, or of which nothing recent is known."""
 
 from __future__ import annotations
 

@@ -163,10 +163,10 @@ def _resource(
     match kind:
         case "job":
             job = session.get(models.JobRow, subject)
-            return None if job is None else resources.job(session, job, parts.moment())
+            return None if job is None else resources.job(session, job, parts.as_of())
         case "ranks":
             job = session.get(models.JobRow, subject)
-            return None if job is None else [*resources.ranks(session, job, parts.moment()).items]
+            return None if job is None else [*resources.ranks(session, job, parts.as_of()).items]
         case "step":
             job_id, _, number = subject.partition("/")
             step = queries.step(session, job_id, int(number))
@@ -179,4 +179,4 @@ def _resource(
             return None if action is None else resources.action(action)
         case _:
             node = session.get(models.NodeRow, subject)
-            return None if node is None else resources.node(session, node, parts.moment())
+            return None if node is None else resources.node(session, node, parts.as_of())

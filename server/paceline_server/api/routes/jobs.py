@@ -42,7 +42,7 @@ def create_job(body: schemas.JobCreate, parts: PartsDep, caller: Operator) -> sc
         entry = AuditEntry(actor=caller.name, verb="created", subject=row.id, detail=row.name)
         audit.record(session, row.id, entry, now_ns)
         record_change(session, row.id, "job", row.id)
-        created = resources.job(session, row, parts.moment())
+        created = resources.job(session, row, parts.as_of())
     parts.signals.work.notify()
     parts.signals.changes.notify()
     return created
@@ -136,14 +136,14 @@ def list_jobs(session: ReadDep, parts: PartsDep, bounds: BoundsDep) -> schemas.J
     rows = queries.jobs(session, bounds.limit, position(bounds))
     more = len(rows) == bounds.limit
     return schemas.JobPage(
-        items=[resources.job(session, row, parts.moment()) for row in rows],
+        items=[resources.job(session, row, parts.as_of()) for row in rows],
         next_cursor=time_cursor(rows[-1].created_ns, rows[-1].id) if more else None,
     )
 
 
 @router.get("/{job_id}", dependencies=[viewer], response_model=schemas.Job, responses=_ONE)
 def get_job(job_id: str, session: ReadDep, parts: PartsDep) -> schemas.Job:
-    return resources.job(session, find(session, job_id), parts.moment())
+    return resources.job(session, find(session, job_id), parts.as_of())
 
 
 @router.post(
@@ -166,7 +166,7 @@ def stop_job(job_id: str, parts: PartsDep, caller: Operator) -> schemas.Job:
             row.stop_requested = True
             entry = AuditEntry(actor=caller.name, verb="asked to stop", subject=job_id)
             audit.record(session, job_id, entry, now_ns)
-        stopped = resources.job(session, row, parts.moment())
+        stopped = resources.job(session, row, parts.as_of())
     parts.signals.work.notify()
     parts.signals.changes.notify()
     return stopped
@@ -177,7 +177,7 @@ def stop_job(job_id: str, parts: PartsDep, caller: Operator) -> schemas.Job:
 )
 def list_ranks(job_id: str, session: ReadDep, parts: PartsDep) -> schemas.RankPage:
     """List all ranks of the current generation."""
-    return resources.ranks(session, find(session, job_id), parts.moment())
+    return resources.ranks(session, find(session, job_id), parts.as_of())
 
 
 @router.get(
@@ -207,7 +207,7 @@ def get_grid(
     job_id: str, session: ReadDep, parts: PartsDep, steps: Annotated[int, Query(ge=1, le=500)] = 20
 ) -> schemas.Grid:
     """Return each rank's slowdown over the last steps of the current generation."""
-    return resources.grid(session, find(session, job_id), steps, parts.moment())
+    return resources.grid(session, find(session, job_id), steps, parts.as_of())
 
 
 def find(session: Session, job_id: str) -> models.JobRow:

@@ -29,7 +29,7 @@ def list_nodes(session: ReadDep, bounds: BoundsDep, parts: PartsDep) -> schemas.
     rows = queries.nodes(session, bounds.limit, after)
     more = len(rows) == bounds.limit
     return schemas.NodePage(
-        items=[resources.node(session, row, parts.moment()) for row in rows],
+        items=[resources.node(session, row, parts.as_of()) for row in rows],
         next_cursor=Bounds.encode(rows[-1].agent_id) if more else None,
     )
 
@@ -52,7 +52,7 @@ def release_node(node_id: str, parts: PartsDep, caller: Operator) -> schemas.Nod
             row.quarantine_reason = None
             session.flush()
             record_change(session, None, "node", node_id)
-        released = resources.node(session, row, parts.moment())
+        released = resources.node(session, row, parts.as_of())
     parts.signals.work.notify()
     parts.signals.changes.notify()
     return released
@@ -79,7 +79,7 @@ def burst_node(
         detail = f"{', '.join(request.collectors) or 'all collectors'}, {request.seconds:g} s"
         entry = AuditEntry(actor=caller.name, verb="burst", subject=node_id, detail=detail)
         audit.record(session, row.job_id, entry, now_ns)
-        asked = resources.node(session, row, parts.moment())
+        asked = resources.node(session, row, parts.as_of())
     parts.signals.commands.notify()
     return asked
 
