@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from paceline_server.api import schemas
 from paceline_server.store.database import UNAVAILABLE
@@ -21,6 +22,7 @@ from paceline_server.store.database import UNAVAILABLE
 _log = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_SECONDS = 1
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 # Headers of every response: pages load nothing from elsewhere, no other page shows them.
 _SECURITY = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self';"
@@ -83,7 +85,27 @@ def answer(request: Request, status: int, detail: str, headers: Mapping[str, str
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return answer(request, error.status_code, str(error.detail), error.headers or {})
+    headers, detail = dict(error.headers or {}), str(error.detail)
+    if error.status_code == 405:
+        allowed = ", ".join(_allowed_methods(request))
+        headers["Allow"] = allowed
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=headers)
+        detail = f"Expected one of {allowed} at this address, got {request.method}."
+    return answer(request, error.status_code, detail, headers)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Return the methods of all routes of a path; the framework names those of the first only."""
+    allowed = [
+        method
+        for method in _METHODS
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL
+            for route in request.app.routes
+        )
+    ]
+    return [*(allowed or ["GET", "HEAD"]), "OPTIONS"]  # without a route: the dashboard's files
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import anyio
 from fastapi import APIRouter, FastAPI
@@ -82,7 +83,7 @@ def build(
     app.include_router(v1)
     app.include_router(health.router)
     app.include_router(login.page)
-    _describe_problems(app)
+    _complete_description(app)
     if static_directory is not None and static_directory.is_dir():
         # Not mounted: a mount at / would take requests that should get 405 or a redirect.
         app.router.default = Pages(directory=static_directory, html=True)
@@ -120,14 +121,29 @@ class Pages(StaticFiles):
         return response
 
 
-def _describe_problems(app: FastAPI) -> None:
-    """Add the schema of problems, which is no route's response model."""
+def _complete_description(app: FastAPI) -> None:
+    """Add to the OpenAPI document what holds for many routes."""
     generate = app.openapi
 
-    def openapi() -> dict[str, object]:
-        document = generate()
-        components = document["components"]["schemas"]
-        components["Problem"] = schemas.Problem.model_json_schema()
-        return document
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = generate()
+            document["components"]["schemas"]["Problem"] = schemas.Problem.model_json_schema()
+            for path in document["paths"].values():
+                for method, operation in path.items():
+                    _complete_operation(method, operation)
+        assert app.openapi_schema is not None
+        return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _complete_operation(method: str, operation: dict[str, Any]) -> None:
+    has_body = "requestBody" in operation
+    has_cursor = any(each["name"] == "cursor" for each in operation.get("parameters", ()))
+    # A cursor or a body that cannot be decoded; a body that is too large.
+    more = [400, 413] if has_body else [400] if has_cursor else []
+    for status, response in problems.responses(*more).items():
+        operation["responses"].setdefault(str(status), response)
+    if method == "get" and "security" in operation and "agents" not in operation["tags"]:
+        operation["security"].append({})  # reading on loopback, see `auth`

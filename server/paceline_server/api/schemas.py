@@ -13,6 +13,8 @@ from paceline_server.policy import policy_schema
 
 # Checked by `parse_policy`, whose messages are the same for files, flags and requests.
 PolicyValues = Annotated[dict[str, Any], WithJsonSchema(policy_schema())]
+# Checked by `create_job`, whose message is clearer than that of a pattern.
+Text = Annotated[str, Field(json_schema_extra={"pattern": "^[^\0]*$"})]
 
 
 def _add_example(schema: dict[str, Any], model: type[BaseModel]) -> None:
@@ -31,17 +33,17 @@ class TopologyModel(Resource):
 
 
 class JobCreate(Resource):
-    name: str = Field(min_length=1, max_length=200, examples=["gpt-7b"])
-    argv: list[str] = Field(min_length=1, examples=[["python", "-m", "paceline_trainer"]])
+    name: Text = Field(min_length=1, max_length=200, examples=["gpt-7b"])
+    argv: list[Text] = Field(min_length=1, examples=[["python", "-m", "paceline_trainer"]])
     topology: TopologyModel
     # Shorthand for the same fields of `policy`.
     mode: Literal["default", "observe", "dry-run", "approve", "auto"] | None = None
     start_timeout_seconds: float | None = Field(None, ge=1, le=86_400)
     policy: PolicyValues = Field({}, description="Fields that override the server's policy.")
-    environment: dict[str, str] = {}
-    directory: str | None = None
-    checkpoint_directory: str | None = None
-    metadata: dict[str, str] = {}
+    environment: dict[Text, Text] = {}
+    directory: Text | None = None
+    checkpoint_directory: Text | None = None
+    metadata: dict[Text, Text] = {}
 
 
 class Verdict(Resource):

@@ -137,6 +137,7 @@ ERRORS: list[tuple[str, str, Any, int, str]] = [
     ("GET", "/api/v1/events?job=nope", None, 404, "no job"),
     ("GET", "/api/v1/jobs?cursor=%21%21", None, 400, "next_cursor"),
     ("GET", "/api/v1/jobs?cursor=bm8", None, 400, "next_cursor"),
+    ("GET", "/api/v1/jobs?cursor=%C3%A9", None, 400, "next_cursor"),
     ("GET", "/api/v1/jobs?limit=0", None, 422, "limit"),
     ("GET", "/api/v1/incidents?state=weird", None, 422, "state"),
     ("POST", "/api/v1/jobs", {"name": "x"}, 422, "argv"),
@@ -149,7 +150,7 @@ ERRORS: list[tuple[str, str, Any, int, str]] = [
     ),
     ("POST", "/api/v1/jobs", {"name": "x" * (2 << 20)}, 413, "exceeds 1048576 bytes"),
     ("GET", "/api/v1/nothing", None, 404, "Not Found"),
-    ("DELETE", "/api/v1/jobs", None, 405, "Method"),
+    ("DELETE", "/api/v1/jobs", None, 405, "Expected one of GET, POST, OPTIONS"),
 ]
 
 
