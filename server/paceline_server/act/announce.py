@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 from sqlalchemy import delete
 from sqlalchemy.orm import Session
 
@@ -32,6 +33,19 @@ class ActionNotice(msgspec.Struct, frozen=True, kw_only=True, tag="action"):
 
 
 Notice = IncidentAlert | ActionNotice
+
+
+def incident_alerts(
+    job_id: str, job_name: str, before: IncidentView | None, after: IncidentView
+) -> Iterator[IncidentAlert]:
+    """Yield the alerts of one change; two for an incident that is opened and resolved at once."""
+    if before is None and after.state == "resolved":
+        opened = replace(after, state="open", resolved_ns=None)
+        yield from incident_alerts(job_id, job_name, None, opened)
+        before = opened
+    alert = incident_alert(job_id, job_name, before, after)
+    if alert is not None:
+        yield alert
 
 
 def incident_alert(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from operator import itemgetter
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import bindparam, delete, func, insert, inspect, select, update
 from sqlalchemy.orm import Session
 
-from paceline_server.act.announce import ActionNotice, announce, incident_alert
+from paceline_server.act.announce import ActionNotice, announce, incident_alerts
 from paceline_server.act.commands import act
 from paceline_server.decide.incidents import urgency_value
 from paceline_server.decide.types import Acknowledged, ActionView, Decision, IncidentView
@@ -93,7 +93,15 @@ def write_commit(
         _insert_generation(session, job_id, commit, commit.placement)
     elif commit.rank_rows:
         _update_ranks(session, commit.rank_rows)
-    _write_incidents(session, snapshot, decision, targets.incidents, now_ns)
+    write_incidents(
+        session,
+        job_id,
+        snapshot.job_name,
+        snapshot.incidents,
+        decision.incidents,
+        targets.incidents,
+        now_ns,
+    )
     _write_actions(session, snapshot, decision, targets.actions, now_ns)
     act(session, job_id, decision, over, now_ns)
     _quarantine(session, decision)
@@ -180,19 +188,25 @@ def _reassign_watched(session: Session, agents: Sequence[str]) -> None:
         session.execute(free.values(job_id=job_id))
 
 
-def _write_incidents(
+def write_incidents(
     session: Session,
-    snapshot: Snapshot,
-    decision: Decision,
+    job_id: str,
+    job_name: str,
+    before: Iterable[IncidentView],
+    after: Iterable[IncidentView],
     receivers: tuple[str, ...],
     now_ns: int,
 ) -> None:
-    before = {incident.incident_id: incident for incident in snapshot.incidents}
-    for view in sorted(decision.incidents, key=urgency_value, reverse=True):
-        _upsert(session, models.IncidentRow, _incident_row(snapshot.job_id, view))
-        previous = before.get(view.incident_id)
-        alert = incident_alert(snapshot.job_id, snapshot.job_name, previous, view)
-        if alert is not None:
+    """Write incidents of a job, and what receivers should get of their changes.
+
+    Args:
+        before: its unresolved incidents as stored.
+        after: those that are new or changed.
+    """
+    known = {incident.incident_id: incident for incident in before}
+    for view in sorted(after, key=urgency_value, reverse=True):
+        _upsert(session, models.IncidentRow, _incident_row(job_id, view))
+        for alert in incident_alerts(job_id, job_name, known.get(view.incident_id), view):
             announce(session, receivers, alert, view.incident_id, now_ns)
 
 

@@ -32,7 +32,9 @@ from paceline_server.store.models import (
     StepRow,
     StepSharesRow,
 )
+from paceline_server.worker.commit import write_incidents
 from paceline_server.worker.ranks import new_rank_rows
+from paceline_server.worker.snapshot import load_incidents
 from paceline_wire.topology import Topology
 
 _log = logging.getLogger(__name__)
@@ -44,8 +46,16 @@ _MARGIN_NS = 1_000_000_000  # several servers may store batches, each with its o
 class ExternalJobs:
     """Finds external jobs that are complete, and creates their rows."""
 
-    def __init__(self, database: Database, policy: Policy, now_ns: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        policy: Policy,
+        receivers: tuple[str, ...],
+        now_ns: Callable[[], int],
+    ) -> None:
+        """`receivers`: names of those that get incidents."""
         self._database = database
+        self._receivers = receivers
         self._policy = replace(policy, mode="observe")
         self._now_ns = now_ns
         self._logged: set[tuple[str, int, int]] = set()
@@ -85,7 +95,10 @@ class ExternalJobs:
             ranks = attachments.claim(session, run)
             if is_old or len(ranks) != run.world_size:
                 return False
-            generation = _begin(session, job, ranks, self._policy, self._now_ns())
+            now_ns = self._now_ns()
+            if job is not None:
+                _resolve_incidents(session, job, self._receivers, now_ns)
+            generation = _begin(session, job, ranks, self._policy, now_ns)
         _log.info("external job %s was found running in generation %d", run.job_id, generation)
         return True
 
@@ -176,6 +189,24 @@ def _begin(
     for agent_id in agents:
         record_change(session, None, "node", agent_id)
     return generation
+
+
+def _resolve_incidents(
+    session: Session, job: JobRow, receivers: tuple[str, ...], now_ns: int
+) -> None:
+    """Resolve what the previous run left open: a failed run keeps its incidents until then."""
+    before = load_incidents(session, job.id)
+    after = [replace(incident, state="resolved", resolved_ns=now_ns) for incident in before]
+    write_incidents(session, job.id, job.name, before, after, receivers, now_ns)
+    for incident in after:
+        entry = AuditEntry(
+            actor="agents",
+            verb="resolved",
+            subject=incident.incident_id,
+            detail="The ranks were started again outside Paceline.",
+        )
+        audit.record(session, job.id, entry, now_ns)
+        record_change(session, job.id, "incident", incident.incident_id)
 
 
 def _generation_number(session: Session, job: JobRow | None, ranks: Sequence[AttachmentRow]) -> int:

@@ -114,7 +114,7 @@ def load_snapshot(
         log=log,
         behind=behind,
         nodes=_nodes(session),
-        incidents=_incidents(session, job_id),
+        incidents=load_incidents(session, job_id),
         actions=tuple(row.view for row in actions),
         action_versions={row.id: row.version for row in actions},
         restarts=_restarts(session, job_id),
@@ -195,7 +195,8 @@ def _hello(text: str) -> AgentHello:
     return _hello_decoder.decode(text)
 
 
-def _incidents(session: Session, job_id: str) -> tuple[IncidentView, ...]:
+def load_incidents(session: Session, job_id: str) -> tuple[IncidentView, ...]:
+    """Return the job's unresolved incidents, the oldest first."""
     query = (
         select(models.IncidentRow.view)
         .where(models.IncidentRow.job_id == job_id, models.IncidentRow.state != "resolved")

@@ -92,7 +92,9 @@ class Worker:
         self._settings = settings
         self._now_ns = now_ns
         self._is_ingest_paused = is_ingest_paused
-        self._external_jobs = ExternalJobs(database, policy, now_ns)
+        self._external_jobs = ExternalJobs(
+            database, policy, tick_settings.alert_targets.incidents, now_ns
+        )
         self._jobs: dict[str, JobWorker] = {}
         self._not_before_ns: dict[str, int] = {}
         self._stop = threading.Event()

@@ -19,7 +19,12 @@ import msgspec
 import pytest
 from sqlalchemy import select
 
-from paceline_server.act.announce import ActionNotice, announce, incident_alert
+from paceline_server.act.announce import (
+    ActionNotice,
+    announce,
+    incident_alert,
+    incident_alerts,
+)
 from paceline_server.alerts import outbox as outbox_module
 from paceline_server.alerts import receivers
 from paceline_server.alerts.chat import chat_text
@@ -125,6 +130,16 @@ def test_webhook_receives_opened_and_resolved_in_order(
     ]
     assert listener.requests[0][2]["incident"]["finding"]["rank"] == 2
     wait_for(lambda: all(row.finished_ns for row in outbox(database)), "both delivered")
+
+
+def test_an_incident_that_opens_and_closes_in_one_tick_opens_and_resolves_at_receivers() -> None:
+    over = view("resolved")
+    alerts = list(incident_alerts("job-1", "toy", None, over))
+    assert [(alert.event, alert.incident.state) for alert in alerts] == [
+        ("opened", "open"),
+        ("resolved", "resolved"),
+    ]
+    assert alerts[1].incident == over
 
 
 def test_delivery_is_retried_with_the_same_key(

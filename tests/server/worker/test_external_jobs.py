@@ -112,6 +112,39 @@ def test_a_crash_is_reported_and_not_repaired(
     assert len(server.client.get("/api/v1/jobs/train/ranks").json()["items"]) == 2
 
 
+@pytest.mark.parametrize("restarted_as", [0, 1])
+def test_a_second_failure_after_a_restart_is_another_incident(
+    server: Any,
+    nodes: list[SimulatedNode],
+    job: Any,
+    wait_for: Callable[..., Any],
+    restarted_as: int,
+) -> None:
+    """A run under the same name has the same generation, a restart by torchrun the next one."""
+
+    def incidents() -> list[dict[str, Any]]:
+        """Return the incidents, the newest first."""
+        return list(server.client.get("/api/v1/incidents?job=train").json()["items"])
+
+    def run_and_fail(generation: int, first_pid: int) -> dict[str, Any]:
+        """Return the verdict while the ranks train."""
+        for number in range(2):
+            pid = first_pid + number
+            nodes[number].run_external("train", number, PAIR, generation=generation, pid=pid)
+        wait_for(lambda: (job("train") or {}).get("state") == "running", "the run")
+        wait_for(lambda: trains(server, "train", generation), "steps")
+        verdict = dict(job("train")["verdict"])
+        nodes[1].crash(1)
+        nodes[0].crash(0)
+        wait_for(lambda: job("train")["state"] == "failed", "the end")
+        return verdict
+
+    run_and_fail(0, 500)
+    assert run_and_fail(restarted_as, 600)["kind"] == "healthy"
+    assert [one["state"] for one in incidents()] == ["open", "resolved"]
+    assert job("train")["verdict"]["incident_id"] == incidents()[0]["id"]
+
+
 def test_the_cause_of_a_sudden_end_is_reported_before_the_job_ends(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
