@@ -52,6 +52,7 @@ def check(
     yield privileges.other_processes(settings.procfs_root)
     yield privileges.stacks(settings.procfs_root)
     yield node.rings(settings)
+    yield node.rank_user(settings)
     yield node.found_by_ranks(settings)
     yield node.spool(settings)
     yield node.server(settings)

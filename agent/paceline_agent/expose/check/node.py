@@ -5,16 +5,18 @@ from __future__ import annotations
 import email.utils
 import os
 import pwd
+import stat
 import time
 from http import HTTPStatus
 from pathlib import Path
 
 from paceline_agent.collect import clock_sync
 from paceline_agent.collect.cached_files import read_text_once
-from paceline_agent.errors import LinkError
+from paceline_agent.errors import LinkError, SettingsError
 from paceline_agent.expose.check.report import NO, PARTLY, YES, CheckRow
 from paceline_agent.forward.server_link import Target
 from paceline_agent.settings import AgentSettings
+from paceline_agent.supervise.rank_user import find_rank_user
 from paceline_wire.node_directory import (
     ACCOUNT,
     MEMORY,
@@ -33,9 +35,12 @@ _MEBIBYTE = 1 << 20
 def rings(settings: AgentSettings) -> CheckRow:
     what, directory = "ring directory", settings.directory
     place = _nearest(directory)
+    remedy = "give another with --node-directory"
     if not os.access(place, os.W_OK | os.X_OK):
-        remedy = "give another with --node-directory"
         return CheckRow(what, NO, f"{place} may not be written", remedy, needed=True)
+    if _is_of_another_user(directory):
+        found = f"{directory} is a link or belongs to another user"
+        return CheckRow(what, NO, found, f"remove it, or {remedy}", needed=True)
     kind, free_bytes = file_system(place, settings.procfs_root), _free_bytes(place)
     found = f"{directory} on {kind or 'an unknown file system'}, {_mebibytes(free_bytes)} free"
     if free_bytes < _RINGS_BYTES:
@@ -44,6 +49,21 @@ def rings(settings: AgentSettings) -> CheckRow:
         remedy = "--node-directory on a tmpfs, or ranks wait for the disk"
         return CheckRow(what, PARTLY, found, remedy, needed=True)
     return CheckRow(what, YES, found, needed=True)
+
+
+def rank_user(settings: AgentSettings) -> CheckRow:
+    """Check the user that ranks run as; another one needs access to scripts and checkpoints."""
+    what = "ranks run as"
+    if settings.slots == 0:
+        return CheckRow(what, YES, "this agent starts none (--slots 0)")
+    try:
+        user = find_rank_user(settings.run_as)
+    except SettingsError as error:
+        return CheckRow(what, NO, str(error), "see --run-as", needed=True)
+    if user.uid == 0:
+        remedy = "create the user paceline-job, or name another one with --run-as"
+        return CheckRow(what, PARTLY, "root, without capabilities", remedy)
+    return CheckRow(what, YES, user.name or "the agent's own user")
 
 
 def found_by_ranks(settings: AgentSettings) -> CheckRow:
@@ -78,6 +98,14 @@ def _is_open(directory: Path) -> bool:
         return directory.stat().st_mode & 0o7777 == 0o3777
     except OSError:
         return False
+
+
+def _is_of_another_user(directory: Path) -> bool:
+    try:
+        status = directory.lstat()
+    except OSError:
+        return False
+    return status.st_uid not in (0, os.geteuid()) or not stat.S_ISDIR(status.st_mode)
 
 
 def spool(settings: AgentSettings) -> CheckRow:

@@ -212,6 +212,26 @@ def test_whose_ranks_find_the_agent(
     assert (row.seen, bool(row.remedy)) == (seen, seen != YES)
 
 
+def test_a_node_directory_that_another_user_prepared_is_needed_to_be_removed(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "node").symlink_to(tmp_path)
+    row = node.rings(AgentSettings(server_url="http://a:1", node_directory=tmp_path / "node"))
+    assert (row.seen, row.needed) == (NO, True)
+    assert "is a link or belongs to another user" in row.evidence
+
+
+@pytest.mark.parametrize(
+    ("slots", "run_as", "seen"),
+    [(0, "no-such-user", YES), (1, "no-such-user", NO), (1, "nobody", YES), (1, "root", PARTLY)],
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start ranks as another user")
+def test_the_user_of_the_ranks_is_checked(slots: int, run_as: str, seen: str) -> None:
+    row = node.rank_user(AgentSettings(server_url="http://a:1", slots=slots, run_as=run_as))
+    assert (row.seen, row.needed) == (seen, seen == NO)
+    assert bool(row.remedy) == (seen != YES)
+
+
 def test_the_table_wraps_and_loses_nothing() -> None:
     long = " ".join(f"word{number}" for number in range(40))
     table = report.as_table([CheckRow("thing", PARTLY, long, long, needed=True)])
