@@ -218,7 +218,11 @@ class _Server:
                 [*command, "--database-url", f"sqlite:///{scratch / 'server.db'}"],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PACELINE_SERVER_WEBHOOK_URL": webhook},
+                env={
+                    **os.environ,
+                    "PACELINE_SERVER_WEBHOOK_URL": webhook,
+                    "PACELINE_SERVER_ALLOW_LOCAL_RECEIVERS": "true",
+                },
             )
         self.job = ""
 

@@ -75,6 +75,12 @@ _ROLES = (
 @click.option(
     "--alertmanager-url", metavar="URL", help="Send incidents to this Alertmanager (base URL)."
 )
+@click.option(
+    "--allow-local-receivers",
+    is_flag=True,
+    default=None,
+    help="Allow receivers of alerts at loopback and link-local addresses.",
+)
 @click.option("--external-url", metavar="URL", help="URL of this server for links in alerts.")
 @click.pass_context
 def server(context: click.Context, /, **options: Any) -> None:
@@ -98,7 +104,7 @@ def _settings(options: dict[str, Any]) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        _fail(f"{where}: {first['msg'].removeprefix('Value error, ')}.")
+        _fail(f"{where}: {first['msg']}.".replace("Value error, ", "").removeprefix(": "))
 
 
 def _fail(sentence: str) -> NoReturn:

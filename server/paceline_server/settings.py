@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from paceline_server.policy_file import load_policy
-from paceline_wire.address import SERVER_PORT, is_http_address
+from paceline_wire.address import SERVER_PORT, is_http_address, is_local
 from paceline_wire.local_token import state_directory
 
 Role = Literal["all", "api", "worker"]
@@ -85,9 +86,23 @@ class Settings(BaseSettings):
     chat_webhook_url: Address | None = Field(None, description="Webhook of a chat channel.")
     alertmanager_url: Address | None = Field(None, description="Base URL of an Alertmanager.")
     alert_repeat_seconds: float = Field(60.0, gt=0, description="Interval of repeated alerts.")
+    allow_local_receivers: bool = Field(
+        False, description="Allow receivers of alerts at loopback and link-local addresses."
+    )
     external_url: Address | None = Field(None, description="URL of this server for users.")
 
     static_directory: Path | None = Field(None, description="Replaces the built-in dashboard.")
+
+    @model_validator(mode="after")
+    def _no_local_receivers(self) -> Settings:
+        for name in ("webhook_url", "action_webhook_url", "chat_webhook_url", "alertmanager_url"):
+            host = urlsplit(getattr(self, name) or "").hostname or ""
+            if is_local(host) and not self.allow_local_receivers:
+                raise ValueError(
+                    f"{name}: expected no loopback or link-local address, got {host}; allow that"
+                    " with --allow-local-receivers"
+                )
+        return self
 
     @field_validator("allowed_hosts", mode="before")
     @classmethod

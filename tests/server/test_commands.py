@@ -99,6 +99,8 @@ def test_port_in_use_is_reported_in_one_sentence(run_process: Callable[..., Any]
         (("--webhook-url", "hooks.example/x/y"), "or https://HOST/..., got hooks.example..."),
         (("--alertmanager-url", "ftp://alerts"), "got ftp:..."),
         (("--action-webhook-url", "http://a..b/secret"), "got http:..."),
+        (("--alertmanager-url", "http://localhost:9093"), "--allow-local-receivers"),
+        (("--chat-webhook-url", "http://169.254.169.254/x"), "got 169.254.169.254; allow that"),
         (("--external-url", "http://host:port"), "got http:..."),
     ],
 )

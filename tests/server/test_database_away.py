@@ -146,7 +146,7 @@ def test_worker_and_outbox_survive_a_missing_table(
     run_server: Callable[..., Any], wait_for: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """As while a backup is restored or permissions change under a running server."""
-    server = run_server(webhook_url="http://127.0.0.1:1")
+    server = run_server(webhook_url="http://127.0.0.1:1", allow_local_receivers=True)
 
     def rename(table: str, to: str) -> None:
         with server.program.database.write() as session:

@@ -22,6 +22,7 @@ from sqlalchemy.orm import Session
 
 from paceline_server.act.announce import IncidentAlert, Notice
 from paceline_server.alerts.receivers import DeliveryError, Receiver, RefusedError
+from paceline_server.alerts.transport import receiver_client
 from paceline_server.metrics import BackgroundMetrics
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.leases import LeaseLostError, acquire, fence, is_held, release
@@ -38,11 +39,13 @@ _ATTEMPTS = 100  # more than an hour; the alert is out of date by then
 _notices: msgspec.json.Decoder[Notice] = msgspec.json.Decoder(Notice)
 
 
-class DeliveryIntervals(Protocol):
+class DeliverySettings(Protocol):
     """Settings of deliveries."""
 
     @property
     def alert_repeat_seconds(self) -> float: ...
+    @property
+    def allow_local_receivers(self) -> bool: ...
 
 
 class AlertDelivery:
@@ -55,7 +58,7 @@ class AlertDelivery:
         metrics: BackgroundMetrics,
         owner: str,
         target: Receiver,
-        intervals: DeliveryIntervals,
+        settings: DeliverySettings,
         now_ns: Callable[[], int],
     ) -> None:
         self._database = database
@@ -64,7 +67,7 @@ class AlertDelivery:
         self._owner = owner
         self._target = target
         self._lease = f"outbox:{target.name}"
-        self._intervals = intervals
+        self._settings = settings
         self._now_ns = now_ns
         self._epoch: int | None = None
         self._renewed_ns = 0
@@ -96,7 +99,7 @@ class AlertDelivery:
 
     def _run(self) -> None:
         last_count = 0
-        with httpx.Client(follow_redirects=False) as client:
+        with receiver_client(self._settings.allow_local_receivers) as client:
             while not self._stop.is_set():
                 try:
                     self._run_pass(client)
@@ -115,7 +118,7 @@ class AlertDelivery:
             return
         while not self._stop.is_set() and self._deliver_next(client):
             pass
-        if time.monotonic() - self._last_repeat > self._intervals.alert_repeat_seconds:
+        if time.monotonic() - self._last_repeat > self._settings.alert_repeat_seconds:
             self._last_repeat = time.monotonic()
             self._repeat(client)
 

@@ -117,7 +117,9 @@ def outbox(database: Database) -> list[OutboxRow]:
 def test_webhook_receives_opened_and_resolved_in_order(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
-    database = run_server(webhook_url=f"{listener.url}/hook").program.database
+    database = run_server(
+        allow_local_receivers=True, webhook_url=f"{listener.url}/hook"
+    ).program.database
     opened = view()
     resolved = msgspec.structs.replace(opened, state="resolved", resolved_ns=time.time_ns())
     announce_incident(database, "webhook", None, opened)
@@ -146,7 +148,7 @@ def test_delivery_is_retried_with_the_same_key(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
     listener.statuses = [503]
-    database = run_server(webhook_url=listener.url).program.database
+    database = run_server(allow_local_receivers=True, webhook_url=listener.url).program.database
     opened = view()
     announce_incident(database, "webhook", None, opened)
     announce_incident(
@@ -166,7 +168,9 @@ def test_silent_receiver_does_not_delay_other_receivers(
 ) -> None:
     monkeypatch.setattr(receivers, "_TIMEOUT_SECONDS", 600.0)
     with listening() as (accept, url):
-        database = run_server(webhook_url=url, chat_webhook_url=listener.url).program.database
+        database = run_server(
+            allow_local_receivers=True, webhook_url=url, chat_webhook_url=listener.url
+        ).program.database
         announce_incident(database, "webhook", None, view())
         with accept():
             announce_incident(database, "chat", None, view())
@@ -182,7 +186,7 @@ def test_readyz_names_the_receiver_whose_thread_died_or_hangs(
 ) -> None:
     monkeypatch.setattr(receivers, "_TIMEOUT_SECONDS", 600.0)
     with listening() as (accept, url):
-        server = run_server(webhook_url=url, chat_webhook_url=url)
+        server = run_server(allow_local_receivers=True, webhook_url=url, chat_webhook_url=url)
 
         def missing() -> list[str]:
             return server.client.get("/readyz").json()["missing"]
@@ -202,7 +206,7 @@ def test_readyz_names_the_receiver_whose_thread_died_or_hangs(
 def test_retry_scheduled_by_a_clock_that_was_ahead_runs_now(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
-    server = run_server(webhook_url=listener.url)
+    server = run_server(allow_local_receivers=True, webhook_url=listener.url)
     alert = incident_alert("job-1", "toy", None, view())
     assert alert is not None
     with server.program.database.write() as session:
@@ -214,7 +218,7 @@ def test_rejected_notice_does_not_block_the_next_one(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
     listener.statuses = [400]
-    database = run_server(webhook_url=listener.url).program.database
+    database = run_server(allow_local_receivers=True, webhook_url=listener.url).program.database
     opened = view()
     announce_incident(database, "webhook", None, opened)
     announce_incident(
@@ -245,7 +249,7 @@ def test_retry_after_of_the_receiver_is_respected(
 ) -> None:
     listener.statuses = [status]
     listener.headers = {"Retry-After": asked}
-    database = run_server(webhook_url=listener.url).program.database
+    database = run_server(allow_local_receivers=True, webhook_url=listener.url).program.database
     began = time.time_ns()
     announce_incident(database, "webhook", None, view())
     wait_for(lambda: outbox(database)[0].attempts, "the first try")
@@ -270,7 +274,7 @@ def test_redirect_is_reported_and_not_retried(
 ) -> None:
     listener.statuses = [308]
     listener.headers = {} if location is None else {"Location": location}
-    database = run_server(webhook_url=listener.url).program.database
+    database = run_server(allow_local_receivers=True, webhook_url=listener.url).program.database
     announce_incident(database, "webhook", None, view())
     wait_for(lambda: outbox(database)[0].finished_ns, "the end")
     (row,) = outbox(database)
@@ -282,7 +286,7 @@ def test_chat_receives_opened_and_resolved_incidents_as_text(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
     settings = {"chat_webhook_url": listener.url, "external_url": "https://paceline.example/"}
-    database = run_server(**settings).program.database
+    database = run_server(allow_local_receivers=True, **settings).program.database
     opened = view(severity="critical")
     mitigating = msgspec.structs.replace(opened, state="mitigating")
     announce_incident(database, "chat", None, opened)
@@ -365,7 +369,7 @@ def test_response_whose_body_never_ends_counts_as_delivered(
     run_server: Callable[..., Any], wait_for: Callable[..., Any]
 ) -> None:
     with listening() as (accept, url):
-        database = run_server(webhook_url=url).program.database
+        database = run_server(allow_local_receivers=True, webhook_url=url).program.database
         announce_incident(database, "webhook", None, view())
         with accept() as receiver:
             receiver.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n.\r\n")
@@ -377,7 +381,7 @@ def test_alertmanager_alert_fires_changes_severity_and_resolves(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
     settings = {"alertmanager_url": listener.url, "external_url": "https://paceline.example"}
-    database = run_server(**settings).program.database
+    database = run_server(allow_local_receivers=True, **settings).program.database
     opened = view()
     worse = msgspec.structs.replace(
         opened, finding=msgspec.structs.replace(opened.finding, severity="critical")
@@ -407,7 +411,9 @@ def test_alertmanager_alert_fires_changes_severity_and_resolves(
 def test_firing_alert_is_pushed_repeatedly(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
-    server = run_server(alertmanager_url=listener.url, alert_repeat_seconds=0.3)
+    server = run_server(
+        allow_local_receivers=True, alertmanager_url=listener.url, alert_repeat_seconds=0.3
+    )
     incident = view()
     row = IncidentRow(
         id="inc-1",
@@ -430,8 +436,8 @@ def test_firing_alert_is_pushed_repeatedly(
 def test_two_servers_deliver_each_notice_once(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:
-    database = run_server(webhook_url=listener.url).program.database
-    run_server(webhook_url=listener.url)
+    database = run_server(allow_local_receivers=True, webhook_url=listener.url).program.database
+    run_server(allow_local_receivers=True, webhook_url=listener.url)
     state: IncidentView | None = None
     for number in range(6):
         new = view("open" if number % 2 else "mitigating")

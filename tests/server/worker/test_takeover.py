@@ -30,7 +30,11 @@ from paceline_server.store.models import (
 from paceline_wire.commands import StartRanks, StopGeneration
 
 QUICK = {"PACELINE_SERVER_LEASE_SECONDS": "1.0"}
-RECEIVER = ("--webhook-url", "http://127.0.0.1:9/")  # no receiver: rows stay
+RECEIVER = (
+    "--webhook-url",
+    "http://127.0.0.1:9/",
+    "--allow-local-receivers",
+)  # no receiver: rows stay
 
 
 class Cluster:
