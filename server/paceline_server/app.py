@@ -25,6 +25,7 @@ from paceline_server.api.job_metrics import JobCollector
 from paceline_server.api.pending import PendingCommands
 from paceline_server.background import Background, database_of
 from paceline_server.background_process import BackgroundProcess
+from paceline_server.connections import ConnectionLimits, limits_of_process
 from paceline_server.ingest.writer import LogWriter
 from paceline_server.interpreter import tune_interpreter
 from paceline_server.local_tokens import register_local_tokens
@@ -170,17 +171,23 @@ def serve(settings: Settings) -> None:
     tune_interpreter()
     _prepare_tokens(settings, app.state.program.database)
     listener = listen(settings)
-    config = uvicorn.Config(
+    config = server_config(app, limits_of_process())
+    database: Database = app.state.program.database
+    UvicornServer(config, app.state.program.signals, lambda url: _sign_in_hint(database, url)).run(
+        sockets=[listener]
+    )
+
+
+def server_config(app: FastAPI, limits: ConnectionLimits) -> uvicorn.Config:
+    """Return how the server speaks HTTP."""
+    return uvicorn.Config(
         app,
+        http=limits.protocol(),
         access_log=False,
         log_level="warning",
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         server_header=False,
-    )
-    database: Database = app.state.program.database
-    UvicornServer(config, app.state.program.signals, lambda url: _sign_in_hint(database, url)).run(
-        sockets=[listener]
     )
 
 

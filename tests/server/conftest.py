@@ -20,11 +20,11 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy
-import uvicorn
 
 sys.path.insert(0, str(Path(__file__).parent / "fleet"))
 
-from paceline_server.app import ServerRuntime, UvicornServer, create_app, listen
+from paceline_server.app import ServerRuntime, UvicornServer, create_app, listen, server_config
+from paceline_server.connections import ConnectionLimits
 from paceline_server.settings import Settings
 from paceline_server.store.database import Database
 from paceline_wire.local_token import read_token, token_path
@@ -97,7 +97,7 @@ def database(database_url: str) -> Iterator[Database]:
 class RunningServer:
     """The server in a thread of this process; `program` gives access to its parts."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, limits: ConnectionLimits | None = None) -> None:
         app = create_app(settings)
         self.program: ServerRuntime = app.state.program
         self.app = app
@@ -106,9 +106,7 @@ class RunningServer:
         self._settings = settings
         # Reused: a new client loads certificates, which costs more than the request.
         self.client = httpx.Client(base_url=self.url, timeout=60.0, verify=False)
-        config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=2
-        )
+        config = server_config(app, limits or ConnectionLimits())
         self._server = UvicornServer(config, self.program.signals)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
 
@@ -118,6 +116,15 @@ class RunningServer:
         assert self._server.started
         token = read_token(token_path(self._settings.state_directory, "operator"))
         self.client.headers["Authorization"] = f"Bearer {token}"
+
+    @property
+    def agent_token(self) -> str | None:
+        return read_token(token_path(self._settings.state_directory, "agent"))
+
+    @property
+    def connections(self) -> set[Any]:
+        """All open connections."""
+        return self._server.server_state.connections
 
     def stop(self) -> None:
         self._server.should_exit = True

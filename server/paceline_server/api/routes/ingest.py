@@ -12,6 +12,7 @@ import asyncio
 import anyio
 import anyio.to_thread
 from fastapi import APIRouter, Request
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline_server.api import problems, schemas
@@ -61,6 +62,8 @@ class Ingest:
         request = Request(scope, receive, send)
         try:
             content = await _store_batch(request)
+        except ClientDisconnect:  # or it took too long
+            return
         except (ProblemError, *UNAVAILABLE) as error:
             response = await problems.answer_to(request, error)
             await response(scope, receive, send)
