@@ -48,9 +48,14 @@ def process_of() -> Iterator[Callable[[int], int]]:
 
 
 def create(
-    directory: Path, owner: int = 0, *, pid: int | None = None, name: str = "", **identity: Any
+    directory: Path,
+    owner: int | None = None,
+    *,
+    pid: int | None = None,
+    name: str = "",
+    **identity: Any,
 ) -> RingFile:
-    """Create a ring that belongs to a user."""
+    """Create a ring, given to another user if `owner` is one."""
     claim = {"job": "job", "generation": 0, "rank": 0} | identity
     made = ring.create(
         directory / (name or f"{claim['job']}.g{claim['generation']}.r{claim['rank']}.ring"),
@@ -67,7 +72,8 @@ def create(
         ),
         capacity=64,
     )
-    os.chown(made.path, owner, -1)
+    if owner is not None:
+        os.chown(made.path, owner, -1)
     return made
 
 

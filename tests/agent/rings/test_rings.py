@@ -330,9 +330,11 @@ def test_two_simultaneous_runs_with_one_name_are_logged(
     Writer(bench.directory)  # the same process started again
     bench.poll()
     assert "PACELINE_JOB" not in caplog.text
-    Writer(bench.directory, pid=1)
-    bench.poll()
-    assert f"processes {os.getpid()} and 1 both claim to be rank 0 of job" in caplog.text
+    with subprocess.Popen(["sleep", "600"]) as other:
+        Writer(bench.directory, pid=other.pid)
+        bench.poll()
+        other.kill()
+    assert f"processes {os.getpid()} and {other.pid} both claim to be rank 0 of job" in caplog.text
 
 
 def test_rings_of_dead_ranks_are_deleted_and_live_ones_are_read_from_their_head(

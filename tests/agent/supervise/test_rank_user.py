@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import sys
@@ -20,12 +21,13 @@ import pytest
 from paceline_agent.errors import SettingsError
 from paceline_agent.supervise.rank_user import find_rank_user
 from paceline_wire import node_directory
-from paceline_wire.batch import RankExited
-from tests.agent.command_factory import start_ranks
+from paceline_wire.batch import RankExited, RankStarted
+from tests.agent.command_factory import start_ranks, stop
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root has privileges to lose")
 
 Fixture = Callable[..., Any]
+ROOT = Path(__file__).parents[3]
 NOBODY = pwd.getpwnam("nobody")
 STATUS = ["grep", "-E", "^(Uid|Gid|Groups|Cap|NoNew)", "/proc/self/status"]
 NO_CAPABILITIES = dict.fromkeys(("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"), "0" * 16)
@@ -85,6 +87,34 @@ def test_a_rank_of_the_systemd_unit_does_not_inherit_its_capabilities(output_of:
     ambient = ("--inh-caps", given, "--ambient-caps", given, "--bounding-set", given)
     status = fields(output_of(STATUS, "--run-as", "root", under=("setpriv", *ambient)))
     assert (status["CapEff"], status["CapAmb"], status["CapInh"]) == ("0" * 16,) * 3
+
+
+def test_an_agent_that_is_not_root_runs_ranks_as_another_user_with_the_rights_of_the_unit(
+    start_agent: Fixture, server: Any, order: Fixture, open_directory: Path
+) -> None:
+    if shutil.which("setpriv") is None:
+        pytest.skip("setpriv is not installed")
+    unit = (ROOT / "deploy/systemd/paceline-agent.service").read_text()
+    (names,) = re.findall(r"^AmbientCapabilities=(.*)$", unit, re.MULTILINE)
+    given = ",".join(
+        ["-all"]
+        + [f"+{name.removeprefix('CAP_').lower()}" for name in names.split()]
+        + ["+dac_read_search"]  # this Python may be root's alone
+    )
+    user = ("--reuid", "60001", "--regid", "60001", "--clear-groups")
+    rights = ("--inh-caps", given, "--ambient-caps", given, "--bounding-set", given)
+    node = open_directory / "node"
+    os.chown(open_directory, 60_001, 60_001)
+    options = ("--node-directory", str(node), "--spool-directory", str(open_directory / "spool"))
+    start_agent(*options, "--run-as", "nobody", under=("setpriv", *user, *rights))
+    assert order(start_ranks("", argv=["sleep", "600"], directory="/")).ok
+    (started,) = server.events(RankStarted)
+    status = fields(Path(f"/proc/{started.pid}/status").read_text())
+    assert set(status["Uid"].split()) == {str(NOBODY.pw_uid)}
+    assert {name: status[name] for name in NO_CAPABILITIES} == NO_CAPABILITIES
+    rings = (node / "rings").stat()
+    assert (rings.st_uid, rings.st_gid, rings.st_mode & 0o7777) == (60_001, 60_001, 0o3777)
+    assert order(stop(0)).ok, "it needs CAP_KILL"
 
 
 def test_an_agent_that_is_root_runs_ranks_as_an_unprivileged_user(output_of: Fixture) -> None:
