@@ -17,7 +17,9 @@ from paceline_server.store import models, queries
 RankCondition = Literal[
     "starting", "running", "blocked", "hung", "dead", "finished", "stopped", "unknown"
 ]
-JobCondition = Literal["waiting", "starting", "training", "hung", "dead", "ended", "unknown"]
+JobCondition = Literal[
+    "waiting", "starting", "training", "unobserved", "hung", "dead", "ended", "unknown"
+]
 
 # A worker ticks several times a second and writes at least each second.
 OUTDATED_SECONDS = 10.0
@@ -91,7 +93,9 @@ def condition(session: Session, job: models.JobRow, as_of: AsOf) -> Condition:
     elif stopping:
         kind = "hung"
     else:
-        kind = "training" if job.state == "running" and job.step is not None else "starting"
+        kind = "starting" if job.state != "running" else "training"
+        if kind == "training" and job.step is None:
+            kind = "unobserved"
     return Condition(
         job=kind,
         as_of_ns=job.ticked_ns,

@@ -16,9 +16,21 @@ from paceline_server.store.shares import medians, newest_shares
 
 # Kinds of a verdict without an open incident; with one it is the kind of its finding.
 JobVerdict = Literal[
-    "healthy", "starting", "recovering", "finished", "stopped", "failed", "failure", "outdated"
+    "healthy",
+    "starting",
+    "recovering",
+    "finished",
+    "stopped",
+    "failed",
+    "failure",
+    "outdated",
+    "unobserved",
 ]
 _WINDOW_STEPS = 10
+_UNOBSERVED = (
+    "The ranks run, but report no step: training is not observed, and a slow or hung rank is not "
+    "found. Call paceline.init() and loop over paceline.steps(loader)."
+)
 _EVEN_RATIO = 0.15  # a wider spread would read like a problem, which the detectors would report
 
 
@@ -64,6 +76,8 @@ def _current(session: Session, job: models.JobRow, known: Condition) -> schemas.
         )
     if job.state == "recovering":
         return _verdict("recovering", f"Restarting after generation {job.generation}.")
+    if known.job == "unobserved":
+        return _verdict("unobserved", _UNOBSERVED)
     if job.state == "starting" or job.step is None:
         return _verdict("starting", _starting(session, job))
     return _verdict("healthy", _healthy(session, job))

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.evidence import request_dumps, request_stacks
 from paceline_server.decide.incidents import group, resolve
-from paceline_server.decide.propose import propose
+from paceline_server.decide.propose import NEVER_ACTS, propose
 from paceline_server.decide.restart.advance import advance_restart
 from paceline_server.decide.restart.start import finish_start
 from paceline_server.decide.stop_job import advance_stop
@@ -24,7 +24,6 @@ from paceline_server.detect.finding import Finding
 from paceline_server.detect.kinds import FAILURE
 from paceline_server.policy import Policy, mode_in_effect
 
-_NEVER_ACTS = ("observe", "dry-run")
 _GONE_NS = 86_400 * NANOSECONDS
 # The cause of exits without a known code is found once all nodes had time to report theirs. A node
 # that falls silent with them is lost after the node lease (5 s).
@@ -104,7 +103,7 @@ def _end_if_vanished(draft: Draft) -> None:
     agents = {rank.agent_id for rank in draft.ranks}
     seen_ns = [node.last_seen_ns for node in draft.view.nodes if node.agent_id in agents]
     silent_ns = draft.now_ns - max(seen_ns, default=0)
-    if draft.ended or draft.policy.mode not in _NEVER_ACTS or not agents or silent_ns <= _GONE_NS:
+    if draft.ended or draft.policy.mode not in NEVER_ACTS or not agents or silent_ns <= _GONE_NS:
         return
     for incident in draft.incidents():
         resolve(draft, incident, "Its nodes are gone.")
@@ -133,5 +132,5 @@ def _end_if_dead(draft: Draft) -> None:
     incidents = draft.incidents()
     critical = [incident for incident in incidents if incident.finding.severity == "critical"]
     rejected = bool(critical) and all(incident.action_ids for incident in critical)
-    if draft.policy.mode in _NEVER_ACTS or rejected:
+    if draft.policy.mode in NEVER_ACTS or rejected:
         draft.change_state("failed", "All ranks have exited and will not be restarted.")

@@ -29,6 +29,7 @@ from paceline_server.decide.restart.checkpoint import is_progressing
 from paceline_server.decide.stop_job import begin_stop
 from paceline_server.decide.types import ActionState, ActionView, IncidentView
 
+NEVER_ACTS = ("observe", "dry-run")
 _UNFINISHED: tuple[ActionState, ...] = ("proposed", "approved", "running")
 _PRICE_RATIO = 1.1  # growth after which a proposal's price is written again
 _NO_CHECKPOINT = (
@@ -134,6 +135,15 @@ def _restart_after_failed_start(draft: Draft) -> None:
             why = failed.error or failed.reason
             remedy = remedy_for_failed_start(draft, why, progress_of(failed).node)
             _act(draft, incident, remedy)
+            if draft.policy.mode in NEVER_ACTS and _cannot_start(draft, failed):
+                begin_stop(draft, "failed", f"The start failed: {why}", None)
+
+
+def _cannot_start(draft: Draft, failed: ActionView) -> bool:
+    """Return whether an agent refused to start its ranks, or a rank ended before a step."""
+    commands = progress_of(failed).start_commands.values()
+    refused = any(draft.view.command_results.get(command) is False for command in commands)
+    return refused or any(rank.state == "exited" for rank in draft.ranks)
 
 
 def _incident_of(draft: Draft, failed: ActionView) -> IncidentView | None:

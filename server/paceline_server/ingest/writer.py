@@ -23,7 +23,7 @@ from paceline_server.ingest.nodes import update_nodes
 from paceline_server.metrics import ServingMetrics
 from paceline_server.store import attachments, rank_evidence
 from paceline_server.store.commands import finish_command
-from paceline_server.store.database import UNAVAILABLE, Database
+from paceline_server.store.database import UNAVAILABLE, Database, first_line
 from paceline_server.store.log import UnwrittenBatch, append_all
 from paceline_server.store.signals import CommitSignals
 from paceline_wire.batch import (
@@ -71,6 +71,7 @@ class LogWriter:
         self._waiting_bytes = 0
         self._size_lock = threading.Lock()
         self._writing_since: float | None = None  # None: waiting for batches
+        self._problem: str | None = None  # of the last write
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
 
     def start(self) -> None:
@@ -88,8 +89,9 @@ class LogWriter:
         if not self._thread.is_alive():
             return ["log writer: not running"]
         since = self._writing_since
-        is_stalled = since is not None and time.monotonic() - since > _STALLED_SECONDS
-        return ["log writer: stalled"] if is_stalled else []
+        if since is not None and time.monotonic() - since > _STALLED_SECONDS:
+            return ["log writer: stalled"]
+        return [] if self._problem is None else [f"log writer: {self._problem}"]
 
     def submit(self, batch: Batch, payload: bytes, received_ns: int) -> Future[Status]:
         """Queue a batch for writing.
@@ -145,6 +147,7 @@ class LogWriter:
             statuses = self._commit(group)
         except UNAVAILABLE as error:
             _log.warning("hot log not written, database unavailable: %s", error)
+            self._problem = f"the last write failed: {first_line(error)}"
             _fail(group, UnavailableError("the database is unavailable"))
         except (sqlalchemy.exc.SQLAlchemyError, ValueError, OverflowError) as error:
             if len(group) > 1:
@@ -156,6 +159,7 @@ class LogWriter:
             )
             _fail(group, UnstorableError("the database rejects this batch"))
         else:
+            self._problem = None
             self._signals.work.notify()
             for pending, status in zip(group, statuses, strict=True):
                 self._metrics.batches.labels(status).inc()

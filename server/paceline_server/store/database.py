@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +27,23 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.orm import Session
 
+from paceline_server.store.models import LeaseRow
+
 # Raised when the database is unreachable, full or busy. Any other error is a bug.
 UNAVAILABLE = (
     sqlalchemy.exc.OperationalError,
     sqlalchemy.exc.InterfaceError,
     sqlalchemy.exc.TimeoutError,
 )
+
+
+_PROBE = "readiness"  # name of the row that `try_write` updates
+_RECENT_SECONDS = 5.0
+
+
+def first_line(error: Exception) -> str:
+    """Return the reason of a database error in one line."""
+    return str(getattr(error, "orig", error)).strip().splitlines()[0]
 
 
 class UnusableError(Exception):
@@ -58,6 +70,7 @@ class Database:
         self, url: str, *, timeout_seconds: float = 5.0, synchronous: str = "full"
     ) -> None:
         self.is_sqlite = url.startswith("sqlite")
+        self._written = float("-inf")  # end of the last successful write, on the monotonic clock
         options = (
             {"timeout": timeout_seconds} if self.is_sqlite else _postgresql_options(timeout_seconds)
         )
@@ -94,6 +107,7 @@ class Database:
         ):
             self._lock_writes(session.connection())
             yield session
+        self._written = time.monotonic()
 
     def migrate(self) -> None:
         """Bring the schema to this version; safe to call from several replicas at once.
@@ -131,6 +145,23 @@ class Database:
                 raw: Any = connection.connection.driver_connection
                 # Not `execute`: it runs one step only, which frees a single page.
                 raw.executescript(f"PRAGMA incremental_vacuum({_PAGES_RECLAIMED})")
+
+    def try_write(self) -> None:
+        """Write one row, unless something was written a moment ago. Raises one of `UNAVAILABLE`.
+
+        A full or read-only disk still answers queries.
+        """
+        if time.monotonic() - self._written < _RECENT_SECONDS:
+            return
+        with self.write() as session:
+            row = insert_into(session, LeaseRow).values(
+                name=_PROBE, owner="", epoch=0, expires_ns=0
+            )
+            session.execute(
+                row.on_conflict_do_update(
+                    index_elements=["name"], set_={"epoch": LeaseRow.epoch + 1}
+                )
+            )
 
     def ping(self) -> None:
         """Run a trivial query. Raises one of `UNAVAILABLE`."""

@@ -21,6 +21,12 @@ def is_held(session: Session, name: str, now_ns: int) -> bool:
     return lease is not None and now_ns <= lease.expires_ns <= now_ns + _LONGEST_NS
 
 
+def holding(session: Session, name: str) -> tuple[int, int]:
+    """Return the epoch of a lease and when it expires; 0, 0 if nobody has held it yet."""
+    lease = session.get(LeaseRow, name)
+    return (0, 0) if lease is None else (lease.epoch, lease.expires_ns)
+
+
 def acquire(session: Session, name: str, owner: str, now_ns: int, lease_ns: int) -> int | None:
     """Return the epoch of the new ownership, or None while another owner holds the lease."""
     has_expired = or_(LeaseRow.expires_ns < now_ns, LeaseRow.expires_ns > now_ns + _LONGEST_NS)
@@ -37,15 +43,20 @@ def acquire(session: Session, name: str, owner: str, now_ns: int, lease_ns: int)
     )
 
 
-def fence(session: Session, name: str, owner: str, epoch: int, expires_ns: int) -> None:
-    """Check and renew the lease, first in each transaction. Raises LeaseLostError."""
+def renew(session: Session, name: str, owner: str, epoch: int, expires_ns: int) -> bool:
+    """Renew the lease. Return False if another owner holds it."""
     renewed = session.scalar(
         update(LeaseRow)
         .where(LeaseRow.name == name, LeaseRow.owner == owner, LeaseRow.epoch == epoch)
         .values(expires_ns=expires_ns)
         .returning(LeaseRow.epoch)
     )
-    if renewed is None:
+    return renewed is not None
+
+
+def fence(session: Session, name: str, owner: str, epoch: int, expires_ns: int) -> None:
+    """Check and renew the lease, first in each transaction. Raises LeaseLostError."""
+    if not renew(session, name, owner, epoch, expires_ns):
         raise LeaseLostError(f"{owner} lost the lease {name} of epoch {epoch}")
 
 

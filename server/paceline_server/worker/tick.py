@@ -216,7 +216,9 @@ class JobWorker:
 
     def _fence(self, session: Session, now_ns: int) -> None:
         lease = self._lease
-        fence(session, lease.name, lease.owner, lease.epoch, now_ns + self._settings.lease_ns)
+        # A slow tick began long ago: the lease counts from now.
+        expires_ns = max(now_ns, self._clock()) + self._settings.lease_ns
+        fence(session, lease.name, lease.owner, lease.epoch, expires_ns)
         self._renewed_ns = now_ns
 
     def _renew(self) -> None:

@@ -8,9 +8,14 @@ still send their backlog get more time, up to a limit.
 
 from __future__ import annotations
 
+from collections import deque
+from statistics import median_low
+
 from paceline_wire.batch import Batch
 
-_PAUSE_NS = 2_000_000_000  # a gap between two ticks that counts as a pause
+_PAUSE_NS = 2_000_000_000  # a gap between two ticks that counts as a pause ...
+_PAUSE_RATIO = 3  # ... if it is this many times as long as usual: on a starved host all are long
+_GAPS = 5
 _BACKLOG_NS = 60_000_000_000  # hours of backlog are sent in less
 _FRESH_NS = 2_000_000_000  # a batch packed longer ago is backlog (or the node's clock is off)
 
@@ -23,10 +28,17 @@ class WarmUp:
         self._ticked_ns = now_ns
         self._fresh: set[str] = set()
         self._done = False
+        self._gaps_ns: deque[int] = deque(maxlen=_GAPS)  # between the last ticks
 
     def begin_tick(self, now_ns: int) -> None:
-        """Start the warm-up again if there was a pause since the last tick."""
-        if now_ns - self._ticked_ns > _PAUSE_NS:
+        """Start the warm-up again if there was a pause since the last tick.
+
+        Ticks that are all slow are no pause: the warm-up would never end.
+        """
+        gap_ns = now_ns - self._ticked_ns
+        usual_ns = median_low(self._gaps_ns) if self._gaps_ns else 0
+        self._gaps_ns.append(gap_ns)
+        if gap_ns > max(_PAUSE_NS, _PAUSE_RATIO * usual_ns):
             self._since_ns, self._fresh, self._done = now_ns, set(), False
             self._behind_ns = now_ns
         self._ticked_ns = now_ns

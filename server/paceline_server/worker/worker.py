@@ -22,13 +22,14 @@ from paceline_server.store import attachments
 from paceline_server.store.changes import prune_changes
 from paceline_server.store.commands import prune_commands
 from paceline_server.store.database import UNAVAILABLE, Database
-from paceline_server.store.leases import LeaseLostError, acquire, is_held
+from paceline_server.store.leases import LeaseLostError, acquire, holding, is_held
 from paceline_server.store.log import FINISHED, LogSizes, drop_log, newest_to_drop
 from paceline_server.store.models import JobRow
 from paceline_server.store.shares import prune_steps
 from paceline_server.store.signals import CommitSignals
 from paceline_server.worker.commit import ConflictError
 from paceline_server.worker.external_jobs import ExternalJobs
+from paceline_server.worker.lease_keeper import LeaseKeeper
 from paceline_server.worker.tick import JobLease, JobWorker, TickSettings, lease_name
 
 _log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class Worker:
         self._settings = settings
         self._now_ns = now_ns
         self._is_ingest_paused = is_ingest_paused
+        self._leases = LeaseKeeper(database, owner, tick_settings.lease_ns, now_ns)
         self._external_jobs = ExternalJobs(
             database, policy, tick_settings.alert_targets.incidents, now_ns
         )
@@ -107,12 +109,14 @@ class Worker:
     def start(self) -> None:
         self._last_pass = time.monotonic()
         self._thread.start()
+        self._leases.start()
 
     def stop(self) -> None:
         """Wait for the current tick, then release all leases."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._leases.stop()
 
     def unready(self) -> list[str]:
         if not self._thread.is_alive():
@@ -125,6 +129,7 @@ class Worker:
         seen = 0
         while not self._stop.is_set():
             began = time.monotonic()
+            self._leases.advance()
             behind = False if self._is_ingest_paused() else self.run_pass()
             self._last_pass = time.monotonic()
             took = self._last_pass - began
@@ -166,6 +171,7 @@ class Worker:
             return list(session.scalars(query))
 
     def _tick(self, job_id: str) -> bool:
+        self._leases.advance()
         now_ns = self._now_ns()
         if now_ns < self._not_before_ns.get(job_id, 0):
             return False
@@ -200,12 +206,15 @@ class Worker:
         with self._database.read() as session:
             if is_held(session, name, now_ns):
                 return None
+            if not self._leases.may_take(name, *holding(session, name)):
+                return None
         with self._database.write() as session:
             epoch = acquire(session, name, self._owner, now_ns, self._tick_settings.lease_ns)
         if epoch is None:
             return None
         _log.info("took over job %s in epoch %d", job_id, epoch)
         lease = JobLease(job_id, self._owner, epoch)
+        self._leases.hold(name, epoch)
         job = JobWorker(self._database, self._metrics, self._tick_settings, lease, self._now_ns)
         self._jobs[job_id] = job
         return job
@@ -214,11 +223,13 @@ class Worker:
         """Drop the job's memory, which may be ahead of the database, and release its lease."""
         self._metrics.tick_errors.labels(reason).inc()
         _log.warning("tick for job %s rolled back (%s): %s", job_id, reason, detail)
+        self._leases.drop(lease_name(job_id))
         job = self._jobs.pop(job_id, None)
         if job is not None and reason != "LeaseLostError":
             self._release_lease(job)
 
     def _release(self, job_id: str) -> None:
+        self._leases.drop(lease_name(job_id))
         job = self._jobs.pop(job_id, None)
         if job is not None:
             self._release_lease(job)

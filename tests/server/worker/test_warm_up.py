@@ -64,3 +64,13 @@ def test_batches_from_before_the_pause_do_not_count() -> None:
     warm_up = WarmUp(100 * SECOND, 6 * SECOND)
     warm_up.receive(batch("a", 99 * SECOND), 99 * SECOND)
     assert not warm_up.is_done({"a"}, 100 * SECOND)
+
+
+def test_ticks_that_are_all_slow_do_not_prolong_the_warm_up() -> None:
+    """On a starved host each tick takes seconds: failures must still be found."""
+    warm_up = WarmUp(0, 6 * SECOND)
+    done = []
+    for tick in range(1, 20):
+        warm_up.begin_tick(3 * tick * SECOND)
+        done.append(warm_up.is_done({"a"}, 3 * tick * SECOND))
+    assert all(done[5:])

@@ -9,7 +9,7 @@ from prometheus_client.exposition import choose_encoder
 from paceline_server.api import problems
 from paceline_server.api.auth import authorized
 from paceline_server.api.dependencies import PartsDep
-from paceline_server.store.database import UNAVAILABLE
+from paceline_server.store.database import UNAVAILABLE, first_line
 
 router = APIRouter(tags=["health"])
 
@@ -24,12 +24,12 @@ async def healthz() -> str:
 @router.head("/readyz", include_in_schema=False)
 @router.get("/readyz", responses={503: {"description": "Not ready; `missing` lists the reasons."}})
 def readyz(parts: PartsDep) -> JSONResponse:
-    """Readiness: the database, the log writer and the workers run."""
+    """Readiness: the database can be written, the log writer and the workers run."""
     missing = parts.unready()
     try:
-        parts.database.ping()
-    except UNAVAILABLE:
-        missing.append("database: unavailable")
+        parts.database.try_write()
+    except UNAVAILABLE as error:
+        missing.append(f"database: cannot be written: {first_line(error)}")
     return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
 

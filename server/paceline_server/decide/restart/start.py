@@ -93,6 +93,9 @@ def advance_start(draft: Draft, action: ActionView) -> None:
         return
     progress = progress_of(action)
     results = draft.view.command_results
+    if _is_unobserved(draft, progress):
+        finish_unobserved(draft, action)
+        return
     answered = all(results.get(command_id) for command_id in progress.start_commands.values())
     if not answered and any(rank.step is None for rank in draft.ranks):
         return
@@ -107,6 +110,9 @@ def advance_observe(draft: Draft, action: ActionView) -> None:
         return
     steps = [rank.step for rank in draft.ranks if rank.step is not None]
     progress = progress_of(action)
+    if _is_unobserved(draft, progress):
+        finish_unobserved(draft, action)
+        return
     if steps and progress.first_step is None:
         action = set_progress(draft, action, replace(progress, first_step=min(steps)))
     if len(steps) == len(draft.ranks):
@@ -128,6 +134,24 @@ def finish_start(draft: Draft, action: ActionView) -> None:
     draft.end_action(replace(action, phases=phases), "done", verb="finished")
     draft.change_state("running", detail)
     resolve_repaired(draft)
+
+
+def finish_unobserved(draft: Draft, action: ActionView) -> None:
+    """End a start whose ranks run and report no step: nothing shows that they are not healthy."""
+    seconds = draft.policy.start_timeout_seconds
+    detail = (
+        f"The ranks run, but reported no step within {seconds:.0f} s: training is not observed. "
+        "Call paceline.init() and loop over paceline.steps(loader)."
+    )
+    phases = [*action.phases, Phase("done", draft.now_ns, detail)]
+    draft.end_action(replace(action, phases=phases), "done", verb="finished")
+    draft.change_state("running", detail)
+    resolve_repaired(draft)
+
+
+def _is_unobserved(draft: Draft, progress: ActionProgress) -> bool:
+    """Return whether the time for the first step is over for a job that never reported one."""
+    return draft.view.highest_step is None and draft.now_ns > progress.deadline_ns
 
 
 def _steps_lost(count: int) -> str:
@@ -190,5 +214,9 @@ def _start_trouble(draft: Draft, progress: ActionProgress) -> tuple[str | None, 
 
 
 def _may_end_late_start(draft: Draft) -> bool:
-    """Return whether the mode allows ending a generation that does not finish a step."""
-    return draft.policy.mode in ("approve", "auto")
+    """Return whether a generation that finishes no step may be ended.
+
+    Only if the job's script is known to report steps: a process that runs and reports nothing may
+    be healthy.
+    """
+    return draft.policy.mode in ("approve", "auto") and draft.view.highest_step is not None

@@ -180,6 +180,8 @@ class HangDetector(Detector):
     def _blocked_ranks(self, ranks: _ExpectedRanks, seen: Observation) -> HangVerdict | None:
         """Return the verdict if every rank has been in the same operation for too long."""
         observed = self.settings.observed_seconds
+        if not seen.steps_finished and not any(map(_has_recorded, ranks.live)):
+            return None  # the script may well train without calling the hooks
         if not all(live.surely_frozen_seconds >= observed for live in ranks.live):
             self._cache = _Cache()
             return None
@@ -393,3 +395,11 @@ def _lacks_cpu(live: LiveRank) -> bool:
     share = live.cpu_share_while_frozen
     state = live.state.process_state if live.state else None
     return state == "R" and share is not None and share < BUSY_CPU_SHARE
+
+
+def _has_recorded(live: LiveRank) -> bool:
+    """Return whether the rank has recorded anything: a step, a section or a collective."""
+    if live.state is None:
+        return False
+    view = live.state.view
+    return bool(view.head or view.frames or view.groups or view.step_started_ns)

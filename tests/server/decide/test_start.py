@@ -1,0 +1,41 @@
+"""A start that cannot succeed ends the job; one that is only not observed goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline_server.policy import Policy
+from paceline_wire.commands import StopGeneration
+
+from .simulator import World
+
+MODES = ["observe", "dry-run"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_command_that_cannot_be_started_ends_the_job_and_frees_its_nodes(mode: str) -> None:
+    world = World(policy=Policy(mode=mode))  # type: ignore[arg-type]
+    for node in world.nodes.values():
+        node.fails_to_start = True
+    world.until(lambda: world.state == "failed", 120.0)
+    assert world.one_action("stop").reason.startswith("The start failed: node-0 could not start")
+    assert not world.processes()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_that_exits_before_its_first_step_ends_the_start(mode: str) -> None:
+    world = World(policy=Policy(mode=mode))  # type: ignore[arg-type]
+    world.nodes["node-0"].crashes_at_start = 1
+    world.until(lambda: world.state == "failed", 120.0)
+    assert not world.processes(), "its peers would wait for it for ever"
+
+
+@pytest.mark.parametrize("mode", [*MODES, "approve", "auto", "default"])
+def test_processes_that_run_and_report_nothing_are_never_killed(mode: str) -> None:
+    world = World(policy=Policy(mode=mode, start_timeout_seconds=10.0))  # type: ignore[arg-type]
+    world.detects = False
+    world.step_seconds = 1e9  # no step is ever reported
+    world.run(60.0)
+    assert (world.state, world.generation) == ("running", 1)
+    assert not any(isinstance(one.command, StopGeneration) for one in world.commands)
+    assert "training is not observed" in world.one_action("start").phases[-1].detail
