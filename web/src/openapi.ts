@@ -557,7 +557,7 @@ export interface paths {
         };
         /**
          * Readyz
-         * @description Readiness: the database, the log writer and the workers run.
+         * @description Readiness: the database can be written, the log writer and the workers run.
          */
         get: operations["readyz"];
         put?: never;
@@ -1244,7 +1244,7 @@ export interface components {
              * Condition
              * @enum {string}
              */
-            condition: "waiting" | "starting" | "training" | "hung" | "dead" | "ended" | "unknown";
+            condition: "waiting" | "starting" | "training" | "unobserved" | "hung" | "dead" | "ended" | "unknown";
             /**
              * Created At
              * Format: date-time

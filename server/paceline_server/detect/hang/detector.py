@@ -402,4 +402,4 @@ def _has_recorded(live: LiveRank) -> bool:
     if live.state is None:
         return False
     view = live.state.view
-    return bool(view.head or view.frames or view.groups or view.step_started_ns)
+    return view.status != "starting" or bool(view.head or view.frames or view.groups)
