@@ -33,12 +33,23 @@ def process_status(procfs_root: Path, pid: int) -> ProcessStatus | None:
 
 
 def process_users(procfs_root: Path, pid: int) -> set[int]:
-    """Return the real, effective, saved and file system uid; empty if the process is gone."""
+    """Return its uids on the node and in its own user namespace; empty if the process is gone.
+
+    A container with a user namespace may create files on the node under either.
+    """
     try:
         status = read_text_once(procfs_root / str(pid) / "status")
+        ranges = read_text_once(procfs_root / str(pid) / "uid_map").splitlines()
     except OSError:
         return set()
-    return {int(word) for word in status.partition("\nUid:")[2].partition("\n")[0].split()}
+    outside = {int(word) for word in status.partition("\nUid:")[2].partition("\n")[0].split()}
+    inside = {
+        uid - first_outside + first_inside
+        for first_inside, first_outside, count in (map(int, line.split()) for line in ranges)
+        for uid in outside
+        if first_outside <= uid < first_outside + count
+    }
+    return outside | inside
 
 
 def namespace_pids(procfs_root: Path, pid: int) -> list[int]:

@@ -463,7 +463,14 @@ class Rings:
         attached.reader.close()
         # The file may have been replaced by another ring.
         if delete and inode_of(attached.reader.path) == attached.inode:
-            attached.reader.path.unlink(missing_ok=True)
+            try:
+                attached.reader.path.unlink(missing_ok=True)
+            except OSError as error:  # a directory that root prepared
+                self._refuse(
+                    attached.reader.path,
+                    attached.reader.status,
+                    RingError(f"{attached.reader.path}: not removed: {error.strerror}"),
+                )
 
 
 def ranks_in(directory: Path, procfs_root: Path) -> list[LocalRank]:

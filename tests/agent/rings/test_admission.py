@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from paceline_agent.collect.processes import process_users
 from paceline_agent.forward.outbox import Outbox
 from paceline_agent.rings import admission
 from paceline_agent.rings.admission import RingFiles, in_turns
@@ -143,6 +144,38 @@ def test_a_pid_that_another_user_has_by_now_is_not_used(
     assert attached(rings) == {("job", 0)}
     rings._attached[made.path].pid = process_of(ALICE)
     assert rings.pid("job", 0, 0) is None
+
+
+@needs_root
+def test_a_process_in_a_user_namespace_may_own_rings_as_either_user(
+    rings: Rings, tmp_path: Path, wait_for: Fixture
+) -> None:
+    argv = ["unshare", "--user", f"--map-user={ALICE}", "sleep", "600"]
+    with subprocess.Popen(argv, user=MALLORY, cwd="/") as process:
+        wait_for(lambda: ALICE in process_users(Path("/proc"), process.pid))
+        for rank, owner in enumerate((ALICE, MALLORY, 60_003)):
+            create(tmp_path, owner, pid=process.pid, job=f"job-{rank}")
+        assert attached(rings) == {("job-0", 0), ("job-1", 0)}
+        process.kill()
+
+
+@needs_root
+def test_a_ring_that_cannot_be_removed_is_reported_once(
+    rings: Rings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a directory that root prepared, an agent of another user removes only its own files."""
+    made = create(tmp_path)
+    made.state[ring.STATE_STATUS] = ring.Status.FINISHED
+    if subprocess.run(["chattr", "+i", tmp_path], check=False, capture_output=True).returncode:
+        pytest.skip("a directory cannot be made immutable here")
+    try:
+        for _ in range(3):
+            rings._state_due = 0.0
+            rings.poll()
+    finally:
+        subprocess.run(["chattr", "-i", tmp_path], check=True)
+    assert len(rings) == 0
+    assert caplog.text.count("not removed") == 1
 
 
 def test_a_ring_with_a_second_name_is_refused(rings: Rings, tmp_path: Path) -> None:
