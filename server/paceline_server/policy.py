@@ -172,6 +172,15 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             "job's GPU time is lost.",
         ),
     ] = 1.5
+    notable_cost_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="A slowdown that costs a smaller share of the step time is information: it "
+            "is shown and causes no alert and no repair. A restart costs more than a day of 1%.",
+        ),
+    ] = 0.015
     slow_link_slowdown: Annotated[
         float,
         Meta(

@@ -38,7 +38,14 @@ Notice = IncidentAlert | ActionNotice
 def incident_alerts(
     job_id: str, job_name: str, before: IncidentView | None, after: IncidentView
 ) -> Iterator[IncidentAlert]:
-    """Yield the alerts of one change; two for an incident that is opened and resolved at once."""
+    """Yield the alerts of one change; two for an incident that is opened and resolved at once.
+
+    Information causes none: an incident is opened for receivers when it becomes more than that.
+    """
+    if before is not None and before.finding.severity == "info":
+        before = None
+    if before is None and after.finding.severity == "info":
+        return
     if before is None and after.state == "resolved":
         opened = replace(after, state="open", resolved_ns=None)
         yield from incident_alerts(job_id, job_name, None, opened)

@@ -226,7 +226,7 @@ def _firing(session: Session) -> list[IncidentAlert]:
     query = (
         select(IncidentRow.view, JobRow.id, JobRow.name)
         .join(JobRow, JobRow.id == IncidentRow.job_id)
-        .where(IncidentRow.state != "resolved")
+        .where(IncidentRow.state != "resolved", IncidentRow.severity != "info")
         .limit(1000)
     )
     return [

@@ -49,9 +49,9 @@ def cost_text(cost_ratio: float, speedup: float | None) -> str:
 
 
 def because(diagnosis: Diagnosis) -> str:
-    """Return `because of thermal throttle`, or that the cause is unknown and what is ruled out."""
+    """Return `because of thermal throttle`, or `cause unknown`: the evidence lists the rest."""
     unknown = diagnosis.cause == UNKNOWN
-    return f"cause {diagnosis.text}" if unknown else f"because of {diagnosis.text}"
+    return "cause unknown" if unknown else f"because of {diagnosis.cause}"
 
 
 def is_alike(value: float | None, before: float | None, tolerance: float) -> bool:

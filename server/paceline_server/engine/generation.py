@@ -74,6 +74,7 @@ class RunningGeneration:
             started_ns=placement.started_ns,
         )
         self._job = job_id
+        self._policy = policy
         self._world_size = placement.topology.world_size
         self.model = StepModel(placement.generation, placement.topology, placement.metadata)
         self._detectors = [detector(self.generation, policy) for detector in detectors]
@@ -257,13 +258,21 @@ class RunningGeneration:
                 stragglers=frozenset(_stragglers(self._active_findings.values())),
                 active_kinds=frozenset(finding.kind for finding in self._active_findings.values()),
             )
-            found = detector.update(observation)
+            found = [self._weighed(finding) for finding in detector.update(observation)]
             findings += found
             for finding in found:
                 self._active_findings.pop(finding.fingerprint, None)
                 if not finding.cleared:
                     self._active_findings[finding.fingerprint] = finding
         return findings
+
+    def _weighed(self, finding: Finding) -> Finding:
+        """Return the finding as information if it costs too little to alert or act."""
+        cost_ratio = finding.cost_ratio
+        is_small = cost_ratio is not None and cost_ratio < self._policy.notable_cost_share
+        if not is_small or kind_of(finding.kind).effect != "slow":
+            return finding
+        return replace_fields(finding, severity="info")
 
     def step_seconds(self) -> float | None:
         """Return the median of the recent steps."""

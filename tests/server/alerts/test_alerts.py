@@ -144,6 +144,19 @@ def test_an_incident_that_opens_and_closes_in_one_tick_opens_and_resolves_at_rec
     assert alerts[1].incident == over
 
 
+def events(before: IncidentView | None, after: IncidentView) -> list[str]:
+    return [alert.event for alert in incident_alerts("job-1", "toy", before, after)]
+
+
+def test_information_alerts_nobody_until_it_becomes_a_warning() -> None:
+    info, warning = view(severity="info"), view()
+    assert events(None, info) == []
+    assert events(info, view("resolved", severity="info")) == []
+    assert events(None, view("resolved", severity="info")) == []
+    assert events(info, warning) == ["opened"]
+    assert events(warning, view("resolved")) == ["resolved"]
+
+
 def test_delivery_is_retried_with_the_same_key(
     run_server: Callable[..., Any], listener: Listener, wait_for: Callable[..., Any]
 ) -> None:

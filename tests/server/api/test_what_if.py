@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from recorded_job import SLOW_RANK, STEPS, TOPOLOGY, Recorded
-from simulated_finding import open_incident
+from simulated_finding import SUMMARY, open_incident
 from simulated_job import JOB
 from sqlalchemy import delete
 
@@ -74,6 +74,55 @@ def test_the_cli_says_the_same(recorded: Recorded) -> None:
     assert found["verdict"]["text"].split(";")[0] in report.output.replace("\n", " ")
     for text in (f"rank {SLOW_RANK}", "ranks 4-5 (dp 0, stage 1)", "backward-compute", "x as fast"):
         assert text in report.output
+
+
+def fault_of(recorded: Recorded, onset_step: int, stage: int = 1) -> None:
+    row = open_incident()
+    found = replace(row.view.finding, generation=0, onset_step=onset_step, stage=stage)
+    row.view = replace(row.view, finding=found)
+    with recorded.server.program.database.write() as session:
+        session.add(row)
+
+
+def test_steps_from_before_the_onset_of_a_fault_are_left_out(recorded: Recorded) -> None:
+    fault_of(recorded, onset_step=STEPS - 4)
+    found = asked(recorded)
+    assert (found["first_step"], found["last_step"]) == (STEPS - 4, STEPS - 1)
+    assert found["verdict"]["kind"] == "slow_worker"
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_right_after_an_onset_there_is_no_advice(recorded: Recorded, is_known: bool) -> None:
+    """Known or not: the detectors need some steps to find it."""
+    recorded.job.faults.slow = dict.fromkeys((4, 5, 6, 7), 3.0)
+    for step in (STEPS, STEPS + 1):
+        recorded.play(step)
+    if is_known:
+        fault_of(recorded, onset_step=STEPS)
+    found = asked(recorded)
+    assert found["verdict"]["kind"] == "unknown"
+    assert f"changed its speed at step {STEPS}" in found["verdict"]["text"]
+    assert found["advice"] == []
+
+
+def test_one_stall_at_the_end_is_left_out(recorded: Recorded) -> None:
+    before = asked(recorded)
+    recorded.job.host_factor = 2.0
+    recorded.play(STEPS)
+    found = asked(recorded, steps=9)
+    assert (found["first_step"], found["last_step"]) == (STEPS - 8, STEPS - 1)
+    assert found["step_seconds"] == before["step_seconds"]
+
+
+def test_no_layers_are_moved_away_from_a_stage_that_is_throttled(recorded: Recorded) -> None:
+    recorded.job.faults.slow = dict.fromkeys((4, 5, 6, 7), 3.0)
+    for step in range(STEPS, STEPS + 8):
+        recorded.play(step)
+    assert "move layers" in asked(recorded)["verdict"]["text"]
+    fault_of(recorded, onset_step=STEPS)
+    verdict = asked(recorded)["verdict"]
+    assert (verdict["kind"], verdict["target"]) == ("slow_worker", "stage 1")
+    assert verdict["text"].endswith(SUMMARY)
 
 
 def test_analysis_without_steps_says_when_it_is_available(run_server: Callable[..., Any]) -> None:

@@ -9,6 +9,7 @@ from simulated_job import JOB, START_NS, TP, SimulatedJob
 from paceline_server.engine.clocks import NodeClocks
 from paceline_server.engine.engine import Engine
 from paceline_server.engine.types import Outcome
+from paceline_server.policy import Policy
 from paceline_server.steps.types import RankStep, StepSummary
 from paceline_wire.batch import RankAttached
 from paceline_wire.ring import Frame, Identity, section_op
@@ -31,6 +32,17 @@ def steps(outcomes: list[Outcome]) -> list[StepSummary]:
 
 def parts_of(rank: RankStep) -> float:
     return sum(getattr(rank, part) for part in PARTS)
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.015, "warning"), (0.5, "info")])
+def test_a_slowdown_that_costs_less_than_the_policy_notes_is_information(share, severity):
+    job = SimulatedJob(engine=Engine(JOB, Policy(notable_cost_share=share)))
+    job.advance(20)
+    job.faults.slow = {5: 1.3}
+    job.advance(12)
+    [found] = [one for one in job.findings if one.kind == "straggler"][:1]
+    assert 0.015 < found.cost_ratio < 0.5
+    assert found.severity == severity
 
 
 def test_a_step_comes_out_with_all_its_parts():

@@ -49,13 +49,6 @@ class Diagnosis:
     rank: int | None = None
 
     @property
-    def text(self) -> str:
-        """The cause for a sentence; if it is unknown, what was ruled out."""
-        if self.cause != UNKNOWN or not self.ruled_out:
-            return self.cause
-        return f"{UNKNOWN}, but not: {', '.join(self.ruled_out)}"
-
-    @property
     def advice(self) -> str | None:
         return CAUSES[self.cause].advice if self.cause in CAUSES else None
 

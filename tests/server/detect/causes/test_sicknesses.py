@@ -12,6 +12,7 @@ from sicknesses import DISTRACTORS, SICKNESSES, Sickness, small_drop, thermal
 
 from paceline_server.detect.causes.catalog import CAUSES, UNKNOWN
 from paceline_server.detect.causes.diagnosis import Diagnosis
+from paceline_server.detect.reporting import because
 
 KINDS = sorted({kind for info in CAUSES.values() for kind in info.priors})
 
@@ -53,7 +54,8 @@ def test_distractors_alone_explain_nothing(kind):
     found = healthy(kind, seed=2)
     assert found.cause == UNKNOWN
     assert not found.on_node
-    assert found.text.startswith("unknown, but not: ")
+    assert found.ruled_out
+    assert because(found) == "cause unknown", "what it is not is evidence, and no headline"
     assert found.counter_evidence
 
 
