@@ -1202,6 +1202,7 @@ export interface components {
          *         "hang_patience_seconds": 10,
          *         "mode": "approve",
          *         "node_lease_seconds": 5,
+         *         "notable_cost_share": 0.015,
          *         "quarantine_share": 0.34,
          *         "restarts_per_day": 50,
          *         "restarts_per_hour": 10,
@@ -1334,6 +1335,11 @@ export interface components {
                  * @default 5
                  */
                 node_lease_seconds: number;
+                /**
+                 * @description A slowdown that costs a smaller share of the step time is information: it is shown and causes no alert and no repair. A restart costs more than a day of 1%.
+                 * @default 0.015
+                 */
+                notable_cost_share: number;
                 /**
                  * @description Largest share of the nodes that may be quarantined; one node always may, unless it is 0. It limits what a wrong verdict can cost.
                  * @default 0.34
@@ -1515,6 +1521,11 @@ export interface components {
                  */
                 node_lease_seconds: number;
                 /**
+                 * @description A slowdown that costs a smaller share of the step time is information: it is shown and causes no alert and no repair. A restart costs more than a day of 1%.
+                 * @default 0.015
+                 */
+                notable_cost_share: number;
+                /**
                  * @description Largest share of the nodes that may be quarantined; one node always may, unless it is 0. It limits what a wrong verdict can cost.
                  * @default 0.34
                  */
@@ -1607,6 +1618,7 @@ export interface components {
          *             "hang_patience_seconds": 10,
          *             "mode": "approve",
          *             "node_lease_seconds": 5,
+         *             "notable_cost_share": 0.015,
          *             "quarantine_share": 0.34,
          *             "restarts_per_day": 50,
          *             "restarts_per_hour": 10,

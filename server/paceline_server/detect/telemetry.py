@@ -75,6 +75,8 @@ STORED_METRICS: Mapping[str, tuple[str, ...]] = {
     metric_names.NETWORK_SPEED_BYTES: _DEVICE,
     metric_names.NETWORK_CARRIER: _DEVICE,
     metric_names.NETWORK_CARRIER_CHANGES_TOTAL: _DEVICE,
+    metric_names.NETWORK_RECEIVE_BYTES_TOTAL: _DEVICE,
+    metric_names.NETWORK_TRANSMIT_BYTES_TOTAL: _DEVICE,
     metric_names.NETWORK_RECEIVE_ERRS_TOTAL: _DEVICE,
     metric_names.NETWORK_TRANSMIT_ERRS_TOTAL: _DEVICE,
     metric_names.NETWORK_RECEIVE_DROP_TOTAL: _DEVICE,

@@ -21,8 +21,8 @@ from paceline_wire.batch import CollectorEvent, DeviceEvent, Sample
 METRICS = (
     Metric("node_network_info", "info", None, "Address, duplex and state of an interface."),
     Metric("paceline_network_jumbo", "gauge", None, "1: packets may be larger than 1500 bytes."),
-    Metric("node_network_receive_bytes_total", "counter", "bytes", "Received."),
-    Metric("node_network_transmit_bytes_total", "counter", "bytes", "Sent."),
+    Metric(metric_names.NETWORK_RECEIVE_BYTES_TOTAL, "counter", "bytes", "Received."),
+    Metric(metric_names.NETWORK_TRANSMIT_BYTES_TOTAL, "counter", "bytes", "Sent."),
     Metric("node_network_mtu_bytes", "gauge", "bytes", "Largest packet."),
     Metric(
         metric_names.NETWORK_SPEED_BYTES, "gauge", "bytes", "Bytes per second the link can carry."

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
+from paceline_server.detect.causes.interfaces import may_be_used
 from paceline_server.detect.observation import Generation, LiveRank, Observation
 from paceline_server.detect.telemetry import MetricSeries
 
@@ -22,7 +23,8 @@ class Scope(Enum):
     GPU = "gpu"
     RANK = "rank"
     NODE = "node"
-    DEVICE = "device"  # one of several on a node: port, interface, disk
+    DEVICE = "device"  # one of several on a node: port, disk
+    INTERFACE = "interface"  # a network interface that the job may use
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,13 @@ class Suspect:
         return [
             MeasuredDevice(self.node, found, f"{found.get('device', '?')} of {self.node}")
             for found, _ in self.observation.telemetry.all_of(self.node, metric, **labels)
+            if scope is Scope.DEVICE or self.may_use(found.get("device", ""))
         ]
+
+    def may_use(self, interface: str) -> bool:
+        """Return whether the interface may carry the job's traffic."""
+        telemetry = self.observation.telemetry
+        return may_be_used(telemetry, self.node, interface, self.onset_ns)
 
     def series(self, metric: str, device: MeasuredDevice) -> MetricSeries | None:
         found = self.observation.telemetry.find(device.node, metric, **device.labels)

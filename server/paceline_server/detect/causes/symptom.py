@@ -102,7 +102,7 @@ def weigh_symptom(suspect: Suspect, symptom: Symptom) -> WeighedEvidence | None:
     if not weighed:
         return None
     weighed.sort(key=lambda each: each.weight)
-    if symptom.scope is not Scope.DEVICE:
+    if symptom.scope not in (Scope.DEVICE, Scope.INTERFACE):
         return weighed[len(weighed) // 2]
     worst = weighed[-1]
     if worst.weight <= 0 and len(weighed) > 1:

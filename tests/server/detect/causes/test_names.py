@@ -124,7 +124,7 @@ def context(tmp_path: Path) -> Context:
         for name, value in (("width", "16"), ("speed", "32.0 GT/s PCIe")):
             files[f"sys/class/{device}/device/current_link_{name}"] = value
             files[f"sys/class/{device}/device/max_link_{name}"] = value
-    for counter in ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped"):
+    for counter in ("rx_bytes", "tx_bytes", "rx_errors", "tx_errors", "rx_dropped", "tx_dropped"):
         files[f"sys/class/net/eth0/statistics/{counter}"] = "1\n"
     for name, value in (("speed", "100000"), ("carrier", "1"), ("carrier_changes", "2")):
         files[f"sys/class/net/eth0/{name}"] = f"{value}\n"

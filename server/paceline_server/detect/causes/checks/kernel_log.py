@@ -141,9 +141,12 @@ def message_of(kind: str, code: str) -> Symptom | None:
 
 
 def _concerns(suspect: Suspect, device: str) -> bool:
-    """Return whether the device belongs to the suspect. A GPU of other ranks does not."""
+    """Return whether the device belongs to the suspect.
+
+    A GPU of other ranks does not, nor an interface that carries no traffic of the job.
+    """
     if not device.startswith("gpu"):
-        return True
+        return suspect.may_use(device)
     own = {suspect.generation.gpus.get(rank) for rank in suspect.ranks}
     return device.removeprefix("gpu") in {str(gpu) for gpu in own if gpu is not None}
 

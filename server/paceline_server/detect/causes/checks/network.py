@@ -29,9 +29,14 @@ _WIDTH_BITS: dict[str, int] = {
 }
 
 
+def _scope(metric: str) -> Scope:
+    """Return the scope of a port: RDMA devices belong to the job, interfaces may be others'."""
+    return Scope.DEVICE if metric.startswith(_IB) else Scope.INTERFACE
+
+
 def _rate(metric: str) -> Symptom:
     return Symptom(
-        LOW_LINK_RATE, metric, Scope.DEVICE, "link rate", "Gbit/s", "level",
+        LOW_LINK_RATE, metric, _scope(metric), "link rate", "Gbit/s", "level",
         0.0, relative_tolerance=0.05, rises=False, scale=8e-9, predicts=inverse,
     )  # fmt: skip
 
@@ -42,22 +47,22 @@ def _maximum(metric: str) -> float | None:
 
 
 def _state(metric: str, name: str) -> Symptom:
-    return Symptom(LINK_DOWN, metric, Scope.DEVICE, name, "", "level", 0.2, rises=False)
+    return Symptom(LINK_DOWN, metric, _scope(metric), name, "", "level", 0.2, rises=False)
 
 
 def _events(cause: str, metric: str, name: str, tolerance: float) -> Symptom:
     return Symptom(
-        cause, metric, Scope.DEVICE, name, "", "events", tolerance, saturates_at=_maximum(metric)
+        cause, metric, _scope(metric), name, "", "events", tolerance, saturates_at=_maximum(metric)
     )
 
 
 def _per_second(
-    cause: str, metric: str, name: str, tolerance: float, scope: Scope = Scope.DEVICE
+    cause: str, metric: str, name: str, tolerance: float, scope: Scope | None = None
 ) -> Symptom:
     """A rate that is above zero on a healthy network too."""
     return Symptom(
-        cause, metric, scope, name, "/s", "rate", tolerance, relative_tolerance=1.0, normal=0.0,
-        saturates_at=_maximum(metric),
+        cause, metric, scope or _scope(metric), name, "/s", "rate", tolerance,
+        relative_tolerance=1.0, normal=0.0, saturates_at=_maximum(metric),
     )  # fmt: skip
 
 
