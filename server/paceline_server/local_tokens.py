@@ -12,7 +12,6 @@ from paceline_server.store.database import Database
 from paceline_server.store.tokens import (
     accept_local_token,
     has_configured_tokens,
-    has_local_tokens,
     new_secret,
 )
 from paceline_wire.local_token import LocalScope, TokenFileError, read_token, token_path
@@ -21,12 +20,12 @@ _SCOPES: tuple[LocalScope, ...] = ("agent", "operator")
 
 
 def register_local_tokens(database: Database, directory: Path) -> None:
-    """Accept the tokens in the user's token files, unless only configured tokens are wanted.
+    """Accept the tokens in the user's token files, unless someone has created a token.
 
     The files are made at the first start and serve all servers of the user. Raises TokenFileError.
     """
     with database.read() as session:
-        if has_configured_tokens(session) and not has_local_tokens(session):
+        if has_configured_tokens(session):
             return
     tokens = {scope: read_or_create(token_path(directory, scope)) for scope in _SCOPES}
     with database.write() as session:

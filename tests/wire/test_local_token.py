@@ -57,14 +57,16 @@ def test_a_token_is_not_for_another_machine(environment: dict[str, str]) -> None
 
 
 @needs_root
-@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1", "::"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "0.0.0.0", "::1", "::", "::ffff:127.0.0.1", "::ffff:0.0.0.0"]
+)
 def test_a_token_is_not_for_another_users_server(
     environment: dict[str, str], tmp_path: Path, address: str
 ) -> None:
     program = (
         "import os, socket, sys; os.setuid(65534);"
         f"family = socket.AF_INET6 if ':' in {address!r} else socket.AF_INET;"
-        f"s = socket.create_server(({address!r}, 0), family=family);"
+        f"s = socket.socket(family); s.bind(({address!r}, 0)); s.listen();"
         "print(s.getsockname()[1], flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -75,6 +77,12 @@ def test_a_token_is_not_for_another_users_server(
         host = "[::1]" if address == "::1" else "127.0.0.1"
         assert find_token(f"http://{host}:{port}", "operator", environment) is None
         thief.terminate()
+
+
+def test_a_token_is_not_for_whoever_listens_next(environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = url(closed)
+    assert find_token(address, "operator", environment) is None
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])

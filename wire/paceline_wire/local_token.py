@@ -71,21 +71,27 @@ def read_token(path: Path) -> str | None:
 def find_token(server_url: str, scope: LocalScope, environment: Mapping[str, str]) -> str | None:
     """Return this user's token for a server on this machine; None if there is none.
 
-    None also if another user listens at that address: the token would be theirs. Raises
-    TokenFileError.
+    None also if another user, or nobody, listens at that address: the token would be theirs.
+    Raises TokenFileError.
     """
     parts = urlsplit(server_url)
     host, port = parts.hostname or "", parts.port or {"https": 443}.get(parts.scheme, 80)
-    if not is_loopback(host) or not _listeners(host, port) <= {0, os.geteuid()}:
+    if not is_loopback(host):
+        return None
+    listeners = _listeners(host, port)
+    if listeners is not None and not (listeners and listeners <= {0, os.geteuid()}):
         return None
     return read_token(token_path(state_directory(environment), scope))
 
 
-def _listeners(host: str, port: int) -> set[int]:
-    """Return the users that listen at a loopback address (all that can be found out on Linux)."""
-    names = ("127.0.0.1", "::1") if host == "localhost" else (host,)
-    addresses = {_as_in_proc(name) for name in (*names, "0.0.0.0", "::")}
-    wanted = {f"{address}:{port:04X}" for address in addresses}
+def _listeners(host: str, port: int) -> set[int] | None:
+    """Return the users that listen at a loopback address; None where that is unknown."""
+    if not _NETWORK.is_dir():  # not Linux
+        return None
+    names = ["127.0.0.1", "::1"] if host == "localhost" else [host]
+    names += ["0.0.0.0", "::"]
+    names += [f"::ffff:{name}" for name in names if ":" not in name]
+    wanted = {f"{_as_in_proc(name)}:{port:04X}" for name in names}
     users = set()
     for table in ("tcp", "tcp6"):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from paceline_demo.cluster import Cluster
+from paceline_wire.local_token import find_token
 
 pytestmark = pytest.mark.alone
 
@@ -69,7 +71,9 @@ def test_the_stack_of_the_culprit_is_taken_before_the_restart(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINER)
-    with httpx.Client(base_url=f"{cluster.url}/api/v1", trust_env=False, timeout=60) as client:
+    headers = {"Authorization": f"Bearer {find_token(cluster.url, 'operator', os.environ)}"}
+    url = f"{cluster.url}/api/v1"
+    with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=60) as client:
         job = {
             "name": "stuck",
             "argv": [sys.executable, str(script)],

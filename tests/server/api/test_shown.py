@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from recorded_job import Recorded
 from simulated_finding import SUMMARY, open_incident
@@ -110,6 +111,12 @@ def test_missing_resources_are_reported(recorded: Recorded) -> None:
         message = refusal(recorded, *words.split())
         assert message.startswith("Error: the server answered 404: There is no ")
         assert message.endswith(f"`paceline {lister}` lists all.")
+
+
+def test_login_prints_a_link_that_works_once(recorded: Recorded) -> None:
+    (link,) = lines(recorded, "login")
+    assert link.startswith(f"{recorded.server.url}/login?code=")
+    assert [httpx.get(link).status_code for _ in range(2)] == [303, 403]
 
 
 def test_unknown_token_and_missing_token_get_different_errors(
