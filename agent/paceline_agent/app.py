@@ -221,7 +221,7 @@ class Agent:
             await self._close()
 
     async def _drain(self) -> None:
-        await self._supervisor.stop_all(RANKS_GRACE_SECONDS)
+        await self._supervisor.stop_all(RANKS_GRACE_SECONDS, drained=True)
         self._rings.poll()
         self._packer.flush()
         while len(self._spool):

@@ -24,7 +24,7 @@ from paceline_demo import faults
 from paceline_demo.cluster import GPUS_PER_NODE, Cluster
 from paceline_demo.report import DemoReport
 from paceline_demo.scenario import Scenario
-from paceline_demo.training import start_training
+from paceline_demo.training import start_training, stop_jobs
 from paceline_wire.address import SERVER_PORT
 
 HEALTHY_SECONDS = 60.0  # duration of a run without faults
@@ -186,6 +186,7 @@ def demo(
             output.close()
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
+            stop_jobs(cluster.url)
             report.orphans = cluster.close()
     _conclude(report, cluster, output, report_path)
     ctx.exit(0 if report.succeeded() or (not exits and report.failure is None) else 1)

@@ -64,6 +64,7 @@ events = st.one_of(
         exit_code=st.none() | st.integers(0, 255),
         signal=st.none() | st.integers(1, 64),
         commanded=st.booleans(),
+        drained=st.booleans(),
         log_tail=text,
         **rank,
     ),

@@ -177,6 +177,7 @@ class RankExited(msgspec.Struct, frozen=True, kw_only=True, tag="rank_exited"):
     signal: int | None = None
     commanded: bool = False  # by a stop_generation, or after a checkpoint_and_stop
     log_tail: str = ""
+    drained: bool = False  # its agent was shut down on request, and stopped it
 
 
 class RankState(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="rank_state"):

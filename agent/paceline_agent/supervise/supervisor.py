@@ -48,7 +48,8 @@ class _SupervisedRank:
     marks: list[str]  # NAME=value variables that identify its processes
     pid: int | None = None
     error: str | None = None
-    stopping: bool = False
+    stopping: bool = False  # by a command
+    draining: bool = False
     control: str | None = None  # the newest command on its control page
     started: asyncio.Event = field(default_factory=asyncio.Event)  # set also if the start failed
     exited: bool = False
@@ -205,9 +206,12 @@ class Supervisor:
         self._stopped[job] = max(generation, self._stopped.get(job, -1))
         return await self._kill(self._ranks_up_to(job, generation), grace_seconds, commanded=True)
 
-    async def stop_all(self, grace_seconds: float) -> str | None:
+    async def stop_all(self, grace_seconds: float, *, drained: bool = False) -> str | None:
         """Kill all ranks without a command: the node is drained, or the lease has lapsed."""
-        return await self._kill(list(self._ranks.values()), grace_seconds, commanded=False)
+        ranks = list(self._ranks.values())
+        for rank in ranks:
+            rank.draining = rank.draining or drained
+        return await self._kill(ranks, grace_seconds, commanded=False)
 
     def set_control(self, job: str, generation: int, kind: str) -> None:
         """Store the command that was written to the ranks' control pages."""
@@ -415,6 +419,7 @@ class Supervisor:
             exit_code=exit_code,
             signal=number,
             commanded=rank.stopping or finished_by_command,
+            drained=rank.draining,
             log_tail=rank.log.tail(),
             **rank.key._asdict(),
         )

@@ -20,6 +20,7 @@ from paceline_server.decide.restart.advance import advance_restart
 from paceline_server.decide.restart.start import finish_start
 from paceline_server.decide.stop_job import advance_stop
 from paceline_server.decide.types import Decision, JobView
+from paceline_server.detect.causes.catalog import STOPPED_ON_REQUEST
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.kinds import FAILURE
 from paceline_server.policy import Policy, mode_in_effect
@@ -122,7 +123,10 @@ def _is_being_explained(draft: Draft) -> bool:
 
 
 def _end_if_dead(draft: Draft) -> None:
-    """End the job as failed if no rank is left and none will be restarted."""
+    """End the job as failed if no rank is left and none will be restarted.
+
+    As stopped, if the shutdown of its agents ended it.
+    """
     ranks = draft.ranks
     unfinished = draft.actions("proposed", "approved", "running")
     if draft.ended or unfinished or not ranks or any(rank.state != "exited" for rank in ranks):
@@ -132,5 +136,10 @@ def _end_if_dead(draft: Draft) -> None:
     incidents = draft.incidents()
     critical = [incident for incident in incidents if incident.finding.severity == "critical"]
     rejected = bool(critical) and all(incident.action_ids for incident in critical)
-    if draft.policy.mode in NEVER_ACTS or rejected:
+    was_requested = {incident.finding.cause for incident in critical} == {STOPPED_ON_REQUEST}
+    if draft.policy.mode in NEVER_ACTS and was_requested:
+        for incident in incidents:
+            resolve(draft, incident, "The job was stopped.")
+        draft.change_state("stopped", "Stopped on request: its agents were shut down.")
+    elif draft.policy.mode in NEVER_ACTS or rejected:
         draft.change_state("failed", "All ranks have exited and will not be restarted.")

@@ -28,9 +28,9 @@ from paceline_server.decide.nodes import usable_nodes
 from paceline_server.decide.placement import place
 from paceline_server.decide.types import ActionKind, IncidentView
 from paceline_server.detect.causes.catalog import (
+    blames_no_node,
     can_end_without_fix,
     cannot_resume,
-    is_of_the_script,
 )
 from paceline_server.detect.finding import Finding
 from paceline_server.detect.kinds import BUBBLE, HANG, kind_of
@@ -59,7 +59,7 @@ def remedy_for(draft: Draft, incident: IncidentView) -> Remedy | None:
     if is_fatal(finding):
         if _may_continue(draft, incident):
             return None
-        blamed = None if is_of_the_script(finding.cause) else finding.node
+        blamed = None if blames_no_node(finding.cause) else finding.node
         exclude = _nodes_to_exclude(draft, blamed, _TOLERATED_FAILURES)
         return Remedy(kind="restart", why=finding.summary, exclude=exclude, node=blamed)
     if kind_of(finding.kind).is_slow_fault:

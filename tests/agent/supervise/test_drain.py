@@ -68,6 +68,7 @@ def test_ranks_save_a_checkpoint_before_their_agent_stops_them(
     assert train().stop() == 0
     assert left_by(tmp_path, "saved") == ["0", "1"]
     assert {event.status for event in server.events(RankAcknowledged)} == {"done"}
+    assert all(event.drained for event in server.events(RankExited)), "stopped on request"
     assert exits(server) == [(signal.SIGTERM, False)] * 2, "the server restarts them elsewhere"
 
 

@@ -74,6 +74,16 @@ def test_a_rank_that_ended_early_does_not_put_its_node_aside(world: World) -> No
     assert [restart.node for restart in world.restarts] == [None, None, None]
 
 
+def test_a_watched_job_whose_agents_are_shut_down_was_stopped(world: World) -> None:
+    world.policy = Policy(mode="observe")
+    world.detects = False
+    for rank in range(8):
+        world.crash(rank)
+    world.run(1.0, (world._fatal("failure", "stopped on request", None, "node-0"),))
+    world.until(lambda: world.state == "stopped")
+    assert not world.open_incidents()
+
+
 def test_a_bubble_beside_a_straggler_is_its_symptom(world: World) -> None:
     world.policy = Policy(mode="observe")
     world.tick((world.finding("bubble", severity="info", cause="uneven stages"),))

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from simulated_job import DP, JOB, SimulatedJob
 
 from paceline_server.detect.finding import Finding
-from paceline_wire.batch import Sample
+from paceline_wire.batch import RankExited, Sample
 from paceline_wire.ring import Frame, GroupProgress
 from paceline_wire.spans import Op
 
@@ -178,6 +178,38 @@ def test_exits_are_ordered_by_the_clock_of_the_server():
     job.now_ns += 10**7
     job.exit(4, exit_code=1, log_tail="ValueError: bad")
     assert [found.rank for found in tick(job)] == [0]
+
+
+def drain(job: SimulatedJob, *ranks: int) -> None:
+    for rank in ranks:
+        exited = RankExited(
+            time_ns=job.now_ns,
+            job=JOB,
+            generation=0,
+            rank=rank,
+            pid=4000 + rank,
+            signal=15,
+            drained=True,
+        )
+        job.engine.feed(job.batch(job.node(rank), events=[exited]), job.now_ns)
+
+
+def test_ranks_whose_agents_are_shut_down_were_stopped_on_request(job):
+    drain(job, *job.ranks)
+    [found] = all_nodes_report(job)
+    assert (found.cause, found.rank, found.node) == ("stopped on request", None, None)
+    assert found.summary == (
+        "All 8 ranks were stopped on request: the agents of their nodes were shut down."
+    )
+
+
+def test_ranks_that_lost_those_of_a_drained_node_are_not_blamed(job):
+    drain(job, 4, 5)
+    for rank in (0, 1, 2, 3, 6, 7):
+        job.exit(rank, exit_code=1, log_tail=RESET)
+    [found] = all_nodes_report(job)
+    assert (found.cause, found.node) == ("stopped on request", None)
+    assert found.summary == "Ranks 4, 5 were stopped on request: the agent of node-2 was shut down."
 
 
 def hang_of_rank_3(job: SimulatedJob) -> Finding:

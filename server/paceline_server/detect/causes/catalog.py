@@ -57,11 +57,12 @@ BLOCKED_ON_IO = "blocked on I/O"
 PROCESS_STOPPED = "process stopped (SIGSTOP)"
 PROCESS_GONE = "process gone"
 ENDED_EARLY = "ended early"
+STOPPED_ON_REQUEST = "stopped on request"
 OUT_OF_MEMORY = "out of memory"
 CHECKPOINT_NOT_WRITTEN = "checkpoint not written"
 CHECKPOINTS_STOPPED = "checkpoints stopped"
 _CANNOT_RESUME = frozenset({PROCESS_STOPPED, PROCESS_GONE})
-_OF_THE_SCRIPT = frozenset({ENDED_EARLY})
+_NOT_OF_A_NODE = frozenset({ENDED_EARLY, STOPPED_ON_REQUEST})
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +313,6 @@ def cannot_resume(cause: str) -> bool:
     return cause in _CANNOT_RESUME
 
 
-def is_of_the_script(cause: str) -> bool:
-    """Return whether the training script caused it, so that no node is held responsible."""
-    return cause in _OF_THE_SCRIPT
+def blames_no_node(cause: str) -> bool:
+    """Return whether the training script or a person caused it: no node is held responsible."""
+    return cause in _NOT_OF_A_NODE

@@ -6,6 +6,7 @@ arrive: another rank that died first, one that exited with code 0 while its peer
 node. Ranks of external jobs, whose exit code is unknown, are held back as well. Among these, ranks
 that waited in a communication are victims, and those that ended together on one node are reported
 together. If all ranks ended alike at once, as when a scheduler kills the job, none is the culprit.
+Ranks that their agents stopped, because these were shut down, were stopped on request.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ import signal
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from paceline_server.detect.causes.catalog import ENDED_EARLY, OUT_OF_MEMORY, PROCESS_GONE
+from paceline_server.detect.causes.catalog import (
+    ENDED_EARLY,
+    OUT_OF_MEMORY,
+    PROCESS_GONE,
+    STOPPED_ON_REQUEST,
+)
 from paceline_server.detect.contract import Detector
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.detect.hang.wait_for_graph import communication_frames
@@ -73,7 +79,9 @@ class ExitDetector(Detector):
         self._finished: dict[int, ReportedExit] = {}  # with code 0, without a command
         self._waiting_ranks: set[int] = set()  # exited while in a communication
         self._reported_rank: int | None = None  # the culprit, or the first of several
+        self._drained: dict[int, ReportedExit] = {}  # stopped by their agents on request
         self._reported_all = False
+        self._reported_drained: list[int] = []
         self._kills: list[ReportedDeviceEvent] = []  # by the OOM killer
         self._is_out_of_memory = False  # as reported
 
@@ -82,6 +90,8 @@ class ExitDetector(Detector):
             self._add(reported, seen)
         kills = [reported for reported in seen.device_events if reported.event.kind == "oom_kill"]
         self._kills = [*self._kills, *kills][-_MAX_KILLS_STORED:]
+        if self._drained and not any(map(_is_cause, self._abnormal.values())):
+            return self._stopped_on_request(seen)
         if not self._abnormal:
             return []
         first = min(self._abnormal.values(), key=self._order_of_blame)
@@ -104,6 +114,9 @@ class ExitDetector(Detector):
     def _add(self, reported: ReportedExit, seen: Observation) -> None:
         event, rank = reported.event, reported.event.rank
         if event.commanded:
+            return
+        if event.drained:
+            self._drained.setdefault(rank, reported)
             return
         if event.exit_code == 0:
             self._finished.setdefault(rank, reported)
@@ -289,6 +302,34 @@ class ExitDetector(Detector):
             evidence=[Evidence(nobody), *_endings(ranks, seen), *self._followers(ranks)],
             follows=self._follows(first, seen, is_explained=False),
         )
+
+    def _stopped_on_request(self, seen: Observation) -> list[Finding]:
+        """Report the ranks whose agents were shut down, once those of all nodes had time to end."""
+        newest_ns = max(exited.received_ns for exited in self._drained.values())
+        ranks = sorted(self._drained)
+        is_early = seen.now_ns < newest_ns + int(self.settings.first_exit_seconds * 1e9)
+        if is_early or ranks == self._reported_drained or self._reported_rank is not None:
+            return []
+        self._reported_drained = ranks
+        nodes = sorted({exited.node for exited in self._drained.values()})
+        is_all = len(ranks) == self.generation.topology.world_size
+        subject = f"All {len(ranks)} ranks" if is_all else f"R{ranks_text(ranks)[1:]}"
+        verb = "was" if len(ranks) == 1 else "were"
+        agents = f"agent of {nodes[0]} was" if len(nodes) == 1 else "agents of their nodes were"
+        return [
+            self.finding(
+                "failure:exit",
+                cause=STOPPED_ON_REQUEST,
+                summary=f"{subject} {verb} stopped on request: the {agents} shut down.",
+                now_ns=seen.now_ns,
+                ranks=ranks,
+                can_checkpoint=False,
+                evidence=[
+                    Evidence(f"agents that were shut down: {', '.join(nodes)}"),
+                    *self._followers(ranks),
+                ],
+            )
+        ]
 
     def _followers(self, ranks: Sequence[int]) -> list[Evidence]:
         followers = sorted(self._abnormal.keys() - set(ranks))
