@@ -47,7 +47,10 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 def server_options(command: Decorated) -> Decorated:
     """Add --server and --token, handed to the command as `server` and `token`."""
     command = click.option(
-        "--token", envvar="PACELINE_TOKEN", help="Bearer token.  [env: PACELINE_TOKEN]"
+        "--token",
+        envvar="PACELINE_TOKEN",
+        help="Bearer token; for a server of this user on this machine none is needed.  "
+        "[env: PACELINE_TOKEN]",
     )(command)
     return click.option(
         "--server",
