@@ -117,11 +117,11 @@ class RunningGeneration:
                     if self._is_ours(event, batch.agent_id):
                         self._add_stacks(event)
                 case RankAttached(identity=identity):
-                    if self._is_generation(identity.job, identity.generation, identity.rank):
+                    claimed = identity.job, identity.generation, identity.rank
+                    if self._is_generation(*claimed) and self._holds(identity.rank, batch.agent_id):
                         self.model.describe(identity.metadata)
-                        if self._holds(identity.rank, batch.agent_id):
-                            attached = ReportedTime(batch.agent_id, event.time_ns, received_ns)
-                            self.attached.setdefault(batch.agent_id, attached)
+                        attached = ReportedTime(batch.agent_id, event.time_ns, received_ns)
+                        self.attached.setdefault(batch.agent_id, attached)
                 case DeviceEvent():
                     shifted = replace_fields(event, time_ns=event.time_ns + clock_shift_ns)
                     self._new_device_events.append(ReportedDeviceEvent(shifted, batch.agent_id))

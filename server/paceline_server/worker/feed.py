@@ -37,6 +37,8 @@ def feed(memory: JobMemory, snapshot: Snapshot, metrics: BackgroundMetrics) -> F
 
 
 def _apply_events(memory: JobMemory, job_id: str, batch: Batch, metadata: dict[str, str]) -> None:
+    if batch.agent_id not in memory.ranks.agents:  # any user of a node can claim a job's name
+        return
     for event in batch.events:
         if not _is_of(job_id, event):
             continue

@@ -18,9 +18,11 @@ from paceline_server.store.log import append
 from paceline_server.worker.commit import AlertTargets
 from paceline_server.worker.snapshot import load_snapshot
 from paceline_server.worker.tick import JobLease, JobWorker, TickSettings, lease_name
-from paceline_wire.batch import AgentHello, Batch, encode
+from paceline_wire.batch import AgentHello, Batch, RankAttached, encode
 from paceline_wire.commands import StartRanks
-from tests.server.rows import toy_job
+from paceline_wire.ring import Identity
+from paceline_wire.topology import Coordinates
+from tests.server.rows import ONE_RANK, toy_job
 
 SECOND = 1_000_000_000
 START_NS = 1_700_000_000 * SECOND
@@ -131,3 +133,32 @@ def test_a_commit_writes_the_columns_that_it_holds(store: Database) -> None:
         written = load_snapshot(session, JOB, 0, 100, 1 << 20)
     assert written.columns == commit.columns
     assert written.columns.cursor == snapshot.log[-1].log_id
+
+
+@pytest.mark.parametrize(("agent", "is_used"), [("node-0", True), ("node-1", False)])
+def test_only_a_node_of_the_job_describes_it(store: Database, agent: str, is_used: bool) -> None:
+    """Any user of any node can create a ring with the name of the job."""
+    identity = Identity(
+        job=JOB,
+        generation=0,
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        topology=ONE_RANK,
+        coordinates=Coordinates(),
+        pid=1,
+        host="here",
+        clock_offset_ns=0,
+        started_ns=1,
+        metadata={"schedule": "theirs"},
+    )
+    attached = RankAttached(time_ns=START_NS, identity=identity)
+    batch = Batch(agent_id=agent, boot_id="b", sequence=0, packed_ns=START_NS, events=[attached])
+    with store.write() as session:
+        session.get_one(models.JobRow, JOB).state = "running"
+        row = {"job_id": JOB, "rank": 0, "generation": 0, "agent_id": "node-0", "local_rank": 0}
+        session.add(models.RankRow(**row, state="assigned", commanded=False))
+        append(session, batch, encode(batch), START_NS)
+    worker = job_worker(store, "first")
+    fed = worker.feed(worker.snapshot(START_NS))
+    assert (fed.metadata.get("schedule") == "theirs") == is_used
