@@ -15,7 +15,7 @@ import httpx
 from paceline_wire.address import is_http_address
 from paceline_wire.local_token import TokenFileError, find_token
 
-# Kind of resource in a 404, and the command that lists the existing ones.
+# Kind of resource in a 404 response, and the command that lists the existing ones.
 _LISTED_BY = {
     "job": "`paceline jobs` lists all.",
     "incident": "`paceline incidents` lists all.",
@@ -56,7 +56,7 @@ class Client:
         return self._call("POST", path, json={} if body is None else body)
 
     def items(self, path: str, **parameters: Any) -> list[Any]:
-        """Every item of a list, page after page."""
+        """Yield all items of a list, page by page."""
         found: list[Any] = []
         cursor: str | None = None
         while True:
@@ -71,7 +71,7 @@ class Client:
                 return found
 
     def events(self, job: str) -> Iterator[tuple[str, Any]]:
-        """(event, data) of the job as they happen, reconnecting after the last one seen."""
+        """Yield (event, data) of the job as they happen; reconnect after the last one received."""
         last_id: str | None = None
         while True:
             headers = {"Last-Event-ID": last_id} if last_id else {}

@@ -11,7 +11,7 @@ from paceline_cli.client import Client
 
 
 class ClientGroup(click.Group):
-    """Commands about what a server holds: `ctx.obj` is a `Client`.
+    """A group of commands about resources of a server; `ctx.obj` is a `Client`.
 
     --server, --token and --json may stand before the subcommand or after it.
     """
@@ -30,7 +30,7 @@ class ClientGroup(click.Group):
 
 
 def server_option(ctx: click.Context, client: Client) -> str:
-    """` --server URL` if a command must say it to reach the same server as this one, else empty."""
+    """Return ` --server URL` if other commands need it, else an empty string."""
     named = ctx
     while "server" not in named.params and named.parent is not None:
         named = named.parent

@@ -1,4 +1,4 @@
-"""Importing what only an extra of the distribution brings."""
+"""Import of modules that an optional extra installs."""
 
 from __future__ import annotations
 

@@ -91,7 +91,9 @@ class LazyCommands(click.Group):
             if error.filename is not None or error.errno not in _OF_OUTPUT:
                 raise
             click.echo(f"Error: not everything could be printed: {error.strerror}", err=True)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered fails no more
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), 1
+            )  # so that flushing the buffer at exit does not fail again
             sys.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

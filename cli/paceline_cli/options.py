@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline_wire.address import DEFAULT_SERVER_URL
 
 
 class OutputFile(click.Path):
-    """A file to be written at the end: what cannot be written is refused at the beginning."""
+    """A file that is written at the end; an unusable path is refused at the beginning."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
@@ -30,7 +30,7 @@ class OutputFile(click.Path):
 
 
 class Seconds(click.FloatRange):
-    """Finite: a range alone lets nan through."""
+    """A finite number in a range: a range alone accepts NaN."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -45,7 +45,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 def server_options(command: Decorated) -> Decorated:
-    """Add --server and --token, handed to the command as `server` and `token`."""
+    """Add --server and --token; the command receives `server` and `token`."""
     command = click.option(
         "--token",
         envvar="PACELINE_TOKEN",
@@ -62,16 +62,16 @@ def server_options(command: Decorated) -> Decorated:
 
 
 def json_option(command: Decorated) -> Decorated:
-    """Add --json, handed to the command as `as_json`."""
+    """Add --json; the command receives `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
 
 
 def steps_option(command: Decorated) -> Decorated:
-    """Add --steps, handed to the command as `steps`."""
+    """Add --steps; the command receives `steps`."""
     return click.option(
         "--steps",
         type=click.IntRange(1, 100),
         default=8,
         show_default=True,
-        help="How many of a job's last steps.",
+        help="Number of the job's last steps to analyze.",
     )(command)

@@ -1,4 +1,4 @@
-"""The what-if analysis of a job's last steps: what its page shows, from the server."""
+"""The what-if analysis of a job's last steps, as the server computes it for the job page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resources as people read them in a terminal."""
+"""Output of resources in a terminal."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def show_json(value: Any) -> None:
 def show_table(
     columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str, *, sentence: bool = False
 ) -> None:
-    """A table, or the sentence `empty` that says what to do when there is nothing.
+    """Print a table, or the sentence `empty` if there are no rows.
 
-    One line per row, however long, so that it can be piped to grep. On a terminal that is too
+    Each row is one line, so that the output can be piped to grep. On a terminal that is too
     narrow, the last column of a table with a `sentence` stands below each row.
     """
     if not rows:
@@ -54,7 +54,7 @@ def show_table(
 def table_lines(
     columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int | None
 ) -> list[str]:
-    """`width`: in characters; if a row takes more, its last column stands below it."""
+    """Print rows; if one is wider than `width` characters, its last column is below it."""
     texts = [list(columns), *([cell(value) for value in row] for row in rows)]
     widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
     if width is None or sum(widths) + 2 * (len(widths) - 1) <= width:
@@ -80,7 +80,7 @@ def _styled(text: str, header: bool) -> str:
 
 
 def cell(value: Any) -> str:
-    """On one line, without what a terminal would take for a command."""
+    """Return the text on one line, without control characters."""
     if value is None:
         return "-"
     text = "".join(letter if letter.isprintable() else " " for letter in str(value))
@@ -109,7 +109,7 @@ def show_next(commands: Mapping[str, str]) -> None:
 
 
 def clock(timestamp: str | None) -> str | None:
-    """RFC 3339 to local time of day, with the date when it is not today."""
+    """Return an RFC 3339 time as local time of day, with the date if it is not today."""
     if timestamp is None:
         return None
     moment = datetime.fromisoformat(timestamp).astimezone()
@@ -125,7 +125,7 @@ def rank_state(rank: dict[str, Any]) -> str:
 
 
 def seconds(value: float | None) -> str | None:
-    """`340 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`; rounded, as on the page."""
+    """Return a duration such as `340 ms`, `12.3 s`, `4 min 05 s` or `3 h 20 min`."""
     if value is None:
         return None
     if value < 0.9995:
@@ -144,12 +144,12 @@ def percent(ratio: float, digits: int = 1) -> str: ...
 @overload
 def percent(ratio: float | None, digits: int = 1) -> str | None: ...
 def percent(ratio: float | None, digits: int = 1) -> str | None:
-    """`39.0%`, as on the page."""
+    """Return a share such as `39.0%`."""
     return None if ratio is None else f"{ratio * 100:.{digits}f}%"
 
 
 def likelihood(ratio: float) -> str:
-    """Nothing is certain, and nothing impossible."""
+    """Return a likelihood; it is never shown as 0% or 100%."""
     if ratio > 0.99:
         return ">99%"
     return "<1%" if ratio < 0.01 else percent(ratio, 0)
@@ -160,12 +160,12 @@ def topology(axes: dict[str, int]) -> str:
 
 
 def sizes(axes: dict[str, int]) -> str:
-    """Under `DPxPPxTP`."""
+    """Return the sizes in the form of the column `DPxPPxTP`."""
     return f"{axes['dp']}x{axes['pp']}x{axes['tp']}"
 
 
 def show_stacks(stacks: dict[str, Any]) -> None:
-    """As Python prints a traceback, but innermost first."""
+    """Print a stack like a traceback of Python, the innermost frame first."""
     for thread in stacks["threads"]:
         holds = ", holds the GIL" if thread["holds_gil"] else ""
         click.echo(f"Rank {stacks['rank']}, thread {thread['name']}{holds}:")

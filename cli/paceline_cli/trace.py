@@ -1,4 +1,4 @@
-"""The trace of a job's last steps, as the server hands it out."""
+"""Download of the trace of a job's last steps."""
 
 from __future__ import annotations
 

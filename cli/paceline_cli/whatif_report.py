@@ -1,4 +1,4 @@
-"""The report of a what-if analysis, as people read it."""
+"""The text report of a what-if analysis."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.table import Table
 
 from paceline_cli import render
 
-WORST = 5  # of each kind are listed; --json has all
+WORST = 5  # rows per kind that are listed; --json lists all
 
 
 def show(found: Mapping[str, Any], sizes: str, worker: Callable[[int], str]) -> None:
-    """`found`: what --json prints. `worker`: how the one of this lowest rank is called."""
+    """Print the report. `found`: the JSON output; `worker`: a worker's name by its rank."""
     console = Console(highlight=False)
     by_step = found["slowdown_by_step"]
     console.print(found["verdict"]["text"], style="bold", markup=False)

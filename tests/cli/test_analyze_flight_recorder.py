@@ -49,15 +49,15 @@ def test_json_has_the_documented_keys(dumps: Path) -> None:
 def test_the_report_begins_with_the_verdict(dumps: Path) -> None:
     result = analyze("--flight-recorder", dumps)
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("Ranks 9, 14 stopped on the host, before launching all_to_all")
+    assert lines[0].startswith("Ranks 9, 14 stopped on the host before launching all_to_all")
     assert sum(line.split()[1:2] == ["culprit"] for line in lines) == 2
-    assert result.stderr == "Note: fault_injection.log: no dumps of a rank, ignored.\n"
+    assert result.stderr == "Note: fault_injection.log: ignored: not a dump of a rank.\n"
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "holds no Flight Recorder dump"),
+        (None, "contains no Flight Recorder dump"),
         (b"cos\nsystem\n(S'true'\ntR.", "_dump_0 imports a global"),
         (b"\x80\x02}", "_dump_0 is not a whole pickle"),
     ],

@@ -26,7 +26,7 @@ def actions(
     token: str | None,
     as_json: bool,
 ) -> None:
-    """List repairs; approve or reject those that wait for it.
+    """List repairs; approve or reject those that wait for approval.
 
     \b
     paceline actions --state proposed        those that wait for you
@@ -38,7 +38,7 @@ def actions(
     if ctx.invoked_subcommand is not None:
         return
     if job is not None:
-        ctx.obj.get(f"/jobs/{job}")  # or it says that there is none
+        ctx.obj.get(f"/jobs/{job}")  # fails with a message if there is no such job
     found = ctx.obj.items("/actions", job=job, state=state)
     if as_json:
         render.show_json(found)
@@ -68,7 +68,7 @@ def actions(
 @json_option
 @click.pass_context
 def show(ctx: click.Context, action: str, as_json: bool) -> None:
-    """One action: its reason and what it went through."""
+    """Show one action: its reason and its phases."""
     client: Client = ctx.obj
     found = client.get(f"/actions/{action}")
     if as_json:
@@ -96,7 +96,7 @@ def show(ctx: click.Context, action: str, as_json: bool) -> None:
 @json_option
 @click.pass_obj
 def approve(client: Client, action: str, comment: str, as_json: bool) -> None:
-    """Let a proposed action run."""
+    """Approve a proposed action."""
     _decide(client, action, "approve", comment, as_json)
 
 
@@ -106,7 +106,7 @@ def approve(client: Client, action: str, comment: str, as_json: bool) -> None:
 @json_option
 @click.pass_obj
 def reject(client: Client, action: str, comment: str, as_json: bool) -> None:
-    """Refuse a proposed action."""
+    """Reject a proposed action."""
     _decide(client, action, "reject", comment, as_json)
 
 

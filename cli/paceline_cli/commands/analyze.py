@@ -19,9 +19,12 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 
 @click.command()
 @click.argument("trace", metavar="[TRACE | JOB]", type=FILE, required=False)
-@click.option("--meta", type=FILE, help="Metadata of TRACE (YAML), to check its sizes against.")
+@click.option("--meta", type=FILE, help="Metadata of TRACE (YAML); its sizes are checked.")
 @click.option(
-    "--timeline", type=OutputFile(), metavar="OUT", help="Write the ideal step, for Perfetto."
+    "--timeline",
+    type=OutputFile(),
+    metavar="OUT",
+    help="Write the ideal step as a timeline for Perfetto.",
 )
 @click.option(
     "--flight-recorder",
@@ -43,10 +46,10 @@ def analyze(
     server: str,
     token: str | None,
 ) -> None:
-    """Say who slowed a recorded run, by how much, and what fixing it would give.
+    """Report what slowed a recorded run, by how much, and the gain of each fix.
 
     TRACE is a Parquet file with a row per operation: see docs/what-if.md. JOB is a job of the
-    server: its last steps are fetched. With --flight-recorder, say which ranks a hang comes from:
+    server: its last steps are fetched. With --flight-recorder, report which ranks caused a hang:
     see docs/flight-recorder.md.
     """
     if dumps is not None:
@@ -68,5 +71,5 @@ def analyze(
 
 
 def _is_job(trace: Path) -> bool:
-    """A job's id looks like no file: it has no suffix and is in no folder."""
+    """Return whether the argument is a job: it has neither a suffix nor a folder."""
     return not os.path.exists(trace) and not trace.suffix and trace.parent == Path()

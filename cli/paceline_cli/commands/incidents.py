@@ -1,4 +1,4 @@
-"""`paceline incidents`: what went wrong, who is to blame, on what evidence."""
+"""`paceline incidents`: problems, with their causes and evidence."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def incidents(
     token: str | None,
     as_json: bool,
 ) -> None:
-    """List incidents, or look at one.
+    """List incidents, or show one.
 
     \b
-    paceline incidents                       all, newest first
+    paceline incidents                       all, the worst first
     paceline incidents --job JOB --state open
-    paceline incidents show INCIDENT         causes, evidence, what speaks against it
+    paceline incidents show INCIDENT         causes, evidence and counter-evidence
     """
     ctx.obj = ctx.with_resource(Client(server, token))
     if ctx.invoked_subcommand is not None:
         return
     if job is not None:
-        ctx.obj.get(f"/jobs/{job}")  # or it says that there is none
+        ctx.obj.get(f"/jobs/{job}")  # fails with a message if there is no such job
     found = ctx.obj.items("/incidents", job=job, state=state)
     if as_json:
         render.show_json(found)
@@ -67,7 +67,7 @@ def incidents(
 @json_option
 @click.pass_context
 def show(ctx: click.Context, incident: str, as_json: bool) -> None:
-    """One incident: causes, evidence, what speaks against it, repairs."""
+    """Show one incident: its causes, evidence, counter-evidence and repairs."""
     client: Client = ctx.obj
     found = client.get(f"/incidents/{incident}")
     if as_json:

@@ -1,4 +1,4 @@
-"""`paceline jobs`: what is running, and what became of its time."""
+"""`paceline jobs`: list, show, stop and export jobs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from paceline_cli.client_group import ClientGroup, server_option
 from paceline_cli.options import OutputFile, json_option, server_options, steps_option
 from paceline_cli.trace import fetch_trace
 
-STACKS_SECONDS = 10.0  # py-spy takes up to 5 of them on a busy machine
-DUMPS_SECONDS = 10.0  # PyTorch is asked once a second
+STACKS_SECONDS = 10.0  # py-spy takes up to 5 s on a busy machine
+DUMPS_SECONDS = 10.0  # PyTorch polls its pipe once a second
 LEDGER_PARTS = (
     "compute",
     "communication",
@@ -36,15 +36,15 @@ LEDGER_PARTS = (
 @json_option
 @click.pass_context
 def jobs(ctx: click.Context, server: str, token: str | None, as_json: bool) -> None:
-    """List jobs, or look at one.
+    """List jobs, or show or stop one.
 
     \b
-    paceline jobs                 every job, newest first
-    paceline jobs show JOB        verdict, ranks and where the time went
-    paceline jobs stop JOB        end it
-    paceline jobs stacks JOB      what its ranks are in the middle of
+    paceline jobs                 all jobs, newest first
+    paceline jobs show JOB        verdict, ranks, and how the time was spent
+    paceline jobs stop JOB        stop its ranks and end it
+    paceline jobs stacks JOB      Python stacks of its ranks
     paceline jobs flight-recorder JOB
-                                  what their collectives wait for
+                                  which ranks its collectives wait for
     paceline jobs export JOB -o FILE
                                   its last steps as a trace, for `paceline analyze`
     """
@@ -81,7 +81,7 @@ def jobs(ctx: click.Context, server: str, token: str | None, as_json: bool) -> N
 @json_option
 @click.pass_context
 def show(ctx: click.Context, job: str, as_json: bool) -> None:
-    """One job: verdict, where its time went, its ranks."""
+    """Show one job: its verdict, its ranks, and how its time was spent."""
     client: Client = ctx.obj
     found = client.get(f"/jobs/{job}")
     ranks = client.items(f"/jobs/{job}/ranks")
@@ -122,12 +122,12 @@ def _summary(job: dict[str, Any]) -> str:
     if job["step_seconds"] is not None:
         parts.append(f"{render.seconds(job['step_seconds'])} per step")
     if job["watched"]:
-        parts.append("started elsewhere: watched only")
+        parts.append("external: observed, never acted on")
     return ", ".join(parts)
 
 
 def _next(job: dict[str, Any], server: str) -> dict[str, str]:
-    """Commands that tell more, the most urgent first. `server`: the option they need, if any."""
+    """Return commands that show more, the most urgent first. `server`: an option they need."""
     name, incident = job["id"], job["verdict"]["incident_id"]
     commands = {}
     if job["pending_actions"]:
@@ -139,12 +139,12 @@ def _next(job: dict[str, Any], server: str) -> dict[str, str]:
     if job["step"] is not None:
         commands[f"paceline analyze {name}{server}"] = "what would make it faster"
     if job["state"] == "running":
-        commands[f"paceline jobs stacks {name}{server}"] = "what its ranks are in the middle of"
+        commands[f"paceline jobs stacks {name}{server}"] = "Python stacks of its ranks"
     return commands
 
 
 def show_ledger(ledger: dict[str, Any]) -> None:
-    """Where the wall time went, one line."""
+    """Print one line on how the wall time was spent."""
     wall = ledger["wall_seconds"]
     if not wall:
         return
@@ -161,7 +161,7 @@ def show_ledger(ledger: dict[str, Any]) -> None:
 @json_option
 @click.pass_obj
 def stop(client: Client, job: str, as_json: bool) -> None:
-    """End a job: its ranks are stopped on every node."""
+    """Stop the ranks of a job on all nodes, and end it."""
     found = client.post(f"/jobs/{job}/stop")
     if as_json:
         render.show_json(found)
@@ -177,7 +177,7 @@ def stop(client: Client, job: str, as_json: bool) -> None:
 @json_option
 @click.pass_obj
 def stacks(client: Client, job: str, ranks: tuple[int, ...], as_json: bool) -> None:
-    """Read its ranks' Python stacks now, without stopping them.
+    """Read the Python stacks of a job's ranks without pausing them.
 
     \b
     paceline jobs stacks JOB --rank 3 --rank 7
@@ -209,7 +209,7 @@ def _await_stacks(client: Client, path: str) -> Any:
 @json_option
 @click.pass_obj
 def flight_recorder(client: Client, job: str, as_json: bool) -> None:
-    """Read the Flight Recorder dumps of the ranks now: which rank waits for which.
+    """Read the Flight Recorder dumps of a job's ranks: which rank waits for which.
 
     Exit status 1 if no rank wrote one; enable recording in PyTorch first, see
     docs/flight-recorder.md.
@@ -255,7 +255,7 @@ def _show_dumps(found: dict[str, Any]) -> None:
 @steps_option
 @click.pass_obj
 def export(client: Client, job: str, output: Path, steps: int) -> None:
-    """Write its last steps as a trace, for `paceline analyze`.
+    """Write the last steps of a job as a trace, for `paceline analyze`.
 
     \b
     paceline jobs export JOB -o trace.parquet

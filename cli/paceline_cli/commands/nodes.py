@@ -1,4 +1,4 @@
-"""`paceline nodes`: the machines, and what runs on them."""
+"""`paceline nodes`: list nodes, and end a quarantine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline_cli.options import json_option, server_options
 @json_option
 @click.pass_context
 def nodes(ctx: click.Context, server: str, token: str | None, as_json: bool) -> None:
-    """List nodes; `paceline nodes release NODE` puts a quarantined one back to use."""
+    """List nodes; `paceline nodes release NODE` ends the quarantine of one."""
     ctx.obj = ctx.with_resource(Client(server, token))
     if ctx.invoked_subcommand is not None:
         return
@@ -48,6 +48,6 @@ def nodes(ctx: click.Context, server: str, token: str | None, as_json: bool) -> 
 @click.argument("node")
 @click.pass_obj
 def release(client: Client, node: str) -> None:
-    """Put a quarantined node back to use."""
+    """End the quarantine of a node."""
     client.post(f"/nodes/{node}/release")
     click.echo(f"{node} may hold ranks again")

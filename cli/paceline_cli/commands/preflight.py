@@ -1,4 +1,4 @@
-"""`paceline preflight`: the checks a careful engineer makes before a big run."""
+"""`paceline preflight`: checks of the nodes before a large run."""
 
 from __future__ import annotations
 
@@ -26,25 +26,67 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 
 @click.command()
-@click.option("--nodes", metavar="A,B,...", help="Ask these too. Default: this node alone.")
-@click.option("--server", metavar="URL", help="Ask the nodes that this server hears of.")
+@click.option("--nodes", metavar="A,B,...", help="Nodes to check.  [default: this one]")
+@click.option("--server", metavar="URL", help="Check the live nodes of this server.")
 @click.option("--token", envvar="PACELINE_TOKEN", help="Bearer token.  [env: PACELINE_TOKEN]")
-@click.option("--exec", "template", metavar="COMMAND", help=f"Way to a node. Default: '{SSH}'.")
-@click.option("--launcher", metavar="COMMAND", help="One that runs on all nodes: 'srun -N 16'.")
-@click.option("--python", default=sys.executable, help="On the nodes. Default: this one's path.")
-@click.option("--env", "environment", multiple=True, metavar="NAME=VALUE", help="As in the job.")
-@click.option("--checkpoint", multiple=True, metavar="DIR", help="Where checkpoints will go.")
-@click.option("--benchmarks/--no-benchmarks", default=True, help="Measure compute and links.")
-@click.option("--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto")
-@click.option("--rounds", default=8, show_default=True, type=click.IntRange(1), help="Of pairs.")
-@click.option("--port", type=click.IntRange(1, 65535), help="Of the first node, to meet at.")
 @click.option(
-    "--patience", default=15.0, show_default=True, type=Seconds(1, 86_400), help="Seconds."
+    "--exec",
+    "template",
+    metavar="COMMAND",
+    help=f"Command that runs something on a node.  [default: '{SSH}']",
 )
-@click.option("--nccl-tests", "outputs", multiple=True, type=_FILE, help="Output to judge.")
-@click.option("--facts-file", "files", multiple=True, type=_FILE, help="Instead of asking nodes.")
-@click.option("--facts", "facts_only", is_flag=True, help="Print this node's facts, as JSON.")
-@click.option("--json", "as_json", is_flag=True, help="See docs/preflight.md.")
+@click.option(
+    "--launcher",
+    metavar="COMMAND",
+    help="Command that runs something on all nodes at once, such as 'srun -N 16'.",
+)
+@click.option(
+    "--python", default=sys.executable, help="Python on the nodes.  [default: path of this one]"
+)
+@click.option(
+    "--env",
+    "environment",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Variable of the job; may be repeated.",
+)
+@click.option("--checkpoint", multiple=True, metavar="DIR", help="Checkpoint directory of the job.")
+@click.option("--benchmarks/--no-benchmarks", default=True, help="Measure compute and links.")
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "gloo", "nccl"]),
+    default="auto",
+    help="Backend of the measurements.",
+)
+@click.option(
+    "--rounds",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Rounds in which pairs of nodes are measured.",
+)
+@click.option("--port", type=click.IntRange(1, 65535), help="Rendezvous port on the first node.")
+@click.option(
+    "--patience",
+    default=15.0,
+    show_default=True,
+    type=Seconds(1, 86_400),
+    help="Seconds that a measurement may wait for other nodes.",
+)
+@click.option(
+    "--nccl-tests", "outputs", multiple=True, type=_FILE, help="Output of nccl-tests to check."
+)
+@click.option(
+    "--facts-file",
+    "files",
+    multiple=True,
+    type=_FILE,
+    help="Facts collected before, instead of checking nodes.",
+)
+@click.option(
+    "--facts", "facts_only", is_flag=True, help="Print the facts of this node as JSON and exit."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (docs/preflight.md).")
 @click.pass_context
 def preflight(
     context: click.Context,
@@ -66,10 +108,10 @@ def preflight(
     facts_only: bool,
     as_json: bool,
 ) -> None:
-    """Check the nodes before a big run: equal, healthy, connected, and who is slow.
+    """Check nodes before a large run: equal, healthy, connected, and equally fast.
 
-    Ends with 0 if nothing failed, with 1 if something did. Nodes are reached by ssh, by any
-    command with {node} in it (--exec 'kubectl exec {node} --'), or by one launcher for all.
+    Exit status 0 if no check failed, 1 otherwise. Nodes are reached by ssh, by any command with
+    {node} in it (--exec 'kubectl exec {node} --'), or by one launcher for all of them.
     """
     if facts_only:
         facts = collect([Path(each) for each in checkpoint])
@@ -147,10 +189,12 @@ def _nodes_of(server: str, token: str | None) -> list[str]:
         found = client.items("/nodes")
     lost = [f"{each['id']} ({each['hostname']})" for each in found if each["state"] == "lost"]
     if lost:
-        _tell(f"the server does not hear of {', '.join(lost)}: left out")
+        _tell(f"the server has lost contact with {', '.join(lost)}: not checked")
     names = sorted({each["hostname"] for each in found if each["state"] != "lost"})
     if not names:
-        raise click.ClickException(f"{server} hears of no node: is paceline agent running there?")
+        raise click.ClickException(
+            f"{server} knows no live node: start `paceline agent` on the nodes"
+        )
     return names
 
 

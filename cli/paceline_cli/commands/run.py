@@ -26,7 +26,7 @@ ENDED = ("finished", "failed", "stopped")
 @click.option(
     "--tp", default=1, type=click.IntRange(1), show_default=True, help="Tensor-parallel ranks."
 )
-@click.option("--name", help="For people; default: the script's name.")
+@click.option("--name", help="Name shown to people.  [default: the script's name]")
 @click.option(
     "--mode",
     type=click.Choice(["default", "observe", "dry-run", "approve", "auto"]),
@@ -52,7 +52,7 @@ ENDED = ("finished", "failed", "stopped")
 @click.option(
     "--checkpoint-directory",
     type=click.Path(path_type=Path),
-    help="Shared by all nodes; handed to the ranks as PACELINE_CHECKPOINT_DIRECTORY.",
+    help="Directory shared by all nodes; ranks get it as PACELINE_CHECKPOINT_DIRECTORY.",
 )
 @click.option(
     "--environment",
@@ -70,7 +70,7 @@ ENDED = ("finished", "failed", "stopped")
     "importing it. Torch, above all, and what takes long beside it; may be repeated. It must "
     "neither start threads nor set up CUDA when imported.",
 )
-@click.option("--detach", is_flag=True, help="Print the job's id and return at once.")
+@click.option("--detach", is_flag=True, help="Print the job's id and return immediately.")
 @server_options
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
@@ -93,12 +93,12 @@ def run(
     as_json: bool,
     command: tuple[str, ...],
 ) -> None:
-    """Start COMMAND once per rank, as torchrun would, watched and repaired.
+    """Start COMMAND once per rank, as torchrun does; observe and repair the job.
 
     \b
     paceline run --dp 2 --pp 2 --tp 2 -- python -m paceline_trainer --schedule 1f1b
 
-    Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment.
+    Each rank has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment.
     Ctrl-C stops following; the job goes on (`paceline jobs stop JOB` ends it). Exit status 0 only
     if the job has finished.
     """
@@ -182,7 +182,7 @@ def _preloaded(modules: tuple[str, ...], command: tuple[str, ...]) -> str:
 
 
 def _follow(client: Client, job_id: str) -> dict[str, object]:
-    """Print the job's changes until it has ended; returns its last state."""
+    """Print the job's changes until it has ended. Return its last state."""
     shown = ""
     while True:
         job: dict[str, object] = client.get(f"/jobs/{job_id}")
@@ -196,7 +196,7 @@ def _follow(client: Client, job_id: str) -> dict[str, object]:
 
 
 def describe(job: dict[str, object]) -> str:
-    """One line: where the job stands and what is wrong with it."""
+    """Return one line: the job's state, step and verdict."""
     verdict = job["verdict"]
     assert isinstance(verdict, dict)
     step = "" if job["step"] is None else f"step {job['step']}"

@@ -61,7 +61,7 @@ def _sweep(context: Context) -> list[Sample]:
             collected = collector.collect(time.time_ns())
             samples += collected.everything()
         except CollectorUnavailable:
-            pass  # the missing facts show it
+            pass  # the missing facts show the failure
         finally:
             collector.close()
     return samples

@@ -1,4 +1,4 @@
-"""The facts of one node, as it sends them for comparison.
+"""The facts of one node that are compared with those of other nodes.
 
 A value that could not be read is None or absent, never 0. Fields are only added, never changed, so
 that nodes with different versions can be compared.
@@ -18,7 +18,7 @@ class PreflightGpu(msgspec.Struct, frozen=True, kw_only=True):
     uuid: str | None = None
     pci_bus_id: str | None = None
     vbios: str | None = None
-    trouble: str | None = None  # "is lost", "does not answer": then the rest is unknown
+    trouble: str | None = None  # "is lost" or "does not answer"; the other fields are then unknown
     sm_clock_max_mhz: float | None = None
     memory_clock_max_mhz: float | None = None
     power_limit_watts: float | None = None
@@ -38,7 +38,7 @@ class PreflightGpu(msgspec.Struct, frozen=True, kw_only=True):
     ecc_mode: float | None = None
     mig_mode: float | None = None
     persistence_mode: float | None = None
-    pci_path: list[str] = []  # host bridge, bridges, the device itself
+    pci_path: list[str] = []  # host bridge, bridges and the device
     numa_node: int | None = None
 
 
@@ -67,40 +67,40 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     speed_bits_per_second: float | None = None
     mtu_bytes: float | None = None
     addresses: list[str] = []  # IPv4, "10.0.0.1/24"
-    physical: bool = False  # has a device below it
+    physical: bool = False  # it has a hardware device
 
 
 class CheckpointPath(msgspec.Struct, frozen=True, kw_only=True):
     path: str
-    problem: str | None = None  # why nothing can be written there
+    problem: str | None = None  # why the directory cannot be written
     filesystem: str | None = None
     size_bytes: int | None = None
     available_bytes: int | None = None
-    write_bytes_per_second: float | None = None  # one file, with fsync
+    write_bytes_per_second: float | None = None  # of one file, fsync included
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    node: str  # as it was asked for; the host's own name if it was not
+    node: str  # name given on the command line, else the host's own name
     hostname: str
     time_ns: int  # CLOCK_REALTIME when the facts were complete
     versions: dict[str, str] = {}  # kernel, driver, cuda, nccl, torch, python, paceline ...
     gpus: list[PreflightGpu] = []
-    gpu_absence: str | None = None  # why there are none to ask, as without a driver
-    gpu_problem: str | None = None  # why those that are there do not answer
+    gpu_absence: str | None = None  # why there are no GPUs, for example no driver
+    gpu_problem: str | None = None  # why existing GPUs do not respond
     rdma_ports: list[RdmaPort] = []
     interfaces: list[Interface] = []
-    environment: dict[str, str] = {}  # NCCL_*, GLOO_*, UCX_* of the process that looked
-    modules: list[str] = []  # of those that matter to RDMA from GPU memory
-    rdma_devices_open: bool | None = None  # /dev/infiniband/uverbs*: may this user open them?
+    environment: dict[str, str] = {}  # NCCL_*, GLOO_* and UCX_* of the collecting process
+    modules: list[str] = []  # loaded kernel modules that concern RDMA from GPU memory
+    rdma_devices_open: bool | None = None  # whether this user may open /dev/infiniband/uverbs*
     limits: dict[str, int | None] = {}  # soft limits; None: unlimited
     shm_size_bytes: int | None = None
     shm_available_bytes: int | None = None
     clock_synchronised: bool | None = None
-    clock_error_seconds: float | None = None  # the kernel's bound of its own error
+    clock_error_seconds: float | None = None  # the kernel's estimate of the maximum error
     cpu_count: int | None = None
     cpu_governors: list[str] = []
     memory_bytes: int | None = None
     numa_balancing: bool | None = None
     numa_nodes: int | None = None
     checkpoints: list[CheckpointPath] = []
-    free_port: int | None = None  # where the micro-benchmarks may meet
+    free_port: int | None = None  # rendezvous port for the micro-benchmarks

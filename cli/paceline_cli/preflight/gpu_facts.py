@@ -99,7 +99,7 @@ def read(sysfs_root: Path) -> GpuFacts:
         collected = collector.collect(time.time_ns())
     except CollectorUnavailable as error:
         return GpuFacts(absence=str(error))
-    # Not closed: that would pull the driver away from below a call that hangs in it.
+    # The library is not closed: another call may still hang in the driver.
     return from_samples(collected.everything(), sysfs_root)
 
 
@@ -151,4 +151,4 @@ def _gpu(
 if __name__ == "__main__":
     sys.stdout.buffer.write(msgspec.json.encode(read(Path(sys.argv[1]))))
     sys.stdout.flush()
-    os._exit(0)  # a thread that hangs in the driver may bring down an orderly end
+    os._exit(0)  # a normal exit would wait for a thread that hangs in the driver

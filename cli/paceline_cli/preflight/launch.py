@@ -1,4 +1,4 @@
-"""Reaching the other nodes: one command per node, or one launcher for all."""
+"""Run commands on other nodes: one command per node, or one launcher for all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Ended:
 
     @property
     def complaint(self) -> str:
-        """The last line of its stderr."""
+        """Return the last line of stderr."""
         last = self.errors.strip().rpartition("\n")[2][-_SHOWN_CHARACTERS:]
         if self.status is None:
             return f"no answer in time; {last}" if last else "no answer in time"
@@ -36,7 +36,7 @@ class Ended:
 
 
 class RemoteCommands:
-    """Commands that run in parallel and end with this process: done, timed out or interrupted."""
+    """Commands that run in parallel and never outlive this process."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[str]] = set()

@@ -24,7 +24,7 @@ import msgspec
 from paceline_cli.preflight.verdict import Check, Status, faults, listing, skipped
 
 _FAIL_RATIO, _WARN_RATIO = 0.8, 0.92
-_DIP_RATIO = 0.7  # of the best so far: bus bandwidth must not fall as the size grows
+_DIP_RATIO = 0.7  # share of the best so far: bus bandwidth should not fall with the size
 _DIP_FROM_BYTES = 1 << 20
 _OUT_OF_BOUNDS = re.compile(r"Out of bounds values\s*:\s*(\d+)\s*(\S+)")
 _AVERAGE = re.compile(r"Avg bus bandwidth\s*:\s*([0-9.]+)")
@@ -51,11 +51,11 @@ class Output(msgspec.Struct, frozen=True):
     average_gigabytes_per_second: float | None
     failures: list[str]
     is_whole: bool  # it ends with the summary
-    warnings: list[str] = []  # of NCCL; a reason if the run failed
+    warnings: list[str] = []  # warnings of NCCL; the reason if the run failed
 
     @property
     def trouble(self) -> list[str]:
-        """The error that ended the run, at most one; NCCL also warns about fallbacks."""
+        """Return the error that ended the run, if any; NCCL also warns about fallbacks."""
         return (self.failures or ([] if self.is_whole else self.warnings))[:1]
 
     @property

@@ -13,7 +13,7 @@ MARK = "paceline-probe "  # marks the lines that are results, because libraries 
 
 class BenchmarkPlan(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[str]
-    hostnames: list[str]  # of the nodes, for processes that get no node number
+    hostnames: list[str]  # hostnames, for processes without a node number
     ranks_of_nodes: list[int]
     address: str  # address of node 0
     port: int
@@ -21,8 +21,8 @@ class BenchmarkPlan(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int  # maximum number of rounds of pairs
     bytes_at_most: int
     seconds: float  # duration of each compute measurement
-    patience_seconds: float  # for one group of nodes
-    deadline_seconds: float  # for everything; then every process ends itself
+    patience_seconds: float  # limit for one group of nodes
+    deadline_seconds: float  # limit for everything, after which each process exits
 
     def encode(self) -> str:
         """Return the plan for a command line, without characters that a shell interprets."""
@@ -96,7 +96,7 @@ def parse(text: str) -> Iterator[Result]:
 
 
 def pair_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Every pair of `count` nodes once, in rounds of disjoint pairs (the circle method)."""
+    """Return rounds of disjoint pairs, with each pair of `count` nodes once (circle method)."""
     seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     for _ in range(len(seats) - 1):
         half = len(seats) // 2

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not listed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not exported
 from torch.distributed.distributed_c10d import PrefixStore
 
 from paceline_cli.preflight.network_facts import addresses
@@ -41,11 +41,11 @@ _SMALL_BYTES = 8
 _LATENCY_REPEATS = 20
 _BANDWIDTH_REPEATS = 5
 _FIRST_BYTES = 64 << 10
-_LONG_ENOUGH_SECONDS = 0.05  # of one all-reduce: beyond what buffers on the way hold
+_LONG_ENOUGH_SECONDS = 0.05  # smallest all-reduce: larger than the buffers on the path
 _MATMUL_SIDE = {"cpu": 512, "cuda": 8192}
 _COPIED_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 _PINNED_BYTES = 256 << 20
-_MEETINGS = 6.0  # times the patience: gloo tries to connect for five before it gives up
+_MEETINGS = 6.0  # multiple of the patience: gloo tries to connect for five of them
 _UNREACHED = "unreached"
 _POLL_SECONDS = 0.005
 _SHOWN_CHARACTERS = 160
@@ -69,7 +69,7 @@ class ProbeRank:
             timeout=_MEETINGS * self.patience,
             wait_for_workers=False,
         )
-        self.absent_from: str | None = None  # rank 0 only: the last barrier that some ranks missed
+        self.absent_from: str | None = None  # on rank 0: the last barrier that some ranks missed
         self.present: list[int] = []  # nodes present at the start
 
     def run(self) -> None:
@@ -285,23 +285,23 @@ def tell(result: Result) -> None:
 def main(arguments: Sequence[str]) -> None:
     plan = BenchmarkPlan.decode(arguments[0])
     node, local_rank = int(arguments[1]), int(arguments[2])
-    signal.alarm(int(plan.deadline_seconds))  # even if nobody is left to end us
+    signal.alarm(int(plan.deadline_seconds))  # also if no other process can end this one
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // plan.ranks_of_nodes[node]))
     with tempfile.TemporaryDirectory(prefix="paceline-preflight-") as directory:
         log = Path(directory) / "nccl.log"
         if plan.backend == "nccl":  # before NCCL is first called
             os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log)}
-            # A collective that hangs is to be an error here, not the end of the process.
+            # A collective that hangs must raise an error instead of ending the process.
             os.environ |= {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
         try:
             ProbeRank(plan, node, local_rank).run()
-        except RuntimeError as error:  # nobody to meet, no device, out of memory
+        except RuntimeError as error:  # no peer, no device, or out of memory
             tell(FailedNode(node=plan.nodes[node], error=in_short(error)))
         match = _NETWORK.search(log.read_text(errors="replace")) if log.exists() else None
         if match is not None and local_rank == 0:
             tell(Transport(node=plan.nodes[node], network=match[1]))
     sys.stdout.flush()
-    os._exit(0)  # groups that timed out must not be waited for
+    os._exit(0)  # an orderly exit would wait for groups that timed out
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def listen(store: Store, key: str, address: str, seconds: float) -> None:
         try:
             server.accept()[0].close()
         except TimeoutError:
-            return  # the other one says why
+            return  # the other node reports the reason
 
 
 def connect(store: Store, key: str, seconds: float) -> None:

@@ -20,7 +20,7 @@ from paceline_cli.preflight.verdict import Check, Status, faults, listing, skipp
 _GIGA, _TERA = 1e9, 1e12
 _IB_ACTIVE = 4  # ib_verbs.h
 _LATENCY_RATIO, _LATENCY_MORE_SECONDS = 3.0, 100e-6
-_SCALE_KEEPS = 0.5  # of the bus bandwidth of two nodes
+_SCALE_KEEPS = 0.5  # share of the bus bandwidth of two nodes
 # What the usual pair brings at least, of the port's rate. A stream over sockets is bound by a core.
 _RDMA_SHARE, _SOCKETS_SHARE, _SOCKETS_BYTES_PER_SECOND = 0.3, 0.2, 1.25e9
 
@@ -29,7 +29,7 @@ _RDMA_SHARE, _SOCKETS_SHARE, _SOCKETS_BYTES_PER_SECOND = 0.3, 0.2, 1.25e9
 class Tolerance:
     """Shares of the usual speed below which a device or link is slow, and suspicious.
 
-    CPUs and sockets share what they run on with others, GPUs and RDMA do not.
+    CPUs and sockets are shared with other load; GPUs and RDMA are not.
     """
 
     fail_ratio: float
@@ -115,9 +115,9 @@ def _outliers(
 
 
 def _floor(nodes: Sequence[NodeFacts], backend: str) -> float | None:
-    """Bytes per second that the usual pair of nodes ought to bring; None: no port's rate is known.
+    """Return the bytes per second expected of a usual pair of nodes; None: no port's rate is known.
 
-    Ports that stand out are named elsewhere: here counts what most nodes have.
+    The rate of most nodes counts; other checks report ports that differ.
     """
     if backend == "nccl":
         rates = [
@@ -153,7 +153,7 @@ def _pairs(pairs: Sequence[Exchange], tolerance: Tolerance, floor: float | None)
 
 
 def _usual(best: Mapping[str, float], floor: float | None) -> Check:
-    """With two nodes, or where all are slow, none stands out."""
+    """Return a check of all pairs: of two nodes, or if all are slow, none is an outlier."""
     usual = statistics.median_high(best.values())
     evidence = f"{usual / _GIGA:.3g} GB/s"
     if len(best) == 2:
@@ -178,7 +178,7 @@ def best_of_nodes(speeds: Mapping[tuple[str, str], float]) -> dict[str, float]:
 
 
 def _reached(pairs: Sequence[Exchange], measured: set[tuple[str, str]]) -> Check:
-    """Who reaches nobody is named alone; else the pair is."""
+    """Return a check of pairs without connection; a node that reaches no other is named alone."""
     errors = {(e.nodes[0], e.nodes[1]): e.error for e in pairs if e.error is not None}
     errors = {pair: error for pair, error in errors.items() if pair not in measured}
     alive = {node for pair in measured for node in pair}
@@ -210,7 +210,7 @@ def _reached(pairs: Sequence[Exchange], measured: set[tuple[str, str]]) -> Check
 def _slow_links(
     speeds: Mapping[tuple[str, str], float], best: Mapping[str, float], tolerance: Tolerance
 ) -> Check:
-    """A pair whose two nodes are both well with others."""
+    """Return slow pairs whose nodes are fast with every other peer."""
     usual = statistics.median_high(best.values())
     well = {node for node, speed in best.items() if speed >= tolerance.warn_ratio * usual}
     slow = {
@@ -248,10 +248,10 @@ def _latencies(pairs: Sequence[Exchange]) -> Check:
 
 
 def _scale(pairs: Sequence[Exchange], steps: Sequence[Exchange]) -> Check:
-    """2, 3, N nodes: a fabric that is blocked somewhere holds pairs, and not all at once."""
+    """Check 2, 3 and N nodes: an oversubscribed fabric is fast for pairs and slow for all nodes."""
     name = "2, 3, N nodes"
     failed = {len(each.nodes): each.error for each in steps if each.error is not None}
-    if failed:  # of several nodes' words one is enough
+    if failed:  # the report of one node is enough
         words = [f"{count} nodes: {error}" for count, error in sorted(failed.items())]
         return Check(name=name, status="fail", evidence=listing(words), fix="see the pairs")
     bandwidths = {len(e.nodes): e.bus_bytes_per_second for e in steps if e.bus_bytes_per_second}

@@ -13,7 +13,7 @@ from paceline_cli.preflight.facts import NodeFacts
 from paceline_cli.preflight.launch import AllNodes, Ended, Reach, RemoteCommands
 from paceline_cli.preflight.verdict import Check, faults
 
-_BEGINNING = '{"node"'  # of a node's facts, whatever a launcher put before it in its line
+_BEGINNING = '{"node"'  # start of a node's facts in a line; a launcher may print a prefix
 _SECOND_NS = 1_000_000_000
 _decoder = msgspec.json.Decoder(NodeFacts)
 
@@ -21,7 +21,7 @@ _decoder = msgspec.json.Decoder(NodeFacts)
 @dataclass(slots=True)
 class Survey:
     nodes: list[NodeFacts] = field(default_factory=list)
-    complaints: dict[str, str] = field(default_factory=dict)  # by node that did not answer
+    complaints: dict[str, str] = field(default_factory=dict)  # reason, by node that did not respond
     # what a node's clock is ahead of ours, at least and at most
     ahead_ns: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -74,7 +74,7 @@ def _from_launcher(end: Ended) -> Survey:
     for node_facts in parse(end.output):
         if node_facts.hostname not in {
             node.hostname for node in survey.nodes
-        }:  # one of several tasks
+        }:  # raised by one of several tasks
             _take(survey, node_facts, end)
     survey.nodes.sort(key=lambda node: node.node)
     if end.status != 0 or not survey.nodes:

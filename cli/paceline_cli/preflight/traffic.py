@@ -1,4 +1,4 @@
-"""Which interface of a node reaches the others, and how NCCL's lists of names are read."""
+"""Selection of the interface that reaches other nodes, and the syntax of NCCL's name lists."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _ASKED = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def matches(setting: str, name: str, port: str | None = None) -> bool:
-    """`eth,ib` are prefixes, `=eth0` exact, `^lo` excludes, `^=lo` excludes exactly.
+    """Return whether a list selects `name`: `eth,ib` are prefixes, `=eth0` is exact, `^` excludes.
 
-    A device may carry a port, `mlx5_0:1`; then only that port is meant.
+    A device with a port (`mlx5_0:1`) selects that port only.
     """
     exclude = setting.startswith("^")
     wanted = setting.removeprefix("^")
@@ -31,9 +31,9 @@ def _matches_one(wanted: str, exact: bool, name: str, port: str | None) -> bool:
 
 
 def traffic_interface(node: NodeFacts, nodes: Sequence[NodeFacts]) -> Interface | None:
-    """The one that was asked for, else one in a network that all nodes share, else any that is up.
+    """Return the interface that NCCL would use: the selected one, one in a shared network, or any.
 
-    None where no interface is up and has an address.
+    None: no interface is up and has an address.
     """
     usable = [each for each in node.interfaces if each.up is not False and each.addresses]
     usable = [each for each in usable if each.name != "lo"]
@@ -48,7 +48,7 @@ def traffic_interface(node: NodeFacts, nodes: Sequence[NodeFacts]) -> Interface 
 
 
 def address(node: NodeFacts, nodes: Sequence[NodeFacts]) -> str | None:
-    """Where the others reach it."""
+    """Return the address at which other nodes reach this one."""
     chosen = traffic_interface(node, nodes)
     return chosen.addresses[0].partition("/")[0] if chosen else None
 

@@ -60,7 +60,7 @@ def narrowed(waits: Iterable[DumpWait]) -> list[DumpWait]:
     A device that dies takes its host with it: the next call fails.
     """
     waits = list(waits)
-    lagging = set(_held_by_nothing(waits, _queues(waits)))
+    lagging = set(_independently_late(waits, _queues(waits)))
     return [
         replace(wait, targets=wait.targets & lagging, is_certain=True)
         if wait.reason is DumpWaitReason.DEVICE and not wait.is_certain and wait.targets & lagging
@@ -73,7 +73,7 @@ def culprits_of(waits: Iterable[DumpWait], dumps: Mapping[int, Dump]) -> list[Du
     """Return the culprits, sorted by rank; empty if no rank waits. `waits`: from `narrowed`."""
     waits = sorted(waits, key=lambda wait: wait.operation.launched_ns())
     queues = _queues(waits)
-    lagging = set(_held_by_nothing(waits, queues))
+    lagging = set(_independently_late(waits, queues))
     queues |= {rank: [] for rank in lagging}
     current, ends = _follow(queues, lagging)
     while any(_open_at_sends(end, queues) for end in ends):
@@ -119,7 +119,7 @@ def _edges(current: Mapping[int, DumpWait]) -> dict[int, list[int]]:
     return edges
 
 
-def _held_by_nothing(
+def _independently_late(
     waits: Iterable[DumpWait], queues: Mapping[int, list[DumpWait]]
 ) -> Iterator[int]:
     """Return ranks that are behind for a reason of their own, even if they also wait.

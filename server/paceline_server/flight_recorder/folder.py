@@ -82,8 +82,8 @@ def read_folder(directory: Path) -> Folder:
         raise found.malformed[0]
     if not found.dumps:
         raise NoDumpsError(
-            f"{directory} holds no Flight Recorder dump: expected one file per rank, whose name, "
-            "or else its folder's, ends in the rank, such as _dump_0, trace_rank_0.json or "
+            f"{directory} contains no Flight Recorder dump: expected one file per rank, whose "
+            "name, or that of its folder, ends in the rank, such as _dump_0, trace_rank_0.json or "
             "rank_0/dump"
         )
     return found
@@ -110,7 +110,7 @@ def _read_all(directory: Path, paths: Iterable[Path]) -> Folder:
             dumps[file.rank] = dump
         elif first.path.parent == path.parent:
             notes.append(
-                f"{file.name} is a second dump of rank {file.rank} beside {first.name}: ignored"
+                f"{file.name} is ignored: {first.name} is another dump of rank {file.rank}"
             )
         else:
             raise MalformedDumpError(
@@ -125,7 +125,7 @@ def _read_all(directory: Path, paths: Iterable[Path]) -> Folder:
     } - dumps.keys()
     for file, why in failed:
         if file.form in forms and file.rank in unreadable:
-            notes.append(f"{why}: rank {file.rank} counts as without a dump")
+            notes.append(f"{why}: rank {file.rank} is treated as having no dump")
         elif isinstance(why, NotADumpError):
             ignored.append(file.name)
         else:
@@ -133,7 +133,7 @@ def _read_all(directory: Path, paths: Iterable[Path]) -> Folder:
     if ignored:
         more = len(ignored) - _IGNORED_SHOWN
         shown = ", ".join(ignored[:_IGNORED_SHOWN]) + (f" and {more} more" if more > 0 else "")
-        notes.append(f"{shown}: no dumps of a rank, ignored")
+        notes.append(f"{shown}: ignored: not a dump of a rank")
     malformed = tuple(error for _, error in failed if isinstance(error, MalformedDumpError))
     return Folder(dumps, tuple(notes), frozenset(unreadable), malformed)
 
@@ -176,7 +176,7 @@ def _unpacked(data: bytes) -> bytes:
             with zstandard.open(packed) as stream:
                 data = stream.read(FILE_BYTES_LIMIT + 1)
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-        raise MalformedDumpError("is not whole where it is compressed") from error
+        raise MalformedDumpError("is incomplete: its compressed content ends early") from error
     if len(data) > FILE_BYTES_LIMIT:
         raise MalformedDumpError(f"is larger than {FILE_BYTES_LIMIT} bytes, no dump is")
     if not _JSON.match(data) and not _PICKLE.match(data):
@@ -191,4 +191,4 @@ def load(data: bytes) -> object:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise MalformedDumpError("is not whole JSON") from error
+        raise MalformedDumpError("is incomplete JSON") from error

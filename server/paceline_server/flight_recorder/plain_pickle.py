@@ -101,7 +101,7 @@ class _Machine:
                 return stack[0]
             elif opcode in _REFUSED:
                 raise HostileDumpError(
-                    f"{_REFUSED[opcode]}, which no dump does: refused, not executed"
+                    f"{_REFUSED[opcode]}; a dump never does, so it was not executed"
                 )
             else:
                 raise ValueError(f"no such opcode: {opcode:#x}")
@@ -131,16 +131,14 @@ class _Machine:
 
     def long(self, size: int) -> int:
         if size > _INTEGER_BYTES_LIMIT:
-            raise HostileDumpError(f"holds an integer of {size} bytes, which no dump does: refused")
+            raise HostileDumpError(f"contains an integer of {size} bytes; a dump never does")
         return self.number(size, signed=True)
 
     def decimal(self) -> int:
         """INT and LONG of protocol 0; `I01` and `I00` are how it writes booleans."""
         line = self.line().rstrip(b"L")
         if len(line) > _INTEGER_DIGITS_LIMIT:
-            raise HostileDumpError(
-                f"holds an integer of {len(line)} digits, which no dump does: refused"
-            )
+            raise HostileDumpError(f"contains an integer of {len(line)} digits; a dump never does")
         return {b"01": True, b"00": False}.get(line, int(line))
 
     def gotten(self, index: int) -> Any:
@@ -179,9 +177,7 @@ class _Machine:
 
     def _open_mark(self) -> None:
         if len(self._below) >= _OPEN_MARKS_LIMIT:
-            raise HostileDumpError(
-                f"nests more than {_OPEN_MARKS_LIMIT} levels, which no dump does: refused"
-            )
+            raise HostileDumpError(f"nests more than {_OPEN_MARKS_LIMIT} levels; a dump never does")
         self._below.append(self._stack)
         self._stack = []
 
@@ -203,7 +199,9 @@ class _Machine:
         for key in following:
             # A tuple as a key would be hashed, which is exponential in its nesting.
             if type(key) is not str and type(key) not in (int, bytes):
-                raise HostileDumpError("has a key that is no string or number: refused")
+                raise HostileDumpError(
+                    "has a key that is not a string or number; a dump never does"
+                )
             target[key] = next(following)
 
 

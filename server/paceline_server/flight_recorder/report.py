@@ -122,7 +122,7 @@ def _doubts(first: DumpWait | None, dumps: Mapping[int, Dump]) -> Iterator[str]:
     if not any(name in dump.groups and dump.groups[name].ranks for dump in dumps.values()):
         yield (
             f"no dump lists the ranks of group {name}: if the job has ranks after {max(dumps)}, "
-            "which left no dump, look at those first"
+            "which left no dump, check those first"
         )
 
 
@@ -219,35 +219,44 @@ def _name(wait: DumpWait) -> str:
     return f"{wait.op} {wait.operation.sequence} of {group.description or 'group'} ({group.name})"
 
 
+_COMPARE = "Compare its code path with that of its peers: a condition on the rank or on its data."
+
+
 def _verdict(
     culprits: list[DumpCulprit], first: DumpWait | None, without_dump: tuple[int, ...]
 ) -> str:
     if first is None:
         lost = f"; {_ranks(without_dump)} left no dump" if without_dump else ""
-        return f"Nothing hangs: no rank waits for another in any collective or message{lost}."
+        return f"No hang: no rank waits for another one in a collective or transfer{lost}."
     who = _ranks(culprit.rank for culprit in culprits)
     what = _name(first)
     members = _ranks(first.operation.group.ranks)
     waiting = sorted(first.operation.unfinished() - {culprit.rank for culprit in culprits})
     held = f"; {_ranks(waiting)} waited in it" if waiting else ""
-    return f"{_cause(culprits, first, who, what)} (group of {members}{held})."
+    cause, advice = _cause(culprits, first, who, what)
+    return f"{cause} (group of {members}{held}). {advice}"
 
 
-def _cause(culprits: list[DumpCulprit], first: DumpWait, who: str, what: str) -> str:
+def _cause(culprits: list[DumpCulprit], first: DumpWait, who: str, what: str) -> tuple[str, str]:
+    """Return the cause as a clause, and a sentence with what to do."""
     if not all(culprit.is_certain for culprit in culprits):
         who = f"One of {who} (the dumps do not say which)" if len(culprits) > 1 else who
     else:
         who = who[0].upper() + who[1:]
     match first.reason:
         case DumpWaitReason.MISMATCH:
-            return f"{who} launched something else in the place of {what}"
+            return f"{who} launched a different operation instead of {what}", _COMPARE
         case DumpWaitReason.NO_DUMP:
-            return f"{who} left no dump, and all others launched {what}: dead or stuck on the host"
+            cause = f"{who} left no dump, and all other ranks launched {what}"
+            return cause, "Check whether the process is alive, its log and its node."
         case _ if any(culprit.kind == "mismatch" for culprit in culprits):
-            return f"{who} launched in another order: something else stands before {what}"
+            cause = f"{who} launched operations in another order: a different one precedes {what}"
+            return cause, _COMPARE
         case DumpWaitReason.HOST:
-            return f"{who} stopped on the host, before launching {what}"
-    return f"{who} stopped on the device: every rank launched {what}, and it does not end"
+            cause = f"{who} stopped on the host before launching {what}"
+            return cause, "Read its Python stack and its log."
+    cause = f"{who} stopped on the device: every rank launched {what}, and it does not complete"
+    return cause, "Check its GPU and links (XID errors in the kernel log, `nvidia-smi`)."
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -106,7 +106,7 @@ def test_nodes_are_taken_from_the_server(server: str, files: list[Path]) -> None
     result = invoke("--server", server, "--exec", there, "--no-benchmarks", "--json")
     document = json.loads(result.stdout)
     assert [each["node"] for each in document["nodes"]] == ["node-0", "node-2"]
-    assert "agent-1 (node-1): left out" in result.stderr
+    assert "agent-1 (node-1): not checked" in result.stderr
     assert document["verdict"] == "fail", "node-2 has an MTU of its own"
 
 
@@ -114,7 +114,7 @@ def test_nodes_are_taken_from_the_server(server: str, files: list[Path]) -> None
 def test_a_server_without_nodes_is_reported(server: str) -> None:
     result = invoke("--server", server)
     assert result.exit_code == 1
-    assert "hears of no node" in result.stderr
+    assert "knows no live node" in result.stderr
 
 
 def test_json_holds_checks_nodes_and_verdict(files: list[Path]) -> None:

@@ -90,7 +90,7 @@ def test_ranks_after_the_last_dump_are_asked_for_where_groups_are_not_listed() -
     stuck = entry(1, "all_reduce", 2, profiling_name="gloo:all_reduce")
     found = judged(dump(0, stuck, pg_config={}), dump(1, stuck, pg_config={}))
     assert (found.kind, found.is_certain) == ("device", False)
-    assert "if the job has ranks after 1, which left no dump, look at those" in found.notes[0]
+    assert "if the job has ranks after 1, which left no dump, check those" in found.notes[0]
     assert judged(dump(0, stuck), dump(1, stuck), dump(2, stuck)).notes == ()
 
 

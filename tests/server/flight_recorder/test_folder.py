@@ -108,7 +108,7 @@ def test_other_files_are_named_and_ignored(tmp_path: Path) -> None:
     assert found.culprits == (CULPRIT,)
     assert found.notes == (
         "folder_1, dump_v1.5, rank_1.pipe, fault_injection.log, empty_1, rank_1.log: "
-        "no dumps of a rank, ignored",
+        "ignored: not a dump of a rank",
     )
 
 
@@ -117,7 +117,7 @@ def test_of_many_other_files_some_are_named(tmp_path: Path) -> None:
     for number in range(100):
         (tmp_path / f"{number}.txt").write_text("Fault ranks: [0]\n")
     (note,) = report(tmp_path).notes
-    assert note.endswith("6.txt, 7.txt and 92 more: no dumps of a rank, ignored")
+    assert note.endswith("6.txt, 7.txt and 92 more: ignored: not a dump of a rank")
 
 
 def test_two_dumps_of_one_rank_count_once(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_two_dumps_of_one_rank_count_once(tmp_path: Path) -> None:
     write(tmp_path, "trace_rank_{}.json")
     found = report(tmp_path)
     assert found.culprits == (CULPRIT,)
-    assert "trace_rank_0.json is a second dump of rank 0 beside _dump_0: ignored" in found.notes
+    assert "trace_rank_0.json is ignored: _dump_0 is another dump of rank 0" in found.notes
 
 
 def test_a_name_that_the_groups_of_the_dump_belie_is_not_believed(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_an_empty_file_is_a_rank_without_a_dump(tmp_path: Path) -> None:
     (tmp_path / f"_dump_{CULPRIT}").write_bytes(b"")
     found = report(tmp_path)
     assert (found.culprits, found.kind, found.without_dump) == ((CULPRIT,), "host", (CULPRIT,))
-    assert f"rank {CULPRIT} counts as without a dump" in found.notes[0]
+    assert f"rank {CULPRIT} is treated as having no dump" in found.notes[0]
 
 
 @pytest.mark.parametrize("name", ["_dump_{}", "trace_rank_{}.json"])
@@ -200,8 +200,8 @@ def test_a_dump_that_is_cut_off_does_not_hide_the_others(tmp_path: Path, compres
     path.write_bytes((gzip.compress(data) if compressed else data)[:-9])
     found = report(tmp_path)
     assert (found.culprits, found.without_dump) == ((CULPRIT,), (CULPRIT,))
-    assert found.notes[0].startswith(f"_dump_{CULPRIT} is not whole") or not compressed
-    assert found.notes[0].endswith(f": rank {CULPRIT} counts as without a dump")
+    assert found.notes[0].startswith(f"_dump_{CULPRIT} is incomplete") or not compressed
+    assert found.notes[0].endswith(f": rank {CULPRIT} is treated as having no dump")
 
 
 def test_one_hostile_dump_is_enough_to_refuse_them_all(tmp_path: Path) -> None:
@@ -226,8 +226,8 @@ def test_a_folder_without_dumps(tmp_path: Path, make: bool) -> None:
     [
         (b"cos\nsystem\n(S'true'\ntR.", HostileDumpError, "_dump_2 imports a global"),
         (pickle.dumps({"entries": []})[:-3], MalformedDumpError, "_dump_2 is not a whole pickle"),
-        (b'{"entries": [', MalformedDumpError, "_dump_2 is not whole JSON"),
-        (b'{"a":' * 100_000, MalformedDumpError, "_dump_2 is not whole JSON"),
+        (b'{"entries": [', MalformedDumpError, "_dump_2 is incomplete JSON"),
+        (b'{"a":' * 100_000, MalformedDumpError, "_dump_2 is incomplete JSON"),
         (pickle.dumps([1, 2]), MalformedDumpError, "_dump_2 is not a Flight Recorder dump"),
         (b"{}", MalformedDumpError, "expected 2.4 to 2.10, found None"),
         (b'{"version": "1.5", "entries": []}', MalformedDumpError, "found 1.5"),

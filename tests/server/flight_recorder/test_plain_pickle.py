@@ -66,7 +66,7 @@ class _Call:
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_a_call_is_refused_and_not_made(protocol: int, tmp_path: Path) -> None:
     data = pickle.dumps({"version": "2.9", "entries": [_Call(tmp_path / "made")]}, protocol)
-    with pytest.raises(HostileDumpError, match="refused, not executed"):
+    with pytest.raises(HostileDumpError, match="was not executed"):
         plain_pickle.load(data)
     assert not (tmp_path / "made").exists()
     # The same bytes do harm where they are trusted, so the test above tests something.
@@ -103,7 +103,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_no_dump_holds_is_refused(name: str) -> None:
-    with pytest.raises(HostileDumpError, match="refused"):
+    with pytest.raises(HostileDumpError, match="a dump never does"):
         plain_pickle.load(HOSTILE[name])
 
 

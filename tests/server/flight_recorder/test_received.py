@@ -30,7 +30,7 @@ def test_the_recorded_incident_is_concluded_from_what_was_sent(received):
     report, text = conclude(received, range(16))
     assert report is not None
     assert report.culprits == (9, 14)
-    assert text.startswith("Flight Recorder, 16 dumps: Ranks 9, 14 stopped on the host, before")
+    assert text.startswith("Flight Recorder, 16 dumps: Ranks 9, 14 stopped on the host before")
 
 
 def test_a_rank_that_did_not_write_its_requested_dump_is_hung(received):

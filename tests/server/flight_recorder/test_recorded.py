@@ -18,7 +18,7 @@ def test_the_two_ranks_whose_gil_was_held_are_named(recorded: Path) -> None:
     assert found.process_group is not None
     assert found.process_group.description == "EXPERT_MODEL_PARALLEL_GROUP"
     assert found.process_group.ranks == tuple(range(8, 16))
-    assert found.verdict.startswith("Ranks 9, 14 stopped on the host, before launching all_to_all")
+    assert found.verdict.startswith("Ranks 9, 14 stopped on the host before launching all_to_all")
 
 
 @pytest.mark.parametrize("lost", [{9}, {9, 14}])

@@ -1,4 +1,4 @@
-"""Checks over the facts of all nodes, one family a file. Pure: they read nothing themselves."""
+"""Checks over the facts of all nodes, one file per topic. They are pure and read nothing."""
 
 from __future__ import annotations
 

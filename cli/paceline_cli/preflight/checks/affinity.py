@@ -1,4 +1,4 @@
-"""How far each GPU is from its nearest RDMA device."""
+"""Checks of the PCI distance between each GPU and its nearest RDMA device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def checks(nodes: Sequence[NodeFacts]) -> Iterator[Check]:
 
 
 def _nearest_of(node: NodeFacts) -> dict[int, str]:
-    """Class of the way to the nearest RDMA device by GPU, where it is known."""
+    """Return the class of the path to the nearest RDMA device, by GPU, where it is known."""
     classes = {gpu.index: _nearest(gpu, node) for gpu in node.gpus}
     return {index: near.name for index, near in classes.items() if near is not None}
 
@@ -46,6 +46,6 @@ def _nearest(gpu: PreflightGpu, node: NodeFacts) -> Distance | None:
 
 
 def _place(device: PreflightGpu | RdmaPort) -> PciDevice | None:
-    if len(device.pci_path) < 2:  # a host bridge at least, and the device
+    if len(device.pci_path) < 2:  # at least a host bridge and the device
         return None
     return PciDevice(tuple(device.pci_path), device.numa_node, local_cpus="")

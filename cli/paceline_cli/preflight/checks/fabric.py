@@ -1,4 +1,4 @@
-"""Links: RDMA ports and interfaces up, equally fast, with one MTU; RDMA from GPU memory."""
+"""Checks of links: RDMA ports and interfaces are up, equally fast, and have one MTU."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _active(node: NodeFacts) -> list[RdmaPort]:
 
 
 def _ports_up(nodes: Sequence[NodeFacts], fix: str) -> Check:
-    """A port that is down everywhere is not cabled; one that is up elsewhere is broken here."""
+    """Check port states. A port that is down on all nodes is not cabled."""
     used = {port.name for node in nodes for port in _active(node)}
     found: dict[str, list[str]] = {}
     for node in nodes:
@@ -69,14 +69,14 @@ def _ports_up(nodes: Sequence[NodeFacts], fix: str) -> Check:
 
 
 def _rates(node: NodeFacts) -> tuple[str, ...] | None:
-    """`8 x 400`, for the same cards need not have the same names."""
+    """Return rates such as `8 x 400`: equal cards may have different names."""
     rates = [port.rate_bits_per_second for port in _active(node)]
     known = sorted((rate / _GIGA for rate in rates if rate is not None), reverse=True)
     return tuple(f"{known.count(rate)} x {rate:g}" for rate in dict.fromkeys(known)) or None
 
 
 def _subnets(nodes: Sequence[NodeFacts]) -> Check:
-    """InfiniBand ports reach each other below one subnet prefix only, unless there are routers."""
+    """Check subnet prefixes: InfiniBand ports with different ones need a router."""
     subnets = {
         node.node: tuple(
             sorted({p.subnet_prefix or "?" for p in _active(node) if p.link_layer == "InfiniBand"})
@@ -97,7 +97,7 @@ def _may_open(nodes: Sequence[NodeFacts]) -> Check:
 
 
 def _peer_memory(nodes: Sequence[NodeFacts]) -> Check:
-    """GPUDirect RDMA: by a peer memory module, or by dma-buf with the open driver."""
+    """Check GPUDirect RDMA: a peer memory module, or dma-buf with the open driver."""
     concerned = [node for node in nodes if node.gpus and node.rdma_ports]
     if not concerned:
         return skipped("peer memory", "no node has GPUs and RDMA devices")

@@ -1,4 +1,4 @@
-"""GPUs: as many, of one kind, with equal limits, healthy and free."""
+"""Checks of GPUs: equal in number, model and limits; healthy and free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline_cli.preflight.verdict import Check, equal, faults, listing, skippe
 
 _BAD_THROTTLING = {"hw_slowdown", "hw_thermal_slowdown", "hw_power_brake", "sw_thermal_slowdown"}
 _BUSY_PERCENT = 5.0
-_BUSY_RATIO = 0.02  # of the memory: more than a driver keeps for itself
+_BUSY_RATIO = 0.02  # share of memory in use, above what a driver reserves
 
 # check: (fields of a GPU, unit, fix)
 _LIMITS: dict[str, tuple[tuple[str, ...], str, str]] = {
@@ -147,7 +147,7 @@ def _busy(gpu: PreflightGpu) -> list[str]:
 
 
 def _nvlinks(nodes: Sequence[NodeFacts]) -> Check:
-    """Against the most any GPU here has: NVML does not say how many there ought to be."""
+    """Compare with the largest number of any GPU here: NVML does not report the expected number."""
     links = [gpu.nvlinks_active for node in nodes for gpu in node.gpus]
     most = max((links for links in links if links is not None), default=None)
     if not most:

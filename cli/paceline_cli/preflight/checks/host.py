@@ -8,10 +8,10 @@ from paceline_cli import render
 from paceline_cli.preflight.facts import CheckpointPath, NodeFacts
 from paceline_cli.preflight.verdict import Check, equal, faults, skipped
 
-_CLOCK_ERROR_SECONDS = 0.1  # more, and what two nodes say of one moment cannot be lined up
+_CLOCK_ERROR_SECONDS = 0.1  # a larger clock difference prevents comparing events of two nodes
 _FILES_AT_LEAST = 65_536  # sockets, libraries and data shards of eight ranks
 _MEBIBYTE, _GIBIBYTE = 1 << 20, 1 << 30
-_SHM_AT_LEAST_BYTES = _GIBIBYTE  # a container's default of 64 MiB ends NCCL and data loaders
+_SHM_AT_LEAST_BYTES = _GIBIBYTE  # NCCL and data loaders fail with a container's default of 64 MiB
 _FREE_AT_LEAST = 0.1
 _SLOW_RATIO = 0.5
 _GOVERNORS = {"performance", "schedutil"}
@@ -55,7 +55,7 @@ def _open_files(nodes: Sequence[NodeFacts]) -> Check:
 
 
 def _locked_memory(nodes: Sequence[NodeFacts]) -> Check:
-    """RDMA pins what it sends. Without RDMA the limit does not matter."""
+    """Check the limit of locked memory: RDMA pins what it sends. Only with RDMA."""
     concerned = [node for node in nodes if node.rdma_ports and "memlock" in node.limits]
     if not concerned:
         return skipped("locked memory", "no node has RDMA devices")
@@ -137,5 +137,5 @@ def _write_speed(path: str, by_node: dict[str, CheckpointPath]) -> Check:
 
 
 def _gibibytes(size: int | None) -> float | None:
-    """Rounded: kernels keep slightly different amounts for themselves."""
+    """Return rounded memory sizes: kernels reserve slightly different amounts."""
     return None if size is None else float(round(size / _GIBIBYTE / 4) * 4)

@@ -1,4 +1,4 @@
-"""`NCCL_*` as the job would see it: equal, and naming interfaces and devices that are there.
+"""Checks of the `NCCL_*` variables: equal on all nodes, and naming existing devices.
 
 Syntax of NCCL_SOCKET_IFNAME and NCCL_IB_HCA: NCCL's documentation, "Environment Variables".
 """
@@ -34,7 +34,7 @@ def _socket(nodes: Sequence[NodeFacts]) -> Check:
     passed = f"{_SOCKET}={', '.join(asked)}" if any(asked) else f"{_SOCKET} is not needed"
     check = faults(_SOCKET, found, fix, passed)
     unset = not any(asked)
-    if unset and check.status == "fail":  # NCCL chooses itself, often rightly
+    if unset and check.status == "fail":  # then NCCL selects an interface, usually the right one
         return Check(
             name=check.name, status="warn", evidence=check.evidence, fix=fix, nodes=check.nodes
         )

@@ -1,4 +1,4 @@
-"""Versions that must not differ between nodes, and those that better did not."""
+"""Checks of versions: those that must be equal on all nodes, and those that should be."""
 
 from __future__ import annotations
 
