@@ -542,8 +542,8 @@ def test_head_probe_gets_the_status_of_get(server: Any, client: httpx.Client) ->
 @pytest.mark.parametrize(
     ("method", "path", "status", "header"),
     [
-        ("POST", "/healthz", 405, {"allow": "GET"}),
-        ("PUT", "/api/v1/agents/node-1/commands", 405, {"allow": "GET"}),
+        ("POST", "/healthz", 405, {"allow": "GET, HEAD, OPTIONS"}),
+        ("PUT", "/api/v1/agents/node-1/commands", 405, {"allow": "GET, OPTIONS"}),
         ("GET", "/api/v1/jobs/", 307, {"location": "http://127.0.0.1/api/v1/jobs"}),
         ("POST", "/api/v1/nothing", 404, {}),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,7 @@ def test_every_response_has_the_security_headers(client: httpx.Client, path: str
     assert_secure(client.get(path))
 
 
-def test_refusals_and_failures_have_the_security_headers(
-    client: httpx.Client, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals_and_failures_have_the_security_headers(client: httpx.Client, server: Any) -> None:
     for answer in (
         client.post("/api/v1/ingest"),
         client.delete("/api/v1/jobs"),
@@ -46,7 +45,7 @@ def test_refusals_and_failures_have_the_security_headers(
     def fail() -> list[str]:
         raise RuntimeError("a bug")
 
-    object.__setattr__(server.app.state.parts, "unready", fail)
+    server.app.state.parts = dataclasses.replace(server.app.state.parts, unready=fail)
     broken = client.get("/readyz")
     assert broken.status_code == 500
     assert_secure(broken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -163,7 +164,7 @@ def test_sessions_and_links_expire(server: Any, browser: Browser) -> None:
     unused = link(server)
     parts = server.app.state.parts
     later = parts.now_ns() + SESSION_NS
-    object.__setattr__(parts, "now_ns", lambda: later)
+    server.app.state.parts = dataclasses.replace(parts, now_ns=lambda: later)
     assert browser.client.post(STOP, headers=browser.sign).status_code == 401
     assert browser.client.get(unused).status_code == 403
 
