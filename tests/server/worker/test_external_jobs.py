@@ -100,7 +100,7 @@ def test_a_crash_is_reported_and_not_repaired(
         nodes[number].run_external("train", number, PAIR)
     wait_for(lambda: ((job("train") or {}).get("step") or 0) >= 3, "steps")
     nodes[1].crash(1)
-    nodes[0].crash(0)
+    nodes[0].vanish(0)
     wait_for(lambda: job("train")["state"] == "failed", "the end")
     incident = server.client.get("/api/v1/incidents?job=train").json()["items"][0]
     assert (incident["kind"], incident["rank"]) == ("failure", 1)

@@ -254,7 +254,8 @@ class ExitDetector(Detector):
         quote = error_line(event.log_tail)
         evidence = [
             Evidence(
-                f"process {event.pid} of {self.generation.rank_text(event.rank)}: {_cause(event)}"
+                f"process {event.pid} of {self.generation.rank_text(event.rank)}: "
+                + ("exit code 0" if event.exit_code == 0 else _cause(event))
             )
         ]
         if killed is not None:
