@@ -79,3 +79,13 @@ def test_large_ids_are_exchanged_exactly() -> None:
     rank.page = Control(2**53 - 1, ControlKind.CHECKPOINT, 2**32 - 1)
     rank.agreement.learn([rank.agreement.proposal()], 0)
     assert rank.acknowledged == [(2**53 - 1, SEEN, 2**32 - 1)]
+
+
+def test_a_withdrawn_command_is_executed_by_no_rank() -> None:
+    ranks = [Rank(), Rank(), Rank()]
+    ranks[1].page = Control(7, ControlKind.CHECKPOINT_AND_STOP, 10)
+    run_steps(ranks, 4, 6)
+    ranks[2].page = Control(8, ControlKind.CANCEL, 0)
+    run_steps(ranks, 6, 20)
+    assert all(not rank.acted for rank in ranks)
+    assert [rank.acknowledged[-1] for rank in ranks] == [(8, DONE, 6)] * 3

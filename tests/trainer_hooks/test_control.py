@@ -44,3 +44,29 @@ def test_the_same_command_written_again_stays_answered(reader: RingReader) -> No
 def test_an_answer_that_does_not_fit_its_word_raises_nothing(reader: RingReader) -> None:
     paceline.acknowledge(-1, AckStatus.DONE, 1)
     assert reader.acknowledgement() is None
+
+
+def test_a_script_declares_what_it_can_do(reader: RingReader) -> None:
+    assert (reader.view().can_checkpoint, reader.view().can_stop) == (False, False)
+    paceline.declare(checkpoint=True, stop=True)
+    assert (reader.view().can_checkpoint, reader.view().can_stop) == (True, True)
+    paceline.declare(stop=True)
+    assert (reader.view().can_checkpoint, reader.view().can_stop) == (False, True)
+
+
+def test_checkpoints_and_their_failures_are_reported_with_the_reason(reader: RingReader) -> None:
+    view = reader.view()
+    assert (view.saved_step, view.failed_saves, view.save_failure) == (None, 0, None)
+    paceline.checkpoint_saved(0)
+    assert reader.view().saved_step == 0
+    paceline.checkpoint_failed("[Errno 28] No space left on device" + " and more" * 100)
+    paceline.checkpoint_failed("Stale file handle")
+    view = reader.view()
+    assert (view.saved_step, view.failed_saves, view.save_failure) == (0, 2, "Stale file handle")
+
+
+def test_values_that_cannot_be_reported_raise_nothing(reader: RingReader) -> None:
+    paceline.checkpoint_saved("soon")  # type: ignore[arg-type]
+    paceline.checkpoint_failed(object())  # type: ignore[arg-type]
+    paceline.declare(checkpoint="yes", stop=None)  # type: ignore[arg-type]
+    assert reader.view().saved_step is None
