@@ -78,6 +78,7 @@ def test_the_stack_of_the_culprit_is_taken_before_the_restart(
             "name": "stuck",
             "argv": [sys.executable, str(script)],
             "topology": {"dp": 2, "pp": 1, "tp": 1},
+            "mode": "auto",  # the script cannot checkpoint
         }
         job_id = client.post("/jobs", json=job).raise_for_status().json()["id"]
 
