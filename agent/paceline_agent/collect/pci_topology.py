@@ -118,7 +118,7 @@ def distance(one: PciDevice, other: PciDevice, numa_nodes: int) -> Distance | No
 
 def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:
     pairs = enumerate(zip(one, other, strict=False))
-    differing = (index for index, (mine, its) in pairs if mine != its)
+    differing = (index for index, (own, other) in pairs if own != other)
     return next(differing, min(len(one), len(other)))
 
 

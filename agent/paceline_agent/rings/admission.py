@@ -95,10 +95,10 @@ def in_turns(
     """
     by_user: dict[int, list[tuple[Path, os.stat_result]]] = {}
     for path, status in files:
-        mine = by_user.setdefault(status.st_uid, [])
-        is_full = len(mine) + attached.get(status.st_uid, 0) >= RINGS_PER_USER
-        if len(mine) < limit and (status.st_uid == ROOT or not is_full):
-            mine.append((path, status))
+        of_user = by_user.setdefault(status.st_uid, [])
+        is_full = len(of_user) + attached.get(status.st_uid, 0) >= RINGS_PER_USER
+        if len(of_user) < limit and (status.st_uid == ROOT or not is_full):
+            of_user.append((path, status))
     turns = itertools.zip_longest(*by_user.values())
     ordered = [file for turn in turns for file in turn if file is not None]
     return ordered[: max(0, _most_rings() - sum(attached.values()))]

@@ -229,14 +229,14 @@ class ProbeGroup:
     def __init__(self, rank: ProbeRank, name: str, ranks: Sequence[int]) -> None:
         self._rank, self._plan = rank, rank.plan
         store = PrefixStore(name, rank.store)
-        mine, size = ranks.index(rank.rank), len(ranks)
+        own, size = ranks.index(rank.rank), len(ranks)
         self._group: Any
         if self._plan.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = rank.patience
-            self._group = dist.ProcessGroupNCCL(store, mine, size, options)
+            self._group = dist.ProcessGroupNCCL(store, own, size, options)
         else:
-            self._group = dist.ProcessGroupGloo(store, mine, size, rank.patience)
+            self._group = dist.ProcessGroupGloo(store, own, size, rank.patience)
 
     def latency_seconds(self) -> float:
         """Return the median of small all-reduces on the slowest rank."""

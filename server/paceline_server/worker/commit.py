@@ -80,7 +80,7 @@ class Commit:
 def write_commit(
     session: Session, snapshot: Snapshot, commit: Commit, targets: AlertTargets, now_ns: int
 ) -> None:
-    """Raises ConflictError: the transaction has to be rolled back then."""
+    """Write the commit. Raises ConflictError: the transaction must then be rolled back."""
     job_id, decision = snapshot.job_id, commit.decision
     over = commit.columns.state in FINISHED
     _update_job(session, job_id, commit.columns)

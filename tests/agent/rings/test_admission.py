@@ -259,8 +259,8 @@ def test_a_user_who_writes_too_much_delays_only_his_own_rings(
         before = rings.counts.spans
         rings.poll()
         assert rings.counts.spans - before <= 100 + 9
-    mine = rings.positions[RankKey("job", 0, 0)]
-    assert mine == 20 * 9
+    own = rings.positions[RankKey("job", 0, 0)]
+    assert own == 20 * 9
 
 
 @needs_root
@@ -328,5 +328,5 @@ def test_a_name_that_another_user_took_is_avoided(tmp_path: Path) -> None:
             os._exit(2)
     os.close(within)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    (mine,) = (path for path in tmp_path.iterdir() if path != taken)
-    assert (mine.stat().st_uid, mine.suffix) == (ALICE, ".ring")
+    (own,) = (path for path in tmp_path.iterdir() if path != taken)
+    assert (own.stat().st_uid, own.suffix) == (ALICE, ".ring")

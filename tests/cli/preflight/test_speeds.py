@@ -1,4 +1,4 @@
-"""Who is slow, from measured pairs: a node, a link, or nobody."""
+"""Measured pairs show whether a node, a link or nothing is slow."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def test_export_agrees_with_the_server(recorded: Recorded, tmp_path: Path) -> No
     for key in ("slowdown", "step_seconds", "ideal_step_seconds", "m_s", "m_w"):
         assert exported[key] == pytest.approx(served[key], abs=0.02)
     for key in ("stage", "dp_rank", "worker"):
-        mine, theirs = exported[f"slowdown_by_{key}"], served[f"slowdown_by_{key}"]
-        assert mine == pytest.approx(theirs, abs=0.02)
+        found, expected = exported[f"slowdown_by_{key}"], served[f"slowdown_by_{key}"]
+        assert found == pytest.approx(expected, abs=0.02)
 
 
 def test_the_ideal_step_of_a_job_is_written_for_perfetto(

@@ -27,7 +27,7 @@ def test_a_rank_that_exits_before_its_first_step_ends_the_start(mode: str) -> No
     world = World(policy=Policy(mode=mode))  # type: ignore[arg-type]
     world.nodes["node-0"].crashes_at_start = 1
     world.until(lambda: world.state == "failed", 120.0)
-    assert not world.processes(), "its peers would wait for it for ever"
+    assert not world.processes(), "its peers would wait for it forever"
 
 
 @pytest.mark.parametrize("mode", [*MODES, "approve", "auto", "default"])

@@ -76,9 +76,9 @@ def test_a_cause_whose_samples_come_late_updates_the_finding():
     assert {found.cause for found in stragglers(job)} == {"unknown"}
     job.samples = measured
     for rank in job.ranks:
-        mine = [each for each in held if each.labels["gpu"] == str(rank % job.ranks_per_node)]
+        own = [each for each in held if each.labels["gpu"] == str(rank % job.ranks_per_node)]
         if rank == 2:
-            job.engine.feed(job.batch(job.node(rank), samples=mine), job.now_ns)
+            job.engine.feed(job.batch(job.node(rank), samples=own), job.now_ns)
     job.advance(12)
     first, later = stragglers(job)[0], stragglers(job)[-1]
     assert (first.cause, later.cause) == ("unknown", "thermal throttle")

@@ -214,11 +214,11 @@ class Job:
         ]
         status = {}
         for local, name in enumerate(own):
-            mine = [e for e in self.ranks[rank].launched if e.instruction.group == name]
-            if mine:
-                done = [e for e in mine if e.completed]
+            launched = [e for e in self.ranks[rank].launched if e.instruction.group == name]
+            if launched:
+                done = [e for e in launched if e.completed]
                 status[str(local)] = {
-                    "last_enqueued_collective": mine[-1].sequence,
+                    "last_enqueued_collective": launched[-1].sequence,
                     "last_started_collective": -1,
                     "last_completed_collective": done[-1].sequence if done else -1,
                 }

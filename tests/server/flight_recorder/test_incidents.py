@@ -1,4 +1,4 @@
-"""Simulated incidents with a known cause: who is named, and how.
+"""Simulated incidents with a known cause: the ranks that are named, and how.
 
 What the dumps cannot decide is not asked for: which rank of a group it is when all have launched a
 collective and no dump says which kernels began; which of two ranks differs when there are only two;

@@ -105,8 +105,8 @@ class StuckProgram:
         return members
 
     def _find_members(self, rank: int, group: int) -> list[int]:
-        mine = self.topology.coordinates(rank)
-        place = [(mine.dp_rank, mine.pp_rank, mine.tp_rank)]
+        own = self.topology.coordinates(rank)
+        place = [(own.dp_rank, own.pp_rank, own.tp_rank)]
         free = {TP: {2}, DP: {0}, PP: {1}, WORLD: {0, 1, 2}}[group]
         found = []
         for other in self.ranks:

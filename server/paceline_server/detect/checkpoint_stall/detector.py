@@ -63,11 +63,11 @@ class CheckpointStallDetector(Detector):
         self._since_seconds = 0.0
         self._active: dict[str, Finding] = {}
 
-    def update(self, seen: Observation) -> list[Finding]:
+    def update(self, observation: Observation) -> list[Finding]:
         findings = []
-        for timing in self.after_warmup(seen.timings):
+        for timing in self.after_warmup(observation.timings):
             if timing.ranks.rank.size and self._add_checkpoint(timing):
-                findings += self._judge(seen)
+                findings += self._judge(observation)
         return findings
 
     def _add_checkpoint(self, timing: StepTiming) -> bool:
@@ -87,9 +87,9 @@ class CheckpointStallDetector(Detector):
         self._since_seconds = 0.0
         return True
 
-    def _judge(self, seen: Observation) -> list[Finding]:
+    def _judge(self, observation: Observation) -> list[Finding]:
         """Return what is new after a checkpoint. A problem that is not found again is cleared."""
-        now_ns = seen.now_ns
+        now_ns = observation.now_ns
         found = [*self._slow_ranks(now_ns), *self._slow_storage(now_ns)]
         if not found:
             found = self._expensive(now_ns)
@@ -100,7 +100,7 @@ class CheckpointStallDetector(Detector):
             if fingerprint not in current
         ]
         new = [
-            self._with_node(finding, seen)
+            self._with_node(finding, observation)
             for finding in found
             if finding.fingerprint not in self._active
         ]
@@ -126,7 +126,7 @@ class CheckpointStallDetector(Detector):
             nodes.setdefault(self.generation.node(rank), []).append(rank)
         return [self._slow_rank(ranks_of_node, now_ns) for ranks_of_node in nodes.values()]
 
-    def _with_node(self, finding: Finding, seen: Observation) -> Finding:
+    def _with_node(self, finding: Finding, observation: Observation) -> Finding:
         """Add the diagnosis of the node. It changes neither the rank nor the cause."""
         if finding.rank is None:
             return finding
@@ -135,7 +135,7 @@ class CheckpointStallDetector(Detector):
             finding.rank,
             onset.started_ns,
             onset.step,
-            seen,
+            observation,
             self.generation,
             kind="checkpoint_stall",
         )

@@ -11,7 +11,7 @@ class CheckpointStallSettings:
 
     # A checkpoint is slow when it takes this many times what other ranks or earlier ones take ...
     ratio: float = 2.0
-    # ... and this share of a step longer: below that nobody notices.
+    # ... and this share of a step longer: less has no effect that people notice.
     step_share: float = 0.3
     # Share of all time at which blocking for checkpoints is worth advice: saving asynchronously
     # wins about half of it back.

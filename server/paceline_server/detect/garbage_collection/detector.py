@@ -73,14 +73,14 @@ class GcDetector(Detector):
         self._active: Finding | None = None
         self._is_preliminary = False  # reported from few steps, not corrected yet
 
-    def update(self, seen: Observation) -> list[Finding]:
+    def update(self, observation: Observation) -> list[Finding]:
         findings = []
-        if self._first_pause is None and seen.timings:
-            self._first_pause = float(seen.timings[0].ranks.gc_seconds.max(initial=0.0))
-        for timing in self.after_warmup(seen.timings):
+        if self._first_pause is None and observation.timings:
+            self._first_pause = float(observation.timings[0].ranks.gc_seconds.max(initial=0.0))
+        for timing in self.after_warmup(observation.timings):
             if timing.ranks.rank.size:
                 self._add_step(timing)
-                findings += self._judge(seen.now_ns)
+                findings += self._judge(observation.now_ns)
         return findings
 
     def _add_step(self, timing: StepTiming) -> None:

@@ -1,4 +1,4 @@
-"""Step 2 of a hang verdict: find the culprits, the ranks that block others and wait for nobody.
+"""Step 2 of a hang verdict: find the culprits, which block others and wait for no other rank.
 
 Ranks that wait for each other in a cycle entered their communications in different orders. The
 culprit is the one that left its own program, or whose counts differ from those of the ranks at the

@@ -95,62 +95,67 @@ class HangDetector(Detector):
         self._earlier_dumps: dict[int, Received] = {}
         self._detected_ns = 0
 
-    def update(self, seen: Observation) -> list[Finding]:
-        if self._active is None and self._makes_progress(seen):
+    def update(self, observation: Observation) -> list[Finding]:
+        if self._active is None and self._makes_progress(observation):
             self._cache = _Cache()
             return []
-        ranks = self._expected_ranks(seen)
+        ranks = self._expected_ranks(observation)
         if ranks is None:
             return []
         if self._active is not None:
             return (
-                self._clear_on_progress(ranks, seen)
-                or self._add_stacks(seen)
-                or self._add_dumps(ranks, seen)
+                self._clear_on_progress(ranks, observation)
+                or self._add_stacks(observation)
+                or self._add_dumps(ranks, observation)
             )
-        verdict = self._stopped_processes(ranks, seen) or self._blocked_ranks(ranks, seen)
+        verdict = self._stopped_processes(ranks, observation) or self._blocked_ranks(
+            ranks, observation
+        )
         if verdict is None:
             return []
-        self._active = self._hang(verdict, ranks, seen)
-        self._earlier_stacks = dict(seen.stacks)
-        self._earlier_dumps = dict(seen.dumps)
-        self._detected_ns = seen.now_ns
+        self._active = self._hang(verdict, ranks, observation)
+        self._earlier_stacks = dict(observation.stacks)
+        self._earlier_dumps = dict(observation.dumps)
+        self._detected_ns = observation.now_ns
         return [self._active]
 
-    def _makes_progress(self, seen: Observation) -> bool:
+    def _makes_progress(self, observation: Observation) -> bool:
         """Return whether any rank does. In a healthy job one of the first does."""
-        fresh_since_ns = self._fresh_since_ns(seen)
+        fresh_since_ns = self._fresh_since_ns(observation)
         return any(
             live.state is not None
             and live.surely_frozen_seconds == 0
             and live.received_ns >= fresh_since_ns
             and live.state.view.status != "finished"
-            and rank not in seen.exited
-            for rank, live in seen.ranks.items()
+            and rank not in observation.exited
+            for rank, live in observation.ranks.items()
         )
 
-    def _fresh_since_ns(self, seen: Observation) -> int:
-        return seen.now_ns - int(self.settings.freshness_seconds * 1e9)
+    def _fresh_since_ns(self, observation: Observation) -> int:
+        return observation.now_ns - int(self.settings.freshness_seconds * 1e9)
 
-    def _expected_ranks(self, seen: Observation) -> _ExpectedRanks | None:
+    def _expected_ranks(self, observation: Observation) -> _ExpectedRanks | None:
         """Return the ranks that should make progress; None if a hang cannot be judged.
 
         A failed rank is reported by another detector and explains why the others wait. A silent
         node may hold ranks that make progress.
         """
-        if any(event.exit_code != 0 for event in seen.exited.values()):
+        if any(event.exit_code != 0 for event in observation.exited.values()):
             return None
-        fresh_since_ns = self._fresh_since_ns(seen)
+        fresh_since_ns = self._fresh_since_ns(observation)
         live, without_page = [], set()
         for rank in range(self.generation.topology.world_size):
-            if rank in seen.exited:
+            if rank in observation.exited:
                 continue
-            newest = seen.ranks.get(rank)
+            newest = observation.ranks.get(rank)
             if newest is not None and newest.state and newest.state.view.status == "finished":
                 continue
             if newest is not None and newest.received_ns >= fresh_since_ns:
                 live.append(newest)
-            elif seen.last_seen_ns.get(self.generation.nodes.get(rank, ""), 0) >= fresh_since_ns:
+            elif (
+                observation.last_seen_ns.get(self.generation.nodes.get(rank, ""), 0)
+                >= fresh_since_ns
+            ):
                 without_page.add(rank)
             else:
                 return None
@@ -160,7 +165,9 @@ class HangDetector(Detector):
 
     # --- who ------------------------------------------------------------------------------
 
-    def _stopped_processes(self, ranks: _ExpectedRanks, seen: Observation) -> HangVerdict | None:
+    def _stopped_processes(
+        self, ranks: _ExpectedRanks, observation: Observation
+    ) -> HangVerdict | None:
         """Return the verdict if processes are stopped or gone and all other ranks wait."""
         limit = self.settings.confirmed_seconds
         stopped = [
@@ -175,27 +182,27 @@ class HangDetector(Detector):
             for live in ranks.live
         ):
             return None
-        return stopped_verdict(stopped, ranks.views, seen)
+        return stopped_verdict(stopped, ranks.views, observation)
 
-    def _blocked_ranks(self, ranks: _ExpectedRanks, seen: Observation) -> HangVerdict | None:
+    def _blocked_ranks(self, ranks: _ExpectedRanks, observation: Observation) -> HangVerdict | None:
         """Return the verdict if every rank has been in the same operation for too long."""
         observed = self.settings.observed_seconds
-        if not seen.steps_finished and not any(map(_has_recorded, ranks.live)):
+        if not observation.steps_finished and not any(map(_has_recorded, ranks.live)):
             return None  # the script may well train without calling the hooks
         if not all(live.surely_frozen_seconds >= observed for live in ranks.live):
             self._cache = _Cache()
             return None
         frozen = ranks.frozen_seconds
-        phase_limit = self._phase_limit_seconds(ranks, seen)
+        phase_limit = self._phase_limit_seconds(ranks, observation)
         if frozen < max(self.policy.hang_after_seconds, phase_limit):
             return None
-        culprits = self._culprits(ranks, seen)
-        if frozen < self._operation_limit_seconds(ranks, culprits, seen):
+        culprits = self._culprits(ranks, observation)
+        if frozen < self._operation_limit_seconds(ranks, culprits, observation):
             return None
         live_by_rank = {live.rank: live for live in ranks.live}
-        return verdict_on(culprits, live_by_rank, ranks.without_page, seen, self.generation)
+        return verdict_on(culprits, live_by_rank, ranks.without_page, observation, self.generation)
 
-    def _culprits(self, ranks: _ExpectedRanks, seen: Observation) -> Culprits | None:
+    def _culprits(self, ranks: _ExpectedRanks, observation: Observation) -> Culprits | None:
         cache = self._cache
         if cache.without_page != ranks.without_page:
             views = ranks.views
@@ -203,73 +210,82 @@ class HangDetector(Detector):
                 rank for rank in views if self.generation.gpus.get(rank) is not None
             )
             cache.culprits = find_culprits(
-                views, seen.groups, lambda rank: self._program(rank, seen), async_ranks
+                views,
+                observation.groups,
+                lambda rank: self._program(rank, observation),
+                async_ranks,
             )
             cache.without_page = ranks.without_page
         return cache.culprits
 
-    def _program(self, rank: int, seen: Observation) -> RankProgram | None:
+    def _program(self, rank: int, observation: Observation) -> RankProgram | None:
         programs = self._cache.programs
         if rank not in programs:
-            spans = [] if seen.records is None else seen.records.of(rank)
-            programs[rank] = program_of(rank, spans, seen.groups)
+            spans = [] if observation.records is None else observation.records.of(rank)
+            programs[rank] = program_of(rank, spans, observation.groups)
         return programs[rank]
 
     # --- when -----------------------------------------------------------------------------
 
-    def _phase_limit_seconds(self, ranks: _ExpectedRanks, seen: Observation) -> float:
+    def _phase_limit_seconds(self, ranks: _ExpectedRanks, observation: Observation) -> float:
         """Return how long the phase may take without progress, whichever rank is to blame."""
         settings, policy, statuses = self.settings, self.policy, ranks.statuses
         if "checkpointing" in statuses:
             return policy.hang_checkpoint_seconds
-        never_seen = any(rank not in seen.ranks for rank in ranks.without_page)
-        if "starting" in statuses or never_seen or seen.steps_finished < settings.known_steps:
+        never_seen = any(rank not in observation.ranks for rank in ranks.without_page)
+        if (
+            "starting" in statuses
+            or never_seen
+            or observation.steps_finished < settings.known_steps
+        ):
             return policy.start_timeout_seconds
         return policy.hang_evaluation_seconds if "evaluating" in statuses else 0.0
 
     def _operation_limit_seconds(
-        self, ranks: _ExpectedRanks, culprits: Culprits | None, seen: Observation
+        self, ranks: _ExpectedRanks, culprits: Culprits | None, observation: Observation
     ) -> float:
         """Return how long the culprits may be in their operation.
 
         If no rank waits for another, all may be in the same long operation.
         """
         settings, policy = self.settings, self.policy
-        step_limit = settings.step_multiple * (seen.step_seconds_p99 or 0.0)
+        step_limit = settings.step_multiple * (observation.step_seconds_p99 or 0.0)
         if culprits is None and len(ranks.live) > 1:
             return max(step_limit, policy.hang_evaluation_seconds)
         blamed = _blamed(culprits, ranks)
-        usual = [self._usual_seconds(live, seen) for live in blamed[:_MAX_RANKS_TIMED]]
+        usual = [self._usual_seconds(live, observation) for live in blamed[:_MAX_RANKS_TIMED]]
         measured = [seconds for seconds in usual if seconds is not None]
         if not measured or len(measured) < len(usual):
             return max(policy.hang_after_seconds, step_limit)
         limit = max(policy.hang_after_seconds, settings.step_multiple * max(measured))
         return 2 * limit if any(_lacks_cpu(live) for live in blamed) else limit
 
-    def _usual_seconds(self, live: LiveRank, seen: Observation) -> float | None:
+    def _usual_seconds(self, live: LiveRank, observation: Observation) -> float | None:
         """Return the p99 duration of the operation that the rank is in."""
-        if live.state is None or seen.records is None:
+        if live.state is None or observation.records is None:
             return None
         op, usual = innermost_op(live.state.view), self._cache.usual_seconds
         if (live.rank, op) not in usual:
-            usual[live.rank, op] = p99_seconds(seen.records.of(live.rank), op)
+            usual[live.rank, op] = p99_seconds(observation.records.of(live.rank), op)
         return usual[live.rank, op]
 
     # --- reports --------------------------------------------------------------------------
 
-    def _hang(self, verdict: HangVerdict, ranks: _ExpectedRanks, seen: Observation) -> Finding:
+    def _hang(
+        self, verdict: HangVerdict, ranks: _ExpectedRanks, observation: Observation
+    ) -> Finding:
         frozen = ranks.frozen_seconds
         steps = [live.state.view.step for live in ranks.live if live.state]
         rank = verdict.ranks[0] if verdict.is_single else None
         duration = Evidence(
             f"no rank has made progress for {frozen:.1f} s", "frozen_seconds", frozen
         )
-        node = self._node_diagnosis(verdict, frozen, min(steps, default=None), seen)
+        node = self._node_diagnosis(verdict, frozen, min(steps, default=None), observation)
         return self.finding(
             "hang",
             cause=verdict.cause,
             summary=self._summary(rank, verdict.cause),
-            now_ns=seen.now_ns,
+            now_ns=observation.now_ns,
             rank=rank,
             ranks=list(verdict.ranks),
             link=verdict.link,
@@ -287,30 +303,30 @@ class HangDetector(Detector):
         )
 
     def _node_diagnosis(
-        self, verdict: HangVerdict, frozen: float, step: int | None, seen: Observation
+        self, verdict: HangVerdict, frozen: float, step: int | None, observation: Observation
     ) -> Diagnosis:
         """Return what the culprit's node measured. It adds evidence and changes no verdict."""
         rank = verdict.ranks[0] if verdict.ranks else None
         if rank is None:
             return Diagnosis()
-        onset_ns = seen.now_ns - int(frozen * 1e9)
-        return diagnose(rank, onset_ns, step, seen, self.generation, kind="hang")
+        onset_ns = observation.now_ns - int(frozen * 1e9)
+        return diagnose(rank, onset_ns, step, observation, self.generation, kind="hang")
 
     def _summary(self, rank: int | None, cause: str, frame: StackFrame | None = None) -> str:
         subject = self.generation.subject(rank)
         return hang_summary(subject, cause, frame, is_rank=rank is not None)
 
-    def _add_stacks(self, seen: Observation) -> list[Finding]:
+    def _add_stacks(self, observation: Observation) -> list[Finding]:
         """Report the stacks that have arrived since the last report."""
         active = self._active
         assert active is not None
         reported = {stacks.rank for stacks in active.stacks}
         new = [
-            seen.stacks[rank]
+            observation.stacks[rank]
             for rank in active.stacks_wanted
             if rank not in reported
-            and rank in seen.stacks
-            and seen.stacks[rank] is not self._earlier_stacks.get(rank)
+            and rank in observation.stacks
+            and observation.stacks[rank] is not self._earlier_stacks.get(rank)
         ]
         if not new:
             return []
@@ -325,13 +341,13 @@ class HangDetector(Detector):
             active,
             cause=cause,
             summary=self._summary(active.rank, cause, frame),
-            detected_ns=seen.now_ns,
+            detected_ns=observation.now_ns,
             stacks=all_stacks,
             evidence=[*active.evidence, *new_evidence],
         )
         return [self._active]
 
-    def _add_dumps(self, ranks: _ExpectedRanks, seen: Observation) -> list[Finding]:
+    def _add_dumps(self, ranks: _ExpectedRanks, observation: Observation) -> list[Finding]:
         """Report what the Flight Recorder dumps show, once all arrived or the timeout is over."""
         active = self._active
         assert active is not None
@@ -339,11 +355,11 @@ class HangDetector(Detector):
             return []
         new = {
             rank: dump
-            for rank, dump in seen.dumps.items()
+            for rank, dump in observation.dumps.items()
             if dump is not self._earlier_dumps.get(rank)
         }
         expected = {live.rank for live in ranks.live} | ranks.without_page
-        is_timeout = seen.now_ns - self._detected_ns >= DUMP_TIMEOUT_NS
+        is_timeout = observation.now_ns - self._detected_ns >= DUMP_TIMEOUT_NS
         if not new or (expected - new.keys() and not is_timeout):
             return []
         report, text = conclude(new, expected)
@@ -351,21 +367,21 @@ class HangDetector(Detector):
         line = [Evidence(text)]
         self._active = msgspec.structs.replace(
             active,
-            detected_ns=seen.now_ns,
+            detected_ns=observation.now_ns,
             dumps_reported=True,
             evidence=active.evidence + (line if agrees else []),
             counter_evidence=active.counter_evidence + ([] if agrees else line),
         )
         return [self._active]
 
-    def _clear_on_progress(self, ranks: _ExpectedRanks, seen: Observation) -> list[Finding]:
+    def _clear_on_progress(self, ranks: _ExpectedRanks, observation: Observation) -> list[Finding]:
         """Clear the finding if a rank made progress: it was no hang, or it is over."""
         active = self._active
         assert active is not None
         if all(live.surely_frozen_seconds > 0 for live in ranks.live):
             return []
         self._active = None
-        return [cleared(active, RESUMED, seen.now_ns)]
+        return [cleared(active, RESUMED, observation.now_ns)]
 
 
 def _normal_on_node(node: Diagnosis) -> list[Evidence]:

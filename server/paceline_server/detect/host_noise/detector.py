@@ -61,16 +61,16 @@ class HostNoiseDetector(Detector):
         self._seconds: list[float] = []
         self._active: dict[str, Finding] = {}
 
-    def update(self, seen: Observation) -> list[Finding]:
+    def update(self, observation: Observation) -> list[Finding]:
         if not self._is_comparable:
             return []
-        for timing in self.after_warmup(seen.timings):
+        for timing in self.after_warmup(observation.timings):
             if timing.ranks.rank.size:
                 self._add_step(timing)
         full = len(self._steps) == len(self._rows)
-        if not seen.timings or not full or self._steps[-1] % CHECK_EVERY_STEPS:
+        if not observation.timings or not full or self._steps[-1] % CHECK_EVERY_STEPS:
             return []
-        return self._judge(seen)
+        return self._judge(observation)
 
     def _add_step(self, timing: StepTiming) -> None:
         self._rows[:-1] = self._rows[1:]
@@ -85,20 +85,22 @@ class HostNoiseDetector(Detector):
         for values in (self._steps, self._started_ns, self._seconds):
             del values[: -len(self._rows)]
 
-    def _judge(self, seen: Observation) -> list[Finding]:
+    def _judge(self, observation: Observation) -> list[Finding]:
         slowness = self._slowness()
         limit = self.settings.slowdown - 1.0
         slow = {node: values >= limit for node, values in slowness.items()}
         irregular = [node for node in self._ranks if self._is_irregular(slow[node])]
         quiet = [node for node in self._active if not slow[node].any()]
-        findings = [self._recovered(node, seen.now_ns) for node in quiet]
+        findings = [self._recovered(node, observation.now_ns) for node in quiet]
         suspects = [
             node
             for node in irregular
-            if node not in self._active and not self._has_straggler(node, seen)
+            if node not in self._active and not self._has_straggler(node, observation)
         ]
-        for node, evidence in self._pressure(suspects, seen).items():
-            self._active[node] = self._finding(node, slow[node], slowness[node], evidence, seen)
+        for node, evidence in self._pressure(suspects, observation).items():
+            self._active[node] = self._finding(
+                node, slow[node], slowness[node], evidence, observation
+            )
             findings.append(self._active[node])
         return findings
 
@@ -126,10 +128,10 @@ class HostNoiseDetector(Detector):
             stretches >= settings.stretches and settings.least_share <= share <= settings.most_share
         )
 
-    def _has_straggler(self, node: str, seen: Observation) -> bool:
-        return any(rank in seen.stragglers for rank in self._ranks[node])
+    def _has_straggler(self, node: str, observation: Observation) -> bool:
+        return any(rank in observation.stragglers for rank in self._ranks[node])
 
-    def _pressure(self, suspects: list[str], seen: Observation) -> dict[str, list[Evidence]]:
+    def _pressure(self, suspects: list[str], observation: Observation) -> dict[str, list[Evidence]]:
         """Return the metrics that confirm the load, for the nodes that have any."""
         found: dict[str, list[Evidence]] = {}
         if not suspects:
@@ -145,7 +147,7 @@ class HostNoiseDetector(Detector):
             rates = {
                 node: rate
                 for node in sorted(set(self.generation.nodes.values()))
-                if (rate := self._rate(node, name, seen)) is not None
+                if (rate := self._rate(node, name, observation)) is not None
             }
             for node in suspects:
                 others = [rate for other, rate in rates.items() if other != node]
@@ -157,8 +159,8 @@ class HostNoiseDetector(Detector):
                     found.setdefault(node, []).append(Evidence(line, name, rate, normal))
         return found
 
-    def _rate(self, node: str, name: str, seen: Observation) -> float | None:
-        series = seen.telemetry.find(node, name)
+    def _rate(self, node: str, name: str, observation: Observation) -> float | None:
+        series = observation.telemetry.find(node, name)
         return None if series is None else series.rate_since(self._started_ns[0])
 
     def _finding(
@@ -167,7 +169,7 @@ class HostNoiseDetector(Detector):
         slow: npt.NDArray[np.bool_],
         slowness: Floats,
         evidence: list[Evidence],
-        seen: Observation,
+        observation: Observation,
     ) -> Finding:
         ranks = self._ranks[node]
         lost = float(np.where(slow, slowness, 0.0).mean())
@@ -179,7 +181,7 @@ class HostNoiseDetector(Detector):
             None,
             self._started_ns[first],
             self._steps[first],
-            seen,
+            observation,
             self.generation,
             kind="host_noise",
             node=node,
@@ -194,7 +196,7 @@ class HostNoiseDetector(Detector):
                 f"All ranks on {node} are {factor:.2f}x slower in {slow.sum()} of the last "
                 f"{len(slow)} steps while the host is busy: this {cost_text(cost, gain(cost))}."
             ),
-            now_ns=seen.now_ns,
+            now_ns=observation.now_ns,
             node=node,
             ranks=ranks,
             onset_step=self._steps[first],

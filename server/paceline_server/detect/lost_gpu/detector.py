@@ -61,21 +61,21 @@ class LostGpuDetector(Detector):
         # GPUs that do not respond, perhaps only for a moment.
         self._unresponsive: dict[GpuKey, ReportedDeviceEvent] = {}
 
-    def update(self, seen: Observation) -> list[Finding]:
+    def update(self, observation: Observation) -> list[Finding]:
         findings: list[Finding] = []
-        for reported in seen.device_events:
+        for reported in observation.device_events:
             gpu_key = (reported.node, reported.event.device)
             if reported.event.kind == "gpu_back":
-                findings += self._responds_again(gpu_key, seen.now_ns)
+                findings += self._responds_again(gpu_key, observation.now_ns)
             elif reported.event.kind == "gpu_hung":
                 self._unresponsive.setdefault(gpu_key, reported)
             else:
-                findings += self._add(reported, seen)
-        delayed = self._hung_gpus(seen) + self._without_log_message(seen)
-        return findings + delayed + self._clear_old_warnings(seen.now_ns)
+                findings += self._add(reported, observation)
+        delayed = self._hung_gpus(observation) + self._without_log_message(observation)
+        return findings + delayed + self._clear_old_warnings(observation.now_ns)
 
-    def _hung_gpus(self, seen: Observation) -> list[Finding]:
-        limit_ns = seen.now_ns - int(self.policy.gpu_hung_seconds * 1e9)
+    def _hung_gpus(self, observation: Observation) -> list[Finding]:
+        limit_ns = observation.now_ns - int(self.policy.gpu_hung_seconds * 1e9)
         due = [
             gpu_key
             for gpu_key, reported in self._unresponsive.items()
@@ -84,31 +84,33 @@ class LostGpuDetector(Detector):
         return [
             finding
             for gpu_key in due
-            for finding in self._add(self._unresponsive.pop(gpu_key), seen)
+            for finding in self._add(self._unresponsive.pop(gpu_key), observation)
         ]
 
-    def _without_log_message(self, seen: Observation) -> list[Finding]:
+    def _without_log_message(self, observation: Observation) -> list[Finding]:
         """Report XIDs from NVML that the kernel log should have contained by now."""
         due = [
             key
             for key, reported in self._awaiting_log.items()
-            if reported.event.time_ns <= seen.now_ns - _LOG_DELAY_NS
+            if reported.event.time_ns <= observation.now_ns - _LOG_DELAY_NS
         ]
         return [
             finding
             for key in due
-            for finding in self._add(self._awaiting_log.pop(key), seen, without_log=True)
+            for finding in self._add(self._awaiting_log.pop(key), observation, without_log=True)
         ]
 
     def _add(
-        self, reported: ReportedDeviceEvent, seen: Observation, *, without_log: bool = False
+        self, reported: ReportedDeviceEvent, observation: Observation, *, without_log: bool = False
     ) -> list[Finding]:
-        gpu_key, now_ns = (reported.node, reported.event.device), seen.now_ns
+        gpu_key, now_ns = (reported.node, reported.event.device), observation.now_ns
         error = gpu_error_of(reported.event)
         ranks = self._ranks_on(reported)
         if error is None or not ranks or self._is_old(reported):
             return []
-        is_logged = is_read(seen.telemetry, reported.node, reported.event.time_ns - _LOG_IS_READ_NS)
+        is_logged = is_read(
+            observation.telemetry, reported.node, reported.event.time_ns - _LOG_IS_READ_NS
+        )
         if error.is_from_nvml and is_logged and not without_log:
             self._awaiting_log.setdefault((gpu_key, error.code), reported)
             return self._add_nvml_evidence(gpu_key, error.code, now_ns)

@@ -41,48 +41,48 @@ class LostNodeDetector(Detector):
         for rank, node in generation.nodes.items():
             self._ranks_on[node].append(rank)
 
-    def update(self, seen: Observation) -> list[Finding]:
+    def update(self, observation: Observation) -> list[Finding]:
         pause_ns = int(self.settings.own_pause_seconds * 1e9)
-        if self._receiving_since_ns is None or seen.now_ns - self._last_tick_ns > pause_ns:
-            self._receiving_since_ns = seen.now_ns
-        elapsed = (seen.now_ns - self._last_tick_ns) / 1e9
-        self._last_tick_ns = seen.now_ns
+        if self._receiving_since_ns is None or observation.now_ns - self._last_tick_ns > pause_ns:
+            self._receiving_since_ns = observation.now_ns
+        elapsed = (observation.now_ns - self._last_tick_ns) / 1e9
+        self._last_tick_ns = observation.now_ns
         nodes = sorted(self._ranks_on)
-        silence = {node: self._silent_seconds(node, seen) for node in nodes}
+        silence = {node: self._silent_seconds(node, observation) for node in nodes}
         lease = self.policy.node_lease_seconds
         responding = [node for node in nodes if silence[node] < lease]
         # Batches that are late by this much need as long to arrive from every node.
         self._delay_seconds = max(
-            self._delay_seconds - elapsed, self._lateness_seconds(responding, seen)
+            self._delay_seconds - elapsed, self._lateness_seconds(responding, observation)
         )
         lease += self._delay_seconds
-        newest_ns = max((seen.last_seen_ns.get(node, 0) for node in nodes), default=0)
-        if len(nodes) > 1 and (seen.now_ns - newest_ns) / 1e9 >= lease:
+        newest_ns = max((observation.last_seen_ns.get(node, 0) for node in nodes), default=0)
+        if len(nodes) > 1 and (observation.now_ns - newest_ns) / 1e9 >= lease:
             self._receiving_since_ns = (
-                seen.now_ns
+                observation.now_ns
             )  # gives the others a full lease once one responds
             return []
         findings = []
         for node, seconds in silence.items():
             if seconds >= lease and node not in self._lost:
-                self._lost[node] = self._failure(node, seconds, seen)
+                self._lost[node] = self._failure(node, seconds, observation)
                 findings.append(self._lost[node])
         # Not cleared if the node responds again: its ranks may have died meanwhile.
         return findings
 
-    def _lateness_seconds(self, responding: list[str], seen: Observation) -> float:
+    def _lateness_seconds(self, responding: list[str], observation: Observation) -> float:
         """Return the 90th percentile of lateness, without values that are clock changes."""
-        lateness = sorted(seen.lateness_ns.get(node, 0) / 1e9 for node in responding)
+        lateness = sorted(observation.lateness_ns.get(node, 0) / 1e9 for node in responding)
         lateness = [
             seconds for seconds in lateness if seconds < self.settings.most_lateness_seconds
         ]
         return lateness[int(_LATENESS_QUANTILE * (len(lateness) - 1))] if lateness else 0.0
 
-    def _silent_seconds(self, node: str, seen: Observation) -> float:
-        since_ns = max(seen.last_seen_ns.get(node, 0), self._receiving_since_ns or 0)
-        return (seen.now_ns - since_ns) / 1e9
+    def _silent_seconds(self, node: str, observation: Observation) -> float:
+        since_ns = max(observation.last_seen_ns.get(node, 0), self._receiving_since_ns or 0)
+        return (observation.now_ns - since_ns) / 1e9
 
-    def _failure(self, node: str, seconds: float, seen: Observation) -> Finding:
+    def _failure(self, node: str, seconds: float, observation: Observation) -> Finding:
         ranks = sorted(self._ranks_on[node])
         evidence = [
             Evidence(
@@ -92,14 +92,14 @@ class LostNodeDetector(Detector):
                 self.policy.node_lease_seconds,
             )
         ]
-        ended = sorted(rank for rank in seen.exited if rank not in ranks)
+        ended = sorted(rank for rank in observation.exited if rank not in ranks)
         if ended:
             evidence.append(Evidence(f"{ranks_text(ended)} ended meanwhile"))
         return self.finding(
             f"failure:node:{node}",
             cause="node lost",
             summary=f"Node {node} with {ranks_text(ranks)} is lost: silent for {seconds:.0f} s.",
-            now_ns=seen.now_ns,
+            now_ns=observation.now_ns,
             rank=ranks[0] if len(ranks) == 1 else None,
             node=node,
             stage=None,

@@ -74,32 +74,35 @@ class MisplacedRankDetector(Detector):
         self._checked_ns: int | None = None
         self._active: dict[str, Finding] = {}
 
-    def update(self, seen: Observation) -> list[Finding]:
-        if self._checked_ns is not None and seen.now_ns - self._checked_ns < CHECK_INTERVAL_NS:
+    def update(self, observation: Observation) -> list[Finding]:
+        if (
+            self._checked_ns is not None
+            and observation.now_ns - self._checked_ns < CHECK_INTERVAL_NS
+        ):
             return []
-        self._checked_ns = seen.now_ns
+        self._checked_ns = observation.now_ns
         findings = []
         for misplacement in MISPLACEMENTS:
-            ranks = self._misplaced(misplacement.metric, seen)
+            ranks = self._misplaced(misplacement.metric, observation)
             active = self._active.get(misplacement.what)
             if ranks == (active.ranks if active is not None else []):
                 continue
             if ranks:
-                found = self._misplacement_finding(misplacement, ranks, seen.now_ns)
+                found = self._misplacement_finding(misplacement, ranks, observation.now_ns)
                 self._active[misplacement.what] = found
                 findings.append(found)
             elif active is not None:
                 del self._active[misplacement.what]
                 summary = f"Cleared: no rank {misplacement.text}."
-                findings.append(cleared(active, summary, seen.now_ns))
+                findings.append(cleared(active, summary, observation.now_ns))
         return findings
 
-    def _misplaced(self, metric: str, seen: Observation) -> list[int]:
+    def _misplaced(self, metric: str, observation: Observation) -> list[int]:
         since_ns = self.generation.started_ns + WARM_UP_NS
         found = []
         for rank, node in sorted(self.generation.nodes.items()):
             labels = {"job": self.generation.job, "rank": str(rank)}
-            series = seen.telemetry.find(node, metric, **labels)
+            series = observation.telemetry.find(node, metric, **labels)
             if series is not None and series.latest() == 1.0:
                 newest_ns = series.latest_ns()
                 if newest_ns is not None and newest_ns >= since_ns:

@@ -25,17 +25,17 @@ class NonFiniteLossDetector(Detector):
         super().__init__(generation, policy)
         self._is_reported = False
 
-    def update(self, seen: Observation) -> list[Finding]:
+    def update(self, observation: Observation) -> list[Finding]:
         non_finite = [
             (step, rank, loss)
-            for rank, (step, loss) in seen.losses.items()
+            for rank, (step, loss) in observation.losses.items()
             if not math.isfinite(loss)
         ]
         if self._is_reported or not non_finite:
             return []
         self._is_reported = True
         step, rank, loss = min(non_finite)
-        finite = [loss for _, loss in seen.losses.values() if math.isfinite(loss)]
+        finite = [loss for _, loss in observation.losses.values() if math.isfinite(loss)]
         evidence = [
             Evidence(f"rank {bad_rank} reported loss {value} at step {bad_step}")
             for bad_step, bad_rank, value in sorted(non_finite)
@@ -47,7 +47,7 @@ class NonFiniteLossDetector(Detector):
                 "failure:loss",
                 cause="non-finite loss",
                 summary=f"The loss is {loss} at step {step}: all later steps are useless.",
-                now_ns=seen.now_ns,
+                now_ns=observation.now_ns,
                 rank=rank if is_own else None,
                 onset_step=step,
                 step=step,

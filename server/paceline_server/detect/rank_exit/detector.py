@@ -85,33 +85,35 @@ class ExitDetector(Detector):
         self._kills: list[ReportedDeviceEvent] = []  # by the OOM killer
         self._is_out_of_memory = False  # as reported
 
-    def update(self, seen: Observation) -> list[Finding]:
-        for reported in seen.exits:
-            self._add(reported, seen)
-        kills = [reported for reported in seen.device_events if reported.event.kind == "oom_kill"]
+    def update(self, observation: Observation) -> list[Finding]:
+        for reported in observation.exits:
+            self._add(reported, observation)
+        kills = [
+            reported for reported in observation.device_events if reported.event.kind == "oom_kill"
+        ]
         self._kills = [*self._kills, *kills][-_MAX_KILLS_STORED:]
         if self._drained and not any(map(_is_cause, self._abnormal.values())):
-            return self._stopped_on_request(seen)
+            return self._stopped_on_request(observation)
         if not self._abnormal:
             return []
         first = min(self._abnormal.values(), key=self._order_of_blame)
-        if self._may_still_be_explained(first, seen):
+        if self._may_still_be_explained(first, observation):
             return []
-        early = self._exited_early(first, seen)
-        if early is None and self._all_ended_alike(first, seen):
+        early = self._exited_early(first, observation)
+        if early is None and self._all_ended_alike(first, observation):
             if self._reported_all:
                 return []
             self._reported_all = True
-            return [self._failure_of_all(first, seen)]
+            return [self._failure_of_all(first, observation)]
         culprit = early or first
         if culprit.event.rank == self._reported_rank:
-            return self._newly_explained(culprit, seen)
+            return self._newly_explained(culprit, observation)
         if self._reported_rank is not None and culprit is first and not _is_cause(first):
             return []  # a later consequence with an earlier clock changes nothing
         self._reported_rank = culprit.event.rank
-        return [self._failure(culprit, seen)]
+        return [self._failure(culprit, observation)]
 
-    def _add(self, reported: ReportedExit, seen: Observation) -> None:
+    def _add(self, reported: ReportedExit, observation: Observation) -> None:
         event, rank = reported.event, reported.event.rank
         if event.commanded:
             return
@@ -122,7 +124,7 @@ class ExitDetector(Detector):
             self._finished.setdefault(rank, reported)
         elif rank not in self._abnormal:
             self._abnormal[rank] = reported
-            live = seen.ranks.get(rank)
+            live = observation.ranks.get(rank)
             if live is not None and live.state and communication_frames(live.state.view):
                 self._waiting_ranks.add(rank)
 
@@ -131,7 +133,7 @@ class ExitDetector(Detector):
         was_victim = _is_unknown(event) and event.rank in self._waiting_ranks
         return not _is_cause(reported), was_victim, reported.time_ns, event.rank
 
-    def _exited_early(self, first: ReportedExit, seen: Observation) -> ReportedExit | None:
+    def _exited_early(self, first: ReportedExit, observation: Observation) -> ReportedExit | None:
         """Return the rank whose end with code 0 broke the connections of those that failed.
 
         None if a rank failed by itself, or if most ranks had finished: then the job was over.
@@ -140,13 +142,13 @@ class ExitDetector(Detector):
         early = [exited for exited in self._finished.values() if exited.time_ns <= before_ns]
         if not early or 2 * len(early) > self.generation.topology.world_size:
             return None
-        if _is_cause(first) or not self._is_victim(first, seen):
+        if _is_cause(first) or not self._is_victim(first, observation):
             return None
         return min(early, key=lambda exited: (exited.time_ns, exited.event.rank))
 
-    def _is_victim(self, reported: ReportedExit, seen: Observation) -> bool:
+    def _is_victim(self, reported: ReportedExit, observation: Observation) -> bool:
         """Return whether the rank failed in a communication, as far as is known."""
-        rank, live = reported.event.rank, seen.ranks.get(reported.event.rank)
+        rank, live = reported.event.rank, observation.ranks.get(reported.event.rank)
         if not _is_unknown(reported.event) or rank in self._waiting_ranks:
             return True
         return live is not None and live.state is not None and live.state.view.status == "failed"
@@ -160,7 +162,7 @@ class ExitDetector(Detector):
             and abs(other.time_ns - first.time_ns) <= _TOGETHER_NS
         )
 
-    def _all_ended_alike(self, first: ReportedExit, seen: Observation) -> bool:
+    def _all_ended_alike(self, first: ReportedExit, observation: Observation) -> bool:
         """Return whether the whole job ended at once in one way, on every node.
 
         Ranks whose connections broke before they were ended are no exception. If the ways are
@@ -178,7 +180,7 @@ class ExitDetector(Detector):
         return (
             2 * len(alike) >= world_size
             and not any(map(_is_cause, others))
-            and self._killed_for_memory(first, seen) is None
+            and self._killed_for_memory(first, observation) is None
         )
 
     def _ended_together(self, culprit: ReportedExit) -> list[int]:
@@ -195,41 +197,47 @@ class ExitDetector(Detector):
             and (rank in self._waiting_ranks) == (event.rank in self._waiting_ranks)
         )
 
-    def _may_still_be_explained(self, first: ReportedExit, seen: Observation) -> bool:
+    def _may_still_be_explained(self, first: ReportedExit, observation: Observation) -> bool:
         """Return whether the message about the true cause may not have arrived yet."""
         settings = self.settings
         if _is_cause(first):
-            if self._awaits_kernel_log(first, seen):
+            if self._awaits_kernel_log(first, observation):
                 return True
-            if seen.now_ns < first.received_ns + int(settings.moment_seconds * 1e9):
+            if observation.now_ns < first.received_ns + int(settings.moment_seconds * 1e9):
                 return True
             if self._reported_rank is not None or len(self._alike(first)) == 1:
                 return False
         decided_ns = first.received_ns + int(settings.first_exit_seconds * 1e9)
         # A node without a batch since then sends one soon, or is lost and explains the exit.
-        return seen.now_ns < decided_ns or any(
-            seen.last_seen_ns.get(node, 0) <= decided_ns for node in self.generation.nodes.values()
+        return observation.now_ns < decided_ns or any(
+            observation.last_seen_ns.get(node, 0) <= decided_ns
+            for node in self.generation.nodes.values()
         )
 
-    def _awaits_kernel_log(self, culprit: ReportedExit, seen: Observation) -> bool:
+    def _awaits_kernel_log(self, culprit: ReportedExit, observation: Observation) -> bool:
         """Return whether the agent reads the kernel log, but has not sent this second of it yet."""
         event = culprit.event
-        if event.signal != signal.SIGKILL or self._killed_for_memory(culprit, seen) is not None:
+        if (
+            event.signal != signal.SIGKILL
+            or self._killed_for_memory(culprit, observation) is not None
+        ):
             return False
         wait_ns = int(self.settings.kernel_log_seconds * 1e9)
-        read = seen.telemetry.find(culprit.node, KERNEL_LOG_READ)
-        if read is None or seen.now_ns >= culprit.received_ns + wait_ns:
+        read = observation.telemetry.find(culprit.node, KERNEL_LOG_READ)
+        if read is None or observation.now_ns >= culprit.received_ns + wait_ns:
             return False
         read_ns = read.latest_ns() or 0.0
         return culprit.time_ns - _LOG_IS_READ_NS < read_ns < culprit.time_ns
 
-    def _newly_explained(self, culprit: ReportedExit, seen: Observation) -> list[Finding]:
+    def _newly_explained(self, culprit: ReportedExit, observation: Observation) -> list[Finding]:
         """Report the exit again if the kernel log, read once a second, explains it afterwards."""
-        if self._is_out_of_memory or self._killed_for_memory(culprit, seen) is None:
+        if self._is_out_of_memory or self._killed_for_memory(culprit, observation) is None:
             return []
-        return [self._failure(culprit, seen)]
+        return [self._failure(culprit, observation)]
 
-    def _killed_for_memory(self, culprit: ReportedExit, seen: Observation) -> Evidence | None:
+    def _killed_for_memory(
+        self, culprit: ReportedExit, observation: Observation
+    ) -> Evidence | None:
         """Return evidence that the OOM killer ended this process, or a worker of it."""
         event, job = culprit.event, self.generation.job
         for kill in self._kills:
@@ -239,16 +247,16 @@ class ExitDetector(Detector):
         if event.signal != signal.SIGKILL:
             return None
         labels = {"job": job, "rank": str(event.rank), "kind": "oom_kill"}
-        series = seen.telemetry.find(culprit.node, KILLS, **labels)
+        series = observation.telemetry.find(culprit.node, KILLS, **labels)
         since_ns = culprit.time_ns - _KILL_BEFORE_EXIT_NS
         if series is None or (kills := _increase_since(series, since_ns)) <= 0:
             return None
         text = f"the OOM killer of {culprit.node} killed rank {event.rank}"
         return Evidence(text, KILLS, kills, 0.0)
 
-    def _failure(self, culprit: ReportedExit, seen: Observation) -> Finding:
+    def _failure(self, culprit: ReportedExit, observation: Observation) -> Finding:
         event = culprit.event
-        killed = self._killed_for_memory(culprit, seen)
+        killed = self._killed_for_memory(culprit, observation)
         self._is_out_of_memory = killed is not None
         cause = _cause(event) if killed is None else OUT_OF_MEMORY
         quote = error_line(event.log_tail)
@@ -262,29 +270,29 @@ class ExitDetector(Detector):
             evidence.append(killed)
         if quote:
             evidence.append(Evidence(f"last line of its log: {quote}"))
-        evidence += _memory_evidence(culprit, seen, is_sure=killed is not None)
+        evidence += _memory_evidence(culprit, observation, is_sure=killed is not None)
         together = self._ended_together(culprit)
         rank = event.rank if len(together) == 1 else None
         subject = self.generation.subject(event.rank)
         if rank is None:
             subject = f"R{ranks_text(together)[1:]} ({culprit.node})"
-            evidence += _endings(together, seen)
+            evidence += _endings(together, observation)
         evidence += self._followers(together)
         return self.finding(
             "failure:exit",
             cause=cause,
             summary=f"{subject} {_predicate(cause)}.",
-            now_ns=seen.now_ns,
+            now_ns=observation.now_ns,
             rank=rank,
             ranks=together if rank is None else [],
             node=self.generation.node(event.rank) or culprit.node,
             can_checkpoint=False,
             advice=_MEMORY_ADVICE if killed is not None else None,
             evidence=evidence,
-            follows=self._follows(culprit, seen, is_explained=killed is not None),
+            follows=self._follows(culprit, observation, is_explained=killed is not None),
         )
 
-    def _failure_of_all(self, first: ReportedExit, seen: Observation) -> Finding:
+    def _failure_of_all(self, first: ReportedExit, observation: Observation) -> Finding:
         """Return the finding that no rank and no node is to blame for."""
         ranks, cause = self._alike(first), _cause(first.event)
         is_all = len(ranks) == self.generation.topology.world_size
@@ -296,19 +304,19 @@ class ExitDetector(Detector):
             "failure:exit",
             cause=cause,
             summary=f"{subject} {_predicate(cause, is_plural=True)}{when}.",
-            now_ns=seen.now_ns,
+            now_ns=observation.now_ns,
             ranks=ranks,
             can_checkpoint=False,
             advice=_ALL_KILLED_ADVICE if was_sent else None,
-            evidence=[Evidence(nobody), *_endings(ranks, seen), *self._followers(ranks)],
-            follows=self._follows(first, seen, is_explained=False),
+            evidence=[Evidence(nobody), *_endings(ranks, observation), *self._followers(ranks)],
+            follows=self._follows(first, observation, is_explained=False),
         )
 
-    def _stopped_on_request(self, seen: Observation) -> list[Finding]:
+    def _stopped_on_request(self, observation: Observation) -> list[Finding]:
         """Report the ranks whose agents were shut down, once those of all nodes had time to end."""
         newest_ns = max(exited.received_ns for exited in self._drained.values())
         ranks = sorted(self._drained)
-        is_early = seen.now_ns < newest_ns + int(self.settings.first_exit_seconds * 1e9)
+        is_early = observation.now_ns < newest_ns + int(self.settings.first_exit_seconds * 1e9)
         if is_early or ranks == self._reported_drained or self._reported_rank is not None:
             return []
         self._reported_drained = ranks
@@ -322,7 +330,7 @@ class ExitDetector(Detector):
                 "failure:exit",
                 cause=STOPPED_ON_REQUEST,
                 summary=f"{subject} {verb} stopped on request: the {agents} shut down.",
-                now_ns=seen.now_ns,
+                now_ns=observation.now_ns,
                 ranks=ranks,
                 can_checkpoint=False,
                 evidence=[
@@ -337,24 +345,24 @@ class ExitDetector(Detector):
         return [Evidence(f"{ranks_text(followers)} ended afterwards")] if followers else []
 
     def _follows(
-        self, culprit: ReportedExit, seen: Observation, *, is_explained: bool
+        self, culprit: ReportedExit, observation: Observation, *, is_explained: bool
     ) -> str | None:
         """Return `hang` if the exit only ends a hang: someone, or a time limit, killed its ranks.
 
         An error that a rank raised by itself, or a signal of its own, explains the hang instead.
         """
-        if is_explained or HANG.name not in seen.active_kinds:
+        if is_explained or HANG.name not in observation.active_kinds:
             return None
         event = culprit.event
         was_killed = event.signal in _SENT_SIGNALS or _is_unknown(event)
         return HANG.name if was_killed or not _is_cause(culprit) else None
 
 
-def _endings(ranks: Sequence[int], seen: Observation) -> Iterator[Evidence]:
+def _endings(ranks: Sequence[int], observation: Observation) -> Iterator[Evidence]:
     """Return, from the state pages, which ranks raised an error and in which step each ended."""
     by_state: dict[tuple[int, bool], list[int]] = {}
     for rank in ranks:
-        live = seen.ranks.get(rank)
+        live = observation.ranks.get(rank)
         if live is not None and live.state is not None:
             view = live.state.view
             by_state.setdefault((view.step, view.status == "failed"), []).append(rank)
@@ -439,13 +447,15 @@ def _increase_since(series: MetricSeries, since_ns: int) -> float:
     return (series.latest() or 0.0) - (before[-1] if before else 0.0)
 
 
-def _memory_evidence(culprit: ReportedExit, seen: Observation, *, is_sure: bool) -> list[Evidence]:
+def _memory_evidence(
+    culprit: ReportedExit, observation: Observation, *, is_sure: bool
+) -> list[Evidence]:
     """Return whether host memory was nearly exhausted when SIGKILL ended the rank."""
     if culprit.event.signal != signal.SIGKILL:
         return []
     name = metric_names.MEMORY_MEMAVAILABLE_BYTES
-    free = seen.telemetry.latest(culprit.node, name)
-    total = seen.telemetry.latest(culprit.node, metric_names.MEMORY_MEMTOTAL_BYTES)
+    free = observation.telemetry.latest(culprit.node, name)
+    total = observation.telemetry.latest(culprit.node, metric_names.MEMORY_MEMTOTAL_BYTES)
     if free is None or not total or free >= 0.05 * total:
         return []
     text = f"{culprit.node} had only {free / 2**20:,.0f} MiB of memory free"

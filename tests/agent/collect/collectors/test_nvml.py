@@ -329,7 +329,7 @@ async def test_links_have_series_of_their_own(lane, gpus, series):
 
 
 async def test_where_links_go(lane, gpus):
-    """To switches; or straight, as between GPUs of a board without any; or nobody tells."""
+    """To switches; or straight, as between GPUs of a board without any; or unknown."""
     gpus.set(0, nvlink_links_active=17)
     info = (await lane.collect(SECOND_NS)).gpus
     assert [gpu.nvlinks for gpu in info] == [{"switch": 17}, {"switch": 18}]

@@ -118,7 +118,7 @@ def test_the_journal_as_json():
     fields = {"__REALTIME_TIMESTAMP": "1753012800000000", "MESSAGE": MESSAGE, "PRIORITY": "3"}
     line = json.dumps(fields)
     assert list(records_of(line)) == [Record(MESSAGE, wall_ns=1753012800_000000000)]
-    fields["MESSAGE"] = [*MESSAGE.encode(), 0xFF]  # what is no UTF-8
+    fields["MESSAGE"] = [*MESSAGE.encode(), 0xFF]  # not UTF-8
     assert next(records_of(json.dumps(fields))).message == f"{MESSAGE}\ufffd"
     assert not list(records_of('{"MESSAGE":[1,256]}'))
     assert not list(records_of('{"MESSAGE":["x"]}'))
