@@ -67,7 +67,7 @@ class Costs:
     load: Load
     ingest_seconds: list[float] = field(default_factory=list)  # of CPU
     worker_seconds: list[float] = field(default_factory=list)
-    fixed_seconds: list[float] = field(default_factory=list)  # the fixed piece of work's
+    fixed_seconds: list[float] = field(default_factory=list)  # duration of the fixed piece of work
     memory_mib: list[float] = field(default_factory=list)
     log_mib: list[float] = field(default_factory=list)
     file_mib: list[float] = field(default_factory=list)

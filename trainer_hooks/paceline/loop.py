@@ -40,7 +40,7 @@ class Steps(Generic[Batch]):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the loader, such as `sampler` or `batch_size`."""
-        if name == "_loader" or name.startswith("__"):  # copy and pickle ask before `__init__`
+        if name == "_loader" or name.startswith("__"):  # copy and pickle: no `__init__` yet
             raise AttributeError(name)
         return getattr(self._loader, name)
 

@@ -39,7 +39,7 @@ class FileGroup:
         self.paths = tuple(paths)
         self.descriptors: list[int] = []
         self.of: CachedFiles | None = None
-        self.as_of = 0  # the number of changes of `of` when this was looked up
+        self.as_of = 0  # `of.changes` when the descriptors were looked up
 
 
 class CachedFiles:

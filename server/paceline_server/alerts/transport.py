@@ -78,7 +78,7 @@ def _resolve(host: str, port: int | None) -> list[str]:
 
 
 def _to(address: str, request: httpx.Request) -> httpx.Request:
-    """Return the request for an address; its `Host` and the name of its certificate stay."""
+    """Return the request to an address, with the original `Host` and certificate name."""
     return httpx.Request(
         request.method,
         request.url.copy_with(host=address),

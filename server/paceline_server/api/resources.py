@@ -211,7 +211,7 @@ def node(session: Session, row: models.NodeRow, as_of: AsOf) -> schemas.Node:
     """Return a node; one that was silent for longer than its lease is lost."""
     hello, ranks = row.hello, queries.ranks_on(session, row.agent_id)
     state = _node_state(row, as_of)
-    # Readings that the node's newest batch does not confirm are of the past. Times: its own clock.
+    # A reading much older than the node's newest batch is outdated. Both times: the node's clock.
     recent = {
         index: reading
         for index, reading in row.readings.items()

@@ -37,7 +37,7 @@ LEAST_SECONDS = 2.0
 ANALYSES_CACHED = 64
 # Steps since a change of speed that are enough for an analysis.
 LEAST_STEPS = 3
-# Steps before and after a change of speed differ by more than this factor, each from each.
+# Each step before a change of speed differs from each one after by more than this factor.
 CHANGE = 1.05
 
 NO_STEP = (

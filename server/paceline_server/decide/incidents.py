@@ -194,7 +194,7 @@ def _update(draft: Draft, incident: IncidentView, finding: Finding) -> None:
     if not before.cleared and not _is_news(finding, before):
         _refresh(draft, incident, before, finding)
         return
-    # Detection is measured by when the finding was first made.
+    # The time of detection is that of the first finding.
     after = replace(
         finding,
         detected_ns=before.detected_ns,

@@ -36,7 +36,7 @@ Floats = npt.NDArray[np.float64]
 # A transfer or a launch of up to this share of a typical action counts as work, since the theory
 # includes neither; a longer one leaves the stage idle.
 DELAY_ALLOWANCE = 0.05
-# Two replicas that differ by this factor do so not by chance: the slower one has a straggler.
+# If two replicas differ by this factor, the slower one has a straggler.
 SLOW_REPLICA = 1.1
 
 

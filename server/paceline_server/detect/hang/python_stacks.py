@@ -9,9 +9,9 @@ from paceline_wire.stacks import StackFrame, ThreadStack
 GIL_HELD = "GIL held by thread "
 _MAIN_THREAD = "MainThread"
 _MAX_FRAMES_SHOWN = 4
-# Frames of our own wrappers and of what they wrap: the caller says more.
+# Frames of our own wrappers and of what they wrap: the caller is more informative.
 _WRAPPER_PACKAGES = ("paceline/", "torch/distributed/")
-# Modules in which the standard library waits for its caller: the caller says more.
+# Modules in which the standard library waits for its caller: the caller is more informative.
 _WAITING_MODULES = frozenset(
     {
         "connection.py",
