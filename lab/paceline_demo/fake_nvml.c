@@ -795,6 +795,8 @@ EXPORT int nvmlDeviceGetFieldValues(device handle, int count, struct field_value
         values[i].value = 0;
         values[i].timestamp_us = (int64_t)milliseconds() * 1000;
         values[i].result = read_field(gpu, &values[i]);
+        if (values[i].field == gpu->strange_field)
+            values[i].type = 99;
     }
     return SUCCESS;
 }

@@ -33,7 +33,7 @@ from paceline_demo.fake_nvml_models import DRIVERS, MODELS
 STATE_ENVIRONMENT = "PACELINE_FAKE_NVML_STATE"
 LIBRARY = "libnvidia-ml.so.1"
 MAGIC = 0x564E4650  # "PFNV"
-VERSION = 3
+VERSION = 4
 MAXIMUM_GPUS = 16
 
 
@@ -215,6 +215,10 @@ class FakeGpus:
             setattr(target, name, _written(name, value))
             if name == "xid":
                 target.xid_count += 1
+
+    def set_text(self, gpu: int, name: str, value: bytes) -> None:
+        """Set a text of a GPU, in any bytes."""
+        setattr(self._gpu(gpu), name, value)
 
     def get(self, gpu: int, name: str) -> float:
         if name not in _FIELD_NAMES:

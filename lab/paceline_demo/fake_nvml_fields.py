@@ -48,6 +48,7 @@ FIELDS: tuple[tuple[str, Kind, float], ...] = (
     ("hang_seconds", f64, 0.0),  # calls on this GPU block that long, or until this is 0
     ("lost", u32, 0),
     ("error", u32, 0),  # an NVML result every call on this GPU is answered with
+    ("strange_field", u32, 0),  # number of a field whose value has a type that nvml.h lacks
     ("clock_stopped", u32, 0),  # 1: energy does not grow by itself
     ("sm_clock_mhz", u32, 1980),
     ("sm_clock_max_mhz", u32, 1980),
@@ -73,7 +74,6 @@ FIELDS: tuple[tuple[str, Kind, float], ...] = (
     ("nvlink_error_link", u32, 0),  # the one link that has the errors
     ("nvlink_megabytes_per_second", u32, 26_562),  # of each link
     ("nvlink_links_per_peer", u32, 0),  # straight to each other GPU; 0: all to NVSwitches
-    ("padding", u32, 0),
     ("sm_active_percent", f64, 88.0),
     ("sm_occupancy_percent", f64, 31.0),
     ("tensor_active_percent", f64, 57.0),

@@ -24,7 +24,7 @@ from paceline_agent.collect.contract import (
 )
 from paceline_agent.collect.nvml import fields, instances, occupants, readings
 from paceline_agent.collect.nvml.activity import Activity
-from paceline_agent.collect.nvml.driver import address, optional, pynvml, versions
+from paceline_agent.collect.nvml.driver import GONE, address, optional, pynvml, text, versions
 from paceline_agent.collect.nvml.fields import FieldReading
 from paceline_agent.collect.nvml.gpu import NvmlGpu, Trouble, Value
 from paceline_agent.collect.nvml.links import Links
@@ -182,9 +182,10 @@ class NvmlCollector(Collector):
         except pynvml.NVMLError_NoPermission:
             gpu.is_ours = False
             return
-        name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+        name, uuid = text(pynvml.nvmlDeviceGetName, handle), text(pynvml.nvmlDeviceGetUUID, handle)
         pci_bus_id = pynvml.nvmlDeviceGetPciInfo(handle).busId
-        pci_bus_id = pci_bus_id.decode() if isinstance(pci_bus_id, bytes) else pci_bus_id
+        if isinstance(pci_bus_id, bytes):
+            pci_bus_id = pci_bus_id.decode(errors="replace")
         gpu.name(
             GpuInfo(index=gpu.index, uuid=uuid, name=name, pci_bus_id=pci_bus_id),
             self.context.hostname,
@@ -276,11 +277,13 @@ def _xid_values(gpu: NvmlGpu) -> list[Value]:
 def _events_of(
     gpu: NvmlGpu, answer: Any, is_stuck: bool, now_ns: int
 ) -> list[DeviceEvent | CollectorEvent]:
-    """Return the events of a change of a GPU; a hung GPU quarantines part of the collector."""
-    trouble: Trouble | None = (
-        "lost" if isinstance(answer, Exception) else "hung" if is_stuck else None
-    )
-    if answer is None and not is_stuck:  # it has just returned: the next sweep reports it
+    """Return the events of a change of a GPU; a hung GPU quarantines part of the collector.
+
+    An error that does not say that the GPU is gone changes nothing: its values are only missing.
+    """
+    trouble: Trouble | None = "lost" if isinstance(answer, GONE) else "hung" if is_stuck else None
+    is_unknown = answer is None or (isinstance(answer, Exception) and trouble is None)
+    if is_unknown and not is_stuck:  # if None, it has just returned: the next sweep reports it
         trouble = gpu.trouble
     before, gpu.trouble = gpu.trouble, trouble
     if trouble == before:

@@ -12,8 +12,8 @@ except ImportError:  # an agent installed without its extra
     pynvml = None
 
 __all__ = [
-    "GONE", "NOTHING_THERE", "UNSUPPORTED", "address", "field_values", "function", "optional",
-    "pynvml", "versions",
+    "GONE", "NOTHING_THERE", "NO_VALUES", "UNSUPPORTED", "address", "field_values", "function",
+    "optional", "pynvml", "text", "versions",
 ]  # fmt: skip
 
 # This GPU, driver or user will never have it: asked once. An unknown number of a field, clock or
@@ -37,6 +37,10 @@ if pynvml is not None:
         pynvml.NVMLError_DriverNotLoaded,
     )
     NOTHING_THERE = (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument)
+
+
+# Numbers with all bits set: "not available" of calls that return success.
+NO_VALUES = frozenset({0xFFFF_FFFF, 0xFFFF_FFFF_FFFF_FFFF})
 
 
 def function(name: str) -> Callable[..., Any]:
@@ -68,6 +72,15 @@ def optional(call: Callable[[], Any]) -> Any:
         return None
 
 
+def text(call: Callable[..., Any], *arguments: Any) -> str:
+    """Return a call's text. Bytes that are not UTF-8, on which pynvml fails, are replaced."""
+    try:
+        found = call(*arguments)
+    except UnicodeDecodeError as error:
+        found = error.object
+    return found.decode(errors="replace") if isinstance(found, bytes) else str(found)
+
+
 def address(handle: Any) -> int | None:
     found: int | None = ctypes.cast(handle, ctypes.c_void_p).value
     return found
@@ -76,7 +89,7 @@ def address(handle: Any) -> int | None:
 def versions() -> dict[str, str]:
     cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
     return {
-        "driver_version": pynvml.nvmlSystemGetDriverVersion(),
-        "nvml_version": pynvml.nvmlSystemGetNVMLVersion(),
+        "driver_version": text(pynvml.nvmlSystemGetDriverVersion),
+        "nvml_version": text(pynvml.nvmlSystemGetNVMLVersion),
         "cuda_version": f"{cuda // 1000}.{cuda % 1000 // 10}",
     }

@@ -6,6 +6,7 @@ Each field of a batch has a result of its own: one that is not supported is left
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,8 +19,11 @@ ALL_LINKS = 0xFFFFFFFF  # nvml.h: a scope of UINT_MAX sums over the links
 # each look at an attribute of pynvml's structures costs as much as the driver's answer.
 _VALUE = struct.Struct("=IIqqIi8s")
 _TYPES = tuple(struct.Struct(code) for code in ("=d", "=I", "=Q", "=Q", "=q", "=i", "=H"))
-_NO_VALUE = b"\xff" * 8  # nvml.h, NVML_VALUE_NOT_AVAILABLE
-_UNSIGNED = (2, 3)
+# nvmlValueType_t of unsigned integers -> their size. All bits set mean no value (nvml.h,
+# NVML_VALUE_NOT_AVAILABLE, and 0xFFFFFFFF as some drivers return it, also in 64 bits).
+_UNSIGNED = {1: 4, 2: 8, 3: 8, 6: 2}
+_NO_VALUES = tuple(bytes([0xFF] * size) for size in (2, 4, 8))
+_NO_VALUE_32 = b"\xff" * 4 + bytes(4)
 _NOTHING = (0, 0, 0, 0, bytes(8))  # of all but field and scope
 _PERMANENT = frozenset({2, 3, 4, 13, 25, 26})  # nvmlReturn_t of driver.UNSUPPORTED
 
@@ -66,9 +70,9 @@ class Fields:
         values = _VALUE.iter_unpack(self._result)
         for row, (_, _, time_us, _, kind, result, content) in zip(self._rows, values, strict=True):
             if result == 0:
-                if content != _NO_VALUE or kind not in _UNSIGNED:
+                number = _number(kind, content)
+                if number is not None:
                     name, _, scale, scope, extra = row
-                    (number,) = _TYPES[kind].unpack_from(content)
                     answers.append(FieldReading(name, number * scale, extra, scope, time_us))
             elif result not in _PERMANENT:
                 failed = pynvml.NVMLError(result)
@@ -81,6 +85,17 @@ class Fields:
         if failed is not None and not answers:
             raise failed
         return answers
+
+
+def _number(kind: int, content: bytes) -> float | None:
+    """Return a field's value; None if it has none, or is of a type that is not known here."""
+    if not 0 <= kind < len(_TYPES):
+        return None
+    size = _UNSIGNED.get(kind)
+    if size is not None and (content[:size] in _NO_VALUES or content == _NO_VALUE_32):
+        return None
+    number: float = _TYPES[kind].unpack_from(content)[0]
+    return number if math.isfinite(number) else None
 
 
 def _throttled(reason: str) -> str:

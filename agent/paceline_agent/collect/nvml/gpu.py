@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from paceline_agent.collect.blocks import Recurring, SeriesBlock
-from paceline_agent.collect.nvml.driver import GONE, UNSUPPORTED, pynvml
+from paceline_agent.collect.nvml.driver import GONE, NO_VALUES, UNSUPPORTED, pynvml
 from paceline_agent.collect.nvml.fields import FieldReading, Fields
 from paceline_wire.batch import DeviceEvent, GpuInfo
 
@@ -94,7 +94,9 @@ class NvmlGpu:
 
     def read(self, readings: Iterable[Reading]) -> Iterable[Value]:
         for reading in readings:
-            yield from self.ask(reading) or ()
+            for value in self.ask(reading) or ():
+                if value.number not in NO_VALUES:
+                    yield value
 
     def forget_refusals(self) -> None:
         """Call everything again: a reloaded driver or another MIG mode may support more."""

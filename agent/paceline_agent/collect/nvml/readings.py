@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from paceline_agent.collect.nvml.driver import function, pynvml
+from paceline_agent.collect.nvml.driver import NO_VALUES, function, pynvml, text
 from paceline_agent.collect.nvml.gpu import Reading, Value
 from paceline_wire import metric_names
 
@@ -32,8 +32,10 @@ def _number(*names: str, of: str, arguments: tuple[int, ...] = (), scale: float 
     """A call that answers with one number, emitted under one or more names."""
 
     def read(handle: Any) -> Iterable[Value]:
-        number = function(of)(handle, *arguments) * scale
-        return [Value(name, number) for name in names]
+        number = function(of)(handle, *arguments)
+        if number in NO_VALUES:
+            return []
+        return [Value(name, number * scale) for name in names]
 
     return read
 
@@ -65,7 +67,9 @@ def memory(handle: Any, extra: tuple[tuple[str, str], ...] | None = None) -> Ite
     if reserved is not None:
         sizes["RESERVED"] = reserved
     return [
-        Value(f"DCGM_FI_DEV_FB_{what}", size / _MEBIBYTE, extra) for what, size in sizes.items()
+        Value(f"DCGM_FI_DEV_FB_{what}", size / _MEBIBYTE, extra)
+        for what, size in sizes.items()
+        if size not in NO_VALUES
     ]
 
 
@@ -83,6 +87,8 @@ def _throttle_reasons(handle: Any) -> Iterable[Value]:
         reasons = function("nvmlDeviceGetCurrentClocksEventReasons")(handle)
     except pynvml.NVMLError_FunctionNotFound:  # the name in drivers before 535
         reasons = function("nvmlDeviceGetCurrentClocksThrottleReasons")(handle)
+    if reasons in NO_VALUES:
+        return []
     flags = [
         Value(metric_names.GPU_THROTTLE_REASON, 1.0 if reasons & bit else 0.0, extra)
         for bit, extra in _REASONS
@@ -92,10 +98,12 @@ def _throttle_reasons(handle: Any) -> Iterable[Value]:
 
 def _power_limits(handle: Any) -> Iterable[Value]:
     least, most = pynvml.nvmlDeviceGetPowerManagementLimitConstraints(handle)
-    return (
-        Value("DCGM_FI_DEV_POWER_MGMT_LIMIT_MIN", least / 1000),
-        Value("DCGM_FI_DEV_POWER_MGMT_LIMIT_MAX", most / 1000),
-    )
+    limits = {"MIN": least, "MAX": most}
+    return [
+        Value(f"DCGM_FI_DEV_POWER_MGMT_LIMIT_{which}", milliwatts / 1000)
+        for which, milliwatts in limits.items()
+        if milliwatts not in NO_VALUES
+    ]
 
 
 def _pcie_throughput(handle: Any) -> Iterable[Value]:
@@ -107,7 +115,7 @@ def _pcie_throughput(handle: Any) -> Iterable[Value]:
 
 
 def _vbios(handle: Any) -> Iterable[Value]:
-    version = pynvml.nvmlDeviceGetVbiosVersion(handle)
+    version = text(pynvml.nvmlDeviceGetVbiosVersion, handle)
     return (Value(metric_names.GPU_INFO, 1.0, (("vbios_version", version),)),)
 
 

@@ -168,15 +168,6 @@ async def test_the_same_xid_twice_is_two_events(lane, gpus, series):
     assert of_gpu(found, "DCGM_EXP_XID_ERRORS_COUNT", 0) == [2]
 
 
-async def test_a_gpu_that_answers_every_call_with_an_error_is_lost(lane, gpus, series):
-    """As some do that have fallen off the bus, without NVML saying so."""
-    await lane.collect(SECOND_NS)
-    gpus.set(1, error=999)
-    collected = await lane.collect(2 * SECOND_NS)
-    assert [(event.kind, event.device) for event in collected.events] == [("gpu_lost", "gpu1")]
-    assert of_gpu(series(collected), "DCGM_FI_DEV_SM_CLOCK", 0) == [1980]
-
-
 async def test_a_driver_that_is_reloaded_is_taken_up(lane, gpus, series):
     found = series(await lane.collect(SECOND_NS))
     assert any("driver_version=590.48.01" in name for name in found)
@@ -529,3 +520,54 @@ def with_labels(
         if own == metric and labels.items() <= info.items():
             matching.append((info, value))
     return matching
+
+
+async def test_a_value_of_an_unknown_type_costs_only_that_field_of_that_gpu(lane, gpus, series):
+    gpus.set(0, strange_field=82)  # memory temperature
+    found = series(await lane.collect(SECOND_NS))
+    names = {
+        gpu: {
+            name.partition("{")[0]
+            for name in found
+            if of_gpu({name: 0.0}, name.partition("{")[0], gpu)
+        }
+        for gpu in (0, 1)
+    }
+    assert names[1] - names[0] == {"DCGM_FI_DEV_MEMORY_TEMP"}
+    assert of_gpu(found, "DCGM_FI_DEV_MEMORY_TEMP", 1) == [55]
+
+
+@pytest.mark.parametrize(
+    ("field", "metric"),
+    [
+        ("temperature_celsius", "DCGM_FI_DEV_GPU_TEMP"),
+        ("memory_temperature_celsius", "DCGM_FI_DEV_MEMORY_TEMP"),
+        ("sm_clock_mhz", "DCGM_FI_DEV_SM_CLOCK"),
+        ("power_milliwatts", "DCGM_FI_DEV_POWER_USAGE"),
+        ("pcie_replays", "DCGM_FI_DEV_PCIE_REPLAY_COUNTER"),
+    ],
+)
+async def test_all_bits_set_is_not_a_value(lane, gpus, series, field, metric):
+    gpus.set(0, **{field: 0xFFFF_FFFF})
+    found = series(await lane.collect(SECOND_NS))
+    assert of_gpu(found, metric, 0) == []
+    assert len(of_gpu(found, metric, 1)) == 1
+    assert all(value < 4e9 for value in of_gpu(found, "DCGM_FI_DEV", 0))
+
+
+@pytest.mark.parametrize("code", [77, 999, 12345])
+async def test_an_error_that_is_not_known_is_no_lost_gpu(lane, gpus, series, code):
+    await lane.collect(SECOND_NS)
+    gpus.set(0, error=code)
+    collected = await lane.collect(2 * SECOND_NS)
+    found = series(collected)
+    assert of_gpu(found, "paceline_gpu_lost", 0) == [0]
+    assert of_gpu(found, "DCGM_FI_DEV_SM_CLOCK", 0) == []
+    assert of_gpu(found, "DCGM_FI_DEV_SM_CLOCK", 1) == [1980]
+    assert [event.kind for event in collected.events] == []
+
+
+async def test_a_name_that_is_not_utf_8_is_shown_with_replacements(lane, gpus):
+    gpus.set_text(0, "name", b"NVIDIA \xff H200")
+    collected = await lane.collect(SECOND_NS)
+    assert [gpu.name for gpu in collected.gpus or []] == ["NVIDIA \ufffd H200", "NVIDIA H200"]
