@@ -42,20 +42,20 @@ def content(directory: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("blind", [0, 1])
+@pytest.mark.parametrize("unable", [0, 1])
 def test_a_rank_without_the_shared_mount_ends_and_changes_no_checkpoint(
-    ranks_pool: Any, settings: TrainerSettings, tmp_path: Path, blind: int
+    ranks_pool: Any, settings: TrainerSettings, tmp_path: Path, unable: int
 ) -> None:
     ranks_pool.run(settings, TWO_RANKS)
     shared = tmp_path / "shared"
     before = content(shared)
     unmounted = replace(settings, checkpoint_directory=tmp_path / "empty")
     run = ranks_pool.start(
-        [unmounted if rank == blind else settings for rank in (0, 1)], TWO_RANKS, generation=1
+        [unmounted if rank == unable else settings for rank in (0, 1)], TWO_RANKS, generation=1
     )
     failures = run.failures()
-    assert "is the shared directory mounted there?" in failures[blind]
-    assert f"ranks [{blind}]" in failures[1 - blind], "the other rank waits, and names it"
+    assert "is the shared directory mounted there?" in failures[unable]
+    assert f"ranks [{unable}]" in failures[1 - unable], "the other rank waits, and names it"
     assert content(shared) == before
     again = ranks_pool.run(replace(settings, steps=6), TWO_RANKS, generation=2)
     assert again.first_step == 4

@@ -82,7 +82,7 @@ class Saved:
         return f"step-{self.step:08}.generation-{self.generation:08}"
 
 
-class _Sight(NamedTuple):
+class _DirectoryView(NamedTuple):
     """The checkpoint directory as one rank sees it."""
 
     host: str
@@ -176,7 +176,7 @@ class Checkpointer:
         failure = self._on_rank_0(lambda: claim(directory, generation))
         if failure:
             raise CheckpointError(failure)
-        self._compare_sights(saved_step)
+        self._compare_views(saved_step)
 
     def save(self, step: int, state: dict[str, Tensor]) -> None:
         """Copy the state and start to write it. Waits for an earlier save that is in progress."""
@@ -278,29 +278,29 @@ class Checkpointer:
         candidates: list[Saved] = found[0]
         return candidates
 
-    def _compare_sights(self, saved_step: int | None) -> None:
+    def _compare_views(self, saved_step: int | None) -> None:
         """Raise UnreadableError on the ranks whose node does not see the shared directory."""
-        sights: list[_Sight] = [None] * self._ranks  # type: ignore[list-item]
-        dist.all_gather_object(sights, self._sight(), group=self._group)
-        names = frozenset().union(*(sight.names for sight in sights))
-        blind = [
-            sight.error is not None or sight.names != names or not (sight.has_claim or names)
-            for sight in sights
+        views: list[_DirectoryView] = [None] * self._ranks  # type: ignore[list-item]
+        dist.all_gather_object(views, self._directory_view(), group=self._group)
+        names = frozenset().union(*(view.names for view in views))
+        unable = [
+            view.error is not None or view.names != names or not (view.has_claim or names)
+            for view in views
         ]
-        own = sights[self._rank]
-        if any(blind):
+        own = views[self._rank]
+        if any(unable):
             reason = own.error or (
                 f"{own.host} does not see what other nodes see in {self.directory}: "
                 "is the shared directory mounted there?"
             )
-            self._fail_unreadable(reason if blind[self._rank] else None, sights, blind)
-        if not all(sight.has_claim for sight in sights):
+            self._fail_unreadable(reason if unable[self._rank] else None, views, unable)
+        if not all(view.has_claim for view in views):
             # Rank 0 wrote its claim elsewhere, though all nodes see the same checkpoints.
             self._fail_unreadable(
                 f"{self.directory} of rank 0 is another directory than that of its peers"
                 if self._rank == 0
                 else None,
-                sights,
+                views,
                 [rank == 0 for rank in range(self._ranks)],
             )
         if saved_step and not names and not any(self.directory.glob(f"{DAMAGED}*")):
@@ -310,13 +310,13 @@ class Checkpointer:
                 "from step 0. To train from step 0, submit a new job."
             )
 
-    def _sight(self) -> _Sight:
+    def _directory_view(self) -> _DirectoryView:
         host, claim_name = socket.gethostname(), f"generation-{self.generation:08}"
         try:
             names = frozenset(saved.name for saved in saved_checkpoints(self.directory))
-            return _Sight(host, (self.directory / claim_name).exists(), names, None)
+            return _DirectoryView(host, (self.directory / claim_name).exists(), names, None)
         except OSError as error:
-            return _Sight(host, False, frozenset(), f"{self.directory} on {host}: {error}")
+            return _DirectoryView(host, False, frozenset(), f"{self.directory} on {host}: {error}")
 
     def _verify(self, path: Path) -> str | None:
         """Check the hashes of all files, a share per rank. Return the damage, the same everywhere.
@@ -364,13 +364,13 @@ class Checkpointer:
         return _Checked()
 
     def _fail_unreadable(
-        self, reason: str | None, sights: list[_Sight] | None, blind: list[bool]
+        self, reason: str | None, views: list[_DirectoryView] | None, unable: list[bool]
     ) -> NoReturn:
         """End the ranks that could not read; the others wait for that, then end too."""
         if reason is not None:
             raise UnreadableError(reason)
-        ranks = [rank for rank, is_blind in enumerate(blind) if is_blind]
-        hosts = "" if sights is None else f" ({', '.join({sights[rank].host for rank in ranks})})"
+        ranks = [rank for rank, is_unable in enumerate(unable) if is_unable]
+        hosts = "" if views is None else f" ({', '.join({views[rank].host for rank in ranks})})"
         threading.Event().wait(_YIELD_SECONDS)
         raise UnreadableError(f"ranks {ranks}{hosts} cannot read {self.directory}")
 

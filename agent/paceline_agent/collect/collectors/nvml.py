@@ -24,7 +24,15 @@ from paceline_agent.collect.contract import (
 )
 from paceline_agent.collect.nvml import fields, instances, occupants, readings
 from paceline_agent.collect.nvml.activity import Activity
-from paceline_agent.collect.nvml.driver import GONE, address, optional, pynvml, text, versions
+from paceline_agent.collect.nvml.driver import (
+    GONE,
+    address,
+    optional,
+    pynvml,
+    succeeds,
+    text,
+    versions,
+)
 from paceline_agent.collect.nvml.fields import FieldReading
 from paceline_agent.collect.nvml.gpu import NvmlGpu, Trouble, Value
 from paceline_agent.collect.nvml.links import Links
@@ -194,7 +202,7 @@ class NvmlCollector(Collector):
         if self._events is not None:
             register = pynvml.nvmlDeviceRegisterEvents
             xid = pynvml.nvmlEventTypeXidCriticalError
-            optional(lambda: register(handle, xid, self._events))
+            gpu.reports_xids = succeeds(lambda: register(handle, xid, self._events))
 
     def _xids(self) -> list[tuple[NvmlGpu, int]]:
         """Return every XID since the last sweep, repeats included."""
@@ -269,8 +277,8 @@ def _xid_values(gpu: NvmlGpu) -> list[Value]:
         Value(metric_names.GPU_XID_ERRORS_COUNT, count, (("xid", str(xid)),))
         for xid, count in gpu.xid_counts.items()
     ]
-    if gpu.last_xid is not None:
-        values.append(Value("DCGM_FI_DEV_XID_ERRORS", gpu.last_xid))
+    if gpu.last_xid is not None or gpu.reports_xids:  # otherwise it is not known
+        values.append(Value("DCGM_FI_DEV_XID_ERRORS", gpu.last_xid or 0))
     return values
 
 

@@ -13,7 +13,7 @@ except ImportError:  # an agent installed without its extra
 
 __all__ = [
     "GONE", "NOTHING_THERE", "NO_VALUES", "UNSUPPORTED", "address", "field_values", "function",
-    "optional", "pynvml", "text", "versions",
+    "optional", "pynvml", "succeeds", "text", "versions",
 ]  # fmt: skip
 
 # This GPU, driver or user will never have it: asked once. An unknown number of a field, clock or
@@ -70,6 +70,15 @@ def optional(call: Callable[[], Any]) -> Any:
         return call()
     except pynvml.NVMLError:
         return None
+
+
+def succeeds(call: Callable[[], Any]) -> bool:
+    """Return whether the call returns without an error of NVML."""
+    try:
+        call()
+    except pynvml.NVMLError:
+        return False
+    return True
 
 
 def text(call: Callable[..., Any], *arguments: Any) -> str:

@@ -46,6 +46,7 @@ class NvmlGpu:
     troubled_ns: int = 0  # when `trouble` last changed
     answered: bool = False  # anything since `begin`
     last_error: Exception | None = None
+    reports_xids: bool = False  # NVML accepted it for XID events
     last_xid: int | None = None
     xid_counts: dict[int, int] = field(default_factory=dict)
     rank_bytes: dict[int, int] = field(default_factory=dict)  # memory that ranks use, by their pid

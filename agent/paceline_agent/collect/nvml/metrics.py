@@ -139,7 +139,7 @@ METRICS = (
         "DCGM_FI_DEV_XID_ERRORS",
         "gauge",
         None,
-        "Code of the last XID; repeats are in DCGM_EXP_XID_ERRORS_COUNT.",
+        "Code of the last XID, 0: none; absent if the driver does not report XIDs.",
     ),
     Metric(metric_names.GPU_XID_ERRORS_COUNT, "gauge", None, "XIDs seen by this agent, by code."),
     Metric(metric_names.GPU_FB_TOTAL, "gauge", "mebibytes", "Memory of the GPU."),

@@ -70,7 +70,7 @@ async def test_a_healthy_gpu_in_the_units_of_dcgm(lane, gpus, series):
     assert labels["Hostname"] == "node-0"
     assert labels["device"] == "nvidia0"
     assert {"gpu", "UUID", "pci_bus_id", "modelName"} <= labels.keys()
-    assert not any(name.startswith("DCGM_FI_DEV_XID_ERRORS") for name in found)
+    assert of_gpu(found, "DCGM_FI_DEV_XID_ERRORS", 1) == [0]
 
 
 async def test_a_throttle_shows_at_the_next_sweep(lane, gpus, series):
@@ -571,3 +571,10 @@ async def test_a_name_that_is_not_utf_8_is_shown_with_replacements(lane, gpus):
     gpus.set_text(0, "name", b"NVIDIA \xff H200")
     collected = await lane.collect(SECOND_NS)
     assert [gpu.name for gpu in collected.gpus or []] == ["NVIDIA \ufffd H200", "NVIDIA H200"]
+
+
+async def test_xids_are_absent_where_the_driver_does_not_report_them(lane, gpus, series):
+    gpus.set(0, unsupported=["events"])
+    found = series(await lane.collect(SECOND_NS))
+    assert of_gpu(found, "DCGM_FI_DEV_XID_ERRORS", 0) == []
+    assert of_gpu(found, "DCGM_FI_DEV_XID_ERRORS", 1) == [0]
