@@ -13,12 +13,16 @@ ONLY ?=
 # Tests and demo start hundreds of processes; bytecode caches make each start faster.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test bench campaign fix clean lint types web unit browser goldens
+.PHONY: demo test check bench campaign fix clean lint types web unit browser goldens
 
 demo: $(READY)
 	@exec $(BIN)/paceline demo --exit-with-parent $(ARGS)
 
-test: lint types web unit
+test: check unit
+
+# The three use one core each for half a minute; output of each stays together.
+check: $(READY) $(WEB_READY)
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types web lint
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ import tokenize
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ PRODUCT = ("agent", "cli", "lab", "server", "trainer_hooks", "wire")
 RULES = tomllib.loads(Path(__file__).with_name("language.toml").read_text())
 WORDS: dict[str, str] = RULES["identifiers"]
 PHRASES = {re.compile(pattern, re.IGNORECASE): use for pattern, use in RULES["phrases"].items()}
+ANY_PHRASE = re.compile("|".join(f"(?:{pattern})" for pattern in RULES["phrases"]), re.IGNORECASE)
 OPENINGS = {re.compile(pattern): use for pattern, use in RULES["openings"].items()}
 # Recorded data of others, generated files, and the list of banned words itself.
 EXCLUDED = (
@@ -100,11 +102,16 @@ def other_prose(path: Path) -> Iterator[Text]:
                 yield Text(number, " ".join(literal), opens=False)
 
 
-def prose(path: Path) -> Iterator[Text]:
+@cache
+def prose(path: Path) -> list[Text]:
     if path.suffix == ".py":
-        yield from python_prose(path.read_text())
-    else:
-        yield from other_prose(path)
+        return list(python_prose(path.read_text()))
+    return list(other_prose(path))
+
+
+@cache
+def syntax_tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def sources() -> list[Path]:
@@ -116,6 +123,7 @@ def test_prose_uses_standard_terms() -> None:
         f"{name_of(path)}:{text.line}: {match.group()!r}; use: {use}"
         for path in sources()
         for text in prose(path)
+        if ANY_PHRASE.search(text.text)
         for pattern, use in PHRASES.items()
         if (match := pattern.search(text.text)) is not None
     ]
@@ -160,7 +168,7 @@ def test_identifiers_use_standard_terms() -> None:
     found = [
         f"{name_of(path)}:{line}: {name}; use: {WORDS[word]}"
         for path in tracked("*.py")
-        for line, name in identifiers(ast.parse(path.read_text()))
+        for line, name in identifiers(syntax_tree(path))
         for word in words(name)
         if word in WORDS and name not in stored
     ]
@@ -170,7 +178,7 @@ def test_identifiers_use_standard_terms() -> None:
 def test_no_class_name_is_used_twice() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in tracked(*(f"{folder}/*.py" for folder in PRODUCT)):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(syntax_tree(path)):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{name_of(path)}:{node.lineno}")
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
