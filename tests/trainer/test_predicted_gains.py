@@ -208,7 +208,7 @@ def test_a_repair_gives_the_predicted_gain(tmp_path: Path) -> None:
 def test_even_stages_give_the_predicted_gain(tmp_path: Path) -> None:
     """Stages of two and four layers, which the replay is to make equal, against three and three."""
     seconds = {}
-    predicted = {}
+    gains = {}
     for layers in ("2,4", "3,3"):
         directory = tmp_path / layers.replace(",", "-")
         directory.mkdir()
@@ -216,7 +216,7 @@ def test_even_stages_give_the_predicted_gain(tmp_path: Path) -> None:
         with run.running():
             steps = run.steps(PHASE_STEPS)
         seconds[layers] = typical_seconds(steps)
-        predicted[layers] = predicted(steps, run, {"stages": [0, 1]})
+        gains[layers] = predicted(steps, run, {"stages": [0, 1]})
     measured = seconds["2,4"] / seconds["3,3"]
-    assert disagreement("stages of 2 and 4 layers", predicted["2,4"], measured) <= AGREEMENT
-    assert predicted["3,3"] == pytest.approx(1.0, abs=AGREEMENT)
+    assert disagreement("stages of 2 and 4 layers", gains["2,4"], measured) <= AGREEMENT
+    assert gains["3,3"] == pytest.approx(1.0, abs=AGREEMENT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -61,22 +62,19 @@ def script(tmp_path: Path) -> Script:
     return run
 
 
-@pytest.fixture(scope="session", params=["", "1"], ids=["built", "pure"])
-def two_ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[RingReader]]:
-    """Rings of two real gloo ranks that ran `two_ranks.py`, with each implementation."""
-    directory = tmp_path_factory.mktemp("rings")
+@contextlib.contextmanager
+def rings_of_two_ranks(script: str, directory: Path, pure: str = "") -> Iterator[list[RingReader]]:
+    """Run a script of this folder as two gloo ranks; yield their rings."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "two_ranks.py")],
+            [sys.executable, str(HERE / script)],
             env={
                 **os.environ,
                 "PACELINE_RING_DIRECTORY": str(directory),
                 "PACELINE_JOB": "local",
-                "PACELINE_PURE_PYTHON": request.param,
+                "PACELINE_PURE_PYTHON": pure,
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1",
@@ -101,6 +99,23 @@ def two_ranks(
     yield readers
     for reader in readers:
         reader.close()
+
+
+@pytest.fixture(scope="session", params=["", "1"], ids=["built", "pure"])
+def two_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[RingReader]]:
+    """Rings of `two_ranks.py`, with each implementation of the writer."""
+    directory = tmp_path_factory.mktemp("rings")
+    with rings_of_two_ranks("two_ranks.py", directory, request.param) as readers:
+        yield readers
+
+
+@pytest.fixture(scope="session")
+def foreign_spans(tmp_path_factory: pytest.TempPathFactory) -> list[list[Span]]:
+    """Spans of the two ranks of `foreign_ranks.py`."""
+    with rings_of_two_ranks("foreign_ranks.py", tmp_path_factory.mktemp("rings")) as readers:
+        return [list(unpack(reader.read())) for reader in readers]
 
 
 @pytest.fixture(scope="session")

@@ -179,7 +179,7 @@ class DeviceTransfer(DevicePipelining, Transfer):
 
 
 def on_device(value: object) -> bool:
-    """Return whether the value is a CUDA tensor, or a list that begins with one."""
-    if isinstance(value, list | tuple):
+    """Return whether the value is a CUDA tensor, or nested lists that begin with one."""
+    while isinstance(value, list | tuple):
         value = value[0] if value else None
     return bool(getattr(value, "is_cuda", False))

@@ -5,7 +5,7 @@ does nothing without one. The flow of a timed step:
 
     steps()     loop.py: step boundaries        ->  recorder.py, writer/: records in the ring
     section()   sections.py, device.py          ->
-    all_reduce  collectives/: replaced functions ->
+    all_reduce  collectives/: torch's operators  ->
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from operator import index
 from typing import Any, ParamSpec, TypeVar
 
-from paceline.collectives.wrappers import DistributedWrappers
+from paceline.collectives.process_groups import ProcessGroupRecorder
 from paceline.device import on_device
 from paceline.environment import (
     AXES,
@@ -156,14 +156,14 @@ def _wrap_torch(session: Session, mesh: Any | None) -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         return
-    session.wrappers = DistributedWrappers(session.recorder)
-    session.wrappers.install()
+    session.process_groups = ProcessGroupRecorder(session.recorder)
+    session.process_groups.install()
     if sys.modules["torch"].backends.cuda.is_built():
         session.loop.at_boundary = partial(session.guard, session.at_boundary)
     if mesh is not None and mesh.mesh_dim_names:
         for dimension in mesh.mesh_dim_names:
             group = mesh.get_group(dimension)
-            session.wrappers.channels.name(group, dimension, AXES.get(dimension))
+            session.process_groups.channels.name(group, dimension, AXES.get(dimension))
 
 
 # Steps
@@ -202,7 +202,7 @@ def _loop() -> Loop | None:
     session = _session
     if session is None:
         return None
-    if session.wrappers is None:
+    if session.process_groups is None:
         session.guard(_wrap_torch, session, None)
     return session.loop
 
@@ -322,9 +322,9 @@ def name_group(process_group: Any, name: str, axis: str | None = None) -> None:
         axis: "dp", "pp" or "tp" if the group spans that axis.
     """
     session = _session
-    if session is None or session.wrappers is None:
+    if session is None or session.process_groups is None:
         return
-    session.guard(session.wrappers.channels.name, process_group, name, axis)
+    session.guard(session.process_groups.channels.name, process_group, name, axis)
 
 
 def report(
@@ -484,8 +484,8 @@ def _stop() -> None:
     if session is None:
         return
     session.recorder.unwatch_gc()
-    if session.wrappers is not None:
-        session.wrappers.uninstall()
+    if session.process_groups is not None:
+        session.process_groups.uninstall()
 
 
 def _at_exit() -> None:

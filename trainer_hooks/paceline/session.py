@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
-from paceline.collectives.wrappers import DistributedWrappers
+from paceline.collectives.process_groups import ProcessGroupRecorder
 from paceline.device import DevicePipelining, DeviceSection, DeviceTimer, DeviceTransfer
 from paceline.loop import Loop
 from paceline.recorder import Recorder
@@ -51,7 +51,7 @@ class Session:
         self.control = recorder.ring.control
         self.timer: DeviceTimer | None = None
         self.loop = Loop(recorder)
-        self.wrappers: DistributedWrappers | None = None
+        self.process_groups: ProcessGroupRecorder | None = None
         self.section_ops: dict[str, int] = {}  # by name
         # By op, then by (microbatch, chunk, peer): hashing an Op is slow.
         self.actions: Actions = [{} for _ in range(Op.BACKWARD_RECV + 1)]
@@ -186,6 +186,8 @@ class Session:
 
     def end(self, status: int) -> None:
         """Write what is pending and show the final status."""
+        if self.process_groups is not None:
+            self.process_groups.finish()
         self.recorder.leave_loop()
         if self.timer is not None:
             self.timer.resolve()
@@ -194,8 +196,8 @@ class Session:
     def detach(self) -> None:
         """Stop writing to the ring, in a forked child: it is the parent's."""
         self.recorder.detach()
-        if self.wrappers is not None:
-            self.wrappers.uninstall()
+        if self.process_groups is not None:
+            self.process_groups.uninstall()
 
     def guard(self, call: Callable[..., None], *args: Any) -> None:
         """Run `call`; count and log an error of Paceline instead of raising it in the training."""

@@ -1,7 +1,7 @@
-"""Recording of torch.distributed.
+"""Recording of process groups.
 
-functions.py   which functions are timed, and how to find their arguments
-channels.py    sequence numbers of each process group and peer, on the state page
-call.py        one collective or transfer from call to completion
-wrappers.py    replaces the functions by timed ones
+operations.py   torch's c10d operators, and where to find their arguments
+channels.py     sequence numbers of each process group and peer, on the state page
+call.py         one collective or transfer from launch to completion
+process_groups.py   kernels on the operators, and what waits for their results
 """

@@ -1,25 +1,23 @@
-"""One collective or transfer, from its call to its completion.
+"""One collective or transfer, from its launch to its completion.
 
-A blocking call: the wrapper creates a `CommunicationCall`, calls `block`, runs the function and
-calls `complete`. An asynchronous call returns a `Work`: `wait` and `complete_work` surround its
-`Work.wait`, or `drop` runs if the script never waits.
+The kernel creates a `CommunicationCall` and surrounds the launch by `block` and `launched`. If the
+caller waits at once, the call is one span: `block`, the wait, `complete`. If it waits later, `wait`
+and `complete_work` surround the wait. `complete_unwaited` ends a call that nobody waited for.
 """
 
 from __future__ import annotations
 
-import weakref
 from _thread import get_ident
 from time import perf_counter_ns
 from typing import Any
 
+from paceline.collectives.operations import TRANSFERS, payload_bytes
 from paceline.device import on_device
 from paceline.recorder import Recorder
 from paceline.writer import Channel
 from paceline.writer.interface import NO_CHUNK, NO_MICROBATCH, Event, Row, TransferAction
 from paceline_wire.ring import GROUP_BYTES_SHIFT
 from paceline_wire.spans import Flag, Op
-
-_TRANSFERS = (Op.SEND, Op.RECV)
 
 
 class CommunicationCall:
@@ -28,13 +26,16 @@ class CommunicationCall:
     __slots__ = (
         "action",
         "action_started_ns",
+        "blocks",
         "channel",
         "depth",
+        "graph_task",
+        "launched_ns",
         "op",
+        "output",
         "peer",
         "place",
         "recorder",
-        "reference",
         "sequence",
         "size",
         "started",
@@ -54,20 +55,24 @@ class CommunicationCall:
         channel: Channel,
         peer: int,
         payload: Any,
+        blocks: bool | None,
     ) -> None:
         self.recorder = recorder
         self.channel = channel
         self.peer = peer
-        self.size = _payload_bytes(payload)
+        self.blocks = blocks  # whether the caller waits at once; None: unknown
+        self.size = payload_bytes(payload)
+        self.output: int | None = None  # address of the result
+        self.graph_task = -1  # the backward pass that launched it
+        self.launched_ns = 0
         self.timer = recorder.timer if on_device(payload) else None
         self.depth: int | None = None
         self.action: TransferAction | None = None
-        self.reference: weakref.ref[Any] | None = None
         if recorder.owner == get_ident():
             self.word2 = recorder.word2
             chunk = recorder.chunk
             action = recorder.action
-            direction = None if op not in _TRANSFERS else op == Op.RECV
+            direction = None if op not in TRANSFERS else op == Op.RECV
             if action is not None and action.receives is direction:
                 self.action = action
                 self.action_started_ns = action.start
@@ -100,6 +105,13 @@ class CommunicationCall:
             self.recorder.pop(self.depth)
             self.depth = None
 
+    def launched(self) -> None:
+        """End the launch: the caller runs on."""
+        self.unblock()
+        if self.action is not None:
+            self.action.launched += 1
+        self.launched_ns = perf_counter_ns()
+
     def complete(self) -> None:
         """Record a blocking call that has returned."""
         now = perf_counter_ns()
@@ -112,7 +124,6 @@ class CommunicationCall:
 
     def wait(self, completed: bool) -> None:
         """Start the host's wait for an asynchronous call, unless it has completed already."""
-        self.reference = None
         if completed or self._is_in_background():
             return
         self.wait_started_ns = perf_counter_ns()
@@ -134,13 +145,11 @@ class CommunicationCall:
             ended = None if self.timer is None else self.timer.mark()
             self._record(Flag.WAIT, self.wait_started_ns, now, self.wait_started, ended)
 
-    def drop(self) -> None:
-        """Record an asynchronous call whose `Work` was deleted without a wait.
-
-        It may run in any thread, so it only queues.
-        """
+    def complete_unwaited(self) -> None:
+        """Record a call that was seen complete, without a wait. Any thread may have launched it."""
         self.channel.leave(self.sequence)
-        self.recorder.enqueue(self._row(Flag.ASYNC, self.started_ns, perf_counter_ns()))
+        if not self._add_to_action():
+            self._record(Flag.ASYNC, self.started_ns, perf_counter_ns(), None, None)
 
     def _is_in_background(self) -> bool:
         """Return whether a thread beside the training makes this call, such as a checkpoint writer.
@@ -179,13 +188,3 @@ class CommunicationCall:
         word1 = self.word1 | flag << 48
         duration_ns = end_ns - start_ns
         return word1, self.word2, self.peer, self.size, self.sequence, start_ns, duration_ns
-
-
-def _payload_bytes(payload: Any) -> int:
-    """Return the bytes of a tensor or of a list of tensors; 0 for None."""
-    if payload is None:
-        return 0
-    if type(payload) is list or type(payload) is tuple:
-        return sum(tensor.nbytes for tensor in payload)
-    size: int = payload.nbytes
-    return size

@@ -68,14 +68,10 @@ class Channels:
             channel = self._peers[rank, receives] = self._new_peer(rank, receives)
         return channel
 
-    def global_rank(self, process_group: Any | None, rank: int | None, in_group: int | None) -> int:
+    def global_rank(self, process_group: Any, in_group: int | None) -> int:
         """Return the global rank of a transfer's peer; NONE_32 for a receive from any rank."""
-        if rank is not None:
-            return rank
         if in_group is None:
             return NONE_32
-        if process_group is None:
-            return in_group
         return int(self._c10d.get_global_rank(process_group, in_group))
 
     def _new_group(self, process_group: Any) -> Channel:

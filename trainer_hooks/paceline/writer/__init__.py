@@ -6,8 +6,7 @@
 
 Import the classes from this package; it picks the implementation once, at import. Set
 `PACELINE_PURE_PYTHON=1` to force Python. A C build of another interface or layout, which an
-editable install may leave behind, is ignored. `Collective` exists only in C and is None otherwise:
-the Python implementation times a collective in `paceline.collectives`.
+editable install may leave behind, is ignored.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from paceline_wire.ring import (
 )
 from paceline_wire.spans import WORDS, Op
 
-__all__ = ["Channel", "Collective", "Pipelining", "Section", "Writer"]
+__all__ = ["Channel", "Pipelining", "Section", "Writer"]
 
-INTERFACE = 4  # equals INTERFACE in _native.c
+INTERFACE = 5  # equals INTERFACE in _native.c
 LAYOUT = (
     INTERFACE,
     *(STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS, STATE_MICROBATCH),
@@ -57,7 +56,6 @@ def _load_native() -> Any | None:
     return _native if _native.LAYOUT == LAYOUT else None
 
 
-Collective: Any = None
 if not TYPE_CHECKING and (_native := _load_native()) is not None:
-    Channel, Collective, Writer = _native.Channel, _native.Collective, _native.Writer
+    Channel, Writer = _native.Channel, _native.Writer
     Pipelining, Section = _native.Pipelining, _native.Section

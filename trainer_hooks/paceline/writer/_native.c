@@ -1,4 +1,4 @@
-/* The writer's end of a ring in C: the code that runs for each section and collective of a step.
+/* The writer's end of a ring in C: the code that runs for each section of a step.
  *
  * Between two kernels the host's caches are cold, and a line of Python costs several times as much
  * there as in a loop. `pure_python.py` does the same in Python, documents each part, and replaces
@@ -15,7 +15,7 @@
 /* Python compares LAYOUT with its own. Increment INTERFACE with each change to what Python calls
  * here; the other values are those of paceline_wire.ring and paceline_wire.spans. */
 enum {
-    INTERFACE = 4,
+    INTERFACE = 5,
     STATE_HEAD = 0,
     STATE_STEP = 1,
     STATE_STEP_STARTED_NS = 2,
@@ -102,7 +102,6 @@ typedef struct {
     PyObject *timer;    /* EventTimer; NULL: no device */
     PyObject *action;   /* the innermost open transfer action; NULL: none */
     PyObject *sections; /* dict: sections of the owner thread, by name */
-    char in_call;
     Py_buffer state_view, spans_view;
 } Writer;
 
@@ -439,7 +438,6 @@ static PyMemberDef writer_members[] = {
     {"step_head", T_ULONGLONG, offsetof(Writer, step_head), READONLY},
     {"owner", T_ULONGLONG, offsetof(Writer, owner), 0},
     {"failures", T_ULONGLONG, offsetof(Writer, failures), 0},
-    {"in_call", T_BOOL, offsetof(Writer, in_call), 0},
     {"timer", T_OBJECT, offsetof(Writer, timer), 0},
     {"action", T_OBJECT, offsetof(Writer, action), 0},
     {"sections", T_OBJECT_EX, offsetof(Writer, sections), READONLY},
@@ -843,273 +841,6 @@ static PyType_Spec channel_spec = {
     .slots = channel_slots,
 };
 
-static PyTypeObject *channel_type;
-
-/* Collective */
-
-typedef struct {
-    PyObject_HEAD
-    Writer *recorder;
-    PyObject *original; /* the function of torch.distributed */
-    PyObject *slow_path;    /* (args, kwargs): times all calls that are not timed here */
-    PyObject *channels;     /* dict: id() of a process group to its Channel */
-    PyObject *find_channel; /* (process group or None): its Channel, or None */
-    PyObject *default_owner; /* the object whose attribute `default_name` is the default group */
-    PyObject *default_name, *payload, *group_name, *async_name, *nbytes_name;
-    PyObject *tensor, *nbytes; /* the class of tensors and its attribute */
-    descrgetfunc get_nbytes;   /* NULL: not a property */
-    Channel *channel;          /* of the latest call; NULL: none yet */
-    Py_ssize_t group_position, async_position, payload_position; /* of arguments */
-    uint64_t op;
-} Collective;
-
-static int collective_init(Collective *self, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"recorder",      "op",           "original",       "slow_path",
-                            "channels",      "find_channel", "default_owner",  "default_name",
-                            "payload",       "tensor",       "group_position", "async_position",
-                            "payload_position", NULL};
-    PyObject *given[9];
-    unsigned long long op;
-    if (self->recorder != NULL)
-        return PyErr_SetString(PyExc_RuntimeError, "already initialized"), -1;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!KOOO!OOUUO!nnn", names, writer_type, &given[0], &op, &given[1],
-            &given[2], &PyDict_Type, &given[3], &given[4], &given[5], &given[6], &given[7],
-            &PyType_Type, &given[8], &self->group_position, &self->async_position,
-            &self->payload_position))
-        return -1;
-    for (int i = 0; i < 9; i++)
-        Py_INCREF(given[i]);
-    self->op = op;
-    self->recorder = (Writer *)given[0];
-    self->original = given[1];
-    self->slow_path = given[2];
-    self->channels = given[3];
-    self->find_channel = given[4];
-    self->default_owner = given[5];
-    self->default_name = given[6];
-    self->payload = given[7];
-    self->tensor = given[8];
-    self->group_name = PyUnicode_InternFromString("group");
-    self->async_name = PyUnicode_InternFromString("async_op");
-    self->nbytes_name = PyUnicode_InternFromString("nbytes");
-    if (!self->group_name || !self->async_name || !self->nbytes_name)
-        return -1;
-    self->nbytes = PyObject_GetAttr(self->tensor, self->nbytes_name);
-    if (self->nbytes == NULL)
-        return -1;
-    self->get_nbytes = (descrgetfunc)PyType_GetSlot(Py_TYPE(self->nbytes), Py_tp_descr_get);
-    return 0;
-}
-
-static int collective_traverse(Collective *self, visitproc visit, void *arg)
-{
-    Py_VISIT((PyObject *)Py_TYPE((PyObject *)self));
-    Py_VISIT(self->recorder);
-    Py_VISIT(self->original);
-    Py_VISIT(self->slow_path);
-    Py_VISIT(self->channels);
-    Py_VISIT(self->find_channel);
-    Py_VISIT(self->default_owner);
-    Py_VISIT(self->tensor);
-    Py_VISIT(self->nbytes);
-    Py_VISIT(self->channel);
-    return 0;
-}
-
-static int collective_clear(Collective *self)
-{
-    Py_CLEAR(self->recorder);
-    Py_CLEAR(self->original);
-    Py_CLEAR(self->slow_path);
-    Py_CLEAR(self->channels);
-    Py_CLEAR(self->find_channel);
-    Py_CLEAR(self->default_owner);
-    Py_CLEAR(self->tensor);
-    Py_CLEAR(self->nbytes);
-    Py_CLEAR(self->channel);
-    return 0;
-}
-
-static void collective_dealloc(Collective *self)
-{
-    PyObject_GC_UnTrack(self);
-    collective_clear(self);
-    Py_CLEAR(self->payload);
-    Py_CLEAR(self->group_name);
-    Py_CLEAR(self->async_name);
-    Py_CLEAR(self->nbytes_name);
-    Py_CLEAR(self->default_name);
-    free_object((PyObject *)self);
-}
-
-/* Find one argument (borrowed); NULL if it was not given. Returns -1 with an exception set. */
-static int argument(PyObject *args, PyObject *kwargs, Py_ssize_t at, PyObject *name,
-                    PyObject **found)
-{
-    *found = NULL;
-    if (PyTuple_Size(args) > at)
-        *found = PyTuple_GetItem(args, at);
-    else if (kwargs != NULL && (*found = PyDict_GetItemWithError(kwargs, name)) == NULL)
-        return PyErr_Occurred() ? -1 : 0;
-    return 0;
-}
-
-static int is_of(PyObject *channel, PyObject *group)
-{
-    return channel != NULL && PyObject_TypeCheck(channel, channel_type) &&
-           ((Channel *)channel)->reference != NULL &&
-           PyWeakref_GetObject(((Channel *)channel)->reference) == group;
-}
-
-/* A new reference to the Channel of a group. NULL: not a member, or an exception is set. */
-static PyObject *find_channel(Collective *self, PyObject *group)
-{
-    PyObject *key = PyLong_FromVoidPtr(group);
-    PyObject *channel = key == NULL ? NULL : PyDict_GetItemWithError(self->channels, key);
-    Py_XDECREF(key);
-    if (is_of(channel, group))
-        return Py_NewRef(channel);
-    if (PyErr_Occurred())
-        return NULL;
-    channel = PyObject_CallFunctionObjArgs(self->find_channel, group, NULL);
-    if (channel != NULL && !PyObject_TypeCheck(channel, channel_type))
-        Py_CLEAR(channel);
-    return channel;
-}
-
-/* A new reference to the Channel of this call. NULL as for find_channel. */
-static Channel *channel_of(Collective *self, PyObject *args, PyObject *kwargs)
-{
-    PyObject *group;
-    if (argument(args, kwargs, self->group_position, self->group_name, &group) < 0)
-        return NULL;
-    if (group == NULL || group == Py_None)
-        group = PyObject_GetAttr(self->default_owner, self->default_name);
-    else
-        Py_INCREF(group);
-    if (group == NULL)
-        return NULL;
-    if (!is_of((PyObject *)self->channel, group)) {
-        PyObject *found = find_channel(self, group), *before = (PyObject *)self->channel;
-        self->channel = (Channel *)found;
-        Py_XDECREF(before);
-    }
-    Py_DECREF(group);
-    Py_XINCREF((PyObject *)self->channel);
-    return self->channel;
-}
-
-/* Add the bytes of a tensor or of a list of tensors. Returns -1 with an exception set. */
-static int add_size(Collective *self, PyObject *load, uint64_t *size)
-{
-    if (load == NULL || load == Py_None)
-        return 0;
-    if (PyList_CheckExact(load) || PyTuple_CheckExact(load)) {
-        Py_ssize_t count = PySequence_Size(load);
-        for (Py_ssize_t i = 0; i < count; i++) {
-            PyObject *item = PySequence_GetItem(load, i);
-            int failed = item == NULL || add_size(self, item, size) < 0;
-            Py_XDECREF(item);
-            if (failed)
-                return -1;
-        }
-        return 0;
-    }
-    /* A lookup by name is expensive while the caches are cold. */
-    int is_plain = (PyObject *)Py_TYPE(load) == self->tensor && self->get_nbytes != NULL;
-    PyObject *number = is_plain
-                           ? self->get_nbytes(self->nbytes, load, self->tensor)
-                           : PyObject_GetAttr(load, self->nbytes_name);
-    uint64_t bytes;
-    int failed = number == NULL || as_word(number, &bytes) < 0;
-    Py_XDECREF(number);
-    if (failed)
-        return -1;
-    *size += bytes;
-    return 0;
-}
-
-/* Return 1 for a blocking call of the owner thread without a device, else 0; -1: exception. */
-static int takes_fast_path(Collective *self, PyObject *args, PyObject *kwargs)
-{
-    Writer *recorder = self->recorder;
-    if (!is_owner_thread(recorder) || has_timer(recorder))
-        return 0;
-    PyObject *is_async;
-    if (argument(args, kwargs, self->async_position, self->async_name, &is_async) < 0)
-        return -1;
-    if (is_async == NULL || is_async == Py_False)
-        return 1;
-    int truth = PyObject_IsTrue(is_async);
-    return truth < 0 ? -1 : !truth;
-}
-
-static PyObject *collective_call(Collective *self, PyObject *args, PyObject *kwargs)
-{
-    if (kwargs != NULL && PyDict_Size(kwargs) == 0)
-        kwargs = NULL;
-    Writer *recorder = self->recorder;
-    int fast = takes_fast_path(self, args, kwargs);
-    if (fast == 0) {
-        PyObject *keywords = kwargs == NULL ? PyDict_New() : Py_NewRef(kwargs);
-        PyObject *result = NULL;
-        if (keywords != NULL)
-            result = PyObject_CallFunctionObjArgs(self->slow_path, args, keywords, NULL);
-        Py_XDECREF(keywords);
-        return result;
-    }
-    if (fast > 0 && recorder->in_call)
-        return PyObject_Call(self->original, args, kwargs);
-    uint64_t size = 0;
-    Channel *channel = NULL;
-    if (fast > 0)
-        channel = channel_of(self, args, kwargs);
-    if (channel != NULL) {
-        PyObject *load;
-        if (argument(args, kwargs, self->payload_position, self->payload, &load) < 0 ||
-            add_size(self, load, &size) < 0)
-            Py_CLEAR(channel);
-    }
-    if (channel == NULL) {
-        if (PyErr_Occurred()) { /* an error of Paceline: count it and let the call continue */
-            PyErr_Clear();
-            recorder->failures++;
-        }
-        return PyObject_Call(self->original, args, kwargs);
-    }
-    uint64_t started_ns = now_ns();
-    uint64_t sequence = enter_channel(channel, self->op | size << GROUP_BYTES_SHIFT, started_ns);
-    uint64_t place = channel->group << 32 | NONE_32;
-    uint64_t depth = push_frame(recorder, self->op, started_ns, place, sequence);
-    recorder->in_call = 1;
-    PyObject *result = PyObject_Call(self->original, args, kwargs);
-    recorder->in_call = 0;
-    if (result != NULL) {
-        uint64_t duration_ns = now_ns() - started_ns;
-        channel->words[channel->left] = sequence;
-        write_record(recorder, self->op | channel->group << 16 | recorder->chunk << 32,
-                     recorder->word2, NONE_32, size, sequence, started_ns, duration_ns);
-    }
-    pop_frame(recorder, depth);
-    Py_DECREF(channel);
-    return result;
-}
-
-static PyType_Slot collective_slots[] = {
-    {Py_tp_init, collective_init},   {Py_tp_traverse, collective_traverse},
-    {Py_tp_clear, collective_clear}, {Py_tp_dealloc, collective_dealloc},
-    {Py_tp_call, collective_call},   {0, NULL},
-};
-
-static PyType_Spec collective_spec = {
-    .name = "paceline.writer._native.Collective",
-    .basicsize = sizeof(Collective),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = collective_slots,
-};
-
 /* Module */
 
 static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec, PyTypeObject *base)
@@ -1130,17 +861,16 @@ PyMODINIT_FUNC PyInit__native(void)
     if (module == NULL)
         return NULL;
     writer_type = add_type(module, &writer_spec, NULL);
-    channel_type = add_type(module, &channel_spec, NULL);
+    PyTypeObject *channel = add_type(module, &channel_spec, NULL);
     PyTypeObject *section = add_type(module, &section_spec, NULL);
     PyTypeObject *pipelining =
         section == NULL ? NULL : add_type(module, &pipelining_spec, section);
-    PyTypeObject *collective = add_type(module, &collective_spec, NULL);
     PyObject *layout = Py_BuildValue(
         "(iiiiiiiiiiiiiiiiii)", INTERFACE, STATE_HEAD, STATE_STEP, STATE_STEP_STARTED_NS,
         STATE_MICROBATCH, STATE_LOSS_STEP, STATE_LOSS, STATE_GRADIENT_NORM, STATE_DEPTH,
         STATE_EVALUATION_STEP, STATE_EVALUATION_LOSS, STATE_FRAMES, FRAMES, FRAME_WORDS,
         GROUP_BYTES_SHIFT, WORDS, OP_STEP, OP_DATA_WAIT);
-    if (writer_type == NULL || channel_type == NULL || pipelining == NULL || collective == NULL ||
+    if (writer_type == NULL || channel == NULL || pipelining == NULL ||
         layout == NULL || PyModule_AddObject(module, "LAYOUT", layout) < 0)
         Py_CLEAR(module);
     return module;

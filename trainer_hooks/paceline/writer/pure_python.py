@@ -54,7 +54,7 @@ class Writer:
     """
 
     __slots__ = (
-        *("_spans", "_state", "action", "chunk", "depth", "failures", "head", "in_call", "mask"),
+        *("_spans", "_state", "action", "chunk", "depth", "failures", "head", "mask"),
         *("owner", "sections", "step", "step_head", "step_started_ns", "timer", "word2"),
     )
 
@@ -67,7 +67,6 @@ class Writer:
         self.chunk = NO_CHUNK
         self.word2 = NO_MICROBATCH
         self.owner = get_ident()
-        self.in_call = False  # the owner thread is inside a timed torch.distributed function
         self.timer: EventTimer | None = None
         self.action: TransferAction | None = None  # the innermost open transfer action
         self.sections: dict[object, Section] = {}  # of the owner thread, by name
