@@ -56,9 +56,10 @@ fix: $(READY)
 clean:
 	rm -rf $(VENV) web/node_modules bench.json demo.json .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist
 
-$(READY): pyproject.toml hatch_build.py trainer_hooks/paceline/writer/_native.c
+$(READY): pyproject.toml hatch_build.py trainer_hooks/paceline/writer/_native.c trainer_hooks/paceline/collectives/_process_groups.cpp
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; $(PYTHON) is " + sys.version.split()[0] + ". Try make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	@$(PYTHON) install_environment.py $(VENV)
+	@$(BIN)/python -m paceline.collectives || true
 	@touch $@
 
 $(WEB_READY): web/package-lock.json

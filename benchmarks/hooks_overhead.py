@@ -42,6 +42,7 @@ from torch import nn
 import paceline
 from benchmarks.harness import Result
 from paceline import Op
+from paceline.collectives.native import Library
 
 PAIRS = 500
 COLLECTIVE_PAIRS = 1000  # threads of gloo make these steps scatter most
@@ -79,7 +80,7 @@ Condition = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Calls:
-    """The functions that the loop calls, with or without the hooks."""
+    """The functions of the hooks that the loop calls, or nothing in their place."""
 
     section: Callable[[str], AbstractContextManager[None]]
     pipelining: Callable[..., AbstractContextManager[None]]
@@ -118,6 +119,9 @@ def measure() -> Iterator[Result]:
         yield from _results("these five together", together)
         with _hooks() as hooked:
             yield from _results("no collectives", _percent(WaitingSectionsStep(), hooked))
+            yield from _results(
+                "DistributedDataParallel", _percent(ReducerStep(), hooked, pairs=pairs)
+            )
             yield from _results("60 calls", _percent(WaitingPipelinedStep(), hooked), goal=None)
             yield from _results("computing host", _percent(DataParallelStep(), hooked))
         profiled = _percent(
@@ -163,6 +167,29 @@ class Step(ABC):
 
     @abstractmethod
     def update(self) -> None: ...
+
+
+class ReducerStep(Step):
+    """A DistributedDataParallel model of 12 layers, each with a bucket of its own."""
+
+    WIDTH = 256
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        layers = [nn.Linear(self.WIDTH, self.WIDTH, bias=False) for _ in self.buckets]
+        self.model = nn.parallel.DistributedDataParallel(
+            nn.Sequential(*layers), bucket_cap_mb=self.WIDTH**2 * 4 / 2**20
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+        self.batch = torch.randn(430, self.WIDTH)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, calls: Calls) -> None:
+        self.model(self.batch).square().mean().backward()
 
 
 class DataParallelStep(Step):
@@ -257,7 +284,7 @@ def _percent(
         wall, cpu = {}, {}
         for watched in (True, False) if pair % 2 else (False, True):
             calls, boundaries, surrounding = ways[watched]
-            with surrounding():
+            with surrounding(), _torch_alone() if calls is PLAIN else nullcontext():
                 wall_ns, cpu_ns = perf_counter_ns(), thread_time_ns()
                 next(boundaries)
                 step.run(calls)
@@ -267,6 +294,19 @@ def _percent(
         walls.append(wall[False])
     wall_ns = median(walls)
     return [each / wall_ns * 100 for each in added[WARM_PAIRS:]]
+
+
+@contextlib.contextmanager
+def _torch_alone() -> Iterator[None]:
+    """Run without what the hooks have installed in torch."""
+    library = Library.load()
+    if library is None:
+        raise RuntimeError("run `python -m paceline.collectives` first: the library is not built")
+    library.detach()
+    try:
+        yield
+    finally:
+        library.attach()
 
 
 def _results(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import paceline
+from paceline.collectives.build import BuildError, build, find_library
 from paceline.recorder import Recorder
 from paceline_wire.ring import Identity, RingReader, create
 from paceline_wire.spans import Span, unpack
@@ -101,9 +102,19 @@ def rings_of_two_ranks(script: str, directory: Path, pure: str = "") -> Iterator
         reader.close()
 
 
+@pytest.fixture(scope="session")
+def library_of_process_groups() -> None:
+    """Build the library that records process groups, as `make` does, where there is a compiler."""
+    with contextlib.suppress(BuildError):
+        if find_library() is None:
+            build()
+
+
 @pytest.fixture(scope="session", params=["", "1"], ids=["built", "pure"])
 def two_ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    library_of_process_groups: None,
 ) -> Iterator[list[RingReader]]:
     """Rings of `two_ranks.py`, with each implementation of the writer."""
     directory = tmp_path_factory.mktemp("rings")
@@ -111,10 +122,15 @@ def two_ranks(
         yield readers
 
 
-@pytest.fixture(scope="session")
-def foreign_spans(tmp_path_factory: pytest.TempPathFactory) -> list[list[Span]]:
-    """Spans of the two ranks of `foreign_ranks.py`."""
-    with rings_of_two_ranks("foreign_ranks.py", tmp_path_factory.mktemp("rings")) as readers:
+@pytest.fixture(scope="session", params=["", "1"], ids=["built", "pure"])
+def foreign_spans(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    library_of_process_groups: None,
+) -> list[list[Span]]:
+    """Spans of the two ranks of `foreign_ranks.py`, with each implementation."""
+    directory = tmp_path_factory.mktemp("rings")
+    with rings_of_two_ranks("foreign_ranks.py", directory, request.param) as readers:
         return [list(unpack(reader.read())) for reader in readers]
 
 

@@ -83,6 +83,20 @@ def prefers_pure_python() -> bool:
     return bool(os.environ.get("PACELINE_PURE_PYTHON"))
 
 
+def builds_libraries() -> bool:
+    """Return whether a rank may build a library in the background; `PACELINE_BUILD=0` says no."""
+    return os.environ.get("PACELINE_BUILD") != "0"
+
+
+def cache_directory() -> Path | None:
+    """Return where this user's built libraries are kept, or None without a home directory."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("HOME")
+    if not home:
+        return None
+    root = Path(home) if os.environ.get("XDG_CACHE_HOME") else Path(home, ".cache")
+    return root / "paceline"
+
+
 def read_rank_environment(environment: Mapping[str, str] | None = None) -> RankEnvironment | None:
     """Return the settings of this rank, or None if no agent runs on this node.
 

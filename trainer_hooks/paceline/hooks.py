@@ -20,7 +20,7 @@ from functools import partial
 from operator import index
 from typing import Any, ParamSpec, TypeVar
 
-from paceline.collectives.process_groups import ProcessGroupRecorder
+from paceline.collectives.native import NativeRecorder, recorder_of_process_groups
 from paceline.device import on_device
 from paceline.environment import (
     AXES,
@@ -156,9 +156,11 @@ def _wrap_torch(session: Session, mesh: Any | None) -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         return
-    session.process_groups = ProcessGroupRecorder(session.recorder)
+    session.process_groups = recorder_of_process_groups(session.recorder)
     session.process_groups.install()
-    if sys.modules["torch"].backends.cuda.is_built():
+    if isinstance(session.process_groups, NativeRecorder):
+        session.loop.at_boundary = session.process_groups.at_boundary
+    elif sys.modules["torch"].backends.cuda.is_built():
         session.loop.at_boundary = partial(session.guard, session.at_boundary)
     if mesh is not None and mesh.mesh_dim_names:
         for dimension in mesh.mesh_dim_names:

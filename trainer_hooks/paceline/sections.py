@@ -81,7 +81,9 @@ class Transfer(Pipelining):
     when it completes.
     """
 
-    __slots__ = ("completed", "enclosing_actions", "given_peer", "launched", "receives")
+    __slots__ = (
+        *("completed", "enclosing_actions", "given_peer", "launched_before", "receives", "word"),
+    )
 
     def __init__(
         self, recorder: Recorder, op: int, microbatch: int | None, chunk: int, peer: int | None
@@ -90,15 +92,17 @@ class Transfer(Pipelining):
         self.enclosing_actions: list[TransferAction | None] = []
         self.given_peer = self.peer
         self.receives = op in RECEIVE_OPS
-        self.launched = 0
+        self.word = 1 << 17 | self.receives << 16 | op
+        self.launched_before = 0  # `recorder.transfers_launched` when it began
         self.completed = 0
 
     def __enter__(self) -> None:
         super().__enter__()
         self.enclosing_actions.append(self.recorder.action)
-        self.recorder.action = self
+        self.recorder.action, self.recorder.transfer = self, self.word
+        self.launched_before = self.recorder.transfers_launched
         self.peer = self.given_peer
-        self.size = self.sequence = self.launched = self.completed = 0
+        self.size = self.sequence = self.completed = 0
         if self.peer != NONE_32:
             self.show_transfer(self.peer, 0)
 
@@ -107,19 +111,24 @@ class Transfer(Pipelining):
             self.close()
             return
         super().__exit__(kind, error, trace)
-        self.recorder.action = self.enclosing_actions.pop()
+        self._restore_enclosing()
         if self.peer != NONE_32:
             self.recorder.clear_place()
 
     def close(self) -> None:
         """Leave without writing a record."""
         super().close()
-        self.recorder.action = self.enclosing_actions.pop()
+        self._restore_enclosing()
+
+    def _restore_enclosing(self) -> None:
+        action = self.enclosing_actions.pop()
+        self.recorder.action, self.recorder.transfer = action, 0 if action is None else action.word
 
     @property
     def is_in_flight(self) -> bool:
         """Return whether it launched transfers and none of them has completed."""
-        return self.launched > 0 and not self.completed
+        launched = self.recorder.transfers_launched > self.launched_before
+        return launched and not self.completed
 
     def show_transfer(self, place: int, sequence: int) -> None:
         """Show on the state page the transfer that blocks this action."""

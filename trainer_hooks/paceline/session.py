@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
+from paceline.collectives.native import NativeRecorder
 from paceline.collectives.process_groups import ProcessGroupRecorder
 from paceline.device import DevicePipelining, DeviceSection, DeviceTimer, DeviceTransfer
 from paceline.loop import Loop
@@ -51,7 +52,7 @@ class Session:
         self.control = recorder.ring.control
         self.timer: DeviceTimer | None = None
         self.loop = Loop(recorder)
-        self.process_groups: ProcessGroupRecorder | None = None
+        self.process_groups: ProcessGroupRecorder | NativeRecorder | None = None
         self.section_ops: dict[str, int] = {}  # by name
         # By op, then by (microbatch, chunk, peer): hashing an Op is slow.
         self.actions: Actions = [{} for _ in range(Op.BACKWARD_RECV + 1)]

@@ -80,7 +80,7 @@ def test_asynchronous_work_is_recorded_from_launch_to_completion(
                 span = launched[Op(wait.op)]
                 assert wait.sequence == span.sequence
                 assert span.start_ns <= wait.start_ns
-                assert wait.end_ns == span.end_ns
+                assert span.end_ns <= wait.end_ns
 
 
 def test_an_object_collective_is_recorded_as_its_parts(two_rank_spans: list[list[Span]]) -> None:

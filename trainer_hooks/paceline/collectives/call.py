@@ -109,7 +109,7 @@ class CommunicationCall:
         """End the launch: the caller runs on."""
         self.unblock()
         if self.action is not None:
-            self.action.launched += 1
+            self.recorder.transfers_launched += 1
         self.launched_ns = perf_counter_ns()
 
     def complete(self) -> None:

@@ -53,6 +53,7 @@ class ProcessGroupRecorder:
 
         self._recorder = recorder
         self._wait: Function = torch.distributed.Work.wait
+        self._future_of: Function = torch.distributed.Work.get_future
         self._boxed = torch.ScriptObject
         self._unbox_work = torch.distributed.Work.unbox
         self._unbox_group = torch.distributed.ProcessGroup.unbox
@@ -68,8 +69,8 @@ class ProcessGroupRecorder:
 
     def install(self) -> None:
         """Record from now on."""
-        hooks = _Hooks.get()
-        self._wait = hooks.original_wait
+        hooks = Hooks.get()
+        self._wait, self._future_of = hooks.wait_for_work, hooks.future_of
         hooks.recorder = self
 
     def finish(self) -> None:
@@ -78,7 +79,7 @@ class ProcessGroupRecorder:
 
     def uninstall(self) -> None:
         """Stop recording. In a forked child: does not touch the parent's communication."""
-        hooks = _Hooks.get()
+        hooks = Hooks.get()
         if hooks.recorder is self:
             hooks.recorder = None
 
@@ -275,7 +276,7 @@ class ProcessGroupRecorder:
                 awaited.unblock()
             for work, calls in self._launched_by(self._watched_task):
                 # The reducer waits for futures, which gloo completes just before their Works.
-                if calls[0].timer is None and not work.get_future().done():
+                if calls[0].timer is None and not self._future_of(work).done():
                     continue  # someone else waits for it later
                 self._in_flight.pop(id(work), None)
                 for call in calls:
@@ -295,13 +296,14 @@ class ProcessGroupRecorder:
             self._recorder.failures += 1
 
 
-class _Hooks:
-    """The kernels and replaced methods, installed once per process; they use `recorder` if set."""
+class Hooks:
+    """The kernels and replaced methods of this process; they use `recorder` if it is set."""
 
-    _instance: _Hooks | None = None
+    _instance: Hooks | None = None
 
     @classmethod
-    def get(cls) -> _Hooks:
+    def get(cls) -> Hooks:
+        """Return those of this process, installed at the first call."""
         if cls._instance is None:
             cls._instance = cls()
         return cls._instance
@@ -332,13 +334,21 @@ class _Hooks:
         work: Any = torch.distributed.Work
         group: Any = torch.distributed.ProcessGroup
         future: Any = torch._C.Future
-        self.original_wait: Function = work.wait
-        work.wait = self._waiting(work.wait, ProcessGroupRecorder.wait_for)
-        work.synchronize = self._waiting(work.synchronize, ProcessGroupRecorder.wait_for)
-        work.get_future = self._watching_futures(work.get_future)
-        future.wait = self._waiting(future.wait, ProcessGroupRecorder.wait_for_future)
-        group._start_coalescing = self._starting_batch(group._start_coalescing)
-        group._end_coalescing = self._ending_batch(group._end_coalescing)
+        self.wait_for_work: Function = work.wait
+        self.future_of: Function = work.get_future
+        self._replace(work, "wait", self._waiting(ProcessGroupRecorder.wait_for))
+        self._replace(work, "synchronize", self._waiting(ProcessGroupRecorder.wait_for))
+        self._replace(work, "get_future", self._watching_futures)
+        self._replace(future, "wait", self._waiting(ProcessGroupRecorder.wait_for_future))
+        self._replace(group, "_start_coalescing", self._starting_batch)
+        self._replace(group, "_end_coalescing", self._ending_batch)
+
+    def _replace(self, owner: Any, name: str, replacement: Callable[[Function], Function]) -> None:
+        original = getattr(owner, name, None)
+        if original is None:
+            self.missing.append(name)
+            return
+        setattr(owner, name, replacement(original))
 
     def _kernel(self, operator: Any, signature: CallSignature) -> Function:
         redispatch, below = operator.redispatch, self._below
@@ -369,15 +379,18 @@ class _Hooks:
 
         return kernel
 
-    def _waiting(self, original: Function, wait_for: Function) -> Function:
-        @wraps(original)
-        def wait(awaited: Any, *args: Any, **kwargs: Any) -> Any:
-            recorder = self.recorder
-            if recorder is None:
-                return original(awaited, *args, **kwargs)
-            return wait_for(recorder, awaited, lambda: original(awaited, *args, **kwargs))
+    def _waiting(self, wait_for: Function) -> Callable[[Function], Function]:
+        def replacement(original: Function) -> Function:
+            @wraps(original)
+            def wait(awaited: Any, *args: Any, **kwargs: Any) -> Any:
+                recorder = self.recorder
+                if recorder is None:
+                    return original(awaited, *args, **kwargs)
+                return wait_for(recorder, awaited, lambda: original(awaited, *args, **kwargs))
 
-        return wait
+            return wait
+
+        return replacement
 
     def _watching_futures(self, original: Function) -> Function:
         @wraps(original)

@@ -33,7 +33,7 @@ from paceline_wire.ring import (
 )
 from paceline_wire.spans import WORDS, Op
 
-__all__ = ["Channel", "Pipelining", "Section", "Writer"]
+__all__ = ["Channel", "Pipelining", "Section", "Writer", "make_wait"]
 
 INTERFACE = 5  # equals INTERFACE in _native.c
 LAYOUT = (
@@ -56,6 +56,7 @@ def _load_native() -> Any | None:
     return _native if _native.LAYOUT == LAYOUT else None
 
 
+make_wait: Any = None  # exists only in C
 if not TYPE_CHECKING and (_native := _load_native()) is not None:
-    Channel, Writer = _native.Channel, _native.Writer
+    Channel, Writer, make_wait = _native.Channel, _native.Writer, _native.make_wait
     Pipelining, Section = _native.Pipelining, _native.Section

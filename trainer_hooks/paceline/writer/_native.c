@@ -99,6 +99,8 @@ typedef struct {
     PyObject_HEAD
     uint64_t *state, *spans;
     uint64_t mask, head, depth, chunk, word2, step, step_started_ns, step_head, owner, failures;
+    uint64_t transfer;  /* 1 << 17 | receives << 16 | op of the innermost open transfer action */
+    uint64_t transfers_launched; /* inside transfer actions */
     PyObject *timer;    /* EventTimer; NULL: no device */
     PyObject *action;   /* the innermost open transfer action; NULL: none */
     PyObject *sections; /* dict: sections of the owner thread, by name */
@@ -412,7 +414,45 @@ static PyObject *writer_rebind(Writer *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Return the addresses that collectives/_process_groups.cpp uses, in the order of its Start. */
+static PyObject *writer_addresses(Writer *self, PyObject *unused)
+{
+    const void *addresses[] = {
+        self->state,           &self->word2,    &self->chunk,
+        &self->step,           &self->owner,    &self->transfer,
+        &self->transfers_launched, self,        (void *)(uintptr_t)push_frame,
+        (void *)(uintptr_t)pop_frame, (void *)(uintptr_t)write_record,
+    };
+    const Py_ssize_t count = sizeof addresses / sizeof *addresses;
+    PyObject *list = PyList_New(count);
+    for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
+        PyObject *address = PyLong_FromVoidPtr((void *)addresses[i]);
+        if (address == NULL || PyList_SetItem(list, i, address) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+/* Write the rows that a function `size_t take(uint64_t *rows, size_t most)` returns. */
+static PyObject *writer_take_rows(Writer *self, PyObject *address)
+{
+    size_t (*take)(uint64_t *, size_t) =
+        (size_t (*)(uint64_t *, size_t))(uintptr_t)PyLong_AsVoidPtr(address);
+    if (take == NULL)
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    uint64_t rows[64 * 7];
+    size_t count;
+    do {
+        count = take(rows, 64);
+        for (const uint64_t *row = rows; row < rows + count * 7; row += 7)
+            write_record(self, row[0], row[1], row[2], row[3], row[4], row[5], row[6]);
+    } while (count == 64);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef writer_methods[] = {
+    {"addresses", (PyCFunction)writer_addresses, METH_NOARGS, NULL},
+    {"take_rows", (PyCFunction)writer_take_rows, METH_O, NULL},
     {"write", (PyCFunction)(void (*)(void))writer_write, METH_FASTCALL, NULL},
     {"write_simple", (PyCFunction)(void (*)(void))writer_write_simple, METH_FASTCALL, NULL},
     {"push", (PyCFunction)(void (*)(void))writer_push, METH_FASTCALL, NULL},
@@ -438,6 +478,8 @@ static PyMemberDef writer_members[] = {
     {"step_head", T_ULONGLONG, offsetof(Writer, step_head), READONLY},
     {"owner", T_ULONGLONG, offsetof(Writer, owner), 0},
     {"failures", T_ULONGLONG, offsetof(Writer, failures), 0},
+    {"transfer", T_ULONGLONG, offsetof(Writer, transfer), 0},
+    {"transfers_launched", T_ULONGLONG, offsetof(Writer, transfers_launched), 0},
     {"timer", T_OBJECT, offsetof(Writer, timer), 0},
     {"action", T_OBJECT, offsetof(Writer, action), 0},
     {"sections", T_OBJECT_EX, offsetof(Writer, sections), READONLY},
@@ -841,6 +883,77 @@ static PyType_Spec channel_spec = {
     .slots = channel_slots,
 };
 
+/* The method that replaces `Work.wait`; it records the wait by functions of
+ * collectives/_process_groups.cpp. A process has one, because a method descriptor, which is called
+ * without a bound method or a tuple, holds no state of its own. */
+
+static struct {
+    PyObject *original; /* torch's method */
+    PyObject *python;   /* ends a wait that needs Python: called with the work and the call */
+    int64_t (*begin)(void *work);
+    int (*needs_python)(int64_t call);
+    void (*end)(int64_t call, int outcome);
+} waiting;
+
+static PyObject *call_original(PyObject *work, PyObject *args, PyObject *kwargs)
+{
+    const Py_ssize_t count = PyTuple_Size(args);
+    if (count == 0 && kwargs == NULL)
+        return PyObject_CallFunctionObjArgs(waiting.original, work, NULL);
+    PyObject *all = PyTuple_New(count + 1), *result = NULL;
+    if (all == NULL)
+        return NULL;
+    PyTuple_SetItem(all, 0, Py_NewRef(work));
+    for (Py_ssize_t i = 0; i < count; i++)
+        PyTuple_SetItem(all, i + 1, Py_NewRef(PyTuple_GetItem(args, i)));
+    result = PyObject_Call(waiting.original, all, kwargs);
+    Py_DECREF(all);
+    return result;
+}
+
+static PyObject *work_wait(PyObject *work, PyObject *args, PyObject *kwargs)
+{
+    /* A pybind11 object holds the address of its C++ object right after the header. */
+    const int64_t call = waiting.begin(*(void **)(work + 1));
+    PyObject *result = call_original(work, args, kwargs);
+    if (call < 0)
+        return result;
+    if (result == NULL || !waiting.needs_python(call)) {
+        waiting.end(call, result != NULL);
+        return result;
+    }
+    PyObject *done = PyObject_CallFunction(waiting.python, "OL", work, (long long)call);
+    if (done == NULL) {
+        PyErr_Clear();
+        waiting.end(call, 1);
+    }
+    Py_XDECREF(done);
+    return result;
+}
+
+static PyMethodDef work_wait_method = {"wait", (PyCFunction)(void (*)(void))work_wait,
+                                       METH_VARARGS | METH_KEYWORDS, NULL};
+
+/* Return the method for a class of Works. */
+static PyObject *make_wait(PyObject *module, PyObject *args)
+{
+    PyObject *type, *original, *python;
+    unsigned long long begin, needs_python, end;
+    if (!PyArg_ParseTuple(args, "OOOKKK", &type, &original, &python, &begin, &needs_python, &end))
+        return NULL;
+    PyObject *method = PyDescr_NewMethod((PyTypeObject *)type, &work_wait_method);
+    if (method == NULL)
+        return NULL;
+    waiting.original = Py_NewRef(original);
+    waiting.python = Py_NewRef(python);
+    waiting.begin = (int64_t (*)(void *))(uintptr_t)begin;
+    waiting.needs_python = (int (*)(int64_t))(uintptr_t)needs_python;
+    waiting.end = (void (*)(int64_t, int))(uintptr_t)end;
+    return method;
+}
+
+static PyMethodDef functions[] = {{"make_wait", make_wait, METH_VARARGS, NULL}, {NULL}};
+
 /* Module */
 
 static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec, PyTypeObject *base)
@@ -852,7 +965,7 @@ static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec, PyTypeObject 
 }
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, .m_name = "paceline.writer._native", .m_size = -1,
+    PyModuleDef_HEAD_INIT, .m_name = "paceline.writer._native", .m_size = -1, .m_methods = functions,
 };
 
 PyMODINIT_FUNC PyInit__native(void)

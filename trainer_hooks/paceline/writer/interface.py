@@ -64,7 +64,7 @@ class TransferAction(Protocol):
     op: int
     start: int  # CLOCK_MONOTONIC in ns; identifies this opening of the action
     receives: bool
-    launched: int  # asynchronous transfers started inside it
+    word: int  # 1 << 17 | receives << 16 | op
 
     def show_transfer(self, place: int, sequence: int) -> None:
         """Show on the state page the transfer that blocks this action."""

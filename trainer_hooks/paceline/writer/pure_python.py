@@ -54,8 +54,9 @@ class Writer:
     """
 
     __slots__ = (
-        *("_spans", "_state", "action", "chunk", "depth", "failures", "head", "mask"),
-        *("owner", "sections", "step", "step_head", "step_started_ns", "timer", "word2"),
+        *("_spans", "_state", "action", "chunk", "depth", "failures", "head", "mask", "owner"),
+        *("sections", "step", "step_head", "step_started_ns", "timer", "transfer"),
+        *("transfers_launched", "word2"),
     )
 
     def __init__(self, state: memoryview, spans: memoryview) -> None:
@@ -69,6 +70,8 @@ class Writer:
         self.owner = get_ident()
         self.timer: EventTimer | None = None
         self.action: TransferAction | None = None  # the innermost open transfer action
+        self.transfer = 0  # how C sees `action`: its `word`, or 0
+        self.transfers_launched = 0  # inside actions
         self.sections: dict[object, Section] = {}  # of the owner thread, by name
         self.failures = 0  # exceptions of Paceline that did not reach the training script
         self.rebind(state, spans)

@@ -1,0 +1,74 @@
+"""The hooks do not change what is trained."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAINER = """
+import hashlib, os, sys, torch, torch.distributed as dist, paceline
+from torch import nn
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+if os.environ["PACELINE_RING_DIRECTORY"]:
+    paceline.init()
+torch.manual_seed(1)
+layers = [layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh())]
+model = nn.Sequential(*layers)
+model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=32 * 33 * 4 / 2**20)
+optimizer = torch.optim.AdamW(model.parameters())
+data = torch.Generator().manual_seed(rank)
+for step in paceline.steps(range(50)):
+    optimizer.zero_grad()
+    model(torch.randn(8, 32, generator=data)).square().mean().backward()
+    optimizer.step()
+paceline.finish()
+digest = hashlib.sha256()
+for parameter in model.parameters():
+    digest.update(parameter.detach().numpy().tobytes())
+print(digest.hexdigest())
+dist.destroy_process_group()
+"""
+
+
+def trained_weights(ring_directory: str, pure: str = "") -> set[str]:
+    """Return the digests of the weights of two ranks after 50 steps."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PACELINE_RING_DIRECTORY": ring_directory,
+        "PACELINE_JOB": "local",
+        "PACELINE_PURE_PYTHON": pure,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRAINER],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    digests = {rank.communicate(timeout=120)[0] for rank in ranks}
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    return digests
+
+
+@pytest.mark.parametrize("pure", ["", "1"], ids=["built", "pure"])
+def test_weights_after_50_steps_are_bit_equal_with_and_without_the_hooks(
+    tmp_path: Path, pure: str, library_of_process_groups: None
+) -> None:
+    without, with_hooks = trained_weights(""), trained_weights(str(tmp_path), pure)
+    assert len(without) == 1
+    assert with_hooks == without
+    assert len(list(tmp_path.glob("*.ring"))) == 2

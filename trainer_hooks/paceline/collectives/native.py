@@ -1,0 +1,251 @@
+"""Recording of process groups by a C++ library; `process_groups.py` does the same in Python.
+
+`recorder_of_process_groups` picks one of the two. The library sees calls on the CPU only, so a
+torch with a device uses Python, where events of the device measure them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint64, c_void_p
+from functools import wraps
+from typing import Any, ClassVar
+
+from paceline.collectives.build import find_library, start_build
+from paceline.collectives.channels import Channels
+from paceline.collectives.process_groups import ProcessGroupRecorder
+from paceline.recorder import Recorder
+from paceline.writer import Writer, make_wait, pure_python
+from paceline_wire.ring import (
+    FRAME_WORDS,
+    FRAMES,
+    GROUP_BYTES_SHIFT,
+    GROUP_WORDS,
+    GROUPS,
+    PEER_WORDS,
+    PEERS,
+    STATE_DEPTH,
+    STATE_FRAMES,
+    STATE_GROUPS,
+    STATE_PEERS,
+)
+from paceline_wire.spans import Flag, Op
+
+INTERFACE = 1  # equals the first value of LAYOUT in _process_groups.cpp
+LAYOUT = (
+    *(INTERFACE, STATE_DEPTH, STATE_FRAMES, FRAMES, FRAME_WORDS, STATE_GROUPS, GROUPS),
+    *(GROUP_WORDS, GROUP_BYTES_SHIFT, STATE_PEERS, PEERS, PEER_WORDS, Flag.ASYNC, Flag.WAIT),
+    *(Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.BROADCAST, Op.BARRIER, Op.ALL_TO_ALL),
+    *(Op.REDUCE, Op.GATHER, Op.SCATTER, Op.SEND, Op.RECV),
+)
+DEFINE = CFUNCTYPE(c_int, c_char_p, c_uint64)
+POINTER_BYTES = ctypes.sizeof(c_void_p)
+# Outcomes of a wait, as `pl_wait_end` takes them.
+SUCCEEDED, IN_ACTION = 1, 2
+
+
+def recorder_of_process_groups(recorder: Recorder) -> ProcessGroupRecorder | NativeRecorder:
+    """Return what records process groups here: the library where it fits, or else Python."""
+    cuda = sys.modules["torch"].backends.cuda
+    if Writer is pure_python.Writer:
+        return ProcessGroupRecorder(recorder)
+    if cuda.is_built() and sys.modules["torch"].cuda.is_available():
+        return ProcessGroupRecorder(recorder)
+    library = Library.load()
+    if library is None:
+        start_build()
+        return ProcessGroupRecorder(recorder)
+    return NativeRecorder(recorder, library)
+
+
+class Library:
+    """The C++ library, loaded once per process, and the methods of torch that it replaces."""
+
+    _loaded: ClassVar[Library | None] = None
+
+    @classmethod
+    def load(cls) -> Library | None:
+        """Return the library of this process; None if there is none for this torch."""
+        if cls._loaded is None:
+            path = find_library()
+            if path is None:
+                return None
+            try:
+                functions = ctypes.PyDLL(str(path))
+            except OSError:
+                return None
+            if _layout(functions) != LAYOUT:
+                return None
+            cls._loaded = cls(functions)
+        return cls._loaded
+
+    def __init__(self, functions: Any) -> None:
+        import torch  # noqa: PLC0415
+
+        self.functions = functions
+        functions.pl_wait_begin.argtypes = [c_void_p]
+        functions.pl_wait_begin.restype = c_int64
+        functions.pl_wait_end.argtypes = [c_int64, c_int]
+        functions.pl_describe.argtypes = [c_int64, POINTER(c_uint64)]
+        functions.pl_set_source.argtypes = [c_int64, c_uint64]
+        functions.pl_set_group.argtypes = [c_uint64, c_uint64, POINTER(c_int64), c_size_t]
+        functions.pl_start.argtypes = [POINTER(c_uint64)]
+        functions.pl_lost.restype = c_uint64
+        self.take_rows = _address(functions.pl_take_rows)
+        self.recorder: NativeRecorder | None = None
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._futures: dict[int, tuple[Any, int]] = {}  # by id() of the future: its Work's address
+        work: Any = torch.distributed.Work
+        self._replace(
+            *(work, "wait"),
+            make_wait(
+                *(work, work.wait, self._end_wait, _address(functions.pl_wait_begin)),
+                *(_address(functions.pl_needs_python), _address(functions.pl_wait_end)),
+            ),
+        )
+        self._replace(work, "synchronize", self._waiting(work.synchronize, _address_of_work))
+        self._replace(work, "get_future", self._watching_futures(work.get_future))
+        future: Any = torch._C.Future
+        self._replace(future, "wait", self._waiting(future.wait, self._work_of_future))
+        self.attach()
+
+    def attach(self) -> None:
+        """Register the kernels and replace the methods."""
+        self.operators: int = self.functions.pl_install()
+        for owner, name, _, replacement in self._replaced:
+            setattr(owner, name, replacement)
+
+    def detach(self) -> None:
+        """Restore torch. No thread may communicate meanwhile: torch's tables have no lock."""
+        self.functions.pl_remove()
+        for owner, name, original, _ in self._replaced:
+            setattr(owner, name, original)
+
+    def _replace(self, owner: Any, name: str, replacement: Any) -> None:
+        self._replaced.append((owner, name, getattr(owner, name), replacement))
+
+    def _end_wait(self, work: Any, call: int) -> None:
+        if self.recorder is not None:
+            self.recorder.end_wait(work, call)
+
+    def _watching_futures(self, original: Any) -> Any:
+        @wraps(original)
+        def get_future(work: Any) -> Any:
+            future = original(work)
+            if self.recorder is not None:
+                if len(self._futures) >= 1 << 12:
+                    self._futures.clear()
+                self._futures[id(future)] = (future, _address_of_work(work))
+            return future
+
+        return get_future
+
+    def _work_of_future(self, future: Any) -> int:
+        """Return the address of the Work whose result a future is; 0 if it is unknown."""
+        return self._futures.pop(id(future), (None, 0))[1]
+
+    def _waiting(self, original: Any, work_of: Any) -> Any:
+        functions = self.functions
+
+        @wraps(original)
+        def wait(awaited: Any, *args: Any, **kwargs: Any) -> Any:
+            call = functions.pl_wait_begin(work_of(awaited))
+            if call < 0:
+                return original(awaited, *args, **kwargs)
+            succeeded = False
+            try:
+                result = original(awaited, *args, **kwargs)
+                succeeded = True
+            finally:
+                functions.pl_wait_end(call, succeeded)
+            return result
+
+        return wait
+
+
+class NativeRecorder:
+    """Records the calls of all process groups by the library, for one recorder of the ring."""
+
+    def __init__(self, recorder: Recorder, library: Library) -> None:
+        from torch.distributed import distributed_c10d  # noqa: PLC0415
+
+        self._recorder = recorder
+        self._library = library
+        self._c10d: Any = distributed_c10d
+        self.channels = Channels(recorder, distributed_c10d)
+        self._define = DEFINE(self._define_group)
+
+    def install(self) -> None:
+        """Record from now on."""
+        writer: Any = self._recorder
+        addresses = [*writer.addresses(), ctypes.cast(self._define, c_void_p).value]
+        self._library.functions.pl_start((c_uint64 * len(addresses))(*addresses))
+        self._library.recorder = self
+
+    def uninstall(self) -> None:
+        """Stop recording. In a forked child: does not touch the parent's communication."""
+        if self._library.recorder is self:
+            self._library.functions.pl_stop()
+            self._library.recorder = None
+
+    def at_boundary(self) -> None:
+        """Write what was recorded since the last step boundary."""
+        writer: Any = self._recorder
+        writer.take_rows(self._library.take_rows)
+
+    def finish(self) -> None:
+        """Record the calls that have completed."""
+        self.at_boundary()
+        self._recorder.failures += self._library.functions.pl_lost()
+
+    def end_wait(self, work: Any, call: int) -> None:
+        """End a wait that needs Python: in a transfer action, or for any sender."""
+        functions = self._library.functions
+        described = (c_uint64 * 5)()
+        functions.pl_describe(call, described)
+        in_action, peer, size, sequence, started_ns = described
+        outcome = SUCCEEDED
+        action: Any = self._recorder.action
+        if not in_action:
+            functions.pl_set_source(call, work._source_rank())
+        elif action is not None and action.start <= started_ns:
+            action.add_transfer(peer, size, sequence)
+            outcome = IN_ACTION
+        functions.pl_wait_end(call, outcome)
+
+    def _define_group(self, name: bytes, slot: int) -> int:
+        """Define a process group at its first call. Return 0, or -1 if it cannot be recorded."""
+        try:
+            process_group = self._group_of(name.decode())
+            channel = self.channels.group(process_group)
+            if channel is None:
+                return -1
+            ranks = self._c10d.get_process_group_ranks(process_group)
+            self._library.functions.pl_set_group(
+                slot, channel.group, (c_int64 * len(ranks))(*ranks), len(ranks)
+            )
+            return 0
+        except Exception:
+            self._recorder.failures += 1
+            return -1
+
+    def _group_of(self, name: str) -> Any:
+        groups = self._c10d._world.pg_names.items()
+        return next(process_group for process_group, known in groups if known == name)
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, c_void_p).value or 0
+
+
+def _address_of_work(work: Any) -> int:
+    """Return the address of the C++ object, which a pybind11 object holds after its header."""
+    return c_void_p.from_address(id(work) + object.__basicsize__).value or 0
+
+
+def _layout(functions: Any) -> tuple[int, ...]:
+    functions.pl_layout.restype = POINTER(c_uint64)
+    count = c_size_t()
+    values = functions.pl_layout(ctypes.byref(count))
+    return tuple(values[: count.value])
