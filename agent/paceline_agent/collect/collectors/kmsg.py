@@ -27,7 +27,9 @@ from paceline_agent.collect.contract import (
 from paceline_agent.collect.kernel_log.ledger import KernelEventCounts
 from paceline_agent.collect.kernel_log.recognize import Recognizer, pci_address
 from paceline_agent.collect.kernel_log.records import Record, records_of
-from paceline_agent.collect.kernel_log.source import KernelLogFile
+from paceline_agent.collect.kernel_log.relevance import RelevantLines
+from paceline_agent.collect.kernel_log.rules import RULES
+from paceline_agent.collect.kernel_log.source import KernelLogFile, LogLine
 from paceline_wire import metric_names
 from paceline_wire.batch import Sample
 
@@ -72,7 +74,7 @@ class KmsgCollector(Collector):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._log = KernelLogFile(context.kmsg_path)
+        self._log = KernelLogFile(context.kmsg_path, RelevantLines(RULES).matches)
         self._recognizer = Recognizer()
         self._ledger = KernelEventCounts(self._name_of)
         # The later of the two possible clocks of the log: rather miss an event than repeat an old
@@ -95,11 +97,12 @@ class KmsgCollector(Collector):
             lines += self._log.last_line()
         if self.context.replays_kmsg and lines and not self._has_begun:
             self._has_begun = True
-            if _PACKED.match(lines[0]):
+            if _PACKED.match(lines[0].text):
                 raise CollectorUnavailable(f"{self.context.kmsg_path} is no text: unpack it first")
         boot_ns = self.boot_ns()
         for line in lines:
-            records = list(records_of(line))
+            self._recognizer.skip(line.skipped)
+            records = list(records_of(line.text))
             if records and self._is_fresh(records[0].sequence):
                 for record in records:
                     self._take(record, now_ns, boot_ns, news=was_caught_up)
@@ -120,7 +123,7 @@ class KmsgCollector(Collector):
     def boot_ns(self, clock: int = time.CLOCK_MONOTONIC) -> int:
         return time.clock_gettime_ns(clock)
 
-    def _read(self) -> list[str]:
+    def _read(self) -> list[LogLine]:
         path = self.context.kmsg_path
         try:
             return self._log.read_lines(_LINES_PER_SWEEP)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from paceline_agent.collect.kernel_log.relevance import RuleMatcher
 from paceline_agent.collect.kernel_log.rules import AER_OF_FIRMWARE, OFF_BUS, RULES, Rule
 from paceline_agent.collect.kernel_log.xids import Severity, explain
 
@@ -66,11 +68,15 @@ class KernelEvent:
     count: int = 1
 
 
+_appeared = lru_cache(maxsize=1024)(_APPEARED.search)
+_connected = lru_cache(maxsize=1024)(_CONNECTED.search)
+
+
 class Recognizer:
     """Recognizes messages in their order; some belong to the previous one."""
 
     def __init__(self, rules: Iterable[Rule] = RULES) -> None:
-        self._rules = tuple(rules)
+        self._matcher = RuleMatcher(rules)
         self._lines = 0
         self._xid_79_at: dict[str, int] = {}  # PCI address: line
         self._off_bus: tuple[str, int] | None = None  # PCI address, first line
@@ -87,6 +93,10 @@ class Recognizer:
             return event
         return replace(event, count=event.count * times)
 
+    def skip(self, lines: int) -> None:
+        """Count lines that were not worth recognizing."""
+        self._lines += lines
+
     def _recognize(self, message: str) -> KernelEvent | None:
         self._lines += 1
         self._introduce(message)
@@ -94,7 +104,7 @@ class Recognizer:
             event = special(message)
             if event is not None:
                 return event
-        event = next(self._by_rule(message), None)
+        event = self._by_rule(message)
         if event is not None and event.kind == OFF_BUS:
             return self._fallen(event.device, event.detail)
         if event is not None and event.kind == "oom_kill":
@@ -106,18 +116,13 @@ class Recognizer:
             return replace(event, code=self._firmware.code, severity=self._firmware.severity)
         return event
 
-    def _by_rule(self, message: str) -> Iterator[KernelEvent]:
-        for rule in self._rules:
-            if rule.hint not in message:
-                continue
-            match = rule.pattern.match(message)
-            if match is None:
-                continue
-            if rule.kind is not None:
-                event = _event(rule, rule.kind, match.groupdict(), message)
-                if not self._is_usual(event):
-                    yield event
-            return
+    def _by_rule(self, message: str) -> KernelEvent | None:
+        found = self._matcher.find(message)
+        if found is None or found[0].kind is None:
+            return None
+        rule, groups = found
+        event = _event(rule, found[0].kind, groups, message)
+        return None if self._is_usual(event) else event
 
     def _is_usual(self, event: KernelEvent) -> bool:
         if event.kind == "nic_link_down" or event.code == "cable_unplugged":
@@ -131,13 +136,11 @@ class Recognizer:
         elif "Kill process " in message and (found := _IS_FULL.match(message)):
             self._cgroup_is_full = found[1] is not None
         elif (": renamed from " in message or ": firmware version: " in message) and (
-            found := _APPEARED.search(message)
+            found := _appeared(message)
         ):
             if len(self._not_yet_up) < _FOUND_AT_MOST:
                 self._not_yet_up.add(found[1] or found[2])
-        elif ("ink " in message or "Cable plugged" in message) and (
-            found := _CONNECTED.search(message)
-        ):
+        elif ("ink " in message or "Cable plugged" in message) and (found := _connected(message)):
             self._not_yet_up.discard(found[1] or found[2])
         if not message.startswith("NVRM: GPU "):
             return

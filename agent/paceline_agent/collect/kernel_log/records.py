@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 
 import msgspec
 
@@ -138,6 +139,7 @@ def _of_journal(line: str) -> Iterator[Record]:
             yield Record(_of_text(part).message, wall_ns=wall_ns)
 
 
+@lru_cache(maxsize=1024)
 def _local_ns(text: str) -> int | None:
     """Parse the local time of `dmesg -T`; the time zone is assumed to be this machine's."""
     try:
@@ -146,6 +148,7 @@ def _local_ns(text: str) -> int | None:
         return None
 
 
+@lru_cache(maxsize=1024)
 def _iso_ns(text: str, fraction: str | None, zone: str | None) -> int | None:
     try:
         offset = (zone or "").strip().replace("UTC", "Z")

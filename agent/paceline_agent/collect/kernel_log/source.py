@@ -11,17 +11,30 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 _READ_BYTES = 1 << 16  # the device refuses a buffer that its record does not fit (EINVAL)
+_CALL_BYTES_AT_MOST = 1 << 23  # some 0.1 s
 _LINE_BYTES_AT_MOST = 1 << 16
+
+
+class LogLine(NamedTuple):
+    """A line, and how many lines before it were not relevant."""
+
+    text: str
+    skipped: int
 
 
 class KernelLogFile:
     """`drained`: the last call reached the end. `caught_up`: some call has reached it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_relevant: Callable[[bytes], bool]) -> None:
         self.path = path
+        self._is_relevant = is_relevant
+        self._skipped = 0
+        self._has_begun = False
         self.caught_up = False
         self.drained = False
         self.overruns = 0
@@ -30,12 +43,16 @@ class KernelLogFile:
         self._partial = b""
         self._resume: tuple[int, int, int] | None = None  # device, inode, offset
 
-    def read_lines(self, lines_at_most: int) -> list[str]:
-        """Return new complete lines. Raises OSError if the log cannot be opened or read."""
+    def read_lines(self, lines_at_most: int) -> list[LogLine]:
+        """Return new complete lines: of a device all, of a file the first and the relevant ones.
+
+        Raises OSError if the log cannot be opened or read.
+        """
         descriptor = self._opened()
-        lines: list[str] = []
+        lines: list[LogLine] = []
         self.drained = False
-        while len(lines) < lines_at_most:
+        read_bytes = 0
+        while len(lines) < lines_at_most and read_bytes < _CALL_BYTES_AT_MOST:
             try:
                 content = os.read(descriptor, _READ_BYTES)
             except BlockingIOError:
@@ -50,13 +67,14 @@ class KernelLogFile:
             if not content:
                 self.caught_up = self.drained = True
                 break
+            read_bytes += len(content)
             lines += self._lines(content)
         return lines
 
-    def last_line(self) -> list[str]:
+    def last_line(self) -> list[LogLine]:
         """Return the text after the last line break, if any: the end of a truncated log."""
         rest, self._partial = self._partial, b""
-        return [rest.decode(errors="replace")] if rest else []
+        return [self._line(rest)] if rest else []
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -104,8 +122,22 @@ class KernelLogFile:
             return at >= held.st_size
         return now.st_size < os.lseek(self._descriptor, 0, os.SEEK_CUR)
 
-    def _lines(self, content: bytes) -> list[str]:
+    def _lines(self, content: bytes) -> list[LogLine]:
         *whole, self._partial = (self._partial + content).split(b"\n")
         if len(self._partial) > _LINE_BYTES_AT_MOST:
             self._partial = b""
-        return [line.decode(errors="replace") for line in whole]
+        if self.is_stream:
+            return [self._line(line) for line in whole]
+        is_relevant = self._is_relevant
+        lines = []
+        for line in whole:
+            if is_relevant(line) or not self._has_begun:
+                self._has_begun = True
+                lines.append(self._line(line))
+            else:
+                self._skipped += 1
+        return lines
+
+    def _line(self, line: bytes) -> LogLine:
+        skipped, self._skipped = self._skipped, 0
+        return LogLine(line.decode(errors="replace"), skipped)
