@@ -32,7 +32,9 @@ def pixel(page: Page, x: float, y: float) -> list[int]:
 
 
 def live(page: Page) -> None:
+    """Wait until the page is connected and shows everything: nothing moves any more."""
     expect(page.locator("article.job")).to_have_attribute("data-connection", "live")
+    expect(page.locator("article.job")).to_have_attribute("aria-busy", "false")
 
 
 def test_banner_shows_the_verdict(story: Any, visit: Callable[..., Any]) -> None:
@@ -163,6 +165,7 @@ def test_approved_action_and_its_repair_are_shown_without_a_reload(
 def test_action_can_be_rejected(story: Any, visit: Callable[..., Any]) -> None:
     story.begin()
     page = visit(story.url).page
+    live(page)
     action = page.locator(f"[data-action={story.action_id}]")
     action.get_by_role("button", name="Reject").click()
     expect(action).to_contain_text("rejected")

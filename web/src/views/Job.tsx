@@ -100,14 +100,17 @@ function JobPage({ state, connection, onDecided }: PageProps) {
   }, [job.verdict.text, job.name]);
 
   return (
-    <article class="job" data-connection={connection}>
+    <article class="job" data-connection={connection} aria-busy={!state.complete}>
       <VerdictBanner job={job} incidents={incidents} connection={connection} />
       <Stats job={job} ended={state.ranks.filter((rank) => rank.state === "exited").length} />
       <div class="columns">
         <div class="column">
           <Panel id="steps" title="Steps" note={format.plural(steps.length, "step")}>
+            {/* While it loads it is as tall as the charts, so that no button below moves. */}
             {steps.length === 0 ? (
-              <p class="empty">{state.complete ? "Available after the first finished step." : LOADING}</p>
+              <p class={state.complete ? "empty" : "empty tall"}>
+                {state.complete ? "Available after the first finished step." : LOADING}
+              </p>
             ) : (
               <>
                 <TimeChart
