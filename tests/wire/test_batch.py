@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
+import tracemalloc
 from itertools import chain
 
 import msgspec
@@ -251,3 +253,49 @@ def test_a_frame_with_a_wrong_declared_size_is_refused() -> None:
 @pytest.mark.parametrize("series", [7, ["up"], [["up"]], [["up", {"a": 1}]], [[b"\xff", {}]]])
 def test_invalid_series_are_malformed(series: object) -> None:
     assert reason(packed(blocks=[[series, bytes(8), 0]])) == "malformed"
+
+
+def many(count: int) -> bytes:
+    """Return the msgpack header of a list of `count` entries."""
+    return b"\xdd" + count.to_bytes(4, "big")
+
+
+@pytest.mark.parametrize(
+    ("field", "entry"),
+    [
+        ("samples", msgspec.msgpack.encode(["", {}, 0, 0])),
+        ("events", b"\x80"),
+        ("spans", b"\x80"),
+        ("blocks", msgspec.msgpack.encode([[], b"", 0])),
+    ],
+)
+def test_few_bytes_never_become_a_million_objects(field: str, entry: bytes) -> None:
+    """Within what a payload may expand to, there is still no room for a million objects."""
+    count = wire.FREE_EXPANSION_BYTES // len(entry) - 100
+    if field == "samples":
+        count = wire.MAXIMUM_SAMPLES + 1
+    listed = msgspec.Raw(many(count) + entry * count)
+    payload = packed(**{field: listed}) + b""
+    tracemalloc.start()
+    try:
+        assert reason(payload) == "oversized"
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_blocks_count_as_their_samples() -> None:
+    series = [["m", {}]] * 1000
+    block = [series, bytes(8 * 1000), 0]
+    blocks = [block] * (wire.MAXIMUM_SAMPLES // 1000 + 1)
+    noise = random.Random(1).randbytes(1 << 20)  # so that the payload may expand that much
+    assert reason(packed(blocks=blocks, noise=noise)) == "oversized"
+
+
+def test_a_payload_expands_only_so_far() -> None:
+    limit = wire.FREE_EXPANSION_BYTES
+    zeros = zstandard.ZstdCompressor().compress(bytes(8 * limit))
+    assert len(zeros) * wire.MAXIMUM_EXPANSION < 7 * limit
+    assert reason(zeros) == "oversized"
+    for length in range(1, 40):  # an array cut off in its header
+        assert reason(zstandard.ZstdCompressor().compress(b"\xdd" * length)) == "malformed"

@@ -34,6 +34,12 @@ _READ_VERSIONS = (1, 2)  # version 1 has no blocks of samples
 CONTENT_TYPE = "application/x-paceline-batch"
 MAXIMUM_COMPRESSED_BYTES = 8 << 20
 MAXIMUM_BYTES = 64 << 20
+# A small payload must not become much memory: limits of what it may expand to. Real batches expand
+# up to 60 times, and hold some 10,000 values.
+MAXIMUM_EXPANSION = 256
+FREE_EXPANSION_BYTES = 1 << 20  # below this content size any expansion is allowed
+MAXIMUM_SAMPLES = 1 << 17
+MAXIMUM_EVENTS = 1 << 16
 _LEVEL = 2  # a third cheaper than level 3, and smaller for batches of mostly values
 
 
@@ -335,14 +341,17 @@ def encode(batch: Batch) -> bytes:
 def decode(payload: bytes) -> Batch:
     """Decode and check one payload.
 
-    It never allocates more than MAXIMUM_BYTES for the content, whatever size the frame declares.
+    It never allocates more than MAXIMUM_BYTES for the content, whatever size the frame declares,
+    nor objects beyond MAXIMUM_SAMPLES and MAXIMUM_EVENTS.
 
     Raises:
         BatchError: its reason is `oversized`, `compression`, `malformed`, `version` or `invalid`.
     """
     if len(payload) > MAXIMUM_COMPRESSED_BYTES:
         raise BatchError("oversized", f"more than {MAXIMUM_COMPRESSED_BYTES} bytes compressed")
-    batch = _decode_content(_decompress(payload))
+    content = _decompress(payload)
+    _check_counts(content)
+    batch = _decode_content(content)
     if batch.sequence < 0 or not batch.agent_id or not batch.boot_id:
         raise BatchError("invalid", "agent_id and boot_id must be set, sequence at least 0")
     if len(batch.agent_id) > 128 or len(batch.boot_id) > 128:
@@ -369,21 +378,72 @@ def content_bytes(payload: bytes) -> int | None:
 
 def _decompress(payload: bytes) -> bytes:
     declared = content_bytes(payload)
-    if declared is not None and declared > MAXIMUM_BYTES:
-        raise BatchError("oversized", f"content of {declared} bytes, limit {MAXIMUM_BYTES}")
+    limit = min(MAXIMUM_BYTES, FREE_EXPANSION_BYTES + MAXIMUM_EXPANSION * len(payload))
+    if declared is not None and declared > limit:
+        raise BatchError(
+            "oversized", f"{len(payload)} bytes declare a content of {declared}, limit {limit}"
+        )
     decompressor = _contexts.decompressor
     try:
         if not declared:
-            content = decompressor.stream_reader(payload).read(MAXIMUM_BYTES + 1)
+            content = decompressor.stream_reader(payload).read(limit + 1)
         else:
             content = decompressor.decompress(payload)  # allocates what was declared
     except zstandard.ZstdError as error:
         raise BatchError("compression", f"not a zstd frame: {error}") from error
-    if len(content) > MAXIMUM_BYTES:
-        raise BatchError("oversized", f"content beyond {MAXIMUM_BYTES} bytes")
+    if len(content) > limit:
+        raise BatchError("oversized", f"content of {len(payload)} bytes is beyond {limit} bytes")
     if declared is not None and len(content) != declared:
         raise BatchError("compression", f"truncated: {len(content)} of {declared} bytes")
     return content
+
+
+class _PackedBlock(msgspec.Struct, array_like=True):
+    """A `SampleBlock` whose fields are checked before they are decoded."""
+
+    series: msgspec.Raw
+    values: bytes
+
+
+class _PackedBatch(msgspec.Struct):
+    """The lists of a `Batch`, not decoded."""
+
+    events: msgspec.Raw = msgspec.Raw(b"\x90")
+    spans: msgspec.Raw = msgspec.Raw(b"\x90")
+    samples: msgspec.Raw = msgspec.Raw(b"\x90")
+    blocks: msgspec.Raw = msgspec.Raw(b"\x90")
+
+
+_packed_decoder = msgspec.msgpack.Decoder(_PackedBatch)
+_packed_blocks_decoder = msgspec.msgpack.Decoder(list[_PackedBlock])
+
+
+def _check_counts(content: bytes) -> None:
+    """Refuse a batch of too many objects, before they exist. Raises BatchError."""
+    try:
+        packed = _packed_decoder.decode(content)
+        events = _array_length(packed.events) + _array_length(packed.spans)
+        samples = _array_length(packed.samples)
+        blocks = _array_length(packed.blocks)
+        if max(events, blocks) <= MAXIMUM_EVENTS:
+            for block in _packed_blocks_decoder.decode(packed.blocks):
+                samples += max(_array_length(block.series), len(block.values) // 8)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return  # malformed, or of another version: `_decode_content` says which
+    if max(events, blocks) > MAXIMUM_EVENTS:
+        raise BatchError("oversized", f"{max(events, blocks)} entries, limit {MAXIMUM_EVENTS}")
+    if samples > MAXIMUM_SAMPLES:
+        raise BatchError("oversized", f"{samples} samples, limit {MAXIMUM_SAMPLES}")
+
+
+def _array_length(packed: msgspec.Raw) -> int:
+    """Return the length that a msgpack array declares; 0 for anything else."""
+    head = bytes(memoryview(packed)[:5])
+    if head and head[0] & 0xF0 == 0x90:
+        return head[0] & 0x0F
+    if head[:1] == b"\xdc":
+        return int.from_bytes(head[1:3], "big")
+    return int.from_bytes(head[1:5], "big") if head[:1] == b"\xdd" else 0
 
 
 class _Version(msgspec.Struct):
