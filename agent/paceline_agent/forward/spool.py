@@ -208,7 +208,9 @@ class Spool:
     def _load(self) -> None:
         saved_boot = ""
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(PermissionError):  # it belongs to someone else
+                self._directory.chmod(self._directory.stat().st_mode & ~0o007)
             waiting = []
             for file in os.scandir(self._directory):
                 if file.name.endswith(SUFFIX):

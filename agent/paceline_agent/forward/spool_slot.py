@@ -44,5 +44,5 @@ class Slot:
     def _opened(self) -> int:
         if self._descriptor is None:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            self._descriptor = os.open(self._path, flags, 0o666)
+            self._descriptor = os.open(self._path, flags, 0o600)
         return self._descriptor

@@ -9,6 +9,8 @@ many batches into one. Both methods raise one of `UNAVAILABLE` when the database
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sqlite3
 import threading
 import time
@@ -63,6 +65,19 @@ _UNAVAILABLE_STATES = frozenset(
 )
 
 
+def _make_private(path: str | None) -> None:
+    """Create a database file for this user only; take an existing one from all other users.
+
+    SQLite gives its other files the same mode. A file that cannot be changed is left as it is.
+    """
+    if not path or path == ":memory:":
+        return
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        for name in (path, f"{path}-wal", f"{path}-shm"):
+            os.chmod(name, os.stat(name).st_mode & ~0o007)
+
+
 class Database:
     """A connection pool with one writer at a time."""
 
@@ -83,6 +98,7 @@ class Database:
             pool_pre_ping=not self.is_sqlite,
         )
         if self.is_sqlite:
+            _make_private(self._engine.url.database)
             _prepare_sqlite(self._engine, synchronous)
         else:
             _prepare_postgresql(self._engine)

@@ -338,3 +338,13 @@ def test_an_unusable_slot_blocks_nothing(tmp_path: Path) -> None:
     spool.append(batch(1))
     assert spool.disk_error is None
     assert [batch.sequence for batch in drain(Spool(tmp_path, LIMIT))] == [1]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_other_users_cannot_read_the_spool(tmp_path: Path, exists: bool) -> None:
+    directory = tmp_path / "spool"
+    if exists:
+        directory.mkdir()
+        directory.chmod(0o755)
+    Spool(directory, LIMIT).append(batch(0))
+    assert directory.stat().st_mode & 0o007 == 0
