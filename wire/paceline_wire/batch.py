@@ -126,6 +126,7 @@ class GpuInfo(msgspec.Struct, frozen=True):
     pci_bus_id: str
     trouble: Literal["lost", "hung"] | None = None  # such a GPU can run no rank
     nvlinks: dict[str, int] = {}  # active links by PCI bus id of the other end, or "switch"
+    reports_xids: bool = True  # to NVML; otherwise only the kernel log has them
 
 
 class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):

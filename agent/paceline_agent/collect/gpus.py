@@ -11,6 +11,18 @@ from paceline_agent.collect.contract import Collected
 from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo
 
 
+def gpu_labels(gpu: GpuInfo, hostname: str) -> dict[str, str]:
+    """Return the labels of a GPU's metrics, named as dcgm-exporter does."""
+    return {
+        "gpu": str(gpu.index),
+        "UUID": gpu.uuid,
+        "pci_bus_id": gpu.pci_bus_id,
+        "device": f"nvidia{gpu.index}",
+        "modelName": gpu.name,
+        "Hostname": hostname,
+    }
+
+
 class Gpus:
     """Tracks the GPUs that the nvml collector reports.
 

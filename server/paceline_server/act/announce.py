@@ -24,12 +24,14 @@ class IncidentAlert(msgspec.Struct, frozen=True, kw_only=True, tag="incident"):
     job_name: str
     incident: IncidentView
     previous_severity: str | None = None
+    lag_seconds: float | None = None  # how far the analysis was behind; None: of no analysis
 
 
 class ActionNotice(msgspec.Struct, frozen=True, kw_only=True, tag="action"):
     job_id: str
     job_name: str
     action: ActionView
+    lag_seconds: float | None = None
 
 
 Notice = IncidentAlert | ActionNotice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from paceline_server.act.announce import ActionNotice, IncidentAlert, Notice
+from paceline_server.lag import OUTDATED_SECONDS
 
 _REPORTED_STATES = ("proposed", "done", "failed")
 _SILENT_WHEN_DONE = ("start", "notify")
@@ -19,6 +20,8 @@ _EMPHASIS = re.compile(r"(?<![^\W_])_|_(?![^\W_])")  # in __init__, but not in a
 def chat_text(notice: Notice) -> str:
     """Return the text of a notice; empty if it is not worth a message."""
     lines = _action(notice) if isinstance(notice, ActionNotice) else _incident(notice)
+    if lines and notice.lag_seconds is not None and notice.lag_seconds > OUTDATED_SECONDS:
+        lines.append(f"The analysis was {notice.lag_seconds:.0f} s behind: this may have changed.")
     text = "\n".join(" ".join(line.split()) for line in lines if line)
     return _EMPHASIS.sub("\N{MODIFIER LETTER LOW MACRON}", text.translate(_LOOK_ALIKES))
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from sqlalchemy.orm import Session
 
+from paceline_server import lag
 from paceline_server.detect.kinds import HANG, kind_of
 from paceline_server.store import models, queries
 
@@ -22,7 +23,6 @@ JobCondition = Literal[
 ]
 
 # A worker ticks several times a second and writes at least each second.
-OUTDATED_SECONDS = 10.0
 
 
 class AsOf(NamedTuple):
@@ -46,7 +46,7 @@ class Condition:
 
     @property
     def is_outdated(self) -> bool:
-        return self.lag_seconds is not None and self.lag_seconds > OUTDATED_SECONDS
+        return self.lag_seconds is not None and self.lag_seconds > lag.OUTDATED_SECONDS
 
     def of_rank(self, row: models.RankRow) -> RankCondition:
         """Return the condition of one rank."""
@@ -69,7 +69,7 @@ def condition(session: Session, job: models.JobRow, as_of: AsOf) -> Condition:
         return Condition("ended", None, None)
     lag_seconds = None
     if job.ticked_ns is not None:
-        lag_seconds = max(0.0, (as_of.now_ns - job.ticked_ns) / 1e9)
+        lag_seconds = lag.lag_seconds(job.ticked_ns, as_of.now_ns)
     since_ns = as_of.now_ns - int(as_of.node_lease_seconds * 1e9)
     nodes, silent = queries.nodes_of(session, job.id, since_ns)
     stopping = [
@@ -86,7 +86,7 @@ def condition(session: Session, job: models.JobRow, as_of: AsOf) -> Condition:
     dead = queries.first_dead_rank(session, job.id)
     if job.state == "pending":
         kind: JobCondition = "waiting"
-    elif (lag_seconds or 0.0) > OUTDATED_SECONDS or (nodes and nodes == silent):
+    elif (lag_seconds or 0.0) > lag.OUTDATED_SECONDS or (nodes and nodes == silent):
         kind = "unknown"
     elif dead is not None:
         kind = "dead"

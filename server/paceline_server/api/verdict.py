@@ -10,6 +10,7 @@ from paceline_server.api import schemas
 from paceline_server.api.condition import Condition
 from paceline_server.api.times import time_of
 from paceline_server.detect.kinds import kind_of
+from paceline_server.lag import outdated_sentence
 from paceline_server.percent import percent
 from paceline_server.store import models, queries
 from paceline_server.store.shares import medians, newest_shares
@@ -43,10 +44,7 @@ def verdict(session: Session, job: models.JobRow, known: Condition) -> schemas.V
     found.is_outdated = known.is_outdated
     if not known.is_outdated:
         return found
-    since = (
-        f"As of {found.as_of:%H:%M:%S} UTC: the analysis is {known.lag_seconds:.0f} s behind, "
-        "so this may have changed."
-    )
+    since = outdated_sentence(known.as_of_ns, known.lag_seconds)
     if found.incident_id is None:
         found.kind = "outdated"
     found.text = f"{since} {found.text}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from operator import itemgetter
 from typing import Any
 
+from msgspec.structs import replace
 from sqlalchemy import bindparam, delete, func, insert, inspect, select, update
 from sqlalchemy.orm import Session
 
@@ -15,6 +16,7 @@ from paceline_server.act.commands import act
 from paceline_server.decide.incidents import urgency_value
 from paceline_server.decide.types import Acknowledged, ActionView, Decision, IncidentView
 from paceline_server.engine.types import Placement
+from paceline_server.lag import lag_seconds
 from paceline_server.steps.types import StepSummary
 from paceline_server.store import audit, models
 from paceline_server.store.changes import record_change
@@ -93,6 +95,8 @@ def write_commit(
         _insert_generation(session, job_id, commit, commit.placement)
     elif commit.rank_rows:
         _update_ranks(session, commit.rank_rows)
+    ticked_ns = commit.columns.ticked_ns
+    lag = None if ticked_ns is None else lag_seconds(ticked_ns, now_ns)
     write_incidents(
         session,
         job_id,
@@ -101,8 +105,9 @@ def write_commit(
         decision.incidents,
         targets.incidents,
         now_ns,
+        lag,
     )
-    _write_actions(session, snapshot, decision, targets.actions, now_ns)
+    _write_actions(session, snapshot, decision, targets.actions, now_ns, lag)
     act(session, job_id, decision, over, now_ns)
     _quarantine(session, decision)
     for summary in commit.steps:
@@ -196,18 +201,20 @@ def write_incidents(
     after: Iterable[IncidentView],
     receivers: tuple[str, ...],
     now_ns: int,
+    lag: float | None = None,
 ) -> None:
     """Write incidents of a job, and what receivers should get of their changes.
 
     Args:
         before: its unresolved incidents as stored.
         after: those that are new or changed.
+        lag: seconds that the analysis is behind; None if it found nothing of this.
     """
     known = {incident.incident_id: incident for incident in before}
     for view in sorted(after, key=urgency_value, reverse=True):
         _upsert(session, models.IncidentRow, _incident_row(job_id, view))
         for alert in incident_alerts(job_id, job_name, known.get(view.incident_id), view):
-            announce(session, receivers, alert, view.incident_id, now_ns)
+            announce(session, receivers, replace(alert, lag_seconds=lag), view.incident_id, now_ns)
 
 
 def _incident_row(job_id: str, view: IncidentView) -> dict[str, object]:
@@ -230,6 +237,7 @@ def _write_actions(
     decision: Decision,
     receivers: tuple[str, ...],
     now_ns: int,
+    lag: float | None,
 ) -> None:
     before = {action.action_id: action for action in snapshot.actions}
     for view in decision.actions:
@@ -241,7 +249,12 @@ def _write_actions(
             _replace_action(session, row, version)
         previous = before.get(view.action_id)
         if previous is None or previous.state != view.state:
-            notice = ActionNotice(job_id=snapshot.job_id, job_name=snapshot.job_name, action=view)
+            notice = ActionNotice(
+                job_id=snapshot.job_id,
+                job_name=snapshot.job_name,
+                action=view,
+                lag_seconds=lag,
+            )
             announce(session, receivers, notice, view.action_id, now_ns)
     rejected = [action.action_id for action in snapshot.actions if action.state == "rejected"]
     if rejected:

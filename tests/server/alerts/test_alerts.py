@@ -32,6 +32,7 @@ from paceline_server.decide.types import ActionView, IncidentView
 from paceline_server.detect.finding import Finding
 from paceline_server.store.database import Database
 from paceline_server.store.models import IncidentRow, OutboxRow
+from paceline_server.worker.commit import write_incidents
 from tests.server.rows import toy_job
 
 
@@ -459,3 +460,19 @@ def test_two_servers_deliver_each_notice_once(
     wait_for(lambda: all(row.finished_ns for row in outbox(database)), "all")
     keys = [headers["Idempotency-Key"] for _, headers, _ in listener.requests]
     assert len(keys) == len(set(keys)) == 6
+
+
+@pytest.mark.parametrize(("lag", "says"), [(None, False), (9.0, False), (110.4, True)])
+def test_a_message_says_that_the_analysis_is_behind(lag: float | None, says: bool) -> None:
+    [alert] = incident_alerts("job-1", "toy", None, view(severity="critical"))
+    text = chat_text(msgspec.structs.replace(alert, lag_seconds=lag))
+    assert ("The analysis was 110 s behind: this may have changed." in text) == says
+
+
+def test_receivers_get_how_far_the_analysis_was_behind(database: Database) -> None:
+    with database.write() as session:
+        session.add(toy_job("toy"))
+        session.flush()
+        write_incidents(session, "toy", "toy", [], [view()], ("hook",), time.time_ns(), 42.0)
+    [row] = outbox(database)
+    assert json.loads(row.body)["lag_seconds"] == 42.0

@@ -109,7 +109,7 @@ class KmsgCollector(Collector):
         if self._log.drained:
             self._drained_ns = boot_ns
         gpus = self.context.inventory.gpus
-        samples = list(self._ledger.samples(now_ns, gpus))
+        samples = list(self._ledger.samples(now_ns, gpus, self.context.hostname))
         samples.append(Sample(metric_names.KERNEL_LOG_LOST_TOTAL, {}, float(self._lost), now_ns))
         return Collected(
             samples=samples,

@@ -203,6 +203,7 @@ class NvmlCollector(Collector):
             register = pynvml.nvmlDeviceRegisterEvents
             xid = pynvml.nvmlEventTypeXidCriticalError
             gpu.reports_xids = succeeds(lambda: register(handle, xid, self._events))
+        gpu.info = gpu.info and msgspec.structs.replace(gpu.info, reports_xids=gpu.reports_xids)
 
     def _xids(self) -> list[tuple[NvmlGpu, int]]:
         """Return every XID since the last sweep, repeats included."""
@@ -278,7 +279,7 @@ def _xid_values(gpu: NvmlGpu) -> list[Value]:
         for xid, count in gpu.xid_counts.items()
     ]
     if gpu.last_xid is not None or gpu.reports_xids:  # otherwise it is not known
-        values.append(Value("DCGM_FI_DEV_XID_ERRORS", gpu.last_xid or 0))
+        values.append(Value(metric_names.GPU_XID_ERRORS, gpu.last_xid or 0))
     return values
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline_agent.collect.contract import LocalRank
+from paceline_agent.collect.gpus import gpu_labels
 from paceline_agent.collect.kernel_log.recognize import KernelEvent, pci_address
 from paceline_agent.collect.kernel_log.xids import explain
 from paceline_wire import metric_names
@@ -49,6 +50,7 @@ class KernelEventCounts:
         self._name_of = name_of
         self._events_at_most = events_at_most
         self._counts: dict[Key, int] = {}
+        self._last_xid: dict[str, int] = {}  # by PCI address
         self._of_ranks: dict[tuple[str, str, str], int] = {}  # job, rank, kind
         self._sorts: dict[tuple[str, ...], _EventSort] = {}
         self._events: list[DeviceEvent] = []
@@ -67,6 +69,8 @@ class KernelEventCounts:
         if key not in self._counts and len(self._counts) >= SORTS_AT_MOST:
             key = (event.kind, OTHER, OTHER)
         self._counts[key] = self._counts.get(key, 0) + event.count
+        if _is_xid(event.kind, key[1]):
+            self._last_xid[event.device] = int(event.code)
         if rank is not None:
             of_rank = (rank.job, str(rank.rank), event.kind)
             if of_rank in self._of_ranks or len(self._of_ranks) < SORTS_AT_MOST:
@@ -121,8 +125,14 @@ class KernelEventCounts:
         events, self._events = self._events, []
         return events
 
-    def samples(self, now_ns: int, gpus: Sequence[GpuInfo] = ()) -> Iterator[Sample]:
+    def samples(
+        self, now_ns: int, gpus: Sequence[GpuInfo] = (), hostname: str = ""
+    ) -> Iterator[Sample]:
+        """Yield the counts, and the XIDs of those GPUs whose XIDs NVML does not report."""
         known = {pci_address(gpu.pci_bus_id) for gpu in gpus}
+        for gpu in gpus:
+            if not gpu.reports_xids:
+                yield from self._xids_of(gpu, hostname, now_ns)
         for (kind, code, device), count in self._counts.items():
             labels = {"kind": kind, "code": code, "device": self._name_of(device)}
             yield Sample(metric_names.KERNEL_EVENTS_TOTAL, labels, float(count), now_ns)
@@ -138,6 +148,16 @@ class KernelEventCounts:
         for (job, rank, kind), count in self._of_ranks.items():
             labels = {"job": job, "rank": rank, "kind": kind}
             yield Sample(metric_names.RANK_KERNEL_EVENTS_TOTAL, labels, float(count), now_ns)
+
+    def _xids_of(self, gpu: GpuInfo, hostname: str, now_ns: int) -> Iterator[Sample]:
+        address = pci_address(gpu.pci_bus_id)
+        labels = gpu_labels(gpu, hostname)
+        last = float(self._last_xid.get(address, 0))
+        yield Sample(metric_names.GPU_XID_ERRORS, labels, last, now_ns)
+        for (kind, code, device), count in self._counts.items():
+            if _is_xid(kind, code) and device == address:
+                counted = {**labels, "xid": code}
+                yield Sample(metric_names.GPU_XID_ERRORS_COUNT, counted, float(count), now_ns)
 
 
 def _is_xid(kind: str, code: str) -> bool:

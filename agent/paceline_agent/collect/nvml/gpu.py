@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from paceline_agent.collect.blocks import Recurring, SeriesBlock
+from paceline_agent.collect.gpus import gpu_labels
 from paceline_agent.collect.nvml.driver import GONE, NO_VALUES, UNSUPPORTED, pynvml
 from paceline_agent.collect.nvml.fields import FieldReading, Fields
 from paceline_wire.batch import DeviceEvent, GpuInfo
@@ -59,14 +60,7 @@ class NvmlGpu:
             self.last_xid = None
             self.xid_counts.clear()
         self.info = info
-        self.labels = {
-            "gpu": str(info.index),
-            "UUID": info.uuid,
-            "pci_bus_id": info.pci_bus_id,
-            "device": f"nvidia{info.index}",
-            "modelName": info.name,
-            "Hostname": hostname,
-        }
+        self.labels = gpu_labels(info, hostname)
 
     def begin(self) -> None:
         self.answered = False

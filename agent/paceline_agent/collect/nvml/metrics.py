@@ -136,10 +136,11 @@ METRICS = (
     Metric("DCGM_FI_DEV_ENC_UTIL", "gauge", "percent", "Use of the encoder."),
     Metric("DCGM_FI_DEV_DEC_UTIL", "gauge", "percent", "Use of the decoder."),
     Metric(
-        "DCGM_FI_DEV_XID_ERRORS",
+        metric_names.GPU_XID_ERRORS,
         "gauge",
         None,
-        "Code of the last XID, 0: none; absent if the driver does not report XIDs.",
+        "Code of the last XID, 0: none; from the kernel log if the driver does not report XIDs, "
+        "absent if neither does.",
     ),
     Metric(metric_names.GPU_XID_ERRORS_COUNT, "gauge", None, "XIDs seen by this agent, by code."),
     Metric(metric_names.GPU_FB_TOTAL, "gauge", "mebibytes", "Memory of the GPU."),

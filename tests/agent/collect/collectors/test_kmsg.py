@@ -386,3 +386,36 @@ def test_the_log_of_this_machine_is_read_where_it_may_be(context):
         pytest.skip("it may not be read here")
     assert any(sample.name == "paceline_kernel_log_lost_total" for sample in collected.samples)
     collector.close()
+
+
+def gpu(index: int, address: str, reports_xids: bool) -> GpuInfo:
+    return GpuInfo(
+        index=index, uuid=f"GPU-{index}", name="H200", pci_bus_id=address, reports_xids=reports_xids
+    )
+
+
+def test_the_log_stands_in_for_gpus_whose_xids_nvml_does_not_report(
+    collector, context, device, series
+):
+    context.inventory.gpus = (
+        gpu(0, "00000000:9B:00.0", reports_xids=False),
+        gpu(1, "00000000:9C:00.0", reports_xids=False),
+        gpu(2, "00000000:9D:00.0", reports_xids=True),
+    )
+    for code, address in ((119, "0000:9b:00"), (79, "0000:9b:00"), (48, "0000:9d:00")):
+        device.write(xid(code, address))
+    found = {
+        name: value for name, value in series(collector.collect(NOW_NS)).items() if "DCGM" in name
+    }
+    by_gpu = {
+        (name.split("{")[0], index): value
+        for name, value in found.items()
+        for index in range(3)
+        if f"gpu={index}" in name and "xid=119" not in name
+    }
+    assert by_gpu == {
+        ("DCGM_FI_DEV_XID_ERRORS", 0): 79,
+        ("DCGM_EXP_XID_ERRORS_COUNT", 0): 1,
+        ("DCGM_FI_DEV_XID_ERRORS", 1): 0,
+    }, "NVML itself counts those of GPU 2: none may be counted twice"
+    assert all("Hostname=" in name and "UUID=GPU-" in name for name in found)

@@ -575,6 +575,8 @@ async def test_a_name_that_is_not_utf_8_is_shown_with_replacements(lane, gpus):
 
 async def test_xids_are_absent_where_the_driver_does_not_report_them(lane, gpus, series):
     gpus.set(0, unsupported=["events"])
-    found = series(await lane.collect(SECOND_NS))
+    collected = await lane.collect(SECOND_NS)
+    found = series(collected)
     assert of_gpu(found, "DCGM_FI_DEV_XID_ERRORS", 0) == []
     assert of_gpu(found, "DCGM_FI_DEV_XID_ERRORS", 1) == [0]
+    assert [gpu.reports_xids for gpu in collected.gpus or []] == [False, True]
