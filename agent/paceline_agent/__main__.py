@@ -36,6 +36,7 @@ from paceline_agent.supervise.guard import open_pidfd
 from paceline_wire.address import DEFAULT_SERVER_URL
 
 _DIRECTORY = click.Path(path_type=Path, file_okay=False)
+_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 def _read_file(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
@@ -89,6 +90,18 @@ def _names(command: click.Command) -> dict[str, str]:
     "--token",
     envvar=["PACELINE_AGENT_TOKEN", "PACELINE_TOKEN"],
     help="Bearer token with scope agent; better given as PACELINE_AGENT_TOKEN.",
+)
+@click.option(
+    "--tls-ca", type=_FILE, help="Certificates to check the server's against. [default: system]"
+)
+@click.option(
+    "--tls-cert", type=_FILE, help="This agent's certificate, if the server asks for one."
+)
+@click.option("--tls-key", type=_FILE, help="Its key, if the file of the certificate has none.")
+@click.option(
+    "--allow-plain-http",
+    is_flag=True,
+    help="Connect to a server on another machine without TLS: tokens can be read on the network.",
 )
 @click.option(
     "--node-directory",

@@ -140,6 +140,7 @@ class Agent:
                 settings.server_url,
                 Credential(settings.server_url, settings.token, settings.environment),
                 may_use_proxy=not settings.server_is_local,  # there is no proxy on loopback
+                tls=settings.tls_context(),
             )
         )
         self._lease = RankLease(

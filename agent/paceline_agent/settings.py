@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import ssl
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,10 @@ class AgentSettings:
     server_url: str
     agent_id: str = field(default_factory=socket.gethostname)
     token: str | None = field(default=None, repr=False)
+    tls_ca: Path | None = None  # certificates that the server's is checked against; default: system
+    tls_cert: Path | None = None  # this agent's own, where the server asks for one
+    tls_key: Path | None = None
+    allow_plain_http: bool = False  # also to a server that is not on this machine
     node_directory: Path | None = None  # rings and logs; default: on tmpfs
     spool_directory: Path | None = None  # default: below the state directory on disk
     run_as: str | None = None  # user of the ranks; default: see `find_rank_user`
@@ -75,6 +80,14 @@ class AgentSettings:
             raise SettingsError(
                 f"the server URL must look like http://HOST:PORT, got {self.server_url!r}"
             )
+        if parts.scheme == "http" and not self.server_is_local and not self.allow_plain_http:
+            raise SettingsError(
+                f"the connection to {self.server_url} would not be encrypted: others could read "
+                "its token and the environments of jobs on the network. Use https:// (paceline "
+                "server --tls-cert FILE --tls-key FILE), or give --allow-plain-http on a network "
+                "that you trust"
+            )
+        self.tls_context()
         if not 0 < len(self.agent_id) <= 128 or "/" in self.agent_id:
             raise SettingsError(
                 f"the agent id must have 1 to 128 characters and no '/', got {self.agent_id!r}"
@@ -105,6 +118,27 @@ class AgentSettings:
             raise SettingsError(
                 f"the spool must have at least 64 KiB, got {self.spool_bytes} bytes"
             )
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Return how to connect by https; None if the server's URL is http.
+
+        Raises:
+            SettingsError: a file of certificates cannot be used.
+        """
+        if urlsplit(self.server_url).scheme != "https":
+            return None
+        try:
+            context = ssl.create_default_context(cafile=self.tls_ca)
+            if self.tls_cert is not None:
+                context.load_cert_chain(self.tls_cert, self.tls_key)
+        except OSError as error:  # SSLError too
+            files = ", ".join(
+                str(path) for path in (self.tls_ca, self.tls_cert, self.tls_key) if path
+            )
+            raise SettingsError(f"cannot use the certificates {files}: {error}") from error
+        if self.tls_key is not None and self.tls_cert is None:
+            raise SettingsError("--tls-key needs --tls-cert")
+        return context
 
     @property
     def directory(self) -> Path:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
@@ -25,6 +26,22 @@ _LISTED_BY = {
 }
 
 
+def _tls_context(server: str, environment: Mapping[str, str]) -> ssl.SSLContext | bool:
+    """Return how to check the server's certificate, and which of one's own to show."""
+    ca, cert, key = (environment.get(f"PACELINE_TLS_{name}") for name in ("CA", "CERT", "KEY"))
+    if not server.startswith("https:") or not (ca or cert):
+        return True
+    try:
+        context = ssl.create_default_context(cafile=ca or None)
+        if cert:
+            context.load_cert_chain(cert, key or None)
+    except OSError as error:  # SSLError too
+        raise click.UsageError(
+            f"cannot use the certificates of PACELINE_TLS_CA, _CERT and _KEY: {error}"
+        ) from error
+    return context
+
+
 class Client:
     """Calls under `/api/v1`. Every failure is a click.ClickException that says what to do."""
 
@@ -40,7 +57,10 @@ class Client:
         bearer = token or _local_token(self.server)
         headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
         self._http = httpx.Client(
-            base_url=f"{self.server}/api/v1", headers=headers, timeout=httpx.Timeout(10.0)
+            base_url=f"{self.server}/api/v1",
+            headers=headers,
+            timeout=httpx.Timeout(10.0),
+            verify=_tls_context(self.server, os.environ),
         )
 
     def __enter__(self) -> Client:

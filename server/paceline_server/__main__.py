@@ -46,6 +46,13 @@ _ROLES = (
 @_database
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on; 0: any free port.  [default: 8470]")
+@click.option("--tls-cert", metavar="FILE", help="Certificate (chain) to serve HTTPS with.")
+@click.option("--tls-key", metavar="FILE", help="Its key, if the certificate's file has none.")
+@click.option(
+    "--tls-client-ca",
+    metavar="FILE",
+    help="Certificates of which every client must show one.",
+)
 @click.option(
     "--allowed-host",
     "allowed_hosts",

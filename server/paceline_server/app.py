@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -12,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -44,7 +46,10 @@ from paceline_wire.address import is_loopback
 from paceline_wire.local_token import TokenFileError
 
 _SHUTDOWN_SECONDS = 2
+_TICKS_PER_CERTIFICATE_CHECK = 600  # of uvicorn, ten per second
 _KEEP_ALIVE_SECONDS = 75  # longer than any client's pause: a close during a request is an error
+
+_log = logging.getLogger(__name__)
 
 
 class StartError(Exception):
@@ -171,15 +176,26 @@ def serve(settings: Settings) -> None:
     tune_interpreter()
     _prepare_tokens(settings, app.state.program.database)
     listener = listen(settings)
-    config = server_config(app, limits_of_process())
+    config = server_config(app, limits_of_process(), settings)
     database: Database = app.state.program.database
     UvicornServer(config, app.state.program.signals, lambda url: _sign_in_hint(database, url)).run(
         sockets=[listener]
     )
 
 
-def server_config(app: FastAPI, limits: ConnectionLimits) -> uvicorn.Config:
-    """Return how the server speaks HTTP."""
+def server_config(
+    app: FastAPI, limits: ConnectionLimits, settings: Settings | None = None
+) -> uvicorn.Config:
+    """Return how the server speaks HTTP, or HTTPS if the settings have a certificate."""
+    tls: dict[str, Any] = {}
+    if settings is not None and settings.tls_cert is not None:
+        client_ca = settings.tls_client_ca
+        tls = {
+            "ssl_certfile": settings.tls_cert,
+            "ssl_keyfile": settings.tls_key,
+            "ssl_ca_certs": client_ca,
+            "ssl_cert_reqs": ssl.CERT_NONE if client_ca is None else ssl.CERT_REQUIRED,
+        }
     return uvicorn.Config(
         app,
         http=limits.protocol(),
@@ -188,6 +204,7 @@ def server_config(app: FastAPI, limits: ConnectionLimits) -> uvicorn.Config:
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         server_header=False,
+        **tls,
     )
 
 
@@ -206,19 +223,53 @@ class UvicornServer(uvicorn.Server):
         super().__init__(config)
         self._signals = signals
         self._hint = hint
+        self._certificate_ns = _changed_ns(config)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in (sockets or []) if self.started else []:
             host, port = listener.getsockname()[:2]
-            url = f"http://{_in_url(host)}:{port}"
+            scheme = "https" if self.config.is_ssl else "http"
+            url = f"{scheme}://{_in_url(host)}:{port}"
             _print(f"Listening on {url}")
+            if scheme == "http" and not is_loopback(host):
+                _log.warning(
+                    "the connection is not encrypted: tokens can be read on the network. "
+                    "Give --tls-cert and --tls-key, or put a proxy with TLS in front."
+                )
             if hint := self._hint(url):
                 _print(hint)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Use a renewed certificate within a minute, for new connections."""
+        if counter % _TICKS_PER_CERTIFICATE_CHECK == 0:
+            self.renew_certificate()
+        return await super().on_tick(counter)
+
+    def renew_certificate(self) -> None:
+        """Load the certificate again if its files have changed."""
+        config, changed_ns = self.config, _changed_ns(self.config)
+        if config.ssl is None or config.ssl_certfile is None:
+            return
+        if changed_ns not in (0, self._certificate_ns):
+            self._certificate_ns = changed_ns
+            try:
+                config.ssl.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+            except OSError as error:
+                _log.warning("the renewed certificate is not used: %s", error)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._signals.close()
         await super().shutdown(sockets)
+
+
+def _changed_ns(config: uvicorn.Config) -> int:
+    """Return when the certificate or its key was last written; 0 if they cannot be read now."""
+    files = [Path(file) for file in (config.ssl_certfile, config.ssl_keyfile) if file]
+    try:
+        return max((file.stat().st_mtime_ns for file in files), default=0)
+    except OSError:
+        return 0
 
 
 def _run_worker(settings: Settings) -> None:

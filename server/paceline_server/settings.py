@@ -6,6 +6,7 @@ Each field is read from `PACELINE_SERVER_<NAME>` unless it is set on the command
 from __future__ import annotations
 
 import os
+import ssl
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -47,6 +48,11 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(
         SERVER_PORT, ge=0, le=65535, description="Port to listen on; 0: any free port."
+    )
+    tls_cert: Path | None = Field(None, description="Certificate (chain) to serve HTTPS with.")
+    tls_key: Path | None = Field(None, description="Its key, if the certificate's file has none.")
+    tls_client_ca: Path | None = Field(
+        None, description="Certificates of which every client must show one."
     )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="Further names under which browsers and agents reach this server."
@@ -103,6 +109,37 @@ class Settings(BaseSettings):
                     " with --allow-local-receivers"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _usable_certificates(self) -> Settings:
+        self.tls_context()
+        return self
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Return how to serve HTTPS; None without a certificate.
+
+        Raises:
+            ValueError: a file cannot be used.
+        """
+        if self.tls_cert is None:
+            if self.tls_key is not None or self.tls_client_ca is not None:
+                raise ValueError("tls_key and tls_client_ca need tls_cert")
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.tls_cert, self.tls_key)
+        except OSError as error:  # SSLError too
+            raise ValueError(
+                f"cannot use the certificate {self.tls_cert} with the key"
+                f" {self.tls_key or self.tls_cert}: {error}"
+            ) from error
+        if self.tls_client_ca is not None:
+            try:
+                context.load_verify_locations(self.tls_client_ca)
+            except OSError as error:
+                raise ValueError(f"cannot use {self.tls_client_ca}: {error}") from error
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
 
     @field_validator("allowed_hosts", mode="before")
     @classmethod

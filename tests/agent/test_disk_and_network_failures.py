@@ -246,7 +246,9 @@ def test_an_unknown_host_is_one_sentence_and_the_agent_continues(
 ) -> None:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("A MISSING NAME SERVER IS NOT TESTED: a network namespace needs root")
-    agent = start_agent(url="http://server.example:8470", under=["unshare", "--net"])
+    agent = start_agent(
+        url="http://server.example:8470", options=["--allow-plain-http"], under=["unshare", "--net"]
+    )
     wait_for(lambda: len(list((agent.directory / "spool").glob("*.batch"))) >= 3)
     assert agent.stop() == 0
     lines = [line for line in agent.log_text().splitlines() if "cannot send" in line]

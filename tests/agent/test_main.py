@@ -56,9 +56,9 @@ def test_a_settings_file_uses_the_names_of_the_options(
     settings: Callable[..., AgentSettings], tmp_path: Path
 ) -> None:
     file = tmp_path / "agent.toml"
-    file.write_text('server = "http://a:1"\nspool-bytes = 1000000\nlabel = ["rack=7"]\n')
+    file.write_text('server = "https://a:1"\nspool-bytes = 1000000\nlabel = ["rack=7"]\n')
     given = settings("--config", str(file))
-    assert (given.server_url, given.spool_bytes) == ("http://a:1", 1_000_000)
+    assert (given.server_url, given.spool_bytes) == ("https://a:1", 1_000_000)
     assert given.labels == {"rack": "7"}
 
 
@@ -89,6 +89,9 @@ def test_every_setting_can_be_given(settings: Callable[..., AgentSettings]) -> N
     ("arguments", "message"),
     [
         (["--server", "server:8470"], "must look like http://HOST:PORT"),
+        (["--server", "http://server:8470"], "would not be encrypted"),
+        (["--server", "https://server", "--tls-ca", "/none"], "cannot use the certificates /none"),
+        (["--server", "https://server", "--tls-key", "/none"], "--tls-key needs --tls-cert"),
         (["--slots", "-1"], "slots must be at least 0"),
         (["--flush-seconds", "0"], "must be positive"),
         (["--flush-seconds", "nan"], "must be positive"),
@@ -108,7 +111,7 @@ def test_an_invalid_option_ends_with_one_sentence(arguments: list[str], message:
 
 
 def test_the_token_is_not_shown() -> None:
-    assert "secret" not in repr(AgentSettings(server_url="http://a", token="secret"))
+    assert "secret" not in repr(AgentSettings(server_url="https://a", token="secret"))
 
 
 def test_an_unusable_node_directory_ends_with_one_sentence(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ class Target:
     url: str
     credential: Callable[[HTTPConnection], str | None] = lambda connection: None
     may_use_proxy: bool = True
+    tls: ssl.SSLContext | None = None  # for https; default: the system's certificates
 
     def connect(self) -> HTTPConnection:
         """Open a connection, through a proxy if one is configured.
@@ -139,7 +140,7 @@ class Target:
         if parts.scheme == "http":
             peer = proxy or parts
             return HTTPConnection(peer.hostname or "", peer.port or 80)
-        context = ssl.create_default_context()
+        context = self.tls or ssl.create_default_context()
         if proxy is None:
             return HTTPSConnection(host, parts.port, context=context)
         connection = HTTPSConnection(proxy.hostname or "", proxy.port or 80, context=context)

@@ -128,7 +128,8 @@ def spool(settings: AgentSettings) -> CheckRow:
 def server(settings: AgentSettings) -> CheckRow:
     what, url = "server", settings.server_url
     try:
-        answer = Target(url, may_use_proxy=not settings.server_is_local).get("/healthz")
+        target = Target(url, may_use_proxy=not settings.server_is_local, tls=settings.tls_context())
+        answer = target.get("/healthz")
     except LinkError as error:
         found = f"{url} does not respond: {error}"
         return CheckRow(what, NO, found, "start it, or give another with --server", needed=True)

@@ -208,7 +208,7 @@ def test_whose_ranks_find_the_agent(
     monkeypatch.setattr(node, "MEMORY", tmp_path)
     monkeypatch.setattr(node, "_account", lambda: account)
     monkeypatch.setattr(node, "rings_of_running_agents", lambda: running)
-    row = node.found_by_ranks(AgentSettings(server_url="http://a:1", node_directory=here))
+    row = node.found_by_ranks(AgentSettings(server_url="https://a:1", node_directory=here))
     assert (row.seen, bool(row.remedy)) == (seen, seen != YES)
 
 
@@ -216,7 +216,7 @@ def test_a_node_directory_that_another_user_prepared_is_needed_to_be_removed(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "node").symlink_to(tmp_path)
-    row = node.rings(AgentSettings(server_url="http://a:1", node_directory=tmp_path / "node"))
+    row = node.rings(AgentSettings(server_url="https://a:1", node_directory=tmp_path / "node"))
     assert (row.seen, row.needed) == (NO, True)
     assert "is a link or belongs to another user" in row.evidence
 
@@ -227,7 +227,7 @@ def test_a_node_directory_that_another_user_prepared_is_needed_to_be_removed(
 )
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start ranks as another user")
 def test_the_user_of_the_ranks_is_checked(slots: int, run_as: str, seen: str) -> None:
-    row = node.rank_user(AgentSettings(server_url="http://a:1", slots=slots, run_as=run_as))
+    row = node.rank_user(AgentSettings(server_url="https://a:1", slots=slots, run_as=run_as))
     assert (row.seen, row.needed) == (seen, seen == NO)
     assert bool(row.remedy) == (seen != YES)
 
