@@ -247,7 +247,7 @@ def test_an_unknown_host_is_one_sentence_and_the_agent_continues(
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("A MISSING NAME SERVER IS NOT TESTED: a network namespace needs root")
     agent = start_agent(
-        url="http://server.example:8470", options=["--allow-plain-http"], under=["unshare", "--net"]
+        "--allow-plain-http", url="http://server.example:8470", under=["unshare", "--net"]
     )
     wait_for(lambda: len(list((agent.directory / "spool").glob("*.batch"))) >= 3)
     assert agent.stop() == 0
