@@ -3,10 +3,11 @@
 The host of the step waits for its accelerator (sleeps) for 22 ms, as a training host does: three
 sections, 12 gradient all-reduces, the boundary, the wait for data, the poll and the report of a
 loss. Then the same time as a pipelined step of 8 microbatches: 16 actions of two sections each and
-12 all-reduces, 60 timed calls, more than the goal assumes; and a step that computes on the host, a
-few thousand short torch operations. Steps with and without the hooks alternate, and so does their
-order in a pair, because the speed of a shared machine changes within tenths of a second. Without
-the hooks, the loop calls torch's own functions and empty context managers. The result is the median
+12 all-reduces, 60 timed calls, more than the goal assumes; a DistributedDataParallel model with 12
+buckets; and a step that computes on the host, a few thousand short torch operations. Steps with
+and without the hooks alternate, and so does their order in a pair, because the speed of a shared
+machine changes within tenths of a second. Without the hooks, torch is as it was, and the loop calls
+empty context managers. The result is the median
 over pairs of the additional CPU time of the training thread, as a share of the step's wall time,
 with its standard error. Within two errors of the goal, the goal is neither met nor missed.
 
@@ -41,8 +42,8 @@ from torch import nn
 
 import paceline
 from benchmarks.harness import Result
+from benchmarks.harness.torch_alone import torch_alone
 from paceline import Op
-from paceline.collectives.native import Library
 
 PAIRS = 500
 COLLECTIVE_PAIRS = 1000  # threads of gloo make these steps scatter most
@@ -284,7 +285,7 @@ def _percent(
         wall, cpu = {}, {}
         for watched in (True, False) if pair % 2 else (False, True):
             calls, boundaries, surrounding = ways[watched]
-            with surrounding(), _torch_alone() if calls is PLAIN else nullcontext():
+            with surrounding(), torch_alone() if calls is PLAIN else nullcontext():
                 wall_ns, cpu_ns = perf_counter_ns(), thread_time_ns()
                 next(boundaries)
                 step.run(calls)
@@ -294,19 +295,6 @@ def _percent(
         walls.append(wall[False])
     wall_ns = median(walls)
     return [each / wall_ns * 100 for each in added[WARM_PAIRS:]]
-
-
-@contextlib.contextmanager
-def _torch_alone() -> Iterator[None]:
-    """Run without what the hooks have installed in torch."""
-    library = Library.load()
-    if library is None:
-        raise RuntimeError("run `python -m paceline.collectives` first: the library is not built")
-    library.detach()
-    try:
-        yield
-    finally:
-        library.attach()
 
 
 def _results(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import paceline
 from benchmarks.harness import Result, nanoseconds_each
+from benchmarks.harness.torch_alone import torch_alone
 from paceline import Op
 
 
@@ -143,30 +144,30 @@ def _boundary() -> Iterator[Result]:
 
 
 def _collective() -> Iterator[Result]:
-    """Compare with the functions that the hooks replaced, in a group of one rank."""
+    """Compare with torch without the hooks, in a group of one rank."""
     tensor = torch.ones(8)
-    wrapped = dist.all_reduce
-    original = wrapped.__wrapped__  # type: ignore[attr-defined]
 
     def timed(count: int) -> None:
         for _ in range(count):
-            wrapped(tensor)
+            dist.all_reduce(tensor)
 
     def untimed(count: int) -> None:
-        for _ in range(count):
-            original(tensor)
+        with torch_alone():
+            timed(count)
 
     def waited(count: int) -> None:
         for _ in range(count):
-            wrapped(tensor, async_op=True).wait()
+            work = dist.all_reduce(tensor, async_op=True)
+            assert work is not None
+            work.wait()
 
     def unwaited(count: int) -> None:
-        for _ in range(count):
-            original(tensor, async_op=True).wait()
+        with torch_alone():
+            waited(count)
 
     cost = nanoseconds_each(
         {"timed": timed, "untimed": untimed, "waited": waited, "unwaited": unwaited},
-        count=1000,
+        count=4000,
         repeats=15,
     )
     yield Result("collective: added to a blocking one", cost["timed"] - cost["untimed"], "ns")

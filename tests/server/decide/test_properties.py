@@ -99,8 +99,13 @@ def test_no_sequence_of_events_breaks_the_invariants(
 
 
 def is_at_rest(world: World) -> bool:
-    """Return whether all ranks train without an open action, or the job has ended cleanly."""
-    if any(one.finished_ns is None for one in world.actions.values()):
+    """Return whether all ranks train without an action under way, or the job has ended cleanly.
+
+    A repair that was called off because no checkpoint could be saved is proposed to a person, and
+    waits.
+    """
+    under_way = [one for one in world.actions.values() if one.finished_ns is None]
+    if any(one.state != "proposed" for one in under_way):
         return False
     if world.state == "running":
         there = len(world._current())

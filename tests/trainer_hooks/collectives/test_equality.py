@@ -36,10 +36,39 @@ dist.destroy_process_group()
 """
 
 
-def trained_weights(ring_directory: str, pure: str = "") -> set[str]:
-    """Return the digests of the weights of two ranks after 50 steps."""
+LATE = """
+import gc, os, time, torch, torch.distributed as dist, paceline
+dist.init_process_group("gloo")
+paceline.init()
+for step in paceline.steps(range(2)):
+    works = [dist.all_reduce(torch.ones(4), async_op=True)]
+    works[0].wait()
+port = int(os.environ["OTHER_PORT"])
+store = dist.TCPStore("127.0.0.1", port, 2, dist.get_rank() == 0)
+if dist.get_rank() == 0:
+    works = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(8)]
+    paceline.finish()
+    gc.collect()
+    store.set("finished", "yes")
+else:
+    store.wait(["finished"])
+    works = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(8)]
+for work in works:
+    work.wait()
+gc.collect()
+print("done")
+dist.destroy_process_group()
+"""
+
+
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def outputs_of_two_ranks(source: str, ring_directory: str, pure: str = "") -> set[str]:
+    """Run two ranks; return what they printed."""
     environment = {
         **os.environ,
         "PACELINE_RING_DIRECTORY": ring_directory,
@@ -47,28 +76,37 @@ def trained_weights(ring_directory: str, pure: str = "") -> set[str]:
         "PACELINE_PURE_PYTHON": pure,
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
+        "OTHER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", TRAINER],
+            [sys.executable, "-c", source],
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
-    digests = {rank.communicate(timeout=120)[0] for rank in ranks}
+    printed = {rank.communicate(timeout=120)[0] for rank in ranks}
     assert [rank.returncode for rank in ranks] == [0, 0]
-    return digests
+    return printed
 
 
 @pytest.mark.parametrize("pure", ["", "1"], ids=["built", "pure"])
 def test_weights_after_50_steps_are_bit_equal_with_and_without_the_hooks(
     tmp_path: Path, pure: str, library_of_process_groups: None
 ) -> None:
-    without, with_hooks = trained_weights(""), trained_weights(str(tmp_path), pure)
+    without = outputs_of_two_ranks(TRAINER, "")
+    with_hooks = outputs_of_two_ranks(TRAINER, str(tmp_path), pure)
     assert len(without) == 1
     assert with_hooks == without
     assert len(list(tmp_path.glob("*.ring"))) == 2
+
+
+@pytest.mark.parametrize("pure", ["", "1"], ids=["built", "pure"])
+def test_calls_that_complete_after_finish_harm_nothing(
+    tmp_path: Path, pure: str, library_of_process_groups: None
+) -> None:
+    assert outputs_of_two_ranks(LATE, str(tmp_path), pure) == {"done\n"}

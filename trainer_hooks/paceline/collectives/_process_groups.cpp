@@ -292,6 +292,8 @@ class Recorder {
         if (call.waits == Waits::UNKNOWN)
             call.waits = is_latest && now - call.launched < SOONEST_OTHER_WORK_NS ? Waits::AT_ONCE
                                                                                   : Waits::LATER;
+        if (call.awaited)
+            hide(call); /* by the end of the backward pass: this wait is inside it */
         call.awaited = true;
         call.wait_started = now;
         show(call, now);
@@ -660,7 +662,7 @@ class Recorder {
 thread_local int Recorder::latest = -1;
 thread_local uint32_t Recorder::latest_generation = 0;
 
-/* Never deleted: a thread may be in a call while recording, or the process, ends. */
+/* Never deleted, nor what they were started with: calls may complete after recording has ended. */
 std::vector<std::shared_ptr<Recorder>> &recorders = *new std::vector<std::shared_ptr<Recorder>>;
 std::atomic<Recorder *> active{nullptr};
 

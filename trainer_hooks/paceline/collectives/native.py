@@ -47,16 +47,18 @@ SUCCEEDED, IN_ACTION = 1, 2
 
 def recorder_of_process_groups(recorder: Recorder) -> ProcessGroupRecorder | NativeRecorder:
     """Return what records process groups here: the library where it fits, or else Python."""
-    cuda = sys.modules["torch"].backends.cuda
-    if Writer is pure_python.Writer:
-        return ProcessGroupRecorder(recorder)
-    if cuda.is_built() and sys.modules["torch"].cuda.is_available():
+    if Writer is pure_python.Writer or _has_device(sys.modules["torch"]):
         return ProcessGroupRecorder(recorder)
     library = Library.load()
     if library is None:
         start_build()
         return ProcessGroupRecorder(recorder)
     return NativeRecorder(recorder, library)
+
+
+def _has_device(torch: Any) -> bool:
+    accelerator = getattr(torch, "accelerator", torch.cuda)  # before torch 2.6: only CUDA
+    return bool(accelerator.is_available())
 
 
 class Library:
@@ -94,6 +96,8 @@ class Library:
         functions.pl_lost.restype = c_uint64
         self.take_rows = _address(functions.pl_take_rows)
         self.recorder: NativeRecorder | None = None
+        # All of this process: C++ writes to their memory when a call completes, after `finish` too.
+        self.started: list[NativeRecorder] = []
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._futures: dict[int, tuple[Any, int]] = {}  # by id() of the future: its Work's address
         work: Any = torch.distributed.Work
@@ -178,6 +182,7 @@ class NativeRecorder:
 
     def install(self) -> None:
         """Record from now on."""
+        self._library.started.append(self)
         writer: Any = self._recorder
         addresses = [*writer.addresses(), ctypes.cast(self._define, c_void_p).value]
         self._library.functions.pl_start((c_uint64 * len(addresses))(*addresses))
