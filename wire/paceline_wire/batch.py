@@ -34,8 +34,9 @@ _READ_VERSIONS = (1, 2)  # version 1 has no blocks of samples
 CONTENT_TYPE = "application/x-paceline-batch"
 MAXIMUM_COMPRESSED_BYTES = 8 << 20
 MAXIMUM_BYTES = 64 << 20
-# A small payload must not become millions of objects: real batches hold some 10,000 values. How well
-# it compresses is not limited: a user's rings full of zeros must not have a node's batch refused.
+# A small payload must not become millions of objects: real batches hold some 10,000 values. How
+# well it compresses is not limited: one user's rings full of zeros must not have a node's batch
+# refused.
 MAXIMUM_SAMPLES = 1 << 17
 MAXIMUM_EVENTS = 1 << 16
 _LEVEL = 2  # a third cheaper than level 3, and smaller for batches of mostly values
