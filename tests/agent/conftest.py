@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from paceline_wire.commands import Command, Ping, encode_line
 from paceline_wire.ring import Identity
 from paceline_wire.spans import NONE_16, NONE_32, RECORD, RECORD_BYTES, Op, from_columns, unpack
 from paceline_wire.topology import Coordinates, Topology
+from tests.ports import free_port
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 60.0, what: str = "") -> Any:
@@ -54,9 +54,7 @@ class StubServer:
         self.streams_opened = 0
         self.tokens: set[str] = set()
         self._seen: set[tuple[str, str, int]] = set()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 

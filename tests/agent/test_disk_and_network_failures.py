@@ -23,14 +23,9 @@ from paceline_agent.errors import LinkError
 from paceline_agent.forward import server_link
 from paceline_agent.forward.server_link import ServerLink, Target
 from paceline_wire.batch import AgentHello, Batch, RankAttached
+from tests.ports import free_port
 
 Fixture = Callable[..., Any]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Metrics:

@@ -11,7 +11,6 @@ import importlib
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -42,12 +43,6 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 120.0) ->
             return found
         assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what}"
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def interpolate(text: str) -> str:

@@ -18,7 +18,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as classic
 
-from benchmarks.node import FakeNode, free_port
+from benchmarks.node import FakeNode
+from tests.ports import free_port
 
 from .dashboards import (
     DASHBOARD,

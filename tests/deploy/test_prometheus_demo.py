@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.node import free_port
+from tests.ports import free_port
 
 from .dashboards import (
     DASHBOARD,

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.test_documented_commands import ROOT, documented
+from tests.ports import free_port
 
 DATA = ROOT / "tests" / "server"
 TRAINER = "import time\nfor step in range(20):\n    time.sleep(0.1)\n"
@@ -49,8 +50,7 @@ class Machine:
         (directory / "train.py").write_text(TRAINER)
         with tarfile.open(DATA / "flight_recorder/data/lock_gil_1st.tar.gz") as dumps:
             dumps.extractall(directory / "dumps", filter="data")
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port = str(listener.getsockname()[1])
+        self.port = str(free_port())
         self._make_certificate()
         self.environment = {
             **os.environ,

@@ -86,6 +86,13 @@ def execute(uri: str, statement: str) -> None:
     engine.dispose()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if item.get_closest_marker("any_database") and "postgresql" in parameters.values():
+            item.add_marker(pytest.mark.campaign)
+
+
 @pytest.fixture
 def database(database_url: str) -> Iterator[Database]:
     opened = Database(Settings(database_url=database_url).database_url, synchronous="normal")

@@ -7,7 +7,6 @@ to spare, which is why this is part of `make campaign` only. `-s` shows the tabl
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from paceline_wire.batch import SpanBlock
 from paceline_wire.ring import GroupDefinition, RingReader
 from paceline_wire.spans import Op, to_columns
 from paceline_wire.topology import Topology
+from tests.ports import free_port
 
 pytestmark = pytest.mark.campaign
 
@@ -52,9 +52,7 @@ def run(
     *more: str,
 ) -> None:
     """One process per stage, as the agent starts them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = {
         "--schedule": schedule,
         "--virtual-stages": chunks,

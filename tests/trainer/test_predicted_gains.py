@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from paceline_wire.batch import SpanBlock
 from paceline_wire.ring import GroupDefinition, RingReader
 from paceline_wire.spans import to_columns
 from paceline_wire.topology import Topology
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 
@@ -82,9 +82,7 @@ class Run:
         self.model = StepModel(0, TOPOLOGY, {})
         self.readers: dict[int, RingReader] = {}
         self.finished: dict[int, FinishedStep] = {}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         arguments = {
             "--schedule": "1f1b",
             "--steps": 1_000_000,

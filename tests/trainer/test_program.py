@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from paceline_trainer.errors import TrainerSettingsError
 from paceline_trainer.settings import read_place
 from paceline_wire.ring import AckStatus, ControlKind, RingError, RingReader
 from paceline_wire.topology import Topology
+from tests.ports import free_port
 
 SMALL = ["--layers", "2", "--width", "16", "--sequence-length", "16", "--global-batch-size", "8"]
 PATIENCE_SECONDS = 60
@@ -33,9 +33,7 @@ class Job:
     def __init__(self, directory: Path, dp: int, generation: int, arguments: list[str]) -> None:
         self.directory = directory
         self.generation = generation
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.logs = [directory / f"rank-{rank}.g{generation}.log" for rank in range(dp)]
         self.ranks = [
             self._start(rank, dp, {"MASTER_PORT": str(port)}, arguments) for rank in range(dp)

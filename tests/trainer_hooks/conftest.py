@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from paceline.recorder import Recorder
 from paceline_wire.ring import Identity, RingReader, create
 from paceline_wire.spans import Span, unpack
 from paceline_wire.topology import Coordinates, Topology
+from tests.ports import free_port
 
 HERE = Path(__file__).parent
 
@@ -66,8 +66,7 @@ def script(tmp_path: Path) -> Script:
 @contextlib.contextmanager
 def rings_of_two_ranks(script: str, directory: Path, pure: str = "") -> Iterator[list[RingReader]]:
     """Run a script of this folder as two gloo ranks; yield their rings."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, str(HERE / script)],

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import sqlite3
 import struct
 import subprocess
@@ -25,6 +24,7 @@ import pytest
 
 from paceline_wire.batch import Batch, decode
 from paceline_wire.spans import from_columns, unpack
+from tests.ports import free_port
 
 Fixture = Callable[..., Any]
 SOURCE = Path(__file__).parents[1] / "fixtures" / "set_clocks.c"
@@ -144,9 +144,7 @@ def test_no_sample_is_out_of_order_or_twice_when_the_clock_is_set(
 @pytest.fixture
 def real_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """Start a real server. Return its URL and its database."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     database = tmp_path / "server.db"
     command = [sys.executable, "-m", "paceline_cli", "server", "--port", str(port)]
     with (tmp_path / "server.log").open("wb") as log:

@@ -38,18 +38,17 @@ def run_demo(report: Path, *options: str) -> dict[str, object]:
 @pytest.mark.alone
 @pytest.mark.timeout(660)
 def test_every_fault_is_detected_explained_and_repaired(tmp_path: Path) -> None:
-    report = run_demo(tmp_path / "demo.json", "--faults", "throttle:1,crash:5,hang:0")
+    report = run_demo(tmp_path / "demo.json", "--faults", "throttle:1,crash:5")
 
-    throttle, crash, hang = report["faults"]  # type: ignore[misc]
+    throttle, crash = report["faults"]  # type: ignore[misc]
     assert throttle["verdict"]["rank"] == 2
     assert throttle["verdict"]["node"] == 1
     assert throttle["verdict"]["cause"] == "thermal throttle"
     assert throttle["lost_steps"] == 0
     assert crash["verdict"]["rank"] == 5
-    assert hang["verdict"]["rank"] == 0
-    assert all(fault["correct"] and fault["resumed_at"] for fault in (throttle, crash, hang))
+    assert all(fault["correct"] and fault["resumed_at"] for fault in (throttle, crash))
     assert report["findings_while_healthy"] == 0
-    assert report["restarts"] == 3
+    assert report["restarts"] == 2
     assert report["orphans"] == 0
     losses, ledger = report["losses"], report["ledger"]
     assert losses["last"] < losses["first"]  # type: ignore[index]
@@ -125,6 +124,7 @@ def test_a_healthy_minute_has_no_finding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
+        (),
         ("--faults", "throttle:0,node-loss:3,slow-data:6"),
         ("--faults", "throttle,crash,hang", "--schedule", "gpipe", "--seed", "7"),
         ("--faults", "crash,hang", "--dp", "1", "--pp", "2", "--tp", "1"),

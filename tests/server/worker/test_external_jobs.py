@@ -19,6 +19,8 @@ from paceline_wire.batch import RankExited, RankStackTraces
 from paceline_wire.stacks import StackFrame, ThreadStack
 from paceline_wire.topology import Topology
 
+pytestmark = pytest.mark.any_database
+
 PAIR = Topology(dp=2)
 
 

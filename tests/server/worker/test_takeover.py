@@ -15,6 +15,7 @@ import httpx
 import pytest
 from simulated_node import SimulatedNode, post_job, stop_all
 from sqlalchemy import func, select
+from sqlalchemy.exc import OperationalError
 
 from paceline_server.store.database import Database
 from paceline_server.store.models import (
@@ -144,7 +145,7 @@ def test_a_frozen_worker_cannot_write_after_it_wakes_up(
     zombie = cluster.worker()
     job_id = post_job(cluster.url)
     wait_for(lambda: (cluster.job(job_id)["step"] or 0) >= 3, "steps")
-    zombie.signal(signal.SIGSTOP)
+    freeze(zombie, cluster.database)
     cluster.crash(0)
     cluster.worker()
     wait_for(lambda: cluster.job(job_id)["generation"] == 2, "the restart", 40.0)
@@ -161,6 +162,22 @@ def test_a_frozen_worker_cannot_write_after_it_wakes_up(
     ]
     # Each node once, also the spare: it may run ranks of an earlier generation.
     assert len(stops) == len({command.command_id for command in stops}) == 3
+
+
+def freeze(worker: Any, database: Database) -> None:
+    """Stop the process outside a transaction.
+
+    PostgreSQL ends a transaction whose client is silent. SQLite cannot: a process that is stopped
+    within one keeps everyone from writing until it continues (docs/architecture.md).
+    """
+    for _ in range(100):
+        worker.signal(signal.SIGSTOP)
+        try:
+            with database.write():
+                return
+        except OperationalError:
+            worker.signal(signal.SIGCONT)
+    raise AssertionError("the worker was in a transaction 100 times")
 
 
 def test_every_acknowledged_batch_survives_the_death_of_the_server(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_port
 
 TRAINER = """
 import hashlib, os, sys, torch, torch.distributed as dist, paceline
@@ -59,12 +60,6 @@ gc.collect()
 print("done")
 dist.destroy_process_group()
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def outputs_of_two_ranks(source: str, ring_directory: str, pure: str = "") -> set[str]:
