@@ -279,6 +279,9 @@ def test_server_with_tokens_requires_one(site: Any, story: Any, visit: Callable[
     page.get_by_label("Token").fill("wrong")
     page.get_by_role("button", name="Continue").click()
     expect(page.locator("form")).to_contain_text("was rejected")
+    refused = len(watch.refused)
+    page.wait_for_timeout(6000)
+    assert len(watch.refused) == refused, "a page without access must not ask again by itself"
     page.get_by_label("Token").fill(secret)
     page.get_by_role("button", name="Continue").click()
     live(page)

@@ -122,7 +122,7 @@ export class LiveJob {
     const refused = isRefused(error);
     this.connection.value = "lost";
     if (error instanceof ApiError) this.error.value = error;
-    if (refused) this.stream = null;
+    if (refused) this.disconnect();
     return !refused;
   }
 

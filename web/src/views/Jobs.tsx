@@ -40,6 +40,7 @@ export function Jobs() {
       <Failure
         error={error}
         onRetry={() => {
+          setError(null);
           void load();
         }}
       />
