@@ -43,6 +43,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks --json bench.json $(ONLY)
 
 campaign: $(READY)
+	@$(BIN)/pip install --quiet --group campaign
 	$(BIN)/pytest -m campaign --timeout 3600
 
 # Writes the expected /metrics of the frozen nodes again; read the diff before committing it.

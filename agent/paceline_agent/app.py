@@ -30,6 +30,7 @@ from paceline_agent.expose.exporter import Exporter, OwnMetric
 from paceline_agent.forward.credential import Credential
 from paceline_agent.forward.forwarder import Forwarder, Packer
 from paceline_agent.forward.hello import HelloSender
+from paceline_agent.forward.node_key import load_node_key
 from paceline_agent.forward.outbox import Outbox
 from paceline_agent.forward.server_link import ServerLink, Target
 from paceline_agent.forward.spool import Spool
@@ -141,6 +142,7 @@ class Agent:
                 Credential(settings.server_url, settings.token, settings.environment),
                 may_use_proxy=not settings.server_is_local,  # there is no proxy on loopback
                 tls=settings.tls_context(),
+                node_key=load_node_key(settings.spool),
             )
         )
         self._lease = RankLease(

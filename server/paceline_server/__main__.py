@@ -2,6 +2,7 @@
 
 python -m paceline_server server [--port N]
 python -m paceline_server server token create --name NAME --scope SCOPE
+python -m paceline_server server node-key release AGENT_ID
 python -m paceline_server server migrate
 python -m paceline_server openapi
 python -m paceline_server policy
@@ -19,9 +20,12 @@ from pydantic import ValidationError
 
 from paceline_server.api import router
 from paceline_server.app import StartError, serve
+from paceline_server.decide.types import AuditEntry
 from paceline_server.policy import policy_table
 from paceline_server.settings import Role, Settings
+from paceline_server.store import audit
 from paceline_server.store.database import Database, UnusableError
+from paceline_server.store.node_keys import release_node_key
 from paceline_server.store.tokens import SCOPES, create_token, revoke_token
 
 _database = click.option(
@@ -161,6 +165,27 @@ def revoke(settings: Settings, name: str) -> None:
         if not revoke_token(session, name, time.time_ns()):
             _fail(f"there is no valid token named {name!r}.")
     click.echo(f"Token {name} revoked.")
+
+
+@server.group("node-key")
+def node_key() -> None:
+    """Manage the keys that agents prove their node with."""
+
+
+@node_key.command()
+@click.argument("agent_id")
+@click.pass_obj
+def release(settings: Settings, agent_id: str) -> None:
+    """Forget the key of an agent, so that the next node with this id binds it to its own key.
+
+    Use it when a node was installed again or replaced under its name, and its agent is refused.
+    """
+    with _open(settings) as database, database.write() as session:
+        if not release_node_key(session, agent_id):
+            _fail(f"no key is known of an agent {agent_id!r}.")
+        entry = AuditEntry(actor="command line", verb="released the key", subject=agent_id)
+        audit.record(session, None, entry, time.time_ns())
+    click.echo(f"The next node that reports as {agent_id} binds that name to its key.")
 
 
 class _open:  # noqa: N801 (reads as a verb)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-import zstandard
 
-from paceline_wire.batch import Batch, BatchError, decode
+from paceline_wire.batch import Batch, BatchError, decode, pack_content
 
 
 def test_invalid_utf8_is_malformed() -> None:
     batch = Batch(agent_id="node-0", boot_id="boot", sequence=0, packed_ns=1)
     content = msgspec.msgpack.encode(batch).replace(b"node-0", b"node\xe9-")
     with pytest.raises(BatchError) as caught:
-        decode(zstandard.compress(content))
+        decode(pack_content(content))
     assert caught.value.reason == "malformed"

@@ -302,7 +302,7 @@ class _Contexts(threading.local):
     """One pair per thread: creating it costs as much as a use, and threads must not share it."""
 
     def __init__(self) -> None:
-        self.compressor = zstandard.ZstdCompressor(level=_LEVEL)
+        self.compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
 
 
@@ -335,7 +335,12 @@ def unpack_values(packed: bytes) -> tuple[float, ...]:
 
 def encode(batch: Batch) -> bytes:
     """Return the payload of a batch."""
-    return _contexts.compressor.compress(_encoder.encode(batch))
+    return pack_content(_encoder.encode(batch))
+
+
+def pack_content(content: bytes) -> bytes:
+    """Return `content` in one zstd frame with its size and a checksum."""
+    return _contexts.compressor.compress(content)
 
 
 def decode(payload: bytes) -> Batch:
@@ -367,30 +372,26 @@ def decode(payload: bytes) -> Batch:
     return batch
 
 
-def content_bytes(payload: bytes) -> int | None:
-    """Return the size that the frame declares; None if it declares none. Raises BatchError."""
+def content_bytes(payload: bytes) -> int:
+    """Return the size that the frame declares. Raises BatchError."""
     try:
-        declared = zstandard.get_frame_parameters(payload).content_size
+        frame = zstandard.get_frame_parameters(payload)
     except zstandard.ZstdError as error:
         raise BatchError("compression", f"not a zstd frame: {error}") from error
-    return None if declared == zstandard.CONTENTSIZE_UNKNOWN else declared
+    if not frame.has_checksum or frame.content_size == zstandard.CONTENTSIZE_UNKNOWN:
+        raise BatchError("compression", "expected a zstd frame with its size and a checksum")
+    return frame.content_size
 
 
 def _decompress(payload: bytes) -> bytes:
     declared = content_bytes(payload)
-    if declared is not None and declared > MAXIMUM_BYTES:
+    if declared > MAXIMUM_BYTES:
         raise BatchError("oversized", f"content of {declared} bytes, limit {MAXIMUM_BYTES}")
-    decompressor = _contexts.decompressor
-    try:
-        if not declared:
-            content = decompressor.stream_reader(payload).read(MAXIMUM_BYTES + 1)
-        else:
-            content = decompressor.decompress(payload)  # allocates what was declared
+    try:  # allocates what was declared
+        content = _contexts.decompressor.decompress(payload, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise BatchError("compression", f"not a zstd frame: {error}") from error
-    if len(content) > MAXIMUM_BYTES:
-        raise BatchError("oversized", f"content beyond {MAXIMUM_BYTES} bytes")
-    if declared is not None and len(content) != declared:
+    if len(content) != declared:
         raise BatchError("compression", f"truncated: {len(content)} of {declared} bytes")
     return content
 

@@ -26,6 +26,7 @@ import msgspec
 
 from paceline_agent.errors import LinkError
 from paceline_agent.printable import printable
+from paceline_wire.node_key import HEADER as NODE_KEY_HEADER
 
 CONNECT_SECONDS = 2.0
 ANSWER_SECONDS = 10.0  # without a byte
@@ -77,6 +78,7 @@ class Target:
     credential: Callable[[HTTPConnection], str | None] = lambda connection: None
     may_use_proxy: bool = True
     tls: ssl.SSLContext | None = None  # for https; default: the system's certificates
+    node_key: str | None = None
 
     def connect(self) -> HTTPConnection:
         """Open a connection, through a proxy if one is configured.
@@ -117,6 +119,8 @@ class Target:
         target = parts.path.rstrip("/") + path
         token = self.credential(connection)
         headers = {"authorization": f"Bearer {token}"} if token else {}
+        if self.node_key is not None:
+            headers[NODE_KEY_HEADER] = self.node_key
         proxy = self._proxy
         if proxy is not None and parts.scheme == "http":
             target = f"http://{parts.netloc}{target}"

@@ -19,6 +19,7 @@ from paceline_server.api import problems, schemas
 from paceline_server.api.auth import TokenVerifier
 from paceline_server.api.browser import BrowserGuard
 from paceline_server.api.limit import BodyLimit
+from paceline_server.api.node_keys import NodeKeyVerifier
 from paceline_server.api.routes import (
     actions,
     agents,
@@ -71,6 +72,7 @@ def build(
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.token_verifier = TokenVerifier()
+    app.state.node_key_verifier = NodeKeyVerifier()
     app.state.decoders = anyio.CapacityLimiter(_DECODERS)
     app.add_middleware(Compressed, minimum_size=4096, compresslevel=1)
     app.add_middleware(BodyLimit)

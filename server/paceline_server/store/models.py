@@ -118,6 +118,16 @@ class TokenRow(Base):
     parent: Mapped[str | None] = mapped_column(String(200))  # the token that a session came from
 
 
+class NodeKeyRow(Base):
+    """The key that an agent id is bound to. `hash` is SHA-256 of 256 random bits."""
+
+    __tablename__ = "node_keys"
+
+    agent_id: Mapped[str] = mapped_column(String(128), primary_key=True)
+    hash: Mapped[str] = mapped_column(String(64))
+    first_seen_ns: Mapped[int]
+
+
 class HotLogRow(Base):
     """Every batch as received, compressed. Ids are in commit order and never reused."""
 

@@ -92,6 +92,8 @@ def _read_columns(path: Path) -> tuple[dict[str, npt.NDArray[Any]], tuple[str, .
         raise TraceError(
             f"cannot read {path}: {error.strerror or _first_sentence(error)}"
         ) from error
+    except KeyError as error:  # of `read_dictionary`
+        raise TraceError(f"{path} has no column optype") from error
     except pyarrow.ArrowException as error:
         raise TraceError(f"{path} is not Parquet: {_first_sentence(error)}") from error
     columns = {}
@@ -115,6 +117,7 @@ def _codes(column: Any, path: Path) -> tuple[npt.NDArray[Any], tuple[str, ...]]:
         encoded = column.combine_chunks()
         if not pyarrow.types.is_dictionary(encoded.type):
             encoded = encoded.dictionary_encode()
+        encoded.validate(full=True)  # Arrow does not check codes and text when it reads them
         names = tuple(encoded.dictionary.to_pylist())
     except pyarrow.ArrowException as error:
         raise TraceError(f"{path}: column optype does not hold text") from error

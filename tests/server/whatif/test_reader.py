@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from synthetic_trace import SyntheticRun
 
+from paceline_server.whatif import reader
 from paceline_server.whatif.analysis import analyze
 from paceline_server.whatif.errors import MetadataError, TraceError
 from paceline_server.whatif.reader import read_metadata, read_trace
@@ -144,6 +145,13 @@ def test_file_that_is_not_parquet_is_rejected(tmp_path: Path, content: bytes) ->
         read_trace(path)
 
 
+def test_codes_without_text_are_rejected() -> None:
+    """Arrow does not check the codes of a damaged file."""
+    codes = pa.DictionaryArray.from_arrays(pa.array([0, 7]), pa.array(["gc"]), safe=False)
+    with pytest.raises(TraceError, match="optype does not hold text"):
+        reader._codes(pa.chunked_array([codes]), Path("trace.parquet"))
+
+
 COUNT = len(SyntheticRun(**RUN).columns()["step"])  # type: ignore[arg-type]
 
 
@@ -151,6 +159,7 @@ COUNT = len(SyntheticRun(**RUN).columns()["step"])  # type: ignore[arg-type]
     ("replaced", "sentence"),
     [
         ({"gmc": None, "mc": None}, "no column mc, gmc"),
+        ({"optype": None}, "no column optype"),
         ({"start_ts": ["soon"] * COUNT}, "start_ts holds string, expected seconds"),
         ({"stage": ["first"] * COUNT}, "stage holds string, expected whole numbers"),
         ({"optype": [3] * COUNT}, "optype holds int64, expected text"),

@@ -11,6 +11,7 @@ from fastapi.responses import StreamingResponse
 from paceline_server.api import problems
 from paceline_server.api.auth import agent, still_authorized
 from paceline_server.api.dependencies import Parts, PartsDep
+from paceline_server.api.node_keys import check_node_key, still_same_node
 from paceline_wire.commands import Ping, encode_line
 
 router = APIRouter(prefix="/agents", tags=["agents"])
@@ -42,6 +43,7 @@ async def stream_commands(
     agent_id: Annotated[str, Path(max_length=128)], request: Request, parts: PartsDep
 ) -> StreamingResponse:
     """Stream unfinished commands in the order of issue, then new ones as they are issued."""
+    await check_node_key(request, parts, agent_id)
     return StreamingResponse(_lines(request, parts, agent_id), media_type=MEDIA_TYPE)
 
 
@@ -52,7 +54,11 @@ async def _lines(request: Request, parts: Parts, agent_id: str) -> AsyncIterator
     is_first = True
     next_ping_ns = 0
     try:
-        while not parts.signals.commands.closed and await still_authorized(request, parts, "agent"):
+        while (
+            not parts.signals.commands.closed
+            and await still_authorized(request, parts, "agent")
+            and await still_same_node(request, parts, agent_id)
+        ):
             now_ns = parts.now_ns()
             if now_ns >= next_ping_ns:
                 next_ping_ns = now_ns + int(parts.ping_seconds * 1e9)

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from paceline_server.api import problems, schemas
 from paceline_server.api.auth import agent, authorized
 from paceline_server.api.dependencies import Parts
+from paceline_server.api.node_keys import check_node_key
 from paceline_server.api.problems import ProblemError
 from paceline_server.ingest.check import check
 from paceline_server.ingest.errors import IngestError, UnstorableError
@@ -87,6 +88,7 @@ async def _store_batch(request: Request) -> bytes:
         parts.log.refuse_if_full()
         payload = await _body(request)
         batch = await _decoded(request, payload)
+        await check_node_key(request, parts, batch.agent_id)
         status = await asyncio.wrap_future(parts.log.submit(batch, payload, parts.now_ns()))
     except (BatchError, IngestError) as error:
         parts.metrics.rejected.labels(error.reason).inc()
@@ -112,8 +114,7 @@ async def _body(request: Request) -> bytes:
 
 async def _decoded(request: Request, payload: bytes) -> Batch:
     """Decode small batches inline, larger ones in a thread."""
-    content = wire.content_bytes(payload) or wire.MAXIMUM_BYTES
-    if len(payload) <= _SMALL_BYTES and content <= _SMALL_CONTENT_BYTES:
+    if len(payload) <= _SMALL_BYTES and wire.content_bytes(payload) <= _SMALL_CONTENT_BYTES:
         return _decode(payload)
     return await anyio.to_thread.run_sync(_decode, payload, limiter=_decoders(request))
 

@@ -1,0 +1,39 @@
+"""Node keys: which agent id belongs to the holder of which key. Only hashes are stored."""
+
+from __future__ import annotations
+
+import hashlib
+
+from sqlalchemy import delete, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from paceline_server.store.models import NodeKeyRow
+
+
+def hash_key(key: str) -> str:
+    """Return the hash under which a node's key is stored; the key has 256 random bits."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def bound_hash(session: Session, agent_id: str) -> str | None:
+    """Return the hash of the key that this agent id is bound to; None if to none."""
+    return session.scalar(select(NodeKeyRow.hash).where(NodeKeyRow.agent_id == agent_id))
+
+
+def bind_node_key(session: Session, agent_id: str, key_hash: str, now_ns: int) -> str:
+    """Bind an agent id to a key, unless it is bound; return the hash that it is now bound to."""
+    try:
+        with session.begin_nested():
+            session.add(NodeKeyRow(agent_id=agent_id, hash=key_hash, first_seen_ns=now_ns))
+    except IntegrityError:  # bound before, or just now by another process
+        return bound_hash(session, agent_id) or key_hash
+    return key_hash
+
+
+def release_node_key(session: Session, agent_id: str) -> bool:
+    """Forget the key of an agent id: the next one binds it. Return whether there was one."""
+    released = session.execute(
+        delete(NodeKeyRow).where(NodeKeyRow.agent_id == agent_id).returning(NodeKeyRow.agent_id)
+    )
+    return released.first() is not None
