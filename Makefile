@@ -13,7 +13,7 @@ ONLY ?=
 # Tests and demo start hundreds of processes; bytecode caches make each start faster.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check bench campaign fix clean lint types web unit browser goldens
+.PHONY: demo test check bench campaign audit fix clean lint types web unit browser goldens
 
 demo: $(READY)
 	@exec $(BIN)/paceline demo --exit-with-parent $(ARGS)
@@ -46,9 +46,17 @@ campaign: $(READY)
 	@$(BIN)/pip install --quiet --group campaign
 	$(BIN)/pytest -m campaign --timeout 3600
 
-# Writes the expected /metrics of the frozen nodes again; read the diff before committing it.
+# Known vulnerabilities of the dependencies; needs an index that serves advisories.
+audit: $(READY) $(WEB_READY)
+	@$(BIN)/pip install --quiet --group audit
+	$(BIN)/pip-audit --skip-editable --progress-spinner off
+	cd web && npm audit --omit=dev
+
+# Writes the expected /metrics of the frozen nodes and the list of dependencies again; read the diff
+# before committing it.
 goldens: $(READY)
-	PACELINE_WRITE_GOLDEN=1 $(BIN)/pytest -q tests/agent/expose/test_golden.py
+	PACELINE_WRITE_GOLDEN=1 $(BIN)/pytest -q tests/agent/expose/test_golden.py \
+		tests/house/test_dependencies.py
 
 fix: $(READY)
 	$(BIN)/ruff check --fix .

@@ -105,15 +105,7 @@ class Cluster:
     def launch(self) -> None:
         """Start the processes of server and agents."""
         self.library = self._gpu_library()
-        self.server = start_process(
-            [
-                *(sys.executable, "-m", "paceline_cli", "server"),
-                *("--host", "127.0.0.1", "--port", str(self.port)),
-                *("--database-url", f"sqlite:///{self.directory / 'paceline.db'}"),
-            ],
-            self.directory / "server.log",
-            self._environment(),
-        )
+        self.start_server()
         for number in range(self.node_count):
             node = EmulatedNode(number, self.memory / f"node-{number}")
             node.directory.mkdir()
@@ -121,6 +113,20 @@ class Cluster:
                 node.gpus = fake_nvml.FakeGpus.create(node.directory / "gpus", GPUS_PER_NODE)
             self.nodes.append(node)
             self.start_agent(node)
+
+    def start_server(self) -> None:
+        """Start the server, also again after its end."""
+        self.server = start_process(
+            self.server_command(), self.directory / "server.log", self.environment()
+        )
+
+    def server_command(self) -> list[str]:
+        """Return the command of the server."""
+        return [
+            *(sys.executable, "-m", "paceline_cli", "server"),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *("--database-url", f"sqlite:///{self.directory / 'paceline.db'}"),
+        ]
 
     def wait_for_server(self, on_wait: Callable[[], None]) -> None:
         """Wait until the server responds; call `on_wait` meanwhile.
@@ -141,23 +147,24 @@ class Cluster:
 
     def start_agent(self, node: EmulatedNode) -> None:
         """Start the node's agent, also again after its node was lost."""
-        environment = self._environment()
+        environment = self.environment()
         if self.library is not None and node.gpus is not None:
             environment |= fake_nvml.environment(self.library, node.gpus.path)
-        node.agent = start_process(
-            [
-                *(sys.executable, "-m", "paceline_cli", "agent", "--server", self.url),
-                *("--agent-id", node.agent_id, "--node-directory", str(node.directory)),
-                *_own_user(),
-                *("--orphan-grace-seconds", "0"),  # the demo never restarts a running agent
-                *("--checkpoint-seconds", "0"),  # nor does it resume a job after its own end
-                *("--spool-directory", str(self.directory / f"{node.agent_id}-spool")),
-                *("--slots", str(GPUS_PER_NODE), "--address", "127.0.0.1"),
-                *("--metrics-port", "0", "--exit-with-parent", str(os.getpid())),
-            ],
-            self.directory / f"{node.agent_id}.log",
-            environment,
-        )
+        log = self.directory / f"{node.agent_id}.log"
+        node.agent = start_process(self.agent_command(node), log, environment)
+
+    def agent_command(self, node: EmulatedNode) -> list[str]:
+        """Return the command of a node's agent."""
+        return [
+            *(sys.executable, "-m", "paceline_cli", "agent", "--server", self.url),
+            *("--agent-id", node.agent_id, "--node-directory", str(node.directory)),
+            *_own_user(),
+            *("--orphan-grace-seconds", "0"),  # the demo never restarts a running agent
+            *("--checkpoint-seconds", "0"),  # nor does it resume a job after its own end
+            *("--spool-directory", str(self.directory / f"{node.agent_id}-spool")),
+            *("--slots", str(GPUS_PER_NODE), "--address", "127.0.0.1"),
+            *("--metrics-port", "0", "--exit-with-parent", str(os.getpid())),
+        ]
 
     def processes(self) -> list[int]:
         """Return the PIDs of all live processes of this run, except this one."""
@@ -201,7 +208,8 @@ class Cluster:
     def remove_logs(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
+        """Return the environment of every process of the cluster."""
         return {
             **os.environ,
             MARK: self.mark,

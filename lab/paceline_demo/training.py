@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -22,6 +23,8 @@ def start_training(
     mode: str,
     *arguments: str,
     checkpoints_name: str = "checkpoints",
+    program: Sequence[str] = ("-m", "paceline_trainer"),
+    policy: Sequence[str] = (),
 ) -> str:
     """Start the reference trainer with `paceline run`. Return the job's id.
 
@@ -32,6 +35,8 @@ def start_training(
         arguments: further options of the trainer.
         checkpoints_name: directory of the checkpoints within the cluster's. A job resumes from
             those that an earlier job saved there.
+        program: module or file that Python runs.
+        policy: fields of the job's policy, as `FIELD=VALUE`.
 
     Raises:
         click.ClickException: the job did not start; has the error output of `paceline run`.
@@ -44,8 +49,9 @@ def start_training(
             *(sys.executable, "-m", "paceline_cli", "run", "--server", cluster.url, "--detach"),
             *("--dp", dp, "--pp", pp, "--tp", tp, "--mode", mode, "--name", "reference trainer"),
             *("--preload", "paceline_trainer.train"),
+            *(option for value in policy for option in ("--policy", value)),
             *("--checkpoint-directory", str(checkpoints), "--"),
-            *(sys.executable, "-m", "paceline_trainer", "--steps", "1000000"),
+            *(sys.executable, *program, "--steps", "1000000"),
             *arguments,
         ],
         capture_output=True,
@@ -57,7 +63,7 @@ def start_training(
     return started.stdout.strip()
 
 
-def stop_jobs(url: str) -> None:
+def stop_jobs(url: str, token: str | None = None) -> None:
     """Stop all jobs on request, so that the end of the demo is not recorded as a failure.
 
     Jobs that do not end in time, and those of a server that does not respond, are left to the end
@@ -65,7 +71,7 @@ def stop_jobs(url: str) -> None:
     """
     deadline = time.monotonic() + STOP_SECONDS
     try:
-        with Client(url) as client:
+        with Client(url, token) as client:
             for job in _unfinished(client):
                 client.post(f"/jobs/{job['id']}/stop")
             while _unfinished(client) and time.monotonic() < deadline:

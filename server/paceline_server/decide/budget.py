@@ -53,6 +53,15 @@ def times_to_blame(view: JobView, node: str, now_ns: int) -> int:
     )
 
 
+def nodes_to_blame(view: JobView, now_ns: int) -> list[str]:
+    """Return the nodes held responsible for a restart of the last hour, the latest first."""
+    return [
+        restart.node
+        for restart in reversed(view.restarts)
+        if restart.node is not None and now_ns - restart.at_ns < HOUR_NS
+    ]
+
+
 def may_quarantine(nodes: list[NodeView], policy: Policy, chosen: int, now_ns: int) -> bool:
     """Return whether one more node may be quarantined, beside `chosen` that are decided already.
 

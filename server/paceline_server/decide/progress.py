@@ -33,6 +33,7 @@ class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ns: int = 0
     tries: int = 1  # of the stop command
     lost: list[str] = []  # left out because they were silent; used again if no other node is left
+    avoid: list[str] = []  # used if the job does not fit on the others, the last one first
     checkpoint_commands: dict[str, int] = {}
     cancel_commands: dict[str, int] = {}
     trouble: str = ""  # why the checkpoint was called off
@@ -91,7 +92,10 @@ def update_detail(draft: Draft, action: ActionView, detail: str) -> ActionView:
 
 def restart_reason(progress: ActionProgress, exclude: list[str]) -> str:
     """Return the reason of a restart as people read it."""
-    where = f"without {join_names(exclude)}" if exclude else "in place"
+    parts = [f"without {join_names(exclude)}"] if exclude else []
+    if progress.node in progress.avoid and progress.node not in exclude:
+        parts.append(f"if possible not on {progress.node}")
+    where = ", ".join(parts) or "in place"
     if progress.planned and progress.target_step is not None:
         return f"Checkpoint at step {progress.target_step} and restart {where}: {progress.why}"
     if progress.planned:

@@ -271,7 +271,9 @@ def _link(draft: Draft, incident: IncidentView, action_id: str) -> None:
 
 
 def _first_progress(remedy: Remedy) -> ActionProgress:
-    return ActionProgress(planned=remedy.planned, why=remedy.why, node=remedy.node)
+    return ActionProgress(
+        planned=remedy.planned, why=remedy.why, node=remedy.node, avoid=remedy.avoid
+    )
 
 
 def _running(draft: Draft) -> ActionView | None:

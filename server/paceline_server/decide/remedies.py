@@ -24,7 +24,7 @@ from paceline_server.decide.incidents import (
     live_findings,
     strength,
 )
-from paceline_server.decide.nodes import usable_nodes
+from paceline_server.decide.nodes import live_agents, usable_nodes
 from paceline_server.decide.placement import place
 from paceline_server.decide.types import ActionKind, IncidentView
 from paceline_server.detect.causes.catalog import (
@@ -50,6 +50,7 @@ class Remedy(Struct, frozen=True, kw_only=True):
     why: str
     planned: bool = False  # save a checkpoint first
     exclude: list[str] = []
+    avoid: list[str] = []  # used if the job does not fit on the others, the last one first
     node: str | None = None  # held responsible
 
 
@@ -72,7 +73,10 @@ def remedy_for(draft: Draft, incident: IncidentView) -> Remedy | None:
 def remedy_for_failed_start(draft: Draft, why: str, blamed: str | None) -> Remedy:
     """Return a restart for a generation that did not start; `blamed` is the node at fault."""
     exclude = _nodes_to_exclude(draft, blamed, _TOLERATED_FAILED_STARTS)
-    return Remedy(kind="restart", why=why, exclude=exclude, node=blamed)
+    avoid = [blamed] if blamed else []
+    avoid += budget.nodes_to_blame(draft.view, draft.now_ns)
+    avoid = list(dict.fromkeys(avoid))
+    return Remedy(kind="restart", why=why, exclude=exclude, avoid=avoid, node=blamed)
 
 
 def current_reason(draft: Draft, finding: Finding) -> str:
@@ -172,7 +176,8 @@ def _nodes_to_exclude(draft: Draft, blamed: str | None, tolerated: int) -> list[
         suspects.append(blamed)
     chosen: list[str] = []
     for node in dict.fromkeys(suspects):
-        if _may_quarantine(draft, node, len(chosen)):
+        already_chosen = len(live_agents(draft).intersection(chosen))
+        if _may_quarantine(draft, node, already_chosen):
             chosen.append(node)
     return chosen
 

@@ -53,13 +53,23 @@ def test_a_crash_during_the_stop_changes_nothing(world: World) -> None:
     assert len(world.restarts) == 1
 
 
-def test_a_node_that_fails_to_start_twice_is_excluded(
-    world: World,
-) -> None:
+def test_a_node_that_fails_to_start_is_replaced(world: World) -> None:
+    world.nodes["node-3"].fails_to_start = True
+    world.crash(0)
+    world.until_running(3)
+    assert world.home(6) == "node-4"
+    assert not world.quarantined, "once may be chance"
+    reasons = [action.reason for action in world.actions.values() if action.kind == "restart"]
+    assert reasons[-1] == "Restart if possible not on node-3: node-3 could not start its ranks."
+
+
+def test_a_node_that_fails_to_start_twice_is_excluded(world: World) -> None:
+    world.lose("node-4")
+    world.run(6.0)
     world.nodes["node-3"].fails_to_start = True
     world.crash(0)
     world.until_running(4)
-    assert world.home(6) == "node-4"
+    assert world.topology.dp == 1, "there is no other node"
     assert list(world.quarantined) == ["node-3"]
 
 

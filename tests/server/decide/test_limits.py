@@ -61,7 +61,8 @@ def test_without_nodes_the_job_waits_and_continues_when_one_returns() -> None:
 def test_a_job_that_crashes_at_every_start_is_given_up_after_three_restarts(
     world: World,
 ) -> None:
-    world.nodes["node-0"].crashes_at_start = 100
+    for node in world.nodes.values():
+        node.crashes_at_start = 100
     world.policy = Policy(quarantine_share=0.0)
     world.crash(0)
     world.until(lambda: world.state == "failed", seconds=120)
@@ -77,7 +78,8 @@ def test_a_job_that_crashes_at_every_start_is_given_up_after_three_restarts(
 
 def test_a_job_that_cannot_start_at_all_is_given_up() -> None:
     world = World(policy=Policy(quarantine_share=0.0))
-    world.nodes["node-0"].crashes_at_start = 100
+    for node in world.nodes.values():
+        node.crashes_at_start = 100
     world.until(lambda: world.state == "failed", seconds=120)
     assert len(world.restarts) == 3
 

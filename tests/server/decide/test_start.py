@@ -6,6 +6,7 @@ import pytest
 
 from paceline_server.policy import Policy
 from paceline_wire.commands import StopGeneration
+from paceline_wire.topology import Topology
 
 from .simulator import World
 
@@ -28,6 +29,29 @@ def test_a_rank_that_exits_before_its_first_step_ends_the_start(mode: str) -> No
     world.nodes["node-0"].crashes_at_start = 1
     world.until(lambda: world.state == "failed", 120.0)
     assert not world.processes(), "its peers would wait for it forever"
+
+
+def test_a_start_that_failed_on_one_node_is_repeated_on_another() -> None:
+    """A spare without the shared mount, say: the whole job fits without it."""
+    world = World()
+    world.until_running(1)
+    world.nodes["node-4"].crashes_at_start = 100
+    world.lose("node-1")
+    world.nodes["node-5"] = type(world.nodes["node-0"])("node-5")
+    world.until_running(3)
+    assert "node-4" in world.started_on(2)
+    assert world.started_on(3) == {"node-0", "node-2", "node-3", "node-5"}
+    assert not world.nodes["node-4"].quarantined, "once may be chance"
+
+
+def test_a_second_failed_start_quarantines_the_node_beside_a_lost_one() -> None:
+    world = World()
+    world.until_running(1)
+    world.nodes["node-4"].crashes_at_start = 100
+    world.lose("node-1")
+    world.until(lambda: world.nodes["node-4"].quarantined, 60.0)
+    world.until(lambda: world.state == "running", 60.0)
+    assert world.topology == Topology(1, 2, 2), "no other node is left"
 
 
 @pytest.mark.parametrize("mode", [*MODES, "approve", "auto", "default"])

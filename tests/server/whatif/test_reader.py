@@ -145,6 +145,13 @@ def test_file_that_is_not_parquet_is_rejected(tmp_path: Path, content: bytes) ->
         read_trace(path)
 
 
+def test_column_name_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
+    path = written(tmp_path, table())
+    path.write_bytes(path.read_bytes().replace(b"duration", b"d\xffration"))
+    with pytest.raises(TraceError, match="is not Parquet: 'utf-8' codec can't decode byte 0xff"):
+        read_trace(path)
+
+
 def test_codes_without_text_are_rejected() -> None:
     """Arrow does not check the codes of a damaged file."""
     codes = pa.DictionaryArray.from_arrays(pa.array([0, 7]), pa.array(["gc"]), safe=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from msgspec.structs import replace
 
 from paceline_server.decide.budget import fruitless_restarts, not_before_ns
@@ -42,10 +44,8 @@ def advance_place(draft: Draft, action: ActionView) -> None:
         return
     without = excluded_nodes(draft, action)
     unsure = unconfirmed(draft, progress.stop_commands)
-    lost = set(progress.lost)
-    # Healthy nodes first, then lost ones that are back, then those with fewer GPUs than before.
-    for readmitted in (set[str](), lost, lost | _degraded_nodes(draft)):
-        nodes = usable_nodes(draft, without - readmitted | unsure)
+    for left_out, may_shrink in _choices(draft, progress, without):
+        nodes = usable_nodes(draft, left_out | unsure)
         if added := {node.agent_id for node in nodes} - progress.stop_commands.keys():
             commands = progress.stop_commands | request_stop(draft, action, added)
             deadline_ns = draft.now_ns + int(draft.policy.stop_timeout_seconds * NANOSECONDS)
@@ -53,7 +53,7 @@ def advance_place(draft: Draft, action: ActionView) -> None:
             action = set_progress(draft, action, progress)
             unsure |= added
             nodes = [node for node in nodes if node.agent_id not in added]
-        layout = place(draft.view.spec.topology, nodes, draft.ranks)
+        layout = place(draft.view.spec.topology, nodes, draft.ranks, may_shrink=may_shrink)
         if layout is not None:
             break
     else:
@@ -74,6 +74,18 @@ def advance_place(draft: Draft, action: ActionView) -> None:
     )
     progress = replace(progress, highest_step=draft.view.highest_step)
     start_generation(draft, action, progress, layout)
+
+
+def _choices(
+    draft: Draft, progress: ActionProgress, without: set[str]
+) -> Iterator[tuple[set[str], bool]]:
+    """Yield which nodes are left out and whether the job may shrink for that, the best first."""
+    for count in range(len(progress.avoid), 0, -1):
+        yield without | set(progress.avoid[:count]), False
+    # Healthy nodes, then also lost ones that are back, then those with fewer GPUs than before.
+    lost = set(progress.lost)
+    for readmitted in (set[str](), lost, lost | _degraded_nodes(draft)):
+        yield without - readmitted, True
 
 
 def excluded_nodes(draft: Draft, action: ActionView) -> set[str]:

@@ -202,7 +202,8 @@ def _start_trouble(draft: Draft, progress: ActionProgress) -> tuple[str | None, 
     if dead:
         # If ranks of several nodes died, nothing shows which of the nodes is to blame.
         node = dead[0].agent_id if len({rank.agent_id for rank in dead}) == 1 else None
-        return f"Rank {dead[0].rank} {exit_text(dead[0])} before its first step.", node
+        rank = f"Rank {dead[0].rank} ({dead[0].agent_id})"
+        return f"{rank} {exit_text(dead[0])} before its first step.", node
     for agent in sorted(silent_agents(draft)):
         return f"{agent} stopped responding during the start.", agent
     for finding in fatal_findings(draft):
