@@ -398,6 +398,7 @@ paceline.init()
 paceline.finish()
 dist.all_reduce(torch.ones(1))
 assert dist.all_reduce(torch.ones(1), async_op=True).wait()
+dist.destroy_process_group()  # without it, gloo sometimes aborts at exit, also without Paceline
 """,
         tmp_path,
     )

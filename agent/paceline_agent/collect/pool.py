@@ -24,6 +24,7 @@ import msgspec
 
 from paceline_agent.collect import worker_process as collector_worker
 from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
+from paceline_agent.collect.scheduling import Runnable, process_runnable, thread_runnable
 from paceline_agent.collect.worker_process import (
     LENGTH,
     Answers,
@@ -55,6 +56,12 @@ class CollectorLane(Protocol):
     took_seconds: float | None  # duration of the last call without waiting; None: unknown
 
     def collect(self, now_ns: int) -> Awaitable[Collected]: ...
+
+    def runnable(self) -> Runnable | None:
+        """Return how long the call's thread has run or waited for a CPU; None: unknown.
+
+        In a worker process it is the sum of all threads.
+        """
 
     def abandon(self) -> None:
         """End the current call if possible; `collect` then raises."""
@@ -237,25 +244,30 @@ class ThreadLane:
         self._is_shared = pool is not None
         self.took_seconds: float | None = None
         self._collector: Collector | None = None
-        self._is_busy = False
+        self._thread_id: int | None = None  # native id of the thread of the current call
 
     def collect(self, now_ns: int) -> asyncio.Future[Collected]:
         self.took_seconds = None
         return self._pool.call(partial(self._collect, now_ns))
 
     def _collect(self, now_ns: int) -> Collected:
-        self._is_busy = True
+        self._thread_id = threading.get_native_id()
         began = time.monotonic()
         try:
             self._collector = self._collector or self._type(self._context)
             return self._collector.collect(now_ns)
         finally:
             self.took_seconds = time.monotonic() - began
-            self._is_busy = False
+            self._thread_id = None
 
     def _close_collector(self) -> None:
-        if self._collector is not None and not self._is_busy:  # hanging in another thread
+        if self._collector is not None and self._thread_id is None:  # not hanging in a thread
             self._collector.close()
+
+    def runnable(self) -> Runnable | None:
+        if self._thread_id is None:  # it waits for its turn, behind calls that are not stuck
+            return Runnable(time.monotonic(), True)
+        return thread_runnable(self._thread_id)
 
     def abandon(self) -> None:
         """Do nothing: a thread cannot be ended, so the lane is busy until the call returns."""
@@ -319,6 +331,9 @@ class ProcessLane:
         worker.end()
         status = await worker.process.wait()
         return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+
+    def runnable(self) -> Runnable | None:
+        return None if self.pid is None else process_runnable(self.pid)
 
     def abandon(self) -> None:
         if self._worker is not None:

@@ -15,6 +15,7 @@ from paceline_agent.clock import Clock, SystemClock
 from paceline_agent.collect.blocks import Series, SeriesBlock, count
 from paceline_agent.collect.contract import Collected, Collector, CollectorUnavailable, Context
 from paceline_agent.collect.pool import CollectorLane, CollectorPool, lane_of
+from paceline_agent.collect.scheduling import Runnable, is_starved
 from paceline_wire.batch import CollectorEvent, GpuInfo
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 BURST_INTERVAL_SECONDS = 0.1
 BURST_SECONDS_AT_MOST = 30.0
+_WATCHED_SECONDS = 0.5  # the end of a call's deadline, in which a stuck call shows itself
 
 _HEALTH = (
     "paceline_collector_success",
@@ -37,7 +39,8 @@ class Patience:
     """Timeouts and pauses of the runner, in seconds."""
 
     start_seconds: float = 30.0  # until a worker process is up; not part of a call
-    hung_seconds: float = 60.0  # past the deadline of a call, until its worker is killed
+    starved_seconds: float = 30.0  # until a call is late that runs or waits for a CPU
+    hung_seconds: float = 60.0  # after a call is late, until its worker is killed
     retry_seconds: float = 5.0  # after a failure; doubled each time
     retry_maximum_seconds: float = 60.0
 
@@ -184,13 +187,33 @@ class _ScheduledCollector:
 
     def _start_deadline(self) -> None:
         loop = asyncio.get_running_loop()
-        self._next = loop.call_later(self._type.deadline_seconds, self._on_deadline)
+        watched = min(_WATCHED_SECONDS, self._type.deadline_seconds / 2)
+        delay = self._type.deadline_seconds - watched
+        self._next = loop.call_later(delay, self._watch, loop.time(), watched)
 
-    def _on_deadline(self) -> None:
-        """Quarantine the collector; its call may still return."""
+    def _watch(self, began: float, seconds: float) -> None:
+        """Watch whether the call is stuck or only waits for a CPU, and judge it after `seconds`."""
+        loop = asyncio.get_running_loop()
+        runnable = self.lane.runnable()
+        self._next = loop.call_later(seconds, self._judge, began, seconds, loop.time(), runnable)
+
+    def _judge(
+        self, began: float, seconds: float, watched_since: float, before: Runnable | None
+    ) -> None:
+        now = asyncio.get_running_loop().time()
+        if not is_starved(before, self.lane.runnable(), now - watched_since):
+            deadline = self._type.deadline_seconds
+            self._give_up("quarantined", f"no answer within {deadline:g} s")
+        elif now - began < self._patience.starved_seconds:
+            self._watch(began, seconds)
+        else:
+            detail = f"no answer within {now - began:.0f} s: the host is short of CPU"
+            self._give_up("unavailable", detail)
+
+    def _give_up(self, kind: str, detail: str) -> None:
+        """Report the call as late; it may still return."""
         self._late = True
-        deadline = self._type.deadline_seconds
-        self._report_trouble("quarantined", f"no answer within {deadline:g} s")
+        self._report_trouble(kind, detail)
         loop = asyncio.get_running_loop()
         self._next = loop.call_later(self._patience.hung_seconds, self.lane.abandon)
 
@@ -213,7 +236,7 @@ class _ScheduledCollector:
             return self._retry("unavailable", str(unavailable), no_gpus)
         except Exception as error:
             if self._late:
-                return self._retry("quarantined", str(error))
+                return self._retry(self._trouble or "quarantined", str(error))
             logger.warning("collector %s failed", self.name, exc_info=error)
             return self._retry("unavailable", f"{type(error).__name__}: {error}")
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -52,6 +55,10 @@ class Log:
         while not condition():
             assert time.monotonic() < deadline, f"in vain; events so far: {self.events}"
             await asyncio.sleep(0.01)
+
+
+def pool_threads() -> int:
+    return sum(thread.name == "collectors" for thread in threading.enumerate())
 
 
 @asynccontextmanager
@@ -159,13 +166,98 @@ async def test_a_thread_that_hangs_is_quarantined_and_never_piled_up(context):
         before = log.count("steady")
         await log.until(lambda: log.count("steady") > before + 30)
         assert len(calls) == 1
-        assert threading.active_count() < 4
+        assert pool_threads() <= 2
         release.set()
         await log.until(lambda: len(log.events) > 1)
     assert log.events == [("stuck", "quarantined"), ("stuck", "recovered")]
     assert log.samples[0].time_ns > 0
     first = calls[0]
     assert not any(s.name == "stale" and s.time_ns == first for s in log.samples)
+
+
+async def test_a_thread_that_runs_is_late_but_not_stuck(context):
+    """A busy thread, and one that waits for a CPU, are not mistaken for a stuck one."""
+    release = threading.Event()
+
+    class Busy(Steady):
+        name: ClassVar[str] = "busy"
+        interval_seconds: ClassVar[float] = 60.0
+        deadline_seconds: ClassVar[float] = 0.1
+
+        def collect(self, now_ns: int) -> Collected:
+            while not release.is_set():
+                pass
+            return Collected(samples=[Sample("busy", {}, 1.0, now_ns)])
+
+    class Stuck(Busy):
+        name: ClassVar[str] = "stuck"
+
+        def collect(self, now_ns: int) -> Collected:
+            release.wait(60)
+            return Collected()
+
+    async with running(Busy, Stuck, context=context) as log:
+        await log.until(lambda: ("stuck", "quarantined") in log.events)
+        await asyncio.sleep(0.5)
+        release.set()
+        await log.until(lambda: log.count("busy") == 1)
+        await log.until(lambda: ("stuck", "recovered") in log.events)
+    assert not any(collector == "busy" for collector, _ in log.events)
+
+
+async def test_a_call_that_never_gets_a_cpu_is_unavailable_at_last(context):
+    release = threading.Event()
+
+    class Busy(Steady):
+        name: ClassVar[str] = "busy"
+        deadline_seconds: ClassVar[float] = 0.1
+
+        def collect(self, now_ns: int) -> Collected:
+            while not release.is_set():
+                pass
+            return Collected()
+
+    patience = Patience(starved_seconds=0.5, retry_seconds=0.05, retry_maximum_seconds=0.1)
+    async with running(Busy, context=context, patience=patience) as log:
+        await log.until(lambda: log.events == [("busy", "unavailable")])
+        release.set()
+        await log.until(lambda: log.events[1:] == [("busy", "recovered")])
+
+
+class Computing(Collector):
+    """Computes for a moment, in a worker process."""
+
+    name: ClassVar[str] = "computing"
+    interval_seconds: ClassVar[float] = 0.05
+    deadline_seconds: ClassVar[float] = 0.5
+    isolated: ClassVar[bool] = True
+
+    def collect(self, now_ns: int) -> Collected:
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+        pid = float(os.getpid())
+        return Collected(samples=[Sample("worker", {}, pid, now_ns)])
+
+
+async def test_a_worker_on_a_starved_host_is_not_stuck(context):
+    """Its process gets a three-hundredth of one CPU, beside one that is always busy."""
+    async with running(Computing, context=context) as log:
+        await log.until(lambda: log.count("worker") > 0)
+        worker = int(next(sample.value for sample in log.samples if sample.name == "worker"))
+        cpu = min(os.sched_getaffinity(0))
+        hog = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            os.sched_setaffinity(hog.pid, {cpu})
+            os.sched_setaffinity(worker, {cpu})
+            os.sched_setscheduler(worker, os.SCHED_IDLE, os.sched_param(0))
+            await asyncio.sleep(4.0)  # eight deadlines
+            late = log.count("worker")
+        finally:
+            hog.kill()
+            hog.wait()
+        await log.until(lambda: log.count("worker") > late)
+    assert log.events == []
 
 
 async def test_those_behind_a_call_that_hangs_lose_no_sweep(context):
@@ -199,7 +291,7 @@ async def test_those_behind_a_call_that_hangs_lose_no_sweep(context):
         assert log.events == [], "nobody was late"
         release.set()
         await log.until(lambda: log.count("paceline_collector_success") > 50)
-        await log.until(lambda: threading.active_count() <= 2)
+        await log.until(lambda: pool_threads() <= 1)
 
 
 async def test_what_emit_refuses_is_counted_and_collecting_goes_on(context):

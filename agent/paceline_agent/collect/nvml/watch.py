@@ -14,8 +14,12 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+from paceline_agent.collect.scheduling import Runnable, is_starved, thread_runnable
+
 _POLL_SECONDS = 0.05
 _LEAST_SECONDS = 0.3  # for a job whose round is over budget
+_WATCHED_SECONDS = 0.2  # the end of a job's time, in which a stuck job shows itself
+_STARVED_SECONDS = 10.0  # for a job that runs or waits for a CPU
 
 
 class _JobThread:
@@ -30,7 +34,8 @@ class _JobThread:
         self._orders = queue.SimpleQueue()
         self._dismissed = False
         self._lock = threading.Lock()
-        threading.Thread(target=self._work, name="nvml", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="nvml", daemon=True)
+        self._thread.start()
 
     def take(self, jobs: list[tuple[Hashable, Callable[[], Any]]]) -> None:
         self.answers = {}
@@ -40,6 +45,10 @@ class _JobThread:
     def seconds_in_job(self) -> float:
         with self._lock:
             return 0.0 if self.at is None else time.monotonic() - self._began
+
+    def runnable(self) -> Runnable | None:
+        """Return for how long the thread has run or waited for a CPU; None: unknown."""
+        return thread_runnable(self._thread.native_id or 0)
 
     def dismiss(self) -> Hashable | None:
         """Start no further job; return the job in which it hangs, or None."""
@@ -101,14 +110,26 @@ class Watch:
         return answers
 
     def _wait_finished(self, thread: _JobThread, deadline: float) -> bool:
-        """Wait for the end of the round; False if one job takes too long."""
+        """Wait for the end of the round; False if one job is stuck, or takes far too long."""
+        watched: tuple[float, Runnable | None] | None = None  # since when, and what it was then
         while True:
-            least = max(_LEAST_SECONDS, deadline - time.monotonic())
+            now = time.monotonic()
+            least = max(_LEAST_SECONDS, deadline - now)
             left = min(self._patience_seconds, least) - thread.seconds_in_job
-            if left <= 0:
-                return False
+            if left > _WATCHED_SECONDS:
+                timeout, watched = left - _WATCHED_SECONDS, None
+            else:
+                if watched is not None and now - watched[0] >= _WATCHED_SECONDS:
+                    since, before = watched
+                    if not is_starved(before, thread.runnable(), now - since):
+                        return False
+                    if thread.seconds_in_job > _STARVED_SECONDS:
+                        return False
+                    watched = None
+                watched = watched or (now, thread.runnable())
+                timeout = _WATCHED_SECONDS - (now - watched[0])
             with contextlib.suppress(queue.Empty):
-                thread.finished.get(timeout=left)
+                thread.finished.get(timeout=timeout)
                 return True
 
     def wait(self) -> None:
