@@ -31,6 +31,7 @@ class Operation:
     arrivals: dict[int, DumpEntry] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)  # have not launched it
     silent: set[int] = field(default_factory=set)  # left no dump
+    outdated: set[int] = field(default_factory=set)  # have launched it since their dump, or more
     sends_only: bool = False  # a message whose receiver has not arrived: rarely the cause of a wait
 
     def unfinished(self) -> set[int]:
@@ -125,19 +126,21 @@ def _collectives(dumps: Mapping[int, Dump], groups: _Groups) -> list[Operation]:
 def _find_absent(operation: Operation, dumps: Mapping[int, Dump], progress: _GroupProgress) -> None:
     absent = set(operation.members) - set(operation.arrivals)
     operation.silent = {rank for rank in absent if rank not in dumps}
-    if absent == operation.silent or _finished_by_somebody(operation):
+    not_past = {rank for rank in absent - operation.silent if not progress.is_past(rank, operation)}
+    if _synchronizes(operation.op) and any(e.completed for e in operation.arrivals.values()):
         # Finished on one rank means launched on all: the others' dumps were taken earlier.
-        return
-    operation.missing = {
-        rank for rank in absent - operation.silent if not progress.is_past(rank, operation)
+        operation.outdated = not_past
+    else:
+        operation.missing = not_past
+    operation.outdated |= {
+        rank
+        for rank in operation.unfinished()
+        if progress.finished_by_others(rank, operation) > progress.last(rank, operation)
     }
 
 
-def _finished_by_somebody(operation: Operation) -> bool:
-    op = operation.op.lstrip("_")
-    return op.startswith((*_SYNCHRONIZING, *_SYNCHRONIZING_GATHERS)) and any(
-        entry.completed for entry in operation.arrivals.values()
-    )
+def _synchronizes(op: str) -> bool:
+    return op.lstrip("_").startswith((*_SYNCHRONIZING, *_SYNCHRONIZING_GATHERS))
 
 
 class _GroupProgress:
@@ -149,6 +152,29 @@ class _GroupProgress:
     def __init__(self, dumps: Mapping[int, Dump]) -> None:
         self._dumps = dumps
         self._last_of: dict[int, dict[str, int]] = {}
+
+    def last(self, rank: int, operation: Operation) -> int:
+        """Return the last collective of the operation's group that is in the rank's dump."""
+        return self._last(rank).get(operation.group.name, 0)
+
+    def finished_by_others(self, rank: int, operation: Operation) -> int:
+        """Return the last collective of the group that others finished, as only all together can.
+
+        If it is not in the rank's dump, that dump is older than theirs.
+        """
+        members = set(operation.members) - {rank}
+        return max((self._finished[operation.group.name, other] for other in members), default=0)
+
+    @cached_property
+    def _finished(self) -> Mapping[tuple[str, int], int]:
+        """Return the last finished synchronizing collective by group and rank; default 0."""
+        finished: dict[tuple[str, int], int] = defaultdict(int)
+        for rank, dump in self._dumps.items():
+            for entry in dump.entries:
+                if entry.is_collective and entry.completed and _synchronizes(entry.signature.op):
+                    key = entry.group, rank
+                    finished[key] = max(finished[key], entry.sequence)
+        return finished
 
     def _last(self, rank: int) -> Mapping[str, int]:
         """Return by group the last collective with an entry."""

@@ -3,7 +3,8 @@
 - The ranks have launched another operation in its place (MISMATCH).
 - They have not launched it (HOST), or have no dump that would show it (NO_DUMP).
 - All have launched it, and on some rank it is queued behind an earlier unfinished one (BEHIND).
-- All have launched it and nothing is queued before it: its kernel does not end (DEVICE).
+- All have launched it and nothing is queued before it: its kernel does not end (DEVICE). The others
+  may have finished it, and wait for something later that this rank's host did not come to.
 """
 
 from __future__ import annotations
@@ -80,16 +81,14 @@ def _wait(
         return DumpWait(operation, DumpWaitReason.HOST, frozenset(operation.missing))
     if operation.silent:
         return DumpWait(operation, DumpWaitReason.NO_DUMP, frozenset(operation.silent))
-    if len(operation.arrivals) < len(operation.members):
-        return DumpWait(
-            operation, DumpWaitReason.HOST, frozenset()
-        )  # the other dumps are only older
+    if operation.outdated:
+        return DumpWait(operation, DumpWaitReason.HOST, frozenset())
     unfinished = operation.unfinished()
     suspects = _not_started(operation, dumps) or unfinished
     late = {rank for rank in suspects if operation.arrivals[rank].order > earliest[rank]}
     if late:
         return DumpWait(operation, DumpWaitReason.BEHIND, frozenset(late), is_certain=False)
-    is_certain = len(suspects) == 1 or suspects != set(operation.arrivals)
+    is_certain = len(suspects) == 1 or suspects != set(operation.members)
     return DumpWait(operation, DumpWaitReason.DEVICE, frozenset(suspects), is_certain)
 
 

@@ -1,4 +1,4 @@
-"""Lets the tests here import `simulated_incident`; the recorded incident, unpacked."""
+"""Lets the tests here import `simulated_incident`; the recorded incidents, unpacked."""
 
 import subprocess
 import sys
@@ -6,13 +6,24 @@ from pathlib import Path
 
 import pytest
 
+DATA = Path(__file__).parent / "data"
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The dumps of 16 ranks of which two were stopped on the host."""
+    return unpacked("lock_gil_1st", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def recorded_gpu_error(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dumps of 16 ranks, two of which have a GPU that stopped working."""
+    return unpacked("gpu_error_2nd", tmp_path_factory)
+
+
+def unpacked(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("recorded")
-    archive = Path(__file__).parent / "data" / "lock_gil_1st.tar.gz"
-    subprocess.run(["tar", "-xf", archive, "-C", directory], check=True)
-    return directory / "lock_gil_1st"
+    subprocess.run(["tar", "-xf", DATA / f"{name}.tar.gz", "-C", directory], check=True)
+    return directory / name

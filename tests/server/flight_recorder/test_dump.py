@@ -113,6 +113,21 @@ def test_an_older_dump_of_a_running_job_is_not_a_hang() -> None:
     assert judged(dump(0, entry(3, "all_reduce", 2)), dump(1, finished), dump(2)).culprits == ()
 
 
+def test_a_device_that_stopped_is_to_blame_and_not_its_host_which_stopped_later() -> None:
+    """Dumps of active entries: the others finished all-reduce 3, and wait in 5 for rank 2."""
+    waiting = entry(9, "all_reduce", 5)
+    stopped = [entry(3, "all_reduce", 3), entry(4, "all_reduce", 4)]
+    found = judged(dump(0, waiting), dump(1, waiting), dump(2, *stopped))
+    assert (found.culprits, found.kind, found.is_certain) == ((2,), "device", True)
+
+
+def test_a_dump_that_is_older_than_the_others_shows_no_stopped_device() -> None:
+    """Rank 2 must have launched all-reduce 4, which the others finished, after its dump."""
+    done = [entry(n, "all_reduce", n, state="completed", retired=True) for n in (3, 4)]
+    found = judged(dump(0, *done), dump(1, *done), dump(2, entry(3, "all_reduce", 3)))
+    assert found.culprits == ()
+
+
 def test_the_members_of_a_finished_batch_are_finished() -> None:
     send, receive = entry(1, "send 0->1", 4), entry(2, "recv 0<-1", 4)
     batch = entry(3, "coalesced", 4, is_p2p=True, state="completed")

@@ -1,4 +1,4 @@
-"""A hang recorded on 16 GPUs."""
+"""Hangs recorded on 16 GPUs."""
 
 from __future__ import annotations
 
@@ -42,3 +42,10 @@ def test_what_is_left_of_a_stage_still_leads_to_the_other_stage(
     found = report(tmp_path)
     assert set(found.culprits) == set(range(8, 16))
     assert found.kind == "host"
+
+
+def test_the_two_ranks_whose_gpu_stopped_are_named(recorded_gpu_error: Path) -> None:
+    """Their hosts stopped too, later: all other ranks wait for what these did not launch."""
+    found = report(recorded_gpu_error)
+    assert (found.culprits, found.kind, found.is_certain) == ((9, 14), "device", True)
+    assert found.verdict.startswith("Ranks 9, 14 stopped on the device: every rank launched")
