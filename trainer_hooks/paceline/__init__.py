@@ -16,6 +16,7 @@ from paceline.hooks import (
     checkpoint,
     checkpoint_failed,
     checkpoint_saved,
+    data_wait,
     declare,
     evaluate,
     finish,
@@ -26,6 +27,9 @@ from paceline.hooks import (
     pipelining,
     report,
     section,
+    step,
+    step_begin,
+    step_end,
     steps,
 )
 from paceline_wire.ring import AckStatus, Control, ControlKind
@@ -40,6 +44,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_failed",
     "checkpoint_saved",
+    "data_wait",
     "declare",
     "evaluate",
     "finish",
@@ -50,5 +55,8 @@ __all__ = [
     "pipelining",
     "report",
     "section",
+    "step",
+    "step_begin",
+    "step_end",
     "steps",
 ]

@@ -29,7 +29,7 @@ from paceline.environment import (
     locate_rank,
     read_rank_environment,
 )
-from paceline.loop import Loop, Steps
+from paceline.loop import DataWait, Loop, StepBlock, Steps
 from paceline.recorder import Recorder
 from paceline.sections import INERT
 from paceline.session import OPTIMIZER, Session, log_once
@@ -187,17 +187,18 @@ def steps(loader: Iterable[Batch], *, start: int | None = None) -> Steps[Batch]:
         ...     train(batch)
     """
     try:
-        start = None if start is None else _step_number(index(start))
+        start = None if start is None else _step_number(start)
     except Exception as error:
         log_once("start", "paceline.steps: counting from 0: %s", error)
         start = 0
     return Steps(loader, _loop, start)
 
 
-def _step_number(start: int) -> int:
-    if not 0 <= start < NONE_32:
-        raise ValueError(f"start must be a whole number from 0 to {NONE_32 - 1}, got {start}")
-    return start
+def _step_number(step: int) -> int:
+    step = index(step)
+    if not 0 <= step < NONE_32:
+        raise ValueError(f"a step is a whole number from 0 to {NONE_32 - 1}, got {step}")
+    return step
 
 
 def _loop() -> Loop | None:
@@ -207,6 +208,46 @@ def _loop() -> Loop | None:
     if session.process_groups is None:
         session.guard(_wrap_torch, session, None)
     return session.loop
+
+
+def step_begin(step: int | None = None) -> None:
+    """Begin an optimizer step; for callbacks. It ends at `step_end` or at the next `step_begin`.
+
+    A wait for data since the previous step belongs to this one. Once the script marks its steps,
+    iterations of `steps` and what Paceline recognizes by itself begin and end none. Inside a
+    `with paceline.step():` block it does nothing.
+
+    Args:
+        step: number of the step; default: one after the last step of this process, or 0.
+
+    Example:
+        >>> def on_step_begin(self, args, state, control, **kwargs):
+        ...     paceline.step_begin(state.global_step)
+    """
+    session = _session
+    if session is not None and (loop := _loop()) is not None:
+        session.guard(loop.begin, _number_or_none(step))
+
+
+def step_end() -> None:
+    """End the step that `step_begin` began; does nothing if there is none.
+
+    Example:
+        >>> def on_step_end(self, args, state, control, **kwargs):
+        ...     paceline.step_end()
+    """
+    session = _session
+    if session is not None:
+        session.guard(session.loop.end)
+
+
+def _number_or_none(step: int | None) -> int | None:
+    """Return a valid number of a step; None, logged once, for anything else."""
+    try:
+        return None if step is None else _step_number(step)
+    except Exception as error:
+        log_once("number", "paceline.step: counting from the last step: %s", error)
+        return None
 
 
 # Timed blocks
@@ -223,6 +264,45 @@ def _uncompiled(make: Callable[P, Timed]) -> Callable[P, Timed]:
 
 def _null_context(*_: object, **__: object) -> nullcontext[None]:
     return nullcontext()
+
+
+@_uncompiled
+def step(step: int | None = None) -> Timed:
+    """Mark one optimizer step of a loop that `paceline.steps` does not fit.
+
+    A step inside another one is part of it. A step that an exception ends is not counted.
+
+    Args:
+        step: number of the step; default: one after the last step of this process, or 0.
+
+    Returns:
+        A context manager. It does nothing in a thread other than the training's.
+
+    Example:
+        >>> while not done():
+        ...     with paceline.data_wait():
+        ...         batch = queue.get()
+        ...     with paceline.step():
+        ...         train(batch)
+    """
+    loop = _loop()
+    return INERT if loop is None else StepBlock(loop, _number_or_none(step))
+
+
+@_uncompiled
+def data_wait() -> Timed:
+    """Time a wait for the next batch, in a step or before it.
+
+    Returns:
+        A context manager. It does nothing in a thread other than the training's, or around the
+        iteration of `paceline.steps`, which measures its own wait.
+
+    Example:
+        >>> with paceline.data_wait():
+        ...     batch = queue.get()
+    """
+    loop = _loop()
+    return INERT if loop is None else DataWait(loop)
 
 
 @_uncompiled
