@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from paceline_server.api import router
 from paceline_server.app import StartError, serve
 from paceline_server.decide.types import AuditEntry
+from paceline_server.detect.kinds import SEVERITIES
 from paceline_server.policy import policy_table
 from paceline_server.settings import Role, Settings
 from paceline_server.store import audit
@@ -28,6 +29,7 @@ from paceline_server.store.database import Database, UnusableError
 from paceline_server.store.node_keys import release_node_key
 from paceline_server.store.tokens import SCOPES, create_token, revoke_token
 
+_severity = click.Choice(SEVERITIES)
 _database = click.option(
     "--database-url",
     metavar="URL",
@@ -85,6 +87,15 @@ _ROLES = (
 )
 @click.option(
     "--alertmanager-url", metavar="URL", help="Send incidents to this Alertmanager (base URL)."
+)
+@click.option(
+    "--webhook-severity", type=_severity, help="Least severe incidents sent to the webhook."
+)
+@click.option(
+    "--chat-severity", type=_severity, help="Least severe incidents sent to the chat channel."
+)
+@click.option(
+    "--alertmanager-severity", type=_severity, help="Least severe incidents sent to Alertmanager."
 )
 @click.option(
     "--allow-local-receivers",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
+from paceline_server.act.announce import IncidentReceiver
 from paceline_server.alerts.outbox import AlertDelivery
 from paceline_server.alerts.receivers import receivers
 from paceline_server.metrics import BackgroundMetrics
@@ -51,7 +52,11 @@ class Background:
             batches=settings.batches_per_tick,
             batch_bytes=settings.bytes_per_tick,
             alert_targets=AlertTargets(
-                incidents=tuple(target.name for target in targets if target.takes_incidents),
+                incidents=tuple(
+                    IncidentReceiver(target.name, target.minimum_severity)
+                    for target in targets
+                    if target.takes_incidents
+                ),
                 actions=tuple(target.name for target in targets if target.takes_actions),
             ),
         )

@@ -16,11 +16,13 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
+from paceline_server.detect.kinds import Severity
 from paceline_server.policy_file import load_policy
 from paceline_wire.address import SERVER_PORT, is_http_address, is_local
 from paceline_wire.local_token import state_directory
 
 Role = Literal["all", "api", "worker"]
+_MINIMUM = "Least severe incidents that this receiver gets."
 
 
 def _check_http_url(url: str) -> str:
@@ -91,6 +93,9 @@ class Settings(BaseSettings):
     action_webhook_url: Address | None = Field(None, description="URL that receives actions.")
     chat_webhook_url: Address | None = Field(None, description="Webhook of a chat channel.")
     alertmanager_url: Address | None = Field(None, description="Base URL of an Alertmanager.")
+    webhook_severity: Severity = Field("warning", description=_MINIMUM)
+    chat_severity: Severity = Field("warning", description=_MINIMUM)
+    alertmanager_severity: Severity = Field("warning", description=_MINIMUM)
     alert_repeat_seconds: float = Field(60.0, gt=0, description="Interval of repeated alerts.")
     allow_local_receivers: bool = Field(
         False, description="Allow receivers of alerts at loopback and link-local addresses."

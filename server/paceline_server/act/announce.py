@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -11,19 +12,25 @@ from sqlalchemy import delete
 from sqlalchemy.orm import Session
 
 from paceline_server.decide.types import ActionView, IncidentView
+from paceline_server.detect.kinds import Severity, severity_rank
 from paceline_server.store.models import OutboxRow
 
 IncidentEvent = Literal["opened", "updated", "resolved"]
 
 
 class IncidentAlert(msgspec.Struct, frozen=True, kw_only=True, tag="incident"):
-    """`previous_severity`: as last announced, if it has changed."""
+    """One change of an incident.
+
+    `previous_severity`: as last announced, if it has changed. `is_correction`: it names another
+    rank or node than before.
+    """
 
     event: IncidentEvent
     job_id: str
     job_name: str
     incident: IncidentView
     previous_severity: str | None = None
+    is_correction: bool = False
     lag_seconds: float | None = None  # how far the analysis was behind; None: of no analysis
 
 
@@ -37,20 +44,32 @@ class ActionNotice(msgspec.Struct, frozen=True, kw_only=True, tag="action"):
 Notice = IncidentAlert | ActionNotice
 
 
+@dataclass(frozen=True, slots=True)
+class IncidentReceiver:
+    """A receiver that gets incidents of a minimum severity; `name` as in outbox rows."""
+
+    name: str
+    minimum_severity: Severity = "warning"
+
+
 def incident_alerts(
-    job_id: str, job_name: str, before: IncidentView | None, after: IncidentView
+    job_id: str,
+    job_name: str,
+    before: IncidentView | None,
+    after: IncidentView,
+    minimum: Severity = "warning",
 ) -> Iterator[IncidentAlert]:
     """Yield the alerts of one change; two for an incident that is opened and resolved at once.
 
-    Information causes none: an incident is opened for receivers when it becomes more than that.
+    For a receiver an incident is opened when it reaches the minimum severity.
     """
-    if before is not None and before.finding.severity == "info":
+    if before is not None and not _reaches(before, minimum):
         before = None
-    if before is None and after.finding.severity == "info":
+    if before is None and not _reaches(after, minimum):
         return
     if before is None and after.state == "resolved":
         opened = replace(after, state="open", resolved_ns=None)
-        yield from incident_alerts(job_id, job_name, None, opened)
+        yield from incident_alerts(job_id, job_name, None, opened, minimum)
         before = opened
     alert = incident_alert(job_id, job_name, before, after)
     if alert is not None:
@@ -70,13 +89,19 @@ def incident_alert(
     else:
         return None
     previous = None if before is None else before.finding.severity
+    named = None if before is None else (before.finding.rank, before.finding.node)
     return IncidentAlert(
         event=event,
         job_id=job_id,
         job_name=job_name,
         incident=after,
         previous_severity=previous if previous != after.finding.severity else None,
+        is_correction=named not in (None, (after.finding.rank, after.finding.node)),
     )
+
+
+def _reaches(incident: IncidentView, minimum: Severity) -> bool:
+    return severity_rank(incident.finding.severity) >= severity_rank(minimum)
 
 
 def _alerted(incident: IncidentView) -> tuple[object, ...]:

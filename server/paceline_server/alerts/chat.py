@@ -27,9 +27,13 @@ def chat_text(notice: Notice) -> str:
 
 
 def _incident(notice: IncidentAlert) -> list[str]:
-    """Return no lines while the incident is being repaired: the action's notices report that."""
+    """Return no lines for an update unless the incident got worse or names another culprit.
+
+    While it is being repaired, the action's notices report that.
+    """
     incident, finding = notice.incident, notice.incident.finding
-    if notice.event == "updated" and incident.state == "mitigating":
+    is_news = notice.previous_severity is not None or notice.is_correction
+    if notice.event == "updated" and (incident.state == "mitigating" or not is_news):
         return []
     label = "RESOLVED" if notice.event == "resolved" else finding.severity.upper()
     lines = [f"{label} {_job(notice)}: {finding.summary}"]

@@ -23,6 +23,7 @@ from sqlalchemy.orm import Session
 from paceline_server.act.announce import IncidentAlert, Notice
 from paceline_server.alerts.receivers import DeliveryError, Receiver, RefusedError
 from paceline_server.alerts.transport import receiver_client
+from paceline_server.detect.kinds import SEVERITIES, Severity
 from paceline_server.metrics import BackgroundMetrics
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.leases import LeaseLostError, acquire, fence, is_held, release
@@ -196,7 +197,7 @@ class AlertDelivery:
 
     def _repeat(self, client: httpx.Client) -> None:
         with self._database.read() as session:
-            firing = _firing(session)
+            firing = _firing(session, self._target.minimum_severity)
         try:
             self._target.repeat(client, firing, self._now_ns())
         except DeliveryError as error:
@@ -222,11 +223,12 @@ def _next(session: Session, receiver: str) -> OutboxRow | None:
     )
 
 
-def _firing(session: Session) -> list[IncidentAlert]:
+def _firing(session: Session, minimum: Severity) -> list[IncidentAlert]:
+    severities = SEVERITIES[SEVERITIES.index(minimum) :]
     query = (
         select(IncidentRow.view, JobRow.id, JobRow.name)
         .join(JobRow, JobRow.id == IncidentRow.job_id)
-        .where(IncidentRow.state != "resolved", IncidentRow.severity != "info")
+        .where(IncidentRow.state != "resolved", IncidentRow.severity.in_(severities))
         .limit(1000)
     )
     return [

@@ -18,6 +18,7 @@ import msgspec
 
 from paceline_server.act.announce import ActionNotice, IncidentAlert, Notice
 from paceline_server.alerts.chat import chat_text
+from paceline_server.detect.kinds import Severity
 from paceline_server.settings import Settings
 
 _TIMEOUT_SECONDS = 5.0
@@ -44,6 +45,7 @@ class Receiver(Protocol):
     name: str
     takes_incidents: bool
     takes_actions: bool
+    minimum_severity: Severity  # of incidents
 
     def deliver(self, client: httpx.Client, key: str, notice: Notice, now_ns: int) -> None:
         """Deliver one notice; `key` is the same at each attempt. Raises DeliveryError."""
@@ -55,10 +57,19 @@ class Receiver(Protocol):
 class Webhook:
     """POSTs each notice as JSON; `Idempotency-Key` is the same at each attempt."""
 
-    def __init__(self, name: str, url: str, *, incidents: bool, actions: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        incidents: bool,
+        actions: bool,
+        minimum_severity: Severity = "warning",
+    ) -> None:
         self.name = name
         self.takes_incidents = incidents
         self.takes_actions = actions
+        self.minimum_severity = minimum_severity
         self._url = url
 
     def deliver(self, client: httpx.Client, key: str, notice: Notice, now_ns: int) -> None:
@@ -78,7 +89,10 @@ class Chat:
     takes_incidents = True
     takes_actions = True
 
-    def __init__(self, url: str, external_url: str | None) -> None:
+    def __init__(
+        self, url: str, external_url: str | None, minimum_severity: Severity = "warning"
+    ) -> None:
+        self.minimum_severity = minimum_severity
         self._url = url
         self._external_url = external_url
         self._is_slack = (urlsplit(url).hostname or "").endswith(_SLACK_DOMAINS)
@@ -107,7 +121,14 @@ class Alertmanager:
     takes_incidents = True
     takes_actions = False
 
-    def __init__(self, url: str, external_url: str | None, lasting_seconds: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        external_url: str | None,
+        lasting_seconds: float,
+        minimum_severity: Severity = "warning",
+    ) -> None:
+        self.minimum_severity = minimum_severity
         self._url = url.rstrip("/") + "/api/v2/alerts"
         self._external_url = external_url
         self._lasting_ns = int(lasting_seconds * 1e9)
@@ -158,16 +179,20 @@ def receivers(settings: Settings) -> list[Receiver]:
     """Return the receivers that are configured."""
     found: list[Receiver] = []
     if settings.webhook_url is not None:
-        found.append(Webhook("webhook", settings.webhook_url, incidents=True, actions=False))
+        url, minimum = settings.webhook_url, settings.webhook_severity
+        webhook = Webhook("webhook", url, incidents=True, actions=False, minimum_severity=minimum)
+        found.append(webhook)
     if settings.action_webhook_url is not None:
         url = settings.action_webhook_url
         found.append(Webhook("action-webhook", url, incidents=False, actions=True))
     if settings.chat_webhook_url is not None:
-        found.append(Chat(settings.chat_webhook_url, settings.external_url))
+        url, minimum = settings.chat_webhook_url, settings.chat_severity
+        found.append(Chat(url, settings.external_url, minimum))
     if settings.alertmanager_url is not None:
         # Three pushes may fail before an alert expires.
         lasting = 4 * settings.alert_repeat_seconds
-        found.append(Alertmanager(settings.alertmanager_url, settings.external_url, lasting))
+        url, minimum = settings.alertmanager_url, settings.alertmanager_severity
+        found.append(Alertmanager(url, settings.external_url, lasting, minimum))
     return found
 
 

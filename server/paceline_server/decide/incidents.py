@@ -18,9 +18,8 @@ from msgspec.structs import replace
 from paceline_server.decide.draft import Draft
 from paceline_server.decide.types import IncidentView
 from paceline_server.detect.finding import Finding
-from paceline_server.detect.kinds import kind_of
+from paceline_server.detect.kinds import kind_of, severity_rank
 
-_SEVERITIES = {"info": 0, "warning": 1, "critical": 2}
 _NOTABLE_SLOWDOWN = 0.25  # smaller changes are not worth an event
 # Fields that are shown beside the verdict.
 _REFRESHED = (
@@ -68,7 +67,7 @@ def _findings(incident: IncidentView) -> tuple[Finding, ...]:
 def strength(finding: Finding) -> tuple[int, int, bool, bool]:
     """Sort key: findings that explain more, or matter more, compare greater."""
     return (
-        _SEVERITIES.get(finding.severity, 1),
+        severity_rank(finding.severity),
         kind_of(finding.kind).precedence,
         finding.suspects_node,
         finding.cause != "unknown",
@@ -86,7 +85,7 @@ def urgency_value(incident: IncidentView) -> float:
     cost = 1.0 if kind_of(finding.kind).effect == "stopped" else finding.cost_ratio or 0.0
     if cost != cost:  # NaN
         cost = 0.0
-    return 2.0 * _SEVERITIES.get(finding.severity, 1) + min(max(cost, 0.0), 1.0)
+    return 2.0 * severity_rank(finding.severity) + min(max(cost, 0.0), 1.0)
 
 
 def open_incident(draft: Draft, finding: Finding, symptoms: Iterable[Finding] = ()) -> IncidentView:

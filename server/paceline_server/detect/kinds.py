@@ -6,10 +6,16 @@ Names are stable: alerts, policies, dashboards and stored incidents match on the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Severity = Literal["info", "warning", "critical"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)  # least first
 Effect = Literal["slow", "stopped", "none"]
+
+
+def severity_rank(severity: str) -> int:
+    """Return the position of a severity, the least first; an unknown one counts as a warning."""
+    return SEVERITIES.index(severity) if severity in SEVERITIES else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,12 @@ from msgspec.structs import replace
 from sqlalchemy import bindparam, delete, func, insert, inspect, select, update
 from sqlalchemy.orm import Session
 
-from paceline_server.act.announce import ActionNotice, announce, incident_alerts
+from paceline_server.act.announce import (
+    ActionNotice,
+    IncidentReceiver,
+    announce,
+    incident_alerts,
+)
 from paceline_server.act.commands import act
 from paceline_server.decide.incidents import urgency_value
 from paceline_server.decide.types import Acknowledged, ActionView, Decision, IncidentView
@@ -41,9 +46,9 @@ class ConflictError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AlertTargets:
-    """Names of the receivers of incidents and of actions."""
+    """The receivers of incidents, and the names of those of actions."""
 
-    incidents: tuple[str, ...]
+    incidents: tuple[IncidentReceiver, ...]
     actions: tuple[str, ...]
 
 
@@ -199,7 +204,7 @@ def write_incidents(
     job_name: str,
     before: Iterable[IncidentView],
     after: Iterable[IncidentView],
-    receivers: tuple[str, ...],
+    receivers: Iterable[IncidentReceiver],
     now_ns: int,
     lag: float | None = None,
 ) -> None:
@@ -213,8 +218,12 @@ def write_incidents(
     known = {incident.incident_id: incident for incident in before}
     for view in sorted(after, key=urgency_value, reverse=True):
         _upsert(session, models.IncidentRow, _incident_row(job_id, view))
-        for alert in incident_alerts(job_id, job_name, known.get(view.incident_id), view):
-            announce(session, receivers, replace(alert, lag_seconds=lag), view.incident_id, now_ns)
+        stored = known.get(view.incident_id)
+        for receiver in receivers:
+            minimum = receiver.minimum_severity
+            for alert in incident_alerts(job_id, job_name, stored, view, minimum):
+                alert = replace(alert, lag_seconds=lag)
+                announce(session, (receiver.name,), alert, view.incident_id, now_ns)
 
 
 def _incident_row(job_id: str, view: IncidentView) -> dict[str, object]:

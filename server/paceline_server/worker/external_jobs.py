@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from sqlalchemy import delete, update
 from sqlalchemy.orm import Session
 
+from paceline_server.act.announce import IncidentReceiver
 from paceline_server.decide.types import AuditEntry, JobSpec, RankView
 from paceline_server.engine.types import Placement
 from paceline_server.policy import Policy
@@ -50,10 +51,10 @@ class ExternalJobs:
         self,
         database: Database,
         policy: Policy,
-        receivers: tuple[str, ...],
+        receivers: tuple[IncidentReceiver, ...],
         now_ns: Callable[[], int],
     ) -> None:
-        """`receivers`: names of those that get incidents."""
+        """`receivers`: those that get incidents."""
         self._database = database
         self._receivers = receivers
         self._policy = replace(policy, mode="observe")
@@ -192,7 +193,7 @@ def _begin(
 
 
 def _resolve_incidents(
-    session: Session, job: JobRow, receivers: tuple[str, ...], now_ns: int
+    session: Session, job: JobRow, receivers: tuple[IncidentReceiver, ...], now_ns: int
 ) -> None:
     """Resolve what the previous run left open: a failed run keeps its incidents until then."""
     before = load_incidents(session, job.id)

@@ -21,6 +21,7 @@ from sqlalchemy import select
 
 from paceline_server.act.announce import (
     ActionNotice,
+    IncidentReceiver,
     announce,
     incident_alert,
     incident_alerts,
@@ -30,6 +31,7 @@ from paceline_server.alerts import receivers
 from paceline_server.alerts.chat import chat_text
 from paceline_server.decide.types import ActionView, IncidentView
 from paceline_server.detect.finding import Finding
+from paceline_server.settings import Settings
 from paceline_server.store.database import Database
 from paceline_server.store.models import IncidentRow, OutboxRow
 from paceline_server.worker.commit import write_incidents
@@ -462,6 +464,47 @@ def test_two_servers_deliver_each_notice_once(
     assert len(keys) == len(set(keys)) == 6
 
 
+def test_each_receiver_gets_what_reaches_its_minimum_severity(database: Database) -> None:
+    hook, pager = IncidentReceiver("hook", "info"), IncidentReceiver("pager", "critical")
+    history = [view(severity="info"), view(), view(severity="critical"), view("resolved")]
+    history[3] = msgspec.structs.replace(history[2], state="resolved")
+    with database.write() as session:
+        session.add(toy_job("toy"))
+        session.flush()
+        before: list[IncidentView] = []
+        for after in history:
+            write_incidents(session, "toy", "toy", before, [after], [hook, pager], time.time_ns())
+            before = [after]
+    sent = [(row.receiver, row.event) for row in outbox(database)]
+    assert [event for receiver, event in sent if receiver == "hook"] == [
+        "opened",
+        "updated",
+        "updated",
+        "resolved",
+    ]
+    assert [event for receiver, event in sent if receiver == "pager"] == ["opened", "resolved"]
+
+
+def test_the_minimum_severity_of_a_receiver_is_a_setting() -> None:
+    urls = dict.fromkeys(
+        ("webhook_url", "chat_webhook_url", "alertmanager_url"), "https://example.org"
+    )
+    chosen = Settings(**urls, webhook_severity="info", alertmanager_severity="critical")
+    minimums = {target.name: target.minimum_severity for target in receivers.receivers(chosen)}
+    assert minimums == {"webhook": "info", "chat": "warning", "alertmanager": "critical"}
+
+
+def test_a_chat_gets_an_update_that_is_worse_or_names_another_rank_and_no_other() -> None:
+    def update_text(before: IncidentView, **changes: Any) -> str:
+        finding = msgspec.structs.replace(before.finding, **changes)
+        after = msgspec.structs.replace(before, finding=finding)
+        return "".join(map(chat_text, incident_alerts("job-1", "toy", before, after)))
+
+    assert update_text(view(), cause="power cap") == ""
+    assert update_text(view(), severity="critical").startswith("CRITICAL toy (job-1)")
+    assert update_text(view(), rank=3, summary="Rank 3 is slow.").startswith("WARNING toy")
+
+
 @pytest.mark.parametrize(("lag", "says"), [(None, False), (9.0, False), (110.4, True)])
 def test_a_message_says_that_the_analysis_is_behind(lag: float | None, says: bool) -> None:
     [alert] = incident_alerts("job-1", "toy", None, view(severity="critical"))
@@ -473,6 +516,7 @@ def test_receivers_get_how_far_the_analysis_was_behind(database: Database) -> No
     with database.write() as session:
         session.add(toy_job("toy"))
         session.flush()
-        write_incidents(session, "toy", "toy", [], [view()], ("hook",), time.time_ns(), 42.0)
+        hook = IncidentReceiver("hook")
+        write_incidents(session, "toy", "toy", [], [view()], [hook], time.time_ns(), 42.0)
     [row] = outbox(database)
     assert json.loads(row.body)["lag_seconds"] == 42.0
