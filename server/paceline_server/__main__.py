@@ -155,13 +155,20 @@ def token() -> None:
     type=click.Choice(SCOPES),
     help="agent: send metrics; viewer: read; operator: read, run jobs, approve actions.",
 )
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=0),
+    default=1,
+    show_default=True,
+    help="With --scope agent: how many nodes it may enroll; 0: any number.",
+)
 @click.pass_obj
-def create(settings: Settings, name: str, scope: Any) -> None:
+def create(settings: Settings, name: str, scope: Any, nodes: int) -> None:
     """Create a token and print it. It cannot be shown again: only its hash is stored."""
     with _open(settings) as database:
         try:
             with database.write() as session:
-                secret = create_token(session, name, scope, time.time_ns())
+                secret = create_token(session, name, scope, time.time_ns(), nodes or None)
         except ValueError as error:
             _fail(f"{error}.")
     click.echo(secret)

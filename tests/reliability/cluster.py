@@ -169,7 +169,7 @@ class CampaignCluster(Cluster):
         server = self.server_command()
         server = server[: server.index("server") + 1]
         database = self._database_url or f"sqlite:///{self.directory / 'paceline.db'}"
-        options = ["--database-url", database, "token", "create", "--name", scope]
+        options = ["--database-url", database, "token", "create", "--name", scope, "--nodes", "0"]
         return _run(*server, *options, "--scope", scope).strip()
 
 

@@ -116,6 +116,7 @@ class TokenRow(Base):
     revoked_ns: Mapped[int | None]
     expires_ns: Mapped[int | None]  # sessions and login links
     parent: Mapped[str | None] = mapped_column(String(200))  # the token that a session came from
+    nodes: Mapped[int | None]  # how many nodes it may enroll; None: any number
 
 
 class NodeKeyRow(Base):
@@ -126,6 +127,7 @@ class NodeKeyRow(Base):
     agent_id: Mapped[str] = mapped_column(String(128), primary_key=True)
     hash: Mapped[str] = mapped_column(String(64))
     first_seen_ns: Mapped[int]
+    token: Mapped[str | None] = mapped_column(String(200))  # name of the one that enrolled the node
 
 
 class HotLogRow(Base):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from paceline_server.store.models import NodeKeyRow
+from paceline_server.store.models import NodeKeyRow, TokenRow
 
 
 def hash_key(key: str) -> str:
@@ -21,14 +21,31 @@ def bound_hash(session: Session, agent_id: str) -> str | None:
     return session.scalar(select(NodeKeyRow.hash).where(NodeKeyRow.agent_id == agent_id))
 
 
-def bind_node_key(session: Session, agent_id: str, key_hash: str, now_ns: int) -> str:
-    """Bind an agent id to a key, unless it is bound; return the hash that it is now bound to."""
+def bind_node_key(
+    session: Session, agent_id: str, key_hash: str, token_name: str, now_ns: int
+) -> str | None:
+    """Bind an agent id to a key, unless it is bound; return the hash that it is now bound to.
+
+    None if the token may enroll no further node.
+    """
+    if not may_enroll(session, token_name):
+        return bound_hash(session, agent_id)
+    row = NodeKeyRow(agent_id=agent_id, hash=key_hash, first_seen_ns=now_ns, token=token_name)
     try:
         with session.begin_nested():
-            session.add(NodeKeyRow(agent_id=agent_id, hash=key_hash, first_seen_ns=now_ns))
+            session.add(row)
     except IntegrityError:  # bound before, or just now by another process
         return bound_hash(session, agent_id) or key_hash
     return key_hash
+
+
+def may_enroll(session: Session, token_name: str) -> bool:
+    """Return whether a token may enroll a further node. The token is locked until the commit."""
+    token = session.get(TokenRow, token_name, with_for_update=True)
+    if token is None or token.nodes is None:
+        return True
+    enrolled = select(func.count()).where(NodeKeyRow.token == token_name)
+    return (session.scalar(enrolled) or 0) < token.nodes
 
 
 def release_node_key(session: Session, agent_id: str) -> bool:

@@ -28,8 +28,17 @@ def new_secret() -> str:
     return "paceline_" + secrets.token_urlsafe(32)
 
 
-def create_token(session: Session, name: str, scope: Scope, now_ns: int) -> str:
+def create_token(
+    session: Session, name: str, scope: Scope, now_ns: int, nodes: int | None = None
+) -> str:
     """Create a token and return it; only its hash is stored.
+
+    Args:
+        session: of a write transaction.
+        name: shown in the audit log.
+        scope: what the token allows.
+        now_ns: the time.
+        nodes: how many nodes it may enroll; None: any number.
 
     Raises ValueError if the name is taken or reserved.
     """
@@ -38,7 +47,9 @@ def create_token(session: Session, name: str, scope: Scope, now_ns: int) -> str:
     if session.get(TokenRow, name) is not None:
         raise ValueError(f"a token named {name!r} exists; choose another name")
     secret = new_secret()
-    session.add(TokenRow(name=name, scope=scope, hash=_hash(secret), created_ns=now_ns))
+    session.add(
+        TokenRow(name=name, scope=scope, hash=_hash(secret), created_ns=now_ns, nodes=nodes)
+    )
     return secret
 
 

@@ -12,7 +12,7 @@ from simulated_node import bearer
 
 from paceline_server.__main__ import main
 from paceline_server.api.node_keys import NodeKeyVerifier
-from paceline_server.store.models import AuditRow, NodeKeyRow
+from paceline_server.store.models import AuditRow, NodeKeyRow, NodeRow
 from paceline_wire import batch as wire
 from paceline_wire.batch import Batch
 from paceline_wire.node_key import HEADER
@@ -46,16 +46,18 @@ class Site:
         path = f"{self.server.url}/api/v1/agents/{agent_id}/commands"
         return httpx.stream("GET", path, headers=self._headers(key), timeout=60.0)
 
+    def use_token(self, *options: str) -> None:
+        """Send with a token that `paceline server token create` made."""
+        made = self.command("token", "create", "--name=join", "--scope=agent", *options)
+        self._agent = {"Authorization": f"Bearer {made.output.strip()}"}
+
     def release(self, agent_id: str) -> Any:
-        arguments = [
-            "server",
-            "--database-url",
-            self._database_url,
-            "node-key",
-            "release",
-            agent_id,
-        ]
-        return CliRunner().invoke(main, arguments)
+        return self.command("node-key", "release", agent_id)
+
+    def command(self, *arguments: str) -> Any:
+        return CliRunner().invoke(
+            main, ["server", "--database-url", self._database_url, *arguments]
+        )
 
     def _headers(self, key: str | None) -> dict[str, str]:
         return self._agent | ({} if key is None else {HEADER: key})
@@ -146,3 +148,40 @@ def test_two_servers_bind_one_id_once(
     assert site.send(OWN).status_code == 200
     assert other.send(FORGED).status_code == 403
     assert other.send(OWN).status_code == 200
+
+
+def test_a_stolen_token_enrolls_no_further_node(site: Site) -> None:
+    """Else a node that does not exist would be given ranks, and with them environments of jobs."""
+    site.use_token()
+    assert site.send(OWN).status_code == 200
+    for key in (FORGED, OWN, None):
+        refused = site.send(key, "node-1")
+        assert refused.status_code == 403, key
+        assert "may not enroll the node 'node-1'" in refused.json()["detail"]
+        with site.stream(key, "node-1") as stream:
+            assert stream.status_code == 403
+    assert site.send(OWN).status_code == 200
+    with site.server.program.database.read() as session:
+        assert [row.agent_id for row in session.query(NodeRow)] == ["node-0"]
+
+
+def test_a_limited_token_enrolls_no_node_without_a_key(site: Site) -> None:
+    site.use_token("--nodes=2")
+    assert site.send(None).status_code == 403
+    assert site.send(OWN).status_code == 200
+    assert site.send(FORGED, "node-1").status_code == 200
+    assert site.send("g" * 43, "node-2").status_code == 403
+
+
+def test_a_released_name_can_be_enrolled_with_the_same_token(site: Site) -> None:
+    site.use_token()
+    assert site.send(OWN).status_code == 200
+    assert site.release("node-0").exit_code == 0
+    site.seconds += 100.0
+    assert site.send(FORGED, "node-1").status_code == 200
+    assert site.send(OWN).status_code == 403
+
+
+def test_a_token_for_any_number_of_nodes(site: Site) -> None:
+    site.use_token("--nodes=0")
+    assert {site.send(OWN, f"node-{number}").status_code for number in range(5)} == {200}

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Request
 from fastapi.responses import StreamingResponse
 
 from paceline_server.api import problems
-from paceline_server.api.auth import agent, still_authorized
+from paceline_server.api.auth import Agent, still_authorized
 from paceline_server.api.dependencies import Parts, PartsDep
 from paceline_server.api.node_keys import check_node_key, still_same_node
 from paceline_wire.commands import Ping, encode_line
@@ -29,7 +29,6 @@ def flush_seconds(agents: int) -> float:
 
 @router.get(
     "/{agent_id}/commands",
-    dependencies=[agent],
     response_class=StreamingResponse,
     responses={
         200: {
@@ -40,14 +39,19 @@ def flush_seconds(agents: int) -> float:
     },
 )
 async def stream_commands(
-    agent_id: Annotated[str, Path(max_length=128)], request: Request, parts: PartsDep
+    agent_id: Annotated[str, Path(max_length=128)],
+    request: Request,
+    parts: PartsDep,
+    caller: Agent,
 ) -> StreamingResponse:
     """Stream unfinished commands in the order of issue, then new ones as they are issued."""
-    await check_node_key(request, parts, agent_id)
-    return StreamingResponse(_lines(request, parts, agent_id), media_type=MEDIA_TYPE)
+    await check_node_key(request, parts, agent_id, caller.name)
+    return StreamingResponse(_lines(request, parts, agent_id, caller.name), media_type=MEDIA_TYPE)
 
 
-async def _lines(request: Request, parts: Parts, agent_id: str) -> AsyncIterator[bytes]:
+async def _lines(
+    request: Request, parts: Parts, agent_id: str, token_name: str
+) -> AsyncIterator[bytes]:
     subscription = parts.signals.commands.subscribe()
     parts.metrics.streams.labels("commands").inc()
     sent: set[int] = set()
@@ -57,7 +61,7 @@ async def _lines(request: Request, parts: Parts, agent_id: str) -> AsyncIterator
         while (
             not parts.signals.commands.closed
             and await still_authorized(request, parts, "agent")
-            and await still_same_node(request, parts, agent_id)
+            and await still_same_node(request, parts, agent_id, token_name)
         ):
             now_ns = parts.now_ns()
             if now_ns >= next_ping_ns:

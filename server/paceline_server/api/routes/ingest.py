@@ -83,12 +83,12 @@ async def _store_batch(request: Request) -> bytes:
     Raises ProblemError or one of `UNAVAILABLE`.
     """
     parts: Parts = request.app.state.parts
-    await authorized(request, parts, "agent")
+    caller = await authorized(request, parts, "agent")
     try:
         parts.log.refuse_if_full()
         payload = await _body(request)
         batch = await _decoded(request, payload)
-        await check_node_key(request, parts, batch.agent_id)
+        await check_node_key(request, parts, batch.agent_id, caller.name)
         status = await asyncio.wrap_future(parts.log.submit(batch, payload, parts.now_ns()))
     except (BatchError, IngestError) as error:
         parts.metrics.rejected.labels(error.reason).inc()
