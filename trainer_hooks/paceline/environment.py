@@ -308,7 +308,9 @@ def _job_name(environment: Mapping[str, str], world_size: int) -> str:
     several may run on one node, and many under one server.
     """
     host = socket.gethostname().partition(".")[0][:_HOST_LENGTH]
-    address = environment.get("MASTER_ADDR", "")
+    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "0")
+    if not address and world_size > 1:
+        address, port = _store_address() or ("", port)
     is_local = address in ("localhost", "::1") or address.startswith("127.")
     master = host if is_local else address[:_HOST_LENGTH]
     if job := environment.get("SLURM_JOB_ID"):
@@ -324,7 +326,22 @@ def _job_name(environment: Mapping[str, str], world_size: int) -> str:
         return f"{host}-{os.getpid()}"
     if space := environment.get("PMIX_NAMESPACE"):
         return f"mpirun-{space}"
-    return f"{master}-{environment.get('MASTER_PORT', 0)}" if master else "local"
+    return f"{master}-{port}" if master else "local"
+
+
+def _store_address() -> tuple[str, str] | None:
+    """Return the host and port of the TCP store that the process groups meet at; None elsewhere.
+
+    A script that spawns its ranks and calls `init_process_group` with an address sets no variable.
+    """
+    distributed = sys.modules.get("torch.distributed.distributed_c10d")
+    try:
+        store = distributed._get_default_store() if distributed is not None else None
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return (str(store.host), str(store.port)) if store is not None else None
+    except (AttributeError, RuntimeError, ValueError):  # a store of another kind, or none yet
+        return None
 
 
 def _torchrun_launch_name(environment: Mapping[str, str], host: str) -> str | None:

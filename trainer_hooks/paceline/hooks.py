@@ -90,7 +90,8 @@ def init(
     Call it once per process, from the thread that trains, before or after `init_process_group`.
     It finds an agent of root or of this user in the default directory. `PACELINE_RING_DIRECTORY`
     selects another agent's rings; set to an empty value it turns the hooks off. It never raises: an
-    error is logged and nothing is recorded.
+    error is logged and nothing is recorded. If `PACELINE=1` has started the recording already, this
+    call adds its arguments.
 
     Args:
         mesh: a `DeviceMesh` whose dimensions are named pp, dp, tp (or as in `environment.AXES`),
@@ -106,15 +107,31 @@ def init(
         >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("pp", "dp"))
         >>> paceline.init(mesh=mesh, metadata={"model": "7b"})
     """
-    if _session is not None:
-        log_once("twice", "paceline.init() was called again; the first call stands")
-        return
     given = {"dp": dp_rank, "pp": pp_rank, "tp": tp_rank}
+    if _session is not None:
+        if not _session.is_automatic:
+            log_once("twice", "paceline.init() was called again; the first call stands")
+            return
+        _session.is_automatic = False
+        if not (mesh or topology or metadata) and all(each is None for each in given.values()):
+            return
+        _stop()  # `PACELINE=1` started it without these arguments
     try:
         _start(mesh, given, topology, metadata or {})
     except Exception as error:
         _stop()
         log_once("init", "paceline is off in this process: %s", error)
+
+
+def autostart() -> None:
+    """Start recording as `init` does, unless the script has done so (see `paceline_autostart`).
+
+    A later `init` of the script still counts.
+    """
+    if _session is None:
+        init()
+        if _session is not None:
+            _session.is_automatic = True
 
 
 def _start(

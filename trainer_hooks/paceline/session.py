@@ -61,6 +61,7 @@ class Session:
         self.checkpoint = StatusSection(recorder, Op.CHECKPOINT, Status.CHECKPOINTING)
         self.evaluate = StatusSection(recorder, Op.EVALUATE, Status.EVALUATING)
         self.created = 0  # sections and actions
+        self.is_automatic = False  # started by `PACELINE=1`, and not yet by the script
         self.command: Control | None = None
         self.answered = 0  # id of the last command with a final answer
 

@@ -1,0 +1,250 @@
+"""`PACELINE=1`: a training that nobody changed is recorded, and nothing else that imports torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import paceline_autostart
+from paceline_wire.ring import RingReader
+from paceline_wire.spans import Op, unpack
+from tests.ports import free_port
+
+# Two ranks of a training that does not know of Paceline, with all kinds of helper processes.
+TRAINING = """
+import os, sys, time, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+def main():
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.ones(8, 4))
+    for (batch,) in DataLoader(data, 4, num_workers=1, multiprocessing_context=METHOD):
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+METHOD = sys.argv[1]
+if __name__ == "__main__":
+    main()
+"""
+SINGLE = """
+import os, torch
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([parameter])
+assert "paceline" not in __import__("sys").modules
+for _ in range(2):
+    parameter.sum().backward()
+    optimizer.step()
+"""
+
+
+def run(
+    *command: str, ring: Path | None, value: str = "1", **settings: str
+) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE")}
+    environment |= {"PACELINE": value, "PACELINE_RING_DIRECTORY": str(ring or "")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | settings
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+
+
+def python(source: str, ring: Path | None, **settings: str) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-c", source, ring=ring, **{"PACELINE_JOB": "job"} | settings)
+
+
+def rings(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def operations(path: Path) -> list[int]:
+    return [span.op for span in unpack(RingReader(path).read())]
+
+
+def test_torch_finds_the_entry_point() -> None:
+    (found,) = (entry for entry in entry_points(group="torch.backends") if entry.name == "paceline")
+    assert found.load() is paceline_autostart.load
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_torchrun_records_its_ranks_and_no_other_process(tmp_path: Path, method: str) -> None:
+    """Not the launcher, nor data loader workers; and nothing is printed."""
+    script, ring = tmp_path / "train.py", tmp_path / "rings"
+    script.write_text(TRAINING)
+    ring.mkdir()
+    finished = run(
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
+        *(f"--master-port={free_port()}", str(script), method),
+        ring=ring,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "paceline" not in finished.stderr
+    names = rings(ring)
+    assert [name.rpartition(".g0.")[2] for name in names] == ["r0.ring", "r1.ring"]
+    for name in names:
+        assert RingReader(ring / name).identity.metadata["script"] == "train.py"
+        assert operations(ring / name).count(Op.ALL_REDUCE) >= 2, "the reducer's"
+
+
+@pytest.mark.parametrize("start", ["'env://'", "'tcp://127.0.0.1:%s' % port"])
+def test_spawned_ranks_without_variables_are_recorded(tmp_path: Path, start: str) -> None:
+    script, ring, port = tmp_path / "train.py", tmp_path / "rings", free_port()
+    ring.mkdir()
+    script.write_text(
+        f"""
+import os, torch, torch.distributed as dist
+port = "{port}"
+def train(rank):
+    if {start} == "env://":
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    dist.init_process_group("gloo", init_method={start}, rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(1))
+    dist.barrier()
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, nprocs=2)
+"""
+    )
+    finished = run(sys.executable, str(script), ring=ring)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    host = os.uname().nodename.partition(".")[0][:40]
+    assert rings(ring) == [f"{host}-{port}.g0.r{rank}.ring" for rank in range(2)]
+    assert RingReader(ring / rings(ring)[1]).view().status == "finished"
+
+
+def test_a_process_without_a_process_group_is_recorded_from_its_first_optimizer_step(
+    tmp_path: Path,
+) -> None:
+    """A child forked afterwards, such as a loader worker, leaves the ring alone."""
+    ending = """
+child = os.fork()
+if child == 0:
+    optimizer.step()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    finished = python(SINGLE + ending, tmp_path)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert rings(tmp_path) == ["job.g0.r0.ring"]
+    reader = RingReader(tmp_path / "job.g0.r0.ring")
+    assert (reader.identity.world_size, reader.view().status) == (1, "finished")
+
+
+@pytest.mark.parametrize(
+    ("value", "autoload"), [("", "1"), ("0", "1"), ("Off", "1"), ("1", "0"), ("maybe", "1")]
+)
+def test_nothing_is_started_unless_the_variable_asks(
+    tmp_path: Path, value: str, autoload: str
+) -> None:
+    finished = python(
+        SINGLE + "import sys; assert 'paceline' not in sys.modules",
+        tmp_path,
+        PACELINE=value,
+        TORCH_DEVICE_BACKEND_AUTOLOAD=autoload,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert rings(tmp_path) == []
+    if value == "maybe":
+        assert "PACELINE must be 1 or 0, got 'maybe'" in finished.stderr
+    else:
+        assert finished.stderr == ""
+
+
+def test_without_an_agent_that_is_logged_once_and_nothing_else(tmp_path: Path) -> None:
+    logging = "import logging; logging.basicConfig(level=20, format='%(levelname)s %(message)s')\n"
+    finished = python(logging + SINGLE, None)
+    assert finished.returncode == 0
+    assert finished.stderr == "INFO paceline is inert: no agent found on this node\n"
+
+
+@pytest.mark.parametrize("fault", ["import", "start"])
+def test_an_error_of_paceline_neither_fails_the_import_of_torch_nor_the_training(
+    tmp_path: Path, fault: str
+) -> None:
+    if fault == "import":
+        (tmp_path / "paceline.py").write_text("raise OSError('unreadable')")
+        finished = python(SINGLE, tmp_path / "none", PYTHONPATH=str(tmp_path))
+    else:
+        finished = python(SINGLE, tmp_path / "none")
+    assert finished.returncode == 0, finished.stderr
+    assert len(finished.stderr.splitlines()) == 1
+
+
+DISTRIBUTED = """
+import logging, sys, torch, torch.distributed as dist
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize("imports", ["before", "after"])
+def test_the_scripts_own_init_is_merged_without_a_warning(tmp_path: Path, imports: str) -> None:
+    own = """
+import paceline
+mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+paceline.init(mesh=mesh, metadata={"model": "7b"})
+paceline.init()
+for _ in paceline.steps(range(2)):
+    dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+    first = "import paceline\n" if imports == "before" else ""
+    finished = python(first + DISTRIBUTED + own, tmp_path)
+    assert finished.returncode == 0
+    assert finished.stderr == "paceline.init() was called again; the first call stands\n"
+    reader = RingReader(tmp_path / "job.g0.r0.ring")
+    assert reader.identity.metadata["model"] == "7b"
+    assert operations(tmp_path / "job.g0.r0.ring").count(Op.STEP) == 2
+
+
+def test_a_plain_init_of_the_script_changes_nothing(tmp_path: Path) -> None:
+    finished = python(
+        DISTRIBUTED + "import paceline; paceline.init(); dist.destroy_process_group()", tmp_path
+    )
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert Op.ALL_REDUCE in operations(tmp_path / "job.g0.r0.ring"), "from before the call"
+
+
+def test_a_second_process_group_is_recorded_too(tmp_path: Path) -> None:
+    again = """
+dist.destroy_process_group()
+from torch.distributed import init_process_group
+init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+    finished = python(DISTRIBUTED + again, tmp_path)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert operations(tmp_path / "job.g0.r0.ring").count(Op.ALL_REDUCE) == 2
+
+
+def test_compiled_code_is_compiled_as_before(tmp_path: Path) -> None:
+    """The start of the hooks adds no graph break to those that torch's optimizer has itself."""
+    finished = python(
+        """
+import torch
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([parameter])
+@torch.compile(backend="eager")
+def train():
+    optimizer.step()
+for _ in range(2):
+    parameter.sum().backward()
+    train()
+print(torch._dynamo.utils.counters)
+""",
+        tmp_path,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "graph_break" in finished.stdout
+    assert "getpid" not in finished.stdout
+    assert "paceline" not in finished.stdout

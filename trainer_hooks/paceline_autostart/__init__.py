@@ -1,0 +1,99 @@
+"""The entry point that `import torch` calls: starts the hooks if `PACELINE=1` asks for it.
+
+PyTorch calls each entry point of the group `torch.backends` at the end of its own import. It is a
+package of its own because every process that imports torch pays for it: without `PACELINE` it reads
+one variable. With it, two functions of torch start the hooks as `paceline.init()` does:
+
+    init_process_group        once the process group exists
+    the first optimizer step  of a process that has none
+
+So only processes that train are recorded. torchrun, data loader workers and workers of
+torch.compile import torch too, but do neither.
+
+An exception here would fail `import torch`. The name `paceline` is imported only at the start: a
+script that has imported it by then is expected to call `paceline.init` itself, and is started at
+its first optimizer step if it did not.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+VARIABLE = "PACELINE"
+ON = ("1", "true", "yes", "on")
+OFF = ("", "0", "false", "no", "off")
+
+_started_in = 0  # pid: a process is started once, and so is a forked child
+
+
+def load() -> None:
+    """Prepare the start of the hooks if `PACELINE` asks for it; the entry point."""
+    asked = os.environ.get(VARIABLE, "").strip().lower()
+    if asked in OFF:
+        return
+    try:
+        if asked in ON:
+            _prepare(sys.modules["torch"])
+        else:
+            _warn("PACELINE must be 1 or 0, got %r: nothing is recorded", asked)
+    except Exception as error:
+        _warn("nothing is recorded: %s", error)
+
+
+def _prepare(torch: Any) -> None:
+    optimizer = sys.modules["torch.optim.optimizer"]
+    optimizer.register_optimizer_step_pre_hook(_before_optimizer_step)
+    if torch.distributed.is_available():
+        _replace(torch.distributed.init_process_group)
+
+
+def _replace(original: Callable[..., Any]) -> None:
+    """Replace `init_process_group` in each module that has it, also under `from ... import`."""
+    @wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if "paceline" not in sys.modules:
+            _start()
+        return result
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.") and vars(module).get("init_process_group") is original:
+            setattr(module, "init_process_group", init_process_group)  # noqa: B010 - untyped
+
+
+def _before_optimizer_step(*_: Any) -> None:
+    # Torch iterates over its hooks here, so this one cannot remove itself.
+    if _started_in != os.getpid():
+        _start()
+
+
+def _nothing(*_: Any) -> None:
+    """Replace the hook in an optimizer that torch.compile compiles: it could not trace the start.
+
+    A process whose only optimizer is compiled, and without a process group, is not recorded.
+    """
+
+
+_before_optimizer_step._torchdynamo_inline = _nothing  # type: ignore[attr-defined]
+
+
+def _start() -> None:
+    global _started_in
+    if _started_in == os.getpid():
+        return
+    _started_in = os.getpid()
+    try:
+        from paceline.hooks import autostart  # noqa: PLC0415
+
+        autostart()
+    except Exception as error:
+        _warn("nothing is recorded: %s", error)
+
+
+def _warn(message: str, *values: object) -> None:
+    logging.getLogger(__name__).warning("paceline: " + message, *values)
