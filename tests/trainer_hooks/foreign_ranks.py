@@ -65,6 +65,8 @@ split = parallelize_module(
     {"0": ColwiseParallel(), "2": RowwiseParallel()},
 )
 stage = PipelineStage(nn.Linear(WIDTH, WIDTH), rank, 2, torch.device("cpu"))
+if torch.__version__ < "2.13":  # its first exchange sends integers and receives floats: not on gloo
+    stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
 schedule = ScheduleGPipe(stage, 2, loss_fn=nn.MSELoss())
 schedule.step(*([batch] if rank == 0 else []), **({} if rank == 0 else {"target": batch}))
 

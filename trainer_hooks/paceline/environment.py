@@ -336,7 +336,7 @@ def _store_address() -> tuple[str, str] | None:
     """
     distributed = sys.modules.get("torch.distributed.distributed_c10d")
     try:
-        store = distributed._get_default_store() if distributed is not None else None
+        store: Any = None if distributed is None else distributed._get_default_store()
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         return (str(store.host), str(store.port)) if store is not None else None

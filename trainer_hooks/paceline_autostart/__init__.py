@@ -54,6 +54,7 @@ def _prepare(torch: Any) -> None:
 
 def _replace(original: Callable[..., Any]) -> None:
     """Replace `init_process_group` in each module that has it, also under `from ... import`."""
+
     @wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)

@@ -63,7 +63,7 @@ dist.destroy_process_group()
 
 
 def outputs_of_two_ranks(source: str, ring_directory: str, pure: str = "") -> set[str]:
-    """Run two ranks; return what they printed."""
+    """Run two ranks; return what their scripts printed: gloo before torch 2.10 prints, too."""
     environment = {
         **os.environ,
         "PACELINE_RING_DIRECTORY": ring_directory,
@@ -84,9 +84,9 @@ def outputs_of_two_ranks(source: str, ring_directory: str, pure: str = "") -> se
         )
         for rank in range(2)
     ]
-    printed = {rank.communicate(timeout=120)[0] for rank in ranks}
+    printed = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
-    return printed
+    return {"\n".join(line for line in lines if "[Gloo]" not in line) for lines in printed}
 
 
 @pytest.mark.parametrize("pure", ["", "1"], ids=["built", "pure"])
@@ -104,4 +104,4 @@ def test_weights_after_50_steps_are_bit_equal_with_and_without_the_hooks(
 def test_calls_that_complete_after_finish_harm_nothing(
     tmp_path: Path, pure: str, library_of_process_groups: None
 ) -> None:
-    assert outputs_of_two_ranks(LATE, str(tmp_path), pure) == {"done\n"}
+    assert outputs_of_two_ranks(LATE, str(tmp_path), pure) == {"done"}
