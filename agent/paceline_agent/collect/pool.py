@@ -265,9 +265,10 @@ class ThreadLane:
             self._collector.close()
 
     def runnable(self) -> Runnable | None:
-        if self._thread_id is None:  # it waits for its turn, behind calls that are not stuck
+        thread_id = self._thread_id  # the call may end meanwhile
+        if thread_id is None:  # it waits for its turn, behind calls that are not stuck
             return Runnable(time.monotonic(), True)
-        return thread_runnable(self._thread_id)
+        return thread_runnable(thread_id)
 
     def abandon(self) -> None:
         """Do nothing: a thread cannot be ended, so the lane is busy until the call returns."""

@@ -2,7 +2,9 @@
 
 On a host that is short of CPU every call is late. Only one that neither runs nor waits for a CPU is
 stuck. Sources: `/proc/PID/task/TID/schedstat`, nanoseconds of running and waiting, the latter
-counted when the wait ends; and the state in `/proc/PID/task/TID/stat`, for a wait that goes on.
+counted when the wait ends; and the state in `/proc/PID/task/TID/stat`, for a wait that goes on. A
+kernel that does not count waits (CONFIG_SCHED_INFO) has no `schedstat`, or zeros in it: then the
+CPU time in `stat` counts, and the state alone shows a wait.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _RUNNABLE_SHARE = 0.2  # of the time for which a call is watched: it is not stuck
 
 
@@ -26,8 +29,7 @@ class Runnable(NamedTuple):
 def process_runnable(pid: int) -> Runnable | None:
     """Return for how long the threads of a process have run or waited for a CPU.
 
-    None if the kernel does not count it (CONFIG_SCHED_INFO) or the process has ended. The time of
-    threads that ended meanwhile is missing.
+    None if the process has ended. The time of threads that ended meanwhile is missing.
     """
     try:
         return _sum(pid, map(int, os.listdir(f"/proc/{pid}/task")))
@@ -60,8 +62,19 @@ def _sum(pid: int, threads: Iterable[int]) -> Runnable | None:
 
 def _of_thread(pid: int, thread: int) -> Runnable | None:
     directory = Path(f"/proc/{pid}/task/{thread}")
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        running, waiting, *_ = (directory / "schedstat").read_bytes().split()
-        state = (directory / "stat").read_bytes().rpartition(b") ")[2][:1]
-        return Runnable((int(running) + int(waiting)) / 1e9, state == b"R")
-    return None
+    try:
+        stat = (directory / "stat").read_bytes()
+    except OSError:
+        return None
+    schedstat = b""
+    with contextlib.suppress(OSError):
+        schedstat = (directory / "schedstat").read_bytes()
+    return parse(stat, schedstat)
+
+
+def parse(stat: bytes, schedstat: bytes) -> Runnable:
+    """Return how long a thread was runnable, from `stat` and `schedstat`, which may be empty."""
+    fields = stat.rpartition(b") ")[2].split()  # from the third, after a name with any bytes
+    nanoseconds = sum(map(int, schedstat.split()[:2]))
+    seconds = nanoseconds / 1e9 or (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
+    return Runnable(seconds, fields[0] == b"R")

@@ -260,6 +260,27 @@ async def test_a_worker_on_a_starved_host_is_not_stuck(context):
     assert log.events == []
 
 
+class Sleeping(Computing):
+    """Takes four fifths of its deadline, without running."""
+
+    name: ClassVar[str] = "sleeping"
+
+    def collect(self, now_ns: int) -> Collected:
+        time.sleep(0.4)
+        return Collected(samples=[Sample("worker", {}, 1.0, now_ns)])
+
+
+async def test_an_answer_that_the_agent_reads_late_was_not_late(context):
+    """The agent itself gets no CPU while the worker answers, within its deadline."""
+    async with running(Sleeping, context=context) as log:
+        for _ in range(3):
+            before = log.count("worker")
+            await log.until(lambda before=before: log.count("worker") > before)
+            await asyncio.sleep(0.35)  # the next call is being watched
+            time.sleep(1.0)
+    assert log.events == []
+
+
 async def test_those_behind_a_call_that_hangs_lose_no_sweep(context):
     """All share a thread until one of them keeps it."""
     release = threading.Event()
