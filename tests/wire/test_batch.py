@@ -34,7 +34,8 @@ from paceline_wire.batch import (
     pack_series,
     pack_values,
 )
-from paceline_wire.ring import GroupDefinition, SectionDefinition
+from paceline_wire.ring import GroupDefinition, RankDescription, SectionDefinition
+from paceline_wire.topology import Coordinates, Topology
 
 text = st.text(max_size=20)
 u63 = st.integers(0, 2**63 - 1)
@@ -44,6 +45,14 @@ rank = {"time_ns": u63, "job": text, "generation": small, "rank": small}
 definitions = st.one_of(
     st.builds(SectionDefinition, small, text),
     st.builds(GroupDefinition, small, text, st.lists(small, max_size=4), st.none() | text),
+)
+sizes = st.integers(1, 4)
+descriptions = st.builds(
+    RankDescription,
+    source=text,
+    topology=st.none() | st.builds(Topology, sizes, sizes, sizes, sizes, sizes),
+    coordinates=st.none() | st.builds(Coordinates, *[st.integers(0, 9)] * 5),
+    metadata=st.dictionaries(text, text, max_size=2),
 )
 events = st.one_of(
     st.builds(
@@ -58,7 +67,12 @@ events = st.one_of(
         labels=st.dictionaries(text, text, max_size=2),
     ),
     st.builds(RankStarted, pid=small, **rank),
-    st.builds(RankDefined, definitions=st.lists(definitions, max_size=3), **rank),
+    st.builds(
+        RankDefined,
+        definitions=st.lists(definitions, max_size=3),
+        descriptions=st.lists(descriptions, max_size=2),
+        **rank,
+    ),
     st.builds(
         RankExited,
         pid=small,
@@ -315,3 +329,20 @@ def test_a_batch_of_zeros_is_read_however_well_it_compresses() -> None:
     payload = encode(batch)
     assert len(payload) < 10_000
     assert decode(payload) == batch
+
+
+def test_a_server_without_descriptions_reads_the_event_that_has_them() -> None:
+    class EarlierRankDefined(msgspec.Struct, frozen=True, kw_only=True, tag="rank_defined"):
+        rank: int
+        definitions: list[SectionDefinition | GroupDefinition]
+
+    sent = RankDefined(
+        time_ns=1,
+        job="job",
+        generation=0,
+        rank=3,
+        definitions=[],
+        descriptions=[RankDescription(source="DeviceMesh", topology=Topology(2))],
+    )
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=EarlierRankDefined)
+    assert read == EarlierRankDefined(rank=3, definitions=[])

@@ -23,14 +23,17 @@ from paceline_wire.ring import (
     Acknowledgement,
     GroupDefinition,
     Identity,
+    RankDescription,
     RingError,
     RingFile,
     RingReader,
     SectionDefinition,
     create,
     define,
+    describe,
 )
 from paceline_wire.spans import RECORD, RECORD_BYTES, unpack
+from paceline_wire.topology import Coordinates, Topology
 
 from .conftest import CAPACITY
 
@@ -161,6 +164,51 @@ def test_definitions_are_read_once_in_order(ring: RingFile) -> None:
     assert reader.new_definitions() == [second]
     assert reader.new_definitions() == []
     assert RingReader(ring.path).new_definitions() == [first, second]
+
+
+def test_descriptions_are_read_once_in_order(ring: RingFile) -> None:
+    reader = RingReader(ring.path)
+    first = RankDescription(source="DeviceMesh", metadata={"schedule": "1f1b"})
+    second = RankDescription(
+        source="DeviceMesh", topology=Topology(2, 2), coordinates=Coordinates(1, 0)
+    )
+    assert reader.new_descriptions() == []
+    assert describe(ring, first)
+    assert reader.new_descriptions() == [first]
+    assert describe(ring, second)
+    assert reader.new_descriptions() == [second]
+    assert reader.new_descriptions() == []
+    assert reader.new_definitions() == []
+    assert RingReader(ring.path).new_descriptions() == [first, second]
+
+
+def test_a_full_descriptions_area_refuses(ring: RingFile) -> None:
+    long = RankDescription(source="x", metadata={"key": "x" * 1000})
+    accepted = [describe(ring, long) for _ in range(10)].count(True)
+    assert 5 < accepted < 10
+    assert RingReader(ring.path).new_descriptions() == [long] * accepted
+
+
+def test_a_writer_of_an_earlier_version_may_fill_the_pages_with_definitions(
+    ring: RingFile,
+) -> None:
+    ring.map[layout.DESCRIPTIONS_OFFSET : layout.DESCRIPTIONS_OFFSET + 8] = b"\xff" * 8
+    ring.state[layout.STATE_DEFINITIONS] = DEFINITIONS_BYTES + 100
+    assert RingReader(ring.path).new_descriptions() == []
+
+
+@reuse
+@given(noise=st.binary(min_size=1, max_size=200))
+def test_corrupt_descriptions_raise_a_ring_error(
+    tmp_path: Path, identity: Identity, noise: bytes
+) -> None:
+    ring = create(tmp_path / "noise.ring", identity, CAPACITY)
+    ring.descriptions[: len(noise)] = noise
+    reader = RingReader(ring.path)
+    with contextlib.suppress(RingError):  # any other error fails the test
+        assert isinstance(reader.new_descriptions(), list)
+    reader.close()
+    ring.close()
 
 
 def test_a_full_definitions_area_refuses_and_counts(ring: RingFile) -> None:

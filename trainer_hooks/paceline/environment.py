@@ -114,8 +114,10 @@ def read_rank_environment(environment: Mapping[str, str] | None = None) -> RankE
     if directory is None:
         return None
     rank, world_size, local_rank = _launcher_ranks(environment)
-    sizes = [_integer(environment, f"PACELINE_{axis}", 1) for axis in ("DP", "PP", "TP")]
-    topology = Topology(*sizes)
+    dp, pp, tp, cp, ep = (
+        _integer(environment, f"PACELINE_{axis}", 1) for axis in ("DP", "PP", "TP", "CP", "EP")
+    )
+    topology = Topology(dp, pp, tp, cp, ep)
     if topology.world_size != world_size:
         topology = Topology(dp=world_size)
     return RankEnvironment(

@@ -161,6 +161,7 @@ def _start(
     ring = create(environment.ring_path, identity, environment.capacity)
     _owner = get_ident()
     session = Session(Recorder(ring))
+    session.given = frozenset(map(str, metadata))
     _set_session(session)
     session.recorder.watch_gc()
     if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:

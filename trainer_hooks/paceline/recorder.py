@@ -26,9 +26,11 @@ from paceline_wire.ring import (
     STATE_STATUS,
     Ability,
     Definition,
+    RankDescription,
     RingFile,
     Status,
     define,
+    describe,
 )
 from paceline_wire.spans import NONE_32, RECORD_BYTES, Op
 
@@ -82,6 +84,10 @@ class Recorder(Writer):
     def define(self, definition: Definition) -> bool:
         """Append a definition to the ring. Return False if its area is full."""
         return define(self.ring, definition)
+
+    def describe(self, description: RankDescription) -> bool:
+        """Append a description to the ring. Return False if its area is full."""
+        return describe(self.ring, description)
 
     # Steps
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -24,11 +24,13 @@ from paceline_wire.ring import (
     DEFINITIONS_BYTES,
     STATE_DEFINITIONS,
     Control,
+    RankDescription,
     SectionDefinition,
     Status,
     section_op,
 )
 from paceline_wire.spans import COMPUTE_OPS, NONE_16, NONE_32, PIPELINE_TRANSFER_OPS, Op
+from paceline_wire.topology import Coordinates, Topology
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +66,51 @@ class Session:
         self.is_automatic = False  # started by `PACELINE=1`, and not yet by the script
         self.command: Control | None = None
         self.answered = 0  # id of the last command with a final answer
+        self.given: frozenset[str] = frozenset()  # keys of the metadata that the script passed
+        self._described: dict[str, str] = {}
+        self._place: tuple[Topology | None, Coordinates | None] = (None, None)
+
+    # Descriptions
+
+    def update(
+        self,
+        *,
+        source: str = "recognized",
+        metadata: Mapping[str, str] | None = None,
+        topology: Topology | None = None,
+        coordinates: Coordinates | None = None,
+    ) -> None:
+        """Describe this rank further, after its identity was written (owner thread only).
+
+        What was reported before is not repeated, and what the script passed to `init` stays.
+
+        Args:
+            source: what this was read from.
+            metadata: added to the job's; short texts, the same on all ranks.
+            topology: sizes of the axes. The server accepts them once every rank has reported the
+                same, with coordinates that fit.
+            coordinates: of this rank.
+        """
+        given = {str(key): str(value) for key, value in (metadata or {}).items()}
+        new = {
+            key: value
+            for key, value in given.items()
+            if key not in self.given and self._described.get(key) != value
+        }
+        place = (topology, coordinates)
+        if place == self._place:
+            place = (None, None)
+        if not new and place == (None, None):
+            return
+        description = RankDescription(
+            source=source, topology=place[0], coordinates=place[1], metadata=new
+        )
+        if not self.recorder.describe(description):
+            log_once("describe", "no room in the ring: what %s reports is not shown", source)
+            return
+        self._described |= new
+        if place != (None, None):
+            self._place = place
 
     # Sections
 

@@ -23,6 +23,7 @@ from paceline_wire.ring import (
     Definition,
     GroupDefinition,
     Identity,
+    RankDescription,
     SectionDefinition,
     StateView,
 )
@@ -159,13 +160,14 @@ class RankAttached(msgspec.Struct, frozen=True, kw_only=True, tag="rank_attached
 
 
 class RankDefined(msgspec.Struct, frozen=True, kw_only=True, tag="rank_defined"):
-    """A rank defined names of sections or process groups."""
+    """A rank defined names of sections or process groups, or described itself further."""
 
     time_ns: int
     job: str
     generation: int
     rank: int
     definitions: list[SectionDefinition | GroupDefinition]
+    descriptions: list[RankDescription] = []
 
 
 class RankExited(msgspec.Struct, frozen=True, kw_only=True, tag="rank_exited"):

@@ -7,7 +7,8 @@ truncated, its read fails, while access to a mapping would end the agent.
     page 0        identity     magic, layout version, capacity, then msgpack of `Identity`
     page 1        state        512 words, see the `STATE_*` constants; survives SIGKILL
     page 2        control      64 words: a command (agent -> trainer), its acknowledgement back
-    pages 3..18   definitions  append-only msgpack records: names of sections, process groups
+    pages 3..16   definitions  append-only msgpack records: names of sections, process groups
+    pages 17..18  descriptions a word (bytes in use), then append-only msgpack `RankDescription`s
     pages 19..    spans        `capacity` records of `spans.RECORD_BYTES`
 
 Words are 64-bit little-endian and aligned, so each store is atomic on supported machines. A record
@@ -35,8 +36,12 @@ PAGE = 4096
 STATE_OFFSET = PAGE
 CONTROL_OFFSET = 2 * PAGE
 DEFINITIONS_OFFSET = 3 * PAGE
-DEFINITIONS_BYTES = 16 * PAGE
-SPANS_OFFSET = DEFINITIONS_OFFSET + DEFINITIONS_BYTES
+DEFINITIONS_BYTES = 14 * PAGE
+# Writers of earlier versions used these pages for definitions, and readers expect nothing else
+# among the definitions. Both go on working: a reader ignores whichever list the other end lacks.
+DESCRIPTIONS_OFFSET = DEFINITIONS_OFFSET + DEFINITIONS_BYTES
+DESCRIPTIONS_BYTES = 2 * PAGE
+SPANS_OFFSET = DESCRIPTIONS_OFFSET + DESCRIPTIONS_BYTES
 DEFAULT_CAPACITY = 1 << 15  # 2 MiB; several seconds of a busy rank
 MINIMUM_CAPACITY = 64
 MAXIMUM_CAPACITY = 1 << 20  # 64 MiB
@@ -149,13 +154,26 @@ class GroupDefinition(msgspec.Struct, frozen=True, tag="group"):
     id: int
     name: str
     ranks: list[int]
-    axis: str | None = None  # "dp", "pp", "tp" or "world"; None: unknown
+    axis: str | None = None  # an `Axis` or "world"; None: unknown
+
+
+class RankDescription(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Facts about a rank and its job that were found after its ring was created.
+
+    Later descriptions take precedence.
+    """
+
+    source: str  # what they were read from, such as "DeviceMesh" or "Megatron parallel state"
+    topology: Topology | None = None  # only sizes: the server finds the layout
+    coordinates: Coordinates | None = None
+    metadata: dict[str, str] = {}  # as in `Identity`
 
 
 Definition = SectionDefinition | GroupDefinition
 _LIMITS = {"generation": 1 << 31, "rank": 1 << 31, "pid": 1 << 31, "started_ns": 1 << 63}
 _identities = msgspec.msgpack.Decoder(Identity)
 _definitions: msgspec.msgpack.Decoder[Definition] = msgspec.msgpack.Decoder(Definition)
+_descriptions = msgspec.msgpack.Decoder(RankDescription)
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
@@ -240,9 +258,14 @@ class RingFile:
         self.state = view[STATE_OFFSET:CONTROL_OFFSET].cast("Q")
         self.state_floats = view[STATE_OFFSET:CONTROL_OFFSET].cast("d")
         self.control = view[CONTROL_OFFSET : CONTROL_OFFSET + 512].cast("Q")
-        self.definitions = view[DEFINITIONS_OFFSET:SPANS_OFFSET]
+        self.definitions = view[DEFINITIONS_OFFSET:DESCRIPTIONS_OFFSET]
+        self.descriptions = view[DESCRIPTIONS_OFFSET:SPANS_OFFSET]
+        self.description_words = self.descriptions.cast("Q")
         self.spans = view[SPANS_OFFSET : SPANS_OFFSET + capacity * RECORD_BYTES]
-        self._views = (self.state, self.state_floats, self.control, self.definitions, self.spans)
+        self._views = (
+            *(self.state, self.state_floats, self.control, self.definitions),
+            *(self.description_words, self.descriptions, self.spans),
+        )
         self._view = view
 
     def close(self) -> None:
@@ -311,6 +334,18 @@ def define(ring: RingFile, definition: Definition) -> bool:
     return True
 
 
+def describe(ring: RingFile, description: RankDescription) -> bool:
+    """Append a description (writer's end). Return False if the area is full."""
+    encoded = msgspec.msgpack.encode(description)
+    used = ring.description_words[0] or 8
+    end = used + 4 + len(encoded)
+    if end > DESCRIPTIONS_BYTES:
+        return False
+    ring.descriptions[used:end] = len(encoded).to_bytes(4, "little") + encoded
+    ring.description_words[0] = end
+    return True
+
+
 class _Words:
     """The words of a page, each read and written in the file. Raises RingError past its end."""
 
@@ -354,6 +389,7 @@ class RingReader:
         self.lost = 0  # records overwritten before they were read, or torn
         self._descriptor = descriptor
         self._defined = 0
+        self._described = 8
 
     def close(self) -> None:
         """Close the file."""
@@ -391,24 +427,46 @@ class RingReader:
     def new_definitions(self) -> list[Definition]:
         """Return the definitions since the last call. Raises RingError on a corrupt area."""
         used = self.state[STATE_DEFINITIONS]
-        if used > DEFINITIONS_BYTES:
+        if used > SPANS_OFFSET - DEFINITIONS_OFFSET:
             raise RingError(f"{self.path}: definitions claim {used} bytes")
         if used <= self._defined:
             return []
-        new = self._read(DEFINITIONS_OFFSET + self._defined, used - self._defined)
-        definitions: list[Definition] = []
-        end = 0
-        while end < len(new):
-            start = end + 4
-            end = start + int.from_bytes(new[end:start], "little")
-            if end > len(new):
-                raise RingError(f"{self.path}: a definition overruns its area")
-            try:
-                definitions.append(_definitions.decode(new[start:end]))
-            except (msgspec.DecodeError, ValueError) as error:
-                raise RingError(f"{self.path}: corrupt definition: {error}") from error
+        records = self._records(DEFINITIONS_OFFSET, self._defined, used)
+        try:
+            definitions = [_definitions.decode(record) for record in records]
+        except (msgspec.DecodeError, ValueError) as error:
+            raise RingError(f"{self.path}: corrupt definition: {error}") from error
         self._defined = used
         return definitions
+
+    def new_descriptions(self) -> list[RankDescription]:
+        """Return the descriptions since the last call. Raises RingError on a corrupt area."""
+        if self.state[STATE_DEFINITIONS] > DEFINITIONS_BYTES:
+            return []  # a writer of an earlier version, with definitions here
+        used = int.from_bytes(self._read(DESCRIPTIONS_OFFSET, 8), "little")
+        if used > DESCRIPTIONS_BYTES:
+            raise RingError(f"{self.path}: descriptions claim {used} bytes")
+        if used <= self._described:
+            return []
+        records = self._records(DESCRIPTIONS_OFFSET, self._described, used)
+        try:
+            descriptions = [_descriptions.decode(record) for record in records]
+        except (msgspec.DecodeError, ValueError) as error:
+            raise RingError(f"{self.path}: corrupt description: {error}") from error
+        self._described = used
+        return descriptions
+
+    def _records(self, area: int, start: int, end: int) -> list[bytes]:
+        """Return the records of an append-only area between two of its offsets."""
+        content = self._read(area + start, end - start)
+        records, at = [], 0
+        while at < len(content):
+            begin = at + 4
+            at = begin + int.from_bytes(content[at:begin], "little")
+            if at > len(content):
+                raise RingError(f"{self.path}: a record overruns its area")
+            records.append(content[begin:at])
+        return records
 
     def view(self) -> StateView:
         """Decode the state page as it is now."""

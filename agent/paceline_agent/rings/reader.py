@@ -395,9 +395,13 @@ class Rings:
 
     def _read_definitions(self, attached: _AttachedRing) -> None:
         definitions = attached.reader.new_definitions()
-        if definitions:
+        descriptions = attached.reader.new_descriptions()
+        if definitions or descriptions:
             event: Event = RankDefined(
-                time_ns=timeline_ns(), definitions=definitions, **attached.key._asdict()
+                time_ns=timeline_ns(),
+                definitions=definitions,
+                descriptions=descriptions,
+                **attached.key._asdict(),
             )
             self._outbox.put_events([event])
 

@@ -310,6 +310,8 @@ class Supervisor:
             "PACELINE_DP": topology.dp,
             "PACELINE_PP": topology.pp,
             "PACELINE_TP": topology.tp,
+            "PACELINE_CP": topology.cp,
+            "PACELINE_EP": topology.ep,
             "PACELINE_CHECKPOINT_DIRECTORY": command.checkpoint_directory,
             "PACELINE_SAVED_STEP": command.saved_step,
             "PACELINE_GPU_INDEX": spec.gpu,

@@ -121,6 +121,7 @@ class Engine:
             )
         left_over, self._left_over = self._left_over, []
         return Outcome(
+            placement=running.placement,
             steps=left_over + running.take_complete(now_ns),
             findings=findings,
             progress=running.progress(),

@@ -25,6 +25,7 @@ from paceline_server.detect.recent import RecentRecords
 from paceline_server.detect.telemetry import Telemetry
 from paceline_server.engine.clocks import ReportedTime
 from paceline_server.engine.losses import LossJoin
+from paceline_server.engine.reported_topology import ReportedTopology, may_replace
 from paceline_server.engine.types import Placement, RankProgress
 from paceline_server.flight_recorder import received
 from paceline_server.flight_recorder.received import Received
@@ -77,7 +78,10 @@ class RunningGeneration:
         self._policy = policy
         self._world_size = placement.topology.world_size
         self.model = StepModel(placement.generation, placement.topology, placement.metadata)
+        self._detector_classes = detectors
         self._detectors = [detector(self.generation, policy) for detector in detectors]
+        self._reported_topology = ReportedTopology(self._world_size)
+        self._cleared: list[Finding] = []  # by a change of the topology
         self._ranks: dict[int, LiveRank] = {}
         self._exited: dict[int, RankExited] = {}
         self._stacks: dict[int, RankStackTraces] = {}
@@ -120,6 +124,7 @@ class RunningGeneration:
                     claimed = identity.job, identity.generation, identity.rank
                     if self._is_generation(*claimed) and self._holds(identity.rank, batch.agent_id):
                         self.model.describe(identity.metadata)
+                        self._reported_topology.add_identity(identity)
                         attached = ReportedTime(batch.agent_id, event.time_ns, received_ns)
                         self.attached.setdefault(batch.agent_id, attached)
                 case DeviceEvent():
@@ -167,6 +172,9 @@ class RunningGeneration:
                 self.model.add_group(event.rank, definition)
             else:
                 self._sections[event.rank, definition.id] = definition.name
+        for description in event.descriptions:
+            self.model.add_description(description.metadata)
+            self._reported_topology.add_description(event.rank, description)
 
     def _add_stacks(self, event: RankStackTraces) -> None:
         self._stacks[event.rank] = replace_fields(
@@ -192,6 +200,7 @@ class RunningGeneration:
 
     def take_steps(self, now_ns: int) -> list[StepSummary]:
         """Return the steps closed since the last call, for the detectors and the ledger."""
+        self._relocate()
         finished = self.model.take_finished()
         self._new_timings = [timing for _, timing in finished]
         self._remember(self._new_timings)
@@ -201,6 +210,31 @@ class RunningGeneration:
             self._joined.add(summary, now_ns)
         self._steps_finished += len(steps)
         return steps
+
+    def _relocate(self) -> None:
+        """Adopt the topology that all ranks report, which they may recognize after they began.
+
+        What was measured with another one is dropped: it compares ranks that are no peers.
+        """
+        reported, before = self._reported_topology.take(), self.placement
+        if reported is None or reported == before.topology:
+            return
+        was_requested = not before.was_found and before.topology_source is None
+        if was_requested and not may_replace(before.topology, reported):
+            return
+        source = self._reported_topology.source
+        self.placement = replace_fields(before, topology=reported, topology_source=source)
+        self.generation = replace(self.generation, topology=reported)
+        self.model.relocate(reported)
+        self._detectors = [
+            detector(self.generation, self._policy) for detector in self._detector_classes
+        ]
+        self._recent.clear()
+        self._replay = RunReplay((), reported, {})
+        for fingerprint, finding in list(self._active_findings.items()):
+            if kind_of(finding.kind).effect == "slow":
+                del self._active_findings[fingerprint]
+                self._cleared.append(replace_fields(finding, cleared=True))
 
     def _remember(self, timings: list[StepTiming]) -> None:
         self._recent += timings
@@ -251,7 +285,7 @@ class RunningGeneration:
             replay=self._replay,
             metadata=self.model.metadata,
         )
-        findings = []
+        findings, self._cleared = self._cleared, []
         for detector in self._detectors:
             observation = replace(
                 observation,

@@ -41,6 +41,8 @@ def _define(model: StepModel, job: str, placement: Placement, batch: Batch) -> N
                 for definition in event.definitions:
                     if isinstance(definition, GroupDefinition):
                         model.add_group(event.rank, definition)
+                for description in event.descriptions:
+                    model.add_description(description.metadata)
             case RankAttached(identity=identity):
                 if (identity.job, identity.generation) == (job, generation(identity.rank)):
                     model.describe(identity.metadata)

@@ -16,6 +16,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     topology: Topology
     nodes: dict[int, str]  # rank -> agent_id
     gpus: dict[int, int | None]  # rank -> NVML index on that node
+    # What the ranks reported the topology from, if it is not the one requested.
+    topology_source: str | None = None
     metadata: dict[str, str] = {}  # schedule ("gpipe", "1f1b"), microbatches, ...
     started_ns: int  # CLOCK_REALTIME
     was_found: bool = False  # external: was found running at `started_ns`
@@ -42,6 +44,7 @@ class RankProgress(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, kw_only=True):
     """The changes since the last tick."""
 
+    placement: Placement | None = None  # of the running generation, as its ranks report it
     steps: list[StepSummary] = []
     findings: list[Finding] = []
     progress: list[RankProgress] = []  # of the ranks that have changed

@@ -12,6 +12,7 @@ from paceline_server.steps.breakdown import break_down, compute_rows, rank_times
 from paceline_server.steps.bubbles import BubbleModel
 from paceline_server.steps.columns import CHUNK, Block, Ints, Spans, block, decode
 from paceline_server.steps.groups import Groups
+from paceline_server.steps.metadata import merged
 from paceline_server.steps.peers import medians_of_others
 from paceline_server.steps.replicas import RankCoordinates, ReplicaPhases
 from paceline_server.steps.timeline import StepTimeline
@@ -50,6 +51,15 @@ class StepModel:
     def describe(self, metadata: Mapping[str, str]) -> None:
         """Add metadata that the ranks reported; values that the job was created with stay."""
         self.metadata = {**metadata, **self.metadata}
+
+    def add_description(self, metadata: Mapping[str, str]) -> None:
+        """Add metadata that a rank found out later; it takes precedence."""
+        self.metadata = merged(self.metadata, metadata)
+
+    def relocate(self, topology: Topology) -> None:
+        """Use another topology for the steps from now on."""
+        self.topology = topology
+        self._bubbles = BubbleModel(topology)
 
     def add_group(self, rank: int, definition: GroupDefinition) -> None:
         self.groups.add(rank, definition)

@@ -61,6 +61,7 @@ class Commit:
     steps: Sequence[StepSummary]
     acknowledged: Sequence[Acknowledged]
     placement: Placement | None  # of a new generation
+    relocated: Placement | None  # of the current one, if its topology changed
     rank_rows: Sequence[dict[str, Any]] | None  # that changed; None: written at a later tick
     ranks_changed_visibly: bool  # more than how long an operation has been running
     engine_memory: bytes | None  # None: written at a later tick
@@ -73,6 +74,7 @@ class Commit:
             self.steps
             or self.acknowledged
             or self.placement is not None
+            or self.relocated is not None
             or self.ranks_changed_visibly
             or decision.state
             or decision.incidents
@@ -100,6 +102,8 @@ def write_commit(
         _insert_generation(session, job_id, commit, commit.placement)
     elif commit.rank_rows:
         _update_ranks(session, commit.rank_rows)
+    if commit.relocated is not None:
+        _relocate(session, job_id, commit.relocated)
     ticked_ns = commit.columns.ticked_ns
     lag = None if ticked_ns is None else lag_seconds(ticked_ns, now_ns)
     write_incidents(
@@ -143,6 +147,12 @@ def _insert_generation(session: Session, job_id: str, commit: Commit, placement:
         )
     )
     _claim_nodes(session, job_id, {view.agent_id for view in views})
+
+
+def _relocate(session: Session, job_id: str, placement: Placement) -> None:
+    row = models.GenerationRow
+    is_current = row.job_id == job_id, row.generation == placement.generation
+    session.execute(update(row).where(*is_current).values(placement=placement))
 
 
 def _update_ranks(session: Session, rows: Sequence[dict[str, Any]]) -> None:
@@ -343,6 +353,6 @@ def _record_changes(session: Session, job_id: str, commit: Commit) -> None:
         record_change(session, job_id, "incident", incident.incident_id)
     for action in commit.decision.actions:
         record_change(session, job_id, "action", action.action_id)
-    if commit.placement is not None or commit.rank_rows:
+    if commit.placement is not None or commit.relocated is not None or commit.rank_rows:
         record_change(session, job_id, "ranks", job_id)
     record_change(session, job_id, "job", job_id)

@@ -12,6 +12,7 @@ from paceline_server.worker.acknowledgements import checkpoint_step, merge
 from paceline_server.worker.feed import Fed
 from paceline_server.worker.memory import JobMemory
 from paceline_server.worker.snapshot import JobColumns, Snapshot
+from paceline_wire.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,14 @@ def _conclude(memory: JobMemory, now_ns: int, as_of_ns: int) -> Outcome | None:
     return outcome
 
 
+def _relocated(before: JobColumns, topology: Topology) -> JobColumns:
+    """Return the columns with the topology that the ranks report; a restart asks for the same."""
+    spec = before.spec
+    if spec.topology == before.topology != topology:
+        spec = replace_fields(spec, topology=topology)
+    return replace(before, spec=spec, topology=topology)
+
+
 def _progress(
     before: JobColumns,
     outcome: Outcome,
@@ -61,6 +70,8 @@ def _progress(
     as_of_ns: int,
 ) -> JobColumns:
     started_ns, step, loss = before.started_ns, before.step, before.loss
+    if outcome.placement is not None:
+        before = _relocated(before, outcome.placement.topology)
     for summary in outcome.steps:
         started_ns = started_ns or summary.started_ns
         step = summary.step

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from paceline_server.act.announce import IncidentReceiver
 from paceline_server.decide.types import AuditEntry, JobSpec, RankView
+from paceline_server.engine.reported_topology import topology_of
 from paceline_server.engine.types import Placement
 from paceline_server.policy import Policy
 from paceline_server.steps.types import Ledger
@@ -127,7 +128,8 @@ def _begin(
 ) -> int:
     """Write the job and its generation; return the generation's number."""
     identity = ranks[0].identity
-    topology = identity.topology
+    places = {attachment.rank: attachment.identity.coordinates for attachment in ranks}
+    topology = topology_of(identity.topology, places) or identity.topology
     if topology.world_size != len(ranks):
         topology = Topology(dp=len(ranks))
     views = [_view(session, attachment) for attachment in ranks]

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline_server.metrics import BackgroundMetrics
+from paceline_server.steps.metadata import merged
 from paceline_server.worker.memory import JobMemory
 from paceline_server.worker.snapshot import Snapshot
-from paceline_wire.batch import Batch, Event, RankAttached, RankState
+from paceline_wire.batch import Batch, Event, RankAttached, RankDefined, RankState
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ class Fed:
 
 
 def feed(memory: JobMemory, snapshot: Snapshot, metrics: BackgroundMetrics) -> Fed:
-    metadata = dict(snapshot.columns.spec.metadata)
+    metadata: Mapping[str, str] = snapshot.columns.spec.metadata
     for received in snapshot.log:
         memory.cursor = received.log_id
         batch = memory.earlier_processes.filter(received.batch)
@@ -32,13 +33,16 @@ def feed(memory: JobMemory, snapshot: Snapshot, metrics: BackgroundMetrics) -> F
             # A malformed batch of one agent must not stop the detection for the whole job.
             metrics.batches_skipped.inc()
             _log.exception("batch %d of %s skipped", received.log_id, batch.agent_id)
-        _apply_events(memory, snapshot.job_id, batch, metadata)
+        metadata = _apply_events(memory, snapshot.job_id, batch, metadata)
     return Fed(memory.cursor, metadata)
 
 
-def _apply_events(memory: JobMemory, job_id: str, batch: Batch, metadata: dict[str, str]) -> None:
+def _apply_events(
+    memory: JobMemory, job_id: str, batch: Batch, metadata: Mapping[str, str]
+) -> Mapping[str, str]:
+    """Return the metadata with what the ranks reported."""
     if batch.agent_id not in memory.ranks.agents:  # any user of a node can claim a job's name
-        return
+        return metadata
     for event in batch.events:
         if not _is_of(job_id, event):
             continue
@@ -48,7 +52,11 @@ def _apply_events(memory: JobMemory, job_id: str, batch: Batch, metadata: dict[s
             continue
         memory.ranks.apply(batch.agent_id, event)
         if isinstance(event, RankAttached):
-            metadata.update(event.identity.metadata)
+            metadata = merged(metadata, event.identity.metadata)
+        elif isinstance(event, RankDefined):
+            for description in event.descriptions:
+                metadata = merged(metadata, description.metadata)
+    return metadata
 
 
 def _is_of(job_id: str, event: Event) -> bool:

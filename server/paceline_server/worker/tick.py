@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from sqlalchemy.orm import Session
 
 from paceline_server.decide.types import Decision
-from paceline_server.engine.types import Placement
+from paceline_server.engine.types import Outcome, Placement
 from paceline_server.metrics import BackgroundMetrics
 from paceline_server.store import queries
 from paceline_server.store.commands import reserve_command_ids
@@ -142,6 +142,7 @@ class JobWorker:
             steps=() if outcome is None else tuple(outcome.steps),
             acknowledged=snapshot.new_acknowledged,
             placement=placement,
+            relocated=_relocated(snapshot, outcome, placement),
             rank_rows=tuple(ranks.changed()) if write_ranks else None,
             ranks_changed_visibly=write_ranks and ranks.changed_visibly(),
             # Not at each tick: it may be large, and what it lacks is in the log.
@@ -231,6 +232,15 @@ class JobWorker:
     def release(self) -> None:
         with self._database.write() as session:
             release(session, self._lease.name, self._lease.owner, self._lease.epoch)
+
+
+def _relocated(
+    snapshot: Snapshot, outcome: Outcome | None, new: Placement | None
+) -> Placement | None:
+    """Return the running generation's placement if its ranks report another topology."""
+    running = None if outcome is None else outcome.placement
+    is_same = running is None or running.topology == snapshot.columns.topology
+    return None if is_same or new is not None else running
 
 
 def _placement(columns: JobColumns, decision: Decision, now_ns: int) -> Placement | None:

@@ -1,0 +1,36 @@
+"""Descriptions that a session adds to its rank after `init`."""
+
+from __future__ import annotations
+
+from paceline import hooks
+from paceline_wire.ring import RingReader
+from paceline_wire.topology import Coordinates, Topology
+
+
+def test_what_is_new_is_reported_once(reader: RingReader) -> None:
+    session = hooks._session
+    assert session is not None
+    session.update(metadata={"steps": "optimizer"})
+    session.update(metadata={"steps": "optimizer"})
+    session.update(source="DeviceMesh", topology=Topology(2), coordinates=Coordinates(1))
+    session.update(source="DeviceMesh", topology=Topology(2), coordinates=Coordinates(1))
+    first, second = reader.new_descriptions()
+    assert (first.metadata, first.topology) == ({"steps": "optimizer"}, None)
+    assert (second.metadata, second.coordinates) == ({}, Coordinates(1))
+
+
+def test_what_the_script_passed_stays(reader: RingReader) -> None:
+    session = hooks._session
+    assert session is not None
+    session.given = frozenset({"schedule"})
+    session.update(metadata={"schedule": "gpipe", "microbatches": "4"})
+    assert [each.metadata for each in reader.new_descriptions()] == [{"microbatches": "4"}]
+
+
+def test_a_full_area_is_no_error(reader: RingReader) -> None:
+    session = hooks._session
+    assert session is not None
+    for number in range(20):
+        session.update(metadata={"long": f"{number}" * 1000})
+    assert 0 < len(reader.new_descriptions()) < 20
+    assert not session.recorder.failures
