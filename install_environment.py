@@ -35,7 +35,7 @@ _DOWNLOAD = re.compile(r"\s*(Downloading|Using cached|Processing) (\S+)(?: \(([\
 
 
 class InstallationProgress:
-    """Lines with the seconds since the start."""
+    """Prints lines with the seconds since the start."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -106,7 +106,7 @@ def run_plain(command: list[str], progress: InstallationProgress) -> int:
 
 
 def describe_download(line: str) -> str | None:
-    """Return what pip reports to fetch, with its size; None for any other line."""
+    """Return the file that pip downloads, with its size; None for any other line."""
     match = _DOWNLOAD.match(line)
     if match is None or match[2].endswith((".metadata", "/")):
         return None

@@ -1,7 +1,8 @@
 """The delay from a change of a GPU's temperature until the server's API returns it.
 
 A real agent and a real server. The emulated GPU gets a new temperature at a random moment, and the
-API is polled until it returns it. Up to a second of that is the wait for the next sweep.
+API is polled until it returns that value. Up to a second of the delay is the wait for the next
+sweep.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def measure() -> Iterator[Result]:
 
 
 def await_shown(url: str, celsius: int | None, seconds: float = LONGEST_SECONDS) -> None:
-    """Wait until the API returns this temperature of GPU 0; None: any."""
+    """Wait until the API returns this temperature for GPU 0; None: any temperature."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         shown = _shown(url)

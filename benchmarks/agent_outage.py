@@ -74,7 +74,7 @@ def _await_answer(url: str) -> None:
 
 
 class _Delays:
-    """Changes a GPU's temperature repeatedly, once the agent has reported."""
+    """Changes a GPU's temperature repeatedly, after the agent has reported for the first time."""
 
     def __init__(self, node: FakeNode, url: str) -> None:
         self._node, self._url = node, url

@@ -4,12 +4,12 @@ The host of the step waits for its accelerator (sleeps) for 22 ms, as a training
 sections, 12 gradient all-reduces, the boundary, the wait for data, the poll and the report of a
 loss. Then the same time as a pipelined step of 8 microbatches: 16 actions of two sections each and
 12 all-reduces, 60 timed calls, more than the goal assumes; a DistributedDataParallel model with 12
-buckets; and a step that computes on the host, a few thousand short torch operations. Steps with
-and without the hooks alternate, and so does their order in a pair, because the speed of a shared
-machine changes within tenths of a second. Without the hooks, torch is as it was, and the loop calls
-empty context managers. The result is the median
-over pairs of the additional CPU time of the training thread, as a share of the step's wall time,
-with its standard error. Within two errors of the goal, the goal is neither met nor missed.
+buckets; and a step that computes on the host, a few thousand short torch operations. Steps with and
+without the hooks alternate, and so does their order in a pair, because the speed of a shared
+machine changes within tenths of a second. Without the hooks, torch is unmodified, and the loop
+calls empty context managers. The result is the median over pairs of the additional CPU time of the
+training thread, as a share of the step's wall time, with its standard error. Within two errors of
+the goal, the goal is neither met nor missed.
 
 The reader of the ring is a process that reads, packs and stores as an agent does; then it is
 stopped, killed, or its disk is full (/dev/full). The first row compares the step with itself and
@@ -46,7 +46,7 @@ from benchmarks.harness.torch_alone import torch_alone
 from paceline import Op
 
 PAIRS = 500
-COLLECTIVE_PAIRS = 1000  # threads of gloo make these steps scatter most
+COLLECTIVE_PAIRS = 1000  # more pairs, because threads of gloo add the most variance to these steps
 PROFILED_PAIRS = 25
 WARM_PAIRS = 10
 MICROBATCHES = 8
@@ -81,7 +81,7 @@ Condition = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Calls:
-    """The functions of the hooks that the loop calls, or nothing in their place."""
+    """The functions of the hooks that the loop calls, or empty ones in their place."""
 
     section: Callable[[str], AbstractContextManager[None]]
     pipelining: Callable[..., AbstractContextManager[None]]
@@ -194,7 +194,7 @@ class ReducerStep(Step):
 
 
 class DataParallelStep(Step):
-    """MICROBATCHES of a network of LAYERS small layers, computed on the host."""
+    """A step of MICROBATCHES through LAYERS small layers, computed on the host."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -100,7 +100,7 @@ class _ClockReads:
 
 
 def _cold_sections() -> Iterator[Result]:
-    """Measure sections with cold caches, as between kernels."""
+    """Measure sections with cold CPU caches, as between kernels."""
     matrix, target = torch.randn(192, 192) / 14, torch.empty(192, 192)
     torch.set_num_threads(1)
 

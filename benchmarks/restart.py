@@ -65,7 +65,7 @@ def measure() -> Iterator[Result]:
 
 
 def _seconds(start: Start) -> float:
-    """Return the median of a few kills in one job."""
+    """Return the median restart time of a few kills in one job."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "train.py").write_text(SCRIPT)
@@ -75,7 +75,7 @@ def _seconds(start: Start) -> float:
 
 
 def _kill(directory: Path, victim: int) -> float:
-    """Let the job train a while, kill a rank, and wait for a step of its successors."""
+    """Let the job train for a while, kill a rank, and wait for a step of the new ranks."""
     first = _ranks(directory, lambda _: True)
     aim = max(step for _, step in first.values()) + STEPS_BETWEEN
     old = _ranks(directory, lambda ranks: min(step for _, step in ranks.values()) >= aim)

@@ -43,7 +43,7 @@ ALERT_GOAL_SECONDS = 2.0
 LAG_GOAL_SECONDS = 5.0  # one step of the larger job
 GROWTH_GOAL_MIB = 64.0
 CPU_GOAL_RATIO = (
-    0.4  # of the step time: on two cores this leaves room for work that is not per step
+    0.4  # share of the step time: on two cores this leaves room for work that is not per step
 )
 
 LOADS = (
@@ -71,7 +71,7 @@ class Run:
     refused: int = 0
     latest: float = 0.0
     cpu_seconds: float = 0.0
-    feeding_seconds: float = 0.0  # of CPU
+    feeding_seconds: float = 0.0  # CPU seconds
     seconds: float = 0.0
     spans: int = 0
     steps_known: int | None = None
@@ -157,7 +157,7 @@ async def _play(load: Load, run: Run, server: _Server, scratch: Path) -> None:
 
 
 async def _beat(connections: Connections, nodes: list[Node], planned: asyncio.Event) -> None:
-    """While the plan is made the nodes must be seen to live."""
+    """Send heartbeats while the plan is prepared, so that the nodes count as alive."""
     while not planned.is_set():
         for node in nodes:
             node.beats += 1

@@ -1,4 +1,5 @@
-"""The cost of a large job to the server: CPU per step, memory and disk, on a machine of any load.
+"""The cost of a large job to the server: CPU per step, memory and disk, whatever else the machine
+runs.
 
 The server's log writer and worker on a real database, in one process, receive what a fleet sends.
 The clock is the plan's, not the machine's, so that a busy machine only makes the run longer. HTTP
@@ -52,7 +53,7 @@ LOADS = (
 CPU_GOAL_RATIO = 0.3  # of the step time, on two cores
 GROWTH_GOAL_MIB = 64.0
 LOG_BYTES = 32 << 20  # kept, so that a short run reaches it
-# The log is trimmed every 10 s and can be larger by what arrives in between.
+# The log is trimmed every 10 s and grows by what arrives in between.
 LOG_GOAL_MIB = 32.0 + 24.0
 _WARM_UP_STEPS = 2  # the first steps fill the windows
 _TICKS_PER_SECOND = 2  # as often as the worker ticks when a tick takes a quarter of a second
@@ -65,7 +66,7 @@ class Costs:
     """Costs per step, once the step is over."""
 
     load: Load
-    ingest_seconds: list[float] = field(default_factory=list)  # of CPU
+    ingest_seconds: list[float] = field(default_factory=list)  # CPU seconds
     worker_seconds: list[float] = field(default_factory=list)
     fixed_seconds: list[float] = field(default_factory=list)  # duration of the fixed piece of work
     memory_mib: list[float] = field(default_factory=list)

@@ -1,7 +1,8 @@
-"""The path of a record from the ring to the server's memory: read, pack, encode, decode.
+"""The cost of a record's path from the ring to the server's memory: read, pack, encode, decode.
 
-CPU seconds of this process; a window of one node as an agent sends it (8 ranks, 3,200 samples).
-The baseline is the same window as rows of JSON (the standard library's), in the same run.
+Measured in CPU seconds of this process, for a window of one node as an agent sends it (8 ranks,
+3,200 samples). The baseline is the same window as rows of JSON (the standard library's), in the
+same run.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _codec() -> Iterator[Result]:
 
 
 def _to_json(batch: Batch) -> bytes:
-    """Encode a list per record, as a simple service would."""
+    """Encode each record as a JSON list, as a simple service would."""
     spans = [
         list(RECORD.unpack_from(records, offset))
         for records in (from_columns(block.columns) for block in batch.spans)

@@ -1,7 +1,7 @@
-"""Order of the test files: those that take longest start first.
+"""Order of the test files: the longest ones start first.
 
 `make unit` gives whole files to parallel processes. A long file that starts last would run alone
-while the other processes have nothing left to do.
+while the other processes are idle.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from paceline_wire.local_token import STATE_DIRECTORY
 
-# By wall time, longest first. Names, not paths: a file that moves keeps its place.
+# By wall time, longest first. Names, not paths, so that a moved file keeps its position.
 LONGEST = (
     "test_external_jobs",
     "test_takeover",
@@ -36,7 +36,7 @@ LONGEST = (
 
 @pytest.fixture(scope="session", autouse=True)
 def _tokens_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Servers and their clients find each other's tokens here, not in the user's own files."""
+    """Let servers and clients find each other's tokens here, not in the user's own files."""
     os.environ[STATE_DIRECTORY] = str(tmp_path_factory.mktemp("state"))
 
 

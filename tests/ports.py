@@ -7,9 +7,8 @@ import os
 import socket
 from itertools import count
 
-# Below the range from which the kernel takes the ports of outgoing connections (32768 and up):
-# there, a port that was free a moment ago may be taken when the process binds it. Each pytest
-# worker has its own thousand.
+# Below the range of ports for outgoing connections (32768 and up), in which a port that was free a
+# moment ago may be in use when the process binds it. Each pytest worker has its own thousand ports.
 _FIRST = 10_000
 _PER_WORKER = 1_000
 _next = count()

@@ -7,11 +7,11 @@ export default defineConfig({
     emptyOutDir: true,
     target: "es2022",
     modulePreload: { polyfill: false },
-    // No data: URLs, so that a strict content security policy can stand.
+    // No data: URLs, so that the content security policy can be strict.
     assetsInlineLimit: 0,
   },
   // `npm run dev` against a server of `paceline server` or `make demo`.
   server: { proxy: { "/api": "http://127.0.0.1:8470" } },
-  // A machine may be busy: no test asserts how long it takes.
+  // The machine may be busy, and no test asserts its duration.
   test: { include: ["src/**/*.test.ts"], testTimeout: 60_000 },
 });

@@ -40,7 +40,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 def _read_file(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
-    """Read settings from a file; flags and environment override them, they override defaults."""
+    """Read settings from a file; they override defaults; flags and environment override them."""
     if path is not None:
         try:
             values = tomllib.loads(path.read_text())
@@ -242,8 +242,8 @@ def main(
 ) -> None:
     """Watch this node and run the ranks that the server places on it.
 
-    Needs only the server's URL. On SIGTERM its ranks save a checkpoint if they can. Then it stops
-    them, and sends the remaining data for at most five seconds.
+    Needs only the server's URL. On SIGTERM its ranks save a checkpoint if they can. Then the agent
+    stops them, and sends the remaining data for at most five seconds.
     """
     if once and check:
         raise click.UsageError("--once and --check cannot be combined")

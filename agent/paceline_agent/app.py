@@ -50,12 +50,12 @@ from paceline_wire.node_directory import LOCK, RINGS
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.25
-IDLE_POLL_SECONDS = 1.0  # while no rank runs here: the tick of the collectors
+IDLE_POLL_SECONDS = 1.0  # tick of the collectors while no rank runs here
 PAUSE_SECONDS = 1.0  # before a failed part is restarted
 HOUSEKEEPING_SECONDS = 10.0
 RANKS_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL of the ranks of a draining node
-DRAIN_SECONDS = 4.0  # with the time for closing, at most five
-KERNEL_LOG_SECONDS = 0.5  # how long it is read often after a rank was killed
+DRAIN_SECONDS = 4.0  # seconds; together with closing at most five
+KERNEL_LOG_SECONDS = 0.5  # how long the log is read more often after a rank was killed
 COLLECT_AFTER_OBJECTS = 20_000
 _M_ARENA_MAX = -8  # malloc.h
 
@@ -99,7 +99,7 @@ async def serve(
         AgentError: the directory cannot be created or locked.
     """
     rank_user = None if settings.slots == 0 else find_rank_user(settings.run_as)
-    # Ranks of external jobs create rings as any user; so do those that run as another one.
+    # Ranks of external jobs create rings as any user; so do ranks that run as another user.
     shared = os.geteuid() == 0 or (rank_user is not None and not rank_user.is_own)
     with _lock(settings.directory, shared=shared):
         agent = Agent(settings, rank_user)

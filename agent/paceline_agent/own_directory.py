@@ -19,7 +19,8 @@ from paceline_wire.node_directory import RINGS
 LOGS = "logs"
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECTORY_MODE = 0o711  # ranks of other users reach `rings`, and list nothing
-_SHARED_RINGS_MODE = 0o3777  # new files get the agent's group; each user removes only its own
+# new files get the agent's group; users can remove only their own files
+_SHARED_RINGS_MODE = 0o3777
 
 
 def prepare(directory: Path, *, shared: bool) -> int:

@@ -18,14 +18,14 @@ from paceline_wire.node_directory import MEMORY, PREFIX
 FLUSH_SECONDS = 0.5
 HEARTBEAT_SECONDS = 1.0  # the server counts a node as lost after 5 s without a batch
 LEASE_SECONDS = 600.0
-ORPHAN_GRACE_SECONDS = 10.0  # an init system restarts a crashed agent well within it
-CHECKPOINT_SECONDS = 60.0  # before the 90 s after which systemd kills the agent
+ORPHAN_GRACE_SECONDS = 10.0  # an init system restarts a crashed agent well within this time
+CHECKPOINT_SECONDS = 60.0  # less than the 90 s after which systemd kills the agent
 SPOOL_BYTES = 64 << 20
 
 # The ports that an agent opens; see docs/agent.md, "Ports the agent opens".
 METRICS_HOST = "127.0.0.1"
 METRICS_PORT = 9478  # /metrics, on METRICS_HOST
-RENDEZVOUS_PORT = 0  # any free one: reserved for rank 0, which listens on it on all interfaces
+RENDEZVOUS_PORT = 0  # any free port: reserved for rank 0, which listens on it on all interfaces
 _HIGHEST_PORT = 65_535
 
 HOSTNAME_LABEL = "Hostname"  # as the collectors and older dcgm-exporters write it
@@ -36,7 +36,7 @@ HOSTNAME_LABELS = (HOSTNAME_LABEL, "hostname")
 class AgentSettings:
     """The settings of one agent.
 
-    The lease: a server without contact to a node starts the node's ranks on another one after some
+    The lease: a server that loses contact with a node starts its ranks on another node after some
     seconds, so an agent that cannot reach the server for `lease_seconds` kills its ranks. Until
     then a leftover rank wastes its GPU but does no harm, because its generation is in the process
     group's prefix and in each checkpoint. A server that is down must not end every training, hence
@@ -49,15 +49,15 @@ class AgentSettings:
     server_url: str
     agent_id: str = field(default_factory=socket.gethostname)
     token: str | None = field(default=None, repr=False)
-    tls_ca: Path | None = None  # certificates that the server's is checked against; default: system
-    tls_cert: Path | None = None  # this agent's own, where the server asks for one
+    tls_ca: Path | None = None  # CA certificates that verify the server's; default: the system's
+    tls_cert: Path | None = None  # client certificate of this agent, if the server requires one
     tls_key: Path | None = None
-    allow_plain_http: bool = False  # also to a server that is not on this machine
+    allow_plain_http: bool = False  # also allow it to a server that is not on this machine
     node_directory: Path | None = None  # rings and logs; default: on tmpfs
     spool_directory: Path | None = None  # default: below the state directory on disk
     run_as: str | None = None  # user of the ranks; default: see `find_rank_user`
     slots: int | None = None  # ranks this node can hold; default: its GPUs, else 1
-    address: str | None = None  # where other nodes reach rank 0
+    address: str | None = None  # address at which other nodes reach rank 0
     sysfs_root: Path = Path("/sys")
     procfs_root: Path = Path("/proc")
     kmsg_path: Path = Path("/dev/kmsg")  # or a file in the same format
@@ -67,10 +67,11 @@ class AgentSettings:
     spool_bytes: int = SPOOL_BYTES
     metrics_host: str = METRICS_HOST
     metrics_port: int | None = METRICS_PORT  # 0: any free port; None: no metrics server
-    hostname_label: str = HOSTNAME_LABEL  # on /metrics
+    hostname_label: str = HOSTNAME_LABEL  # label name on /metrics
     lease_seconds: float = LEASE_SECONDS
     orphan_grace_seconds: float = ORPHAN_GRACE_SECONDS  # how long ranks outlive a killed agent
-    checkpoint_seconds: float = CHECKPOINT_SECONDS  # for a checkpoint before the ranks are stopped
+    # time for a checkpoint before the ranks are stopped
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
     labels: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict, repr=False)  # inherited by the ranks
 
@@ -120,7 +121,7 @@ class AgentSettings:
             )
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Return how to connect by https; None if the server's URL is http.
+        """Return the TLS context; None if the server's URL is http.
 
         Raises:
             SettingsError: a file of certificates cannot be used.
@@ -142,7 +143,7 @@ class AgentSettings:
 
     @property
     def directory(self) -> Path:
-        """The directory of this node's rings, logs and lock; on tmpfs where there is one."""
+        """The directory of this node's rings, logs and lock; on tmpfs if there is one."""
         if self.node_directory is not None:
             return self.node_directory
         parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
@@ -150,7 +151,7 @@ class AgentSettings:
 
     @property
     def spool(self) -> Path:
-        """The directory of batches that are not sent yet."""
+        """The directory of batches that have not been sent yet."""
         if self.spool_directory is not None:
             return self.spool_directory
         if self.node_directory is not None:

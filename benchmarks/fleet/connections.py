@@ -17,7 +17,7 @@ _AGAIN_SECONDS = 0.1
 
 
 class _Requests(asyncio.Protocol):
-    """One request at a time; the future has the HTTP status, 0 without a response."""
+    """HTTP requests, one at a time; the future holds the status, 0 without a response."""
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -61,7 +61,10 @@ class _Requests(asyncio.Protocol):
 
 
 class _Commands(asyncio.Protocol):
-    """A stream of commands. Each is done at once, which the node's next batch reports (`done`)."""
+    """A command stream.
+
+    Each command completes immediately; the node's next batch reports it (`done`).
+    """
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -79,7 +82,7 @@ class _Commands(asyncio.Protocol):
 
 
 class Connections:
-    """All connections. `acknowledged`: by step, when its last batch was acknowledged."""
+    """All connections. `acknowledged`: when the last batch of each step was acknowledged."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -90,7 +93,7 @@ class Connections:
         self.acknowledged: dict[int, float] = defaultdict(float)
         self.seconds: list[float] = []  # per request
         self.refused = 0
-        self.latest = 0.0  # largest delay of a batch after its due time
+        self.latest = 0.0  # largest delay of a batch behind its due time
 
     async def send(self, node: Node, request: bytes) -> None:
         """Send a batch until it is stored, as an agent does."""

@@ -27,7 +27,7 @@ class Load:
         return self.topology.world_size // RANKS_PER_NODE
 
     def slow_ranks(self, step: int) -> dict[int, float]:
-        """Return the work factor of each slow rank; other ranks each time."""
+        """Return the work factor of each slow rank; the slow ranks change over time."""
         number, within = divmod(step, self.healthy_steps + self.slow_steps)
         if within < self.healthy_steps:
             return {}

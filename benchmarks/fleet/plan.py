@@ -22,7 +22,7 @@ from paceline_wire.batch import SpanBlock
 
 _ROW = np.dtype([("node", "i4"), ("step", "i4"), ("due", "f8"), ("offset", "i8"), ("length", "i8")])
 _NO_STEP = -1
-_FIRST_PLANNED = 1 << 20  # lower sequence numbers are of heartbeats
+_FIRST_PLANNED = 1 << 20  # lower sequence numbers are heartbeats
 _START_DELAY_SECONDS = 5.0  # from the end of planning to the first batch
 
 
@@ -67,7 +67,7 @@ class Plan:
 def made(
     load: Load, job_id: str, generation: int, directory: Path, start: float | None = None
 ) -> Plan:
-    """Make a plan in a separate process and wait for it. `start`: time 0 of the job."""
+    """Prepare a plan in a separate process and wait for it. `start`: time 0 of the job."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         process.submit(_write, load, job_id, generation, directory, start).result()
     return Plan(directory)

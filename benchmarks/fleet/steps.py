@@ -21,7 +21,7 @@ Words = npt.NDArray[np.uint64]
 
 WORLD, TP, DP = 0, 1, 2  # ids of the process groups
 MS = 1_000_000
-_NOISE = 0.01  # sigma per microbatch, as on a stable machine
+_NOISE = 0.01  # sigma per microbatch, as measured on a stable machine
 
 
 class _Span(NamedTuple):
@@ -53,7 +53,7 @@ class PlayedJob:
         self._spans: list[list[_Span]] = [[] for _ in range(topology.pp)]
 
     def play(self, slow: Mapping[int, float]) -> list[Words]:
-        """Return the next step by stage: [word, span, dp, tp]. `slow`: work factor by rank."""
+        """Return the next step by stage: [word, span, dp, tp]. `slow`: work factors by rank."""
         self._slow[:] = 1.0
         for rank, multiple in slow.items():
             self._slow.flat[rank] = multiple

@@ -50,7 +50,7 @@ class FakeNode:
 
     @contextlib.contextmanager
     def agent(self, url: str, *options: str) -> Iterator[RunningProcess]:
-        """Start the real agent by its command."""
+        """Start the real agent with its command."""
         command = [sys.executable, "-m", "paceline_agent", *self.agent_options(url), *options]
         with self.running("agent", command, self.environment) as process:
             yield process

@@ -27,7 +27,7 @@ _LISTED_BY = {
 
 
 def _tls_context(server: str, environment: Mapping[str, str]) -> ssl.SSLContext | bool:
-    """Return how to check the server's certificate, and which of one's own to show."""
+    """Return the TLS context: how to check the server's certificate, and the client certificate."""
     ca, cert, key = (environment.get(f"PACELINE_TLS_{name}") for name in ("CA", "CERT", "KEY"))
     if not server.startswith("https:") or not (ca or cert):
         return True

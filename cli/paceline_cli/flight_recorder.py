@@ -10,7 +10,7 @@ from paceline_cli.errors import BadRecording
 from paceline_cli.render import show_json, show_table
 from paceline_server.flight_recorder import FlightRecorderError, HangReport, report
 
-RANKS_LISTED = 8  # ranks that are listed of those it waits for; --json lists all
+RANKS_LISTED = 8  # most ranks listed among those that a rank waits for; --json lists all
 
 
 def show(directory: Path, as_json: bool) -> None:

@@ -14,7 +14,7 @@ from paceline_wire.address import DEFAULT_SERVER_URL
 
 
 class OutputFile(click.Path):
-    """A file that is written at the end; an unusable path is refused at the beginning."""
+    """A file that is written at the end; an unusable path is rejected at the start."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
@@ -30,7 +30,7 @@ class OutputFile(click.Path):
 
 
 class Seconds(click.FloatRange):
-    """A finite number in a range: a range alone accepts NaN."""
+    """A finite number in a range: click's own range accepts NaN."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None

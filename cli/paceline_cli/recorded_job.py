@@ -33,7 +33,10 @@ def show(
 
 
 def _worker(axes: dict[str, Any], rank: int) -> str:
-    """Ranks are laid out with tensor parallelism innermost, then data, then pipeline."""
+    """Return the name of a worker.
+
+    Rank order is tensor parallel (innermost), data parallel, pipeline.
+    """
     rest, width = rank // axes["tp"], axes["tp"]
     ranks = f"rank {rank}" if width == 1 else f"ranks {rank}-{rank + width - 1}"
     return f"{ranks} (dp {rest % axes['dp']}, stage {rest // axes['dp']})"

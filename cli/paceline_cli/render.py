@@ -41,7 +41,7 @@ def show_table(
     """Print a table, or the sentence `empty` if there are no rows.
 
     Each row is one line, so that the output can be piped to grep. On a terminal that is too
-    narrow, the last column of a table with a `sentence` stands below each row.
+    narrow, the last column of a table with a `sentence` is printed below each row.
     """
     if not rows:
         click.echo(empty)
@@ -88,7 +88,7 @@ def cell(value: Any) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str | None:
-    """`0-3, 5`."""
+    """Return ranges such as `0-3, 5`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -175,6 +175,6 @@ def show_stacks(stacks: dict[str, Any]) -> None:
 
 def job_state(job: dict[str, Any]) -> str:
     """Return the condition of a job that does not train although it should, else its state."""
-    condition = str(job.get("condition"))  # older servers send none
+    condition = str(job.get("condition"))  # older servers do not send it
     is_active = job["state"] in ("running", "starting")
     return condition if is_active and condition in ("hung", "dead", "unknown") else job["state"]

@@ -257,7 +257,7 @@ class Cluster:
 
 
 def _own_user() -> list[str]:
-    """Return the agent's options: all files of a demo belong to the user who runs it."""
+    """Return the agent's options that make all files of a demo belong to the user who runs it."""
     return ["--run-as", "root"] if os.geteuid() == 0 else []
 
 

@@ -1,4 +1,4 @@
-"""`paceline demo`: the whole product on one machine, with faults injected into real processes."""
+"""`paceline demo`: all of Paceline on one machine, with faults injected into real processes."""
 
 from __future__ import annotations
 

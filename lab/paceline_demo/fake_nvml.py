@@ -1,8 +1,8 @@
 """Emulated GPUs: builds a `libnvidia-ml.so.1` and writes the state it reports.
 
 Programs find the library through LD_LIBRARY_PATH and the state through PACELINE_FAKE_NVML_STATE,
-and use the very pynvml calls they make on a GPU node. `FIELDS` is the one definition of the
-state file: the C header is generated from it.
+and use the same pynvml calls as on a GPU node. `FIELDS` defines the state file; the C header is
+generated from it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ MAXIMUM_GPUS = 16
 
 
 class CompilerMissing(Exception):  # noqa: N818 - a state of the machine
-    """There is no C compiler here to build the emulated driver library with."""
+    """There is no C compiler to build the emulated driver library."""
 
 
 class CompilationFailed(Exception):  # noqa: N818
-    """The compiler refused; its words are in the message."""
+    """Compilation failed; the message contains the compiler's output."""
 
 
 class _Gpu(ctypes.Structure):
@@ -66,7 +66,7 @@ class _State(ctypes.Structure):
 
 
 def header() -> str:
-    """The C side of the layout."""
+    """Return the C header with the layout of the state file."""
     c_names: dict[object, str] = {u32: "uint32_t", u64: "uint64_t", f64: "double"}
     members = [f"    {c_names[kind]} {name};" for name, kind, _ in FIELDS]
     members += [f"    char {name}[{size}];" for name, size in TEXTS]
@@ -93,9 +93,9 @@ def header() -> str:
 
 
 def build(cache_directory: Path) -> Path:
-    """The directory that holds the library, compiled on first use; for LD_LIBRARY_PATH.
+    """Return the directory of the library for LD_LIBRARY_PATH; compile the library on first use.
 
-    Callers may race: each compiles on its own and the last rename wins, with equal content.
+    Concurrent callers each compile it, and the last rename wins with the same content.
     Raises CompilerMissing or CompilationFailed.
     """
     source = Path(__file__).with_suffix(".c").read_text()
@@ -145,7 +145,9 @@ class FakeGpus:
 
     @classmethod
     def create(cls, path: Path, count: int, model: str = "demo") -> FakeGpus:
-        """A new file of `count` healthy GPUs of one of MODELS, whose UUIDs follow from its path.
+        """Create a file with `count` healthy GPUs of one of MODELS.
+
+        Its path determines their UUIDs.
 
         Raises ValueError unless 0 <= count <= MAXIMUM_GPUS, and for an unknown model.
         """
@@ -183,13 +185,13 @@ class FakeGpus:
         return int(self._state.gpu_count)
 
     def set_driver(self, *, loaded: bool = True, version: str | None = None) -> None:
-        """Unload the driver beneath whoever uses it, or load it (again)."""
+        """Unload the driver while programs use it, or load it again."""
         self._state.driver_unloaded = not loaded
         if version is not None:
             self._state.driver_version = version.encode()
 
     def set_processes(self, gpu: int, used_bytes: Mapping[int, int]) -> None:
-        """The compute processes of a GPU, by pid. Raises ValueError for more than PROCESSES."""
+        """Set the compute processes of a GPU, by pid. Raises ValueError for more than PROCESSES."""
         if len(used_bytes) > PROCESSES:
             raise ValueError(f"an emulated GPU has at most {PROCESSES} processes")
         slots = [*used_bytes.items(), *[(0, 0)] * (PROCESSES - len(used_bytes))]
@@ -217,7 +219,7 @@ class FakeGpus:
                 target.xid_count += 1
 
     def set_text(self, gpu: int, name: str, value: bytes) -> None:
-        """Set a text of a GPU, in any bytes."""
+        """Set a string of a GPU; the bytes need not be valid UTF-8."""
         setattr(self._gpu(gpu), name, value)
 
     def get(self, gpu: int, name: str) -> float:
@@ -227,7 +229,7 @@ class FakeGpus:
         return value
 
     def reset(self, gpu: int) -> None:
-        """Make it healthy again; its counters, which never go back, stay."""
+        """Make a GPU healthy again; its counters keep their values, because they never decrease."""
         for name, _, value in FIELDS:
             if name in _CONDITIONS:
                 setattr(self._gpu(gpu), name, value)

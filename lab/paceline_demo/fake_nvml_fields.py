@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-PROCESSES = 4  # a GPU
+PROCESSES = 4  # per GPU
 
 Kind = type[ctypes.c_uint32] | type[ctypes.c_uint64] | type[ctypes.c_double]
 u32, u64, f64 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_double
@@ -12,10 +12,10 @@ u32, u64, f64 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_double
 # name, type, value of a healthy H200 under load
 FIELDS: tuple[tuple[str, Kind, float], ...] = (
     ("throttle_reasons", u64, 0),  # NVML's bits, see THROTTLE_REASONS
-    ("unsupported", u64, 0),  # bits of CALLS that are answered NOT_SUPPORTED,
-    ("denied", u64, 0),  # NO_PERMISSION,
-    ("failing", u64, 0),  # UNKNOWN, as a call does that may do better next time
-    ("refused", u64, 0),  # written by the library: calls it answered with one of the first two
+    ("unsupported", u64, 0),  # bits of CALLS that return NOT_SUPPORTED
+    ("denied", u64, 0),  # bits of CALLS that return NO_PERMISSION
+    ("failing", u64, 0),  # bits of CALLS that return UNKNOWN, which a retry may fix
+    ("refused", u64, 0),  # written by the library: calls that returned one of the first two
     ("memory_total_bytes", u64, 143_771 << 20),
     ("memory_reserved_bytes", u64, 617 << 20),
     ("memory_used_bytes", u64, 96_420 << 20),
@@ -45,11 +45,11 @@ FIELDS: tuple[tuple[str, Kind, float], ...] = (
     ("pcie_transmitted_bytes", u64, 7_340_032_000),
     ("pcie_received_bytes", u64, 15_099_494_400),
     *((f"process_bytes_{slot}", u64, 0) for slot in range(PROCESSES)),
-    ("hang_seconds", f64, 0.0),  # calls on this GPU block that long, or until this is 0
+    ("hang_seconds", f64, 0.0),  # calls on this GPU block for this long, or until it is set to 0
     ("lost", u32, 0),
-    ("error", u32, 0),  # an NVML result every call on this GPU is answered with
-    ("strange_field", u32, 0),  # number of a field whose value has a type that nvml.h lacks
-    ("clock_stopped", u32, 0),  # 1: energy does not grow by itself
+    ("error", u32, 0),  # NVML error that every call on this GPU returns
+    ("strange_field", u32, 0),  # number of a field whose value has a type that is not in nvml.h
+    ("clock_stopped", u32, 0),  # 1: energy does not increase by itself
     ("sm_clock_mhz", u32, 1980),
     ("sm_clock_max_mhz", u32, 1980),
     ("memory_clock_mhz", u32, 3201),
@@ -65,15 +65,15 @@ FIELDS: tuple[tuple[str, Kind, float], ...] = (
     ("pcie_width", u32, 16),
     ("pcie_width_max", u32, 16),
     ("pcie_replays", u32, 0),
-    ("xid", u32, 0),  # the last one; writing it counts one more
+    ("xid", u32, 0),  # the last XID; a write counts one more
     ("remapped_rows_correctable", u32, 0),
     ("remapped_rows_uncorrectable", u32, 0),
     ("remap_failure", u32, 0),
     ("nvlink_links", u32, 18),
     ("nvlink_links_active", u32, 18),
-    ("nvlink_error_link", u32, 0),  # the one link that has the errors
-    ("nvlink_megabytes_per_second", u32, 26_562),  # of each link
-    ("nvlink_links_per_peer", u32, 0),  # straight to each other GPU; 0: all to NVSwitches
+    ("nvlink_error_link", u32, 0),  # the link that has the errors
+    ("nvlink_megabytes_per_second", u32, 26_562),  # per link
+    ("nvlink_links_per_peer", u32, 0),  # direct links to each other GPU; 0: all to NVSwitches
     ("sm_active_percent", f64, 88.0),
     ("sm_occupancy_percent", f64, 31.0),
     ("tensor_active_percent", f64, 57.0),
@@ -101,7 +101,7 @@ FIELDS: tuple[tuple[str, Kind, float], ...] = (
     ("ecc_mode", u32, 1),
     ("ecc_mode_pending", u32, 1),
     ("mig_mode", u32, 0),
-    ("mig_instances", u32, 0),  # of a seventh of the GPU each
+    ("mig_instances", u32, 0),  # each has a seventh of the GPU
     ("mig_memory_used_mib_each", u32, 0),
     ("pci_device_id", u32, 0x233510DE),
     *((f"process_pid_{slot}", u32, 0) for slot in range(PROCESSES)),

@@ -1,7 +1,7 @@
 """Values that emulated GPUs of each model report instead of the defaults.
 
-Recorded on an H200 (driver 590.48.01) and an L40S (595.80), both under load. What nvidia-smi showed
-there as N/A is unsupported.
+Recorded on an H200 (driver 590.48.01) and an L40S (595.80), both under load. Values that nvidia-smi
+showed as N/A are unsupported.
 """
 
 from __future__ import annotations

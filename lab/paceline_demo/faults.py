@@ -99,7 +99,8 @@ def aim(
     """Return the fault with its target among the ranks as they are placed now.
 
     Raises:
-        NotInjectableError: no such rank or node in the job, or nothing there to inject it into.
+        NotInjectableError: the job has no such rank or node, or the node has nothing to inject the
+        fault into.
     """
     by_target: dict[int, list[dict[str, Any]]] = {}
     for rank in ranks:

@@ -59,7 +59,7 @@ class DemoReport:
     failure: str | None = None
 
     def succeeded(self) -> bool:
-        """Return whether the demo met its promise.
+        """Return whether the demo succeeded.
 
         Every fault has a correct verdict and is repaired (in mode observe: a correct verdict),
         there is no false alarm, and no process is left behind.

@@ -237,7 +237,7 @@ class Scenario:
                 self.show(f"{action['kind']}: {phase['detail'] or phase['name']}")
 
     def _is_new(self, action: str, phase: str, started_at: str) -> bool:
-        """Return whether this phase has not been shown yet, and mark it as shown."""
+        """Return whether this phase has not been shown yet; mark it as shown."""
         key = (action, phase, started_at)
         if key in self._phases_shown:
             return False
@@ -270,7 +270,8 @@ class Scenario:
         return self.job["state"] == "running" and self.job["step"] is not None
 
     def _is_steady(self) -> bool:
-        """Return whether the generation has WARM_UP_STEPS since the last fault was removed."""
+        """Return whether the generation has done WARM_UP_STEPS steps since the last fault was
+        removed."""
         if (
             self.job["state"] != "running"
             or (self.job["step"] or 0) < self._steady_from + WARM_UP_STEPS

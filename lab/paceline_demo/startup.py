@@ -28,7 +28,7 @@ def describe_startup(ranks: Sequence[Mapping[str, Any]], proc: Path = Path("/pro
 
 
 def rank_activity(rank: Mapping[str, Any], proc: Path = Path("/proc")) -> str:
-    """Return what one rank does now, as its state, state page and process show it."""
+    """Return what one rank is doing, from its state, its state page and its process."""
     if rank["state"] == "exited":
         return "exited"
     if rank["step"] is not None:

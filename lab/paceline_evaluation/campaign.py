@@ -23,7 +23,7 @@ class Campaign:
     length: Length = field(default_factory=Length)
 
     def trial(self, kind: str, number: int) -> TrialVerdict:
-        """Run one trial. The result depends only on the campaign's fields, kind and number."""
+        """Run one trial. The result depends only on the campaign's fields, `kind` and `number`."""
         seed = (self.seed, KINDS.index(kind), number)
         return judge(run_trial(kind, seed, self.largest, self.length))
 

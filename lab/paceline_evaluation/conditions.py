@@ -1,4 +1,4 @@
-"""The durations of all operations in a stretch of steps: the job's shape, noise and faults.
+"""The durations of all operations in a range of steps, from the job's shape, noise and faults.
 
 Noise consists of log-normal jitter of every operation, a constant factor per rank (chips differ by
 a percent), a slow drift of each node, rare operations of two to five times their length, ranks that
@@ -25,17 +25,20 @@ _WARMUP = (3.0, 1.5, 1.15)  # durations of the first steps, relative to later on
 class Noise:
     """Relative sizes of the noise; all zero: no noise."""
 
-    operation: float = 0.02  # log-normal sigma of each operation
+    operation: float = 0.02  # log-normal sigma per operation
     step: float = 0.008  # sigma common to all operations of a rank in a step
     chronic: float = 0.01  # sigma between ranks, constant in time
     drift: float = 0.02  # amplitude per node, over hundreds of steps
-    outliers: float = 0.004  # probability per rank and step of an operation of 2-5 times its length
+    # probability per rank and step that an operation takes 2-5 times as long
+    outliers: float = 0.004
     hiccups: float = (
-        1e-4  # probability per rank and step of 1.1-1.5 times its length, for 1-2 steps
+        1e-4  # probability per rank and step of being 1.1-1.5 times slower for 1-2 steps
     )
     collections: float = 0.01  # probability per rank and step of a short GC pause
-    late_messages: float = 0.002  # probability of a transfer or collective of 2-10 times its length
-    late_batches: float = 0.001  # probability per rank and step of a data wait of 2-20 times
+    # probability that a transfer or collective takes 2-10 times as long
+    late_messages: float = 0.002
+    # probability per rank and step that a data wait takes 2-20 times as long
+    late_batches: float = 0.001
     shift_step: int | None = (
         None  # from this step on, compute takes `shift` times as long on all ranks
     )
@@ -171,7 +174,7 @@ class Conditions:
         return result
 
     def _own(self, first: int, steps: int) -> Floats:
-        """Draw the factor (steps, pp, dp, tp) common to all operations of a rank in a step."""
+        """Draw the factor that all operations of a rank in a step share: (steps, pp, dp, tp)."""
         own = self._chronic[None] * self._jitter((steps, *self.grid), self.noise.step)
         number = np.arange(first, first + steps)[:, None]
         drift = 1.0 + self.noise.drift * np.sin(2 * np.pi * number / self._period + self._phase)
@@ -216,7 +219,7 @@ class Conditions:
         return result
 
     def _lengthen(self, durations: Floats, probability: float, most: float) -> None:
-        """Make a random few of them take 2 to `most` times as long."""
+        """Make a few random durations 2 to `most` times as long."""
         if not probability or not durations.size:
             return
         count = int(self.chance.poisson(probability * durations.size))
@@ -251,7 +254,7 @@ class Conditions:
     def _apply(
         self, fault: TrialFault, held: np.ndarray, number: Ints, durations: Durations
     ) -> None:
-        """Add a fault to the steps `number` in which `held` is true."""
+        """Add a fault to those of the steps `number` for which `held` is true."""
         where = np.zeros(self.shape.world_size, dtype=bool)
         where[list(fault.ranks)] = True
         if fault.kind in ("slow_rank", "slow_node"):

@@ -1,7 +1,7 @@
 """Convert steps to what agents send: span blocks, state pages, group definitions.
 
-Each node's clock is off by up to five milliseconds and drifts. Sometimes a ring was overrun before
-its agent read it, and spans are missing.
+Each node's clock is off by up to five milliseconds and drifts. Sometimes a ring is overrun before
+its agent reads it, and spans are missing.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Emission:
         return words
 
     def _increments(self, stage: int) -> Words:
-        """Return how much each row's sequence number grows per step."""
+        """Return the increment of each row's sequence number per step."""
         rows = self.program.rows[stage]
         by_group: dict[int, int] = {}
         for row in rows:

@@ -63,17 +63,17 @@ class TrialFault:
 
     kind: str
     onset_step: int
-    magnitude: float  # slowdown of the subject, or share of the step it costs; 0.2: 20%
+    magnitude: float  # slowdown of the subject, or the cost as a share of the step; 0.2: 20%
     steps: int | None = None  # None: permanent
     ranks: tuple[int, ...] = ()
-    node: int | None = None  # number
+    node: int | None = None  # node number
     stage: int | None = None
     link: tuple[int, int] | None = None
     cause: str = "unknown"  # as the node's telemetry shows it
     factor: float = 1.0  # multiplies the durations of its operations
-    seconds: float = 0.0  # is added to them
-    ramp_steps: int = 0  # over which it grows linearly to its full size
-    traffic: HiddenTraffic | None = None  # traffic on a late link
+    seconds: float = 0.0  # added to the durations of its operations
+    ramp_steps: int = 0  # number of steps over which the fault grows linearly to its full size
+    traffic: HiddenTraffic | None = None  # the traffic of a late link
 
     def is_active(self, step: int) -> bool:
         """Return whether the fault is present in `step`."""
@@ -91,7 +91,7 @@ class TrialFault:
 
     @property
     def counted_step(self) -> int:
-        """First step in which it costs at least COUNTED_MAGNITUDE."""
+        """First step in which the fault costs at least COUNTED_MAGNITUDE."""
         if not self.ramp_steps:
             return self.onset_step
         share = COUNTED_MAGNITUDE / self.magnitude
@@ -140,7 +140,8 @@ def slow_node(chance: np.random.Generator, shape: JobShape, onset: int) -> Trial
 
 
 def slow_link(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
-    """Slow transfers between a rank and its peer in the next stage, in both directions."""
+    """Return a slow link: slow transfers between a rank and its peer in the next stage, both
+    ways."""
     topology = shape.topology
     stage = int(chance.integers(topology.pp - 1))
     place = topology.coordinates(draw_rank(chance, shape))
@@ -178,7 +179,7 @@ def transient_stall(chance: np.random.Generator, shape: JobShape, onset: int) ->
 
 
 def stalled_microbatch(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
-    """One operation stalls in every step, each time a different one."""
+    """Return a stall of one operation per step, each time a different one."""
     rank, magnitude = draw_rank(chance, shape), float(chance.uniform(0.12, 0.5))
     return TrialFault(
         "stalled_microbatch",
@@ -191,7 +192,7 @@ def stalled_microbatch(chance: np.random.Generator, shape: JobShape, onset: int)
 
 
 def slow_creep(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
-    """A rank that gets slower by half a percent in each step, to 30%."""
+    """Return a rank that slows down by half a percent per step, up to 30%."""
     rank, magnitude = draw_rank(chance, shape), 0.3
     return TrialFault(
         "slow_creep",
@@ -205,7 +206,8 @@ def slow_creep(chance: np.random.Generator, shape: JobShape, onset: int) -> Tria
 
 
 def late_link(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
-    """A group of replicas whose second reduction begins after some steps and becomes slow later."""
+    """Return a slow link that is used late: a second reduction starts after some steps and slows
+    down later."""
     topology = shape.topology
     place = topology.coordinates(draw_rank(chance, shape))
     ranks = tuple(
@@ -224,7 +226,7 @@ def late_link(chance: np.random.Generator, shape: JobShape, onset: int) -> Trial
 
 
 def gc_pauses(chance: np.random.Generator, shape: JobShape, onset: int) -> TrialFault:
-    """Each rank collects garbage at its own times; all other ranks wait during each pause."""
+    """Return GC pauses: each rank collects garbage at its own times while all other ranks wait."""
     return TrialFault("gc", onset, float(chance.uniform(0.12, 0.4)))
 
 

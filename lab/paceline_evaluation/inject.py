@@ -1,4 +1,5 @@
-"""Inject faults into real processes: by emulated GPUs, the trainer's `faults.json`, and signals."""
+"""Inject faults into real processes: through emulated GPUs, the trainer's `faults.json`, and
+signals."""
 
 from __future__ import annotations
 

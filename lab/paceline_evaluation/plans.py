@@ -55,7 +55,7 @@ def _draw(kind: str, chance: np.random.Generator, shape: JobShape, onset: int) -
     if kind == "none":
         return TrialPlan(shape)
     if kind == "slow_node" and shape.node_count < 2:
-        return None  # a slow node is recognized by comparison with others
+        return None  # a slow node is recognized only by comparison with others
     if kind == "late_link" and shape.topology.dp < 2:
         return None  # a reduction needs replicas
     if kind == "stage_imbalance":

@@ -36,9 +36,10 @@ class Move:
     stage: int
     action: ScheduleAction
     row: int
-    number: int = 0  # of a compute: among its stage's; of a receive: among all transfers
+    # of a compute: position among the stage's; of a receive: position among all transfers
+    number: int = 0
     nested: int | None = None  # row of the tensor-parallel collective inside
-    source: tuple[int, int] | None = None  # of a receive: (stage, row) of its send
+    source: tuple[int, int] | None = None  # receives only: (stage, row) of the send
 
 
 @dataclass(slots=True)

@@ -27,9 +27,9 @@ class TrialRecord:
     faults: tuple[TrialFault, ...]
     steps: int  # steps in the trial
     arm: str = "synthetic"
-    number: int = 0  # among the trials of its kind
+    number: int = 0  # position among the trials of its kind
     job: str = ""  # description of the job, for the user
-    onset_seconds: tuple[float, ...] = ()  # of each fault
+    onset_seconds: tuple[float, ...] = ()  # one per fault
     findings: list[ReportedFinding] = field(default_factory=list)
 
     @property

@@ -191,7 +191,7 @@ def _is_cause_correct(finding: Finding, fault: TrialFault) -> bool | None:
 
 
 def _false_alarms(record: TrialRecord) -> tuple[list[ReportedFinding], list[ReportedFinding]]:
-    """Return the false alarms before any fault and those during verdict."""
+    """Return the false alarms before any fault, and those during one."""
     clean: list[ReportedFinding] = []
     other: list[ReportedFinding] = []
     for reported in _first_reports(record.findings):

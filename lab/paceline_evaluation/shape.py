@@ -1,4 +1,4 @@
-"""A synthetic job: its topology, schedule, and the durations of its operations without faults."""
+"""The shape of a synthetic job: topology, schedule, and durations of operations without faults."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SCHEDULES = ("gpipe", "1f1b", "interleaved")
 class Lengths:
     """The spread of the sequence lengths of microbatches.
 
-    A share of `1 - attention` of the compute time grows with the tokens, the rest (attention) with
-    the sum of squared lengths.
+    The share `attention` of the compute time grows with the sum of squared lengths, the rest with
+    the number of tokens.
     """
 
     tokens_spread: float  # largest / smallest sum of lengths

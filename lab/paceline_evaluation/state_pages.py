@@ -1,4 +1,4 @@
-"""State pages in the middle of a step: the operations each rank is in, and what it waits for.
+"""State pages in the middle of a step: the operations that each rank is in, and what it waits for.
 
 In a step that never ends (a hang) this is the final state.
 """
@@ -26,14 +26,14 @@ class _Group:
 
 @dataclass(slots=True)
 class _Peer:
-    sent: list[int] = field(default_factory=lambda: [0, 0])  # entered, left
+    sent: list[int] = field(default_factory=lambda: [0, 0])  # [entered, left]
     received: list[int] = field(default_factory=lambda: [0, 0])
     entered_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment within step `step`, which is step number `number` of the timeline."""
+    """A moment within step `step`; `number`: its index in the timeline."""
 
     timeline: Timeline
     number: int

@@ -23,8 +23,8 @@ from paceline_wire.batch import Batch, Event, Sample, SpanBlock
 _DELIVERY_SECONDS = 0.1  # from the end of a step to the arrival of its data at the server
 # State pages in the middle of steps, as agents read them: rare, because they are slow to build.
 _PAGES_SECONDS = 1.0
-_PAGES_LARGEST = 16  # ranks
-_PAGES_SHARE = 0.33  # of jobs of at most that size
+_PAGES_LARGEST = 16  # largest number of ranks with such pages
+_PAGES_SHARE = 0.33  # share of jobs of at most that size that have them
 
 
 class SyntheticJob:

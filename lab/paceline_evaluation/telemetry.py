@@ -1,6 +1,7 @@
 """The telemetry of a synthetic job's nodes, under the names of the agent's collectors.
 
-It has normal values with noise, harmless anomalies, and the signature of each fault's cause.
+It consists of normal values with noise, harmless anomalies, and the signature of each fault's
+cause.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _NODE_RATES: dict[str, dict[str, float]] = {
         metric_names.DISK_IO_TIME_SECONDS_TOTAL: 0.8,
     },
 }
-_SWITCHES, _CONTENDED_SWITCHES = 5.0, 2500.0  # involuntary, of a rank, per second
+_SWITCHES, _CONTENDED_SWITCHES = 5.0, 2500.0  # involuntary context switches of a rank per second
 _PORT_RATES = {
     "nic errors": {
         "symbol_error_total": 400.0,
@@ -94,16 +95,16 @@ _PORT_BYTES_PER_SECOND = 50e9
 class _HarmlessAnomaly:
     """An anomaly of a node that is present from the start and harmless."""
 
-    hot_gpu: int | None = None  # 10 degrees hotter, not throttled
-    corrected_errors: bool = False  # a few old ones
+    hot_gpu: int | None = None  # index of a GPU that is 10 degrees hotter, but not throttled
+    corrected_errors: bool = False  # a few old errors
     downed_links: float = 0.0
-    loaded: bool = False  # more CPU pressure than on other nodes
+    loaded: bool = False  # more CPU pressure than the other nodes
 
 
 def _shown(
     normal: dict[str, float], faulty: dict[str, dict[str, float]], causes: dict[str, float]
 ) -> dict[str, float]:
-    """Return the measured values: `normal`, shifted towards `faulty` by the causes' strengths."""
+    """Return measured values: `normal`, moved towards `faulty` by the strength of the causes."""
     shown = dict(normal)
     for cause, strength in causes.items():
         for name, value in faulty.get(cause, {}).items():
@@ -266,7 +267,8 @@ class NodeTelemetry:
         return Sample(name, labels, value, time_ns)
 
     def _label(self, *pairs: str) -> dict[str, str]:
-        """Return a cached dictionary: a hundred thousand samples share few combinations."""
+        """Return a cached dictionary, because a hundred thousand samples share few label
+        combinations."""
         labels = self._labels.get(pairs)
         if labels is None:
             labels = self._labels[pairs] = dict(zip(pairs[::2], pairs[1::2], strict=True))

@@ -1,6 +1,6 @@
 """Start and end of every operation of a step, computed from durations and dependencies.
 
-All steps of a stretch, all replicas and all tensor-parallel ranks are computed at once, in one pass
+All steps of a range, all replicas and all tensor-parallel ranks are computed at once, in one pass
 over the program's moves: arrays have the shape (steps, dp, tp). Each step ends with an exchange of
 all ranks, so steps are independent; times are seconds since the end of the previous exchange. An
 operation that never ends has the time infinity: this is how a rank hangs.
@@ -27,7 +27,7 @@ class Durations:
     compute: list[Floats]  # by stage: (computes, steps, dp, tp)
     transfer: Floats  # (transfers, steps, dp, tp)
     tensor: list[Floats]  # by stage: (computes, steps, dp, 1)
-    gc: Floats  # GC pauses, in the compute number `gc_place` of the rank
+    gc: Floats  # GC pauses during the rank's compute number `gc_place`
     gc_place: npt.NDArray[np.int64]
     data: Floats
     reduction: Floats  # (steps, pp, 1, tp)
@@ -50,7 +50,7 @@ class Timeline:
 
 
 def play(shape: JobShape, program: StepProgram, durations: Durations, carry: Floats) -> Timeline:
-    """Compute a stretch of steps. `carry`: start of its first step, from the previous stretch."""
+    """Compute a range of steps. `carry`: start of its first step, from the previous range."""
     player = _Player(shape, program, durations)
     player.begin(carry)
     for move in program.moves:

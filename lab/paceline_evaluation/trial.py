@@ -15,7 +15,7 @@ from paceline_evaluation.synthetic_job import SyntheticJob
 _LARGE = 256  # ranks
 _STEPS_OF_LARGE = 100
 _FAULTY_STEPS_OF_LARGE = 20
-_SPANS_PER_STRETCH = 60_000  # limits the memory of the steps that are computed at once
+_SPANS_PER_STRETCH = 60_000  # limits the memory of steps that are computed together
 
 
 @dataclass(frozen=True, slots=True)

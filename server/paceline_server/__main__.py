@@ -39,7 +39,7 @@ _database = click.option(
 
 @click.group()
 def main() -> None:
-    """Paceline server."""
+    """Commands of the Paceline server."""
 
 
 _ROLES = (
@@ -108,8 +108,8 @@ _ROLES = (
 def server(context: click.Context, /, **options: Any) -> None:
     """Run the server: receive metrics, diagnose jobs, serve the API and the dashboard.
 
-    Every option can also be set as an environment variable, PACELINE_SERVER_<NAME>. Settings
-    without an option are set the same way. The command line takes precedence.
+    Every option can also be set as an environment variable, PACELINE_SERVER_<NAME>. So can settings
+    without an option. The command line takes precedence.
     """
     context.obj = _settings(options)
     if context.invoked_subcommand is None:
@@ -187,7 +187,7 @@ def revoke(settings: Settings, name: str) -> None:
 
 @server.group("node-key")
 def node_key() -> None:
-    """Manage the keys that agents prove their node with."""
+    """Manage the keys with which agents prove which node they are."""
 
 
 @node_key.command()
@@ -196,7 +196,7 @@ def node_key() -> None:
 def release(settings: Settings, agent_id: str) -> None:
     """Forget the key of an agent, so that the next node with this id binds it to its own key.
 
-    Use it when a node was installed again or replaced under its name, and its agent is refused.
+    Use it after a node was reinstalled or replaced under the same name and its agent is rejected.
     """
     with _open(settings) as database, database.write() as session:
         if not release_node_key(session, agent_id):
@@ -207,7 +207,7 @@ def release(settings: Settings, agent_id: str) -> None:
 
 
 class _open:  # noqa: N801 (reads as a verb)
-    """Context manager of the migrated database."""
+    """Context manager that yields the migrated database."""
 
     def __init__(self, settings: Settings) -> None:
         self._database = Database(

@@ -46,7 +46,7 @@ from paceline_wire.address import is_loopback
 from paceline_wire.local_token import TokenFileError
 
 _SHUTDOWN_SECONDS = 2
-_TICKS_PER_CERTIFICATE_CHECK = 600  # of uvicorn, ten per second
+_TICKS_PER_CERTIFICATE_CHECK = 600  # ticks of uvicorn, ten per second
 _KEEP_ALIVE_SECONDS = 75  # longer than any client's pause: a close during a request is an error
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class ServerRuntime:
         self.database.close()
 
     def unready(self) -> list[str]:
-        """Return why the server is not ready, an empty list if it is."""
+        """Return the reasons why the server is not ready; empty if it is."""
         background = [] if self.background is None else self.background.unready()
         return [*self.log.unready(), *background]
 
@@ -130,7 +130,8 @@ def create_app(settings: Settings, *, separate_process: bool = False) -> FastAPI
         urlsplit(settings.external_url or "").netloc,
     )
     app.state.program = program
-    # Background work of this server signals its commits; those of other servers are polled.
+    # Background work of this server signals its commits; commits of other servers are found by
+    # polling.
     poll_seconds = 0.2 if program.background is None else 1.0
     app.state.parts = Parts(
         database=program.database,
@@ -158,7 +159,7 @@ def create_app(settings: Settings, *, separate_process: bool = False) -> FastAPI
 
 
 def _host_names(settings: Settings) -> set[str]:
-    """Return the names of this server that are not loopback's."""
+    """Return the names of this server other than the loopback names."""
     names = {settings.host, *settings.allowed_hosts}
     if settings.external_url is not None:
         names.add(urlsplit(settings.external_url).hostname or "")
@@ -186,7 +187,7 @@ def serve(settings: Settings) -> None:
 def server_config(
     app: FastAPI, limits: ConnectionLimits, settings: Settings | None = None
 ) -> uvicorn.Config:
-    """Return how the server speaks HTTP, or HTTPS if the settings have a certificate."""
+    """Return uvicorn's configuration for HTTP, or HTTPS if the settings have a certificate."""
     tls: dict[str, Any] = {}
     if settings is not None and settings.tls_cert is not None:
         client_ca = settings.tls_client_ca
@@ -209,7 +210,8 @@ def server_config(
 
 
 class UvicornServer(uvicorn.Server):
-    """Prints its URL when it listens, and ends open streams at shutdown: uvicorn waits for them.
+    """Prints its URL when it listens, and ends open streams at shutdown, because uvicorn waits for
+    them.
 
     `hint` returns a second line for that URL, empty for none.
     """
@@ -241,7 +243,7 @@ class UvicornServer(uvicorn.Server):
                 _print(hint)
 
     async def on_tick(self, counter: int) -> bool:
-        """Use a renewed certificate within a minute, for new connections."""
+        """Load a renewed certificate within a minute; it applies to new connections."""
         if counter % _TICKS_PER_CERTIFICATE_CHECK == 0:
             self.renew_certificate()
         return await super().on_tick(counter)
@@ -290,11 +292,11 @@ def _run_worker(settings: Settings) -> None:
 
 
 def _sign_in_hint(database: Database, url: str) -> str:
-    """Return how to sign in a browser, if the server has a token of its own user."""
+    """Return how to sign in a browser, if the server has a token for its own user."""
     with database.write() as session:
         if not has_local_tokens(session):
             return ""
-        if not sys.stdout.isatty():  # a log that others may read gets no link
+        if not sys.stdout.isatty():  # a log that others may read must not contain the link
             return f"Sign in a browser with: paceline login --server {url}"
         code = create_link_code(session, LOCAL + "operator", time.time_ns())
     return f"Sign in a browser, once within ten minutes: {url}/login?code={code}"
@@ -306,7 +308,10 @@ def _print(line: str) -> None:
 
 
 def _prepare_tokens(settings: Settings, database: Database) -> None:
-    """Make the local tokens. Raises StartError if the network could reach a server without any."""
+    """Create the local tokens.
+
+    Raises StartError if a server without tokens would be reachable by others.
+    """
     database.migrate()
     with database.read() as session:
         has_tokens = has_configured_tokens(session)

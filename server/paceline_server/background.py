@@ -43,7 +43,7 @@ class Background:
         registry: CollectorRegistry,
         is_ingest_paused: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`is_ingest_paused`: return whether the serving process receives no batches now."""
+        """`is_ingest_paused`: returns whether the serving process currently receives no batches."""
         metrics = BackgroundMetrics(registry)
         owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         targets = receivers(settings)
@@ -91,6 +91,6 @@ class Background:
             outbox.stop()
 
     def unready(self) -> list[str]:
-        """Return why the server is not ready, an empty list if it is."""
+        """Return the reasons why the server is not ready; empty if it is."""
         outboxes = (reason for outbox in self._outboxes for reason in outbox.unready())
         return [*self._worker.unready(), *outboxes]

@@ -46,7 +46,7 @@ _MAXIMUM_MESSAGE_BYTES = 1 << 17
 
 
 class CommitNotice(msgspec.Struct, tag="woken"):
-    """Something was committed that waiters of this kind need."""
+    """A commit that waiters of this kind need to see."""
 
     kind: Literal["work", "commands", "changes"]
 
@@ -74,8 +74,9 @@ class BackgroundProcess(Collector):
 
     def __init__(self, settings: Settings, signals: CommitSignals) -> None:
         self._settings = settings
-        # Counted in our heartbeats, so that a pause of this process does not count as the worker's
-        # silence. None: the worker is still starting, which may take long on a busy machine.
+        # Counted in the serving process's heartbeats, so that a pause of this process does not
+        # count as the worker's silence. None: the worker is still starting, which may take long on
+        # a busy machine.
         self._silent_heartbeats: int | None = None
         self._signals = signals
         self._stopping = threading.Event()
@@ -148,8 +149,8 @@ class BackgroundProcess(Collector):
         with ours:
             with theirs:
                 command = [sys.executable, "-m", __spec__.name, str(theirs.fileno())]
-                # A session of its own: a signal to the process group is for the serving process.
-                # One thread for linear algebra: more would spin, and the matrices are small.
+                # Its own session, because a signal to the process group is for the serving process.
+                # One thread for linear algebra, because more would spin and the matrices are small.
                 self._process = subprocess.Popen(
                     command,
                     pass_fds=[theirs.fileno()],

@@ -1,4 +1,4 @@
-"""Limits on connections, so that one client cannot keep others from being served.
+"""Limits on connections, so that one client cannot block others.
 
 uvicorn ends idle connections only. Here a request must also be complete in time, one peer has few
 incomplete requests, and the number of all connections is limited. Beyond a limit the connection
@@ -21,7 +21,7 @@ _LATE_SECONDS = 1.0  # a timer this late shows that this process was stopped or 
 
 
 class WaitingConnections:
-    """Connections that wait for their client, by peer, the one that waits longest first."""
+    """Connections that wait for their client, by peer, longest wait first."""
 
     def __init__(self) -> None:
         self._by_peer: dict[str, dict[LimitedProtocol, None]] = {}
@@ -42,7 +42,10 @@ class WaitingConnections:
         return next(iter(self._by_peer[peer]))
 
     def oldest_of_busiest(self) -> LimitedProtocol | None:
-        """Return the connection that waits longest of the peer that has most; None without any."""
+        """Return the longest-waiting connection of the peer that has most.
+
+        None if there are none.
+        """
         if not self._by_peer:
             return None
         return self.oldest(max(self._by_peer, key=lambda peer: len(self._by_peer[peer])))
@@ -53,7 +56,7 @@ class ConnectionLimits:
     """The limits of one server, and the connections that wait for their clients."""
 
     request_seconds: float = 20.0  # until a request with its body is complete
-    head_bytes: int = 64 << 10  # of the request line and headers
+    head_bytes: int = 64 << 10  # limit of request line and headers
     incomplete_per_peer: int = 128
     total: int = 16_384
     incomplete: WaitingConnections = field(default_factory=WaitingConnections)
@@ -75,7 +78,10 @@ def limits_of_process() -> ConnectionLimits:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. It is incomplete until a whole request has arrived, then idle after it."""
+    """One connection.
+
+    It is incomplete until a whole request has arrived, and idle after the response.
+    """
 
     limits: ClassVar[ConnectionLimits]
     peer: str = ""
@@ -159,7 +165,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _peer(address: str) -> str:
-    """Return what counts as one peer: an IPv4 address, or a network of IPv6."""
+    """Return the key of a peer: its IPv4 address, or its IPv6 network."""
     if ":" not in address:
         return address
     return str(ipaddress.ip_network((address.partition("%")[0], 64), strict=False))

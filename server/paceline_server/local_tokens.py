@@ -22,7 +22,8 @@ _SCOPES: tuple[LocalScope, ...] = ("agent", "operator")
 def register_local_tokens(database: Database, directory: Path) -> None:
     """Accept the tokens in the user's token files, unless someone has created a token.
 
-    The files are made at the first start and serve all servers of the user. Raises TokenFileError.
+    The files are created at the first start and used by all servers of the user. Raises
+    TokenFileError.
     """
     with database.read() as session:
         if has_configured_tokens(session):
@@ -44,13 +45,13 @@ def read_or_create(path: Path) -> str:
                 f"the token file {path} cannot be written: {error.strerror}; name another"
                 " directory with PACELINE_STATE_DIRECTORY"
             ) from error
-        token = read_token(path)  # of another server, if that was faster
+        token = read_token(path)  # written by another server that was faster
     assert token is not None, f"{path} was removed"
     return token
 
 
 def _create(path: Path, token: str) -> None:
-    """Write the file under another name first: a reader finds it complete, or not at all."""
+    """Write the file under another name first: readers find it complete or not at all."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -1,4 +1,4 @@
-"""Shares in percent, written the same in all texts: `39%`."""
+"""Shares in percent, in the format of all texts: `39%`."""
 
 from __future__ import annotations
 

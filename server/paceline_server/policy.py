@@ -1,7 +1,7 @@
 """The values that an operator may change: when Paceline reports, when it acts, and how often.
 
 Every value is defined here once, with its limits, its default and the reason for it;
-docs/policy.md shows the same as a table. A job's policy is fixed when the job is created: the
+docs/policy.md has them as a table. A job's policy is fixed when the job is created: the
 values of the request override those of the server's policy file, which override the defaults.
 """
 
@@ -193,7 +193,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mode_in_effect(mode: Mode, can_checkpoint: bool | None, highest_step: int | None) -> Mode:
-    """Return what `mode` means for a job now; never "default".
+    """Return the mode in effect for a job; never "default".
 
     Before its first step a job has nothing to lose, so `default` means `auto`.
     """
@@ -203,7 +203,7 @@ def mode_in_effect(mode: Mode, can_checkpoint: bool | None, highest_step: int | 
 
 
 class PolicyError(ValueError):
-    """A value that the policy cannot take; the message says what was expected and found."""
+    """A value that is not valid for the policy; the message says what was expected and found."""
 
 
 class PolicyField(NamedTuple):

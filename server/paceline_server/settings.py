@@ -70,8 +70,8 @@ class Settings(BaseSettings):
     policy: Path | None = Field(None, description="TOML file with defaults for new jobs.")
 
     lease_seconds: float = Field(3.0, gt=0, description="Lease of a worker on its jobs.")
-    # Shortest interval between ticks, so that a burst of batches costs one tick. Detection within
-    # one second leaves room for it.
+    # Shortest interval between ticks, so that a burst of batches costs one tick. It is short
+    # compared with the detection time of one second.
     tick_minimum_seconds: float = Field(0.1, gt=0)
     tick_seconds: float = Field(0.2, gt=0, description="Longest interval between ticks of a job.")
     batches_per_tick: int = Field(1024, ge=1, description="Batches read per tick.")
@@ -121,7 +121,7 @@ class Settings(BaseSettings):
         return self
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Return how to serve HTTPS; None without a certificate.
+        """Return the TLS context for HTTPS; None without a certificate.
 
         Raises:
             ValueError: a file cannot be used.

@@ -42,7 +42,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0, what: str = ""
 
 
 class StubServer:
-    """Stores what agents send in memory, as the real server does; can be stopped and started."""
+    """A server that keeps what agents send in memory; it can be stopped and started."""
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -162,7 +162,7 @@ class AgentProcess:
         self.log = directory.with_suffix(".log")
         command = [*under, sys.executable, "-m", "paceline_agent", "--server", url]
         command += ["--agent-id", directory.name, "--node-directory", str(directory)]
-        if os.geteuid() == 0:  # the test's files are root's
+        if os.geteuid() == 0:  # the test's files belong to root
             command += ["--run-as", "root"]
         command += ["--no-metrics", *options]
         with self.log.open("ab") as log:
@@ -266,7 +266,7 @@ class RankRing:
         self._file = ring.create(directory / "rings" / f"j.g0.r{rank}.ring", identity)
 
     def write(self, spans: int) -> None:
-        """Write spans that start now and last 10 ns. More than the capacity are an overrun."""
+        """Write spans that start now and last 10 ns. More than the capacity cause an overrun."""
         capacity = self._file.capacity
         for index in range(self.written, self.written + spans):
             place = (index & (capacity - 1)) * RECORD_BYTES

@@ -29,7 +29,7 @@ Fixture = Callable[..., Any]
 
 
 class Metrics:
-    """The own metrics of an agent that was started with `options`."""
+    """An agent started with `options`, and the metrics about itself."""
 
     def __init__(self) -> None:
         self._port = free_port()
@@ -160,7 +160,7 @@ def test_a_batch_too_large_for_a_proxy_is_set_aside_and_the_others_are_sent(
 
 @contextmanager
 def answering(port: int, pieces: Callable[[], Iterator[bytes]]) -> Iterator[None]:
-    """A server that answers any request with these bytes."""
+    """A server that responds to any request with these bytes."""
     listener = socket.create_server(("127.0.0.1", port))
     ended = threading.Event()
 
@@ -210,7 +210,7 @@ def test_an_answer_that_is_not_http_becomes_a_printable_sentence(
 
 
 def test_an_answer_that_arrives_too_slowly_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It arrives byte by byte, so that no single wait is too long."""
+    """The response arrives byte by byte, so that no single wait is too long."""
     monkeypatch.setattr(server_link, "EXCHANGE_SECONDS", 0.5)
     monkeypatch.setattr(server_link, "CONNECT_SECONDS", 0.25)
 

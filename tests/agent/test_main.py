@@ -1,4 +1,4 @@
-"""The command `paceline agent`: what it accepts, refuses and does when its parent ends."""
+"""The command `paceline agent`: valid and invalid options, and the end of its parent."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_an_unusable_node_directory_ends_with_one_sentence(tmp_path: Path) -> No
 def test_the_agent_ends_with_its_parent(
     server: Any, wait_for: Fixture, tmp_path: Path, is_alive: Fixture
 ) -> None:
-    """The parent starts it from a thread that ends at once, which must not end the agent."""
+    """The parent starts it from a thread that ends immediately, which must not end the agent."""
     program = (
         "import subprocess, sys, threading, time\n"
         "def start():\n"

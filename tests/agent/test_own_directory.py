@@ -1,4 +1,5 @@
-"""Whoever creates an agent's directory first cannot direct the agent's rights anywhere else."""
+"""A user who creates an agent's directory first cannot redirect the agent's privileges
+elsewhere."""
 
 from __future__ import annotations
 

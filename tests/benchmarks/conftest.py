@@ -1,4 +1,4 @@
-"""The benchmarks are no part of the distribution: they are imported from the checkout."""
+"""Makes the benchmarks importable from the checkout: they are not part of the distribution."""
 
 import sys
 from pathlib import Path

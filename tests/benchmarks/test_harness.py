@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: rows, and one failing benchmark that spoils no other."""
+"""`python -m benchmarks`: its rows, and a failing benchmark that does not affect the others."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_failing_benchmark_is_reported_and_the_others_continue(tmp_path: Path)
 def test_a_benchmark_that_takes_too_long_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # which the agent it starts has in its options
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # part of the options of the agent that it starts
     finished = run(names=["agent_cost"], limit_seconds=10.0)
     assert finished.returncode == 1
     assert "agent_cost failed: no result in 10.0 s" in finished.stdout
@@ -69,7 +69,7 @@ def test_a_benchmark_that_takes_too_long_leaves_nothing_behind(
 def processes_with(word: bytes) -> list[bytes]:
     commands = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             commands.append(path.read_bytes())
     return [command for command in commands if word in command]
 

@@ -62,7 +62,7 @@ def test_the_timeline_is_the_ideal_step(tmp_path: Path) -> None:
     assert end_microseconds == pytest.approx(1.8432958e6, rel=1e-6)
     computes = {event["dur"] for event in events if event["name"] == "forward-compute"}
     assert max(computes) == pytest.approx(min(computes))
-    for event in events:  # nothing runs before what it needs
+    for event in events:  # no operation runs before those it depends on
         assert event["ts"] >= 0
 
 

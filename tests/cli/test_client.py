@@ -1,4 +1,4 @@
-"""The API client: pages, events, and errors that say what to do; against a real HTTP server."""
+"""The API client: pages, events, and errors that say what to do; with a real HTTP server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline_cli.main import main
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Two pages of jobs, one stream of events, and refusals."""
+    """Serves two pages of jobs, one stream of events, and errors."""
 
     event_requests: list[str | None]
 

@@ -1,4 +1,4 @@
-"""The command line: help that teaches, extras that are missing, bad input in one sentence."""
+"""The command line: its help, missing extras, and invalid input reported in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give it
 
 @pytest.fixture
 def closed(tmp_path: Path) -> Path:
-    """A folder of somebody else's."""
+    """A folder of another user."""
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o700)
     os.chown(folder, 65534, 65534)
@@ -25,7 +25,7 @@ def closed(tmp_path: Path) -> Path:
 
 
 def without_rights(*words: object) -> subprocess.CompletedProcess[str]:
-    """As somebody who is not root, with a Python that may be root's alone."""
+    """Run as a user other than root, with a Python that may be readable by root only."""
     command = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", sys.executable]
     command += ["-m", "paceline_cli", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

@@ -1,4 +1,4 @@
-"""The fake node of the benchmarks is imported from the checkout."""
+"""Makes the benchmarks' fake node importable from the checkout."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Queries of our dashboard and of the stock dashboards that must work unchanged."""
+"""Queries of Paceline's dashboard, and of stock dashboards that must work unchanged."""
 
 from __future__ import annotations
 

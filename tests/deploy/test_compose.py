@@ -1,7 +1,7 @@
-"""docker-compose.yml without docker: its commands, run as processes of this machine.
+"""docker-compose.yml without Docker: its commands run as processes on this machine.
 
-PostgreSQL is real, but not from the image. Service names become 127.0.0.1 and their
-ports free ones. Prometheus is not started: its configuration must name the served endpoints.
+PostgreSQL is real, but not from the image. Service names are replaced with 127.0.0.1, and ports
+with free ones. Prometheus is not started: its configuration must name the served endpoints.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 120.0) ->
 
 
 def interpolate(text: str) -> str:
-    """Return the text with ${NAME:-default} replaced as compose does when nothing is set."""
+    """Return the text with ${NAME:-default} replaced as compose does if no variable is set."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
@@ -80,7 +80,7 @@ class Machine:
             environment["PACELINE_SERVER_DATABASE_URL"] = self.database_url
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         home = str(self.directory / "home")
-        # The node's directories are volumes of the service; here the environment sets them.
+        # The node's directories are volumes of the service; here the environment defines them.
         node = {
             "PACELINE_AGENT_NODE_DIRECTORY": str(self.directory / "node"),
             "PACELINE_AGENT_SPOOL_DIRECTORY": str(self.directory / "spool"),
@@ -126,9 +126,10 @@ class Machine:
 @pytest.fixture(scope="module")
 def postgresql() -> Iterator[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a missing XDG_RUNTIME_DIR
+        warnings.simplefilter("ignore")  # about a missing XDG_RUNTIME_DIR
         pgserver = importlib.import_module("pgserver")
-    directory = tempfile.mkdtemp(prefix="paceline-compose-")  # its user must reach it
+    # PostgreSQL's user must be able to enter it
+    directory = tempfile.mkdtemp(prefix="paceline-compose-")
     cluster = pgserver.get_server(directory, cleanup_mode="stop")
     yield cluster.get_uri()
     cluster.cleanup()
@@ -137,7 +138,7 @@ def postgresql() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def machine(postgresql: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    """All services, started in the order of `depends_on`."""
+    """Start all services in the order of `depends_on`."""
     machine = Machine(tmp_path_factory.mktemp("compose"), postgresql)
     try:
         made = machine.start("tokens")

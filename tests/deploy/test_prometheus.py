@@ -1,4 +1,4 @@
-"""/metrics is valid, and every metric that our and the stock dashboards query is exposed."""
+"""/metrics is valid, and every metric that Paceline's and the stock dashboards query is exposed."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_promtool_reports_only_names_of_other_exporters(scraped: Scraped, progra
     assert done.returncode in (0, _LINT), done.stderr
     others = ("DCGM_", "node_", "paceline_rdma_counter_")  # the last is a gauge about counters
     faults = [line for line in done.stderr.splitlines() if not line.startswith(others)]
-    # Our GPU metrics have dcgm-exporter's labels too, so that the two can be joined.
+    # Paceline's GPU metrics have dcgm-exporter's labels too, so that the two can be joined.
     assert [fault for fault in faults if "label names should be written" not in fault] == []
 
 
@@ -165,7 +165,7 @@ def test_every_query_is_promql(tmp_path: Path) -> None:
         {"record": f"query:{number}", "expr": substituted(query, 5)}
         for number, query in enumerate(queries)
     ]
-    file = tmp_path / "rules.json"  # which is YAML
+    file = tmp_path / "rules.json"  # JSON is valid YAML
     file.write_text(json.dumps({"groups": [{"name": "dashboards", "rules": rules}]}))
     done = subprocess.run(["promtool", "check", "rules", file], capture_output=True, text=True)
     assert f"{len(queries)} rules found" in done.stdout, done.stderr

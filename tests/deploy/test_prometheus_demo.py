@@ -51,7 +51,8 @@ Query = Callable[[str], list[Any]]
 
 @pytest.fixture(scope="module")
 def prometheus() -> Iterator[Query]:
-    """Query function of a Prometheus that scraped a demo until its fault was detected."""
+    """Return the query function of a Prometheus that scraped a demo until its fault was
+    detected."""
     with ExitStack() as cleanup:
         scratch = Path(cleanup.enter_context(TemporaryDirectory(prefix="paceline-prometheus-")))
         log = cleanup.enter_context(_demo(scratch))
@@ -140,6 +141,6 @@ def test_variables_have_values(prometheus: Query) -> None:
 
 
 def test_only_rdma_is_missing_in_the_demo(prometheus: Query) -> None:
-    """A query that falls back to another metric could otherwise hide a wrong name."""
+    """Otherwise a query that falls back to another metric could hide a wrong name."""
     missing = {name for name in names(own_queries()) if not prometheus(name)}
     assert {name for name in missing if not name.startswith("node_infiniband_")} == set()

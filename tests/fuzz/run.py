@@ -23,16 +23,16 @@ from pathlib import Path
 import atheris
 
 _PACKAGES = ("paceline_wire", "paceline_agent", "paceline_server")
-# atheris keeps the result of each comparison of arrays, so that memory grows with the inputs.
+# atheris stores the result of each comparison of arrays, so memory grows with the inputs.
 _COMPARE_ARRAYS = (
     "paceline_server.whatif.analysis",
     "paceline_server.whatif.columns",
     "paceline_server.whatif.replay",
     "paceline_server.whatif.trace",
 )
-_MEMORY_MIB = 1536  # of which the libraries take 300 to 500
+_MEMORY_MIB = 1536  # the libraries take 300 to 500 of it
 _INPUT_SECONDS = 20
-_WARM_UP = 1000  # inputs; memory is compared with what was used after these
+_WARM_UP = 1000  # number of inputs after which the reference memory is measured
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
     ):
         from tests.fuzz.targets import TARGETS  # noqa: PLC0415 (instrumented while it is imported)
 
-    logging.disable()  # each refused input would be a line
+    logging.disable()  # otherwise each rejected input would log a line
     parser = argparse.ArgumentParser()
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--inputs", type=int, default=1_000_000)

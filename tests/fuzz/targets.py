@@ -1,7 +1,7 @@
-"""Targets of the fuzzing: everything that reads bytes of another user, node or program.
+"""Fuzzing targets: every reader of bytes from another user, node or program.
 
-A target takes any bytes. Bytes that are not valid must be refused with the reader's own error; any
-other exception is a bug, and ends the fuzzing. `read` returns whether the bytes were accepted.
+A target takes any bytes. Invalid bytes must be rejected with the reader's own error; any other
+exception is a bug and ends the fuzzing. `read` returns whether the bytes were accepted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _IDENTITY = Identity(
     world_size=8,
     topology=Topology(2, 2, 2),
     coordinates=Coordinates(1, 0, 1),
-    pid=1 << 22,  # no process
+    pid=1 << 22,  # no such process
     host="node-1",
     clock_offset_ns=-5,
     started_ns=17,
@@ -58,7 +58,7 @@ _IDENTITY = Identity(
 
 
 class FuzzTarget(ABC):
-    """A reader and valid inputs of it; a context manager, because some need a server."""
+    """A reader and valid inputs for it; a context manager, because some targets need a server."""
 
     longest_bytes = 1 << 14
 
@@ -79,7 +79,7 @@ class FuzzTarget(ABC):
         """Read any bytes; return whether they were accepted."""
 
     def finish(self) -> None:  # noqa: B027 (most have nothing to check)
-        """Check what must be true after all inputs."""
+        """Check the conditions that must hold after all inputs."""
 
 
 def _batches() -> list[Batch]:
@@ -113,7 +113,7 @@ def _batches() -> list[Batch]:
 
 
 class PackedBatch(FuzzTarget):
-    """A batch as it is sent, damaged on its way: only what an agent packed may be accepted."""
+    """A batch that is damaged in transit: only the one that an agent packed may be accepted."""
 
     def seeds(self) -> Sequence[bytes]:
         return [wire.encode(batch) for batch in _batches()]
@@ -124,7 +124,7 @@ class PackedBatch(FuzzTarget):
 
 
 class BatchContent(FuzzTarget):
-    """The content of a batch, packed correctly: what is accepted can be sent again."""
+    """The content of a correctly packed batch: if it is accepted, it can be sent again."""
 
     def seeds(self) -> Sequence[bytes]:
         return [msgspec.msgpack.encode(batch) for batch in _batches()]
@@ -149,7 +149,9 @@ class RingContent(FuzzTarget):
     """A ring file of a rank, read by the agent."""
 
     longest_bytes = layout.SPANS_OFFSET + 64 * RECORD_BYTES
-    _SHORT_BYTES = 64  # shorter input stays so; other input gets a ring's size, to be read further
+    # shorter input is used as it is; other input is extended to a ring's size, so that more of it
+    # is read
+    _SHORT_BYTES = 64
 
     def __enter__(self) -> FuzzTarget:
         super().__enter__()
@@ -184,7 +186,7 @@ class RingContent(FuzzTarget):
 
 
 class KernelLog(FuzzTarget):
-    """Lines of a kernel log, in any format. A log is never refused, so each input is accepted."""
+    """Lines of a kernel log, in any format. A log is never rejected, so each input is accepted."""
 
     longest_bytes = 4096
 
@@ -330,7 +332,7 @@ class HttpRequest(FuzzTarget):
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
             answer = b""
-            # A stream of events does not end: its head is enough.
+            # A stream of events does not end, so its head is enough.
             while b"text/event-stream" not in answer and (more := _receive(connection)):
                 answer = (answer + more)[: 1 << 16]
         if not answer:

@@ -1,6 +1,6 @@
-"""Whatever bytes arrive: they are read or refused, never a crash, and memory stays bounded.
+"""Any bytes are read or rejected without a crash and with bounded memory.
 
-`make test` tries some hundred inputs per reader; `make campaign` a million, guided by coverage.
+`make test` tries a few hundred inputs per reader; `make campaign` a million, guided by coverage.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[FuzzTarget]:
 
 
 def edited(seed: bytes, changes: list[tuple[str, float, bytes]]) -> bytes:
-    """Return `seed` after some edits, each at a place between 0 (begin) and 1 (end)."""
+    """Return `seed` after some edits, each at a position between 0 (begin) and 1 (end)."""
     data = seed
     for kind, place, new in changes:
         at = int(place * len(data))

@@ -41,7 +41,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RingRead
 @pytest.fixture
 def no_synchronize(reader: RingReader) -> Iterator[None]:
     """Raise an error at any call that makes the host wait for the device."""
-    for _ in paceline.steps([0]):  # the hooks' one wait is at their first boundary
+    for _ in paceline.steps([0]):  # the hooks wait once, at their first boundary
         pass
     torch.cuda.set_sync_debug_mode("error")
     yield

@@ -13,7 +13,7 @@ from paceline_wire.ring import RingReader
 from paceline_wire.spans import Flag, Op, Span, unpack
 
 CYCLES = 20_000_000  # GPU clock cycles: 10 ms at 2 GHz
-LONGEST_CLOCK_HZ = 5e9  # no GPU is faster: CYCLES take at least 4 ms
+LONGEST_CLOCK_HZ = 5e9  # no GPU is faster, so CYCLES take at least 4 ms
 TOLERANCE_NS = 2_000_000
 
 

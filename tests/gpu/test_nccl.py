@@ -46,7 +46,8 @@ def run(arguments: list[str], directory: Path) -> list[Span]:
 
 def test_collectives_are_timed_on_the_device(tmp_path: Path) -> None:
     spans = run(["-c", COLLECTIVES], tmp_path)
-    # From the second step: the hooks detect the device at the first boundary with it in use.
+    # From the second step on, because the hooks detect a device at the first boundary after its
+    # first use.
     second = [span for span in spans if span.step == 2]
     reduced = [span for span in second if span.op == Op.ALL_REDUCE]
     assert {span.bytes for span in reduced} == {4000}

@@ -1,4 +1,4 @@
-"""Adding a collector takes its file, its test, its fixture and its row; the rest is derived."""
+"""Adding a collector takes its file, test, fixture and documentation row; the rest is derived."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_collector_is_four_things(project: Path) -> None:
 
 
 def tmp_proc(project: Path) -> Path:
-    """Return a /proc that holds swaps only."""
+    """Return a /proc that contains only swaps."""
     proc = project / "frozen-proc"
     proc.mkdir()
     shutil.copy(project / "tests/agent/fixtures/swaps", proc / "swaps")

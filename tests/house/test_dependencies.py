@@ -1,8 +1,8 @@
-"""Every dependency of the product stands in `docs/dependencies.md` with its license.
+"""Every dependency of the product is listed in `docs/dependencies.md` with its license.
 
     PACELINE_WRITE_GOLDEN=1 .venv/bin/pytest tests/house/test_dependencies.py
 
-writes the table again; read the diff before committing it.
+updates the table; read the diff before committing it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPDX = {
     "Apache Software License": "Apache-2.0",
     "Python Software Foundation License": "PSF-2.0",
 }
-# Licenses that ask for no more than a notice.
+# Licenses that require only a notice.
 PERMISSIVE = {"0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "CC0-1.0", "MIT", "PSF-2.0"}
 PERMISSIVE |= {"Zlib"}
 # Licenses of libraries that users install unchanged from their own distributions.
@@ -76,7 +76,7 @@ def license_of(name: str) -> str:
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """Return name, license and who needs it, of each dependency."""
+    """Return the name, the license and the users of each dependency."""
     found = []
     for name, extras in needed_by().items():
         users = "all" if "" in extras else " and ".join(sorted(extras))

@@ -1,4 +1,4 @@
-"""The distribution itself: what a bare install gives, and that the documents speak of what is."""
+"""The distribution: what a bare install provides, and whether the documents match it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment that holds nothing but `pip install .`."""
+    """The interpreter of an environment that contains only `pip install .`."""
     directory = tmp_path_factory.mktemp("bare")
     venv.create(directory, with_pip=True)
     python = directory / "bin" / "python"
@@ -105,7 +105,7 @@ PACKAGES = ("agent", "cli", "lab", "server", "trainer_hooks", "wire")
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_types_are_decoded_by_decoders_that_were_made_at_import(package: str) -> None:
-    """msgspec learns a type when it first meets it; two threads that both do so crash."""
+    """msgspec analyzes a type on first use; it crashes if two threads do so at the same time."""
     sources = [*(ROOT / package).rglob("*.py")]
     assert sources
     assert [

@@ -39,7 +39,7 @@ def lines_of_shell(text: str) -> Iterator[tuple[int, str]]:
 
 
 def commands(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield each command as its words, environment variables and comments taken off."""
+    """Yield the words of each command, without environment variables and comments."""
     for number, line in lines_of_shell(text):
         try:
             words = shlex.split(line, comments=True)
@@ -69,7 +69,7 @@ def documented(program: str) -> list[Documented]:
 
 
 def trouble_of(words: list[str]) -> str | None:
-    """Return why the command line would be refused, or None."""
+    """Return why the command line would be rejected, or None."""
     command: click.Command = main
     context = click.Context(main)
     while isinstance(command, click.Group) and words:

@@ -1,4 +1,4 @@
-"""Import rules that import-linter has no contract for; the others are in pyproject.toml."""
+"""Import rules for which import-linter has no contract; the others are in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_wire_imports_only_the_standard_library_msgspec_and_zstandard() -> None:
 
 
 def test_no_module_imports_itself_indirectly() -> None:
-    """Also through its own package, which the contract about siblings does not cover."""
+    """This includes imports through its own package, which the contract about siblings does not
+    cover."""
     graph = grimp.build_graph(*PROJECT["tool"]["importlinter"]["root_packages"], cache_dir=None)
     imports = {
         module: graph.find_modules_directly_imported_by(module) - {module}

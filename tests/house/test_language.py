@@ -24,7 +24,7 @@ WORDS: dict[str, str] = RULES["identifiers"]
 PHRASES = {re.compile(pattern, re.IGNORECASE): use for pattern, use in RULES["phrases"].items()}
 ANY_PHRASE = re.compile("|".join(f"(?:{pattern})" for pattern in RULES["phrases"]), re.IGNORECASE)
 OPENINGS = {re.compile(pattern): use for pattern, use in RULES["openings"].items()}
-# Recorded data of others, generated files, and the list of banned words itself.
+# Recorded data of other programs, generated files, and the list of banned words itself.
 EXCLUDED = (
     "fixtures/",
     "/data/",
@@ -37,15 +37,15 @@ EXCLUDED = (
 
 
 class Text(NamedTuple):
-    """A piece of prose of a file."""
+    """A piece of prose in a file."""
 
     line: int
     text: str
-    opens: bool  # a docstring or comment, not a message or a table cell
+    opens: bool  # whether it is a docstring or comment, not a message or a table cell
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """Return the files of the project that match, without those that others wrote."""
+    """Return the files of the project that match, without those written by others."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", *patterns],
         cwd=ROOT,
@@ -88,7 +88,7 @@ def python_prose(source: str) -> Iterator[Text]:
 
 
 def other_prose(path: Path) -> Iterator[Text]:
-    """Yield lines: of documents all, of other sources the comments and strings."""
+    """Yield all lines of documents, and the comments and strings of other sources."""
     in_block = False
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if path.suffix == ".md":
@@ -159,7 +159,7 @@ def words(name: str) -> list[str]:
 
 
 def stored_names() -> set[str]:
-    """Return names that data already written holds: they stay until the format changes."""
+    """Return names that stored data contains, which stay until the format changes."""
     return set(RULES.get("stored", {}).get("names", []))
 
 

@@ -1,4 +1,4 @@
-"""The commands of the README are run as they stand, on one machine that plays the cluster."""
+"""The commands of the README are run unchanged, on one machine in place of the cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ports import free_port
 
 DATA = ROOT / "tests" / "server"
 TRAINER = "import time\nfor step in range(20):\n    time.sleep(0.1)\n"
-# In place of what the README leaves to the reader; a job of 64 ranks becomes one of two.
+# Values for the placeholders of the README; a job of 64 ranks becomes one of two.
 WORDS = {
     "trace.parquet": str(DATA / "whatif/data/trace-ST.parquet"),
     "meta.yaml": str(DATA / "whatif/data/meta-ST.yaml"),
@@ -28,8 +28,8 @@ WORDS = {
     "python": sys.executable,
 }
 SIZES = {"--dp": "2", "--pp": "1", "--tp": "1"}
-RUNS_ON = ("server", "agent")  # until they are stopped
-# Why a command may fail here.
+RUNS_ON = ("server", "agent")  # commands that run until they are stopped
+# Reasons for which a command may fail here.
 REFUSED = {
     "actions approve ACTION": "no action",
     "preflight --nodes": "node-1",
@@ -37,13 +37,13 @@ REFUSED = {
 
 
 def commands() -> list[list[str]]:
-    """Return the complete commands of the README's shell blocks, in their order."""
+    """Return the complete commands of the README's shell blocks, in order."""
     found = [words for where, words in documented("paceline") if where.startswith("README.md")]
     return [words for words in found if words and words not in (["run"], ["login"])]
 
 
 class Machine:
-    """A directory with the files that the commands name, and the processes that run on."""
+    """A directory with the files that the commands name, and the processes that keep running."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

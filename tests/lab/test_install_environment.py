@@ -1,4 +1,4 @@
-"""The installer's progress lines: `install_environment.py`, which make runs before all else."""
+"""Progress lines of the installer, `install_environment.py`, which make runs first."""
 
 from __future__ import annotations
 

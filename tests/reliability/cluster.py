@@ -1,6 +1,6 @@
-"""The cluster of the campaign: the demo's, on PostgreSQL, with nodes that can be cut off.
+"""The cluster of the campaign: like the demo's, but on PostgreSQL, with nodes that can be cut off.
 
-Each node may have a network namespace of its own, joined to the server's by a bridge.
+Each node may have its own network namespace, connected to the server's by a bridge.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class PostgreSQL:
 
     def start(self) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns of a missing XDG_RUNTIME_DIR
+            warnings.simplefilter("ignore")  # about a missing XDG_RUNTIME_DIR
             pgserver = importlib.import_module("pgserver")
-        if self._server is not None:  # it remembers servers by directory, dead ones too
+        if self._server is not None:  # it caches servers by directory, including dead ones
             type(self._server)._instances.pop(self.directory.resolve(), None)
         self._server = pgserver.get_server(self.directory, cleanup_mode="stop")
 
     @property
     def pid(self) -> int:
-        """Process of the postmaster."""
+        """Return the pid of the postmaster."""
         return int((self.directory / "postmaster.pid").read_text().split()[0])
 
     def signal(self, number: signal.Signals) -> None:
@@ -77,9 +77,10 @@ class CampaignCluster(Cluster):
         self._database_url = database_url
         self._namespaces = namespaces
         self._fake_clock = fake_clock
-        self.operator_token: str | None = None  # None: the user's own tokens are found
+        self.operator_token: str | None = None  # None: use the user's own tokens
         self._agent_token: str | None = None
-        self.prefixes: dict[int, list[str]] = {}  # commands before those of a node's agent
+        # commands that prefix the command of a node's agent
+        self.prefixes: dict[int, list[str]] = {}
         if namespaces:
             self.url = f"http://{_SERVER}:{self.port}"
             _add_bridge()
@@ -87,14 +88,14 @@ class CampaignCluster(Cluster):
                 _add_namespace(number)
             self._agent_token = self._create_token("agent")
             self.operator_token = self._create_token("operator")
-            os.environ["PACELINE_TOKEN"] = self.operator_token  # of `paceline run`
+            os.environ["PACELINE_TOKEN"] = self.operator_token  # read by `paceline run`
 
     def start(self) -> None:
         self.launch()
         with Client(self.url, self.operator_token) as client:
 
             def are_ready() -> bool:
-                with contextlib.suppress(click.ClickException):  # it does not respond yet
+                with contextlib.suppress(click.ClickException):  # the server does not respond yet
                     return len(client.items("/nodes")) == NODES
                 return False
 
@@ -138,7 +139,7 @@ class CampaignCluster(Cluster):
         super().start_agent(node)
 
     def set_clock(self, node: EmulatedNode, seconds: float) -> None:
-        """Set the node's wall clock to this many seconds after the right time."""
+        """Set the node's wall clock ahead of the correct time by this many seconds."""
         clock = self._clock_of(node)
         with clock.open("r+b" if clock.exists() else "wb") as file:
             file.write(int(seconds * 1e9).to_bytes(8, sys.byteorder, signed=True))
@@ -147,12 +148,12 @@ class CampaignCluster(Cluster):
         return self.directory / f"{node.agent_id}.clock"
 
     def agent_pids(self, node: EmulatedNode) -> list[int]:
-        """Processes of the agent itself and its guard: not those of ranks."""
+        """Return the processes of the agent and its guard, without those of ranks."""
         assert node.agent is not None
         return [node.agent.pid]
 
     def workers(self) -> list[int]:
-        """Process in which the server works on jobs."""
+        """Return the processes in which the server's job worker runs."""
         assert self.server is not None
         return descendants(self.server.pid)
 

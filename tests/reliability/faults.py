@@ -1,4 +1,4 @@
-"""The faults of the campaign, and what must come of each."""
+"""The faults of the campaign, and the required outcome of each."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def _any_rank_again(running: RunningJob) -> Hit:
 
 
 def _damage(what: str) -> Callable[[RunningJob], Hit]:
-    """Damage the newest checkpoint, then kill a rank, so that it is read."""
+    """Damage the newest checkpoint, then kill a rank so that the checkpoint is read."""
 
     def inject(running: RunningJob) -> Hit:
         _, _, newest = running.committed()[-1]
@@ -344,7 +344,7 @@ def _damage(what: str) -> Callable[[RunningJob], Hit]:
 
 @contextlib.contextmanager
 def _filled(directory: Path) -> Iterator[None]:
-    """Fill the disk of a directory, down to the last byte."""
+    """Fill the disk of a directory to the last byte."""
     ballast = directory / "ballast"
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(1 << 16)):
@@ -383,7 +383,7 @@ def _spool_disk_full(running: RunningJob) -> Hit:
 
 
 def _spare_without_mount(running: RunningJob) -> Hit:
-    """Have the node of a rank lost, where one spare does not have the checkpoints' mount."""
+    """Lose the node of a rank in a cluster where one spare lacks the mount of the checkpoints."""
     used = {rank["node"] for rank in running.ranks()}
     spare = min(
         (node for node in running.cluster.nodes if node.agent_id not in used),
@@ -479,7 +479,7 @@ def plans(postgresql: PostgreSQL | None) -> list[FaultPlan]:
 
 
 def needs(plan: FaultPlan) -> str | None:
-    """Return what a fault needs and this machine does not have."""
+    """Return the requirement of a fault that this machine does not meet."""
     tools = {"network": ("ip",), "disk": ("mount",), "clock": ("gcc",)}
     missing = [tool for tool in tools.get(plan.session, ()) if shutil.which(tool) is None]
     if missing:
@@ -491,7 +491,7 @@ def needs(plan: FaultPlan) -> str | None:
 
 
 def mount_small_disk(directory: Path, mebibytes: int) -> Callable[[], None]:
-    """Mount a small disk on a directory; return what unmounts it."""
+    """Mount a small disk on a directory; return a function that unmounts it."""
     options = f"size={mebibytes}m"
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(directory)], check=True)
     return lambda: subprocess.run(["umount", "--lazy", str(directory)], check=True) and None

@@ -1,7 +1,7 @@
-"""The reference trainer, which obeys orders to fail.
+"""The reference trainer, which fails on command.
 
-Before each step a rank reads `orders/RANK` in the directory of the checkpoints. An order is obeyed
-once, except `poison`, which fails the same step again in every generation.
+Before each step a rank reads `orders/RANK` in the directory of the checkpoints. An order is
+executed once, except `poison`, which makes the same step fail in every generation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _obey(path: Path, step: int) -> None:
 
 
 def _use_memory(cgroup: Path, limit: int) -> None:
-    """Join a control group whose limit is below what follows: the kernel kills this process."""
+    """Join a control group and exceed its limit, so that the kernel kills this process."""
     (cgroup / "cgroup.procs").write_text(str(os.getpid()))
     held = []
     while len(held) * (1 << 24) < 4 * limit:

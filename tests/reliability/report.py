@@ -33,7 +33,7 @@ def write(results: Sequence[TrialResult], path: Path = PATH) -> None:
 
 
 def table(results: Sequence[TrialResult]) -> str:
-    """Return a Markdown table with a row for each fault and one for all."""
+    """Return a Markdown table with a row for each fault and a total."""
     names = list(dict.fromkeys(result.fault for result in results))
     rows = [_row(name, [each for each in results if each.fault == name]) for name in sorted(names)]
     lines = [_HEADINGS, ("---",) + ("---:",) * 2 + ("---",) + ("---:",) * 6, *rows]

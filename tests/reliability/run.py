@@ -2,8 +2,8 @@
 
     python -m tests.reliability.run [--only TEXT] [--times N] [--seed N] [--json FILE] [--write]
 
-Sessions: `default` has a cluster on PostgreSQL; `clock` nodes whose clocks can jump; `disk` a
-small disk; `network` a network namespace for each node.
+Sessions: `default` has a cluster on PostgreSQL, `clock` has nodes whose clocks can jump, `disk` has
+a small disk, and `network` has a network namespace for each node.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def campaign(only: str = "", times: int | None = None, seed: int = 1) -> list[TrialResult]:
-    """Run the campaign and return its results; print each as it comes."""
+    """Run the campaign and return its results; print each when it arrives."""
     chance = random.Random(seed)
     results = []
     postgresql = PostgreSQL()
@@ -70,7 +70,7 @@ def _play_all(
     cluster: CampaignCluster, plans: Sequence[FaultPlan], times: int | None, chance: random.Random
 ) -> list[TrialResult]:
     trials = [plan for plan in plans for _ in range(times or plan.times)]
-    # In any order; what ends the job comes last.
+    # In random order, with the faults that end the job last.
     chance.shuffle(trials)
     trials.sort(key=lambda plan: plan.outcome == "end")
     results = []
@@ -92,7 +92,7 @@ def _play_all(
 
 @contextlib.contextmanager
 def _cluster(session: str, postgresql: PostgreSQL) -> Iterator[CampaignCluster]:
-    """Start a cluster as the session needs it."""
+    """Start the cluster that the session needs."""
     cluster = CampaignCluster(
         postgresql.url if session in ("default", "network") else None,
         namespaces=session == "network",

@@ -1,4 +1,4 @@
-"""One fault injected into a running job: what must come of it, and what came of it."""
+"""One fault injected into a running job: the required and the actual outcome."""
 
 from __future__ import annotations
 
@@ -35,15 +35,14 @@ Outcome = Literal["restart", "alone", "either", "end"]
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """A fault.
+    """A fault of the campaign.
 
     Args:
-        name: as in the table.
-        times: how often the campaign injects it.
-        inject: injects it into the running job and returns what it hit.
-        outcome: `restart`: the job must be restarted; `alone`: it must go on without; `either`:
-            both are right; `end`: the job must end, because restarts do not help.
-        session: cluster that it needs: see `run`.
+        name: as in the table of results. times: how many times the campaign injects it. inject:
+        injects it into the running job and returns its target. outcome: `restart`: the job must be
+        restarted; `alone`: it must continue without a restart; `either`: both are correct; `end`:
+        the job must end, because restarts do not help. session: the cluster that it needs, see
+        `run`.
     """
 
     name: str
@@ -55,15 +54,15 @@ class FaultPlan:
 
 @dataclass
 class Hit:
-    """The target of a fault: ranks and nodes that may be named, none if both are empty."""
+    """The target of a fault: ranks and nodes that may be blamed; none if both are empty."""
 
     text: str
     ranks: set[int] = field(default_factory=set)
     nodes: set[str] = field(default_factory=set)
-    anyone: bool = False  # the fault hits all of them
-    restarts: int = 1  # most restarts that are right
-    heal: Callable[[], None] = lambda: None  # called when the outcome is there
-    heal_first: bool = False  # the outcome comes only after `heal`
+    anyone: bool = False  # whether the fault hits all of them
+    restarts: int = 1  # highest correct number of restarts
+    heal: Callable[[], None] = lambda: None  # called once the outcome is known
+    heal_first: bool = False  # whether the outcome comes only after `heal`
     heal_after_seconds: float = 0.0
     lost_checkpoints: int = 0  # newest checkpoints that the fault itself destroyed
     damaged: int = 0  # checkpoints that may be set aside
@@ -88,14 +87,14 @@ class TrialResult:
 
 
 def is_good(result: TrialResult) -> bool:
-    """Return whether everything came as it must."""
+    """Return whether the outcome is as required."""
     harm = result.duplicates or result.steps_destroyed or result.orphans
     return result.is_right and not result.wrong_culprits and not harm
 
 
 @dataclass
 class RunningJob:
-    """A job on a cluster, and what the campaign knows of it."""
+    """A job on a cluster, and what the campaign knows about it."""
 
     cluster: CampaignCluster
     client: Client
@@ -105,7 +104,7 @@ class RunningJob:
     checkpoints: Path = Path()
 
     def start(self) -> None:
-        """Start a new job with checkpoints of its own."""
+        """Start a new job with its own checkpoints."""
         self.number += 1
         name = f"checkpoints-{self.number}"
         self.checkpoints = self.cluster.directory / name
@@ -156,21 +155,22 @@ class RunningJob:
         path.with_suffix(".new").rename(path)
 
     def orphans(self) -> list[int]:
-        """Return processes of ranks that are not of the job's current generation."""
+        """Return rank processes that do not belong to the job's current generation."""
         current = (self.job_id, self.job()["generation"])
         found = []
         for pid in self.cluster.processes():
             with contextlib.suppress(OSError):
                 content = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
                 environment = dict(re.findall(r"(\w+)=([^\0]*)", content))
-                # A fork server keeps room for the generation of its children: digits 0.
+                # A fork server reserves space for its children's generation, filled with the digit
+                # 0.
                 generation = int(environment.get("PACELINE_GENERATION") or 0)
                 if generation and (environment["PACELINE_JOB"], generation) != current:
                     found.append(pid)
         return found
 
     def is_steady(self) -> bool:
-        """Return whether the job runs, has saved, and has all nodes."""
+        """Return whether the job runs, has saved a checkpoint, and has all nodes."""
         job = self.job()
         if job["state"] in _ENDED:
             raise click.ClickException(f"the job is {job['state']}: {job['verdict']['text']}")
@@ -194,7 +194,7 @@ class RunningJob:
 
 
 def play(plan: FaultPlan, running: RunningJob) -> TrialResult:
-    """Inject one fault into a steady job and judge what comes of it."""
+    """Inject one fault into a steady job and judge the outcome."""
     _make_steady(running)
     time.sleep(running.chance.uniform(0.0, 2.0))
     before = running.job()
@@ -264,7 +264,7 @@ def _wait_for_outcome(plan: FaultPlan, running: RunningJob, before: dict[str, An
         if job["generation"] > generation:
             found[0] = "recovered"
             return len(running.steps_of(job["generation"])) >= 5
-        # Long enough that a restart would have begun.
+        # Reached only after a time in which a restart would have begun.
         found[0] = "left alone"
         seconds = time.monotonic() - begun
         return plan.outcome != "restart" and seconds > 12.0 and (job["step"] or 0) >= step + 20
@@ -302,7 +302,7 @@ def _wrong_culprits(
     incidents: list[dict[str, Any]],
     restarts: list[dict[str, Any]],
 ) -> list[str]:
-    """Return what blames a rank or node that the fault did not hit."""
+    """Return the incidents that blame a rank or node that the fault did not hit."""
     if hit.anyone:
         return []
     wrong = []
@@ -326,7 +326,7 @@ def _carried_out(restarts: list[dict[str, Any]]) -> int:
 
 
 def _steps_destroyed(restarts: list[dict[str, Any]], committed: list[tuple[int, int, Path]]) -> int:
-    """Return how many steps before the newest commit at the fault were trained again."""
+    """Return how many steps before the newest commit at the time of the fault were repeated."""
     resumed = [item["resumed_step"] for item in restarts if item["resumed_step"] is not None]
     return max(0, committed[-1][1] - min(resumed)) if resumed and committed else 0
 

@@ -50,9 +50,10 @@ def _wait_for(condition: Callable[[], Any], what: str = "", seconds: float = 60.
 def postgresql() -> Iterator[str]:
     """Start a PostgreSQL server and return its URL without a database name."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of a missing XDG_RUNTIME_DIR
+        warnings.simplefilter("ignore")  # about a missing XDG_RUNTIME_DIR
         pgserver = importlib.import_module("pgserver")
-    directory = tempfile.mkdtemp(prefix="paceline-pg-")  # its user must reach it
+    # PostgreSQL's user must be able to enter it
+    directory = tempfile.mkdtemp(prefix="paceline-pg-")
     cluster = pgserver.get_server(directory, cleanup_mode="stop")
     uri = cluster.get_uri()
     # Needed only against power cuts; creating a hundred databases is faster without.
@@ -130,7 +131,7 @@ class RunningServer:
 
     @property
     def connections(self) -> set[Any]:
-        """All open connections."""
+        """Return all open connections."""
         return self._server.server_state.connections
 
     def stop(self) -> None:

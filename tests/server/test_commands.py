@@ -24,7 +24,7 @@ EXPORTED = Path(__file__).parents[2] / "web" / "openapi.json"
 
 @pytest.fixture
 def database_url(tmp_path: Path) -> str:
-    """One kind of database suffices here."""
+    """One kind of database is enough here."""
     return f"sqlite:///{tmp_path}/test.db"
 
 

@@ -1,4 +1,4 @@
-"""Clients that never finish their requests do not keep others from being served."""
+"""Clients that never finish their requests do not block other clients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def connect() -> Iterator[Callable[..., socket.socket]]:
 
 
 def everything(connection: socket.socket) -> bytes:
-    """Return what arrives until the server closes the connection."""
+    """Return the bytes that arrive until the server closes the connection."""
     with connection.makefile("rb") as file:
         return file.read()
 

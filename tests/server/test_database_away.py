@@ -24,7 +24,7 @@ Away = Callable[[], Any]
 
 @pytest.fixture
 def away(database_url: str) -> Away:
-    """Make the database unavailable for the length of a with-block."""
+    """Make the database unavailable within a with-block."""
     return (
         _sqlite_away(database_url) if "sqlite" in database_url else _postgresql_away(database_url)
     )
@@ -129,7 +129,8 @@ def test_job_continues_without_restart_or_incident(
 def test_read_only_database_counts_as_unavailable(
     run_server: Callable[..., Any], database_url: str, wait_for: Callable[..., Any]
 ) -> None:
-    """As after a failover to a standby, or when a provider makes a full database read-only."""
+    """This happens after a failover to a standby, or if a provider makes a full database
+    read-only."""
     server = run_server()
     with _administrator(database_url) as (run_sql, name):
         run_sql(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
@@ -145,7 +146,7 @@ def test_read_only_database_counts_as_unavailable(
 def test_worker_and_outbox_survive_a_missing_table(
     run_server: Callable[..., Any], wait_for: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As while a backup is restored or permissions change under a running server."""
+    """This happens while a backup is restored, or when permissions change while the server runs."""
     server = run_server(webhook_url="http://127.0.0.1:1", allow_local_receivers=True)
 
     def rename(table: str, to: str) -> None:
@@ -166,7 +167,7 @@ def _ready(server: Any) -> bool:
 
 
 def _success(server: Any, path: str) -> httpx.Response | None:
-    """Return a successful response. On a busy machine the short timeout expires at times."""
+    """Return a successful response. On a busy machine the short timeout sometimes expires."""
     answer: httpx.Response = server.client.get(path)
     return answer if answer.is_success else None
 

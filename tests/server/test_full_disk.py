@@ -1,4 +1,4 @@
-"""A server whose database disk is full says that it is not ready."""
+"""A server whose database disk is full reports that it is not ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""HTTPS between the server, agents and people, with certificates of a private authority."""
+"""HTTPS between the server, agents and people, with certificates of a private certificate
+authority."""
 
 from __future__ import annotations
 
@@ -193,7 +194,7 @@ def test_a_renewed_certificate_is_used_for_new_connections(authority: Authority)
     config.ssl.load_cert_chain(certificate, key)
     server = UvicornServer(config, CommitSignals())
     before = _served(config.ssl)
-    authority.issue("server")  # over the same files
+    authority.issue("server")  # overwrites the same files
     server.renew_certificate()
     after = _served(config.ssl)
     assert before != after
@@ -203,7 +204,7 @@ def test_a_renewed_certificate_is_used_for_new_connections(authority: Authority)
 
 
 def _served(context: ssl.SSLContext) -> bytes:
-    """Return the certificate that a client of this context sees."""
+    """Return the certificate that a client with this context receives."""
     ours, theirs = socket.socketpair()
     client = ssl.create_default_context()
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE

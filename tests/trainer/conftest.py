@@ -41,20 +41,20 @@ class Member:
 
 
 class Run:
-    """A job in flight on some members of the ranks_pool."""
+    """A job that runs on some members of the rank pool."""
 
     def __init__(self, members: list[Member]) -> None:
         self._members = members
 
     def outcomes(self) -> list[TrainingResult]:
-        """One per rank; fails the test with the rank's traceback if it raised."""
+        """Return one outcome per rank; fail the test with the rank's traceback if it raised."""
         answers = [pickle.load(member.answers) for member in self._members]
         for answer in answers:
             assert isinstance(answer, TrainingResult), answer
         return answers
 
     def failures(self) -> list[str]:
-        """One per rank: the traceback it ended with."""
+        """Return the traceback of each rank."""
         answers = [pickle.load(member.answers) for member in self._members]
         for answer in answers:
             assert isinstance(answer, str), answer
@@ -62,7 +62,7 @@ class Run:
 
 
 class RankPool:
-    """Eight processes; a run takes as many as it has ranks, from `first` on."""
+    """A pool of eight processes; a run uses as many as it has ranks, starting with `first`."""
 
     def __init__(self) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -83,7 +83,7 @@ class RankPool:
 
     def start(
         self,
-        settings: TrainerSettings | Sequence[TrainerSettings],  # or one per rank
+        settings: TrainerSettings | Sequence[TrainerSettings],  # one for all, or one per rank
         topology: Topology,
         *,
         first: int = 0,
@@ -101,7 +101,7 @@ class RankPool:
     def run(
         self, settings: TrainerSettings, topology: Topology, *, generation: int = 0
     ) -> TrainingResult:
-        """Rank 0's outcome, having checked that all ranks' are the same."""
+        """Run a job; check that all ranks have the same outcome, and return it."""
         outcomes = self.start(settings, topology, generation=generation).outcomes()
         assert all(outcome == outcomes[0] for outcome in outcomes)
         return outcomes[0]
@@ -130,5 +130,5 @@ def ranks_pool(_gloo_on_loopback: None) -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def tiny_settings() -> TrainerSettings:
-    """A run of the trainer small enough to prove things with."""
+    """Return the settings of a very small run."""
     return TINY

@@ -1,4 +1,4 @@
-"""Ranks that hear of commands at different moments act on them at the same step."""
+"""Ranks that receive a command at different times execute it at the same step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SEEN, DONE, FAILED = AckStatus.SEEN, AckStatus.DONE, AckStatus.FAILED
 
 
 class Rank:
-    """One rank's control page and its end of the agreement."""
+    """One rank's control page and its side of the agreement."""
 
     def __init__(self) -> None:
         self.page: Control | None = None
@@ -22,7 +22,8 @@ class Rank:
 
 
 def run_steps(ranks: list[Rank], first: int, last: int) -> None:
-    """Exchange as the trainer does, in steps that leave first + 1 .. last completed."""
+    """Exchange as the trainer does, in the steps after which `first` + 1 to `last` steps are
+    completed."""
     for completed in range(first, last):
         rows = [rank.agreement.proposal() for rank in ranks]
         for rank in ranks:

@@ -1,7 +1,7 @@
 """The bubble of real runs equals the theory of their schedule.
 
-Kernels are emulated by sleeping, so four ranks need hardly any CPU; but the machine must have some
-to spare, which is why this is part of `make campaign` only. `-s` shows the table.
+Kernels are emulated by sleeping, so four ranks need hardly any CPU; but the machine needs some idle
+CPU time, so this is only part of `make campaign`. `-s` shows the table.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ pytestmark = pytest.mark.campaign
 
 STEPS = 7
 WARM_UP_STEPS = 2
-# So long that what Python adds to each, some 2 ms with four ranks on two slow cores, is no bubble.
+# Long, so that Python's additional time for each (2 ms with four ranks on two slow cores) does not
+# matter.
 KERNELS_MS = "100,200"
 TOLERANCE = 0.01
-UNEXPLAINED = 0.05  # of the bubble's time may have no cause
-SHAPES = [  # schedule, stages, microbatches, chunks per stage
+UNEXPLAINED = 0.05  # share of the bubble's time that may have no cause
+SHAPES = [  # (schedule, stages, microbatches, chunks per stage)
     ("gpipe", 2, 4, 1),
     ("gpipe", 4, 8, 1),
     ("1f1b", 2, 4, 1),
@@ -51,7 +52,7 @@ def run(
     chunks: int,
     *more: str,
 ) -> None:
-    """One process per stage, as the agent starts them."""
+    """Run one process per stage, started as by the agent."""
     port = free_port()
     options = {
         "--schedule": schedule,
@@ -95,7 +96,7 @@ def run(
 
 
 def steps(directory: Path, stages: int) -> list[FinishedStep]:
-    """The steps that the server derives from the rings."""
+    """Return the steps that the server derives from the rings."""
     model: StepModel | None = None
     for rank in range(stages):
         reader = RingReader(directory / f"local.g0.r{rank}.ring")
@@ -112,7 +113,8 @@ def steps(directory: Path, stages: int) -> list[FinishedStep]:
 
 
 def plain_idle(finished: FinishedStep, stages: int) -> list[float]:
-    """Without any model: the share of the phase in which no forward or backward was running."""
+    """Return the share of the phase in which no forward or backward was running, without any
+    model."""
     compute = finished.timing.compute
     phase = int(compute.end_ns.max()) - int(compute.start_ns.min())
     seconds = compute.end_ns - compute.start_ns
@@ -147,7 +149,7 @@ def test_measured_bubbles_match_theory(
 
 
 def test_both_ends_of_every_transfer_are_matched(tmp_path: Path) -> None:
-    """Between two stages with chunks, activations and gradients go the same way."""
+    """Between two stages with several chunks, activations and gradients use the same directions."""
     run(tmp_path, "interleaved", 2, 4, 3)
     for finished in steps(tmp_path, 2):
         sent = finished.timing.transfers
@@ -166,8 +168,8 @@ def test_long_sequences_take_longer_and_their_lengths_are_recorded(tmp_path: Pat
         assert (compute.squared_tokens == compute.tokens**2).all(), "one sequence per microbatch"
         forward = compute.op == Op.FORWARD
         part = compute.tokens[forward] / 64
-        expected = 0.100 * (part + part**2) / 2  # as `emulation.length_share` says
-        # The half that is nearest: a machine that others use delays one or another.
+        expected = 0.100 * (part + part**2) / 2  # as defined by `emulation.length_share`
+        # Only the better half: other load on the machine delays some of them.
         late = compute.self_seconds[forward] - expected
         assert late.min() > -0.01
         assert np.median(np.abs(late)) < 0.01

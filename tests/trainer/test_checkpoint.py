@@ -1,4 +1,4 @@
-"""Commit, refuse, fall back: one rank's checkpoints, on a real gloo group of one."""
+"""Commit, reject and fall back: the checkpoints of one rank, with a real gloo group of one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 @pytest.fixture
 def opened(group: dist.ProcessGroup, tmp_path: Path) -> Iterator[Open]:
-    """Opens a checkpointer of a generation; all are closed at the end."""
+    """Return a function that opens a checkpointer; all are closed at the end."""
     made: list[Checkpointer] = []
 
     def open_one(generation: int = 0, *, keep: int = 3, seed: int = 0) -> Checkpointer:
@@ -53,7 +53,7 @@ def opened(group: dist.ProcessGroup, tmp_path: Path) -> Iterator[Open]:
 
 
 def state(value: float) -> State:
-    flat = torch.full((6,), value)  # views of one storage, as the optimizer's are
+    flat = torch.full((6,), value)  # views of one storage, like the optimizer's
     return {"a/value": flat[:4].view(2, 2), "b@tp0/value": flat[4:]}
 
 
@@ -114,7 +114,8 @@ def test_a_damaged_checkpoint_is_detected_and_the_previous_one_loaded(
     save(opened(), 4, 8)
     damage(tmp_path / Saved(0, 8).name / name)
     assert loaded(opened(1)) == (4, {4.0})
-    if (name, damage) != (COMMITTED, Path.unlink):  # that one was simply never committed
+    # otherwise the checkpoint counts as never committed
+    if (name, damage) != (COMMITTED, Path.unlink):
         (record,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
         assert record.getMessage().startswith("Skipped the checkpoint of step 8, which is")
 
@@ -156,7 +157,7 @@ def test_a_newer_generation_takes_precedence_over_a_later_step(
     newer = opened(1)
     assert loaded(newer)[0] == 4
     save(newer, 6)
-    shutil.move(tmp_path / "hidden", tmp_path / Saved(0, 8).name)  # slipped through the check
+    shutil.move(tmp_path / "hidden", tmp_path / Saved(0, 8).name)  # passed the check
     assert loaded(opened(2)) == (6, {6.0})
 
 
@@ -192,7 +193,8 @@ def test_a_write_error_gives_no_checkpoint_and_no_crash(
 ) -> None:
     checkpointer = opened()
     save(checkpointer, 4)
-    (tmp_path / Saved(0, 8).name / "__0_0.distcp").mkdir(parents=True)  # in its way
+    # blocks the file to be written
+    (tmp_path / Saved(0, 8).name / "__0_0.distcp").mkdir(parents=True)
     checkpointer.save(8, state(8.0))
     assert not checkpointer.wait()
     assert "The checkpoint of step 8 was not committed" in caplog.text
@@ -205,7 +207,7 @@ def test_an_error_creating_the_directory_gives_no_checkpoint_and_no_crash(
 ) -> None:
     checkpointer = opened()
     save(checkpointer, 4)
-    (tmp_path / Saved(0, 8).name).touch()  # in its way
+    (tmp_path / Saved(0, 8).name).touch()  # blocks the directory to be created
     checkpointer.save(8, state(8.0))
     assert not checkpointer.wait()
     assert "The checkpoint of step 8 was not committed" in caplog.text

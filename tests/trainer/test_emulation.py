@@ -1,4 +1,4 @@
-"""Emulated kernels: as long as the GPU's clock makes them, by the real pynvml."""
+"""Emulated kernels: their duration depends on the GPU's clock, as read by the real pynvml."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_kernels_follow_the_clock_of_the_gpu(tmp_path: Path) -> None:
             return process.stdout.readline().strip()
 
         assert ask() == "1.0"
-        gpus.set(0, sm_clock_mhz=345)  # another rank's
+        gpus.set(0, sm_clock_mhz=345)  # another rank's GPU
         assert ask() == "1.0"
         gpus.set(1, sm_clock_mhz=990)
         assert float(ask()) == pytest.approx(2.0)

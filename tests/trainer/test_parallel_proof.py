@@ -1,4 +1,4 @@
-"""However the model is divided and scheduled, it is the same training."""
+"""The training result does not depend on how the model is divided and scheduled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline_trainer.settings import RankPlacement, TrainerSettings
 from paceline_trainer.train import TrainingResult
 from paceline_wire.topology import Topology
 
-# (2, 2, 2) takes the whole ranks_pool; the others run side by side, each on its own members.
+# (2, 2, 2) uses the whole pool; the others run in parallel, each on its own members.
 FIRST_MEMBER = {
     Topology(1, 1, 1): 0,
     Topology(2, 1, 1): 1,
@@ -30,17 +30,18 @@ TOLERANCE = 1e-5
 
 
 class Plain(NamedTuple):
-    """Train the whole model and batch in one process with torch's own optimizer."""
+    """The result of training in one process with torch's own optimizer."""
 
     losses: list[float]
     gradient_norms: list[float]
-    held_back_loss: float  # at the end
+    held_back_loss: float  # at the end of the run
 
 
 @functools.cache
 def plain(settings: TrainerSettings) -> Plain:
-    """Nothing of the trainer's parallelism, schedules, padding, clipping or optimizer is in it."""
-    torch.set_num_threads(1)  # as the ranks do: more of them would only wait for one another
+    """Train the whole model and batch in one process, without the trainer's parallelism, schedules,
+    padding, clipping or optimizer."""
+    torch.set_num_threads(1)  # like the ranks: more threads would only wait for one another
     training, validation = read_corpus(settings)
     model = Chunk(settings.model, TensorParallel(), torch.float64)
     initialize(model, TensorParallel(), settings.seed)
@@ -73,7 +74,8 @@ def plain(settings: TrainerSettings) -> Plain:
 
 
 def _mean_loss(model: Chunk, batch: TokenBatch) -> Tensor:
-    """Over sequences, each by itself where they differ in length, and so without padding."""
+    """Return the mean loss over sequences, each processed alone if lengths differ, so without
+    padding."""
     rows, lengths = batch.tokens.flatten(0, 1), batch.lengths.flatten().tolist()
     if len(set(lengths)) == 1:
         whole: Tensor = model(rows[:, :-1], rows[:, 1:])
@@ -93,7 +95,7 @@ def _trained_like(
         where = f"{topology}, rank {rank}"
         assert outcome.losses == pytest.approx(expected.losses, rel=0, abs=TOLERANCE), where
         assert outcome.gradient_norms == pytest.approx(expected.gradient_norms, rel=1e-6), where
-    if topology.dp == 1:  # more dp ranks look at more held-back sequences
+    if topology.dp == 1:  # more dp ranks evaluate more held-back sequences
         held_back = outcomes[0].evaluation_losses[settings.steps]
         assert held_back == pytest.approx(expected.held_back_loss, abs=TOLERANCE)
 
@@ -125,7 +127,7 @@ def test_chunks_zero_uneven_stages_and_padding_train_like_one_process(
     deep = replace(tiny_settings, model=replace(tiny_settings.model, layers=4), sequence_spread=3.0)
     indivisible = replace(
         deep, global_batch_size=6
-    )  # over 3 ranks, which do not divide the parameters
+    )  # over 3 ranks, by which the number of parameters is not divisible
     at_once = [
         (deep, Topology(1, 2, 1), INTERLEAVED),
         (indivisible, Topology(3, 1, 1), {"zero": 1}),

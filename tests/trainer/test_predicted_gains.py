@@ -1,8 +1,8 @@
-"""The gain that the replay predicts for a repair equals the gain of the repair.
+"""The gain that the replay predicts for a repair equals the actual gain.
 
-A real run of four ranks, in which faults come and go: their steps are replayed without the fault,
-and held against the healthy steps around them. Kernels are emulated by sleeping, but the machine
-must have some CPU to spare, which is why this is part of `make campaign` only. `-s` shows a table.
+A real run of four ranks with temporary faults: their steps are replayed without the fault, and
+compared with the healthy steps around them. Kernels are emulated by sleeping, but the machine needs
+some idle CPU time, so this is only part of `make campaign`. `-s` shows a table.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ TOPOLOGY = Topology(dp=2, pp=2, tp=1)
 MICROBATCHES = 8
 KERNELS_MS = "20,40"
 PHASE_STEPS = 8
-START_SECONDS, STEP_SECONDS = 90.0, 5.0  # at most
+START_SECONDS, STEP_SECONDS = 90.0, 5.0  # upper limits
 AGREEMENT = 0.05
-DISTURBED = 1.2  # times the usual step
+DISTURBED = 1.2  # multiple of the typical step
 
 
 class Fault(NamedTuple):
     name: str
-    entry: dict[str, Any]  # of faults.json
-    repair: dict[str, Any]  # what `speedup` is asked for
+    entry: dict[str, Any]  # entry of faults.json
+    repair: dict[str, Any]  # arguments of `speedup`
 
 
 def slow_rank(rank: int, factor: float) -> Fault:
@@ -75,7 +75,7 @@ FAULTS = [
 
 
 class Run:
-    """The trainer at work; `steps` are those that the rings held when it ended."""
+    """A run of the trainer; `steps` are those in the rings at its end."""
 
     def __init__(self, directory: Path, *more: str) -> None:
         self.directory = directory
@@ -128,17 +128,17 @@ class Run:
         )
 
     def steps(self, count: int, fault: Fault | None = None) -> list[FinishedStep]:
-        """So many steps with this fault, from when all ranks had begun to obey."""
+        """Return this many steps with this fault, after all ranks have applied it."""
         path = self.directory / "faults.json"
         new = path.with_suffix(".new")
         new.write_text(json.dumps([] if fault is None else [fault.entry]))
         new.replace(path)
-        first = max(self.finished, default=0) + 3  # read at the start of each step
+        first = max(self.finished, default=0) + 3  # faults are read at the start of each step
         self._wait(first + count - 1, STEP_SECONDS * count)
         return undisturbed([self.finished[step] for step in range(first, first + count)])
 
     def _wait(self, step: int, seconds: float) -> None:
-        """Read the rings until that step is finished."""
+        """Read the rings until this step is finished."""
         deadline = time.monotonic() + seconds
         while step not in self.finished:
             assert time.monotonic() < deadline, f"step {step} was not finished in {seconds} s"
@@ -164,7 +164,7 @@ class Run:
 
 
 def undisturbed(steps: list[FinishedStep]) -> list[FinishedStep]:
-    """Without those in which the machine had something else to do."""
+    """Return the steps that were not disturbed by other load on the machine."""
     usual = median(step.summary.duration_seconds for step in steps)
     return [step for step in steps if step.summary.duration_seconds < DISTURBED * usual]
 
@@ -204,7 +204,8 @@ def test_a_repair_gives_the_predicted_gain(tmp_path: Path) -> None:
 
 
 def test_even_stages_give_the_predicted_gain(tmp_path: Path) -> None:
-    """Stages of two and four layers, which the replay is to make equal, against three and three."""
+    """Compares stages of two and four layers, which the replay makes equal, with three and
+    three."""
     seconds = {}
     gains = {}
     for layers in ("2,4", "3,3"):

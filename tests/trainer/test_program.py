@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 60
 
 
 class Job:
-    """The ranks of one generation, started as the agent starts them."""
+    """The ranks of one generation, started as by the agent."""
 
     def __init__(self, directory: Path, dp: int, generation: int, arguments: list[str]) -> None:
         self.directory = directory
@@ -67,7 +67,7 @@ class Job:
         return self.logs[rank].read_text()
 
     def eventually(self, look: Callable[[], Any]) -> Any:
-        """The first true thing that `look` sees."""
+        """Return the first true value that `look` returns."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
             if seen := look():
@@ -79,7 +79,7 @@ class Job:
         return [rank.wait(PATIENCE_SECONDS) for rank in self.ranks]
 
     def losses(self) -> dict[int, float]:
-        """By steps completed, as rank 0's log says."""
+        """Return the losses in rank 0's log by completed steps."""
         found = re.findall(r"^step (\d+)  loss ([0-9.]+)", self.log(0), re.MULTILINE)
         return {int(step): float(loss) for step, loss in found}
 

@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that never stopped."""
+"""A run that stops and resumes equals the run that never stopped."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ EVERY = [
     *(("interleaved", ScheduleShape(*shape)) for shape in INTERLEAVED),
 ]
 
-Sent = tuple[Op, int, int]  # receiving op, microbatch, receiving chunk
+Sent = tuple[Op, int, int]  # (receiving op, microbatch, receiving chunk)
 
 
 @pytest.mark.parametrize(("schedule", "shape"), EVERY)
@@ -40,10 +40,10 @@ def test_an_evaluation_has_only_forwards(shape: ScheduleShape) -> None:
 
 
 class Line:
-    """Stages that carry their actions out with unbounded sends and in-order receives.
+    """Stages that execute their actions with unbounded sends and in-order receives.
 
-    A channel per pair and direction, as the hooks number transfers: it does not tell activations
-    from gradients.
+    There is one channel per pair and direction, as the hooks number transfers; it does not
+    distinguish activations from gradients.
     """
 
     def __init__(self, shape: ScheduleShape) -> None:
@@ -62,7 +62,7 @@ class Line:
         assert not any(self.channels.values()), "something was sent that nobody received"
 
     def _carry_out(self, stage: int, action: ScheduleAction) -> bool:
-        """False if the action has to wait."""
+        """Execute the action; return False if it has to wait."""
         op, microbatch, chunk = action
         part = chunk * self.shape.stages + stage
         there, last = self.there[stage], self.shape.stages * self.shape.chunks - 1
@@ -95,7 +95,7 @@ def test_1f1b_holds_at_most_as_many_microbatches_as_stages_remain() -> None:
 
 
 def test_interleaved_holds_as_many_microbatches_as_in_its_paper() -> None:
-    """The first stage: chunks * stages + stages - 1 (arXiv:2104.04473, section 2.2)."""
+    """The first stage holds chunks * stages + stages - 1 (arXiv:2104.04473, section 2.2)."""
     assert _most_held(SCHEDULES["interleaved"](0, ScheduleShape(4, 16, 2))) == 2 * 4 + 4 - 1
 
 
@@ -112,11 +112,11 @@ def _most_held(actions: object) -> int:
 def test_equal_stages_idle_as_long_as_in_theory(
     schedule: str, shape: ScheduleShape, forward: float, backward: float
 ) -> None:
-    """(p - 1) / (v m + p - 1) of the time from the first action to the last."""
+    """They idle for (p - 1) / (v m + p - 1) of the time from the first action to the last."""
     seconds = {Op.FORWARD: forward, Op.BACKWARD: backward}
     stages, microbatches, chunks = shape
     plans = [list(SCHEDULES[schedule](stage, shape)) for stage in range(stages)]
-    done: dict[tuple[Op, int, int], float] = {}  # op, part, microbatch
+    done: dict[tuple[Op, int, int], float] = {}  # (op, part, microbatch)
     clocks = [0.0] * stages
     while any(plans):
         for stage, actions in enumerate(plans):

@@ -1,4 +1,4 @@
-"""A node that cannot read the checkpoints proves nothing about them: it ends, they stay."""
+"""A rank that cannot read the checkpoints exits and leaves them in place: they may be intact."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_all_ranks_without_the_shared_mount_do_not_begin_at_step_0(
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Any:
-    """Opens a checkpointer of one rank on a directory with one checkpoint."""
+    """Return a function that opens a checkpointer of one rank, and a directory with one
+    checkpoint."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     group = dist.new_group([0], backend="gloo")
     made: list[Checkpointer] = []
@@ -99,7 +100,7 @@ def load(checkpointer: Checkpointer) -> int | None:
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json"])
 def test_an_input_output_error_is_not_damage(opened: Any, tmp_path: Path, name: str) -> None:
-    """A directory in the place of a file: reading it fails with an OSError, for root as well."""
+    """A directory replaces a file, so that reading it fails with an OSError, even for root."""
     (saved,) = saved_checkpoints(tmp_path)
     path = tmp_path / saved.name / name
     checkpointer = opened(1)

@@ -1,4 +1,6 @@
-"""A rank pool (see conftest): imports torch once, forks, and each member runs what it is sent.
+"""A rank pool (see conftest): imports torch once and forks.
+
+Each member runs the jobs that it receives.
 
 python worker.py PORT IN,OUT ...     PORT: of the test's TCPStore; a pair of pipes per member
 """

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def ring_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Set the environment as an agent does; finish the hooks after the test."""
+    """Set the environment like an agent; finish the hooks after the test."""
     monkeypatch.setenv("PACELINE_RING_DIRECTORY", str(tmp_path))
     monkeypatch.setenv("PACELINE_JOB", "local")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PACELINE_GENERATION"):
@@ -103,7 +103,7 @@ def rings_of_two_ranks(script: str, directory: Path, pure: str = "") -> Iterator
 
 @pytest.fixture(scope="session")
 def library_of_process_groups() -> None:
-    """Build the library that records process groups, as `make` does, where there is a compiler."""
+    """Build the library that records process groups, like `make`, if there is a compiler."""
     with contextlib.suppress(BuildError):
         if find_library() is None:
             build()
@@ -115,7 +115,7 @@ def two_ranks(
     tmp_path_factory: pytest.TempPathFactory,
     library_of_process_groups: None,
 ) -> Iterator[list[RingReader]]:
-    """Rings of `two_ranks.py`, with each implementation of the writer."""
+    """The rings of `two_ranks.py`, with each implementation of the writer."""
     directory = tmp_path_factory.mktemp("rings")
     with rings_of_two_ranks("two_ranks.py", directory, request.param) as readers:
         yield readers

@@ -1,6 +1,6 @@
-"""Two ranks that communicate through everything but plain calls; each step is a scenario.
+"""Two ranks that communicate by other means than plain calls; each step is a scenario.
 
-In each scenario rank 1 comes late by LATE_SECONDS, so that rank 0 must wait for it.
+In each scenario rank 1 is late by LATE_SECONDS, so that rank 0 must wait for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import paceline
 
 LATE_SECONDS = 0.1
 WIDTH = 64
-BUCKETS = 3  # of a DistributedDataParallel model: one per layer
+BUCKETS = 3  # buckets of a DistributedDataParallel model: one per layer
 
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo")
@@ -83,7 +83,7 @@ def backward_of(model: nn.Module) -> None:
 
 
 def first() -> None:
-    """Nothing: calls from before the first step are recorded in this one."""
+    """Do nothing: calls from before the first step are recorded in this one."""
 
 
 def reducer() -> None:
@@ -184,7 +184,7 @@ def pipeline() -> None:
 
 
 def last() -> None:
-    """Completion is polled: what the step before launched is recorded by now."""
+    """Do nothing: completion is polled, so the calls of the previous step are recorded by now."""
 
 
 SCENARIOS: list[Callable[[], None]] = [

@@ -1,4 +1,4 @@
-"""Commands from the agent, and answers to it."""
+"""Commands from the agent, and responses to it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from paceline_wire.spans import Flag, Op, Span, unpack
 
 
 class Device:
-    """A device that lags behind the host: it passes queued events only in `catch_up`."""
+    """A device that lags behind the host: it completes queued events only in `catch_up`."""
 
     def __init__(self) -> None:
         self.passed_ms = 0.0
@@ -142,7 +142,7 @@ def test_inside_a_captured_graph_host_time_is_recorded(
 def test_anchors_stay_within_the_bounds_that_the_host_observed(
     device: Device, timer: DeviceTimer, ring: Recorder
 ) -> None:
-    """A device clock that runs ten times too fast is pulled back at each anchor."""
+    """A device clock that runs ten times too fast is corrected at each anchor."""
     section = DeviceSection(ring, 1024, timer)
     for _ in range(50):
         with section:
@@ -150,7 +150,7 @@ def test_anchors_stay_within_the_bounds_that_the_host_observed(
         device.catch_up()
         timer.resolve()
     last = spans(ring)[-1]
-    # One second may lie ahead of the previous anchor; fifty of them do not add up.
+    # One second beyond the previous anchor is possible, but fifty of them must not accumulate.
     assert last.end_ns < perf_counter_ns() + 3_000_000_000
 
 

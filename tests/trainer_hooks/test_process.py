@@ -82,7 +82,7 @@ def test_a_bad_setting_costs_a_warning_not_the_run(
 
 
 def test_a_full_tmpfs_costs_a_warning_not_the_run(tmp_path: Path) -> None:
-    """A real tmpfs, in its own mount namespace."""
+    """The test uses a real tmpfs in its own mount namespace."""
     unshare = shutil.which("unshare")
     if unshare is None:
         pytest.skip("no unshare here")
@@ -137,7 +137,7 @@ def test_the_page_shows_how_the_process_ended(tmp_path: Path, ending: str, statu
 def test_the_page_shows_how_a_child_of_multiprocessing_ended(
     tmp_path: Path, method: str, ending: str, status: str
 ) -> None:
-    """torch.multiprocessing and notebooks start ranks so."""
+    """torch.multiprocessing and notebooks start ranks this way."""
     (tmp_path / "train.py").write_text(
         f"""
 import os, paceline
@@ -284,7 +284,7 @@ if __name__ == "__main__":
 
 
 def test_a_run_that_replaces_a_dead_one_gets_the_ring(tmp_path: Path) -> None:
-    """Even if an ancestor maps the old ring, as the agent does."""
+    """This holds even if an ancestor maps the old ring, like the agent."""
     run(LOOP + "import os; os._exit(1)", tmp_path)
     with closing(RingReader(tmp_path / RING)) as of_first:
         second = run(LOOP, tmp_path)

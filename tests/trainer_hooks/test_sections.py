@@ -77,7 +77,7 @@ def test_sections_deeper_than_the_page_are_still_recorded(reader: RingReader) ->
     assert len(spans(reader)) == FRAMES + 4
     view = reader.view()
     assert view.frames == []
-    assert view.groups == []  # the words behind the frames are unchanged
+    assert view.groups == []  # the words after the frames are unchanged
 
 
 def test_a_section_left_by_an_error_is_closed(reader: RingReader) -> None:
@@ -223,7 +223,7 @@ def test_the_page_shows_the_kind_of_work(
 def test_finish_inside_a_checkpoint_stays_finished(
     reader: RingReader, timed: Callable[[], Timed]
 ) -> None:
-    """A handler of SIGTERM may do that."""
+    """A SIGTERM handler may call `finish` there."""
     for _ in paceline.steps([0]):
         with timed(), timed():
             paceline.finish()

@@ -1,7 +1,7 @@
-"""The built page in Debian's Chromium, on the real server with a database that tells a story.
+"""The built page in Debian's Chromium, on the real server with a prepared database.
 
-The story stops where a person is asked: rank 2 throttles, a restart without its node is proposed.
-No worker runs (`Story` plays its part, row by row), so that nothing changes unless a test says so.
+Rank 2 throttles, and a restart without its node is proposed. No worker runs (`Story` writes its
+rows), so that nothing changes unless a test requests it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SECOND = 1_000_000_000
 
 
 class Site:
-    """The API and the pages on a port of their own; can be stopped and started again."""
+    """The API and the pages on their own port; they can be stopped and restarted."""
 
     def __init__(self, database_url: str) -> None:
         self._settings = Settings(database_url=database_url, role="api")
@@ -70,7 +70,7 @@ class Site:
             return f"/login?code={create_link_code(session, 'local-operator', time.time_ns())}"
 
     def sign_in(self, page: Page) -> None:
-        """Give the page a session, as opening a login link would."""
+        """Give the page a session, as if a login link was opened."""
         with self.database.write() as session:
             code = create_link_code(session, "local-operator", time.time_ns())
             kept, _, sent = (open_session(session, code, time.time_ns()) or "").partition(".")
@@ -89,7 +89,7 @@ class Site:
         self._thread = threading.Thread(target=self._server.run, args=([listener],))
         self._thread.start()
         deadline = time.monotonic() + 60
-        while not self._server.started:  # its database is migrated then
+        while not self._server.started:  # its database has been migrated by then
             assert time.monotonic() < deadline
             assert self._thread.is_alive()
             time.sleep(0.01)
@@ -106,7 +106,7 @@ class Site:
 
     @contextmanager
     def change(self) -> Iterator[Session]:
-        """A transaction after which streams look for changes."""
+        """A transaction after which streams check for changes."""
         with self.database.write() as session:
             yield session
         self.signals.changes.notify()
@@ -114,7 +114,7 @@ class Site:
 
 @dataclass
 class Story:
-    """One job of the demo's kind, and what its worker would do next."""
+    """One job like the demo's, and the next changes that its worker would make."""
 
     site: Site
     topology: Topology = field(default_factory=lambda: Topology(2, 2, 2))
@@ -158,7 +158,7 @@ class Story:
             self._tell(session, "job", self.job_id)
 
     def add_resolved_incidents(self, count: int) -> None:
-        """All newer than the one that is open."""
+        """Add resolved incidents that are newer than the open one."""
         with self.site.change() as session:
             for number in range(count):
                 row = self._incident()
@@ -175,7 +175,7 @@ class Story:
                 session.add(row)
 
     def repair(self) -> None:
-        """The approved restart ran: generation 2, the incident resolved."""
+        """Complete the approved restart: generation 2 runs, and the incident is resolved."""
         now_ns = time.time_ns()
         with self.site.change() as session:
             action = session.get_one(models.ActionRow, self.action_id)
@@ -203,7 +203,7 @@ class Story:
             self._tell(session, "job", self.job_id)
 
     def supersede_quietly(self) -> None:
-        """The action ends without a word to streams."""
+        """End the action without a notification to streams."""
         with self.site.database.write() as session:
             action = session.get_one(models.ActionRow, self.action_id)
             action.state = "superseded"
@@ -314,7 +314,8 @@ class Story:
             boot_id="boot",
             sequence=0,
             packed_ns=time.time_ns(),
-            last_seen_ns=time.time_ns() + 600 * SECOND,  # stays ready for as long as a test takes
+            # the node stays ready for the duration of a test
+            last_seen_ns=time.time_ns() + 600 * SECOND,
             hello=AgentHello(
                 time_ns=time.time_ns(),
                 hostname=name,
@@ -445,7 +446,7 @@ class Story:
 
 @dataclass
 class Watch:
-    """A page, and all it did that it should not have. A test that expects some removes it."""
+    """A page and its unexpected errors and requests. A test that expects one removes it."""
 
     page: Page
     foreign: list[str] = field(default_factory=list)
@@ -502,7 +503,7 @@ Open = Callable[..., Watch]
 
 @pytest.fixture
 def visit(browser: Browser, site: Site) -> Iterator[Open]:
-    """Open an address of the site. At the end, no page may have done what it should not.
+    """Open an address of the site. At the end, no page may have unexpected errors or requests.
 
     The browser is signed in as by `paceline login`, unless it is not `signed_in`.
     """

@@ -1,4 +1,4 @@
-"""The Job page in a browser: what is wrong, why, what to do, and that it stays current."""
+"""The Job page in a browser: the problem, its cause, the remedy, and live updates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.browser
 
 
 def pixel(page: Page, x: float, y: float) -> list[int]:
-    """Color of the heatmap at a point given in shares of its size."""
+    """Return the color of the heatmap at a point, given as shares of its size."""
     return page.locator(".heatmap canvas").evaluate(
         """(canvas, [x, y]) => {
             const copy = new OffscreenCanvas(canvas.width, canvas.height)
@@ -32,7 +32,7 @@ def pixel(page: Page, x: float, y: float) -> list[int]:
 
 
 def live(page: Page) -> None:
-    """Wait until the page is connected and shows everything: nothing moves any more."""
+    """Wait until the page is connected and complete, so that its layout no longer moves."""
     expect(page.locator("article.job")).to_have_attribute("data-connection", "live")
     expect(page.locator("article.job")).to_have_attribute("aria-busy", "false")
 
@@ -98,7 +98,7 @@ def test_tooltip_of_a_cell_names_rank_and_operation(story: Any, visit: Callable[
         "forward 3 for 250",
     ):
         expect(tooltip).to_contain_text(text)
-    expect(tooltip).to_be_in_viewport(ratio=0.99)  # nothing cuts it off
+    expect(tooltip).to_be_in_viewport(ratio=0.99)  # not clipped
 
 
 def test_heatmap_is_usable_by_keyboard_and_screen_reader(
@@ -108,7 +108,7 @@ def test_heatmap_is_usable_by_keyboard_and_screen_reader(
     page = visit(story.url).page
     live(page)
     page.locator(".heatmap canvas").focus()
-    page.keyboard.press("ArrowRight")  # begins at the slowest
+    page.keyboard.press("ArrowRight")  # starts at the slowest rank
     expect(page.get_by_role("status")).to_contain_text("Rank 2, 2.5")
     page.keyboard.press("ArrowRight")
     expect(page.get_by_role("status")).to_contain_text("Rank 3, 1.01")
@@ -201,7 +201,7 @@ def test_new_step_appears_without_a_reload(story: Any, visit: Callable[..., Any]
     story.finish_step()
     expect(page.locator("#steps header")).to_contain_text("121 steps")
     expect(page.locator(".readout").first).to_contain_text("step 120")
-    # The grid is fetched again, not streamed.
+    # The grid is fetched again and not streamed.
     expect(page.locator("#ranks header")).to_contain_text("116\N{EN DASH}120")
 
 
@@ -257,7 +257,7 @@ def test_a_hidden_tab_holds_no_connection(site: Any, story: Any, visit: Callable
         document.dispatchEvent(new Event('visibilitychange'));
     }"""
     page.evaluate(show, True)
-    # The server notices at its next write, so that it gets one.
+    # The server notices the disconnect at its next write, so the test causes one.
     for _ in range(100):
         story.finish_step()
         if site.signals.changes.subscribers == 0:
@@ -430,7 +430,7 @@ def test_open_incident_comes_first_and_its_action_is_usable_by_keyboard(
 def test_slow_rank_is_visible_on_detection_without_a_pipeline(
     story: Any, visit: Callable[..., Any]
 ) -> None:
-    """Three slow steps are enough."""
+    """Three slow steps are enough for the detection."""
     story.topology = Topology(8, 1, 1)
     story.slow_from = 117
     story.begin()

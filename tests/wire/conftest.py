@@ -1,4 +1,4 @@
-"""A ring to write to, and values like those of ranks and agents."""
+"""A writable ring, and values like those of ranks and agents."""
 
 from __future__ import annotations
 

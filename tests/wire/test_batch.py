@@ -1,4 +1,4 @@
-"""Batches are decoded as they were encoded; anything else is refused with a reason."""
+"""Batches are decoded as they were encoded; anything else is rejected with a reason."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def test_a_header_that_is_cut_off_is_malformed() -> None:
 
 
 def test_a_batch_of_zeros_is_read_however_well_it_compresses() -> None:
-    """A user's rings may hold anything; the node's other data is in the same batch."""
+    """A user's rings may contain anything, and the node's other data is in the same batch."""
     zeros = SpanBlock("j", 0, 0, bytes(64 * (1 << 16)), 0)
     batch = Batch(agent_id="a", boot_id="b", sequence=0, packed_ns=0, spans=[zeros])
     payload = encode(batch)

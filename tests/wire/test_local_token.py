@@ -1,4 +1,4 @@
-"""Tokens found without configuration: by their user only, and sent to nobody else."""
+"""Tokens found without configuration: only by their user, and sent to no other server."""
 
 from __future__ import annotations
 

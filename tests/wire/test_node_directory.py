@@ -48,7 +48,8 @@ def test_only_the_service_agent_of_another_user_is_found(
         assert rings_of_running_agents() == []
         monkeypatch.setattr(node_directory, "ACCOUNT", pwd.getpwuid(65534).pw_name)
         assert rings_of_running_agents() == [memory / "paceline-theirs" / "rings"]
-        os.chown(memory / "paceline-theirs" / place, 4_000_000, 4_000_000)  # of no account
+        # the owner has no account
+        os.chown(memory / "paceline-theirs" / place, 4_000_000, 4_000_000)
         assert rings_of_running_agents() == []
 
 

@@ -91,7 +91,7 @@ def test_records_are_read_once_in_order(ring: RingFile) -> None:
     write(ring, 5)
     assert indices(reader.read()) == [0, 1, 2, 3, 4]
     assert reader.read() == b""
-    write(ring, CAPACITY - 2)  # around the end of the file
+    write(ring, CAPACITY - 2)  # wraps around the end of the file
     assert indices(reader.read()) == list(range(5, CAPACITY + 3))
     assert reader.lost == 0
 
@@ -125,7 +125,7 @@ def test_read_and_lost_records_add_up(
 def test_records_overwritten_during_the_read_are_dropped(
     ring: RingFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer laps the reader between its copy and its second read of the head."""
+    """The writer overtakes the reader between the reader's copy and its second read of the head."""
     reader = RingReader(ring.path)
     write(ring, CAPACITY - 1)
 
@@ -359,7 +359,7 @@ def test_a_damaged_header_is_refused(
 def test_numbers_too_large_for_a_batch_are_refused(
     tmp_path: Path, identity: Identity, name: str, value: int
 ) -> None:
-    """The server would refuse the whole batch, with data of all ranks of the node."""
+    """The server would reject the whole batch, with data of all ranks of the node."""
     path = tmp_path / "any.ring"
     create(path, msgspec.structs.replace(identity, **{name: value}), CAPACITY).close()
     with pytest.raises(RingError, match=f"{name} of {value}"):

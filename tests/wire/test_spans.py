@@ -1,4 +1,4 @@
-"""Records survive packing, columns and back; fragments are refused."""
+"""Records survive the conversion to packed columns and back; fragments are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Record a distributed training from inside each rank.
+"""Record a distributed training run from inside each rank.
 
     import paceline
 
@@ -6,8 +6,8 @@
     for batch in paceline.steps(loader):
         ...
 
-is enough. Without an agent on this node everything here is inert and logs that once. While a step
-runs, nothing here does I/O, takes a lock or starts a thread. Nothing raises into the training: an
+is enough. Without an agent on this node the hooks do nothing, and log that once. During a step the
+hooks do no I/O, take no lock and start no thread. They never raise an error into the training: an
 error of Paceline is counted and logged once.
 """
 

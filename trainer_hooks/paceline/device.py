@@ -1,7 +1,7 @@
-"""Timing on a CUDA device, by pooled events that are polled later and never waited for.
+"""Timing on a CUDA device with pooled events that are polled later and never waited for.
 
-A timed block records one event on the current stream where it begins and one where it ends. At
-later step boundaries, pairs that the device has passed become records; the rest stay queued.
+A timed block records one event on the current stream at its start and one at its end. At
+later step boundaries, pairs that the device has completed become records; the rest stay queued.
 
 Device time is mapped to the host's clock through an anchor: an event whose host time is known.
 Each step sets a new anchor, computed from the previous one, because CUDA returns elapsed
@@ -21,7 +21,7 @@ from paceline.writer import Pipelining, Section
 from paceline.writer.interface import DeviceRow, Event
 from paceline_wire.spans import NONE_32, Flag
 
-MAXIMUM_QUEUED = 1 << 14  # pairs the device has not passed yet
+MAXIMUM_QUEUED = 1 << 14  # pairs that the device has not completed yet
 DEVICE_BITS = Flag.DEVICE << 48
 
 
@@ -34,7 +34,7 @@ class Cuda(Protocol):
 
 
 class DeviceTimer:
-    """The events of one process's device, and the rows that wait for them.
+    """The events of one process's device, and the records that wait for them.
 
     It synchronizes with the device only once, when it is created, before the first step it
     measures.
@@ -62,7 +62,7 @@ class DeviceTimer:
         return event
 
     def enqueue(self, row: DeviceRow) -> None:
-        """Have a record written once the device has passed both events."""
+        """Write a record once the device has completed both events."""
         if len(self._queue) >= MAXIMUM_QUEUED:
             self.dropped += 1
             self._free += row[5:]
@@ -70,7 +70,7 @@ class DeviceTimer:
             self._queue.append(row)
 
     def report(self, values: tuple[Any, ...]) -> None:
-        """Copy values that may live on the device without waiting; show them when they arrive."""
+        """Copy values that may be on the device without waiting; publish them when they arrive."""
         copies = tuple(
             value.detach().to("cpu", non_blocking=True) if on_device(value) else value
             for value in values
@@ -80,7 +80,7 @@ class DeviceTimer:
             self._reports.append((event, self._recorder.step, copies))
 
     def resolve(self) -> None:
-        """Write what the device has passed by now, and renew the anchor; at a step boundary."""
+        """Write the records of completed events and renew the anchor; called at a step boundary."""
         self._renew_anchor()
         queue = self._queue
         while queue and queue[0][6].query():

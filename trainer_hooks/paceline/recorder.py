@@ -1,4 +1,4 @@
-"""The recorder: the ring's writer, plus what other threads and the garbage collector measure.
+"""The recorder: the ring's writer, plus records of other threads and of the garbage collector.
 
 Other threads must not write to the ring. They append to a bounded deque (an append is atomic under
 the interpreter's lock), which the owner thread drains at its next step boundary.
@@ -56,11 +56,12 @@ class Recorder(Writer):
         self.state = ring.state
         self.status = Status.STARTING
         self.queue: deque[Row] = deque(maxlen=QUEUE_LENGTH)
-        self.lost = 0  # rows of other threads that found the queue full
+        self.lost = 0  # records of other threads that were dropped because the queue was full
         self._gc_started_ns = 0
         self.state[STATE_STATUS] = Status.STARTING
         for offset in range(0, len(ring.spans), PAGE):
-            ring.spans[offset] = 0  # touch each page now: a page fault costs more than a record
+            # touch each page now, because a page fault costs more than a record
+            ring.spans[offset] = 0
         for depth in range(FRAMES):
             self.state[STATE_FRAMES + depth * FRAME_WORDS + 2] = NO_PLACE
 
@@ -78,7 +79,7 @@ class Recorder(Writer):
         while queue:
             try:
                 self.write(*queue.popleft())
-            except (ValueError, OverflowError, struct.error):  # a value that fits no field
+            except (ValueError, OverflowError, struct.error):  # a value does not fit its field
                 self.failures += 1
 
     def define(self, definition: Definition) -> bool:
@@ -92,7 +93,7 @@ class Recorder(Writer):
     # Steps
 
     def leave_loop(self) -> None:
-        """Close all frames and write what is queued, after the last step of a loop."""
+        """Close all frames and write queued records after the last step of a loop."""
         self.clear_frames()
         self.drain()
 
@@ -102,20 +103,20 @@ class Recorder(Writer):
             self.status = status
             self.state[STATE_STATUS] = status
 
-    # Checkpoints. Any one thread may report them: nothing else writes these words.
+    # Checkpoints. Any single thread may report them, because nothing else writes these words.
 
     def declare(self, checkpoint: bool, stop: bool) -> None:
-        """Show which commands the script executes."""
+        """Publish which commands the script executes."""
         self.state[STATE_ABILITIES] = Ability.CHECKPOINT * bool(checkpoint) | Ability.STOP * bool(
             stop
         )
 
     def checkpoint_saved(self, step: int) -> None:
-        """Show that the checkpoint after `step` completed steps is committed."""
+        """Publish that the checkpoint after `step` completed steps is committed."""
         self.state[STATE_SAVED_STEP] = int(step) + 1
 
     def checkpoint_failed(self, reason: str) -> None:
-        """Count a failed checkpoint, and show its reason."""
+        """Count a failed checkpoint and publish its reason."""
         text = str(reason).encode(errors="replace")[:SAVE_FAILURE_BYTES]
         text = text.ljust(SAVE_FAILURE_BYTES, b"\0")
         words = memoryview(text).cast("Q")
@@ -138,7 +139,7 @@ class Recorder(Writer):
             self.enqueue((word1, self.word2, NONE_32, 0, 0, self._gc_started_ns, pause))
 
     def watch_gc(self) -> None:
-        """Record garbage collections from now on."""
+        """Start recording garbage collections."""
         gc.callbacks.append(self.on_gc)
 
     def unwatch_gc(self) -> None:
@@ -149,7 +150,7 @@ class Recorder(Writer):
     # Fork
 
     def detach(self) -> None:
-        """Write to private memory from now on: in a forked child the ring is the parent's."""
+        """Redirect writes to private memory, because in a forked child the ring is the parent's."""
         self.unwatch_gc()
         self.state = memoryview(bytearray(len(self.state) * 8)).cast("Q")
         self.rebind(self.state, memoryview(bytearray(RECORD_BYTES)))

@@ -48,12 +48,12 @@ class StatusSection(Section):
     def __exit__(self, kind: object, error: object, trace: object, /) -> None:
         super().__exit__(kind, error, trace)
         previous = self.previous.pop()
-        if self.recorder.status == self.status:  # `finish` inside the block changes it for good
+        if self.recorder.status == self.status:  # `finish` inside the block changes it permanently
             self.recorder.set_status(previous)
 
 
 class OtherThreadSection:
-    """A section in a thread that does not own the ring: written at the next step boundary."""
+    """A section in a thread that does not own the ring; it is written at the next step boundary."""
 
     __slots__ = ("recorder", "start", "word1")
 
@@ -75,10 +75,10 @@ class OtherThreadSection:
 class Transfer(Pipelining):
     """A pipeline action that sends or receives.
 
-    A torch.distributed transfer made inside it, in the same direction, gets no record of its own.
-    Instead the action takes over its peer, bytes and sequence number. An action writes no record
-    if all transfers that it launched are still in flight when it ends: each of them is recorded
-    when it completes.
+    A torch.distributed transfer inside it, in the same direction, is not recorded separately.
+    Instead the action gets its peer, bytes and sequence number. An action writes no record if all
+    transfers that it launched are still in flight when it ends: each of them is recorded when it
+    completes.
     """
 
     __slots__ = (
@@ -93,7 +93,7 @@ class Transfer(Pipelining):
         self.given_peer = self.peer
         self.receives = op in RECEIVE_OPS
         self.word = 1 << 17 | self.receives << 16 | op
-        self.launched_before = 0  # `recorder.transfers_launched` when it began
+        self.launched_before = 0  # value of `recorder.transfers_launched` at its start
         self.completed = 0
 
     def __enter__(self) -> None:
@@ -126,7 +126,7 @@ class Transfer(Pipelining):
 
     @property
     def is_in_flight(self) -> bool:
-        """Return whether it launched transfers and none of them has completed."""
+        """Return whether the action launched transfers and none of them has completed."""
         launched = self.recorder.transfers_launched > self.launched_before
         return launched and not self.completed
 

@@ -189,7 +189,8 @@ def main(
 
 
 def _die(rank: int, error: Exception) -> None:
-    """Print the reason and exit at once: a normal exit would join threads blocked on dead peers."""
+    """Print the reason and exit immediately: a normal exit would join threads blocked on dead
+    peers."""
     kind = "" if isinstance(error, TrainerError) else f"{type(error).__name__}: "
     reason = str(error).strip().splitlines() or ["no reason given"]
     traceback.print_exception(error)

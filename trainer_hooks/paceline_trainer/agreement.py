@@ -20,7 +20,7 @@ NOTHING = (0.0, 0.0, 0.0)
 
 
 class Agreement:
-    """The agreement, as one rank sees it. `step` is the number of completed steps."""
+    """One rank's side of the agreement. `step` is the number of completed steps."""
 
     def __init__(self, pending: Callable[[], Control | None], acknowledge: Acknowledge) -> None:
         self._pending = pending

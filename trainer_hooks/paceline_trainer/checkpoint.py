@@ -10,17 +10,17 @@ Saving: the state is copied and training continues. A thread writes the shards, 
 gathers the hashes; rank 0 compares them with the files on disk and commits. The thread uses its own
 process group, because collectives of two threads on one group would interleave.
 
-A process left over from an older generation does no harm. After a newer generation has claimed the
-directory, it cannot commit. If it passes that check in a race, it commits in a directory of its own
+A process left over from an older generation does no harm: it cannot commit after a newer generation
+has claimed the directory. If it passes that check in a race, it commits to a directory of its own
 generation, and every checkpoint of a newer generation takes precedence.
 
 Loading tries the best committed checkpoint. Each rank hashes a share of the files, because a
 flipped bit would otherwise load silently. If a hash differs, all ranks set the checkpoint aside and
 try the previous one.
 
-Only content that was read and found wrong is damage. A rank that cannot read a checkpoint (missing
-mount, no permission, I/O error) proves nothing about it: that rank ends with UnreadableError, so
-that the start fails on its node, and no file is changed.
+Only content that was read and is wrong counts as damage. If a rank cannot read a checkpoint
+(missing mount, no permission, I/O error), the checkpoint may still be intact: that rank ends with
+UnreadableError, so that the start fails on its node, and no file is changed.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ DAMAGED = "damaged-"  # prefix of damaged directories, which are kept for inspec
 VERSION = 1
 _NAME = re.compile(r"step-(\d{8,})\.generation-(\d{8,})")
 _CLAIM = re.compile(r"generation-(\d{8,})")
-# Ranks that could read wait this long for the end of those that could not: the first rank to exit
-# shows the node at fault.
+# Ranks that could read wait this long for the exit of those that could not, because the first rank
+# to exit determines the node at fault.
 _YIELD_SECONDS = 5.0
 
 Entry = dict[str, Any]  # a file in the manifest: its `bytes` and `sha256`
@@ -86,13 +86,16 @@ class _DirectoryView(NamedTuple):
     """The checkpoint directory as one rank sees it."""
 
     host: str
-    has_claim: bool  # the claim that rank 0 has just written
+    has_claim: bool  # whether it contains the claim that rank 0 has just written
     names: frozenset[str]  # of the committed checkpoints
     error: str | None  # why the directory cannot be listed
 
 
 class _Checked(NamedTuple):
-    """The result of one rank's share of the verification. All fields None: no fault found."""
+    """The result of one rank's share of the verification.
+
+    All fields are None if there is no fault.
+    """
 
     damage: str | None = None  # content that was read and is wrong
     missing: str | None = None  # name of a file that does not exist for this rank
@@ -150,18 +153,16 @@ class Checkpointer:
         """Claim the directory.
 
         Args:
-            directory: shared by all ranks.
-            group: a gloo group of all ranks, for this object only.
-            generation: of the job.
-            run: settings that a checkpoint must have in common with the run that loads it.
-            keep: number of checkpoints to keep.
-            saved_step: newest step that the job is known to have saved; None: unknown.
-            on_result: called with the step, and None or the reason of the failure, when a save
-                ends, in a thread of its own.
+            directory: shared by all ranks. group: a gloo group of all ranks, used only by this
+            object. generation: the job's generation. run: settings that a checkpoint must have in
+            common with the run that loads it. keep: number of checkpoints to keep. saved_step:
+            newest step that the job is known to have saved; None: unknown. on_result: called with
+            the step, and None or the reason of the failure, when a save ends; called in a separate
+            thread.
 
         Raises:
             CheckpointError: a newer generation has claimed `directory` (on every rank).
-            UnreadableError: this rank's node does not see what others see in `directory`.
+            UnreadableError: this rank's node sees another content of `directory` than the others.
         """
         self.directory = directory
         self.generation = generation
@@ -179,7 +180,7 @@ class Checkpointer:
         self._compare_views(saved_step)
 
     def save(self, step: int, state: dict[str, Tensor]) -> None:
-        """Copy the state and start to write it. Waits for an earlier save that is in progress."""
+        """Copy the state and start to write it; wait for an earlier save in progress first."""
         if self._latest is not None and self._latest[0] == step and self.wait():
             return
         self.wait()
@@ -199,7 +200,8 @@ class Checkpointer:
     def load(self, state: dict[str, Tensor]) -> int | None:
         """Fill `state` from the best undamaged checkpoint. Return its step; None without one.
 
-        Raises TrainerSettingsError if it is of another run (model, seed, batch, data or tp differ).
+        Raises TrainerSettingsError if it is from another run (model, seed, batch, data or tp
+        differ).
         """
         for saved in self._candidates():
             path = self.directory / saved.name
@@ -213,7 +215,7 @@ class Checkpointer:
                 raise CheckpointError(failure)
         return None
 
-    # Saving: what the checkpoint thread of each rank does.
+    # Saving: the work of each rank's checkpoint thread.
 
     def _commit(self, step: int, path: Path, written: Future[Any]) -> str | None:
         """Commit the checkpoint of `step`. Return the error, if any, the same on all ranks."""
@@ -267,7 +269,7 @@ class Checkpointer:
             path = self.directory / saved.name
             (path / COMMITTED).unlink(
                 missing_ok=True
-            )  # first, so that a committed one is always complete
+            )  # COMMITTED first, so that a committed checkpoint is always complete
             shutil.rmtree(path, ignore_errors=True)
 
     # Loading
@@ -279,7 +281,7 @@ class Checkpointer:
         return candidates
 
     def _compare_views(self, saved_step: int | None) -> None:
-        """Raise UnreadableError on the ranks whose node does not see the shared directory."""
+        """Raise UnreadableError on ranks whose node does not see the shared directory."""
         views: list[_DirectoryView] = [None] * self._ranks  # type: ignore[list-item]
         dist.all_gather_object(views, self._directory_view(), group=self._group)
         names = frozenset().union(*(view.names for view in views))
@@ -295,7 +297,8 @@ class Checkpointer:
             )
             self._fail_unreadable(reason if unable[self._rank] else None, views, unable)
         if not all(view.has_claim for view in views):
-            # Rank 0 wrote its claim elsewhere, though all nodes see the same checkpoints.
+            # Rank 0 wrote its claim to another directory, although all nodes see the same
+            # checkpoints.
             self._fail_unreadable(
                 f"{self.directory} of rank 0 is another directory than that of its peers"
                 if self._rank == 0
@@ -319,7 +322,9 @@ class Checkpointer:
             return _DirectoryView(host, False, frozenset(), f"{self.directory} on {host}: {error}")
 
     def _verify(self, path: Path) -> str | None:
-        """Check the hashes of all files, a share per rank. Return the damage, the same everywhere.
+        """Check the hashes of all files, a share per rank.
+
+        Return the damage, the same on all ranks.
 
         Raises:
             TrainerSettingsError: the checkpoint is of another run.
@@ -330,7 +335,7 @@ class Checkpointer:
         found = next((result.damage for result in checked if result.damage), None)
         if found:
             return found
-        # A file that does not exist for rank 0 either, which lists the directory, is lost.
+        # A file is lost if it does not exist for rank 0 either, which lists the directory.
         missing = {result.missing for result in checked if result.missing}
         lost = self._on_rank_0(partial(_refuse_if_lost, path, sorted(missing)))
         if lost:
@@ -366,7 +371,7 @@ class Checkpointer:
     def _fail_unreadable(
         self, reason: str | None, views: list[_DirectoryView] | None, unable: list[bool]
     ) -> NoReturn:
-        """End the ranks that could not read; the others wait for that, then end too."""
+        """End the ranks that could not read; the others wait for them and then end too."""
         if reason is not None:
             raise UnreadableError(reason)
         ranks = [rank for rank, is_unable in enumerate(unable) if is_unable]
@@ -375,7 +380,7 @@ class Checkpointer:
         raise UnreadableError(f"ranks {ranks}{hosts} cannot read {self.directory}")
 
     def _read(self, path: Path, state: dict[str, Tensor]) -> None:
-        # Into copies first: if reading fails halfway, `state` is unchanged.
+        # Read into copies first, so that `state` is unchanged if reading fails halfway.
         copies = {name: torch.empty_like(tensor, device="cpu") for name, tensor in state.items()}
         try:
             load(copies, storage_reader=SafeReader(path), process_group=self._group)
@@ -387,7 +392,7 @@ class Checkpointer:
             tensor.copy_(copies[name])
 
     def _set_aside(self, saved: Saved, damage: str) -> None:
-        """Rename the damaged checkpoint: the run will save that step again."""
+        """Rename the damaged checkpoint, because the run will save that step again."""
         _log.error("Skipped the checkpoint of step %d, which is damaged: %s.", saved.step, damage)
         path = self.directory / saved.name
         shutil.rmtree(self.directory / f"{DAMAGED}{saved.name}", ignore_errors=True)
@@ -417,7 +422,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest.
 
     Raises:
-        DamagedError: it is not the committed one.
+        DamagedError: it is not the committed manifest.
         UnreadableError: a newer trainer wrote it.
         OSError: it cannot be read.
     """
@@ -433,10 +438,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _refuse_if_lost(path: Path, names: list[str]) -> None:
-    """Raise DamagedError if the checkpoint can be listed and does not contain one of the files."""
+    """Raise DamagedError if the checkpoint can be listed but lacks one of the files."""
     try:
         present = {file.name for file in path.iterdir()}
-    except OSError:  # it is not known then
+    except OSError:  # then it is unknown whether files are lost
         return
     lost = [name for name in names if name not in present]
     if lost:

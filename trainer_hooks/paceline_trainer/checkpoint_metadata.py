@@ -1,6 +1,6 @@
 """Read a checkpoint's `.metadata` without running code from it.
 
-torch.distributed.checkpoint stores the metadata as a pickle, and unpickling may call anything.
+torch.distributed.checkpoint stores the metadata as a pickle, and unpickling may run any code.
 Only the classes that such a file needs can be loaded here.
 """
 

@@ -2,8 +2,8 @@
 
 Files are divided into training and validation by a hash of their name. The training bytes are cut
 into sequences. Sample N of a run (N = step x global batch size + position in the global batch) is
-entry N of an endless series of seeded permutations. The rank that reads a sample depends on the dp
-size, the samples of a step do not: a run resumed at any step and any dp size neither repeats nor
+entry N of an endless series of seeded permutations. The dp size determines which rank reads a
+sample, but not the samples of a step: a run resumed at any step and any dp size neither repeats nor
 skips a sample.
 
 With a `sequence_spread` of 3, each sequence has a length between a third of the full length and the
@@ -25,7 +25,7 @@ from paceline_trainer.errors import TrainerSettingsError
 from paceline_trainer.faults import Faults
 from paceline_trainer.settings import RankPlacement, TrainerSettings
 
-VALIDATION_SHARE = 10  # one file in this many
+VALIDATION_SHARE = 10  # one of this many files is for validation
 
 
 class TokenBatch(NamedTuple):
@@ -36,9 +36,9 @@ class TokenBatch(NamedTuple):
 
 
 class Sequences:
-    """Sequences of `length` + 1 bytes (inputs and targets overlap), cut end to end.
+    """Consecutive sequences of `length` + 1 bytes (inputs and targets overlap).
 
-    `lengths` is the number of bytes of each before the padding, log-uniform: most are short.
+    `lengths` is the number of bytes of each before the padding, log-uniform, so most are short.
     """
 
     def __init__(self, text: bytes | bytearray, length: int, spread: float = 1.0) -> None:
@@ -125,7 +125,8 @@ class Loader:
 def validation_batch(
     sequences: Sequences, settings: TrainerSettings, place: RankPlacement
 ) -> TokenBatch:
-    """Return always the same held-out sequences, spread over the text and divided over dp ranks."""
+    """Return the held-out sequences: always the same, spread over the text, divided over dp
+    ranks."""
     share = settings.evaluation_microbatches * settings.microbatch_size
     total = share * place.topology.dp
     first = place.coordinates.dp_rank * share

@@ -71,7 +71,8 @@ class NvmlClock:
 
 
 class Emulation:
-    """`with emulation.kernel(op, share):` around the computation of one microbatch."""
+    """Emulates kernels: use `with emulation.kernel(op, share):` around one microbatch's
+    computation."""
 
     def __init__(
         self,
@@ -105,7 +106,8 @@ class Emulation:
 
 
 def length_share(lengths: Sequence[int], longest: int) -> float:
-    """Return the cost of sequences of these lengths, relative to as many of the longest."""
+    """Return the cost of sequences of these lengths, relative to the same number of longest
+    ones."""
     parts = [length / longest for length in lengths]
     whole = sum((1 - ATTENTION_SHARE) * part + ATTENTION_SHARE * part**2 for part in parts)
     return whole / len(parts)

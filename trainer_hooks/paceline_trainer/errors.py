@@ -5,7 +5,7 @@ TrainerError
 ├── GpuLostError         the (emulated) GPU of this rank is lost
 └── CheckpointError      a checkpoint could not be written
     ├── DamagedError     a committed checkpoint was read and does not match its manifest
-    └── UnreadableError  this rank cannot read the checkpoints, which may be whole
+    └── UnreadableError  this rank cannot read the checkpoints, which may be intact
 """
 
 from __future__ import annotations

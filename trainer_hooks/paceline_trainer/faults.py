@@ -74,10 +74,10 @@ class Faults:
         self.path = path
         self.rank = rank
         self.local_rank = local_rank
-        self.present: list[ConfiguredFault] = []  # those that concern this rank
+        self.present: list[ConfiguredFault] = []  # faults that apply to this rank
         self._logged_error = ""
         self._stalled: set[str] = set()
-        self._pauses: list[ConfiguredFault] = []  # of this step, still to be made
+        self._pauses: list[ConfiguredFault] = []  # pauses of this step that are still to come
         self._heap: list[list[object]] = []
         self._chance = random.Random(rank)
 
@@ -88,7 +88,7 @@ class Faults:
         return cls(path, place.rank, place.local_rank)
 
     def read(self) -> None:
-        """Read the file, at the start of a step."""
+        """Read the file; called at the start of a step."""
         if self.path is None:
             return
         self.present = [fault for fault in self._read(self.path) if self._concerns(fault)]
@@ -123,7 +123,7 @@ class Faults:
         return factor
 
     def after_receive(self, peer: int) -> None:
-        """Delay the end of a receive: a transfer ends when its receiver leaves it."""
+        """Delay the end of a receive, because a transfer ends when its receiver leaves it."""
         for fault in self.present:
             if fault.kind == "slow_link" and fault.ranks is not None and peer in fault.ranks:
                 _sleep(fault.seconds)

@@ -94,7 +94,8 @@ def _axis_group(ranks: list[int], name: str, axis: str) -> dist.ProcessGroup | N
 def _new_group(
     ranks: list[int], name: str, axis: str | None, backend: str | None
 ) -> dist.ProcessGroup:
-    # Only the members take part, all in the same order: no collective of the world per group.
+    # Only the members take part, all in the same order, so no collective of the world is needed per
+    # group.
     group = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=name)
     assert isinstance(group, dist.ProcessGroup), "this rank is a member of its own groups"
     paceline.name_group(group, name, axis=axis)

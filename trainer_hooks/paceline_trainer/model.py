@@ -1,8 +1,8 @@
-"""The model: a byte-level GPT, of which each rank has a part.
+"""The model: a byte-level GPT; each rank has a part of it.
 
 Parameters have global names ("blocks.3.inputs.weight") in every stage. Each whole parameter is
 drawn from a generator seeded with its name, and then the rank's shard is taken. So the model is the
-same for every division.
+same however it is divided.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ WEIGHT_DEVIATION = 0.05
 
 
 class TransformerBlock(nn.Module):
-    """Causal attention and feed-forward in parallel on one normalized input.
+    """A block with causal attention and feed-forward in parallel on one normalized input.
 
     Both share one column- and one row-parallel layer, so a block needs one all-reduce in each
     direction instead of two (the "parallel layers" of PaLM, arXiv:2204.02311, section 2). The
-    features of the two layers are ordered (head, part), each head having its share of the hidden
-    ones, so that the contiguous share of a rank is a whole number of heads.
+    features of the two layers are ordered (head, part), and each head has its share of the hidden
+    features, so that the contiguous share of a rank is a whole number of heads.
     """
 
     def __init__(
@@ -61,8 +61,9 @@ class TransformerBlock(nn.Module):
 class Chunk(nn.Module):
     """Contiguous layers of the model, by default all.
 
-    The first chunk takes tokens, the others activations (batch, length, width); the last, given
-    the targets and their weights (0 where they are padding), returns the loss of its microbatch.
+    The first chunk takes tokens, the others take activations (batch, length, width). The last one
+    also takes the targets and their weights (0 for padding), and returns the loss of its
+    microbatch.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Chunk(nn.Module):
 
 
 class NamedShard(NamedTuple):
-    """A parameter under its global name; `dimension` is the divided one, None if replicated."""
+    """A parameter with its global name; `dimension`: the divided dimension, None if replicated."""
 
     name: str
     parameter: nn.Parameter

@@ -1,7 +1,7 @@
 """AdamW (arXiv:1711.05101) on one flat buffer; all parameters are views of it.
 
 One buffer means one collective for the gradients, one reduction for their norm and a handful of
-operations for the update, whatever the number of parameters.
+operations for the update, for any number of parameters.
 
 With ZeRO stage 1 (arXiv:1910.02054, section 5.1) each data-parallel rank keeps the mean and the
 variance of its own share of the buffer only: gradients are reduce-scattered instead of reduced,
@@ -50,7 +50,7 @@ class AdamW:
         self.shapes = [parameter.shape for _, parameter, _ in parameters]
         self.data = data or DataParallel()
         pieces = [parameter.data.flatten() for _, parameter, _ in parameters]
-        padding = -sum(piece.numel() for piece in pieces) % self.data.size  # for even shares
+        padding = -sum(piece.numel() for piece in pieces) % self.data.size  # for equal shares
         self.values = torch.cat([*pieces, pieces[0].new_zeros(padding)])
         self.gradient = torch.zeros_like(self.values)
         for shard, value, gradient in zip(
@@ -67,7 +67,7 @@ class AdamW:
         self._decay = weight_decay * self._own(
             self._mask([len(shape) > 1 for shape in self.shapes])
         )
-        self.reduced = self._own(self.gradient)  # this rank's share of the gradient of all
+        self.reduced = self._own(self.gradient)  # this rank's share of the reduced gradient
         if self.data.sharded:
             self.reduced = self.reduced.clone()
         self.mean = torch.zeros_like(self.reduced)
@@ -94,7 +94,7 @@ class AdamW:
         return self.data.sharded or self.data.rank == 0
 
     def squared_norm(self) -> Tensor:
-        """This rank's share of the squared norm of the model's gradient, as float64."""
+        """Return this rank's share of the squared norm of the model's gradient, as float64."""
         return (self.reduced.square() * self._counted).sum(dtype=torch.float64)
 
     @torch.no_grad()
@@ -127,7 +127,7 @@ class AdamW:
         }
 
     def adopt(self, state: dict[str, Tensor]) -> None:
-        """Copy a loaded `state`; without ZeRO it already is a view of the buffers."""
+        """Copy a loaded `state`; without ZeRO it is already a view of the buffers."""
         if not self.data.sharded:
             return
         for part, own in (("mean", self.mean), ("variance", self.variance)):
@@ -147,7 +147,7 @@ class AdamW:
         return flat.chunk(self.data.size)
 
     def _own(self, flat: Tensor) -> Tensor:
-        """The share that this rank updates."""
+        """Return the share that this rank updates."""
         return self._shares(flat)[self.data.rank] if self.data.sharded else flat
 
     def _views(self, flat: Tensor) -> list[Tensor]:

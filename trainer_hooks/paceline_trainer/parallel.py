@@ -43,7 +43,8 @@ class TensorParallel:
 
 
 class _EnterParallel(torch.autograd.Function):
-    """Identity forward, all-reduce backward: each rank uses the value for its own columns."""
+    """Identity in the forward pass, all-reduce in the backward pass: each rank uses the value for
+    its own columns."""
 
     @staticmethod
     def forward(context: Any, value: Tensor, parallel: TensorParallel) -> Tensor:
@@ -57,7 +58,8 @@ class _EnterParallel(torch.autograd.Function):
 
 
 class _LeaveParallel(torch.autograd.Function):
-    """All-reduce forward, identity backward: each rank has a term of the sum."""
+    """All-reduce in the forward pass, identity in the backward pass: each rank has a term of the
+    sum."""
 
     @staticmethod
     def forward(context: Any, value: Tensor, parallel: TensorParallel) -> Tensor:
@@ -69,9 +71,9 @@ class _LeaveParallel(torch.autograd.Function):
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of logits divided by vocabulary, a weighted sum over the targets.
+    """Cross-entropy with logits divided over the vocabulary; a weighted sum over the targets.
 
-    No rank ever has a whole row of logits.
+    No rank ever holds a whole row of logits.
     """
 
     @staticmethod

@@ -21,7 +21,7 @@ from paceline_trainer.schedule import ScheduleAction
 from paceline_trainer.settings import ModelSettings
 from paceline_wire.spans import Op
 
-_Key = tuple[int, int]  # chunk, microbatch
+_Key = tuple[int, int]  # (chunk, microbatch)
 _SIDE = {Op.FORWARD_SEND: 1, Op.BACKWARD_RECV: 1, Op.FORWARD_RECV: -1, Op.BACKWARD_SEND: -1}
 
 
@@ -79,8 +79,9 @@ class _ScheduleRun:
         )
         self.inputs: dict[_Key, Tensor] = {}
         self.outputs: dict[_Key, Tensor] = {}
-        self.gradients: dict[_Key, Tensor] = {}  # with respect to an output
-        self.sends: list[tuple[dist.Work, Tensor]] = []  # keeps tensors alive until they are sent
+        self.gradients: dict[_Key, Tensor] = {}  # gradients with respect to an output
+        # keeps the tensors alive until they are sent
+        self.sends: list[tuple[dist.Work, Tensor]] = []
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
 
     def run(self, actions: Sequence[ScheduleAction]) -> Tensor:
@@ -179,6 +180,6 @@ class _ScheduleRun:
 
 
 def _weights(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight of each target: the loss is the mean over sequences of their means."""
+    """Return the weight of each target: the loss is the mean of the sequences' mean losses."""
     inside = torch.arange(longest, device=lengths.device) < lengths.unsqueeze(-1)
     return inside.to(dtype) / (lengths.unsqueeze(-1) * lengths.shape[-1])

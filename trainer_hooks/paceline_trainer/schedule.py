@@ -19,7 +19,10 @@ from paceline_wire.spans import Op
 
 
 class ScheduleAction(NamedTuple):
-    """One action of a stage; printed as `F3`, `SEND_B0`, with `.1` for a chunk other than 0."""
+    """One action of a stage.
+
+    Printed as `F3` or `SEND_B0`, with a suffix such as `.1` for other chunks than 0.
+    """
 
     op: Op
     microbatch: int
@@ -54,7 +57,7 @@ _SEND = {Op.FORWARD: Op.FORWARD_SEND, Op.BACKWARD: Op.BACKWARD_SEND}
 
 
 def gpipe(_stage: int, shape: ScheduleShape) -> Iterator[ScheduleAction]:
-    """All forwards, then all backwards (arXiv:1811.06965)."""
+    """Yield all forwards, then all backwards (arXiv:1811.06965)."""
     for microbatch in range(shape.microbatches):
         yield ScheduleAction(Op.FORWARD, microbatch)
     for microbatch in range(shape.microbatches):
@@ -62,7 +65,7 @@ def gpipe(_stage: int, shape: ScheduleShape) -> Iterator[ScheduleAction]:
 
 
 def one_forward_one_backward(stage: int, shape: ScheduleShape) -> Iterator[ScheduleAction]:
-    """Fill the pipeline, then alternate: at most `stages - stage` microbatches are held at once.
+    """Yield 1F1B: fill the pipeline, then alternate, holding at most `stages - stage` microbatches.
 
     Source: PipeDream-Flush, arXiv:2006.09503, section 3.
     """
@@ -73,7 +76,8 @@ def one_forward_one_backward(stage: int, shape: ScheduleShape) -> Iterator[Sched
 
 
 def interleaved(stage: int, shape: ScheduleShape) -> Iterator[ScheduleAction]:
-    """1F1B over several chunks: rounds of `stages` microbatches, each through chunk after chunk.
+    """Yield 1F1B over several chunks: rounds of `stages` microbatches through one chunk after
+    another.
 
     The number of microbatches must be a multiple of `stages`. Source: Narayanan et al.,
     arXiv:2104.04473, section 2.2.
@@ -105,7 +109,7 @@ def _alternate(
 
 
 def forward_only(_stage: int, shape: ScheduleShape) -> Iterator[ScheduleAction]:
-    """Forwards only, for evaluation."""
+    """Yield only forwards, for evaluation."""
     for chunk in range(shape.chunks):
         for microbatch in range(shape.microbatches):
             yield ScheduleAction(Op.FORWARD, microbatch, chunk)
@@ -123,7 +127,7 @@ def plan(schedule: Schedule, stage: int, shape: ScheduleShape) -> list[ScheduleA
 
     Sends never block (see `pipeline`), so only the order of the receives matters. Receives from a
     stage are in the order in which that stage sends, even if a later action needs them: both ranks
-    then number their transfers alike, and no receive blocks on a tensor that is sent later. This
+    then use equal transfer numbers, and no receive blocks on a tensor that is sent later. This
     matters for two stages with several chunks, which send both activations and gradients to each
     other.
     """
@@ -156,7 +160,10 @@ def _sent(schedule: Schedule, stage: int, to: int, shape: ScheduleShape) -> dequ
 def _neighbor(
     action: ScheduleAction, stage: int, shape: ScheduleShape, side: int
 ) -> tuple[int, int] | None:
-    """Return stage and chunk of an action's input (`side` -1) or output (1); None at the ends."""
+    """Return (stage, chunk) of an action's input (`side` -1) or output (1).
+
+    None at the ends of the model.
+    """
     direction = side if action.op == Op.FORWARD else -side
     part = action.chunk * shape.stages + stage + direction
     if not 0 <= part < shape.stages * shape.chunks:

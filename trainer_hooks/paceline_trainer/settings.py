@@ -47,7 +47,8 @@ class TrainerSettings:
     steps: int = 200
     schedule: str = "1f1b"
     virtual_stages: int = 1  # chunks of the model per stage; more than 1: interleaved
-    stage_layers: tuple[int, ...] | None = None  # of each chunk, in the model's order; None: even
+    # layers of each chunk, in the model's order; None: even
+    stage_layers: tuple[int, ...] | None = None
     zero: int = 0  # 1: the optimizer state is sharded over the dp ranks
     global_batch_size: int = 32  # sequences per optimizer step, over all dp ranks
     microbatch_size: int = 2
@@ -55,9 +56,9 @@ class TrainerSettings:
     warmup_steps: int = 10
     weight_decay: float = 0.01
     gradient_clip: float = 1.0
-    evaluate_every: int = 10  # steps; 0: never
+    evaluate_every: int = 10  # every this many steps; 0: never
     evaluation_microbatches: int = 4  # per dp rank
-    checkpoint_every: int = 0  # steps; 0: only when commanded and at the end
+    checkpoint_every: int = 0  # every this many steps; 0: only on command and at the end
     checkpoints_kept: int = 3
     checkpoint_directory: Path | None = None
     sequence_spread: float = 1.0  # longest / shortest sample

@@ -36,9 +36,10 @@ class TrainingResult:
     """The result of a run, the same on every rank."""
 
     first_step: int = 0
-    losses: list[float] = field(default_factory=list)  # of steps first_step, first_step + 1, ...
+    losses: list[float] = field(default_factory=list)  # one for each step from `first_step` on
     gradient_norms: list[float] = field(default_factory=list)
-    evaluation_losses: dict[int, float] = field(default_factory=dict)  # by steps completed
+    # by number of completed steps
+    evaluation_losses: dict[int, float] = field(default_factory=dict)
 
 
 def train(
@@ -145,7 +146,8 @@ class Trainer:
         faults = self.emulation.faults
         loader = Loader(training, self.settings, self.place, completed, faults)
         gc.collect()
-        gc.freeze()  # otherwise each full collection scans all imported modules: 100 ms and more
+        # otherwise each full collection scans all imported modules, which takes 100 ms and more
+        gc.freeze()
         started = time.perf_counter()
         for batch in paceline.steps(loader, start=completed):
             self._step(batch, completed)
@@ -187,7 +189,7 @@ class Trainer:
         """Exchange loss, gradient norm and pending commands in one collective of all ranks."""
         own = self.place.coordinates
         row = torch.zeros(2 + WORDS, dtype=torch.float64, device=self.mesh.device)
-        if own.tp_rank == 0:  # its peers have the same loss
+        if own.tp_rank == 0:  # its tp peers have the same loss
             row[0] = loss
         if self.optimizer.counts():
             row[1] = self.optimizer.squared_norm()

@@ -63,8 +63,8 @@ export const token = {
 const SESSION_KEY = "paceline.session";
 
 /**
- * Keep the page's half of a session that a login link opened; it comes in the fragment. The other
- * half is in a cookie that only the browser sees.
+ * Keep the page's half of a session that a login link opened, which is in the fragment. The other
+ * half is in a cookie that the page cannot read.
  */
 export function keepSession(): void {
   const half = new URLSearchParams(location.hash.slice(1)).get("session");

@@ -1,4 +1,4 @@
-// What the time charts draw, computed from the store's state. Pure.
+// The content of the time charts, computed from the store's state. Pure.
 import type { Action, Incident, Job, Step } from "./api";
 import { milliseconds } from "./format";
 import { appearanceOfIncident, type Tone } from "./tone";
@@ -115,7 +115,7 @@ const PARTS = {
   launch_ratio: "late host",
   other_ratio: "unknown",
 } as const;
-/** Smaller parts and a smaller excess are not shown. */
+/** Parts and an excess below this are not displayed. */
 const SMALLEST_PART = 0.005;
 const SMALLEST_EXCESS = 0.01;
 

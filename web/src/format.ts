@@ -37,7 +37,7 @@ export function percent(ratio: Maybe<number>, digits = 1): string {
   return `${(ratio * 100).toFixed(digits)}%`;
 }
 
-/** 0.62 -> "62%"; nothing is certain. */
+/** 0.62 -> "62%"; never 0% or 100%, because nothing is certain. */
 export function likelihood(ratio: number): string {
   if (ratio > 0.99) return ">99%";
   return ratio < 0.01 ? "<1%" : percent(ratio, 0);

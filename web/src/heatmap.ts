@@ -1,17 +1,18 @@
-// Where a rank's cell lies on the heatmap, which rank lies under a point, and its color. Pure.
+// The position of a rank's cell on the heatmap, the rank at a point, and its color. Pure.
 import type { Grid, GridCell, Rank, Topology } from "./api";
 
 /**
- * One axis of the map is the model (stages side by side, each `tp` cells wide, a gap between
- * them), the other the data-parallel replicas. The model runs across, unless there are so many
- * more replicas than model cells that the map would be a thin tower: then it is turned.
+ * One axis of the map is the model (stages side by side, each `tp` cells wide, with a gap between
+ * them), the other the data-parallel replicas. The model is the horizontal axis, unless there are
+ * so many more replicas than model cells that the map would be narrow and tall; then the axes are
+ * swapped.
  */
 export interface Geometry {
   topology: Topology;
   turned: boolean;
   cellWidth: number;
   cellHeight: number;
-  /** Between pipeline stages. */
+  /** Gap between pipeline stages. */
   gap: number;
   width: number;
   height: number;
@@ -109,13 +110,13 @@ export function key({ dp_rank, pp_rank, tp_rank }: Place): string {
 
 export type Color = readonly [red: number, green: number, blue: number];
 
-/** Slowdowns from here on have the last color. */
+/** Slowdowns from this value on have the last color. */
 export const HOTTEST = 3;
 
 /** Ranks always differ by a few percent; such differences get no color. */
 export const NOISE = 1.06;
 
-/** NOISE and faster -> 0, HOTTEST and slower -> 1, evenly in ratios between. */
+/** NOISE and faster -> 0, HOTTEST and slower -> 1, logarithmic in between. */
 export function heat(slowdown: number): number {
   return Math.min(1, Math.max(0, Math.log(slowdown / NOISE) / Math.log(HOTTEST / NOISE)));
 }
@@ -133,7 +134,7 @@ export function color(slowdown: number | null, stops: readonly Color[], unknown:
 const BLACK: Color = [0, 0, 0];
 const WHITE: Color = [255, 255, 255];
 
-/** Black or white, whichever has the higher contrast on `ground` of at least 4.58 to 1. */
+/** Black or white, whichever has the higher contrast on `ground` (at least 4.58 to 1). */
 export function textOn(ground: Color): Color {
   return contrast(BLACK, ground) > contrast(WHITE, ground) ? BLACK : WHITE;
 }
@@ -151,7 +152,7 @@ function luminance(color: Color): number {
   return 0.2126 * linear(color[0]) + 0.7152 * linear(color[1]) + 0.0722 * linear(color[2]);
 }
 
-/** One pixel per rank, stages without gaps: 10,000 cells cost one small image. */
+/** One pixel per rank, stages without gaps, so that 10,000 cells are one small image. */
 export function pixels(
   shape: Geometry,
   cells: readonly GridCell[],
@@ -182,7 +183,9 @@ export function slowest(grid: Grid): GridCell | null {
   );
 }
 
-/** State of a rank: its trainer's status while the process lives, else the process state. */
+/**
+ * State of a rank: its trainer's status while the process is alive, otherwise the process state.
+ */
 export function stateOf(cell: GridCell, rank: Rank | undefined): string {
   const { state, condition } = rank ?? cell;
   if (["hung", "dead", "blocked", "unknown"].includes(condition)) return condition;

@@ -12,14 +12,17 @@ export type Connection = "connecting" | "live" | "lost";
 const GRID_INTERVAL_MS = 1000;
 const GRID_MS_PER_CELL = 0.5;
 const WHAT_IF_INTERVAL_MS = 5000;
-/** Without an event for this long the job is fetched again: time alone makes a verdict outdated. */
+/**
+ * Without an event for this long the job is fetched again, because a verdict becomes outdated
+ * over time.
+ */
 const QUIET_MS = 5000;
 
 export class LiveJob {
   readonly state: Signal<JobState | null> = signal(null);
   readonly connection: Signal<Connection> = signal("connecting");
   readonly error: Signal<ApiError | null> = signal(null);
-  /** Epoch milliseconds of this browser's clock. */
+  /** Epoch milliseconds on this browser's clock. */
   readonly lastDataAt: Signal<number | null> = signal(null);
 
   private stream: EventStream | null = null;
@@ -93,7 +96,7 @@ export class LiveJob {
     });
   }
 
-  /** Fetch what changes with time alone, if no event came. */
+  /** If no event arrived, fetch the resources that change over time. */
   private async refresh(): Promise<void> {
     if (Date.now() - (this.lastDataAt.value ?? 0) < QUIET_MS) return;
     const stream = this.stream;
@@ -104,7 +107,7 @@ export class LiveJob {
       this.push({ type: "ranks", data: ranks });
       this.grid.ask(0);
     } catch {
-      // The stream reports a server that does not answer.
+      // The stream reports a server that does not respond.
     }
   }
 
@@ -145,7 +148,7 @@ export class LiveJob {
       this.whatIf.ask(0);
     } catch (error) {
       if (stream !== this.stream) return;
-      // Restart instead of resuming: events need a snapshot to apply to.
+      // Restart instead of resuming, because events are applied to a snapshot.
       this.disconnect();
       if (this.onError(error)) setTimeout(this.onVisibility, 2000);
     } finally {
@@ -173,7 +176,7 @@ export class LiveJob {
     ]);
     if (results.every(({ status }) => status === "fulfilled")) take({ type: "complete" });
     else if (stream !== null && stream === this.stream) {
-      // The server does not resend it, so start over.
+      // The server does not resend the event, so start over.
       this.disconnect();
       this.connection.value = "lost";
       setTimeout(this.onVisibility, 2000);

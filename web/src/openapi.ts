@@ -110,7 +110,7 @@ export interface paths {
         };
         /**
          * List Audit
-         * @description List the audit log, newest first.
+         * @description List entries of the audit log, newest first.
          */
         get: operations["list_audit"];
         put?: never;
@@ -130,7 +130,7 @@ export interface paths {
         };
         /**
          * Get Caller
-         * @description Return who the caller is for this server, and whether it may change anything.
+         * @description Return the caller's name and whether it may change anything.
          */
         get: operations["get_caller"];
         put?: never;
@@ -729,7 +729,7 @@ export interface components {
         };
         /**
          * BurstRequest
-         * @description Body of a burst: which collectors (none: all of them), and for how long.
+         * @description Body of a burst request: which collectors (none: all), and for how long.
          * @example {
          *       "collectors": [
          *         "nvml",
@@ -752,7 +752,7 @@ export interface components {
         };
         /**
          * CallerModel
-         * @description Who sent this request, as far as the server knows.
+         * @description The caller of a request, as identified by the server.
          * @example {
          *       "can_change": true,
          *       "name": "local-operator"
@@ -1695,7 +1695,7 @@ export interface components {
         };
         /**
          * LoginLink
-         * @description A link that signs in one browser, once. It is below the URL of the server.
+         * @description A link that signs in one browser, once; the path is relative to the server's URL.
          * @example {
          *       "expires_at": "2026-11-20T20:25:31.000000Z",
          *       "path": "/login?code=b8pO6tJmXxCNVaG3Xzqj0Yh6t1mKcR0w5d2uL9sQeFA"
@@ -1864,7 +1864,7 @@ export interface components {
         };
         /**
          * Problem
-         * @description RFC 9457.
+         * @description Problem details (RFC 9457).
          * @example {
          *       "detail": "There is no job job-0.",
          *       "instance": "/api/v1/jobs/job-0",
@@ -1996,7 +1996,8 @@ export interface components {
          * RankStacks
          * @description The newest stacks of a rank, and the newest request for them.
          *
-         *     `state` is that of the request, or `taken` for stacks of a hang; `asked` until the node answers.
+         *     `state` is that of the request, or `taken` for stacks of a hang; `asked` until the node
+         *     responds.
          * @example {
          *       "asked_at": "2026-11-20T20:16:02.000000Z",
          *       "job_id": "job-ec83bfc8",
@@ -2060,7 +2061,9 @@ export interface components {
         };
         /**
          * StageBubbleModel
-         * @description Idle share of a stage in the pipeline phase; the last seven fields sum to `excess_ratio`.
+         * @description Idle share of a stage during the pipeline phase.
+         *
+         *     The last seven fields sum to `excess_ratio`.
          */
         StageBubbleModel: {
             /** Data Ratio */

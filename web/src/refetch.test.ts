@@ -15,7 +15,7 @@ interface Asked {
   reject: (error: unknown) => void;
 }
 
-/** A server that responds when the test lets it. */
+/** A server that responds when the test allows it. */
 class Server {
   readonly taken: string[] = [];
   private readonly asked: Asked[] = [];

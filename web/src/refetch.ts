@@ -1,12 +1,12 @@
-// Refetches resources that are too large for events when events say that they changed.
+// Refetches resources that are too large for events after an event reports a change of them.
 
 /** Delay before a failed fetch is retried. */
 const RETRY_MS = 5000;
 
 /**
- * One fetch at a time, some time after it was asked for. What is asked for during a fetch may be
- * newer than its answer, so it is fetched again; so is what failed, unless `isFinal` says that
- * asking again would not help.
+ * Runs one fetch at a time, with a delay after each request. A request during a fetch may need
+ * newer data than its response, so the resource is fetched again. A failed fetch is repeated too,
+ * unless `isFinal` says that a retry would not help.
  */
 export class Refetch<T> {
   private timer: ReturnType<typeof setTimeout> | null = null;

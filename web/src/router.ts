@@ -1,4 +1,4 @@
-// Two places: `/` and `/jobs/ID`. The server answers both with index.html.
+// Two routes: `/` and `/jobs/ID`. The server returns index.html for both.
 import { signal } from "@preact/signals";
 
 export type Route = { view: "jobs" } | { view: "job"; id: string } | { view: "missing" };

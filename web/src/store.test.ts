@@ -99,7 +99,7 @@ it("marks a restart while it lasts, from the last step on", () => {
   const restart = { kind: "restart", state: "running", created_at: at(0.1) };
   const marks = (phases: string[]) =>
     chart.marks([step(1), last], [], [{ ...restart, phases: phases.map((started_at) => ({ started_at })) } as Action]);
-  expect(marks([at(0.2)])).toEqual([]); // a checkpoint is being taken, within the step
+  expect(marks([at(0.2)])).toEqual([]); // a checkpoint is being saved within the step
   const [mark] = marks([at(0.2), at(3)]);
   expect([mark?.label, mark?.at, mark?.until]).toEqual(["restarting", Date.parse(at(0.5)) / 1000, Date.parse(at(3)) / 1000]);
 });

@@ -41,8 +41,8 @@ export function decode(event: string | undefined, data: string): Change | null {
 }
 
 /**
- * What the verdict needs; the rest follows as changes. Until it comes, a page that was there
- * `before` (its tab was hidden) shows it as it was.
+ * The state that the verdict needs; the rest follows as changes. Until it arrives, a page that
+ * was displayed `before` (its tab was hidden) shows its earlier content.
  */
 export function begin(
   job: Job,
@@ -117,7 +117,7 @@ function put<T extends { id: string }>(
   return items.with(index, item);
 }
 
-/** As the API lists incidents. */
+/** The order in which the API lists incidents. */
 function worstFirst(a: Incident, b: Incident): number {
   return b.urgency - a.urgency || newestFirst<"detected_at">("detected_at")(a, b);
 }

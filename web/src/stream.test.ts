@@ -14,7 +14,7 @@ function body(chunks: Uint8Array[]): ReadableStream<Uint8Array> {
 
 const TEXT = ': hello\n\nid: 7\nevent: step\ndata: {"text":"2.5×"}\n\nid: 8\nevent: node\ndata: {}\n\n';
 
-// Any cut, also within the two bytes of "×".
+// Any split, also within the two bytes of "×".
 it.each([1, 2, 3, 7, 1000])("reads the same events in chunks of %i bytes", async (size) => {
   const bytes = new TextEncoder().encode(TEXT);
   const chunks: Uint8Array[] = [];

@@ -1,4 +1,4 @@
-// Server-sent events over fetch: EventSource cannot carry a bearer token.
+// Server-sent events over fetch: EventSource cannot send a bearer token.
 import { createParser, type EventSourceMessage } from "eventsource-parser";
 
 import { request } from "./api";
@@ -46,7 +46,7 @@ export class EventStream {
         await this.read(() => (retry = RETRY_FIRST_MS));
         throw new Error("the server closed the stream");
       } catch (error) {
-        // Closed by us, or rejected permanently.
+        // Closed by the page, or rejected permanently.
         if (this.closed() || !this.handlers.onError(error)) return;
       }
       // Jitter, so that open pages do not reconnect to a restarted server all at once.

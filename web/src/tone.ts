@@ -27,7 +27,7 @@ const JOB: Record<Job["state"], Appearance> = {
   stopped: OVER,
 };
 
-/** Conditions that matter more than what Paceline does with the job. */
+/** Conditions that are displayed instead of the job's state. */
 const STRIKING = ["hung", "dead", "unknown"];
 
 /** The word for a job: its condition if it does not train although it should, else its state. */
@@ -35,7 +35,7 @@ export function stateOfJob({ state, condition }: Pick<Job, "state" | "condition"
   return (state === "running" || state === "starting") && STRIKING.includes(condition) ? condition : state;
 }
 
-/** A running job with dead or hung ranks looks bad, and one of which nothing recent is known, unknown. */
+/** A running job with dead or hung ranks appears as bad, and one without recent data as unknown. */
 export function appearanceOfJob(job: Pick<Job, "state" | "condition">): Appearance {
   switch (stateOfJob(job)) {
     case "hung":

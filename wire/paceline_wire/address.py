@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 SERVER_PORT = 8470
 DEFAULT_SERVER_URL = f"http://127.0.0.1:{SERVER_PORT}"
 
-_METADATA = ("100.100.100.200", "fd00:ec2::254")  # of clouds that use no link-local address
+_METADATA = ("100.100.100.200", "fd00:ec2::254")  # for clouds without a link-local metadata address
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
@@ -16,7 +16,7 @@ def is_http_address(url: str) -> bool:
     """Return whether this is http(s)://HOST... with a valid host and port."""
     try:
         parts = urlsplit(url)
-        # As the resolver does, which raises UnicodeError for an invalid name.
+        # Like the resolver; raises UnicodeError for an invalid name.
         host = (parts.hostname or "").encode("idna")
         return parts.scheme in ("http", "https") and host != b"" and parts.port != 0
     except ValueError:  # an unclosed bracket, an invalid port or host
@@ -39,7 +39,7 @@ def is_local(host: str) -> bool:
         return True
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:  # a name
+    except ValueError:  # it is a name
         return False
     if isinstance(address, ipaddress.IPv6Address):
         embedded = address.ipv4_mapped

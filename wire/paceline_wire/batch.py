@@ -35,12 +35,12 @@ _READ_VERSIONS = (1, 2)  # version 1 has no blocks of samples
 CONTENT_TYPE = "application/x-paceline-batch"
 MAXIMUM_COMPRESSED_BYTES = 8 << 20
 MAXIMUM_BYTES = 64 << 20
-# A small payload must not become millions of objects: real batches hold some 10,000 values. How
-# well it compresses is not limited: one user's rings full of zeros must not have a node's batch
-# refused.
+# A small payload must not become millions of objects: real batches hold some 10,000 values. The
+# compression ratio is not limited, because one user's rings full of zeros must not cause the
+# rejection of a node's batch.
 MAXIMUM_SAMPLES = 1 << 17
 MAXIMUM_EVENTS = 1 << 16
-_LEVEL = 2  # a third cheaper than level 3, and smaller for batches of mostly values
+_LEVEL = 2  # a third of the cost less than level 3, and smaller for batches that are mostly values
 
 
 class BatchError(Exception):
@@ -52,7 +52,7 @@ class BatchError(Exception):
 
 
 class Sample(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """One value of one metric, named as Prometheus would (base units in the name)."""
+    """One value of one metric, with a Prometheus name (base units in the name)."""
 
     name: str
     labels: dict[str, str]
@@ -64,10 +64,10 @@ Series = tuple[str, dict[str, str]]  # name and labels
 
 
 class SampleBlock(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Values of many series at one time, as a collector returns them call after call.
+    """Values of many series at one time, for collectors that return the same series in each call.
 
     `series` is packed once, by `pack_series`. `values` is packed by `pack_values`: one
-    little-endian double per series, NaN for a series without a value this time.
+    little-endian double per series, NaN for a series without a value.
     """
 
     series: msgspec.Raw
@@ -76,7 +76,7 @@ class SampleBlock(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     @property
     def count(self) -> int:
-        """The number of values, absent ones included."""
+        """The number of values, including absent ones."""
         return len(self.values) // 8
 
     def samples(self) -> list[Sample]:
@@ -100,7 +100,7 @@ class SampleBlock(msgspec.Struct, frozen=True, gc=False, array_like=True):
 class SpanBlock(msgspec.Struct, frozen=True, gc=False):
     """Records of one rank's ring, as `spans.to_columns` packs them; starts are CLOCK_MONOTONIC.
 
-    Add `clock_offset_ns` for the node's CLOCK_REALTIME. `lost` counts records overwritten unread
+    Add `clock_offset_ns` to get the node's CLOCK_REALTIME. `lost` counts records overwritten unread
     since the previous block.
     """
 
@@ -126,7 +126,8 @@ class GpuInfo(msgspec.Struct, frozen=True):
     pci_bus_id: str
     trouble: Literal["lost", "hung"] | None = None  # such a GPU can run no rank
     nvlinks: dict[str, int] = {}  # active links by PCI bus id of the other end, or "switch"
-    reports_xids: bool = True  # to NVML; otherwise only the kernel log has them
+    # whether NVML reports its XIDs; otherwise only the kernel log has them
+    reports_xids: bool = True
 
 
 class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
@@ -135,7 +136,7 @@ class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
     time_ns: int
     hostname: str
     version: str
-    address: str  # at which other nodes reach a rank 0 on this node
+    address: str  # address at which other nodes reach rank 0 on this node
     rendezvous_port: int  # free at `time_ns`; renewed after each use
     slots: int  # ranks this node can run now, without lost or hung GPUs
     gpus: list[GpuInfo] = []
@@ -183,9 +184,9 @@ class RankExited(msgspec.Struct, frozen=True, kw_only=True, tag="rank_exited"):
     pid: int
     exit_code: int | None = None
     signal: int | None = None
-    commanded: bool = False  # by a stop_generation, or after a checkpoint_and_stop
+    commanded: bool = False  # ended by a stop_generation, or after a checkpoint_and_stop
     log_tail: str = ""
-    drained: bool = False  # its agent was shut down on request, and stopped it
+    drained: bool = False  # stopped by its agent, which was shut down on request
 
 
 class RankState(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="rank_state"):
@@ -202,7 +203,7 @@ class RankState(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="rank_s
 
 
 class RankAcknowledged(msgspec.Struct, frozen=True, kw_only=True, tag="rank_acknowledged"):
-    """A rank's answer on its control page; `status` is a name of `ring.AckStatus.NAMES`."""
+    """A rank's response on its control page; `status` is a name of `ring.AckStatus.NAMES`."""
 
     time_ns: int
     job: str
@@ -228,7 +229,7 @@ class RankStackTraces(msgspec.Struct, frozen=True, kw_only=True, tag="rank_stack
 class RankDump(msgspec.Struct, frozen=True, kw_only=True, tag="rank_dump"):
     """A rank's Flight Recorder dump, packed by `dumps.pack`; `error`: the reason if there is none.
 
-    `was_asked`: the rank was asked to write a dump and did not, which is evidence itself.
+    `was_asked`: the rank was asked to write a dump and did not, which is evidence in itself.
     """
 
     time_ns: int
@@ -301,7 +302,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Contexts(threading.local):
-    """One pair per thread: creating it costs as much as a use, and threads must not share it."""
+    """One pair of contexts per thread: creating it costs as much as one use, and threads must not
+    share it."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
@@ -389,7 +391,7 @@ def _decompress(payload: bytes) -> bytes:
     declared = content_bytes(payload)
     if declared > MAXIMUM_BYTES:
         raise BatchError("oversized", f"content of {declared} bytes, limit {MAXIMUM_BYTES}")
-    try:  # allocates what was declared
+    try:  # allocates the declared size
         content = _contexts.decompressor.decompress(payload, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise BatchError("compression", f"not a zstd frame: {error}") from error
@@ -419,7 +421,7 @@ _packed_blocks_decoder = msgspec.msgpack.Decoder(list[_PackedBlock])
 
 
 def _check_counts(content: bytes) -> None:
-    """Refuse a batch of too many objects, before they exist. Raises BatchError."""
+    """Reject a batch with too many objects before they are created. Raises BatchError."""
     try:
         packed = _packed_decoder.decode(content)
         events = _array_length(packed.events) + _array_length(packed.spans)
@@ -429,7 +431,7 @@ def _check_counts(content: bytes) -> None:
             for block in _packed_blocks_decoder.decode(packed.blocks):
                 samples += max(_array_length(block.series), len(block.values) // 8)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return  # malformed, or of another version: `_decode_content` says which
+        return  # malformed or of another version, which `_decode_content` reports
     if max(events, blocks) > MAXIMUM_EVENTS:
         raise BatchError("oversized", f"{max(events, blocks)} entries, limit {MAXIMUM_EVENTS}")
     if samples > MAXIMUM_SAMPLES:

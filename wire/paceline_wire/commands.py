@@ -1,7 +1,7 @@
-"""Commands of the server to an agent, over a long-lived stream.
+"""Commands from the server to an agent, over a long-lived stream.
 
-Commands are idempotent: an agent remembers the ids that it has executed and answers a repeated one
-with the same `CommandResult`. The stream is newline-delimited JSON; a `Ping` keeps it alive.
+Commands are idempotent: an agent remembers the ids that it has executed and responds to a repeated
+one with the same `CommandResult`. The stream is newline-delimited JSON; a `Ping` keeps it alive.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import msgspec
 
 from paceline_wire.topology import Topology
 
-# A variable of a job: modules, separated by commas, that ranks of a restart find imported.
+# Variable of a job: modules, separated by commas, that are already imported when ranks restart.
 PRELOAD = "PACELINE_PRELOAD"
 PING_SECONDS = 2.0  # an agent closes a stream that is silent for 5 s
 
@@ -41,7 +41,7 @@ class Ranks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartRanks(Ranks, frozen=True, kw_only=True, tag="start_ranks"):
-    """Start these ranks. An agent refuses it if it knows a newer generation of the job."""
+    """Start these ranks. An agent rejects the command if it knows a newer generation of the job."""
 
 
 class PreloadRanks(Ranks, frozen=True, kw_only=True, tag="preload_ranks"):
@@ -63,7 +63,7 @@ class StopGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="stop_genera
 class ControlRanks(msgspec.Struct, frozen=True, kw_only=True, tag="control_ranks"):
     """Put a command on the control page of each local rank of (job, generation).
 
-    `kind` is a name of `ring.ControlKind.NAMES`. Ranks agree among themselves on the step:
+    `kind` is a name of `ring.ControlKind.NAMES`. The ranks agree on the step:
     `target_step` at the earliest, and later if one of them is already past it.
     """
 
@@ -93,7 +93,9 @@ class TakeDumps(msgspec.Struct, frozen=True, kw_only=True, tag="take_dumps"):
 
 
 class Burst(msgspec.Struct, frozen=True, kw_only=True, tag="burst"):
-    """Run collectors ten times a second, for at most 30 s. The result is sent when they started.
+    """Run collectors ten times a second, for at most 30 s.
+
+    The result is sent when the burst has started.
 
     `collectors` are names as in docs/adding-a-collector.md; empty means all.
     """
@@ -104,7 +106,7 @@ class Burst(msgspec.Struct, frozen=True, kw_only=True, tag="burst"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Keeps the stream alive, each PING_SECONDS; `server_ns` is the server's CLOCK_REALTIME.
+    """Keeps the stream alive; sent every PING_SECONDS. `server_ns` is the server's CLOCK_REALTIME.
 
     `flush_seconds`: the shortest time between batches, except for urgent events; a server with many
     agents increases it.

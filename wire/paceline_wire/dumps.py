@@ -14,7 +14,7 @@ def pack(content: bytes) -> bytes:
 
 
 def unpack(packed: bytes) -> bytes:
-    """Decompress a dump. Raises ValueError if `pack` did not make it or it is too large."""
+    """Decompress a dump. Raises ValueError if it was not made by `pack` or is too large."""
     try:
         declared = zstandard.get_frame_parameters(packed).content_size
         if not 0 <= declared <= MAXIMUM_FILE_BYTES:

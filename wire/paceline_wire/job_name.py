@@ -10,7 +10,7 @@ _INVALID = re.compile(rf"[^A-Za-z0-9{_NOT_FIRST}]")
 
 
 def as_job_name(text: str) -> str:
-    """Return a valid name; a text that is one already stays unchanged."""
+    """Return a valid name; a text that is already valid is returned unchanged."""
     return _INVALID.sub("_", text).lstrip(_NOT_FIRST)[:_LENGTH] or "local"
 
 

@@ -1,4 +1,4 @@
-"""Tokens that the server, the command line and the agents of one user find by themselves.
+"""Tokens that the server, the command line and the agents of one user find without configuration.
 
 A server without configured tokens writes one token per scope into a file that only its user can
 read. Other programs of that user on the same machine read it there, unless they are given a token.
@@ -71,8 +71,8 @@ def read_token(path: Path) -> str | None:
 def find_token(server_url: str, scope: LocalScope, environment: Mapping[str, str]) -> str | None:
     """Return this user's token for a server on this machine; None if there is none.
 
-    None also if another user, or nobody, listens at that address: the token would be theirs.
-    Raises TokenFileError.
+    None also if another user or no process listens at that address, because that user could get the
+    token. Raises TokenFileError.
     """
     parts = urlsplit(server_url)
     host, port = parts.hostname or "", parts.port or {"https": 443}.get(parts.scheme, 80)
@@ -85,7 +85,7 @@ def find_token(server_url: str, scope: LocalScope, environment: Mapping[str, str
 
 
 def _listeners(host: str, port: int) -> set[int] | None:
-    """Return the users that listen at a loopback address; None where that is unknown."""
+    """Return the users that listen at a loopback address; None if that is unknown."""
     if not _NETWORK.is_dir():  # not Linux
         return None
     names = ["127.0.0.1", "::1"] if host == "localhost" else [host]
@@ -106,6 +106,6 @@ def _listeners(host: str, port: int) -> set[int] | None:
 
 
 def _as_in_proc(address: str) -> str:
-    """Return an address as /proc/net/tcp writes it: words in the machine's byte order."""
+    """Return an address in the format of /proc/net/tcp: words in the machine's byte order."""
     packed = ipaddress.ip_address(address).packed
     return "".join(f"{word:08X}" for word in struct.unpack(f"={len(packed) // 4}I", packed))

@@ -15,7 +15,7 @@ MEMORY = Path("/dev/shm")
 PREFIX = "paceline-"
 LOCK = "agent.lock"  # locked (flock) while the agent runs
 RINGS = "rings"
-ACCOUNT = "paceline"  # as in deploy/systemd
+ACCOUNT = "paceline"  # the same as in deploy/systemd
 
 _LOCKS = Path("/proc/locks")
 
@@ -42,7 +42,7 @@ def _held_locks() -> set[str]:
 
 
 def _lock_id(lock: Path) -> str | None:
-    """Return a file's id as /proc/locks shows it."""
+    """Return a file's id in the format of /proc/locks."""
     try:
         status = lock.stat()
     except OSError:

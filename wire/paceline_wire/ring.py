@@ -1,8 +1,8 @@
-"""The ring file: one rank reports to its node's agent through it, without I/O, locks or threads.
+"""The ring file, through which a rank reports to its node's agent without I/O, locks or threads.
 
 One file per rank, in a tmpfs directory. The trainer maps it and writes everything except the
 command half of the control page; the agent reads everything. The agent maps nothing: if a ring is
-truncated, its read fails, while access to a mapping would end the agent.
+truncated, its read fails, while access to a mapping would crash the agent.
 
     page 0        identity     magic, layout version, capacity, then msgpack of `Identity`
     page 1        state        512 words, see the `STATE_*` constants; survives SIGKILL
@@ -106,7 +106,7 @@ class Ability:
 
 
 class ControlKind:
-    """Values of CONTROL_KIND. CANCEL: the previous command must not be executed any more."""
+    """Values of CONTROL_KIND. CANCEL: the previous command must no longer be executed."""
 
     CHECKPOINT, CHECKPOINT_AND_STOP, PROFILE, STOP, CANCEL = range(1, 6)
     NAMES = (None, "checkpoint", "checkpoint_and_stop", "profile", "stop", "cancel")
@@ -142,7 +142,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SectionDefinition(msgspec.Struct, frozen=True, tag="section"):
-    """The name behind op SECTION_BASE + id."""
+    """The name of op SECTION_BASE + id."""
 
     id: int
     name: str
@@ -187,18 +187,19 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
 
 class GroupProgress(msgspec.Struct, frozen=True, gc=False):
-    """The last collective of a group this rank entered and left (sequence numbers from 1)."""
+    """The last collective of a group that this rank entered and left (sequence numbers from 1)."""
 
     group: int
     entered: int
     left: int
     entered_ns: int
     op: int
-    bytes: int = 0  # payload of the last entered; 0: unknown
+    bytes: int = 0  # payload of the last collective entered; 0: unknown
 
 
 class PeerProgress(msgspec.Struct, frozen=True, gc=False):
-    """Transfers to and from one peer, entered and left (sequence numbers from 1)."""
+    """The last transfers to and from one peer that this rank entered and left (sequence numbers
+    from 1)."""
 
     peer: int
     send_entered: int
@@ -224,15 +225,15 @@ class StateView(msgspec.Struct, frozen=True, gc=False):
     frames: list[Frame]
     groups: list[GroupProgress]
     peers: list[PeerProgress]
-    can_checkpoint: bool = False  # on command, as the script declared
+    can_checkpoint: bool = False  # whether the script declared that it saves on command
     can_stop: bool = False
     saved_step: int | None = None  # steps completed in the newest committed checkpoint
     failed_saves: int = 0
-    save_failure: str | None = None  # of the last failed one
+    save_failure: str | None = None  # reason of the last failed checkpoint
 
 
 class Control(msgspec.Struct, frozen=True):
-    """A command as the trainer sees it at a step boundary."""
+    """A command as the trainer reads it at a step boundary."""
 
     command_id: int
     kind: int
@@ -240,7 +241,7 @@ class Control(msgspec.Struct, frozen=True):
 
 
 class Acknowledgement(msgspec.Struct, frozen=True):
-    """The trainer's answer to a command; `status` is an `AckStatus`."""
+    """The trainer's response to a command; `status` is an `AckStatus`."""
 
     command_id: int
     status: int
@@ -248,7 +249,7 @@ class Acknowledgement(msgspec.Struct, frozen=True):
 
 
 class RingFile:
-    """The mapped file and its pages: the writer's end."""
+    """The writer's end of a ring: the mapped file and its pages."""
 
     def __init__(self, path: Path, mapping: mmap.mmap, capacity: int) -> None:
         self.path = path
@@ -291,7 +292,7 @@ def create(path: Path, identity: Identity, capacity: int = DEFAULT_CAPACITY) -> 
     if _HEADER.size + len(encoded) > PAGE:
         raise ValueError(f"identity takes {len(encoded)} bytes, more than one page holds")
     size = SPANS_OFFSET + capacity * RECORD_BYTES
-    unique = os.urandom(8).hex()  # other users must not know the name in advance
+    unique = os.urandom(8).hex()  # so that other users cannot predict the name
     temporary = path.with_name(f".{path.name}.{unique}")
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
@@ -347,7 +348,7 @@ def describe(ring: RingFile, description: RankDescription) -> bool:
 
 
 class _Words:
-    """The words of a page, each read and written in the file. Raises RingError past its end."""
+    """The words of a page, read and written directly in the file. Raises RingError past its end."""
 
     def __init__(self, descriptor: int, path: Path, offset: int) -> None:
         self._descriptor = descriptor
@@ -367,7 +368,7 @@ class _Words:
 
 
 class RingReader:
-    """The agent's end. One reader per ring; it keeps its read position."""
+    """The agent's end of a ring. One reader per ring; it keeps its read position."""
 
     def __init__(self, path: Path) -> None:
         """Open a ring. Raises RingError if it is not a complete ring of this layout version."""
@@ -403,7 +404,8 @@ class RingReader:
         head = self.state[STATE_HEAD]
         if head < self.position or head >> 60:
             raise RingError(f"{self.path}: head {head} behind position {self.position}")
-        # One slot of margin: the record at `head` may be half written over the oldest one.
+        # One slot of margin, because the record at `head` may be partly written over the oldest
+        # one.
         oldest = max(0, head - self.capacity + 1)
         if self.position < oldest:
             self.lost += oldest - self.position
@@ -469,7 +471,7 @@ class RingReader:
         return records
 
     def view(self) -> StateView:
-        """Decode the state page as it is now."""
+        """Decode the current state page."""
         page = memoryview(self.state.read(0, PAGE // 8))
         words = page.cast("Q").tolist()
         floats = page.cast("d")
@@ -527,7 +529,7 @@ class RingReader:
         self.control[CONTROL_COMMAND] = command_id
 
     def acknowledgement(self) -> Acknowledgement | None:
-        """Return the trainer's last answer to a command, or None."""
+        """Return the trainer's last response to a command, or None."""
         command_id = self.control[ACK_COMMAND]
         if not command_id:
             return None
@@ -579,7 +581,7 @@ def _read_header(descriptor: int, path: Path, status: os.stat_result) -> tuple[i
 
 
 def _check_numbers(identity: Identity) -> None:
-    """Raise ValueError for numbers that a batch cannot hold: the server would refuse it."""
+    """Raise ValueError for numbers that a batch cannot hold: the server would reject it."""
     for name, limit in _LIMITS.items():
         value = getattr(identity, name)
         if not 0 <= value < limit:

@@ -1,7 +1,7 @@
 """Spans: fixed-size records of what a rank did and how long it took.
 
-A record is eight 64-bit little-endian words, so that columns can be cut out of a block of
-records with a plain strided slice (no numpy in the trainer or the agent):
+A record is eight 64-bit little-endian words, so that a plain strided slice of a block of records
+yields a column (no numpy in the trainer or the agent):
 
     word 0   index       position in the ring since its creation, from 0
     word 1   op u16 | group u16 | chunk u16 | flags u16
@@ -94,7 +94,7 @@ class Flag(enum.IntFlag):
 
     A blocking call writes one span with no flag. An async call writes an ASYNC span (launch to
     completion as seen by the host) and, if the host had to wait for it, a WAIT span with the same
-    op, group and sequence: only that one took the host's time.
+    op, group and sequence: only the WAIT span took the host's time.
     Host calls of a thread other than the training's are ASYNC too: they do not block the training.
     """
 

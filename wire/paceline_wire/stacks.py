@@ -6,7 +6,7 @@ import msgspec
 
 MAXIMUM_THREADS = 32
 MAXIMUM_FRAMES = 48  # per thread; the innermost ones
-MAXIMUM_TEXT = 200  # characters of a name or a path
+MAXIMUM_TEXT = 200  # characters per name or path
 
 
 class StackFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -21,12 +21,12 @@ class StackFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ThreadStack(msgspec.Struct, frozen=True):
-    """One thread. `frames`: innermost first. `holds_gil`: it held the interpreter's lock."""
+    """One thread. `frames`: innermost first. `holds_gil`: whether it held the GIL."""
 
     name: str
     frames: list[StackFrame]
     holds_gil: bool = False
-    is_running: bool = False  # on a CPU, not waiting in the kernel
+    is_running: bool = False  # whether it was on a CPU, not waiting in the kernel
 
 
 def bounded(threads: list[ThreadStack]) -> list[ThreadStack]:

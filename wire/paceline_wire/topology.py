@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-RANKS_AT_MOST = 1 << 17  # per job; an order of magnitude beyond the largest known
+RANKS_AT_MOST = 1 << 17  # per job; ten times the largest known one
 
 Axis = Literal["dp", "pp", "tp", "cp", "ep"]
 # Outermost first: what rows and messages without a layout mean.

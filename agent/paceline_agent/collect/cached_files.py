@@ -17,8 +17,8 @@ _GONE = {errno.ENOENT, errno.ESRCH, errno.ENODEV, errno.ENXIO}  # the device may
 _OURS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}  # not caused by the file
 
 _NUMBER_BYTES = 32
-# The kernel returns a file made of records (vmstat, diskstats) at most a page at a time, without
-# the record that did not fit (fs/seq_file.c).
+# The kernel returns a file made of records (vmstat, diskstats) one page at most per read, whole
+# records only (fs/seq_file.c).
 _PERHAPS_A_PAGE_BYTES = 2048
 
 # A copied tree may contain a FIFO; reading it must not block.
@@ -56,7 +56,7 @@ class CachedFiles:
     ) -> None:
         self._descriptors: dict[str, int] = {}
         self._shunned_until_ns: dict[str, int] = {}
-        self._changes = 0  # number of changes of the open files
+        self._changes = 0  # incremented whenever a file is opened or closed
         self._patient = patient
         self._bytes_at_most = bytes_at_most
         self._kept_at_most = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * share)
@@ -86,7 +86,7 @@ class CachedFiles:
         return None if content is None else content.decode(errors="replace").strip()
 
     def read_number(self, location: Location, now_ns: int) -> int | None:
-        """Return the integer in a file; None for anything else, such as `N/A (no PMA)`."""
+        """Return the integer in a file; None for other content, such as `N/A (no PMA)`."""
         content = self.read(location, now_ns)
         if content is None or len(content) > _NUMBER_BYTES:
             return None

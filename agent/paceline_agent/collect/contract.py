@@ -20,7 +20,7 @@ from paceline_agent.collect.blocks import SeriesBlock, each
 from paceline_agent.collect.visible_gpus import visible_gpu
 from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo, Sample
 
-BEYOND_COUNTERS = (1 << 63) - 1  # larger values are a driver's way to say -1: no value
+BEYOND_COUNTERS = (1 << 63) - 1  # some drivers return larger values for -1: no value
 
 
 class CollectorUnavailable(Exception):  # noqa: N818 - a state, not a fault
@@ -31,7 +31,7 @@ class CollectorUnavailable(Exception):  # noqa: N818 - a state, not a fault
 
 
 _METRIC_TYPES = {"gauge", "counter", "info", "unknown"}
-METRIC_ENDINGS = {"counter": "_total", "info": "_info"}  # OpenMetrics: of the samples only
+METRIC_ENDINGS = {"counter": "_total", "info": "_info"}  # OpenMetrics: sample names only
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class LocalRank:
-    """A rank whose process runs on this node now."""
+    """A rank whose process is currently running on this node."""
 
     job: str
     generation: int
@@ -124,7 +124,7 @@ class Context:
         return visible_gpu(gpus, self.procfs_root, rank.pid, rank.local_rank)
 
     def excludes_rdma(self, name: str) -> bool:
-        """Return whether a device, or a port written `mlx5_1/1`, must not be opened."""
+        """Return whether a device, or a port such as `mlx5_1/1`, must not be opened."""
         return any(fnmatchcase(name, pattern) for pattern in self.excluded_rdma)
 
 
@@ -136,7 +136,7 @@ class Collected(msgspec.Struct, frozen=True):
     `samples` are current values; /metrics shows those of the last call only. Many samples that are
     collected together form a `SeriesBlock`. `lasting` values rarely change: they are shown until a
     later call returns another list or fails; None means that nothing changed. `more`: the next call
-    would return more of the same backlog (a log that is being read). The runner sets `collector`.
+    would return more of the same backlog (such as a long log). The runner sets `collector`.
     """
 
     samples: Sequence[Sample | SeriesBlock] = ()
@@ -154,8 +154,8 @@ class Collected(msgspec.Struct, frozen=True):
 class Collector(ABC):
     """Base class of all collectors.
 
-    A call that exceeds `deadline_seconds` counts as hung; at most 4, so that it is reported within
-    5. `series_at_most` limits the result of a call; the rest is dropped and counted. `metrics`
+    A call that exceeds `deadline_seconds` (at most 4, so that it is reported within 5) counts as
+    hung. `series_at_most` limits the result of a call; the rest is dropped and counted. `metrics`
     describes every metric that the collector emits. An `isolated` collector runs in a child
     process, because its calls can block where no signal reaches them; its `local_ranks` are those
     at the time of the call, and its inventory is empty.

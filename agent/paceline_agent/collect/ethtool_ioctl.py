@@ -15,7 +15,7 @@ _STATISTICS_SET = 1  # ETH_SS_STATS
 _NAME_BYTES = 32
 _DRIVER = struct.Struct("=I32s32s32s32s32s12x5I")
 _STATISTICS_AT_MOST = 1 << 15
-# A driver may have added statistics since they were counted, and it writes all of them.
+# The driver may have added statistics since they were counted; it always writes all of them.
 _SPARE = 1 << 12
 
 

@@ -1,6 +1,6 @@
-"""Copies of a node's `/sys` and `/proc`, whichever part of them a copy starts at.
+"""Copies of a node's `/sys` and `/proc`, complete or only a part of them.
 
-A path without access counts as missing, where pathlib would raise an error.
+A path that cannot be accessed counts as missing; pathlib would raise an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-_CLASSES = ("infiniband", "net")  # parts of /sys/class that may be copied alone
+_CLASSES = ("infiniband", "net")  # parts of /sys/class that may be copied on their own
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def procfs_of(directory: Path) -> Path:
 
 
 def _class_of(directory: Path) -> tuple[str, Path] | None:
-    """Return the place of the directory in a root, if it is a part of one."""
+    """Return the path that the directory has in a full tree, if it is a part of one."""
     if any(os.path.isdir(directory / name) for name in ("class", "devices", "bus", "sys")):
         return None
     if any(os.path.isdir(directory / name) for name in _CLASSES):

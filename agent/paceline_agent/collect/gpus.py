@@ -33,7 +33,7 @@ class Gpus:
     def __init__(self) -> None:
         self._known: dict[str, GpuInfo] = {}  # by UUID
         self._unnamed: list[GpuInfo] = []  # GPUs that have not responded yet
-        self._silent: set[str] = set()  # UUIDs of GPUs whose problem was detected here
+        self._silent: set[str] = set()  # UUIDs of GPUs that do not respond, as detected here
 
     @property
     def all(self) -> list[GpuInfo]:

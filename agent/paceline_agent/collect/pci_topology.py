@@ -1,6 +1,6 @@
 """The distance between two PCI devices, in the terms of `nvidia-smi topo -m`.
 
-The real path of a device in sysfs leads from the host bridge to it, one directory per bridge:
+The real path of a device in sysfs starts at the host bridge and has one directory per bridge:
 `devices/pci0000:15/0000:15:01.0/0000:16:00.0/0000:17:00.0/0000:18:00.0`. It does not include
 NVLink.
 """
@@ -25,7 +25,7 @@ class Distance(IntEnum):
     """Values of nvmlGpuTopologyLevel_t in nvml.h."""
 
     PIX = 10  # through at most one PCIe switch
-    PXB = 20  # through several, but not the host bridge
+    PXB = 20  # through several switches, but no host bridge
     PHB = 30  # through a host bridge, usually the CPU
     NODE = 40  # between host bridges of one NUMA node
     SYS = 50  # between NUMA nodes
@@ -33,7 +33,7 @@ class Distance(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PciDevice:
-    """A PCI function; `way`: host bridge, bridges, the function itself."""
+    """A PCI function; `way`: its path from the host bridge over each bridge to itself."""
 
     way: tuple[str, ...]
     numa_node: int | None  # None: not reported by the firmware
@@ -109,9 +109,9 @@ def distance(one: PciDevice, other: PciDevice, numa_nodes: int) -> Distance | No
         return Distance.NODE if known or numa_nodes == 1 else None
     shared = _shared(one.way[:-1], other.way[:-1])
     if shared == 1:
-        # Both are on the host bridge itself, or behind different root ports.
+        # Both are directly on the host bridge, or behind different root ports.
         return Distance.PHB
-    # Below the shared part, each side of one switch has one downstream port.
+    # Behind one switch, each path has one downstream port below the shared part.
     beyond = max(len(one.way), len(other.way)) - 1 - shared
     return Distance.PIX if beyond <= 1 else Distance.PXB
 

@@ -1,4 +1,4 @@
-"""The threads and processes that run collectors, so that one that blocks delays no other.
+"""The threads and processes that run collectors, so that a blocked one does not delay the others.
 
 A lane runs one call of one collector at a time. A thread that hangs in a system call cannot be
 ended, so its lane stays busy until the call returns. A worker process can be killed and restarted.
@@ -35,7 +35,7 @@ from paceline_agent.collect.worker_process import (
 )
 
 _READ_BYTES = 1 << 18
-_PATIENCE_SECONDS = 0.5  # until the calls behind a long one continue in another thread
+_PATIENCE_SECONDS = 0.5  # then the calls behind a long one continue in another thread
 _LONG_SECONDS = 0.02  # the result of a longer call is delivered before the next call starts
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class WorkerFailed(Exception):  # noqa: N818
 class CollectorLane(Protocol):
     """Runs the calls of one collector."""
 
-    opened: asyncio.Event  # set while a call need not start a process first
+    opened: asyncio.Event  # set unless a call has to start a process first
     took_seconds: float | None  # duration of the last call without waiting; None: unknown
 
     def collect(self, now_ns: int) -> Awaitable[Collected]: ...
@@ -164,7 +164,7 @@ class _Call:
 
 
 class _WorkerThread:
-    """One thread of a pool with its waiting and its finished calls."""
+    """One thread of a pool with its waiting and finished calls."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, on_delivered: Callable[[_WorkerThread], None]
@@ -189,7 +189,9 @@ class _WorkerThread:
             self._state.notify()
 
     def take_waiting_behind_late(self) -> list[_Call] | None:
-        """Return the calls behind one that takes too long, which becomes the last of this thread.
+        """Return the calls that wait behind one that takes too long.
+
+        This thread takes no further calls.
 
         None if the current call is within its time.
         """
@@ -261,7 +263,7 @@ class ThreadLane:
             self._thread_id = None
 
     def _close_collector(self) -> None:
-        if self._collector is not None and self._thread_id is None:  # not hanging in a thread
+        if self._collector is not None and self._thread_id is None:  # no call hangs in a thread
             self._collector.close()
 
     def runnable(self) -> Runnable | None:
@@ -409,7 +411,7 @@ class _Worker:
 def lane_of(
     collector_type: type[Collector], context: Context, pool: CollectorPool | None = None
 ) -> ThreadLane | ProcessLane:
-    """Return the lane for a collector; lanes of one pool share a thread while none hangs."""
+    """Return the lane for a collector; lanes of one pool share a thread unless one hangs."""
     if collector_type.isolated:
         return ProcessLane(collector_type, context)
     return ThreadLane(collector_type, context, pool)

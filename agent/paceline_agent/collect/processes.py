@@ -65,7 +65,7 @@ def namespace_pids(procfs_root: Path, pid: int) -> list[int]:
 
 
 def process_that_maps(procfs_root: Path, mapped: os.stat_result, pid: int) -> int:
-    """Return the node's pid of the process that has pid `pid` in its own PID namespace.
+    """Return the node's pid of the process whose pid in its own PID namespace is `pid`.
 
     Returns `pid` itself if no process with that number maps the file.
     """
@@ -79,7 +79,7 @@ def process_that_maps(procfs_root: Path, mapped: os.stat_result, pid: int) -> in
 
 
 def _numbered(procfs_root: Path, pid: int) -> Iterator[int]:
-    """Yield processes with this pid in another PID namespace than ours.
+    """Yield processes that have this pid in a PID namespace other than the agent's.
 
     A process whose namespace cannot be read is skipped: its maps cannot be read either.
     """

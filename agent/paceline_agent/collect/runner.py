@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 BURST_INTERVAL_SECONDS = 0.1
 BURST_SECONDS_AT_MOST = 30.0
-_WATCHED_SECONDS = 0.5  # the end of a call's deadline, in which a stuck call shows itself
+# the end of a call's deadline, in which it is observed whether the call is stuck
+_WATCHED_SECONDS = 0.5
 
 _HEALTH = (
     "paceline_collector_success",
@@ -38,9 +39,9 @@ _HEALTH = (
 class Patience:
     """Timeouts and pauses of the runner, in seconds."""
 
-    start_seconds: float = 30.0  # until a worker process is up; not part of a call
-    starved_seconds: float = 30.0  # until a call is late that runs or waits for a CPU
-    hung_seconds: float = 60.0  # after a call is late, until its worker is killed
+    start_seconds: float = 30.0  # until a worker process has started; not part of a call
+    starved_seconds: float = 30.0  # until a call that runs or waits for a CPU is late
+    hung_seconds: float = 60.0  # from a call being late until its worker is killed
     retry_seconds: float = 5.0  # after a failure; doubled each time
     retry_maximum_seconds: float = 60.0
 
@@ -94,7 +95,7 @@ class Runner:
 
     @property
     def is_idle(self) -> bool:
-        """True if no call is in progress, apart from those that hang."""
+        """Whether no call is in progress, apart from those that hang."""
         return all(entry.is_idle for entry in self._scheduled)
 
     def burst(self, names: Sequence[str], seconds: float) -> str | None:
@@ -130,8 +131,8 @@ class _ScheduledCollector:
         self._clock = clock
         self._patience = patience
         self._emit = emit
-        self._failures = 0  # in a row
-        self._trouble: str | None = None  # kind of the event last sent, None: collecting
+        self._failures = 0  # consecutive failures
+        self._trouble: str | None = None  # kind of the event last sent; None: collecting normally
         self._not_processed = 0
         self._refused = 0
         self._lasting = 0  # number of series that rarely change
@@ -139,7 +140,7 @@ class _ScheduledCollector:
         self._health_series = health_series(self.name)
         self._fast_until = 0.0
         self._started = 0.0
-        self._late = False  # the current call is past its deadline
+        self._late = False  # whether the current call is past its deadline
         self._call: asyncio.Future[Collected] | None = None  # None: idle
         self._opening: asyncio.Task[None] | None = None
         self._next: asyncio.Handle | None = None  # the next call, deadline or abandonment
@@ -166,7 +167,7 @@ class _ScheduledCollector:
             self._call.cancel()
 
     def speed_up(self, seconds: float) -> None:
-        """Collect at BURST_INTERVAL_SECONDS; a collector that fails keeps its pause."""
+        """Collect at BURST_INTERVAL_SECONDS; a failing collector keeps its pause."""
         self._fast_until = self._clock.monotonic_seconds() + seconds
         if self._call is None and self._trouble is None:
             self._cancel_timers()
@@ -229,7 +230,7 @@ class _ScheduledCollector:
         """Report the result of a call; returns the seconds until the next call."""
         try:
             collected = call.result()
-            if self._late:  # the age of its samples is unknown
+            if self._late:  # the age of the samples is unknown
                 collected = Collected(
                     events=collected.events, gpus=collected.gpus, gpu_of_pid=collected.gpu_of_pid
                 )

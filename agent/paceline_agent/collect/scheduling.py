@@ -1,4 +1,4 @@
-"""How long threads run or wait for a CPU: what a call that is stuck in a driver does not do.
+"""How long threads run or wait for a CPU, to distinguish a slow call from one stuck in a driver.
 
 On a host that is short of CPU every call is late. Only one that neither runs nor waits for a CPU is
 stuck. Sources: `/proc/PID/task/TID/schedstat`, nanoseconds of running and waiting, the latter
@@ -20,14 +20,14 @@ _RUNNABLE_SHARE = 0.2  # of the time for which a call is watched: it is not stuc
 
 
 class Runnable(NamedTuple):
-    """The time for which threads were runnable so far, in sum, and whether one is now."""
+    """The total time for which threads were runnable, and whether one is runnable now."""
 
     seconds: float
     is_now: bool
 
 
 def process_runnable(pid: int) -> Runnable | None:
-    """Return for how long the threads of a process have run or waited for a CPU.
+    """Return how long the threads of a process have run or waited for a CPU.
 
     None if the process has ended. The time of threads that ended meanwhile is missing.
     """
@@ -38,14 +38,14 @@ def process_runnable(pid: int) -> Runnable | None:
 
 
 def thread_runnable(native_id: int) -> Runnable | None:
-    """Return the same of one thread of this process."""
+    """Return the same for one thread of this process."""
     return _sum(os.getpid(), [native_id])
 
 
 def is_starved(before: Runnable | None, after: Runnable | None, elapsed_seconds: float) -> bool:
     """Return whether a call is late but not stuck, from its state before and after.
 
-    Fewer seconds than before are those of other threads: the call moved on.
+    Fewer seconds than before belong to other threads, so the call has progressed.
     """
     if before is None or after is None:
         return False

@@ -31,9 +31,9 @@ class Connection:
     """An established connection; counts are since it was opened."""
 
     inode: int  # /proc/PID/fd names it `socket:[INODE]`
-    round_trip_seconds: float  # smoothed; 0 until it was measured
+    round_trip_seconds: float  # smoothed; 0 before the first measurement
     retransmitted_segments: int
-    acknowledged_bytes: int  # of the bytes it sent
+    acknowledged_bytes: int  # acknowledged part of the bytes that it sent
     received_bytes: int
 
 
@@ -70,7 +70,7 @@ def _answers(link: socket.socket) -> Iterator[Connection]:
 
 
 def parse_message(content: bytes) -> Connection | None:
-    """Return the connection; None without a long enough `tcp_info` (kernels before 4.1)."""
+    """Return the connection; None if `tcp_info` is too short (kernels before 4.1)."""
     if len(content) < _MESSAGE.size:
         return None
     *_, inode = _MESSAGE.unpack_from(content)

@@ -1,6 +1,6 @@
 """The GPU of a process from its environment, if the driver does not list the process.
 
-NVIDIA_VISIBLE_DEVICES holds the GPUs of its container, CUDA_VISIBLE_DEVICES its choice among them.
+NVIDIA_VISIBLE_DEVICES lists the GPUs of its container, CUDA_VISIBLE_DEVICES those that it uses.
 If neither is set, nothing is guessed: the process may compute on CPUs.
 """
 
@@ -19,7 +19,7 @@ _VARIABLES = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # the second in
 def visible_gpu(
     gpus: Sequence[GpuInfo], procfs_root: Path, pid: int, local_rank: int
 ) -> GpuInfo | None:
-    """Return the visible GPU; of several, the one with the number of its local rank."""
+    """Return the visible GPU; if there are several, the one whose position is the local rank."""
     visible = _visible_words(procfs_root, pid)
     if visible is None:
         return None

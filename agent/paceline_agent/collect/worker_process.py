@@ -1,6 +1,6 @@
 """The process of an isolated collector: reads calls from a socket and writes results to it.
 
-A frame is a 4-byte little-endian length and msgpack. The process is small on purpose (no event
+A frame is a 4-byte little-endian length and msgpack. The process is deliberately small (no event
 loop, no network) and ends with the agent that started it.
 """
 
@@ -62,7 +62,7 @@ class Answered(msgspec.Struct, tag="answered"):
     lasting_blocks: list[PackedColumns]
     events: list[DeviceEvent | CollectorEvent]
     gpus: list[GpuInfo] | None
-    same_gpus: bool  # as in the previous result
+    same_gpus: bool  # the same as in the previous result
     gpu_of_pid: dict[int, int] | None
     more: bool
 
@@ -192,7 +192,7 @@ def serve(setup: Setup, agent: FileIO) -> None:
 
 
 def _die_with(parent_pid: int) -> None:
-    """Let the kernel end this process when the agent ends, however it ends."""
+    """Have the kernel end this process when the agent ends for any reason."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # the agent ended before the line above
         sys.exit(0)

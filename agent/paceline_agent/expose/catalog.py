@@ -20,13 +20,13 @@ UNLISTED = "As collected."
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Metrics by name, and those that stand for several names, the most specific first."""
+    """Metrics by exact name, and those with a pattern for a name, the most specific first."""
 
     exact: Mapping[str, Metric]
     patterns: Sequence[Metric]
 
     def describe(self, name: str) -> Metric:
-        """Return the metric of this name; for an unknown name, what its ending says."""
+        """Return the metric of this name; for an unknown name, one derived from its ending."""
         metric = self.exact.get(name) or self._pattern(name)
         if metric is None:
             return Metric(name, _type_of(name), _unit_of(name), UNLISTED)

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OwnMetric:
-    """One metric of the agent itself."""
+    """A metric that the agent reports about itself."""
 
     name: str
     read: Callable[[], float | None]  # None: unknown, left out

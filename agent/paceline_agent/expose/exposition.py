@@ -25,7 +25,7 @@ class Families(Collector):
         self._hostname_label = hostname_label
 
     def describe(self) -> list[Metric]:
-        return []  # the metrics are not known in advance
+        return []  # the metrics are not known before the first scrape
 
     def collect(self) -> Iterator[Metric]:
         """Yield families by name; the last value of a repeated series counts."""

@@ -31,7 +31,7 @@ _UNAME = {  # label of node_uname_info: file of sys/kernel
 
 
 def completed(samples: Iterable[Sample], procfs_root: Path) -> Iterator[Sample]:
-    """Yield the collectors' samples and these; the time of each CPU replaces their sum."""
+    """Yield the collectors' samples and these values; the time of each CPU replaces the sum."""
     now_ns = time.time_ns()
     own = [*_cpus(procfs_root, now_ns), *_uname(procfs_root, now_ns)]
     if procfs_root == Path("/proc"):  # the time of a copied tree is unknown

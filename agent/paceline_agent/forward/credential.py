@@ -1,4 +1,4 @@
-"""The agent's bearer token: the configured one, else the one of its user for a local server."""
+"""The agent's bearer token: the configured token, otherwise its user's token for a local server."""
 
 from __future__ import annotations
 

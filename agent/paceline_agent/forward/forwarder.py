@@ -1,4 +1,4 @@
-"""The packer cuts batches from the outbox; the forwarder sends them until the server has each.
+"""The packer cuts batches from the outbox; the forwarder sends each until the server has stored it.
 
 Batches are sent oldest first. After an outage, current data of the node itself, which needs no
 order, would wait behind hours of backlog. It goes into batches of a new boot, which overtake the
@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 PHASE_SECONDS = 0.2  # after the tick at which collectors and rings are read
 BACKOFF_FIRST_SECONDS = 0.1
 BACKOFF_MAXIMUM_SECONDS = 5.0
-BACKLOG = 8  # batches waiting when the server answers; fewer are sent in a moment
-DISTINCT_ERRORS_LOGGED = 8  # until the next success
-OUTDATED = 64  # overtaking batches; more are a backlog themselves
+BACKLOG = 8  # batches waiting when the server responds; fewer are sent in a moment
+DISTINCT_ERRORS_LOGGED = 8  # logged at most, until the next success
+OUTDATED = 64  # number of overtaking batches from which they are a backlog themselves
 LONGEST_PAUSE_SECONDS = 30.0  # limit of Retry-After
 LONGEST_REQUESTED_SECONDS = 3.0  # the server may count a node as lost after 5 s of silence
 # Not caused by the batch: the token may be replaced, the server upgraded, the proxy fixed.
@@ -84,7 +84,7 @@ def _ignore_hello() -> None:
 
 
 class Packer:
-    """Cuts batches from the outbox into the spool: at an interval, and at once for urgent events.
+    """Cuts batches from the outbox into the spool: periodically, and immediately for urgent events.
 
     Args:
         packed: called with the boot and sequence of the last batch with data of ranks, once
@@ -113,11 +113,11 @@ class Packer:
         self._flush_seconds = flush_seconds
         self._heartbeat_seconds = heartbeat_seconds
         self._requested_seconds = 0.0
-        self._phase = random.random()  # of this node, as a share of the requested period
+        self._phase = random.random()  # this node's phase, as a share of the requested period
         self._packed_at = time.monotonic()
         self._flushed_at = self._packed_at
         self._has_ranks = False  # the last flush had data of ranks
-        self._in_step = False  # the last flush was right after the collectors
+        self._in_step = False  # the last flush came right after the collectors
 
     async def run(self) -> None:
         """Flush until cancelled."""
@@ -156,12 +156,12 @@ class Packer:
             self._outbox.urgent.set()
 
     def pace(self, seconds: float) -> None:
-        """Set the period that the server requests; urgent events are still sent at once."""
+        """Set the period that the server requests; urgent events are still sent immediately."""
         if math.isfinite(seconds):
             self._requested_seconds = min(max(seconds, 0.0), LONGEST_REQUESTED_SECONDS)
 
     def overtake(self) -> None:
-        """Let current data of the node overtake, since the server answers and a backlog waits."""
+        """Let current data of the node overtake the backlog, because the server responds again."""
         if self._overtaking is None or self._spool.overtaking >= OUTDATED:
             self._overtaking = _Boot(self._spool.begin_boot())
             self._spool.overtake(self._overtaking.boot_id)
@@ -217,7 +217,7 @@ class Forwarder:
     """Sends the spool's batches, each until the server has stored or rejected it.
 
     Args:
-        contact: called when the server stored a batch or reported itself that it cannot (503).
+        contact: called when the server stored a batch or responded that it cannot (503).
             Only then does the server know that this node is alive.
         overtake: called when the server stored a batch and a backlog waits.
     """
@@ -301,13 +301,14 @@ class Forwarder:
 
 
 def _pause_seconds(retry: _RetryError, tries: int) -> float:
-    """Return an exponential back-off with full jitter, at least what the server asked for."""
+    """Return an exponential back-off with full jitter, but no less than the server asked for."""
     longest_seconds = min(BACKOFF_FIRST_SECONDS * 2.0 ** min(tries, 30), BACKOFF_MAXIMUM_SECONDS)
     return max(retry.after_seconds, random.uniform(0.0, longest_seconds))
 
 
 def _is_final(answer: HttpAnswer) -> bool:
-    """Return whether a retry is useless: the server refuses the batch, or a proxy its size."""
+    """Return whether a retry is useless: the server rejects the batch, or a proxy rejects its
+    size."""
     if not 400 <= answer.status < 500 or answer.status in _TEMPORARY:
         return False
     return answer.is_problem or answer.status == 413

@@ -39,10 +39,12 @@ class HelloSender:
         self.send(first=True)
 
     def send(self, *, first: bool = False) -> None:
-        """Send the hello. It has the lease, after which a node without contact kills its ranks.
+        """Send the hello.
+
+        It contains the lease, after which a node without contact kills its ranks.
 
         Args:
-            first: put it before everything that waits to be packed.
+            first: place it before everything that waits to be packed.
         """
         settings = self._settings
         hello = AgentHello(

@@ -21,7 +21,7 @@ _KEY = re.compile(r"[\w-]{43}", re.ASCII)
 
 
 def load_node_key(directory: Path) -> str | None:
-    """Return the key in `directory`, made now if there is none; None if that is impossible.
+    """Return the key in `directory`, created if there is none; None if that is impossible.
 
     Without a key the agent still works, as long as its server has never seen one for its id.
     """
@@ -41,7 +41,10 @@ def load_node_key(directory: Path) -> str | None:
 
 
 def _create(path: Path) -> str | None:
-    """Make a key and write it durably; if another agent does so at the same time, one key wins."""
+    """Create a key and write it durably.
+
+    If another agent does so at the same time, one key wins.
+    """
     key = secrets.token_urlsafe(32)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

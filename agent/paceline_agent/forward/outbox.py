@@ -96,7 +96,8 @@ class Outbox:
             elif math.isfinite(sample.value):
                 self._samples.append(sample)
                 self._values += 1
-        if self._values >= SAMPLES_PER_BATCH:  # in a burst: rather an early batch than a large one
+        # in a burst, an early batch is better than a large one
+        if self._values >= SAMPLES_PER_BATCH:
             self.urgent.set()
 
     def take(self) -> Iterator[BatchContents]:

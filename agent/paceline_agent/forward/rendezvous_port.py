@@ -10,8 +10,8 @@ from paceline_agent.settings import RENDEZVOUS_PORT
 class RendezvousPort:
     """A TCP port reserved for the next rank 0 on this node, whose store will listen on it.
 
-    It is bound with SO_REUSEADDR and not listened on: the kernel gives it to no other process by
-    chance, while the ranks' store, which sets that option too, can bind it at any time.
+    It is bound with SO_REUSEADDR and not listened on: the kernel assigns it to no other process,
+    while the ranks' store, which sets that option too, can bind it at any time.
     """
 
     def __init__(self) -> None:

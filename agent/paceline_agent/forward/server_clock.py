@@ -1,8 +1,8 @@
 """The offset of the server's clock from the agent's timeline.
 
-Each ping has the time when it was sent. Its delay is never negative, so the largest of the recent
-differences is the one with the least delay, and is too small by that delay. No ping can be delayed
-for as long as a stream may be silent: a larger apparent delay shows that the server's clock was set
+Each ping contains the time when it was sent. Its delay is never negative, so the largest of the
+recent differences has the least delay, and is too small by that delay. No ping can be delayed for
+as long as a stream may be silent: a larger apparent delay shows that the server's clock was set
 back, or that this node was suspended.
 """
 

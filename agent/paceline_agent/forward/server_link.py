@@ -29,8 +29,8 @@ from paceline_agent.printable import printable
 from paceline_wire.node_key import HEADER as NODE_KEY_HEADER
 
 CONNECT_SECONDS = 2.0
-ANSWER_SECONDS = 10.0  # without a byte
-EXCHANGE_SECONDS = 30.0  # for a complete answer, even if bytes keep arriving
+ANSWER_SECONDS = 10.0  # limit without a received byte
+EXCHANGE_SECONDS = 30.0  # limit for a complete response, even if bytes keep arriving
 MAXIMUM_ANSWER_BYTES = 1 << 20
 MAXIMUM_LINE_BYTES = 8 << 20
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class HttpAnswer(NamedTuple):
-    """The answer to a request."""
+    """The response to a request."""
 
     status: int
     headers: Mapping[str, str]  # names in lower case
@@ -48,11 +48,12 @@ class HttpAnswer(NamedTuple):
 
     @property
     def is_problem(self) -> bool:
-        """Return whether the Paceline server wrote it, rather than a proxy in front of it."""
+        """Return whether the response is from the Paceline server, not from a proxy in front of
+        it."""
         return "application/problem+json" in self.headers.get("content-type", "")
 
     def describe(self) -> str:
-        """Return the reason of an unexpected answer, on one line."""
+        """Describe an unexpected response on one line."""
         if not self.is_problem:
             kind = printable(self.headers.get("content-type", "no content"))
             return f"{self.status} with {kind}, probably from a proxy in front of the server"
@@ -94,7 +95,7 @@ class Target:
         return connection
 
     def get(self, path: str) -> HttpAnswer:
-        """Return the answer to a GET on a new connection; blocks the caller.
+        """Return the response to a GET on a new connection; blocks the caller.
 
         Raises:
             LinkError: the server cannot be reached or does not speak HTTP.
@@ -167,10 +168,10 @@ class ServerLink:
         self._thread: threading.Thread | None = None
 
     async def post(self, path: str, content: bytes, content_type: str) -> HttpAnswer:
-        """POST and return the answer; one request at a time.
+        """POST and return the response; one request at a time.
 
         Raises:
-            LinkError: no connection, or no complete answer within EXCHANGE_SECONDS.
+            LinkError: no connection, or no complete response within EXCHANGE_SECONDS.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="batches", daemon=True)
@@ -200,7 +201,7 @@ class ServerLink:
         """Yield the lines of a GET that does not end; a first empty item means that it is open.
 
         Raises:
-            LinkError: an answer other than 200, or no complete line for `silence_seconds`.
+            LinkError: a response other than 200, or no complete line for `silence_seconds`.
         """
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[bytes | LinkError | None] = asyncio.Queue()

@@ -48,7 +48,7 @@ _MAGIC = b"PLB1"
 
 
 class Detail(IntEnum):
-    """The contents of a batch; the greatest is dropped first."""
+    """The contents of a batch; the highest value is dropped first."""
 
     EVENTS = 0
     SAMPLES = 1
@@ -148,7 +148,7 @@ class Spool:
         self._filled.set()
 
     async def head(self) -> SpoolEntry:
-        """Wait for a batch and return the next to send; from now on it is not cut or dropped."""
+        """Wait for a batch and return the next one to send, which is no longer cut or dropped."""
         while not len(self):
             self._filled.clear()
             await self._filled.wait()
@@ -171,7 +171,7 @@ class Spool:
         return payload
 
     def batches_after(self, boot_id: str, sequence: int) -> Iterator[Batch]:
-        """Yield the waiting batches after this one, of its boot and of later boots, in order."""
+        """Yield the waiting batches after this one, from its boot and later boots, in order."""
         last = f"{boot_id}.{sequence:012d}{SUFFIX}"
         for entry in self._all():
             payload = self.read(entry) if entry.name > last else None
@@ -185,7 +185,7 @@ class Spool:
             self._unlink(entry)
 
     def reject(self, entry: SpoolEntry) -> None:
-        """Set aside a batch that the server refused; the newest few are kept for inspection."""
+        """Set aside a batch that the server rejected; the newest few are kept for inspection."""
         self.counts.rejected += 1
         if not self._forget(entry) or entry.payload is not None:
             return
@@ -219,7 +219,7 @@ class Spool:
                     os.unlink(file.path)
                 elif file.name == _NEWEST_BOOT:
                     saved_boot = Path(file.path).read_text(errors="replace")
-            with contextlib.suppress(OSError):  # a read-only disk
+            with contextlib.suppress(OSError):  # the disk may be read-only
                 waiting += self._load_slot({entry.name for entry in waiting})
             for entry in sorted(waiting, key=lambda entry: entry.name):
                 self._backlog.append(entry)
@@ -293,7 +293,10 @@ class Spool:
                     return
 
     def _on_disk_success(self) -> None:
-        """Clear the disk error once memory is empty; a small batch may fit while others do not."""
+        """Clear the disk error once memory is empty.
+
+        A small batch may fit while larger ones do not.
+        """
         if self.disk_error is not None and not self._memory_bytes:
             log.warning("the spool at %s can be written again", self._directory)
             self.disk_error = None

@@ -11,7 +11,7 @@ import errno
 import os
 from pathlib import Path
 
-_WIPED = bytes(12)  # in place of a frame
+_WIPED = bytes(12)  # written in place of a frame
 ROOM_BYTES = 64 << 10
 
 

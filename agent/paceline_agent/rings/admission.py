@@ -1,8 +1,9 @@
-"""Which ring files the agent reads, and how much of each user: any user can create such files.
+"""Admission control: which ring files the agent reads, and how many records per user.
 
-A ring is trusted as far as its owner: it may speak for a rank that the agent started as that user,
-or for a job of that user's own, and for processes of that user. Each user has the same share of the
-agent's time, so rings of one user cannot delay those of another.
+Any user can create ring files, so a ring is trusted as far as its owner: it may belong to a rank
+that the agent started as that user or to the user's own job, and only to that user's processes.
+Each user has the same share of the agent's time, so rings of one user cannot delay those of
+another.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from pathlib import Path
 from paceline_agent.collect.processes import process_users
 from paceline_wire.ring import SUFFIX, Identity, RingError
 
-ENTRIES_PER_POLL = 2048  # of the directory; further ones are examined at the next polls
-ATTACHED_PER_POLL = 16  # rings of one user
-RINGS_PER_USER = 128  # except root
-RECORDS_PER_POLL = 1 << 16  # of one user: 260,000 spans per second
-RECORDS_AT_ONCE = 1 << 19  # after a pause
+ENTRIES_PER_POLL = 2048  # directory entries; the rest is examined in the next polls
+ATTACHED_PER_POLL = 16  # rings per user
+RINGS_PER_USER = 128  # root has no limit
+RECORDS_PER_POLL = 1 << 16  # per user: 260,000 spans per second
+RECORDS_AT_ONCE = 1 << 19  # limit after a pause
 WARNINGS_PER_USER = 8
 ROOT = 0
 
@@ -41,7 +42,7 @@ class RingFiles:
             try:
                 if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False):
                     found.append((Path(entry.path), entry.stat(follow_symlinks=False)))
-            except OSError:  # gone
+            except OSError:  # the file is gone
                 continue
         return found
 
@@ -71,7 +72,7 @@ class RecordBudget:
         }
 
     def grant(self, user: int) -> None:
-        """Give a user a whole share: a rank that the agent started has ended."""
+        """Give a user a full share, because a rank that the agent started has ended."""
         self._left[user] = RECORDS_AT_ONCE
 
     def left(self, user: int) -> int:
@@ -86,7 +87,7 @@ class RecordBudget:
 def in_turns(
     files: Iterable[tuple[Path, os.stat_result]], attached: Mapping[int, int], limit: int
 ) -> list[tuple[Path, os.stat_result]]:
-    """Return the files to attach now: of each user at most its share, one user after the other.
+    """Return the files to attach now, at most `limit` per user, alternating between users.
 
     Args:
         files: new ones.
@@ -118,7 +119,7 @@ def check_claim(
     job_owners: Collection[int],
     process: tuple[Path, int],
 ) -> None:
-    """Raise RingError if a ring claims to be what its owner may not speak for.
+    """Raise RingError if a ring claims a rank or process that its owner may not use.
 
     Args:
         path: of the ring.

@@ -1,4 +1,4 @@
-"""The offset between the clock of spans (CLOCK_MONOTONIC) and the agent's timeline."""
+"""The offset between the clock of the spans (CLOCK_MONOTONIC) and the agent's timeline."""
 
 from __future__ import annotations
 

@@ -51,9 +51,10 @@ log = logging.getLogger(__name__)
 
 STATE_SECONDS = 0.5
 RECORDS_PER_BLOCK = 1 << 14
-REFUSED_CLAIM_SECONDS = 10.0  # for a claim that may become true, when another job has ended
-REFUSED_KEPT = 4096  # files that are not examined again until they change
-_LIMIT = 1 << 63  # the server refuses a batch with larger numbers
+# until a rejected claim is checked again: it is valid once another job has ended
+REFUSED_CLAIM_SECONDS = 10.0
+REFUSED_KEPT = 4096  # rejected files that are not examined again until they change
+_LIMIT = 1 << 63  # the server rejects a batch with larger numbers
 
 
 class RankKey(NamedTuple):
@@ -111,7 +112,7 @@ class Rings:
         self._attached: dict[Path, _AttachedRing] = {}
         self._refused: dict[
             Path, tuple[tuple[int, int], float]
-        ] = {}  # invalid files: version, until
+        ] = {}  # invalid files: (version, time until which they are skipped)
         self._warnings: Counter[int] = Counter()  # by user
         self._files = RingFiles(directory)
         self._budget = RecordBudget()
@@ -155,7 +156,7 @@ class Rings:
         now = time.monotonic()
         state_is_due = now >= self._state_due
         if state_is_due:
-            # Polls are a little early or late: a margin, so that none is missed by a millisecond.
+            # The margin ensures that a poll that comes slightly early still reads the state page.
             self._state_due = now + 0.75 * STATE_SECONDS
         for attached in list(self._attached.values()):
             self._poll_ring(attached, state_is_due)
@@ -186,7 +187,7 @@ class Rings:
             if attached.key[:2] == (job, generation):
                 try:
                     attached.reader.command(command_id, kind, target_step)
-                except OSError as error:  # a truncated file on a full tmpfs
+                except OSError as error:  # the file was truncated on a full tmpfs
                     log.warning("%s: %s", attached.reader.path, error.strerror)
                 else:
                     ranks.append(attached.key.rank)
@@ -194,7 +195,8 @@ class Rings:
         return ranks
 
     def abilities(self, job: str, generation: int) -> dict[int, int]:
-        """Return what each rank of a generation has declared to execute, as bits of `Ability`."""
+        """Return the commands that each rank of a generation has declared to support, as bits of
+        `Ability`."""
         found = {}
         for attached in self._attached.values():
             if attached.key[:2] == (job, generation):
@@ -246,7 +248,7 @@ class Rings:
     def _attach_new(
         self, files: list[tuple[Path, os.stat_result]], *, at_start: bool = False
     ) -> None:
-        """Attach those files that are new; only `at_start` all at once."""
+        """Attach the files that are new; the limit per poll does not apply `at_start`."""
         new, replaced = [], {}
         for path, status in files:
             previous = self._attached.get(path)
@@ -332,14 +334,14 @@ class Rings:
         }
 
     def _is_owners(self, attached: _AttachedRing) -> bool:
-        """Return whether the process of a ring is its owner's: a pid is used again."""
+        """Return whether a ring's process belongs to its owner, because pids are reused."""
         users = process_users(self._procfs_root, attached.pid)
         return not users or attached.owner in (admission.ROOT, *users)
 
     def _refuse(
         self, path: Path, status: os.stat_result, error: RingError, seconds: float = math.inf
     ) -> None:
-        """Do not examine this file again for some seconds, unless it changes."""
+        """Skip this file for some seconds, unless it changes."""
         self.counts.corrupt += 1
         is_new = path not in self._refused
         self._refused[path] = (_version(status), time.monotonic() + seconds)
@@ -366,7 +368,7 @@ class Rings:
         return _status_of(attached) in (ring.Status.FINISHED, ring.Status.FAILED)
 
     def _finish_external(self, attached: _AttachedRing) -> None:
-        """Report the end of an external rank, whose exit code is unknown unless it finished."""
+        """Report the end of an external rank; its exit code is unknown unless it finished."""
         if not self._read(attached, with_state=True):
             return
         finished = _status_of(attached) == ring.Status.FINISHED
@@ -380,7 +382,10 @@ class Rings:
         self._drop(attached, delete=True)
 
     def _read(self, attached: _AttachedRing, with_state: bool) -> bool:
-        """Read a ring. Return False if it is corrupt: it is counted, logged once and detached."""
+        """Read a ring.
+
+        Return False if it is corrupt; it is then counted, logged once and detached.
+        """
         try:
             self._read_definitions(attached)
             self._read_spans(attached)
@@ -469,7 +474,7 @@ class Rings:
         if delete and inode_of(attached.reader.path) == attached.inode:
             try:
                 attached.reader.path.unlink(missing_ok=True)
-            except OSError as error:  # a directory that root prepared
+            except OSError as error:  # the directory was prepared by root
                 self._refuse(
                     attached.reader.path,
                     attached.reader.status,

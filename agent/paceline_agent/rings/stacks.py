@@ -1,8 +1,8 @@
 """Python stacks of ranks, read from outside by py-spy without help from the process.
 
-The process is not paused (`--nonblocking`): a hung or stopped one does not move anyway, and one
-that is only slow must not be disturbed. If a stack changes while it is read, py-spy reports an
-error and it is read again.
+The process is not paused (`--nonblocking`): the stack of a hung or stopped process does not change
+anyway, and a slow process must not be disturbed. If a stack changes while it is read, py-spy
+reports an error and it is read again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from paceline_wire.stacks import StackFrame, ThreadStack, bounded, plain
 
-SECONDS = 5.0  # for one rank: a large program has many symbols to load on a busy machine
+SECONDS = 5.0  # per rank: py-spy has to load many symbols of a large program on a busy machine
 TRIES = 3
 MAXIMUM_OUTPUT_BYTES = 8 << 20
 _PERMISSION = (
@@ -88,7 +88,8 @@ async def _read(program: str, pid: int) -> list[ThreadStack]:
 
 
 def _reason(pid: int, complaint: str) -> str:
-    """Return one sentence. py-spy prints a chain of causes, of which the last is the root."""
+    """Return the reason as one sentence: py-spy prints a chain of causes, and the last is the root
+    cause."""
     if "ermission denied" in complaint or "not permitted" in complaint:
         return _PERMISSION.format(pid=pid)
     lines = [line.strip() for line in complaint.partition("Stack backtrace")[0].splitlines()]

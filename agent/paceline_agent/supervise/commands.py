@@ -49,8 +49,8 @@ log = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 5.0
 RECONNECT_MAXIMUM_SECONDS = 2.0
-REMEMBERED = 1024  # results of commands, for those that the server sends again
-RING_SECONDS = 5.0  # how long a control waits for the rings of ranks that are just starting
+REMEMBERED = 1024  # results of commands that are kept, because the server may send a command again
+RING_SECONDS = 5.0  # how long a control command waits for the rings of ranks that are just starting
 
 
 class CommandRunner:
@@ -153,13 +153,16 @@ class CommandRunner:
             await asyncio.sleep(0.1)
 
     async def _take_stacks(self, command: TakeStacks) -> str | None:
-        """Read the stacks; each rank's are sent at once: the server may wait for the first."""
+        """Read the stacks.
+
+        Each rank's are sent immediately, because the server may wait for the first.
+        """
         tasks = [self._send_stacks(command, rank) for rank in sorted(set(command.ranks))]
         errors = [error for error in await asyncio.gather(*tasks) if error is not None]
         return "; ".join(errors) or None
 
     async def _take_dumps(self, command: TakeDumps) -> str | None:
-        """Read the flight recorder dumps; each rank's is sent at once."""
+        """Read the flight recorder dumps; each rank's is sent immediately."""
         tasks = [self._send_dump(command, rank) for rank in sorted(set(command.ranks))]
         errors = [error for error in await asyncio.gather(*tasks) if error is not None]
         return "; ".join(errors) or None

@@ -1,8 +1,8 @@
-"""Before an agent stops its ranks, they save a checkpoint: a drained node loses no training.
+"""Have ranks save a checkpoint before the agent stops them, so that draining a node loses no steps.
 
 The agent writes the command to the ranks' control pages, as it does for the server. The ranks of
-other nodes take part, because all ranks of a job agree on the step. They go on after it: only the
-server decides what becomes of them.
+other nodes take part, because all ranks of a job agree on the step. They continue after it; the
+server decides what happens to them.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def preload(modules: list[str]) -> None:
     if torch is not None and torch.cuda.is_initialized():
         raise RuntimeError("an import initialized CUDA, which a forked rank cannot use")
     gc.collect()
-    gc.freeze()  # otherwise the first collection of each rank would copy all pages
+    gc.freeze()  # otherwise the first garbage collection of each rank would copy all pages
 
 
 def serve(connection: socket.socket) -> dict[str, Any] | None:
@@ -77,7 +77,7 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
         request: dict[str, Any] = json.loads(message)
         readable, writable = os.pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about numpy's threads, which handle a fork themselves
+            warnings.simplefilter("ignore")  # about numpy's threads; numpy handles a fork itself
             between = os.fork()
             is_rank = not between and _fork_again()
         if is_rank:
@@ -108,7 +108,7 @@ def _fork_again() -> bool:
 def _prepare(request: dict[str, Any], reply: int, go: int, log: int) -> None:
     """Set up this process as the guard does for a rank that it executes; wait for its start.
 
-    It already is what the guard made the fork server: the ranks' user, without capabilities.
+    The process already runs as the ranks' user without capabilities, like the fork server.
     """
     try:
         os.setsid()
@@ -133,7 +133,7 @@ def _prepare(request: dict[str, Any], reply: int, go: int, log: int) -> None:
 
 
 def run(request: dict[str, Any], program: list[str]) -> None:
-    """Run the program as `python PROGRAM` does."""
+    """Run the program like `python PROGRAM`."""
     environment = request["environment"]
     os.environ.clear()
     os.environ.update(environment)

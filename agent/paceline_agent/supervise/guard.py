@@ -57,10 +57,10 @@ _SWEEP_SECONDS = 0.02  # between two checks whether killed processes are gone
 _PRELOAD = "PACELINE_PRELOAD"  # paceline_wire.commands.PRELOAD
 _FORK_SERVER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fork_server.py")
 _FORK_SECONDS = 2.0  # tens of milliseconds are usual
-_IDLE_SECONDS = 900.0  # a fork server without ranks is kept for the next generation
+_IDLE_SECONDS = 900.0  # how long a fork server without ranks is kept for the next generation
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _FLAGS = re.compile(r"-[bBEIOPsSuv]+|-[WX].+")
-_WIDE = "0" * 20  # reserves space for any number
+_WIDE = "0" * 20  # reserves space for a number of any length
 _PER_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
               "PACELINE_GENERATION", "PACELINE_DP", "PACELINE_PP", "PACELINE_TP",
               "PACELINE_CP", "PACELINE_EP", "PACELINE_GPU_INDEX", "PACELINE_GPU_UUID"}  # fmt: skip
@@ -265,13 +265,13 @@ class ForkServer:
         return None if self._process is None else self._process.pid
 
     def is_for(self, start: dict[str, Any]) -> bool:
-        """Return whether it runs and can fork this rank."""
+        """Return whether the fork server runs and can fork this rank."""
         return _common(start) == self._common and self._is_running()
 
     def fork(
         self, start: dict[str, Any], agent_pid: int, taken: Collection[int] = ()
     ) -> int | None:
-        """Start a rank. Return its pid, or None if that is not possible (now).
+        """Start a rank. Return its pid, or None if that is not possible at present.
 
         The fork server runs code of the job, so its answer is checked: `taken` are the pids that
         belong to other ranks.
@@ -288,7 +288,7 @@ class ForkServer:
             process = read_process(pid)
             if process is None or process.parent != os.getpid() or pid in taken:
                 raise ValueError(f"process {pid} is not a new rank")
-            os.write(writable, b"!")  # the rank starts only now
+            os.write(writable, b"!")  # only now does the rank start
         except (OSError, ValueError, KeyError, TypeError):
             self.close()
             return None
@@ -333,10 +333,10 @@ class Guard:
         self._agent: socket.socket | None = agent
         self._agent_pid = agent_pid
         self.is_ending = False
-        self._unsent: list[dict[str, Any]] = []  # messages while there is no agent
-        self._unsent_gone: list[tuple[int, dict[str, Any]]] = []  # pid, start message
-        self._running: dict[int, dict[str, Any]] = {}  # pid -> the start message
-        self._ended: dict[int, dict[str, Any]] = {}  # their children may still be alive
+        self._unsent: list[dict[str, Any]] = []  # messages kept while there is no agent
+        self._unsent_gone: list[tuple[int, dict[str, Any]]] = []  # (pid, start message)
+        self._running: dict[int, dict[str, Any]] = {}  # start message by pid
+        self._ended: dict[int, dict[str, Any]] = {}  # ended ranks whose children may still be alive
         self._sweeps = 0
         self._fork_server: ForkServer | None = None
         self._fork_server_key: list[Any] = []  # job and generation that it was last checked for
@@ -419,8 +419,8 @@ class Guard:
     def _signal(self, rank_pid: int, start: dict[str, Any], number: int) -> int:
         """Signal a rank and all processes that it started. Return their number.
 
-        A process that left its session and its parent, and emptied its environment, can be
-        attributed to no rank. It is included once no rank runs any more.
+        A process that left its session and its parent, and emptied its environment cannot be
+        attributed to a rank. It is included once no rank is running.
         """
         marks = [mark.encode("utf-8", "surrogateescape") for mark in start["marks"]]
         processes = descendants(os.getpid())
@@ -472,7 +472,7 @@ class Guard:
         if self._agent is None:
             self._unsent.append(message)
             return
-        with contextlib.suppress(OSError):  # the agent is gone, which the loop detects too
+        with contextlib.suppress(OSError):  # the agent is gone, which the main loop detects too
             self._agent.sendall(json.dumps(message).encode() + b"\n")
 
 
@@ -505,7 +505,7 @@ def _become_rank(message: dict[str, Any], guard: int) -> NoReturn:
     os.setsid()
     log = _open_log(message["log"])  # the agent's file, which the rank can only append to
     become_user(message.get("user"))
-    die_with_parent(signal.SIGKILL)  # a change of user clears it
+    die_with_parent(signal.SIGKILL)  # again, because a change of user clears it
     if os.getppid() != guard:
         os._exit(127)  # the guard died before the parent-death signal was set
     for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGINT, signal.SIGXFSZ):

@@ -1,4 +1,4 @@
-"""The agent's link to the guard: starts or adopts it, exchanges messages, detects its end."""
+"""The agent's link to the guard: start or adopt it, exchange messages, detect its end."""
 
 from __future__ import annotations
 

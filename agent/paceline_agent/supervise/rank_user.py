@@ -1,4 +1,4 @@
-"""The user that ranks run as: never root unless the agent was asked for it."""
+"""The user that ranks run as: never root unless it was requested."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from paceline_agent.errors import SettingsError
 
-ACCOUNT = "paceline-job"  # the default of an agent that can change its user, if it exists
-NOBODY = "nobody"  # otherwise, of an agent that is root
+ACCOUNT = "paceline-job"  # default user, if it exists, of an agent that can change its user
+NOBODY = "nobody"  # otherwise the default of an agent that runs as root
 _CAP_SETGID, _CAP_SETUID = 6, 7
 
 
@@ -31,10 +31,10 @@ class RankUser:
 
 
 def find_rank_user(name: str | None) -> RankUser:
-    """Return the user with this name or number; with None, the default on this node.
+    """Return the user with this name or number; None: the default on this node.
 
     The default of an agent that is root, or that may change its user as with the systemd unit, is
-    the account `paceline-job` where it exists, otherwise `nobody` for root. Any other agent runs
+    the account `paceline-job` if it exists, otherwise `nobody` for root. Any other agent runs
     ranks as itself.
 
     Raises:

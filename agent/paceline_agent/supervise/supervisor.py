@@ -1,6 +1,6 @@
 """The supervisor: starts, watches and kills the ranks of this node, through the guard.
 
-The end of a rank is reported at once, after the rest of its ring and its last state page. The
+The end of a rank is reported immediately, after the rest of its ring and its last state page. The
 server decides what happens to the other ranks.
 """
 
@@ -34,9 +34,10 @@ from paceline_wire.node_directory import RINGS
 log = logging.getLogger(__name__)
 
 START_SECONDS = 10.0  # how long the guard may take to execute a rank
-DEATH_SECONDS = 10.0  # how long killed ranks may take; longer: an uninterruptible wait
+# how long killed ranks may take; beyond that they are in an uninterruptible wait
+DEATH_SECONDS = 10.0
 _STOPPING_CONTROLS = frozenset({"checkpoint_and_stop", "stop"})
-OWN_VARIABLES = "PACELINE_AGENT_"  # the agent's own settings, its token among them
+OWN_VARIABLES = "PACELINE_AGENT_"  # prefix of the agent's own settings, such as its token
 
 
 @dataclass(slots=True, eq=False)
@@ -48,10 +49,10 @@ class _SupervisedRank:
     marks: list[str]  # NAME=value variables that identify its processes
     pid: int | None = None
     error: str | None = None
-    stopping: bool = False  # by a command
+    stopping: bool = False  # a command is stopping it
     draining: bool = False
     control: str | None = None  # the newest command on its control page
-    started: asyncio.Event = field(default_factory=asyncio.Event)  # set also if the start failed
+    started: asyncio.Event = field(default_factory=asyncio.Event)  # set also when the start failed
     exited: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -89,10 +90,10 @@ class Supervisor:
         self._killed = killed
         self._grace_seconds = orphan_grace_seconds
         self._ranks: dict[RankKey, _SupervisedRank] = {}
-        self._newest: dict[str, int] = {}  # job -> newest generation started here
-        self._stopped: dict[str, int] = {}  # job -> generations up to this one were stopped
+        self._newest: dict[str, int] = {}  # by job: newest generation started here
+        self._stopped: dict[str, int] = {}  # by job: generations up to this one were stopped
         self._link: GuardLink | None = None
-        self._adopted: GuardLink | None = None  # until `run` takes it
+        self._adopted: GuardLink | None = None  # None once `run` has taken it over
         self._link_ready = asyncio.Event()
         self.failed_ticks = 0
 
@@ -324,7 +325,7 @@ class Supervisor:
         return inherited | {name: str(value) for name, value in own.items() if value is not None}
 
     def _account(self) -> dict[str, str]:
-        """Return the variables of the ranks' user; caches of another one could not be written."""
+        """Return the variables of the ranks' user, who cannot write another user's caches."""
         user = self._rank_user
         if user is None or user.is_own:
             return {}
@@ -393,7 +394,7 @@ class Supervisor:
                 self._on_gone(rank)
 
     def _whose(self) -> str:
-        """Return what to add to an error of a start if another user may be its reason."""
+        """Return a note for a start error that the ranks' user may have caused."""
         user = self._rank_user
         return "" if user is None or user.is_own else f" (ranks run as {user.name}, see --run-as)"
 

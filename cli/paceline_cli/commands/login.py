@@ -13,8 +13,8 @@ from paceline_cli.options import server_options
 def login(server: str, token: str | None) -> None:
     """Print a link that signs in one browser, once, within ten minutes.
 
-    The browser may then do what the token may that this command uses: by default the one that
-    `paceline server` has made for its own user.
+    The browser gets the permissions of the token that this command uses: by default the one that
+    `paceline server` has created for its own user.
     """
     with Client(server, token) as client:
         link = client.post("/login-links")

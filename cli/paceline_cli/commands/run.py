@@ -145,7 +145,7 @@ def _default_name(command: tuple[str, ...]) -> str:
 def _policy(
     items: tuple[str, ...], mode: str | None, start_timeout: float | None
 ) -> dict[str, str | float]:
-    """Return the fields given; the server checks them."""
+    """Return the policy fields that were given; the server validates them."""
     fields: dict[str, str | float] = dict(_pair(item, "KEY", "--policy") for item in items)
     for name, option, value in (
         ("mode", "--mode", mode),

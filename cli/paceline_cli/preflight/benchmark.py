@@ -27,7 +27,7 @@ _COMPUTE_SECONDS: dict[Backend, float] = {"gloo": 0.2, "nccl": 2.0}
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkRequest:
-    backend: Backend | None  # None: chosen by the nodes' abilities
+    backend: Backend | None  # None: depends on what the nodes support
     port: int | None
     rounds: int
     patience_seconds: float
@@ -44,7 +44,8 @@ def why_not(nodes: Sequence[NodeFacts]) -> str | None:
 
 
 def plan(nodes: Sequence[NodeFacts], request: BenchmarkRequest) -> BenchmarkPlan:
-    """Plan NCCL if every node has GPUs and NCCL, otherwise gloo with one process per node."""
+    """Plan benchmarks with NCCL if every node has GPUs and NCCL, otherwise gloo with one process
+    per node."""
     gpus = [len([gpu for gpu in node.gpus if gpu.trouble is None]) for node in nodes]
     able = all(gpus) and all("nccl" in node.versions for node in nodes)
     backend: Backend = request.backend or ("nccl" if able else "gloo")

@@ -13,7 +13,7 @@ PEER_MEMORY_MODULES = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")
 
 
 class PreflightGpu(msgspec.Struct, frozen=True, kw_only=True):
-    index: int  # NVML's
+    index: int  # NVML index
     name: str | None = None
     uuid: str | None = None
     pci_bus_id: str | None = None
@@ -86,7 +86,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}  # kernel, driver, cuda, nccl, torch, python, paceline ...
     gpus: list[PreflightGpu] = []
     gpu_absence: str | None = None  # why there are no GPUs, for example no driver
-    gpu_problem: str | None = None  # why existing GPUs do not respond
+    gpu_problem: str | None = None  # why the GPUs do not respond
     rdma_ports: list[RdmaPort] = []
     interfaces: list[Interface] = []
     environment: dict[str, str] = {}  # NCCL_*, GLOO_* and UCX_* of the collecting process

@@ -1,7 +1,7 @@
-"""GPUs through the agent's NVML collector, in a process of its own.
+"""GPU facts from the agent's NVML collector, which runs in its own process.
 
 A call on a faulty GPU can block for minutes where no signal reaches it. The other facts of the node
-are still collected, and the hang is the result.
+are still collected, and the hang is reported as the result.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _VERSIONS = {
 class GpuFacts(msgspec.Struct, frozen=True):
     gpus: list[PreflightGpu] = []
     versions: dict[str, str] = {}
-    absence: str | None = None  # no driver
-    problem: str | None = None  # no answer
+    absence: str | None = None  # why there are no GPUs: no driver
+    problem: str | None = None  # why the GPUs do not respond
 
 
 _decoder = msgspec.json.Decoder(GpuFacts)
@@ -93,7 +93,7 @@ def _leave_behind(child: subprocess.Popen[bytes]) -> None:
 
 
 def read(sysfs_root: Path) -> GpuFacts:
-    """Read the GPUs; the process must end afterwards."""
+    """Return the GPUs; the process must end afterwards."""
     collector = NvmlCollector(Context(node_directory=Path("/nonexistent"), sysfs_root=sysfs_root))
     try:
         collected = collector.collect(time.time_ns())

@@ -71,7 +71,7 @@ class RemoteCommands:
             errors="replace",
         )
         self._running.add(child)
-        if self._interrupted:  # while it began
+        if self._interrupted:  # interrupted while the commands started
             _end(child)
         status: int | None = None
         try:
@@ -87,7 +87,7 @@ class RemoteCommands:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM end the started commands too."""
+    """Make SIGTERM end the started commands too."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -103,7 +103,8 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EachNode:
-    """Runs `template`, with {node} replaced, followed by the command for that node.
+    """One process per node: `template`, with {node} replaced, followed by the command for that
+    node.
 
     `quoted`: ssh passes one string to a remote shell.
     """

@@ -55,7 +55,10 @@ class Output(msgspec.Struct, frozen=True):
 
     @property
     def trouble(self) -> list[str]:
-        """Return the error that ended the run, if any; NCCL also warns about fallbacks."""
+        """Return the error that ended the run, if any.
+
+        A warning alone is not one, because NCCL also warns about fallbacks.
+        """
         return (self.failures or ([] if self.is_whole else self.warnings))[:1]
 
     @property
@@ -187,7 +190,7 @@ def _rows(columns: Sequence[str], words: Sequence[str]) -> Iterator[NcclTestRow]
 
 
 def _count(word: str | None) -> int | None:
-    """Parse `0`, `0e+00` or `N/A`."""
+    """Parse a count such as `0`, `0e+00` or `N/A`."""
     try:
         return None if word is None else int(float(word))
     except (ValueError, OverflowError):

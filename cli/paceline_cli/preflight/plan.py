@@ -13,7 +13,7 @@ MARK = "paceline-probe "  # marks the lines that are results, because libraries 
 
 class BenchmarkPlan(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[str]
-    hostnames: list[str]  # hostnames, for processes without a node number
+    hostnames: list[str]  # to find the node number of processes that were started without one
     ranks_of_nodes: list[int]
     address: str  # address of node 0
     port: int
@@ -21,8 +21,8 @@ class BenchmarkPlan(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int  # maximum number of rounds of pairs
     bytes_at_most: int
     seconds: float  # duration of each compute measurement
-    patience_seconds: float  # limit for one group of nodes
-    deadline_seconds: float  # limit for everything, after which each process exits
+    patience_seconds: float  # timeout of one group of nodes
+    deadline_seconds: float  # timeout of everything, after which each process exits
 
     def encode(self) -> str:
         """Return the plan for a command line, without characters that a shell interprets."""
@@ -49,7 +49,7 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True, tag="compute"):
     """Compute speed of one GPU, or of the CPUs of a node."""
 
     node: str
-    device: str  # "cuda:3", "cpu"
+    device: str  # "cuda:3" or "cpu"
     matmul_flops_per_second: float
     memory_bytes_per_second: float
     host_to_device_bytes_per_second: float | None = None
@@ -60,7 +60,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
 
     nodes: list[str]
     kind: Literal["node", "pair", "scale"]
-    latency_seconds: float | None = None  # of 8 bytes
+    latency_seconds: float | None = None  # for 8 bytes
     bus_bytes_per_second: float | None = None  # as nccl-tests counts: 2 (n-1)/n of the size
     size_bytes: int | None = None
     error: str | None = None
@@ -106,7 +106,8 @@ def pair_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def scale_steps(count: int) -> list[int]:
-    """Return 2, 3 and all: sizes at which a blocking fabric becomes visible."""
+    """Return 2, 3, ... and `count`: the numbers of nodes at which a blocking fabric becomes
+    visible."""
     return sorted({k for k in (2, 3, count) if 2 <= k <= count}) if count > 2 else []
 
 

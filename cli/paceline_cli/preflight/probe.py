@@ -41,11 +41,12 @@ _SMALL_BYTES = 8
 _LATENCY_REPEATS = 20
 _BANDWIDTH_REPEATS = 5
 _FIRST_BYTES = 64 << 10
-_LONG_ENOUGH_SECONDS = 0.05  # smallest all-reduce: larger than the buffers on the path
+# duration of the smallest all-reduce: its data exceeds the buffers on the path
+_LONG_ENOUGH_SECONDS = 0.05
 _MATMUL_SIDE = {"cpu": 512, "cuda": 8192}
 _COPIED_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 _PINNED_BYTES = 256 << 20
-_MEETINGS = 6.0  # multiple of the patience: gloo tries to connect for five of them
+_MEETINGS = 6.0  # multiple of the patience: gloo tries to connect for five times the patience
 _UNREACHED = "unreached"
 _POLL_SECONDS = 0.005
 _SHOWN_CHARACTERS = 160
@@ -97,7 +98,8 @@ class ProbeRank:
     def meet(self, name: str) -> None:
         """Wait for all ranks; ranks that do not arrive are waited for only once.
 
-        The timeout is longer than a failing group holds its ranks, or those would always be late.
+        The timeout is longer than a failing group blocks its ranks; otherwise those would always be
+        late.
         """
         self.store.add(f"meeting/{name}", 1)
         if self.rank == 0:
@@ -107,7 +109,7 @@ class ProbeRank:
         self.store.wait([f"meeting/{name}/begins"], 2 * _MEETINGS * self.patience)
 
     def who_is_here(self) -> list[int]:
-        """Return the nodes whose ranks have all started, as counted by rank 0."""
+        """Return the nodes whose ranks have all started, as determined by rank 0."""
         if self.rank == 0:
             here = [
                 str(node)
@@ -160,7 +162,7 @@ class ProbeRank:
         )
 
     def rate(self, work: Callable[[], object]) -> float:
-        """Return runs per second, from the median duration of a run."""
+        """Return runs of `work` per second, from the median duration of a run."""
         work()
         self.finish()
         took: list[float] = []
@@ -245,11 +247,11 @@ class ProbeGroup:
         return self._slowest(statistics.median(self._timed(small) for _ in range(_LATENCY_REPEATS)))
 
     def bandwidth(self) -> tuple[int, float]:
-        """Return (bytes, seconds) of the best of several all-reduces that are long enough."""
+        """Return (bytes, seconds) of the best of several sufficiently long all-reduces."""
         size = _FIRST_BYTES
         while True:
             tensor = torch.zeros(size // 4, device=self._rank.device)
-            self._timed(tensor)  # buffers, and the limiter's burst
+            self._timed(tensor)  # fills buffers and uses up the burst of a rate limiter
             seconds = self._slowest(self._timed(tensor))
             if seconds >= _LONG_ENOUGH_SECONDS or size >= self._plan.bytes_at_most:
                 break
@@ -273,7 +275,7 @@ class ProbeGroup:
 
 
 def in_short(error: RuntimeError) -> str:
-    """Return the first line without source locations and stacks."""
+    """Return the first line of an error, without source locations and stacks."""
     first = (str(error).splitlines() or [repr(error)])[0]
     return re.sub(r"\[/[^\]]*\]:? ?", "", first)[:_SHOWN_CHARACTERS]
 

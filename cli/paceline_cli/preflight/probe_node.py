@@ -62,7 +62,7 @@ def _which(plan: BenchmarkPlan) -> int:
 
 
 def _interface_towards(address: str, port: int) -> str | None:
-    """Return the interface whose address the kernel uses towards node 0."""
+    """Return the interface through which the kernel reaches node 0."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
             asked.connect((address, port))  # sends nothing

@@ -24,14 +24,14 @@ class Unreachable(RuntimeError):  # noqa: N818 - a state of the network
 
 
 def listen(store: Store, key: str, address: str, seconds: float) -> None:
-    """Accept the connection; the other side stores the outcome, see `outcome`."""
+    """Accept the connection; the other node stores the outcome, see `outcome`."""
     with socket.create_server((address, 0)) as server:
         server.settimeout(seconds)
         store.set(f"{key}/listens", f"{address}{_SEPARATOR}{server.getsockname()[1]}")
         try:
             server.accept()[0].close()
         except TimeoutError:
-            return  # the other node reports the reason
+            return  # the other node reports why
 
 
 def connect(store: Store, key: str, seconds: float) -> None:

@@ -42,7 +42,7 @@ def counts(checks: Sequence[Check]) -> dict[str, int]:
 
 
 def as_text(checks: Sequence[Check], nodes: int) -> str:
-    """Return the report as text with colors."""
+    """Return the report as colored text."""
     lines = []
     width = max((len(check.name) for check in checks), default=0)
     for check in sorted(checks, key=lambda check: _ORDER.index(check.status)):

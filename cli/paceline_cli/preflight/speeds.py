@@ -20,14 +20,15 @@ from paceline_cli.preflight.verdict import Check, Status, faults, listing, skipp
 _GIGA, _TERA = 1e9, 1e12
 _IB_ACTIVE = 4  # ib_verbs.h
 _LATENCY_RATIO, _LATENCY_MORE_SECONDS = 3.0, 100e-6
-_SCALE_KEEPS = 0.5  # share of the bus bandwidth of two nodes
-# What the usual pair brings at least, of the port's rate. A stream over sockets is bound by a core.
+_SCALE_KEEPS = 0.5  # expected bus bandwidth of more nodes, as a share of that of two nodes
+# Least bandwidth of a typical pair as a share of the port's rate. A stream over sockets is limited
+# by one core.
 _RDMA_SHARE, _SOCKETS_SHARE, _SOCKETS_BYTES_PER_SECOND = 0.3, 0.2, 1.25e9
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Shares of the usual speed below which a device or link is slow, and suspicious.
+    """Shares of the typical speed below which a device or link is slow or suspicious.
 
     CPUs and sockets are shared with other load; GPUs and RDMA are not.
     """
@@ -96,7 +97,8 @@ def _outliers(
     scale: float = _GIGA,
     unit: str = "GB/s",
 ) -> Check:
-    """Return the outliers among things that should be equally fast: below the upper median."""
+    """Return the outliers among items that should be equally fast: those far below the upper
+    median."""
     usual = statistics.median_high(speeds.values())
     slow = {each: speed for each, speed in speeds.items() if speed < tolerance.warn_ratio * usual}
     if not slow:
@@ -115,9 +117,11 @@ def _outliers(
 
 
 def _floor(nodes: Sequence[NodeFacts], backend: str) -> float | None:
-    """Return the bytes per second expected of a usual pair of nodes; None: no port's rate is known.
+    """Return the bytes per second expected of a typical pair of nodes.
 
-    The rate of most nodes counts; other checks report ports that differ.
+    None if no port's rate is known.
+
+    The most common rate counts; other checks report ports that differ.
     """
     if backend == "nccl":
         rates = [
@@ -153,7 +157,8 @@ def _pairs(pairs: Sequence[Exchange], tolerance: Tolerance, floor: float | None)
 
 
 def _usual(best: Mapping[str, float], floor: float | None) -> Check:
-    """Return a check of all pairs: of two nodes, or if all are slow, none is an outlier."""
+    """Return a check of all pairs together: with two nodes, or if all pairs are slow, there is no
+    outlier."""
     usual = statistics.median_high(best.values())
     evidence = f"{usual / _GIGA:.3g} GB/s"
     if len(best) == 2:
@@ -178,7 +183,10 @@ def best_of_nodes(speeds: Mapping[tuple[str, str], float]) -> dict[str, float]:
 
 
 def _reached(pairs: Sequence[Exchange], measured: set[tuple[str, str]]) -> Check:
-    """Return a check of pairs without connection; a node that reaches no other is named alone."""
+    """Return a check for pairs without a connection.
+
+    Only a node that reaches no other node is named.
+    """
     errors = {(e.nodes[0], e.nodes[1]): e.error for e in pairs if e.error is not None}
     errors = {pair: error for pair, error in errors.items() if pair not in measured}
     alive = {node for pair in measured for node in pair}
@@ -269,7 +277,7 @@ def _scale(pairs: Sequence[Exchange], steps: Sequence[Exchange]) -> Check:
 
 
 def _transport(transports: Sequence[Transport], nodes: Sequence[NodeFacts]) -> Check:
-    """RDMA is reachable if NCCL used it."""
+    """Check that NCCL used RDMA if the nodes have it."""
     networks = {each.node: each.network for each in transports}
     name = "NCCL network"
     if not networks:

@@ -21,8 +21,9 @@ _decoder = msgspec.json.Decoder(NodeFacts)
 @dataclass(slots=True)
 class Survey:
     nodes: list[NodeFacts] = field(default_factory=list)
-    complaints: dict[str, str] = field(default_factory=dict)  # reason, by node that did not respond
-    # what a node's clock is ahead of ours, at least and at most
+    # by node that did not respond: the reason
+    complaints: dict[str, str] = field(default_factory=dict)
+    # how far a node's clock is ahead of ours: (at least, at most)
     ahead_ns: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def checks(self) -> Iterable[Check]:
@@ -55,7 +56,7 @@ def _in_most(ranges: Sequence[tuple[int, int]]) -> int:
 
 
 def ask(reach: Reach, there: Sequence[str], commands: RemoteCommands, seconds: float) -> Survey:
-    """Collect the facts; `there` is the command that prints them on a node."""
+    """Collect the facts; `there`: command that prints them on a node."""
     if isinstance(reach, AllNodes):
         return _from_launcher(commands.run({"": reach.command(there)}, seconds)[""])
     ends = commands.run({node: reach.command(node, there) for node in reach.nodes}, seconds)
@@ -112,7 +113,7 @@ def from_files(files: Sequence[Path]) -> Survey:
 
 
 def forwarded(environment: Mapping[str, str], asked: Mapping[str, str]) -> list[str]:
-    """Return `env NAME=VALUE ...`: the environment of the job, independent of the launcher."""
+    """Return `env NAME=VALUE ...`, which passes the job's environment through any launcher."""
     names = ("NCCL_", "GLOO_", "UCX_", "TORCH_NCCL_")
     given = {name: value for name, value in environment.items() if name.startswith(names)}
     pairs = [f"{name}={value}" for name, value in sorted({**given, **asked}.items())]

@@ -15,7 +15,10 @@ _NAMED_AT_MOST = 6
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a check; `nodes` are at fault. An impossible check is `skip`, never `pass`."""
+    """The result of a check; `nodes` are at fault.
+
+    A check that is not possible is `skip`, never `pass`.
+    """
 
     name: str
     status: Status
@@ -26,9 +29,10 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Generic[Value]):
-    """The most common value, the outliers, and the nodes without a value.
+    """Nodes compared by one value: the most common value, the outliers, and the nodes without a
+    value.
 
-    Without a majority (two nodes that differ) all are outliers, because either may be right.
+    Without a majority (such as two different nodes) all are outliers, because either may be right.
     """
 
     usual: Value | None
@@ -88,7 +92,7 @@ def faults(
     *,
     status: Status = "fail",
 ) -> Check:
-    """Return a check from problems by node; no problems means pass."""
+    """Return a check from the problems of each node; it passes if there are none."""
     wrong = {node: words for node, words in found.items() if words}
     if not wrong:
         return Check(name=name, status="pass", evidence=passed)

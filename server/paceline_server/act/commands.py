@@ -1,7 +1,7 @@
 """Commands to agents: rows that are committed before any agent can see them.
 
 The stream of each agent (`api/routes/agents.py`) sends commands without a result; agents carry out
-each id once. So a command is committed, then carried out, then confirmed, whatever process dies in
+each id once. So a command is committed, then carried out, then confirmed, even if a process dies in
 between.
 """
 
@@ -14,7 +14,10 @@ from paceline_server.store.commands import issue, withdraw
 
 
 def act(session: Session, job_id: str, decision: Decision, over: bool, now_ns: int) -> None:
-    """Issue the decided commands; withdraw those made void by a new generation or the job's end."""
+    """Issue the decided commands.
+
+    Withdraw those that a new generation or the end of the job made obsolete.
+    """
     if decision.generation is not None:
         withdraw(session, job_id, decision.generation, now_ns)
     for issued in decision.commands:

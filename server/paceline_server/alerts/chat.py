@@ -1,4 +1,4 @@
-"""Texts for chat channels: a few sentences, where webhooks get the whole notice."""
+"""Texts for chat channels: a few sentences; webhooks get the complete notice."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SILENT_WHEN_DONE = ("start", "notify")
 _LOOK_ALIKES = str.maketrans(
     "<>[]`*~@", "()()'\N{ASTERISK OPERATOR}\N{TILDE OPERATOR}\N{FULLWIDTH COMMERCIAL AT}"
 )
-_EMPHASIS = re.compile(r"(?<![^\W_])_|_(?![^\W_])")  # in __init__, but not in all_reduce
+_EMPHASIS = re.compile(r"(?<![^\W_])_|_(?![^\W_])")  # matches in __init__, but not in all_reduce
 
 
 def chat_text(notice: Notice) -> str:
-    """Return the text of a notice; empty if it is not worth a message."""
+    """Return the text of a notice; empty if it needs no message."""
     lines = _action(notice) if isinstance(notice, ActionNotice) else _incident(notice)
     if lines and notice.lag_seconds is not None and notice.lag_seconds > OUTDATED_SECONDS:
         lines.append(f"The analysis was {notice.lag_seconds:.0f} s behind: this may have changed.")

@@ -92,7 +92,7 @@ class AlertDelivery:
             self._thread.join()
 
     def unready(self) -> list[str]:
-        """Return why the server is not ready, an empty list if it is."""
+        """Return the reasons why the server is not ready; empty if it is."""
         if not self._thread.is_alive():
             return [f"{self._lease}: not running"]
         is_stalled = time.monotonic() - self._last_pass > _STALLED_SECONDS

@@ -75,7 +75,7 @@ class Webhook:
     def deliver(self, client: httpx.Client, key: str, notice: Notice, now_ns: int) -> None:
         body = msgspec.to_builtins(notice)
         if isinstance(notice, ActionNotice):
-            body["action"].pop("parameters", None)  # private to `decide`
+            body["action"].pop("parameters", None)  # internal to `decide`
         _post(client, self._url, body, {"Idempotency-Key": key})
 
     def repeat(self, client: httpx.Client, firing: Sequence[IncidentAlert], now_ns: int) -> None:

@@ -15,7 +15,7 @@ from paceline_wire.address import is_local
 
 
 class LocalReceiverError(httpx.RequestError):
-    """The receiver is at an address that receivers may not have."""
+    """The receiver's address is one that receivers may not have."""
 
 
 class ReceiverTransport(httpx.BaseTransport):
@@ -31,7 +31,7 @@ class ReceiverTransport(httpx.BaseTransport):
         try:
             addresses = _resolve(host, request.url.port)
         except OSError as error:
-            if proxy is not None:  # which may know more names
+            if proxy is not None:  # the proxy may resolve more names
                 return proxy.handle_request(request)
             raise httpx.ConnectError(f"{host}: {error.strerror}", request=request) from error
         for address in addresses:

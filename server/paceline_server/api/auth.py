@@ -1,8 +1,8 @@
 """Authentication and authorization of requests.
 
-Whatever changes something needs a credential: a bearer token, or a browser's session. Until someone
-creates a token the server listens on loopback only, accepts the tokens of its own user and lets
-everyone on this machine read.
+Every request that changes something needs a credential: a bearer token or a browser session. Until
+someone creates a token the server listens on loopback only, accepts the tokens of its own user and
+lets everyone on this machine read.
 
 A session's secret has two halves. The browser keeps one in a cookie, which a page cannot read, and
 sends the other in a header, from storage that belongs to this origin alone. The cookie by itself
@@ -50,7 +50,7 @@ class Caller:
 
     @property
     def grants(self) -> frozenset[str]:
-        """The scopes of routes that the caller may use."""
+        """The scopes of the routes that the caller may use."""
         return _READER if self.scope is None else _GRANTS[self.scope]
 
 
@@ -133,7 +133,8 @@ async def identified(request: Request, parts: Parts) -> Caller | None:
     secret = bearer(request)
     if secret is None and (session := session_secret(request)) is not None:
         caller = await verifier.caller(parts, session)
-        if caller is not None:  # else it has ended: the browser may read what everyone may
+        # otherwise the session has ended, and the browser may read what everyone may read
+        if caller is not None:
             return caller
     return await verifier.caller(parts, secret)
 

@@ -20,7 +20,8 @@ _OWN_PAGE = frozenset({"same-origin", "none"})
 
 
 class BrowserGuard:
-    """ASGI middleware that refuses what only a hostile page sends, and adds security headers.
+    """ASGI middleware that rejects requests only a hostile page would send, and adds security
+    headers.
 
     A page whose name was rebound to this server's address sends its own name as `Host`. Loopback
     names, `host_names` and addresses are allowed: nobody can rebind an address.
@@ -51,7 +52,7 @@ class BrowserGuard:
         await self._app(scope, receive, send_with_headers)
 
     def _check(self, scope: Scope) -> None:
-        """Raise ProblemError for a foreign name, or a change that another page asks for."""
+        """Raise ProblemError for a foreign host name, or a change requested by another page."""
         names = [value.decode("latin-1") for key, value in scope["headers"] if key == b"host"]
         for name in names:
             if not (ANY_HOST in self._host_names or _is_address(name) or self._knows(name)):
@@ -77,13 +78,13 @@ class BrowserGuard:
 def _hostname(netloc: str) -> str:
     try:
         return urlsplit(f"//{netloc}").hostname or ""
-    except ValueError:  # a bracket that is not closed
+    except ValueError:  # a bracket is not closed
         return ""
 
 
 @lru_cache(maxsize=64)
 def _is_address(netloc: str) -> bool:
-    """Return whether a `Host` names a loopback address or any other address literally."""
+    """Return whether a `Host` is a loopback name or an IP address."""
     name = _hostname(netloc)
     try:
         return is_loopback(name) or bool(ipaddress.ip_address(name))

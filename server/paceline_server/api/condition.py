@@ -1,7 +1,7 @@
 """The condition of a job and its ranks at one moment: training, blocked, hung, dead or unknown.
 
-A job's `state` says what Paceline does with it; the condition says what its processes do. It is
-`unknown` where nothing recent is known: the analysis is behind, or a node is silent.
+A job's `state` is what Paceline does with it; its condition is what its processes do. The condition
+is `unknown` without recent data: the analysis is behind, or a node is silent.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ class AsOf(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """The condition of a job at one moment, and what that of its ranks follows from."""
+    """The condition of a job at one moment, and the facts that determine the conditions of its
+    ranks."""
 
     job: JobCondition
-    as_of_ns: int | None  # data up to here is analyzed; None: nothing yet, or the job has ended
+    # data up to this time is analyzed; None: nothing yet, or the job has ended
+    as_of_ns: int | None
     lag_seconds: float | None
     dead: models.RankRow | None = None  # the lowest rank that failed
     hung: frozenset[int] = frozenset()  # culprits of a hang

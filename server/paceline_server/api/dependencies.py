@@ -45,7 +45,7 @@ class Parts:
     what_ifs: WhatIfCache = field(default_factory=WhatIfCache)
 
     def as_of(self) -> AsOf:
-        """Return the present, for resources that depend on it."""
+        """Return the current time, for resources that depend on it."""
         return AsOf(self.now_ns(), self.policy.node_lease_seconds)
 
 
@@ -89,7 +89,7 @@ def _after(
     try:
         padded = cursor + "=" * (-len(cursor) % 4)
         return base64.b64decode(padded, altchars=b"-_", validate=True).decode()
-    except ValueError as error:  # not base64, or not of text
+    except ValueError as error:  # not base64, or not UTF-8
         raise ProblemError(400, "cursor: expected `next_cursor` of an earlier page.") from error
 
 

@@ -1,4 +1,7 @@
-"""Prometheus metrics of jobs, read from the database at each scrape; their number is bounded."""
+"""Prometheus metrics of jobs, read from the database at each scrape.
+
+The number of series is bounded.
+"""
 
 from __future__ import annotations
 

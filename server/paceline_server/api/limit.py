@@ -10,7 +10,7 @@ MAXIMUM_BODY_BYTES = 1 << 20
 
 
 class BodyLimit:
-    """ASGI middleware that answers 413 when a body exceeds `MAXIMUM_BODY_BYTES`."""
+    """ASGI middleware that responds with 413 when a body exceeds `MAXIMUM_BODY_BYTES`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Requests of agents must come from the node they name.
+"""Check that an agent's request comes from the node it names.
 
 An agent shows its node's key with each request. The first key that the server sees for an agent id
 binds that id: other keys, and requests without a key, are then refused. A token binds as many ids
@@ -22,8 +22,8 @@ from paceline_server.store.models import TokenRow
 from paceline_server.store.node_keys import bind_node_key, bound_hash, hash_key
 from paceline_wire.node_key import HEADER
 
-# How long an answer of the database is used again, per kind of answer. A bound key changes only if
-# an operator releases it; then the refused agent, which retries each few seconds, gets in at once.
+# How long each kind of lookup result is cached. A bound key changes only if an operator releases
+# it; the rejected agent, which retries every few seconds, is then accepted immediately.
 _MATCH_SECONDS = 60.0
 _UNBOUND_SECONDS = 5.0
 _MISMATCH_SECONDS = 1.0

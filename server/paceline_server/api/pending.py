@@ -16,7 +16,7 @@ from paceline_server.store.commands import unfinished_commands
 from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.signals import CommitSignal
 
-Command = tuple[int, str]  # id and body
+Command = tuple[int, str]  # (id, body)
 
 
 class PendingCommands:
@@ -39,7 +39,7 @@ class PendingCommands:
         self._clock = clock
         self._lock = asyncio.Lock()
         self._commands: Mapping[str, list[Command]] = {}
-        self._last_read: tuple[int, float] | None = None  # count of the signal, time
+        self._last_read: tuple[int, float] | None = None  # (count of the signal, time)
 
     async def for_agent(self, agent_id: str, *, now: bool = False) -> list[Command]:
         """Return an agent's commands in the order of issue.

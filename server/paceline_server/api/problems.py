@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_SECONDS = 1
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-# Headers of every response: pages load nothing from elsewhere, no other page shows them.
+# Headers of every response: pages load nothing from other sites, and other sites cannot embed them.
 _SECURITY = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self';"
     " frame-ancestors 'none'; object-src 'none'",
@@ -35,7 +35,7 @@ SECURITY_HEADERS = [(name.lower().encode(), text.encode()) for name, text in _SE
 
 
 class ProblemError(HTTPException):
-    """An HTTP error; `detail` is one sentence that says how to fix it."""
+    """An HTTP error; `detail` is one sentence that includes the fix."""
 
     def __init__(self, status: int, detail: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(status, detail, dict(headers or {}))
@@ -52,7 +52,7 @@ def unavailable(detail: str) -> ProblemError:
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return a route's OpenAPI responses: these statuses have a problem as body."""
+    """Return a route's OpenAPI responses with a problem as body, for these statuses."""
     return {
         status: {
             "description": HTTPStatus(status).phrase,
@@ -105,7 +105,7 @@ def _allowed_methods(request: Request) -> list[str]:
             for route in request.app.routes
         )
     ]
-    return [*(allowed or ["GET", "HEAD"]), "OPTIONS"]  # without a route: the dashboard's files
+    return [*(allowed or ["GET", "HEAD"]), "OPTIONS"]  # no route: the dashboard's files
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""A job's newest steps, rebuilt from the batches in the hot log."""
+"""A job's newest steps, reconstructed from the batches in the hot log."""
 
 from __future__ import annotations
 

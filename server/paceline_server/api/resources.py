@@ -118,7 +118,7 @@ def step(summary: StepSummary) -> schemas.Step:
 def what_if(
     row: models.JobRow, replay: RunReplay, advice: Sequence[Advice]
 ) -> schemas.WhatIf | None:
-    """Return the what-if analysis, None if the steps cannot be replayed."""
+    """Return the what-if analysis; None if the steps cannot be replayed."""
     analysis, answer = replay.analysis, replay.verdict()
     if analysis is None or answer is None:
         return None
@@ -157,7 +157,10 @@ def unknown_what_if(row: models.JobRow, reason: str) -> schemas.WhatIf:
 
 
 def grid(session: Session, row: models.JobRow, window_steps: int, as_of: AsOf) -> schemas.Grid:
-    """Return each rank's slowdown; none while the job does not train: it would be the past's."""
+    """Return each rank's slowdown.
+
+    Empty while the job does not train, because it would be outdated.
+    """
     known = condition(session, row, as_of)
     world_size = row.topology.world_size
     shares = newest_shares(session, row.id, row.generation, world_size, window_steps)
@@ -208,10 +211,11 @@ def _cell(
 
 
 def node(session: Session, row: models.NodeRow, as_of: AsOf) -> schemas.Node:
-    """Return a node; one that was silent for longer than its lease is lost."""
+    """Return a node; it is lost if it was silent for longer than its lease."""
     hello, ranks = row.hello, queries.ranks_on(session, row.agent_id)
     state = _node_state(row, as_of)
-    # A reading much older than the node's newest batch is outdated. Both times: the node's clock.
+    # A reading much older than the node's newest batch is outdated. Both times are from the node's
+    # clock.
     recent = {
         index: reading
         for index, reading in row.readings.items()

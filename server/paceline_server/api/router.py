@@ -66,7 +66,7 @@ def build(
         version=importlib.metadata.version("paceline"),
         description="Diagnosis and repair of distributed training jobs.",
         openapi_url="/openapi.json",
-        docs_url=None,  # these pages load scripts from a CDN
+        docs_url=None,  # the default pages load scripts from a CDN
         redoc_url=None,
         responses=problems.responses(422),
         generate_unique_id_function=lambda route: route.name,
@@ -87,16 +87,17 @@ def build(
     app.include_router(login.page)
     _complete_description(app)
     if static_directory is not None and static_directory.is_dir():
-        # Not mounted: a mount at / would take requests that should get 405 or a redirect.
+        # Not mounted: a mount at / would also match requests that should get 405 or a redirect.
         app.router.default = Pages(directory=static_directory, html=True)
     return app
 
 
 class Compressed(GZipMiddleware):
-    """Compresses responses: the page of 1,000 ranks reads 150 kB/s, compressed a fifth of that.
+    """Compresses responses: the page of a job with 1,000 ranks reads 150 kB/s, or a fifth of that
+    when compressed.
 
     Streams are not compressed, because buffering would delay their events; neither is Parquet,
-    which already is.
+    which is already compressed.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,7 +125,7 @@ class Pages(StaticFiles):
 
 
 def _complete_description(app: FastAPI) -> None:
-    """Add to the OpenAPI document what holds for many routes."""
+    """Add to the OpenAPI document the parts that many routes share."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -148,4 +149,4 @@ def _complete_operation(method: str, operation: dict[str, Any]) -> None:
     for status, response in problems.responses(*more).items():
         operation["responses"].setdefault(str(status), response)
     if method == "get" and "security" in operation and "agents" not in operation["tags"]:
-        operation["security"].append({})  # reading on loopback, see `auth`
+        operation["security"].append({})  # anyone may read on loopback, see `auth`

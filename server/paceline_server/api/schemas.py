@@ -49,10 +49,10 @@ class JobCreate(Resource):
 class Verdict(Resource):
     """The state of a job in one sentence."""
 
-    kind: str = Field(examples=["straggler"])  # healthy, starting, ... or a finding's kind
+    kind: str = Field(examples=["straggler"])  # healthy, starting, ... or the kind of a finding
     text: str = Field(examples=["Rank 2 (node-1) is 2.5x slower: thermal throttle."])
     incident_id: str | None = None
-    # The verdict is true of this time: newer data has not been analyzed. Null: it does not change.
+    # The verdict is based on data up to this time. Null: it no longer changes.
     as_of: datetime | None = None
     lag_seconds: float | None = None
     is_outdated: bool = False  # the analysis is too far behind to trust the verdict
@@ -83,9 +83,10 @@ class Job(Resource):
     restarts: int
     topology: TopologyModel
     requested_topology: TopologyModel
-    mode: str  # in effect now; `policy` has the value as set
-    condition: JobCondition  # of its processes; `state` is what Paceline does with the job
-    can_checkpoint: bool | None  # whether the script saves on command; null: not known yet
+    mode: str  # in effect now; `policy` has the configured value
+    # condition of its processes; `state` is what Paceline does with the job
+    condition: JobCondition
+    can_checkpoint: bool | None  # whether the script saves on command; null: not yet known
     policy: PolicyValues
     watched: bool  # an external job (torchrun, Slurm): diagnosed, never acted on
     created_at: datetime
@@ -123,7 +124,10 @@ class Rank(Resource):
 
 
 class StageBubbleModel(Resource):
-    """Idle share of a stage in the pipeline phase; the last seven fields sum to `excess_ratio`."""
+    """Idle share of a stage during the pipeline phase.
+
+    The last seven fields sum to `excess_ratio`.
+    """
 
     stage: int
     measured_ratio: float
@@ -201,7 +205,7 @@ class WhatIf(Resource):
     topology: TopologyModel
     first_step: int | None = None
     last_step: int | None = None
-    step_seconds: float | None = None  # as replayed
+    step_seconds: float | None = None  # of the replayed steps
     ideal_step_seconds: float | None = None
     slowdown: float | None = None
     slowdown_by_step: dict[int, float] = {}
@@ -246,7 +250,8 @@ class Gpu(Resource):
     uuid: str
     name: str
     pci_bus_id: str
-    trouble: Literal["lost", "hung"] | None = None  # holds no rank until it has recovered
+    # such a GPU holds no rank until it has recovered
+    trouble: Literal["lost", "hung"] | None = None
     sm_clock_hertz: float | None = None
     temperature_celsius: float | None = None
     power_watts: float | None = None
@@ -260,7 +265,7 @@ class Node(Resource):
     version: str
     state: Literal["ready", "degraded", "quarantined", "lost"]
     reason: str | None  # reason of the quarantine, or the state of failed GPUs
-    slots: int  # ranks that fit now
+    slots: int  # number of ranks that fit now
     job_id: str | None  # the job that the node is assigned to
     ranks: list[int]  # ranks of that job
     ranks_by_job: dict[str, list[int]]  # includes external jobs
@@ -311,7 +316,8 @@ class StacksModel(Resource):
 class RankStacks(Resource):
     """The newest stacks of a rank, and the newest request for them.
 
-    `state` is that of the request, or `taken` for stacks of a hang; `asked` until the node answers.
+    `state` is that of the request, or `taken` for stacks of a hang; `asked` until the node
+    responds.
     """
 
     job_id: str
@@ -335,7 +341,7 @@ class FlightRecorder(Resource):
     job_id: str
     generation: int
     text: str  # the verdict, or why there is none
-    dumps: list[RankDumpModel]  # ranks that have answered
+    dumps: list[RankDumpModel]  # ranks that have responded
     report: dict[str, Any] | None = None  # same as `paceline analyze --flight-recorder --json`
 
 
@@ -347,7 +353,7 @@ class Incident(Resource):
     cause: str
     state: Literal["open", "mitigating", "resolved"]
     severity: str
-    urgency: float  # sort value: worse is greater, -1 is resolved
+    urgency: float  # sort value: higher is worse, -1 is resolved
     summary: str
     rank: int | None
     node: str | None
@@ -368,7 +374,7 @@ class Incident(Resource):
     causes: list[CauseModel] = []  # most likely first
     advice: str | None = None  # what to change in the training, and the gain
     stacks: list[StacksModel] = []  # hangs only; only in GET of one incident
-    symptoms: list[str]  # summaries of its grouped findings
+    symptoms: list[str]  # summaries of the findings grouped into it
     action_ids: list[str]
 
 
@@ -415,7 +421,7 @@ class ActionDecision(Resource):
 
 
 class BurstRequest(Resource):
-    """Body of a burst: which collectors (none: all of them), and for how long."""
+    """Body of a burst request: which collectors (none: all), and for how long."""
 
     collectors: list[str] = []
     seconds: float = Field(default=10.0, gt=0, le=30)
@@ -461,21 +467,21 @@ class AuditPage(Page):
 
 
 class CallerModel(Resource):
-    """Who sent this request, as far as the server knows."""
+    """The caller of a request, as identified by the server."""
 
     name: str
     can_change: bool
 
 
 class LoginLink(Resource):
-    """A link that signs in one browser, once. It is below the URL of the server."""
+    """A link that signs in one browser, once; the path is relative to the server's URL."""
 
     path: str
     expires_at: datetime
 
 
 class Problem(Resource):
-    """RFC 9457."""
+    """Problem details (RFC 9457)."""
 
     type: str = Field(examples=["about:blank"])
     title: str

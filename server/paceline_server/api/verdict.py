@@ -32,11 +32,11 @@ _UNOBSERVED = (
     "The ranks run, but report no step: training is not observed, and a slow or hung rank is not "
     "found. Call paceline.init() and loop over paceline.steps(loader)."
 )
-_EVEN_RATIO = 0.15  # a wider spread would read like a problem, which the detectors would report
+_EVEN_RATIO = 0.15  # a wider spread would look like a problem, and the detectors would report it
 
 
 def verdict(session: Session, job: models.JobRow, known: Condition) -> schemas.Verdict:
-    """Return the verdict of a job, with the time that it is true of."""
+    """Return the verdict of a job, with the time of the data it is based on."""
     found = _current(session, job, known)
     if known.as_of_ns is None or known.lag_seconds is None:
         return found
@@ -52,7 +52,7 @@ def verdict(session: Session, job: models.JobRow, known: Condition) -> schemas.V
 
 
 def _current(session: Session, job: models.JobRow, known: Condition) -> schemas.Verdict:
-    """Return the verdict of the data that has been analyzed."""
+    """Return the verdict based on the data analyzed so far."""
     match job.state:
         case "finished":
             return _verdict("finished", f"Finished{_at_step(job)}.")

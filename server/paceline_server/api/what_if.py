@@ -112,7 +112,7 @@ class WhatIfCache:
 
     def _is_fresh(self, answer: _CachedAnswer, now: _JobVersion) -> bool:
         version = answer.version
-        # An analysis from before an incident would contradict the incident.
+        # An analysis from before an incident would contradict it.
         if (version.generation, version.incident_id) != (now.generation, now.incident_id):
             return False
         return version.step == now.step or self._clock() < answer.fresh_until

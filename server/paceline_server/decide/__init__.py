@@ -1,1 +1,1 @@
-"""From findings and policy to incidents, actions and commands: pure."""
+"""Pure functions that turn findings and policy into incidents, actions and commands."""

@@ -1,4 +1,4 @@
-"""Limits of repair: how often and how fast a job is restarted, how many nodes are quarantined."""
+"""Limits of repairs: how often and how soon a job is restarted, how many nodes are quarantined."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DAY_NS = 24 * HOUR_NS
 
 
 def fruitless_restarts(view: JobView) -> int:
-    """Return how many of the latest restarts led to no step beyond those reached before."""
+    """Return how many of the latest restarts led to no new step."""
     count = 0
     reached = view.highest_step
     for restart in reversed(view.restarts):
@@ -47,14 +47,14 @@ def not_before_ns(view: JobView, policy: Policy) -> int:
 
 
 def times_to_blame(view: JobView, node: str, now_ns: int) -> int:
-    """Return how many restarts of the last hour this node was held responsible for."""
+    """Return for how many restarts of the last hour this node was to blame."""
     return sum(
         restart.node == node and now_ns - restart.at_ns < HOUR_NS for restart in view.restarts
     )
 
 
 def nodes_to_blame(view: JobView, now_ns: int) -> list[str]:
-    """Return the nodes held responsible for a restart of the last hour, the latest first."""
+    """Return the nodes that were to blame for a restart within the last hour, the latest first."""
     return [
         restart.node
         for restart in reversed(view.restarts)
@@ -63,10 +63,11 @@ def nodes_to_blame(view: JobView, now_ns: int) -> list[str]:
 
 
 def may_quarantine(nodes: list[NodeView], policy: Policy, chosen: int, now_ns: int) -> bool:
-    """Return whether one more node may be quarantined, beside `chosen` that are decided already.
+    """Return whether one more node may be quarantined, in addition to those already `chosen`.
 
-    One may even in the smallest cluster, unless the share is 0; whether other nodes can take over
-    is not checked here. Silent nodes do not count as quarantined: they could not be used anyway.
+    At least one may, even in the smallest cluster, unless the share is 0. Whether other nodes can
+    take over is not checked here. Silent nodes do not count as quarantined, because they cannot be
+    used anyway.
     """
     quarantined = sum(node.quarantined and alive(node, policy, now_ns) for node in nodes)
     limit = max(1.0, policy.quarantine_share * len(nodes)) if policy.quarantine_share else 0.0

@@ -27,7 +27,7 @@ from paceline_server.policy import Policy, mode_in_effect
 
 _GONE_NS = 86_400 * NANOSECONDS
 # The cause of exits without a known code is found once all nodes had time to report theirs. A node
-# that falls silent with them is lost after the node lease (5 s).
+# that stops sending with them is lost after the node lease (5 s).
 _EXPLAINED_NS = 8 * NANOSECONDS
 
 
@@ -40,13 +40,13 @@ def decide(
     next_command_id: Callable[[], int],
     new_id: Callable[[str], str],
 ) -> Decision:
-    """Return what changes about one job now.
+    """Return the changes to one job at this moment.
 
     Args:
         view: the job as committed, with the results of agents and the decisions of people.
         findings: of the detectors since the last call; may be empty, repeated or late.
         now_ns: CLOCK_REALTIME of the server, like every time in `view`.
-        next_command_id: returns a number that no command of any job has had.
+        next_command_id: returns a number that no command of any job has used.
         new_id: `new_id("inc")` returns a new id such as "inc-5e0f1a2b"; also called with "act".
     """
     mode = mode_in_effect(policy.mode, view.can_checkpoint, view.highest_step)
@@ -92,7 +92,8 @@ def _end_if_finished(draft: Draft) -> None:
 
 
 def _end_if_superseded(draft: Draft) -> None:
-    """End a watched job that another run replaced: a lost node cannot report its ranks' end."""
+    """End an external job that another run replaced, because a lost node cannot report its ranks'
+    end."""
     if draft.view.is_superseded and not draft.ended:
         for incident in draft.incidents():
             resolve(draft, incident, "Another run was started.")
@@ -100,7 +101,7 @@ def _end_if_superseded(draft: Draft) -> None:
 
 
 def _end_if_vanished(draft: Draft) -> None:
-    """End a job that is only watched and whose nodes have been silent for a day."""
+    """End an external job whose nodes have been silent for a day."""
     agents = {rank.agent_id for rank in draft.ranks}
     seen_ns = [node.last_seen_ns for node in draft.view.nodes if node.agent_id in agents]
     silent_ns = draft.now_ns - max(seen_ns, default=0)
@@ -114,7 +115,7 @@ def _end_if_vanished(draft: Draft) -> None:
 def _is_being_explained(draft: Draft) -> bool:
     """Return whether the cause of the ranks' exits may still be found.
 
-    Detection ends with the job.
+    The job stays open meanwhile, because detection ends with it.
     """
     ended_ns = draft.view.ended_received_ns
     if ended_ns is None or draft.now_ns - ended_ns > _EXPLAINED_NS:
@@ -125,7 +126,7 @@ def _is_being_explained(draft: Draft) -> bool:
 def _end_if_dead(draft: Draft) -> None:
     """End the job as failed if no rank is left and none will be restarted.
 
-    As stopped, if the shutdown of its agents ended it.
+    It counts as stopped if the shutdown of its agents ended it.
     """
     ranks = draft.ranks
     unfinished = draft.actions("proposed", "approved", "running")

@@ -46,7 +46,7 @@ class Draft:
         self.ranks: list[RankView] = view.ranks
         self.escalated: set[str] = (
             set()
-        )  # ids of incidents that got worse, or explained, in this tick
+        )  # ids of incidents that became more severe or were explained in this tick
         self.quarantine: dict[str, str] = {}
         self.restarted: Restarted | None = None
         self._next_command_id = next_command_id

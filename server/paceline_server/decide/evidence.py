@@ -13,15 +13,15 @@ from paceline_server.decide.draft import NANOSECONDS, Draft
 from paceline_server.decide.types import IncidentView
 from paceline_wire.commands import Command, TakeDumps, TakeStacks
 
-# Reading stacks takes 0.1 s on an idle machine, and the command and its result as long again.
+# Reading stacks takes 0.1 s on an idle machine, and the command and its result take as long again.
 GRACE_SECONDS = 1.0
 # Longer than agents wait for a rank to write its dump. A rank that cannot write reports it at once.
 DUMP_GRACE_SECONDS = 5.0
-MAXIMUM_RANKS = 8  # whose stacks are read, per incident
+MAXIMUM_RANKS = 8  # ranks whose stacks are read, per incident
 
 
 def request_stacks(draft: Draft) -> None:
-    """Request the stacks that findings want, once for each rank."""
+    """Request the stacks that findings ask for, once for each rank."""
     agents = {rank.rank: rank.agent_id for rank in draft.ranks if rank.state != "exited"}
     for incident in draft.incidents():
         if incident.finding.generation != draft.generation:
@@ -91,7 +91,7 @@ class _ReadCommand:
 def awaits_evidence(draft: Draft, incident: IncidentView) -> bool:
     """Return whether killing the ranks now would destroy evidence that is being read.
 
-    Never for an incident that has had an action: it gets the next one immediately, or none.
+    False for an incident that has had an action: its next action is not delayed.
     """
     if incident.action_ids:
         return False

@@ -56,7 +56,7 @@ def is_fatal(finding: Finding) -> bool:
 
 
 def live_findings(incident: IncidentView) -> list[Finding]:
-    """Return the findings that are not cleared: the strongest first, then the symptoms."""
+    """Return the findings that are not cleared: the main finding, then its symptoms."""
     return [finding for finding in _findings(incident) if not finding.cleared]
 
 
@@ -155,7 +155,8 @@ def _explains(incident: IncidentView, finding: Finding) -> bool:
 
 def _add_symptom(draft: Draft, incident: IncidentView, finding: Finding) -> None:
     main = incident.finding
-    # While an incident is repaired its main finding stays, unless the culprit is found only now.
+    # While an incident is repaired its main finding stays, unless the culprit has only now been
+    # found.
     replaceable = incident.state == "open" or (is_fatal(main) and is_fatal(finding))
     replaceable = replaceable and main.generation == finding.generation
     if finding.follows == main.kind:
@@ -177,7 +178,7 @@ def _add_symptom(draft: Draft, incident: IncidentView, finding: Finding) -> None
 
 
 def _clear(draft: Draft, incident: IncidentView, finding: Finding) -> None:
-    """Mark the finding as cleared; resolve the incident when all of its findings are."""
+    """Mark the finding as cleared; resolve the incident when all of its findings are cleared."""
     incident = _map(
         incident, lambda one: replace(one, cleared=True) if _key(one) == _key(finding) else one
     )
@@ -193,7 +194,7 @@ def _update(draft: Draft, incident: IncidentView, finding: Finding) -> None:
     if not before.cleared and not _is_news(finding, before):
         _refresh(draft, incident, before, finding)
         return
-    # The time of detection is that of the first finding.
+    # The first finding determines the time of detection.
     after = replace(
         finding,
         detected_ns=before.detected_ns,
@@ -208,7 +209,8 @@ def _update(draft: Draft, incident: IncidentView, finding: Finding) -> None:
 
 
 def _refresh(draft: Draft, incident: IncidentView, before: Finding, finding: Finding) -> None:
-    """Show new evidence for the same verdict, without an alert, an audit entry or an action."""
+    """Update the evidence of an unchanged verdict, without an alert, an audit entry or an
+    action."""
     after = replace(before, **{name: getattr(finding, name) for name in _REFRESHED})
     if after != before:
         draft.put_incident(_map(incident, lambda one: after if one is before else one))

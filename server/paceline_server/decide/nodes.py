@@ -1,4 +1,4 @@
-"""The job's nodes and ranks as of now: which are silent, usable, or blocked by a fatal finding."""
+"""The current state of the job's nodes and ranks: silent, usable, or with a fatal finding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline_server.detect.finding import Finding
 
 
 def usable_nodes(draft: Draft, without: set[str]) -> list[NodeView]:
-    """Return the nodes that may be given ranks of this job now."""
+    """Return the nodes that can be assigned ranks of this job now."""
     return [
         node
         for node in draft.view.nodes
@@ -30,8 +30,8 @@ def live_agents(draft: Draft) -> set[str]:
 def silent_agents(draft: Draft) -> set[str]:
     """Return the agents of the generation whose lease has lapsed.
 
-    If several agents are silent and none is not, the fault is between them and the server: none
-    of them is returned.
+    If all of several agents are silent, the fault is between them and the server, and none is
+    returned.
     """
     agents = {rank.agent_id for rank in draft.ranks}
     silent = agents - live_agents(draft)
@@ -39,7 +39,7 @@ def silent_agents(draft: Draft) -> set[str]:
 
 
 def fatal_findings(draft: Draft) -> list[Finding]:
-    """Return the open findings about this generation that mean it no longer trains."""
+    """Return the open findings that show that this generation no longer trains."""
     return [
         finding
         for incident in draft.incidents()
@@ -49,7 +49,7 @@ def fatal_findings(draft: Draft) -> list[Finding]:
 
 
 def quarantine(draft: Draft, agent: str, why: str) -> None:
-    """Give the node no ranks until a person releases it."""
+    """Assign no ranks to the node until a person releases it."""
     node = next((node for node in draft.view.nodes if node.agent_id == agent), None)
     if node is not None and not node.quarantined and agent not in draft.quarantine:
         draft.quarantine[agent] = why

@@ -1,7 +1,7 @@
 """Assign ranks to nodes.
 
 Ranks lie in contiguous blocks in rank order, so that tensor-parallel peers share a node. When a
-node is replaced, the others keep their ranks, and with them warm page caches and local files.
+node is replaced, the others keep their ranks, and so their warm page caches and local files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def place(
 
     Args:
         asked: the topology requested for the job.
-        nodes: those that may be used, all of them usable.
+        nodes: candidates; all of them are usable.
         previous: ranks of the generation before; they keep their nodes where possible.
         may_shrink: allow fewer data-parallel replicas than requested.
 
@@ -53,7 +53,7 @@ def place(
 
 
 def natural(agent_id: str) -> list[tuple[int, str]]:
-    """Return a sort key by which node-2 comes before node-10."""
+    """Return a natural sort key: node-2 comes before node-10."""
     return [
         (int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", agent_id)
     ]

@@ -21,19 +21,19 @@ class ActionProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     phase: PhaseName | None = None  # None: not begun
     since_ns: int = 0
-    planned: bool = False  # save a checkpoint before the ranks are stopped
+    planned: bool = False  # whether to save a checkpoint before the ranks are stopped
     why: str = ""  # what is wrong, one sentence
     remark: str = ""  # sentences that follow the price in the reason of a proposal
-    node: str | None = None  # held responsible
+    node: str | None = None  # the node to blame
     ends_as: JobState | None = None  # final job state of a `stop` action
     target_step: int | None = None
     highest_step: int | None = None  # finished by the generation that ends
     saved_step: int | None = None  # steps completed in the checkpoint that all ranks agreed on
     first_step: int | None = None  # first step that the new generation finished
     deadline_ns: int = 0
-    tries: int = 1  # of the stop command
-    lost: list[str] = []  # left out because they were silent; used again if no other node is left
-    avoid: list[str] = []  # used if the job does not fit on the others, the last one first
+    tries: int = 1  # number of times that the stop command was sent
+    lost: list[str] = []  # excluded because they were silent; used again if no other node is left
+    avoid: list[str] = []  # used only if the job does not fit on the others, the last one first
     checkpoint_commands: dict[str, int] = {}
     cancel_commands: dict[str, int] = {}
     trouble: str = ""  # why the checkpoint was called off
@@ -82,7 +82,7 @@ def enter_phase(
 
 
 def update_detail(draft: Draft, action: ActionView, detail: str) -> ActionView:
-    """Replace the text of the current phase by what it waits for now."""
+    """Replace the text of the current phase with what it waits for now."""
     if not action.phases or action.phases[-1].detail == detail:
         return action
     last = msgspec.structs.replace(action.phases[-1], detail=detail)
@@ -91,7 +91,7 @@ def update_detail(draft: Draft, action: ActionView, detail: str) -> ActionView:
 
 
 def restart_reason(progress: ActionProgress, exclude: list[str]) -> str:
-    """Return the reason of a restart as people read it."""
+    """Return the reason of a restart for people to read."""
     parts = [f"without {join_names(exclude)}"] if exclude else []
     if progress.node in progress.avoid and progress.node not in exclude:
         parts.append(f"if possible not on {progress.node}")

@@ -31,7 +31,7 @@ from paceline_server.decide.types import ActionState, ActionView, IncidentView
 
 NEVER_ACTS = ("observe", "dry-run")
 _UNFINISHED: tuple[ActionState, ...] = ("proposed", "approved", "running")
-_PRICE_RATIO = 1.1  # growth after which a proposal's price is written again
+_PRICE_RATIO = 1.1  # a proposal's price is updated once it has grown by this factor
 _NO_CHECKPOINT = (
     "A person has to approve it, because the script cannot save a checkpoint on command."
 )
@@ -64,7 +64,7 @@ def _stop_by_request(draft: Draft) -> None:
 
 
 def _start_when_possible(draft: Draft) -> None:
-    """Start only with the whole topology requested; only repairs may shrink it."""
+    """Start a pending job once its whole topology fits; only repairs may shrink it."""
     if draft.actions(*_UNFINISHED):
         return
     layout = place(draft.view.spec.topology, usable_nodes(draft, set()), may_shrink=False)
@@ -96,7 +96,8 @@ def _update_proposals(draft: Draft) -> None:
             and bool(progress.why)
             and not progress.why.startswith(finding.summary)
         )
-        # Not each tick: every change is a write, and can collide with a person's decision.
+        # Not in each tick, because every change is a write and can conflict with a person's
+        # decision.
         if not is_outdated and price.steps < _PRICE_RATIO * max(action.price_steps or 0, 1):
             continue
         if is_outdated and finding is not None:
@@ -159,7 +160,8 @@ def _treat(draft: Draft, incident: IncidentView) -> None:
         return
     running = _running(draft)
     if running is not None:
-        # A restart repairs all that was found in its generation; a start fails by itself.
+        # A restart repairs all that was found in its generation; a failed start has no incident of
+        # its own.
         if running.kind == "restart" and running.action_id not in incident.action_ids:
             mitigate(draft, incident.incident_id, running.action_id)
         return
@@ -217,7 +219,7 @@ def _propose(
 
 
 def _propose_what_was_called_off(draft: Draft) -> None:
-    """Propose to a person a restart whose checkpoint could not be saved."""
+    """Propose a restart whose checkpoint could not be saved to a person."""
     for action in draft.actions("failed"):
         progress = progress_of(action)
         if action.finished_ns != draft.now_ns or not progress.trouble or draft.actions("proposed"):
@@ -231,7 +233,7 @@ def _propose_what_was_called_off(draft: Draft) -> None:
 
 
 def _refuse(draft: Draft, incident: IncidentView | None, remedy: Remedy, refusal: str) -> None:
-    """The budget is used up: only notify of a slow job, give up one that no longer trains."""
+    """Act on a used-up budget: notify of a job that is slow, end a job that no longer trains."""
     if remedy.planned:
         why = f"{remedy.why} The job is not restarted for it: {refusal}."
         _record(draft, incident, Remedy(kind="notify", why=why), "done", why)

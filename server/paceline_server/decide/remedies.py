@@ -36,11 +36,11 @@ from paceline_server.detect.finding import Finding
 from paceline_server.detect.kinds import BUBBLE, HANG, kind_of
 
 PERSISTENT_STEPS = 20
-# How often a node may have been to blame within an hour before a restart excludes it. A
-# generation that does not start says more about its node than a crash in the middle.
+# How often a node may have been to blame within an hour before a restart excludes it. A generation
+# that does not start is stronger evidence against its node than a later crash.
 _TOLERATED_FAILURES = 2
 _TOLERATED_FAILED_STARTS = 1
-_RESTART_DOES_NOT_HELP = ("transient", "chronic")  # it is over, or it is the model's
+_RESTART_DOES_NOT_HELP = ("transient", "chronic")  # the slowdown has ended, or the model causes it
 
 
 class Remedy(Struct, frozen=True, kw_only=True):
@@ -50,12 +50,12 @@ class Remedy(Struct, frozen=True, kw_only=True):
     why: str
     planned: bool = False  # save a checkpoint first
     exclude: list[str] = []
-    avoid: list[str] = []  # used if the job does not fit on the others, the last one first
-    node: str | None = None  # held responsible
+    avoid: list[str] = []  # used only if the job does not fit on the others, the last one first
+    node: str | None = None  # the node to blame
 
 
 def remedy_for(draft: Draft, incident: IncidentView) -> Remedy | None:
-    """Return the remedy for the incident as it is now; None: nothing, or not yet."""
+    """Return the current remedy for the incident; None if there is nothing to do, or not yet."""
     finding = incident.finding
     if is_fatal(finding):
         if _may_continue(draft, incident):
@@ -93,9 +93,9 @@ def urgency(incident: IncidentView) -> tuple[int, int, bool, bool]:
 
 
 def _may_continue(draft: Draft, incident: IncidentView) -> bool:
-    """Return whether a hang is young and its processes run.
+    """Return whether a hang is recent and its processes are running.
 
-    Never for an incident for which a restart was begun before.
+    False if a restart was already begun for the incident.
     """
     finding = incident.finding
     if finding.kind != HANG.name or incident.action_ids:
@@ -111,7 +111,7 @@ def _remedy_for_slow(draft: Draft, finding: Finding) -> Remedy | None:
     reason = current_reason(draft, finding)
     if finding.persistence in _RESTART_DOES_NOT_HELP:
         return Remedy(kind="notify", why=f"{reason} A restart would change nothing.")
-    # The cause of a slow link being unknown, it is also unknown which end to exclude, if any.
+    # If the cause of a slow link is unknown, it is also unknown which end to exclude, if any.
     unexplained = (
         finding.severity == "critical"
         and finding.cause == "unknown"
@@ -143,7 +143,7 @@ def _persists(draft: Draft, finding: Finding) -> bool:
 
 
 def _obstacle_to_exclusion(draft: Draft, finding: Finding) -> str | None:
-    """Return why a slow node has to be kept; None: a restart without it is better."""
+    """Return why a slow node must stay in the job; None: a restart without it is better."""
     assert finding.node is not None
     if not _may_quarantine(draft, finding.node, 0):
         return "No more nodes may be quarantined."
@@ -186,5 +186,5 @@ def _may_quarantine(draft: Draft, agent: str, already_chosen: int) -> bool:
     view, policy, now_ns = draft.view, draft.policy, draft.now_ns
     node = next((node for node in view.nodes if node.agent_id == agent), None)
     if node is None or not budget.alive(node, policy, now_ns):
-        return True  # it is gone in any case
+        return True  # the node is gone in any case
     return budget.may_quarantine(view.nodes, policy, already_chosen, now_ns)

@@ -1,4 +1,4 @@
-"""Ending a job: the `stop` action, begun by a person or because Paceline gives up."""
+"""Ending a job: the `stop` action, requested by a person, or because Paceline gives up."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from paceline_server.decide.stopping import (
 from paceline_server.decide.types import ActionView, JobState
 from paceline_server.decide.wording import join_names
 
-USER_GRACE_SECONDS = 2.0  # a person's stop lets the ranks end cleanly; a repair does not wait
+# lets the ranks of a job that a person stops end cleanly; a repair does not wait
+USER_GRACE_SECONDS = 2.0
 TRIES = 3
 
 
 def begin_stop(draft: Draft, ends_as: JobState, reason: str, incident_id: str | None) -> ActionView:
-    """Begin to end the job, as "stopped" by a person or as "failed" by the policy."""
+    """Begin to end the job, as "stopped" (by a person) or "failed" (by the policy)."""
     for action in draft.actions("proposed", "approved", "running"):
         draft.end_action(action, "superseded", error=f"The job is being ended: {reason}")
     action = draft.put_action(
@@ -57,7 +58,7 @@ def begin_stop(draft: Draft, ends_as: JobState, reason: str, incident_id: str | 
 
 
 def advance_stop(draft: Draft, action: ActionView) -> None:
-    """End the job once every node has confirmed, or did not after three requests."""
+    """End the job once every node has confirmed, or has not after three requests."""
     progress = progress_of(action)
     waiting = unconfirmed(draft, progress.stop_commands)
     ends_as: JobState = progress.ends_as or "stopped"
@@ -77,7 +78,7 @@ def advance_stop(draft: Draft, action: ActionView) -> None:
 
 
 def _end(draft: Draft, ends_as: JobState, why: str) -> None:
-    """Set the final state. A failed job keeps its incidents: they say why it failed."""
+    """Set the final state. A failed job keeps its incidents, which explain why it failed."""
     for incident in draft.incidents():
         if ends_as == "stopped":
             resolve(draft, incident, "The job was stopped.")

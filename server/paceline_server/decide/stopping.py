@@ -1,4 +1,4 @@
-"""Stopping the ranks of a generation, confirmed node by node.
+"""Stop the ranks of a generation, with a confirmation from each node.
 
 A node counts as stopped when its agent confirms it or when its lease has lapsed: an agent that
 cannot reach the server for that long kills its ranks by itself.
@@ -18,7 +18,7 @@ from paceline_wire.commands import Command, StopGeneration
 def request_stop(
     draft: Draft, action: ActionView, agents: set[str], *, grace_seconds: float = 0.0
 ) -> dict[str, int]:
-    """Have each of `agents` kill the ranks of the current generation and all before it.
+    """Have each of `agents` kill the ranks of the current and all earlier generations.
 
     Returns {agent_id: command_id}.
     """
@@ -35,7 +35,7 @@ def request_stop(
 
 
 def agents_of_generation(draft: Draft) -> set[str]:
-    """Return the agents that hold ranks of the job, and those that the store assigns to it."""
+    """Return the agents that run ranks of the job, and those that the store assigns to it."""
     assigned = {node.agent_id for node in draft.view.nodes if node.job == draft.view.job_id}
     return assigned | {rank.agent_id for rank in draft.ranks}
 

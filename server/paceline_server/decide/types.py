@@ -30,7 +30,7 @@ ActionState = Literal[
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     argv: list[str]
-    topology: Topology  # as requested; the current one may be smaller
+    topology: Topology  # as requested; the current topology may be smaller
     environment: dict[str, str] = {}
     directory: str | None = None
     checkpoint_directory: str | None = None
@@ -44,8 +44,8 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     rendezvous_port: int
     slots: int
-    gpus: list[int]  # NVML indices of those that can hold a rank
-    is_degraded: bool = False  # some of its GPUs cannot
+    gpus: list[int]  # NVML indices of the GPUs that can hold a rank
+    is_degraded: bool = False  # some of its GPUs cannot hold a rank
     last_seen_ns: int
     boot_id: str
     quarantined: bool = False
@@ -89,24 +89,24 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ActionView(msgspec.Struct, frozen=True, kw_only=True):
-    """One action and its progress. `parameters` is private to `decide`."""
+    """One action and its progress. `parameters` is internal to `decide`."""
 
     action_id: str
     kind: ActionKind
     state: ActionState
     reason: str  # one sentence for people
-    generation: int  # acted on; a restart leads to generation + 1
+    generation: int  # the generation acted on; a restart leads to generation + 1
     created_ns: int
     finished_ns: int | None = None
     incident_id: str | None = None
     exclude_nodes: list[str] = []
     phases: list[Phase] = []
     parameters: dict[str, Any] = {}
-    lost_steps: int | None = None  # by a finished restart
+    lost_steps: int | None = None  # steps lost by a finished restart
     # The steps that a proposed restart would repeat, since the newest checkpoint. None: unknown.
     price_steps: int | None = None
     price_seconds: float | None = None
-    resumed_step: int | None = None  # first step done (again) after the restart
+    resumed_step: int | None = None  # first step trained after the restart
     error: str | None = None
 
 
@@ -122,10 +122,10 @@ class Acknowledged(msgspec.Struct, frozen=True):
 class Restarted(msgspec.Struct, frozen=True):
     """One past generation change, for budgets and backoff."""
 
-    generation: int  # that it started
+    generation: int  # the generation that it started
     at_ns: int
     highest_step: int | None  # of the generation that ended
-    node: str | None = None  # held responsible
+    node: str | None = None  # the node to blame
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,12 +144,12 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     acknowledged: list[Acknowledged] = []  # of unfinished actions' commands
     command_results: dict[int, bool] = {}  # of unfinished actions' commands: id -> ok
     highest_step: int | None = None  # finished by all ranks, over all generations
-    checkpoint_step: int | None = None  # newest that every rank reported as committed
-    # Whether all ranks save a checkpoint on command; None: not known yet.
+    checkpoint_step: int | None = None  # newest step that every rank reported as committed
+    # Whether all ranks save a checkpoint on command; None: not yet known.
     can_checkpoint: bool | None = None
     step_seconds: float | None = None  # median of the recent steps
     stop_requested: bool = False
-    is_superseded: bool = False  # another run of this job was started outside Paceline
+    is_superseded: bool = False  # another run of this job was started without Paceline
     # When the end of the last rank was received; None: some ranks still run.
     ended_received_ns: int | None = None
 
@@ -158,7 +158,7 @@ class IssuedCommand(msgspec.Struct, frozen=True, kw_only=True):
     """`command.command_id` is already unique: `decide` takes ids from `next_command_id`."""
 
     agent_id: str
-    action_id: str  # of the action, or of the incident that the command gathers evidence for
+    action_id: str  # id of the action, or of the incident that the command gathers evidence for
     command: Command
 
 

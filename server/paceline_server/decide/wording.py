@@ -21,7 +21,7 @@ def join_numbers(numbers: set[int]) -> str:
 
 
 def exit_text(rank: RankView) -> str:
-    """Return how the rank ended, as a predicate: "exited with code 1"."""
+    """Return how the rank ended, as the predicate of a sentence: "exited with code 1"."""
     if rank.signal is not None:
         return f"was killed by signal {rank.signal}"
     if rank.exit_code is not None:

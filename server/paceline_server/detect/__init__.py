@@ -1,1 +1,2 @@
-"""Pure detectors, one per folder: measurements of steps, nodes and ranks in, findings out."""
+"""Pure detectors, one per folder, that turn measurements of steps, nodes and ranks into
+findings."""

@@ -1,10 +1,10 @@
 """The contract of a detector.
 
-A detector is a folder beside this file whose `detector.py` contains one subclass of `Detector`;
-being there registers it. An instance lives for one generation, receives one `Observation` per
-tick, and returns only what is new: a finding when a problem begins, again when the verdict
-changes, and once with `cleared=True` when it is over. It must be pure: no clock, no I/O, no
-logging, no global state.
+A detector is a folder beside this file whose `detector.py` contains one subclass of `Detector`; it
+is registered automatically. An instance lives for one generation, receives one `Observation` per
+tick, and returns only what is new: a finding when a problem begins, again when the verdict changes,
+and once with `cleared=True` when it is over. It must be pure: no clock, no I/O, no logging, no
+global state.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Detector(ABC):
         policy: what an operator may change. A detector's own thresholds are in the `settings.py`
             beside it; its constructor takes them as a third argument.
 
-    `kinds`: of the findings it emits, the usual one first. `order`: detectors run in ascending
-    order, those whose findings explain others first. `warmup_steps`: steps of a generation that
-    are skipped.
+    `kinds`: kinds of the findings it emits, the most common first. `order`: detectors run in
+    ascending order, so that findings that explain others come first. `warmup_steps`: first steps of
+    a generation, which are skipped.
     """
 
     kinds: ClassVar[tuple[Kind, ...]]
@@ -46,7 +46,7 @@ class Detector(ABC):
 
     @abstractmethod
     def update(self, observation: Observation) -> list[Finding]:
-        """Return what is new in this tick."""
+        """Return the findings that are new or changed in this tick."""
 
     def after_warmup(self, steps: Iterable[Step]) -> Iterator[Step]:
         """Return `steps` without the first `warmup_steps` of the generation."""
@@ -68,8 +68,8 @@ class Detector(ABC):
     ) -> Finding:
         """Return a finding of this generation.
 
-        Unless given, the kind is the detector's first, the severity that of the kind, and node and
-        stage are those of `rank`.
+        Defaults: the detector's first kind, the severity of the kind, and the node and stage of
+        `rank`.
         """
         kind = kind or self.kinds[0]
         rank = details.get("rank")

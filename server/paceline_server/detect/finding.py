@@ -13,7 +13,7 @@ Side = Literal["host", "device", "mismatch"]
 
 
 class Evidence(msgspec.Struct, frozen=True):
-    """One measurement for (or, in `counter_evidence`, against) a finding."""
+    """One measurement that supports a finding or, in `counter_evidence`, speaks against it."""
 
     text: str  # "SM clock of gpu0 on node 1 fell from 1980 to 795 MHz at step 41"
     metric: str | None = None
@@ -51,23 +51,24 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     onset_step: int | None = None
     step: int | None = None  # the newest step that was analyzed
     slowdown: float | None = None  # self-time over peers' self-time; 1.0 = healthy
-    cost_ratio: float | None = None  # share of the step time lost to this, 0..1
-    speedup: float | None = None  # step time over that of a replay without it; 1.21 = 21% gained
+    cost_ratio: float | None = None  # share of the step time lost to this problem, 0..1
+    # step time over that of a replay without the problem; 1.21 = 21% gained
+    speedup: float | None = None
     persistence: Persistence | None = None  # None: not judged
-    ranks: list[int] = []  # all ranks concerned, where it is not `rank` alone
+    ranks: list[int] = []  # all affected ranks, if more than `rank`
     link: tuple[int, int] | None = None  # ranks (source, destination) of a slow link
-    side: Side | None = None  # of a hang: where it is stuck
+    side: Side | None = None  # hangs only: where it is stuck
     causes: list[Cause] = []  # likeliest first
-    advice: str | None = None  # what to change in the training, and what it would give
+    advice: str | None = None  # what to change in the training, and the gain
     severity: str = "warning"  # "info", "warning", "critical"
     suspects_node: bool = False  # the node itself, not only the process, is the problem
     can_checkpoint: bool = True  # ranks still make progress, so a planned restart is possible
     cleared: bool = False
-    follows: str | None = None  # kind of an earlier finding that this is only a consequence of
+    follows: str | None = None  # kind of an earlier finding of which this one is only a consequence
     evidence: list[Evidence] = []
     counter_evidence: list[Evidence] = []
     stacks_wanted: list[int] = []  # ranks whose Python stacks would help, most useful first
-    stacks: list[RankStackTraces] = []  # those that were taken
+    stacks: list[RankStackTraces] = []  # the stacks that were taken
     dumps_wanted: bool = False  # Flight Recorder dumps of all ranks would help ...
     # ... and their conclusion is part of the evidence. Stored under its former name.
     dumps_reported: bool = msgspec.field(name="dumps_told", default=False)
@@ -102,7 +103,10 @@ class FindingDetails(TypedDict, total=False):
 
 
 def cleared(finding: Finding, summary: str, now_ns: int, step: int | None = None) -> Finding:
-    """Return the finding as it is reported when the problem is over; `step` unless unchanged."""
+    """Return the finding as reported when the problem is over.
+
+    `step`: the newest, if it changed.
+    """
     return msgspec.structs.replace(
         finding,
         cleared=True,

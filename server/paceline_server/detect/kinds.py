@@ -1,4 +1,4 @@
-"""The kinds of findings: one row each, with what the rest of Paceline needs to know of a kind.
+"""The kinds of findings: one row each, with what the rest of Paceline needs to know about it.
 
 Names are stable: alerts, policies, dashboards and stored incidents match on them.
 """
@@ -25,15 +25,15 @@ class Kind:
     name: str
     # Default of a finding; the detector may set another.
     severity: Severity
-    # Effect on training. "stopped": no useful step follows, when it is critical.
+    # Effect on training. "stopped": if critical, no useful step follows.
     effect: Effect
-    # Whether a restart, without the node where that is suspected, can fix it.
+    # Whether a restart, without the node if it is suspected, can fix it.
     restartable: bool = False
     # Whether its findings name the ranks that make all others wait.
     names_ranks: bool = False
-    # If two findings share an incident, the one that explains more names it.
+    # The finding with the highest precedence is the main finding of a shared incident.
     precedence: int = 1
-    # Kinds whose findings are only symptoms beside one of this kind.
+    # Kinds whose findings are only symptoms of a simultaneous finding of this kind.
     explains: frozenset[str] = frozenset()
 
     @property
@@ -75,5 +75,5 @@ FAILURE = _row(Kind("failure", "critical", "stopped", restartable=True, preceden
 
 
 def kind_of(name: str) -> Kind:
-    """Return the row of a kind; a plain one for a name from an older or newer server."""
+    """Return the row of a kind; a default row for a name from an older or newer server."""
     return KINDS.get(name) or Kind(name, "warning", "none")

@@ -51,7 +51,7 @@ class Generation:
 
 @dataclass(slots=True)
 class LiveRank:
-    """The newest state page of one rank, and for how long it has been unchanged.
+    """The newest state page of one rank, and how long it has been unchanged.
 
     Both durations are differences on the node's own clock. Neither clock skew nor late delivery
     can make a rank look stuck: the agent must have read the same page twice.
@@ -60,7 +60,7 @@ class LiveRank:
     rank: int
     state: RankState | None = None
     received_ns: int = 0  # server's clock
-    frozen_since_ns: int = 0  # first report with the same page as the newest
+    frozen_since_ns: int = 0  # first report with the same page as the newest report
     changing_until_ns: int | None = None  # last report with another page
     cpu_seconds_when_frozen: float | None = None
 
@@ -68,8 +68,8 @@ class LiveRank:
         previous = self.state
         if previous is not None and state.time_ns <= previous.time_ns:
             if received_ns - self.received_ns < CLOCK_STEP_NS:
-                return  # repeated or reordered
-            previous = None  # the clock of the node was set back
+                return  # a repeated or reordered report
+            previous = None  # the node's clock was set back
         if previous is None or _signature(previous.view) != _signature(state.view):
             self.changing_until_ns = previous.time_ns if previous is not None else None
             self.frozen_since_ns = state.time_ns
@@ -79,7 +79,7 @@ class LiveRank:
 
     @property
     def surely_frozen_seconds(self) -> float:
-        """Lower bound of the time without a change: only what the agent itself observed."""
+        """Lower bound of the time without a change: the time that the agent itself observed."""
         return 0.0 if self.state is None else (self.state.time_ns - self.frozen_since_ns) / 1e9
 
     @property
@@ -103,7 +103,7 @@ class LiveRank:
 
     @property
     def cpu_share_while_frozen(self) -> float | None:
-        """CPU seconds per second since the page last changed: 1 is a busy loop, 0 is asleep."""
+        """CPU seconds per second since the page last changed: 1: busy loop, 0: asleep."""
         if self.state is None or self.state.cpu_seconds is None:
             return None
         if self.cpu_seconds_when_frozen is None or not self.surely_frozen_seconds:
@@ -112,7 +112,10 @@ class LiveRank:
 
 
 def _signature(view: StateView) -> tuple[object, ...]:
-    """Return the fields that change with progress. Not the loss: NaN is unequal to itself."""
+    """Return the fields that change with progress.
+
+    The loss is not among them, because NaN is unequal to itself.
+    """
     return (
         view.head,
         view.step,
@@ -162,7 +165,8 @@ class Observation:
     stacks: Mapping[int, RankStackTraces] = field(default_factory=dict)  # newest of each rank
     dumps: Mapping[int, Received] = field(default_factory=dict)  # newest of each rank
     stragglers: frozenset[int] = frozenset()  # reported by earlier detectors of this tick
-    # agent_id -> delivery time of its newest batch beyond that of its fastest one
+    # by agent_id: how much longer the delivery of its newest batch took than that of its fastest
+    # one
     lateness_ns: Mapping[str, int] = field(default_factory=dict)
     # Kinds of the findings of earlier detectors that are not cleared.
     active_kinds: frozenset[str] = frozenset()

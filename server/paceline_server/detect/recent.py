@@ -36,7 +36,7 @@ class RecentRecords:
         self._sizes[block.rank] = total
 
     def of(self, rank: int) -> list[Span]:
-        """Return the records of a rank in the order of its ring, without duplicates."""
+        """Return the records of a rank in ring order, without duplicates."""
         by_index = {span.index: span for span in self._decoded(rank)}
         return [by_index[index] for index in sorted(by_index)]
 

@@ -1,4 +1,4 @@
-"""How findings are reported: their cost in words, and when a known problem is reported again."""
+"""How findings are reported: the text of their cost, and when a known problem is reported again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from paceline_server.percent import percent
 from paceline_server.whatif.online import RunReplay
 
 NOTABLE_LIKELIHOOD = 0.1
-REFRESH_NS = 10_000_000_000  # new evidence for the same verdict is reported no more often
+# shortest interval between reports of new evidence for the same verdict
+REFRESH_NS = 10_000_000_000
 
 
 def gain(cost_ratio: float) -> float:
-    """Return the speedup without a part of the step time: 1.25 without a fifth."""
+    """Return the speedup if this share of the step time were saved: 1.25 for a fifth."""
     return 1.0 / max(1.0 - cost_ratio, 0.01)
 
 
@@ -49,13 +50,13 @@ def cost_text(cost_ratio: float, speedup: float | None) -> str:
 
 
 def because(diagnosis: Diagnosis) -> str:
-    """Return `because of thermal throttle`, or `cause unknown`: the evidence lists the rest."""
+    """Return `because of thermal throttle`, or `cause unknown`; the evidence lists the details."""
     unknown = diagnosis.cause == UNKNOWN
     return "cause unknown" if unknown else f"because of {diagnosis.cause}"
 
 
 def is_alike(value: float | None, before: float | None, tolerance: float) -> bool:
-    """Return whether a value changed by no more than a share of what it was."""
+    """Return whether a value changed by no more than a share of its previous value."""
     return value is not None and before is not None and abs(value - before) <= tolerance * before
 
 
@@ -64,9 +65,9 @@ def is_new_verdict(
 ) -> bool:
     """Return whether a known problem is to be reported again.
 
-    It is when its cause or size changed; and when it `is_due`, at most every `REFRESH_NS`, for
-    other evidence of the same verdict. Never when the cause is only no longer measured: the
-    telemetry may have aged out.
+    It is if its cause or size changed, and for new evidence if it `is_due`, at most every
+    `REFRESH_NS`. It is not if the cause is merely no longer measured, because old telemetry is
+    dropped.
     """
     if diagnosis.cause == UNKNOWN and before.cause != UNKNOWN:
         return False
@@ -78,7 +79,8 @@ def is_new_verdict(
 
 
 def evidence_changed(diagnosis: Diagnosis, before: Finding) -> bool:
-    """Return whether the same verdict has other evidence: worth showing, not worth an alert."""
+    """Return whether the evidence of an unchanged verdict changed: it is displayed, but causes no
+    alert."""
     likelihoods = {cause.name: cause.likelihood for cause in before.causes}
     now = {cause.name: cause.likelihood for cause in diagnosis.causes}
     moved = max(

@@ -1,6 +1,6 @@
 """Findings about levels that rose: reported, followed, updated, and cleared when the rise is over.
 
-The straggler and the slow link detector share it: both watch levels (`statistics.peer_levels`) and
+The straggler and slow link detectors share it: both watch levels (`statistics.peer_levels`) and
 report the rises in them.
 """
 
@@ -22,7 +22,7 @@ STEPS_BETWEEN_UPDATES = 10
 
 @dataclass(slots=True)
 class ReportedRise:
-    """A rise that was reported and is not over. Its finding is the latest that was reported."""
+    """A rise that was reported and is not over, with the latest reported finding."""
 
     levels: PeerLevels  # in which it rose
     rise: Rise
@@ -45,7 +45,7 @@ class RiseReports(ABC, Generic[Reported]):
 
     @abstractmethod
     def recovery_text(self, reported: Reported) -> str:
-        """Return the sentence that says that the rise is over."""
+        """Return the sentence that reports the end of the rise."""
 
     @abstractmethod
     def slowdown(self, reported: Reported) -> float | None:
@@ -58,7 +58,7 @@ class RiseReports(ABC, Generic[Reported]):
 
     @abstractmethod
     def is_alike(self, reported: Reported, slowdown: float | None) -> bool:
-        """Return whether the size is about what was reported."""
+        """Return whether the size is about the same as reported."""
 
     def measure_again(self, reported: Reported) -> None:
         """Update the size of the rise; called every `STEPS_BETWEEN_UPDATES` steps."""
@@ -68,7 +68,7 @@ class RiseReports(ABC, Generic[Reported]):
         return reported.finding
 
     def follow(self, step: int, observation: Observation) -> list[Finding]:
-        """Return what is new about the reported rises, as of `step`."""
+        """Return findings about changes of the reported rises, as of `step`."""
         return [
             finding
             for reported in list(self.reported.values())
@@ -88,7 +88,7 @@ class RiseReports(ABC, Generic[Reported]):
             self.measure_again(reported)
         elif before.cause != UNKNOWN or step == before.step:
             return []
-        # The replay is used only for what is reported: it costs more than the rest of a step.
+        # The replay is used only for reported rises, because it costs more than the rest of a step.
         slowdown = self.slowdown(reported)
         diagnosis = self.diagnose(reported, slowdown, observation)
         size_is_alike = self.is_alike(reported, slowdown)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-# Allocators, caches, JIT and page faults make the first steps of a generation slow, unevenly.
+# Allocators, caches, JIT and page faults make the first steps of a generation slow by different
+# amounts.
 WARMUP_STEPS: Final = 3
-# Steps of the past that make a baseline; with 10 the error of its median is a third of a step's.
+# Number of past steps in a baseline; with 10, the error of its median is a third of one step's.
 BASELINE_STEPS: Final = 10
-# False alarms expected per step of healthy, normal noise over all ranks. A hundredth of what is
-# allowed (one in 10,000 steps): real tails are heavier than normal, and the scatter itself is only
-# estimated.
+# False alarms expected per step of healthy, normal noise over all ranks. It is a hundredth of the
+# allowed rate (one in 10,000 steps), because real tails are heavier than normal and the scatter
+# itself is only estimated.
 FALSE_ALARMS_PER_STEP: Final = 1e-6

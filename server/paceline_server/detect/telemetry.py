@@ -1,6 +1,6 @@
 """Recent measurements of all nodes, in memory, for the diagnosis of a finding.
 
-Only metrics in which a cause shows are stored, with a bounded history each: the newest samples as
+Only metrics that a cause affects are stored, each with a bounded history: the newest samples as
 they arrived, older ones some seconds apart, and an unchanged value as its first and last sample
 only (most error counters never change). 10,240 GPUs with all their metrics fit into a few hundred
 MiB; `make bench` measures it.
@@ -111,7 +111,7 @@ STORED_METRICS: Mapping[str, tuple[str, ...]] = {
     metric_names.FILESYSTEM_SIZE_BYTES: ("mountpoint",),
 }
 POINTS_PER_SERIES = 64
-# Distance of older samples; the oldest are several times as far apart. A rank that has been slow
+# Interval of older samples; the oldest are several times as far apart. A rank that has been slow
 # for ten minutes can still be compared with its healthy past.
 COARSE_NS = 10e9
 MAX_AGE_NS = 1200e9
@@ -134,7 +134,7 @@ class MetricSeries:
         if flat and at <= flat[-2]:
             self._insert(at, value)
         elif len(flat) >= 4 and flat[-1] == value == flat[-3]:
-            flat[-2] = at  # unchanged
+            flat[-2] = at  # the value is unchanged
         else:
             flat.append(at)
             flat.append(value)
@@ -176,7 +176,7 @@ class MetricSeries:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """(time_ns, value), oldest first."""
+        """Return (time_ns, value) pairs, oldest first."""
         return list(zip(self._flat[::2], self._flat[1::2], strict=True))
 
     def columns(self) -> tuple[Floats, Floats]:
@@ -230,9 +230,10 @@ def typical(times: Floats, values: Floats) -> float | None:
 
 
 def without_dips(times: Floats, values: Floats) -> tuple[Floats, Floats]:
-    """Return the series without bad readings: a single lower value between higher ones.
+    """Return the series without invalid readings, which are single lower values between higher
+    ones.
 
-    Treated as a reset, such a reading would make the whole counter look like growth.
+    If it were treated as a reset, the whole counter value would count as growth.
     """
     if values.size < 3:
         return times, values
@@ -273,7 +274,7 @@ class Telemetry:
         self.extend(node, (sample,), clock_shift_ns)
 
     def extend(self, node: str, samples: Iterable[Sample], clock_shift_ns: int = 0) -> None:
-        """Add samples. Performance matters: every sample of every node passes through here."""
+        """Add samples. Performance matters: every sample of every node is added here."""
         stored = self._nodes.get(node)
         if stored is None:
             stored = self._nodes[node] = _Node()
@@ -296,7 +297,7 @@ class Telemetry:
             series.add(sample.time_ns + clock_shift_ns, sample.value)
 
     def find(self, node: str, name: str, **labels: str) -> MetricSeries | None:
-        """Return the series with exactly these labels; labels that are not stored are not valid."""
+        """Return the series with exactly these labels, all of which must be stored labels."""
         stored = self._nodes.get(node)
         names = STORED_METRICS.get(name)
         if stored is None or names is None or not labels.keys() <= set(names):
@@ -310,7 +311,7 @@ class Telemetry:
     def all_of(
         self, node: str, name: str, **labels: str
     ) -> Iterator[tuple[dict[str, str], MetricSeries]]:
-        """Yield (labels, series) of every series of a metric on a node that has these labels."""
+        """Yield (labels, series) of each series of a metric on a node that has these labels."""
         stored = self._nodes.get(node)
         if stored is None:
             return

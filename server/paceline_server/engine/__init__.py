@@ -1,1 +1,1 @@
-"""The engine of one job: batches and time in; steps, findings and the ledger out. Pure."""
+"""The engine of one job: turns batches and time into steps, findings and the ledger. Pure."""

@@ -1,8 +1,8 @@
 """The difference between each node's clock and the server's.
 
-A batch has the time it was packed, the server the time it was received: the smallest difference is
-the clock skew plus the fastest delivery. Small differences are not corrected: nodes synchronized by
-NTP agree better than delivery times can measure.
+A batch contains the time when it was packed, and the server records when it was received. The
+smallest difference is the clock skew plus the fastest delivery. Small differences are not
+corrected: nodes synchronized by NTP agree better than delivery times can measure.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from typing import NamedTuple
 
 # Fewer batches may all be delayed in a spool.
 BATCHES_BEFORE_TRUST = 4
-# A batch received before it was packed proves skew, if by more than scheduling jitter.
+# A batch received before it was packed proves clock skew, if the difference exceeds scheduling
+# jitter.
 LARGEST_LEAD_NS = 20_000_000
 # No healthy delivery takes this long every time.
 LARGEST_LAG_NS = 2_000_000_000
 
 
 class ReportedTime(NamedTuple):
-    """The time of an event by the node's clock, and when its report was received."""
+    """The time of an event on the node's clock, and when its report was received."""
 
     node: str
     time_ns: int
@@ -54,7 +55,7 @@ class NodeClocks:
         return min(reported.time_ns + self.shift_ns(reported.node), reported.received_ns)
 
     def shift_ns(self, node: str) -> int:
-        """Return what to add to the node's CLOCK_REALTIME to get the server's."""
+        """Return the offset to add to the node's CLOCK_REALTIME to get the server's."""
         if self._batches.get(node, 0) < BATCHES_BEFORE_TRUST:
             return 0
         smallest_ns = self._smallest_ns[node]

@@ -1,4 +1,4 @@
-"""The engine of one job: batches and time in; steps, findings, progress and the ledger out.
+"""The engine of one job: turns batches and time into steps, findings, progress and the ledger.
 
 Pure and deterministic: the same calls give the same outcomes. All times are arguments.
 """
@@ -32,13 +32,14 @@ _memory = msgspec.msgpack.Decoder(_Memory)
 
 
 class Engine:
-    """Call `place` at the start of each generation, `feed` for each batch, `tick` regularly.
+    """The engine of one job. Call `place` at each start of a generation, `feed` per batch, `tick`
+    regularly.
 
     Call `suspend` when an action begins to stop the generation (job state `recovering`,
     `stopping` or finished): nothing is detected from then until the next `place`.
 
-    Feed every batch of the nodes that hold ranks, also empty ones: they show that a node is alive.
-    A worker that takes the job over passes what `memory` returned to the previous one.
+    Feed every batch of the nodes that run ranks, including empty ones, which show that a node is
+    alive. A worker that takes the job over passes what `memory` returned to the previous one.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Engine:
         self._ledger.begin(placement.generation, placement.started_ns, placement.resume_step)
 
     def suspend(self) -> None:
-        """Detect nothing until the next `place`; steps and the ledger go on. Idempotent."""
+        """Detect nothing until the next `place`; steps and the ledger continue. Idempotent."""
         self._suspended = True
 
     def resume(self) -> None:

@@ -47,7 +47,7 @@ from paceline_wire.batch import (
 from paceline_wire.ring import GroupDefinition
 from paceline_wire.stacks import bounded, plain
 
-RECENT_STEPS = 20  # for the typical step time people see
+RECENT_STEPS = 20  # steps in the typical step time that is displayed
 P99_STEPS = 200
 # Steps for the what-if replay: enough to distinguish a fault from noise, in tables of bounded size
 # (a row has about 100 bytes).
@@ -87,7 +87,7 @@ class RunningGeneration:
         self._stacks: dict[int, RankStackTraces] = {}
         self._dumps: dict[int, Received] = {}
         self._records = RecentRecords(placement.topology.world_size)
-        self.attached: dict[str, ReportedTime] = {}  # by node, of its first rank
+        self.attached: dict[str, ReportedTime] = {}  # by node: when its first rank attached
         self._exit_times: dict[int, ReportedTime] = {}
         self._new_exits: list[ReportedExit] = []
         self._new_device_events: list[ReportedDeviceEvent] = []
@@ -245,7 +245,7 @@ class RunningGeneration:
             rows -= self._recent.popleft().rows
 
     def take_complete(self, now_ns: int | None) -> list[StepSummary]:
-        """Return steps with their loss, for users; all that wait if `now_ns` is None."""
+        """Return steps with their loss, for users; all waiting steps if `now_ns` is None."""
         return self._joined.take(now_ns)
 
     def detect(
@@ -301,7 +301,8 @@ class RunningGeneration:
         return findings
 
     def _weighed(self, finding: Finding) -> Finding:
-        """Return the finding as information if it costs too little to alert or act."""
+        """Return the finding with severity `info` if it costs too little for an alert or an
+        action."""
         cost_ratio = finding.cost_ratio
         is_small = cost_ratio is not None and cost_ratio < self._policy.notable_cost_share
         if not is_small or kind_of(finding.kind).effect != "slow":
@@ -314,7 +315,7 @@ class RunningGeneration:
         return median(recent) if recent else None
 
     def can_checkpoint(self) -> bool | None:
-        """Return whether all ranks save a checkpoint on command; None: not all have begun a step.
+        """Return whether all ranks save a checkpoint on command; None if not all have begun a step.
 
         Scripts declare it before their first step.
         """
@@ -325,7 +326,7 @@ class RunningGeneration:
         return all(state.view.can_checkpoint for state in begun)
 
     def saved_step(self) -> int | None:
-        """Return the newest checkpoint that all ranks reported that report any."""
+        """Return the newest checkpoint reported by all ranks that report checkpoints."""
         states = [live.state for live in self._ranks.values() if live.state is not None]
         steps = [state.view.saved_step for state in states]
         return min((step for step in steps if step is not None), default=None)

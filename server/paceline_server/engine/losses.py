@@ -1,8 +1,8 @@
 """Join steps with the losses that their ranks reported.
 
-A step closes with the spans of its ranks; its loss comes from a state page, which agents read less
-often. So a closed step waits up to a second for its loss before it is shown (detectors get it
-immediately).
+A step is closed once the spans of its ranks have arrived. Its loss is on a state page, which agents
+read less often. So a closed step waits up to a second for its loss before it is displayed
+(detectors get it immediately).
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ REPORTED_STEPS = 256  # kept losses of steps that are not closed yet
 
 
 class LossJoin:
-    """Add state pages with `add_state`, closed steps with `add`; `take` those that are complete."""
+    """Joins state pages (`add_state`) with closed steps (`add`).
+
+    `take` returns the complete ones.
+    """
 
     def __init__(self) -> None:
         self._reported: dict[int, tuple[float | None, float | None]] = {}
@@ -33,7 +36,7 @@ class LossJoin:
         if step is None:
             return
         self._newest = step if self._newest is None else max(self._newest, step)
-        # The first report counts: usually all ranks report the mean over the job.
+        # The first report is used, because usually all ranks report the mean over the job.
         self._reported.setdefault(step, (_finite(view.loss), _finite(view.gradient_norm)))
         if len(self._reported) > REPORTED_STEPS:
             del self._reported[min(self._reported)]

@@ -15,7 +15,8 @@ from paceline_wire.ring import GroupDefinition
 def remeasure(
     job: str, placement: Placement, batches: Iterable[tuple[Batch, int]]
 ) -> list[StepTiming]:
-    """Return every step that ends in `batches`, ordered pairs of a batch and its receipt time."""
+    """Return every step that ends in `batches`, ordered pairs of a batch and the time it was
+    received."""
     model = StepModel(placement.generation, placement.topology, placement.metadata)
     clocks = NodeClocks()
     for batch, received_ns in batches:

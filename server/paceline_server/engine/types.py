@@ -10,7 +10,7 @@ from paceline_wire.topology import Topology
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and how one generation runs; given to `Engine.place` at its start."""
+    """Where and how one generation runs; passed to `Engine.place` at its start."""
 
     generation: int
     topology: Topology
@@ -20,9 +20,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     topology_source: str | None = None
     metadata: dict[str, str] = {}  # schedule ("gpipe", "1f1b"), microbatches, ...
     started_ns: int  # CLOCK_REALTIME
-    was_found: bool = False  # external: was found running at `started_ns`
+    was_found: bool = False  # external job: found running at `started_ns`
     resume_step: int | None = None  # first step of this generation, if known
-    # rank -> generation that the rank reports, where it differs from `generation`
+    # by rank: the generation that it reports, if it differs from `generation`
     reported_generations: dict[int, int] = msgspec.field(default_factory=dict, name="said")
 
     def reported_generation(self, rank: int) -> int:
@@ -34,9 +34,9 @@ class RankProgress(msgspec.Struct, frozen=True):
     """The latest state of one rank of the current generation."""
 
     rank: int
-    step: int | None  # newest finished
+    step: int | None  # newest finished step
     operation: str | None  # in flight, e.g. "all_reduce tp#118"; None: between operations
-    operation_seconds: float | None  # for how long
+    operation_seconds: float | None  # duration of the operation so far
     process_state: str | None
     status: str  # ring.Status name
 
@@ -51,7 +51,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     ledger: Ledger = Ledger()
     step_seconds: float | None = None  # median of the recent steps
     highest_step: int | None = None
-    can_checkpoint: bool | None = None  # all ranks declared it; None: not known yet
+    can_checkpoint: bool | None = None  # all ranks declared it; None: not yet known
     saved_step: int | None = None  # newest committed checkpoint that the ranks reported
     ended_ns: int | None = None  # when the last rank exited; None: some ranks still run
     ended_received_ns: int | None = None  # when the report of that was received

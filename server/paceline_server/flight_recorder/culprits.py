@@ -2,10 +2,10 @@
 
 A device runs operations in launch order, so a rank waits in the earliest of its unfinished
 operations, and that operation waits for its targets (see `waiting`). In a correct program each wait
-leads to an earlier place of the program, so the path ends at the ranks that caused all other waits.
-Two cases need care.
+leads to an earlier position in the program, so the path ends at the ranks that caused all other
+waits. Two cases need care.
 
-Circles: a sender rarely waits for its receiver, so a circle is first opened at its sends. A circle
+Cycles: a sender rarely waits for its receiver, so a cycle is first opened at its sends. A cycle
 that remains was launched in different orders on different ranks.
 
 Two culprits, one of which also waits for the other: a rank that is behind a participant of the
@@ -27,7 +27,8 @@ from paceline_server.flight_recorder.dump import Dump
 from paceline_server.flight_recorder.operations import Operation
 from paceline_server.flight_recorder.waiting import DumpWait, DumpWaitReason
 
-# Order of reports if a rank is waited for in several ways: the nearest to the cause first.
+# Order in which a rank's reasons are reported if others wait for it in several ways: closest to the
+# cause first.
 _PRECEDENCE = (
     DumpWaitReason.MISMATCH,
     DumpWaitReason.DEVICE,
@@ -49,7 +50,7 @@ class DumpCulprit:
     """A rank that caused the waits of others, with the waits for it, oldest first."""
 
     rank: int
-    kind: str  # host, device, mismatch
+    kind: str  # "host", "device" or "mismatch"
     waits: tuple[DumpWait, ...]
     is_certain: bool
 
@@ -57,7 +58,7 @@ class DumpCulprit:
 def narrowed(waits: Iterable[DumpWait]) -> list[DumpWait]:
     """Return the devices with an unfinished operation whose host stopped too.
 
-    A device that dies takes its host with it: the next call fails.
+    When a device fails, its host stops too, because its next call fails.
     """
     waits = list(waits)
     lagging = set(_independently_late(waits, _queues(waits)))
@@ -122,9 +123,10 @@ def _edges(current: Mapping[int, DumpWait]) -> dict[int, list[int]]:
 def _independently_late(
     waits: Iterable[DumpWait], queues: Mapping[int, list[DumpWait]]
 ) -> Iterator[int]:
-    """Return ranks that are behind for a reason of their own, even if they also wait.
+    """Return ranks that are independently behind, even if they also wait.
 
-    Some participant launched the operation that they missed after all operations they wait in.
+    At least one participant launched the operation that they missed after all operations they wait
+    in.
     """
     launched = {rank: _orders(rank, queue) for rank, queue in queues.items()}
 
@@ -143,7 +145,7 @@ def _independently_late(
 
 
 def _orders(rank: int, queue: Iterable[DumpWait]) -> dict[Hashable, int]:
-    """Return when the rank first launched each place of the program that it waits in."""
+    """Return when the rank first launched each program position that it waits in."""
     orders: dict[Hashable, int] = {}
     for wait in queue:
         orders.setdefault(_program_place(wait.operation), wait.operation.arrivals[rank].order)
@@ -151,7 +153,10 @@ def _orders(rank: int, queue: Iterable[DumpWait]) -> dict[Hashable, int]:
 
 
 def _program_place(operation: Operation) -> Hashable:
-    """Return the place: the same for all in a collective, matched with the peer in a message."""
+    """Return the program position: equal for all ranks in a collective.
+
+    Matched with the peer in a message.
+    """
     if not operation.is_p2p:
         return id(operation)
     distance = operation.members[1] - operation.members[0]
@@ -160,7 +165,7 @@ def _program_place(operation: Operation) -> Hashable:
 
 
 def _open_at_sends(circle: frozenset[int], queues: dict[int, list[DumpWait]]) -> bool:
-    """Remove the sends that ranks of the circle wait in; False if there are none."""
+    """Remove the sends that ranks of the cycle wait in; return False if there are none."""
     opened = False
     for rank in circle if len(circle) > 1 else ():
         if rank >= 0 and queues[rank][0].operation.sends_only:
@@ -179,7 +184,7 @@ def _alone(rank: int, waits: Iterable[DumpWait]) -> list[DumpCulprit]:
 def _in_circle(
     circle: frozenset[int], current: Mapping[int, DumpWait], dumps: Mapping[int, Dump]
 ) -> list[DumpCulprit]:
-    """Return ranks with a minority order, otherwise the smallest set that explains the circle."""
+    """Return ranks with a minority order, otherwise the smallest set that explains the cycle."""
     inside = list({id(current[rank]): current[rank] for rank in circle if rank >= 0}.values())
     blamed = sorted(inside, key=lambda wait: (wait.operation.is_p2p, len(wait.targets)))
     first = blamed[0]
@@ -205,9 +210,9 @@ def _in_circle(
 def _in_unusual_order(
     circle: frozenset[int], inside: Iterable[DumpWait], dumps: Mapping[int, Dump]
 ) -> set[int]:
-    """Return ranks of the circle that launched two operations in the minority order.
+    """Return ranks of the cycle that launched two operations in the minority order.
 
-    Ranks outside the circle vote with operations of their own groups of the same purpose and
+    Ranks outside the cycle vote with operations of their own groups of the same purpose and
     number.
     """
     operations = [wait.operation for wait in inside if not wait.operation.is_p2p]
@@ -228,7 +233,10 @@ def _place(operation: Operation) -> tuple[str, int]:
 
 
 def _order(dump: Dump, places: tuple[tuple[str, int], tuple[str, int]]) -> bool | None:
-    """Return whether the first place was launched before the second; None if not both."""
+    """Return whether the first position was launched before the second.
+
+    None if either was not launched.
+    """
     found = {
         place: entry.order
         for entry in dump.entries

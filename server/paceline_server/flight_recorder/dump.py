@@ -4,16 +4,13 @@ Versions 2.4 to 2.10 of the format differ in fields that are not needed here (th
 versions), so one reader handles all. Three peculiarities of the format are resolved here:
 
 - The `state` of an entry is incomplete. Gloo leaves it `scheduled` and sets `retired`; NCCL leaves
-the
-  members of a coalesced batch `scheduled` and updates only the entry of the batch,
+  the members of a coalesced batch `scheduled` and updates only the entry of the batch,
   `nccl:coalesced`. `completed` of a `DumpEntry` takes all of this into account.
 - The key of `pg_status` is the rank's own number of a group, the key of `pg_config` the group's
-name;
-  entries have both. A group without an entry is matched by order: both count up with each new
+  name; entries have both. A group without an entry is matched by order: both count up with each new
   group.
 - `pg_status` counts differ: NCCL counts operations of one kind, gloo all of them. Only NCCL's
-counts
-  are used.
+  counts are used.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ class Signature(msgspec.Struct, frozen=True, gc=False):
 
 
 class Peers(msgspec.Struct, frozen=True, gc=False):
-    """Who sends to whom, as positions in the group; `sends` says which of the two this rank is."""
+    """Sender and receiver as positions in the group; `sends`: whether this rank is the sender."""
 
     sender: int
     receiver: int
@@ -102,7 +99,7 @@ class Dump:
     rank: int
     version: str
     entries: tuple[DumpEntry, ...]
-    is_timed: bool  # whether it records started kernels: NCCL does so only on request
+    is_timed: bool  # whether it records when kernels start: NCCL does so only on request
     groups: Mapping[str, DumpGroup]
     status: Mapping[str, GroupStatus]
 
@@ -165,10 +162,10 @@ def _number(value: object) -> int:
 
 
 def _text(value: object) -> str:
-    """A name from the dump, safe to print.
+    """Return a name from the dump that is safe to print.
 
-    No `str` of other values: for lists that contain one list twice it is exponential in their
-    depth.
+    Other values are not converted: for lists that contain one list twice, `str` is exponential in
+    their depth.
     """
     if not isinstance(value, str | int):
         raise TypeError("not a name")
@@ -265,7 +262,7 @@ def _local_names(
     known = {entry.local_group: entry.group for entry in entries}
     if len(groups) == len(status) and all(n.isdecimal() for n in (*groups, *status)):
         paired = dict(zip(sorted(status, key=int), sorted(groups, key=int), strict=True))
-        # Entries confirm the order; if one contradicts it, the order is not used.
+        # Entries confirm the order; if one of them contradicts it, the order is not used.
         if all(paired.get(local, name) == name for local, name in known.items()):
             return paired | known
     return known
@@ -283,7 +280,7 @@ def _with_final_state(
     return [
         _settle(entry, implied, batches.get(_batch(entry)), entry.group in batching)
         for entry in entries
-        # The entry of the batch contains nothing that its members do not contain.
+        # The entry of the batch has no information beyond that of its members.
         if entry.signature.op != "coalesced" or not sizes[_batch(entry)]
     ]
 

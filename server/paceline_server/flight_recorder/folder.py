@@ -1,4 +1,4 @@
-"""The dumps of a folder: which files are dumps, and their ranks.
+"""The dumps in a folder: which files are dumps, and of which ranks.
 
 File names of PyTorch end with the rank (`nccl_trace_rank_3`); users add suffixes and folders. A
 dump does not contain its rank, so the name is needed. The first bytes of a file show whether it is
@@ -33,14 +33,15 @@ FILE_BYTES_LIMIT = 256 * 1024 * 1024
 _IGNORED_SHOWN = 8
 
 _RANK = re.compile(
-    # After the word `rank`, unless it counts within a node, or nodes ...
+    # After the word `rank`, unless the number counts ranks within a node, or nodes ...
     r"(?<!local)(?<!local[-_])(?<!node)(?<!node[-_])rank[-_=. ]*(\d{1,7})(?!\d)"
     # ... or at the end, before the suffixes. `1.5` and `2025.09.22` are not ranks.
     r"|(?:^|[^\d.]|(?:^|\D)\.)(\d{1,7})(?:\.[a-z]\w*)*$",
     re.IGNORECASE,
 )
 _JSON = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{")
-# First bytes of protocol 2 and above, then of a dict in 0 and 1; the last one is an import.
+# First bytes of pickle protocols 2 and above, then of a dict in protocols 0 and 1; the last
+# alternative is an import.
 _PICKLE = re.compile(rb"\x80[\2-\5]|\(dp?\d*\n|\}q|c[\w.]+\n[\w.]+\n")
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
@@ -58,7 +59,7 @@ class Folder:
 @dataclass(frozen=True, slots=True)
 class _DumpFile:
     path: Path
-    name: str  # in the folder that is read
+    name: str  # name relative to the folder that is read
     rank: int
     form: str  # the name without the rank
 

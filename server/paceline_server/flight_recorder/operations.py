@@ -38,7 +38,7 @@ class Operation:
         return {rank for rank, entry in self.arrivals.items() if not entry.completed}
 
     def launched_ns(self) -> int:
-        """Time at which the first participant launched it, on that rank's clock."""
+        """The time when the first participant launched it, on that rank's clock."""
         return min(entry.created_ns for entry in self.arrivals.values())
 
 
@@ -95,7 +95,7 @@ class _Groups:
 
 
 def _collectives(dumps: Mapping[int, Dump], groups: _Groups) -> list[Operation]:
-    # Almost all are finished everywhere, so these are removed before joining.
+    # Almost all operations are finished on all ranks; these are removed before joining.
     unfinished = {
         (entry.group, entry.sequence)
         for dump in dumps.values()
@@ -114,7 +114,7 @@ def _collectives(dumps: Mapping[int, Dump], groups: _Groups) -> list[Operation]:
                 operation = operations[key] = Operation(
                     group, False, entry.signature.op, entry.sequence, group.ranks
                 )
-            # The first operation of a coalesced batch with one number represents all.
+            # The first operation of a coalesced batch with the same number represents all of them.
             operation.arrivals.setdefault(rank, entry)
     progress = _GroupProgress(dumps)
     open_operations = [o for o in operations.values() if o.unfinished()]
@@ -144,9 +144,9 @@ def _synchronizes(op: str) -> bool:
 
 
 class _GroupProgress:
-    """Progress of each rank in each group, if a collective itself is not in its dump.
+    """Progress of each rank in each group, for collectives that are not in its dump.
 
-    A ring contains only the newest entries, and a dump of active entries no finished ones.
+    A ring contains only the newest entries, and a dump of active entries has no finished ones.
     """
 
     def __init__(self, dumps: Mapping[int, Dump]) -> None:
@@ -204,7 +204,7 @@ class _GroupProgress:
         status = self._dumps[rank].status.get(name)
         if backend != "nccl" or status is None or status.completed is None:
             return False
-        # The status counts the kind used last; with both kinds in use, the nearer count is meant.
+        # The status counts the kind used last; if both kinds are in use, the closer count is meant.
         return status.completed >= sequence and all(
             abs(status.completed - sequence) < abs(status.completed - message)
             for message in self._messages[name]

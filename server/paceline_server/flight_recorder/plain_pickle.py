@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline_server.flight_recorder.errors import HostileDumpError, MalformedDumpError
 
-# More marks open at once than this is not a dump: a real one needs six.
+# Limit of simultaneously open marks; a real dump needs six.
 _OPEN_MARKS_LIMIT = 64
 # Integers of a dump are at most 64 bits wide, signed or not.
 _INTEGER_BYTES_LIMIT = 9
@@ -60,13 +60,16 @@ def load(data: bytes) -> Any:
 
 class _Machine:
     def __init__(self, data: bytes) -> None:
-        self._bytes = iter(data)  # a third of the time that indexing takes
+        self._bytes = iter(data)  # takes a third of the time of indexing
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []  # the stacks under each open mark
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """Run the pickle; the most frequent opcodes are handled here, others by a table."""
+        """Execute the pickle.
+
+        The most frequent opcodes are handled here, the others with a table.
+        """
         following, memo, stack = self._bytes, self._memo, self._stack
         for opcode in following:
             if opcode == 0x68:  # BINGET
@@ -117,7 +120,7 @@ class _Machine:
         return bytes(iter(self._bytes.__next__, 0x0A))
 
     def number(self, size: int, *, signed: bool = False) -> int:
-        # A truncated argument is harmless: the next opcode is missing.
+        # A truncated argument is harmless, because the next opcode is missing.
         return int.from_bytes(islice(self._bytes, size), "little", signed=signed)
 
     def text(self, size: int) -> str:
@@ -135,7 +138,7 @@ class _Machine:
         return self.number(size, signed=True)
 
     def decimal(self) -> int:
-        """INT and LONG of protocol 0; `I01` and `I00` are how it writes booleans."""
+        """Read INT and LONG of protocol 0, which writes booleans as `I01` and `I00`."""
         line = self.line().rstrip(b"L")
         if len(line) > _INTEGER_DIGITS_LIMIT:
             raise HostileDumpError(f"contains an integer of {len(line)} digits; a dump never does")
@@ -205,7 +208,7 @@ class _Machine:
             target[key] = next(following)
 
 
-# The opcodes that put a value on the stack, and what each reads for it.
+# The opcodes that push a value onto the stack, and the functions that read it.
 _VALUES: Mapping[int, Callable[[_Machine], Any]] = {
     0x88: lambda m: True,  # NEWTRUE
     0x89: lambda m: False,  # NEWFALSE
@@ -247,5 +250,5 @@ _CHANGES: Mapping[int, Callable[[_Machine], object]] = {
     0x30: lambda m: m.pop(),  # POP
     0x31: lambda m: m.pop_mark(),  # POP_MARK
     0x80: lambda m: m.take(1),  # PROTO
-    0x95: lambda m: m.take(8),  # FRAME: only a hint to readers of streams
+    0x95: lambda m: m.take(8),  # FRAME: only a hint for stream readers
 }

@@ -1,4 +1,5 @@
-"""Dumps that agents took of running ranks: decoding them, and their result if complete."""
+"""Dumps that agents requested from running ranks: decode them, and conclude if they are
+complete."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from paceline_wire.dumps import unpack
 class Received:
     """The dump of one rank, or the reason why there is none.
 
-    `was_asked`: the rank was requested to write one and did not, as when its host hangs.
+    `was_asked`: the rank was asked to write one and did not, for example because its host hangs.
     """
 
     dump: Dump | None
@@ -38,9 +39,9 @@ def read(event: RankDump) -> Received:
 def conclude(
     received: Mapping[int, Received], expected: Collection[int]
 ) -> tuple[HangReport | None, str]:
-    """Return the report, or None, and a sentence.
+    """Return the report (None if there is none) and a sentence about it.
 
-    A rank without a dump counts as hung on its host only if it was requested to write one. If
+    A rank without a dump counts as hung on its host only if it was asked to write one. If
     anything else is missing, there is no report.
     """
     dumps = {rank: one.dump for rank, one in received.items() if one.dump is not None}

@@ -23,7 +23,7 @@ _RANKS_SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroup:
-    """A group of ranks (global numbers) as the job named it."""
+    """A group of ranks (global numbers), with the name that the job gave it."""
 
     name: str
     description: str
@@ -40,7 +40,7 @@ class MissingCollective:
     process_group: ProcessGroup
     launched_by: tuple[int, ...]
     not_launched_by: tuple[int, ...]
-    differing: tuple[int, ...]  # ranks that launched another operation in its place
+    differing: tuple[int, ...]  # ranks that launched another operation instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class RankStanding:
 
 @dataclass(frozen=True, slots=True)
 class HangReport:
-    """The complete result; `kind` is None if nothing hangs."""
+    """The complete result; `kind` is None if no rank hangs."""
 
     culprits: tuple[int, ...]
     kind: str | None
@@ -127,7 +127,7 @@ def _doubts(first: DumpWait | None, dumps: Mapping[int, Dump]) -> Iterator[str]:
 
 
 def _first(culprits: Iterable[DumpCulprit]) -> DumpWait | None:
-    """Return the wait caused by most culprits; of several, the oldest."""
+    """Return the wait caused by most culprits; if there are several, the oldest."""
     held_by: dict[int, tuple[DumpWait, int]] = {}
     for culprit in culprits:
         for wait in culprit.waits:

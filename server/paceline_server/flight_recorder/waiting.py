@@ -1,6 +1,6 @@
 """The reason why each unfinished operation does not finish, and the ranks that cause it.
 
-- The ranks have launched another operation in its place (MISMATCH).
+- The ranks have launched another operation instead (MISMATCH).
 - They have not launched it (HOST), or have no dump that would show it (NO_DUMP).
 - All have launched it, and on some rank it is queued behind an earlier unfinished one (BEHIND).
 - All have launched it and nothing is queued before it: its kernel does not end (DEVICE). The others
@@ -45,7 +45,7 @@ class DumpWait:
 
     @property
     def op(self) -> str:
-        """The expected operation: as launched by the ranks that are not to blame."""
+        """The expected operation: the one launched by the ranks that are not to blame."""
         arrivals = self.operation.arrivals
         due = [rank for rank in arrivals if rank not in self.targets]
         if self.operation.is_p2p or not due:
@@ -54,7 +54,7 @@ class DumpWait:
 
 
 def waits_of(operations: Iterable[Operation], dumps: Mapping[int, Dump]) -> list[DumpWait]:
-    """Return every operation that some rank prevents from finishing, with the reason."""
+    """Return every operation that a rank prevents from finishing, with the reason."""
     operations = list(operations)
     earliest: dict[int, int] = {}
     for operation in operations:
@@ -112,7 +112,7 @@ class _Votes:
 
     @cached_property
     def _launched_by_place(self) -> Mapping[Hashable, Counter[Hashable]]:
-        """Operations that all ranks launched in each place.
+        """The operations that all ranks launched at each position.
 
         Groups of one purpose (for example all tensor groups) usually run the same program.
         """
@@ -123,7 +123,10 @@ class _Votes:
         return launched
 
     def outliers(self, operation: Operation) -> set[int]:
-        """Return the ranks that launched another operation than the majority; all without one."""
+        """Return the ranks that launched another operation than the majority.
+
+        All ranks without a majority.
+        """
         signatures = {rank: entry.signature for rank, entry in operation.arrivals.items()}
         has_dtypes = all(signature.dtype is not None for signature in signatures.values())
         claims = {rank: _claim(signature, has_dtypes) for rank, signature in signatures.items()}

@@ -43,7 +43,7 @@ def check(batch: Batch) -> None:
         _check_ranges((("time_ns", min(times), _LIMIT), ("time_ns", max(times), _LIMIT)))
 
 
-_Numbers = tuple[tuple[str, int, int], ...]  # name, value, limit
+_Numbers = tuple[tuple[str, int, int], ...]  # (name, value, limit)
 
 
 def _check_ranges(numbers: _Numbers) -> None:

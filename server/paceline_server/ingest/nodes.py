@@ -105,7 +105,8 @@ def _persist(connection: Connection, nodes: dict[str, _NodeState], stored: Colle
 
 
 def _is_first_batch_of_boot(node: _NodeState, batch: Batch, received_ns: int) -> bool:
-    """Return whether a boot that sorts earlier is new: the node lost its disk and its clock."""
+    """Return whether a boot id that sorts earlier is new because the node lost its disk and
+    clock."""
     return batch.sequence == 0 and received_ns - node.last_seen_ns > _SILENT_NS
 
 
@@ -124,7 +125,8 @@ def _new(batch: Batch, received_ns: int) -> _NodeState:
 def _apply(node: _NodeState, batch: Batch, received_ns: int) -> bool:
     """Apply a batch to its node; return whether to announce the node to streams."""
     returned = received_ns - node.last_seen_ns > _ANNOUNCE_NS
-    # Concurrent batches may be stored out of order. By more than that, the clock was set back.
+    # Concurrent batches may be stored out of order. A larger difference means that the clock was
+    # set back.
     if not 0 < node.last_seen_ns - received_ns < _SILENT_NS:
         node.last_seen_ns = received_ns
     if batch.sequence < node.sequence:

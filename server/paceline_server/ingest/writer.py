@@ -38,7 +38,7 @@ from paceline_wire.batch import (
 _log = logging.getLogger(__name__)
 Status = Literal["stored", "duplicate"]
 # Limits of the queue; beyond them requests get 503. A rejected request costs both sides more than a
-# place in the queue, and all nodes of a large job may send at the same time.
+# queue entry, and all nodes of a large job may send at the same time.
 _QUEUE_BATCHES = 8192
 _QUEUE_BYTES = 64 << 20
 _GROUP_BATCHES = 256
@@ -71,7 +71,7 @@ class LogWriter:
         self._waiting_bytes = 0
         self._size_lock = threading.Lock()
         self._writing_since: float | None = None  # None: waiting for batches
-        self._problem: str | None = None  # of the last write
+        self._problem: str | None = None  # error of the last write
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
 
     def start(self) -> None:
@@ -85,7 +85,7 @@ class LogWriter:
             self._thread.join()
 
     def unready(self) -> list[str]:
-        """Return why the server is not ready, an empty list if it is."""
+        """Return the reasons why the server is not ready; empty if it is."""
         if not self._thread.is_alive():
             return ["log writer: not running"]
         since = self._writing_since
@@ -202,7 +202,7 @@ def _store(session: Session, group: list[PendingBatch]) -> list[Status]:
 
 
 def _answer(pending: PendingBatch, status: Status) -> None:
-    # The future of an aborted request is cancelled; its batch is stored nevertheless.
+    # The future of an aborted request is cancelled; its batch is stored anyway.
     if pending.answer.set_running_or_notify_cancel():
         pending.answer.set_result(status)
 

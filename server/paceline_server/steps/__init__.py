@@ -1,1 +1,1 @@
-"""The step model: per step and rank, who computed, who waited, who idled."""
+"""The step model: what each rank did in each step: compute, wait or idle."""

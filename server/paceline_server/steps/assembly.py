@@ -18,7 +18,7 @@ from paceline_wire.spans import Flag, Op
 MAXIMUM_OPEN_STEPS = 64
 # 2^17 spans of 104 bytes: a rank that records more in one step keeps its first ones.
 MAXIMUM_SPANS_PER_RANK = 1 << 17
-# Device spans are resolved at later step boundaries; no more than this many later.
+# Device spans are resolved at later step boundaries; at most this many later.
 MAXIMUM_DELAY_STEPS = 4
 _STEP_BITS = 33  # a step number, plus one value for "none"
 
@@ -37,7 +37,7 @@ class _OpenStep:
         self.counts += np.bincount(spans.rank, minlength=self.counts.size)
         full = self.counts > MAXIMUM_SPANS_PER_RANK
         if full.any():
-            # Keep the STEP spans, or the step would never close.
+            # Keep the STEP spans; otherwise the step would never close.
             keep = ~full[spans.rank] | ends
             spans, ends = spans.where(keep), ends[keep]
         self.parts.append(spans)
@@ -52,13 +52,14 @@ class Assembler:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._open: dict[int, _OpenStep] = {}
-        # The newest step of each rank whose end was seen; -1: none.
+        # The newest finished step of each rank; -1: none.
         self._newest: Ints = np.full(world_size, -1, dtype=np.int64)
         self._moved: Bools = np.zeros(world_size, dtype=np.bool_)
         self._closed: int | None = None
         self._delay_steps = 0
-        self.late_spans = 0  # of steps already closed
-        self.dropped_steps = 0  # dropped: too many open at once, or no rank's end was seen
+        self.late_spans = 0  # spans of steps that were already closed
+        # steps dropped because too many were open, or no rank's end was seen
+        self.dropped_steps = 0
 
     def newest_step(self, rank: int) -> int | None:
         """Return the newest step that this rank has finished."""
@@ -90,7 +91,7 @@ class Assembler:
             self._add_step(int(steps[begin]), Spans(table[:, begin:end]))
 
     def _update_delay(self, spans: Spans) -> None:
-        """Measure how many steps late device spans arrive: steps are kept open for as many."""
+        """Measure how many steps late device spans arrive; steps are kept open that long."""
         device = (spans.flags & Flag.DEVICE) != 0
         if not device.any():
             return
@@ -116,7 +117,7 @@ class Assembler:
         self._moved[ended] = True
 
     def _evict(self) -> None:
-        """Drop the step that the fewest ranks have finished, the oldest of several."""
+        """2^17 spans of 104 bytes; if a rank records more in one step, the first ones are kept."""
         least = min(self._open, key=lambda step: (int(self._open[step].ended.sum()), step))
         del self._open[least]
         self.dropped_steps += 1

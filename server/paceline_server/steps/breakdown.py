@@ -62,7 +62,7 @@ _WINNER = np.array(
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Intervals of the timeline, and the part that each claims."""
+    """Intervals on the timeline, and the part that each claims."""
 
     begin: Ints
     end: Ints
@@ -136,7 +136,7 @@ def _break_down_some(
 
 
 def rank_times(spans: Spans, timeline: StepTimeline, breakdown: Breakdown) -> RankTimes:
-    """Return the parts as users and detectors see them."""
+    """Return the parts in the form that users and detectors get."""
     seconds = breakdown.part_ns / 1e9
     total = (timeline.end_ns - timeline.begin_ns) / 1e9
     hooked = np.zeros(len(timeline), dtype=np.bool_)
@@ -254,7 +254,7 @@ def _changes(edge_part: npt.NDArray[np.int8], opens: Bools) -> npt.NDArray[np.in
 
 
 def _at(edges: Ints, total: Ints, moment: Ints) -> Ints:
-    """Return a running total, given at the edges, at times that are edges or outside of them."""
+    """Return a running total, known at the edges, at times that are edges or outside of them."""
     place = np.searchsorted(edges, moment)
     found: Ints = total[np.minimum(place, edges.size - 1)]
     return found

@@ -88,9 +88,9 @@ def explain(phase: PipelinePhase) -> list[StageBubble]:
 def typical_seconds(pipeline: Pipeline, seconds: Floats) -> tuple[Floats, Floats]:
     """Return each action's duration if all microbatches were equal: [action], [action, replica].
 
-    The first is the median over the replicas (of two that differ much, the faster): a slow rank
-    does not make its stage slow. Means of a few noisy microbatches differ by chance, so each is
-    shrunk towards the value it is compared with, by the share of the differences that noise
+    The first is the median over the replicas (the faster one if two differ much), so that a slow
+    rank does not make its stage slow. Means of a few noisy microbatches differ by chance, so each
+    is shrunk towards the value it is compared with, by the share of the differences that noise
     explains (James-Stein).
     """
     cell = cells(pipeline)
@@ -161,7 +161,7 @@ def delays(phase: PipelinePhase) -> Floats:
 
 
 def _delays(phase: PipelinePhase) -> tuple[Floats, Floats, Floats]:
-    """Return the delays by transfers, late data and the host. They sum to `delays`."""
+    """Return the delays due to transfers, late data and the host. They sum to `delays`."""
     pipeline = phase.pipeline
     late = delays(phase)
     data = np.zeros_like(late)
@@ -174,7 +174,7 @@ def _delays(phase: PipelinePhase) -> tuple[Floats, Floats, Floats]:
     crossing = (pipeline.needs < pipeline.nodes)[:, None]
     transfers = np.where(crossing, np.clip(arrived - could, 0.0, rest), 0.0)
     launches = rest - transfers
-    # Waits for data between two microbatches: taken from the launch delays of that rank.
+    # Waits for data between two microbatches are subtracted from the launch delays of that rank.
     within = phase.data_seconds
     paused = np.maximum(pipeline.by_stage(launches), 1e-12)
     share = np.minimum(within / paused, 1.0)[pipeline.stage]
@@ -205,7 +205,7 @@ def _measured(phase: PipelinePhase, late: Floats, allowance: float) -> Floats:
 
 
 def _unexplained(timing: StepTiming, topology: Topology, theory: float | None) -> list[StageBubble]:
-    """Return the share of the phase without compute, where no microbatches are recorded."""
+    """Return the share of the phase without compute, if no microbatches are recorded."""
     compute = timing.compute
     if topology.pp < 2 or not compute.rank.size:
         return []

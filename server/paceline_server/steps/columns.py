@@ -38,7 +38,7 @@ FIELDS = 13
 
 # Larger clock values are invalid (CLOCK_REALTIME reaches it in the year 2116).
 MAXIMUM_TIME_NS = 1 << 62
-# No span lasts longer than a day; a longer duration is a torn or wrong record.
+# No span lasts longer than a day; a longer duration means a torn or invalid record.
 MAXIMUM_DURATION_NS = 86_400 * 1_000_000_000
 
 
@@ -135,11 +135,11 @@ def concatenate(parts: Sequence[Spans]) -> Spans:
 
 
 class Block(NamedTuple):
-    """A rank's records as they came, not decoded yet."""
+    """A rank's records as received, not decoded yet."""
 
     rank: int
-    words: npt.NDArray[np.uint64]  # WORDS rows
-    offset_ns: int  # what makes their starts the server's CLOCK_REALTIME
+    words: npt.NDArray[np.uint64]  # [WORDS, record]
+    offset_ns: int  # added to their starts to get the server's CLOCK_REALTIME
 
 
 def block(sent: SpanBlock, clock_shift_ns: int = 0) -> Block | None:

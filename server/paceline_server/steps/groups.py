@@ -1,4 +1,4 @@
-"""Process groups of the job: maps each rank's local ids to one key per group."""
+"""Process groups of the job: map each rank's local ids to one key per group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ID_BITS = 16
 
 
 class Groups:
-    """Group keys count from 0; key 0 is the default group of all ranks.
+    """The groups of a job. Keys count from 0; key 0 is the default group of all ranks.
 
     Many groups have the same name (one "tp" group per tensor-parallel pair), so a group is
     identified by its name and its members.

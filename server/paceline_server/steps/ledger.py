@@ -46,7 +46,7 @@ class LedgerState(msgspec.Struct):
     created_ns: int | None = None
     taken_until_ns: int = 0  # all time up to here is assigned
     generation: int | None = None
-    resumed: bool = True  # the current generation has finished a step
+    resumed: bool = True  # whether the current generation has finished a step
     sums: _PartTimes = msgspec.field(default_factory=_PartTimes)  # of all useful steps
     revocable: list[tuple[int, _PartTimes]] = []  # (step, parts), newest last
     startup_ns: int = 0
@@ -125,7 +125,7 @@ class GoodputLedger:
         return gap_ns, 0, 0
 
     def _revoke_from(self, step: int) -> None:
-        """Move the steps from `step` on to the lost ones: they will be repeated."""
+        """Count the steps from `step` on as lost, because they will be repeated."""
         state = self._state
         while self._revocable and self._revocable[-1][0] >= step:
             _, times = self._revocable.pop()

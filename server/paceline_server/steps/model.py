@@ -49,7 +49,10 @@ class StepModel:
         self.lost_spans = 0  # overwritten in a ring before its agent read them
 
     def describe(self, metadata: Mapping[str, str]) -> None:
-        """Add metadata that the ranks reported; values that the job was created with stay."""
+        """Add metadata that the ranks reported.
+
+        It does not replace values given when the job was created.
+        """
         self.metadata = {**metadata, **self.metadata}
 
     def add_description(self, metadata: Mapping[str, str]) -> None:
@@ -99,7 +102,10 @@ class StepModel:
         return found
 
     def _finish(self, step: int, spans: Spans) -> FinishedStep | None:
-        """Return None if so few ranks are left that their sum would mislead."""
+        """Finish a step.
+
+        Return None if so few ranks are left that their sum would be misleading.
+        """
         timeline = StepTimeline(spans)
         if 2 * len(timeline) < self.topology.world_size:
             return None
@@ -169,8 +175,8 @@ def _rank_steps(times: RankTimes, slowdown: Floats) -> list[RankStep]:
 def _extent(timeline: StepTimeline) -> tuple[int, int]:
     """Return the earliest start and the latest end, if the nodes' clocks agree.
 
-    All ranks synchronize in each step, so a step takes hardly longer than its slowest rank. If it
-    seems to, the clocks disagree, and the interval of the slowest rank is the best estimate.
+    All ranks synchronize in each step, so a step is hardly longer than that of its slowest rank. If
+    it seems longer, the clocks disagree, and the interval of the slowest rank is the best estimate.
     """
     begin, end = int(timeline.begin_ns.min()), int(timeline.end_ns.max())
     longest = int((timeline.end_ns - timeline.begin_ns).argmax())

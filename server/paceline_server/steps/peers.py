@@ -1,4 +1,4 @@
-"""Comparison of a value with its peers, itself excluded."""
+"""Comparison of a value with its peers, excluding itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Floats = npt.NDArray[np.float64]
 def medians_of_others(values: Floats) -> Floats:
     """Return for each value the median of all other values; NaN if there are none.
 
-    One sort is enough: leaving out one value moves the middle by at most one place.
+    One sort is enough, because leaving out one value moves the middle by at most one position.
     """
     count = values.size
     if count < 2:

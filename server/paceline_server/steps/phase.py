@@ -1,8 +1,8 @@
 """The pipeline phase of one recorded step: when each action of each data-parallel replica ran.
 
 Tensor-parallel peers do the same at the same time, so one of them represents all. A phase spans
-nodes, whose clocks differ by milliseconds: each stage is shifted to its neighbor's clock, using
-that no action can start before its input has arrived.
+nodes, whose clocks differ by milliseconds: each stage is shifted to its neighbor's clock, based on
+the fact that no action can start before its input has arrived.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 
 # Larger pipelines take too long to process within a step.
 MAXIMUM_ACTIONS = 1 << 16
-# With more replicas every n-th is used: enough to characterize a stage.
+# With more replicas every n-th one is used, which is enough to characterize a stage.
 MAXIMUM_REPLICAS = 256
 # If both directions between two stages agree on the clocks to this share of the phase, the middle
 # is used.
@@ -31,7 +31,11 @@ _CLOCK_AGREEMENT = 0.02
 
 @dataclass(frozen=True, slots=True)
 class PipelinePhase:
-    """[action, replica] unless said otherwise; seconds since the phase of the replica began."""
+    """The pipeline phase of one step.
+
+    Arrays are [action, replica] unless noted otherwise, in seconds since the replica's phase
+    began.
+    """
 
     pipeline: Pipeline
     ranks: Ints  # [stage, replica]: the representing rank
@@ -43,12 +47,12 @@ class PipelinePhase:
 
     @property
     def seconds(self) -> Floats:
-        """[action, replica]"""
+        """Duration of each action. [action, replica]"""
         return self.ends - self.starts
 
     @property
     def total_seconds(self) -> Floats:
-        """[replica]"""
+        """Duration of the phase. [replica]"""
         total: Floats = self.ends.max(axis=0)
         return total
 
@@ -61,7 +65,7 @@ class PipelinePhaseReader:
         self._layout: tuple[list[Ints], Pipeline | None] = ([], None)
 
     def read(self, timing: StepTiming) -> PipelinePhase | None:
-        """Return None without a pipeline, or if too many spans were lost."""
+        """Return the phase; None without a pipeline, or if too many spans were lost."""
         stages = self._recorded(timing)
         if stages is None:
             return None
@@ -137,7 +141,7 @@ class PipelinePhaseReader:
 
 def _keys(timing: StepTiming, chosen: npt.NDArray[np.bool_]) -> Ints:
     compute = timing.compute
-    chunk = np.maximum(compute.chunk[chosen], 0)  # unknown: there is only one chunk
+    chunk = np.maximum(compute.chunk[chosen], 0)  # unknown, because there is only one chunk
     key: Ints = compute.op[chosen] << 56 | chunk << 40 | compute.microbatch[chosen]
     return key
 

@@ -1,8 +1,8 @@
-"""One step's pipeline as a graph: the inputs of each forward and backward, and when it ends.
+"""One step's pipeline as a graph: the inputs of each forward and backward, and their end times.
 
-It does not depend on a schedule. The order of actions on each stage is given, recorded or invented,
-so GPipe, 1F1B, interleaved and zero-bubble are handled alike: an action starts when the previous
-action of its stage has ended and its input from another stage has arrived.
+It does not depend on a schedule. The order of actions on each stage is given, recorded or
+generated, so GPipe, 1F1B, interleaved and zero-bubble are handled alike: an action starts when the
+previous action of its stage has ended and its input from another stage has arrived.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ Floats = npt.NDArray[np.float64]
 
 
 class PipelineAction(NamedTuple):
-    """`op`: FORWARD, BACKWARD or BACKWARD_WEIGHT. Chunk c of stage s is part c x stages + s."""
+    """An action of a stage. `op`: FORWARD, BACKWARD or BACKWARD_WEIGHT.
+
+    Chunk c of stage s is part c * stages + s of the model."""
 
     op: int
     microbatch: int
@@ -33,7 +35,8 @@ Order = tuple[tuple[PipelineAction, ...], ...]  # by stage
 class Pipeline:
     """The actions of all stages, numbered stage by stage in execution order.
 
-    Raises ValueError if an action needs one that does not exist, or if actions wait in a circle.
+    Raises ValueError if an action needs one that does not exist, or if actions wait for each other
+    in a cycle.
     """
 
     def __init__(self, order: Sequence[Sequence[PipelineAction]]) -> None:
@@ -81,7 +84,7 @@ class Pipeline:
     def _found_levels(self) -> list[tuple[Ints, Ints, Ints]]:
         """Return levels of (actions, previous action, needed action) without mutual dependencies.
 
-        Walks the stages in turn, each as far as possible.
+        Processes the stages in turn, each as far as possible.
         """
         level = [0] * self.nodes + [-1]
         done = [False] * self.nodes + [True]
@@ -109,7 +112,7 @@ class Pipeline:
     def ends(self, seconds: Floats, delays: Floats | None = None) -> Floats:
         """Return when each action ends. All arrays are [action, lane]; lanes are independent.
 
-        `delays`: from when an action could have started until it starts.
+        `delays`: time from when an action could start until it starts.
         """
         ends = np.zeros((self.nodes + 1, seconds.shape[1]))
         for nodes, previous, needs in self._levels:

@@ -13,7 +13,7 @@ from paceline_wire.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class RankCoordinates:
-    """The dp_rank and pp_rank of each of some ranks, as columns."""
+    """The dp_rank and pp_rank of some ranks, as columns."""
 
     dp_rank: Ints
     pp_rank: Ints
@@ -46,7 +46,7 @@ class ReplicaPhases:
         places: RankCoordinates,
         topology: Topology,
     ) -> ReplicaPhases:
-        """`compute`: the rows of the microbatches."""
+        """Return the phases. `compute`: the rows of the microbatches."""
         if topology.pp == 1:
             return ReplicaPhases(timeline.end_ns, timeline.end_ns)
         never, longest = np.iinfo(np.int64).min, np.iinfo(np.int64).max

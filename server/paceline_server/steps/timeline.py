@@ -1,8 +1,9 @@
 """The times of all ranks in one step on a single axis, so that one sort orders them all.
 
 Each rank has a section of the axis for itself: from a day before the end of its step to a day after
-it, in nanoseconds. Times outside of it come from a wrong clock and are clipped. Questions about the
-spans of one rank (which contains which, which comes first) are then answered for all ranks at once.
+it, in nanoseconds. Times outside of it come from a wrong clock and are clipped. Relations between
+the spans of one rank (which contains which, which comes first) can then be computed for all ranks
+at once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class StepTimeline:
     """
 
     def __init__(self, spans: Spans) -> None:
-        """Every rank must have a STEP span."""
+        """Create the timeline; every rank must have a STEP span."""
         rank = spans.rank
         changes = np.flatnonzero(np.diff(rank)) + 1
         first = np.concatenate([[0], changes])
@@ -35,7 +36,7 @@ class StepTimeline:
         start, end = spans.start_ns, spans.end_ns
         steps = np.flatnonzero(spans.op == Op.STEP)
         last = np.empty(first.size, dtype=np.int64)
-        last[self.owner[steps]] = steps  # the last one of a rank
+        last[self.owner[steps]] = steps  # the last STEP span of a rank
         self.end_ns: Ints = end[last]
         self.begin_ns: Ints = start[last]
         data = np.flatnonzero(spans.op == Op.DATA_WAIT)
@@ -58,7 +59,8 @@ class StepTimeline:
 
 
 def latest_end(begin: Ints, end: Ints, at: Ints) -> Ints:
-    """Return, for each time in `at`, the latest end of the intervals begun by then; -1: none."""
+    """Return, for each time in `at`, the latest end of the intervals that have begun by then; -1:
+    none."""
     if not begin.size:
         return np.full(at.size, -1, dtype=np.int64)
     order = np.argsort(begin, kind="stable")

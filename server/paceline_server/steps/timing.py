@@ -42,9 +42,9 @@ class ComputeTimes:
     """One row per recorded FORWARD, BACKWARD and BACKWARD_WEIGHT of a rank."""
 
     rank: Ints
-    op: Ints  # wire Op
-    microbatch: Ints  # -1: not known
-    chunk: Ints  # -1: not known
+    op: Ints  # Op of the wire format
+    microbatch: Ints  # -1: unknown
+    chunk: Ints  # -1: unknown
     start_ns: Ints
     end_ns: Ints
     self_seconds: Floats  # without the waits nested in it
@@ -54,35 +54,35 @@ class ComputeTimes:
 
 @dataclass(frozen=True, slots=True)
 class TransferTimes:
-    """One row per point-to-point transfer of which both ends were seen."""
+    """One row per point-to-point transfer for which both ends were recorded."""
 
     source: Ints
     destination: Ints
-    op: Ints  # the sender's: FORWARD_SEND, BACKWARD_SEND or SEND
+    op: Ints  # sender's: FORWARD_SEND, BACKWARD_SEND or SEND
     microbatch: Ints
-    chunk: Ints  # the sender's
+    chunk: Ints  # sender's
     bytes: Ints
     send_start_ns: Ints
-    send_end_ns: Ints  # when it stopped blocking its sender: for an async send, its start
+    send_end_ns: Ints  # when it no longer blocked its sender: for an async send, its start
     receive_start_ns: Ints
-    end_ns: Ints  # the receiver's
-    # After both ends had entered it: the shorter of the two durations. For an async send, until
-    # the receive ended, by both clocks; 0 if no rank waited for an async receive.
+    end_ns: Ints  # receiver's
+    # Time after both ends had entered the transfer: the shorter of the two durations. For an async
+    # send, until the receive ended, using both clocks; 0 if no rank waited for an async receive.
     transfer_seconds: Floats
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTimes:
-    """One row per collective of which at least two participants were seen."""
+    """One row per collective for which at least two participants were recorded."""
 
     group: Ints  # a key of `StepTiming.groups`
     op: Ints
     sequence: Ints
     bytes: Ints
-    participants: Ints  # that were seen
-    last_rank: Ints  # the last to arrive: the one with the shortest time in it
+    participants: Ints  # participants that were recorded
+    last_rank: Ints  # last rank to arrive: the one with the shortest time in the collective
     transfer_seconds: Floats  # after the last rank arrived
-    spread_seconds: Floats  # the longest wait in it
+    spread_seconds: Floats  # longest wait in the collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class StepTiming:
     compute: ComputeTimes
     transfers: TransferTimes
     collectives: CollectiveTimes
-    groups: Mapping[int, tuple[int, ...]]  # key -> its ranks, ascending
+    groups: Mapping[int, tuple[int, ...]]  # by key: its ranks, ascending
 
     @property
     def rows(self) -> int:

@@ -8,10 +8,10 @@ import msgspec
 class StageBubble(msgspec.Struct, frozen=True):
     """Idle time of one pipeline stage within the pipeline phase of one step.
 
-    A stage idles while it waits for others, or does nothing with all inputs ready. Short transfers
-    do not count (see `steps.bubbles`). The shares sum to `excess_ratio`; a share is negative where
-    it makes the stage idle less, as imbalance does for the slowest stage. None: not enough was
-    recorded.
+    A stage idles while it waits for others, or does nothing although all inputs are ready. Short
+    transfers do not count (see `steps.bubbles`). The shares sum to `excess_ratio`; a share is
+    negative where it makes the stage idle less, as imbalance does for the slowest stage. None: not
+    enough was recorded.
     """
 
     stage: int
@@ -23,7 +23,7 @@ class StageBubble(msgspec.Struct, frozen=True):
     variation_ratio: float | None = None  # microbatches differ: sequence lengths, jitter
     transfer_ratio: float | None = None  # long sends and receives
     data_ratio: float | None = None  # a stage waited for data
-    launch_ratio: float | None = None  # the host started late with all inputs ready
+    launch_ratio: float | None = None  # the host started late although all inputs were ready
     other_ratio: float | None = None
 
 
@@ -68,7 +68,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankStep] = []
     bubbles: list[StageBubble] = []
     slowest_rank: int | None = None
-    # Stored when the ranks are no longer listed:
+    # Stored once the ranks are no longer listed:
     means: StepMeans | None = None
     slowest_slowdown: float | None = None
 

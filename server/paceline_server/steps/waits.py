@@ -46,7 +46,7 @@ def communication(spans: Spans, groups: Groups) -> CommunicationTimes:
 
 
 def _collectives(spans: Spans, groups: Groups, wait_ns: Ints) -> CollectiveTimes:
-    """Match the collectives; also fills in `wait_ns`."""
+    """Match the collectives; also fill in `wait_ns`."""
     where = np.flatnonzero(one_of(spans.op, COLLECTIVES) & (spans.sequence > 0))
     key = groups.keys(spans.rank[where], spans.group[where])
     known = key != UNKNOWN
@@ -101,10 +101,10 @@ class _End:
         is_wait = (spans.flags[where] & Flag.WAIT) != 0
         # One row per transfer, in ascending order of keys:
         self.keys: Ints = keys[first]
-        self.entered_ns: Ints = _least(spans.start_ns[where], first)  # for an async one: launched
+        self.entered_ns: Ints = _least(spans.start_ns[where], first)  # async: when it was launched
         self.whole: Ints = _least(
             np.where(is_wait, _LONGEST, where), first
-        )  # its span, if recorded
+        )  # the span of its WAIT, if recorded
         self.waited: Bools = _least((~is_wait).astype(np.int64), first) == 0
         held = (spans.flags[where] & Flag.ASYNC) == 0
         self.left_ns: Ints = _greatest(
@@ -115,7 +115,7 @@ class _End:
         return int(self.keys.size)
 
     def place(self, keys: Ints) -> tuple[Ints, Bools]:
-        """Return the rows of the transfers of `keys`, and which of them exist."""
+        """Return the rows of the transfers with these keys, and which of them exist."""
         if not len(self):
             return np.zeros(keys.size, dtype=np.int64), np.zeros(keys.size, dtype=np.bool_)
         place = np.minimum(np.searchsorted(self.keys, keys), len(self) - 1)
@@ -123,7 +123,7 @@ class _End:
 
 
 def _transfers(spans: Spans, wait_ns: Ints) -> TransferTimes:
-    """Match the ends by (source, destination, sequence); also fills in `wait_ns`."""
+    """Match the ends by (source, destination, sequence); also fill in `wait_ns`."""
     chosen = one_of(spans.op, TRANSFERS) & (spans.sequence > 0) & (spans.peer >= 0)
     receiving = one_of(spans.op, RECEIVES)
     send = _End(spans, chosen & ~receiving, spans.rank, spans.peer)
@@ -165,10 +165,10 @@ def _transfer_times(
 def _transfer_seconds(spans: Spans, sent: Ints, received: Ints, waited: Bools) -> Floats:
     """Return the time of each transfer after both ends had entered it.
 
-    Of two blocking calls it is the shorter: the rank that enters last only transfers. The recorded
-    end of an async send may be much later than the real one; then the receiver's time after both
-    had begun counts, by both clocks but no longer than either call. An async receive that no rank
-    waited for has no recorded end and counts as 0.
+    For two blocking calls it is the shorter duration, because the rank that enters last only
+    transfers. The recorded end of an async send may be much later than the real one; then the
+    receiver's time after both had begun is used, limited by the duration of both calls. An async
+    receive that no rank waited for has no recorded end and counts as 0.
     """
     limit = np.minimum(spans.duration_ns[sent], spans.duration_ns[received])
     begun = np.maximum(spans.start_ns[sent], spans.start_ns[received])

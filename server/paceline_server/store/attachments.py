@@ -72,7 +72,8 @@ def record_attached(session: Session, agent_id: str, event: RankAttached, receiv
 
 
 def _discard_earlier_generations(session: Session, agent_id: str, identity: Identity) -> None:
-    """Discard this node's earlier generations: its launcher ends one before it starts the next."""
+    """Discard this node's earlier generations, because a launcher ends one before it starts the
+    next."""
     earlier = (
         AttachmentRow.job_id == identity.job,
         AttachmentRow.agent_id == agent_id,
@@ -96,7 +97,7 @@ def record_exit(session: Session, agent_id: str, event: RankExited, received_ns:
 
 
 def discard_ended(session: Session, before_ns: int) -> None:
-    """Discard ranks that ended before `before_ns`: later ranks belong to another run."""
+    """Discard ranks that ended before `before_ns`, because later ranks belong to another run."""
     ended = AttachmentRow.placed.is_(False), AttachmentRow.ended_ns < before_ns
     session.execute(update(AttachmentRow).where(*ended).values(placed=True))
 

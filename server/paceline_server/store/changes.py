@@ -25,7 +25,7 @@ def record_changes(
     """Announce many resources of one kind with one statement."""
     if subjects:
         rows = [{"job_id": job_id, "kind": kind, "subject": subject} for subject in subjects]
-        # The core table avoids ORM objects: the rows are many and not used again here.
+        # The core table avoids ORM objects: there are many rows, and they are not used again here.
         session.connection().execute(insert(_TABLE), rows)
 
 

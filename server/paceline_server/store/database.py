@@ -126,7 +126,7 @@ class Database:
         self._written = time.monotonic()
 
     def migrate(self) -> None:
-        """Bring the schema to this version; safe to call from several replicas at once.
+        """Upgrade the schema to this version; safe to call from several replicas at once.
 
         Raises UnusableError.
         """
@@ -159,7 +159,7 @@ class Database:
         if self.is_sqlite:
             with self._write_queue.acquired(), self._engine.connect() as connection:
                 raw: Any = connection.connection.driver_connection
-                # Not `execute`: it runs one step only, which frees a single page.
+                # Not `execute`, which runs only one step and frees a single page.
                 raw.executescript(f"PRAGMA incremental_vacuum({_PAGES_RECLAIMED})")
 
     def try_write(self) -> None:
@@ -232,7 +232,7 @@ class WriteQueue:
                 raise sqlalchemy.exc.TimeoutError(
                     f"other writers kept the database busy for {self._timeout_seconds:g} s"
                 )
-        # The lock was handed over just as the wait timed out.
+        # The lock was handed over at the moment when the wait timed out.
 
     def _release(self) -> None:
         with self._mutex:

@@ -16,13 +16,13 @@ class LeaseLostError(Exception):
 
 
 def is_held(session: Session, name: str, now_ns: int) -> bool:
-    """Return whether anyone holds the lease: a cheap check before `acquire`."""
+    """Return whether the lease is held: a cheap check before `acquire`."""
     lease = session.get(LeaseRow, name)
     return lease is not None and now_ns <= lease.expires_ns <= now_ns + _LONGEST_NS
 
 
 def holding(session: Session, name: str) -> tuple[int, int]:
-    """Return the epoch of a lease and when it expires; 0, 0 if nobody has held it yet."""
+    """Return the epoch of a lease and when it expires; (0, 0) if it was never held."""
     lease = session.get(LeaseRow, name)
     return (0, 0) if lease is None else (lease.epoch, lease.expires_ns)
 
@@ -55,7 +55,7 @@ def renew(session: Session, name: str, owner: str, epoch: int, expires_ns: int) 
 
 
 def fence(session: Session, name: str, owner: str, epoch: int, expires_ns: int) -> None:
-    """Check and renew the lease, first in each transaction. Raises LeaseLostError."""
+    """Check and renew the lease as the first step of each transaction. Raises LeaseLostError."""
     if not renew(session, name, owner, epoch, expires_ns):
         raise LeaseLostError(f"{owner} lost the lease {name} of epoch {epoch}")
 

@@ -129,12 +129,12 @@ def position_at(session: Session, received_ns: int) -> int:
 
 
 def _least_cursor(session: Session) -> int | None:
-    """Return the position that all unfinished jobs have reached; None without such jobs."""
+    """Return the log position that all unfinished jobs have reached; None without such jobs."""
     return session.scalar(select(func.min(JobRow.cursor)).where(JobRow.state.not_in(FINISHED)))
 
 
 def oldest_unread_ns(session: Session) -> int | None:
-    """Return when the oldest batch was received that an unfinished job has not read."""
+    """Return when the oldest batch that an unfinished job has not read was received."""
     cursor = _least_cursor(session)
     if cursor is None:
         return None
@@ -182,7 +182,8 @@ class LogSizes:
 
 
 def newest_to_drop(session: Session, before_ns: int, in_excess: int) -> int | None:
-    """Return the newest entry older than `before_ns` or up to `in_excess`, if all jobs read it."""
+    """Return the newest entry older than `before_ns` or up to `in_excess` that all jobs have
+    read."""
     old = (
         session.scalar(select(func.max(HotLogRow.id)).where(HotLogRow.received_ns < before_ns)) or 0
     )

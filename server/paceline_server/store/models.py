@@ -76,7 +76,7 @@ class PackedColumn(TypeDecorator[Any]):
 
 
 class GpuReading(msgspec.Struct, kw_only=True):
-    """The newest values of one GPU, as the node's resource shows them."""
+    """The newest values of one GPU, as returned in the node's resource."""
 
     time_ns: int = 0
     sm_clock_hertz: float | None = None
@@ -86,7 +86,7 @@ class GpuReading(msgspec.Struct, kw_only=True):
     throttle_reasons: list[str] = []
 
 
-# SQLite increments only an INTEGER PRIMARY KEY automatically.
+# SQLite auto-increments only an INTEGER PRIMARY KEY.
 _SERIAL = BigInteger().with_variant(Integer, "sqlite")
 
 
@@ -216,7 +216,10 @@ class EngineMemoryRow(Base):
 
 
 class LeaseRow(Base):
-    """The owner of a job or an outbox. `epoch` grows with each owner and fences transactions."""
+    """The owner of a job or an outbox.
+
+    `epoch` increases with each owner and fences transactions.
+    """
 
     __tablename__ = "leases"
 
@@ -290,7 +293,7 @@ class RankEvidenceRow(Base):
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     rank: Mapped[int] = mapped_column(primary_key=True)
-    kind: Mapped[str] = mapped_column(String(16), primary_key=True)  # tag of the event
+    kind: Mapped[str] = mapped_column(String(16), primary_key=True)  # tag of the event type
     generation: Mapped[int]
     received_ns: Mapped[int]
     body: Mapped[RankStackTraces | RankDump] = mapped_column(

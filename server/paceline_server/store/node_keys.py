@@ -17,7 +17,7 @@ def hash_key(key: str) -> str:
 
 
 def bound_hash(session: Session, agent_id: str) -> str | None:
-    """Return the hash of the key that this agent id is bound to; None if to none."""
+    """Return the hash of the key that this agent id is bound to; None if it is not bound."""
     return session.scalar(select(NodeKeyRow.hash).where(NodeKeyRow.agent_id == agent_id))
 
 
@@ -49,7 +49,10 @@ def may_enroll(session: Session, token_name: str) -> bool:
 
 
 def release_node_key(session: Session, agent_id: str) -> bool:
-    """Forget the key of an agent id: the next one binds it. Return whether there was one."""
+    """Forget the key of an agent id, so that the next key binds it.
+
+    Return whether there was one.
+    """
     released = session.execute(
         delete(NodeKeyRow).where(NodeKeyRow.agent_id == agent_id).returning(NodeKeyRow.agent_id)
     )

@@ -181,7 +181,7 @@ def step(session: Session, job_id: str, number: int) -> StepRow | None:
 
 
 def count_restarts(session: Session, job_id: str) -> int:
-    """Return how often a job was restarted."""
+    """Return how many times a job was restarted."""
     return _count(
         session,
         GenerationRow.job_id == job_id,
@@ -234,7 +234,7 @@ def nodes_of(session: Session, job_id: str, since_ns: int) -> tuple[set[str], se
 
 
 def first_dead_rank(session: Session, job_id: str) -> RankRow | None:
-    """Return the lowest rank that ended by itself and not well."""
+    """Return the lowest rank that failed without being stopped."""
     query = select(RankRow).where(
         RankRow.job_id == job_id,
         RankRow.state == "exited",

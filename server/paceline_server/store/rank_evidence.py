@@ -17,7 +17,7 @@ from paceline_wire.batch import RankDump, RankStackTraces
 from paceline_wire.commands import TakeDumps, TakeStacks
 
 _TAGS: dict[type, str] = {RankStackTraces: "rank_stacks", RankDump: "rank_dump"}
-_ON_DEMAND = "on-demand"  # stands in for the action id of a command
+_ON_DEMAND = "on-demand"  # stored in place of a command's action id
 
 
 _Event = TypeVar("_Event", RankStackTraces, RankDump)
@@ -33,7 +33,7 @@ class ReceivedEvidence(Generic[_Event]):
 
 @dataclass(frozen=True, slots=True)
 class EvidenceRequest:
-    """The newest request for one rank; `ok` is None until the agent has answered."""
+    """The newest request for one rank; `ok` is None until the agent has responded."""
 
     at_ns: int
     ok: bool | None
@@ -43,7 +43,7 @@ class EvidenceRequest:
 def store_evidence(
     session: Session, agent_id: str, event: RankStackTraces | RankDump, received_ns: int
 ) -> None:
-    """Store an event. Ignore it if the rank is on another node or of another generation."""
+    """Store an event; ignore it if the rank is on another node or belongs to another generation."""
     rank = session.get(RankRow, (event.job, event.rank)) if "\0" not in event.job else None
     if rank is None or rank.agent_id != agent_id:
         return

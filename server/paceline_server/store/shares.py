@@ -1,4 +1,5 @@
-"""Storage of finished steps: a summary, kept long, and each rank's values, kept for a while.
+"""Storage of finished steps: a summary with long retention, and each rank's values with short
+retention.
 
 A summary takes a few hundred bytes for any number of ranks. The per-rank values grow with the
 world size, are read for the newest steps only, and are stored as packed arrays, which are cheap to
@@ -26,7 +27,9 @@ _RANK, _SECONDS = np.dtype("<i4"), np.dtype("<f8")
 
 @dataclass(frozen=True)
 class Shares:
-    """Arrays of shape [step, rank]; NaN where a rank did not take part or has no peers."""
+    """Per-rank values of steps: arrays of shape [step, rank].
+
+    NaN where a rank did not take part or has no peers."""
 
     steps: list[int]
     self_seconds: npt.NDArray[np.float64]
@@ -34,7 +37,7 @@ class Shares:
 
 
 def insert_step(session: Session, job_id: str, summary: StepSummary) -> None:
-    """Insert a finished step. A step that is already stored stays unchanged."""
+    """Insert a finished step. A step that is already stored is not changed."""
     for table, row in step_rows(job_id, summary).items():
         session.execute(insert_into(session, table).values(**row).on_conflict_do_nothing())
 

@@ -1,4 +1,4 @@
-"""Signals within this process that something was committed.
+"""Signals about commits to waiters within this process.
 
 A signal is only a hint. Waiters also poll the database, because other processes commit too.
 """

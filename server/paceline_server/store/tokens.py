@@ -1,6 +1,6 @@
 """Bearer tokens: created and shown once, stored as a hash.
 
-Besides the configured tokens there are the local ones, which a server makes for its own user, and
+Besides the configured tokens there are the local ones, which a server creates for its own user, and
 the sessions of browsers, which end with the token that they came from.
 """
 
@@ -17,8 +17,8 @@ from paceline_server.store.models import TokenRow
 
 Scope = Literal["agent", "viewer", "operator"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-LOCAL = "local-"  # begins the names of local tokens
-_LOGIN = "login"  # the scope of a link's code, which only opens a session
+LOCAL = "local-"  # prefix of the names of local tokens
+_LOGIN = "login"  # scope of a login link's code, which can only open a session
 LINK_NS = int(600e9)
 SESSION_NS = int(12 * 3600e9)
 
@@ -54,7 +54,7 @@ def create_token(
 
 
 def accept_local_token(session: Session, scope: Scope, secret: str, now_ns: int) -> None:
-    """Make `secret` the local token of a scope, unless that token was revoked."""
+    """Accept `secret` as the local token of a scope, unless that token was revoked."""
     name = LOCAL + scope
     row = session.get(TokenRow, name)
     if row is None:
@@ -75,19 +75,23 @@ def revoke_token(session: Session, name: str, now_ns: int) -> bool:
 
 
 def has_configured_tokens(session: Session) -> bool:
-    """Return whether someone ever created a token: revoking the last must not open the API."""
+    """Return whether a token was ever created, because revoking the last one must not open the
+    API."""
     is_configured = TokenRow.parent.is_(None) & ~TokenRow.name.startswith(LOCAL, autoescape=True)
     return bool(session.scalar(select(exists().where(is_configured))))
 
 
 def has_local_tokens(session: Session) -> bool:
-    """Return whether the server has made tokens for its own user."""
+    """Return whether the server has created tokens for its own user."""
     is_local = TokenRow.parent.is_(None) & TokenRow.name.startswith(LOCAL, autoescape=True)
     return bool(session.scalar(select(exists().where(is_local))))
 
 
 def find_token(session: Session, secret: str, now_ns: int) -> TokenRow | None:
-    """Return the valid token of a secret. A plain hash suffices: the secret has 256 random bits."""
+    """Return the valid token of a secret.
+
+    A plain hash is enough, because the secret has 256 random bits.
+    """
     return session.scalar(
         select(TokenRow).where(
             TokenRow.hash == _hash(secret),

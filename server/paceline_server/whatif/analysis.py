@@ -54,20 +54,20 @@ class Analysis:
     ideal_seconds: float
     original_seconds: float
     slowest_workers: tuple[int, ...]  # the ranks that m_w idealizes, slowest first
-    places: dict[int, tuple[int, int]]  # rank -> (dp rank, stage)
+    places: dict[int, tuple[int, int]]  # by rank: (dp rank, stage)
     by_microbatch: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTrace:
-    """A trace prepared for replay; the first axis is the place in the model's order."""
+    """A trace prepared for replay; the first axis is the position in the model's order."""
 
     model: Model
     optype: npt.NDArray[np.str_]
     stage: npt.NDArray[np.int64]
     chunk: npt.NDArray[np.int64]
     microbatch: npt.NDArray[np.int64]
-    recorded: Seconds  # [place, step, dp rank]: durations without waiting
+    recorded: Seconds  # [position, step, dp rank]: durations without waiting
     ideal: Seconds  # [place]
 
 
@@ -103,7 +103,8 @@ def ideal_seconds(optype: npt.NDArray[np.str_], recorded: Seconds) -> Seconds:
 
 
 def _median(values: Seconds) -> float:
-    """Return the median. numpy.median imports numpy.ma: 5% of the time of `paceline analyze`."""
+    """Return the median. numpy.median imports numpy.ma, which is 5% of the time of `paceline
+    analyze`."""
     middle = [(values.size - 1) // 2, values.size // 2]
     return float(np.partition(values, middle, axis=None)[middle].mean())
 
@@ -225,13 +226,17 @@ def _by_microbatch(step: PreparedTrace) -> float | None:
     if not deviations:
         return None
     forward, backward = np.concatenate(deviations, axis=1)
-    # Plain sums: starting the threads of a linear algebra library takes longer than the rest.
+    # Plain sums, because starting the threads of a linear algebra library takes longer than the
+    # rest.
     variance = float((forward * forward).sum() * (backward * backward).sum())
     return float((forward * backward).sum() ** 2 / variance) if variance > 0 else 0.0
 
 
 def _numbered(microbatch: Integers, places: npt.NDArray[np.intp]) -> dict[int, int]:
-    """Return microbatch -> place; microbatches without a number are numbered in order."""
+    """Return the position of each microbatch.
+
+    Microbatches without a number are numbered in order.
+    """
     numbers = microbatch[places]
     if (numbers < 0).all():
         numbers = np.arange(places.size)
@@ -267,7 +272,7 @@ def _keeping_operations(step: PreparedTrace, kept: list[Mask]) -> Seconds:
 
 
 def _keeping_dp_ranks(step: PreparedTrace) -> Seconds:
-    """Return mean step times with only one dp rank as recorded and the others ideal. [dp rank]
+    """Return mean step times with one dp rank as recorded and all others ideal. [dp rank]
 
     The ideal dp ranks are equal, so only one of them is replayed, next to the recorded one.
     """

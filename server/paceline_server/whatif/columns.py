@@ -54,7 +54,7 @@ class StepColumns:
         return zip(*(self._columns[name].tolist() for name in names), strict=True)
 
     def number(self, start: str, *names: str) -> None:
-        """Number the rows that are equal in `names`, ordered by `start`, as their `microbatch`."""
+        """Set `microbatch` to a count of the rows that are equal in `names`, ordered by `start`."""
         keys = [self.cell, *(self._columns[name] for name in names)]
         order = np.lexsort((self._columns[start], *reversed(keys)))
         new = np.zeros(len(self), np.bool_)
@@ -84,13 +84,16 @@ class Layout:
         self.replicas = topology.dp * topology.tp
 
     def known(self, rank: Ints) -> npt.NDArray[np.bool_]:
-        """Return which of the ranks exist."""
+        """Return a mask of the ranks that exist."""
         exists: npt.NDArray[np.bool_] = (rank >= 0) & (rank < self.topology.world_size)
         return exists
 
 
 def compute_columns(timings: Sequence[StepTiming], layout: Layout) -> StepColumns:
-    """Return compute operations; without any, a single-stage step is one forward operation."""
+    """Return the compute operations.
+
+    If none are recorded, a single-stage step is one forward operation.
+    """
     tables = [timing.compute for timing in timings]
     if layout.topology.pp == 1 and not any(table.rank.size for table in tables):
         tables = [_whole_step(timing) for timing in timings]
@@ -169,7 +172,10 @@ def without_repeats(transfers: StepColumns, compute: StepColumns) -> StepColumns
 
 
 def _computed_ns(transfers: StepColumns, rows: Ints, compute: StepColumns) -> Ints:
-    """Return when the data of each transfer was computed; a very early time if not recorded."""
+    """Return when the data of each transfer was computed.
+
+    A very early time if that was not recorded.
+    """
     op = transfers["op"][rows]
     forwards = (op == Op.FORWARD_SEND) | (
         (op != Op.BACKWARD_SEND) & (transfers["target"][rows] > transfers["source"][rows])

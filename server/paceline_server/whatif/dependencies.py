@@ -120,7 +120,7 @@ class _Finder:
         direction: tuple[str, str, str, int],
         partners: dict[tuple[str, int], list[int]],
     ) -> None:
-        """Connect the transfers of one direction with the compute operations they belong to."""
+        """Connect the transfers of one direction with their compute operations."""
         compute, send, receive, offset = direction
         computes = self._numbered(compute, stage)
         if not computes:
@@ -173,7 +173,7 @@ class _Finder:
         )
 
     def _pairs(self, partners: dict[tuple[str, int], list[int]]) -> list[list[int]]:
-        """Pair the n-th send with a peer of each stage with the n-th receive of that peer."""
+        """Pair the n-th send to a peer with the n-th receive of that peer, for each stage."""
         pairs = []
         for _, send, receive, offset in DIRECTIONS:
             for stage in range(self.stages):

@@ -66,10 +66,11 @@ def _chains(compute: StepColumns, cell: int, stages: int) -> list[list[Computed]
 
 
 def _completed(chain: Sequence[Computed], donated: Sequence[Computed]) -> list[Computed]:
-    """Return `chain` with the operations that only `donated` has, each after its predecessor.
+    """Return `chain` with the operations that only `donated` has, each inserted after its
+    predecessor.
 
-    Clocks of different ranks are not compared, so the end of an inserted operation is unknown: it
-    lasts until the next operation starts.
+    Clocks of different ranks are not compared, so the end of an inserted operation is unknown and
+    assumed to be the start of the next one.
     """
     known = {operation.key for operation in chain}
     if all(operation.key in known for operation in donated):

@@ -129,7 +129,8 @@ class _Exporter:
     def _sends(self, stage: int, send: str) -> Iterator[_Row]:
         """Yield one send per compute operation, or none if the stage sends nothing.
 
-        The layout counts them and ignores those at the ends of the model, which have no peer.
+        The trace layout requires all of them and ignores those at the ends of the model, which have
+        no peer.
         """
         order = self.order
         sent = {

@@ -41,7 +41,7 @@ class Fixes:
         self._layers = layers
 
     def idealize_ranks(self, ranks: Collection[int]) -> None:
-        """Let the own work of these ranks take as long as that of the other ranks of the stage."""
+        """Make the own work of these ranks as fast as that of the other ranks of the stage."""
         topology = self._layout.topology
         fixed: dict[int, list[tuple[int, int]]] = {}
         for rank in sorted(set(ranks)):
@@ -64,7 +64,7 @@ class Fixes:
                 self.seconds[rows, :, dp_rank] = own[:, :, dp_rank].max(axis=2) + shared
 
     def _as_fast(self, stage: int, rows: list[int], own: Seconds, typical: Seconds) -> Seconds:
-        """Return durations as fast as `typical` ([row, step]). [row, step, rank]
+        """Return durations that are as fast as `typical` ([row, step]). [row, step, rank]
 
         If microbatches differ in length, each rank keeps its own microbatches: all its operations
         of one type are scaled by the same factor.
@@ -125,7 +125,7 @@ class Fixes:
         return float(self._layers.get(part, 1)) or 1.0
 
     def idealize_stages(self, stages: Collection[int]) -> None:
-        """Let compute operations of these stages take the mean over all stages."""
+        """Set compute operations of these stages to the mean duration over all stages."""
         order = self._order
         all_computes = [op for chain in order.compute for op in chain]
         optypes = np.array(order.optype)
@@ -137,7 +137,8 @@ class Fixes:
                     self.seconds[of_stage] = self._recorded[of_type].mean(axis=0)
 
     def idealize_links(self, links: Collection[tuple[int, int]]) -> None:
-        """Let communication between these ranks take the median of its type, in both directions."""
+        """Set communication between these ranks, in both directions, to the median duration of its
+        type."""
         topology = self._layout.topology
         for rank, peer_rank in links:
             if not (0 <= rank < topology.world_size and 0 <= peer_rank < topology.world_size):
@@ -186,7 +187,7 @@ class Fixes:
             self.seconds[rows, :, dp_rank] -= np.maximum(gain, 0.0)
 
     def idealize_optypes(self, optypes: Collection[str]) -> None:
-        """Let all operations of these types take the ideal duration of their type."""
+        """Set all operations of these types to the ideal duration of their type."""
         for optype in sorted(set(self._order.optype)):
             if ops.group(optype) in optypes:
                 of_type = [op for op, other in enumerate(self._order.optype) if other == optype]
@@ -200,7 +201,8 @@ class Fixes:
         operations that took longer than usual, then from all compute operations in proportion.
         """
         topology = self._layout.topology
-        excess: dict[tuple[int, int], float] = {}  # by (stage, dp rank): of its slowest tp rank
+        # by (stage, dp rank): excess of its slowest tp rank
+        excess: dict[tuple[int, int], float] = {}
         for rank, seconds in excess_seconds.items():
             if 0 <= rank < topology.world_size and seconds > 0:
                 place = topology.coordinates(rank)

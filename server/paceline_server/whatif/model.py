@@ -21,11 +21,11 @@ Indexes = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class ReplayBlock:
-    """Nodes of one level. Either all or none of them are synchronized over data-parallel ranks.
+    """Nodes of one level. Either all or none of them are synchronized across data-parallel ranks.
 
-    The operations of the block are the places `first:stop` in the model's order. Nodes are sorted
-    by falling number of predecessors. `waits[k]` is the k-th predecessor of the first nodes, for
-    as many nodes as have more than k predecessors.
+    The operations of the block are at positions `first:stop` in the model's order. Nodes are sorted
+    by descending number of predecessors. `waits[k]` holds the k-th predecessor of the nodes that
+    have more than k predecessors.
     """
 
     first: int
@@ -38,7 +38,10 @@ class ReplayBlock:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A step in replay order: `order[place]` is the operation; all other fields hold places."""
+    """A step in replay order: `order[position]` is the operation.
+
+    All other fields hold positions.
+    """
 
     order: Indexes
     blocks: tuple[ReplayBlock, ...]

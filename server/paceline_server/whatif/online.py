@@ -43,8 +43,8 @@ class Fix:
     """The gain if one part of the job were as fast as its peers."""
 
     kind: str  # one of KINDS; a worker includes all its tensor-parallel ranks
-    target: str  # "rank 5", "ranks 4-5", "stage 1", "dp rank 0", "forward-compute"
-    speedup: float  # step time now over step time with the fix
+    target: str  # "rank 5", "ranks 4-5", "stage 1", "dp rank 0" or "forward-compute"
+    speedup: float  # current step time over step time with the fix
 
 
 class RunReplay:
@@ -75,7 +75,8 @@ class RunReplay:
         excess_seconds: Mapping[int, float] | None = None,
         since_step: int | None = None,
     ) -> float | None:
-        """Return step time now over step time with these parts idealized (1.21: 21% faster).
+        """Return the current step time over the step time with these parts idealized (1.21: 21%
+        faster).
 
         Args:
             ranks: ranks that become as fast as their peers.
@@ -224,7 +225,7 @@ class RunReplay:
         synchronized = ops.SYNCHRONIZED.union(ops.COMPUTE if window.coupled else ())
         try:
             model = lay_out(window.order.dependencies(), window.order.optype, synchronized)
-        except TraceError:  # dependency cycle: the clock of a rank went backwards
+        except TraceError:  # dependency cycle: a rank's clock went backwards
             return None
         built = Built(window, model, window.times())
         recorded = float(window.recorded_seconds.mean())
@@ -271,7 +272,7 @@ def _slowest(slowdowns: Mapping[Part, float]) -> list[Part]:
 
 
 def _in_order(fixes: list[Fix]) -> list[Fix]:
-    """Return the fixes by falling gain; among similar gains the smallest part first."""
+    """Return the fixes by descending gain; among similar gains the smallest part first."""
     left = sorted(fixes, key=lambda fix: -fix.speedup)
     result: list[Fix] = []
     while left:

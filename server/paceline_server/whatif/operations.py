@@ -4,7 +4,7 @@ from __future__ import annotations
 
 FORWARD_COMPUTE = "forward-compute"
 BACKWARD_COMPUTE = "backward-compute"
-BACKWARD_WEIGHT_COMPUTE = "backward-weight-compute"  # of schedules that split the backward pass
+BACKWARD_WEIGHT_COMPUTE = "backward-weight-compute"  # for schedules that split the backward pass
 FORWARD_SEND = "forward-send"
 FORWARD_RECV = "forward-recv"
 BACKWARD_SEND = "backward-send"
@@ -35,7 +35,7 @@ IDEAL_IS_MEDIAN = TRANSFERRING | {LAYERNORM_ALL_REDUCE, DATA_WAIT}
 
 KNOWN = frozenset({*COMPUTE, OPTIMIZER, GC}) | IDEAL_IS_MEDIAN
 
-# Send and receive are reported as one group: both ends of a link see the same slowness.
+# Send and receive are reported as one group: a slow link slows both of its ends.
 GROUPS = {
     FORWARD_SEND: "forward-pp-comm",
     FORWARD_RECV: "forward-pp-comm",

@@ -33,7 +33,7 @@ class Computed(NamedTuple):
     """A compute operation of the recorded pipeline."""
 
     stage: int
-    op: int  # wire Op
+    op: int  # Op of the wire format
     chunk: int
     microbatch: int
     start_ns: int
@@ -49,7 +49,7 @@ class Transferred(NamedTuple):
 
     source: int
     target: int
-    op: int  # wire Op of the sender
+    op: int  # the sender's Op of the wire format
     chunk: int
     microbatch: int
     send_start_ns: int
@@ -66,7 +66,7 @@ class Transferred(NamedTuple):
 class Order:
     """The operations of a step, by number, and their dependencies.
 
-    `stage` of a transfer is the sending stage.
+    The `stage` of a transfer is the sending stage.
     """
 
     optype: list[str] = field(default_factory=list)
@@ -82,9 +82,11 @@ class Order:
     compute: list[list[int]] = field(default_factory=list)  # by stage, in order
     compute_of: dict[tuple[int, ...], int] = field(default_factory=dict)
     transfer_of: dict[tuple[int, ...], int] = field(default_factory=dict)
-    inputs: dict[int, list[int]] = field(default_factory=dict)  # compute -> its input transfers
-    unrecorded_input: set[int] = field(default_factory=set)  # compute without its input transfer
-    # compute or reduction -> sends that had to end before the rank could start it
+    # by compute operation: its input transfers
+    inputs: dict[int, list[int]] = field(default_factory=dict)
+    # compute operations without their input transfer
+    unrecorded_input: set[int] = field(default_factory=set)
+    # by compute operation or reduction: sends that must end before the rank can start it
     blocking_sends: dict[int, list[int]] = field(default_factory=dict)
 
     def dependencies(self) -> Dependencies:
@@ -162,16 +164,16 @@ class _StageChain:
         self.sends: dict[int, list[tuple[int, int]]] = {}
 
     def ended_by(self, time_ns: int) -> int:
-        """Return the number of compute operations that had ended."""
+        """Return the number of compute operations that had ended by this time."""
         return bisect_right(self.ends, time_ns + CLOCK_TOLERANCE_NS)
 
     def first_from(self, time_ns: int) -> int | None:
-        """Return the index of the first compute operation that started later."""
+        """Return the index of the first compute operation that started after this time."""
         first = bisect_left(self.starts, time_ns - CLOCK_TOLERANCE_NS)
         return first if first < len(self.chain) else None
 
     def chunk_from(self, time_ns: int, op: int, microbatch: int) -> int | None:
-        """Return the chunk of the first operation of this microbatch that started later."""
+        """Return the chunk of the microbatch's first operation that started after this time."""
         first = self.first_from(time_ns)
         for computed in self.chain[first:] if first is not None else ():
             if computed.op == op and computed.microbatch == microbatch:
@@ -198,10 +200,10 @@ def _optype(transfer: Transferred) -> str:
 def _target_chunks(
     stages: Sequence[_StageChain], transferred: Sequence[Transferred]
 ) -> dict[tuple[int, int, int, int], int]:
-    """Return (source, target, op, chunk) -> the chunk of the target stage that uses the data.
+    """Return, by (source, target, op, chunk), the chunk of the target stage that uses the data.
 
-    The chunk is the one that most transfers of a route show. A single transfer may show the wrong
-    one: if the operation that used its data was not recorded, a later one seems to use it.
+    The chunk is the one that most transfers of a route indicate. A single transfer may indicate the
+    wrong one: if the operation that used its data was not recorded, a later one seems to use it.
     """
     votes: dict[tuple[int, int, int, int], Counter[int]] = {}
     for transfer in transferred:
@@ -293,7 +295,7 @@ def _add_unrecorded_transfers(
 ) -> None:
     """Make compute operations without a recorded input transfer wait for their producer.
 
-    `origins`: (stage, chunk, op) -> stage and chunk of the operation that produces its input.
+    `origins`: by (stage, chunk, op), the stage and chunk of the operation that produces its input.
     """
     for stage in stages:
         for index, computed in enumerate(stage.chain):

@@ -92,9 +92,9 @@ def _read_columns(path: Path) -> tuple[dict[str, npt.NDArray[Any]], tuple[str, .
         raise TraceError(
             f"cannot read {path}: {error.strerror or _first_sentence(error)}"
         ) from error
-    except KeyError as error:  # of `read_dictionary`
+    except KeyError as error:  # raised by `read_dictionary`
         raise TraceError(f"{path} has no column optype") from error
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # names of columns
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # of column names
         raise TraceError(f"{path} is not Parquet: {_first_sentence(error)}") from error
     columns = {}
     for name in COLUMNS:

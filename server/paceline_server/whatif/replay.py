@@ -16,7 +16,7 @@ def replay(model: Model, times: Seconds) -> Seconds:
     """Replace durations with end times, in place, and return them.
 
     Args:
-        times: durations in seconds, [place, lane, dp rank]. Lanes are independent of each other:
+        times: durations in seconds, [position, lane, dp rank]. Lanes are independent of each other:
             they are steps, counterfactuals, or both. Within a lane, synchronized operations wait
             for the slowest dp rank.
     """

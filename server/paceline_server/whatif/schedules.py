@@ -1,7 +1,7 @@
 """Pipeline schedules as data, and the simulation of a step that follows a schedule.
 
 A schedule is one list of actions per stage, in execution order. `simulate` runs any such lists:
-those of the functions below, recorded ones, or ones written by hand.
+those of the functions below, recorded ones, or handwritten ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ScheduleError(ValueError):
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Actions:
-    """All forwards, then all backwards (arXiv:1811.06965)."""
+    """Return GPipe: all forwards, then all backwards (arXiv:1811.06965)."""
     forwards = [ScheduledAction(Op.FORWARD, *unit) for unit in _units(stages, microbatches, chunks)]
     backwards = [
         ScheduledAction(Op.BACKWARD, microbatch, chunks - 1 - chunk)
@@ -43,7 +43,7 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Actions:
 
 
 def one_forward_one_backward(stages: int, microbatches: int, chunks: int = 1) -> Actions:
-    """Fill the pipeline, then alternate (1F1B); interleaved if a stage has several chunks.
+    """Return 1F1B: fill the pipeline, then alternate; interleaved if a stage has several chunks.
 
     Sources: PipeDream-Flush, arXiv:2006.09503, section 3; Narayanan et al., "Efficient Large-Scale
     Language Model Training on GPU Clusters", SC 2021, section 2.2.
@@ -68,7 +68,7 @@ def _alternating(
 
 
 def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Actions:
-    """ZB-H1: 1F1B with weight gradients delayed to times at which the stage would be idle.
+    """Return ZB-H1: 1F1B with weight gradients delayed to times when the stage would be idle.
 
     Later stages delay more of them. The memory of each stage is that of the first stage in 1F1B.
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2.1.
@@ -90,7 +90,8 @@ def _delayed_weights(stage: int, stages: int, microbatches: int) -> Iterator[Sch
 
 
 def _units(stages: int, microbatches: int, chunks: int) -> list[tuple[int, int]]:
-    """Return (microbatch, chunk) in forward order: groups of `stages` microbatches per chunk."""
+    """Return (microbatch, chunk) pairs in forward order: groups of `stages` microbatches per
+    chunk."""
     if chunks == 1:
         return [(microbatch, 0) for microbatch in range(microbatches)]
     return [
@@ -138,7 +139,8 @@ class Simulated:
 
     seconds: float
     busy_seconds: tuple[float, ...]  # by stage
-    activations: tuple[int, ...]  # by stage: most (microbatch, chunk) held at a time
+    # by stage: largest number of (microbatch, chunk) activations held at a time
+    activations: tuple[int, ...]
 
     @property
     def idle_ratios(self) -> tuple[float, ...]:
@@ -169,9 +171,9 @@ def simulate(
     An action starts when the previous action of its stage has ended and its inputs have arrived.
 
     Args:
-        seconds_of: (stage, action) -> compute time.
+        seconds_of: returns the compute time of (stage, action).
         transfer_seconds: delay from one stage to another; transfers do not occupy a stage.
-        part_of: (stage, chunk, stages) -> index of the model part.
+        part_of: returns the index of the model part of (stage, chunk, stages).
     Raises:
         ScheduleError: the stages wait for each other forever.
     """
@@ -208,11 +210,12 @@ class _Simulation:
         self.last_part = max(self.parts.values(), default=0)
         self.free = [0.0] * stages
         self.busy = [0.0] * stages
-        self.done: dict[tuple[int, int, int], float] = {}  # (op, part, microbatch) -> end
+        self.done: dict[tuple[int, int, int], float] = {}  # by (op, part, microbatch): its end
         self.position = [0] * stages
 
     def execute(self) -> None:
-        waiting: dict[tuple[int, int, int], int] = {}  # awaited (op, part, microbatch) -> stage
+        # by awaited (op, part, microbatch): the waiting stage
+        waiting: dict[tuple[int, int, int], int] = {}
         ready = list(range(len(self.actions)))
         while ready:
             stage = ready.pop()

@@ -26,10 +26,10 @@ MOST_RANKS = 1_000_000
 # A longer duration means that another unit was recorded.
 LONGEST_SECONDS = 1e5
 
-# The type of start_ts must resolve at least this: coarser values were rounded.
+# The type of start_ts must have at least this resolution; coarser values were rounded.
 COARSEST_SECONDS = 0.01
 
-# If fewer entries of the arrays are recorded, dp ranks or steps run different operations.
+# If a smaller share of the entries is recorded, dp ranks or steps run different operations.
 LEAST_FILLED_RATIO = 0.01
 
 # Columns of the trace layout; times in seconds, `optype` as text or as codes of `optypes`.
@@ -253,7 +253,7 @@ def _scatter(
             f"{shape[0]} per dp rank, {shape[2]} dp ranks are recorded"
         )
     times = []
-    # The end is computed in the recorded type, as for the published figures.
+    # The end is computed in the recorded type, like in the published figures.
     for values in (
         columns["start_ts"],
         columns["start_ts"] + columns["duration"],

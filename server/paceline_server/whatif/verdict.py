@@ -18,7 +18,9 @@ EXPLAINS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ReplayVerdict:
-    """`kind`: none, slow_worker, stage_imbalance, slow_dp_rank, sequence_variance,
+    """The verdict of a replay.
+
+    `kind`: none, slow_worker, stage_imbalance, slow_dp_rank, sequence_variance,
     slow_communication, host_pauses or unexplained. `target`: the slow part of the job, if any.
     """
 
@@ -35,7 +37,7 @@ class Repairs:
     takes the mean over all parts, including the slow one.
     """
 
-    workers: Mapping[int, str] = field(default_factory=dict)  # lowest rank -> name
+    workers: Mapping[int, str] = field(default_factory=dict)  # by lowest rank: name of the worker
     workers_speedup: float | None = None  # with all slowest workers fixed
     last_stage_speedup: float | None = None
 
@@ -161,7 +163,7 @@ def _share_alone(analysis: Analysis, slowdown: float) -> float:
 
 
 def _explained(analysis: Analysis, share: float, gain: float | None) -> str:
-    """Return `82% of the slowdown (fixing it gives 1.17x)`.
+    """Return text such as `82% of the slowdown (fixing it gives 1.17x)`.
 
     `gain`: the speedup found by a replay; None: computed from `share`.
     """

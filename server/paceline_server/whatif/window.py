@@ -29,7 +29,7 @@ Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 
-# Steps with records of a smaller share of their compute operations are left out.
+# Steps in which a smaller share of the compute operations was recorded are left out.
 LEAST_RECORDED_SHARE = 0.5
 
 
@@ -37,7 +37,7 @@ LEAST_RECORDED_SHARE = 0.5
 class Window:
     """Durations of the operations of recent steps, in seconds.
 
-    An operation of a worker takes `own.max(tp ranks) + shared`. For compute operations `own`
+    An operation of a worker takes max(`own` over tp ranks) + `shared`. For compute operations `own`
     includes the pause before the operation: the time in which the rank could have started it.
     """
 
@@ -177,7 +177,7 @@ class _Tables:
         return list(tables)
 
     def _fill_unseen_ranks(self, own: Seconds, stage: int) -> None:
-        """Give ranks without records the times of the fastest rank of the stage.
+        """Set ranks without records to the times of the fastest rank of the stage.
 
         No rank is then predicted to wait for a rank that has no records.
         """
@@ -233,7 +233,7 @@ class _Tables:
         """Fill in data wait, reduction, exchange and optimizer.
 
         The recorded time of the reduction and the exchange includes waiting for other ranks. The
-        rank with the shortest time arrived last and did not wait, so its time is taken for all.
+        rank with the shortest time arrived last and did not wait, so its time is used for all.
         """
         order = self.order
         after_compute = np.empty((len(order.compute), *self.cells))
@@ -259,8 +259,8 @@ class _Tables:
     def _last_end(self, chain: list[int], seconds: Seconds) -> Seconds:
         """Return when the last operation of the chain ended. [step, dp rank, tp rank]
 
-        If that was not recorded, it is the earliest possible end: the end of a recorded operation
-        plus the durations of those after it.
+        If the end was not recorded, the earliest possible end is returned: the end of a recorded
+        operation plus the durations of those after it.
         """
         until_end = seconds[::-1].cumsum(axis=0)[::-1] - seconds
         ends = np.where(np.isnan(self.end[chain]), -np.inf, self.end[chain] + until_end)

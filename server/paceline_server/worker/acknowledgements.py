@@ -18,10 +18,10 @@ _STATUSES = ("seen", *_FINAL)
 def genuine_acknowledgements(
     session: Session, job_id: str, generation: int, events: Iterable[Event]
 ) -> tuple[Acknowledged, ...]:
-    """Return the acknowledgements among `events` of commands to this generation.
+    """Return the acknowledgements in `events` that are for commands to this generation.
 
-    Each agent gets a command id of its own and the ranks agree on the newest of them, so a rank
-    may acknowledge the id that another agent was given.
+    Each agent gets its own command id, and the ranks agree on the newest one, so a rank may
+    acknowledge the id that was sent to another agent.
     """
     acknowledgements = [
         event
@@ -46,7 +46,7 @@ def genuine_acknowledgements(
 
 
 def merge(stored: Iterable[Acknowledged], new: Iterable[Acknowledged]) -> list[Acknowledged]:
-    """Return the newest acknowledgement of each rank and command; a final one stays."""
+    """Return the newest acknowledgement of each rank and command; a final one is never replaced."""
     merged = {(result.command_id, result.rank): result for result in stored}
     for result in new:
         before = merged.get((result.command_id, result.rank))

@@ -41,7 +41,10 @@ _UPDATE_RANK = (
 
 
 class ConflictError(Exception):
-    """Another process changed what the decision was based on: it has to be decided again."""
+    """Another process changed the data that the decision was based on.
+
+    The caller must decide again.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class Commit:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether it has to be written at this tick."""
+        """Whether the commit has to be written at this tick."""
         decision = self.decision
         return bool(
             self.steps
@@ -156,7 +159,8 @@ def _relocate(session: Session, job_id: str, placement: Placement) -> None:
 
 
 def _update_ranks(session: Session, rows: Sequence[dict[str, Any]]) -> None:
-    """Pass the rows to the driver directly: a large job has ten thousand that changed.
+    """Update the rows directly through the driver, because a large job has ten thousand changed
+    ones.
 
     All columns are plain numbers and text, so there is nothing to convert.
     """
@@ -194,7 +198,7 @@ def _claim_nodes(session: Session, job_id: str, agents: set[str]) -> None:
 
 
 def _reassign_watched(session: Session, agents: Sequence[str]) -> None:
-    """Assign freed nodes that also run ranks of a watched job to that job."""
+    """Assign freed nodes that also run ranks of an external job to that job."""
     node, rank, job = models.NodeRow, models.RankRow, models.JobRow
     watched = (
         select(rank.agent_id, func.min(rank.job_id))
@@ -218,12 +222,12 @@ def write_incidents(
     now_ns: int,
     lag: float | None = None,
 ) -> None:
-    """Write incidents of a job, and what receivers should get of their changes.
+    """Write the incidents of a job, and the alerts about their changes.
 
     Args:
-        before: its unresolved incidents as stored.
-        after: those that are new or changed.
-        lag: seconds that the analysis is behind; None if it found nothing of this.
+        before: the unresolved incidents as stored.
+        after: the incidents that are new or changed.
+        lag: seconds that the analysis is behind; None if the incidents are not from the analysis.
     """
     known = {incident.incident_id: incident for incident in before}
     for view in sorted(after, key=urgency_value, reverse=True):

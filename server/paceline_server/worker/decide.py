@@ -1,4 +1,4 @@
-"""Stage 4 of a tick: decide what to do, from the snapshot and what was detected."""
+"""Stage 4 of a tick: decide what to do, from the snapshot and the findings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def decide(
     now_ns: int,
     next_command_id: Callable[[], int],
 ) -> Decision:
-    """Return an empty decision while the warm-up lasts."""
+    """Return the decision; it is empty during the warm-up."""
     if detected.outcome is None:
         return Decision()
     return decide_job(

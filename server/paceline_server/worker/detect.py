@@ -17,7 +17,7 @@ from paceline_wire.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Detected:
-    outcome: Outcome | None  # None: the warm-up is not over, nothing can be concluded
+    outcome: Outcome | None  # None: the warm-up is not over, so nothing can be concluded
     columns: JobColumns  # with the progress of the ranks
     acknowledged: tuple[Acknowledged, ...]  # the stored and the new ones
 
@@ -36,9 +36,9 @@ def detect(memory: JobMemory, snapshot: Snapshot, fed: Fed, now_ns: int) -> Dete
 
 
 def _as_of_ns(snapshot: Snapshot, now_ns: int) -> int:
-    """Return the time that the batches read so far reflect.
+    """Return the time up to which the log has been read.
 
-    While more of the log waits, a node that seems silent may be in the rest.
+    While part of the log is unread, a node that seems silent may have batches in that part.
     """
     return min(now_ns, snapshot.log[-1].received_ns) if snapshot.behind else now_ns
 
@@ -78,7 +78,7 @@ def _progress(
         loss = loss if summary.loss is None else summary.loss
     finished = [summary.step for summary in outcome.steps]
     reached = [before.highest_step, outcome.highest_step, *finished]
-    # The ranks know which checkpoint they resumed from, also where a newer one was damaged.
+    # The ranks know which checkpoint they resumed from, even if a newer one was damaged.
     checkpoint = before.checkpoint_step if outcome.saved_step is None else outcome.saved_step
     if saved is not None:
         checkpoint = max(saved, checkpoint or 0)

@@ -1,4 +1,4 @@
-"""Events of the processes that held the ranks of a watched job before the current ones.
+"""Events of the processes that ran the ranks of an external job before the current ones.
 
 A run of the same name and generation may follow another, and its first batches may report the end
 of the earlier run's ranks.
@@ -15,7 +15,7 @@ from paceline_wire.batch import Batch, Event, RankExited
 
 
 class EarlierProcesses:
-    """Removes the exits of earlier processes from batches."""
+    """Filters the exits of earlier processes out of batches."""
 
     def __init__(
         self, job: JobRow, ranks: Iterable[RankRow], reported_generations: Mapping[int, int]
@@ -26,7 +26,7 @@ class EarlierProcesses:
         self._pids = {row.rank: row.pid for row in ranks} if job.watched else {}
 
     def filter(self, batch: Batch) -> Batch:
-        """Return the batch without their exits."""
+        """Return the batch without exits of earlier processes."""
         if not self._pids or not any(map(self._is_earlier, batch.events)):
             return batch
         events = [event for event in batch.events if not self._is_earlier(event)]

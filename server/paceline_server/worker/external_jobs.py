@@ -1,6 +1,6 @@
-"""Jobs that are started outside Paceline, taken up once all ranks of a generation were found.
+"""Jobs that were started without Paceline; adopted once all ranks of a generation are found.
 
-They are watched like all others, in mode `observe`: Paceline reports problems and repairs nothing.
+They are observed like all others, in mode `observe`: Paceline reports problems and repairs nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ExternalJobs:
         self._refused: set[PendingRun] = set()
 
     def take_up(self) -> bool:
-        """Create the jobs of which all ranks were found; return whether there were any."""
+        """Create the jobs whose ranks were all found; return whether there were any."""
         with self._database.read() as session:
             runs = attachments.pending_runs(session)
         taken_up = False
@@ -81,7 +81,7 @@ class ExternalJobs:
         except UNAVAILABLE:
             raise
         except Exception:
-            # Malformed reports of its ranks must not stop the other jobs.
+            # Malformed reports from its ranks must not affect the other jobs.
             self._refused.add(run)
             _log.exception("external job %s cannot be watched", run.job_id)
             return False
@@ -93,7 +93,7 @@ class ExternalJobs:
                 not job.watched or not attachments.is_newer_run(session, job, run)
             )
             if job is not None and job.state not in FINISHED and not is_old:
-                return False  # the worker that holds it ends it first
+                return False  # the worker that owns the job ends it first
             ranks = attachments.claim(session, run)
             if is_old or len(ranks) != run.world_size:
                 return False
@@ -148,7 +148,7 @@ def _begin(
             if attachment.generation != generation
         },
     )
-    # Batches since the first rank began are still to be read, but not those of an earlier run
+    # Batches since the first rank started still have to be read, but not those of an earlier run
     # whose ranks reported the same generation.
     is_repeated = job is not None and job.generation >= generation
     margin_ns = 0 if is_repeated or placement.reported_generations else _MARGIN_NS
@@ -182,7 +182,7 @@ def _begin(
     )
     session.add_all(new_rank_rows(job.id, job.generation, views))
     agents = sorted(set(placement.nodes.values()))
-    # Who holds ranks of another job as well stays with that one.
+    # A node that also runs ranks of another job stays assigned to that job.
     free = update(NodeRow).where(NodeRow.agent_id.in_(agents), NodeRow.job_id.is_(None))
     session.execute(free.values(job_id=job.id))
     entry = AuditEntry(actor="agents", verb=verb, subject=job.id, detail=", ".join(agents))
@@ -197,7 +197,7 @@ def _begin(
 def _resolve_incidents(
     session: Session, job: JobRow, receivers: tuple[IncidentReceiver, ...], now_ns: int
 ) -> None:
-    """Resolve what the previous run left open: a failed run keeps its incidents until then."""
+    """Resolve the incidents of the previous run: a failed run keeps them until a new run begins."""
     before = load_incidents(session, job.id)
     after = [replace(incident, state="resolved", resolved_ns=now_ns) for incident in before]
     write_incidents(session, job.id, job.name, before, after, receivers, now_ns)
@@ -215,8 +215,8 @@ def _resolve_incidents(
 def _generation_number(session: Session, job: JobRow | None, ranks: Sequence[AttachmentRow]) -> int:
     """Return the number of the generation that these ranks form.
 
-    It follows the last generation if at least some launchers counted up, and else is what the ranks
-    report: another run of the same name starts counting again.
+    It is one more than the last generation if at least some launchers counted up; otherwise it is
+    the number that the ranks report, because another run of the same name starts counting again.
     """
     reported = {attachment.agent_id: attachment.generation for attachment in ranks}
     highest = max(reported.values())
@@ -261,7 +261,7 @@ def _view(session: Session, attachment: AttachmentRow) -> RankView:
 
 
 def _gpu(session: Session, attachment: AttachmentRow) -> int | None:
-    """Return the GPU that the rank reported, else the one with its local rank's index."""
+    """Return the GPU that the rank reported; otherwise the GPU whose index is its local rank."""
     node = session.get(NodeRow, attachment.agent_id)
     gpus = node.hello.gpus if node is not None and node.hello is not None else []
     identity = attachment.identity

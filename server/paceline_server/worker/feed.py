@@ -1,4 +1,4 @@
-"""Stage 2 of a tick: hand the new batches to the engine, the ranks and the warm-up."""
+"""Stage 2 of a tick: pass the new batches to the engine, the ranks and the warm-up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Fed:
     cursor: int  # id of the last log entry that was fed
-    metadata: Mapping[str, str]  # of the job, with what newly attached ranks reported
+    metadata: Mapping[str, str]  # metadata of the job, including what newly attached ranks reported
 
 
 def feed(memory: JobMemory, snapshot: Snapshot, metrics: BackgroundMetrics) -> Fed:

@@ -1,8 +1,8 @@
-"""Renew this worker's leases while its ticks run, and judge when another worker's may be taken.
+"""Renew this worker's leases during its ticks, and decide when another worker's can be taken over.
 
-A tick on a starved host can take longer than a lease: slow is not dead. A thread renews the leases
-meanwhile, as long as the worker's own thread advances. It also measures how late it is woken: on a
-host where this worker is late, the owner of a lease is probably late too.
+On a starved host a tick can take longer than a lease, although the worker is not dead. So a thread
+renews the leases as long as the worker's own thread advances. It also measures its wake-up delays:
+on a host where this worker is late, the owner of a lease is probably late too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from paceline_server.store.database import UNAVAILABLE, Database
 from paceline_server.store.leases import renew
 
 _log = logging.getLogger(__name__)
-# A worker thread that has not advanced for longer is stuck, and another worker is to take over.
+# A worker thread that has not advanced for this long is stuck, and another worker should take over.
 _STUCK_SECONDS = 60.0
-_DELAYS_SECONDS = 30.0  # the longest delay of this time counts
+_DELAYS_SECONDS = 30.0  # period whose longest delay is used
 _MOST_PATIENCE_LEASES = 10.0
 
 
@@ -44,7 +44,7 @@ class LeaseKeeper:
         self._epochs: dict[str, int] = {}  # by name of the lease
         self._lock = threading.Lock()
         self._advanced = clock()
-        self._delays: deque[tuple[float, float]] = deque()  # (when, seconds late)
+        self._delays: deque[tuple[float, float]] = deque()  # (time, seconds late)
         self._observed: dict[str, tuple[tuple[int, int], float]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
@@ -64,7 +64,7 @@ class LeaseKeeper:
             self._observed.pop(name, None)
 
     def drop(self, name: str) -> None:
-        """Renew this lease no more. A renewal in progress is over when this returns."""
+        """Stop renewing this lease. A renewal in progress is complete when this returns."""
         with self._lock:
             self._epochs.pop(name, None)
 
@@ -73,7 +73,7 @@ class LeaseKeeper:
         self._advanced = self._clock()
 
     def add_delay(self, late: float) -> None:
-        """Count a wake-up of this process that came `late` seconds after its time."""
+        """Record a wake-up of this process that was `late` seconds late."""
         now = self._clock()
         self._delays.append((now, late))
         while now - self._delays[0][0] > _DELAYS_SECONDS:
@@ -89,9 +89,9 @@ class LeaseKeeper:
     def may_take(self, name: str, epoch: int, expires_ns: int) -> bool:
         """Return whether an expired lease of another owner may be taken now.
 
-        Its owner must have renewed nothing for two thirds of a lease of this process's own time, or
-        for as long as this process is late itself. Neither clock skew nor a starved host then looks
-        like a death. Call it with each value read; a released lease has `expires_ns` 0.
+        Its owner must have made no renewal for two thirds of a lease on this process's own clock,
+        and for as long as this process itself is late. So neither clock skew nor a starved host
+        looks like a dead owner. Call it with each value read; a released lease has `expires_ns` 0.
         """
         if not expires_ns:
             return True
@@ -121,7 +121,7 @@ class LeaseKeeper:
             try:
                 with self._database.write() as session:
                     for name, epoch in self._epochs.items():
-                        # One that is lost stays lost: the tick's fence reports it.
+                        # A lost lease stays lost, and the tick's fence reports it.
                         renew(session, name, self._owner, epoch, self._now_ns() + self._lease_ns)
             except UNAVAILABLE as error:
                 _log.warning("leases were not renewed: %s", error)

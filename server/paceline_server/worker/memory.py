@@ -14,23 +14,25 @@ from paceline_server.worker.ranks import RankRows
 from paceline_server.worker.replay import rebuild
 from paceline_server.worker.warm_up import WarmUp
 
-_GRACE_NS = 1_000_000_000  # beyond the node lease
+_GRACE_NS = 1_000_000_000  # added to the node lease
 
 
 @dataclass(slots=True)
 class JobMemory:
-    """The stages of a tick change it before the commit: it is dropped if the commit fails.
+    """The memory of one job.
 
-    The next owner of the job, or this one, rebuilds it from the log.
+    Dropped if a commit fails, because a tick changes it before the commit.
+
+    The next owner of the job, or the same one, rebuilds it from the log.
     """
 
     engine: Engine
     ranks: RankRows
     earlier_processes: EarlierProcesses
     warm_up: WarmUp
-    cursor: int  # id of the last log entry that the engine was fed
+    cursor: int  # id of the last log entry that was fed to the engine
     evaluation_loss: float | None
-    rebuilt: Outcome  # steps and findings of the rebuild that no row has yet
+    rebuilt: Outcome  # steps and findings of the rebuild that are not stored yet
 
 
 def load_memory(

@@ -17,7 +17,7 @@ COLUMNS = tuple(column.key for column in RankRow.__table__.columns)
 
 
 class RankRows:
-    """Rank rows as one worker has them between its commits. A rank's state never goes back."""
+    """The rank rows of one worker between its commits. A rank's state never goes backwards."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class RankRows:
         self._committed = {rank: dict(row) for rank, row in self._rows.items()}
         self.agents = {row["agent_id"] for row in self._rows.values()}
         self._views = {rank: _view(row) for rank, row in self._rows.items()}
-        # Only ranks changed since `views` and since `committed` are processed: of thousands of
-        # ranks most have not changed.
+        # Only ranks changed since `views` and since `committed` are processed: most of thousands of
+        # ranks have not changed.
         self._outdated_views: set[int] = set()
         self._uncommitted: set[int] = set()
         self._advanced = False  # a rank's state has changed since `committed`
@@ -118,11 +118,12 @@ class RankRows:
         )
 
     def changed_state(self) -> bool:
-        """Return whether a rank was started, attached or exited; only progress can wait."""
+        """Return whether a rank was started, attached or exited, which cannot wait like mere
+        progress."""
         return self._advanced
 
     def committed(self) -> None:
-        """Take the current rows as stored."""
+        """Mark the current rows as stored."""
         for rank in self._uncommitted:
             self._committed[rank] = dict(self._rows[rank])
         self._uncommitted.clear()
@@ -130,7 +131,7 @@ class RankRows:
 
 
 def _text(value: str | None, length: int) -> str | None:
-    """Return the text as the column can hold it: agents may send anything."""
+    """Return the text in a form that fits the column, because agents may send anything."""
     return None if value is None else value.replace("\0", "")[:length]
 
 

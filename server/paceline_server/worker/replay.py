@@ -1,10 +1,10 @@
 """Rebuild a job's engine as of the cursor, from its stored memory and the log.
 
-The engine's outcomes during the rebuild were acted on before, with two exceptions that are
-returned: steps that no row holds yet, and findings of the current generation that were not
-cleared. (The ticks of the rebuild fall on other moments than the original ones, so a finding may
-come a little earlier.) `decide` recognizes findings by their fingerprint, and the ledger counts no
-step twice.
+The engine's outcomes during the rebuild were already processed, with two exceptions that are
+returned: steps that are not stored yet, and findings of the current generation that were not
+cleared. (The ticks of the rebuild are at other times than the original ones, so a finding may come
+slightly earlier.) `decide` recognizes findings by their fingerprint, and the ledger does not count
+a step twice.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def rebuild(
     earlier_processes: EarlierProcesses,
     keep_alive: Callable[[], None],
 ) -> Rebuilt:
-    """`keep_alive` is called regularly, to renew the lease."""
+    """Rebuild the engine; `keep_alive` is called regularly to renew the lease."""
     with database.read() as session:
         row = session.get(EngineMemoryRow, job.id)
         generations = _last_generations(session, job.id)
@@ -108,12 +108,12 @@ def _place(engine: Engine, waiting: list[GenerationRow], position: int) -> None:
 def _feed(engine: Engine, entry: HotLogRow, earlier_processes: EarlierProcesses) -> None:
     try:
         engine.feed(earlier_processes.filter(wire.decode(entry.payload)), entry.received_ns)
-    except Exception:  # it failed and was counted when it was first read, too
+    except Exception:  # the same failure was counted when the batch was first read
         return
 
 
 def _last_generations(session: Session, job_id: str) -> list[GenerationRow]:
-    """Return the last two, in order: the stored memory may be older than the last one."""
+    """Return the last two in order, because the stored memory may be older than the last one."""
     query = select(GenerationRow).where(GenerationRow.job_id == job_id)
     newest = session.scalars(query.order_by(GenerationRow.generation.desc()).limit(2)).all()
     return list(reversed(newest))

@@ -68,17 +68,17 @@ class Snapshot:
     job_name: str
     policy: Policy
     stop_requested: bool
-    is_superseded: bool  # another run of a watched job has replaced this one
+    is_superseded: bool  # another run of an external job has replaced this one
     columns: JobColumns
     log: tuple[ReceivedBatch, ...]
-    behind: bool  # the log has more entries than `log`
+    behind: bool  # whether the log has more entries than `log`
     nodes: tuple[NodeView, ...]
     incidents: tuple[IncidentView, ...]
     actions: tuple[ActionView, ...]
     action_versions: Mapping[str, int]  # by id of `actions`
     restarts: tuple[Restarted, ...]
-    acknowledged: tuple[Acknowledged, ...]  # stored before
-    new_acknowledged: tuple[Acknowledged, ...]  # in `log`
+    acknowledged: tuple[Acknowledged, ...]  # stored before this tick
+    new_acknowledged: tuple[Acknowledged, ...]  # contained in `log`
     command_results: Mapping[int, bool]
 
 
@@ -146,7 +146,7 @@ def _columns(job: models.JobRow) -> JobColumns:
 
 
 def _nodes(session: Session) -> tuple[NodeView, ...]:
-    """Return all nodes that have sent a hello: others cannot be used."""
+    """Return all nodes that have sent a hello; others cannot be used."""
     rows = session.execute(
         select(
             models.NodeRow.agent_id,
@@ -171,7 +171,10 @@ def _node(
     quarantine_reason: str | None,
     job_id: str | None,
 ) -> NodeView:
-    """Cached: each tick reads all nodes, and few of a thousand have changed since the last."""
+    """Return a node.
+
+    Cached, because each tick reads all nodes and few of a thousand have changed.
+    """
     hello = _hello(hello_text)
     return NodeView(
         agent_id=agent_id,

@@ -1,10 +1,11 @@
 """One tick of one job: snapshot -> feed -> detect -> decide -> commit.
 
 The snapshot is read in one transaction and is never changed. Between it and the commit nothing is
-locked, so a worker that is stopped there blocks no other. Everything is written in one transaction
-that begins with a fence: if another worker has taken the job over, nothing is written.
+locked, so a worker that is stopped at this point does not block others. Everything is written in
+one transaction that begins with a fence: if another worker has taken the job over, nothing is
+written.
 
-If a tick fails, the caller drops the `JobWorker`: its memory is ahead of the database then.
+If a tick fails, the caller drops the `JobWorker`: its memory is then ahead of the database.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from paceline_server.worker.memory import load_memory
 from paceline_server.worker.ranks import RankRows
 from paceline_server.worker.snapshot import JobColumns, Snapshot, load_snapshot
 
-_COMMAND_IDS = 64  # reserved in one transaction
-_QUIET_NS = 500_000_000  # longest time until changes that can wait are written
+_COMMAND_IDS = 64  # number of ids reserved in one transaction
+_QUIET_NS = 500_000_000  # longest delay until changes that can wait are written
 _ENGINE_MEMORY_NS = 5_000_000_000
 _RANK_PAUSE_NS = 400_000  # per rank: 10,240 ranks are written every 4 s, 128 at each tick
 
 
 @dataclass(frozen=True, slots=True)
 class TickSettings:
-    """`batches` and `batch_bytes` limit how much of the log one tick reads."""
+    """Settings of a tick. `batches` and `batch_bytes` limit how much of the log one tick reads."""
 
     lease_ns: int
     batches: int
@@ -62,9 +63,9 @@ class JobLease:
 @dataclass(frozen=True, slots=True)
 class TickResult:
     is_finished: bool  # the job has ended
-    wrote: bool  # there are changes for clients to read
-    commanded: bool  # there are commands for agents
-    behind: bool  # the log has more than was read
+    wrote: bool  # whether there are changes for clients to read
+    commanded: bool  # whether there are commands for agents
+    behind: bool  # whether the log has more than was read
 
 
 def lease_name(job_id: str) -> str:
@@ -82,7 +83,7 @@ class JobWorker:
         lease: JobLease,
         clock: Callable[[], int],
     ) -> None:
-        """Rebuilds the engine, which takes a while if the log is long."""
+        """Rebuild the engine, which takes long if the log is long."""
         self._database = database
         self._clock = clock
         self._metrics = metrics
@@ -145,7 +146,7 @@ class JobWorker:
             relocated=_relocated(snapshot, outcome, placement),
             rank_rows=tuple(ranks.changed()) if write_ranks else None,
             ranks_changed_visibly=write_ranks and ranks.changed_visibly(),
-            # Not at each tick: it may be large, and what it lacks is in the log.
+            # Not at each tick, because it may be large, and the log has what is missing.
             engine_memory=self._memory.engine.memory() if is_due else None,
         )
 
@@ -176,7 +177,7 @@ class JobWorker:
         return command_id
 
     def _is_due(self, snapshot: Snapshot, now_ns: int) -> bool:
-        """Return whether the lease or changes that can wait have to be written now."""
+        """Return whether the lease, or changes that were delayed, have to be written now."""
         if now_ns - self._renewed_ns > self._settings.lease_ns // 3:
             return True
         changed = bool(snapshot.log or self._memory.ranks.changed())
@@ -185,7 +186,7 @@ class JobWorker:
     def _ranks_wait(self, now_ns: int) -> bool:
         """Return whether the ranks' progress is written at a later tick.
 
-        Writing thousands of rows at each tick would be most of the work.
+        Writing thousands of rows at each tick would be most of a tick's work.
         """
         ranks = self._memory.ranks
         pause_ns = len(ranks) * _RANK_PAUSE_NS
@@ -207,7 +208,8 @@ class JobWorker:
         self._engine_memory_ns = 0
 
     def _suspend_detection(self, snapshot: Snapshot, commit: Commit) -> None:
-        """While the current generation is being stopped, its silent ranks mean nothing."""
+        """Suspend detection while the current generation is being stopped: its silent ranks are no
+        problem."""
         columns = commit.columns
         ending = is_ending_generation(snapshot, commit.decision, columns.generation)
         if ending or columns.state in FINISHED:
@@ -217,7 +219,7 @@ class JobWorker:
 
     def _fence(self, session: Session, now_ns: int) -> None:
         lease = self._lease
-        # A slow tick began long ago: the lease counts from now.
+        # A slow tick began long ago, so the lease counts from the current time.
         expires_ns = max(now_ns, self._clock()) + self._settings.lease_ns
         fence(session, lease.name, lease.owner, lease.epoch, expires_ns)
         self._renewed_ns = now_ns
@@ -244,7 +246,7 @@ def _relocated(
 
 
 def _placement(columns: JobColumns, decision: Decision, now_ns: int) -> Placement | None:
-    """Return the placement of a new generation; None: there is none."""
+    """Return the placement of a new generation; None if there is none."""
     if decision.generation is None and decision.ranks is None:
         return None
     views = decision.ranks or []

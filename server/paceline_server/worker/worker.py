@@ -34,12 +34,12 @@ from paceline_server.worker.tick import JobLease, JobWorker, TickSettings, lease
 
 _log = logging.getLogger(__name__)
 _PRUNE_NS = 10_000_000_000
-_END_SPREAD_NS = 10_000_000_000  # the ranks of a run report within this time of one's end
+_END_SPREAD_NS = 10_000_000_000  # all ranks of a run report their end within this time
 _ATTACHMENT_RETENTION_NS = 7 * 86_400 * 1_000_000_000
 _DROPPED_AT_ONCE = 1024
 _STALLED_SECONDS = 15.0
-# The loop rests for a multiple of the last pass's duration: the more batches come in, the fewer
-# passes process them (each reads all nodes and ranks), and writers of the log get their turn.
+# The loop rests for a multiple of the last pass's duration. So with more batches, fewer passes
+# process them (each pass reads all nodes and ranks), and writers of the log get their turn.
 _REST_FACTOR = 2.0
 _LONGEST_REST_SECONDS = 0.5  # a quarter of the time until an alert
 _RETRY_NS = 1_000_000_000  # pause after a tick that failed for an unknown reason
@@ -81,9 +81,11 @@ class Worker:
         now_ns: Callable[[], int],
         is_ingest_paused: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`policy`: of external jobs, but for its mode.
+        """Create a worker.
 
-        `is_ingest_paused`: no batches are received now, so all nodes only seem silent.
+        `policy`: the policy of external jobs, except its mode.
+
+        `is_ingest_paused`: returns whether no batches are received, so that nodes only seem silent.
         """
         self._database = database
         self._signals = signals
@@ -140,7 +142,7 @@ class Worker:
             self._release(job_id)
 
     def run_pass(self) -> bool:
-        """Run one tick for each unfinished job whose lease this worker holds or gets.
+        """Run one tick for each unfinished job whose lease this worker holds or acquires.
 
         Returns whether the log has more than was read.
         """
@@ -149,7 +151,7 @@ class Worker:
             if self._external_jobs.take_up():
                 self._signals.changes.notify()
             jobs = self._unfinished()
-        except SQLAlchemyError as error:  # unreachable, or its tables or rights are gone
+        except SQLAlchemyError as error:  # unreachable, or its tables or permissions are missing
             self._database_failed(error)
             return False
         self._problem = None
@@ -187,7 +189,7 @@ class Worker:
             self._drop(job_id, "database", str(error))
             self._database_failed(error)
         except Exception:
-            # A tick that fails must not stop the other jobs.
+            # A failing tick must not affect the other jobs.
             _log.exception("tick for job %s failed", job_id)
             self._drop(job_id, "error", "see the traceback above")
             self._not_before_ns[job_id] = now_ns + _RETRY_NS
@@ -264,7 +266,7 @@ class Worker:
         self._database.reclaim_space()
 
     def _prune_log(self, before_ns: int) -> None:
-        """Delete in short transactions: writers of batches hardly wait for them."""
+        """Delete in short transactions, so that writers of batches hardly wait for them."""
         with self._database.read() as session:
             excess = self._log_sizes.newest_in_excess(session, self._settings.log_retention_bytes)
             last = newest_to_drop(session, before_ns, excess)

@@ -1,4 +1,4 @@
-"""Reading many files at once says of each what reading it alone does."""
+"""Reading many files together returns the same as reading each one alone."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def test_numbers_of_many_files_are_those_of_each(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     paths = [*(str(tmp_path / name) for name in CONTENTS), str(tmp_path / "absent"), str(tmp_path)]
     one, many, together = CachedFiles(), CachedFiles(), FileGroup(paths)
-    for _ in range(2):  # opened, then kept
+    for _ in range(2):  # the first read opens the file, the second uses the open descriptor
         assert many.read_numbers(together, 1) == [one.read_number(path, 1) for path in paths]
     assert many.read_numbers(together, 1) == [2**64 - 1, -1, None, None, None, None, None]
     (tmp_path / "counter").write_bytes(b"7\n")
     os.unlink(tmp_path / "none")
     (tmp_path / "absent").write_bytes(b"8\n")
     assert many.read_numbers(together, 1) == [7, -1, None, None, None, 8, None]
-    many.close_below(tmp_path)  # its descriptors are somebody else's from now on
+    many.close_below(tmp_path)  # its descriptors are now other files'
     others = [os.open(tmp_path / "negative", os.O_RDONLY) for _ in range(8)]
     assert many.read_numbers(together, 1) == [7, -1, None, None, None, 8, None]
     for other in others:
@@ -41,7 +41,7 @@ def test_numbers_of_many_files_are_those_of_each(tmp_path: Path) -> None:
 
 
 def test_a_file_that_the_kernel_gives_page_by_page_is_read_whole() -> None:
-    """As /proc/vmstat and /proc/diskstats of a large node are."""
+    """/proc/vmstat and /proc/diskstats of a large node are such files."""
     files = CachedFiles(bytes_at_most=1 << 20)
     for _ in range(2):
         content = files.read("/proc/self/maps", 1) or b""

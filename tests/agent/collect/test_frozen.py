@@ -1,4 +1,4 @@
-"""Trees of other nodes, whatever part of /sys they start at."""
+"""Trees of other nodes that contain any part of /sys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of the NVML collector that hang, beside those that are only slow."""
+"""Jobs of the NVML collector that hang, and jobs that are only slow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline_agent.collect.nvml.watch import Watch
 
 
 def compute_for(seconds: float) -> str:
-    """Use the CPU for this long, by the thread's clock."""
+    """Use the CPU for this long, measured by the thread's clock."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass

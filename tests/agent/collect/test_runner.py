@@ -1,4 +1,4 @@
-"""The runner against collectors that fail in every way a real one does."""
+"""The runner with collectors that fail in every way that real ones do."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ async def test_a_thread_that_hangs_is_quarantined_and_never_piled_up(context):
 
 
 async def test_a_thread_that_runs_is_late_but_not_stuck(context):
-    """A busy thread, and one that waits for a CPU, are not mistaken for a stuck one."""
+    """Neither a busy thread nor one that waits for a CPU counts as stuck."""
     release = threading.Event()
 
     class Busy(Steady):
@@ -225,7 +225,7 @@ async def test_a_call_that_never_gets_a_cpu_is_unavailable_at_last(context):
 
 
 class Computing(Collector):
-    """Computes for a moment, in a worker process."""
+    """A collector that computes for a moment, in a worker process."""
 
     name: ClassVar[str] = "computing"
     interval_seconds: ClassVar[float] = 0.05
@@ -241,7 +241,7 @@ class Computing(Collector):
 
 
 async def test_a_worker_on_a_starved_host_is_not_stuck(context):
-    """Its process gets a three-hundredth of one CPU, beside one that is always busy."""
+    """The worker gets 1/300 of a CPU, because another process on it is always busy."""
     async with running(Computing, context=context) as log:
         await log.until(lambda: log.count("worker") > 0)
         worker = int(next(sample.value for sample in log.samples if sample.name == "worker"))
@@ -282,7 +282,7 @@ async def test_an_answer_that_the_agent_reads_late_was_not_late(context):
 
 
 async def test_those_behind_a_call_that_hangs_lose_no_sweep(context):
-    """All share a thread until one of them keeps it."""
+    """All of them share a thread until one of them blocks it."""
     release = threading.Event()
     calls: list[str] = []
 
@@ -344,7 +344,7 @@ async def test_the_inventory_follows_what_is_collected(context):
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
-    """One emulated GPU, watched with little patience."""
+    """One emulated GPU, watched with short timeouts."""
     try:
         library = build(tmp_path / "cache")
     except CompilerMissing as missing:
@@ -358,14 +358,15 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
 
 
 async def test_a_driver_that_hangs_is_killed_retried_and_taken_back(context, gpus):
-    """A real worker process, blocked in a real library call, beside a collector that goes on."""
+    """A real worker process is blocked in a real library call while another collector continues."""
     async with running(NvmlCollector, Steady, context=context) as log:
         await log.until(lambda: log.count("DCGM_FI_DEV_SM_CLOCK") > 0)
         before = len(log.events)
         gpus.set(0, hang_seconds=3600)
         await log.until(lambda: ("nvml", "quarantined") in log.events[before:])
         steady = log.count("steady")
-        await log.until(lambda: log.count("steady") > steady + 50)  # killed and hung again
+        # the worker was killed and hung again
+        await log.until(lambda: log.count("steady") > steady + 50)
         assert log.events[before:] == [("nvml", "quarantined")]
         gpus.set(0, hang_seconds=0)
         await log.until(lambda: log.events[-1] == ("nvml", "recovered"))
@@ -374,7 +375,7 @@ async def test_a_driver_that_hangs_is_killed_retried_and_taken_back(context, gpu
 
 
 async def test_a_driver_that_hangs_from_the_start_is_reported_as_soon(context, gpus):
-    """The time a worker may take to start is not granted to its first call."""
+    """The time limit of a worker's start does not apply to its first call."""
     gpus.set(0, hang_seconds=3600)
     patient_start = Patience(start_seconds=600, hung_seconds=0.2, retry_seconds=0.05)
     async with running(NvmlCollector, context=context, patience=patient_start) as log:
@@ -382,7 +383,7 @@ async def test_a_driver_that_hangs_from_the_start_is_reported_as_soon(context, g
 
 
 class FakeClock:
-    """Time that passes by waiting for the next call only."""
+    """A clock that advances only by waiting for the next call."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -426,7 +427,7 @@ async def test_a_burst_ends(context):
 
 
 async def test_the_last_to_come_of_a_tick_finds_all_others_at_rest(context):
-    """One that hangs is not waited for."""
+    """A hanging collector is not waited for."""
     released = threading.Event()
 
     class Slow(Steady):
@@ -455,4 +456,4 @@ async def test_the_last_to_come_of_a_tick_finds_all_others_at_rest(context):
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-    assert found == [("slow", False), ("quick", True), ("slow", True)]  # at first it is overdue
+    assert found == [("slow", False), ("quick", True), ("slow", True)]  # the first call is overdue

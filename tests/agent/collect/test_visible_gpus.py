@@ -14,7 +14,7 @@ GPUS = [GpuInfo(index, f"GPU-{index}{index}-f0", "H200", f"00:{index}") for inde
         ("CUDA_VISIBLE_DEVICES=2", 1, 2),
         ("CUDA_VISIBLE_DEVICES=3,2,1,0", 1, 2),
         ("CUDA_VISIBLE_DEVICES=GPU-11-f0, GPU-33-f0", 1, 3),
-        ("CUDA_VISIBLE_DEVICES=GPU-33", 0, 3),  # a unique beginning will do
+        ("CUDA_VISIBLE_DEVICES=GPU-33", 0, 3),  # a unique prefix is enough
         ("CUDA_VISIBLE_DEVICES=MIG-GPU-22-f0/7/0", 0, 2),
         ("NVIDIA_VISIBLE_DEVICES=GPU-33-f0,GPU-22-f0", 1, 2),
         ("NVIDIA_VISIBLE_DEVICES=2,3 CUDA_VISIBLE_DEVICES=1", 0, 3),

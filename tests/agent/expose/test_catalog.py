@@ -11,7 +11,7 @@ from paceline_agent.collect.contract import Metric
 from paceline_agent.expose import catalog
 from paceline_wire import metric_names
 
-NO_METRICS = {"node_directory", "paceline_agent"}  # other words that begin like a metric
+NO_METRICS = {"node_directory", "paceline_agent"}  # other words that look like metric names
 
 
 def test_every_metric_has_help():

@@ -61,6 +61,6 @@ def test_garbage_in_a_label_breaks_no_line() -> None:
 
 
 def test_labels_that_differ_in_garbage_only_are_one_series() -> None:
-    """OpenMetrics has each series once."""
+    """OpenMetrics allows each series only once."""
     samples = [Sample("node_network_up", {"device": f"e{byte}"}, 1.0, 1) for byte in "\x01\x02"]
     assert render(samples).count("node_network_up{") == 1

@@ -24,7 +24,7 @@ from paceline_wire.ring import Identity
 from paceline_wire.topology import Coordinates, Topology
 
 GPUS = 8
-RANKS = {0: (8, 4242), 7: (15, 4249)}  # GPU: rank, pid
+RANKS = {0: (8, 4242), 7: (15, 4249)}  # by GPU: (rank, pid)
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NODES = FIXTURES / "nodes"
 WRITE = "PACELINE_WRITE_GOLDEN"
@@ -40,7 +40,8 @@ OF_THIS_MACHINE = re.compile(
 
 
 def unpack(tree: Path, root: Path) -> None:
-    """`= FILE` and its lines, `> LINK TARGET`, `@ DIRECTORY ARCHIVE`."""
+    """Create a tree from lines `= FILE` (then its content), `> LINK TARGET`, `@ DIRECTORY
+    ARCHIVE`."""
     content: list[str] = []
     path: Path | None = None
     for line in [*tree.read_text().splitlines(), "#"]:
@@ -118,7 +119,7 @@ def gpus(node: str, library: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def write_ring(root: Path, rank: int, gpu: int, pid: int) -> None:
-    """As a rank would that says which GPU it has; its process is in the frozen tree."""
+    """Write the ring of a rank that reports its GPU; its process is in the frozen tree."""
     uuid = uuid5(NAMESPACE_URL, f"{(root / 'gpus').resolve()}#{gpu}")
     identity = Identity(
         job="pretrain",
@@ -151,7 +152,7 @@ def test_metrics_of_a_frozen_node_are_unchanged(
 
 
 def check_families(text: str) -> None:
-    """Valid OpenMetrics, and every metric is in the catalog."""
+    """Check that the text is valid OpenMetrics and that every metric is in the catalog."""
     for family in openmetrics(text):
         assert family.documentation not in ("", catalog.UNLISTED), family.name
         assert not family.unit or family.name.endswith(family.unit)

@@ -20,7 +20,7 @@ Once = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def once(tmp_path: Path) -> Once:
-    """Nothing of this machine is looked at unless a test gives it."""
+    """Run `paceline agent --once`; nothing of this machine is read unless a test passes it."""
     empty = tmp_path / "empty"
     empty.mkdir()
 
@@ -123,7 +123,7 @@ def test_a_log_that_was_cut_is_read_to_its_last_byte(once: Once, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "lines",
-    [5000, pytest.param(200_000, marks=pytest.mark.campaign)],  # more than one deadline's
+    [5000, pytest.param(200_000, marks=pytest.mark.campaign)],  # takes more than one deadline
 )
 def test_a_long_log_is_read_to_its_end(once: Once, tmp_path: Path, lines: int) -> None:
     log = (FIXTURES / "kmsg" / "xid-119.dmesg").read_text()

@@ -1,4 +1,5 @@
-"""The token that an agent sends: the configured one, else that of a local server of its user."""
+"""The token that an agent sends: the configured one, otherwise that of its user for a local
+server."""
 
 from __future__ import annotations
 

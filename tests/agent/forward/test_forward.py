@@ -47,7 +47,7 @@ def test_a_lost_answer_leads_to_a_duplicate_but_no_second_batch(
     answered: list[int] = []
 
     def lose_first_answers(batch: Batch) -> Response | None:
-        """Store the batch, answer 500, as if the connection broke after the commit."""
+        """Store the batch and respond with 500, as if the connection broke after the commit."""
         if batch.sequence in answered:
             return None
         answered.append(batch.sequence)

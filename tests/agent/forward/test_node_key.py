@@ -1,4 +1,4 @@
-"""The node's key: made once, kept on disk, sent with every request."""
+"""The node's key: created once, kept on disk, sent with every request."""
 
 from __future__ import annotations
 

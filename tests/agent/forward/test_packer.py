@@ -12,7 +12,7 @@ from paceline_agent.forward.spool import Spool
 
 
 class At:
-    """A packer, its outbox and spool, and a fake clock."""
+    """A packer with its outbox, its spool and a fake clock."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 1000.0
@@ -23,7 +23,7 @@ class At:
         self.packer.flush()
 
     def is_packed(self, seconds: float) -> bool:
-        """Return whether a sweep that completes after `seconds` is packed at once."""
+        """Return whether a sweep that completes after `seconds` is packed immediately."""
         self.seconds += seconds
         self.packer.on_collected()
         is_urgent = self.outbox.urgent.is_set()

@@ -147,7 +147,7 @@ def test_a_spool_full_of_events_drops_the_oldest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "garbage"])
-@pytest.mark.parametrize("which", [0, 1])  # the slot, a file
+@pytest.mark.parametrize("which", [0, 1])  # in the slot, in a file
 def test_a_damaged_file_is_skipped_and_counted(tmp_path: Path, damage: str, which: int) -> None:
     first = Spool(tmp_path, LIMIT)
     for sequence in range(3):
@@ -186,7 +186,7 @@ def test_while_the_server_keeps_up_no_file_is_created(tmp_path: Path) -> None:
         (0, 0, [], []),
         (0, 99, [], []),
         (1, 0, [], []),
-        (2, 0, [0], [0]),  # a duplicate for the server
+        (2, 0, [0], [0]),  # duplicates for the server
         (2, 12, [0], []),
         (3, 99, [0], []),
         (4, 0, [0], []),
@@ -201,7 +201,7 @@ def test_a_killed_agent_leaves_a_complete_batch_or_none(
     sent: list[int],
     left: list[int],
 ) -> None:
-    """It is killed after some writes, in the middle of the next one."""
+    """The agent is killed after some writes, in the middle of the next one."""
 
     class Killed(BaseException):
         pass

@@ -1,4 +1,4 @@
-"""Any user can put files into the ring directory, and harms only its own rings with them."""
+"""Users who put files into the ring directory can harm only their own rings."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def create(
     name: str = "",
     **identity: Any,
 ) -> RingFile:
-    """Create a ring, given to another user if `owner` is one."""
+    """Create a ring, owned by `owner` if it is another user."""
     claim = {"job": "job", "generation": 0, "rank": 0} | identity
     made = ring.create(
         directory / (name or f"{claim['job']}.g{claim['generation']}.r{claim['rank']}.ring"),
@@ -163,7 +163,7 @@ def test_a_process_in_a_user_namespace_may_own_rings_as_either_user(
 def test_a_ring_that_cannot_be_removed_is_reported_once(
     rings: Rings, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a directory that root prepared, an agent of another user removes only its own files."""
+    """In a directory that root prepared, an agent of another user can remove only its own files."""
     made = create(tmp_path)
     made.state[ring.STATE_STATUS] = ring.Status.FINISHED
     if subprocess.run(["chattr", "+i", tmp_path], check=False, capture_output=True).returncode:
@@ -185,7 +185,7 @@ def test_a_ring_with_a_second_name_is_refused(rings: Rings, tmp_path: Path) -> N
 
 
 def test_a_ring_larger_than_any_real_one_is_refused(rings: Rings, tmp_path: Path) -> None:
-    """A sparse file of 256 MB, whose pages a mapping would have to fill with zeros."""
+    """The ring is a sparse file of 256 MB, whose pages a mapping would have to fill with zeros."""
     made = create(tmp_path)
     capacity = 1 << 22
     with made.path.open("r+b") as file:
@@ -222,7 +222,7 @@ with open(sys.argv[1], "r+b") as file:
 def test_a_ring_that_is_truncated_at_any_moment_does_not_end_the_agent(
     rings: Rings, tmp_path: Path
 ) -> None:
-    """Access to a mapping would raise SIGBUS."""
+    """Without protection, access to the mapping would raise SIGBUS."""
     made = create(tmp_path, name="truncated.ring", job="bad")
     made.state[ring.STATE_HEAD] = 1 << 40
     create(tmp_path)

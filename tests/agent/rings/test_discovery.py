@@ -1,4 +1,4 @@
-"""A script with the two lines, and no variable set, is found by the agent of its node."""
+"""A script with only the two lines and no environment variables is found by its node's agent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ for batch in paceline.steps(range(5)):
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A replacement for /dev/shm, where an agent of the machine may run."""
+    """A replacement for /dev/shm, because an agent of this machine may use the real one."""
     with tempfile.TemporaryDirectory(dir=node_directory.MEMORY) as scratch:
         Path(scratch).chmod(0o755)
         yield Path(scratch)

@@ -1,4 +1,4 @@
-"""A real agent on a node where another user does what that user can to its ring directory."""
+"""A real agent on a node where another user attacks its ring directory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def memory() -> Iterator[Path]:
 
 
 def attack(rings: Path) -> None:
-    """As another user: thousands of files, busy rings, sparse ones, and forged identities."""
+    """Attack as another user: thousands of files, busy rings, sparse rings and forged
+    identities."""
     os.setgid(MALLORY)
     os.setuid(MALLORY)
     for number in range(FILES):

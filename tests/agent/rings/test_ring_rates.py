@@ -43,7 +43,8 @@ def test_everything_that_eight_ranks_write_at_once_is_sent(
 def test_short_lived_ranks_lose_nothing_and_leave_nothing(
     start_agent: Fixture, server: Any, wait_for: Fixture, make_rank: Fixture
 ) -> None:
-    """Each is killed once the agent has seen it, when half of its spans were just written."""
+    """Each rank is killed once the agent has found it, right after half of its spans were
+    written."""
     agent = start_agent()
     wait_for(lambda: server.batches)
     lives = []

@@ -60,7 +60,7 @@ class Writer:
 
 
 class Bench:
-    """A directory of rings, their reader, and its outbox."""
+    """A directory of rings with a reader and its outbox."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -248,7 +248,7 @@ input()
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="PID namespaces are root's to make")
 def test_the_end_of_a_rank_in_a_container_is_reported(bench: Bench) -> None:
-    """Its pid is the container's: here 1, which is another process on the node."""
+    """The ring has the pid in the container, here 1, which is another process on the node."""
     argv = [sys.executable, "-c", _CONTAINED, str(bench.directory)]
     container = subprocess.Popen(
         ["unshare", "--pid", "--fork", "--kill-child", *argv],

@@ -1,6 +1,6 @@
 """A node's clock is set, the node is suspended, its agent restarts with the clock set back.
 
-A real agent, with the machine's clocks faked below its interpreter.
+The test has a real agent, and fakes the machine's clocks below its interpreter.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Clocks:
         subprocess.run(command, check=True)
         self._file = directory / "clocks"
         self._file.write_bytes(bytes(16))
-        self.realtime_seconds = 0  # by how much CLOCK_REALTIME was set
+        self.realtime_seconds = 0  # offset by which CLOCK_REALTIME was set
         self.environment = {"LD_PRELOAD": str(library), "SET_CLOCKS": str(self._file)}
 
     def set(self, realtime_seconds: int, suspended_seconds: int = 0) -> None:
@@ -61,7 +61,10 @@ def clocks(tmp_path: Path) -> Clocks:
 
 
 def check_order(batches: Sequence[Batch]) -> None:
-    """Check each boot: every batch once, every series and the spans in order of time and unique."""
+    """Check each boot: no batch is repeated.
+
+    Each series and the spans are unique and in time order.
+    """
     boots: dict[str, list[Batch]] = defaultdict(list)
     for batch in batches:
         boots[batch.boot_id].append(batch)

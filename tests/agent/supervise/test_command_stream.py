@@ -14,7 +14,7 @@ class SilentLink:
     """A link whose streams open and then fail with silence, as `ServerLink.lines` does."""
 
     def __init__(self) -> None:
-        self.allowed_seconds: list[float] = []  # of silence, per stream
+        self.allowed_seconds: list[float] = []  # allowed silence of each stream
         self.reopened = asyncio.Event()
 
     async def lines(self, path: str, silence_seconds: float) -> AsyncGenerator[bytes, None]:

@@ -1,4 +1,4 @@
-"""Commands to ranks: from the stream to the control page, and their answers."""
+"""Commands to ranks: from the stream to the control page, and the responses."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_checkpoint_and_stop_is_acknowledged_before_the_ranks_exit(
             master_port=1,
         )
     )
-    # Sent at once: the rings do not exist yet.
+    # Sent immediately, before the rings exist.
     server.commands.append(
         ControlRanks(
             command_id=2, job="job-a", generation=0, kind="checkpoint_and_stop", target_step=40

@@ -1,7 +1,7 @@
 """Ranks of later generations are forked from a process that has imported their modules.
 
 Each test has a real agent. A forked rank must equal an executed one, and a failing fork server may
-cost only time.
+only cause a delay.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Job:
         return [int(line) for line in file.read_text().split()] if file.exists() else []
 
     def until_preloaded(self) -> int:
-        """Wait until the fork server has imported. Return its pid."""
+        """Wait until the fork server has imported the modules. Return its pid."""
         pid: int = self.wait_for(
             lambda: self.fork_server() in self.imports() and self.fork_server()
         )
@@ -126,7 +126,7 @@ def job(
 
 
 def forked(job: Job, *argv: str, code: str | None = None, **environment: str) -> RankExited:
-    """Return the end of rank 0 of a forked generation."""
+    """Return the exit of rank 0 in a forked generation."""
     job.start(0, *argv, **environment)
     server = job.until_preloaded()
     job.order(stop(0))

@@ -71,7 +71,7 @@ def test_a_rank_has_no_capability_and_cannot_gain_one(output_of: Fixture, user: 
 
 
 def test_a_rank_of_a_root_without_setpcap_gains_nothing_either(output_of: Fixture) -> None:
-    """Its bounding set cannot be emptied; exec as root would give all of it back."""
+    """Its bounding set cannot be emptied, and exec as root would restore all of it."""
     under = ("setpriv", "--bounding-set", "-setpcap", "--inh-caps", "-setpcap")
     if shutil.which("setpriv") is None:
         pytest.skip("setpriv is not installed")
@@ -99,7 +99,7 @@ def test_an_agent_that_is_not_root_runs_ranks_as_another_user_with_the_rights_of
     given = ",".join(
         ["-all"]
         + [f"+{name.removeprefix('CAP_').lower()}" for name in names.split()]
-        + ["+dac_read_search"]  # this Python may be root's alone
+        + ["+dac_read_search"]  # this Python may be readable by root only
     )
     user = ("--reuid", "60001", "--regid", "60001", "--clear-groups")
     rights = ("--inh-caps", given, "--ambient-caps", given, "--bounding-set", given)

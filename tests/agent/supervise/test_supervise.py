@@ -191,7 +191,7 @@ def test_children_of_a_dead_rank_die_too(
     wait_for(lambda: not processes_with(marker(agent)))
 
 
-# A process that nothing connects with its rank: another session, no parent, no environment.
+# A process without any connection to its rank: another session, no parent, no environment.
 HIDING = """
 import os, time
 if not os.fork():

@@ -15,10 +15,10 @@ _serial = count()
 
 
 class NetworkNodes:
-    """`names` are namespaces on one bridge, with 10.213.7.N/24 on `eth0` of node N."""
+    """Network namespaces (`names`) on one bridge, with 10.213.7.N/24 on `eth0` of node N."""
 
     def __init__(self, number_of_nodes: int, cleanup: ExitStack) -> None:
-        # Namespaces go some time after they are deleted: no name is used twice.
+        # Namespaces disappear some time after they are deleted, so no name is used twice.
         self._mark = f"{os.getpid()}{chr(ord('a') + next(_serial))}"
         self.bridge = f"pb{self._mark}"
         self.names = [f"plnode{self._mark}{number}" for number in range(number_of_nodes)]
@@ -67,7 +67,7 @@ class NetworkNodes:
 
 @pytest.fixture
 def network_nodes() -> Iterator[NetworkNodes]:
-    """Three of them; skipped where they cannot be made."""
+    """Three nodes; the test is skipped if they cannot be created."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"NOT TESTED: no {' or '.join(missing)} here (Debian: apt install iproute2)")

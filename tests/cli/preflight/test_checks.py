@@ -1,4 +1,5 @@
-"""Each check, on four nodes of eight H200s and eight ports: one node is odd, and it is named."""
+"""Each check, on four nodes with eight H200s and eight ports each: one node differs and is
+named."""
 
 from __future__ import annotations
 

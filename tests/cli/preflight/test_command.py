@@ -1,4 +1,4 @@
-"""`paceline preflight` from its options to its exit status, with facts given by hand."""
+"""`paceline preflight` from its options to its exit status, with handwritten facts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def invoke(*arguments: str) -> Result:
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    """Facts of three nodes, the last with an MTU of its own."""
+    """Facts of three nodes; the last one has a different MTU."""
     nodes = [node(0), node(1), eth0(mtu_bytes=1500.0)(node(2))]
     paths = [tmp_path / f"{each.node}.json" for each in nodes]
     for path, each in zip(paths, nodes, strict=True):
@@ -75,7 +75,7 @@ def test_nodes_that_are_alike_end_with_zero(files: list[Path]) -> None:
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Answers /api/v1/nodes with nodes in the states that are asked for."""
+    """A server that returns nodes in the requested states at /api/v1/nodes."""
     items = [
         {"id": f"agent-{number}", "hostname": f"node-{number}", "state": state}
         for number, state in enumerate(request.param)
@@ -216,7 +216,8 @@ def test_a_clock_that_is_off_by_more_than_the_asking_took_is_named() -> None:
     survey = Survey(
         ahead_ns={
             "quick": (-(10**7), 10**8),
-            "slow": (-(10**7), 9 * second_ns),  # took long to start: not ahead for that
+            # took long to start, which does not mean that its clock is ahead
+            "slow": (-(10**7), 9 * second_ns),
             "quick-too": (-(10**7), 10**8),
             "off": (5 * second_ns, 6 * second_ns),
         }
@@ -239,5 +240,5 @@ def test_the_job_s_settings_are_handed_over_and_can_be_set() -> None:
 
 
 def _quoted(script: str) -> str:
-    """As a word of a template, in which braces stay as they are."""
+    """Return the script as a word of a template, with literal braces."""
     return "'" + script.replace("'", "'\"'\"'") + "'"

@@ -1,4 +1,4 @@
-"""The facts of one node: from frozen trees, emulated GPUs and this machine."""
+"""The facts of one node, from frozen trees, emulated GPUs and this machine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gpus(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
-    """Two emulated GPUs for the processes that are started from here."""
+    """Two emulated GPUs for processes that the test starts."""
     state = FakeGpus.create(tmp_path / "gpus", 2)
     for name, value in environment(library, state.path).items():
         monkeypatch.setenv(name, value)

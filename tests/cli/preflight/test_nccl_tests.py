@@ -1,4 +1,4 @@
-"""The tables of nccl-tests, as they are printed, cut short and mixed with launchers' prefixes."""
+"""The tables of nccl-tests: complete, truncated, and mixed with launchers' prefixes."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_values_that_were_not_checked_are_not_called_right() -> None:
     unchecked = WHOLE.replace("      0\n", "    N/A\n").replace("      0 ", "    N/A ")
     check = judged(a=WHOLE, b=unchecked)["nccl-tests results"]
     assert (check.status, check.evidence) == ("skip", "values were not checked (-c 0): b")
-    in_place_only = WHOLE.replace("      0\n", "    N/A\n")  # as alltoall_perf
+    in_place_only = WHOLE.replace("      0\n", "    N/A\n")  # like alltoall_perf
     assert judged(a=in_place_only)["nccl-tests results"].status == "pass"
 
 

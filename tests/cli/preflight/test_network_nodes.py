@@ -1,4 +1,4 @@
-"""Preflight over nodes that are network namespaces: what is wrong with one is found and named."""
+"""Preflight with network namespaces as nodes: a problem of one node is found and named."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def preflight(nodes: NetworkNodes, *options: str) -> tuple[int, dict[str, Any]]:
         text=True,
         check=False,
         timeout=150,
-        # The caller's settings are handed to the nodes; another test may have left one behind.
+        # The caller's settings are passed to the nodes, and another test may have left one set.
         env={name: value for name, value in os.environ.items() if not name.startswith("GLOO_")},
     )
     assert ended.stdout, ended.stderr
@@ -56,7 +56,7 @@ def test_a_node_behind_a_rate_limit_is_named(network_nodes: NetworkNodes) -> Non
 def test_a_node_that_is_cut_off_is_named_and_the_others_are_measured(
     network_nodes: NetworkNodes,
 ) -> None:
-    network_nodes.cut(0)  # where all would have met
+    network_nodes.cut(0)  # the node where all would have met
     status, report = preflight(network_nodes, "--patience", "2")
     assert status == 1
     assert check_of(report, "nodes reach each other")["nodes"] == [network_nodes.names[0]]
@@ -81,7 +81,10 @@ def test_another_mtu_is_named(network_nodes: NetworkNodes) -> None:
 
 
 def test_an_end_by_signal_leaves_no_process(network_nodes: NetworkNodes) -> None:
-    """Ended while nodes are asked: a command that would last for a minute is gone."""
+    """The command is ended while it queries nodes.
+
+    A process that would run for a minute is gone.
+    """
     marker = f"3{os.getpid()}"
     nodes = ",".join(network_nodes.names)
     template = f"ip netns exec {{node}} sh -c 'exec sleep {marker}'"

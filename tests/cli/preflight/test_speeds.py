@@ -1,4 +1,4 @@
-"""Measured pairs show whether a node, a link or nothing is slow."""
+"""The measured pairs determine whether a node, a link or nothing is slow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ USUAL = 45e9
 
 
 def pairs(speed_of: dict[frozenset[str], float | None]) -> list[Result]:
-    """All pairs at 45 GB/s, give or take what is normal, but for these; None: no connection."""
+    """Return all pairs at 45 GB/s with normal variation, except those given.
+
+    None: no connection.
+    """
     found: list[Result] = []
     for number, (one, other) in enumerate(combinations(NODES, 2)):
         speed = speed_of.get(frozenset((one, other)), USUAL * (1 - 0.01 * (number % 4)))

@@ -23,7 +23,7 @@ LEDGER_PARTS = (
 
 
 def run_demo(report: Path, *options: str) -> dict[str, object]:
-    """Run to the end; fails with what was printed unless the status is 0."""
+    """Run the demo to its end; fail with its output unless the exit status is 0."""
     ended = subprocess.run(
         [*DEMO, "--exit", "--report", str(report), *options],
         capture_output=True,
@@ -57,7 +57,7 @@ def test_every_fault_is_detected_explained_and_repaired(tmp_path: Path) -> None:
 
 
 def marked(mark: str) -> list[int]:
-    """Live processes whose environment carries `mark`."""
+    """Return the live processes whose environment contains `mark`."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -70,7 +70,7 @@ def marked(mark: str) -> list[int]:
 
 @pytest.fixture
 def running_demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A demo whose ranks are up, and the mark of its processes."""
+    """A demo whose ranks are running, and the mark of its processes."""
     mark = f"PACELINE_TEST={uuid.uuid4().hex}"
     environment = {**os.environ, **dict([mark.split("=")])}
     with (tmp_path / "errors").open("w+") as errors:
@@ -80,7 +80,7 @@ def running_demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            # As what a script starts in the background has it.
+            # Like a process that a script starts in the background.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
         )
         assert process.stdout is not None

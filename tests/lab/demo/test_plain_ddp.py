@@ -1,4 +1,4 @@
-"""A plain DistributedDataParallel script, four ranks on two nodes: the right rank is named."""
+"""A plain DistributedDataParallel script, four ranks on two nodes: the correct rank is named."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def incident_of(cluster: Cluster, script: Path, case: str, kind: str) -> dict[st
             items = client.get(f"/incidents?job={job_id}").raise_for_status().json()["items"]
             found = [item for item in items if item["kind"] == kind]
         assert found, f"no {kind}: {items}"
-        # The stacks that name the line come a moment later.
+        # The stacks that name the line arrive a moment later.
         detail: dict[str, Any] = {}
         while time.monotonic() < deadline and ".py:" not in detail.get("summary", ""):
             time.sleep(0.2)

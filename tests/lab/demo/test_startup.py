@@ -12,7 +12,7 @@ from paceline_demo.startup import describe_startup, rank_activity
 
 @pytest.fixture
 def proc(tmp_path: Path) -> Path:
-    """Process 1 has begun to import torch, process 2 has not."""
+    """A /proc in which process 1 has begun to import torch and process 2 has not."""
     for pid, library in ((1, "/site-packages/torch/lib/libtorch_cpu.so"), (2, "/lib/libc.so.6")):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "maps").write_text(f"7f00-7f01 r-xp 0 00:00 0 {library}\n")

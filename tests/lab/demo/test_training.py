@@ -1,4 +1,4 @@
-"""The training of the demo ends as a job that was stopped, and not as one that failed."""
+"""The training of the demo ends as a stopped job, not as a failed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline evaluate` at its smallest."""
+"""`paceline evaluate` with a minimal campaign."""
 
 from __future__ import annotations
 

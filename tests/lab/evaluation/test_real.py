@@ -1,4 +1,4 @@
-"""The real arm, with real processes: minutes, so not part of every test run."""
+"""The real arm, with real processes; it takes minutes, so it is not part of every test run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scoring of hand-made findings: detected, late, false alarm."""
+"""Scoring of handwritten findings: detected, late, false alarm."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_correct_rank_and_cause_five_steps_after_the_onset_is_a_hit():
     assert verdict.latency_steps == 5
     assert verdict.latency_seconds == pytest.approx(55 / 4 - 10.0)
     assert alarms(verdict) == (0, 0)
-    assert verdict.clean_steps == 45  # all before the onset but the warm-up
+    assert verdict.clean_steps == 45  # all steps before the onset except the warm-up
 
 
 def test_no_finding_is_a_miss_and_no_alarm():
@@ -133,7 +133,7 @@ def test_the_finding_of_one_slow_rank_is_no_hit_for_the_other():
     ("found", "hit"),
     [
         (finding(rank=None, node="node-1", ranks=[2, 3]), True),
-        (finding(rank=2), True),  # one of the node's own
+        (finding(rank=2), True),  # one of the node's ranks
         (finding(rank=None, node="node-1", ranks=[2, 3, 4]), False),
         (finding(rank=None, node="node-2", ranks=[4, 5]), False),
     ],
@@ -181,7 +181,7 @@ def test_figures_of_a_campaign():
 
 def test_a_transient_fault_is_not_in_the_overall_figures_but_its_alarms_are():
     stall = TrialFault("transient_stall", ONSET, 2.0, steps=2, ranks=(3,), node=1)
-    verdict = judge(record((52, finding()), faults=(stall,)))  # taken for one that lasts
+    verdict = judge(record((52, finding()), faults=(stall,)))  # counted as one that lasts
     overall = figures([verdict], ["transient_stall"])["overall"]
     assert overall["faults"] == 0  # type: ignore[index]
     assert overall["false_alarms"] == 1  # type: ignore[index]

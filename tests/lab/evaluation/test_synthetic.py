@@ -1,4 +1,4 @@
-"""Synthetic jobs behave as a pipeline must, and reach the engine as they were meant."""
+"""Synthetic jobs behave like pipelines, and reach the engine as intended."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def theory(shape: JobShape) -> float:
 
 
 class Watched(Trial):
-    """A trial whose batches and steps are kept."""
+    """A trial that records its batches and steps."""
 
     def __init__(self, plan: TrialPlan, steps: int, noise: Noise, seed: int = 0) -> None:
         super().__init__("none", plan, steps, np.random.default_rng(seed), noise)
@@ -166,7 +166,8 @@ def test_an_overrun_ring_reports_how_many_spans_it_lost():
     whole: dict[int, set[int]] = {}
     for block in blocks:
         whole.setdefault(block.rank, set()).add(block.count + block.lost)
-    assert all(max(counts) - min(counts) <= 1 for counts in whole.values())  # a GC pause is one
+    # a GC pause counts as one
+    assert all(max(counts) - min(counts) <= 1 for counts in whole.values())
     assert len(trial.steps) == 30
 
 
@@ -200,7 +201,7 @@ def test_a_creep_grows_linearly_and_counts_from_10_percent():
     assert fault.share(np.array([9, 10, 39, 69, 90])).tolist() == pytest.approx(
         [0.0, 1 / 60, 0.5, 1.0, 1.0]
     )
-    assert fault.counted_step == 29  # the twentieth of the sixty
+    assert fault.counted_step == 29  # the 20th of the 60 steps
     assert replace(fault, ramp_steps=0).counted_step == 10
 
 

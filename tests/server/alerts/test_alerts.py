@@ -1,4 +1,5 @@
-"""Alerts over real HTTP: each notice is delivered at least once, in order, up to the resolution."""
+"""Alerts over real HTTP: each notice is delivered at least once, in order, including the
+resolution."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def listener() -> Iterator[Listener]:
 
 @contextmanager
 def listening() -> Iterator[tuple[Callable[[], socket.socket], str]]:
-    """Yield a function that accepts a connection and stays silent, and the server's address."""
+    """Yield a function that accepts a connection without responding, and the server's address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield lambda: server.accept()[0], f"http://127.0.0.1:{server.getsockname()[1]}"
 
@@ -126,7 +127,7 @@ def test_webhook_receives_opened_and_resolved_in_order(
     opened = view()
     resolved = msgspec.structs.replace(opened, state="resolved", resolved_ns=time.time_ns())
     announce_incident(database, "webhook", None, opened)
-    announce_incident(database, "webhook", opened, opened)  # nothing new
+    announce_incident(database, "webhook", opened, opened)  # nothing changed
     announce_incident(database, "webhook", opened, resolved)
     wait_for(lambda: len(listener.requests) == 2, "two posts")
     assert [(path, body["event"]) for path, _, body in listener.requests] == [

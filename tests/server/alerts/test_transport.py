@@ -1,4 +1,4 @@
-"""Alerts do not reach the server's own machine, whatever a receiver's name resolves to."""
+"""Alerts do not reach the server's own machine, no matter what a receiver's name resolves to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Resolve = Callable[..., None]
 
 @pytest.fixture
 def resolve(monkeypatch: pytest.MonkeyPatch) -> Resolve:
-    """Be the name server: each lookup of a name takes the next list of addresses."""
+    """Replace the name server: each lookup of a name returns the next list of addresses."""
 
     def be(*answers: list[str]) -> None:
         left = list(answers)
@@ -87,7 +87,7 @@ def test_the_next_address_is_tried_if_one_does_not_answer(
 
 
 def own_address() -> str:
-    """Return an address of this machine that is not local."""
+    """Return an address of this machine that is not a loopback address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "simulation"))
 
-from recorded_job import Recorded  # it imports from the folder above
+from recorded_job import Recorded  # it imports from the parent folder
 
 
 @pytest.fixture

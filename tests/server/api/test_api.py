@@ -32,7 +32,7 @@ NOW = time.time_ns()
 
 @pytest.fixture
 def server(run_server: Callable[..., Any]) -> Any:
-    """Without a worker, so that what a test puts there stays as it is."""
+    """A server without a worker, so that rows inserted by a test do not change."""
     return run_server(role="api")
 
 
@@ -165,7 +165,7 @@ def test_errors_are_problems_with_a_sentence(client: httpx.Client) -> None:
 
 
 def test_json_without_content_type_is_rejected(client: httpx.Client) -> None:
-    """As `curl -d` sends it."""
+    """`curl -d` sends such requests."""
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     answer = client.post("/api/v1/jobs", content=b"{}", headers=form)
     assert (answer.status_code, answer.json()["detail"]) == (

@@ -1,4 +1,4 @@
-"""A hostile web page in the browser of someone who is signed in."""
+"""A hostile web page in the browser of a signed-in user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The API of a job that is hung, dead, or of which nothing recent is known."""
+"""The API for jobs that are hung, dead, or without recent data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The API keeps to its OpenAPI document, whatever a client sends.
+"""The API conforms to its OpenAPI document, whatever a client sends.
 
 Schemathesis derives valid and invalid requests from the document, sends them to a real server with
 a real database, and compares each response with the document.
@@ -23,8 +23,9 @@ from paceline_wire.batch import CONTENT_TYPE
 from tests.server.conftest import RunningServer
 
 DOCUMENT = Path(__file__).parents[3] / "web" / "openapi.json"
-STREAMS = r"/(events|commands)$"  # they do not end: test_streams.py
-# Some rules are not in the document: cursors come from earlier pages, worlds have a largest size.
+STREAMS = r"/(events|commands)$"  # streams do not end: see test_streams.py
+# Some rules are not in the document: cursors come from earlier pages, and the world size is
+# limited.
 UNDOCUMENTED_RULES = [positive_data_acceptance]
 
 api = schemathesis.openapi.from_path(str(DOCUMENT)).exclude(path_regex=STREAMS)

@@ -1,4 +1,4 @@
-"""Whatever changes something needs a credential, also on loopback."""
+"""Every request that changes something needs a credential, also on loopback."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_server_with_only_configured_tokens_makes_none_of_its_own(
 
 
 class Browser:
-    """A browser that opens a link: it keeps the cookie, and the fragment as the page does."""
+    """A browser that opens a link and keeps the cookie and, like the page, the fragment."""
 
     def __init__(self, server: Any) -> None:
         self.client = httpx.Client(base_url=server.url, timeout=60.0, verify=False)
@@ -151,7 +151,7 @@ def test_a_login_link_signs_in_one_browser_once(server: Any, browser: Browser) -
 def test_a_cookie_without_the_half_that_only_the_page_has_changes_nothing(
     server: Any, browser: Browser
 ) -> None:
-    """Browsers send cookies to all ports of a host, and with requests of other pages."""
+    """Browsers send cookies to all ports of a host, and with requests from other pages."""
     assert browser.client.post(STOP).status_code == 401
     with httpx.Client(base_url=server.url, verify=False) as other:
         assert other.post(STOP, headers=browser.sign).status_code == 401

@@ -1,4 +1,4 @@
-"""Stacks and Flight Recorder dumps on demand: asked of the node, kept when they come, shown."""
+"""Stacks and Flight Recorder dumps on demand: requested from the node, stored, and displayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The API's description shows every resource by an example that is one."""
+"""The OpenAPI document has a valid example for every resource."""
 
 from __future__ import annotations
 

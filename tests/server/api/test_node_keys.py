@@ -22,7 +22,7 @@ pytestmark = pytest.mark.any_database
 
 
 class Site:
-    """A server whose answers about keys are cached by a clock that the test moves."""
+    """A server that caches key lookups with a clock that the test controls."""
 
     def __init__(self, server: Any, database_url: str) -> None:
         self.server = server
@@ -103,7 +103,7 @@ def test_a_stream_opened_before_the_node_showed_its_key_ends(site: Site) -> None
         assert site.send(OWN).status_code == 200
         site.seconds += 10.0
         for _ in lines:
-            pass  # ends, or the client times out
+            pass  # the stream ends, or the client times out
 
 
 def test_an_agent_without_a_key_is_accepted_while_its_id_has_none(site: Site) -> None:

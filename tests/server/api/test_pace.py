@@ -1,11 +1,11 @@
-"""A server of many agents asks them to send less often, never so seldom that they seem lost."""
+"""A server with many agents asks them to send less often, but often enough not to seem lost."""
 
 from __future__ import annotations
 
 from paceline_server.api.routes.agents import flush_seconds
 from paceline_server.policy import Policy
 
-AGENT_SECONDS = 0.5  # how often an agent sends by itself
+AGENT_SECONDS = 0.5  # how often an agent sends by default
 
 
 def test_few_agents_keep_their_own_flush_interval() -> None:

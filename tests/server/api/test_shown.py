@@ -22,7 +22,7 @@ pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 @pytest.fixture
 def troubled(recorded: Recorded) -> Recorded:
-    """Rank 5 is slow, and a restart is proposed."""
+    """A job whose rank 5 is slow, with a proposed restart."""
     action = ActionView(
         action_id="act-1",
         kind="restart",
@@ -96,7 +96,7 @@ def test_each_command_leads_to_the_next_and_speaks_json(troubled: Recorded) -> N
 
 def test_missing_resources_are_reported(recorded: Recorded) -> None:
     shown = lines(recorded, "jobs", "show", JOB)
-    assert not any("None" in line for line in shown)  # no step is finished
+    assert not any("None" in line for line in shown)  # no step has finished
     assert not any(line.startswith("paceline analyze") for line in shown)
     assert lines(recorded, "incidents", "--state", "resolved") == ["No incident is resolved."]
     assert lines(recorded, "incidents") == ["No incident: nothing was found to be wrong."]
@@ -122,7 +122,7 @@ def test_login_prints_a_link_that_works_once(recorded: Recorded) -> None:
 def test_unknown_token_and_missing_token_get_different_errors(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(STATE_DIRECTORY, str(tmp_path))  # as for another user
+    monkeypatch.setenv(STATE_DIRECTORY, str(tmp_path))  # like another user
     with recorded.server.program.database.write() as session:
         secret = create_token(session, "eve", "viewer", 1)
     assert refusal(recorded, "jobs").endswith("Give one with --token or PACELINE_TOKEN.")

@@ -28,7 +28,7 @@ def server(run_server: Callable[..., Any]) -> Any:
 
 
 def events(answer: httpx.Response) -> Iterator[Event]:
-    """(id, event, data)"""
+    """Yield (id, event, data) of each event."""
     fields: dict[str, str] = {}
     for line in answer.iter_lines():
         if line:
@@ -67,7 +67,7 @@ def test_pending_commands_come_first_then_new_ones_until_their_result(server: An
         put_command(server, job_id, stop(9, job_id))
         assert next(commands).command_id == 9
     finish(server, 5, "node-0")
-    finish(server, 7, "node-1")  # not its own
+    finish(server, 7, "node-1")  # another agent's command
     with stream(server, "/api/v1/agents/node-0/commands") as answer:
         lines = (decode_line(line) for line in answer.iter_lines())
         commands = (line for line in lines if not isinstance(line, Ping))
@@ -173,10 +173,10 @@ def test_client_that_cannot_resume_gets_a_snapshot(server: Any) -> None:
 def test_stream_ends_if_missed_changes_were_pruned(
     server: Any, wait_for: Callable[..., Any]
 ) -> None:
-    """The stream ends, so that its client reconnects and starts again."""
+    """The client then reconnects and starts again with a snapshot."""
     job_id = post_job(server.url)
     with stream(server, f"/api/v1/events?job={job_id}") as answer:
-        found = events(answer)  # kept, for with it the client would leave
+        found = events(answer)  # a reference is kept; without it the client would disconnect
         next(found)
         with server.program.database.write() as session:
             for kind in ("job", "ranks", "job"):
@@ -213,7 +213,7 @@ def test_stream_ends_when_its_token_is_revoked(
     with database.write() as session:
         token = create_token(session, "gone", scope, 1)
     with stream(server, path, Authorization=f"Bearer {token}") as answer:
-        lines = answer.iter_lines()  # kept, for with it the client would leave
+        lines = answer.iter_lines()  # a reference is kept; without it the client would disconnect
         next(lines)
         with database.write() as session:
             assert revoke_token(session, "gone", 2)

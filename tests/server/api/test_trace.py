@@ -1,4 +1,4 @@
-"""A job's last steps as a trace: from what the agents sent, through a running server, analyzed."""
+"""A job's last steps as a trace: sent by agents, exported by a running server, and analyzed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_trace_holds_the_operations_of_the_last_steps(recorded: Recorded) ->
         for row in zip(table["optype"], table["step"], table["rank"], table["mb_id"], strict=True)
         if row[:2] == ("forward-compute", STEPS - 1)
     ]
-    # One per worker and microbatch: a worker is written down under the lowest of its tp ranks.
+    # One per worker and microbatch; a worker is recorded as the lowest of its tp ranks.
     assert len(forwards) == len(set(forwards)) == 2 * 2 * 4
     assert {row[2] for row in forwards} == {0, 2, 4, 6}
 
@@ -51,11 +51,11 @@ def test_export_agrees_with_the_server(recorded: Recorded, tmp_path: Path) -> No
     )
     assert by_file.exit_code == 0, by_file.output
     exported, served = json.loads(by_file.stdout), analyzed(recorded)
-    # In a trace the lowest rank stands for its tensor-parallel peers.
+    # In a trace the lowest rank represents its tensor-parallel peers.
     assert exported["verdict"]["target"] == "rank 4"
     assert served["verdict"]["target"] == f"rank {SLOW_RANK}"
     assert exported["slowest_workers"] == served["slowest_workers"]
-    # A trace's launch delays count for nothing, those of a running job for the operation after.
+    # Launch delays are ignored in a trace, and added to the next operation in a running job.
     for key in ("slowdown", "step_seconds", "ideal_step_seconds", "m_s", "m_w"):
         assert exported[key] == pytest.approx(served[key], abs=0.02)
     for key in ("stage", "dp_rank", "worker"):

@@ -1,4 +1,4 @@
-"""What-if answers of the API and the CLI, from batches of agents."""
+"""What-if results of the API and the CLI, from batches of agents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline_server.api.recorded import recorded_steps
 from paceline_server.api.what_if import WhatIfCache
 from paceline_server.store.models import HotLogRow, JobRow
 
-# test_trace.py covers each kind of database.
+# test_trace.py covers both databases
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 PATH = f"/api/v1/jobs/{JOB}/what-if"
@@ -40,7 +40,7 @@ def test_slow_rank_is_named_with_the_gain_of_fixing_it(recorded: Recorded) -> No
         found["step_seconds"] / found["ideal_step_seconds"], rel=1e-3
     )
     best = found["fixes"][0]
-    # The worker is ranks 4 and 5; it is 5 alone that is slow.
+    # The worker consists of ranks 4 and 5, but only rank 5 is slow.
     assert (best["kind"], best["target"]) == ("rank", f"rank {SLOW_RANK}")
     assert 1.1 < best["speedup"] < 1.6
     assert f"fixing it gives {best['speedup']:.2f}x" in found["verdict"]["text"]
@@ -93,7 +93,8 @@ def test_steps_from_before_the_onset_of_a_fault_are_left_out(recorded: Recorded)
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_right_after_an_onset_there_is_no_advice(recorded: Recorded, is_known: bool) -> None:
-    """Known or not: the detectors need some steps to find it."""
+    """This holds whether or not the fault is known, because the detectors need some steps to find
+    it."""
     recorded.job.faults.slow = dict.fromkeys((4, 5, 6, 7), 3.0)
     for step in (STEPS, STEPS + 1):
         recorded.play(step)
@@ -164,7 +165,7 @@ def test_unknown_job_is_reported(recorded: Recorded) -> None:
 def test_analysis_is_cached_in_proportion_to_its_cost(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many ask, and however short the steps are."""
+    """This holds for any number of clients and any step time."""
     made = []
 
     def counted(*arguments: Any) -> Any:
@@ -185,7 +186,7 @@ def test_analysis_is_cached_in_proportion_to_its_cost(
     later = answers.get(database, JOB, 8)
     assert later.last_step == STEPS
     now[0] = 2e6
-    assert answers.get(database, JOB, 8) is later  # nothing new, however old
+    assert answers.get(database, JOB, 8) is later  # nothing new, whatever the age
     assert made == [8, 8]
 
 

@@ -9,7 +9,7 @@ from .simulator import World
 
 @pytest.fixture
 def world() -> World:
-    """Eight ranks on node-0..node-3, node-4 spare, some steps done."""
+    """A job of eight ranks on node-0 to node-3, with spare node-4, after some steps."""
     world = World()
     world.until_running(1)
     world.run(10.0)

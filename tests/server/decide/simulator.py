@@ -1,7 +1,7 @@
-"""A pure world for `decide`: nodes that carry out commands, ranks that train, crash and hang.
+"""A simulated world for `decide`: nodes that carry out commands; ranks that train, crash and hang.
 
-It keeps what the store would keep, hands `decide` a `JobView` each tick, and carries out what
-comes back a tick later. After every decision it checks what must hold whatever happens.
+It stores what the store would, passes a `JobView` to `decide` at each tick, and carries out the
+result a tick later. After every decision it checks the invariants.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UNFINISHED = ("proposed", "approved", "running")
 
 @dataclass
 class Process:
-    """One rank as it is on its node, independent of the server's state."""
+    """The actual state of one rank on its node, independent of the server's view."""
 
     generation: int
     rank: int
@@ -55,11 +55,11 @@ class Node:
     agent_id: str
     slots: int = 2
     lost_gpus: set[int] = field(default_factory=set)
-    connected: bool = True  # its batches arrive
+    connected: bool = True  # whether its batches arrive
     obeys_stop: bool = True
     was_paused: bool = False
     fails_to_start: bool = False
-    crashes_at_start: int = 0  # number of starts at which its first rank exits
+    crashes_at_start: int = 0  # number of starts at which its first rank will exit
     quarantined: bool = False
     last_seen_ns: int = 0
     processes: list[Process] = field(default_factory=list)
@@ -87,9 +87,9 @@ class World:
         self.checkpoint_every = 10
         self.can_checkpoint: bool | None = True  # as the script declared
         self.can_save = True
-        self.answers = True  # the script reads commands
+        self.answers = True  # whether the script reads commands
         self.detects = True
-        self.server_is_asleep = False  # it has not read yet what agents sent meanwhile
+        self.server_is_asleep = False  # whether it has not yet read what agents sent meanwhile
 
         self.state: JobState = "pending"
         self.generation = 0
@@ -469,7 +469,8 @@ class World:
         assert not alive, f"{agent_id} still runs {alive}"
 
     def _check_stop(self, action_id: str, command: StopGeneration, decision: Decision) -> None:
-        """A job that makes progress is stopped with a checkpoint, or because a person said so."""
+        """Check that a job that makes progress is stopped only with a checkpoint or at a person's
+        request."""
         actions = self.actions | {one.action_id: one for one in decision.actions}
         action = actions[action_id]
         if action.kind != "restart" or command.generation != self.generation:

@@ -74,7 +74,7 @@ def test_a_node_that_fails_to_start_twice_is_excluded(world: World) -> None:
 
 
 def _hang_at_start(world: World) -> None:
-    """Generation 2 fails to start, and no detector reports it."""
+    """Let generation 2 fail to start, without a report from a detector."""
     world.detects = False
     world.crash(3)
     world.tick((world._fatal("failure", "killed by signal 9", 3, "node-1"),))
@@ -124,12 +124,12 @@ def test_a_node_that_returns_gets_no_ranks_before_it_confirms(world: World) -> N
     zombies = list(world.nodes["node-2"].processes)
     world.lose("node-4")
     world.lose("node-2")
-    world.nodes["node-0"].slots = 1  # nothing else fits
+    world.nodes["node-0"].slots = 1  # the job fits nowhere else
     world.spec = world.spec.__class__(name="gpt", argv=["train"], topology=Topology(1, 4, 2))
     world.run(8.0)
     assert world.phase() == "place"
     assert "Waiting for nodes" in world.one_action("restart").phases[-1].detail
-    world.nodes["node-2"].processes = zombies  # it was only cut off
+    world.nodes["node-2"].processes = zombies  # the node was only cut off
     world.nodes["node-2"].connected = True
     world.nodes["node-0"].slots = 2
     world.until_running(2)
@@ -147,7 +147,7 @@ def test_results_of_other_commands_and_repeated_results_are_ignored(world: World
 
 
 def test_no_node_counts_as_lost_while_all_are_silent(world: World) -> None:
-    """The server itself was asleep."""
+    """The server itself was suspended."""
     world.detects = False
     world.crash(3)
     world.tick((world._fatal("failure", "killed by signal 9", 3, "node-1"),))
@@ -178,7 +178,7 @@ def test_a_node_that_returns_with_old_ranks_gets_none_before_they_are_dead(
 
 
 def _well_again(node: Node) -> None:
-    """The node responds, confirms, and a person has released it."""
+    """Let the node respond and confirm, and let a person release it."""
     node.connected = node.obeys_stop = True
     node.quarantined = False
 
@@ -234,7 +234,7 @@ def test_a_node_lost_during_the_stop_is_used_if_there_is_no_other(
 
 
 def test_a_start_may_take_minutes(world: World) -> None:
-    """A large job loads its checkpoint, compiles and sets up NCCL."""
+    """A large job loads its checkpoint, compiles, and sets up NCCL."""
     _hang_at_start(world)
     world.run(600.0)
     assert world.one_action("restart").state == "running"

@@ -22,7 +22,8 @@ NOW_NS = 1_000_000 * SECOND
 
 
 def view(highest_step: int | None, *before: int | None) -> JobView:
-    """A job whose restarts happened at these highest steps, a second apart, the last just now."""
+    """Return a job with restarts at these highest steps, one second apart, the last one just
+    now."""
     restarts = [
         Restarted(index + 2, NOW_NS - (len(before) - 1 - index) * SECOND, step, "node-1")
         for index, step in enumerate(before)

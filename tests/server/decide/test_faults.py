@@ -1,4 +1,4 @@
-"""The repair of each fault."""
+"""The repair of each kind of fault."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_findings_of_an_old_generation_are_ignored(world: World) -> None:
 def test_findings_made_during_a_restart_open_incidents_after_it(world: World) -> None:
     world.crash(3)
     world.until(lambda: world.phase() == "start")
-    world.tick((world.finding(),))  # of generation 2: a symptom for now
+    world.tick((world.finding(),))  # a finding of generation 2, for now a symptom
     assert len(world.incidents) == 1
     world.until(lambda: len(world.restart_actions()) == 2)
     world.until_running(3)

@@ -1,4 +1,4 @@
-"""Ranks lie in blocks, keep their nodes where possible, and never exceed the slots of a node."""
+"""Ranks are placed in blocks, keep their nodes if possible, and never exceed a node's slots."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_a_command_that_was_called_off_is_withdrawn_from_the_ranks(world: World)
     world.answers = False
     world.tick((world.finding(),))
     world.until(lambda: any(one.state == "failed" for one in world.actions.values()), 120.0)
-    world.answers = True  # late
+    world.answers = True  # the responses are late
     world.run(20.0)
     assert (world.state, world.generation) == ("running", 1)
 
@@ -61,7 +61,7 @@ def test_a_checkpoint_that_completes_late_is_used(world: World) -> None:
     world.answers = False
     world.tick((world.finding(),))
     world.until(lambda: world.phase() == "cancel", 120.0)
-    drop_controls(world)  # the withdrawal comes too late
+    drop_controls(world)  # the withdrawal arrives too late
     world.answers = True
     world.until_running(2)
     assert world.one_action("restart").lost_steps == 0

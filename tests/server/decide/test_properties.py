@@ -99,7 +99,7 @@ def test_no_sequence_of_events_breaks_the_invariants(
 
 
 def is_at_rest(world: World) -> bool:
-    """Return whether all ranks train without an action under way, or the job has ended cleanly.
+    """Return whether all ranks train without an action in progress, or the job has ended cleanly.
 
     A repair that was called off because no checkpoint could be saved is proposed to a person, and
     waits.
@@ -140,7 +140,7 @@ def test_a_stop_is_always_obeyed(events: list[Event]) -> None:
 @settings(max_examples=20, deadline=None)
 @given(EVENTS)
 def test_the_same_input_gives_the_same_decision(events: list[Event]) -> None:
-    """`decide` is pure: a worker may crash before the commit and decide again."""
+    """A worker may crash before the commit and decide again."""
     world = live_through(events, "auto", 5)
     view = world.view()
     finding = world.finding()

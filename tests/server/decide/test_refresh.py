@@ -1,4 +1,4 @@
-"""Later evidence is shown without an alert."""
+"""Later evidence is displayed without an alert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A start that cannot succeed ends the job; one that is only not observed goes on."""
+"""A start that cannot succeed ends the job; one that merely cannot be observed continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_rank_that_exits_before_its_first_step_ends_the_start(mode: str) -> No
 
 
 def test_a_start_that_failed_on_one_node_is_repeated_on_another() -> None:
-    """A spare without the shared mount, say: the whole job fits without it."""
+    """An example is a spare without the shared mount: the whole job fits without it."""
     world = World()
     world.until_running(1)
     world.nodes["node-4"].crashes_at_start = 100

@@ -58,7 +58,7 @@ def test_the_documented_example_is_a_detector(tmp_path: Path) -> None:
 
 
 def _write_example(tree: Path) -> list[str]:
-    """Write the examples of the document that begin with their path; return the paths."""
+    """Write the examples of the document that begin with a path; return the paths."""
     text = (tree / DOCUMENT).read_text(encoding="utf-8")
     examples = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", text, re.DOTALL)
     for name, source in examples:

@@ -1,4 +1,4 @@
-"""Through the engine: the measurements of a node name the cause of a straggler."""
+"""The engine determines the cause of a straggler from the measurements of its node."""
 
 import pytest
 from simulated_job import SimulatedJob
@@ -63,7 +63,7 @@ def test_causes_by_throttle_reason_and_clock(reason, cause):
 
 
 def test_a_cause_whose_samples_come_late_updates_the_finding():
-    """The samples of a node are delivered late, with the times at which they were taken."""
+    """The node's samples are delivered late, with their original timestamps."""
     job = SimulatedJob(seed=1, jitter=0.05)
     job.advance(25)
     job.faults.slow[2] = 2.5
@@ -91,7 +91,10 @@ def node_sample(job: SimulatedJob, node: str, name: str, value: float, **labels:
 
 
 def advance(job: SimulatedJob, steps: int, measure) -> None:
-    """`measure(node, seconds)` returns (metric, growth, labels) of a counter for each step."""
+    """Advance the job.
+
+    `measure(node, seconds)` returns (metric, growth, labels) of a counter per step.
+    """
     for _ in range(steps):
         before_ns = job.now_ns
         job.advance()

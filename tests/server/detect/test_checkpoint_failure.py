@@ -1,4 +1,4 @@
-"""Checkpoints that fail or no longer come are reported, with what a crash would cost."""
+"""Failing and missing checkpoints are reported, with the cost of a crash."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ class Training:
         self.step = 0
 
     def run(self, steps: int, *, saves: bool = True, reason: str = "") -> list[Finding]:
-        """Train; each tenth step saves if `saves`, or fails for `reason`, or does neither."""
+        """Train.
+
+        Each tenth step saves a checkpoint if `saves`, or fails with `reason`, or does neither.
+        """
         new: list[Finding] = []
         for _ in range(steps):
             if (self.step + 1) % 10 == 0:

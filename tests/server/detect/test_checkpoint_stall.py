@@ -1,4 +1,4 @@
-"""Checkpoints that hold training up."""
+"""Checkpoints that delay training."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ EVERYONE = range(8)
 
 
 def played(seconds_of, checkpoints=6, every=20):
-    """`seconds_of`: number of the checkpoint -> rank -> seconds."""
+    """Play a job; `seconds_of(checkpoint)` returns the seconds of each rank."""
     steps = []
     for step in range(checkpoints * every + 5):
         due = step % every == every - 1

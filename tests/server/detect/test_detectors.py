@@ -32,7 +32,7 @@ def test_a_healthy_run_has_no_finding(topology, seed):
     job = SimulatedJob(topology, seed=seed, jitter=0.15)
     job.spike_probability = 0.01
     job.advance(60)
-    if topology.world_size > 1:  # a single rank has nobody to share its host's slowness with
+    if topology.world_size > 1:  # a single rank has no peer that shares its host's slowness
         job.host_factor = 3.0
     job.advance(20)
     assert job.findings == []

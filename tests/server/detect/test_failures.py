@@ -44,7 +44,7 @@ def test_a_killed_rank_is_reported_at_once(job):
 def test_peers_that_exit_afterwards_are_not_blamed(job):
     job.exit(4, exit_code=1, log_tail=RESET)
     assert tick(job) == []
-    job.exit(5, signal=9, at_ns=job.now_ns + 10**9)  # its node's clock runs ahead
+    job.exit(5, signal=9, at_ns=job.now_ns + 10**9)  # the node's clock runs ahead
     job.exit(6, exit_code=1, log_tail=RESET)
     [found] = tick(job)
     assert (found.rank, found.cause) == (5, "killed by SIGKILL")
@@ -75,7 +75,7 @@ During handling of the above exception, another exception occurred:
 
 
 def all_nodes_report(job: SimulatedJob) -> list[Finding]:
-    """Until the messages about the cause of an exit must have arrived."""
+    """Advance the job until the messages about the cause of an exit must have arrived."""
     heartbeat(job)
     found = tick(job, 1.0)
     heartbeat(job)
@@ -83,7 +83,7 @@ def all_nodes_report(job: SimulatedJob) -> list[Finding]:
 
 
 def test_a_rank_that_exits_0_early_is_the_culprit_and_not_those_that_lost_it(job):
-    job.exit(3, exit_code=0, at_ns=job.now_ns + 10**8)  # its node reports it late
+    job.exit(3, exit_code=0, at_ns=job.now_ns + 10**8)  # the node reports it late
     for rank in (0, 1, 2, 4, 5, 6, 7):
         job.exit(rank, exit_code=1, log_tail=RESET)
     [found] = all_nodes_report(job)
@@ -449,7 +449,7 @@ def pid_of(job: SimulatedJob, rank: int) -> int:
 def test_a_sigkill_that_the_kernel_log_explains_is_out_of_memory(job):
     log_is_read(job, "node-2")
     job.exit(5, signal=9, at_ns=job.now_ns + 1000)
-    assert tick(job, 0.3) == []  # the kernel log of that second may explain it
+    assert tick(job, 0.3) == []  # the kernel log of that second may still explain it
     job.device_event("node-2", "oom_kill", "host", KILLED.format(pid=pid_of(job, 5)))
     [found] = tick(job, 0.3)
     assert (found.cause, found.rank) == ("out of memory", 5)

@@ -14,7 +14,7 @@ JOB = SimulatedStep(Topology(4, 2, 1), one_forward_one_backward(2, 8), jitter=0.
 
 
 def played(pauses_of, steps=60):
-    """`pauses_of`: step -> rank -> seconds."""
+    """Play a job; `pauses_of(step)` returns the pause of each rank in seconds."""
     return [dataclasses.replace(JOB, gc=pauses_of(step)).play(step) for step in range(steps)]
 
 
@@ -32,7 +32,7 @@ def test_pauses_in_different_steps_lead_to_advice(seed):
     assert len({one.fingerprint for one in watched.findings}) == 1
     assert (found.kind, found.severity, found.rank) == ("gc", "info", None)
     assert "gc.freeze" in found.advice
-    # In 1 - 0.85^8 = 73% of the steps somebody pauses; together it would be in 15%.
+    # In 1 - 0.85^8 = 73% of the steps at least one rank pauses; if all paused together, in 15%.
     usual = 0.55
     expected = (0.73 - 0.15) * 0.15 / (usual + 0.73 * 0.15)
     assert found.cost_ratio == pytest.approx(expected, rel=0.25)
@@ -75,7 +75,7 @@ def test_common_pauses_that_take_a_tenth_of_the_time_are_reported():
     found = watched.findings[0]
     assert (found.rank, found.onset_step) == (None, 20)
     assert found.step <= 25
-    assert found.cost_ratio == pytest.approx(0.1 / 0.65, rel=0.35)  # a usual step takes 0.55 s
+    assert found.cost_ratio == pytest.approx(0.1 / 0.65, rel=0.35)  # a typical step takes 0.55 s
     assert "same steps" in found.summary
     assert "less often" in found.advice
     assert watched.findings[-1].cost_ratio == pytest.approx(0.1 / 0.65, rel=0.1)

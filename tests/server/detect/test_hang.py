@@ -11,7 +11,7 @@ from paceline_wire.stacks import StackFrame, ThreadStack
 
 
 class StuckJob:
-    """The demo's job after `steps` steps; the operation of each rank can be set."""
+    """The demo's job after `steps` steps; tests can set the operation of each rank."""
 
     def __init__(
         self, steps: int = 10, *, status: str = "running", skew_ns: dict[str, int] | None = None
@@ -59,7 +59,8 @@ class StuckJob:
 
 
 def make_all_wait_for(stuck: StuckJob, culprit: int) -> None:
-    """Rank 3 waits for its TP peer 2, rank 0 (and so 1) for its DP peer 2, stage 1 for rank 0."""
+    """Make rank 3 wait for its TP peer 2, rank 0 (and so 1) for its DP peer 2, and stage 1 for rank
+    0."""
     for rank in stuck.job.ranks:
         if rank != culprit:
             stuck.in_collective(rank, TP if rank in stuck.job.members(culprit, TP) else DP)
@@ -157,7 +158,10 @@ def test_start_checkpoint_and_evaluation_may_take_longer(status):
 
 
 def test_ranks_before_their_first_step_have_the_start_timeout():
-    """Between `paceline.init()` and the first step, on a machine that has been up for days."""
+    """The ranks are between `paceline.init()` and the first step.
+
+    The machine has been up for days.
+    """
     stuck = StuckJob(steps=0)
     for rank in stuck.job.ranks:
         stuck.states[rank] = stuck.job.state(rank, frames=[], groups=[], status="running")
@@ -182,7 +186,7 @@ def test_a_hang_in_a_short_operation_is_reported_at_once_even_if_steps_are_long(
     stuck.job.host_factor = 100.0
     stuck.job.advance(5)
     make_all_wait_for(stuck, 2)
-    stuck.inside(2, Op.DATA_WAIT)  # 50 ms
+    stuck.inside(2, Op.DATA_WAIT)  # its usual duration is 50 ms
     assert stuck.wait(2.0) == []
     assert [found.rank for found in stuck.wait(1.0)] == [2]
 
@@ -245,7 +249,7 @@ def test_stacks_of_the_culprit_and_of_a_waiting_rank_are_requested_and_reported(
     [found] = stuck.wait(3)
     assert found.side == "host"
     assert found.stacks_wanted == [2, 0]
-    # Frames that only wait: of the standard library, the hooks and torch.
+    # Frames of the standard library, the hooks and torch that only wait.
     waits = [
         StackFrame("wait", "threading.py", 327),
         StackFrame("timed", "paceline/communication.py", 400),
@@ -336,7 +340,7 @@ def test_missing_dumps_do_not_delay_the_report_forever():
 def test_the_only_idle_gpu_of_a_collective_is_to_blame():
     stuck = StuckJob()
     make_all_wait_for(stuck, 2)
-    stuck.in_collective(2, TP)  # as rank 3 is: all participants are in it
+    stuck.in_collective(2, TP)  # like rank 3: all participants are in the collective
     job = stuck.job
     for rank in job.ranks:
         busy = 0.0 if rank == 3 else 100.0

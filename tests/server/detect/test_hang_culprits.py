@@ -20,7 +20,7 @@ from paceline_server.engine.types import Placement
 from paceline_wire.topology import Topology
 
 KINDS = ("stop", "skip", "another_op", "another_size", "swap", "stall")
-SIDES = {"stop": "host", "stall": "device"}  # all others: mismatch
+SIDES = {"stop": "host", "stall": "device"}  # all other kinds: mismatch
 TOPOLOGIES = [
     Topology(dp, pp, tp)
     for dp in (1, 2, 3, 4)
@@ -87,14 +87,14 @@ class Case:
             return finding.rank == self.fault.rank
         stalled = self.program.stalled
         assert stalled is not None
-        if self.program.shape.on_device:  # no host knows which of the launched ones it is
+        if self.program.shape.on_device:  # no host knows which of the launched operations it is
             return finding.rank is None
         members = stalled[1:-2] if stalled[0] == 0 else stalled[1:-1]
         return finding.rank is None and set(finding.ranks) == set(members)
 
 
 def a_case(seed: int, kind: str | None = None, *, on_device: bool = False) -> Case:
-    """Return a random job that gets stuck."""
+    """Return a random job that hangs."""
     chance = random.Random(seed)
     while True:
         shape = Shape(
@@ -128,7 +128,7 @@ def a_case(seed: int, kind: str | None = None, *, on_device: bool = False) -> Ca
 
 
 def judge(seeds: range, *, on_device: bool = False) -> tuple[Counter[str], Counter[str], list[str]]:
-    """Return the right and all verdicts by kind, and a text for each wrong one."""
+    """Return the numbers of correct and of all verdicts by kind, and a text for each wrong one."""
     kinds = ("stop", "stall") if on_device else KINDS
     right: Counter[str] = Counter()
     total: Counter[str] = Counter()
@@ -207,7 +207,7 @@ def test_a_mismatch_of_two_ranks_names_both_operations() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_slow_but_alive_is_no_hang(seed: int) -> None:
-    """One rank is a hundred times slower, and all others wait for it for seconds."""
+    """One rank is a hundred times slower, so that all others wait seconds for it."""
     chance = random.Random(seed)
     shape = Shape(chance.choice(TOPOLOGIES), overlapped=bool(seed % 2))
     program = StuckProgram(shape, Fault("none"), whole_steps=6, seed=seed)

@@ -1,4 +1,4 @@
-"""A host that slows all of its ranks now and again."""
+"""A host that occasionally slows all of its ranks."""
 
 import dataclasses
 
@@ -15,7 +15,10 @@ JOB = SimulatedStep(Topology(4, 2, 1), one_forward_one_backward(2, 8), jitter=0.
 
 
 def watch(pressure, slow_of, steps=80, seed=0):
-    """`pressure`: node -> share of the time; `slow_of`: (step, chance) -> rank -> multiple."""
+    """Play a job.
+
+    `pressure`: share of the time by node; `slow_of(step, chance)`: slowdown by rank.
+    """
     random = np.random.default_rng(seed)
     watched = Watched(HostNoiseDetector, JOB.topology)
     for step in range(steps):

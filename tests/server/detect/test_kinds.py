@@ -38,7 +38,7 @@ def test_a_detector_names_its_kinds_in_its_docstring(detector: type[Detector]):
 
 
 def test_no_detector_makes_findings_but_by_its_own_method():
-    """Else a kind without a row could be emitted."""
+    """Otherwise a kind without a row could be emitted."""
     for path in (ROOT / "server/paceline_server/detect").glob("*/**/*.py"):
         names = [
             node.func.id
@@ -66,7 +66,7 @@ def test_the_web_page_knows_no_verdict_that_the_server_never_sends():
 
 def test_details_are_the_optional_fields_of_a_finding():
     required = {"kind", "cause", "fingerprint", "summary", "detected_ns", "generation"}
-    later = {"cleared", "dumps_reported"}  # never of a new finding
+    later = {"cleared", "dumps_reported"}  # never set in a new finding
     assert set(Finding.__struct_fields__) - required - later == set(FindingDetails.__annotations__)
 
 

@@ -9,7 +9,7 @@ from paceline_agent.collect.kernel_log.recognize import Recognizer
 from paceline_server.detect.finding import Finding
 from paceline_wire.batch import DeviceEvent, Sample
 
-GPU, NODE = "gpu1", "node-1"  # of rank 3
+GPU, NODE = "gpu1", "node-1"  # where rank 3 runs
 SAYS = {
     48: "48, pid='<unknown>', name=<unknown>, DBE (double bit error) in memory",
     63: "63, pid=4003, name=python, Row Remapper: New row marked for remapping",
@@ -38,7 +38,7 @@ def tick(job: SimulatedJob, seconds: float = 0.1) -> list[Finding]:
 
 
 def xid_text(code: int) -> str:
-    """As the agent tells of what the driver says."""
+    """Return the agent's text for an XID that the driver logged."""
     event = Recognizer().recognize(f"NVRM: Xid (PCI:0000:9b:00): {SAYS[code]}")
     assert event is not None
     return f"{event.severity}: {event.detail}"

@@ -1,4 +1,4 @@
-"""Ranks on the wrong side of their node."""
+"""Ranks on the wrong NUMA node."""
 
 import pytest
 from simulated_step import START_NS, SimulatedStep, one_forward_one_backward
@@ -28,7 +28,7 @@ def measure(watched, metric, values, at_ns=START_NS, job="job"):
 
 
 def look(watched):
-    """Steps until the next look is due."""
+    """Run steps until the next check is due."""
     findings = []
     step = getattr(watched, "step", 0)
     until_ns = watched.until_ns = getattr(watched, "until_ns", START_NS) + CHECK_INTERVAL_NS

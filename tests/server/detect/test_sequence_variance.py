@@ -1,4 +1,4 @@
-"""The cost of differing sequence lengths."""
+"""The cost of different sequence lengths."""
 
 import dataclasses
 
@@ -16,7 +16,10 @@ def a_job(topology, schedule=one_forward_one_backward):
 
 
 def played(job, spread, steps=40, seed=0, microbatches=8):
-    """Each microbatch is one sequence; the longest is `spread` times the shortest."""
+    """Play a job in which each microbatch is one sequence.
+
+    The longest is `spread` times the shortest.
+    """
     random = np.random.default_rng(seed)
     timings = []
     for step in range(steps):
@@ -44,7 +47,7 @@ def test_lengths_that_spread_threefold_cost_what_a_replay_says(topology, schedul
 
 
 def test_without_a_pipeline_the_replicas_wait_for_each_other():
-    """Two replicas whose lengths were drawn separately: dealing them by cost helps."""
+    """Two replicas with independently drawn lengths: distributing microbatches by cost helps."""
     topology = Topology(2, 1, 1)
     job = SimulatedStep(topology, gpipe(1, 4), jitter=0.02)
     watched = Watched(SequenceVarianceDetector, topology)
@@ -89,7 +92,7 @@ def test_equal_lengths_are_no_finding(seed):
 
 
 def test_lengths_that_do_not_explain_the_times_are_no_finding():
-    """Compute does not depend on the lengths, only varies."""
+    """Compute times vary independently of the lengths."""
     job = dataclasses.replace(a_job(Topology(2, 2, 1)), jitter=0.3)
     watched = Watched(SequenceVarianceDetector, job.topology)
     random = np.random.default_rng(0)

@@ -134,7 +134,7 @@ def test_noisy_waits_are_healthy(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_busy_host_is_no_slow_disk(seed):
-    """Every rank's loader is delayed by a third of a step, in one of sixteen steps."""
+    """The loader of every rank is delayed by a third of a step in one of sixteen steps."""
     random = np.random.default_rng(seed)
     job = a_job()
     watched = Watched(SlowDataDetector, job.topology)

@@ -84,7 +84,7 @@ def test_all_links_of_a_node_are_one_finding_that_names_it():
 
 
 def test_slow_groups_are_intersected():
-    """Two reductions that go through one node, and two that do not."""
+    """Two reductions cross one node, and two do not."""
     run = watched(Topology(4, 2, 2), 7, ranks_per_node=4)
     run.advance(40)
     run.slow_groups = {0: 8.0}
@@ -118,7 +118,7 @@ def test_a_group_that_is_first_seen_late_is_watched_from_then_on(every, steps):
     assert found.ranks == [1, 3, 5, 7]
     assert "The all_gather of ranks 1, 3, 5, 7" in found.summary
     assert found.onset_step == 20 + 20 * every
-    # A rare transfer costs rarely: a third of nine steps' time, or all of it.
+    # A rare transfer rarely has a cost, which counts as a share of all steps.
     assert found.cost_ratio == pytest.approx(19 * 0.01 / 0.6 / every, rel=0.5)
     run.slow_late_groups = {}
     assert named(run.advance(10 * every)) == [(None, found.node, True)]

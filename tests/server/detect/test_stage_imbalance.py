@@ -1,4 +1,4 @@
-"""Stages that do not take equally long."""
+"""Pipeline stages with different durations."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def phase_seconds(job, **changes):
 @pytest.mark.parametrize("topology", [Topology(2, 4, 2), Topology(1, 4, 1)])
 @pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])
 def test_an_uneven_model_is_advice_with_the_layers_to_move(topology, schedule):
-    """8 + 8 + 8 + 12 layers: moving one to each other stage makes them equal."""
+    """With 8 + 8 + 8 + 12 layers, moving one to each other stage makes them equal."""
     cost = {3: 12 / 8}
     job = a_job(topology, schedule(4, 8), stage_cost=cost)
     watched = Watched(
@@ -44,7 +44,10 @@ def test_an_uneven_model_is_advice_with_the_layers_to_move(topology, schedule):
 
 
 def test_layers_of_virtual_stages_are_moved():
-    """The last part has four more layers; moving one of them is the best that whole layers do."""
+    """The last part has four more layers.
+
+    Moving one of them is the best possible with whole layers.
+    """
     job = a_job(Topology(2, 2, 1), interleaved(2, 8, 2), stage_cost={1: 6 / 4})
     metadata = {"stage_layers": "4,4,4,8"}
     watched = Watched(StageImbalanceDetector, job.topology, metadata=metadata, ranks_per_node=1)

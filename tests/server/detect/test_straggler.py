@@ -1,4 +1,4 @@
-"""Stragglers: found within five steps of their onset when real, never when it is noise."""
+"""Stragglers are found within five steps of their onset; noise is never reported."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def test_a_straggler_is_found_within_five_steps_of_its_onset(topology, slowdown,
     assert found[0].persistence == "persistent"
     assert found[0].cause == "unknown"
     assert not found[0].suspects_node
-    assert run.advance(25) == []  # reported once, for as long as it lasts
+    assert run.advance(25) == []  # reported only once while it lasts
 
 
 def test_on_a_very_noisy_machine_a_throttled_rank_is_found_within_ten_steps():
@@ -62,7 +62,7 @@ def test_on_a_very_noisy_machine_a_throttled_rank_is_found_within_ten_steps():
 
 @pytest.mark.parametrize("seed", range(2))
 def test_levels_that_wander_on_a_busy_host_are_no_creep(seed):
-    """Each rank wanders by itself, up to 7% from its mean, over about ten steps."""
+    """Each rank drifts independently, up to 7% from its mean, over about ten steps."""
     run = watched(Topology(2, 2, 1), seed, noise=Noise(step=0.02, drift=0.0))
     chance, level = np.random.default_rng(seed + 51), np.zeros(4)
     for _ in range(80):
@@ -248,7 +248,8 @@ def test_one_microbatch_that_stalls_in_every_step_is_found_within_five_steps(see
 
 
 def test_frequent_stalls_everywhere_delay_the_finding():
-    run = watched(DEMO, 34, noise=Noise(outliers=0.005))  # in one of thirteen steps of each rank
+    # an outlier in one of thirteen steps of each rank
+    run = watched(DEMO, 34, noise=Noise(outliers=0.005))
     assert run.advance(150) == []
     run.stalled = {5: 0.15 * 1.25 * 24 * FORWARD_SECONDS}
     assert subjects(run.advance(14)) == [("straggler", 5, "node-2")]
@@ -300,7 +301,7 @@ def test_a_silent_rank_hides_no_straggler():
     assert run.advance(10) == []
     run.slow = {2: 1.3}
     assert [one.rank for one in run.advance(5)] == [2]
-    run.silent = {1, 2, 6}  # even the straggler itself: nothing new is known of it
+    run.silent = {1, 2, 6}  # including the straggler itself, without new data about it
     assert run.advance(20) == []
 
 

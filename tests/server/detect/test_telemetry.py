@@ -56,7 +56,7 @@ def test_values_before_and_after_an_onset_survive_ten_minutes():
 
 
 def test_the_typical_value_is_the_median_over_time():
-    """A value that held on for minutes outweighs a few nervous samples."""
+    """A value that lasted for minutes outweighs a few short-lived samples."""
     found = series([1980.0] * 60 + [700.0, 710.0, 720.0])
     assert found.typical_before(START_NS + 100 * SECOND_NS) == 1980.0
 
@@ -69,7 +69,7 @@ def test_late_samples_are_inserted_and_repeated_ones_dropped():
 
 
 def test_an_outage_that_is_reported_late_is_stored():
-    """Live samples overtake those of the outage; its causes are looked for in the latter."""
+    """Live samples overtake those of the outage, which are still needed to find its cause."""
     found = series([1980.0] * 3)
     found.add(START_NS + 1000 * SECOND_NS, 1990.0)
     for second in range(10, 900):
@@ -87,16 +87,17 @@ def test_rates_handle_counter_resets():
     assert found.rate_before(onset_ns) == pytest.approx(10)
     assert found.rate_since(onset_ns) == pytest.approx(10)
     reset = series([100.0, 110.0, 0.0, 10.0, 20.0])
-    assert reset.rate_since(START_NS) == pytest.approx(7.5)  # 30 in 4 s: the reset is no growth
+    # 30 in 4 s: the reset does not count as growth
+    assert reset.rate_since(START_NS) == pytest.approx(7.5)
     assert series([100.0, 0.0]).rate_since(START_NS) is None
     assert series([1.0]).rate_since(START_NS) is None
 
 
 def test_a_single_low_reading_is_no_reset():
-    """Taken for one, all the counter ever counted would be growth."""
+    """If it counted as a reset, the whole counter value would count as growth."""
     dipped = series([1e12, 1e12 + 5, 0.0, 1e12 + 10])
     assert dipped.rate_since(START_NS) == pytest.approx(10 / 3)
-    wrapped = series([4294967290.0, 4.0, 14.0])  # of 32 bits
+    wrapped = series([4294967290.0, 4.0, 14.0])  # a 32-bit counter
     assert wrapped.rate_since(START_NS) == pytest.approx(5)
     saturated = series([250.0, 255.0, 255.0, 255.0])
     assert saturated.rate_since(START_NS + 1 * SECOND_NS) == pytest.approx(5 / 3)

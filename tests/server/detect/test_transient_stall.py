@@ -1,4 +1,4 @@
-"""A short stall is reported once it is over; stalls that a job has all the time are not."""
+"""A short stall is reported once it is over; stalls that a job always has are not."""
 
 import pytest
 from timed_run import FORWARD_SECONDS, Noise, TimedRun, subjects
@@ -45,7 +45,7 @@ def test_a_stall_that_lasts_is_only_a_straggler():
     run.slow = {2: 2.5}
     assert subjects(run.advance(30)) == [("straggler", 2, "node-1")]
     run.slow = {}
-    assert subjects(run.advance(30)) == [("straggler", 2, "node-1")]  # cleared
+    assert subjects(run.advance(30)) == [("straggler", 2, "node-1")]  # the stall is cleared
 
 
 def test_stalls_that_a_job_has_all_the_time_are_not_reported():

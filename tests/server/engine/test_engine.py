@@ -1,4 +1,4 @@
-"""The engine as the worker uses it: batches in any order in, steps and findings out."""
+"""The engine as the worker uses it: batches in any order, then steps and findings."""
 
 import random
 
@@ -85,13 +85,16 @@ def attached(job: SimulatedJob, rank: int) -> RankAttached:
 
 
 def found(job: SimulatedJob, found_ns: int) -> None:
-    """Replace the engine by one of a server that finds the running job at `found_ns`."""
+    """Replace the engine with one of a server that finds the running job at `found_ns`."""
     job.engine = Engine(JOB)
     job.engine.place(msgspec.structs.replace(job.placement(), started_ns=found_ns, was_found=True))
 
 
 def test_the_ledger_of_a_job_found_after_its_end_covers_its_own_time():
-    """The job ran and ended while the server was away, which then receives all batches at once."""
+    """The job ran and ended while the server was down.
+
+    Afterwards it receives all batches at once.
+    """
     job = SimulatedJob(jitter=0.0)
     found_ns = START_NS + 600 * 10**9
     found(job, found_ns)
@@ -209,7 +212,8 @@ def test_skewed_clocks_are_brought_to_the_servers():
     summaries = steps(job.advance(20))
     for summary in summaries[-5:]:
         assert summary.duration_seconds == pytest.approx(0.57, abs=0.3)
-        # Delivery takes 100 ms here: the accuracy for a node with an unsynchronized clock.
+        # Delivery takes 100 ms here, which limits the accuracy for a node with an unsynchronized
+        # clock.
         assert all(rank.self_seconds > 0.4 for rank in summary.ranks)
     assert job.findings == []
 

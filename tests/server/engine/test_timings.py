@@ -62,7 +62,8 @@ def test_a_detector_receives_what_each_rank_computed(job, recorder):
     assert compute.rank.size == len(job.ranks) * MICROBATCHES * 2
     forward = compute.op == Op.FORWARD
     slow = compute.rank == 2
-    # The collective inside the forward, and the wait for the slow tensor peer, are not its own.
+    # The collective inside the forward and the wait for the slow tensor peer do not count as self
+    # time.
     assert compute.self_seconds[forward & ~slow] == pytest.approx(0.020)
     assert compute.self_seconds[forward & slow] == pytest.approx(0.030)
     waits_for_2 = compute.rank == 3

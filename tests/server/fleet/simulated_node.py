@@ -1,7 +1,8 @@
 """A simulated agent with its ranks, over real HTTP and in real time.
 
 Like a real agent it keeps each batch until it was acknowledged, carries out each command id once,
-and kills by generation. Ranks "train" one step each `STEP_SECONDS` until a command stops them.
+and kills ranks by generation. Ranks "train" one step each `STEP_SECONDS` until a command stops
+them.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class SimulatedRank:
 
 
 class SimulatedNode:
-    """`url` may change: a restarted server may listen on another port."""
+    """A simulated node. `url` may change, because a restarted server may listen on another port."""
 
     def __init__(self, agent_id: str, url: str, token: str | None = None) -> None:
         self.agent_id = agent_id
@@ -158,7 +159,7 @@ class SimulatedNode:
             self._exit(self.ranks[rank], exit_code=0)
 
     def vanish(self, rank: int) -> None:
-        """End a rank without an exit code, as for the child of another process."""
+        """End a rank without an exit code, like the child of another process."""
         with self._lock:
             self._exit(self.ranks[rank])
 

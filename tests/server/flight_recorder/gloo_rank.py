@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 RANK, WORLD_SIZE = int(sys.argv[1]), int(sys.argv[2])
 FAULT, DIRECTORY = sys.argv[3], Path(sys.argv[4])
-# Entries each rank has when it is stuck.
+# Number of entries of each rank when it hangs.
 BEFORE = 3
 
 

@@ -1,10 +1,10 @@
-"""A simulated job that runs into a fault, and the dumps its ranks leave.
+"""A simulated job with a fault, and the dumps that its ranks write.
 
-Every rank has a program: collectives in its tensor, data, expert and whole groups, messages to its
+Every rank has a program: collectives in its tensor, data, expert and world groups, messages to its
 pipeline neighbors (1F1B), and points where the host waits for the device. Hosts launch ahead of
-their devices; a device runs what was launched in order, sends aside. The job runs until nothing
-moves, in an order of ranks that the seed draws, so who has launched what when it stops differs.
-Nothing here knows how the analysis works.
+their devices; a device runs operations in launch order, except sends. The job runs until no rank
+makes progress, in a random order of ranks, so the launched operations differ between seeds. The
+simulation is independent of the analysis.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Shape:
         return self.dp * self.pp * self.tp
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """dp, pp, tp of a rank: tensor ranks are neighbors, stages are blocks."""
+        """Return (dp, pp, tp) of a rank: tensor ranks are neighbors, stages are blocks."""
         return rank // self.tp % self.dp, rank // (self.tp * self.dp), rank % self.tp
 
     def groups(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """name -> (description, ranks), named by a job-wide count."""
+        """Return (description, ranks) by name; names are a job-wide count."""
         made: list[tuple[str, tuple[int, ...]]] = [("default_pg", tuple(range(self.world_size)))]
         for description, axes in (("TENSOR", 2), ("DATA", 0), ("PIPELINE", 1), ("EXPERT", 3)):
             seen: dict[tuple[int, ...], list[int]] = {}
@@ -50,7 +50,7 @@ class Instruction:
     op: str = ""
     elements: int = 1024
     peer: int = -1
-    tag: int = -1  # of a message: which one between the two
+    tag: int = -1  # number of a message between the two ranks
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Rank:
     device_stalls_at: int | None = None  # the device never starts this launch
 
     def ready(self, launch: Launched) -> bool:
-        """Whether the device has come to it."""
+        """Return whether the device has reached this launch."""
         for index, earlier in enumerate(self.launched):
             if index == self.device_stalls_at:
                 return False
@@ -115,7 +115,7 @@ class Job:
                 program.append(Instruction("collective", names["TENSOR"], first, 2048))
                 program.append(Instruction("collective", names["EXPERT"], "all_to_all", 512))
                 if layer % 2 == 0 and not backward:
-                    program.append(Instruction("sync"))  # the sizes of the splits
+                    program.append(Instruction("sync"))  # exchanges the sizes of the splits
                 program.append(Instruction("collective", names["TENSOR"], second, 4096))
 
         def forward(microbatch: int) -> None:
@@ -205,7 +205,7 @@ class Job:
     def document(
         self, rank: int, *, active_only: bool = False, timed: bool = False
     ) -> dict[str, Any]:
-        """The dump as NCCL's recorder writes it."""
+        """Return the dump as NCCL's recorder writes it."""
         own = [name for name, (_, ranks) in self.groups.items() if rank in ranks]
         entries = [
             self._entry(rank, index, launch, own, timed)

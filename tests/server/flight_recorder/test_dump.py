@@ -1,4 +1,4 @@
-"""The oddities of the format, one by one."""
+"""Peculiarities of the dump format, one by one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_gloo_says_retired_and_lists_no_group() -> None:
     done = entry(0, "all_reduce", 1, retired=True, **gloo)
     stuck = entry(1, "all_reduce", 2, **gloo)
     found = judged(
-        # Its status counts every operation, so it says 9 where the sequence number is 1.
+        # Its status counts every operation, so it is 9 although the sequence number is 1.
         dump(0, done, stuck, pg_config=nameless, pg_status=status(9, 8)),
         dump(1, done, pg_config=nameless, pg_status=status(9, 9)),
         dump(2, done, stuck, pg_config=nameless),
@@ -95,7 +95,7 @@ def test_ranks_after_the_last_dump_are_asked_for_where_groups_are_not_listed() -
 
 
 def test_the_status_shows_who_has_finished_if_only_active_entries_are_left() -> None:
-    """Rank 1 finished the broadcast, and its dump does not hold it; rank 2 never launched it."""
+    """Rank 1 finished the broadcast, which is not in its dump; rank 2 never launched it."""
     stuck = entry(7, "broadcast", 4)
     found = judged(
         dump(0, stuck, pg_status=status(4, 3)),
@@ -108,7 +108,7 @@ def test_the_status_shows_who_has_finished_if_only_active_entries_are_left() -> 
 def test_an_older_dump_of_a_running_job_is_not_a_hang() -> None:
     finished = entry(3, "all_reduce", 2, state="completed", retired=True)
     found = judged(dump(0, finished), dump(1, finished), dump(2, entry(3, "all_reduce", 2)))
-    assert found.culprits == (2,)  # launched everywhere, unfinished on rank 2's device alone
+    assert found.culprits == (2,)  # launched on all ranks, unfinished only on rank 2's device
     assert found.kind == "device"
     assert judged(dump(0, entry(3, "all_reduce", 2)), dump(1, finished), dump(2)).culprits == ()
 
@@ -132,14 +132,14 @@ def test_the_members_of_a_finished_batch_are_finished() -> None:
     send, receive = entry(1, "send 0->1", 4), entry(2, "recv 0<-1", 4)
     batch = entry(3, "coalesced", 4, is_p2p=True, state="completed")
     assert all(e.completed for e in dump(0, send, receive, batch).entries)
-    # A dump of active entries leaves the batch's own entry out.
+    # A dump of active entries lacks the entry of the batch itself.
     assert all(e.completed for e in dump(0, send, receive).entries)
     unfinished = dump(0, send, receive, batch | {"state": "scheduled"})
     assert [e.completed for e in unfinished.entries] == [False, False]
 
 
 def test_a_ring_that_has_lost_its_oldest_entries_is_no_mismatch() -> None:
-    """Rank 2 is far ahead of what its ring still holds of the others' collective."""
+    """Rank 2 is far ahead, so its ring no longer contains the collective of the others."""
     done = [entry(100 + n, "all_reduce", 50 + n, state="completed") for n in range(5)]
     late = [entry(10 + n, "all_reduce", 5 + n) for n in range(2)]
     found = judged(dump(0, *late), dump(1), dump(2, *done))
@@ -152,7 +152,7 @@ def test_messages_are_joined_in_order_whatever_their_numbers() -> None:
         dump(1, entry(1, "recv 1<-0", 3), entry(2, "recv 1<-2", 4)),
         dump(2),
     )
-    # Rank 1 has the first message launched on both sides; then it wants one of rank 2.
+    # The first message of rank 1 was launched on both sides; then it waits for one from rank 2.
     assert found.first_missing is not None
     assert found.kind == "device"
     found = judged(dump(0, entry(2, "recv 0<-1", 10)), dump(1, entry(2, "recv 1<-2", 4)), dump(2))
@@ -208,4 +208,4 @@ def test_launches_far_ahead_of_a_stall_cost_no_more_than_their_number() -> None:
         assert found.culprits == (1,)
         return lines
 
-    assert lines_run(200) < 11 * lines_run(20)  # a thousandfold if it grew with the cube
+    assert lines_run(200) < 11 * lines_run(20)  # a thousandfold if the cost were cubic

@@ -1,4 +1,4 @@
-"""Files of all shapes in a folder, and what is said of those that are no dumps."""
+"""Files of any kind in a folder, and the messages about those that are not dumps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def stalled() -> Job:
 
 
 def as_json(document: Any) -> bytes:
-    """As PyTorch writes it: 0 for no time, strings for the numbers of the status."""
+    """Return the JSON that PyTorch writes: 0 for no time, strings for the numbers of the status."""
     document["pg_status"] = {
         local: {key: str(value) for key, value in status.items()}
         for local, status in document["pg_status"].items()
@@ -46,7 +46,7 @@ def as_json(document: Any) -> bytes:
 
 
 def twice_in_itself(depth: int) -> list[Any]:
-    """Small as a pickle, 2**depth words long as text."""
+    """Return a list that is small as a pickle but 2**depth words long as text."""
     found: list[Any] = []
     for _ in range(depth):
         found = [found, found]

@@ -1,4 +1,4 @@
-"""Real processes on gloo, one of which does not do what the others do."""
+"""Real gloo processes, one of which does not do what the others do."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Simulated incidents with a known cause: the ranks that are named, and how.
+"""Simulated incidents with a known cause: the reported ranks and kinds.
 
-What the dumps cannot decide is not asked for: which rank of a group it is when all have launched a
-collective and no dump says which kernels began; which of two ranks differs when there are only two;
-a second culprit nobody has come to wait for yet, or that itself waits for the first.
+The tests do not require results that the dumps cannot determine: the culprit of a group in which
+all ranks have launched a collective and no dump shows which kernels started; the culprit of only
+two ranks that differ; a second culprit that no rank waits for yet, or that itself waits for the
+first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SHAPES = (
     Shape(3, 2, 1),
     Shape(1, 4, 1, layers=1),
 )
-# hypothesis shrinks towards the simplest incident that fails.
+# hypothesis shrinks towards the simplest failing incident
 INCIDENT = {
     "shape": st.sampled_from(SHAPES),
     "seed": st.integers(0, 2**20),
@@ -43,7 +44,8 @@ def any_rank(job: Job) -> Rank:
 
 
 def any_position(job: Job, rank: Rank) -> int:
-    """Before the last collective, which everybody takes part in: somebody comes to wait."""
+    """Draw a position before the last collective, in which all ranks take part, so that some rank
+    waits."""
     return job.random.randrange(len(rank.program) - 2)
 
 
@@ -83,7 +85,7 @@ def test_of_several_stopped_ranks_only_such_are_named_and_all_that_are_waited_fo
     assert found.kind == "host"
     assert set(found.culprits) <= job.reached_stall()
     waited_for = {r for standing in found.ranks for r in standing.waits_for}
-    # One whose send nobody receives also waits, for all that the dumps can say.
+    # As far as the dumps show, a rank whose send is not received also waits.
     idle = {r for r in job.reached_stall() if all(e.completed for e in job.ranks[r].launched)}
     assert idle & waited_for <= set(found.culprits)
 
@@ -110,12 +112,12 @@ def test_a_lost_dump_of_a_waiting_rank_does_not_hide_the_culprit(
     rank = any_rank(job)
     rank.stalls_at = any_position(job, rank)
     job.run()
-    # The wait of this rank is not needed to get from the others to the culprit.
+    # The wait of this rank is not needed to find the culprit from the others.
     witnesses = [r.number for r in job.ranks if r is not rank and shape.pp == 1]
     lost = frozenset(witnesses[:1])
     found = judged(job, without=lost, active_only=active_only)
     assert rank.number in found.culprits
-    # Whoever is waited for and left no dump may be dead as well.
+    # A rank that others wait for and that left no dump may be dead as well.
     assert set(found.culprits) <= {rank.number} | lost
 
 
@@ -132,7 +134,7 @@ def test_a_stopped_device_is_distinguished_from_a_stopped_host(
     )
     stalled = launches[rank.device_stalls_at]
     if stalled.kind == "collective" and size_of(job, stalled) == 1:
-        return  # nobody waits in it
+        return  # no rank waits in it
     found = judged(job, active_only=active_only, timed=timed)
     assert found.kind == "device"
     assert rank.number in found.culprits
@@ -147,7 +149,7 @@ def test_a_stopped_device_is_distinguished_from_a_stopped_host(
 def test_a_host_that_stops_with_its_device_shows_which_device(
     shape: Shape, seed: int, active_only: bool, ahead: int
 ) -> None:
-    """As after a device-side assertion: the next call of the host fails."""
+    """An example is a device-side assertion, after which the next call of the host fails."""
     job = Job(shape, seed)
     rank = any_rank(job)
     shared = [
@@ -211,19 +213,19 @@ def test_a_rank_that_launches_in_another_order_is_named(
     program[index], program[index + 1] = program[index + 1], program[index]
     found = judged(job, active_only=active_only)
     if all(r.idle() for r in job.ranks):
-        assert found.culprits == ()  # no circle: the job ran through
+        assert found.culprits == ()  # no cycle: the job completed
     else:
         assert found.kind == "mismatch"
         assert rank.number in found.culprits
 
 
 def test_two_culprits_in_a_chain_are_both_named() -> None:
-    """Rank 3 waits for rank 0 too, but its tensor peer, waiting as well, went on."""
+    """Rank 3 waits for rank 0 too, but its tensor peer, which also waits, is further ahead."""
     job = Job(Shape(1, 1, 4, layers=2), seed=5)
     stalled = job.ranks[0], job.ranks[3]
     stalled[0].stalls_at = 1  # before the first expert all-to-all
     stalled[1].stalls_at = 2
-    # Without waits of the host, so that it runs ahead.
+    # The host does not wait, so that it runs ahead.
     for rank in job.ranks:
         rank.program = [i for i in rank.program if i.kind != "sync"]
     found = judged(job, active_only=True)

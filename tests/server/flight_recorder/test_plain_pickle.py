@@ -1,4 +1,4 @@
-"""Plain data is read as Python reads it; anything else is refused and never executed."""
+"""Plain data is read as in Python; anything else is rejected and never executed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PLAIN = st.recursive(
 @settings(max_examples=100, deadline=None)
 @given(PLAIN, st.integers(2, pickle.HIGHEST_PROTOCOL))
 def test_plain_data_is_read_as_python_reads_it(value: Any, protocol: int) -> None:
-    # Python writes a bytes object as a call below protocol 3, so that one must be refused.
+    # Below protocol 3, Python writes a bytes object as a call, which must be rejected.
     data = pickle.dumps(value, protocol)
     if b"_codecs" in data or b"__builtin__" in data:
         with pytest.raises(HostileDumpError):
@@ -69,7 +69,7 @@ def test_a_call_is_refused_and_not_made(protocol: int, tmp_path: Path) -> None:
     with pytest.raises(HostileDumpError, match="was not executed"):
         plain_pickle.load(data)
     assert not (tmp_path / "made").exists()
-    # The same bytes do harm where they are trusted, so the test above tests something.
+    # The same bytes are harmful if they are trusted, so the check above is not vacuous.
     pickle.loads(data)
     assert (tmp_path / "made").exists()
 

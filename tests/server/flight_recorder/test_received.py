@@ -1,4 +1,4 @@
-"""Dumps that agents sent: a verdict only where nobody is missing for another reason."""
+"""Dumps that agents sent: there is a verdict only if no dump is missing for another reason."""
 
 from __future__ import annotations
 

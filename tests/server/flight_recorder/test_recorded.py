@@ -36,7 +36,7 @@ def test_the_same_ranks_are_named_when_they_left_no_dump(
 def test_what_is_left_of_a_stage_still_leads_to_the_other_stage(
     recorded: Path, tmp_path: Path
 ) -> None:
-    """With the dumps of the first stage alone, the second stage is what it waits for."""
+    """With only the dumps of the first stage, the result is that it waits for the second stage."""
     for rank in range(8):
         shutil.copy(recorded / f"_dump_{rank}", tmp_path)
     found = report(tmp_path)

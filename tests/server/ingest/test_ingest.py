@@ -1,4 +1,4 @@
-"""A batch is stored once before the response, or refused with a 4xx and counted."""
+"""A batch is stored once before the response, or rejected with a 4xx and counted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batch(sequence: int = 0, boot: str = "boot-1", agent: str = "node-0", **fiel
 
 
 class Ingest:
-    """Posts to a running server and looks into its database."""
+    """Posts to a running server and reads its database."""
 
     def __init__(self, server: Any) -> None:
         self.server = server
@@ -146,7 +146,7 @@ def test_late_batch_does_not_revert_a_node(ingest: Ingest) -> None:
     now = ingest.node()
     ingest.send(batch(3, dropped_batches=1))  # reordered
     ingest.send(batch(0, boot="boot-2", packed_ns=now.packed_ns + 1, events=[hello(slots=4)]))
-    ingest.send(batch(6, dropped_batches=2))  # of the boot before
+    ingest.send(batch(6, dropped_batches=2))  # a batch of the previous boot
     node = ingest.node()
     assert node.boot_id == "boot-2"
     assert node.hello is not None
@@ -158,7 +158,8 @@ def test_late_batch_does_not_revert_a_node(ingest: Ingest) -> None:
 def test_boot_that_overtakes_its_backlog_remains_current(ingest: Ingest) -> None:
     now_ns = time.time_ns()
     ingest.send(batch(0, boot="2", packed_ns=now_ns, events=[hello(slots=4)]))
-    ingest.send(batch(0, boot="1", packed_ns=now_ns + 1, events=[hello(slots=2)]))  # old, unheard
+    # an old batch that was not received before
+    ingest.send(batch(0, boot="1", packed_ns=now_ns + 1, events=[hello(slots=2)]))
     ingest.send(batch(1, boot="1", packed_ns=now_ns + 2))
     ingest.send(batch(1, boot="2", packed_ns=now_ns - 1, dropped_batches=3))
     node = ingest.node()
@@ -201,7 +202,8 @@ def test_gpu_readings_of_a_node_are_in_base_units(ingest: Ingest) -> None:
         Sample("DCGM_FI_DEV_SM_CLOCK", gpu, 1980.0, now),
         Sample("DCGM_FI_DEV_GPU_UTIL", gpu, 50.0, now),
         Sample("paceline_gpu_throttle_reason", gpu | {"reason": "sw_thermal_slowdown"}, 1.0, now),
-        Sample("DCGM_FI_DEV_SM_CLOCK", {"gpu": "x" * 99}, 1.0, now),  # a lying one
+        # from an agent that sends false values
+        Sample("DCGM_FI_DEV_SM_CLOCK", {"gpu": "x" * 99}, 1.0, now),
     ]
     ingest.send(batch(events=[hello()], samples=values))
     (node,) = ingest.server.client.get("/api/v1/nodes").json()["items"]
@@ -272,7 +274,7 @@ def test_endless_body_is_rejected(ingest: Ingest) -> None:
         answer = ingest.client.post("/api/v1/ingest", content=endless())
         assert answer.status_code == 413
     except httpx.TransportError:
-        pass  # the server closed on us while we were still sending
+        pass  # the server closed the connection while bytes were being sent
     assert ingest.rejected("oversized") == 1
 
 

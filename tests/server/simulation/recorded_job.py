@@ -1,4 +1,4 @@
-"""A job whose batches a server has stored and no worker processes."""
+"""A job whose batches a server has stored without a worker that processes them."""
 
 from __future__ import annotations
 

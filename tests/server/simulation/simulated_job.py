@@ -1,8 +1,8 @@
-"""A 3D-parallel job that exists only as batches: spans, states, samples and exits, seeded.
+"""A simulated 3D-parallel job: seeded batches of spans, states, samples and exits.
 
 Each step is simulated as a dependency graph (pipeline transfers, blocking tensor-parallel
-collectives, the data-parallel reduction), so waits occur where a real job has them. Faults are
-attributes that a test sets between steps.
+collectives, the data-parallel reduction), so waits occur in the same places as in a real job.
+Faults are attributes that a test sets between steps.
 """
 
 from __future__ import annotations
@@ -40,16 +40,19 @@ HEALTHY_CLOCK_MHZ = 1980.0
 
 @dataclass
 class Faults:
-    slow: dict[int, float] = field(default_factory=dict)  # rank -> self-time multiple
-    slow_data: dict[int, float] = field(default_factory=dict)  # rank -> seconds
-    clock_mhz: dict[int, float] = field(default_factory=dict)  # rank -> SM clock
-    throttle: dict[int, str] = field(default_factory=dict)  # rank -> reason
-    skew_ns: dict[str, int] = field(default_factory=dict)  # node -> clock error
-    stage_cost: dict[int, float] = field(default_factory=dict)  # stage -> self-time multiple
+    slow: dict[int, float] = field(default_factory=dict)  # by rank: multiple of self time
+    slow_data: dict[int, float] = field(default_factory=dict)  # by rank: seconds
+    clock_mhz: dict[int, float] = field(default_factory=dict)  # by rank: SM clock
+    throttle: dict[int, str] = field(default_factory=dict)  # by rank: reason
+    skew_ns: dict[str, int] = field(default_factory=dict)  # by node: clock error
+    stage_cost: dict[int, float] = field(default_factory=dict)  # by stage: multiple of self time
 
 
 class SimulatedJob:
-    """`advance` simulates steps and feeds them to `engine`; `outcomes` has the result of each."""
+    """A simulated job.
+
+    `advance` feeds steps to `engine`; `outcomes` has the result of each tick.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,8 @@ class SimulatedJob:
         self._sequences: dict[tuple[object, ...], int] = {}
         self._batch_numbers: dict[str, int] = {}
         self._defined = False
-        self._ends: dict[tuple[int, int, int], int] = {}  # (rank, microbatch, send) -> ready
+        # by (rank, microbatch, send): when it is ready
+        self._ends: dict[tuple[int, int, int], int] = {}
         self.place()
 
     # Layout
@@ -194,7 +198,7 @@ class SimulatedJob:
         microbatch: int,
         free: dict[int, int],
     ) -> None:
-        """Add self time and a blocking collective among the TP peers, inside one span."""
+        """Add self time and a blocking collective among the TP peers in one span."""
         begin = dict(free)
         for rank in ranks:
             slow = self.faults.slow.get(rank, 1.0) * self.faults.stage_cost.get(stage, 1.0)
@@ -303,7 +307,7 @@ class SimulatedJob:
     # Delivery
 
     def deliver(self, rows: dict[int, list[tuple[int, ...]]]) -> Outcome:
-        """One batch per node, 100 ms later, then a tick."""
+        """Deliver one batch per node 100 ms later, then run a tick."""
         received_ns = self.now_ns + 100_000_000
         for batch in self.batches(rows):
             self.engine.feed(batch, received_ns)
@@ -397,7 +401,7 @@ class SimulatedJob:
         loss: float | None = 2.0,
         head: int | None = None,
     ) -> RankState:
-        """Frames' and groups' times are the simulation's; they become monotonic here."""
+        """Return a rank's state; times of frames and groups are converted to CLOCK_MONOTONIC."""
         return RankState(
             time_ns=self.now_ns + self.faults.skew_ns.get(self.node(rank), 0),
             job=JOB,
@@ -454,7 +458,7 @@ class SimulatedJob:
         self.engine.feed(self.batch(node, events=[event]), self.now_ns)
 
     def wait(self, seconds: float, states: dict[int, RankState] | None = None) -> list[Outcome]:
-        """Time passes without steps: each node reports (given) states every half second."""
+        """Let time pass without steps; each node reports its (given) states every half second."""
         outcomes = []
         for _ in range(round(seconds / 0.5)):
             self.now_ns += 500_000_000

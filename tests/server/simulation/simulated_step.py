@@ -63,7 +63,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> list[list[Pipeli
 
 @dataclass
 class SimulatedStep:
-    """Deviations of one step; everything else is equal, without gaps between actions."""
+    """The deviations of one step; all other durations are equal, without gaps between actions."""
 
     topology: Topology
     order: Sequence[Sequence[PipelineAction]]
@@ -72,12 +72,12 @@ class SimulatedStep:
     transfer_seconds: float = 0.0
     jitter: float = 0.0
     stage_cost: dict[int, float] = field(default_factory=dict)
-    slow: dict[int, float] = field(default_factory=dict)  # rank -> multiple
-    links: dict[tuple[int, int], float] = field(default_factory=dict)  # stages -> seconds
-    late_data: dict[int, float] = field(default_factory=dict)  # rank -> seconds
-    pauses: dict[int, float] = field(default_factory=dict)  # rank -> seconds, before each action
-    lengths: Sequence[int] | None = None  # of each microbatch: one sequence
-    skew_ns: dict[int, int] = field(default_factory=dict)  # stage -> error of its clock
+    slow: dict[int, float] = field(default_factory=dict)  # by rank: multiple
+    links: dict[tuple[int, int], float] = field(default_factory=dict)  # by stages: seconds
+    late_data: dict[int, float] = field(default_factory=dict)  # by rank: seconds
+    pauses: dict[int, float] = field(default_factory=dict)  # by rank: seconds before each action
+    lengths: Sequence[int] | None = None  # length of each microbatch, which has one sequence
+    skew_ns: dict[int, int] = field(default_factory=dict)  # by stage: error of its clock
     after_seconds: float = 0.010  # optimizer and reduction
     gc: dict[int, float] = field(default_factory=dict)
     checkpoint: dict[int, float] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class SimulatedStep:
     def play(self, step: int = 0, seed: int = 0) -> StepTiming:
         random = np.random.default_rng((seed, step))
         topology, pipeline = self.topology, Pipeline(self.order)
-        replicas = topology.dp * topology.tp  # lanes: as if tensor peers were replicas
+        replicas = topology.dp * topology.tp  # lanes, as if tensor peers were replicas
         ranks = np.arange(topology.world_size).reshape(topology.pp, replicas)
         seconds = self._seconds(pipeline, ranks, random)
         links = self._links(pipeline, ranks)

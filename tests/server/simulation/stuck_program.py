@@ -2,8 +2,8 @@
 
 Every rank runs a list of instructions per step (GPipe, tensor-parallel collectives, overlapped or
 blocking data-parallel ones). Communications match by count, as in any backend, so a fault of one
-rank blocks exactly the ranks that it would block in reality. The results are the spans of the
-complete steps and the final state pages.
+rank blocks the same ranks as in reality. The results are the spans of the complete steps and the
+final state pages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Instruction:
     group: int = 0
     bytes: int = 0
     peer: int = 0
-    inside: int | None = None  # the compute operation around it
+    inside: int | None = None  # the enclosing compute operation
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Rank:
     entered: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
     left: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
     since: dict[tuple[str, int], int] = field(default_factory=dict)
-    latest: dict[int, tuple[int, int]] = field(default_factory=dict)  # group: op, bytes
+    latest: dict[int, tuple[int, int]] = field(default_factory=dict)  # by group: (op, bytes)
     step_started_ns: int = START_NS
     blocked: Instruction | None = None
     blocked_since_ns: int = 0
@@ -92,8 +92,8 @@ class StuckProgram:
         self._faulty = self._with_fault(self._programs[fault.rank])
         self._arrived: dict[tuple[int, ...], dict[int, tuple[int, object]]] = defaultdict(dict)
         self.stalled: tuple[int, ...] | None = None  # the communication that never ends
-        self.also_stopped: set[int] = set()  # at the begin of the faulty step
-        self.slow: dict[int, float] = {}  # rank: how many times longer its compute takes
+        self.also_stopped: set[int] = set()  # at the start of the faulty step
+        self.slow: dict[int, float] = {}  # by rank: multiple of its compute time
         self._until_ns: int | None = None
 
     # --- the program ----------------------------------------------------------------------
@@ -186,7 +186,7 @@ class StuckProgram:
 
     @staticmethod
     def next_communication(program: list[Instruction], at: int) -> int | None:
-        """The next one on another channel."""
+        """Return the index of the next communication on another channel."""
         chosen = program[at]
         for index in range(at + 1, len(program)):
             other = program[index]
@@ -202,7 +202,7 @@ class StuckProgram:
     # --- playing --------------------------------------------------------------------------
 
     def play(self, further_steps: int = 3) -> bool:
-        """Whether all ranks got stuck within so many steps after the fault."""
+        """Return whether all ranks were blocked within this many steps after the fault."""
         end = self.whole_steps + 1 + further_steps
         moved = True
         while moved:
@@ -213,7 +213,10 @@ class StuckProgram:
         return all(state.step < end for state in self.ranks.values())
 
     def play_until(self, now_ns: int) -> bool:
-        """Go on to this moment; False: all steps are done. (Only for a job without a fault.)"""
+        """Play until this moment; return False if all steps are done.
+
+        Only for a job without a fault.
+        """
         self._until_ns = now_ns
         self.play(further_steps=0)
         return any(state.step <= self.whole_steps for state in self.ranks.values())
@@ -276,12 +279,15 @@ class StuckProgram:
     def _enter(
         self, rank: int, state: _Rank, what: Instruction
     ) -> tuple[tuple[int, ...], tuple[str, int]]:
-        """Once per instruction; its name is the same for all that take part."""
+        """Enter a communication, once per instruction.
+
+        Its name is the same for all participants.
+        """
         channel = (what.kind if what.kind in ("send", "receive") else "group", what.group)
         if channel[0] != "group":
             channel = (channel[0], what.peer)
         if state.blocked is not what:
-            state.clock_ns += 1000  # no two calls of a host happen at once
+            state.clock_ns += 1000  # no two calls of a host happen at the same time
             state.entered[channel] += 1
             state.since[channel] = state.clock_ns
         number = state.entered[channel]
@@ -297,14 +303,15 @@ class StuckProgram:
         return name, channel
 
     def sized(self, rank: int, state: _Rank, what: Instruction) -> Instruction:
-        """Activations are as long as the step's sequences; tensor peers have the same."""
+        """Return the payload size: activations have the length of the sequences, equal for tensor
+        peers."""
         if not self.shape.varying or what.group != TP:
             return what
         replica = self.topology.coordinates(rank).dp_rank
         return replace(what, bytes=what.bytes * (1 + (state.step * 7 + replica * 3) % 5))
 
     def _done_ns(self, name: tuple[int, ...]) -> int | None:
-        """When it ended; None: it has not."""
+        """Return when the communication ended; None if it has not."""
         arrived = self._arrived[name]
         if name == self.stalled:
             return None
@@ -317,7 +324,7 @@ class StuckProgram:
         return max(at for at, _ in arrived.values()) + 300_000
 
     def _wait(self, rank: int, state: _Rank, what: Instruction) -> bool:
-        """For all launched buckets, or for all sends."""
+        """Wait for all launched buckets or all sends."""
         for channel, number in state.entered.items():
             if what.op == Op.SEND and channel[0] == "send" and self.shape.rendezvous:
                 name = (1, rank, channel[1], number)

@@ -1,4 +1,4 @@
-"""A job that exists only as step timings: thousands of steps take a second to simulate.
+"""A job simulated only as step timings: thousands of steps take a second.
 
 Compute times are as in the noisiest jobs of `paceline evaluate`: log-normal jitter of each
 operation, rank and step, chronic differences, drift of nodes, rare operations of several times
@@ -43,12 +43,15 @@ class Noise:
     drift: float = 0.02
     outliers: float = 0.005  # share of all operations that take 2-5 times as long
     transfer: float = 0.1
-    host: float = 0.0  # of all ranks in a step together
+    host: float = 0.0  # noise that all ranks of a step share
 
 
 @dataclass
 class TimedRun:
-    """`advance` plays steps into the detectors; faults are attributes that a test sets."""
+    """A simulated run.
+
+    `advance` passes steps to the detectors; faults are attributes that a test sets.
+    """
 
     topology: Topology
     seed: int
@@ -72,12 +75,12 @@ class TimedRun:
         self.slow: dict[int, float] = {}
         self.slow_links: dict[tuple[int, int], float] = {}
         self.slow_groups: dict[int, float] = {}
-        self.late_from: int | None = None  # the step in which each group's second reduction begins
+        self.late_from: int | None = None  # step in which each group's second reduction begins
         self.late_every = 1
         self.slow_late_groups: dict[int, float] = {}
         self.stalled: dict[int, float] = {}  # seconds added to one operation of a step
         self.lost = 0.0  # share of the compute rows that are missing
-        self.silent: set[int] = set()  # ranks of which nothing comes
+        self.silent: set[int] = set()  # ranks without data
         self.step = 0
         self.findings: list[Finding] = []
         self._chronic = np.exp(self.chance.normal(0.0, self.noise.chronic, world))
@@ -91,7 +94,7 @@ class TimedRun:
         return self
 
     def advance(self, steps: int) -> list[Finding]:
-        """Findings of the detectors."""
+        """Return the findings of the detectors."""
         before = len(self.findings)
         for _ in range(steps):
             seen = self.observe(self.timing())
@@ -127,7 +130,7 @@ class TimedRun:
         )
 
     def groups(self) -> list[tuple[int, ...]]:
-        """The data-parallel ones."""
+        """Return the data-parallel groups."""
         topology = self.topology
         return [
             tuple(topology.rank(dp, pp, tp) for dp in range(topology.dp))
@@ -136,7 +139,7 @@ class TimedRun:
         ]
 
     def links(self) -> list[tuple[int, int]]:
-        """Both directions between neighboring stages."""
+        """Return the links between neighboring stages, in both directions."""
         topology = self.topology
         forward = [
             (topology.rank(dp, pp, tp), topology.rank(dp, pp + 1, tp))
@@ -185,7 +188,7 @@ class TimedRun:
     def _drawn_lengths(
         self, rank: np.ndarray, microbatch: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The stages and tensor peers of a replica work on the same microbatches."""
+        """Draw lengths; the stages and tensor peers of a replica work on the same microbatches."""
         half = np.log(self.lengths) / 2.0
         size = (self.topology.dp, self.microbatches)
         tokens = 8192 * np.exp(self.chance.uniform(-half / 2, half / 2, size))

@@ -20,7 +20,7 @@ from paceline_wire.topology import Topology
 
 
 class Watched:
-    """One detector on a simulated job. `findings` has all that it has returned."""
+    """One detector on a simulated job. `findings` contains all findings that it returned."""
 
     def __init__(
         self,

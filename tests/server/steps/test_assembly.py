@@ -1,4 +1,4 @@
-"""Steps close when all ranks have ended them, for any order and repetition of spans."""
+"""A step closes when all ranks have ended it, for any order and repetition of spans."""
 
 import random
 
@@ -14,7 +14,7 @@ from paceline_wire.spans import RECORD, Flag, Op, to_columns
 def step_spans(
     rank: int, step: int, index: int = 0, *, ended: bool = True, flags: int = 0
 ) -> Spans:
-    """A forward and the end of the step."""
+    """Return a forward and the end of the step."""
     table = np.zeros((FIELDS, 2), dtype=np.int64)
     for column, op in enumerate((Op.FORWARD, Op.STEP if ended else Op.BACKWARD)):
         table[:, column] = [

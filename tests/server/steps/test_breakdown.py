@@ -93,7 +93,7 @@ def test_waiting_for_another_stage_is_the_bubble_only_within_the_pipeline_phase(
         waits_ms=[10, 0, 0],
         phase_ms=(4, 26),
     )
-    assert part["bubble"] == pytest.approx(0.006 + 0.006)  # in the receive, and at the end
+    assert part["bubble"] == pytest.approx(0.006 + 0.006)  # in the receive and at the end
     assert part["wait"] == pytest.approx(0.004)
 
 

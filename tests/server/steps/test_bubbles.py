@@ -47,7 +47,7 @@ def test_interleaving_divides_the_bubble(stages, microbatches, chunks):
 
 
 def test_an_unknown_schedule_has_the_theory_of_its_own_order():
-    """Weight gradients fill what 1F1B leaves idle (zero-bubble H1 of two stages)."""
+    """Weight gradients fill the idle time of 1F1B (zero-bubble H1 with two stages)."""
     f, b, w = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT
     first = [
         PipelineAction(f, 0),
@@ -96,7 +96,8 @@ def test_the_excess_is_attributed_to_what_was_changed(schedule, cause, change, s
         Topology(4, 4, 1), schedule(4, 8), **{"transfer_seconds": 0.0003, "jitter": 0.02, **change}
     )
     if cause == "data":
-        job.late_data = {4: 0.3}  # a rank of the second stage: the first starts the phase
+        # a rank of the second stage, because the first stage starts the phase
+        job.late_data = {4: 0.3}
     bubbles = measured(job, seed=seed)
     idlest = max(bubbles, key=lambda one: one.measured_ratio)
     found = shares(idlest)

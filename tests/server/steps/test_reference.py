@@ -1,4 +1,4 @@
-"""The breakdown of all ranks at once equals a slow, naive one of each rank by itself."""
+"""The vectorized breakdown equals a slow, naive one of each single rank."""
 
 from collections import defaultdict
 
@@ -49,7 +49,7 @@ def table(rank: int, own: list[Row]) -> Spans:
 
 
 def groups() -> Groups:
-    """Id 1 is a "dp" group of two for every rank; id 2 is undefined."""
+    """Groups in which id 1 is a "dp" group of two ranks for every rank; id 2 is undefined."""
     known = Groups(TOPOLOGY.world_size)
     for rank in range(TOPOLOGY.world_size):
         pair = [rank // 2 * 2, rank // 2 * 2 + 1]

@@ -47,7 +47,7 @@ def waits_ns(ranks: dict[int, Spans], known: Groups) -> dict[int, np.ndarray]:
 
 
 def groups(*local_ids: int) -> Groups:
-    """Ranks 0 and 1 form "tp", each with its own local id."""
+    """Return groups in which ranks 0 and 1 form "tp", each with its own local id."""
     known = Groups(4)
     for rank, local_id in enumerate(local_ids):
         known.add(rank, GroupDefinition(local_id, "tp", [0, 1], "tp"))

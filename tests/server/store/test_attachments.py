@@ -1,4 +1,4 @@
-"""Which ranks that agents found make up one run, on both databases."""
+"""Which of the ranks that agents found form one run, on both databases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline_wire.topology import Topology
 
 
 class Found:
-    """Ranks of a job as one agent tells of them; each call is another moment."""
+    """The ranks of a job as one agent reports them; each call is at a later time."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -40,7 +40,7 @@ class Found:
             self._tell(agent_id, RankAttached(time_ns=self._now_ns, identity=identity))
 
     def report_again(self) -> None:
-        """As agents do that were restarted."""
+        """Report the ranks again, as restarted agents do."""
         for agent_id, event in list(self._events):
             self._tell(agent_id, event)
 
@@ -92,13 +92,13 @@ def test_rank_that_exited_early_is_not_part_of_the_next_run(database: Database) 
     found.give_up(before_ns=3)
     found.run(2, range(1, 2))
     assert found.whole() == []
-    found.exit(100, rank=0)  # once more, of a process that is long gone
+    found.exit(100, rank=0)  # the exit is repeated, for a process that is long gone
     found.run(2, range(1))
     assert found.take() == [500, 301]
 
 
 def test_rank_that_exited_recently_still_counts_for_its_run(database: Database) -> None:
-    """A run that crashes in its first seconds is shown too."""
+    """This way a run that crashes in its first seconds is displayed too."""
     found = Found(database)
     found.run(2, range(1))
     found.exit(100, rank=0)

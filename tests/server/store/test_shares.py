@@ -1,4 +1,4 @@
-"""Summaries of steps are kept long, shares of ranks for a while; both are read back unchanged."""
+"""Step summaries are stored longer than values per rank; both are read back unchanged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_per_rank_values_are_read_back_as_arrays(job: Database) -> None:
     with job.write() as session:
         for step in range(3):
             insert_step(session, JOB, summary(step))
-        insert_step(session, JOB, summary(1))  # again
+        insert_step(session, JOB, summary(1))  # the same step again
         insert_step(session, JOB, summary(0, generation=0))
     with job.read() as session:
         shares = newest_shares(session, JOB, 1, RANKS, 2)

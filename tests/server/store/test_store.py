@@ -97,7 +97,7 @@ def test_lease_has_one_owner_and_a_new_epoch_per_owner(database: Database) -> No
     with pytest.raises(LeaseLostError):
         write_as_the_old_owner()
     with database.write() as session:
-        release(session, "job:1", "a", 1)  # of the one before: no effect
+        release(session, "job:1", "a", 1)  # of the previous owner: no effect
         fence(session, "job:1", "b", 2, 200)
         release(session, "job:1", "b", 2)
         assert acquire(session, "job:1", "a", 122, 10) == 3
@@ -105,7 +105,7 @@ def test_lease_has_one_owner_and_a_new_epoch_per_owner(database: Database) -> No
 
 
 def test_lease_written_by_a_wrong_clock_can_be_acquired(database: Database) -> None:
-    """Its owner died, and the clock was set back by a day."""
+    """The owner died, and the clock was set back by a day."""
     day_ns = 86_400 * 1_000_000_000
     with database.write() as session:
         assert acquire(session, "job:1", "a", day_ns, 10) == 1
@@ -131,7 +131,7 @@ def test_command_ids_are_unique(database: Database) -> None:
 
 
 def test_readers_by_cursor_miss_no_change_of_concurrent_writers(database: Database) -> None:
-    """Ids are in commit order: whoever has seen n will find all others above n."""
+    """Ids are in commit order: a reader that has seen id n finds all further ids above n."""
     done = threading.Event()
     seen: list[int] = []
 
@@ -282,7 +282,7 @@ def test_longest_waiting_writer_is_next_even_next_to_one_without_pauses():
             thread.start()
             while len(turns._waiting) < number:
                 time.sleep(0.001)
-    write("d")  # releases, and asks again at once
+    write("d")  # releases the lock, and requests it again immediately
     for thread in threads:
         thread.join()
     assert order.index("a") < order.index("b") < order.index("c")

@@ -1,4 +1,4 @@
-"""A simulated running job with injected slowdowns, as the step model measures it.
+"""A simulated running job with injected slowdowns, in the form that the step model measures.
 
 All steps, dp ranks and tp ranks are simulated at once, as arrays of that shape. Steps are
 independent of each other.
@@ -50,14 +50,15 @@ class PlayedRun:
     spread: float = 1.0  # ratio of the longest to the shortest microbatch
     tensor_parallel_seconds: float = 0.002
     transfer_seconds: float = 0.0005
-    pause_seconds: float = 0.0002  # of the host, before each computation
+    pause_seconds: float = 0.0002  # pause of the host before each computation
     slow: dict[int, float] = field(default_factory=dict)
     stage_pace: dict[int, float] = field(default_factory=dict)
     link_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
     data_seconds: dict[int, float] = field(default_factory=dict)
-    # (rank, microbatch) -> seconds by which its forward takes longer
+    # by (rank, microbatch): additional seconds of its forward
     pauses: dict[tuple[int, int], float] = field(default_factory=dict)
-    blocking_sends: bool = False  # until received; only for GPipe, other schedules deadlock
+    # sends block until received; only for GPipe, because other schedules deadlock
+    blocking_sends: bool = False
     awaited_sends: bool = False  # asynchronous sends, awaited after the last compute operation
     skew_seconds: Callable[[int], float] = lambda rank: 0.0
     seed: int = 1
@@ -77,7 +78,7 @@ class PlayedRun:
         data = [self._per_rank(self.data_seconds, stage, DATA_SECONDS) for stage in self._stages]
         self.free = [self._zeros() + seconds for seconds in data]
         self.done: dict[tuple[int, int, int], Times] = {}
-        self.sending: set[int] = set()  # stages
+        self.sending: set[int] = set()  # stages that are sending
         orders = actions(self.schedule, topology.pp, self.microbatches, self.chunks)
         position = [0] * topology.pp
         moved = True

@@ -36,7 +36,7 @@ class SyntheticRun:
     steps: int = 3
     overlap: bool = False
     gpipe: bool = False
-    split: bool = False  # zero-bubble: delayed weight gradients, longer on later stages
+    split: bool = False  # zero-bubble: weight gradients are delayed, longer on later stages
     data_parallel: bool = True
     jitter: float = 0.0
     transfer_jitter: float = 0.0
@@ -47,7 +47,8 @@ class SyntheticRun:
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(self.seed)
         self.sequences: dict[tuple[str, int], int] = {}
-        # Posted, not yet received: (direction, global chunk, microbatch) -> row of the send.
+        # By (direction, global chunk, microbatch) of sends that were not received yet: the row of
+        # the send.
         self.sent: dict[tuple[str, int, int], int] = {}
         self.stream: dict[tuple[str, int], Times] = {}
         self.gathered: dict[tuple[int, int], Times] = {}

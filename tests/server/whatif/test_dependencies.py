@@ -46,7 +46,7 @@ def row(columns: Columns, optype: str, stage: int, sequence: int) -> int:
 
 def test_first_backward_receive_follows_the_second_last_forward(columns: Columns) -> None:
     found = operations(columns)
-    # Stage 0 runs three forwards before its first backward: the receive follows the second.
+    # Stage 0 runs three forwards before its first backward; the receive follows the second one.
     receive = at(found, "backward-recv", 0, 0)
     expected = [at(found, "forward-compute", 0, 1)]
     assert dependencies.find(found).predecessors[receive] == expected
@@ -68,7 +68,7 @@ def test_clipping_couples_all_stages_and_embeddings_the_outer_two(columns: Colum
 
 
 def with_late_receive(columns: Columns, seconds: float) -> Columns:
-    """Start the last forward receive of stage 1 this long after the start of its compute."""
+    """Start the last forward receive of stage 1 `seconds` after the start of its compute."""
     compute = row(columns, "forward-compute", 1, 3)
     receive = row(columns, "forward-recv", 1, 3)
     columns["start_ts"][receive] = columns["start_ts"][compute] + seconds

@@ -39,7 +39,7 @@ def test_trace_has_the_slowdown_of_the_job(topology: Topology, run: dict[str, An
     slow = topology.world_size - 1
     found, online, seconds = exported(topology, slow={slow: 1.4}, **run)
     offline = analyze(align(*coded(found.columns)))
-    # The analysis of a trace leaves out pauses of the host, the replay of the job includes them.
+    # The analysis of a trace ignores pauses of the host; the replay of the job includes them.
     assert offline.original_seconds == pytest.approx(online.original_seconds, rel=0.03)
     assert offline.original_seconds * offline.launch_slowdown == pytest.approx(seconds, rel=0.01)
     assert offline.slowdown == pytest.approx(online.slowdown, abs=0.02)

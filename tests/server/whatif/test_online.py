@@ -53,7 +53,7 @@ def without_ranks(timing: StepTiming, *ranks: int) -> StepTiming:
 
 
 def with_evaluation(timing: StepTiming, shift_ns: int) -> StepTiming:
-    """Add an evaluation: forwards outside of the hooks, of which only transfers are recorded."""
+    """Add an evaluation: forwards without hooks, so that only their transfers are recorded."""
     transfers = timing.transfers
     evaluated = (transfers.op == Op.FORWARD_SEND) & (transfers.microbatch < 4)
     evaluation = rows_of(transfers, evaluated)
@@ -223,7 +223,7 @@ def test_steps_before_the_onset_can_be_left_out() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_fixed_rank_keeps_the_lengths_of_its_microbatches(seed: int) -> None:
-    """A fix makes a rank faster but its sequences not shorter."""
+    """A fix makes a rank faster, but not its sequences shorter."""
     run: dict[str, Any] = {"jitter": 0.03, "seed": seed, "spread": 3.0, "steps": 8}
     topology = Topology(dp=8, pp=4)
     healthy, seconds = measured(topology, **run)

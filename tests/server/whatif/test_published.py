@@ -1,4 +1,4 @@
-"""The analysis of the published example trace gives the published results."""
+"""The analysis of the published example trace yields the published results."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_zero_bubble_is_idle_a_third_of_1f1b_with_the_same_memory(
 def test_activations_held_by_gpipe_1f1b_and_interleaved() -> None:
     assert simulate(gpipe(4, 16), equal_seconds).activations == (16,) * 4
     assert simulate(one_forward_one_backward(4, 16), equal_seconds).activations == (4, 3, 2, 1)
-    # Interleaved: 2 (p - 1) + (v - 1) p + 1 chunks' worth on the first stage.
+    # Interleaved: the first stage holds 2 (p - 1) + (v - 1) p + 1 chunks.
     interleaved = simulate(one_forward_one_backward(4, 16, 2), equal_seconds)
     assert interleaved.activations[0] == 11
 

@@ -122,7 +122,7 @@ def test_invalid_trace_is_rejected(columns: Columns, change: Any, sentence: str)
 
 
 def test_impossible_order_is_rejected(columns: Columns) -> None:
-    """By its timestamps, stage 1 runs its first backward before any forward."""
+    """According to its timestamps, stage 1 runs its first backward before any forward."""
     first = (columns["optype"] == "backward-compute") & (columns["stage"] == 1)
     columns["start_ts"] = np.where(
         first & (columns["seq_id"] == 0), columns["start_ts"] - 1.0, columns["start_ts"]

@@ -122,7 +122,10 @@ def test_a_second_failure_after_a_restart_is_another_incident(
     wait_for: Callable[..., Any],
     restarted_as: int,
 ) -> None:
-    """A run under the same name has the same generation, a restart by torchrun the next one."""
+    """Another run with the same name has the same generation.
+
+    A restart by torchrun has the next one.
+    """
 
     def incidents() -> list[dict[str, Any]]:
         """Return the incidents, the newest first."""
@@ -225,7 +228,7 @@ def test_a_restart_counted_on_some_nodes_is_a_generation_of_the_job(
 def test_a_later_generation_ends_one_whose_node_is_lost(
     nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
-    """As after a node failure under Slurm, which requeues the job."""
+    """This happens after a node failure under Slurm, which requeues the job."""
     for number in range(2):
         nodes[number].run_external("slurm-8", number, PAIR)
     wait_for(lambda: ((job("slurm-8") or {}).get("step") or 0) >= 2, "steps")
@@ -262,7 +265,7 @@ def test_a_run_counts_its_own_generations(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
     def run(generation: int, first_pid: int) -> list[Any]:
-        """Return the steps that are shown of the run."""
+        """Return the displayed steps of the run."""
         began = datetime.now(UTC) - timedelta(seconds=STEP_SECONDS)
         for number in range(2):
             nodes[number].run_external(
@@ -279,7 +282,7 @@ def test_a_run_counts_its_own_generations(
         nodes[number].finish(number)
     wait_for(lambda: job("train")["state"] == "finished", "the end")
     assert not run(0, 600)
-    # The end of the previous run need not have been reported.
+    # The end of the previous run may never have been reported.
     run(1, 700)
     assert not run(0, 800)
 
@@ -312,7 +315,7 @@ def test_a_run_that_begins_right_after_another_is_taken_up(
 def test_a_run_on_the_same_nodes_ends_one_whose_end_was_not_reported(
     server: Any, nodes: list[SimulatedNode], job: Any, wait_for: Callable[..., Any]
 ) -> None:
-    """As after a node's reboot, or of ranks that ended while their agent was away."""
+    """This happens after a reboot, or if ranks ended while their agent was down."""
 
     def pids() -> list[int]:
         items = server.client.get("/api/v1/jobs/local/ranks").json()["items"]

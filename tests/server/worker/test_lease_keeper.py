@@ -1,4 +1,4 @@
-"""Slow is not dead: leases are renewed during long ticks, and taken over only from the dead."""
+"""Leases are renewed during long ticks, and taken over only from dead workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def keeper(database: Database, clock: Clock) -> LeaseKeeper:
-    """A keeper that is not started: its time is the test's."""
+    """A keeper whose thread is not started; the test controls its time."""
     return LeaseKeeper(database, "b", 3_000_000_000, time.time_ns, clock)
 
 

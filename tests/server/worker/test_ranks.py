@@ -1,4 +1,4 @@
-"""A rank's row follows its own events, in any order."""
+"""A rank's row reflects its own events, in any order."""
 
 from __future__ import annotations
 

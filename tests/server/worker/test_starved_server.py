@@ -1,4 +1,4 @@
-"""A server that could not receive counts no node as lost that still sends."""
+"""A server that could not receive for a while does not count nodes that still send as lost."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_server_that_was_stopped_counts_no_node_as_lost(watched: Watched) -> N
 @pytest.mark.campaign
 @ON_SQLITE
 def test_a_server_with_little_cpu_time_counts_no_node_as_lost(watched: Watched) -> None:
-    """Each pause is too short to count as one."""
+    """Each pause is too short to be detected as a pause."""
     until = time.monotonic() + 20.0
     while time.monotonic() < until:
         watched.process.signal(signal.SIGSTOP)

@@ -1,6 +1,6 @@
-"""Workers die, freeze and come back: nothing is lost and nothing happens twice.
+"""Workers die, freeze and continue: nothing is lost and nothing is done twice.
 
-Final states tell little (an unfenced worker reaches them too), so side effects are counted:
+Final states prove little (an unfenced worker reaches them too), so side effects are counted:
 commands, rows of the outbox, incidents and generations.
 """
 
@@ -35,11 +35,11 @@ RECEIVER = (
     "--webhook-url",
     "http://127.0.0.1:9/",
     "--allow-local-receivers",
-)  # no receiver: rows stay
+)  # there is no receiver, so rows stay
 
 
 class Cluster:
-    """A server that serves only, workers that are processes of their own, three nodes."""
+    """A server that only serves, workers in separate processes, and three nodes."""
 
     def __init__(self, url: str, run_process: Callable[..., Any], database: Database) -> None:
         self.url = url
@@ -80,7 +80,8 @@ def cluster(
 
 
 def check_side_effects(cluster: Cluster, job_id: str, restarts: int) -> None:
-    """Each generation was started once on each of its nodes, each incident alerted once."""
+    """Check that each generation was started once on each of its nodes, and each incident alerted
+    once."""
     generations = {row.generation: row.placement for row in cluster.rows(GenerationRow)}
     assert sorted(generations) == list(range(1, restarts + 2))
     commands = Counter((row.kind, row.generation, row.agent_id) for row in cluster.rows(CommandRow))
@@ -109,7 +110,7 @@ def check_side_effects(cluster: Cluster, job_id: str, restarts: int) -> None:
 
 
 def check_steps(cluster: Cluster, job_id: str) -> None:
-    """No step of a generation is missing between its first and its last."""
+    """Check that no step of a generation is missing between its first and its last."""
     by_generation: dict[int, list[int]] = {}
     for row in cluster.rows(StepRow):
         by_generation.setdefault(row.generation, []).append(row.step)
@@ -160,7 +161,7 @@ def test_a_frozen_worker_cannot_write_after_it_wakes_up(
         for command in node.carried_out
         if isinstance(command, StopGeneration)
     ]
-    # Each node once, also the spare: it may run ranks of an earlier generation.
+    # Each node once, including the spare, which may run ranks of an earlier generation.
     assert len(stops) == len({command.command_id for command in stops}) == 3
 
 
@@ -168,7 +169,7 @@ def freeze(worker: Any, database: Database) -> None:
     """Stop the process outside a transaction.
 
     PostgreSQL ends a transaction whose client is silent. SQLite cannot: a process that is stopped
-    within one keeps everyone from writing until it continues (docs/architecture.md).
+    within one blocks all writers until it continues (docs/architecture.md).
     """
     for _ in range(100):
         worker.signal(signal.SIGSTOP)
@@ -202,7 +203,7 @@ def test_every_acknowledged_batch_survives_the_death_of_the_server(
 
 
 def stored(database: Database) -> dict[str, int]:
-    """Batches by node; none may be missing before the newest."""
+    """Return the batches by node; check that none is missing before the newest."""
     with database.read() as session:
         rows = session.execute(
             select(HotLogRow.agent_id, func.count(), func.max(HotLogRow.sequence)).group_by(

@@ -75,7 +75,7 @@ def job_worker(store: Database, owner: str) -> JobWorker:
 
 
 def rows(store: Database) -> dict[str, list[Any]]:
-    """Every row of the tables that a tick writes, but for the leases."""
+    """Return every row of the tables that a tick writes, except the leases."""
     tables = [table for table in models.Base.metadata.sorted_tables if table.name != "leases"]
     with store.read() as session:
         return {table.name: list(session.execute(select(table)).all()) for table in tables}
@@ -103,7 +103,7 @@ def test_the_stages_before_the_commit_write_nothing(store: Database) -> None:
     decision = worker.decide(snapshot, detected, START_NS)
     commit = worker.prepare(snapshot, detected, decision, START_NS)
     assert commit.is_urgent
-    ids = "counters"  # reserved in a transaction of their own
+    ids = "counters"  # reserved in a separate transaction
     assert {**rows(store), ids: None} == {**before, ids: None}
 
 

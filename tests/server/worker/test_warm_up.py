@@ -35,7 +35,7 @@ def test_a_silent_node_is_judged_after_the_grace_period() -> None:
 
 
 def test_batches_ahead_of_a_backlog_do_not_end_the_warm_up() -> None:
-    """Its ranks' events are still an hour old: judged by them, the ranks would look stuck."""
+    """The events of its ranks are still an hour old, and would make the ranks look hung."""
     warm_up = WarmUp(0, 6 * SECOND)
     for second in range(30):
         warm_up.receive(batch("a", second * SECOND, overtakes=True), second * SECOND)
@@ -67,7 +67,7 @@ def test_batches_from_before_the_pause_do_not_count() -> None:
 
 
 def test_ticks_that_are_all_slow_do_not_prolong_the_warm_up() -> None:
-    """On a starved host each tick takes seconds: failures must still be found."""
+    """On a starved host each tick takes seconds, but failures must still be found."""
     warm_up = WarmUp(0, 6 * SECOND)
     done = []
     for tick in range(1, 20):

@@ -1,4 +1,5 @@
-"""The library that records process groups: built once per torch, and never loaded from others."""
+"""The library that records process groups: built once per torch version, and never loaded from
+other users' files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communication that the script does not start by a plain call (`foreign_ranks.py`)."""
+"""Communication that the script does not start with a plain call (`foreign_ranks.py`)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def during(spans: list[Span], scenario: str) -> list[Span]:
 
 
 def blocked_ns(spans: list[Span]) -> int:
-    """How long the training thread was blocked in communication."""
+    """Return how long the training thread was blocked in communication."""
     return sum(span.duration_ns for span in spans if not span.flags & Flag.ASYNC)
 
 
 def calls(spans: list[Span]) -> list[tuple[int, int, int]]:
-    """Each call once: (op, group, sequence)."""
+    """Return (op, group, sequence) of each call, once."""
     return [(span.op, span.group, span.sequence) for span in spans if not span.flags & Flag.WAIT]
 
 

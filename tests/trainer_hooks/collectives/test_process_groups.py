@@ -84,7 +84,7 @@ def test_asynchronous_work_is_recorded_from_launch_to_completion(
 
 
 def test_an_object_collective_is_recorded_as_its_parts(two_rank_spans: list[list[Span]]) -> None:
-    """`all_gather_object` gathers the sizes, then the objects: two, not three."""
+    """`all_gather_object` gathers the sizes and then the objects: two records, not three."""
     for spans in two_rank_spans:
         found = during(spans, "object_collectives")
         assert [span.op for span in found] == [Op.ALL_GATHER, Op.ALL_GATHER]
@@ -187,7 +187,7 @@ def test_the_state_page_ends_with_everything_but_the_failed_one_left(
         default, named = view.groups
         assert named.entered == named.left == 3
         assert default.entered == default.left + 1
-        # The op and payload, to be compared with the other ranks.
+        # The op and payload, for comparison with the other ranks.
         assert (default.op, default.bytes) == (Op.BROADCAST, TENSOR_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""The hot path in C writes the same words as the reference in Python, in any order of calls."""
+"""The hot path in C writes the same words as the Python reference, for any order of calls."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Implementation:
             return self.writer.pop(words[0] % 12)
         count = {"write": 7, "write_simple": 3, "push": 4, "begin_step": 1}.get(name, 0)
         given = words[:count]
-        if name == "write_simple":  # time does not go back
+        if name == "write_simple":  # time must not go back
             given = (words[0] & 0xFFFF, *sorted(words[1:3]))
         if name == "begin_step":
             given = (words[0] & NONE_32,)

@@ -1,8 +1,8 @@
 """The library that records process groups, built for the torch of this environment.
 
 It uses torch's C++ interface, which changes with each release, so it cannot be built together with
-the rest of the package. `python -m paceline.collectives` builds it in some 15 s. A rank that
-finds none starts this in the background, at the lowest priority, for the next run.
+the rest of the package. `python -m paceline.collectives` builds it in about 15 s. A rank that finds
+no library starts the build in the background, at the lowest priority, for the next run.
 """
 
 from __future__ import annotations

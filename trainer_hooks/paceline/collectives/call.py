@@ -1,8 +1,9 @@
 """One collective or transfer, from its launch to its completion.
 
-The kernel creates a `CommunicationCall` and surrounds the launch by `block` and `launched`. If the
-caller waits at once, the call is one span: `block`, the wait, `complete`. If it waits later, `wait`
-and `complete_work` surround the wait. `complete_unwaited` ends a call that nobody waited for.
+The kernel creates a `CommunicationCall` and calls `block` before and `launched` after the launch.
+If the caller waits immediately, the call is one span: `block`, the wait, `complete`. If it waits
+later, `wait` and `complete_work` surround the wait. `complete_unwaited` ends a call that no thread
+waited for.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class CommunicationCall:
         self.recorder = recorder
         self.channel = channel
         self.peer = peer
-        self.blocks = blocks  # whether the caller waits at once; None: unknown
+        self.blocks = blocks  # whether the caller waits immediately; None: unknown
         self.size = payload_bytes(payload)
         self.output: int | None = None  # address of the result
         self.graph_task = -1  # the backward pass that launched it
@@ -106,7 +107,7 @@ class CommunicationCall:
             self.depth = None
 
     def launched(self) -> None:
-        """End the launch: the caller runs on."""
+        """End the launch; the caller continues."""
         self.unblock()
         if self.action is not None:
             self.recorder.transfers_launched += 1
@@ -123,7 +124,7 @@ class CommunicationCall:
             self._record(flag, self.started_ns, now, self.started, ended)
 
     def wait(self, completed: bool) -> None:
-        """Start the host's wait for an asynchronous call, unless it has completed already."""
+        """Start the host's wait for an asynchronous call, unless it has already completed."""
         if completed or self._is_in_background():
             return
         self.wait_started_ns = perf_counter_ns()
@@ -146,13 +147,14 @@ class CommunicationCall:
             self._record(Flag.WAIT, self.wait_started_ns, now, self.wait_started, ended)
 
     def complete_unwaited(self) -> None:
-        """Record a call that was seen complete, without a wait. Any thread may have launched it."""
+        """Record a call that is found complete, without a wait. Any thread may have launched it."""
         self.channel.leave(self.sequence)
         if not self._add_to_action():
             self._record(Flag.ASYNC, self.started_ns, perf_counter_ns(), None, None)
 
     def _is_in_background(self) -> bool:
-        """Return whether a thread beside the training makes this call, such as a checkpoint writer.
+        """Return whether a thread other than the training's makes this call, such as a checkpoint
+        writer.
 
         Such a call does not block the training. With a device it may: autograd's thread is part of
         the training.

@@ -1,7 +1,7 @@
-"""Sequence numbers that both ends of a communication count alike, per process group and peer.
+"""Sequence numbers that are equal at both ends of a communication, per process group and peer.
 
-A channel numbers each communication and keeps its entered and left words on the state page. From
-these the server sees which rank has not arrived, even if a rank is dead or hung. Process groups are
+A channel numbers each communication and keeps its `entered` and `left` counts on the state page.
+They show the server which rank has not arrived, even if a rank is dead or hung. Process groups are
 identified by object and never kept alive.
 """
 
@@ -31,10 +31,11 @@ class Channels:
     def __init__(self, recorder: Recorder, c10d: Any) -> None:
         self._recorder = recorder
         self._c10d = c10d
-        self.by_group: dict[int, Channel] = {}  # by id() of the process group, which may be gone
+        # by id() of the process group, which may no longer exist
+        self.by_group: dict[int, Channel] = {}
         self._names: dict[int, tuple[weakref.ref[Any], str, str | None]] = {}
         self._peers: dict[tuple[int, bool], Channel] = {}
-        self._slots: dict[int, int] = {}  # peer: index of its slot on the state page
+        self._slots: dict[int, int] = {}  # by peer: index of its slot on the state page
         self._next_identifier = 1
         self._non_member = c10d.GroupMember.NON_GROUP_MEMBER
         self._scratch = memoryview(bytearray(64)).cast("Q")

@@ -1,7 +1,7 @@
-"""Recording of process groups by a C++ library; `process_groups.py` does the same in Python.
+"""Recording of process groups with a C++ library; `process_groups.py` does the same in Python.
 
-`recorder_of_process_groups` picks one of the two. The library sees calls on the CPU only, so a
-torch with a device uses Python, where events of the device measure them.
+`recorder_of_process_groups` picks one of the two. The library records only calls on the CPU. With
+an accelerator, Python is used, which measures calls with device events.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ LAYOUT = (
 )
 DEFINE = CFUNCTYPE(c_int, c_char_p, c_uint64)
 POINTER_BYTES = ctypes.sizeof(c_void_p)
-# Outcomes of a wait, as `pl_wait_end` takes them.
+# Outcomes of a wait, as passed to `pl_wait_end`.
 SUCCEEDED, IN_ACTION = 1, 2
 
 
 def recorder_of_process_groups(recorder: Recorder) -> ProcessGroupRecorder | NativeRecorder:
-    """Return what records process groups here: the library where it fits, or else Python."""
+    """Return the recorder of process groups: the library if it is usable, otherwise Python."""
     if Writer is pure_python.Writer or _has_device(sys.modules["torch"]):
         return ProcessGroupRecorder(recorder)
     library = Library.load()
@@ -68,7 +68,7 @@ class Library:
 
     @classmethod
     def load(cls) -> Library | None:
-        """Return the library of this process; None if there is none for this torch."""
+        """Return the library of this process; None if none was built for this torch."""
         if cls._loaded is None:
             path = find_library()
             if path is None:
@@ -96,10 +96,11 @@ class Library:
         functions.pl_lost.restype = c_uint64
         self.take_rows = _address(functions.pl_take_rows)
         self.recorder: NativeRecorder | None = None
-        # All of this process: C++ writes to their memory when a call completes, after `finish` too.
+        # All recorders of this process, because C++ writes to their memory when a call completes,
+        # even after `finish`.
         self.started: list[NativeRecorder] = []
         self._replaced: list[tuple[Any, str, Any, Any]] = []
-        self._futures: dict[int, tuple[Any, int]] = {}  # by id() of the future: its Work's address
+        self._futures: dict[int, tuple[Any, int]] = {}  # by id() of the future: address of its Work
         work: Any = torch.distributed.Work
         self._replace(
             *(work, "wait"),
@@ -121,7 +122,10 @@ class Library:
             setattr(owner, name, replacement)
 
     def detach(self) -> None:
-        """Restore torch. No thread may communicate meanwhile: torch's tables have no lock."""
+        """Restore torch.
+
+        No thread may communicate meanwhile, because torch's tables have no lock.
+        """
         self.functions.pl_remove()
         for owner, name, original, _ in self._replaced:
             setattr(owner, name, original)
@@ -146,7 +150,7 @@ class Library:
         return get_future
 
     def _work_of_future(self, future: Any) -> int:
-        """Return the address of the Work whose result a future is; 0 if it is unknown."""
+        """Return the address of the Work that a future belongs to; 0 if it is unknown."""
         return self._futures.pop(id(future), (None, 0))[1]
 
     def _waiting(self, original: Any, work_of: Any) -> Any:
@@ -169,7 +173,7 @@ class Library:
 
 
 class NativeRecorder:
-    """Records the calls of all process groups by the library, for one recorder of the ring."""
+    """Records the calls of all process groups with the library, for one ring."""
 
     def __init__(self, recorder: Recorder, library: Library) -> None:
         from torch.distributed import distributed_c10d  # noqa: PLC0415
@@ -181,7 +185,7 @@ class NativeRecorder:
         self._define = DEFINE(self._define_group)
 
     def install(self) -> None:
-        """Record from now on."""
+        """Start recording."""
         self._library.started.append(self)
         writer: Any = self._recorder
         addresses = [*writer.addresses(), ctypes.cast(self._define, c_void_p).value]

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from paceline_wire.spans import Op
 
-# Operator: (op, position of the argument whose size is the payload: the larger side, as nccl-tests
-# count). The tensor of a barrier carries nothing.
+# Operator: (op, position of the argument whose size is the payload: the larger side, as in
+# nccl-tests). The tensor of a barrier carries no data.
 OPERATORS: Mapping[str, tuple[Op, int | None]] = {
     "allreduce_": (Op.ALL_REDUCE, 0),
     "allreduce_coalesced_": (Op.ALL_REDUCE, 0),
@@ -44,12 +44,13 @@ class CallSignature(NamedTuple):
     op: int
     payload: int | None
     group: int
-    peer: int | None  # the peer's rank in the group; None: a collective, or any sender
-    is_async: int | None  # whether the caller waits later; None: this torch does not say
+    peer: int | None  # position of the peer's rank in the group; None: a collective, or any sender
+    # position of the argument that tells whether the caller waits later; None: this torch has none
+    is_async: int | None
 
     @property
     def is_transfer(self) -> bool:
-        """Return whether it has one peer."""
+        """Return whether the operation has one peer."""
         return self.op in TRANSFERS
 
 

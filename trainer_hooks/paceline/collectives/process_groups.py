@@ -1,18 +1,18 @@
-"""Recording of every call of a process group, whoever makes it, and of every wait for its result.
+"""Recording of every call of a process group, from any caller, and of every wait for its result.
 
 Launches: a kernel on each c10d operator, registered under the dispatch key BackendSelect. Each call
-of any backend and device passes through it, from Python and C++, also below autograd. The kernel
+of any backend and device, from Python and C++, passes through it, also below autograd. The kernel
 then calls the backend's own kernel.
 
-Waits: `Work.wait`, `Future.wait` and `wait_tensor` are replaced or get a kernel. What waits in C++
-at the end of a backward pass, DistributedDataParallel's reducer, is measured by two callbacks of
-the autograd engine: one before its own callback and one after.
+Waits: `Work.wait`, `Future.wait` and `wait_tensor` are replaced or get a kernel.
+DistributedDataParallel's reducer waits in C++ at the end of a backward pass; this wait is measured
+by two callbacks of the autograd engine, one before the reducer's own callback and one after it.
 
-Completion is polled, at later launches and waits. A callback of the result's future would be exact,
-but it runs on the backend's thread and takes the interpreter's lock before waiters are notified:
-it would delay the training.
+Completion is polled at later launches and waits. A callback of the result's future would be exact,
+but it runs on the backend's thread and takes the GIL before waiters are notified, which would delay
+the training.
 
-Torch keeps the kernels for the life of the process; without a recorder they only pass calls on.
+Torch keeps the kernels for the life of the process; without a recorder they only forward calls.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from paceline_wire.spans import NONE_32, Op
 
 Function = Callable[..., Any]
 
-SOONEST_OTHER_WORK_NS = 1_000_000  # a wait that begins earlier after the launch belongs to the call
+SOONEST_OTHER_WORK_NS = 1_000_000  # a wait that begins sooner after the launch belongs to the call
 POLLED_PER_LAUNCH = 4
 MAXIMUM_IN_FLIGHT = 1 << 12  # later calls are recorded as launched, not as complete
 
 
 class InFlight(NamedTuple):
-    """A `Work` that has not completed, and what waits for it. A batch of calls shares one Work."""
+    """A `Work` that has not completed, and its calls. A batch of calls shares one Work."""
 
     work: Any
     calls: list[CommunicationCall]
@@ -62,13 +62,15 @@ class ProcessGroupRecorder:
         self.channels = Channels(recorder, distributed_c10d)
         self._in_flight: dict[int, InFlight] = {}  # by id() of the Work, oldest first
         self._futures: dict[int, tuple[Any, int]] = {}  # by id() of the future: id() of the Work
-        self._latest: dict[int, CommunicationCall] = {}  # by thread: launched last, no wait since
-        self._batches: dict[int, list[CommunicationCall]] = {}  # by thread, while it coalesces
+        # by thread: the newest launch that no wait followed yet
+        self._latest: dict[int, CommunicationCall] = {}
+        # by thread, while it collects a batch
+        self._batches: dict[int, list[CommunicationCall]] = {}
         self._watched_task = -1  # the backward pass whose end has a callback
-        self._awaited: CommunicationCall | None = None  # by what ends the backward pass
+        self._awaited: CommunicationCall | None = None  # awaited at the end of the backward pass
 
     def install(self) -> None:
-        """Record from now on."""
+        """Start recording."""
         hooks = Hooks.get()
         self._wait, self._future_of = hooks.wait_for_work, hooks.future_of
         hooks.recorder = self
@@ -101,7 +103,7 @@ class ProcessGroupRecorder:
                 channel = self.channels.peer(rank, signature.op == Op.RECV)
             blocks = None
             if signature.is_async is not None:
-                # Torch leaves out arguments that have their default, which is true.
+                # Torch omits arguments that have their default, which is true.
                 blocks = len(args) > signature.is_async and not args[signature.is_async]
             call = CommunicationCall(
                 recorder, signature.op, group.group, channel, rank, payload, blocks
@@ -117,7 +119,7 @@ class ProcessGroupRecorder:
         boxed = result[-1] if type(result) is tuple and result else result
         work = self._unbox_work(boxed) if isinstance(boxed, self._boxed) else None
         ident = get_ident()
-        if work is None:  # it blocked, as a monitored barrier does, or its batch has the Work
+        if work is None:  # it blocked, like a monitored barrier, or its batch has the Work
             if (batch := self._batches.get(ident)) is not None:
                 call.launched()
                 batch.append(call)
@@ -138,7 +140,7 @@ class ProcessGroupRecorder:
             self._queue_callback(self._at_backward_end)
 
     def abandon(self, call: CommunicationCall) -> None:
-        """Leave a call whose launch failed: the state page keeps showing it as entered."""
+        """Abandon a call whose launch failed; the state page still shows it as entered."""
         call.unblock()
 
     def begin_batch(self) -> None:
@@ -150,14 +152,14 @@ class ProcessGroupRecorder:
         calls = self._batches.pop(get_ident(), None)
         if not calls:
             return
-        # Those that had a Work of their own as well: one record each.
+        # Calls that also had their own Work still get one record each.
         if work is not None:
             self._in_flight[id(work)] = InFlight(work, calls)
 
     # Completion
 
     def _poll(self, most: int) -> None:
-        """Record those of the oldest calls that have completed."""
+        """Record the completed ones among the oldest calls."""
         while self._in_flight and most > 0:
             key, (work, calls) = next(iter(self._in_flight.items()))
             if not work.is_completed():
@@ -165,12 +167,12 @@ class ProcessGroupRecorder:
             most -= 1
             self._in_flight.pop(key, None)
             if calls[0].timer is None and not self._succeeded(work):
-                continue  # the state page keeps showing it as entered
+                continue  # the state page still shows it as entered
             for call in calls:
                 call.complete_unwaited()
 
     def _succeeded(self, work: Any) -> bool:
-        """Return whether a complete Work did not fail: its wait then returns at once."""
+        """Return whether a complete Work succeeded, so that its wait returns immediately."""
         try:
             self._wait(work)
         except Exception:
@@ -203,7 +205,7 @@ class ProcessGroupRecorder:
         return None
 
     def watch_future(self, work: Any, future: Any) -> None:
-        """Remember whose result a future is."""
+        """Remember which Work a future belongs to."""
         if id(work) in self._in_flight:
             if len(self._futures) >= MAXIMUM_IN_FLIGHT:
                 self._futures.clear()
@@ -227,7 +229,7 @@ class ProcessGroupRecorder:
                 guard(call.wait, completed)
         try:
             result = wait()
-        except BaseException:  # not complete: the state page keeps showing it as entered
+        except BaseException:  # not complete: the state page still shows it as entered
             for call in reversed(calls):
                 guard(call.unblock)
             raise
@@ -257,7 +259,10 @@ class ProcessGroupRecorder:
     # The end of a backward pass
 
     def _at_backward_end(self) -> None:
-        """Start the wait for what this backward pass launched; runs before the reducer's own."""
+        """Start the wait for the calls of this backward pass.
+
+        Runs before the reducer's callback.
+        """
         try:
             self._poll(MAXIMUM_IN_FLIGHT)
             launched = self._launched_by(self._watched_task)
@@ -269,7 +274,8 @@ class ProcessGroupRecorder:
             self._recorder.failures += 1
 
     def _after_backward_end(self) -> None:
-        """Record what has completed since `_at_backward_end`; the newest with its wait."""
+        """Record the calls that completed since `_at_backward_end`, the newest one with its
+        wait."""
         try:
             awaited, self._awaited = self._awaited, None
             if awaited is not None:
@@ -277,7 +283,7 @@ class ProcessGroupRecorder:
             for work, calls in self._launched_by(self._watched_task):
                 # The reducer waits for futures, which gloo completes just before their Works.
                 if calls[0].timer is None and not self._future_of(work).done():
-                    continue  # someone else waits for it later
+                    continue  # another thread waits for it later
                 self._in_flight.pop(id(work), None)
                 for call in calls:
                     call.complete_work()
@@ -289,7 +295,7 @@ class ProcessGroupRecorder:
         return [in_flight for in_flight in found if in_flight.calls[-1].graph_task == task]
 
     def _guard(self, action: Callable[..., None], *args: Any) -> None:
-        """Count an error of Paceline and let the communication continue."""
+        """Run an action; count an error of Paceline and let the communication continue."""
         try:
             action(*args)
         except Exception:
@@ -303,7 +309,7 @@ class Hooks:
 
     @classmethod
     def get(cls) -> Hooks:
-        """Return those of this process, installed at the first call."""
+        """Return the hooks of this process, which are installed at the first call."""
         if cls._instance is None:
             cls._instance = cls()
         return cls._instance

@@ -1,10 +1,10 @@
-"""The writer's end of a ring, in C where it was built and in Python elsewhere.
+"""The writer's end of a ring: in C if it was built, otherwise in Python.
 
     interface.py     values and protocols shared with the callers
     pure_python.py   the reference implementation, and the fallback
     _native.c        the same classes in C, for the hot path
 
-Import the classes from this package; it picks the implementation once, at import. Set
+Import the classes from this package; it selects the implementation once, at import. Set
 `PACELINE_PURE_PYTHON=1` to force Python. A C build of another interface or layout, which an
 editable install may leave behind, is ignored.
 """

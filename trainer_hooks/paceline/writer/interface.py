@@ -1,7 +1,7 @@
 """Field values and protocols that both implementations of the writer share with callers.
 
 This module imports nothing from the rest of the package, so that the writer, the recorder, the
-sections and the device timer can all refer to each other's shape without importing each other.
+sections and the device timer can all refer to each other's types without importing each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Row = tuple[int, int, int, int, int, int, int]  # words 1..7 of a record
 
 
 class Timed(Protocol):
-    """A context manager that times its block, as `paceline.section` returns it."""
+    """A context manager that times its block; returned by `paceline.section`."""
 
     def __enter__(self) -> None: ...
 
@@ -55,7 +55,7 @@ class EventTimer(Protocol):
         """Record an event on the current stream; None while a CUDA graph is captured."""
 
     def enqueue(self, row: DeviceRow) -> None:
-        """Have a record written once the device has passed both events."""
+        """Write a record once the device has completed both events."""
 
 
 class TransferAction(Protocol):

@@ -1,7 +1,8 @@
 """The writer's end of a ring in Python: the reference for `_native.c`, and its fallback.
 
 The thread that creates the `Writer` owns the ring. Only that thread writes records and frames, so
-no lock is needed. A record is written before the head that announces it, a frame before the depth.
+no lock is needed. A record is written before the head that publishes it, and a frame before the
+depth.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _float_bits = struct.Struct("<Q").unpack
 class Writer:
     """The records of one rank and its stack of operations in flight.
 
-    `word2` is the current step and microbatch as a record stores them, `chunk` the upper half of
+    `word2` holds the current step and microbatch in the form of a record, `chunk` the upper half of
     word 1; sections copy both into their records.
 
     Args:
@@ -70,14 +71,14 @@ class Writer:
         self.owner = get_ident()
         self.timer: EventTimer | None = None
         self.action: TransferAction | None = None  # the innermost open transfer action
-        self.transfer = 0  # how C sees `action`: its `word`, or 0
-        self.transfers_launched = 0  # inside actions
-        self.sections: dict[object, Section] = {}  # of the owner thread, by name
+        self.transfer = 0  # `action` for the C code: its `word`, or 0
+        self.transfers_launched = 0  # transfers launched inside actions
+        self.sections: dict[object, Section] = {}  # sections of the owner thread, by name
         self.failures = 0  # exceptions of Paceline that did not reach the training script
         self.rebind(state, spans)
 
     def rebind(self, state: memoryview, spans: memoryview) -> None:
-        """Write to this memory from now on."""
+        """Redirect writes to this memory."""
         self._state = state
         self._spans = spans
         self.mask = len(spans) // RECORD_BYTES - 1
@@ -97,7 +98,7 @@ class Writer:
         self.write(op | NO_CHUNK << 32, step, NONE_32, 0, 0, start_ns, end_ns - start_ns)
 
     def push(self, op: int, start_ns: int, place: int, sequence: int) -> int:
-        """Put a frame on the state page. Return the depth to pass to `pop`."""
+        """Push a frame onto the state page. Return the depth to pass to `pop`."""
         depth = self.depth
         if depth < FRAMES:
             base = STATE_FRAMES + depth * FRAME_WORDS
@@ -115,7 +116,7 @@ class Writer:
         self.clear_place()
 
     def clear_place(self) -> None:
-        """Clear place and sequence of the first free frame; sections rely on both being clear."""
+        """Clear place and sequence of the first free frame, which sections expect to be clear."""
         if self.depth < FRAMES:
             base = STATE_FRAMES + self.depth * FRAME_WORDS
             self._state[base + 2] = NO_PLACE
@@ -181,14 +182,14 @@ class Writer:
     ) -> bool:
         """Show values of the current step on the state page; the fast path of `paceline.report`.
 
-        Return False without an effect in another thread, while a device may still compute the
-        values, or if a value is not a number.
+        Return False without an effect if called in another thread, if a device may still compute
+        the values, or if a value is not a number.
         """
         if get_ident() != self.owner or self.timer is not None:
             return False
         try:
             self.report(self.step, loss, gradient_norm, evaluation_loss)
-        except Exception:  # the caller's slow path meets it again, counts and logs it
+        except Exception:  # raised again in the caller's slow path, which counts and logs it
             return False
         return True
 

@@ -82,7 +82,7 @@ function Decision({ action, connection, onDecided }: Omit<Props, "mode">) {
   const [pending, setPending] = useState<"approve" | "reject" | null>(null);
   const [error, setError] = useState<ApiError | null>(null);
 
-  // The server is back: keep only errors that it returned.
+  // The server responds again: keep only errors that it returned.
   useEffect(() => {
     if (connection === "live") setError((told) => (told?.away === true ? null : told));
   }, [connection]);

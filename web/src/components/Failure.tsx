@@ -4,7 +4,7 @@ import { token, type ApiError } from "../api";
 
 /** An error page: the reason, and what to do. */
 export function Failure({ error, onRetry }: { error: ApiError; onRetry: () => void }) {
-  // A 403 without a token is not about tokens: its detail says what to do.
+  // A 403 without a token has another reason, and its detail says what to do.
   if (error.unauthorized || (error.status === 403 && token.get() !== null)) return <TokenForm error={error} onRetry={onRetry} />;
   return (
     <div class="notice" role="alert">

@@ -41,7 +41,7 @@ const OUTLINES: Record<Shape, preact.JSX.Element> = {
   ),
 };
 
-/** `label` is for screen readers; omit it if adjacent text says the same. */
+/** `label` is for screen readers; omit it if the adjacent text has the same meaning. */
 export function Icon({ appearance, label, size = 16 }: { appearance: Appearance; label?: string; size?: number }) {
   return (
     <svg

@@ -4,13 +4,13 @@ import { api, type Caller } from "../api";
 
 const REFRESH_MS = 30_000;
 
-/** Says that this browser may not change anything, and how to sign in. */
+/** A note that this browser may not change anything, and how to sign in. */
 export function ReadOnly() {
   const [caller, setCaller] = useState<Caller | null>(null);
 
   useEffect(() => {
     const load = async (): Promise<void> => {
-      // Without an answer the page itself shows why.
+      // Without a response, the page itself shows the reason.
       setCaller(await api.caller().catch(() => null));
     };
     void load();

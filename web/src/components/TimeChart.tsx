@@ -20,7 +20,7 @@ interface Props {
   labels: boolean;
 }
 
-/** Smallest distance of labels of the time axis, which shows no fractions of a second. */
+/** Possible distances of labels on the time axis, which has no fractions of a second. */
 const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 604800];
 
 /** One series over wall time. Charts of one page share their cursor. */

@@ -44,7 +44,8 @@ export function JobView({ id }: { id: string }) {
       <Failure
         error={error}
         onRetry={() => {
-          // At once: a form that stays until the answer is there would lose what is typed into it.
+          // Immediately, because a form that stays until the response arrives would lose typed
+          // text.
           setLive(null);
           setAttempt(attempt + 1);
         }}

@@ -66,7 +66,7 @@ METRICS = (
 _MODES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 _INTEL = {"performance": "cpu_core", "efficiency": "cpu_atom"}  # perf's devices
 _CLASSES_AT_MOST = 8
-_FREQUENCIES_AT_MOST = 64  # CPUs of a class whose frequency is read
+_FREQUENCIES_AT_MOST = 64  # CPUs per class whose frequency is read
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _KILOHERTZ = 1000.0
 

@@ -1,4 +1,4 @@
-"""Statistics of a NIC's driver beyond the kernel's: pauses, congestion, losses, link.
+"""NIC statistics that only its driver has: pauses, congestion, losses, link.
 
 Names are node_exporter's. Only statistics of an allow-list are collected, because a driver may have
 thousands, most of them per queue. PFC pauses (`received_prio3_pause`) show the state of a RoCE
@@ -107,7 +107,7 @@ class EthtoolCollector(Collector):
         try:
             device = self._devices.get(name) or self._learn(self._ethtool, name)
             values = self._ethtool.values(name, len(device.names)) if device.wanted else ()
-        except OSError:  # usually not supported
+        except OSError:  # most devices do not support it
             self._devices.pop(name, None)
             self._silent_until_ns[name] = now_ns + _DAY_NS
             return

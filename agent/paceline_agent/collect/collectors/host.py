@@ -74,7 +74,8 @@ _NOT_A_DISK = re.compile(r"^(loop|ram|zram|sr|fd)\d|^(sd|vd|xvd|hd)[a-z]+\d+$|^n
 _DISKS_AT_MOST = 32
 _SECTOR_BYTES = 512  # unit of /proc/diskstats, independent of the device
 _MILLISECOND = 1e-3
-_GREATEST = float(1 << 63)  # larger: a negative number as unsigned (Committed_AS of old kernels)
+# larger: a negative number printed as unsigned (Committed_AS of old kernels)
+_GREATEST = float(1 << 63)
 _DISK_FIELDS = (  # Documentation/admin-guide/iostats.rst, after major, minor and name
     (3, "node_disk_reads_completed_total", 1),
     (5, "node_disk_read_bytes_total", _SECTOR_BYTES),
@@ -127,7 +128,7 @@ def _cpu(text: str) -> Values:
             for mode, ticks in zip(_MODES, rest.split(), strict=False):
                 labels = {"cpu": "all", "mode": mode}
                 yield "node_cpu_seconds_total", labels, int(ticks) / _TICKS_PER_SECOND
-        elif name in _CPU_COUNTS:  # `intr` continues with one number per interrupt
+        elif name in _CPU_COUNTS:  # the rest of the `intr` line is one number per interrupt
             yield _CPU_COUNTS[name], _NO_LABELS, float(rest.partition(" ")[0])
 
 

@@ -64,7 +64,8 @@ _LINES_PER_SWEEP = 2000
 _RANKS_REMEMBERED = 512  # a killed rank is reported after it is gone
 # First bytes of gzip, xz, zstd, bzip2 and UTF-16, read as UTF-8.
 _PACKED = re.compile("\x1f\ufffd|\ufffd7zXZ|\\(\ufffd/\ufffd|BZh\\d|\ufffd\ufffd.?\x00")
-_CLASSES = ("infiniband", "net", "nvme")  # of PCI devices that are named by their class name
+# classes of PCI devices that are named by their class name
+_CLASSES = ("infiniband", "net", "nvme")
 
 
 class KmsgCollector(Collector):
@@ -77,8 +78,8 @@ class KmsgCollector(Collector):
         self._log = KernelLogFile(context.kmsg_path, RelevantLines(RULES).matches)
         self._recognizer = Recognizer()
         self._ledger = KernelEventCounts(self._name_of)
-        # The later of the two possible clocks of the log: rather miss an event than repeat an old
-        # one.
+        # The later of the two possible clocks of the log: missing an event is better than repeating
+        # an old one.
         self._began_us = max(self.boot_ns(), self.boot_ns(time.CLOCK_MONOTONIC_RAW)) // 1000
         self._has_begun = False
         self._drained_ns: int | None = None  # boot_ns when the whole log had been read

@@ -108,7 +108,7 @@ _RANKS_AT_MOST = 64
 _LOG_LOOK_BYTES = 1 << 18
 _LOG_BYTES_AT_MOST = 64 << 20  # bytes of a rank's log that are read; the beginning matters most
 _WARNING_SECONDS = 60.0
-_SEEK_SWEEPS = 12  # between two searches for a missing file
+_SEEK_SWEEPS = 12  # sweeps between two searches for a missing file
 _INSPECTOR_FILE = re.compile(r".*-pid(\d+)\.log")
 
 
@@ -122,7 +122,7 @@ class NcclCollector(Collector):
         self._ranks: dict[tuple[int, int], _NcclRank] = {}  # by pid and generation
         self._unclaimed_files: dict[
             Path, _Inspected
-        ] = {}  # of processes that are not ranks of this agent
+        ] = {}  # processes that are not ranks of this agent
 
     def collect(self, now_ns: int) -> Collected:
         samples: list[Sample] = []
@@ -214,7 +214,7 @@ class _NcclRank:
         self._warned = 0
 
     def samples(self, now_ns: int) -> Iterator[Sample]:
-        if self._sweep % _SEEK_SWEEPS in (0, 1):  # twice: the first may have been too early
+        if self._sweep % _SEEK_SWEEPS in (0, 1):  # twice: the first search may have been too early
             self._find_files()
         self._sweep += 1
         for line in self._log.read_lines() if self._log is not None else ():
@@ -256,7 +256,7 @@ class _NcclRank:
             self.inspected.close()
 
     def _find_files(self) -> None:
-        """Search for files that did not exist so far."""
+        """Search for the files that have not been found yet."""
         if self.inspected is None and (path := self._inspector_file()) is not None:
             self.inspected = _Inspected(path, self._labels)
         if self._process.version is None:  # NCCL may not be loaded yet

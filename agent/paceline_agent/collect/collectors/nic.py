@@ -46,8 +46,8 @@ METRICS = (
 )
 
 _DEVICES_AT_MOST = 64
-_LOOK_AGAIN_NS = 5_000_000_000  # for new interfaces
-_ASK_AGAIN_NS = 10_000_000_000  # `speed` and `duplex` take a kernel lock
+_LOOK_AGAIN_NS = 5_000_000_000  # between scans for new interfaces
+_ASK_AGAIN_NS = 10_000_000_000  # between reads: `speed` and `duplex` take a kernel lock
 _INFORMATION = ("address", "broadcast", "duplex", "ifalias")
 _NOT_THE_NODES = re.compile(r"^(lo$|veth|docker|br-|cali|cni|flannel|virbr|ifb|dummy|nodelocal)")
 
@@ -74,7 +74,7 @@ _NUMBERS = {
     "carrier_up_count": "carrier_up_changes_total",
     "carrier_down_count": "carrier_down_changes_total",
 }
-_DIGITS = 20  # of a 64-bit number
+_DIGITS = 20  # digits of a 64-bit number
 _UNKNOWN_SPEEDS = {0xFFFF, 0xFFFFFFFF}  # -1 as written by older kernels
 _MEGABIT_BYTES = 125_000
 _STANDARD_MTU_BYTES = 1500  # IEEE 802.3; anything larger is a jumbo frame
@@ -118,7 +118,7 @@ class NicCollector(Collector):
         self._files = CachedFiles(patient=True, bytes_at_most=1 << 14, share=0.2)
         self._protocols_root = os.path.join(context.procfs_root, "net")
         self._devices: dict[str, _Interface] = {}
-        self._look_ns: int | None = None  # of the last scan of the directory
+        self._look_ns: int | None = None  # time of the last scan of the directory
 
     def collect(self, now_ns: int) -> Collected:
         if self._is_time_to_look(now_ns):
@@ -164,7 +164,7 @@ class NicCollector(Collector):
                     for file, metric in _NUMBERS.items()
                     if os.path.exists(
                         path := os.path.join(directory, file)
-                    )  # depends on the kernel
+                    )  # the fields depend on the kernel
                 }
                 files, metrics = FileGroup(numbers), list(numbers.values())
                 known = _Interface(name, directory, inode, {"device": name}, files, metrics)
@@ -231,7 +231,7 @@ def _positions(line: str, wanted: tuple[str, ...]) -> list[tuple[str, int]]:
 
 
 def _link_events(device: _Interface, carrier: float | None, now_ns: int) -> list[DeviceEvent]:
-    now = bool(carrier)  # administratively down: EINVAL
+    now = bool(carrier)  # EINVAL if administratively down
     was, device.carrier = device.carrier, now
     if was is None or was == now:
         return []

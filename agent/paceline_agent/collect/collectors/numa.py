@@ -78,9 +78,9 @@ _CLASSES = {"net": "nic", "infiniband": "rdma"}
 _MEMORY = {"MemTotal", "MemFree", "FilePages", "AnonPages", "HugePages_Total", "HugePages_Free"}
 _MEMORY_LINE = re.compile(r"^Node \d+ (\w+):\s+([0-9]{1,20})( kB)?$", re.MULTILINE)
 _DEVICES_AT_MOST = 64
-_DIGITS = 20  # of 64 bits
-# The kernel walks the pages of a mapping to write its line, and blocks the process from mapping in
-# the meantime. The first mappings (program, heap) show the policy; the others are not read.
+_DIGITS = 20  # digits of a 64-bit number
+# The kernel walks the pages of a mapping to write its line, and blocks the process's own mmap calls
+# meanwhile. The first mappings (program, heap) show the policy; the others are not read.
 _MAPS_BYTES = 8192
 _MAPS_EVERY_NS = 60 * 10**9
 _POLICY = re.compile(  # mm/mempolicy.c, mpol_to_str
@@ -96,7 +96,7 @@ class MemoryMaps:
     """Memory policy and resident memory of the mappings that were read."""
 
     policy: str  # "default", "bind", "prefer", "interleave", ...
-    nodes: str  # nodes of the policy; may be empty
+    nodes: str  # NUMA nodes of the policy; may be empty
     resident_bytes: dict[int, int] = field(default_factory=dict)  # by node
 
 
@@ -240,7 +240,7 @@ def process_lists(procfs_root: Path, pid: int) -> dict[str, str]:
 
 
 def read_memory_maps(procfs_root: Path, pid: int) -> MemoryMaps | None:
-    """Return the maps; None if the process is gone or not accessible, or without NUMA."""
+    """Return the maps; None if the process is gone or not accessible, or the kernel has no NUMA."""
     try:
         lines = read_text_once(procfs_root / str(pid) / "numa_maps", _MAPS_BYTES).splitlines()
     except OSError:

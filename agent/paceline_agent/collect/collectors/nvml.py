@@ -1,8 +1,8 @@
 """GPUs through NVML: clocks, throttling, power, memory, errors, links, processes, XIDs.
 
 Names and units are those of NVIDIA's dcgm-exporter if it has the metric. A value that a GPU does
-not support is requested once and then left out. A GPU that is lost or does not respond costs one
-event and its own samples only. Runs isolated: on a faulty GPU a call can block in the driver for
+not support is read once and then left out. A GPU that is lost or does not respond causes one event;
+only its own samples are missing. Runs isolated: on a faulty GPU a call can block in the driver for
 minutes.
 """
 
@@ -42,7 +42,7 @@ from paceline_wire import metric_names
 from paceline_wire.batch import CollectorEvent, DeviceEvent, GpuInfo, Sample
 
 _SECOND_NS = 1_000_000_000
-_SLOW_NS = 10 * _SECOND_NS  # links, row remapping, processes, limits
+_SLOW_NS = 10 * _SECOND_NS  # period of slow reads: links, row remapping, processes, limits
 # While a GPU is lost: some return only after a new initialization. Doubled each time, because
 # without persistence mode a new initialization can cost the other GPUs a sweep.
 _REOPEN_NS = 60 * _SECOND_NS
@@ -89,13 +89,14 @@ class NvmlCollector(Collector):
         is_slow = self._slow_ns is None or abs(now_ns - self._slow_ns) >= _SLOW_NS
         answers = self._ask(is_slow, now_ns)
         if self._is_newly_gone(answers):
-            self._reopen(now_ns)  # the driver failed, not every single GPU
+            self._reopen(now_ns)  # all GPUs failed, so the driver itself did
             answers = self._ask(is_slow, now_ns)
         if is_slow:
             self._slow_ns = now_ns
         stuck = self._watch.stuck
         if self._ours() and stuck.issuperset(self._ours()):
-            self._watch.wait()  # nothing to report: let the runner notice that the collector hangs
+            # nothing to report: block, so that the runner notices that the collector hangs
+            self._watch.wait()
             stuck = set()
         return self._collected(answers, stuck, is_slow, now_ns)
 
@@ -158,7 +159,10 @@ class NvmlCollector(Collector):
     def _read(
         self, gpu: NvmlGpu, is_slow: bool, now_ns: int
     ) -> tuple[list[SeriesBlock], list[SeriesBlock]]:
-        """Return a GPU's samples and its lasting ones. Raises NVMLError if it does not respond."""
+        """Return a GPU's samples and its lasting samples.
+
+        Raises NVMLError if it does not respond.
+        """
         if gpu.handle is None:
             self._identify(gpu)
         if not gpu.is_ours:
@@ -265,7 +269,7 @@ def _gpu(index: int) -> NvmlGpu:
 
 
 def _gpu_info(gpu: NvmlGpu, now_ns: int) -> GpuInfo | None:
-    """Return what the server gets to know of a GPU; None before its first response."""
+    """Return the GPU's description for the server; None before its first response."""
     hung = gpu.trouble == "hung" and now_ns - gpu.troubled_ns >= _HUNG_NS
     if gpu.trouble != "lost" and not hung:
         return gpu.info
@@ -278,7 +282,7 @@ def _xid_values(gpu: NvmlGpu) -> list[Value]:
         Value(metric_names.GPU_XID_ERRORS_COUNT, count, (("xid", str(xid)),))
         for xid, count in gpu.xid_counts.items()
     ]
-    if gpu.last_xid is not None or gpu.reports_xids:  # otherwise it is not known
+    if gpu.last_xid is not None or gpu.reports_xids:  # otherwise it is unknown
         values.append(Value(metric_names.GPU_XID_ERRORS, gpu.last_xid or 0))
     return values
 
@@ -286,13 +290,14 @@ def _xid_values(gpu: NvmlGpu) -> list[Value]:
 def _events_of(
     gpu: NvmlGpu, answer: Any, is_stuck: bool, now_ns: int
 ) -> list[DeviceEvent | CollectorEvent]:
-    """Return the events of a change of a GPU; a hung GPU quarantines part of the collector.
+    """Return the events of a state change of a GPU; a hung GPU counts as partial quarantine.
 
     An error that does not say that the GPU is gone changes nothing: its values are only missing.
     """
     trouble: Trouble | None = "lost" if isinstance(answer, GONE) else "hung" if is_stuck else None
     is_unknown = answer is None or (isinstance(answer, Exception) and trouble is None)
-    if is_unknown and not is_stuck:  # if None, it has just returned: the next sweep reports it
+    # None: it has just responded again, and the next sweep reports it
+    if is_unknown and not is_stuck:
         trouble = gpu.trouble
     before, gpu.trouble = gpu.trouble, trouble
     if trouble == before:

@@ -56,7 +56,8 @@ METRICS = (
 
 _CLASSES = {"net": "nic", "infiniband": "rdma"}
 _DEVICES_AT_MOST = 64
-# pci_regs.h, PCI_EXP_LNKCAP_MLW. 0, 255: no link, or the card is virtual; 63: it is off the bus.
+# pci_regs.h, PCI_EXP_LNKCAP_MLW. 0 and 255: no link, or a virtual device; 63: the device is off the
+# bus.
 _LANES = (1, 2, 4, 8, 12, 16, 32)
 _WIDTHS = {"current_link_width": "pcie_width", "max_link_width": "pcie_width_max"}
 _SPEEDS = {
@@ -83,7 +84,7 @@ _ADDRESS = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
 class _PcieDevice:
     directory: str
     labels: dict[str, str]
-    address: dict[str, str] | None  # labels of node_exporter
+    address: dict[str, str] | None  # node_exporter's labels
 
 
 class PcieCollector(Collector):
@@ -105,7 +106,7 @@ class PcieCollector(Collector):
                 samples.append(Sample(metric, device.labels, value, now_ns))
             samples += self._errors(device, now_ns)
             address = device.address
-            if address is None or str(address) in reported:  # eth0 and mlx5_0 are one card
+            if address is None or str(address) in reported:  # eth0 and mlx5_0 can be the same card
                 continue
             reported.add(str(address))
             for name, value in values:
@@ -142,7 +143,7 @@ class PcieCollector(Collector):
                 yield name, float(width)
         for file, name in _SPEEDS.items():
             speed = _SPEED.match(self._files.read_text(f"{directory}/{file}", now_ns) or "")
-            if speed is not None:  # "Unknown"
+            if speed is not None:  # for example "Unknown"
                 yield name, float(speed[1]) * 1e9
 
     def _errors(self, device: _PcieDevice, now_ns: int) -> Iterator[Sample]:

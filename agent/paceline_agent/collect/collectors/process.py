@@ -122,7 +122,7 @@ def accounts_delays(procfs_root: Path) -> bool:
     """Return whether the kernel measures I/O waits of tasks; off by default since Linux 5.14."""
     try:
         return read_once(procfs_root / "sys/kernel/task_delayacct").strip() != b"0"
-    except OSError:  # an older kernel, which measures them
+    except OSError:  # an older kernel, which always measures them
         return True
 
 

@@ -1,7 +1,7 @@
 """The GPU of each rank, as an info metric.
 
-Metrics of GPUs have no job label and metrics of ranks no GPU label, because each restart would
-create new series otherwise. A query joins them:
+Metrics of GPUs have no job label and metrics of ranks no GPU label, because otherwise each restart
+would create new series. A query joins them:
 
     DCGM_FI_DEV_SM_CLOCK * on (UUID) group_left (job, rank) paceline_rank_info
 """

@@ -124,7 +124,7 @@ METRICS = (
 
 _ACTIVE = 4  # ib_verbs.h, IB_PORT_ACTIVE
 _WORD_BYTES = 4
-_LOOK_AGAIN_SECONDS = 30  # for new devices
+_LOOK_AGAIN_SECONDS = 30  # between scans for new devices
 _ENDS = (15, 255, 65_535, 4_294_967_295)
 _OTHERS_AT_MOST = 64  # counters of a port without a known name; hfi1 has hundreds
 
@@ -240,7 +240,8 @@ _HARDWARE_COUNTERS = {
     # drivers/infiniband/sw/rxe/rxe_hw_counters.c
     "rcvd_pkts": "port_packets_received_total",
     "sent_pkts": "port_packets_transmitted_total",
-    # drivers/infiniband/hw/efa/efa_verbs.c, and bnxt_re again: they have no classic counters
+    # drivers/infiniband/hw/efa/efa_verbs.c, and another name of bnxt_re: these drivers have no
+    # classic counters
     "rx_bytes": "port_data_received_bytes_total",
     "rx_drops": "port_discards_received_total",
     "rx_pkts": "port_packets_received_total",
@@ -252,7 +253,8 @@ _STATE = (
     metric_names.INFINIBAND_PHYSICAL_STATE_ID,
     metric_names.INFINIBAND_RATE_BYTES_PER_SECOND,
 )
-_NO_COUNTER = re.compile(r"^(active|watermark)_|^num_qps_congested$|^current_rate$")  # gauges
+# these are gauges
+_NO_COUNTER = re.compile(r"^(active|watermark)_|^num_qps_congested$|^current_rate$")
 _TELLING = re.compile(
     r"err|drop|discard|retr|timeout|nak|cnp|[bf]?ecn|seq|pause|wait|bytes|pkts|packets|recover|event",
     re.IGNORECASE,
@@ -282,7 +284,7 @@ class _Port:
     labels: dict[str, str]
     information: list[Series] = field(default_factory=list)
     counters: list[_Counter] = field(default_factory=list)
-    files: FileGroup = field(default_factory=lambda: FileGroup([]))  # of the counters
+    files: FileGroup = field(default_factory=lambda: FileGroup([]))  # the counters' files
     units: list[float] = field(default_factory=list)  # per counter
     ends: list[int] = field(default_factory=list)  # each counter is valid below its end
     active: bool | None = None
@@ -315,7 +317,7 @@ class RdmaCollector(Collector):
         self._files = CachedFiles(share=0.6)  # 16 adapters have a thousand files
         self._ports: dict[str, _Port] = {}
         self._series = blocks.Series([])
-        self._scan_ns: int | None = None  # of the last scan of the directory; None: scan now
+        self._scan_ns: int | None = None  # time of the last scan of the directory; None: scan now
 
     def collect(self, now_ns: int) -> Collected:
         saturated: list[Sample] = []
@@ -456,7 +458,7 @@ class RdmaCollector(Collector):
     def _count(
         self, port: _Port, counter: _Counter, count: int, saturated: list[Sample], now_ns: int
     ) -> float:
-        if counter.end is not None and count > counter.end:  # this adapter has a wider counter
+        if counter.end is not None and count > counter.end:  # this adapter's counter is wider
             counter.end = next((end for end in _ENDS if end >= count), None)
             port.learn_ends()
         if count == counter.end:
@@ -511,7 +513,7 @@ def _hardware_counters(
             taken.add(metric)
             path = os.path.join(directory, file)
             yield _Counter(path, metric, labels, file)
-        elif file == "lifespan":  # milliseconds for which a read value is cached
+        elif file == "lifespan":  # not a counter: milliseconds for which a value is cached
             path = os.path.join(directory, file)
             yield _Counter(path, "node_infiniband_lifespan_seconds", labels, file, 1e-3)
         elif not _NO_COUNTER.search(file):

@@ -62,7 +62,7 @@ class Mount:
     mountpoint: str
     device: str
     fstype: str
-    number: str = ""  # "259:1", of its block device if it has one
+    number: str = ""  # device number of the block device such as "259:1"; empty without one
 
     @property
     def labels(self) -> dict[str, str]:
@@ -77,7 +77,7 @@ class StorageCollector(Collector):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._is_this_machine = context.procfs_root == Path("/proc")
-        self._directories: dict[tuple[str, int, int], str | None] = {}  # by process of a rank
+        self._directories: dict[tuple[str, int, int], str | None] = {}  # by rank process
 
     def collect(self, now_ns: int) -> Collected:
         mounts = read_mounts(self.context.procfs_root)
@@ -93,7 +93,7 @@ class StorageCollector(Collector):
             disk = disk_of(mount, self.context.sysfs_root)
             labels = {"job": job, "directory": directory, "disk": disk, **mount.labels}
             samples.append(Sample("paceline_checkpoint_directory_info", labels, 1.0, now_ns))
-        if self._is_this_machine:  # otherwise it is a copy of another node
+        if self._is_this_machine:  # otherwise the tree is a copy of another node's
             for mount in found.values():
                 samples += _space(mount, now_ns)
         if any(mount.fstype.startswith("nfs") for mount in found.values()):
@@ -130,7 +130,7 @@ def _space(mount: Mount, now_ns: int) -> Iterator[Sample]:
         metric_names.FILESYSTEM_AVAIL_BYTES: found.f_bavail * found.f_frsize,
         "node_filesystem_readonly": int(bool(found.f_flag & os.ST_RDONLY)),
     }
-    if found.f_files:  # network file systems may have no such limit
+    if found.f_files:  # zero for network file systems without such a limit
         values["node_filesystem_files"] = found.f_files
         values["node_filesystem_files_free"] = found.f_favail
     for name, value in values.items():
@@ -192,7 +192,7 @@ def disk_of(mount: Mount, sysfs_root: Path) -> str:
 
 
 def read_mounts(procfs_root: Path) -> dict[str, Mount]:
-    """Return mounts by mount point; of several on one, the last, which hides the others."""
+    """Return mounts by mount point; if several share one, the last, which hides the others."""
     try:
         lines = read_text_once(procfs_root / "self" / "mountinfo").splitlines()
     except OSError:

@@ -58,7 +58,7 @@ class _Account:
 
     sockets: set[int] | None = None  # None: not accessible
     live: dict[int, Connection] = field(default_factory=dict)
-    # Counts of closed connections.
+    # between scans of the ranks' descriptors, the expensive part
     retransmitted_segments: int = 0
     acknowledged_bytes: int = 0
     received_bytes: int = 0
@@ -67,7 +67,7 @@ class _Account:
         now = {inode: found[inode] for inode in self.sockets or () if inode in found}
         for inode, last in self.live.items():
             again = now.get(inode)
-            # An inode that was reused for another connection counts from 0 again.
+            # The inode was reused for another connection, which counts from 0.
             if again is None or again.acknowledged_bytes < last.acknowledged_bytes:
                 self.retransmitted_segments += last.retransmitted_segments
                 self.acknowledged_bytes += last.acknowledged_bytes

@@ -43,7 +43,7 @@ METRICS = (
     ),
 )
 
-_OFFSET_LIMIT_SECONDS = 4.0  # the kernel's limit is 0.5 s; some guests read an overflow
+_OFFSET_LIMIT_SECONDS = 4.0  # the kernel's limit is 0.5 s; some guests report an overflow
 
 
 class TimexCollector(Collector):
@@ -63,7 +63,8 @@ class TimexCollector(Collector):
         source = self._files.read_text(self._source, now_ns)
         if source:
             samples.append(Sample("paceline_clock_source_info", {"source": source}, 1.0, now_ns))
-        if self.context.procfs_root == Path("/proc"):  # otherwise it is a copy of another node
+        # otherwise the tree is a copy of another node's
+        if self.context.procfs_root == Path("/proc"):
             values = _values()
             samples += [Sample(name, {}, value, now_ns) for name, value in values.items()]
         if not samples:

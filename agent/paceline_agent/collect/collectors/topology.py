@@ -84,7 +84,7 @@ class _Nic:
     name: str
     kind: str  # "rdma", "nic"
     pci: PciDevice
-    ability: tuple[str, ...]  # link layer and rate; only NICs with the same ones are compared
+    ability: tuple[str, ...]  # link layer and rate; only NICs that are equal in both are compared
     is_up: bool
 
 
@@ -247,7 +247,7 @@ def _nics_of_rank(
     numa_nodes: int,
     now_ns: int,
 ) -> Iterator[Sample]:
-    """Return a rank's NICs, and whether an equal one that is nearer is not used."""
+    """Return a rank's NICs, and whether it leaves an equally capable, nearer NIC unused."""
     far = _distances(gpu, nics, numa_nodes)
     own = {name: far[name] for name in names if name in far}
     if not own:

@@ -9,7 +9,7 @@ from paceline_agent.collect.kernel_log.ledger import KernelEventCounts
 from paceline_agent.collect.kernel_log.recognize import KernelEvent, Recognizer
 from paceline_agent.collect.kernel_log.records import Record, records_of
 
-_EVENTS_AT_MOST = 10_000  # of a complete log
+_EVENTS_AT_MOST = 10_000  # events returned for a complete log
 
 
 def parse(lines: Iterable[str], now_ns: int) -> Collected:

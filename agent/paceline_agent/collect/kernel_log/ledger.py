@@ -27,7 +27,7 @@ Key = tuple[str, str, str]  # kind, code, device
 
 @dataclass(slots=True)
 class _EventSort:
-    """When a sort of event was last reported, and its events since then."""
+    """When events of one sort were last reported, and the events since then."""
 
     at_seconds: float | None = None
     repeats: int = 0

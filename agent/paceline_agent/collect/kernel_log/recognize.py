@@ -25,7 +25,7 @@ _MACHINE_CHECK = re.compile(
     r"(?:mce: )?\[Hardware Error\]: CPU (\d+): Machine Check(?: Exception)?: \S+ "
     r"Bank (\d+): ([0-9a-f]{1,16})\b"
 )
-_UNCORRECTED = 1 << 61  # Intel SDM vol. 3B, 17.3.2.2; AMD APM vol. 2, 9.3.2: MCi_STATUS.UC
+_UNCORRECTED = 1 << 61  # MCi_STATUS.UC: Intel SDM vol. 3B, 17.3.2.2; AMD APM vol. 2, 9.3.2
 _DIMM = re.compile(r" on (?!(?:any|unknown) )(\S+)")  # "any memory": the controller does not know
 # Logged once per GPU before its first XID: the serial number, which NVML no longer reports for a
 # lost GPU.
@@ -36,9 +36,9 @@ _SERIAL = re.compile(
 _GPUS_AT_MOST = 64
 # Class of each device, logged when it is found; only classes that matter for training.
 _PCI_CLASS = re.compile(r"pci ([0-9a-f:.]+): \[\w{4}:\w{4}\] type \w+ class 0x(\w{4})")
-_NETWORK_OR_GPU = ("02", "03", "12", "0b40")  # and accelerators: pci_ids.h
-# The first link of an interface comes after it was opened; drivers log "down" until then, and at
-# their start for an empty cage.
+_NETWORK_OR_GPU = ("02", "03", "12", "0b40")  # also accelerators: pci_ids.h
+# An interface gets its first link after it was opened; until then drivers log "down", also for a
+# port without a cable.
 _APPEARED = re.compile(r"([\w.-]+): renamed from |mlx5_core ([0-9a-f:.]+): firmware version: ")
 _CONNECTED = re.compile(
     r"([\w.-]+):? (?:NIC |Device )?link (?:is )?(?:up|becomes ready)\b"
@@ -48,10 +48,10 @@ _CONNECTED = re.compile(
 # Linux before 5.1 logs which limit was reached, and in the next message which process was killed.
 _IS_FULL = re.compile(r"(Memory cgroup )?out of memory.*: Kill process ", re.IGNORECASE)
 _FOUND_AT_MOST = 4096
-# Without a device: the driver logs it in three messages, or in one message of three lines.
+# The last part names no device: the driver logs three messages, or one message of three lines.
 _OFF_BUS_BEGINS = re.compile(r"NVRM: The NVIDIA GPU ([0-9a-fA-F:.]+)$")
 _OFF_BUS_ENDS = re.compile(r"NVRM: fallen off the bus")
-_LINES_APART = 8  # messages of other CPUs may come between
+_LINES_APART = 8  # messages from other CPUs may be in between
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,14 @@ class Recognizer:
     def __init__(self, rules: Iterable[Rule] = RULES) -> None:
         self._matcher = RuleMatcher(rules)
         self._lines = 0
-        self._xid_79_at: dict[str, int] = {}  # PCI address: line
+        self._xid_79_at: dict[str, int] = {}  # by PCI address: line
         self._off_bus: tuple[str, int] | None = None  # PCI address, first line
-        self._identities: dict[str, dict[str, str]] = {}  # PCI address: UUID, serial number
-        self._others: set[str] = set()  # PCI addresses of neither GPUs nor NICs
-        self._not_yet_up: set[str] = set()  # interfaces and adapters that appeared in this log
+        self._identities: dict[str, dict[str, str]] = {}  # by PCI address: UUID, serial number
+        self._others: set[str] = set()  # PCI addresses of devices that are neither GPUs nor NICs
+        # interfaces and adapters that appeared in this log and have had no link yet
+        self._not_yet_up: set[str] = set()
         self._firmware: KernelEvent | None = None  # its last message
-        self._cgroup_is_full = False  # the next killed process was in it
+        self._cgroup_is_full = False  # the next killed process was in that cgroup
         self._introduced = ""  # PCI address of the GPU whose serial number comes next
 
     def recognize(self, message: str, times: int = 1) -> KernelEvent | None:
@@ -126,7 +127,8 @@ class Recognizer:
 
     def _is_usual(self, event: KernelEvent) -> bool:
         if event.kind == "nic_link_down" or event.code == "cable_unplugged":
-            return event.device in self._not_yet_up and "definitely" not in event.detail  # a bond's
+            # "definitely": a bond's message
+            return event.device in self._not_yet_up and "definitely" not in event.detail
         return event.kind == "pcie_bandwidth_limited" and event.device in self._others
 
     def _introduce(self, message: str) -> None:
@@ -217,7 +219,8 @@ class Recognizer:
         return None
 
     def _fallen(self, device: str, text: str) -> KernelEvent | None:
-        """Return XID 79, unless the driver has just logged that XID."""
+        """Return XID 79 for a GPU that fell off the bus, unless the driver has just logged that
+        XID."""
         if self._was_reported_as_xid(device):
             return None
         self._xid_79_at[device] = self._lines

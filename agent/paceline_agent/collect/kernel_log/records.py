@@ -26,7 +26,7 @@ class Record:
     boot_us: int | None = None
     sequence: int | None = None
     wall_ns: int | None = None
-    times: int = 1  # syslog writes a repeated message once
+    times: int = 1  # syslog writes a repeated message once, with a count
 
     @property
     def seconds(self) -> float | None:
@@ -37,7 +37,7 @@ class Record:
 
 
 _RAW = re.compile(r"(\d+),(\d{1,18}),(\d{1,18}),[^;]*;(.*)", re.DOTALL)
-# dmesg -J and journalctl -o json-pretty write a line for each field.
+# dmesg -J and journalctl -o json-pretty write one line per field.
 _OF_PRETTY_JSON = re.compile(r'"(?:msg|MESSAGE)" ?: *(".*"),?')
 # Field names of the journal and its forwarders: rsyslog, Vector, Fluent Bit, dmesg through jq.
 _PROGRAM = ("_TRANSPORT", "SYSLOG_IDENTIFIER", "program", "programname", "app-name", "appname")
@@ -52,7 +52,7 @@ _CTIME = re.compile(  # in any language
 _ISO = re.compile(
     r"(?:\w{3} )?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,9}))?"
     r"(Z| UTC|[+-]\d\d:?\d\d| [+-]\d\d(?:\d\d)?(?= \S+ kernel:))?"
-    r"(?: [A-Z]{2,5}(?= \S+ kernel:))?"  # journalctl: the local zone's name
+    r"(?: [A-Z]{2,5}(?= \S+ kernel:))?"  # journalctl: name of the local time zone
     r"(?:\]:)?\s+(?=\S)"
 )
 _UNIX = re.compile(r"(\d{9,11})\.(\d{6}) (?=\S+ kernel: )")
@@ -63,9 +63,9 @@ _ORNAMENTS = re.compile(
     r"|(?:\S+: )?kern: +\w+: \[(?=\d{4}-)"  # talosctl dmesg
     r"|\[(?:\w{3} ?\d+ \d\d:\d\d|\s*\+\d+\.\d+|\.\.\.)\] ?"  # dmesg -e
     r"|\[<\s*\d+\.\d+>\] ?"  # dmesg -t -d
-    r"|\[\s*[TC]\d+\]:? ?"  # the caller, CONFIG_PRINTK_CALLER
+    r"|\[\s*[TC]\d+\]:? ?"  # the caller, with CONFIG_PRINTK_CALLER
     r"|\w+\.? [ \d]\d \d\d:\d\d:\d\d(?:\.\d+)? "  # syslog: no year; the journal: any language
-    r"|\d (?=\d{4}-)"  # its version, RFC 5424
+    r"|\d (?=\d{4}-)"  # version field of RFC 5424
     r"|(?:\S+ )?kernel(?:(?:\[\d+\])?: ?| - \S+ - )"
     r"|MESSAGE="  # journalctl -o export, and verbose
 )
@@ -74,7 +74,7 @@ _ORNAMENTS = re.compile(
 def records_of(line: str) -> Iterator[Record]:
     """Yield the records of a line: none, or one for each line of its message."""
     line = line.rstrip("\r\n")
-    if not line or line[0] in " \t":  # the last is a raw record's key=value, or an indent
+    if not line or line[0] in " \t":  # a raw record's key=value, or an indent
         stripped = line.strip()
         if quoted := _OF_PRETTY_JSON.fullmatch(stripped):
             with contextlib.suppress(msgspec.DecodeError):
@@ -127,7 +127,7 @@ def _of_journal(line: str) -> Iterator[Record]:
         return
     programs = [fields[name] for name in _PROGRAM if name in fields]
     if programs and "kernel" not in programs:
-        return  # of a program, which may quote the kernel
+        return  # from a program, which may quote the kernel
     message = next((fields[name] for name in _MESSAGE if name in fields), None)
     stamp = fields.get("__REALTIME_TIMESTAMP")
     wall_ns = int(stamp) * 1000 if isinstance(stamp, str) and stamp.isdecimal() else None

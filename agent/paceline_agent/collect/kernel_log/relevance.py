@@ -1,7 +1,7 @@
 """Which lines of a kernel log can matter: a quick check before a line is parsed.
 
-Kernels repeat themselves. Without its digits a line is one of a few thousand shapes, so the answer
-is looked up for most lines. It is exact in one direction: a line that is not relevant holds no text
+Kernels repeat themselves. With its digits removed, a line has one of a few thousand shapes, so most
+answers come from a cache. It is exact in one direction: a line that is not relevant holds no text
 that any rule looks for.
 """
 
@@ -14,13 +14,13 @@ from paceline_agent.collect.kernel_log.rules import Rule
 
 _DIGITS = b"0123456789"
 _SHAPES_AT_MOST = 1 << 14
-# Searched by `Recognizer` besides the hints of the rules.
+# Text that `Recognizer` searches for besides the hints of the rules.
 _OTHER_HINTS = (
     *("Xid", "Machine Check", "NVRM: GPU at ", "erial ", "NVRM: The NVIDIA GPU "),
     *("fallen off the bus", "pci ", "Kill process "),
     *(": renamed from ", ": firmware version: ", "ink ", "Cable plugged"),
 )
-# A hint may be written with escapes, or a message as a list of bytes.
+# A hint may be escaped, or a message may be written as a list of bytes.
 _ENCODED = ("\\x", "\\u", ", , , ", ",,,,", "#")
 
 

@@ -15,19 +15,19 @@ from paceline_agent.collect.kernel_log.xids import Severity
 
 _PCI = r"(?P<device>[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?)"
 _ANY_PCI = r"(?P<device>(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?)"
-OFF_BUS = "gpu_off_bus"  # which is XID 79 in other words
+OFF_BUS = "gpu_off_bus"  # the driver's own message for XID 79
 AER_OF_FIRMWARE = "by_firmware"
 _MLX5 = rf"mlx5_core {_PCI}:? "
 _MLX5_CALL = rf"{_MLX5}.*?\w+:\d+:\(pid \d+\): "
 _AMDGPU = rf"amdgpu {_PCI}: (?:amdgpu: )?"
-_NEW_ERRORS = r"(?:(?P<count>\d{1,9}) new|[1-9]\d*)"  # without "new": in all
+_NEW_ERRORS = r"(?:(?P<count>\d{1,9}) new|[1-9]\d*)"  # without "new", the number is a total
 _AMAZON = r"\w+(?: [0-9a-f]{4}:\S+(?= \S+:))? (?P<device>\S+): "  # or `infiniband DEVICE: `
 _CXI = r"cxi_\w+ \S+ (?P<device>cxi\d+)\[\w*\]"
 _NIC_DRIVER = r"(?:mlx[45]_core|bnxt_en|ice|i40e|qede|cxgb4|hfi1|ionic)"
 _PROBE_FAILED = rf"(?:: probe of)? {_PCI}(?:: probe with driver \S+)? failed with error"
 _BROKEN = r"(?:\bfail|error|fatal|degraded|(?:link|lane) down)"
 _BTRFS = r"\(device (?P<device>[^): ]+)"
-_DISK = r"(?P<device>(?!(?:fd|sr)\d)[\w-]+)"  # a drive without a medium is no broken disk
+_DISK = r"(?P<device>(?!(?:fd|sr)\d)[\w-]+)"  # a drive without a medium is not a broken disk
 _SECTOR = r"sector(?!.*:\((?:DISCARD|WRITE_ZEROES)\))"  # not every disk knows these commands
 _TASK = r"(?P<process>.+?)"
 _KILLED = r"Killed process (?P<pid>\d+),? (?:UID \d+, )?\((?P<process>.+)\)(?:,| |$)"
@@ -126,7 +126,7 @@ RULES: tuple[Rule, ...] = (
         "nvlink_error", "warning", "nvidia-nv",
         rf"(?P<device>nvidia-nv(?:link|switch)\d*): .*{_BROKEN}",
     ),
-    # PCIe. The message of the port repeats the device, whose own message follows.
+    # PCIe. The port's message repeats the device's own message, which follows.
     _rule(
         "pcie_aer", "info", "PCIe Bus Error",
         rf"\S+ {_PCI}: (?:AER: )?PCIe Bus Error: severity=Correct(?:ed|able)", "corrected",
@@ -141,7 +141,7 @@ RULES: tuple[Rule, ...] = (
         rf"\S+ {_PCI}: (?:AER: )?PCIe Bus Error: severity=(?:Uncorrect\w+ \()?Fatal",
         "uncorrected_fatal",
     ),
-    _rule(  # with AER in firmware, an earlier message has the severity: hardware_error
+    _rule(  # if firmware handles AER, an earlier message has the severity: hardware_error
         "pcie_aer", "warning", "aer_status: ", rf"\S+ {_PCI}: (?:AER: )?aer_status: 0x",
         AER_OF_FIRMWARE,
     ),
@@ -328,7 +328,7 @@ RULES: tuple[Rule, ...] = (
         "mlx5_health", "critical", "health compromised",
         rf"{_MLX5_CALL}device's health compromised", "compromised",
     ),
-    _rule(  # syslog's severities: warning and less
+    _rule(  # syslog severities: warning and lower
         "mlx5_health", "warning", "Health issue",
         rf"{_MLX5_CALL}Health issue observed, (?P<code>[^,]+), severity\([4-7]\)",
     ),
@@ -549,7 +549,7 @@ RULES: tuple[Rule, ...] = (
         r"Lustre(?:Error)?: .*(?:LBUG|ASSERTION|BAD (?:READ|WRITE) CHECKSUM|dirty page discard)",
         "lustre",
     ),
-    # At start-up, and while a server starts, connections and pings fail.
+    # Connections and pings fail at boot, and while a server starts.
     _rule(
         "filesystem_error", "warning", "LustreError: ",
         r"LustreError: .* operation (?!\w*_connect\b|\w+_ping\b)\w+ to node .* failed", "lustre",

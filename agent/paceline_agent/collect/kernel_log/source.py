@@ -28,7 +28,9 @@ class LogLine(NamedTuple):
 
 
 class KernelLogFile:
-    """`drained`: the last call reached the end. `caught_up`: some call has reached it."""
+    """A file or device with kernel messages.
+
+    `drained`: the last call reached its end. `caught_up`: at least one call has reached it."""
 
     def __init__(self, path: Path, is_relevant: Callable[[bytes], bool]) -> None:
         self.path = path
@@ -38,13 +40,15 @@ class KernelLogFile:
         self.caught_up = False
         self.drained = False
         self.overruns = 0
-        self.is_stream = False  # a device, from which no line can have been removed
+        self.is_stream = False  # a device, from which no line can be removed
         self._descriptor: int | None = None
         self._partial = b""
         self._resume: tuple[int, int, int] | None = None  # device, inode, offset
 
     def read_lines(self, lines_at_most: int) -> list[LogLine]:
-        """Return new complete lines: of a device all, of a file the first and the relevant ones.
+        """Return new complete lines: all lines of a device.
+
+        The first and the relevant lines of a file.
 
         Raises OSError if the log cannot be opened or read.
         """
@@ -94,7 +98,7 @@ class KernelLogFile:
         return self._descriptor
 
     def _place(self) -> tuple[int, int, int] | None:
-        """Return the position at which to continue when the file can be read again."""
+        """Return the position at which to continue once the file can be read again."""
         if self._descriptor is None or self.is_stream:
             return None
         with contextlib.suppress(OSError):
@@ -116,7 +120,7 @@ class KernelLogFile:
         try:
             now = os.stat(self.path)
         except OSError:
-            return False  # between two files: the rest of the old one has not been read yet
+            return False  # the rest of the replaced file has not been read yet
         if (held.st_dev, held.st_ino) != (now.st_dev, now.st_ino):
             at = os.lseek(self._descriptor, 0, os.SEEK_CUR)
             return at >= held.st_size

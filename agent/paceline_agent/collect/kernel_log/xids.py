@@ -13,7 +13,7 @@ from typing import Literal
 
 Severity = Literal["info", "warning", "critical"]
 
-# bucket: (how bad it is unless a code says otherwise, what to do)
+# bucket: (severity unless a code has its own, what to do)
 _ACTIONS: Mapping[str, tuple[Severity, str]] = {
     "IGNORE": ("info", "nothing by itself; watch whether it repeats or others follow"),
     "RESTART_APP": ("warning", "restart the application; suspect its code if it repeats there"),

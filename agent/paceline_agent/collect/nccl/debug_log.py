@@ -78,7 +78,7 @@ def transport_of(via: str) -> str:
 
 
 def _named(word: str, names: tuple[str, ...]) -> str:
-    """Return the name of a choice; older versions write it as a number."""
+    """Return the name of a choice, which older versions write as a number."""
     if word.isdecimal():
         return names[int(word)] if int(word) < len(names) else word
     return word.lower()

@@ -38,7 +38,7 @@ class DumpError(Exception):
 
 
 class NoAnswerError(DumpError):
-    """The rank was requested to write a dump and did not."""
+    """The rank was asked to write a dump and did not."""
 
 
 def dump_names(environment: Mapping[str, str], rank: int) -> list[str]:
@@ -51,7 +51,7 @@ def dump_names(environment: Mapping[str, str], rank: int) -> list[str]:
 
 
 class DumpWatch:
-    """Detects a new file when it is complete, that is unchanged between two calls.
+    """Detects a new file once it is complete, which means unchanged between two calls.
 
     A file that exists at the first call belongs to an earlier run.
     """
@@ -61,7 +61,7 @@ class DumpWatch:
         self._reported = self._seen = _look(path)
 
     def new_bytes(self) -> int | None:
-        """Return its size, if it is new since the last report."""
+        """Return the size of a dump that was not reported yet; otherwise None."""
         before, self._seen = self._seen, _look(self.path)
         if self._seen is None or self._seen != before or self._seen == self._reported:
             return None
@@ -71,7 +71,7 @@ class DumpWatch:
 
 @dataclass(frozen=True, slots=True)
 class TakenDump:
-    content: bytes  # as `dumps.pack` packs it
+    content: bytes  # as packed by `dumps.pack`
     written_ns: int  # CLOCK_REALTIME
 
 
@@ -119,7 +119,7 @@ def _knock(pipe: Path, user: int) -> None:
             raise DumpError(f"{pipe.name} is no pipe of that rank")
         os.write(descriptor, b"1")
     except BlockingIOError:
-        pass  # full: enough requests are pending
+        pass  # the pipe is full: enough requests are pending
     finally:
         os.close(descriptor)
 

@@ -16,7 +16,7 @@ import msgspec
 
 from paceline_wire.batch import Sample
 
-SERIES_AT_MOST = 32  # pairs of communicator and collective of one rank
+SERIES_AT_MOST = 32  # pairs of communicator and collective per rank
 OTHER = "other"
 _QUANTILES = (0.5, 0.99)
 
@@ -55,7 +55,7 @@ class ProxyTrace(msgspec.Struct):
 
 
 class DumpStatistics(msgspec.Struct):
-    """Records overwritten in the Inspector's memory before they were written."""
+    """Number of records overwritten in the Inspector's memory before they were written."""
 
     coll_dropped_since_last_dump: int = 0
     p2p_dropped_since_last_dump: int = 0
@@ -89,7 +89,7 @@ def decode(line: bytes) -> InspectorLine | None:
 
 @dataclass(slots=True)
 class _Collective:
-    """Totals, then values of this sweep."""
+    """Totals and this sweep's values of one collective."""
 
     count: int = 0
     seconds: float = 0.0
@@ -107,7 +107,7 @@ class Performance:
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
         self._of: defaultdict[tuple[str, str], _Collective] = defaultdict(_Collective)
-        self._header: Header | None = None  # for lines without a header
+        self._header: Header | None = None  # header for lines without one of their own
         self._dropped: int | None = None  # None: not reported by this version
         self.unreadable = 0
 

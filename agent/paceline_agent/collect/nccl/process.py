@@ -23,12 +23,14 @@ _VERSION = re.compile(r"(?:libnccl\.so\.|nvidia_nccl_cu\d+-)(\d+\.\d+\.\d+)")
 
 @dataclass(frozen=True, slots=True)
 class NcclProcess:
-    """`version`: of the library's file; None where its name does not tell."""
+    """A process that uses NCCL.
 
-    environment: Mapping[str, str]  # what concerns NCCL, and where it writes
-    pids: frozenset[int]  # as this and the namespaces within number it
+    `version`: from the name of the library's file; None if it does not contain one."""
+
+    environment: Mapping[str, str]  # NCCL's settings and the variables that name its files
+    pids: frozenset[int]  # its pid in the agent's PID namespace and in nested ones
     version: str | None
-    root: Path  # of its file system, as we see it
+    root: Path  # root of its file system, as the agent sees it
     directory: Path | None  # its working directory
     user: int = 0
     started_ns: int = 0  # CLOCK_REALTIME
@@ -44,7 +46,7 @@ class NcclProcess:
 
     @property
     def inspector_directory(self) -> Path | None:
-        """As the Inspector's genDumpDir chooses it."""
+        """The directory that the Inspector's genDumpDir chooses."""
         if self.environment.get("NCCL_INSPECTOR_ENABLE", "0") == "0":
             return None
         named = self.environment.get("NCCL_INSPECTOR_DUMP_DIR")
@@ -78,7 +80,9 @@ class NcclProcess:
         )
 
     def seen_from_here(self, named: str) -> Path | None:
-        """A path as the process names it; None for a relative one if its directory is unknown."""
+        """Return the agent's path for a path of the process.
+
+        None for a relative path if the process's directory is unknown."""
         path = Path(named)
         if path.is_absolute():
             return self.root / path.relative_to("/")
@@ -86,7 +90,7 @@ class NcclProcess:
 
 
 def read_process(procfs_root: Path, pid: int) -> NcclProcess | None:
-    """None if it is gone or not ours to read."""
+    """Return the process; None if it is gone or not accessible."""
     directory = procfs_root / str(pid)
     try:
         content = read_once(directory / "environ", _ENVIRON_BYTES)
@@ -98,7 +102,7 @@ def read_process(procfs_root: Path, pid: int) -> NcclProcess | None:
         name: value for name, _, value in pairs if name.startswith(_SETTINGS) or name in _OTHERS
     }
     root = directory / "root"
-    if not os.path.exists(root):  # also where it may not be looked at
+    if not os.path.exists(root):  # also False without the permission to see it
         root = Path("/")
     working = directory / "cwd"
     return NcclProcess(
@@ -113,7 +117,9 @@ def read_process(procfs_root: Path, pid: int) -> NcclProcess | None:
 
 
 def library_version(directory: Path, root: Path) -> str | None:
-    """From the name of the mapped file, or of the wheel it came in: nothing is opened or run."""
+    """Return the version from the name of the mapped file or of its wheel.
+
+    No file is opened and nothing is run."""
     try:
         maps = read_text_once(directory / "maps")
     except OSError:

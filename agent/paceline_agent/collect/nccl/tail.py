@@ -1,4 +1,4 @@
-"""Follows files that other programs write, truncate and replace; limits the work of one call."""
+"""Follow files that other programs write, truncate and replace, with limited work per call."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ FIRST_BYTES = 1 << 18
 
 
 class Tail:
-    """`read_lines` takes in `look_bytes` at most, of what was there before the first look no more
-    than `first_bytes`, and passes over what it is more than `lag_bytes` behind: `skipped_bytes`.
+    """Follows one file.
+
+    One `read_lines` reads at most `look_bytes`, and at most `first_bytes` of the content from
+    before the first call. If it is more than `lag_bytes` behind, it skips the rest
+    (`skipped_bytes`).
     """
 
     def __init__(
@@ -31,10 +34,10 @@ class Tail:
         self._descriptor: int | None = None
         self._at = 0
         self._partial = b""
-        self._aligned = True  # the next byte begins a line
+        self._aligned = True  # the next byte starts a line
 
     def read_lines(self) -> list[bytes]:
-        """Whole lines that are new; none where there is no file, or no right to it."""
+        """Return the new complete lines; none if the file does not exist or is not accessible."""
         try:
             return self._read()
         except OSError:
@@ -54,7 +57,7 @@ class Tail:
             self._open()
         assert self._descriptor is not None
         size = os.fstat(self._descriptor).st_size
-        if size < self._at:  # cut
+        if size < self._at:  # truncated
             self._seek(0)
         if size - self._at > self._lag_bytes:
             self.skipped_bytes += size - self._look_bytes - self._at
@@ -73,7 +76,7 @@ class Tail:
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         size = os.fstat(self._descriptor).st_size
         self._seek(max(0, size - self._first_bytes))
-        self._first_bytes = size + self._lag_bytes  # its successor is new altogether
+        self._first_bytes = size + self._lag_bytes  # all of the file that replaces it is new
 
     def _seek(self, at: int) -> None:
         self._at, self._partial, self._aligned = at, b"", at == 0

@@ -1,7 +1,7 @@
-"""How busy a GPU's units were since the last look, under the names of DCGM's profiling metrics.
+"""Utilization of a GPU's units since the last read, with the names of DCGM's profiling metrics.
 
-GPU performance monitoring (nvml.h, GPM) has it on Hopper and newer, for unprivileged users and
-beside a profiler. An answer is the mean between two samples, so the first look has none.
+GPU performance monitoring (nvml.h, GPM) provides it on Hopper and newer, also to unprivileged users
+and while a profiler runs. A value is the mean between two samples, so the first read has none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline_agent.collect.nvml.gpu import NvmlGpu, Value
 
 _PERCENT = 100.0
 _MEBIBYTE = 2.0**-20
-_METRICS = (  # name, nvmlGpmMetricId_t, the driver's units in one of DCGM's
+_METRICS = (  # name, nvmlGpmMetricId_t, factor from the driver's unit to DCGM's
     ("DCGM_FI_PROF_GR_ENGINE_ACTIVE", 1, _PERCENT),
     ("DCGM_FI_PROF_SM_ACTIVE", 2, _PERCENT),
     ("DCGM_FI_PROF_SM_OCCUPANCY", 3, _PERCENT),
@@ -32,10 +32,10 @@ _METRICS = (  # name, nvmlGpmMetricId_t, the driver's units in one of DCGM's
 
 
 class Activity:
-    """Activity of one GPU while the driver stays initialized."""
+    """Utilization of one GPU's units, valid until the driver is initialized again."""
 
     def __init__(self) -> None:
-        self._question: Any = None  # kept: it is 19 KiB
+        self._question: Any = None  # reused: it is 19 KiB
         self._newest: Any = None
         self._spare: Any = None
 

@@ -1,4 +1,4 @@
-"""pynvml, where it is installed, and what its errors mean to the collector."""
+"""pynvml, if it is installed, and what its errors mean for the collector."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 try:
     import pynvml
-except ImportError:  # an agent installed without its extra
+except ImportError:  # the agent was installed without its extra
     pynvml = None
 
 __all__ = [
@@ -16,10 +16,10 @@ __all__ = [
     "optional", "pynvml", "succeeds", "text", "versions",
 ]  # fmt: skip
 
-# This GPU, driver or user will never have it: asked once. An unknown number of a field, clock or
-# threshold, to a driver older than it, is an invalid argument.
+# Permanent for this GPU, driver or user, so the call is not repeated. A driver rejects the number
+# of a field, clock or threshold that is newer than itself as an invalid argument.
 UNSUPPORTED: tuple[type[Exception], ...] = ()
-GONE: tuple[type[Exception], ...] = ()  # the GPU as a whole, or the driver
+GONE: tuple[type[Exception], ...] = ()  # the whole GPU or the driver is gone
 NOTHING_THERE: tuple[type[Exception], ...] = ()
 if pynvml is not None:
     UNSUPPORTED = (
@@ -39,12 +39,15 @@ if pynvml is not None:
     NOTHING_THERE = (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument)
 
 
-# Numbers with all bits set: "not available" of calls that return success.
+# All bits set: "not available" in the result of a call that returns success.
 NO_VALUES = frozenset({0xFFFF_FFFF, 0xFFFF_FFFF_FFFF_FFFF})
 
 
 def function(name: str) -> Callable[..., Any]:
-    """A function of pynvml by name; one that an older pynvml lacks is as one the driver lacks."""
+    """Return a function of pynvml by name.
+
+    If this pynvml lacks it, one that fails as if the driver did.
+    """
     found: Callable[..., Any] | None = getattr(pynvml, name, None)
     if found is None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
@@ -52,9 +55,10 @@ def function(name: str) -> Callable[..., Any]:
 
 
 def field_values(handle: Any, count: int, values: ctypes.Array[ctypes.c_char]) -> None:
-    """Have the driver fill in `count` nvmlFieldValue_t, whose fields and scopes are set.
+    """Have the driver fill in `count` nvmlFieldValue_t, whose fields and scopes the caller has set.
 
-    pynvml's own function builds that array again each time, which costs several times the answer.
+    pynvml's own function rebuilds that array on each call, which costs several times the driver
+    call.
     """
     try:
         call = pynvml.nvmlLib.nvmlDeviceGetFieldValues

@@ -1,6 +1,6 @@
-"""Field values: many numbers of a GPU for one call of the driver.
+"""Field values: many numbers of a GPU in one call of the driver.
 
-Each field of a batch has a result of its own: one that is not supported is left out of the next.
+Each field of a batch has its own result; an unsupported field is left out of the next batch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from paceline_agent.collect.nvml.driver import GONE, field_values, pynvml
 from paceline_wire import metric_names
 
 ALL_LINKS = 0xFFFFFFFF  # nvml.h: a scope of UINT_MAX sums over the links
-# nvmlFieldValue_t: field, scope, timestamp, latency, type, result, value. Unpacked at once, for
-# each look at an attribute of pynvml's structures costs as much as the driver's answer.
+# nvmlFieldValue_t: field, scope, timestamp, latency, type, result, value. Unpacked at once, because
+# each attribute access of pynvml's structures costs as much as the driver call.
 _VALUE = struct.Struct("=IIqqIi8s")
 _TYPES = tuple(struct.Struct(code) for code in ("=d", "=I", "=Q", "=Q", "=q", "=i", "=H"))
 # nvmlValueType_t of unsigned integers -> their size. All bits set mean no value (nvml.h,
@@ -24,8 +24,8 @@ _TYPES = tuple(struct.Struct(code) for code in ("=d", "=I", "=Q", "=Q", "=q", "=
 _UNSIGNED = {1: 4, 2: 8, 3: 8, 6: 2}
 _NO_VALUES = tuple(bytes([0xFF] * size) for size in (2, 4, 8))
 _NO_VALUE_32 = b"\xff" * 4 + bytes(4)
-_NOTHING = (0, 0, 0, 0, bytes(8))  # of all but field and scope
-_PERMANENT = frozenset({2, 3, 4, 13, 25, 26})  # nvmlReturn_t of driver.UNSUPPORTED
+_NOTHING = (0, 0, 0, 0, bytes(8))  # all members except field and scope
+_PERMANENT = frozenset({2, 3, 4, 13, 25, 26})  # nvmlReturn_t values of driver.UNSUPPORTED
 
 
 class FieldRow(NamedTuple):
@@ -33,7 +33,7 @@ class FieldRow(NamedTuple):
 
     name: str
     field: int
-    scale: float = 1.0  # what one of the driver's unit is in ours
+    scale: float = 1.0  # factor from the driver's unit to the metric's
     scope: int = 0
     extra: tuple[tuple[str, str], ...] | None = None
 
@@ -88,7 +88,7 @@ class Fields:
 
 
 def _number(kind: int, content: bytes) -> float | None:
-    """Return a field's value; None if it has none, or is of a type that is not known here."""
+    """Return a field's value; None if it has none or an unknown type."""
     if not 0 <= kind < len(_TYPES):
         return None
     size = _UNSIGNED.get(kind)
@@ -119,7 +119,7 @@ FAST: tuple[FieldRow, ...] = (
     FieldRow(_throttled("HW_POWER_BRAKE_SLOWDOWN"), 271),
 )
 
-_MARGIN = "paceline_gpu_temperature_threshold_margin_celsius"  # of DCGM_FI_DEV_GPU_TEMP_LIMIT
+_MARGIN = "paceline_gpu_temperature_threshold_margin_celsius"  # replaces DCGM_FI_DEV_GPU_TEMP_LIMIT
 
 SLOW: tuple[FieldRow, ...] = (
     FieldRow(metric_names.GPU_ECC_CURRENT, 1),

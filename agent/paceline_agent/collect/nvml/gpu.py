@@ -1,4 +1,4 @@
-"""One GPU and what has been learnt of it: its labels, and the calls it does not support."""
+"""One GPU with its labels and the calls that it does not support."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from paceline_wire.batch import DeviceEvent, GpuInfo
 
 
 class Value(NamedTuple):
-    """One number. `extra` are labels beside the GPU's index and UUID; None: all of its labels."""
+    """One number.
+
+    `extra`: labels in addition to the GPU's index and UUID; None: all labels of the GPU.
+    """
 
     name: str
     number: float
@@ -27,9 +30,9 @@ Reading = Callable[[Any], Iterable[Value]]
 
 @dataclass(slots=True, eq=False)
 class NvmlGpu:
-    """Without a handle it could not even be identified.
+    """One GPU; without a handle it could not be identified.
 
-    Used by one thread at a time: the one that reads it, which on a sick GPU may never come back.
+    Used by one thread at a time, the one that reads it. On a faulty GPU its call may never return.
     """
 
     index: int
@@ -38,24 +41,24 @@ class NvmlGpu:
     handle: Any = None
     info: GpuInfo | None = None
     labels: dict[str, str] = field(default_factory=dict)
-    refused: set[object] = field(default_factory=set)  # calls it does not support
-    links: Any = None  # links.Links, once it was asked for them
-    activity: Any = None  # activity.Activity, likewise
+    refused: set[object] = field(default_factory=set)  # calls that it does not support
+    links: Any = None  # links.Links, after the first read
+    activity: Any = None  # activity.Activity, after the first read
     mig_mode: int | None = None
-    is_ours: bool = True  # False: this container may not use it
+    is_ours: bool = True  # False: this container may not use the GPU
     trouble: Trouble | None = None  # reported once, until it responds again
     troubled_ns: int = 0  # when `trouble` last changed
-    answered: bool = False  # anything since `begin`
+    answered: bool = False  # whether any call succeeded since `begin`
     last_error: Exception | None = None
-    reports_xids: bool = False  # NVML accepted it for XID events
+    reports_xids: bool = False  # NVML accepted the GPU for XID events
     last_xid: int | None = None
     xid_counts: dict[int, int] = field(default_factory=dict)
     rank_bytes: dict[int, int] = field(default_factory=dict)  # memory that ranks use, by their pid
-    recurring: Recurring = field(default_factory=Recurring)  # of each sweep
+    recurring: Recurring = field(default_factory=Recurring)  # blocks of each sweep
     lasting: Recurring = field(default_factory=Recurring)
 
     def name(self, info: GpuInfo, hostname: str) -> None:
-        if self.info is not None and self.info.uuid != info.uuid:  # renumbered
+        if self.info is not None and self.info.uuid != info.uuid:  # the GPU was renumbered
             self.trouble = None
             self.last_xid = None
             self.xid_counts.clear()

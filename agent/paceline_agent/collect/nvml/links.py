@@ -37,7 +37,7 @@ _BY_SCOPE = (
     ("paceline_gpu_nvlink_receive_errors_total", 208, 1.0),
     ("paceline_gpu_nvlink_symbol_errors_total", 221, 1.0),
 )
-# (name, field of link 0, field of link 6) where each of at most 12 links has a field of its own.
+# (name, field of link 0, field of link 6) if each of at most 12 links has its own field.
 _BY_FIELD = ((_REPLAYS, 46, 108), (_RECOVERIES, 53, 114), (_CRC, 32, 96))
 
 _TOTALS = (
@@ -58,7 +58,7 @@ _SUMMED = {
 }
 _ALL = (("link", "all"),)
 SWITCH = "switch"
-_ENDS = {1: "cpu", 2: SWITCH}  # nvml.h, nvmlIntNvLinkDeviceType_t; 0: a GPU, 255: unknown
+_ENDS = {1: "cpu", 2: SWITCH}  # nvml.h, nvmlIntNvLinkDeviceType_t; 0 is a GPU, 255 unknown
 
 
 class Links:
@@ -68,7 +68,8 @@ class Links:
         self._states = {link: _state_of(link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)}
         self._counters: Fields | None = None
         self._totals = Fields(_TOTALS)
-        self._moved: tuple[float, float] | None = None  # bytes, seconds of the driver's clock
+        # total bytes, and seconds of the driver's clock
+        self._moved: tuple[float, float] | None = None
         self._ends = {link: _end_of(link) for link in self._states}
         self._active: list[int] = []
         self.ends: dict[str, int] = {}  # active links by PCI bus id, SWITCH or "cpu"
@@ -98,7 +99,10 @@ class Links:
             yield from self._rate(sums[_TRANSMITTED] + sums[_RECEIVED], time_us / 1e6)
 
     def _up(self, gpu: NvmlGpu) -> dict[int, int]:
-        """Return link -> 1 if it is up; a link that the GPU lacks is not read again."""
+        """Return 1 for each link that is up, else 0.
+
+        Links that the GPU lacks are not read again.
+        """
         answers = {link: gpu.ask(state) for link, state in self._states.items()}
         self._states = {
             link: state for link, state in self._states.items() if state not in gpu.refused
@@ -137,7 +141,7 @@ def _rows(links: list[int]) -> list[FieldRow]:
 
 
 def _by_link(answers: list[FieldReading], totals: dict[str, float]) -> dict[str, dict[int, float]]:
-    """Return name -> link -> number.
+    """Return the number of each link by name.
 
     Some drivers return the sum of all links for each link; such values are left out.
     """

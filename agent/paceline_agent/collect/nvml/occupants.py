@@ -14,7 +14,7 @@ from paceline_agent.collect.process_environment import read_environment
 from paceline_agent.collect.processes import namespace_pids
 
 _PROCESSES_AT_MOST = 32  # per GPU: those with the most memory
-_GENERATIONS = 8  # between a process and its rank
+_GENERATIONS = 8  # most ancestors searched between a process and its rank
 
 
 def _processes(handle: Any) -> list[Any]:
@@ -49,7 +49,7 @@ def read(gpu: NvmlGpu, ranks: Sequence[LocalRank], procfs_root: Path) -> Iterato
 def gpu_of_pid(gpus: Iterable[NvmlGpu]) -> dict[int, int]:
     """Return the index of the GPU on which each rank (by pid) has most memory.
 
-    Ranks often use a little memory on the first GPU of the node too. If the driver does not report
+    Ranks often also use a little memory on the first GPU of the node. If the driver does not report
     the amount, a rank on several GPUs is left out.
     """
     found: dict[int, list[tuple[int, int]]] = {}

@@ -29,7 +29,7 @@ _REASONS = [(bit, (("reason", reason),)) for reason, bit in THROTTLE_REASONS.ite
 
 
 def _number(*names: str, of: str, arguments: tuple[int, ...] = (), scale: float = 1.0) -> Reading:
-    """A call that answers with one number, emitted under one or more names."""
+    """Return the reading of a call that returns one number, emitted under one or more names."""
 
     def read(handle: Any) -> Iterable[Value]:
         number = function(of)(handle, *arguments)
@@ -107,7 +107,7 @@ def _power_limits(handle: Any) -> Iterable[Value]:
 
 
 def _pcie_throughput(handle: Any) -> Iterable[Value]:
-    """Read PCIe throughput; each call takes 20 ms, so not in every sweep."""
+    """Read PCIe throughput; not in every sweep, because each call takes 20 ms."""
     return (
         Value("DCGM_FI_DEV_PCIE_TX_THROUGHPUT", pynvml.nvmlDeviceGetPcieThroughput(handle, 0)),
         Value("DCGM_FI_DEV_PCIE_RX_THROUGHPUT", pynvml.nvmlDeviceGetPcieThroughput(handle, 1)),

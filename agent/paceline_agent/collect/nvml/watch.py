@@ -17,9 +17,9 @@ from typing import Any
 from paceline_agent.collect.scheduling import Runnable, is_starved, thread_runnable
 
 _POLL_SECONDS = 0.05
-_LEAST_SECONDS = 0.3  # for a job whose round is over budget
-_WATCHED_SECONDS = 0.2  # the end of a job's time, in which a stuck job shows itself
-_STARVED_SECONDS = 10.0  # for a job that runs or waits for a CPU
+_LEAST_SECONDS = 0.3  # at least, for a job whose round is over budget
+_WATCHED_SECONDS = 0.2  # the end of a job's time, in which it is observed whether the job is stuck
+_STARVED_SECONDS = 10.0  # limit of a job that runs or waits for a CPU
 
 
 class _JobThread:
@@ -47,7 +47,7 @@ class _JobThread:
             return 0.0 if self.at is None else time.monotonic() - self._began
 
     def runnable(self) -> Runnable | None:
-        """Return for how long the thread has run or waited for a CPU; None: unknown."""
+        """Return how long the thread has run or waited for a CPU; None: unknown."""
         return thread_runnable(self._thread.native_id or 0)
 
     def dismiss(self) -> Hashable | None:
@@ -110,8 +110,9 @@ class Watch:
         return answers
 
     def _wait_finished(self, thread: _JobThread, deadline: float) -> bool:
-        """Wait for the end of the round; False if one job is stuck, or takes far too long."""
-        watched: tuple[float, Runnable | None] | None = None  # since when, and what it was then
+        """Wait for the end of the round; return False if one job is stuck or takes too long."""
+        # since when, and its runnable time at that point
+        watched: tuple[float, Runnable | None] | None = None
         while True:
             now = time.monotonic()
             least = max(_LEAST_SECONDS, deadline - now)

@@ -18,13 +18,13 @@ from paceline_wire import metric_names
 from paceline_wire.batch import GpuInfo
 
 _GPU_PREFIXES = ("DCGM_FI_DEV_", "paceline_gpu_")
-# Signals of certain states only (an XID, a process, MIG), of two sweeps, or of the topology: their
-# absence is no problem.
+# Signals that exist only in certain states (an XID, a process, MIG), after two sweeps, or with a
+# certain topology: their absence is not a problem.
 _NOT_ALWAYS = re.compile(
     r"XID_ERRORS|_process_|_processes|_mig_|_distance$|nearest_nic|NVLINK_BANDWIDTH_TOTAL"
 )
-_COUNTER_BYTES = 4096  # a file of sysfs is a page at most
-_A_FAMILY = 4  # number of missing signals from which a missing family is named as one
+_COUNTER_BYTES = 4096  # a file of sysfs is one page at most
+_A_FAMILY = 4  # number of missing signals from which they are listed as a family
 _REASONS = {
     errno.EACCES: ("access denied", "run the agent as root"),
     errno.EPERM: ("restricted", "grant CAP_NET_ADMIN, or ask who set the port up"),
@@ -138,7 +138,7 @@ def _port(name: str, directory: Path) -> CheckRow:
 
 
 def _why_unread(path: Path) -> tuple[str, str] | None:
-    """Return reason and remedy; None for a readable counter."""
+    """Return why a counter cannot be read, and the remedy; None if it can."""
     try:
         text = read_text_once(path, _COUNTER_BYTES).strip()
     except OSError as error:

@@ -26,9 +26,10 @@ from paceline_wire.node_directory import (
 )
 
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
-_RINGS_BYTES = 64 << 20  # for the rings of eight ranks
+_RINGS_BYTES = 64 << 20  # size of the rings of eight ranks
 _HEALTHY = b"ok"  # the server's response at /healthz
-_WORTH_TELLING_SECONDS = 2.0  # of difference to the server; its Date header counts seconds
+# smallest reported difference to the server's clock; its Date header has whole seconds
+_WORTH_TELLING_SECONDS = 2.0
 _MEBIBYTE = 1 << 20
 
 
@@ -52,7 +53,10 @@ def rings(settings: AgentSettings) -> CheckRow:
 
 
 def rank_user(settings: AgentSettings) -> CheckRow:
-    """Check the user that ranks run as; another one needs access to scripts and checkpoints."""
+    """Check the user that ranks run as.
+
+    A user other than the agent's needs access to scripts and checkpoints.
+    """
     what = "ranks run as"
     if settings.slots == 0:
         return CheckRow(what, YES, "this agent starts none (--slots 0)")
@@ -179,7 +183,8 @@ def file_system(path: Path, procfs: Path = Path("/proc")) -> str | None:
         for position, (point, kind) in enumerate(mounts)
         if resolved.is_relative_to(point.replace("\\040", " "))
     ]
-    return max(above)[2] if above else None  # the later of two mounts on one point hides the other
+    # if two are mounted on one point, the later hides the other
+    return max(above)[2] if above else None
 
 
 def _nearest(directory: Path) -> Path:

@@ -68,7 +68,7 @@ def has_capability(procfs: Path, number: int) -> bool:
 
 
 def _sees(procfs: Path, name: str) -> bool:
-    """Return whether a file of process 1, which belongs to another user, can be read."""
+    """Return whether a file of process 1, as an example of another user's process, can be read."""
     return os.geteuid() != 0 and _reads(procfs / "1" / name)
 
 

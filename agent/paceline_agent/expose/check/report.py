@@ -13,7 +13,7 @@ _REMEDY_COLUMNS = 52
 
 
 class CheckRow(msgspec.Struct, frozen=True, omit_defaults=False):
-    """One capability; `remedy` enables the rest, `needed` means that the agent requires it."""
+    """One capability; `remedy`: how to enable what is missing; `needed`: the agent requires it."""
 
     what: str
     seen: str
@@ -23,7 +23,7 @@ class CheckRow(msgspec.Struct, frozen=True, omit_defaults=False):
 
 
 def status(rows: Sequence[CheckRow]) -> int:
-    """Return 1 if something needed is missing, else 0."""
+    """Return 1 if a required capability is missing, else 0."""
     return int(any(row.needed and row.seen == NO for row in rows))
 
 

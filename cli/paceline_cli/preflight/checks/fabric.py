@@ -1,4 +1,4 @@
-"""Checks of links: RDMA ports and interfaces are up, equally fast, and have one MTU."""
+"""Checks of links: RDMA ports and interfaces are up, equally fast, and have the same MTU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline_cli.preflight.verdict import Check, equal, faults, skipped
 
 ACTIVE, LINK_UP = 4, 5  # ib_verbs.h
 _GIGA = 1e9
-_STANDARD_MTU_BYTES = 1500  # IEEE 802.3; clouds have 8244, 8896 or 9001 beyond it
+_STANDARD_MTU_BYTES = 1500  # IEEE 802.3; clouds use 8244, 8896 or 9001
 _JUMBO_FROM_BITS_PER_SECOND = 10e9
 _DMA_BUF_KERNEL = (5, 12)
 

@@ -84,7 +84,7 @@ def _same(
 
 
 def _spelled(groups: Sequence[tuple[object, ...]]) -> tuple[object, ...]:
-    """Return `1980, 3201 (7 GPUs), 1410, 3201 (1 GPU)`."""
+    """Return text such as `1980, 3201 (7 GPUs), 1410, 3201 (1 GPU)`."""
     words = []
     for each in dict.fromkeys(groups):
         count = groups.count(each)
@@ -147,7 +147,8 @@ def _busy(gpu: PreflightGpu) -> list[str]:
 
 
 def _nvlinks(nodes: Sequence[NodeFacts]) -> Check:
-    """Compare with the largest number of any GPU here: NVML does not report the expected number."""
+    """Compare the number of links with the largest of any GPU here: NVML does not report the
+    expected number."""
     links = [gpu.nvlinks_active for node in nodes for gpu in node.gpus]
     most = max((links for links in links if links is not None), default=None)
     if not most:

@@ -9,7 +9,7 @@ from paceline_cli.preflight.facts import CheckpointPath, NodeFacts
 from paceline_cli.preflight.verdict import Check, equal, faults, skipped
 
 _CLOCK_ERROR_SECONDS = 0.1  # a larger clock difference prevents comparing events of two nodes
-_FILES_AT_LEAST = 65_536  # sockets, libraries and data shards of eight ranks
+_FILES_AT_LEAST = 65_536  # enough for sockets, libraries and data shards of eight ranks
 _MEBIBYTE, _GIBIBYTE = 1 << 20, 1 << 30
 _SHM_AT_LEAST_BYTES = _GIBIBYTE  # NCCL and data loaders fail with a container's default of 64 MiB
 _FREE_AT_LEAST = 0.1

@@ -34,7 +34,8 @@ def _socket(nodes: Sequence[NodeFacts]) -> Check:
     passed = f"{_SOCKET}={', '.join(asked)}" if any(asked) else f"{_SOCKET} is not needed"
     check = faults(_SOCKET, found, fix, passed)
     unset = not any(asked)
-    if unset and check.status == "fail":  # then NCCL selects an interface, usually the right one
+    # without the variable NCCL selects an interface, usually the right one
+    if unset and check.status == "fail":
         return Check(
             name=check.name, status="warn", evidence=check.evidence, fix=fix, nodes=check.nodes
         )

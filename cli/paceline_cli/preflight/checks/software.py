@@ -10,8 +10,8 @@ from paceline_cli.preflight.verdict import Check, Status, equal
 _GPU_NODE = "install the same driver on all nodes, and reboot or reload it"
 _ENVIRONMENT = "start all nodes from the same image or environment"
 
-# name in NodeFacts.versions: (status when it differs, fix). NCCL's ranks must speak one protocol;
-# a kernel that differs is only suspicious.
+# name in NodeFacts.versions: (status when it differs, fix). All ranks need the same NCCL protocol;
+# a different kernel is only suspicious.
 _VERSIONS: dict[str, tuple[Status, str]] = {
     "driver": ("fail", _GPU_NODE),
     "cuda driver": ("fail", _GPU_NODE),

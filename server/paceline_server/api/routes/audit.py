@@ -23,7 +23,7 @@ def list_audit(
         str | None, Query(description="Only entries of this job.", pattern="^[^\0]*$")
     ] = None,
 ) -> schemas.AuditPage:
-    """List the audit log, newest first."""
+    """List entries of the audit log, newest first."""
     before = None if bounds.after is None else number(bounds.after)
     rows = queries.audit(session, bounds.limit, before, job)
     more = len(rows) == bounds.limit

@@ -51,7 +51,7 @@ async def ingest() -> schemas.IngestAnswer:
 
 
 class Ingest:
-    """ASGI middleware that answers posted batches and passes other requests to `app`."""
+    """ASGI middleware that handles posted batches and passes other requests to `app`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -63,7 +63,7 @@ class Ingest:
         request = Request(scope, receive, send)
         try:
             content = await _store_batch(request)
-        except ClientDisconnect:  # or it took too long
+        except ClientDisconnect:  # disconnected, or the request took too long
             return
         except (ProblemError, *UNAVAILABLE) as error:
             response = await problems.answer_to(request, error)

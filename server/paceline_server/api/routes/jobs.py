@@ -96,7 +96,8 @@ def _policy(body: schemas.JobCreate, default: Policy) -> Policy:
 
 
 def _warn_of_short_agent_leases(session: Session, policy: Policy) -> None:
-    """An agent kills its ranks after its own lease without the server (docs/adr/0003).
+    """Warn of agents whose lease is too short: an agent kills its ranks after its own lease without
+    the server (docs/adr/0003).
 
     If that is not longer than the node lease, a server that restarts ends the training.
     """

@@ -20,7 +20,7 @@ page = APIRouter(include_in_schema=False)
     "/caller", response_model=schemas.CallerModel, responses=problems.responses(401, 403, 503)
 )
 async def get_caller(caller: Viewer) -> schemas.CallerModel:
-    """Return who the caller is for this server, and whether it may change anything."""
+    """Return the caller's name and whether it may change anything."""
     return schemas.CallerModel(name=caller.name, can_change="operator" in caller.grants)
 
 

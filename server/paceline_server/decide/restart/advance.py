@@ -76,14 +76,14 @@ def begin_start(draft: Draft, layout: RankLayout) -> None:
 
 
 def mitigate(draft: Draft, incident_id: str, action_id: str) -> None:
-    """Record that the action deals with the incident."""
+    """Record that the action is meant to repair the incident."""
     incident = draft.incident(incident_id)
     ids = [*incident.action_ids, action_id] if action_id not in incident.action_ids else None
     draft.put_incident(replace(incident, state="mitigating", action_ids=ids or incident.action_ids))
 
 
 def advance_restart(draft: Draft, action: ActionView) -> None:
-    """Advance the action by what came in since the last tick."""
+    """Advance the action with the results that arrived since the last tick."""
     phase = progress_of(action).phase
     has_started = phase in ("start", "observe")
     if draft.generation != action.generation + has_started:

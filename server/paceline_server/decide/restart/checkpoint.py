@@ -43,8 +43,8 @@ def enter_checkpoint(draft: Draft, action: ActionView, progress: ActionProgress)
     highest = draft.view.highest_step
     assert highest is not None, "a planned restart needs steps"
     step_seconds = draft.view.step_seconds or 1.0
-    # A second for the command to reach every rank, and never less than two steps: a rank receives
-    # it at a step boundary, the others at the next reduction.
+    # One second for the command to reach every rank, but at least two steps: one rank receives it
+    # at a step boundary, the others at the next reduction.
     ahead = max(2, math.ceil(1.0 / max(step_seconds, 1e-3)) + 1)
     target = highest + ahead
     commands = _control(draft, action, "checkpoint_and_stop", target)
@@ -78,7 +78,7 @@ def _control(draft: Draft, action: ActionView, kind: str, target: int) -> dict[s
 
 
 def _preload(draft: Draft, action: ActionView) -> None:
-    """Have nodes that will take ranks over import their modules while the others still save."""
+    """Have nodes that will take over ranks import their modules while the others still save."""
     if PRELOAD not in draft.view.spec.environment:
         return
     nodes = usable_nodes(draft, excluded_nodes(draft, action))
@@ -90,7 +90,7 @@ def _preload(draft: Draft, action: ActionView) -> None:
 
 
 def advance_checkpoint(draft: Draft, action: ActionView) -> None:
-    """Go on to `stop` once all ranks have saved the same step; if they cannot, cancel."""
+    """Continue with `stop` once all ranks have saved the same step; cancel if they cannot."""
     progress = progress_of(action)
     saved = _saved(draft, progress)
     if _stop_if_saved(draft, action, progress, saved):
@@ -111,7 +111,7 @@ def advance_checkpoint(draft: Draft, action: ActionView) -> None:
 
 
 def advance_cancel(draft: Draft, action: ActionView) -> None:
-    """Call the restart off once the ranks no longer follow the command, or do not answer."""
+    """Call the restart off once the ranks no longer follow the command, or do not respond."""
     progress = progress_of(action)
     if _stop_if_saved(draft, action, progress, _saved(draft, progress)):
         return
@@ -146,7 +146,7 @@ def _saved(draft: Draft, progress: ActionProgress) -> dict[int, int]:
 def _stop_if_saved(
     draft: Draft, action: ActionView, progress: ActionProgress, saved: dict[int, int]
 ) -> bool:
-    """Go on to `stop` if all ranks have saved the same step. Return whether they have."""
+    """Continue with `stop` if all ranks have saved the same step. Return whether they have."""
     if len(saved) < len(draft.ranks) or len(set(saved.values())) != 1:
         return False
     step = next(iter(saved.values()))

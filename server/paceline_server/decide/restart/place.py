@@ -79,17 +79,17 @@ def advance_place(draft: Draft, action: ActionView) -> None:
 def _choices(
     draft: Draft, progress: ActionProgress, without: set[str]
 ) -> Iterator[tuple[set[str], bool]]:
-    """Yield which nodes are left out and whether the job may shrink for that, the best first."""
+    """Yield (nodes to exclude, whether the job may shrink), the best choice first."""
     for count in range(len(progress.avoid), 0, -1):
         yield without | set(progress.avoid[:count]), False
-    # Healthy nodes, then also lost ones that are back, then those with fewer GPUs than before.
+    # First only healthy nodes, then also lost nodes that are back, then also nodes that lost a GPU.
     lost = set(progress.lost)
     for readmitted in (set[str](), lost, lost | _degraded_nodes(draft)):
         yield without - readmitted, True
 
 
 def excluded_nodes(draft: Draft, action: ActionView) -> set[str]:
-    """Return the nodes excluded when the action began, and those found broken since."""
+    """Return the nodes excluded when the action began, and those found faulty since."""
     return set(action.exclude_nodes) | {
         finding.node
         for incident in draft.incidents()
@@ -100,7 +100,8 @@ def excluded_nodes(draft: Draft, action: ActionView) -> set[str]:
 
 
 def _degraded_nodes(draft: Draft) -> set[str]:
-    """Return the nodes that lost a GPU and offer the others: better than to wait for a repair."""
+    """Return the nodes that lost a GPU but can use the others, which is better than to wait for a
+    repair."""
     return {node.agent_id for node in draft.view.nodes if node.is_degraded}
 
 

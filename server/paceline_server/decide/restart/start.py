@@ -1,4 +1,4 @@
-"""Phases `start` and `observe`: start the new generation and see it finish a step."""
+"""Phases `start` and `observe`: start the new generation and wait until it has finished a step."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _command(
 
 
 def advance_start(draft: Draft, action: ActionView) -> None:
-    """Go on to `observe` once all agents have started their ranks."""
+    """Continue with `observe` once all agents have started their ranks."""
     if _fail_on_trouble(draft, action):
         return
     progress = progress_of(action)
@@ -137,7 +137,8 @@ def finish_start(draft: Draft, action: ActionView) -> None:
 
 
 def finish_unobserved(draft: Draft, action: ActionView) -> None:
-    """End a start whose ranks run and report no step: nothing shows that they are not healthy."""
+    """End a start whose ranks run but report no step: nothing indicates that they are not
+    healthy."""
     seconds = draft.policy.start_timeout_seconds
     detail = (
         f"The ranks run, but reported no step within {seconds:.0f} s: training is not observed. "
@@ -150,7 +151,7 @@ def finish_unobserved(draft: Draft, action: ActionView) -> None:
 
 
 def _is_unobserved(draft: Draft, progress: ActionProgress) -> bool:
-    """Return whether the time for the first step is over for a job that never reported one."""
+    """Return whether a job that never reported a step has exceeded the time for the first step."""
     return draft.view.highest_step is None and draft.now_ns > progress.deadline_ns
 
 
@@ -161,11 +162,11 @@ def _steps_lost(count: int) -> str:
 
 
 def _resumed_step(draft: Draft, progress: ActionProgress) -> int | None:
-    """Return the first step that the new generation did (again); None: unknown.
+    """Return the first step that the new generation trained; None: unknown.
 
     Checkpoints count completed steps, so a checkpoint's number is that of the next step, from 0.
-    The first step that the ranks reported decides. It may have been seen one step late: then the
-    known checkpoint corrects it.
+    The first step that the ranks reported decides. It may have been observed one step late; then
+    the known checkpoint corrects it.
     """
     first = progress.first_step
     if progress.saved_step is not None:
@@ -190,7 +191,7 @@ def _fail_on_trouble(draft: Draft, action: ActionView) -> bool:
 
 
 def _start_trouble(draft: Draft, progress: ActionProgress) -> tuple[str | None, str | None]:
-    """Return what keeps the new generation from training, and the node it happened on."""
+    """Return what prevents the new generation from training, and the node where it happened."""
     for agent, command_id in progress.start_commands.items():
         if draft.view.command_results.get(command_id) is False:
             return f"{agent} could not start its ranks.", agent
@@ -200,7 +201,7 @@ def _start_trouble(draft: Draft, progress: ActionProgress) -> tuple[str | None, 
         if rank.state == "exited" and (rank.exit_code != 0 or rank.commanded)
     ]
     if dead:
-        # If ranks of several nodes died, nothing shows which of the nodes is to blame.
+        # If ranks of several nodes died, none of the nodes is known to be to blame.
         node = dead[0].agent_id if len({rank.agent_id for rank in dead}) == 1 else None
         rank = f"Rank {dead[0].rank} ({dead[0].agent_id})"
         return f"{rank} {exit_text(dead[0])} before its first step.", node
@@ -217,7 +218,7 @@ def _start_trouble(draft: Draft, progress: ActionProgress) -> tuple[str | None, 
 def _may_end_late_start(draft: Draft) -> bool:
     """Return whether a generation that finishes no step may be ended.
 
-    Only if the job's script is known to report steps: a process that runs and reports nothing may
-    be healthy.
+    True only if the job's script is known to report steps: a process that runs without reporting
+    may be healthy.
     """
     return draft.policy.mode in ("approve", "auto") and draft.view.highest_step is not None

@@ -24,7 +24,7 @@ from paceline_server.decide.types import ActionView
 from paceline_server.decide.wording import join_names
 
 _TRIES = 2
-_SPARE_SECONDS = 2.0  # for spare nodes, which as a rule have nothing to stop
+_SPARE_SECONDS = 2.0  # for spare nodes, which usually have nothing to stop
 
 
 def enter_stop(draft: Draft, action: ActionView, progress: ActionProgress, detail: str) -> None:
@@ -37,7 +37,10 @@ def enter_stop(draft: Draft, action: ActionView, progress: ActionProgress, detai
 
 
 def advance_stop_phase(draft: Draft, action: ActionView) -> None:
-    """Go on to `place` once the old ranks are dead; nodes that never confirm are quarantined."""
+    """Continue with `place` once the old ranks are dead.
+
+    Nodes that never confirm are quarantined.
+    """
     progress = add_lost_nodes(draft, action, progress_of(action))
     if progress != progress_of(action):
         action = set_progress(draft, action, progress)

@@ -1,9 +1,9 @@
 """Flags a pipeline that idles more than its schedule requires, unless another finding explains it.
 
 A step's bubble is split by cause (`steps.bubbles`). Uneven stages, slow ranks, late data and
-sequence lengths have detectors of their own, which run first. This one reports the rest when it
-lasts: slow transfers between stages, late launches, and compute times that vary. Its advice says
-what another schedule would give.
+sequence lengths have detectors of their own, which run first. This detector reports the rest if it
+persists: slow transfers between stages, late launches, and compute times that vary. Its advice
+includes the gain of another schedule.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _share(bubbles: list[StageBubble], cause: str) -> float:
 
 
 def _cause(bubbles: list[StageBubble]) -> tuple[str, float]:
-    """Return the cause with the largest share of the excess, and that share of the phase."""
+    """Return the cause with the largest share of the excess, and its share of the phase."""
     shares = {cause: _share(bubbles, cause) for cause in (*_REPORTED_BY_OTHERS, *_REPORTED)}
     worst = max(shares, key=lambda cause: shares[cause])
     return worst, shares[worst]

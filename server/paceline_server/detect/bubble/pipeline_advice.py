@@ -1,8 +1,8 @@
 """The gain of another pipeline schedule, simulated with the recorded durations.
 
-The work of a stage stays the same: its forwards and backwards are only cut into more microbatches
-or more chunks of the model, and run in another order. A transfer costs what it costs now, however
-little it carries, so that the gain of smaller pieces is not overestimated.
+The work of a stage stays the same: its forwards and backwards are only split into more microbatches
+or more model chunks, and run in another order. A transfer costs as much as it does now, whatever
+its size, so that the gain of a finer split is not overestimated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline_wire.topology import Topology
 
 Floats = npt.NDArray[np.float64]
 
-# Speedup from which a change is worth naming, unless it saves memory.
+# Smallest speedup of a change that is listed; a change that saves memory is always listed.
 WORTH_NAMING = 1.02
 SAVES_MEMORY = 0.8
 MAXIMUM_ACTIONS = 1 << 14
@@ -35,16 +35,16 @@ INPUT_SHARE = 0.5
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """One change. Ratios are relative to now."""
+    """One change of the pipeline. Ratios are relative to the current pipeline."""
 
     change: str  # "twice as many microbatches of half the size"
     schedule: str
     microbatches: int
     virtual_stages: int
-    speedup: float  # step time now over step time then
-    bubble_ratio: float  # mean idle share of the stages in the phase
+    speedup: float  # current step time over step time with the change
+    bubble_ratio: float  # mean idle share of the stages during the phase
     bubble_ratio_now: float
-    memory_ratio: float  # activations of the stage that holds most
+    memory_ratio: float  # activation memory of the stage that holds most
 
 
 class _Recorded:
@@ -111,7 +111,7 @@ class _Recorded:
 
 
 def advise(phase: PipelinePhase, metadata: Mapping[str, str], step_seconds: float) -> list[Advice]:
-    """Return changes that are worth naming, best first. `step_seconds`: of the phase's step."""
+    """Return the useful changes, best first. `step_seconds`: of the phase's step."""
     recorded = _Recorded(phase)
     found = []
     for change, schedule, microbatches, chunks in _candidates(recorded, metadata):
@@ -142,7 +142,10 @@ def advise(phase: PipelinePhase, metadata: Mapping[str, str], step_seconds: floa
 def advise_step(
     timing: StepTiming, topology: Topology, metadata: Mapping[str, str]
 ) -> list[Advice]:
-    """Return the same for a recorded step; nothing without a pipeline or if too much was lost."""
+    """Return the same for a recorded step.
+
+    Empty without a pipeline or if too many spans were lost.
+    """
     phase = PipelinePhaseReader(topology).read(timing)
     if phase is None or not timing.ranks.rank.size:
         return []
@@ -184,7 +187,7 @@ def _candidates(
 
 
 def _can_divide(metadata: Mapping[str, str], stages: int, chunks: int) -> bool:
-    """Return whether each chunk has enough layers for two; unknown counts as enough."""
+    """Return whether each chunk has enough layers to be split in two; unknown counts as enough."""
     layers = stage_layers(metadata, stages * chunks)
     return layers is None or int(layers.min()) >= 2
 

@@ -15,8 +15,8 @@ class BubbleSettings:
     # on a machine with fewer cores than ranks it alone reaches 0.05 to 0.15.
     unexplained_excess: float = 0.30
     window_steps: int = 20
-    hits: int = 16  # of the window's steps
-    # From this excess on the bubble is worth a warning rather than a note.
+    hits: int = 16  # steps of the window in which the excess must occur
+    # Excess from which the severity is warning instead of info.
     warning_excess: float = 0.25
 
 

@@ -3,9 +3,9 @@
 The names are a public contract: alerts, policies and dashboards match on them. No other module
 spells one out. docs/concepts.md lists those that `CAUSES` describes.
 
-Priors are shares per kind of finding. They are good to a factor of about two, which is less than
-what one clear measurement weighs. Source for hardware faults: the 419 interruptions of Llama 3
-(table 5: GPU 148, HBM 72, switch and cable 35, GPU SRAM 19, NIC 7, thermal 6, SSD 3, memory, CPU
+Priors are shares per kind of finding. They are accurate to a factor of about two, which is less
+than the weight of one clear measurement. Source for hardware faults: the 419 interruptions of Llama
+3 (table 5: GPU 148, HBM 72, switch and cable 35, GPU SRAM 19, NIC 7, thermal 6, SSD 3, memory, CPU
 and I/O 2 each). Throttling and contention slow a rank without interrupting it. That table does not
 list them, and they lead the slow kinds here.
 """
@@ -70,11 +70,11 @@ class CauseInfo:
     """One row of the catalog.
 
     Attributes:
-        subject: The word for it in "unknown, but not: clock, PCIe, ...".
+        subject: The word for the cause in "unknown, but not: clock, PCIe, ...".
         on_node: The node is at fault, so a restart should exclude it.
         priors: Kind of finding -> share. A kind that is missing never has this cause.
         advice: What the operator should do.
-        is_load: It is load on the node, which can end without a fix.
+        is_load: The cause is load on the node, which can end without a fix.
     """
 
     subject: str

@@ -31,9 +31,9 @@ class Diagnosis:
     """The result of `diagnose`.
 
     Attributes:
-        cause: The cause that is named, or `UNKNOWN`.
+        cause: The reported cause, or `UNKNOWN`.
         on_node: The node is at fault, not only the process.
-        causes: Every likely cause, likeliest first. What is missing to 1 is unknown.
+        causes: Every likely cause, likeliest first. The rest up to 1 is unknown.
         ruled_out: Subjects such as "clock" or "PCIe".
         not_measured: Subjects that no check could measure.
         rank: For a link, the end at which the cause was found.
@@ -94,7 +94,7 @@ def diagnose(
 
 
 def _not_measured_evidence(diagnosis: Diagnosis, suspect: Suspect) -> list[Evidence]:
-    """For an unknown cause, list the likely causes that nothing measured."""
+    """Return evidence that lists the likely causes that nothing measured, for an unknown cause."""
     if diagnosis.cause != UNKNOWN:
         return []
     has_gpu = any(suspect.generation.gpus.get(rank) is not None for rank in suspect.ranks)
@@ -210,7 +210,10 @@ def _unique(names: Iterable[str]) -> list[str]:
 
 
 def _likelier_end(one: Diagnosis, other: Diagnosis) -> Diagnosis:
-    """Return the end of the link that explains it. A cause is ruled out only if both ends do."""
+    """Return the end of the link that explains it.
+
+    A cause is ruled out only if both ends rule it out.
+    """
     first, second = sorted((one, other), key=lambda diagnosis: -_certainty(diagnosis))
     first.counter_evidence += second.counter_evidence
     first.ruled_out = [subject for subject in first.ruled_out if subject in second.ruled_out]

@@ -1,4 +1,4 @@
-"""The network interfaces that the job may use: others explain nothing."""
+"""The network interfaces that the job may use; other interfaces explain nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline_server.detect.telemetry import Telemetry
 from paceline_wire import metric_names
 
 # Interfaces of containers, virtual machines and tunnels on the node, by the names that their
-# programs give them.
+# software gives them.
 _VIRTUAL = re.compile(
     r"lo$|veth|docker|br-|cni|cali|cilium|lxc|flannel|weave|virbr|vnet|vmnet|tun|tap|macvtap|ifb"
     r"|dummy|nodelocal|kube|podman|nerdctl|vxlan|geneve|gre|sit|ip6tnl|wg|ovs"

@@ -1,4 +1,4 @@
-"""The suspect of a diagnosis: who is slow since when, and the series of it and of its peers."""
+"""The suspect of a diagnosis: what is slow since when, with its series and those of its peers."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Suspect:
     node: str
     onset_ns: int  # server's clock
     onset_step: int | None
-    is_chronic: bool  # slow since the first steps: no past to compare with
+    is_chronic: bool  # slow since the first steps, so there is no past to compare with
     kind: str
     slowdown: float | None  # 1: healthy
-    tolerance_seconds: float  # error of the onset against the times of samples
+    tolerance_seconds: float  # uncertainty of the onset relative to the times of samples
     observation: Observation
     generation: Generation
 
@@ -74,7 +74,8 @@ class Suspect:
         return "" if self.onset_step is None else f" at step {self.onset_step}"
 
     def devices(self, scope: Scope, metric: str, **labels: str) -> list[MeasuredDevice]:
-        """Return what the metric is measured on: the suspect's GPUs, ranks, ports or its node."""
+        """Return the devices that the metric describes: the suspect's GPUs, ranks, ports or its
+        node."""
         if scope is Scope.NODE:
             return [MeasuredDevice(self.node, labels, self.node)]
         if scope is Scope.GPU:
@@ -98,7 +99,7 @@ class Suspect:
 
     def series(self, metric: str, device: MeasuredDevice) -> MetricSeries | None:
         found = self.observation.telemetry.find(device.node, metric, **device.labels)
-        if found is None and "job" in device.labels:  # an agent that serves a single job
+        if found is None and "job" in device.labels:  # the agent serves a single job
             labels = {name: value for name, value in device.labels.items() if name != "job"}
             found = self.observation.telemetry.find(device.node, metric, **labels)
         return found

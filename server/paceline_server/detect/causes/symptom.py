@@ -1,4 +1,4 @@
-"""Symptoms: the metrics in which a cause shows, and their weight for one suspect."""
+"""Symptoms: the metrics that a cause affects, and their weight for one suspect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NS = 1e9
 # A value this close to its past is no evidence, whatever the peers show.
 _UNCHANGED_SCORE = 0.5
 
-# (value now, value expected) -> the largest slowdown that this explains
+# (current value, expected value) -> the largest slowdown that this explains
 Prediction = Callable[[float, float], float]
 
 
@@ -32,7 +32,7 @@ def inverse(now: float, expected: float) -> float:
 
 
 def stalled(now: float, expected: float) -> float:
-    """Return the slowdown if waiting for a share of the time leaves only the rest for work."""
+    """Return the slowdown of work that waits for this share of the time."""
     return 1.0 / max(1.0 - max(now - expected, 0.0), 0.02)
 
 
@@ -50,7 +50,7 @@ class WeighedEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """One metric in which one cause shows.
+    """One metric that one cause affects.
 
     Attributes:
         name: The metric in a sentence: "SM clock".
@@ -58,12 +58,12 @@ class Symptom:
         how: "level" compares samples, "rate" the growth of a counter per second, "events" the
             number of rare events that a counter has counted since the onset.
         tolerance: Difference from the expected value that is normal.
-        relative_tolerance: The same as a share of the expected value. Both are added up.
-        rises: The cause makes the value rise, not fall.
+        relative_tolerance: The same as a share of the expected value. The two are added.
+        rises: Whether the cause raises the value instead of lowering it.
         scale: Factor from the metric's unit to `unit`.
         normal: Value of a healthy device, used if neither its past nor its peers are measured.
         predicts: Largest slowdown that the deviation explains. None: not known.
-        saturates_at: Value at which the counter stops to count.
+        saturates_at: Value at which the counter stops counting.
     """
 
     cause: str
@@ -179,7 +179,8 @@ def _values(
         return _Measured(now, past, None, past, score, None)  # its peers need not be read
     others = _peer_values(suspect, symptom, device)
     peers = median(others) if others else None
-    unsteady = scatter / past if past else 0.0  # assume that peers scatter as much
+    # assume that peers scatter as much as the suspect did before
+    unsteady = scatter / past if past else 0.0
     references = [(past, scatter), (peers, max(_scatter(others), unsteady * (peers or 0.0)))]
     scored = [
         (_score(symptom, now, expected, sigma), expected)
@@ -209,7 +210,10 @@ def _peer_values(suspect: Suspect, symptom: Symptom, device: MeasuredDevice) -> 
 def _events(
     suspect: Suspect, symptom: Symptom, device: MeasuredDevice, series: MetricSeries
 ) -> _Measured | None:
-    """Count events. `now`: number since the onset; `expected`: as many as past or peers had."""
+    """Count events.
+
+    `now`: number since the onset; `expected`: number that the past or the peers predict.
+    """
     if (series.latest_ns() or 0.0) < suspect.onset_ns:
         return None
     timeline = _timeline(symptom, series)
@@ -264,7 +268,7 @@ def _score(symptom: Symptom, now: float, expected: float, scatter: float) -> flo
 
 
 def _weigh(suspect: Suspect, symptom: Symptom, measured: _Measured) -> tuple[float, str]:
-    """Return the weight, and the remarks that explain it."""
+    """Return the weight and the remarks that explain it."""
     weight, remarks = weighing.strength_weight(measured.score), ""
     if weight <= 0:
         return weight, remarks

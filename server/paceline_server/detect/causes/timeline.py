@@ -1,4 +1,4 @@
-"""One metric around the onset of a finding: before, since then, and when it changed."""
+"""One metric around the onset of a finding: its values before and after, and when it changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAD_TO_SIGMA = 1.4826  # for a normal distribution
 class MetricTimeline:
     """`values[i]` holds from `starts[i]` to `ends[i]` (ns, server's clock).
 
-    A level is sampled at `ends`. A rate is the growth of a counter per second in that time.
+    A level is sampled at `ends`. A rate is the growth of a counter per second during that time.
     """
 
     starts: Floats

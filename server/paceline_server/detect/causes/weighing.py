@@ -1,4 +1,4 @@
-"""Weights of deviations, and likelihoods from weights. A weight is a decimal logarithm."""
+"""Weights of deviations, and likelihoods computed from weights. A weight is a decimal logarithm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from paceline_server.detect.causes.catalog import CAUSES, UNKNOWN_PRIOR
 
 # A deviation of 1.5 tolerances is neutral. Each further tolerance counts ten times more, up to a
-# thousand to one; beyond that, the metric itself is the more doubtful. No deviation at all is
+# thousand to one; beyond that, it is more likely that the metric is wrong. No deviation at all is
 # thirty to one against: metrics miss some faults (a throttle between two samples).
 _NEUTRAL_SCORE = 1.5
 _STRONGEST = 3.0
@@ -18,7 +18,7 @@ _AT_ONSET = 0.7
 _FAR_FROM_ONSET = -3.0
 # A cause that explains two thirds of the slowdown is neutral; a tenth is fifty to one against.
 _NEUTRAL_SHARE = 2 / 3
-# Normal metrics of a cause speak against it, but weaker than the deviating one speaks for it.
+# Normal metrics of a cause count against it, but less than the deviating metric counts for it.
 AGREES = 0.3
 DISAGREES = -0.5
 # Added to a cause that is the consequence of a deeper one that is present: swapping explains
@@ -56,7 +56,8 @@ def magnitude_weight(predicted: float, slowdown: float) -> float:
 
 
 def combined_weight(weights: Iterable[float]) -> float:
-    """Combine the metrics of one cause: the strongest, shifted by what most others indicate."""
+    """Combine the metrics of one cause: the strongest one, adjusted by what most others
+    indicate."""
     first, *others = sorted(weights, reverse=True)
     if first <= 0 or not others:
         return first

@@ -1,9 +1,9 @@
-"""Detect checkpoints that fail, and checkpoints that no longer come.
+"""Detect checkpoints that fail, and checkpoints that are no longer saved.
 
-Training goes on without them, and nothing else shows it: a crash then costs all steps since the
+Training continues without them, and nothing else reveals it: a crash then costs all steps since the
 newest complete checkpoint. Ranks report both with `paceline.checkpoint_saved` and
 `paceline.checkpoint_failed`. For a script that reports neither, the steps in which a rank timed a
-`paceline.checkpoint()` stand for its checkpoints.
+`paceline.checkpoint()` count as its checkpoints.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class CheckpointFailureDetector(Detector):
     ) -> None:
         super().__init__(generation, policy)
         self.settings = settings
-        self._step: int | None = None  # newest finished
+        self._step: int | None = None  # newest finished step
         self._saved: int | None = None  # steps completed in the newest complete checkpoint
         self._timed: int | None = None  # newest step in which a rank timed a checkpoint
         self._intervals: deque[int] = deque(maxlen=_INTERVALS)  # in steps
-        self._counted: dict[int, int] = {}  # rank -> failed saves
-        self._failures = 0  # in a row
+        self._counted: dict[int, int] = {}  # by rank: failed saves
+        self._failures = 0  # consecutive failures
         self._active: dict[str, Finding] = {}
 
     def update(self, observation: Observation) -> list[Finding]:
@@ -66,7 +66,7 @@ class CheckpointFailureDetector(Detector):
         return [*over, *new]
 
     def _add_timed(self, step: int, now_ns: int) -> list[Finding]:
-        """Take over a step in which a checkpoint was timed. Return the finding that it ends."""
+        """Record a step in which a checkpoint was timed. Return the finding that it ends."""
         previous, self._timed = self._timed, step
         if self._saved is not None:
             return []
@@ -76,7 +76,7 @@ class CheckpointFailureDetector(Detector):
         return [] if ended is None else [cleared(ended, "Checkpoints come again.", now_ns)]
 
     def _add_saved(self, observation: Observation) -> list[Finding]:
-        """Take over the newest complete checkpoint. Return the findings that it ends."""
+        """Record the newest complete checkpoint. Return the findings that it ends."""
         reported = [
             live.state.view.saved_step
             for live in observation.ranks.values()
@@ -86,7 +86,7 @@ class CheckpointFailureDetector(Detector):
         if newest is None or newest == self._saved:
             return []
         if self._saved is None:
-            self._intervals.clear()  # of timed steps: they need not have been saved
+            self._intervals.clear()  # these were of timed steps, which need not have been saved
         elif newest > self._saved:
             self._intervals.append(newest - self._saved)
         self._saved, self._failures = newest, 0
@@ -132,7 +132,7 @@ class CheckpointFailureDetector(Detector):
         )
 
     def _judge_missing(self, now_ns: int) -> Finding | None:
-        """Return a finding if no checkpoint came for several usual intervals."""
+        """Return a finding if no checkpoint was saved for several usual intervals."""
         newest = self._saved if self._saved is not None else self._timed
         if self._active or newest is None or self._step is None:
             return None

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class CheckpointFailureSettings:
     """When missing checkpoints are reported."""
 
-    # Failures in a row that are critical. One can be a storage that was busy for a moment; after
+    # Failures in a row that are critical. One failure can be storage that was briefly busy; after
     # three, a crash costs at least three intervals.
     critical_failures: int = 3
-    # Intervals between checkpoints that are needed to know the usual one.
+    # Number of intervals needed to know the usual interval between checkpoints.
     known_intervals: int = 2
     # A checkpoint is missing after this many usual intervals. A save in the background may be late
     # by one interval.

@@ -38,7 +38,7 @@ class _Checkpoint:
     step: int
     seconds: Floats  # by rank; 0: it wrote nothing
     step_seconds: float  # typical step without a checkpoint
-    since_seconds: float  # time since the previous checkpoint or the start, this one included
+    since_seconds: float  # from the previous checkpoint or the start until the end of this one
     started_ns: int  # of the step
 
     @property
@@ -88,7 +88,10 @@ class CheckpointStallDetector(Detector):
         return True
 
     def _judge(self, observation: Observation) -> list[Finding]:
-        """Return what is new after a checkpoint. A problem that is not found again is cleared."""
+        """Return the new findings after a checkpoint.
+
+        A problem that is not found again is cleared.
+        """
         now_ns = observation.now_ns
         found = [*self._slow_ranks(now_ns), *self._slow_storage(now_ns)]
         if not found:
@@ -176,7 +179,7 @@ class CheckpointStallDetector(Detector):
         )
 
     def _slow_storage(self, now_ns: int) -> list[Finding]:
-        """Return a finding after two much slower checkpoints, or one that is slower still."""
+        """Return a finding after two much slower checkpoints, or one extremely slow one."""
         checkpoints = list(self._checkpoints)
         for newest, ratio in ((2, 1.0), (1, 2.0)):
             earlier = [each.typical for each in checkpoints[:-newest]]
@@ -201,7 +204,7 @@ class CheckpointStallDetector(Detector):
         """Return a finding if checkpoints take too much of the run."""
         checkpoints = list(self._checkpoints)[
             1:
-        ]  # the time before the first one includes the start
+        ]  # the time before the first checkpoint includes the start
         if len(checkpoints) < 2:
             return []
         wall = sum(each.since_seconds for each in checkpoints)

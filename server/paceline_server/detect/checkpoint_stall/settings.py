@@ -9,12 +9,12 @@ from dataclasses import dataclass
 class CheckpointStallSettings:
     """How long a checkpoint must block training."""
 
-    # A checkpoint is slow when it takes this many times what other ranks or earlier ones take ...
+    # A checkpoint is slow when it takes this many times as long as on other ranks or earlier ...
     ratio: float = 2.0
-    # ... and this share of a step longer: less has no effect that people notice.
+    # ... and is longer by this share of a step: less is not noticeable.
     step_share: float = 0.3
     # Share of all time at which blocking for checkpoints is worth advice: saving asynchronously
-    # wins about half of it back.
+    # recovers about half of it.
     cost_ratio: float = 0.08
 
 

@@ -2,8 +2,8 @@
 
 A pause of one rank makes all others wait. If each of a hundred ranks collects once in a hundred
 steps, each at its own time, every step contains a pause. If all collect in the same step, there is
-one pause for all. The finding reports this difference and how to save it. If all ranks already
-collect together and it still takes a tenth of the time, the finding reports all of that time.
+one pause for all. The finding reports this difference and how to avoid it. If all ranks already
+collect together and it still takes a tenth of the time, the finding reports the whole cost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COST_TOLERANCE = 0.25  # a cost that differs by less is not reported again
 
 @dataclass(frozen=True, slots=True)
 class _PauseCost:
-    """The cost of the pauses in the newest steps, apart and if all ranks paused together."""
+    """The cost of the pauses in the newest steps, as they are and if all ranks paused together."""
 
     longest: Floats  # longest pause of each step, in seconds
     paused: npt.NDArray[np.bool_]  # steps in which this pause is long enough to count
@@ -50,7 +50,7 @@ class _PauseCost:
 
 
 class GcDetector(Detector):
-    """Finding kind `gc`, fingerprint `gc`; `rank` where one alone pauses. Never acted on."""
+    """Finding kind `gc`, fingerprint `gc`; `rank` if only one rank pauses. It causes no action."""
 
     kinds: ClassVar[tuple[Kind, ...]] = (GC,)
     order: ClassVar[int] = 13
@@ -71,7 +71,7 @@ class GcDetector(Detector):
         self._steps: deque[int] = deque(maxlen=window)
         self._first_pause: float | None = None  # longest pause of the first step
         self._active: Finding | None = None
-        self._is_preliminary = False  # reported from few steps, not corrected yet
+        self._is_preliminary = False  # reported from few steps and not corrected yet
 
     def update(self, observation: Observation) -> list[Finding]:
         findings = []
@@ -113,7 +113,7 @@ class GcDetector(Detector):
         return []
 
     def _count_pauses(self, pause_cost: _PauseCost) -> int:
-        """Return the number of pauses; the first step counts if it is like the few others."""
+        """Return the number of pauses; the first step counts if it is similar to the few others."""
         counted = pause_cost.longest[pause_cost.paused]
         has_few_steps = len(pause_cost.longest) == len(self._longest) < self.settings.recent_steps
         first_pause = self._first_pause or 0.0
@@ -146,7 +146,7 @@ class GcDetector(Detector):
         longest = np.array(self._longest)[-steps:]
         seconds = np.array(self._seconds)[-steps:]
         total = max(float(seconds.sum()), 1e-9)
-        # Together: every step pauses as long as the typical rank.
+        # If all paused together, each step would pause as long as the typical rank.
         typical = 0.0
         if self.generation.topology.world_size > 1:
             means = np.mean(list(self._pauses)[-steps:], axis=0)

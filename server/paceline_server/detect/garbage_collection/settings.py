@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GarbageCollectionSettings:
-    """Minimum cost of pauses for garbage collection, and in how many steps."""
+    """Minimum cost of pauses for garbage collection, and the number of steps they must occur in."""
 
     # Share of step time that the pauses must cost beyond what they would cost if all ranks paused
-    # together. A healthy job of a thousand ranks, each of which now and then pauses for a
-    # hundredth of a step, loses 1 to 1.5% this way.
+    # together. A healthy job of a thousand ranks, each of which occasionally pauses for a hundredth
+    # of a step, loses 1 to 1.5% this way.
     share: float = 0.025
     window_steps: int = 48
-    pauses: int = 5  # steps with such a pause: a few are an accident ...
-    # ... unless within this many steps they cost this many times the share.
+    pauses: int = 5  # steps with such a pause: a few could be coincidence ...
+    # ... unless the cost of this many steps is a multiple of the share.
     fewest_pauses: int = 3
     recent_steps: int = 8
     obvious_ratio: float = 2.5

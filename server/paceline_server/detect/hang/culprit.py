@@ -1,4 +1,5 @@
-"""Step 2 of a hang verdict: find the culprits, which block others and wait for no other rank.
+"""Step 2 of a hang verdict: find the culprits, which block others and do not wait for any other
+rank.
 
 Ranks that wait for each other in a cycle entered their communications in different orders. The
 culprit is the one that left its own program, or whose counts differ from those of the ranks at the
@@ -119,7 +120,7 @@ def _rank_culprits(
     dependents: Dependents,
     views: Mapping[int, StateView],
 ) -> Culprits:
-    """Return the ranks stuck in host code, else those that entered something else."""
+    """Return the ranks stuck in host code, otherwise those that entered another communication."""
     host = [rank for rank in candidates if rank not in mismatched]
     ranks = sorted(
         host or candidates,
@@ -159,7 +160,7 @@ def _are_blocked_by_devices(
     groups: Groups,
     async_ranks: frozenset[int],
 ) -> bool:
-    """Return whether several hosts wait at the same place, with equal launch counts."""
+    """Return whether several hosts wait in the same operation, with equal launch counts."""
     if len(candidates) < 2 or not set(candidates) <= async_ranks:
         return False
     ops = {innermost_op(views[rank]) for rank in candidates}
@@ -213,7 +214,7 @@ def _departures(
     groups: Groups,
     programs: Programs,
 ) -> dict[int, Mapping[ProgramChannel, int]]:
-    """Return how each rank that left its program differs from it."""
+    """Return how each rank that left its program differs from the program."""
     departures: dict[int, Mapping[ProgramChannel, int]] = {}
     for rank in sorted(ranks & views.keys()):
         program = programs(rank)
@@ -233,7 +234,7 @@ def _cycle_culprits(
 ) -> Culprits:
     inside = [operation for operation in blocked if operation.rank in cycle]
     mismatches = [operation for operation in inside if operation.reason is BlockReason.MISMATCH]
-    if mismatches:  # and it is undecided which members entered the wrong operation
+    if mismatches:  # also undecided: which members entered the wrong operation
         ranks = {rank for operation in mismatches for rank in operation.targets}
         all_mismatches = tuple(
             operation for operation in blocked if operation.reason is BlockReason.MISMATCH
@@ -267,7 +268,7 @@ def _count_outliers(
 ) -> set[int]:
     """Return the ranks whose counts differ from those of most ranks at the same operation.
 
-    Groups of one name mostly run the same program, so counts are compared by group name.
+    Groups with the same name mostly run the same program, so counts are compared by group name.
     """
     by_place: dict[tuple[str, int], dict[int, frozenset[tuple[str, int]]]] = {}
     for rank, view in views.items():

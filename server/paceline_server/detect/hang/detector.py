@@ -1,11 +1,11 @@
 """Detect a hung job and name the rank that blocks it.
 
 A job hangs if the state page of every living rank has been unchanged for long enough, in recent
-reports. Long enough is three times the usual duration of the culprit's operation; less if a process
+reports. The limit is three times the usual duration of the culprit's operation; less if a process
 is stopped or gone, which is certain; more while the job starts, evaluates or saves a checkpoint.
 
 The verdict has three steps, one module each: who waits for whom (`wait_for_graph`), who is to blame
-(`culprit`), and why (`verdict`); `sentences` puts it into words. After the first report the
+(`culprit`), and why (`verdict`); `sentences` writes the summary. After the first report the
 detector asks for the Python stacks of the culprit and of one rank that waits for it, and for the
 Flight Recorder dumps of all ranks. It reports the hang again when they arrive.
 """
@@ -53,7 +53,7 @@ class _ExpectedRanks:
     """The ranks that should make progress."""
 
     live: list[LiveRank]  # with a recent state page
-    without_page: frozenset[int]  # no recent page, although their node sends batches
+    without_page: frozenset[int]  # ranks without a recent page, although their node sends batches
 
     @property
     def statuses(self) -> set[str]:
@@ -120,7 +120,10 @@ class HangDetector(Detector):
         return [self._active]
 
     def _makes_progress(self, observation: Observation) -> bool:
-        """Return whether any rank does. In a healthy job one of the first does."""
+        """Return whether any rank makes progress.
+
+        In a healthy job, one of the first checked does.
+        """
         fresh_since_ns = self._fresh_since_ns(observation)
         return any(
             live.state is not None
@@ -138,7 +141,7 @@ class HangDetector(Detector):
         """Return the ranks that should make progress; None if a hang cannot be judged.
 
         A failed rank is reported by another detector and explains why the others wait. A silent
-        node may hold ranks that make progress.
+        node may run ranks that make progress.
         """
         if any(event.exit_code != 0 for event in observation.exited.values()):
             return None
@@ -188,7 +191,7 @@ class HangDetector(Detector):
         """Return the verdict if every rank has been in the same operation for too long."""
         observed = self.settings.observed_seconds
         if not observation.steps_finished and not any(map(_has_recorded, ranks.live)):
-            return None  # the script may well train without calling the hooks
+            return None  # the script may be training without calling the hooks
         if not all(live.surely_frozen_seconds >= observed for live in ranks.live):
             self._cache = _Cache()
             return None
@@ -228,7 +231,7 @@ class HangDetector(Detector):
     # --- when -----------------------------------------------------------------------------
 
     def _phase_limit_seconds(self, ranks: _ExpectedRanks, observation: Observation) -> float:
-        """Return how long the phase may take without progress, whichever rank is to blame."""
+        """Return how long the phase may take without progress, independent of the culprit."""
         settings, policy, statuses = self.settings, self.policy, ranks.statuses
         if "checkpointing" in statuses:
             return policy.hang_checkpoint_seconds
@@ -375,7 +378,7 @@ class HangDetector(Detector):
         return [self._active]
 
     def _clear_on_progress(self, ranks: _ExpectedRanks, observation: Observation) -> list[Finding]:
-        """Clear the finding if a rank made progress: it was no hang, or it is over."""
+        """Clear the finding if a rank made progress: it was not a hang, or it is over."""
         active = self._active
         assert active is not None
         if all(live.surely_frozen_seconds > 0 for live in ranks.live):
@@ -385,7 +388,8 @@ class HangDetector(Detector):
 
 
 def _normal_on_node(node: Diagnosis) -> list[Evidence]:
-    """Return one line with what is normal on the node, and one with what was not measured."""
+    """Return one line that lists what is normal on the node, and one that lists what was not
+    measured."""
     if node.cause != UNKNOWN or not node.counter_evidence:
         return []
     lines = []
@@ -414,7 +418,7 @@ def _lacks_cpu(live: LiveRank) -> bool:
 
 
 def _has_recorded(live: LiveRank) -> bool:
-    """Return whether the rank has recorded anything: a step, a section or a collective."""
+    """Return whether the rank has recorded a step, a section or a collective."""
     if live.state is None:
         return False
     view = live.state.view

@@ -1,4 +1,5 @@
-"""Python stacks of blocked ranks: the frame that explains the hang, and who holds the GIL."""
+"""Python stacks of blocked ranks: the frame that explains the hang, and the thread that holds the
+GIL."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from paceline_wire.stacks import StackFrame, ThreadStack
 GIL_HELD = "GIL held by thread "
 _MAIN_THREAD = "MainThread"
 _MAX_FRAMES_SHOWN = 4
-# Frames of our own wrappers and of what they wrap: the caller is more informative.
+# Frames of Paceline's wrappers and of the functions they wrap: the caller is more informative.
 _WRAPPER_PACKAGES = ("paceline/", "torch/distributed/")
 # Modules in which the standard library waits for its caller: the caller is more informative.
 _WAITING_MODULES = frozenset(
@@ -27,7 +28,7 @@ _WAITING_MODULES = frozenset(
 
 
 def cause_with_stacks(stacks: RankStackTraces, cause: str) -> str:
-    """Return the cause, or the other thread that holds the GIL and so blocks the main thread."""
+    """Return the cause, or the thread that holds the GIL and so blocks the main thread."""
     holder = next((thread for thread in stacks.threads if thread.holds_gil), None)
     if holder is None or holder.name == _MAIN_THREAD or not cause.startswith("stuck in"):
         return cause

@@ -15,7 +15,7 @@ from paceline_wire import metric_names
 from paceline_wire.ring import StateView
 from paceline_wire.spans import COMPUTE_OPS, SECTION_BASE, Op, op_name
 
-# States of a process as /proc/PID/stat shows them; None: there is no such process.
+# States of a process in /proc/PID/stat; None: there is no such process.
 STOPPED_STATES = ("T", "t")
 GONE_STATES = (None, "Z", "X")
 BUSY_CPU_SHARE = 0.5
@@ -46,7 +46,7 @@ def process_cause(live: LiveRank) -> tuple[str, list[Evidence]] | None:
 def host_cause(
     live: LiveRank, observation: Observation, generation: Generation
 ) -> tuple[str, list[Evidence]]:
-    """Return what a culprit on the host side is stuck in."""
+    """Return the host operation that a culprit is stuck in."""
     process = process_cause(live)
     if process is not None or live.state is None:
         return process or (UNKNOWN, [])

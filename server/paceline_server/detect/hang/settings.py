@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HangSettings:
-    """How surely a rank must be blocked. `Policy` says for how long."""
+    """How certain it must be that a rank is blocked. `Policy` defines for how long."""
 
     # Multiple of the usual (p99) duration of the operation, or of the step.
     step_multiple: float = 3.0
-    # The agent itself must have seen the same state page for this long, whatever times the page
-    # contains: four reads.
+    # The agent itself must have read the same state page for this long (four reads), whatever times
+    # the page contains.
     observed_seconds: float = 1.5
-    # Certain when the process is stopped or gone: half of the policy's limit is enough.
+    # Half of the policy's limit: it is certain that a stopped or missing process is blocked.
     confirmed_seconds: float = 1.5
-    # A page that was received longer ago says nothing about now: delivery hangs, not training.
+    # A page received longer ago does not show the current state: the delivery may hang, not the
+    # training.
     freshness_seconds: float = 2.5
-    # Steps that must be known before their p99 means anything.
+    # Number of known steps from which their p99 is meaningful.
     known_steps: int = 3
 
 

@@ -1,7 +1,7 @@
 """The step program: the communications that a rank repeats in every step, in order.
 
 A rank that skipped one, or entered two in another order, is found by comparing its counts with its
-own last complete step. This also decides between two ranks that wait for each other, where no
+own last complete step. This also finds the culprit of two ranks that wait for each other, where no
 majority exists.
 """
 
@@ -49,7 +49,7 @@ class RankProgram:
             self._places.setdefault(item.channel, []).append(place)
 
     def common_with(self, earlier: RankProgram) -> RankProgram | None:
-        """Return this step with sizes that differ set to 0; None if the order differs."""
+        """Return this step, with sizes set to 0 where they differ; None if the order differs."""
         if [(item.channel, item.op) for item in self._order] != [
             (item.channel, item.op) for item in earlier._order
         ]:
@@ -68,9 +68,10 @@ class RankProgram:
     def departures(
         self, channel: ProgramChannel, sequence: int, entered: dict[ProgramChannel, int]
     ) -> dict[ProgramChannel, int] | None:
-        """Return, per channel, how many more communications it entered than the program says.
+        """Return, per channel, how many more communications the rank entered than its program has.
 
-        `channel` and `sequence` name the newest communication. None: it is not in the program.
+        `channel` and `sequence` name the newest communication. None: the communication is not in
+        the program.
         """
         position = self._position(channel, sequence)
         if position is None:
@@ -85,7 +86,7 @@ class RankProgram:
         return differences
 
     def _position(self, channel: ProgramChannel, sequence: int) -> tuple[int, int] | None:
-        """Return (complete steps since the program's step, place in the order)."""
+        """Return (complete steps since the program's step, position in the order)."""
         places = self._places.get(channel)
         if places is None or sequence <= self._last[channel]:
             return None
@@ -199,8 +200,8 @@ def departures_from(
 ) -> dict[ProgramChannel, int]:
     """Return, per channel, by how much the rank's count differs from its own program.
 
-    Empty: it does not. A difference of 0: the count is right, but the newest communication is
-    another operation or has another size.
+    Empty if no count differs. A difference of 0 means that the count is right, but the newest
+    communication is another operation or has another size.
     """
     counts = entered_counts(rank, view, groups)
     candidates = [

@@ -260,7 +260,7 @@ def _cycle_verdict(
 
 
 def _cycle_cause(culprits: Culprits, observation: Observation) -> str:
-    """Return what the first culprit did in another order, or not at all."""
+    """Return which communication the first culprit entered in another order, or not at all."""
     changes = culprits.departures.get(culprits.ranks[0], {})
     behind = [channel for channel, difference in changes.items() if difference <= 0]
     if behind:
@@ -292,7 +292,7 @@ def _entered_text(
     views: Mapping[int, StateView],
     observation: Observation,
 ) -> str:
-    """Return `all_gather tp#5 of 4096 bytes`."""
+    """Return text such as `all_gather tp#5 of 4096 bytes`."""
     for progress in views[rank].groups:
         key = observation.groups.key(rank, progress.group)
         if blocked.channel and key == blocked.channel.number:

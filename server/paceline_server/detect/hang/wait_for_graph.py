@@ -2,8 +2,8 @@
 
 A rank in a collective waits for every member of the group that has not entered the collective with
 this sequence number. A rank in a transfer waits for a peer that has not started the matching
-transfer. If all have entered, it waits for those that entered a different operation. If nobody did,
-it waits for no rank: the operation itself does not end.
+transfer. If all have entered, it waits for those that entered a different operation. If all entered
+the same one, it waits for no rank: the operation itself does not end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EQUAL_SIZE_OPS = frozenset(
     {Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.BROADCAST, Op.REDUCE}
 )
 
-Graph = Mapping[int, frozenset[int]]  # rank -> ranks it waits for
+Graph = Mapping[int, frozenset[int]]  # by rank: the ranks that it waits for
 Programs = Callable[[int], RankProgram | None]
 Signature = tuple[int, int]  # op and payload bytes; bytes 0: unknown, or not comparable
 
@@ -68,7 +68,7 @@ def blocked_operations(
 ) -> list[BlockedOperation]:
     """Return every communication in which a rank is blocked.
 
-    A rank without a state page counts as one that has entered nothing.
+    A rank without a state page counts as having entered no communication.
     """
     ranks_in_host_code = {rank for rank, view in views.items() if not communication_frames(view)}
     progress = _GroupProgressTable(views, groups)
@@ -95,7 +95,7 @@ def wait_for_graph(
 
 
 def signature_of(op: int, size: int) -> Signature:
-    """Return what all members of a group must agree on."""
+    """Return the properties that all members of a group must agree on."""
     return op, size if op in _EQUAL_SIZE_OPS else 0
 
 
@@ -180,10 +180,10 @@ def _mismatched_members(
     table: _GroupProgressTable,
     programs: Programs,
 ) -> frozenset[int]:
-    """Return the members that entered something else with this number than the others.
+    """Return the members that entered another operation with this number than the others did.
 
-    Decided by what each of them did there in earlier steps, else by the majority of the members,
-    else by the majority of all groups of this name. Undecided: all of them.
+    Decided by what each member did at this point in earlier steps, else by the majority of the
+    members, else by the majority of all groups with this name. If undecided, all of them.
     """
     progress = table.of(key)
     signatures = {
@@ -203,7 +203,7 @@ def _mismatched_members(
     )
     if changed and changed != set(signatures):
         return changed
-    if not disagree:  # members that are further, or not there yet, cannot be compared
+    if not disagree:  # members that are ahead or not there yet cannot be compared
         some_are_further = any(progress[member].entered > sequence for member in progress)
         return changed if some_are_further else frozenset()
     unchanged = {
@@ -223,7 +223,7 @@ def _mismatched_members(
 def _repeats_last_size(signature: Signature, key: int, program: RankProgram | None) -> bool:
     """Return whether the size equals that of the rank's previous operation of this kind.
 
-    Sizes that depend on the data differ between steps, but hardly between two layers.
+    Sizes that depend on the data differ between steps, but rarely between two layers.
     """
     if program is None:
         return False
@@ -238,7 +238,7 @@ def _left_program(
     signatures: Mapping[int, Signature],
     programs: Programs,
 ) -> bool:
-    """Return whether the rank did something else here in its earlier steps."""
+    """Return whether the rank entered another operation at this point in earlier steps."""
     program = programs(rank)
     expected = None if program is None else program.expected(ProgramChannel("group", key), sequence)
     if expected is None:

@@ -76,7 +76,7 @@ class HostNoiseDetector(Detector):
         self._rows[:-1] = self._rows[1:]
         self._rows[-1] = np.nan
         self._rows[-1, timing.ranks.rank] = timing.ranks.self_seconds
-        # Steps with different sequence lengths say nothing about the host.
+        # Steps with different sequence lengths do not indicate host load.
         if timing.compute.tokens.size and np.ptp(timing.compute.tokens) > 0:
             self._rows[-1] = np.nan
         self._steps.append(timing.step)
@@ -110,7 +110,7 @@ class HostNoiseDetector(Detector):
         known = ~np.isnan(rows)
         if not (known.any(axis=0).all() and known.any(axis=1).all()):
             return {node: np.zeros(len(rows)) for node in self._ranks}
-        # Most steps of the window may be noisy, so the faster ones count as usual.
+        # Most steps of the window may be noisy, so the faster steps define the usual speed.
         place = (_USUAL_QUANTILE * (known.sum(axis=0) - 1)).astype(np.int64)
         usual = np.sort(rows, axis=0)[place, np.arange(rows.shape[1])]
         relative = np.nan_to_num(rows / usual - 1.0)
@@ -120,7 +120,7 @@ class HostNoiseDetector(Detector):
         }
 
     def _is_irregular(self, slow: npt.NDArray[np.bool_]) -> bool:
-        """Return whether steps are slow often enough, in several stretches, and not always."""
+        """Return whether steps are slow often enough, in several periods, and not always."""
         settings = self.settings
         stretches = int((np.diff(slow.astype(np.int8), prepend=0) == 1).sum())
         share = float(slow.mean())

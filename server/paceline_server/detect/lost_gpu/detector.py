@@ -43,8 +43,8 @@ class _FaultyGpu:
 class LostGpuDetector(Detector):
     """Finding kind `failure` or `gpu_error`, cause `GPU lost`, `GPU hung` or `GPU error (XID)`.
 
-    Fingerprints `failure:gpu:AGENT:DEVICE`, `gpu_error:AGENT:DEVICE`. Only GPUs on which a rank of
-    this generation computes. An error of an unidentified GPU is only a warning.
+    Fingerprints `failure:gpu:AGENT:DEVICE`, `gpu_error:AGENT:DEVICE`. It covers only GPUs on which
+    a rank of this generation computes. An error of an unidentified GPU is only a warning.
     """
 
     kinds: ClassVar[tuple[Kind, ...]] = (FAILURE, GPU_ERROR)
@@ -56,7 +56,8 @@ class LostGpuDetector(Detector):
         super().__init__(generation, policy)
         self.settings = settings
         self._faulty: dict[GpuKey, _FaultyGpu] = {}
-        # XIDs reported by NVML, waiting for the kernel log, which has more details. By code.
+        # XIDs reported by NVML that wait for the more detailed message in the kernel log, by GPU
+        # and code.
         self._awaiting_log: dict[tuple[GpuKey, str], ReportedDeviceEvent] = {}
         # GPUs that do not respond, perhaps only for a moment.
         self._unresponsive: dict[GpuKey, ReportedDeviceEvent] = {}
@@ -180,7 +181,10 @@ class LostGpuDetector(Detector):
         return [cleared(known.finding, f"{device} of {node} responds again.", now_ns)]
 
     def _clear_old_warnings(self, now_ns: int) -> list[Finding]:
-        """Clear warnings about GPUs without further errors. A failure ends with the restart."""
+        """Clear warnings about GPUs without further errors.
+
+        A failure is resolved by the restart.
+        """
         limit_ns = int(self.settings.error_reported_seconds * 1e9)
         without_errors = [
             gpu_key

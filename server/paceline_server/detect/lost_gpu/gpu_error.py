@@ -52,8 +52,8 @@ class GpuError:
     short: str
     is_fatal: bool
     is_lost: bool = False
-    is_hung: bool = False  # its ranks may continue; if not, the hang detector reports them
-    is_of_node: bool = False  # in a component that all GPUs of the node share
+    is_hung: bool = False  # its ranks may continue; otherwise the hang detector reports them
+    is_of_node: bool = False  # the error is in a component that all GPUs of the node share
     advice: str | None = None
     is_from_nvml: bool = False  # the kernel log has more details
 

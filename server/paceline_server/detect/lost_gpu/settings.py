@@ -1,4 +1,4 @@
-"""Thresholds of the lost GPU detector. `Policy.gpu_hung_seconds` says when a GPU is hung."""
+"""Thresholds of the lost GPU detector. `Policy.gpu_hung_seconds` defines when a GPU is hung."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class LostNodeDetector(Detector):
         silence = {node: self._silent_seconds(node, observation) for node in nodes}
         lease = self.policy.node_lease_seconds
         responding = [node for node in nodes if silence[node] < lease]
-        # Batches that are late by this much need as long to arrive from every node.
+        # If batches are late by this much, any node's batch may take as long to arrive.
         self._delay_seconds = max(
             self._delay_seconds - elapsed, self._lateness_seconds(responding, observation)
         )
@@ -71,7 +71,7 @@ class LostNodeDetector(Detector):
         return findings
 
     def _lateness_seconds(self, responding: list[str], observation: Observation) -> float:
-        """Return the 90th percentile of lateness, without values that are clock changes."""
+        """Return the 90th percentile of lateness, without values caused by clock changes."""
         lateness = sorted(observation.lateness_ns.get(node, 0) / 1e9 for node in responding)
         lateness = [
             seconds for seconds in lateness if seconds < self.settings.most_lateness_seconds

@@ -1,4 +1,4 @@
-"""Thresholds of the lost node detector. `Policy.node_lease_seconds` says how long is silent."""
+"""Thresholds of the lost node detector. `Policy.node_lease_seconds` is the limit of silence."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LostNodeSettings:
-    """When silence is the server's own fault."""
+    """When silence is due to the server itself."""
 
-    # A batch that is later than this is no backlog of the server: a clock was set back, or a
-    # spool is being emptied.
+    # A batch that is later than this is not due to the server's backlog: a clock was set back, or a
+    # spool is being sent.
     most_lateness_seconds: float = 60.0
-    # After a longer pause between two ticks the server itself did not listen: silence is measured
-    # from then on.
+    # After a longer pause between two ticks, during which the server received nothing, silence is
+    # measured from then on.
     own_pause_seconds: float = 2.0
 
 

@@ -40,7 +40,8 @@ class NonFiniteLossDetector(Detector):
             Evidence(f"rank {bad_rank} reported loss {value} at step {bad_step}")
             for bad_step, bad_rank, value in sorted(non_finite)
         ]
-        # Ranks usually report the mean over the job. A rank is named only if its loss is its own.
+        # Ranks usually report the mean over the job. A rank is named only if it alone reports a
+        # non-finite loss.
         is_own = len(non_finite) == 1 and bool(finite)
         return [
             self.finding(

@@ -42,7 +42,7 @@ from paceline_wire.batch import RankExited
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|memoryerror|cannot allocate memory", re.IGNORECASE)
 _MAX_QUOTE_LENGTH = 200
-# Messages of the kernel, and of torch.utils.data for a worker that died.
+# Messages from the kernel, and from torch.utils.data about a worker that died.
 _KILLED = re.compile(r"Killed process (\d+)\b")
 _WORKERS = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
 KILLS = metric_names.RANK_KERNEL_EVENTS_TOTAL
@@ -76,14 +76,14 @@ class ExitDetector(Detector):
         super().__init__(generation, policy)
         self.settings = settings
         self._abnormal: dict[int, ReportedExit] = {}
-        self._finished: dict[int, ReportedExit] = {}  # with code 0, without a command
+        self._finished: dict[int, ReportedExit] = {}  # exited with code 0 without a command
         self._waiting_ranks: set[int] = set()  # exited while in a communication
         self._reported_rank: int | None = None  # the culprit, or the first of several
         self._drained: dict[int, ReportedExit] = {}  # stopped by their agents on request
         self._reported_all = False
         self._reported_drained: list[int] = []
         self._kills: list[ReportedDeviceEvent] = []  # by the OOM killer
-        self._is_out_of_memory = False  # as reported
+        self._is_out_of_memory = False  # whether the reported cause is out of memory
 
     def update(self, observation: Observation) -> list[Finding]:
         for reported in observation.exits:
@@ -109,7 +109,7 @@ class ExitDetector(Detector):
         if culprit.event.rank == self._reported_rank:
             return self._newly_explained(culprit, observation)
         if self._reported_rank is not None and culprit is first and not _is_cause(first):
-            return []  # a later consequence with an earlier clock changes nothing
+            return []  # a later consequence with an earlier timestamp changes nothing
         self._reported_rank = culprit.event.rank
         return [self._failure(culprit, observation)]
 
@@ -134,7 +134,8 @@ class ExitDetector(Detector):
         return not _is_cause(reported), was_victim, reported.time_ns, event.rank
 
     def _exited_early(self, first: ReportedExit, observation: Observation) -> ReportedExit | None:
-        """Return the rank whose end with code 0 broke the connections of those that failed.
+        """Return the rank that exited with code 0 and so broke the connections of those that
+        failed.
 
         None if a rank failed by itself, or if most ranks had finished: then the job was over.
         """
@@ -147,7 +148,7 @@ class ExitDetector(Detector):
         return min(early, key=lambda exited: (exited.time_ns, exited.event.rank))
 
     def _is_victim(self, reported: ReportedExit, observation: Observation) -> bool:
-        """Return whether the rank failed in a communication, as far as is known."""
+        """Return whether the rank is known to have failed in a communication."""
         rank, live = reported.event.rank, observation.ranks.get(reported.event.rank)
         if not _is_unknown(reported.event) or rank in self._waiting_ranks:
             return True
@@ -163,10 +164,10 @@ class ExitDetector(Detector):
         )
 
     def _all_ended_alike(self, first: ReportedExit, observation: Observation) -> bool:
-        """Return whether the whole job ended at once in one way, on every node.
+        """Return whether the whole job ended at once and in the same way, on every node.
 
-        Ranks whose connections broke before they were ended are no exception. If the ways are
-        unknown, the ranks that waited for others are not to blame, which may leave one node.
+        Ranks whose connections broke shortly before count as well. If it is unknown how they ended,
+        the ranks that waited for others are not to blame, which may leave one node.
         """
         world_size, nodes = self.generation.topology.world_size, self.generation.nodes
         if len(self._abnormal.keys() | self._finished.keys()) < world_size:
@@ -184,7 +185,8 @@ class ExitDetector(Detector):
         )
 
     def _ended_together(self, culprit: ReportedExit) -> list[int]:
-        """Return the ranks that ended with it. A launcher ends all ranks of a node at once."""
+        """Return the ranks that ended with the culprit: a launcher ends all ranks of a node at
+        once."""
         event = culprit.event
         if not _is_unknown(event):
             return [event.rank]
@@ -198,7 +200,7 @@ class ExitDetector(Detector):
         )
 
     def _may_still_be_explained(self, first: ReportedExit, observation: Observation) -> bool:
-        """Return whether the message about the true cause may not have arrived yet."""
+        """Return whether a message about the true cause may still arrive."""
         settings = self.settings
         if _is_cause(first):
             if self._awaits_kernel_log(first, observation):
@@ -208,14 +210,15 @@ class ExitDetector(Detector):
             if self._reported_rank is not None or len(self._alike(first)) == 1:
                 return False
         decided_ns = first.received_ns + int(settings.first_exit_seconds * 1e9)
-        # A node without a batch since then sends one soon, or is lost and explains the exit.
+        # A node without a batch since then will send one soon, or is lost and explains the exit.
         return observation.now_ns < decided_ns or any(
             observation.last_seen_ns.get(node, 0) <= decided_ns
             for node in self.generation.nodes.values()
         )
 
     def _awaits_kernel_log(self, culprit: ReportedExit, observation: Observation) -> bool:
-        """Return whether the agent reads the kernel log, but has not sent this second of it yet."""
+        """Return whether the agent reads the kernel log but has not yet sent the second of the
+        exit."""
         event = culprit.event
         if (
             event.signal != signal.SIGKILL
@@ -230,7 +233,8 @@ class ExitDetector(Detector):
         return culprit.time_ns - _LOG_IS_READ_NS < read_ns < culprit.time_ns
 
     def _newly_explained(self, culprit: ReportedExit, observation: Observation) -> list[Finding]:
-        """Report the exit again if the kernel log, read once a second, explains it afterwards."""
+        """Report the exit again if the kernel log, which is read once a second, explains it
+        later."""
         if self._is_out_of_memory or self._killed_for_memory(culprit, observation) is None:
             return []
         return [self._failure(culprit, observation)]
@@ -313,7 +317,8 @@ class ExitDetector(Detector):
         )
 
     def _stopped_on_request(self, observation: Observation) -> list[Finding]:
-        """Report the ranks whose agents were shut down, once those of all nodes had time to end."""
+        """Report the ranks whose agents were shut down, after the ranks of all nodes had time to
+        end."""
         newest_ns = max(exited.received_ns for exited in self._drained.values())
         ranks = sorted(self._drained)
         is_early = observation.now_ns < newest_ns + int(self.settings.first_exit_seconds * 1e9)
@@ -347,7 +352,7 @@ class ExitDetector(Detector):
     def _follows(
         self, culprit: ReportedExit, observation: Observation, *, is_explained: bool
     ) -> str | None:
-        """Return `hang` if the exit only ends a hang: someone, or a time limit, killed its ranks.
+        """Return `hang` if the exit only ends a hang: a person or a timeout killed the hung ranks.
 
         An error that a rank raised by itself, or a signal of its own, explains the hang instead.
         """
@@ -372,7 +377,7 @@ def _endings(ranks: Sequence[int], observation: Observation) -> Iterator[Evidenc
 
 
 def _predicate(cause: str, *, is_plural: bool = False) -> str:
-    """Return `was killed by SIGKILL`, to follow the subject of a sentence."""
+    """Return the predicate of a sentence, such as `was killed by SIGKILL`."""
     if cause.startswith("killed by "):
         return f"{'were' if is_plural else 'was'} {cause}"
     if cause == ENDED_EARLY:
@@ -403,7 +408,10 @@ def _is_cause(reported: ReportedExit) -> bool:
 
 
 def _way_of_end(event: RankExited) -> tuple[object, ...]:
-    """Return what is equal for ranks that ended in the same way: numbers in errors may differ."""
+    """Return a key that is equal for ranks that ended in the same way.
+
+    Numbers in errors are ignored.
+    """
     error = error_line(event.log_tail) if event.exit_code is not None else ""
     return event.exit_code, event.signal, re.sub(r"\d+", "", error)
 
@@ -430,7 +438,8 @@ def signal_name(number: int) -> str:
 
 
 def _concerns(kill: str, event: RankExited) -> bool:
-    """Return whether the rank was killed, or a loader worker that the end of its log names."""
+    """Return whether the killed process is the rank, or a data loader worker named at the end of
+    its log."""
     if event.signal == signal.SIGKILL and f"[rank {event.rank} of {event.job}]" in kill:
         return True
     found = _KILLED.search(kill)

@@ -20,7 +20,7 @@ _MAX_QUOTE_LENGTH = 200
 def error_line(log_tail: str) -> str:
     """Return the line that names the error; without a traceback, the last line.
 
-    Of several errors in one traceback, the last one that is not the consequence of a peer's end.
+    If a traceback has several errors, the last one that is not the consequence of a peer's end.
     """
     errors = _raised_errors(log_tail) or _last_lines(log_tail)
     own = [error for error in errors if not _CONSEQUENCE.search(error)]
@@ -30,15 +30,15 @@ def error_line(log_tail: str) -> str:
 def is_consequence(log_tail: str) -> bool:
     """Return whether the rank failed because its connection to a peer broke.
 
-    The first error of a traceback decides: those raised while it was handled follow from it.
-    Without a traceback, all lines are searched.
+    The first error of a traceback decides, because errors raised while it was handled follow from
+    it. Without a traceback, all lines are searched.
     """
     errors = _raised_errors(log_tail)
     return _CONSEQUENCE.search(errors[0] if errors else log_tail) is not None
 
 
 def _raised_errors(log_tail: str) -> list[str]:
-    """Return the errors of the last traceback, the first raised one first."""
+    """Return the errors of the last traceback in the order in which they were raised."""
     errors: list[str] = []
     is_open = is_linked = False
     for text in log_tail.splitlines():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class RankExitSettings:
     """How long to wait for the message that explains an exit."""
 
-    # Nodes report what happened at one moment this long after each other.
+    # Reports of simultaneous events may arrive from different nodes with this difference.
     moment_seconds: float = 0.1
     # Peers of a dead rank exit within milliseconds: wait this long for the one that died first.
     first_exit_seconds: float = 0.6

@@ -1,9 +1,10 @@
-"""Reports what differing sequence lengths of microbatches cost.
+"""Reports the cost of different sequence lengths in the microbatches.
 
 Attention makes the time of a microbatch grow with the squares of its lengths, so equal numbers of
 tokens are not equal work. The costs per token and per squared token are fitted to the recent steps.
 These are then replayed with the fitted costs: as they were, with the same work spread evenly, and
-with the same microbatches dealt to the replicas by cost. No component is at fault: it is advice.
+with the same microbatches distributed over the replicas by cost. No component is at fault, so the
+finding is advice.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class _Spread:
     step_seconds: float
     now_seconds: float
     even_seconds: float
-    dealt_seconds: float | None  # None: there is only one replica
-    microbatch_spread: float  # longest over shortest microbatch, expected
+    # with microbatches distributed by cost; None: there is only one replica
+    dealt_seconds: float | None
+    microbatch_spread: float  # expected time of the longest over the shortest microbatch
     explained: float  # share of the compute times' variance that lengths explain
 
 
@@ -191,7 +193,7 @@ class _LengthReplay:
         )
 
     def _work(self, timing: StepTiming) -> _Work | None:
-        """Return the work of one step; a job without a pipeline has a single stage."""
+        """Return the work of one step; a job without a pipeline counts as a single stage."""
         if self._topology.pp > 1:
             phase = self._reader.read(timing)
             return None if phase is None else _of_phase(phase, timing, self._topology.world_size)
@@ -199,7 +201,8 @@ class _LengthReplay:
 
 
 def _of_phase(phase: PipelinePhase, timing: StepTiming, world: int) -> _Work:
-    """Return the rows of the ranks that represent their replica, in the order of its actions."""
+    """Return the rows of the ranks that represent their replica, in the order of the pipeline's
+    actions."""
     pipeline, compute = phase.pipeline, timing.compute
     lane = np.full(world, -1)
     lane[phase.ranks] = np.arange(phase.ranks.shape[1])
@@ -252,7 +255,8 @@ def _cells(pipeline: Pipeline) -> list[Ints]:
 def _expected(
     pipeline: Pipeline, tokens: Ints, squares: Ints, seconds: Floats
 ) -> tuple[Floats, Floats]:
-    """Return expected seconds [action, lane] and (base, per token, per square) [action, 3]."""
+    """Return expected seconds [action, lane] and coefficients (base, per token, per square)
+    [action, 3]."""
     expected, rates = np.empty_like(seconds), np.empty((pipeline.nodes, 3))
     for rows in _cells(pipeline):
         cost = fit_cost(tokens[rows].ravel(), squares[rows].ravel(), seconds[rows].ravel())
@@ -280,7 +284,8 @@ def _dealt(
     expected: Floats,
     replicas: int,
 ) -> Floats:
-    """Return seconds if each step's microbatches, sorted by cost, are dealt back and forth."""
+    """Return seconds if each step's microbatches are sorted by cost and distributed in snake
+    order."""
     microbatches, index = np.unique(pipeline.microbatch, return_inverse=True)
     of_microbatch = np.array([int(np.argmax(index == one)) for one in range(microbatches.size)])
     cost = np.zeros((microbatches.size, expected.shape[1]))

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SequenceVarianceSettings:
-    """How often sequence lengths are analyzed, and what they must cost."""
+    """How often sequence lengths are analyzed, and the cost from which they are reported."""
 
-    steps: int = 8  # between two analyses: data hardly change from one step to the next
-    first_steps: int = 3  # before the first analysis
-    # Share of step time that equal microbatches must save: packing differently is work.
+    steps: int = 8  # steps between two analyses: data rarely changes from one step to the next
+    first_steps: int = 3  # steps before the first analysis
+    # Share of step time that equal microbatches must save, because changing the packing takes
+    # effort.
     cost_ratio: float = 0.05
-    # Share of the variance of compute times that lengths must explain; else the cause is another.
+    # Share of the variance of compute times that lengths must explain; otherwise the cause is
+    # another one.
     explained: float = 0.3
 
 

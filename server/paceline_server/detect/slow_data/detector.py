@@ -1,7 +1,7 @@
-"""Flags ranks that wait for their data while their peers do not, or all ranks that wait.
+"""Flags ranks that wait for their data while their peers do not, or all ranks if all of them wait.
 
-A slow disk, a starved loader process or a cold cache shows as DATA_WAIT of the ranks of one node,
-not as slow computing; all other ranks then wait for them. Peers share a stage: often only the first
+A slow disk, a starved loader process or a cold cache appears as DATA_WAIT of the ranks of one node,
+not as slow compute; all other ranks then wait for them. Peers share a stage: often only the first
 and the last stage read anything. A rank is also compared with its own past, so that neither a stage
 that loads more than others nor storage that is slow for all is blamed on a rank.
 """
@@ -31,10 +31,10 @@ Floats = npt.NDArray[np.float64]
 
 CAUSE = "slow data loading"
 CAUSE_FOR_ALL = "slow storage"
-ALL = -1  # in lists of ranks: all of them
+ALL = -1  # in lists of ranks: stands for all ranks
 PAST_STEPS = 32
 STEPS_BETWEEN_MEDIANS = 4
-CHANCE_SIGMAS = 4.0  # of a Poisson count
+CHANCE_SIGMAS = 4.0  # standard deviations of a Poisson count
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class SlowDataDetector(Detector):
         self._stage = np.arange(world) // (topology.dp * topology.tp)
         # Sets of ranks that share only their storage.
         self._unrelated = _unrelated(generation)
-        # One column more than ranks: a rank that waits less than most, which represents all.
+        # One extra column represents all ranks: it holds a wait that most of them exceed.
         self._past = _Past(world + 1)
         self._excess = np.zeros((settings.recurring_window_steps, world + 1))
         self._waits = np.zeros_like(self._excess)
@@ -75,7 +75,7 @@ class SlowDataDetector(Detector):
         return findings
 
     def _measure(self, timing: StepTiming) -> None:
-        """Append the wait beyond the normal one, as a share of the step; 0 where unknown."""
+        """Append the wait in excess of the normal one, as a share of the step; 0 where unknown."""
         ranks = timing.ranks
         waits = np.full(self._stage.size + 1, np.nan)
         waits[ranks.rank] = ranks.data_wait_seconds
@@ -100,7 +100,10 @@ class SlowDataDetector(Detector):
             del history[: -len(self._excess)]
 
     def _wait_of_most(self, waits: Floats) -> float:
-        """Return the wait that three quarters of some unrelated ranks reach; NaN if none."""
+        """Return the wait that three quarters of a set of unrelated ranks reach.
+
+        NaN if there is none.
+        """
         least = np.nan
         for ranks in self._unrelated:
             known = np.sort(waits[ranks][~np.isnan(waits[ranks])])
@@ -143,12 +146,12 @@ class SlowDataDetector(Detector):
     def _stalls_beyond_others(self, slow: npt.NDArray[np.bool_]) -> Floats:
         """Return how many slow steps each rank has beyond what chance explains.
 
-        A busy host stalls all of its ranks, some by chance more often than others.
+        A busy host stalls all of its ranks, and some by chance more often than others.
         """
         hits: Floats = slow.sum(axis=0).astype(np.float64)
         own = hits[:-1]
         if own.size > 2:
-            # The worst of the other ranks may itself be at fault: leave it out.
+            # Leave out the worst of the other ranks, because it may itself be at fault.
             top = np.sort(own)[-2:]
             worst = np.where(own == top[1], top[0], top[1])
             usual = np.maximum((own.sum() - own - worst) / (own.size - 2), 0.0)
@@ -172,7 +175,7 @@ class SlowDataDetector(Detector):
         for fingerprint, active in list(self._active.items()):
             ranks = _ranks(active.finding)
             active.quiet_steps = 0 if slow_now[ranks].any() else active.quiet_steps + 1
-            # A wait that comes and goes is not over between two stalls.
+            # An intermittent wait is not over between two stalls.
             hits = int((self._excess[:, ranks[0]] > 0).sum())
             interval = len(self._excess) // max(hits, 1) if hits else 0
             if active.quiet_steps >= max(self.settings.hits, 3 * interval):
@@ -236,7 +239,7 @@ class SlowDataDetector(Detector):
             causes=diagnosis.causes,
             advice=diagnosis.advice or _ADVICE,
             severity="critical" if share >= 1 / 3 else "warning",
-            # Its peers get the same kind of data in time: this node's path to it is slow.
+            # Its peers get the same kind of data in time, so this node's path to the data is slow.
             suspects_node=rank is not None,
             evidence=[
                 Evidence(
@@ -258,7 +261,7 @@ class SlowDataDetector(Detector):
 
 
 def _unrelated(generation: Generation) -> list[slice]:
-    """Return the ranks of each stage that is on several nodes; if there is none, all ranks."""
+    """Return the ranks of each stage that spans several nodes; if there is none, all ranks."""
     topology = generation.topology
     size = topology.dp * topology.tp
     stages = [

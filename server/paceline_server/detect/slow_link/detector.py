@@ -2,7 +2,7 @@
 
 Only the time after all ends are ready counts: waiting for a late partner is not the link's fault.
 Links differ permanently (those within a node are ten times as fast), so each is compared with its
-own past, after what all of them share is subtracted. Lanes that became slow together are
+own past, after subtracting the change that all of them share. Lanes that became slow together are
 intersected: the finding names what they share, a link or a node's port.
 """
 
@@ -41,13 +41,14 @@ from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
 
-# Transfers shorter than this share of a step are not distinguished: their jitter costs nothing.
+# Transfers shorter than this share of a step count as equal: their jitter costs nothing.
 NEGLIGIBLE_SHARE = 0.01
 RESOLUTION = 0.01
-BASELINE_STEPS = 64  # before the onset, from which a lane's usual time is taken
-# Mean steps between two transfers of a family from which three slow ones span four steps or more.
+BASELINE_STEPS = 64  # steps before the onset from which a lane's usual time is taken
+# From this mean number of steps between two transfers of a family, three slow ones span four steps
+# or more.
 APART = 1.5
-ALIKE = 0.25  # relative change of a slowdown that is not worth reporting again
+ALIKE = 0.25  # relative change of a slowdown that is too small to report again
 
 
 @dataclass(slots=True)
@@ -134,7 +135,7 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         self._levels.push(np.log(seconds + self._negligible_seconds))
 
     def _share(self, seconds: float, step_seconds: float) -> float:
-        """Return the share of the job's time; the family is not seen in every step."""
+        """Return the cost as a share of the job's time; the family does not occur in every step."""
         steps = self._steps[-1].number - self._steps[0].number + 1
         return seconds / max(step_seconds, 1e-9) * min(len(self._steps) / max(steps, 1), 1.0)
 
@@ -170,14 +171,15 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         return active
 
     def _matters(self, lane: int, steps: int) -> bool:
-        """Return whether the lane became slower by enough, and costs enough."""
+        """Return whether the lane became slow enough and costs enough to be reported."""
         usual, now = self._before_and_after((lane,), steps)
         share = self._share(now - usual, self._usual_step_seconds)
         least = self._detector.policy.slow_link_slowdown
         return share >= self._detector.settings.cost_ratio and now >= least * usual
 
     def _before_and_after(self, lanes: tuple[int, ...], steps: int) -> tuple[float, float]:
-        """Return seconds per step of the typical lane, without the rises already reported."""
+        """Return the typical lane's seconds per step before and after, without rises already
+        reported."""
         rows = self._levels.recent(lanes, steps + BASELINE_STEPS)
         rows = np.maximum(np.exp(rows) - self._negligible_seconds, 0.0)
         before, after = column_medians(rows[:-steps]), column_medians(rows[-steps:])

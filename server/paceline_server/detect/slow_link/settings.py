@@ -13,7 +13,7 @@ class SlowLinkSettings:
 
     false_alarms_per_step: float = FALSE_ALARMS_PER_STEP
     # Share of step time that the slower transfers must cost. Transfers are short and their jitter
-    # is large: what costs less is often only jitter.
+    # is large: a smaller cost is often only jitter.
     cost_ratio: float = 0.02
 
 

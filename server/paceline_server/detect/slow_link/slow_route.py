@@ -1,4 +1,4 @@
-"""The route to name when transfers become slow: a link, a node's network or a process group."""
+"""The route to report when transfers become slow: a link, a node's network or a process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SlowRoute:
     ranks: tuple[int, ...]
     link: tuple[int, int] | None = None
     node: str | None = None
-    op: int | None = None  # of a process group's collective
+    op: int | None = None  # the operation, for a process group's collective
 
     @property
     def fingerprint(self) -> str:
@@ -41,13 +41,13 @@ class SlowRoute:
 def name_route(
     slow: Sequence[int], lanes: Sequence[TransferLane], surest: int, generation: Generation
 ) -> SlowRoute:
-    """Return what the lanes that became slow together share.
+    """Return the route that the lanes that became slow together share.
 
     Args:
         slow: positions of the slow lanes; `surest` is the position of the most certain one.
 
-    Slow lanes within one node are left out: through a bad port every group that crosses the
-    network is slow, and nothing else.
+    Slow lanes within one node are left out: a faulty port slows every group that crosses the
+    network, and no other.
     """
     best = lanes[surest]
     together = [lane for lane in slow if len(_nodes(lanes[lane], generation)) > 1]

@@ -20,16 +20,17 @@ from paceline_server.steps.timing import CollectiveTimes, StepTiming, TransferTi
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-LEARNING_STEPS = 4  # until all lanes were seen, even if some spans are lost
+LEARNING_STEPS = 4  # steps until all lanes have been seen, even if some spans are lost
 OFTEN = 0.75  # share of its family's steps in which a lane must be seen
-MOST_FAMILIES = 8  # ranks that send to any other at any time have no past to compare with
+# limit: ranks that send to any other rank at any time have no past to compare with
+MOST_FAMILIES = 8
 _RANKS = 1 << 20
 _OPS = 1 << 8
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLane:
-    """A pair of ranks, or all ranks of a group with the `op` of their collective."""
+    """A pair of ranks, or all ranks of a group with the operation of their collective."""
 
     ranks: tuple[int, ...]
     op: int | None = None
@@ -54,7 +55,7 @@ class Family:
         self._first_step, self._last_step = 0, 0
 
     def learn(self, keys: Ints, timing: StepTiming) -> None:
-        """Learn from a step in which `keys`, which belong to no other family, were seen."""
+        """Learn from a step with `keys` that belong to no other family."""
         for key in np.unique(keys).tolist():
             if key not in self._found:
                 self._found[key] = _lane(key, timing)
@@ -65,7 +66,10 @@ class Family:
         self._seen += 1
 
     def finish(self) -> Ints | None:
-        """Return its keys, None while too few steps were seen; rarer lanes belong to another."""
+        """Return its keys; None while too few steps were seen.
+
+        Rarer lanes belong to another family.
+        """
         if self._seen < LEARNING_STEPS:
             return None
         often = [key for key, times in self._appearances.items() if times >= OFTEN * self._seen]
@@ -82,8 +86,8 @@ class TransferBaselines:
         self.families: list[Family] = []
         self._forming, self._formed = Family(), 0
         self._keys: Ints = np.empty(0, dtype=np.int64)  # of all families, ascending
-        self._places: Ints = np.empty(0, dtype=np.int64)  # position of each among all lanes
-        self._rows: Ints = np.empty(0, dtype=np.int64)  # per lane and step, if no span is lost
+        self._places: Ints = np.empty(0, dtype=np.int64)  # position of each key among all lanes
+        self._rows: Ints = np.empty(0, dtype=np.int64)  # rows per lane and step if no span is lost
 
     def seconds(self, timing: StepTiming) -> list[Floats]:
         """Return the seconds of each lane of each family; NaN for lanes not seen in this step."""
@@ -103,7 +107,7 @@ class TransferBaselines:
         rows = np.bincount(place, minlength=count)
         self._rows = np.maximum(self._rows, rows)
         sums = np.bincount(place, taken, count)
-        # Lost spans are assumed to be like the others of their lane.
+        # Lost spans are assumed to be as long as the others of their lane.
         mean = np.divide(sums, rows, out=np.full(count, np.nan), where=rows > 0)
         ends = np.cumsum([len(family.lanes) for family in self.families])
         return np.split(mean * self._rows, ends[:-1]) if self.families else []
@@ -142,6 +146,6 @@ def _pair_keys(transfers: TransferTimes) -> Ints:
 
 
 def _group_keys(collectives: CollectiveTimes) -> Ints:
-    """Return keys below zero, which no pair has."""
+    """Return the keys of groups: below zero, unlike those of pairs."""
     keys: Ints = -(collectives.group * _OPS + collectives.op) - 1
     return keys

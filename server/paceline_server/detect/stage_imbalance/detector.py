@@ -1,7 +1,7 @@
 """Reports pipelines whose stages do not take equally long: all stages wait for the longest one.
 
-A stage's time is the median of its ranks, so that one slow rank does not make its stage slow.
-Stages that are uneven from the first steps on come from how the model was divided: the finding is
+A stage's time is the median of its ranks, so that one slow rank does not make its stage slow. If
+stages are uneven from the first steps on, the division of the model is the reason: the finding is
 advice, with the layers to move and the gain. A stage that becomes slow later is a straggler.
 """
 
@@ -49,7 +49,7 @@ class StageImbalanceDetector(Detector):
         self._steps: list[int] = []
         self._newest: StepTiming | None = None
         self._active: Finding | None = None
-        self._judged = 0  # steps
+        self._judged = 0  # number of judged steps
 
     def update(self, observation: Observation) -> list[Finding]:
         findings: list[Finding] = []
@@ -83,11 +83,11 @@ class StageImbalanceDetector(Detector):
     def _judge(self, observation: Observation) -> list[Finding]:
         if self._active is not None:
             return self._recovered(observation) if self._judged % self.settings.steps == 0 else []
-        # Slowness that begins later is no property of the model.
+        # Slowness that begins later is not a property of the model.
         return self._chronic(observation) if self._judged <= self.settings.steps else []
 
     def _chronic(self, observation: Observation) -> list[Finding]:
-        """Return a finding if the first steps are uneven: that is how the model was divided."""
+        """Return a finding if the first steps are uneven because of how the model was divided."""
         settings = self.settings
         count = len(self._rows)
         if count < settings.fewest_steps:
@@ -96,7 +96,8 @@ class StageImbalanceDetector(Detector):
         ratios = seconds / seconds.mean(axis=1, keepdims=True)
         stage = int(ratios.mean(axis=0).argmax())
         own = ratios[:, stage]
-        # Few steps are enough if they agree; when all have come, their median decides.
+        # Few steps are enough if they agree; once all first steps are complete, their median
+        # decides.
         error = settings.significance * float(own.std(ddof=1)) / math.sqrt(count)
         surely = float(own.min()) >= settings.ratio + error
         if not surely and (count < settings.steps or np.median(own) < settings.ratio):
@@ -178,7 +179,7 @@ class StageImbalanceDetector(Detector):
 def _advice(
     found: Balance | None, stage: int, seconds: Floats, step_seconds: float, cost: float
 ) -> tuple[str, float]:
-    """Return what to change, and the speedup."""
+    """Return the advised change and its speedup."""
     if found is not None and found.moves and found.moved_seconds is not None:
         saved = found.now_seconds - found.moved_seconds
         best = gain(saved / max(step_seconds, 1e-9))

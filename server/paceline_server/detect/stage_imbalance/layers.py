@@ -1,8 +1,8 @@
 """The layers to move between pipeline stages that do not take equally long.
 
 The pipeline phase of a step is simulated with the layers in other stages. A layer costs the median
-time per layer over the parts of the model; whatever else a part does (a loss, an embedding) stays
-with it.
+time per layer over the parts of the model; other work of a part (a loss, an embedding) stays with
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 MAXIMUM_MOVES = 12
-# Share by which a move must shorten the phase: a layer's cost is not known more exactly.
+# Share by which a move must shorten the phase, because the cost of a layer is not known more
+# precisely.
 _WORTH_MOVING = 0.005
 
 
@@ -39,7 +40,7 @@ class Balance:
 
 
 def balance(phase: PipelinePhase, metadata: Mapping[str, str]) -> Balance:
-    """Simulate an even pipeline, and the best that moving whole layers achieves."""
+    """Simulate an even pipeline, and the best one that moving whole layers achieves."""
     pipeline = phase.pipeline
     typical, _ = typical_seconds(pipeline, phase.seconds)
     even = equal_seconds(pipeline, typical)
@@ -120,7 +121,7 @@ def _seconds_per_layer(pipeline: Pipeline, typical: Floats, part: Ints, layers: 
 
 
 def moves_text(found: Balance) -> str:
-    """Return `moving 2 of stage 3's 8 layers to stages 0 and 1`."""
+    """Return text such as `moving 2 of stage 3's 8 layers to stages 0 and 1`."""
     net = [0] * len(found.layers)
     for source, target in found.moves:
         net[source] -= 1

@@ -5,7 +5,7 @@ of those before (a generalized likelihood ratio test for a shift of unknown time
 noise is estimated from the job itself: white noise from differences of neighboring steps, plus the
 scatter of means over four and sixteen steps beyond that, so that slow drifts and a busy host raise
 the threshold. The threshold also rises with the number of series, because the largest of many
-scatters more than one.
+series scatters more than a single one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-KEPT = 160  # steps
-PAST = 64  # steps before a change, at most, that it is compared with
-LEAST_PAST = 6  # at least: a mean of fewer is too uncertain
-# How many of the newest values may have changed. Fewer than four steps may be a passing stall;
-# more than 64 a step at a time is drift.
+KEPT = 160  # number of stored steps
+PAST = 64  # most steps before a change that it is compared with
+LEAST_PAST = 6  # least steps before a change: a mean of fewer is too uncertain
+# How many of the newest values may have changed. Fewer than four steps may be a short stall; a
+# change that takes more than 64 steps is drift.
 NEWEST = (4, 5, 6, 7, 8, 10, 12, 16, 20, 26, 32, 48, 64)
-# For values that lie some steps apart: three are no passing stall; fewer have no robust median.
+# For values that lie some steps apart: three are not a short stall, and fewer have no robust
+# median.
 NEWEST_APART = (3, *NEWEST)
 STEPS_BETWEEN_RENEWALS = 8
 CLIP_SIGMAS = 4.0  # values further out are clipped
@@ -37,10 +38,11 @@ MAD_TO_SIGMA = 1.4826
 # one of a few series does not count as noise.
 TAIL = 0.9
 TAIL_SIGMAS = NormalDist().inv_cdf((1 + TAIL) / 2)
-# Divided by the number of differences that the scatter was estimated from, it raises the threshold:
-# Student's t needs about 7 at five sigmas, and a median is 0.37 times as efficient as a mean.
+# This divided by the number of differences that the scatter was estimated from raises the
+# threshold: Student's t needs about 7 at five sigmas, and a median is 0.37 times as efficient as a
+# mean.
 DOUBT = 20.0
-SHARPNESS = 0.6  # a drift shows less of its size in the steps around its middle
+SHARPNESS = 0.6  # a drift has a smaller share of its size in the steps around its middle
 AGREEING = 0.7  # share of the changed values that must lie beyond half of the shift
 
 
@@ -56,15 +58,15 @@ class Shift:
 
 
 class ShiftMonitor:
-    """`push` one value per series and step (NaN: unknown), then ask for `rises`.
+    """Monitors series for shifts: `push` one value per series and step (NaN: unknown), then read
+    `rises`.
 
     Args:
         smallest: the smallest shift to return. Values are logarithms of ratios: 0.1 is about 10%.
         false_alarms: expected per step of healthy, normal noise, over all series together.
-        resolution: a lower limit of the scatter.
-        is_spiky: single outliers are usual and no sign of bursts; the caller judges how many of
-            them make a shift.
-        newest: the numbers of newest values that may have changed, ascending.
+        resolution: a lower limit of the scatter. is_spiky: single outliers are normal and do not
+        indicate bursts; the caller judges how many of them are a shift. newest: the numbers of
+        newest values that may have changed, ascending.
     """
 
     def __init__(
@@ -91,7 +93,8 @@ class ShiftMonitor:
         self._pushed = 0
         self._center = np.full(series, np.nan)
         self._sigma = np.full(series, resolution)
-        self._doubt = math.inf  # how much more is needed while the scatter itself is uncertain
+        # how much higher the threshold is while the scatter itself is uncertain
+        self._doubt = math.inf
         self._drift = 0.0
 
     @property
@@ -101,7 +104,7 @@ class ShiftMonitor:
 
     @property
     def center(self) -> Floats:
-        """Return the usual level of each series; NaN before anything is known."""
+        """Return the usual level of each series; NaN before any value is known."""
         return self._center
 
     @property
@@ -139,14 +142,15 @@ class ShiftMonitor:
         return column_medians(self.values[-steps:, list(series)])
 
     def rises(self) -> list[Shift]:
-        """Return the series whose level has surely risen, with the most certain split of each."""
+        """Return the series whose level has certainly risen, with the most certain split of
+        each."""
         values = self.values
         if len(values) < LEAST_PAST + self._least:
             return []
         score, steps = self._scores(values, self._drift)
         if self._drift and not self._is_sure(score).any():
-            # A step change that was not found at once must not count as drift of its own past: if
-            # the means scatter only because of it, there is no drift.
+            # A step change that was not found immediately must not count as drift: if the means
+            # scatter only because of it, there is no drift.
             unhindered, places = self._scores(values, 0.0)
             surest = int(unhindered.argmax())
             if self._is_sure(unhindered)[surest]:
@@ -194,7 +198,7 @@ class ShiftMonitor:
         return score[best, np.arange(best.size)], steps[best]
 
     def _confirmed(self, series: int, steps: int, score: float) -> Shift | None:
-        """Return the change with its exact place; None if it did not last."""
+        """Return the change with its exact step; None if it did not last."""
         column = self.values[:, series]
         steps = self._place(column, steps, float(self._sigma[series]))
         if steps < self._least:
@@ -226,7 +230,7 @@ class ShiftMonitor:
         past = values[: max(len(values) - NEWEST[0], 1)]
         self._center = column_medians(past)
         steps = np.abs(np.diff(values, axis=0))
-        # A single series has few differences: its own scatter counts only if clearly larger.
+        # A single series has few differences: its own scatter is used only if it is clearly larger.
         pooled = _median_sigma(steps.ravel()) / math.sqrt(2.0)
         # Two series that are compared with each other count as one.
         independent = len(steps) * max(values.shape[1] // 2, 1)

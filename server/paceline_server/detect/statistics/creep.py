@@ -1,7 +1,7 @@
 """Ranks and nodes that become slower gradually, too slowly for any step to show a change.
 
-A rank's level is compared with its level in the first steps of the generation. Rooms warm up and
-whole nodes drift by some percent. So a rank must also have become slower than the other ranks of
+A rank's level is compared with its level in the first steps of the generation. As rooms warm up,
+whole nodes drift by a few percent. So a rank must also have become slower than the other ranks of
 its node, or the whole node by much more than drift.
 """
 
@@ -14,14 +14,15 @@ import numpy as np
 from paceline_server.detect.observation import Generation
 from paceline_server.detect.statistics.peer_levels import Floats, PeerLevels
 
-# A step change is found within this many steps; a creep had this share of its size before that.
+# A step change is found within this many steps; a creep had a part of its size before that.
 STEP_STEPS = 8
 PARTLY = 0.4
-LEAST_RANKS = 3  # of two ranks that drift apart, either may have changed
+LEAST_RANKS = 3  # if two ranks drift apart, either may have changed
 
 
 class Creep:
-    """Finds ranks, or most ranks of a node, that crept by at least a slowdown."""
+    """Finds ranks, or most ranks of a node, that gradually became slower by at least a given
+    slowdown."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class Creep:
             return []
         moved, score = levels.moved()
         far = np.flatnonzero((moved >= self._least) & (score >= levels.needed))
-        if far.size:  # what has just risen is a step change, or will pass
+        if far.size:  # a recent rise is a step change, or temporary
             earlier, _ = levels.moved(STEP_STEPS)
             far = far[earlier[far] >= PARTLY * moved[far]]
         found = []
@@ -58,7 +59,7 @@ class Creep:
         return found
 
     def _together(self, rank: int, moved: Floats) -> list[int]:
-        """Return the ranks that moved with it; empty if it may be drift."""
+        """Return the ranks that became slower together with `rank`; empty if it may be drift."""
         node = self._on_node[self._generation.node(rank)]
         others = np.array([other for other in node if other != rank], dtype=np.int64)
         others = others[~np.isnan(moved[others])]

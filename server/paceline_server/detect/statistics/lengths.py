@@ -24,13 +24,14 @@ Floats = npt.NDArray[np.float64]
 HUBER = 1.345  # residuals beyond this many sigmas count less: 95% efficient on normal noise
 MAD_TO_SIGMA = 1.4826
 FIT_ROUNDS = 8
-FIT_SAMPLES = 24  # three coefficients from fewer would follow the noise
+FIT_SAMPLES = 24  # least samples: three coefficients fitted to fewer would follow the noise
 KEPT_SAMPLES = 2048  # per cell: the error of a coefficient is then far below a percent
-SPREAD_THAT_COUNTS = 0.01  # of tokens or squares: below it, lengths explain nothing
+SPREAD_THAT_COUNTS = 0.01  # spread of tokens or squares; below it, lengths explain nothing
 OPS = 4  # FORWARD, BACKWARD, BACKWARD_WEIGHT are 1..3
-EARLY_FITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)  # after these steps, and then every
+# fits happen after these steps, and then after every
+EARLY_FITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)
 STEPS_BETWEEN_FITS = 64
-FEW_ROWS = 4096  # of a step: with more, only every fourth step is sampled
+FEW_ROWS = 4096  # rows of a step; with more, only every fourth step is sampled
 STEPS_BETWEEN_SAMPLES = 4
 
 
@@ -50,10 +51,10 @@ class LengthCost:
 
 
 def fit_cost(tokens: Ints, squared_tokens: Ints, seconds: Floats) -> LengthCost | None:
-    """Return the cost that most of the samples agree with; None if there are too few.
+    """Return the cost that fits most of the samples; None if there are too few.
 
-    A minority of samples, such as those of a slow rank, hardly changes it. Where lengths are not
-    given (tokens 0) or hardly differ, it is the median.
+    A minority of samples, such as those of a slow rank, hardly changes it. If lengths are not given
+    (tokens 0) or hardly differ, it is the median.
     """
     good = np.isfinite(seconds) & (seconds > 0)
     if not good.any():
@@ -79,7 +80,10 @@ def fit_cost(tokens: Ints, squared_tokens: Ints, seconds: Floats) -> LengthCost 
 
 
 def _robustly(columns: Floats) -> Floats:
-    """Return coefficients that bring the columns' sum closest to 1; outliers count less."""
+    """Return coefficients for which the weighted columns sum to 1 as closely as possible.
+
+    Outliers count less.
+    """
     weights = np.ones(len(columns))
     coefficients = np.zeros(columns.shape[1])
     for _ in range(FIT_ROUNDS):

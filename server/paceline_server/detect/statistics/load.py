@@ -1,4 +1,4 @@
-"""The compute load of each rank in one step, relative to what its data lets expect."""
+"""The compute load of each rank in one step, relative to the load expected for its data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from paceline_wire.topology import Topology
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-TRIMMED = 0.25  # share cut off at either end: a stall in one microbatch is no slow rank
+# share cut off at either end, because a stall in one microbatch does not make a slow rank
+TRIMMED = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class ComputeLoad:
 
 
 class ComputeLoads:
-    """Measures the steps of one generation, in order; learns what they should take."""
+    """Measures the steps of one generation, in order, and learns their expected time."""
 
     def __init__(self, topology: Topology) -> None:
         self._world = topology.world_size

@@ -31,9 +31,9 @@ from paceline_server.steps.peers import medians_of_others
 Floats = npt.NDArray[np.float64]
 
 USUAL_STEPS = 64
-FOLLOWED_STEPS = 5  # newest ones, from which the course of a rise is judged
-CORRECTED_STEPS = 64  # from which the size of a rise is corrected
-FIRST_STEPS = 32  # of the generation: the reference for slow change
+FOLLOWED_STEPS = 5  # newest steps from which the progress of a rise is judged
+CORRECTED_STEPS = 64  # steps from which the size of a rise is corrected
+FIRST_STEPS = 32  # first steps of the generation: the reference for slow change
 # A series rose together with another one if it shows this share of the rise, with this score.
 JOINING_SHARE = 0.5
 JOINING_SCORE = 2.5
@@ -45,7 +45,7 @@ Course = Literal["lasts", "milder", "over"]
 
 @dataclass(slots=True)
 class Rise:
-    """A reported rise of one series, or of several together."""
+    """newest steps from which the course of a rise is judged"""
 
     series: tuple[int, ...]
     size: float
@@ -54,7 +54,7 @@ class Rise:
 
 
 class PeerLevels:
-    """Push the levels of all series each step, ask for `rises`, and `follow` reported ones.
+    """Levels of many series: push those of each step, read `rises`, and `follow` the reported ones.
 
     The arguments are those of `ShiftMonitor`.
     """
@@ -99,7 +99,7 @@ class PeerLevels:
 
     @property
     def needed(self) -> float:
-        """Return the score, in standard errors, that a change needs not to be chance."""
+        """Return the score, in standard errors, from which a change is not due to chance."""
         return self._monitor.needed
 
     @property
@@ -120,8 +120,8 @@ class PeerLevels:
     def rises(self) -> list[Shift]:
         """Return new rises, the most certain first; see `ShiftMonitor.rises`.
 
-        Among few series, one that falls makes all others rise relative to it. That is a recovery,
-        and becomes its usual level.
+        Among few series, if one falls, all others seem to rise. This is a recovery, and the new
+        level becomes its usual one.
         """
         found = self._most_certain_first()
         fallen = [(shift.steps, self._fallen_instead(shift)) for shift in found]
@@ -129,7 +129,7 @@ class PeerLevels:
         if not falls:
             return found
         for series, fall in falls.items():
-            if not self.explained[series]:  # the end of a reported rise is found by `follow`
+            if not self.explained[series]:  # `follow` finds the end of a reported rise
                 self._explain((series,), steps, fall)
         return [shift for shift in self._most_certain_first() if not self._fallen_instead(shift)]
 
@@ -139,7 +139,7 @@ class PeerLevels:
     def _fallen_instead(self, shift: Shift) -> dict[int, float]:
         """Return the series that fell when this one seemed to rise, with their change (below 0).
 
-        If most other series fell, that is something they share, and this one did not follow.
+        If most other series fell, they share a change that did not affect this one.
         """
         least = shift.size / 2.0
         if self._changed([shift.series], shift.steps)[0] >= least:
@@ -157,7 +157,7 @@ class PeerLevels:
         return column_medians(rows[-steps:]) - column_medians(rows[:-steps])
 
     def moved(self, steps_ago: int = 0) -> tuple[Floats, Floats]:
-        """Return each series' change since the first steps, and that in standard errors.
+        """Return each series' change since the first steps, absolute and in standard errors.
 
         NaN where it is unknown; without the reported rises.
         """
@@ -169,7 +169,7 @@ class PeerLevels:
         return moved, moved / np.sqrt(white + self._monitor.drift**2)
 
     def steps_above(self, series: int, size: float) -> int:
-        """Return how many newest steps have exceeded the series' first level by `size`."""
+        """Return for how many newest steps the series has exceeded its first level by `size`."""
         below = self._monitor.values[:, series] < self._first[series] + size
         # More than half of a few steps in a row: a single step below is noise.
         block = np.convolve(below, np.ones(FOLLOWED_STEPS), "valid") > FOLLOWED_STEPS / 2.0
@@ -177,7 +177,7 @@ class PeerLevels:
         return len(below) - (int(places[-1]) + FOLLOWED_STEPS // 2 if places.size else 0)
 
     def accidents(self, shift: Shift) -> float:
-        """Return how many such rises are expected per step from spikes that coincide by chance.
+        """Return how many such rises per step are expected from spikes that coincide by chance.
 
         Spikes of at least half the size are assumed as frequent as in the past of all series.
         """
@@ -209,13 +209,13 @@ class PeerLevels:
         return Rise(series, size, before, self.pushed - steps)
 
     def worsen(self, rise: Rise, steps: int) -> None:
-        """Explain that a rise grew in the newest `steps`."""
+        """Add the growth of a rise in the newest `steps` to its explained size."""
         sizes, _ = self._monitor.shift_at(rise.series, steps)
         self._explain(rise.series, steps, _middle(sizes))
         rise.size += _middle(sizes)
 
     def follow(self, rise: Rise) -> Course:
-        """Return the course of a rise, and explain less of it if it is milder or over."""
+        """Return the progress of a rise, and reduce its explained size if it is smaller or over."""
         steps = self.pushed - rise.since
         left = rise.size + self._beyond(rise, min(steps, FOLLOWED_STEPS))
         if steps <= NEWEST[0] or left >= rise.size / 2.0:
@@ -235,7 +235,7 @@ class PeerLevels:
         self._explain(rise.series, steps, error)
 
     def grow(self, rise: Rise) -> None:
-        """Set the size of a creeping rise to what the newest steps show."""
+        """Set the size of a creeping rise from the newest steps."""
         rise.since = self.pushed - FOLLOWED_STEPS
         self.correct(rise)
 

@@ -1,14 +1,15 @@
 """Flags ranks, nodes and stages that compute more slowly than before while the others do not.
 
 Each microbatch of a step is one sample of its rank. The rank's level in that step is the trimmed
-mean of the logarithms of its samples, each relative to the expected time for its data. What all
-ranks share is subtracted: a slow host is no straggler. A level that rises and stays high is a
-straggler, and the step in which it rose is the onset. A level that was always high is a property
-of the model, not a fault, unless no model explains it.
+mean of the logarithms of its samples, each relative to the expected time for its data. The change
+that all ranks share is subtracted: a slow host is not a straggler. A level that rises and stays
+high is a straggler, and the step in which it rose is the onset. A level that was always high is a
+property of the model, not a fault, unless it is too high for that.
 
 Two kinds of slowness never make a level rise. A stall in one microbatch of each step is trimmed
-away, so a rank's total compute beyond its typical microbatch is watched like a level as well. And
-a slow creep has no onset step, so levels are compared with those of the first steps (`creep`).
+away, so the difference between a rank's total compute and its typical microbatch is also watched as
+a level. And a slow creep has no onset step, so levels are compared with those of the first steps
+(`creep`).
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
 
-RESOLUTION = 0.004  # of a typical microbatch: timers and schedulers are not more exact
+RESOLUTION = 0.004  # relative to a typical microbatch: timers and schedulers are not more precise
 STEPS_BETWEEN_CHRONIC_CHECKS = 8
-ALIKE = 0.2  # relative change of a slowdown that is not worth reporting again
+ALIKE = 0.2  # relative change of a slowdown that is too small to report again
 
 Way = Literal["steady", "stalls", "creeps"]
 _WAYS: dict[Way, str] = {
@@ -73,7 +74,7 @@ class _ReportedStraggler(ReportedRise):
 class _ComputeStep:
     number: int
     started_ns: int
-    seconds: float  # of the typical rank
+    seconds: float  # seconds of the typical rank
 
 
 class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
@@ -167,7 +168,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
                 yield active
 
     def _lasts(self, shift: Shift) -> bool:
-        """Return whether stalls are too frequent to be chance and not explained already."""
+        """Return whether stalls are too frequent to be chance, and not explained yet."""
         accidents = self._stalls.accidents(shift)
         return (
             not self._levels.explained[shift.series]
@@ -195,7 +196,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
                 continue
             early = self._levels.steps_above(ranks[0], _CREEP_ONSET_SHARE * size)
             if early < STEP_STEPS:
-                continue  # a step change, or it will pass
+                continue  # a step change, or temporary
             rise = self._levels.assume(unit.ranks, FOLLOWED_STEPS, size)
             steps = round(early / (1.0 - _CREEP_ONSET_SHARE))
             yield self._activate(unit, "creeps", self._levels, rise, steps)
@@ -223,7 +224,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
         is_early = steps < settings.chronic_steps
         least = settings.chronic_fault_slowdown if is_early else settings.chronic_slowdown
         rows = self._levels.unexplained_rows(self._against_peers)
-        # In three of four steps, so that noise around the threshold does not make a finding.
+        # Exceeded in three of four steps, so that noise around the threshold causes no finding.
         level = np.sort(np.where(np.isnan(rows), -np.inf, rows), axis=0)[len(rows) // 4]
         findings = self._chronic_recoveries(rows, observation)
         for rank in np.flatnonzero(level >= math.log(least)).tolist():

@@ -1,4 +1,4 @@
-"""The unit to name when ranks become slow: one rank, a node or a stage."""
+"""The unit to report when ranks become slow: one rank, a node or a stage."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SlowUnits:
         self._units = {unit: ranks for unit, ranks in units.items() if 1 < len(ranks) < world}
 
     def beside(self, rank: int) -> list[int]:
-        """Return the ranks of its node and its stage: they may be slow for the same reason."""
+        """Return the ranks of the same node and stage, which may be slow for the same reason."""
         return sorted({member for _, _, ranks in self._units_of(rank) for member in ranks})
 
     def name(self, rank: int, slow: Collection[int]) -> SlowUnit:
@@ -61,7 +61,8 @@ class SlowUnits:
         return best
 
     def _units_of(self, rank: int) -> list[tuple[str, object, list[int]]]:
-        """Return (kind, label, ranks), the node first: it is to blame where both are the same."""
+        """Return (kind, label, ranks), the node first: it is to blame if both have the same
+        ranks."""
         labels: list[tuple[str, object]] = [
             ("node", self._generation.node(rank)),
             ("stage", self._generation.stage(rank)),

@@ -1,9 +1,9 @@
-"""Reports ranks that stalled for a moment: slow for a few steps, and back to normal.
+"""Reports ranks that stalled briefly: slow for a few steps, then back to normal.
 
 Such a stall (a page-out, a retried transfer, another process) may hit a single microbatch, so a
-rank's total compute of a step counts, not its typical microbatch. It is reported once it is over;
-if it lasts, it is a straggler instead. Stalls that the job has all the time are not reported: a
-stall must clearly exceed the worst of the recent steps, and most of the stalls reported before.
+rank's total compute in a step is compared, not its typical microbatch. It is reported once it is
+over; if it lasts, it is a straggler instead. Stalls that the job has all the time are not reported:
+a stall must clearly exceed the worst of the recent steps, and most of the stalls reported before.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from paceline_server.steps.timing import StepTiming
 
 Floats = npt.NDArray[np.float64]
 
-PAST_STEPS = 32  # from which a rank's usual level is taken
-WORST_STEPS = 512  # of which the worst is remembered
-# This many reported stalls of a size within so many steps are usual for the job.
+PAST_STEPS = 32  # steps from which a rank's usual level is taken
+WORST_STEPS = 512  # number of steps whose worst stall is remembered
+# Steps within which this many reported stalls of a size make such stalls usual for the job.
 REPORTED_STEPS = 256
 USUAL_REPORTS = 3
 
@@ -46,7 +46,7 @@ class _Stall:
     onset_step: int
     steps: int = 0
     seconds: float = 0.0
-    share: float = 0.0  # of its worst step
+    share: float = 0.0  # share of the worst step
     slowdown: float = 1.0
 
 
@@ -73,7 +73,7 @@ class TransientStallDetector(Detector):
         self._reported: dict[int, Finding] = {}  # newest by rank
         self._reported_shares: deque[tuple[int, float]] = deque(
             maxlen=REPORTED_STEPS
-        )  # step, share
+        )  # (step, share)
 
     def update(self, observation: Observation) -> list[Finding]:
         findings = []

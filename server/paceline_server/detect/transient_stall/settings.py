@@ -9,16 +9,17 @@ from paceline_server.detect.shared_settings import BASELINE_STEPS
 
 @dataclass(frozen=True, slots=True)
 class TransientStallSettings:
-    """How large a stall must be to be worth a note."""
+    """How large a stall must be to be reported."""
 
     baseline_steps: int = BASELINE_STEPS
     # Share of a step that a stall must take ...
     share: float = 0.2
-    # ... and how many times the worst of the earlier steps: hosts have heavy tails all the time.
+    # ... and how many times the worst of the earlier steps it must be: step times have heavy tails.
     over_worst: float = 1.25
-    # The note is cleared after this many steps without another stall: time enough to see it.
+    # The finding is cleared after this many steps without another stall, long enough for a person
+    # to see it.
     reported_steps: int = 50
-    # When more than this share of the ranks stall at once, the cause is something they share.
+    # When more than this share of the ranks stall at once, they share the cause.
     most_ranks_share: float = 0.25
 
 

@@ -39,7 +39,7 @@ def infiniband(sysfs: Path) -> Path:
 
 @pytest.fixture
 def refusing() -> Path:
-    """A file whose read the kernel refuses with EINVAL."""
+    """Return a file whose read fails with EINVAL."""
     path = Path("/sys/class/net/lo/speed")
     try:
         path.read_text()
@@ -59,7 +59,7 @@ def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gpus(nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
-    """Two emulated GPUs that worker processes started from here on see."""
+    """Two emulated GPUs, visible to worker processes that are started later."""
     fake = FakeGpus.create(tmp_path / "gpus", 2)
     for name, value in environment(nvml_library, fake.path).items():
         monkeypatch.setenv(name, value)
@@ -73,7 +73,7 @@ Series = Callable[[Collected], dict[str, float]]
 
 @pytest.fixture
 def series() -> Series:
-    """Samples as `name{label=value,...}`: value."""
+    """Return samples as a dictionary of values by `name{label=value,...}`."""
 
     def of(collected: Collected) -> dict[str, float]:
         found = {}

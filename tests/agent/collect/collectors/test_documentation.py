@@ -1,4 +1,4 @@
-"""docs/adding-a-collector.md against the code."""
+"""docs/adding-a-collector.md agrees with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every collector of files against trees in which nothing is what it should be."""
+"""Every collector that reads files, with trees full of invalid content."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def node(context, tmp_path):
 
 def spoil(path: Path, number: int, refusing: Path) -> None:
     if number < len(GARBAGE):
-        path.write_bytes(GARBAGE[number])  # in place: descriptors are kept
+        path.write_bytes(GARBAGE[number])  # in place, because descriptors are kept open
         return
     path.unlink()
     if number == len(GARBAGE):
@@ -124,7 +124,7 @@ def check(collector) -> int:
 
 def test_the_whole_tree_is_read(node):
     silent = {each.name for each in collectors() if not check(each(node))}
-    assert silent <= {"timex", "tcp", "nccl"}  # of this machine only, or without NCCL
+    assert silent <= {"timex", "tcp", "nccl"}  # they read this machine only, or need NCCL
 
 
 @pytest.mark.parametrize("seed", range(3))

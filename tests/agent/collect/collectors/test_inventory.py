@@ -16,7 +16,7 @@ SHOW = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True)"
 
 @pytest.fixture
 def until_slots(server, wait_for):
-    """Wait until the newest hello offers so many; returns the troubles of its GPUs."""
+    """Return a function that waits for a hello with this many slots and returns its GPUs."""
 
     def wait(slots: int) -> list[str | None]:
         def newest() -> AgentHello | None:
@@ -40,7 +40,7 @@ def test_a_lost_gpu_is_no_slot_and_one_that_is_back_is(
     gpus.set(0, lost=1)
     assert until_slots(1) == ["lost", None]
     assert gpu_events(server) == [("gpu_lost", "gpu0")]
-    # Its LOCAL_RANK counts what it sees: without the lost one, which is before it.
+    # LOCAL_RANK counts visible GPUs: without the lost one, which has a lower index.
     server.commands.append(
         StartRanks(
             command_id=1,

@@ -1,4 +1,5 @@
-"""The collector against files, and against a FIFO: non-blocking and unseekable as the device is."""
+"""The collector with files, and with a FIFO, which like the device is non-blocking and not
+seekable."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from paceline_wire.batch import DeviceEvent, GpuInfo
 
 LOGS = Path(__file__).parents[2] / "fixtures" / "kmsg"
 SECOND_NS = 1_000_000_000
-BEGAN_NS = 1000 * SECOND_NS  # of the log's clock, when the agent begins
+BEGAN_NS = 1000 * SECOND_NS  # time on the log's clock at which the agent starts
 NOW_NS = 1_700_000_000 * SECOND_NS
 
 
 class Device:
-    """Stands in for /dev/kmsg: one writer, records in order, never blocks its reader."""
+    """A replacement for /dev/kmsg: one writer, records in order, never blocks its reader."""
 
     def __init__(self, path: Path) -> None:
         os.mkfifo(path)
@@ -45,7 +46,7 @@ class Device:
         os.write(self._writer, record.encode())
 
     def rewind(self) -> None:
-        """Replace the log by the messages that a reader sees after opening it again."""
+        """Replace the log with the messages that a reader gets after opening it again."""
         self._sequence = 100
 
     def close(self) -> None:
@@ -65,7 +66,7 @@ def _as_utf16(text: bytes) -> bytes:
 
 
 class ClockedKmsg(KmsgCollector):
-    """With the log's clock in the test's hands."""
+    """The collector with a log clock that the test controls."""
 
     elapsed_ns = 0
 
@@ -360,7 +361,7 @@ def _why_unavailable(collector: KmsgCollector) -> str:
 
 
 def _as_nobody(call: Callable[[], str]) -> str:
-    """In a child, for the rights of a process cannot be given back."""
+    """Run a call as `nobody`, in a child because a process cannot regain its privileges."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""The collector beside a real process, its environment, its mapped library and its files."""
+"""The collector with a real process: its environment, its mapped library and its files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ sys.stdin.read()
 
 
 class Rank:
-    """A process with an environment, that maps a library and waits."""
+    """A process with an environment that maps a library and waits."""
 
     def __init__(self, directory: Path, library: str, environment: dict[str, str]) -> None:
         path = directory / library

@@ -33,7 +33,8 @@ RANKS = [
     LocalRank(job="job-a", generation=0, rank=4, local_rank=0, pid=100, gpu_index=0),
     LocalRank(job="job-a", generation=0, rank=5, local_rank=1, pid=101, gpu_index=0),
     LocalRank(job="job-a", generation=0, rank=6, local_rank=2, pid=102, gpu_index=1),
-    LocalRank(job="job-a", generation=0, rank=7, local_rank=3, pid=999, gpu_index=0),  # gone
+    # the process is gone
+    LocalRank(job="job-a", generation=0, rank=7, local_rank=3, pid=999, gpu_index=0),
 ]
 
 
@@ -69,7 +70,7 @@ def test_golden(two_nodes, series):
         "paceline_device_numa_node{device=mlx5_0,kind=rdma}": 1,
         "paceline_rank_numa_node{job=job-a,rank=4}": 0,
         "paceline_rank_numa_misbound{job=job-a,rank=4}": 1,
-        "paceline_rank_numa_misbound{job=job-a,rank=5}": 0,  # on both nodes
+        "paceline_rank_numa_misbound{job=job-a,rank=5}": 0,  # its CPUs are on both nodes
         "paceline_rank_numa_node{job=job-a,rank=6}": 0,  # its GPU's node is unknown
         "paceline_rank_affinity_info{cpus=0-3,job=job-a,memory_nodes=0-1,rank=4}": 1,
         "paceline_rank_affinity_info{cpus=2-5,job=job-a,memory_nodes=0-1,rank=5}": 1,

@@ -134,7 +134,7 @@ async def test_a_lost_gpu_is_reported_once_and_when_it_returns(lane, gpus, serie
     assert [(event.kind, event.device) for event in events] == [("gpu_lost", "gpu1")]
     assert [gpu.trouble for gpu in collected.gpus] == [None, "lost"]
     gpus.set(1, lost=0)
-    collected = await lane.collect(120 * SECOND_NS)  # past the fresh initialization
+    collected = await lane.collect(120 * SECOND_NS)  # after the new initialization
     assert [event.kind for event in collected.events] == ["gpu_back"]
     assert [gpu.trouble for gpu in collected.gpus] == [None, None]
     assert of_gpu(series(collected), "DCGM_FI_DEV_SM_CLOCK", 1) == [1980]
@@ -219,7 +219,7 @@ async def test_a_gpu_that_hangs_for_long_can_hold_no_rank(lane, gpus):
 
 
 async def test_renumbered_gpus_are_not_confused(lane, gpus):
-    """The driver drops the lost one at a fresh initialization: another has its index."""
+    """A new initialization drops the lost GPU, and another GPU gets its index."""
     uuids = [gpu.uuid for gpu in (await lane.collect(SECOND_NS)).gpus]
     gpus.set(0, lost=1)
     await lane.collect(2 * SECOND_NS)
@@ -232,7 +232,7 @@ async def test_renumbered_gpus_are_not_confused(lane, gpus):
 async def test_a_library_that_comes_later_is_picked_up(
     context, gpus, nvml_library, tmp_path, monkeypatch
 ):
-    late = tmp_path / "driver"  # the loader must see the file appear, even here
+    late = tmp_path / "driver"  # the loader must notice the new file, even here
     late.mkdir()
     monkeypatch.setenv("LD_LIBRARY_PATH", str(late))
     lane = ProcessLane(NvmlCollector, context)
@@ -254,7 +254,7 @@ async def test_a_worker_that_is_killed_is_replaced(lane, gpus):
 
 
 async def test_no_worker_outlives_its_agent(context, gpus, tmp_path):
-    """An agent killed by SIGKILL while its worker hangs in the driver."""
+    """The agent is killed by SIGKILL while its worker hangs in the driver."""
     gpus.set(0, hang_seconds=600)
     program = (
         "import asyncio, pathlib, sys\n"
@@ -320,7 +320,7 @@ async def test_links_have_series_of_their_own(lane, gpus, series):
 
 
 async def test_where_links_go(lane, gpus):
-    """To switches; or straight, as between GPUs of a board without any; or unknown."""
+    """Links go to switches, directly to other GPUs (a board without switches), or are unknown."""
     gpus.set(0, nvlink_links_active=17)
     info = (await lane.collect(SECOND_NS)).gpus
     assert [gpu.nvlinks for gpu in info] == [{"switch": 17}, {"switch": 18}]
@@ -359,7 +359,7 @@ async def test_a_total_that_the_driver_lacks_is_summed(lane, gpus, series):
 
 
 async def test_nvlink_bandwidth_is_a_rate_as_in_dcgm(lane, gpus, series):
-    """Field 449 of DCGM: KiB of both directions, per second, in thousands."""
+    """DCGM's field 449 is thousands of KiB per second, both directions."""
     started = time.monotonic()
     found = series(await lane.collect(SECOND_NS))
     assert of_gpu(found, "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL", 0) == []
@@ -368,7 +368,7 @@ async def test_nvlink_bandwidth_is_a_rate_as_in_dcgm(lane, gpus, series):
     found = series(await lane.collect(20 * SECOND_NS))
     (rate,) = of_gpu(found, "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL", 0)
     assert 0 < 100_000 / rate <= time.monotonic() - started + 0.01
-    gpus.set(0, nvlink_transmitted_kib=5)  # a reset
+    gpus.set(0, nvlink_transmitted_kib=5)  # the counter is reset
     found = series(await lane.collect(40 * SECOND_NS))
     assert of_gpu(found, "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL", 0) == []
 
@@ -389,7 +389,7 @@ async def test_mig_instances_are_gpus_of_their_own(lane, gpus, series):
 
 
 async def test_processes_are_joined_to_ranks(context, gpus, series, write):
-    """A rank's own process, a child of one, and one of somebody else's."""
+    """The processes are a rank's own, a child of a rank, and another user's."""
     rank = LocalRank(job="llm", generation=0, rank=9, local_rank=1, pid=100)
     stat = "{pid} (worker (1)) S {parent} 100 100 0"
     write(
@@ -412,11 +412,14 @@ async def test_processes_are_joined_to_ranks(context, gpus, series, write):
     assert of_gpu(found, "paceline_gpu_processes", 1) == [0]
 
 
-FAMILY = {100: 1, 101: 100, 102: 101, 200: 1}  # pid: its parent
+FAMILY = {100: 1, 101: 100, 102: 101, 200: 1}  # by pid: its parent
 
 
 async def test_the_gpu_of_a_rank_is_where_it_has_most_memory(context, gpus, write):
-    """Also in a container with its own pids; each rank holds a little memory on the first GPU."""
+    """This holds in a container with its own pids too.
+
+    Each rank uses some memory on the first GPU.
+    """
     ranks = [LocalRank(job="llm", generation=0, rank=9, local_rank=1, pid=7)]
     for host_pid, rank in ((500, 8), (600, 9)):
         inside = {
@@ -458,7 +461,7 @@ async def test_every_series_is_described(lane, gpus):
 
 
 async def test_the_recorded_h200(nvml_library, tmp_path, monkeypatch, context, series):
-    """Values of `nvidia-smi -q` on that GPU under load."""
+    """The values equal those of `nvidia-smi -q` on that GPU under load."""
     found = await one_sweep(nvml_library, tmp_path, monkeypatch, context, series, "h200")
     expected = {
         "DCGM_FI_DEV_SM_CLOCK": 1980,
@@ -523,7 +526,7 @@ def with_labels(
 
 
 async def test_a_value_of_an_unknown_type_costs_only_that_field_of_that_gpu(lane, gpus, series):
-    gpus.set(0, strange_field=82)  # memory temperature
+    gpus.set(0, strange_field=82)  # field number of the memory temperature
     found = series(await lane.collect(SECOND_NS))
     names = {
         gpu: {

@@ -32,7 +32,7 @@ def test_golden(context, sysfs, write, series):
 
 
 def test_a_card_that_is_off_the_bus_has_no_width(context, sysfs, write, series):
-    """All bits are ones: 63 lanes."""
+    """All bits read as 1: 63 lanes."""
     write(
         sysfs, {**TREE, f"{IB}/current_link_width": "63\n", f"{IB}/current_link_speed": "Unknown\n"}
     )

@@ -39,7 +39,7 @@ def process(context, procfs, write):
     write(procfs, PROC)
     ranks = [
         LocalRank(job="job-a", generation=0, rank=3, local_rank=0, pid=77),
-        LocalRank(job="job-a", generation=0, rank=4, local_rank=1, pid=78),  # gone
+        LocalRank(job="job-a", generation=0, rank=4, local_rank=1, pid=78),  # the process is gone
     ]
     return ProcessCollector(dataclasses.replace(context, local_ranks=lambda: ranks))
 

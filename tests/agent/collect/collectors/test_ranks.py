@@ -8,7 +8,8 @@ from paceline_wire.batch import GpuInfo
 
 RANKS = [
     LocalRank(job="job-a", generation=2, rank=8, local_rank=0, pid=100, gpu_index=1),
-    LocalRank(job="job-a", generation=2, rank=9, local_rank=1, pid=101, gpu_index=7),  # unknown
+    # its GPU is unknown
+    LocalRank(job="job-a", generation=2, rank=9, local_rank=1, pid=101, gpu_index=7),
     LocalRank(job="job-b", generation=0, rank=0, local_rank=0, pid=102),
 ]
 

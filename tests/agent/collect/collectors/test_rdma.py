@@ -51,7 +51,7 @@ def test_a_file_that_fails_is_left_alone_for_a_day(context, infiniband, series):
     path = infiniband / "mlx5_1/ports/1/counters/symbol_error"
     name = f"node_infiniband_symbol_error_total{{{PORT}}}"
     path.unlink()
-    path.mkdir()  # the kernel refuses to read it: EISDIR
+    path.mkdir()  # reading it fails with EISDIR
     collector = RdmaCollector(context)
     assert name not in series(collector.collect(1))
     path.rmdir()
@@ -77,7 +77,7 @@ print(json.dumps([opened, [one.labels.get("device") for one in found]]))
 
 @pytest.mark.parametrize("excluded", ["mlx5_1", "mlx5_1/1", "mlx5_[0-9]", "mlx5_?/*"])
 def test_an_excluded_port_is_not_opened(sysfs, infiniband, excluded):
-    """In a process of its own, for nothing takes an audit hook away again."""
+    """This runs in its own process, because an audit hook cannot be removed."""
     command = [sys.executable, "-c", WATCHED, str(sysfs), excluded]
     opened, devices = json.loads(subprocess.check_output(command))
     assert set(devices) == {"mlx5_bond_0"}
@@ -129,7 +129,7 @@ def test_every_counter_of_the_recorded_node_has_its_series(context, h100, series
         assert received == 4 * int((port / "counters/port_rcv_data").read_text())
         values = [value for name, value in found.items() if name.endswith(labels)]
         files = [int(path.read_text()) for path in port.glob("*counters/*")]
-        assert len(files) == 47  # 21 of the classic, 26 of the hardware
+        assert len(files) == 47  # 21 classic and 26 hardware counters
         assert len(values) == len(files) + 3  # state, physical state, rate
     saturated = {name for name in found if name.startswith("paceline_rdma_counter_saturated")}
     assert {name for name in saturated if "link_downed" in name} == {
@@ -158,7 +158,7 @@ def test_each_width_has_its_end(context, infiniband, series, counter, end, metri
         found = series(collector.collect(1))
         assert (flag in found) is saturated
         assert found[f"node_infiniband_{metric}{{{PORT}}}"] == value
-    path.write_text(f"{end}\n")  # has been beyond: this adapter counts with more bits
+    path.write_text(f"{end}\n")  # the counter exceeds its width: this adapter counts with more bits
     assert flag not in series(collector.collect(1))
 
 
@@ -258,7 +258,7 @@ def test_other_vendors_drivers(context, sysfs, write, infiniband, series):
     assert not any("num_qps_congested" in name for name in found)
     erdma = {name for name in found if "device=erdma_0" in name}
     assert "node_infiniband_port_data_transmitted_bytes_total{device=erdma_0,port=1}" in erdma
-    assert len(erdma) == 3  # and what it is
+    assert len(erdma) == 3  # plus the info metric
     assert found["node_infiniband_state_id{device=mlx5_bond_0,port=1}"] == 4
 
 

@@ -29,7 +29,7 @@ def test_mounts(procfs, write):
     assert mount_of("/mnt/my files/a/b", mounts) == Mount(
         "/mnt/my files", "server:/x", "nfs4", "0:26"
     )
-    assert mount_of("/scratch", mounts).fstype == "lustre"  # the one on top
+    assert mount_of("/scratch", mounts).fstype == "lustre"  # the mount on top
     assert mount_of("/scratchy", mounts).device == "/dev/sda2"
     assert mount_of("/unknown", {}) == Mount("/unknown", "", "")
 
@@ -52,7 +52,8 @@ def test_the_directory_of_the_checkpoints(checkpoints, series):
     found = series(StorageCollector(context).collect(1))
     about = f"{{device=,directory={directory},disk=,fstype=,job=job-a,mountpoint={directory}}}"
     assert found[f"paceline_checkpoint_directory_info{about}"] == 1
-    assert not any(name.startswith("node_filesystem") for name in found)  # it is another node's
+    # the tree is another node's
+    assert not any(name.startswith("node_filesystem") for name in found)
 
 
 def test_this_machine(context, series):

@@ -35,7 +35,8 @@ def tcp(context):
         pytest.skip(f"no TCP diagnosis here: {error}")
     ranks = [
         LocalRank(job="job-a", generation=0, rank=3, local_rank=0, pid=os.getpid()),
-        LocalRank(job="job-a", generation=0, rank=4, local_rank=1, pid=1 << 22),  # gone
+        # the process is gone
+        LocalRank(job="job-a", generation=0, rank=4, local_rank=1, pid=1 << 22),
     ]
     return TcpCollector(
         dataclasses.replace(context, procfs_root=Path("/proc"), local_ranks=lambda: ranks)
@@ -64,7 +65,7 @@ def test_bytes_go_on_when_a_connection_is_closed(tcp, series):
     assert after[received] >= during[received]
     assert after[count] == before[count]
     assert after[f"paceline_rank_tcp_retransmitted_segments_total{RANK}"] >= 0
-    assert not any("rank=4" in name for name in after)  # gone: unknown, not 0
+    assert not any("rank=4" in name for name in after)  # the process is gone: unknown, not 0
 
 
 def test_ipv6_counts_too(tcp, series):

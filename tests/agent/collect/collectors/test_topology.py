@@ -10,9 +10,9 @@ from paceline_agent.collect.collectors.topology import TopologyCollector
 from paceline_agent.collect.contract import CollectorUnavailable, LocalRank
 from paceline_wire.batch import GpuInfo
 
-# Two sockets. On the first, a switch with a GPU and an adapter, and behind it another switch with
-# one adapter; a second root port with one more, and a second host bridge with a GPU. On the other
-# socket a GPU and an adapter on a switch.
+# Two sockets. The first has a switch with a GPU and an adapter, and behind it another switch with
+# an adapter; a second root port with an adapter; and a second host bridge with a GPU. The other
+# socket has a GPU and an adapter on a switch.
 FIRST = "pci0000:15/0000:15:01.0/0000:16:00.0"
 WAYS = {
     "gpu0": (f"{FIRST}/0000:17:00.0/0000:18:00.0", 0),
@@ -66,7 +66,7 @@ def node(context, sysfs):
 @pytest.fixture
 def distances(series):
     def of(collector: TopologyCollector, prefix: str, key: str) -> dict[str, str]:
-        """Device -> class."""
+        """Return the class by device."""
         found = {}
         for sample in collector.collect(1).samples:
             if sample.name == prefix and sample.labels.get(key.partition("=")[0]) == key[-1]:
@@ -132,7 +132,7 @@ def test_what_the_firmware_leaves_open_is_absent(node, sysfs, series):
         (sysfs / "devices" / way / "numa_node").write_text("-1\n")
     found = series(TopologyCollector(node).collect(1))
     assert "paceline_gpu_nic_distance{class=PIX,device=mlx5_0,gpu=0}" in found
-    assert not any("device=mlx5_3,gpu=0" in name for name in found)  # NODE or SYS?
+    assert not any("device=mlx5_3,gpu=0" in name for name in found)  # either NODE or SYS
 
 
 def rank_of(node, write, settings: str, gpu: int = 0) -> TopologyCollector:
@@ -168,14 +168,14 @@ def test_the_nic_of_a_rank(node, write, series, distances, settings, gpu, nics, 
     [("state", "1: DOWN\n"), ("rate", "100 Gb/sec (4X EDR)\n"), ("link_layer", "Ethernet\n")],
 )
 def test_a_nearer_nic_that_is_not_like_it_does_not_count(node, sysfs, write, series, file, text):
-    """The management port next to the GPU is not what the rank should use."""
+    """The management port next to the GPU is not the NIC that the rank should use."""
     (sysfs / "class/infiniband/mlx5_0/ports/1" / file).write_text(text)
     found = series(rank_of(node, write, "NCCL_IB_HCA==mlx5_1\0").collect(1))
     assert found["paceline_rank_nic_misplaced{job=j,rank=5}"] == 0
 
 
 def test_a_card_is_as_able_as_its_port_that_is_up(node, sysfs, write, series):
-    """A device with two ports; the first has no cable."""
+    """The device has two ports; the first has no cable."""
     ports = sysfs / "class/infiniband/mlx5_0/ports"
     (ports / "1").rename(ports / "2")
     write(ports, {"1/state": "1: DOWN\n", "1/rate": "10 Gb/sec (4X SDR)\n"})

@@ -1,4 +1,4 @@
-"""Real messages, as drivers write them, one by one."""
+"""Single messages as real drivers write them."""
 
 from __future__ import annotations
 
@@ -547,7 +547,7 @@ def test_a_segfault_names_the_library():
         "python[77]: segfault at 0 ip 00007f sp 00007f error 4 in libcuda.so.550[7f00+10]"
     )
     assert (event.kind, event.code, event.pid) == ("segfault", "libcuda.so.550", 77)
-    (event,) = recognize(  # on Grace
+    (event,) = recognize(  # message of a Grace CPU
         "python3[2510]: unhandled exception: DABT (lower EL), ESR 0x0000000092000046, level 2 "
         "translation fault in libnccl.so.2.28.3[7fbd4f0000+6000]"
     )
@@ -697,7 +697,10 @@ GPU_UUID = "GPU-b850f46d-d5ea-c752-ddf3-c1e8f1a2b3c4"
 
 
 def test_an_xid_names_the_board_that_is_to_be_replaced():
-    """The driver says it once, before the first; of a GPU that is lost NVML says it no more."""
+    """The driver logs the board once, before the first XID.
+
+    NVML no longer reports it for a lost GPU.
+    """
     first, second, other = recognize(
         f"NVRM: GPU at PCI:0000:3b:00: {GPU_UUID}",
         "NVRM: GPU Board Serial Number: 1654922000123",

@@ -1,4 +1,4 @@
-"""A line that is skipped would never have been an event, and would not have changed another."""
+"""A skipped line would not have been an event, and would not have changed another event."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline_agent.collect.kernel_log.rules import RULES
 from paceline_agent.collect.kernel_log.source import KernelLogFile
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "kmsg"
-# Every message that the tests of the recognizer know, events or not.
+# Every message in the tests of the recognizer, event or not.
 MESSAGES = sorted(
     {
         node.value

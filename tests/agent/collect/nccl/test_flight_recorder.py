@@ -1,4 +1,4 @@
-"""Dumps of the Flight Recorder, from processes that listen to a pipe as PyTorch's thread does."""
+"""Flight Recorder dumps from processes that listen to a pipe like PyTorch's thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DUMP = b"\x80\x02}q\x00." * 1000
 
 
 def process(directory: Path, **environment: str) -> NcclProcess:
-    """The test's own."""
+    """Return the test's own process."""
     return NcclProcess(
         environment={"TORCH_FR_DUMP_TEMP_FILE": str(directory / "dump_"), **environment},
         pids=frozenset({os.getpid()}),
@@ -38,7 +38,7 @@ def process(directory: Path, **environment: str) -> NcclProcess:
 
 @contextmanager
 def listener(pipe: Path, answer: Callable[[], object]) -> Iterator[None]:
-    """c10d's DumpPipe and the thread that looks at it."""
+    """Imitate c10d's DumpPipe and the thread that polls it."""
     os.mkfifo(pipe)
     descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     stop = threading.Event()
@@ -138,7 +138,7 @@ def test_a_packed_dump_that_lies_about_its_size_is_refused():
             dumps.unpack(hostile)
 
 
-# Rank 0 answers its pipe, rank 1 has none.
+# Rank 0 responds to its pipe; rank 1 has no pipe.
 RANK = """
 import os, time
 from pathlib import Path

@@ -11,7 +11,7 @@ LABELS = {"job": "llm", "rank": "3"}
 
 
 def line(communicator: str = "0x7f8c", coll: str = "AllReduce", **performance: Any) -> bytes:
-    """As the README of the Inspector shows it."""
+    """Return a line as in the Inspector's README."""
     return json.dumps(
         {
             "header": {"id": communicator, "rank": 2, "n_ranks": 8, "nnodes": 1},
@@ -64,7 +64,7 @@ def test_the_line_of_the_readme():
 
 
 def parts() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Labels and values of a sample."""
+    """Return labels and value of each sample."""
     fields = json.loads(line())
     done = fields.pop("coll_perf")
     return fields, done

@@ -1,4 +1,4 @@
-"""`paceline agent --check`: what it says of nodes where something is missing."""
+"""`paceline agent --check` on nodes where something is missing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_port_says_which_counters_cannot_be_read_and_why(tmp_path: Path) -> No
     counters = Path(tree) / "mlx5_1/ports/1/counters"
     (counters / "port_xmit_wait").write_text("N/A (no PMA)\n")
     (counters / "symbol_error").unlink()
-    (counters / "symbol_error").mkdir()  # a read fails
+    (counters / "symbol_error").mkdir()  # reading it fails
     excluded = frozenset({"mlx5_bond_*"})
     context = Context(node_directory=tmp_path, sysfs_root=tmp_path, excluded_rdma=excluded)
     summary, first, second = devices.rdma(context)
@@ -298,7 +298,7 @@ def test_a_node_directory_behind_a_closed_one_is_a_finding(tmp_path: Path) -> No
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is closed to root")
 def test_what_lies_behind_a_closed_directory_is_no_surprise() -> None:
-    """As a spool below another user's home: even asking whether it exists is refused."""
+    """An example is a spool below another user's home, where even `stat` is denied."""
     closed = Path("/proc/1/root/home/spool")
     settings = AgentSettings(server_url="http://127.0.0.1:1", spool_directory=closed)
     assert node.spool(settings).seen == NO

@@ -1,7 +1,7 @@
-"""Nodes that exist only as samples: healthy, noisy and different; a test makes one faulty.
+"""Simulated nodes that consist of samples: healthy, noisy and different; a test makes one faulty.
 
-Healthy nodes look as in real fleets: GPUs differ by some degrees, power caps are active without
-harm, ports have old errors, disks have bursts.
+Healthy nodes look as in real fleets: GPUs differ by a few degrees, power caps are active without
+effect, ports have old errors, and disks have bursts.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ Fault = Callable[[float, float], float]
 
 @dataclass(frozen=True)
 class Metric:
-    """`typical` is a level, or the growth per second of a counter. `differs`: between devices."""
+    """A metric. `typical`: a level, or the growth per second of a counter.
+
+    `differs`: spread between devices.
+    """
 
     name: str
     scope: str  # "gpu", "rank", "node", "port", "nic", "disk", "mount"
-    seconds: float  # between samples
+    seconds: float  # time between samples
     typical: float
     noise: float = 0.0
     differs: float = 0.0
@@ -110,7 +113,10 @@ METRICS: tuple[Metric, ...] = (
 
 @dataclass
 class Fleet:
-    """`sick` holds faults by (node, metric, label value or None for all of the node)."""
+    """A fleet of nodes.
+
+    `sick`: faults by (node, metric, label value, or None for the whole node).
+    """
 
     seed: int = 0
     nodes: int = 4
@@ -119,7 +125,7 @@ class Fleet:
     onset_seconds: float = 60.0
     sick: dict[tuple[str, str, str | None], Fault] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
-    absent: set[str] = field(default_factory=set)  # metrics no agent here can read
+    absent: set[str] = field(default_factory=set)  # metrics that no agent can read
     skew_seconds: dict[str, float] = field(default_factory=dict)
     states: dict[int, LiveRank] = field(default_factory=dict)
 
@@ -135,14 +141,14 @@ class Fleet:
             gpus={rank: rank % self.gpus for rank in range(world)},
             started_ns=START_NS,
         )
-        # A phase of its own for each node: agents do not sample in step.
+        # Each node has its own phase, because agents do not sample at the same moments.
         self.phase = {f"node-{n}": self.chance.random() for n in range(self.nodes)}
 
     def fault(self, node: str, metric: str, which: str | None, fault: Fault) -> None:
         self.sick[node, metric, which] = fault
 
     def samples(self, until_seconds: float) -> list[tuple[str, Sample]]:
-        """All of the first `until_seconds`, in the order of their times."""
+        """Return all samples of the first `until_seconds` in time order."""
         found = [
             (node, sample)
             for node in self.phase
@@ -235,7 +241,7 @@ class Fleet:
 
 
 def since_onset(sick: float) -> Fault:
-    """`sick` instead of the healthy value."""
+    """Return a fault that replaces the healthy value with `sick` after the onset."""
     return lambda after, healthy: sick if after >= 0 else healthy
 
 
@@ -244,10 +250,11 @@ def times(factor: float, begins: float = 0.0) -> Fault:
 
 
 def once(count: float, at: float = 0.0, width: float = 10.0) -> Fault:
-    """A counter that jumps by about `count`, at `at` seconds after the onset."""
+    """Return a fault: a counter jumps by about `count`, `at` seconds after the onset."""
     return lambda after, healthy: count / width if at <= after < at + width else healthy
 
 
 def _which(gpu: int, labels: dict[str, str]) -> str:
-    """`0`; `0/sw_power_cap` of a reason."""
+    """Return the label value that identifies a series: `0`, or `0/sw_power_cap` for a throttle
+    reason."""
     return "/".join([str(gpu), *labels.values()])

@@ -1,6 +1,6 @@
-"""Each cause as nodes show it, and metrics that look like a cause but are not.
+"""The symptoms of each cause on a node, and metrics that look like a cause but are not one.
 
-Magnitudes are drawn again for each seed, from barely enough for a 10% slowdown upwards.
+Magnitudes are drawn again for each seed, from just enough for a 10% slowdown upwards.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ IB = "node_infiniband_"
 
 @dataclass(frozen=True)
 class Sickness:
-    """`make` injects it, given the slowdown it is to explain; `seconds` is when one sees it."""
+    """A cause.
+
+    `make` injects it, given the slowdown to explain; `seconds`: when it becomes visible.
+    """
 
     cause: str
     kind: str
     make: Callable[[Fleet, random.Random, float], None]
-    seconds: float = 12.0  # of telemetry after the onset
+    seconds: float = 12.0  # telemetry after the onset
 
 
 def _slow_clock(fleet: Fleet, slowdown: float) -> None:
@@ -71,7 +74,7 @@ def counts(metric: str, which: str, fewest: float, most: float):
 
 
 def single(metric: str, which: str):
-    """One, within a second of the onset."""
+    """Return a single event within a second of the onset."""
 
     def make(fleet: Fleet, chance: random.Random, slowdown: float) -> None:
         seconds = 5.0 if metric.startswith(IB) else 1.0
@@ -95,7 +98,7 @@ def level(metric: str, which: str, *choices: float):
 
 
 def _stall(slowdown: float) -> float:
-    """The share of time in which nothing goes on that makes it that slow."""
+    """Return the share of time spent waiting that causes this slowdown."""
     return 1.0 - 1.0 / slowdown
 
 
@@ -109,7 +112,7 @@ def contention(fleet: Fleet, chance: random.Random, slowdown: float) -> None:
 
 
 def starved(fleet: Fleet, chance: random.Random, slowdown: float) -> None:
-    """Memory is short; nothing is swapped."""
+    """Simulate a memory shortage without swapping."""
     wait = _stall(slowdown) + 0.05
     fleet.fault(NODE, "node_pressure_memory_waiting_seconds_total", "", since_onset(wait))
     fleet.fault(NODE, "node_vmstat_pgmajfault", "", since_onset(chance.uniform(500, 9000)))
@@ -199,12 +202,12 @@ SICKNESSES: tuple[Sickness, ...] = (
 
 
 def chronic_clock(fleet: Fleet, chance: random.Random) -> None:
-    """This GPU always ran slower."""
+    """Simulate a GPU that always ran at a lower clock."""
     fleet.fault(NODE, "DCGM_FI_DEV_SM_CLOCK", GPU, lambda after, healthy: 0.9 * healthy)
 
 
 def warm_day(fleet: Fleet, chance: random.Random) -> None:
-    """All GPUs get hotter when the slowness begins."""
+    """Simulate GPUs that all get hotter when the slowness begins."""
     for node in fleet.phase:
         fleet.fault(
             node, "DCGM_FI_DEV_GPU_TEMP", None, lambda after, healthy: healthy + 12 * (after > 0)
@@ -212,33 +215,34 @@ def warm_day(fleet: Fleet, chance: random.Random) -> None:
 
 
 def old_errors(fleet: Fleet, chance: random.Random) -> None:
-    """Counters that are high but do not change."""
+    """Simulate counters that are high but do not change."""
     fleet.fault(NODE, f"{ECC}SBE_VOL_TOTAL", GPU, once(90_000, -200, 30))
     fleet.fault(NODE, f"{IB}link_downed_total", PORT, once(200, -200, 30))
 
 
 def earlier_trouble(fleet: Fleet, chance: random.Random) -> None:
-    """Something did happen on that node: well before."""
+    """Simulate a problem of the same node well before the onset."""
     fleet.fault(NODE, f"{ECC}DBE_VOL_TOTAL", GPU, once(1, -45, 1))
     fleet.fault(NODE, f"{IB}symbol_error_total", PORT, once(300, -45, 5))
 
 
 def neighbours_trouble(fleet: Fleet, chance: random.Random) -> None:
-    """The other GPU of the node throttles, and another node's disk is busy."""
+    """Simulate a throttled other GPU of the node, and a busy disk on another node."""
     fleet.fault(NODE, "DCGM_FI_DEV_SM_CLOCK", "1", times(0.6))
     fleet.fault(NODE, REASON, "1/hw_thermal_slowdown", since_onset(1.0))
     fleet.fault("node-2", "node_pressure_io_waiting_seconds_total", "", since_onset(0.8))
 
 
 def everyones_trouble(fleet: Fleet, chance: random.Random) -> None:
-    """The whole fabric is congested, every host a little busier."""
+    """Simulate congestion of the whole fabric and slightly higher load on every host."""
     for node in fleet.phase:
         fleet.fault(node, f"{IB}np_cnp_packets_sent_total", None, times(50))
         fleet.fault(node, "node_pressure_cpu_waiting_seconds_total", None, times(4))
 
 
 def small_drop(fleet: Fleet, chance: random.Random) -> None:
-    """A clock that is 3% lower since the onset does not make it 40% slower."""
+    """Simulate a clock that is 3% lower since the onset, which does not explain a slowdown of
+    40%."""
     fleet.fault(NODE, "DCGM_FI_DEV_SM_CLOCK", GPU, times(0.97))
 
 

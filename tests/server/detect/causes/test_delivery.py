@@ -1,4 +1,4 @@
-"""Samples that come late, twice, out of order, from a wrong clock, or never."""
+"""Samples that arrive late, twice, out of order, with a wrong clock, or never."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_third_of_the_samples_is_enough():
 
 
 def test_without_samples_since_the_onset_no_cause_is_named():
-    """Old values say that all is well: they were measured when it was."""
+    """Old values look healthy, because they were measured before the onset."""
     fleet = throttled(3)
     samples = fleet.samples(75)
     for node, sample in samples:
@@ -175,7 +175,7 @@ def test_a_counter_reset_is_not_growth():
 
 
 def test_a_saturated_counter_is_ignored():
-    """`link_downed` stops at 255: that it does not grow says nothing."""
+    """`link_downed` stops at 255: its lack of growth is no evidence."""
     fleet = Fleet(seed=15, ports=1)
     fleet.absent |= {f"{IB}state_id", "node_network_carrier"}
     fleet.fault(NODE, f"{IB}link_downed_total", PORT, once(5000, -300, 1))
@@ -208,7 +208,7 @@ def test_an_xid_counts_if_it_occurred_at_the_onset(number, at_seconds, cause):
 
 
 def test_an_xid_in_the_first_sample_of_a_gpu_is_old():
-    """A worker that took the job over knows only what was counted, not when."""
+    """A worker that took over the job knows only the count, not the times."""
     fleet = Fleet(seed=17, absent={"paceline_gpu_lost"})
     for node, sample in fleet.samples(70):
         if sample.time_ns >= START_NS + 59 * SECOND_NS:

@@ -14,7 +14,7 @@ BUSY = 1e8  # bytes per second
 
 
 def with_interface(fleet: Fleet, name: str, bytes_per_second: float) -> Fleet:
-    """Let an interface of node-1, beside the one of the job, lose its carrier at the onset."""
+    """Let an interface of node-1 that the job does not use lose its carrier at the onset."""
     fleet.play(SECONDS)
     for at in range(0, SECONDS, 5):
         time_ns = START_NS + at * 10**9

@@ -9,7 +9,7 @@ from paceline_server.detect.causes.catalog import UNKNOWN
 from paceline_server.detect.causes.checks.kernel_log import EVENTS, KERNEL_LOG_CAUSES, MESSAGES
 from paceline_wire.batch import Sample
 
-NODE = "node-1"  # of ranks 2 and 3, which compute on its gpu0 and gpu1
+NODE = "node-1"  # node of ranks 2 and 3, which compute on its gpu0 and gpu1
 ONSET = 60.0
 
 

@@ -33,7 +33,7 @@ METRIC = re.compile(r"^(DCGM_FI_|DCGM_EXP_|node_|paceline_(gpu|rank|device|kerne
 
 
 def documented() -> dict[str, tuple[set[str], str]]:
-    """Return cause -> (metrics, advice) from the table in docs/concepts.md."""
+    """Return (metrics, advice) by cause from the table in docs/concepts.md."""
     section = (ROOT / "docs" / "concepts.md").read_text().partition("## Causes")[2]
     rows = re.findall(r"^\| `([^`|]+)` \| (.+?) \| (.+) \|$", section, re.MULTILINE)
     return {name: (set(re.findall(r"`(\w+)`", read)), advice) for name, read, advice in rows}
@@ -72,7 +72,7 @@ def test_priors_are_shares():
 
 
 def metrics_read() -> set[str]:
-    """Return the metrics that modules of detect/ name, as a constant or literally."""
+    """Return the metrics that modules of detect/ name, as constants or literals."""
     found = set()
     for path in set(DETECT.rglob("*.py")) - {DETECT / "telemetry.py"}:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -93,7 +93,7 @@ def test_exactly_the_metrics_that_detectors_read_are_stored():
 
 @pytest.fixture
 def context(tmp_path: Path) -> Context:
-    """One machine with everything: two NUMA nodes, a GPU, an HCA, an Ethernet port, a disk."""
+    """A machine with two NUMA nodes, a GPU, an HCA, an Ethernet port and a disk."""
     files = {
         "sys/devices/system/node/node0/cpulist": "0-3\n",
         "sys/devices/system/node/node1/cpulist": "4-7\n",
@@ -157,7 +157,7 @@ def context(tmp_path: Path) -> Context:
 
 
 async def nvml_samples(context: Context, tmp_path: Path) -> list[Sample]:
-    """Through the real pynvml, on an emulated GPU that has had an XID."""
+    """Return samples that the real pynvml reads from an emulated GPU that has had an XID."""
     try:
         library = build(tmp_path / "library")
     except CompilerMissing as missing:
@@ -181,7 +181,7 @@ async def test_every_metric_that_is_read_is_emitted_by_a_collector(context, tmp_
         if not collector.isolated:
             with contextlib.suppress(CollectorUnavailable):
                 samples += collector(context).collect(1).everything()
-    here = replace(context, procfs_root=Path("/proc"))  # no other tree's file systems are looked at
+    here = replace(context, procfs_root=Path("/proc"))  # read no file systems of another tree
     samples += StorageCollector(here).collect(1).everything()
     emitted = {sample.name: sample.labels.keys() for sample in samples}
     assert STORED_METRICS.keys() - emitted.keys() == set()

@@ -1,6 +1,6 @@
 """SM clock, memory clock and throttle reasons of the GPU.
 
-A throttle reason without a lower clock slows nothing: `sw_power_cap` is active on most busy GPUs.
+A throttle reason without a lower clock has no effect: `sw_power_cap` is active on most busy GPUs.
 For a lower clock with a reason, the cause is the reason. Without one it is the low clock itself
 (application clocks, or a limit set by the driver or an administrator).
 """
@@ -29,7 +29,7 @@ from paceline_server.detect.causes.symptom import (
 )
 from paceline_wire import metric_names
 
-# Healthy clocks vary by some percent (boost, temperature, the running kernels).
+# Healthy clocks vary by a few percent (boost, temperature, the running kernels).
 SM_CLOCK = Symptom(
     LOW_SM_CLOCK, metric_names.SM_CLOCK, Scope.GPU, "SM clock", "MHz", "level",
     0.0, relative_tolerance=0.03, rises=False, predicts=inverse,
@@ -133,7 +133,7 @@ def _with_clock(
     if clock is not None:
         fell = (
             clock.weight > weighing.RULED_OUT
-        )  # a small drop is enough: the GPU itself reports the reason
+        )  # a small drop is enough, because the GPU itself reports the reason
         weight = clock.weight + (_REASON_AND_CLOCK if fell else 0.0)
     if is_throttled:
         weight += weighing.EXPLAINED_AWAY

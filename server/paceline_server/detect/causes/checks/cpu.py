@@ -1,4 +1,4 @@
-"""CPU contention, and ranks bound to the CPUs of another NUMA node than their GPU's."""
+"""CPU contention, and ranks bound to CPUs on a different NUMA node than their GPU."""
 
 from __future__ import annotations
 

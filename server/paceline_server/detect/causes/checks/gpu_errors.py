@@ -118,7 +118,7 @@ def _occurrences(
 
 
 def _meaning(suspect: Suspect, node: str, xid: str) -> str | None:
-    """Return the meaning from the agent, which has the whole catalog, or from the table here."""
+    """Return the meaning from the agent, which has the complete catalog, or from the table here."""
     for labels, _ in suspect.observation.telemetry.all_of(node, XID_INFO, xid=xid):
         return labels.get("meaning")
     return _MEANINGS.get(xid)

@@ -33,7 +33,7 @@ from paceline_wire import metric_names
 EVENTS = metric_names.KERNEL_EVENTS_TOTAL
 READ = metric_names.KERNEL_LOG_LOST_TOTAL  # sent with each sweep, so the log is being read
 _SWEEP_NS = 2_000_000_000  # the log is read each second
-_OLD_LOG_NS = 5_000_000_000  # an agent that starts counts older messages in this time
+_OLD_LOG_NS = 5_000_000_000  # during this time after its start an agent counts older messages
 # Tolerances, in messages.
 _ONE_IS_SEVERE = 0.25  # a single message scores 4
 _MANY_ARE_SEVERE = 10.0  # corrected by hardware: healthy nodes log some

@@ -30,7 +30,8 @@ _WIDTH_BITS: dict[str, int] = {
 
 
 def _scope(metric: str) -> Scope:
-    """Return the scope of a port: RDMA devices belong to the job, interfaces may be others'."""
+    """Return the scope of a port: RDMA devices belong to the job, interfaces may belong to
+    others."""
     return Scope.DEVICE if metric.startswith(_IB) else Scope.INTERFACE
 
 
@@ -59,7 +60,7 @@ def _events(cause: str, metric: str, name: str, tolerance: float) -> Symptom:
 def _per_second(
     cause: str, metric: str, name: str, tolerance: float, scope: Scope | None = None
 ) -> Symptom:
-    """A rate that is above zero on a healthy network too."""
+    """Return the symptom of a rate that is above zero on a healthy network too."""
     return Symptom(
         cause, metric, scope or _scope(metric), name, "/s", "rate", tolerance,
         relative_tolerance=1.0, normal=0.0, saturates_at=_maximum(metric),

@@ -61,6 +61,6 @@ def check(suspect: Suspect) -> list[WeighedEvidence]:
 
 
 def _weigh_link(suspect: Suspect, link: Symptom, device: MeasuredDevice) -> WeighedEvidence | None:
-    """Weigh the link; without a past and peers, the maximum of the device is expected."""
+    """Weigh the link; without past values and peers, the maximum of the device is expected."""
     limit = suspect.observation.telemetry.latest(device.node, f"{link.metric}_max", **device.labels)
     return weigh_series(suspect, replace(link, normal=limit), device)
