@@ -143,6 +143,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     restarts: list[Restarted] = []
     acknowledged: list[Acknowledged] = []  # of unfinished actions' commands
     command_results: dict[int, bool] = {}  # of unfinished actions' commands: id -> ok
+    command_errors: dict[int, str] = {}  # and why those that failed did, as the agent reports it
     highest_step: int | None = None  # finished by all ranks, over all generations
     checkpoint_step: int | None = None  # newest step that every rank reported as committed
     # Whether all ranks save a checkpoint on command; None: not yet known.

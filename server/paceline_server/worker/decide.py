@@ -52,6 +52,7 @@ def _view(
         restarts=list(snapshot.restarts),
         acknowledged=list(detected.acknowledged),
         command_results=dict(snapshot.command_results),
+        command_errors=dict(snapshot.command_errors),
         highest_step=columns.highest_step,
         checkpoint_step=columns.checkpoint_step,
         can_checkpoint=columns.can_checkpoint,

@@ -80,6 +80,7 @@ class Snapshot:
     acknowledged: tuple[Acknowledged, ...]  # stored before this tick
     new_acknowledged: tuple[Acknowledged, ...]  # contained in `log`
     command_results: Mapping[int, bool]
+    command_errors: Mapping[int, str]  # why those that failed did
 
 
 def load_snapshot(
@@ -103,6 +104,7 @@ def load_snapshot(
         .order_by(models.ActionRow.created_ns, models.ActionRow.id)
     ).all()
     action_ids = [row.id for row in actions]
+    results, errors = _command_results(session, action_ids)
     events = (event for received in log for event in received.batch.events)
     return Snapshot(
         job_id=job.id,
@@ -120,7 +122,8 @@ def load_snapshot(
         restarts=_restarts(session, job_id),
         acknowledged=_acknowledged(session, action_ids),
         new_acknowledged=genuine_acknowledgements(session, job.id, job.generation, events),
-        command_results=_command_results(session, action_ids),
+        command_results=results,
+        command_errors=errors,
     )
 
 
@@ -232,10 +235,16 @@ def _acknowledged(session: Session, action_ids: list[str]) -> tuple[Acknowledged
     )
 
 
-def _command_results(session: Session, action_ids: list[str]) -> dict[int, bool]:
+def _command_results(
+    session: Session, action_ids: list[str]
+) -> tuple[dict[int, bool], dict[int, str]]:
+    """Return whether each finished command succeeded, and why those that failed did."""
     if not action_ids:
-        return {}
-    query = select(models.CommandRow.id, models.CommandRow.ok).where(
-        models.CommandRow.action_id.in_(action_ids), models.CommandRow.finished_ns.is_not(None)
+        return {}, {}
+    row = models.CommandRow
+    query = select(row.id, row.ok, row.detail).where(
+        row.action_id.in_(action_ids), row.finished_ns.is_not(None)
     )
-    return {command_id: bool(ok) for command_id, ok in session.execute(query)}
+    finished = session.execute(query).all()
+    results = {command_id: bool(ok) for command_id, ok, _ in finished}
+    return results, {command_id: detail for command_id, ok, detail in finished if not ok and detail}

@@ -270,6 +270,9 @@ class World:
             restarts=self.restarts,
             acknowledged=[one for one in self.acknowledged if one.command_id in ids_of_job],
             command_results={id_: ok for id_, ok in self.results.items() if id_ in ids_of_job},
+            command_errors={
+                id_: "rank 0: no such file" for id_, ok in self.results.items() if not ok
+            },
             highest_step=self.highest_step,
             checkpoint_step=self.checkpoint_step,
             can_checkpoint=self.can_checkpoint,

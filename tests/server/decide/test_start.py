@@ -19,7 +19,8 @@ def test_a_command_that_cannot_be_started_ends_the_job_and_frees_its_nodes(mode:
     for node in world.nodes.values():
         node.fails_to_start = True
     world.until(lambda: world.state == "failed", 120.0)
-    assert world.one_action("stop").reason.startswith("The start failed: node-0 could not start")
+    reason = "The start failed: node-0 could not start its ranks: rank 0: no such file."
+    assert world.one_action("stop").reason == reason
     assert not world.processes()
 
 

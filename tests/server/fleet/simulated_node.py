@@ -94,6 +94,7 @@ class SimulatedNode:
         self.url = url
         self.carried_out: list[commands.Command] = []
         self.acknowledged = 0
+        self.start_error = ""  # why it starts no rank
         self.ranks: dict[int, SimulatedRank] = {}
         self._token = token
         self._events: list[Event] = [hello()]
@@ -302,12 +303,15 @@ class SimulatedNode:
             time_ns=time.time_ns(),
             command_id=command.command_id,
             ok=self._seen[command.command_id],
+            detail="" if self._seen[command.command_id] else self.start_error,
         )
         self._events.append(result)
 
     def _do(self, command: commands.Command) -> bool:
         match command:
             case commands.StartRanks():
+                if self.start_error:
+                    return False
                 for each in command.ranks:
                     self._start_rank(command, each)
             case commands.StopGeneration():

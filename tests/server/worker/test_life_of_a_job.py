@@ -55,3 +55,14 @@ def test_commands_are_carried_out_once(
     assert kinds.count(StartRanks) == 2
     assert kinds.count(StopGeneration) == 2
     assert ControlRanks not in kinds
+
+
+def test_a_job_that_cannot_start_says_why(
+    server: Any, nodes: list[SimulatedNode], wait_for: Callable[..., Any]
+) -> None:
+    for node in nodes:
+        node.start_error = "rank 0: [Errno 2] No such file or directory: 'trian.py'"
+    job_id = post_job(server.url, policy={"mode": "observe"})
+    wait_for(lambda: get(server, f"/jobs/{job_id}")["state"] == "failed", "the end")
+    text = get(server, f"/jobs/{job_id}")["verdict"]["text"]
+    assert text.endswith("rank 0: [Errno 2] No such file or directory: 'trian.py'.")

@@ -21,6 +21,8 @@ from paceline_server.decide.types import ActionView, NodeView, Phase, RankView
 from paceline_server.decide.wording import exit_text, join_names, join_numbers
 from paceline_wire.commands import Command, PreloadRanks, RankSpec, StartRanks
 
+_ERROR_CHARACTERS = 300
+
 
 def start_generation(
     draft: Draft, action: ActionView, progress: ActionProgress, layout: RankLayout
@@ -194,7 +196,8 @@ def _start_trouble(draft: Draft, progress: ActionProgress) -> tuple[str | None, 
     """Return what prevents the new generation from training, and the node where it happened."""
     for agent, command_id in progress.start_commands.items():
         if draft.view.command_results.get(command_id) is False:
-            return f"{agent} could not start its ranks.", agent
+            error = draft.view.command_errors.get(command_id, "").rstrip(".")[:_ERROR_CHARACTERS]
+            return f"{agent} could not start its ranks{error and f': {error}'}.", agent
     dead = [
         rank
         for rank in draft.ranks
