@@ -71,8 +71,13 @@ def remedy_for(draft: Draft, incident: IncidentView) -> Remedy | None:
 
 
 def remedy_for_failed_start(draft: Draft, why: str, blamed: str | None) -> Remedy:
-    """Return a restart for a generation that did not start; `blamed` is the node at fault."""
-    exclude = _nodes_to_exclude(draft, blamed, _TOLERATED_FAILED_STARTS)
+    """Return a restart for a generation that did not start; `blamed` is the node it happened on.
+
+    The node is avoided. It is quarantined, which affects other jobs, only if the job has trained:
+    until then its command may be what cannot start, on any node.
+    """
+    proven = blamed if draft.view.highest_step is not None else None
+    exclude = _nodes_to_exclude(draft, proven, _TOLERATED_FAILED_STARTS)
     avoid = [blamed] if blamed else []
     avoid += budget.nodes_to_blame(draft.view, draft.now_ns)
     avoid = list(dict.fromkeys(avoid))

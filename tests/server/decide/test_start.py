@@ -55,6 +55,19 @@ def test_a_second_failed_start_quarantines_the_node_beside_a_lost_one() -> None:
     assert world.topology == Topology(1, 2, 2), "no other node is left"
 
 
+@pytest.mark.parametrize("mode", ["auto", "default"])
+@pytest.mark.parametrize("fault", [{"fails_to_start": True}, {"crashes_at_start": 100}])
+def test_a_command_that_starts_nowhere_puts_no_node_aside(
+    mode: str, fault: dict[str, object]
+) -> None:
+    world = World(policy=Policy(mode=mode))  # type: ignore[arg-type]
+    for node in world.nodes.values():
+        for name, value in fault.items():
+            setattr(node, name, value)
+    world.until(lambda: world.state == "failed", 600.0)
+    assert not world.quarantined
+
+
 @pytest.mark.parametrize("mode", [*MODES, "approve", "auto", "default"])
 def test_processes_that_run_and_report_nothing_are_never_killed(mode: str) -> None:
     world = World(policy=Policy(mode=mode, start_timeout_seconds=10.0))  # type: ignore[arg-type]
