@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from sqlalchemy.orm import Session
@@ -78,7 +79,8 @@ def _current(session: Session, job: models.JobRow, known: Condition) -> schemas.
         return _verdict("unobserved", _UNOBSERVED)
     if job.state == "starting" or job.step is None:
         return _verdict("starting", _starting(session, job))
-    return _verdict("healthy", _healthy(session, job))
+    finished = queries.finished_ranks(session, job.id)
+    return _verdict("healthy", _finishing(job, finished) if finished else _healthy(session, job))
 
 
 def _verdict(
@@ -114,6 +116,17 @@ def _exited(row: models.RankRow) -> str:
         f"Rank {row.rank} ({row.agent_id}) has ended with {how}; training has stopped. "
         "The cause is being determined."
     )
+
+
+def _finishing(job: models.JobRow, finished: Sequence[models.RankRow]) -> str:
+    """Return the verdict of a job of which some ranks have ended and nothing waits for them."""
+    count, world_size = len(finished), job.topology.world_size
+    if count == world_size:
+        return f"All {world_size} ranks have ended with exit code 0."
+    if count == 1:
+        rank = f"Rank {finished[0].rank} ({finished[0].agent_id})"
+        return f"{rank} has ended with exit code 0; the other ranks still run."
+    return f"{count} of {world_size} ranks have ended with exit code 0; the others still run."
 
 
 def _at_step(job: models.JobRow) -> str:

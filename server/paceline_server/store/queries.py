@@ -233,6 +233,17 @@ def nodes_of(session: Session, job_id: str, since_ns: int) -> tuple[set[str], se
     return set(seen_ns), {node for node, at_ns in seen_ns.items() if at_ns < since_ns}
 
 
+def finished_ranks(session: Session, job_id: str) -> Sequence[RankRow]:
+    """Return the ranks that ended with exit code 0, without being stopped."""
+    query = select(RankRow).where(
+        RankRow.job_id == job_id,
+        RankRow.state == "exited",
+        RankRow.commanded.is_(False),
+        RankRow.exit_code == 0,
+    )
+    return session.scalars(query.order_by(RankRow.rank)).all()
+
+
 def first_dead_rank(session: Session, job_id: str) -> RankRow | None:
     """Return the lowest rank that failed without being stopped."""
     query = select(RankRow).where(

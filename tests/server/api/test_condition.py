@@ -193,3 +193,14 @@ def test_no_slowdown_is_shown_while_a_job_does_not_train(
     cells = client.get(f"/api/v1/jobs/{job_id}/grid").json()["cells"]
     assert [cell["slowdown"] for cell in cells] == [None, None]
     assert [cell["condition"] for cell in cells] == ["dead", "blocked"]
+
+
+def test_a_job_of_which_a_rank_has_finished_is_not_called_even(
+    server: Any, client: httpx.Client, job_id: str
+) -> None:
+    change(server, RankRow, (job_id, 1), state="exited", exit_code=0)
+    text = get(client, job_id)["verdict"]["text"]
+    assert text == "Rank 1 (node-1) has ended with exit code 0; the other ranks still run."
+    change(server, RankRow, (job_id, 0), state="exited", exit_code=0)
+    text = get(client, job_id)["verdict"]["text"]
+    assert text == "All 2 ranks have ended with exit code 0."
