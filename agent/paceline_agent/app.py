@@ -101,6 +101,7 @@ async def serve(
     rank_user = None if settings.slots == 0 else find_rank_user(settings.run_as)
     # Ranks of external jobs create rings as any user; so do ranks that run as another user.
     shared = os.geteuid() == 0 or (rank_user is not None and not rank_user.is_own)
+    own_directory.check_owner(settings.spool, "--spool-directory")
     with _lock(settings.directory, shared=shared):
         agent = Agent(settings, rank_user)
         await agent.run(stop or asyncio.Event(), hurry or asyncio.Event())

@@ -92,6 +92,22 @@ def open_own(path: Path, mode: int, *, within: int | None = None, shared: bool =
     return descriptor
 
 
+def check_owner(path: Path, option: str) -> None:
+    """Check that a directory, if it exists, belongs to root or to the agent's user.
+
+    Raises UnsafeDirectoryError: its owner could replace the files in it.
+    """
+    try:
+        owner = os.stat(path).st_uid
+    except OSError:  # it does not exist, or its use fails with the reason
+        return
+    if owner not in (0, os.geteuid()):
+        raise UnsafeDirectoryError(
+            f"{path} belongs to {_user(owner)}, not to root or the agent's user: change its owner, "
+            f"or choose another {option}"
+        )
+
+
 def _user(uid: int) -> str:
     try:
         return f"user {pwd.getpwuid(uid).pw_name}"

@@ -83,6 +83,17 @@ def test_a_directory_of_another_user_is_refused(
 
 
 @needs_root
+def test_a_spool_of_another_user_is_refused(start_agent: Fixture, memory: Path) -> None:
+    """Its owner could take away the node's key and the batches."""
+    spool = memory / "spool"
+    spool.mkdir()
+    os.chown(spool, 65534, 65534)
+    agent = start_agent("--spool-directory", str(spool))
+    refused(agent, "belongs to user nobody, not to root or the agent's user: change its owner")
+    assert list(spool.iterdir()) == []
+
+
+@needs_root
 def test_a_lock_that_is_a_link_is_not_followed(
     start_agent: Fixture, memory: Path, tmp_path: Path
 ) -> None:
