@@ -22,7 +22,7 @@ from pathlib import Path
 PIP = "pip>=25.1"  # the first version that reads dependency groups
 REQUIREMENTS = ("--editable", ".[agent,server]", "--group", "dev")
 INTERVAL_SECONDS = 5.0  # between two lines while nothing is downloaded
-FAILURE_LINES = 40  # of pip's output, shown if it fails
+FAILURE_LINES = 40  # last lines of pip's output, shown if it fails
 PLAN = """\
 Installing into {directory} with Python {version}; needed once, and after dependencies change.
   packages   about 80: PyTorch, the server's and the agent's libraries, test tools

@@ -24,7 +24,7 @@ from paceline_wire.spans import NONE_16, NONE_32, RECORD, Op, to_columns
 
 SECONDS = 3600
 SERIES = 850
-SPANS = 40  # of each of 8 ranks, each second
+SPANS = 40  # per rank and second, for 8 ranks
 GOAL_MIB, GOAL_SPEED = 64.0, 20.0
 LONGEST_SECONDS = 180
 

@@ -50,7 +50,7 @@ LOADS = (
     Load("1,024 ranks", Topology(32, 4, 8), 12, 1.0, 60, 0.5, 16, 12),
     Load("10,240 ranks", Topology(160, 8, 8), 12, 5.0, 10, 2.5, 4, 6),
 )
-CPU_GOAL_RATIO = 0.3  # of the step time, on two cores
+CPU_GOAL_RATIO = 0.3  # share of the step time, on two cores
 GROWTH_GOAL_MIB = 64.0
 LOG_BYTES = 32 << 20  # kept, so that a short run reaches it
 # The log is trimmed every 10 s and grows by what arrives in between.

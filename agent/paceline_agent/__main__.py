@@ -92,12 +92,10 @@ def _names(command: click.Command) -> dict[str, str]:
     help="Bearer token with scope agent; better given as PACELINE_AGENT_TOKEN.",
 )
 @click.option(
-    "--tls-ca", type=_FILE, help="Certificates to check the server's against. [default: system]"
+    "--tls-ca", type=_FILE, help="CA certificates that verify the server's. [default: system]"
 )
-@click.option(
-    "--tls-cert", type=_FILE, help="This agent's certificate, if the server asks for one."
-)
-@click.option("--tls-key", type=_FILE, help="Its key, if the file of the certificate has none.")
+@click.option("--tls-cert", type=_FILE, help="Client certificate, if the server requires one.")
+@click.option("--tls-key", type=_FILE, help="Private key, if the certificate file has none.")
 @click.option(
     "--allow-plain-http",
     is_flag=True,
@@ -152,7 +150,7 @@ def _names(command: click.Command) -> dict[str, str]:
     "procfs_root",
     type=_DIRECTORY,
     default=Path("/proc"),
-    help="Where /proc is, or a copy of it.",
+    help="Path of /proc, or of a copy of it.",
 )
 @click.option(
     "--kmsg",

@@ -67,7 +67,7 @@ COMMANDS = {
         "paceline_cli.commands.preflight",
         "preflight",
         None,
-        "Check nodes before a big run.",
+        "Check nodes before a large run.",
     ),
     "evaluate": (
         "paceline_evaluation.command",

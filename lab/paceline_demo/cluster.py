@@ -1,7 +1,7 @@
 """The demo's cluster: one server and one agent per node, as real processes on this machine.
 
 Every process carries the run's mark in its environment, so that all of them can be found and
-counted, whoever started them. The kernel kills server and agents when the demo dies.
+counted, whatever started them. The kernel kills server and agents when the demo dies.
 """
 
 from __future__ import annotations

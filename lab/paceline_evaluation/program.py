@@ -36,7 +36,7 @@ class Move:
     stage: int
     action: ScheduleAction
     row: int
-    # of a compute: position among the stage's; of a receive: position among all transfers
+    # computes: position in the stage; receives: position among all transfers
     number: int = 0
     nested: int | None = None  # row of the tensor-parallel collective inside
     source: tuple[int, int] | None = None  # receives only: (stage, row) of the send

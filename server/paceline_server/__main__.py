@@ -53,18 +53,18 @@ _ROLES = (
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on; 0: any free port.  [default: 8470]")
 @click.option("--tls-cert", metavar="FILE", help="Certificate (chain) to serve HTTPS with.")
-@click.option("--tls-key", metavar="FILE", help="Its key, if the certificate's file has none.")
+@click.option("--tls-key", metavar="FILE", help="Private key, if the certificate file has none.")
 @click.option(
     "--tls-client-ca",
     metavar="FILE",
-    help="Certificates of which every client must show one.",
+    help="CA certificates; each client must have a certificate signed by one of them.",
 )
 @click.option(
     "--allowed-host",
     "allowed_hosts",
     multiple=True,
     metavar="NAME",
-    help="A further name under which this server is reached; '*': any.",
+    help="Additional host name of this server; '*': any.",
 )
 @click.option(
     "--public-metrics",
@@ -178,7 +178,10 @@ def create(settings: Settings, name: str, scope: Any, nodes: int) -> None:
 @click.option("--name", required=True)
 @click.pass_obj
 def revoke(settings: Settings, name: str) -> None:
-    """Revoke a token within a second. Tokens stay required even after the last one is revoked."""
+    """Revoke a token; it takes effect within a second.
+
+    Tokens are required even after the last one is revoked.
+    """
     with _open(settings) as database, database.write() as session:
         if not revoke_token(session, name, time.time_ns()):
             _fail(f"there is no valid token named {name!r}.")

@@ -52,12 +52,13 @@ class Settings(BaseSettings):
         SERVER_PORT, ge=0, le=65535, description="Port to listen on; 0: any free port."
     )
     tls_cert: Path | None = Field(None, description="Certificate (chain) to serve HTTPS with.")
-    tls_key: Path | None = Field(None, description="Its key, if the certificate's file has none.")
+    tls_key: Path | None = Field(None, description="Private key, if the certificate file has none.")
     tls_client_ca: Path | None = Field(
-        None, description="Certificates of which every client must show one."
+        None,
+        description="CA certificates; each client must have a certificate signed by one of them.",
     )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="Further names under which browsers and agents reach this server."
+        (), description="Additional host names of this server, for browsers and agents."
     )
     public_metrics: bool = Field(False, description="Serve /metrics to everyone without a token.")
     role: Role = Field("all", description="api: serve; worker: process jobs; all: both.")

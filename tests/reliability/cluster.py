@@ -79,7 +79,7 @@ class CampaignCluster(Cluster):
         self._fake_clock = fake_clock
         self.operator_token: str | None = None  # None: use the user's own tokens
         self._agent_token: str | None = None
-        # commands that prefix the command of a node's agent
+        # prefix of the command of a node's agent
         self.prefixes: dict[int, list[str]] = {}
         if namespaces:
             self.url = f"http://{_SERVER}:{self.port}"

@@ -38,11 +38,12 @@ class FaultPlan:
     """A fault of the campaign.
 
     Args:
-        name: as in the table of results. times: how many times the campaign injects it. inject:
-        injects it into the running job and returns its target. outcome: `restart`: the job must be
-        restarted; `alone`: it must continue without a restart; `either`: both are correct; `end`:
-        the job must end, because restarts do not help. session: the cluster that it needs, see
-        `run`.
+        name: as in the table of results.
+        times: how many times the campaign injects it.
+        inject: injects it into the running job and returns its target.
+        outcome: `restart`: the job must be restarted; `alone`: it must continue without a restart;
+            `either`: both are correct; `end`: the job must end, because restarts do not help.
+        session: the cluster that it needs, see `run`.
     """
 
     name: str

@@ -87,7 +87,7 @@ class _DirectoryView(NamedTuple):
 
     host: str
     has_claim: bool  # whether it contains the claim that rank 0 has just written
-    names: frozenset[str]  # of the committed checkpoints
+    names: frozenset[str]  # names of the committed checkpoints
     error: str | None  # why the directory cannot be listed
 
 
@@ -153,12 +153,14 @@ class Checkpointer:
         """Claim the directory.
 
         Args:
-            directory: shared by all ranks. group: a gloo group of all ranks, used only by this
-            object. generation: the job's generation. run: settings that a checkpoint must have in
-            common with the run that loads it. keep: number of checkpoints to keep. saved_step:
-            newest step that the job is known to have saved; None: unknown. on_result: called with
-            the step, and None or the reason of the failure, when a save ends; called in a separate
-            thread.
+            directory: shared by all ranks.
+            group: a gloo group of all ranks, used only by this object.
+            generation: the job's generation.
+            run: settings that a checkpoint must have in common with the run that loads it.
+            keep: number of checkpoints to keep.
+            saved_step: newest step that the job is known to have saved; None: unknown.
+            on_result: called with the step, and None or the reason of the failure, when a save
+                ends; called in a separate thread.
 
         Raises:
             CheckpointError: a newer generation has claimed `directory` (on every rank).

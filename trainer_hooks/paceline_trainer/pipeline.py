@@ -174,7 +174,7 @@ class _ScheduleRun:
         self.sends.append((work, value))
 
     def _peer_stage(self, action: ScheduleAction) -> int | None:
-        """Return the stage at the other end of a transfer; None for a compute."""
+        """Return the stage at the other end of a transfer; None for a compute action."""
         side = _SIDE.get(action.op)
         return None if side is None else (self.pipeline.stage + side) % self.pipeline.stages
 

@@ -203,7 +203,7 @@ class _ScheduledCollector:
     ) -> None:
         now = asyncio.get_running_loop().time()
         elapsed = now - watched_since
-        # After a late timer the result may be here, but not read yet.
+        # After a late timer, the result may have arrived without being read yet.
         is_late = elapsed > 2 * seconds
         if not is_late and not is_starved(before, self.lane.runnable(), elapsed):
             deadline = self._type.deadline_seconds

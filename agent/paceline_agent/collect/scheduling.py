@@ -2,7 +2,7 @@
 
 On a host that is short of CPU every call is late. Only one that neither runs nor waits for a CPU is
 stuck. Sources: `/proc/PID/task/TID/schedstat`, nanoseconds of running and waiting, the latter
-counted when the wait ends; and the state in `/proc/PID/task/TID/stat`, for a wait that goes on. A
+counted when the wait ends; and the state in `/proc/PID/task/TID/stat`, for a wait in progress. A
 kernel that does not count waits (CONFIG_SCHED_INFO) has no `schedstat`, or zeros in it: then the
 CPU time in `stat` counts, and the state alone shows a wait.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-_RUNNABLE_SHARE = 0.2  # of the time for which a call is watched: it is not stuck
+_RUNNABLE_SHARE = 0.2  # share of the watched time
 
 
 class Runnable(NamedTuple):

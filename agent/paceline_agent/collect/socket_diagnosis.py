@@ -20,7 +20,7 @@ _HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBBBI48x")
 _MESSAGE = struct.Struct("=4B48x5I")  # struct inet_diag_msg
 _ATTRIBUTE = struct.Struct("=HH")
-_ROUND_TRIP_AT, _RETRANSMITS_AT, _BYTES_AT = 68, 100, 120  # in struct tcp_info
+_ROUND_TRIP_AT, _RETRANSMITS_AT, _BYTES_AT = 68, 100, 120  # offsets in struct tcp_info
 _ANSWER_BYTES = 1 << 16
 _PATIENCE_SECONDS = 1.0
 _MICROSECOND = 1e-6

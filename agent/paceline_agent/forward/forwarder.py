@@ -72,7 +72,7 @@ class _Boot:
     """A numbered sequence of batches."""
 
     boot_id: str
-    sequence: int = 0  # of the next batch
+    sequence: int = 0  # number of the next batch
 
 
 def _ignore_packed(boot_id: str, sequence: int) -> None:

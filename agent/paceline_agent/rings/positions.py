@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 class _Record(msgspec.Struct):
     boot_id: str
-    sequence: int  # of the last batch that `read` includes
+    sequence: int  # last batch that `read` includes
     read: list[tuple[str, int, int, int]]  # job, generation, rank, records
 
 

@@ -13,8 +13,8 @@ STATES = ("proposed", "approved", "running", "done", "failed", "rejected", "supe
 
 
 @click.group(cls=ClientGroup, invoke_without_command=True)
-@click.option("--job", help="Of one job only.")
-@click.option("--state", type=click.Choice(STATES), help="In this state only.")
+@click.option("--job", help="Only of this job.")
+@click.option("--state", type=click.Choice(STATES), help="Only in this state.")
 @server_options
 @json_option
 @click.pass_context

@@ -11,9 +11,9 @@ from paceline_cli.options import json_option, server_options
 
 
 @click.group(cls=ClientGroup, invoke_without_command=True)
-@click.option("--job", help="Of one job only.")
+@click.option("--job", help="Only of this job.")
 @click.option(
-    "--state", type=click.Choice(["open", "mitigating", "resolved"]), help="In this state only."
+    "--state", type=click.Choice(["open", "mitigating", "resolved"]), help="Only in this state."
 )
 @server_options
 @json_option

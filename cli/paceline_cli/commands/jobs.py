@@ -172,7 +172,11 @@ def stop(client: Client, job: str, as_json: bool) -> None:
 @jobs.command()
 @click.argument("job")
 @click.option(
-    "--rank", "ranks", type=int, multiple=True, help="Of this rank; may be repeated. [default: all]"
+    "--rank",
+    "ranks",
+    type=int,
+    multiple=True,
+    help="Only this rank; may be repeated. [default: all]",
 )
 @json_option
 @click.pass_obj
@@ -250,7 +254,7 @@ def _show_dumps(found: dict[str, Any]) -> None:
     type=OutputFile(),
     required=True,
     metavar="FILE",
-    help="Where to write the Parquet; the metadata comes beside it, as YAML.",
+    help="Parquet file to write; metadata is written beside it as YAML.",
 )
 @steps_option
 @click.pass_obj

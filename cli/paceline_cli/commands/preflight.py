@@ -33,12 +33,12 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     "--exec",
     "template",
     metavar="COMMAND",
-    help=f"Command that runs something on a node.  [default: '{SSH}']",
+    help=f"Command that runs another command on a node.  [default: '{SSH}']",
 )
 @click.option(
     "--launcher",
     metavar="COMMAND",
-    help="Command that runs something on all nodes at once, such as 'srun -N 16'.",
+    help="Command that runs another command on all nodes, such as 'srun -N 16'.",
 )
 @click.option(
     "--python", default=sys.executable, help="Python on the nodes.  [default: path of this one]"
@@ -81,7 +81,7 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     "files",
     multiple=True,
     type=_FILE,
-    help="Facts collected before, instead of checking nodes.",
+    help="Check facts that were collected earlier.",
 )
 @click.option(
     "--facts", "facts_only", is_flag=True, help="Print the facts of this node as JSON and exit."

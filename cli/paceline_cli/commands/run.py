@@ -26,7 +26,7 @@ ENDED = ("finished", "failed", "stopped")
 @click.option(
     "--tp", default=1, type=click.IntRange(1), show_default=True, help="Tensor-parallel ranks."
 )
-@click.option("--name", help="Name shown to people.  [default: the script's name]")
+@click.option("--name", help="Display name.  [default: the script's name]")
 @click.option(
     "--mode",
     type=click.Choice(["default", "observe", "dry-run", "approve", "auto"]),
@@ -59,16 +59,16 @@ ENDED = ("finished", "failed", "stopped")
     "-e",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Set in every rank; may be repeated.",
+    help="Environment variable of every rank; may be repeated.",
 )
 @click.option(
     "--preload",
     "modules",
     multiple=True,
     metavar="MODULE",
-    help="Imported once per node; the ranks of a restart are forked from there and begin without "
-    "importing it. Torch, above all, and what takes long beside it; may be repeated. It must "
-    "neither start threads nor set up CUDA when imported.",
+    help="Module to import once per node, such as torch: after a restart, ranks are forked from "
+    "that process and start without importing it. May be repeated. The import must neither start "
+    "threads nor set up CUDA.",
 )
 @click.option("--detach", is_flag=True, help="Print the job's id and return immediately.")
 @server_options
@@ -99,7 +99,7 @@ def run(
     paceline run --dp 2 --pp 2 --tp 2 -- python -m paceline_trainer --schedule 1f1b
 
     Each rank has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment.
-    Ctrl-C stops following; the job goes on (`paceline jobs stop JOB` ends it). Exit status 0 only
+    Ctrl-C stops following; the job continues (`paceline jobs stop JOB` ends it). Exit status 0 only
     if the job has finished.
     """
     variables = dict(_pair(item, "NAME", "--environment") for item in environment)
@@ -129,7 +129,7 @@ def run(
             ended = _follow(client, job["id"])
         except KeyboardInterrupt:
             stop = f"paceline jobs stop {job['id']}{server_option(ctx, client)}"
-            click.echo(f"\nThe job goes on; end it with: {stop}", err=True)
+            click.echo(f"\nThe job continues; end it with: {stop}", err=True)
             return
     if as_json:
         render.show_json(ended)

@@ -76,7 +76,7 @@ class CheckpointPath(msgspec.Struct, frozen=True, kw_only=True):
     filesystem: str | None = None
     size_bytes: int | None = None
     available_bytes: int | None = None
-    write_bytes_per_second: float | None = None  # of one file, fsync included
+    write_bytes_per_second: float | None = None  # speed of one file, fsync included
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,7 +45,7 @@ class Receiver(Protocol):
     name: str
     takes_incidents: bool
     takes_actions: bool
-    minimum_severity: Severity  # of incidents
+    minimum_severity: Severity  # least severe incidents that it gets
 
     def deliver(self, client: httpx.Client, key: str, notice: Notice, now_ns: int) -> None:
         """Deliver one notice; `key` is the same at each attempt. Raises DeliveryError."""

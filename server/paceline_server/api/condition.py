@@ -44,7 +44,7 @@ class Condition:
     dead: models.RankRow | None = None  # the lowest rank that failed
     hung: frozenset[int] = frozenset()  # culprits of a hang
     silent: frozenset[str] = frozenset()  # nodes that have sent nothing for their lease
-    is_stopped: bool = False  # by a hang or a failure
+    is_stopped: bool = False  # whether a hang or a failure stopped the job
 
     @property
     def is_outdated(self) -> bool:

@@ -114,7 +114,7 @@ class Rank(Resource):
     pid: int | None
     state: str  # assigned, started, attached, exited
     condition: RankCondition
-    status: str | None  # of the trainer: starting, running, checkpointing, ...
+    status: str | None  # status of the trainer: starting, running, checkpointing, ...
     step: int | None
     operation: str | None
     operation_seconds: float | None
@@ -205,7 +205,7 @@ class WhatIf(Resource):
     topology: TopologyModel
     first_step: int | None = None
     last_step: int | None = None
-    step_seconds: float | None = None  # of the replayed steps
+    step_seconds: float | None = None  # mean of the replayed steps
     ideal_step_seconds: float | None = None
     slowdown: float | None = None
     slowdown_by_step: dict[int, float] = {}

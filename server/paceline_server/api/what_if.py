@@ -49,7 +49,7 @@ NOTHING_STORED = (
 )
 JUST_CHANGED = (
     "The job changed its speed at step {step}. The analysis is available a few steps later: steps "
-    "from before the change say nothing about the job now."
+    "from before the change do not describe the job now."
 )
 NO_REPLAY = (
     "The last steps cannot be replayed: a stage has no recorded forward or backward pass, or the "

@@ -68,7 +68,7 @@ def advance_stop(draft: Draft, action: ActionView) -> None:
     elif draft.now_ns > progress.deadline_ns and progress.tries >= TRIES:
         error = (
             f"{join_names(waiting)} did not confirm that the ranks are dead: "
-            "check there for processes that are left."
+            "check these nodes for remaining processes."
         )
         draft.end_action(action, "failed", error=error)
         _end(draft, ends_as, f"{action.reason} {error}")

@@ -124,7 +124,7 @@ class Restarted(msgspec.Struct, frozen=True):
 
     generation: int  # the generation that it started
     at_ns: int
-    highest_step: int | None  # of the generation that ended
+    highest_step: int | None  # highest step of the generation that ended
     node: str | None = None  # the node to blame
 
 
@@ -135,7 +135,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     spec: JobSpec
     state: JobState
     generation: int
-    topology: Topology  # of the current generation
+    topology: Topology  # topology of the current generation
     ranks: list[RankView]
     nodes: list[NodeView]
     incidents: list[IncidentView]  # unresolved

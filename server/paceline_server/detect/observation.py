@@ -131,7 +131,7 @@ def _signature(view: StateView) -> tuple[object, ...]:
 class ReportedExit:
     event: RankExited
     node: str
-    time_ns: int  # of the exit, by the server's clock as far as the node's clock is known
+    time_ns: int  # time of the exit on the server's clock, as far as the node's clock is known
     received_ns: int
 
 
@@ -159,7 +159,7 @@ class Observation:
     step_seconds_p99: float | None = None  # over the recent steps of this generation
     steps_finished: int = 0  # in this generation
     timings: Sequence[StepTiming] = ()  # one for each of `steps`, in the same order
-    replay: RunReplay | None = None  # of the recent steps
+    replay: RunReplay | None = None  # replay of the recent steps
     metadata: Mapping[str, str] = field(default_factory=dict)  # schedule, microbatches, ...
     records: RecentRecords | None = None  # newest records of each rank
     stacks: Mapping[int, RankStackTraces] = field(default_factory=dict)  # newest of each rank

@@ -24,7 +24,7 @@ STEPS_BETWEEN_UPDATES = 10
 class ReportedRise:
     """A rise that was reported and is not over, with the latest reported finding."""
 
-    levels: PeerLevels  # in which it rose
+    levels: PeerLevels  # the levels that contain the rise
     rise: Rise
     onset_ns: int
     finding: Finding

@@ -62,7 +62,7 @@ class Engine:
         self._lateness_ns: dict[str, int] = {}
         self._running: RunningGeneration | None = None
         self._suspended = False
-        self._left_over: list[StepSummary] = []  # of the previous generation, not yet returned
+        self._left_over: list[StepSummary] = []  # steps not returned yet
 
     def memory(self) -> bytes:
         """Return the ledger and the highest step, stored in one transaction with the cursor."""

@@ -81,7 +81,7 @@ class RunningGeneration:
         self._detector_classes = detectors
         self._detectors = [detector(self.generation, policy) for detector in detectors]
         self._reported_topology = ReportedTopology(self._world_size)
-        self._cleared: list[Finding] = []  # by a change of the topology
+        self._cleared: list[Finding] = []  # findings cleared by a change of the topology
         self._ranks: dict[int, LiveRank] = {}
         self._exited: dict[int, RankExited] = {}
         self._stacks: dict[int, RankStackTraces] = {}

@@ -22,7 +22,7 @@ class ReportedTopology:
         self._world_size = world_size
         self._reports: dict[int, _Report] = {}
         self._has_changed = False
-        self.source: str | None = None  # of the topology last returned
+        self.source: str | None = None  # source of the topology last returned
 
     def add_identity(self, identity: Identity) -> None:
         """Add what a rank reported when it began; what it reported later takes precedence."""

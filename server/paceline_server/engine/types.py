@@ -44,10 +44,10 @@ class RankProgress(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, kw_only=True):
     """The changes since the last tick."""
 
-    placement: Placement | None = None  # of the running generation, as its ranks report it
+    placement: Placement | None = None  # as reported by the running ranks
     steps: list[StepSummary] = []
     findings: list[Finding] = []
-    progress: list[RankProgress] = []  # of the ranks that have changed
+    progress: list[RankProgress] = []  # progress of the ranks that have changed
     ledger: Ledger = Ledger()
     step_seconds: float | None = None  # median of the recent steps
     highest_step: int | None = None

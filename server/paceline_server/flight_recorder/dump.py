@@ -69,8 +69,8 @@ class DumpEntry(msgspec.Struct, frozen=True, gc=False):
     group: str
     description: str
     backend: str
-    sequence: int  # of its kind (collective or point-to-point) in the group
-    sequences: tuple[int, int]  # of both kinds: the members of one coalesced batch share them
+    sequence: int  # number among its kind (collective or point-to-point) in the group
+    sequences: tuple[int, int]  # both kinds; equal in one coalesced batch
     is_p2p: bool
     peers: Peers | None
     signature: Signature

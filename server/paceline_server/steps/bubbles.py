@@ -102,7 +102,7 @@ def typical_seconds(pipeline: Pipeline, seconds: Floats) -> tuple[Floats, Floats
     middle = np.where(middle > SLOW_REPLICA * lower, lower, middle)
     op = pipeline.op[order][edges]
     even = (np.bincount(op, weights=middle) / np.maximum(np.bincount(op), 1))[op]
-    noise = _noise(pipeline, seconds) / sizes  # of one mean: its squared relative error
+    noise = _noise(pipeline, seconds) / sizes  # squared relative error of one mean
     replicas = seconds.shape[1]
     between = np.mean((middle / even - 1.0) ** 2)
     middle = even + (middle - even) * _kept(float(noise.mean()) / replicas, float(between))

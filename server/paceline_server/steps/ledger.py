@@ -47,7 +47,7 @@ class LedgerState(msgspec.Struct):
     taken_until_ns: int = 0  # all time up to here is assigned
     generation: int | None = None
     resumed: bool = True  # whether the current generation has finished a step
-    sums: _PartTimes = msgspec.field(default_factory=_PartTimes)  # of all useful steps
+    sums: _PartTimes = msgspec.field(default_factory=_PartTimes)  # sum over all useful steps
     revocable: list[tuple[int, _PartTimes]] = []  # (step, parts), newest last
     startup_ns: int = 0
     restart_ns: int = 0

@@ -94,7 +94,7 @@ def _read_columns(path: Path) -> tuple[dict[str, npt.NDArray[Any]], tuple[str, .
         ) from error
     except KeyError as error:  # raised by `read_dictionary`
         raise TraceError(f"{path} has no column optype") from error
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # of column names
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # invalid column names
         raise TraceError(f"{path} is not Parquet: {_first_sentence(error)}") from error
     columns = {}
     for name in COLUMNS:

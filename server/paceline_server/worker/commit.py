@@ -63,8 +63,8 @@ class Commit:
     decision: Decision
     steps: Sequence[StepSummary]
     acknowledged: Sequence[Acknowledged]
-    placement: Placement | None  # of a new generation
-    relocated: Placement | None  # of the current one, if its topology changed
+    placement: Placement | None  # placement of a new generation
+    relocated: Placement | None  # new placement of the current generation, if its topology changed
     rank_rows: Sequence[dict[str, Any]] | None  # that changed; None: written at a later tick
     ranks_changed_visibly: bool  # more than how long an operation has been running
     engine_memory: bytes | None  # None: written at a later tick

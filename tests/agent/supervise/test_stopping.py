@@ -93,7 +93,7 @@ def test_a_second_agent_stops_with_a_message_and_can_replace_a_killed_one(
     assert "Traceback" not in second.log_text()
     before = len(server.batches)
     wait_for(lambda: len(server.batches) > before + 2)
-    assert len({batch.boot_id for batch in server.batches}) == 1, "the first goes on undisturbed"
+    assert len({batch.boot_id for batch in server.batches}) == 1, "the first continues undisturbed"
     first.stop(signal.SIGKILL)
     third = start_agent()
     wait_for(lambda: len({batch.boot_id for batch in server.batches}) == 2)

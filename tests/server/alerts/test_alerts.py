@@ -323,7 +323,7 @@ def test_chat_receives_opened_and_resolved_incidents_as_text(
 
 
 def action(state: Any, kind: Any = "restart", job: str = "toy", **fields: Any) -> str:
-    reason = "Without node-1,\n<!channel> it goes on."
+    reason = "Without node-1,\n<!channel> it continues."
     view = ActionView(
         action_id="act-1",
         kind=kind,
@@ -337,7 +337,7 @@ def action(state: Any, kind: Any = "restart", job: str = "toy", **fields: Any) -
 
 
 def test_chat_receives_proposed_done_and_failed_actions() -> None:
-    sentence = "toy: restart. Without node-1, (!channel) it goes on."
+    sentence = "toy: restart. Without node-1, (!channel) it continues."
     assert action("proposed") == f"PROPOSED {sentence}\nTo approve: paceline actions approve act-1"
     assert action("done", resumed_step=120, lost_steps=3) == (
         f"DONE {sentence}\nResumed at step 120; 3 steps lost."

@@ -39,7 +39,7 @@ def test_without_a_checkpoint_the_restart_is_called_off_and_proposed(
     assert world.state == "running"
     assert world.generation == 1
     assert failed_restart(world).error is not None
-    assert "Training goes on." in str(failed_restart(world).error)
+    assert "Training continues." in str(failed_restart(world).error)
     before = world.highest_step
     world.run(30.0)
     assert (world.highest_step or 0) > (before or 0)

@@ -88,7 +88,7 @@ def test_a_failed_checkpoint_is_reported_with_its_reason_and_the_exposure() -> N
     )
     assert found.summary == (
         f"The last checkpoint could not be saved: {FULL}. "
-        "The newest complete one is of step 20: a crash now would cost 10 steps."
+        "The newest complete one is from step 20: a crash now would cost 10 steps."
     )
     assert found.advice is not None
 

@@ -97,7 +97,7 @@ def test_lease_has_one_owner_and_a_new_epoch_per_owner(database: Database) -> No
     with pytest.raises(LeaseLostError):
         write_as_the_old_owner()
     with database.write() as session:
-        release(session, "job:1", "a", 1)  # of the previous owner: no effect
+        release(session, "job:1", "a", 1)  # the previous owner's release has no effect
         fence(session, "job:1", "b", 2, 200)
         release(session, "job:1", "b", 2)
         assert acquire(session, "job:1", "a", 122, 10) == 3

@@ -49,7 +49,7 @@ METRICS = (
     ),
 )
 
-_LOOK_AGAIN_NS = 30 * 10**9  # of the ranks' descriptors, the expensive part
+_LOOK_AGAIN_NS = 30 * 10**9  # between scans of the ranks' descriptors
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ _NEWLINE_OF_SYSLOG = "#012"  # rsyslog's $EscapeControlCharactersOnReceive
 _ESCAPE = re.compile(r"\\x([0-9a-f]{2})")
 _DELTA = r"(?: <\s*\d+\.\d+[ *]?>)?"  # dmesg -d, journalctl -o short-delta
 _BOOT_SECONDS = re.compile(rf"\[\s*(\d{{1,12}})\.(\d{{1,9}}){_DELTA}\s*\]\s?")
-_CTIME = re.compile(  # in any language
+_CTIME = re.compile(  # month names in any language
     rf"\[(\w+\.? \w+\.? [ \d]\d \d\d:\d\d:\d\d \d{{4}}){_DELTA}\] ?"
 )
 _ISO = re.compile(

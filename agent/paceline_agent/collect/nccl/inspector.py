@@ -23,7 +23,7 @@ _QUANTILES = (0.5, 0.99)
 
 class Header(msgspec.Struct):
     id: str | int
-    rank: int | None = None  # of the communicator
+    rank: int | None = None  # rank in the communicator
     n_ranks: int | None = None
     nnodes: int | None = None
 

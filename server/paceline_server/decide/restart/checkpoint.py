@@ -1,6 +1,6 @@
 """Phase `checkpoint` of a planned restart: all ranks save one agreed step, then stop.
 
-Phase `cancel` follows if they do not: the command is withdrawn, and training goes on.
+Phase `cancel` follows if they do not: the command is withdrawn, and training continues.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def advance_cancel(draft: Draft, action: ActionView) -> None:
     }
     if len(confirmed) < len(draft.ranks) and draft.now_ns <= progress.deadline_ns:
         return
-    draft.end_action(action, "failed", error=f"Called off: {progress.trouble} Training goes on.")
+    draft.end_action(action, "failed", error=f"Called off: {progress.trouble} Training continues.")
     draft.change_state("running", "The restart was called off.")
     for incident in draft.incidents():
         if incident.state == "mitigating" and action.action_id in incident.action_ids:

@@ -55,5 +55,5 @@ def advance_stop_phase(draft: Draft, action: ActionView) -> None:
     elif draft.now_ns > progress.deadline_ns:
         for agent in waiting:
             quarantine(draft, agent, "It did not confirm that its ranks are dead.")
-        detail = f"Going on without {join_names(waiting)}: no answer."
+        detail = f"Continuing without {join_names(waiting)}: no response."
         enter_place(draft, action, progress, detail)

@@ -101,7 +101,7 @@ CAUSES: Mapping[str, CauseInfo] = {
         "hardware slowdown",
         True,
         {"straggler": 0.05},
-        "check power delivery and cooling; if the slowdown stays, replace the GPU",
+        "check power delivery and cooling; if the slowdown persists, replace the GPU",
     ),
     LOW_SM_CLOCK: CauseInfo(
         "clock",
@@ -227,7 +227,8 @@ CAUSES: Mapping[str, CauseInfo] = {
         "kernel",
         True,
         {"straggler": 0.01, "host_noise": 0.02, "hang": 0.03},
-        "read the trace in the kernel log (`dmesg -T`), update what it names, reboot the node",
+        "read the trace in the kernel log (`dmesg -T`), update the component that it names, "
+        "reboot the node",
     ),
     NUMA_MISBINDING: CauseInfo(
         "NUMA",

@@ -73,7 +73,7 @@ class CheckpointFailureDetector(Detector):
         if previous is not None:
             self._intervals.append(step - previous)
         ended = self._active.pop(_MISSING, None)
-        return [] if ended is None else [cleared(ended, "Checkpoints come again.", now_ns)]
+        return [] if ended is None else [cleared(ended, "Checkpoints are saved again.", now_ns)]
 
     def _add_saved(self, observation: Observation) -> list[Finding]:
         """Record the newest complete checkpoint. Return the findings that it ends."""
@@ -168,6 +168,6 @@ class CheckpointFailureDetector(Detector):
             )
         steps = max(0, self._step + 1 - self._saved)
         return (
-            f"The newest complete one is of step {self._saved}: a crash now would cost "
+            f"The newest complete one is from step {self._saved}: a crash now would cost "
             f"{steps} {'step' if steps == 1 else 'steps'}."
         )

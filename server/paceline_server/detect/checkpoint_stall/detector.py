@@ -39,7 +39,7 @@ class _Checkpoint:
     seconds: Floats  # by rank; 0: it wrote nothing
     step_seconds: float  # typical step without a checkpoint
     since_seconds: float  # from the previous checkpoint or the start until the end of this one
-    started_ns: int  # of the step
+    started_ns: int  # start of the step
 
     @property
     def typical(self) -> float:

@@ -39,7 +39,7 @@ MISPLACEMENTS = (
         "cpus",
         metric_names.RANK_NUMA_MISBOUND,
         NUMA_MISBINDING,
-        "may only run on CPUs of another NUMA node than that of its GPU",
+        "may only run on CPUs of a different NUMA node than its GPU",
         "Bind each rank to its GPU's NUMA node: `numactl --cpunodebind`, or as its launcher does.",
     ),
     Misplacement(

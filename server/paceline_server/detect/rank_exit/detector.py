@@ -82,7 +82,7 @@ class ExitDetector(Detector):
         self._drained: dict[int, ReportedExit] = {}  # stopped by their agents on request
         self._reported_all = False
         self._reported_drained: list[int] = []
-        self._kills: list[ReportedDeviceEvent] = []  # by the OOM killer
+        self._kills: list[ReportedDeviceEvent] = []  # kills by the OOM killer
         self._is_out_of_memory = False  # whether the reported cause is out of memory
 
     def update(self, observation: Observation) -> list[Finding]:

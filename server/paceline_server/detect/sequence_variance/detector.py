@@ -85,7 +85,7 @@ class SequenceVarianceDetector(Detector):
                 return [
                     cleared(
                         active,
-                        "Differing sequence lengths no longer cost much.",
+                        "Different sequence lengths no longer cost much.",
                         observation.now_ns,
                     )
                 ]

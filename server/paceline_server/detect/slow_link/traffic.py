@@ -85,7 +85,7 @@ class TransferBaselines:
     def __init__(self) -> None:
         self.families: list[Family] = []
         self._forming, self._formed = Family(), 0
-        self._keys: Ints = np.empty(0, dtype=np.int64)  # of all families, ascending
+        self._keys: Ints = np.empty(0, dtype=np.int64)  # keys of all families, ascending
         self._places: Ints = np.empty(0, dtype=np.int64)  # position of each key among all lanes
         self._rows: Ints = np.empty(0, dtype=np.int64)  # rows per lane and step if no span is lost
 

@@ -36,7 +36,7 @@ class Balance:
     moved_seconds: float | None  # None: the layers of the stages are not known
     moves: tuple[tuple[int, int], ...]  # stages (from, to), one layer each
     stage_seconds: Floats  # compute of each stage in a step
-    layers: tuple[int, ...]  # of each stage; empty: not known
+    layers: tuple[int, ...]  # layers of each stage; empty: unknown
 
 
 def balance(phase: PipelinePhase, metadata: Mapping[str, str]) -> Balance:

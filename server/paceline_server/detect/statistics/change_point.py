@@ -64,9 +64,10 @@ class ShiftMonitor:
     Args:
         smallest: the smallest shift to return. Values are logarithms of ratios: 0.1 is about 10%.
         false_alarms: expected per step of healthy, normal noise, over all series together.
-        resolution: a lower limit of the scatter. is_spiky: single outliers are normal and do not
-        indicate bursts; the caller judges how many of them are a shift. newest: the numbers of
-        newest values that may have changed, ascending.
+        resolution: a lower limit of the scatter.
+        is_spiky: single outliers are normal and do not indicate bursts; the caller judges how many
+            of them are a shift.
+        newest: the numbers of newest values that may have changed, ascending.
     """
 
     def __init__(

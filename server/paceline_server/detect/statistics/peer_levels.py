@@ -38,7 +38,7 @@ FIRST_STEPS = 32  # first steps of the generation: the reference for slow change
 JOINING_SHARE = 0.5
 JOINING_SCORE = 2.5
 
-MEDIAN_VARIANCE = math.pi / 2.0  # of a median relative to a mean, for normal noise
+MEDIAN_VARIANCE = math.pi / 2.0  # variance of a median relative to a mean, for normal noise
 
 Course = Literal["lasts", "milder", "over"]
 

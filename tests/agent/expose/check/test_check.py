@@ -265,7 +265,7 @@ def test_the_command_says_all_of_it_and_fails_without_a_server(tmp_path: Path) -
     assert not (tmp_path / "node").exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_missing_rights_are_reported_with_their_remedy(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "paceline_agent", "--check", "--json"]
     command += ["--server", "http://127.0.0.1:1", "--node-directory", str(tmp_path / "node")]
