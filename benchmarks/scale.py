@@ -208,7 +208,7 @@ class _Webhook:
 
 
 class _Server:
-    """`paceline server` with both of its processes."""
+    """A running `paceline server` with both of its processes."""
 
     def __init__(self, scratch: Path, webhook: str) -> None:
         self._text = scratch / "output"

@@ -1,8 +1,8 @@
 """The directory of an agent on its node: no other user may have prepared it or may write to it.
 
-Its default place, /dev/shm, is open to all users. The user who creates the directory first owns what is
-in it, and could make `rings` a link to any directory of the system. So each level is opened without
-following links, and its owner and mode are checked and set on the open descriptor.
+Its default place, /dev/shm, is open to all users. The user who creates the directory first owns its
+content, and could make `rings` a link to any directory of the system. So each level is opened
+without following links, and its owner and mode are checked and set on the open descriptor.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from paceline_evaluation.trial import Length, run_trial
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """`trials` trials of each kind, on jobs of at most `largest` ranks."""
+    """A campaign: `trials` trials of each kind, on jobs of at most `largest` ranks."""
 
     seed: int
     trials: int

@@ -21,7 +21,7 @@ class ReportedFinding:
 
 @dataclass(slots=True)
 class TrialRecord:
-    """`kind` is one of `faults.KINDS`; `faults` is empty for `none`."""
+    """The record of one trial; `faults` is empty for the kind `none` (see `faults.KINDS`)."""
 
     kind: str
     faults: tuple[TrialFault, ...]

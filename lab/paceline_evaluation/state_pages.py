@@ -116,7 +116,7 @@ class _Page:
     ) -> None:
         progress = self.peers.setdefault(peer, _Peer())
         counts = progress.sent if row.is_async else progress.received
-        if not any(counts):  # after the previous steps
+        if not any(counts):  # the step has not begun: the state after the previous steps
             counts[:] = [sequence - 1, sequence - 1]
         if entered:
             counts[0] = max(counts[0], sequence)

@@ -20,7 +20,7 @@ _SPANS_PER_STRETCH = 60_000  # limits the memory of steps that are computed toge
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Least and most numbers of steps in the parts of a trial."""
+    """The least and largest number of steps in each part of a trial."""
 
     healthy: tuple[int, int] = (40, 160)  # before the onset
     faulty: tuple[int, int] = (16, 40)

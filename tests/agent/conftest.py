@@ -148,7 +148,7 @@ def server() -> Iterator[StubServer]:
 
 
 class AgentProcess:
-    """`python -m paceline_agent` with everything in a directory of the test."""
+    """An agent process: `python -m paceline_agent` with everything in a directory of the test."""
 
     def __init__(
         self,

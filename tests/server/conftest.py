@@ -164,7 +164,7 @@ def server(run_server: Callable[..., RunningServer]) -> RunningServer:
 
 
 class ServerProcess:
-    """`python -m paceline_server server` with its output in a file."""
+    """A server process: `python -m paceline_server server` with its output in a file."""
 
     def __init__(self, database_url: str, log: Path, *arguments: str, **environment: str) -> None:
         self.log = log

@@ -1,10 +1,10 @@
 """How long threads run or wait for a CPU, to distinguish a slow call from one stuck in a driver.
 
-On a host that is short of CPU every call is late. Only one that neither runs nor waits for a CPU is
-stuck. Sources: `/proc/PID/task/TID/schedstat`, nanoseconds of running and waiting, the latter
-counted when the wait ends; and the state in `/proc/PID/task/TID/stat`, for a wait in progress. A
-kernel that does not count waits (CONFIG_SCHED_INFO) has no `schedstat`, or zeros in it: then the
-CPU time in `stat` counts, and the state alone shows a wait.
+On a host that is short of CPU every call is late. A call is stuck only if it neither
+runs nor waits for a CPU. Sources: `/proc/PID/task/TID/schedstat`, nanoseconds of running and
+waiting, the latter counted when the wait ends; and the state in `/proc/PID/task/TID/stat`, for a
+wait in progress. Without CONFIG_SCHED_INFO, `schedstat` is missing or has only zeros: then the CPU
+time in `stat` is used, and a wait is visible only in the state.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class RingFiles:
 
 
 class RecordBudget:
-    """How many records of each user may be read now; every poll adds to each user's share."""
+    """The number of records that may be read per user; every poll adds to each user's share."""
 
     def __init__(self) -> None:
         self._left: dict[int, int] = {}

@@ -446,7 +446,7 @@ class Supervisor:
     async def _clean_up_after_guard(self, guard_session: int | None, *, adopted: bool) -> None:
         """Kill the children of the ranks that died with the guard, and report the ranks as exited.
 
-        Children of an own guard's ranks are now this process's. Those of an adopted guard's ranks
+        Children of ranks of this agent's guard are now this process's. Those of an adopted guard's ranks
         belong to another process, so all processes are searched.
         """
         pids = {guard_session, *(rank.pid for rank in self._ranks.values())}

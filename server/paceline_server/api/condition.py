@@ -26,7 +26,7 @@ JobCondition = Literal[
 
 
 class AsOf(NamedTuple):
-    """When a resource is built, and how long a node may be silent."""
+    """The time at which a resource is built, and the allowed silence of a node."""
 
     now_ns: int  # server's CLOCK_REALTIME
     node_lease_seconds: float

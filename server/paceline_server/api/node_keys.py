@@ -59,9 +59,9 @@ class NodeKeyVerifier:
 def _look_up(
     parts: Parts, agent_id: str, key: str | None, token_name: str
 ) -> tuple[str | None, float]:
-    """Return why the key may not act for this id, and for how many seconds that is used.
+    """Return why the key is not valid for this id, and for how many seconds to cache that.
 
-    None: it may.
+    The reason is None if the key is valid.
     """
     with parts.database.read() as session:
         bound = bound_hash(session, agent_id)

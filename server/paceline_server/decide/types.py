@@ -156,7 +156,10 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IssuedCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """`command.command_id` is already unique: `decide` takes ids from `next_command_id`."""
+    """A command to issue.
+
+    `command.command_id` is already unique: `decide` takes ids from `next_command_id`.
+    """
 
     agent_id: str
     action_id: str  # id of the action, or of the incident that the command gathers evidence for

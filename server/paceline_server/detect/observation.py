@@ -27,7 +27,7 @@ class Generation:
     job: str
     number: int
     topology: Topology
-    nodes: Mapping[int, str]  # rank -> agent_id
+    nodes: Mapping[int, str]  # agent_id by rank
     gpus: Mapping[int, int | None]  # rank -> NVML index on that node
     started_ns: int
 

@@ -24,7 +24,7 @@ COMPUTE = frozenset(int(op) for op in COMPUTE_OPS)
 
 
 class Part(IntEnum):
-    """In order of priority: the lowest number wins."""
+    """The parts of a step, in order of priority: the lowest number wins."""
 
     EVALUATE = 0  # contains forwards and collectives that are not training
     CHECKPOINT = 1  # contains barriers that are not training either
@@ -34,7 +34,7 @@ class Part(IntEnum):
     NESTED_WAIT = 5  # blocked for a peer inside a forward or backward (tensor parallel)
     COMPUTE = 6
     PIPELINE_WAIT = 7  # blocked for another stage within the pipeline phase: the bubble
-    OUTER_WAIT = 8  # blocked for a peer outside of it
+    OUTER_WAIT = 8  # blocked for a peer outside the pipeline phase
     OPTIMIZER = 9
     PIPELINE_GAP = 10  # nothing recorded, within the pipeline phase
 
@@ -72,7 +72,10 @@ class Intervals:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """`part_ns`: one row per part, one column per rank. `self_ns`: one value per requested span."""
+    """The parts of a step.
+
+    `part_ns`: one row per part, one column per rank. `self_ns`: one value per requested span.
+    """
 
     part_ns: Ints
     self_ns: Ints

@@ -75,8 +75,10 @@ def revoke_token(session: Session, name: str, now_ns: int) -> bool:
 
 
 def has_configured_tokens(session: Session) -> bool:
-    """Return whether a token was ever created, because revoking the last one must not open the
-    API."""
+    """Return whether a token was ever created.
+
+    Revoking the last one must not open the API.
+    """
     is_configured = TokenRow.parent.is_(None) & ~TokenRow.name.startswith(LOCAL, autoescape=True)
     return bool(session.scalar(select(exists().where(is_configured))))
 

@@ -114,7 +114,7 @@ def test_an_older_dump_of_a_running_job_is_not_a_hang() -> None:
 
 
 def test_a_device_that_stopped_is_to_blame_and_not_its_host_which_stopped_later() -> None:
-    """Dumps of active entries: the others finished all-reduce 3, and wait in 5 for rank 2."""
+    """The dumps have active entries only: the others wait for rank 2 in all-reduce 5."""
     waiting = entry(9, "all_reduce", 5)
     stopped = [entry(3, "all_reduce", 3), entry(4, "all_reduce", 4)]
     found = judged(dump(0, waiting), dump(1, waiting), dump(2, *stopped))

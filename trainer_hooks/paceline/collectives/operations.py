@@ -39,7 +39,7 @@ TRANSFERS = (Op.SEND, Op.RECV)
 
 
 class CallSignature(NamedTuple):
-    """How to read a call of one operator. Positions are those of its arguments."""
+    """The argument positions of one operator, from which its calls are read."""
 
     op: int
     payload: int | None

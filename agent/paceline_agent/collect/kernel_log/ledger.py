@@ -27,7 +27,7 @@ Key = tuple[str, str, str]  # kind, code, device
 
 @dataclass(slots=True)
 class _EventSort:
-    """When events of one sort were last reported, and the events since then."""
+    """The events of one sort: when they were last reported, and those since then."""
 
     at_seconds: float | None = None
     repeats: int = 0

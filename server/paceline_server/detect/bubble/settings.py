@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BubbleSettings:
-    """How much longer than its schedule requires a pipeline must idle."""
+    """Thresholds: how much longer than its schedule requires a pipeline must idle."""
 
     # Idle share beyond theory due to slow transfers, as a mean over the stages.
     excess: float = 0.12

@@ -13,7 +13,7 @@ MAD_TO_SIGMA = 1.4826  # for a normal distribution
 
 @dataclass(frozen=True, slots=True)
 class MetricTimeline:
-    """`values[i]` holds from `starts[i]` to `ends[i]` (ns, server's clock).
+    """A metric over time: `values[i]` holds from `starts[i]` to `ends[i]` (ns, server's clock).
 
     A level is sampled at `ends`. A rate is the growth of a counter per second during that time.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFailureSettings:
-    """When missing checkpoints are reported."""
+    """Thresholds: when missing checkpoints are reported."""
 
     # Failures in a row that are critical. One failure can be storage that was briefly busy; after
     # three, a crash costs at least three intervals.

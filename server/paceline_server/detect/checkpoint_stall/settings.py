@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStallSettings:
-    """How long a checkpoint must block training."""
+    """Thresholds: how long a checkpoint must block training."""
 
     # A checkpoint is slow when it takes this many times as long as on other ranks or earlier ...
     ratio: float = 2.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HangSettings:
-    """How certain it must be that a rank is blocked. `Policy` defines for how long."""
+    """Thresholds: how certain it must be that a rank is blocked. `Policy` defines for how long."""
 
     # Multiple of the usual (p99) duration of the operation, or of the step.
     step_multiple: float = 3.0

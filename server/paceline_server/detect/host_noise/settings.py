@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostNoiseSettings:
-    """How slow, how irregular and how busy a node must be."""
+    """Thresholds: how slow, how irregular and how busy a node must be."""
 
     # A step is noisy if all ranks of the node are slower than usual by this factor.
     slowdown: float = 1.08

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LostGpuSettings:
-    """How long the warning about a GPU lasts."""
+    """Thresholds: how long the warning about a GPU lasts."""
 
     # A warning about a GPU that continues to work is cleared this long after its last error.
     error_reported_seconds: float = 600.0

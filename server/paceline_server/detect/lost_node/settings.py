@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LostNodeSettings:
-    """When silence is due to the server itself."""
+    """Thresholds: when silence is due to the server itself."""
 
     # A batch that is later than this is not due to the server's backlog: a clock was set back, or a
     # spool is being sent.

@@ -297,7 +297,7 @@ class ExitDetector(Detector):
         )
 
     def _failure_of_all(self, first: ReportedExit, observation: Observation) -> Finding:
-        """Return the finding that no rank and no node is to blame for."""
+        """Return a finding that blames no rank and no node."""
         ranks, cause = self._alike(first), _cause(first.event)
         is_all = len(ranks) == self.generation.topology.world_size
         subject = f"All {len(ranks)} ranks" if is_all else f"R{ranks_text(ranks)[1:]}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankExitSettings:
-    """How long to wait for the message that explains an exit."""
+    """Thresholds: how long to wait for the message that explains an exit."""
 
     # Reports of simultaneous events may arrive from different nodes with this difference.
     moment_seconds: float = 0.1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SequenceVarianceSettings:
-    """How often sequence lengths are analyzed, and the cost from which they are reported."""
+    """Thresholds: how often sequence lengths are analyzed, and the cost that is reported."""
 
     steps: int = 8  # steps between two analyses: data rarely changes from one step to the next
     first_steps: int = 3  # steps before the first analysis

@@ -9,7 +9,7 @@ from paceline_server.detect.shared_settings import BASELINE_STEPS
 
 @dataclass(frozen=True, slots=True)
 class SlowDataSettings:
-    """How long and how often a rank must wait for its data, and compared with what."""
+    """Thresholds: how long and how often a rank must wait for its data, and compared with what."""
 
     # Number of past steps needed to judge a rank by its own past alone.
     baseline_steps: int = BASELINE_STEPS

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StageImbalanceSettings:
-    """How uneven stages must be, and in how many steps."""
+    """Thresholds: how uneven stages must be, and in how many steps."""
 
     # Time of the longest stage over the mean of all stages. The loss on the last stage and chips
     # that differ by a percent or two result in 1.05.

@@ -127,7 +127,7 @@ class ExpectedCompute:
         is_worth = compute.rank.size <= FEW_ROWS or self._steps % STEPS_BETWEEN_SAMPLES == 0
         if not (is_due or is_worth or np.isnan(self._costs[cells, 0]).any()):
             return
-        order = np.argsort(cells.astype(np.uint16), kind="stable")  # 16 bits: radix sort
+        order = np.argsort(cells.astype(np.uint16), kind="stable")  # 16-bit keys are radix-sorted
         edges = np.flatnonzero(np.diff(cells[order])) + 1
         for rows in np.split(order, edges):
             cell = int(cells[rows[0]])

@@ -9,7 +9,7 @@ from paceline_server.detect.shared_settings import FALSE_ALARMS_PER_STEP
 
 @dataclass(frozen=True, slots=True)
 class StragglerSettings:
-    """How long and how clearly a rank must be slow. `Policy` defines how slow."""
+    """Thresholds: how long and how clearly a rank must be slow. `Policy` defines how slow."""
 
     false_alarms_per_step: float = FALSE_ALARMS_PER_STEP
     # Total slowdown from which a slow creep is reported. GPUs of one node drift apart by a few

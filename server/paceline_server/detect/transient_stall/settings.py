@@ -9,7 +9,7 @@ from paceline_server.detect.shared_settings import BASELINE_STEPS
 
 @dataclass(frozen=True, slots=True)
 class TransientStallSettings:
-    """How large a stall must be to be reported."""
+    """Thresholds: how large a stall must be to be reported."""
 
     baseline_steps: int = BASELINE_STEPS
     # Share of a step that a stall must take ...
