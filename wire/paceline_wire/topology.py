@@ -140,7 +140,7 @@ class Topology(msgspec.Struct, frozen=True):
         rank_at = {place: rank for rank, place in coordinates.items()}
         if len(rank_at) != world_size:
             return None
-        # In a regular layout the rank one step along an axis is as far away as the axis is slow.
+        # In a regular layout the neighbor along a slower axis has a higher rank: sort by its rank.
         used = [axis for axis in DEFAULT_LAYOUT if self.size(axis) > 1]
         used.sort(key=lambda axis: -rank_at[Coordinates(**{f"{axis}_rank": 1})])
         unused = [axis for axis in DEFAULT_LAYOUT if self.size(axis) == 1]

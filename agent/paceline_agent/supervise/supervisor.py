@@ -446,8 +446,8 @@ class Supervisor:
     async def _clean_up_after_guard(self, guard_session: int | None, *, adopted: bool) -> None:
         """Kill the children of the ranks that died with the guard, and report the ranks as exited.
 
-        Children of ranks of this agent's guard are now this process's. Those of an adopted guard's ranks
-        belong to another process, so all processes are searched.
+        With this agent's own guard, these are now children of this process. With an adopted guard
+        they belong to another process, so all processes are searched.
         """
         pids = {guard_session, *(rank.pid for rank in self._ranks.values())}
         marks = [[os.fsencode(mark) for mark in rank.marks] for rank in self._ranks.values()]

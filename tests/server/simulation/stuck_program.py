@@ -79,7 +79,7 @@ class _Rank:
 
 
 class StuckProgram:
-    """A simulated program: `play` runs complete steps, then the faulty one until all ranks block."""
+    """A simulated program: `play` runs complete steps and then the faulty one, to its end."""
 
     def __init__(self, shape: Shape, fault: Fault, *, whole_steps: int = 4, seed: int = 0) -> None:
         self.shape, self.fault = shape, fault
