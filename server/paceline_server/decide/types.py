@@ -141,8 +141,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     incidents: list[IncidentView]  # unresolved
     actions: list[ActionView]  # unfinished, and those just approved or rejected
     restarts: list[Restarted] = []
-    acknowledged: list[Acknowledged] = []  # of unfinished actions' commands
-    command_results: dict[int, bool] = {}  # of unfinished actions' commands: id -> ok
+    acknowledged: list[Acknowledged] = []  # results of unfinished actions' commands
+    command_results: dict[int, bool] = {}  # id -> ok, of unfinished actions
     command_errors: dict[int, str] = {}  # and why those that failed did, as the agent reports it
     highest_step: int | None = None  # finished by all ranks, over all generations
     checkpoint_step: int | None = None  # newest step that every rank reported as committed
