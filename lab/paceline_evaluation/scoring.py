@@ -9,7 +9,7 @@ have no subject.
 
 *Latency*: the latest step the engine had received at the first hit, minus the step of the onset.
 For a fault that grows, the onset is the first step in which it costs 10%. A trial with two faults
-is a hit if both are hits; its latency is the larger verdict.
+is a hit if both are hits; its latency is the larger of the two.
 
 The *cause* is scored on hits. The cause of the latest finding must contain one of `CAUSE_WORDS`; if
 the telemetry does not show the cause, "unknown" is correct. For a hang, the side is scored: host,

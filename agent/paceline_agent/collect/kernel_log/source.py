@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-_READ_BYTES = 1 << 16  # the device refuses a buffer that its record does not fit (EINVAL)
+_READ_BYTES = 1 << 16  # a read into a buffer smaller than the record fails (EINVAL)
 _CALL_BYTES_AT_MOST = 1 << 23  # some 0.1 s
 _LINE_BYTES_AT_MOST = 1 << 16
 
