@@ -7,7 +7,8 @@ one variable. With it, two functions of torch start the hooks as `paceline.init(
     init_process_group        once the process group exists
     the first optimizer step  of a process that has none
 
-So only processes that train are recorded. torchrun, data loader workers and workers of
+The adapters of frameworks (`frameworks.py`) also do, when their training begins. So only processes
+that train are recorded. torchrun, data loader workers and workers of
 torch.compile import torch too, but do neither.
 
 An exception here would fail `import torch`. The name `paceline` is imported only at the start: a
@@ -24,41 +25,42 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-VARIABLE = "PACELINE"
-ON = ("1", "true", "yes", "on")
-OFF = ("", "0", "false", "no", "off")
+from paceline_autostart.variable import OFF, ON, asked
 
 _started_in = 0  # pid: a process is started once, and so is a forked child
 
 
 def load() -> None:
     """Prepare the start of the hooks if `PACELINE` asks for it; the entry point."""
-    asked = os.environ.get(VARIABLE, "").strip().lower()
-    if asked in OFF:
+    value = asked()
+    if value in OFF:
         return
     try:
-        if asked in ON:
+        if value in ON:
             _prepare(sys.modules["torch"])
         else:
-            _warn("PACELINE must be 1 or 0, got %r: nothing is recorded", asked)
+            _warn("PACELINE must be 1 or 0, got %r: nothing is recorded", value)
     except Exception as error:
         _warn("nothing is recorded: %s", error)
 
 
 def _prepare(torch: Any) -> None:
+    from paceline_autostart import frameworks  # noqa: PLC0415 - not without `PACELINE`
+
+    frameworks.watch()
     optimizer = sys.modules["torch.optim.optimizer"]
     optimizer.register_optimizer_step_pre_hook(_before_optimizer_step)
     if torch.distributed.is_available():
-        _replace(torch.distributed.init_process_group)
+        _replace(torch.distributed.init_process_group, frameworks.is_imported_by_script)
 
 
-def _replace(original: Callable[..., Any]) -> None:
+def _replace(original: Callable[..., Any], is_imported_by_script: Callable[[], bool]) -> None:
     """Replace `init_process_group` in each module that has it, also under `from ... import`."""
 
     @wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if "paceline" not in sys.modules:
+        if not is_imported_by_script():
             _start()
         return result
 

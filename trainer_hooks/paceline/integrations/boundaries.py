@@ -1,0 +1,209 @@
+"""The step boundaries as a framework counts them, and the edge that no error of ours passes.
+
+Frameworks run inside each other: Hugging Face's Trainer on Accelerate, Lightning on DeepSpeed. Only
+one adapter at a time marks the steps. A trainer takes them when its training begins; an engine,
+whose loop is the script's, has them while no trainer does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from paceline.hooks import autostart, evaluate, pipelining, step_begin, step_end
+from paceline.sections import INERT
+from paceline.session import log_once
+from paceline.writer.interface import Timed
+from paceline_wire.spans import Op
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_marking: StepBoundaries | None = None  # whose steps are recorded in this process
+
+
+class StepBoundaries:
+    """The steps of one training of one framework, and their parts.
+
+    A step begins with its first data and lasts until the next one begins: evaluations and
+    checkpoints after the optimizer belong to it. Repeated calls have no effect: a trainer may have
+    two callbacks of ours, its default one and one of the script.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None  # in progress
+        self._is_complete = False  # the optimizer stepped; the next begin ends the step
+        self._microbatch = 0  # number in the step
+        self._parts: dict[Op, Timed] = {}  # in progress
+
+    def take(self) -> None:
+        """Mark the steps of this process from now on, whoever did so before."""
+        global _marking
+        autostart()
+        if _marking is not self:
+            _marking = self
+            self.step = None
+            self._parts.clear()
+
+    def claim(self) -> bool:
+        """Take the steps if no other adapter has them. Return whether they are this one's."""
+        if _marking is None:
+            self.take()
+        return _marking is self
+
+    @property
+    def are_marked(self) -> bool:
+        """Whether this object marks the steps of the process."""
+        return _marking is self
+
+    def begin(self, step: int) -> None:
+        """Begin a step, unless one is in progress. `step`: number of completed steps."""
+        if _marking is not self or (self.step is not None and not self._is_complete):
+            return
+        self.end_microbatch()
+        if self.step is not None:
+            step_end()
+        self.step, self._is_complete, self._microbatch = step, False, 0
+        step_begin(step)
+
+    def complete(self) -> None:
+        """Note that the optimizer has stepped: the next `begin` starts the next step."""
+        self._is_complete = True
+
+    def release(self) -> None:
+        """End the training. A step that is not complete is dropped."""
+        global _marking
+        if _marking is self:
+            self.end_microbatch()
+            if self._is_complete:
+                step_end()
+            self.step, self._is_complete = None, False
+            _marking = None
+
+    # Parts of a step
+
+    def forward(self) -> None:
+        """Begin the forward pass of the next microbatch."""
+        self._begin_part(Op.FORWARD)
+
+    def backward(self) -> None:
+        """Begin the backward pass of this microbatch, and end its forward pass."""
+        self._end_part(Op.FORWARD)
+        self._begin_part(Op.BACKWARD)
+
+    def end_microbatch(self) -> None:
+        """End the microbatch and the pass in progress."""
+        if self._end_part(Op.FORWARD) or self._end_part(Op.BACKWARD):
+            self._microbatch += 1
+
+    def begin_evaluation(self) -> None:
+        """Begin an evaluation, in a training or outside."""
+        if Op.EVALUATE not in self._parts:
+            self._parts[Op.EVALUATE] = evaluate()
+            self._parts[Op.EVALUATE].__enter__()
+
+    def end_evaluation(self) -> None:
+        """End the evaluation."""
+        self._end_part(Op.EVALUATE)
+
+    def _begin_part(self, op: Op) -> None:
+        if _marking is self and op not in self._parts:
+            self._parts[op] = pipelining(op, microbatch=self._microbatch)
+            self._parts[op].__enter__()
+
+    def _end_part(self, op: Op) -> bool:
+        part = self._parts.pop(op, None)
+        if part is not None:
+            part.__exit__(None, None, None)
+        return part is not None
+
+
+def never_raises(method: Callable[P, object]) -> Callable[P, None]:
+    """Log an error of an adapter's callback once, and hide it from the framework."""
+
+    @wraps(method)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(*args, **kwargs)
+        except Exception as error:
+            log_once(method.__qualname__, "paceline: %s failed: %s", method.__qualname__, error)
+
+    return guarded
+
+
+def surround(owner: type, name: str, timed: Callable[..., Timed | None]) -> None:
+    """Run a method of a framework's class inside `timed(*args)`, once however often it is asked.
+
+    A class without such a method, as other versions of the framework may have, stays as it is.
+    """
+
+    def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _open(timed, args):
+            return original(*args, **kwargs)
+
+    _replace(owner, name, timed, run)
+
+
+def follow(owner: type, name: str, call: Callable[..., object]) -> None:
+    """Call `call(*args)` after a method of a framework's class has returned, as `surround` does."""
+    guarded = never_raises(call)
+
+    def run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = original(*args, **kwargs)
+        guarded(*args)
+        return result
+
+    _replace(owner, name, call, run)
+
+
+def _replace(owner: type, name: str, by: Callable[..., Any], run: Callable[..., Any]) -> None:
+    original = vars(owner).get(name)
+    key = (by.__module__, by.__qualname__)
+    done = getattr(original, "_paceline", ())
+    if original is None or key in done:
+        return
+
+    @wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return run(original, args, kwargs)
+
+    method._paceline = (*done, key)  # type: ignore[attr-defined]
+    setattr(owner, name, method)
+
+
+def _open(timed: Callable[..., Timed | None], args: tuple[Any, ...]) -> Timed:
+    try:
+        return timed(*args) or INERT
+    except Exception as error:
+        log_once(timed.__qualname__, "paceline: %s failed: %s", timed.__qualname__, error)
+        return INERT
+
+
+def completed_steps(optimizers: Iterable[Any]) -> int:
+    """Return how many steps the optimizers have made, as Adam and its kin count them; 0 if unknown.
+
+    A checkpoint restores this count, also where a framework has none of its own.
+    """
+    counts = [0]
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            count = state.get("step") if isinstance(state, dict) else None
+            if count is not None and not getattr(count, "is_cuda", False):
+                counts.append(int(count))
+            break
+    return max(counts)
+
+
+class Between:
+    """A context manager that calls one function at its begin and another at its end."""
+
+    def __init__(self, begin: Callable[[], object], end: Callable[[], object]) -> None:
+        self._begin = never_raises(begin)
+        self._end = never_raises(end)
+
+    def __enter__(self) -> None:
+        self._begin()
+
+    def __exit__(self, kind: object, error: object, trace: object, /) -> None:
+        self._end()

@@ -1,0 +1,74 @@
+"""DeepSpeed: its engine, which has no callbacks of its own.
+
+    import paceline.integrations.deepspeed
+
+before `deepspeed.initialize`, or `PACELINE=1` without a line. A step is one step of the optimizer,
+with all batches of its gradient accumulation; its number is `engine.global_steps`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from paceline.hooks import checkpoint, checkpoint_saved, optimizer
+from paceline.integrations.boundaries import Between, StepBoundaries, follow, surround
+from paceline.writer.interface import Timed
+
+_boundaries = StepBoundaries()
+
+
+def _begin(engine: Any) -> None:
+    if _boundaries.claim() and _boundaries.step != engine.global_steps:
+        _boundaries.complete()  # a checkpoint was loaded, or `step` was
+        _boundaries.begin(engine.global_steps)
+
+
+def _forward(engine: Any, *_: Any) -> Timed | None:
+    if not engine.training or _is_pipeline(engine):
+        return None
+    _begin(engine)
+    return Between(_boundaries.forward, lambda: None)
+
+
+def _backward(engine: Any, *_: Any) -> Timed | None:
+    if _is_pipeline(engine):
+        return None
+    _begin(engine)
+    return Between(_boundaries.backward, _boundaries.end_microbatch)
+
+
+def _stepped(engine: Any, *_: Any) -> None:
+    if _boundaries.are_marked and not _is_pipeline(engine):
+        _begin(engine)
+
+
+def _is_pipeline(engine: Any) -> bool:
+    return hasattr(engine, "train_batch")
+
+
+def _optimizer(*_: Any) -> Timed:
+    return optimizer()
+
+
+def _checkpoint(*_: Any) -> Timed:
+    return checkpoint()
+
+
+def _saved(engine: Any, *_: Any) -> None:
+    if _boundaries.are_marked:
+        checkpoint_saved(engine.global_steps)
+
+
+def attach(_: object) -> None:
+    """Do nothing: importing this module is enough."""
+
+
+surround(DeepSpeedEngine, "forward", _forward)
+surround(DeepSpeedEngine, "backward", _backward)
+surround(DeepSpeedEngine, "_take_model_step", _optimizer)
+follow(DeepSpeedEngine, "step", _stepped)
+surround(DeepSpeedEngine, "save_checkpoint", _checkpoint)
+follow(DeepSpeedEngine, "save_checkpoint", _saved)
+surround(DeepSpeedEngine, "load_checkpoint", _checkpoint)

@@ -1,0 +1,91 @@
+"""Lightning Fabric: a callback, in the entry-point group `lightning.fabric.callbacks_factory`.
+
+    from paceline.integrations.fabric import FabricCallback
+
+    fabric = Fabric(..., callbacks=[FabricCallback()])
+
+With `PACELINE=1`, or after `paceline.init()`, each Fabric has it and needs no line. The loop is the
+script's, and so are its evaluations. A step ends when an optimizer of `fabric.setup` has stepped.
+Fabric counts no steps; the first number is the count of the optimizer, which a checkpoint restores.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+from paceline.hooks import checkpoint, checkpoint_saved
+from paceline.integrations.boundaries import (
+    StepBoundaries,
+    completed_steps,
+    follow,
+    never_raises,
+    surround,
+)
+from paceline.writer.interface import Timed
+
+PACKAGES = ("lightning.fabric", "lightning_fabric")  # with the same content
+_boundaries = StepBoundaries()
+_leading: list[Any] = []  # the optimizer whose steps are counted: a script may have several
+_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class FabricCallback:
+    """Ends a step when an optimizer has stepped."""
+
+    def __init__(self) -> None:
+        for name in PACKAGES:
+            if (package := sys.modules.get(name)) is not None:
+                _watch(package)
+
+    @never_raises
+    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+        """Begin the next step, if this optimizer is the one whose steps are counted."""
+        if not _boundaries.are_marked or _boundaries.step is None:
+            return
+        if _leading and _leading[0] is not optimizer:
+            return
+        _leading[:] = [optimizer]
+        _boundaries.complete()
+        _boundaries.begin(_boundaries.step + 1)
+
+
+def callbacks() -> list[FabricCallback]:
+    """Return the callback of a new Fabric; the entry point calls it."""
+    return [FabricCallback()]
+
+
+def _watch(package: Any) -> None:
+    """Time the parts that no event marks."""
+    wrappers = sys.modules[f"{package.__name__}.wrappers"]
+    surround(wrappers._FabricModule, "forward", _forward)
+    surround(package.Fabric, "backward", _begin)
+    surround(package.Fabric, "save", _checkpoint)
+    follow(package.Fabric, "save", _saved)
+    surround(package.Fabric, "load", _checkpoint)
+    follow(package.Fabric, "setup", _remember)
+    follow(package.Fabric, "setup_optimizers", _remember)
+
+
+def _remember(fabric: Any, *arguments: Any) -> None:
+    _optimizers.update(each for each in arguments if hasattr(each, "param_groups"))
+
+
+def _forward(module: Any, *_: Any) -> None:
+    if module.training:
+        _begin()
+
+
+def _begin(*_: Any) -> None:
+    if _boundaries.claim() and _boundaries.step is None:
+        _boundaries.begin(completed_steps(_optimizers))
+
+
+def _checkpoint(*_: Any) -> Timed:
+    return checkpoint()
+
+
+def _saved(*_: Any) -> None:
+    if _boundaries.are_marked and _boundaries.step is not None:
+        checkpoint_saved(_boundaries.step)

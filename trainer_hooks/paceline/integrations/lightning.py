@@ -1,0 +1,116 @@
+"""Lightning: a `Callback`, in the entry-point group `lightning.pytorch.callbacks_factory`.
+
+    from paceline.integrations.lightning import LightningCallback
+
+    trainer = Trainer(..., callbacks=[LightningCallback()])
+
+With `PACELINE=1`, or after `paceline.init()`, each Trainer has it and needs no line. A step is one
+optimizer step, with all batches of its gradient accumulation; its number is `trainer.global_step`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from paceline.hooks import checkpoint, checkpoint_saved, report
+from paceline.integrations.boundaries import StepBoundaries, follow, never_raises, surround
+from paceline.writer.interface import Timed
+
+# Two packages with the same content; the script uses one.
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_package: Any = importlib.import_module(
+    PACKAGES[1] if PACKAGES[1] in sys.modules and PACKAGES[0] not in sys.modules else PACKAGES[0]
+)
+
+# Shared by all callbacks: a Trainer may have one of the factory and one of the script.
+_boundaries = StepBoundaries()
+
+
+class LightningCallback(_package.Callback):  # type: ignore[misc]
+    """Records the steps, passes, evaluations, checkpoints and losses of a `Trainer`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in PACKAGES:
+            if (package := sys.modules.get(name)) is not None:
+                _watch(package)
+
+    # Training
+
+    @never_raises
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        _boundaries.take()
+        _boundaries.begin(trainer.global_step)
+
+    @never_raises
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+        _boundaries.begin(trainer.global_step)
+        _boundaries.forward()
+
+    @never_raises
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        _boundaries.backward()
+
+    @never_raises
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        _boundaries.end_microbatch()
+
+    @never_raises
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
+        _boundaries.end_microbatch()  # without a backward pass: `training_step` returned None
+        if _boundaries.are_marked and trainer.global_step != _boundaries.step:
+            report(loss=outputs.get("loss") if isinstance(outputs, dict) else outputs)
+            _boundaries.complete()
+
+    @never_raises
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        _boundaries.release()
+
+    @never_raises
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        _boundaries.end_evaluation()
+        _boundaries.release()
+
+    # Evaluations
+
+    @never_raises
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        _boundaries.begin_evaluation()
+
+    @never_raises
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        _boundaries.end_evaluation()
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+
+def callbacks() -> list[LightningCallback]:
+    """Return the callback of a new Trainer; the entry point calls it."""
+    return [LightningCallback()]
+
+
+def _watch(package: Any) -> None:
+    """Time the parts that no event marks: the begin of a fetch, and checkpoints."""
+    loop = sys.modules[f"{package.__name__}.loops.training_epoch_loop"]
+    surround(loop._TrainingEpochLoop, "advance", _data)
+    surround(package.Trainer, "save_checkpoint", _checkpoint)
+    follow(package.Trainer, "save_checkpoint", _saved)
+
+
+def _data(loop: Any, *_: Any) -> None:
+    _boundaries.begin(loop.trainer.global_step)
+
+
+def _checkpoint(*_: Any) -> Timed:
+    return checkpoint()
+
+
+def _saved(trainer: Any, *_: Any, **__: Any) -> None:
+    plugin = trainer.strategy.checkpoint_io
+    if not type(plugin).__name__.startswith("Async"):  # the files may not be complete yet
+        checkpoint_saved(trainer.global_step)
