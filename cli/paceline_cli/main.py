@@ -26,6 +26,12 @@ COMMANDS = {
     ),
     "agent": ("paceline_agent.__main__", "main", "agent", "Run the agent of this node."),
     "run": ("paceline_cli.commands.run", "run", None, "Start a training job on the agents."),
+    "watch": (
+        "paceline_cli.commands.watch",
+        "watch",
+        None,
+        "Run a training and record it; no line of it changes.",
+    ),
     "demo": (
         "paceline_demo.command",
         "demo",
@@ -115,7 +121,8 @@ class LazyCommands(click.Group):
 @click.group(
     cls=LazyCommands,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Begin with `paceline demo`. Then: `paceline server` on one machine, `paceline agent "
+    epilog="Begin with `paceline demo`, or with your own training: `paceline watch -- torchrun "
+    "train.py`. Then: `paceline server` on one machine, `paceline agent "
     "--server URL` on every node, and `paceline run -- python train.py` to train. Exit "
     "status: 0 on success, 1 on failure, 2 for invalid usage.",
 )

@@ -109,7 +109,8 @@ def no_sync() -> None:
 
 def fully_sharded() -> None:
     be_late()
-    sharded(batch).sum().backward()
+    if torch.__version__ >= "2.7":  # before, FSDP2 did not run on the CPU
+        sharded(batch).sum().backward()
 
 
 def tensor_parallel() -> None:

@@ -32,6 +32,11 @@ def rings_of_running_agents() -> list[Path]:
     )
 
 
+def is_in_use(directory: Path) -> bool:
+    """Return whether an agent with this directory runs."""
+    return _lock_id(directory / LOCK) in _held_locks()
+
+
 def _held_locks() -> set[str]:
     """Return `MAJOR:MINOR:INODE` of each locked file that this process can see."""
     try:

@@ -1,0 +1,154 @@
+"""`paceline watch`: run a training that nobody changed, and record it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+import httpx
+from click.core import ParameterSource
+
+from paceline_cli import companions
+from paceline_cli.options import server_options
+from paceline_wire.address import SERVER_PORT, is_http_address
+from paceline_wire.local_token import state_directory
+from paceline_wire.node_directory import MEMORY, PREFIX, RINGS, rings_of_running_agents
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+RING_DIRECTORY = "PACELINE_RING_DIRECTORY"
+NODE_DIRECTORY = "PACELINE_AGENT_NODE_DIRECTORY"
+
+
+class NotRecordedError(Exception):
+    """The command runs, but is not recorded; the message says why and what to do."""
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@server_options
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+@click.pass_context
+def watch(ctx: click.Context, server: str, token: str | None, command: tuple[str, ...]) -> None:
+    """Run COMMAND and record the training in it; no line of it changes.
+
+    \b
+    paceline watch -- torchrun --nproc-per-node 8 train.py
+    srun paceline watch --server https://HOST:8470 -- python train.py
+
+    Sets PACELINE=1 and becomes COMMAND: signals, output and exit status are its own. If no agent
+    runs on this node, one is started for as long as COMMAND runs; without --server, and without a
+    server on this machine, a server too. Its dashboard shows the job.
+    """
+    program = shutil.which(command[0])
+    if program is None:
+        raise click.ClickException(f"there is no program {command[0]!r}")
+    chosen = ctx.get_parameter_source("server") is not ParameterSource.DEFAULT
+    environment = {**os.environ, "PACELINE": "1"}
+    try:
+        _say(_prepare(environment, server, token, chosen))
+    except (NotRecordedError, OSError) as error:
+        _say(f"not recorded: {error}")
+    if os.environ.get(AUTOLOAD, "1") != "1":
+        _say(f"not recorded: PyTorch loads no plug-ins while {AUTOLOAD} is set; unset it")
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and else by COMMAND as well
+        signal.signal(ignored, signal.SIG_DFL)
+    try:
+        os.execve(program, command, environment)
+    except OSError as error:
+        raise click.ClickException(f"{program} cannot be run: {error.strerror}") from error
+
+
+def _say(text: str) -> None:
+    click.echo(f"paceline: {text}", err=True)
+
+
+def _prepare(environment: dict[str, str], server: str, token: str | None, chosen: bool) -> str:
+    """Start what is missing; return the line that says where the job is shown.
+
+    Raises:
+        NotRecordedError: no agent runs here, and none can be started.
+    """
+    given = environment.get(RING_DIRECTORY)
+    if given is not None:
+        if not given:
+            raise NotRecordedError(f"{RING_DIRECTORY} is empty, which turns the hooks off")
+        return f"recorded by the agent with the rings {given}"
+    logs = state_directory(os.environ) / "watch"
+    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (logs / "lock").open("w") as lock:
+        # Several tasks of one node, as srun starts them, begin at the same time.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if NODE_DIRECTORY not in environment and (found := rings_of_running_agents()):
+            where = f"; dashboard: {server}" if chosen or _responds(server) else ""
+            return f"recorded by the agent of this node, {found[0].parent.name}{where}"
+        return _start(environment, server, token, chosen, logs)
+
+
+def _start(
+    environment: dict[str, str], server: str, token: str | None, chosen: bool, logs: Path
+) -> str:
+    """Start an agent, and a server unless there is one; return where the job is shown."""
+    needs_server = not chosen and not _responds(server)
+    missing = [
+        extra
+        for extra, module in (("agent", "tenacity"), ("server", "fastapi"))
+        if (extra == "agent" or needs_server) and find_spec(module) is None
+    ]
+    if missing:
+        raise NotRecordedError(
+            f"no agent runs on this node; start one, or pip install 'paceline[{','.join(missing)}]'"
+        )
+    if not is_http_address(server):
+        raise NotRecordedError(f"--server: expected http://HOST:PORT, got {server!r}")
+    directory = Path(environment.get(NODE_DIRECTORY) or MEMORY / f"{PREFIX}watch-{os.geteuid()}")
+    run = [sys.executable, "-m", "paceline_cli"]
+    server_command: list[str] = []
+    if needs_server:
+        port = _free_port(SERVER_PORT)
+        server = f"http://127.0.0.1:{port}"
+        database = f"sqlite:///{state_directory(os.environ) / 'watch.db'}"
+        server_command = [*run, "server", "--port", str(port), "--database-url", database]
+    agent_command = [
+        *(*run, "agent", "--server", server, "--node-directory", str(directory)),
+        *("--spool-directory", str(logs / "spool"), "--slots", "0", "--no-metrics"),
+    ]
+    own = {name: value for name, value in environment.items() if name != "PACELINE"}
+    if token:
+        own["PACELINE_AGENT_TOKEN"] = token
+    arguments = [str(os.getpid()), str(directory), str(logs), *agent_command, "--", *server_command]
+    with open(companions.launch(arguments, own), encoding="utf-8", errors="replace") as report:
+        answer = report.readline().strip()
+    if answer != companions.READY:
+        raise NotRecordedError(answer or f"the agent did not start; see {logs}")
+    environment[RING_DIRECTORY] = str(directory / RINGS)
+    started = "a server and an agent run" if needs_server else "an agent runs"
+    afterwards = f"; later: paceline server --database-url {database}" if needs_server else ""
+    return f"dashboard: {server} ({started} until the training ends{afterwards})"
+
+
+def _responds(server: str) -> bool:
+    """Return whether a Paceline server responds at this address."""
+    try:
+        answer = httpx.get(f"{server.rstrip('/')}/healthz", timeout=2.0)
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return False
+    return answer.status_code == 200 and answer.text.strip() == "ok"
+
+
+def _free_port(wanted: int) -> int:
+    """Return `wanted` if that TCP port is free, else any free port."""
+    for port in (wanted, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise NotRecordedError("no TCP port is free on 127.0.0.1")

@@ -1,0 +1,170 @@
+"""`paceline watch`: the command runs as if it were started alone, and is recorded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from paceline_wire.node_directory import MEMORY, RINGS, is_in_use
+from tests.ports import free_port
+
+IGNORED = subprocess.run(
+    ["grep", "SigIgn", "/proc/self/status"], capture_output=True, text=True
+).stdout
+TRAINING = """
+import sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+with open(sys.argv[1], "a") as ready:
+    ready.write("rank\\n")
+for _ in range(600):
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Path]:
+    """The directory of an agent that only this test starts."""
+    directory = MEMORY / f"paceline-test-{os.getpid()}-{tmp_path.name}"
+    yield directory
+    for path in sorted(directory.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    directory.rmdir() if directory.exists() else None
+
+
+def environment(tmp_path: Path, **settings: str) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE")}
+    return inherited | {"PACELINE_STATE_DIRECTORY": str(tmp_path / "state")} | settings
+
+
+def watch(*arguments: str, tmp_path: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paceline_cli", "watch", *arguments],
+        env=environment(tmp_path, **settings),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+def responds(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz").is_success
+    except httpx.HTTPError:
+        return False
+
+
+def wait_until_ended(node: Path) -> None:
+    deadline = time.monotonic() + 60
+    while is_in_use(node):
+        assert time.monotonic() < deadline, "the agent still runs"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "printed"),
+    [
+        ("echo out; echo err >&2; exit 7", 7, "out\n"),
+        ("kill -TERM $$", -signal.SIGTERM, ""),
+        ("echo $PACELINE $PACELINE_RING_DIRECTORY", 0, "1 /given/rings\n"),
+        ("grep SigIgn /proc/self/status", 0, IGNORED),
+    ],
+)
+def test_status_output_and_signals_are_those_of_the_command(
+    tmp_path: Path, command: str, status: int, printed: str
+) -> None:
+    finished = watch(
+        *("--", "sh", "-c", command), tmp_path=tmp_path, PACELINE_RING_DIRECTORY="/given/rings"
+    )
+    assert (finished.returncode, finished.stdout) == (status, printed)
+    own, *others = finished.stderr.splitlines()
+    assert own == "paceline: recorded by the agent with the rings /given/rings"
+    assert others == (["err"] if "err" in command else [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"PACELINE_RING_DIRECTORY": ""}, "PACELINE_RING_DIRECTORY is empty"),
+        (
+            {"PACELINE_RING_DIRECTORY": "/r", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+            "loads no plug-ins",
+        ),
+        ({"PACELINE_AGENT_NODE_DIRECTORY": "/proc/nowhere"}, "/proc/nowhere"),
+    ],
+)
+def test_a_command_that_cannot_be_recorded_runs_all_the_same(
+    tmp_path: Path, settings: dict[str, str], line: str
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    finished = watch("--server", url, "--", "echo", "trained", tmp_path=tmp_path, **settings)
+    assert (finished.returncode, finished.stdout) == (0, "trained\n")
+    assert "paceline: not recorded: " in finished.stderr
+    assert line in finished.stderr
+
+
+def test_a_program_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+    finished = watch("--", "no-such-program", tmp_path=tmp_path)
+    assert (finished.returncode, finished.stdout) == (1, "")
+    assert finished.stderr == "Error: there is no program 'no-such-program'\n"
+
+
+def test_an_agent_runs_as_long_as_the_command(tmp_path: Path, node: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    check = f"test $PACELINE_RING_DIRECTORY = {node / RINGS} && test -d {node / RINGS} && echo on"
+    finished = watch(
+        *("--server", url, "--", "sh", "-c", check),
+        tmp_path=tmp_path,
+        PACELINE_AGENT_NODE_DIRECTORY=str(node),
+    )
+    assert (finished.returncode, finished.stdout) == (0, "on\n"), finished.stderr
+    assert (
+        finished.stderr == f"paceline: dashboard: {url} (an agent runs until the training ends)\n"
+    )
+    wait_until_ended(node)
+
+
+@pytest.mark.campaign
+def test_a_training_is_shown_and_everything_ends_with_it(tmp_path: Path, node: Path) -> None:
+    """SIGTERM reaches torchrun, which ends its ranks; then agent and server end."""
+    script, ready = tmp_path / "train.py", tmp_path / "ready"
+    script.write_text(TRAINING)
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "paceline_cli", "watch", "--", sys.executable, "-m"),
+            *("torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"),
+            *(str(script), str(ready)),
+        ],
+        env=environment(tmp_path, PACELINE_AGENT_NODE_DIRECTORY=str(node)),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    assert line.startswith("paceline: dashboard: http://127.0.0.1:"), line
+    url = line.split()[2]
+    jobs: list[dict[str, str]] = []
+    deadline = time.monotonic() + 120
+    while not jobs and time.monotonic() < deadline:
+        time.sleep(0.5)
+        try:
+            jobs = httpx.get(f"{url}/api/v1/jobs").json()["items"]
+        except httpx.HTTPError:
+            continue
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert [job["name"] for job in jobs] == ["train.py"], errors
+    wait_until_ended(node)
+    deadline = time.monotonic() + 30
+    while responds(url):
+        assert time.monotonic() < deadline, "the server still runs"
+        time.sleep(0.1)
