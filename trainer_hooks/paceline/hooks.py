@@ -20,6 +20,7 @@ from functools import partial
 from operator import index
 from typing import Any, ParamSpec, TypeVar
 
+from paceline.collectives import coverage
 from paceline.collectives.native import NativeRecorder, recorder_of_process_groups
 from paceline.device import on_device
 from paceline.environment import (
@@ -174,11 +175,24 @@ def _wrap_torch(session: Session, mesh: Any | None) -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         return
-    session.process_groups = recorder_of_process_groups(session.recorder)
-    session.process_groups.install()
+    torch = sys.modules["torch"]
+    reason = coverage.reason_of_release(torch.__version__)
+    if reason is not None:
+        session.report_coverage("none", reason)
+        return
+    try:
+        recorder = recorder_of_process_groups(session.recorder)
+        recorder.install()
+    except Exception as error:
+        session.report_coverage("none", coverage.reason_of_error(error))
+        raise
+    session.process_groups = recorder
+    recorder.channels.on_new_group = partial(session.guard, session.report_backend)
+    name = "C++ library" if isinstance(recorder, NativeRecorder) else "Python"
+    session.report_coverage(name, coverage.reason_of_operators(torch))
     if isinstance(session.process_groups, NativeRecorder):
         session.loop.at_boundary = session.process_groups.at_boundary
-    elif sys.modules["torch"].backends.cuda.is_built():
+    elif torch.backends.cuda.is_built():
         session.loop.at_boundary = partial(session.guard, session.at_boundary)
     if mesh is not None and mesh.mesh_dim_names:
         for dimension in mesh.mesh_dim_names:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+from paceline.collectives.coverage import reason_of_backend
 from paceline.collectives.native import NativeRecorder
 from paceline.collectives.process_groups import ProcessGroupRecorder
 from paceline.device import DevicePipelining, DeviceSection, DeviceTimer, DeviceTransfer
@@ -20,6 +21,7 @@ from paceline.recorder import Recorder
 from paceline.sections import INERT, OtherThreadSection, StatusSection, Transfer
 from paceline.writer import Pipelining, Section
 from paceline.writer.interface import Timed
+from paceline_wire.coverage import NOT_RECORDED, RECORDER
 from paceline_wire.ring import (
     DEFINITIONS_BYTES,
     STATE_DEFINITIONS,
@@ -111,6 +113,19 @@ class Session:
         self._described |= new
         if place != (None, None):
             self._place = place
+
+    def report_coverage(self, recorder: str, reason: str | None) -> None:
+        """Report what records communication, and why some of it is not recorded."""
+        self.update(
+            source="torch",
+            metadata={RECORDER: recorder} | ({} if reason is None else {NOT_RECORDED: reason}),
+        )
+
+    def report_backend(self, process_group: Any) -> None:
+        """Report a process group whose waits cannot be recorded."""
+        reason = reason_of_backend(process_group)
+        if reason is not None:
+            self.update(source="torch", metadata={NOT_RECORDED: reason})
 
     # Sections
 

@@ -1396,6 +1396,8 @@ export interface components {
             /** Step Seconds */
             step_seconds: number | null;
             topology: components["schemas"]["TopologyModel"];
+            /** Unrecorded Communication */
+            unrecorded_communication: string | null;
             verdict: components["schemas"]["Verdict"];
             /** Watched */
             watched: boolean;

@@ -90,6 +90,9 @@ def show(ctx: click.Context, job: str, as_json: bool) -> None:
         return
     click.echo(found["verdict"]["text"])
     click.echo(_summary(found))
+    unrecorded = found.get("unrecorded_communication")  # a server of an earlier release has none
+    if unrecorded and unrecorded not in found["verdict"]["text"]:
+        click.echo(unrecorded)
     show_ledger(found["ledger"])
     render.show_table(
         ("RANK", "DP", "PP", "TP", "NODE", "PID", "STATE", "STEP", "IN FLIGHT", "FOR"),

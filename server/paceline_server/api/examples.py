@@ -50,6 +50,7 @@ _JOB = {
     "loss": 2.965,
     "evaluation_loss": 2.992,
     "metadata": {"schedule": "1f1b", "microbatches": "8"},
+    "unrecorded_communication": None,
     "condition": "training",
     "verdict": {
         "kind": "straggler",

@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from paceline_server.api import schemas
 from paceline_server.api.condition import AsOf, RankCondition, condition
+from paceline_server.api.coverage import unrecorded_communication
 from paceline_server.api.times import optional_time, time_of
 from paceline_server.api.verdict import verdict
 from paceline_server.detect.bubble.pipeline_advice import Advice
@@ -61,6 +62,7 @@ def job(session: Session, row: models.JobRow, as_of: AsOf) -> schemas.Job:
         loss=finite(row.loss),
         evaluation_loss=finite(row.evaluation_loss),
         metadata=row.spec.metadata,
+        unrecorded_communication=unrecorded_communication(row),
         condition=known.job,
         verdict=verdict(session, row, known),
         ledger=ledger(row.ledger),

@@ -97,6 +97,7 @@ class Job(Resource):
     loss: float | None
     evaluation_loss: float | None
     metadata: dict[str, str]
+    unrecorded_communication: str | None  # why waits count as compute; null: they do not
     verdict: Verdict
     ledger: LedgerModel
     open_incidents: int

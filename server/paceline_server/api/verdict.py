@@ -9,6 +9,7 @@ from sqlalchemy.orm import Session
 
 from paceline_server.api import schemas
 from paceline_server.api.condition import Condition
+from paceline_server.api.coverage import unrecorded_communication
 from paceline_server.api.times import time_of
 from paceline_server.detect.kinds import kind_of
 from paceline_server.lag import outdated_sentence
@@ -79,8 +80,12 @@ def _current(session: Session, job: models.JobRow, known: Condition) -> schemas.
         return _verdict("unobserved", _UNOBSERVED)
     if job.state == "starting" or job.step is None:
         return _verdict("starting", _starting(session, job))
-    finished = queries.finished_ranks(session, job.id)
-    return _verdict("healthy", _finishing(job, finished) if finished else _healthy(session, job))
+    if finished := queries.finished_ranks(session, job.id):
+        return _verdict("healthy", _finishing(job, finished))
+    unrecorded = unrecorded_communication(job)
+    if unrecorded is not None:
+        return _verdict("unobserved", f"{unrecorded} A slow rank may not be found{_pace(job)}.")
+    return _verdict("healthy", _healthy(session, job))
 
 
 def _verdict(
@@ -139,8 +144,12 @@ def _starting(session: Session, job: models.JobRow) -> str:
     return f"Generation {job.generation} is starting: {ready} of {count} ranks have attached."
 
 
+def _pace(job: models.JobRow) -> str:
+    return "" if job.step_seconds is None else f"; {job.step_seconds:.2f} s per step"
+
+
 def _healthy(session: Session, job: models.JobRow) -> str:
-    pace = "" if job.step_seconds is None else f"; {job.step_seconds:.2f} s per step"
+    pace = _pace(job)
     world_size = job.topology.world_size
     shares = newest_shares(session, job.id, job.generation, world_size, _WINDOW_STEPS)
     slowdowns = [value for value in medians(shares.slowdown) if value is not None]

@@ -21,7 +21,7 @@ from paceline_server.decide.types import ActionView, IncidentView
 from paceline_server.detect.finding import Evidence, Finding
 from paceline_server.ingest import writer
 from paceline_server.policy import Policy
-from paceline_server.steps.types import RankStep, StageBubble, StepSummary
+from paceline_server.steps.types import Ledger, RankStep, StageBubble, StepSummary
 from paceline_server.store.models import ActionRow, AuditRow, Base, IncidentRow, JobRow, NodeRow
 from paceline_server.store.shares import step_rows
 from paceline_server.store.tokens import Scope, create_token, revoke_token
@@ -305,6 +305,52 @@ def test_incidents_are_filtered_and_carry_their_evidence(server: Any, client: ht
     assert shown["cost_ratio"] is None
     assert shown["evidence"][0]["expected"] == 1980.0
     assert client.get("/api/v1/incidents", params={"job": "other"}).json()["items"] == []
+
+
+@pytest.mark.parametrize(
+    ("metadata", "spent", "sentence"),
+    [
+        (
+            {"communication_not_recorded": "torch 2.4.1 is older than 2.6"},
+            {"communication_seconds": 1.0},
+            "Communication is not recorded: torch 2.4.1 is older than 2.6, so waits count as "
+            "compute.",
+        ),
+        (
+            {},
+            {},
+            "No communication between the ranks was recorded, so waits, if there are any, count as "
+            "compute.",
+        ),
+        ({}, {"communication_seconds": 1.0}, None),
+        ({}, {"bubble_seconds": 1.0}, None),
+    ],
+)
+def test_a_job_whose_communication_is_not_seen_is_not_called_even(
+    server: Any,
+    client: httpx.Client,
+    metadata: dict[str, str],
+    spent: dict[str, float],
+    sentence: str | None,
+) -> None:
+    job_id = post_job(server.url)
+    put(
+        server,
+        *(row for number in range(5) for row in step(job_id, number, generation=0, slowdown=1.03)),
+    )
+    with server.program.database.write() as session:
+        job = session.get_one(JobRow, job_id)
+        job.state, job.step, job.step_seconds = "running", 50, 0.5612
+        job.ledger = Ledger(compute_seconds=20.0, **spent)
+        job.spec = replace(job.spec, metadata=metadata)
+    shown = client.get(f"/api/v1/jobs/{job_id}").json()
+    assert shown["unrecorded_communication"] == sentence
+    if sentence is None:
+        assert shown["verdict"]["text"].startswith("All 2 ranks within 3% of their peers")
+    else:
+        assert shown["verdict"]["kind"] == "unobserved"
+        text = f"{sentence} A slow rank may not be found; 0.56 s per step."
+        assert shown["verdict"]["text"] == text
 
 
 def test_the_verdict_is_the_worst_open_incident(server: Any, client: httpx.Client) -> None:

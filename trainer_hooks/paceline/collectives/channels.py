@@ -8,6 +8,7 @@ identified by object and never kept alive.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from paceline.environment import AXES
@@ -32,6 +33,7 @@ class Channels:
         self._recorder = recorder
         self._c10d = c10d
         # by id() of the process group, which may no longer exist
+        self.on_new_group: Callable[[Any], None] | None = None
         self.by_group: dict[int, Channel] = {}
         self._names: dict[int, tuple[weakref.ref[Any], str, str | None]] = {}
         self._peers: dict[tuple[int, bool], Channel] = {}
@@ -89,6 +91,8 @@ class Channels:
         channel = Channel(words, base, base + 1, base + 2, base + 3, identifier, reference)
         self.by_group[id(process_group)] = channel
         self._define(identifier, process_group)
+        if self.on_new_group is not None:
+            self.on_new_group(process_group)
         return channel
 
     def _define(self, identifier: int, process_group: Any) -> None:

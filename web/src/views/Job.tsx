@@ -209,6 +209,9 @@ function VerdictBanner(props: { job: Job; incidents: readonly Incident[]; connec
             <i /> {connection === "live" ? "live" : connection === "lost" ? "disconnected" : "connecting"}
           </span>
         </p>
+        {job.unrecorded_communication !== null && !job.verdict.text.includes(job.unrecorded_communication) && (
+          <p>{job.unrecorded_communication}</p>
+        )}
       </div>
       {job.pending_actions > 0 && (
         <a class="button primary" href="#incidents">

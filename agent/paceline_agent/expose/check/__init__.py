@@ -14,7 +14,7 @@ from paceline_agent.collect import frozen_tree as frozen
 from paceline_agent.collect.collectors import discover
 from paceline_agent.collect.contract import Context
 from paceline_agent.expose import once, standard_output
-from paceline_agent.expose.check import devices, node, privileges
+from paceline_agent.expose.check import communication, devices, node, privileges
 from paceline_agent.expose.check.report import CheckRow, as_json, as_table, status
 from paceline_agent.expose.once import CollectorResult
 from paceline_agent.settings import AgentSettings
@@ -54,6 +54,7 @@ def check(
     yield node.rings(settings)
     yield node.rank_user(settings)
     yield node.found_by_ranks(settings)
+    yield from communication.of_ranks(settings)
     yield node.spool(settings)
     yield node.server(settings)
     yield node.clock()

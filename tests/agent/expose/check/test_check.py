@@ -16,11 +16,14 @@ from threading import Thread
 import pytest
 
 from paceline_agent.collect.contract import Collected, Context
-from paceline_agent.expose.check import devices, node, privileges, report
+from paceline_agent.expose.check import communication, devices, node, privileges, report
 from paceline_agent.expose.check.report import NO, PARTLY, YES, CheckRow
 from paceline_agent.expose.once import CollectorResult
 from paceline_agent.settings import AgentSettings
 from paceline_wire.batch import GpuInfo, Sample
+from paceline_wire.coverage import NOT_RECORDED, RECORDER
+from paceline_wire.ring import Identity, RankDescription, create, describe
+from paceline_wire.topology import Coordinates, Topology
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -302,3 +305,64 @@ def test_what_lies_behind_a_closed_directory_is_no_surprise() -> None:
     closed = Path("/proc/1/root/home/spool")
     settings = AgentSettings(server_url="http://127.0.0.1:1", spool_directory=closed)
     assert node.spool(settings).seen == NO
+
+
+def ring_of(
+    directory: Path, rank: int, torch: str, reported: dict[str, str], pid: int | None = None
+) -> None:
+    rings = directory / "rings"
+    rings.mkdir(exist_ok=True)
+    identity = Identity(
+        job="job",
+        generation=0,
+        rank=rank,
+        local_rank=rank,
+        world_size=2,
+        topology=Topology(dp=2),
+        coordinates=Coordinates(dp_rank=rank),
+        pid=pid or os.getpid(),
+        host="h",
+        clock_offset_ns=0,
+        started_ns=0,
+        metadata={"torch": torch},
+    )
+    ring = create(rings / f"job.g0.r{rank}.ring", identity)
+    if reported:
+        describe(ring, RankDescription(source="torch", metadata=reported))
+    ring.close()
+
+
+@pytest.mark.parametrize(
+    ("torch", "reported", "seen", "evidence"),
+    [
+        ("2.13.0+cu130", {RECORDER: "Python"}, YES, "torch 2.13.0+cu130, recorded by Python"),
+        ("2.99.0", {RECORDER: "C++ library"}, PARTLY, "tested with torch 2.6 to 2.13"),
+        (
+            "2.4.1",
+            {RECORDER: "none", NOT_RECORDED: "torch 2.4.1 is older than 2.6"},
+            NO,
+            "torch 2.4.1 is older than 2.6; waits count as compute",
+        ),
+        ("2.13.0", {}, NO, "torch.distributed is not in use"),
+    ],
+)
+def test_communication_that_cannot_be_seen_is_named(
+    tmp_path: Path, torch: str, reported: dict[str, str], seen: str, evidence: str
+) -> None:
+    for rank in range(2):
+        ring_of(tmp_path, rank, torch, reported)
+    settings = AgentSettings(server_url="http://127.0.0.1:1", node_directory=tmp_path)
+    (row,) = communication.of_ranks(settings)
+    assert row.seen == seen
+    assert row.evidence.startswith("job, ranks 0, 1: ")
+    assert evidence in row.evidence
+
+
+def test_ended_ranks_are_no_evidence(tmp_path: Path) -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    ring_of(tmp_path, 0, "2.4.1", {NOT_RECORDED: "old"}, pid=child.pid)
+    (row,) = communication.of_ranks(
+        AgentSettings(server_url="http://127.0.0.1:1", node_directory=tmp_path)
+    )
+    assert (row.seen, row.evidence) == (YES, "no rank runs here; recorded with torch 2.6 to 2.13")
