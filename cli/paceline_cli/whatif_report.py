@@ -25,10 +25,11 @@ def show(found: Mapping[str, Any], sizes: str, worker: Callable[[int], str]) -> 
         f"(launch delays, not counted in it: {found['launch_slowdown']:.3f})."
     )
     workers = len(found["slowest_workers"])
-    console.print(
-        f"The last stage explains {_share(found['m_s'])} of it (M_S), the slowest "
-        f"{'worker' if workers == 1 else f'{workers} workers'} {_share(found['m_w'])} (M_W)."
-    )
+    slowest = "worker explains" if workers == 1 else f"{workers} workers explain"
+    line = f"The slowest {slowest} {_share(found['m_w'])} of it (M_W)"
+    if len(found["slowdown_by_stage"]) > 1:
+        line += f", the last stage {_share(found['m_s'])} (M_S)"
+    console.print(f"{line}.")
     if found.get("fixes"):
         console.print()
         console.print(_fixes(found["fixes"]))

@@ -1,7 +1,7 @@
 """Findings about levels that rose: reported, followed, updated, and cleared when the rise is over.
 
-The straggler and slow link detectors share it: both watch levels (`statistics.peer_levels`) and
-report the rises in them.
+The straggler and the slow link detector share it: both watch levels (`statistics.peer_levels`) and
+report the rises in them, once they have lasted for `LEAST_SECONDS`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from paceline_server.detect.causes.diagnosis import Diagnosis
 from paceline_server.detect.finding import Finding, cleared
 from paceline_server.detect.observation import Observation
 from paceline_server.detect.reporting import is_new_verdict
+from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.statistics.peer_levels import PeerLevels, Rise
 
 STEPS_BETWEEN_UPDATES = 10
@@ -22,19 +23,30 @@ STEPS_BETWEEN_UPDATES = 10
 
 @dataclass(slots=True)
 class ReportedRise:
-    """A rise that was reported and is not over, with the latest reported finding."""
+    """A rise that is not over. Its finding is the latest that was reported.
+
+    A rise that has not lasted long enough yet has a finding without a summary.
+    """
 
     levels: PeerLevels  # the levels that contain the rise
     rise: Rise
     onset_ns: int
     finding: Finding
 
+    @property
+    def is_reported(self) -> bool:
+        return bool(self.finding.summary)
+
+    def lasts(self, now_ns: int) -> bool:
+        """Return whether the rise is reported, or has lasted long enough to be."""
+        return self.is_reported or now_ns - self.onset_ns >= LEAST_SECONDS * 1e9
+
 
 Reported = TypeVar("Reported", bound=ReportedRise)
 
 
 class RiseReports(ABC, Generic[Reported]):
-    """The reported rises of one detector, by fingerprint."""
+    """The rises of one detector that are not over, by fingerprint."""
 
     def __init__(self) -> None:
         self.reported: dict[str, Reported] = {}
@@ -67,20 +79,29 @@ class RiseReports(ABC, Generic[Reported]):
         reported.finding = self.describe(reported, observation)
         return reported.finding
 
-    def follow(self, step: int, observation: Observation) -> list[Finding]:
-        """Return findings about changes of the reported rises, as of `step`."""
+    def follow(self, step: int, ended_ns: int, observation: Observation) -> list[Finding]:
+        """Return what is new about the rises, as of `step`, which ended at `ended_ns`."""
         return [
             finding
             for reported in list(self.reported.values())
-            for finding in self._follow(reported, step, observation)
+            for finding in self._follow(reported, step, ended_ns, observation)
         ]
 
-    def _follow(self, reported: Reported, step: int, observation: Observation) -> list[Finding]:
+    def _follow(
+        self, reported: Reported, step: int, ended_ns: int, observation: Observation
+    ) -> list[Finding]:
         before = reported.finding
         course = reported.levels.follow(reported.rise)
         if course == "over":
             del self.reported[before.fingerprint]
+            if not reported.is_reported:
+                return []
             return [cleared(before, self.recovery_text(reported), observation.now_ns, step)]
+        if not reported.is_reported:
+            if not reported.lasts(ended_ns):
+                return []
+            self.measure_again(reported)
+            return [self.report(reported, observation)]
         if course == "milder":
             return [self.report(reported, observation)]
         is_due = step - (before.step or step) >= STEPS_BETWEEN_UPDATES

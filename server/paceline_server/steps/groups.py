@@ -34,13 +34,13 @@ class Groups:
         if len(local) >= MAXIMUM_GROUPS_PER_RANK or not 0 <= definition.id < 1 << _ID_BITS:
             return
         members = tuple(sorted(set(definition.ranks)))
-        named = (definition.name, members)
+        named = (_name(definition, members), members)
         # A rank that has not defined the default group uses id 0 for it: same members, same key.
         key = 0 if definition.axis == "world" and members == self._all_ranks else None
         if key is None:
             key = self._keys.setdefault(named, len(self._names))
         if key == len(self._names):
-            self._names.append(definition.name)
+            self._names.append(named[0])
             self._members.append(members)
         local[definition.id] = key
         self._sorted = None
@@ -76,3 +76,14 @@ class Groups:
 
     def members(self, key: int) -> tuple[int, ...]:
         return self._members[key]
+
+
+def _name(definition: GroupDefinition, members: tuple[int, ...]) -> str:
+    """Return the name; torch numbers the groups that have none, which tells users nothing."""
+    if not definition.name.isdecimal() or not members:
+        return definition.name
+    first, last = members[0], members[-1]
+    if last - first + 1 == len(members):
+        return f"ranks {first}-{last}" if len(members) > 1 else f"rank {first}"
+    listed = ", ".join(map(str, members[:4]))
+    return f"ranks {listed}" if len(members) <= 4 else f"ranks {listed}, ..., {last}"

@@ -38,8 +38,9 @@ class Analysis:
     """Slowdowns against the ideal run, in which each operation is as fast as its peers.
 
     `m_s` and `m_w` are the shares of the slowdown that the last stage and the slowest 3% of workers
-    explain; None if there is no slowdown. `by_microbatch` is the share of the variance of compute
-    times within a worker that its microbatches explain; None if unknown.
+    explain; None if there is no slowdown, and `m_s` also if there is only one stage.
+    `by_microbatch` is the share of the variance of compute times within a worker that its
+    microbatches explain; None if unknown.
     """
 
     slowdown: float
@@ -187,7 +188,7 @@ def judge_step(
         slowdown_by_dp_rank=_by(dp_ranks, by_dp_rank),
         slowdown_by_stage=dict(zip(stages, by_stage.tolist(), strict=True)),
         slowdown_by_worker=_by(ranks, by_worker),
-        m_s=_explained(original, ideal, float(times[1].mean())),
+        m_s=_explained(original, ideal, float(times[1].mean())) if len(stages) > 1 else None,
         m_w=_explained(original, ideal, _without_workers(step, slowest)),
         launch_slowdown=recorded_seconds / original,
         original_seconds=original,

@@ -58,15 +58,16 @@ def judge(analysis: Analysis, repairs: Repairs | None = None) -> ReplayVerdict:
 
 def _find_cause(analysis: Analysis, repairs: Repairs) -> ReplayVerdict:
     """Return the verdict with only the cause as its `text`."""
-    if analysis.slowdown < SLOW or analysis.m_s is None or analysis.m_w is None:
+    if analysis.slowdown < SLOW or analysis.m_w is None:
         return ReplayVerdict("none", None, "")
+    m_s = analysis.m_s or 0.0
     last = max(analysis.slowdown_by_stage)
     # With a single dp rank the last stage is one worker: imbalance is the more likely cause.
     one_pipeline = len(analysis.slowdown_by_dp_rank) == 1
-    if analysis.m_w >= EXPLAINS and not (one_pipeline and analysis.m_s >= EXPLAINS):
+    if analysis.m_w >= EXPLAINS and not (one_pipeline and m_s >= EXPLAINS):
         return _slow_workers(analysis, analysis.m_w, repairs)
-    if analysis.m_s >= EXPLAINS:
-        share = _explained(analysis, analysis.m_s, repairs.last_stage_speedup)
+    if m_s >= EXPLAINS:
+        share = _explained(analysis, m_s, repairs.last_stage_speedup)
         return ReplayVerdict(
             "stage_imbalance",
             f"stage {last}",
@@ -80,8 +81,7 @@ def _slow_workers(analysis: Analysis, share: float, repairs: Repairs) -> ReplayV
     ranks = analysis.slowest_workers
     names = [repairs.workers.get(rank, f"rank {rank}") for rank in ranks]
     places = "; ".join(
-        f"{name} (dp rank {analysis.places[rank][0]}, stage {analysis.places[rank][1]})"
-        for name, rank in zip(names[:3], ranks, strict=False)
+        f"{name} ({_place(analysis, rank)})" for name, rank in zip(names[:3], ranks, strict=False)
     )
     others = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
     verb = "explains" if len(ranks) == 1 else "explain"
@@ -90,6 +90,12 @@ def _slow_workers(analysis: Analysis, share: float, repairs: Repairs) -> ReplayV
     return ReplayVerdict(
         "slow_worker", target, f"{places}{others} {verb} {explained}: {_worker_advice(analysis)}"
     )
+
+
+def _place(analysis: Analysis, rank: int) -> str:
+    dp_rank, stage = analysis.places[rank]
+    has_stages = len(analysis.slowdown_by_stage) > 1
+    return f"dp rank {dp_rank}, stage {stage}" if has_stages else f"dp rank {dp_rank}"
 
 
 def _worker_advice(analysis: Analysis) -> str:

@@ -336,7 +336,7 @@ class HangDetector(Detector):
         cause, frame = active.cause, None
         all_stacks = [*active.stacks, *new]
         culprit = next((stacks for stacks in all_stacks if stacks.rank == active.rank), None)
-        if culprit is not None and active.side == "host":
+        if culprit is not None and active.side != "device":
             cause = cause_with_stacks(culprit, cause)
             frame = user_frame(culprit)
         new_evidence = [line for stacks in new for line in stack_evidence(stacks)]

@@ -21,7 +21,12 @@ def operation_text(rank: int, frame: Frame, groups: Groups, sections: Sections) 
         direction = "from" if frame.op in RECEIVE_OPS else "to"
         return f"{name} {direction} {frame.peer} #{frame.sequence}"
     group = groups.name(rank, frame.group) or f"group {frame.group}"
-    return f"{name} {group}#{frame.sequence}"
+    return f"{name} {numbered(group, frame.sequence)}"
+
+
+def numbered(group: str, sequence: int) -> str:
+    """Return `tp#118`, or `ranks 0-3 #118`."""
+    return f"{group} #{sequence}" if " " in group else f"{group}#{sequence}"
 
 
 def section_name(rank: int, op: int, sections: Sections) -> str:

@@ -10,12 +10,15 @@ from paceline_wire.stacks import StackFrame, ThreadStack
 GIL_HELD = "GIL held by thread "
 _MAIN_THREAD = "MainThread"
 _MAX_FRAMES_SHOWN = 4
-# Frames of Paceline's wrappers and of the functions they wrap: the caller is more informative.
-_WRAPPER_PACKAGES = ("paceline/", "torch/distributed/")
-# Modules in which the standard library waits for its caller: the caller is more informative.
+# Frames of our own hooks and of torch: the caller is more informative, except for data loading.
+_LIBRARIES = ("paceline/", "torch/")
+_DATA_LOADING = "torch/utils/data/"
+# Modules that call functions or wait for their caller: the caller is more informative.
 _WAITING_MODULES = frozenset(
     {
         "connection.py",
+        "contextlib.py",
+        "functools.py",
         "popen_fork.py",
         "queue.py",
         "selectors.py",
@@ -23,6 +26,7 @@ _WAITING_MODULES = frozenset(
         "ssl.py",
         "subprocess.py",
         "threading.py",
+        "typing_extensions.py",
     }
 )
 
@@ -42,7 +46,7 @@ def stack_evidence(stacks: RankStackTraces) -> list[Evidence]:
     lines = []
     main = _main_thread(stacks)
     if main is not None and main.frames:
-        inner, *callers = main.frames[:_MAX_FRAMES_SHOWN]
+        inner, *callers = _informative(main.frames)
         called = f", called from {', '.join(map(str, callers))}" if callers else ""
         lines.append(Evidence(f"{main.name} of rank {stacks.rank} is in {inner}{called}"))
     lines += [
@@ -54,14 +58,28 @@ def stack_evidence(stacks: RankStackTraces) -> list[Evidence]:
 
 
 def user_frame(stacks: RankStackTraces) -> StackFrame | None:
-    """Return the innermost frame of the main thread that is not a wrapper or a wait."""
-    main = _main_thread(stacks)
-    for frame in main.frames if main is not None else ():
-        if frame.file.rpartition("/")[2] in _WAITING_MODULES:
-            continue
-        if not frame.file.startswith(_WRAPPER_PACKAGES):
-            return frame
-    return main.frames[0] if main is not None and main.frames else None
+    """Return the innermost frame of the script or its data loader, in the thread that blocks.
+
+    That is the thread that holds the GIL, else the main thread.
+    """
+    holder = next((thread for thread in stacks.threads if thread.holds_gil), None)
+    thread = holder or _main_thread(stacks)
+    frames = thread.frames if thread is not None else []
+    return next(filter(_is_of_user, frames), frames[0] if frames else None)
+
+
+def _is_of_user(frame: StackFrame) -> bool:
+    if frame.file.rpartition("/")[2] in _WAITING_MODULES:
+        return False
+    return not frame.file.startswith(_LIBRARIES) or frame.file.startswith(_DATA_LOADING)
+
+
+def _informative(frames: list[StackFrame]) -> list[StackFrame]:
+    """Return the innermost frames; the last one shown is of the script, if there is one."""
+    shown = frames[:_MAX_FRAMES_SHOWN]
+    if any(map(_is_of_user, shown)):
+        return shown
+    return [*shown[:-1], next(filter(_is_of_user, frames), shown[-1])]
 
 
 def _main_thread(stacks: RankStackTraces) -> ThreadStack | None:

@@ -42,10 +42,12 @@ def _clause(cause: str, frame: StackFrame | None, *, is_rank: bool) -> str:
     clause = _CLAUSES.get(cause, cause)
     kind, _, detail = cause.partition(": ")
     if cause.startswith(GIL_HELD):
-        clause = f"its {cause}"
+        clause = f"its thread {cause.removeprefix(GIL_HELD)} holds the GIL"
     elif kind == MISMATCH:
         clause = f"{kind}, {detail}"
     elif kind.startswith("stuck "):
         clause = f"it is {kind}" if is_rank else kind
         details = [detail, *details] if detail else details
+    if details and clause.endswith(")"):
+        return f"{clause[:-1]}, {', '.join(details)})"
     return f"{clause} ({', '.join(details)})" if details else clause

@@ -9,7 +9,7 @@ from itertools import chain
 from paceline_server.detect.causes.catalog import ENDED_EARLY, PROCESS_GONE, UNKNOWN
 from paceline_server.detect.finding import Evidence, Side
 from paceline_server.detect.hang.culprit import Culprits
-from paceline_server.detect.hang.operation_text import operation_text
+from paceline_server.detect.hang.operation_text import numbered, operation_text
 from paceline_server.detect.hang.rank_cause import (
     BUSY_GPU_PERCENT,
     IDLE_GPU_PERCENT,
@@ -298,7 +298,7 @@ def _entered_text(
         if blocked.channel and key == blocked.channel.number:
             name = observation.groups.name_of(blocked.channel.number)
             size = f" of {progress.bytes} bytes" if progress.bytes else ""
-            return f"{op_name(progress.op)} {name}#{progress.entered}{size}"
+            return f"{op_name(progress.op)} {numbered(name, progress.entered)}{size}"
     return "nothing"
 
 

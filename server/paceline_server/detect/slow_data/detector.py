@@ -22,6 +22,7 @@ from paceline_server.detect.finding import Evidence, Finding, cleared
 from paceline_server.detect.kinds import SLOW_DATA, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import cost_text, gain, speedup_without
+from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.slow_data.settings import DEFAULTS, SlowDataSettings
 from paceline_server.policy import Policy
 from paceline_server.steps.peers import medians_of_others
@@ -39,7 +40,10 @@ CHANCE_SIGMAS = 4.0  # standard deviations of a Poisson count
 
 @dataclass(slots=True)
 class _LateData:
-    finding: Finding
+    ranks: list[int]
+    onset_step: int
+    onset_ns: int
+    finding: Finding | None = None  # None: it has not lasted long enough to be reported
     quiet_steps: int = 0
 
 
@@ -65,6 +69,7 @@ class SlowDataDetector(Detector):
         self._waits = np.zeros_like(self._excess)
         self._steps: list[int] = []
         self._started_ns: list[int] = []
+        self._ended_ns = 0  # of the newest step
         self._active: dict[str, _LateData] = {}
 
     def update(self, observation: Observation) -> list[Finding]:
@@ -96,6 +101,7 @@ class SlowDataDetector(Detector):
             rows[-1] = row
         self._steps.append(timing.step)
         self._started_ns.append(int(ranks.start_ns.min(initial=np.iinfo(np.int64).max)))
+        self._ended_ns = self._started_ns[-1] + int(step_seconds * 1e9)
         for history in (self._steps, self._started_ns):
             del history[: -len(self._excess)]
 
@@ -133,15 +139,33 @@ class SlowDataDetector(Detector):
         for node, ranks in self._by_node(suspects).items():
             fingerprint = "slow_data" if ranks == [ALL] else f"slow_data:{ranks[0]}"
             if any(
-                set(ranks) & set(_ranks(active.finding)) or active.finding.node == node
+                set(ranks) & set(active.ranks) or self._node(active.ranks) == node
                 for active in self._active.values()
             ):
                 continue
             steps = settings.window_steps if recent[ranks[0]] else len(self._excess)
-            finding = self._finding(fingerprint, ranks, steps, observation)
-            self._active[fingerprint] = _LateData(finding)
-            findings.append(finding)
+            first = self._first_slow(ranks, steps)
+            self._active[fingerprint] = _LateData(
+                ranks, self._steps[first], self._started_ns[first]
+            )
+        return findings + self._report_lasting(observation)
+
+    def _report_lasting(self, observation: Observation) -> list[Finding]:
+        """Return the findings on waits that have lasted long enough now."""
+        now_ns, findings = self._ended_ns, []
+        for fingerprint, active in self._active.items():
+            if active.finding is None and now_ns - active.onset_ns >= LEAST_SECONDS * 1e9:
+                active.finding = self._finding(fingerprint, active, observation)
+                findings.append(active.finding)
         return findings
+
+    def _first_slow(self, ranks: list[int], steps: int) -> int:
+        """Return the place of the first slow one among the newest `steps`."""
+        slow = np.flatnonzero(self._excess[-steps:, ranks[0]] > 0)
+        return max(len(self._steps) - steps + int(slow[0]), 0)
+
+    def _node(self, ranks: list[int]) -> str | None:
+        return None if ranks == [ALL] else self.generation.node(ranks[0])
 
     def _stalls_beyond_others(self, slow: npt.NDArray[np.bool_]) -> Floats:
         """Return how many slow steps each rank has beyond what chance explains.
@@ -173,7 +197,7 @@ class SlowDataDetector(Detector):
     def _follow(self, slow_now: npt.NDArray[np.bool_], observation: Observation) -> list[Finding]:
         findings = []
         for fingerprint, active in list(self._active.items()):
-            ranks = _ranks(active.finding)
+            ranks = active.ranks
             active.quiet_steps = 0 if slow_now[ranks].any() else active.quiet_steps + 1
             # An intermittent wait is not over between two stalls.
             hits = int((self._excess[:, ranks[0]] > 0).sum())
@@ -181,6 +205,8 @@ class SlowDataDetector(Detector):
             if active.quiet_steps >= max(self.settings.hits, 3 * interval):
                 del self._active[fingerprint]
                 self._excess[:, ranks] = 0.0
+                if active.finding is None:
+                    continue
                 summary = f"{self._subject(active.finding.rank)} no longer waits for data."
                 findings.append(
                     cleared(active.finding, summary, observation.now_ns, self._steps[-1])
@@ -190,13 +216,11 @@ class SlowDataDetector(Detector):
     def _subject(self, rank: int | None) -> str:
         return "Every rank" if rank is None else self.generation.subject(rank)
 
-    def _finding(
-        self, fingerprint: str, ranks: list[int], steps: int, observation: Observation
-    ) -> Finding:
+    def _finding(self, fingerprint: str, active: _LateData, observation: Observation) -> Finding:
+        ranks, onset = active.ranks, active.onset_step
+        steps = sum(step >= onset for step in self._steps)
         excess, waits = self._excess[-steps:, ranks[0]], self._waits[-steps:, ranks[0]]
         slow = np.flatnonzero(excess > 0)
-        place = max(len(self._steps) - steps + int(slow[0]), 0)
-        onset = self._steps[place]
         waited = float(np.median(waits[slow]))
         share = float(excess[slow[0] :].mean())
         waiting = list(range(self._stage.size)) if ranks == [ALL] else ranks
@@ -206,7 +230,7 @@ class SlowDataDetector(Detector):
         speedup = speedup_without(observation.replay, dict.fromkeys(waiting, seconds), cost, onset)
         diagnosis = diagnose(
             rank,
-            self._started_ns[place],
+            active.onset_ns,
             onset,
             observation,
             self.generation,
@@ -276,12 +300,6 @@ _ADVICE = (
     "Read ahead: more loader workers or a longer prefetch hide reads that are sometimes slow. "
     "If a node is always slow, check its disk and its path to storage."
 )
-
-
-def _ranks(finding: Finding) -> list[int]:
-    if finding.rank is None:
-        return [ALL]
-    return finding.ranks or [finding.rank]
 
 
 class _Past:

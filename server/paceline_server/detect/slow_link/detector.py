@@ -67,6 +67,10 @@ class _LaneStep:
     started_ns: int
     seconds: float
 
+    @property
+    def ended_ns(self) -> int:
+        return self.started_ns + int(self.seconds * 1e9)
+
 
 class SlowLinkDetector(Detector):
     """Finding kind `slow_link`.
@@ -124,7 +128,10 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
         self, timing: StepTiming, seconds: Floats, observation: Observation
     ) -> list[Finding]:
         self._measure(timing, seconds)
-        return [*self._new_rises(observation), *self.follow(timing.step, observation)]
+        return [
+            *self._new_rises(observation),
+            *self.follow(timing.step, self._steps[-1].ended_ns, observation),
+        ]
 
     def _measure(self, timing: StepTiming, seconds: Floats) -> None:
         step_seconds = float(np.median(timing.ranks.step_seconds))
@@ -151,7 +158,8 @@ class _FamilyMonitor(RiseReports[_ReportedRoute]):
             active = self._begin(shift, shifts)
             done.update(active.route.lanes)
             new[active.route.fingerprint] = active
-        return [self.report(active, observation) for active in new.values()]
+        now_ns = self._steps[-1].ended_ns
+        return [self.report(active, observation) for active in new.values() if active.lasts(now_ns)]
 
     def _begin(self, shift: Shift, shifts: dict[int, Shift]) -> _ReportedRoute:
         others = [lane for lane in shifts if lane != shift.series]

@@ -32,6 +32,7 @@ from paceline_server.detect.kinds import STRAGGLER, Kind
 from paceline_server.detect.observation import Generation, Observation
 from paceline_server.detect.reporting import because, cost_of, cost_text, is_alike
 from paceline_server.detect.rise_reports import ReportedRise, RiseReports
+from paceline_server.detect.shared_settings import LEAST_SECONDS
 from paceline_server.detect.statistics.change_point import KEPT, Shift, column_medians
 from paceline_server.detect.statistics.creep import STEP_STEPS, Creep
 from paceline_server.detect.statistics.load import ComputeLoads
@@ -75,6 +76,10 @@ class _ComputeStep:
     number: int
     started_ns: int
     seconds: float  # seconds of the typical rank
+
+    @property
+    def ended_ns(self) -> int:
+        return self.started_ns + int(np.nan_to_num(self.seconds) * 1e9)
 
 
 class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
@@ -125,7 +130,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             self._measure(timing)
             findings += self._new_rises(observation)
             findings += self._chronic_changes(observation)
-            findings += self.follow(timing.step, observation)
+            findings += self.follow(timing.step, self._steps[-1].ended_ns, observation)
         return findings
 
     def _measure(self, timing: StepTiming) -> None:
@@ -157,7 +162,8 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             new[active.unit.fingerprint] = active
         for active in self._risen("stalls", self._stalls):
             new[active.unit.fingerprint] = active
-        return [self.report(active, observation) for active in new.values()]
+        now_ns = self._steps[-1].ended_ns
+        return [self.report(active, observation) for active in new.values() if active.lasts(now_ns)]
 
     def _risen(self, way: Way, levels: PeerLevels) -> Iterator[_ReportedStraggler]:
         done: set[int] = set()
@@ -219,7 +225,8 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
             steps > settings.chronic_fault_steps
             and not self._levels.pushed % STEPS_BETWEEN_CHRONIC_CHECKS
         )
-        if not is_due:
+        measured_ns = self._steps[-1].ended_ns - self._steps[0].started_ns
+        if not is_due or measured_ns < LEAST_SECONDS * 1e9:
             return []
         is_early = steps < settings.chronic_steps
         least = settings.chronic_fault_slowdown if is_early else settings.chronic_slowdown
