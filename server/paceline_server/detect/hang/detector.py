@@ -338,7 +338,7 @@ class HangDetector(Detector):
         culprit = next((stacks for stacks in all_stacks if stacks.rank == active.rank), None)
         if culprit is not None and active.side != "device":
             cause = cause_with_stacks(culprit, cause)
-            frame = user_frame(culprit)
+            frame = user_frame(culprit, cause)
         new_evidence = [line for stacks in new for line in stack_evidence(stacks)]
         self._active = msgspec.structs.replace(
             active,

@@ -3,6 +3,8 @@ GIL."""
 
 from __future__ import annotations
 
+import sys
+
 from paceline_server.detect.finding import Evidence
 from paceline_wire.batch import RankStackTraces
 from paceline_wire.stacks import StackFrame, ThreadStack
@@ -10,25 +12,9 @@ from paceline_wire.stacks import StackFrame, ThreadStack
 GIL_HELD = "GIL held by thread "
 _MAIN_THREAD = "MainThread"
 _MAX_FRAMES_SHOWN = 4
-# Frames of our own hooks and of torch: the caller is more informative, except for data loading.
-_LIBRARIES = ("paceline/", "torch/")
-_DATA_LOADING = "torch/utils/data/"
-# Modules that call functions or wait for their caller: the caller is more informative.
-_WAITING_MODULES = frozenset(
-    {
-        "connection.py",
-        "contextlib.py",
-        "functools.py",
-        "popen_fork.py",
-        "queue.py",
-        "selectors.py",
-        "socket.py",
-        "ssl.py",
-        "subprocess.py",
-        "threading.py",
-        "typing_extensions.py",
-    }
-)
+# Packages that only call the script or wait for it, so that its own line tells more.
+_LIBRARIES = frozenset({"paceline", "torch", "typing_extensions", *sys.stdlib_module_names})
+_DATA_LOADING = "torch/utils/data/"  # here, what it waits for tells more
 
 
 def cause_with_stacks(stacks: RankStackTraces, cause: str) -> str:
@@ -57,21 +43,17 @@ def stack_evidence(stacks: RankStackTraces) -> list[Evidence]:
     return lines
 
 
-def user_frame(stacks: RankStackTraces) -> StackFrame | None:
-    """Return the innermost frame of the script or its data loader, in the thread that blocks.
-
-    That is the thread that holds the GIL, else the main thread.
-    """
+def user_frame(stacks: RankStackTraces, cause: str) -> StackFrame | None:
+    """Return the innermost frame of the script or its data loader, in the thread that blocks."""
     holder = next((thread for thread in stacks.threads if thread.holds_gil), None)
-    thread = holder or _main_thread(stacks)
+    thread = holder if cause.startswith(GIL_HELD) else _main_thread(stacks)
     frames = thread.frames if thread is not None else []
     return next(filter(_is_of_user, frames), frames[0] if frames else None)
 
 
 def _is_of_user(frame: StackFrame) -> bool:
-    if frame.file.rpartition("/")[2] in _WAITING_MODULES:
-        return False
-    return not frame.file.startswith(_LIBRARIES) or frame.file.startswith(_DATA_LOADING)
+    package = frame.file.partition("/")[0].removesuffix(".py")
+    return package not in _LIBRARIES or frame.file.startswith(_DATA_LOADING)
 
 
 def _informative(frames: list[StackFrame]) -> list[StackFrame]:

@@ -60,6 +60,8 @@ _WAYS: dict[Way, str] = {
 }
 # The onset of a creep is extrapolated from the step in which it reached this share of its size.
 _CREEP_ONSET_SHARE = 0.3
+# What took less time to rise is no creep: noise can hide a step change for some short steps.
+_LEAST_CREEP_NS = 10_000_000_000
 _CREEP_GROWTH = 1.5  # multiple of the reported excess from which a creep is reported again
 
 
@@ -202,9 +204,12 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
                 continue
             early = self._levels.steps_above(ranks[0], _CREEP_ONSET_SHARE * size)
             if early < STEP_STEPS:
-                continue  # a step change, or temporary
+                continue  # a step change, or it will pass
+            steps = min(round(early / (1.0 - _CREEP_ONSET_SHARE)), len(self._steps))
+            seconds_ns = self._steps[-1].ended_ns - self._steps[-steps].started_ns
+            if seconds_ns < _LEAST_CREEP_NS and steps < KEPT:
+                continue
             rise = self._levels.assume(unit.ranks, FOLLOWED_STEPS, size)
-            steps = round(early / (1.0 - _CREEP_ONSET_SHARE))
             yield self._activate(unit, "creeps", self._levels, rise, steps)
 
     def _activate(
