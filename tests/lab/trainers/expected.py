@@ -1,4 +1,4 @@
-"""Which fault of which trainer is expected to be reported how."""
+"""The expected report for each fault of each trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Case:
     side: str | None = None
     line: str = ""
 
-    def is_told(self, incident: dict[str, Any]) -> bool:
+    def is_named(self, incident: dict[str, Any]) -> bool:
         """Return whether the incident names the rank, the side and the line."""
         return (
             incident["rank"] == FAULTY_RANK
@@ -28,7 +28,7 @@ class Case:
         )
 
 
-# Of the faults that block a rank: the function in which it is found.
+# The function in which each fault blocks its rank, or another part of the verdict.
 HUNG = {
     "lock": "lock)",
     "left": "main)",

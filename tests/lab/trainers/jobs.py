@@ -38,12 +38,12 @@ STACKS_SECONDS = 5.0  # the line of the script arrives after the first report
 
 @dataclass
 class Outcome:
-    """What was reported about one job."""
+    """The reports about one job."""
 
     job: dict[str, Any]
     incidents: list[dict[str, Any]] = field(default_factory=list)  # warnings and worse
     incident: dict[str, Any] | None = None  # the expected one
-    seconds: float | None = None  # from the fault to it
+    seconds: float | None = None  # time from the fault to its report
 
 
 class TrainingCluster:
@@ -130,7 +130,7 @@ class TrainingCluster:
                 return
             time.sleep(0.2)
 
-    # What is reported
+    # Reports
 
     def watch(self, job_id: str, case: Case, seconds: float = DETECTION_SECONDS) -> Outcome:
         """Return once the expected incident names its line, or after `seconds` with the fault."""
@@ -147,7 +147,7 @@ class TrainingCluster:
             if found and outcome.incident is None:
                 deadline = min(deadline, time.monotonic() + STACKS_SECONDS)
             outcome.incident = found[0] if found else None
-            if outcome.incident is not None and case.is_told(outcome.incident):
+            if outcome.incident is not None and case.is_named(outcome.incident):
                 break
         outcome.job = self.job(job_id) or outcome.job
         if outcome.incident is not None:
@@ -198,7 +198,7 @@ def main(trainers: list[str]) -> None:
         for case in cases:
             outcome = cluster.run(case, **unchanged)
             incident = outcome.incident or {}
-            is_right = bool(incident) and case.is_told(incident)
+            is_right = bool(incident) and case.is_named(incident)
             right += is_right
             seconds = "" if outcome.seconds is None else f"{outcome.seconds:.1f}"
             print(

@@ -17,7 +17,7 @@ from tests.lab.trainers.jobs import TrainingCluster
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(300)]
 
-SLOWER_SECONDS = 0.03  # of the fault "slow"
+SLOWER_SECONDS = 0.03  # added by the fault "slow"
 HEALTHY_SECONDS = 60.0
 
 
@@ -51,7 +51,7 @@ def test_the_same_in_jobs_that_torchrun_started(
     with training.torchrun(trainer, fault) as job_id:
         outcome = training.watch(job_id, case)
     assert outcome.incident is not None, outcome.incidents
-    assert case.is_told(outcome.incident)
+    assert case.is_named(outcome.incident)
 
 
 @pytest.mark.parametrize("trainer", ["ddp", "accumulation", "fsdp2", "fsdp2_tp", "gpipe", "1f1b"])

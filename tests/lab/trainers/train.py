@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 WIDTH = 128
 LAYERS = 8
 BATCH = 32
-SECONDS = 0.03  # of the emulated accelerator per step
+SECONDS = 0.03  # emulated work of the accelerator per step
 ONSET = int(os.environ.get("ONSET", "60"))
 FAULTY = 2  # the rank
 
@@ -186,7 +186,7 @@ def endless() -> None:
 
 
 def gil() -> None:
-    """Another thread holds the interpreter's lock: a regular expression that takes for ever."""
+    """Another thread holds the interpreter's lock: a regular expression that runs forever."""
     catastrophic = threading.Thread(
         target=lambda: re.match(r"(a+)+$", "a" * 64 + "b"), name="tokenizer"
     )
@@ -292,7 +292,7 @@ def retry_later() -> None:
 
 
 def everyday(number: int, step: Step) -> None:
-    """What healthy trainings do beside their steps."""
+    """Do things that healthy trainings do beside their steps."""
     model: nn.Module = step.model  # type: ignore[attr-defined]
     if number % 97 == 96:
         gc.collect()

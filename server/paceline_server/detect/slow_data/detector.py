@@ -69,7 +69,7 @@ class SlowDataDetector(Detector):
         self._waits = np.zeros_like(self._excess)
         self._steps: list[int] = []
         self._started_ns: list[int] = []
-        self._ended_ns = 0  # of the newest step
+        self._ended_ns = 0  # end of the newest step
         self._active: dict[str, _LateData] = {}
 
     def update(self, observation: Observation) -> list[Finding]:

@@ -60,7 +60,7 @@ _WAYS: dict[Way, str] = {
 }
 # The onset of a creep is extrapolated from the step in which it reached this share of its size.
 _CREEP_ONSET_SHARE = 0.3
-# What took less time to rise is no creep: noise can hide a step change for some short steps.
+# A faster rise is no creep: noise can hide a step change for some short steps.
 _LEAST_CREEP_NS = 10_000_000_000
 _CREEP_GROWTH = 1.5  # multiple of the reported excess from which a creep is reported again
 
@@ -204,7 +204,7 @@ class StragglerDetector(Detector, RiseReports[_ReportedStraggler]):
                 continue
             early = self._levels.steps_above(ranks[0], _CREEP_ONSET_SHARE * size)
             if early < STEP_STEPS:
-                continue  # a step change, or it will pass
+                continue  # a step change, or temporary
             steps = min(round(early / (1.0 - _CREEP_ONSET_SHARE)), len(self._steps))
             seconds_ns = self._steps[-1].ended_ns - self._steps[-steps].started_ns
             if seconds_ns < _LEAST_CREEP_NS and steps < KEPT:
