@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+FRAMEWORKS := .venv-frameworks
+FRAMEWORKS_READY := $(FRAMEWORKS)/.ready
 WEB_READY := web/node_modules/.ready
 ARGS ?=
 # Most tests wait for processes and sockets: two workers per core keep the cores busy.
@@ -42,9 +44,15 @@ unit: $(READY) browser
 bench: $(READY)
 	$(BIN)/python -m benchmarks --json bench.json $(ONLY)
 
-campaign: $(READY)
+campaign: $(READY) $(FRAMEWORKS_READY)
 	@$(BIN)/pip install --quiet --group campaign
-	$(BIN)/pytest -m campaign --timeout 3600
+	PACELINE_FRAMEWORKS_PYTHON=$(FRAMEWORKS)/bin/python $(BIN)/pytest -m campaign --timeout 3600
+
+$(FRAMEWORKS_READY): pyproject.toml
+	@$(PYTHON) -m venv $(FRAMEWORKS)
+	@$(FRAMEWORKS)/bin/pip install --quiet --upgrade "pip>=25.1"
+	@DS_BUILD_OPS=0 $(FRAMEWORKS)/bin/pip install --quiet --editable . --group frameworks
+	@touch $@
 
 # Known vulnerabilities of the dependencies; needs an index that serves advisories.
 audit: $(READY) $(WEB_READY)
@@ -63,7 +71,7 @@ fix: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) web/node_modules bench.json demo.json .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist
+	rm -rf $(VENV) $(FRAMEWORKS) web/node_modules bench.json demo.json .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist
 
 $(READY): pyproject.toml hatch_build.py trainer_hooks/paceline/writer/_native.c trainer_hooks/paceline/collectives/_process_groups.cpp
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; $(PYTHON) is " + sys.version.split()[0] + ". Try make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'

@@ -25,10 +25,10 @@ INTERVAL_SECONDS = 5.0  # between two lines while nothing is downloaded
 FAILURE_LINES = 40  # last lines of pip's output, shown if it fails
 PLAN = """\
 Installing into {directory} with Python {version}; needed once, and after dependencies change.
-  packages   about 80: PyTorch, the server's and the agent's libraries, test tools
+  packages   about 115: PyTorch, the server's and the agent's libraries, test tools
   download   0.4 GB with a CPU build of PyTorch; several GB with the CUDA build, which is the
              default of PyPI on Linux x86_64. pip's cache and PIP_FIND_LINKS are used.
-  disk       1.6 GB with the CPU build
+  disk       1.9 GB with the CPU build
   time       1 to 3 minutes plus the download"""
 
 _DOWNLOAD = re.compile(r"\s*(Downloading|Using cached|Processing) (\S+)(?: \(([\d.]+ [kMG]?B)\))?")

@@ -8,8 +8,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def main():
-    output, epochs, resume = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "resume"
+def train(output, epochs, resume):
     accelerator = Accelerator(gradient_accumulation_steps=3, cpu=True)
     accelerator.init_trackers("example")
     torch.manual_seed(0)
@@ -32,8 +31,9 @@ def main():
             if accelerator.sync_gradients:
                 accelerator.log({"train_loss": loss.item()})
         accelerator.save_state(output / "state")
-    accelerator.end_training()
+    return accelerator
 
 
 if __name__ == "__main__":
-    main()
+    train(Path(sys.argv[1]), 2, resume=False)
+    train(Path(sys.argv[1]), 1, resume=True).end_training()

@@ -35,8 +35,7 @@ def loader(rows):
     return DataLoader(data, batch_size=4, sampler=dist.get_sampler(data, shuffle=True))
 
 
-def main():
-    output, batches, resume = sys.argv[1], sys.argv[2], sys.argv[3] == "resume"
+def train(output, batches, resume):
     trainer = Trainer(
         model=Regression(),
         train_dataloader=loader(40),
@@ -56,4 +55,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    train(sys.argv[1], 4, resume=False)
+    train(sys.argv[1], 8, resume=True)

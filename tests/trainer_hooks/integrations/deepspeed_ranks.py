@@ -7,9 +7,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 
-def main():
-    output, epochs, resume = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume"
-    deepspeed.init_distributed(dist_backend="gloo")
+def train(output, epochs, resume):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     engine, _, loader, _ = deepspeed.initialize(
@@ -34,4 +32,6 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    deepspeed.init_distributed(dist_backend="gloo")
+    train(sys.argv[1], 2, resume=False)
+    train(sys.argv[1], 1, resume=True)

@@ -18,8 +18,7 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def main():
-    output, max_steps, resume = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume"
+def train(output, max_steps, resume):
     arguments = TrainingArguments(
         output_dir=output,
         per_device_train_batch_size=2,
@@ -42,8 +41,9 @@ def main():
         train_dataset=Tokens(80),
         eval_dataset=Tokens(8),
     )
-    trainer.train(resume_from_checkpoint=resume or None)
+    trainer.train(resume_from_checkpoint=resume)
 
 
 if __name__ == "__main__":
-    main()
+    train(sys.argv[1], 4, resume=False)
+    train(sys.argv[1], 6, resume=True)

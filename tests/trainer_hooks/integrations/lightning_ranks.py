@@ -40,8 +40,7 @@ class Regression(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def main():
-    output, max_steps, resume = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume"
+def train(output, max_steps, resume):
     checkpoints = lightning.pytorch.callbacks.ModelCheckpoint(
         output, every_n_train_steps=4, save_top_k=-1, save_last=True
     )
@@ -66,9 +65,14 @@ def main():
         DataLoader(Rows(16), batch_size=2),
         ckpt_path=f"{output}/last.ckpt" if resume else None,
     )
+    return model.rows
+
+
+def write(output, rows):
     with open(f"{output}/rows.{os.environ['RANK']}", "w") as file:
-        file.write(" ".join(map(str, model.rows)))
+        file.write(" ".join(map(str, rows)))
 
 
 if __name__ == "__main__":
-    main()
+    write(sys.argv[1], train(sys.argv[1], 4, resume=False))
+    train(sys.argv[1], 8, resume=True)

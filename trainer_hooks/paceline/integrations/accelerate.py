@@ -20,6 +20,7 @@ from accelerate.tracking import GeneralTracker
 
 from paceline.hooks import checkpoint, checkpoint_saved, report
 from paceline.integrations.boundaries import (
+    LeadingOptimizer,
     StepBoundaries,
     completed_steps,
     follow,
@@ -51,7 +52,7 @@ class PacelineTracker(GeneralTracker):  # type: ignore[misc]
 
 
 _boundaries = StepBoundaries()
-_leading: list[Any] = []  # the optimizer whose steps are counted: a script may have several
+_leading = LeadingOptimizer()
 
 
 def _begin(accelerator: Any, *_: Any) -> None:
@@ -60,19 +61,16 @@ def _begin(accelerator: Any, *_: Any) -> None:
 
 
 def _stepped(optimizer: Any, *_: Any) -> None:
-    if not _boundaries.are_marked or not optimizer.gradient_state.sync_gradients:
-        return
-    if _boundaries.step is None or (_leading and _leading[0] is not optimizer):
-        return
-    _leading[:] = [optimizer]
-    _boundaries.complete()
-    _boundaries.begin(_boundaries.step + 1)
+    synchronized = optimizer.gradient_state.sync_gradients
+    if _boundaries.are_marked and synchronized and _leading.is_it(optimizer):
+        _boundaries.next()
 
 
 def _loaded(accelerator: Any, *_: Any) -> None:
-    if _boundaries.are_marked and _boundaries.step is not None:
+    step = completed_steps(accelerator._optimizers)
+    if _boundaries.are_marked and step != _boundaries.step:
         _boundaries.complete()
-        _boundaries.begin(completed_steps(accelerator._optimizers))
+        _boundaries.begin(step)
 
 
 def _checkpoint(*_: Any) -> Timed:
@@ -91,7 +89,6 @@ def _track(accelerator: Any, *_: Any) -> None:
 
 
 def _ended(*_: Any) -> None:
-    _leading.clear()
     _boundaries.release()
 
 
@@ -108,4 +105,5 @@ follow(Accelerator, "save_state", _saved)
 surround(Accelerator, "save_model", _checkpoint)
 surround(Accelerator, "load_state", _checkpoint)
 follow(Accelerator, "load_state", _loaded)
+follow(Accelerator, "prepare_optimizer", _leading.reset)
 follow(Accelerator, "end_training", _ended)

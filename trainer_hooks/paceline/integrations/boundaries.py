@@ -7,6 +7,7 @@ whose loop is the script's, has them while no trainer does.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -38,7 +39,7 @@ class StepBoundaries:
         self._parts: dict[Op, Timed] = {}  # in progress
 
     def take(self) -> None:
-        """Mark the steps of this process from now on, whoever did so before."""
+        """Mark the steps of this process from now on, also if another adapter did so before."""
         global _marking
         autostart()
         if _marking is not self:
@@ -70,6 +71,12 @@ class StepBoundaries:
     def complete(self) -> None:
         """Note that the optimizer has stepped: the next `begin` starts the next step."""
         self._is_complete = True
+
+    def next(self) -> None:
+        """End the step in progress and begin the next one: the optimizer has stepped."""
+        if self.step is not None:
+            self.complete()
+            self.begin(self.step + 1)
 
     def release(self) -> None:
         """End the training. A step that is not complete is dropped."""
@@ -193,6 +200,23 @@ def completed_steps(optimizers: Iterable[Any]) -> int:
                 counts.append(int(count))
             break
     return max(counts)
+
+
+class LeadingOptimizer:
+    """The optimizer whose steps are counted, where a script has several: the first that steps."""
+
+    def __init__(self) -> None:
+        self._optimizer: Callable[[], Any] = lambda: None
+
+    def reset(self, *_: Any) -> None:
+        """Choose again: other optimizers were set up."""
+        self._optimizer = lambda: None
+
+    def is_it(self, optimizer: Any) -> bool:
+        """Return whether this optimizer's steps are counted."""
+        if self._optimizer() is None:
+            self._optimizer = weakref.ref(optimizer)
+        return self._optimizer() is optimizer
 
 
 class Between:

@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline.hooks import checkpoint, checkpoint_saved
 from paceline.integrations.boundaries import (
+    LeadingOptimizer,
     StepBoundaries,
     completed_steps,
     follow,
@@ -27,7 +28,7 @@ from paceline.writer.interface import Timed
 
 PACKAGES = ("lightning.fabric", "lightning_fabric")  # with the same content
 _boundaries = StepBoundaries()
-_leading: list[Any] = []  # the optimizer whose steps are counted: a script may have several
+_leading = LeadingOptimizer()
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -42,13 +43,8 @@ class FabricCallback:
     @never_raises
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
         """Begin the next step, if this optimizer is the one whose steps are counted."""
-        if not _boundaries.are_marked or _boundaries.step is None:
-            return
-        if _leading and _leading[0] is not optimizer:
-            return
-        _leading[:] = [optimizer]
-        _boundaries.complete()
-        _boundaries.begin(_boundaries.step + 1)
+        if _boundaries.are_marked and _leading.is_it(optimizer):
+            _boundaries.next()
 
 
 def callbacks() -> list[FabricCallback]:
@@ -70,6 +66,7 @@ def _watch(package: Any) -> None:
 
 def _remember(fabric: Any, *arguments: Any) -> None:
     _optimizers.update(each for each in arguments if hasattr(each, "param_groups"))
+    _leading.reset()
 
 
 def _forward(module: Any, *_: Any) -> None:

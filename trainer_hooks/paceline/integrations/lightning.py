@@ -79,7 +79,8 @@ class LightningCallback(_package.Callback):  # type: ignore[misc]
 
     @never_raises
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        _boundaries.begin_evaluation()
+        if not trainer.sanity_checking:  # before the first step
+            _boundaries.begin_evaluation()
 
     @never_raises
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:

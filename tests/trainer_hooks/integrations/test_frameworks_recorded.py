@@ -1,0 +1,78 @@
+"""Scripts of frameworks that do not know Paceline, two gloo ranks each, as their rings show them.
+
+Each script trains, and trains on from its checkpoint with a second trainer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline_wire.spans import Op
+from tests.trainer_hooks.integrations.conftest import Run
+
+
+def test_hugging_face_trainer(run_ranks: Run) -> None:
+    """4 steps of 4 batches, then 2 more: a step is one of the optimizer, not of the loader."""
+    for rank in run_ranks("hugging_face_ranks.py", "transformers"):
+        assert rank.steps == [0, 1, 2, 3, 4, 5]
+        assert rank.counts(Op.FORWARD) == rank.counts(Op.BACKWARD) == dict.fromkeys(range(6), 4)
+        assert rank.counts(Op.EVALUATE) == {2: 1, 3: 1, 5: 1}  # each 3 steps, and last
+        assert rank.steps_with(Op.CHECKPOINT) == [3, 5]
+        assert rank.is_communicating()
+
+
+@pytest.mark.campaign
+def test_accelerate(run_ranks: Run) -> None:
+    """8 steps of 3 batches, then 4 more; Accelerate counts no steps, its optimizer does."""
+    for rank in run_ranks("accelerate_ranks.py", "accelerate"):
+        assert rank.steps == list(range(12))
+        assert {4, 8} <= {*rank.counts(Op.CHECKPOINT)}  # saved after 4 steps, loaded after 8
+        assert rank.is_communicating()
+
+
+def test_lightning(run_ranks: Run, tmp_path: Path) -> None:
+    """4 steps of 2 batches, then 4 more; the ranks train on different rows."""
+    ranks = run_ranks("lightning_ranks.py", "lightning")
+    for rank in ranks:
+        assert rank.steps == list(range(8))
+        assert rank.counts(Op.FORWARD) == rank.counts(Op.BACKWARD) == dict.fromkeys(range(8), 2)
+        assert rank.counts(Op.EVALUATE) == {2: 1, 5: 1}  # each 6 batches
+        assert {3, 7} <= {*rank.counts(Op.CHECKPOINT)}
+        assert rank.view.saved_step == 8
+        assert rank.is_communicating()
+    rows = [{*(tmp_path / "output" / f"rows.{rank}").read_text().split()} for rank in range(2)]
+    assert len(rows[0]) == len(rows[1]) == 16
+    assert not rows[0] & rows[1]
+
+
+@pytest.mark.campaign
+def test_fabric(run_ranks: Run) -> None:
+    """6 steps, then 3 more."""
+    for rank in run_ranks("fabric_ranks.py", "lightning"):
+        assert rank.steps == list(range(9))
+        assert rank.is_communicating()
+
+
+@pytest.mark.campaign
+def test_deepspeed(run_ranks: Run) -> None:
+    """8 steps of 3 batches with ZeRO 1, then 4 more with a second engine."""
+    for rank in run_ranks("deepspeed_ranks.py", "deepspeed", DS_ACCELERATOR="cpu"):
+        assert rank.steps == list(range(12))
+        counts = dict.fromkeys(range(12), 3)
+        assert rank.counts(Op.FORWARD) == rank.counts(Op.BACKWARD) == counts
+        assert rank.counts(Op.OPTIMIZER) == dict.fromkeys(range(12), 1)
+        assert rank.view.saved_step == 12
+        assert rank.is_communicating()
+
+
+@pytest.mark.campaign
+def test_composer(run_ranks: Run) -> None:
+    """4 batches of 2 microbatches, then 4 more."""
+    for rank in run_ranks("composer_ranks.py", "composer"):
+        assert rank.steps == list(range(8))
+        assert rank.counts(Op.FORWARD) == rank.counts(Op.BACKWARD) == dict.fromkeys(range(8), 2)
+        assert {2, 5} <= {*rank.counts(Op.EVALUATE)}
+        assert rank.steps_with(Op.CHECKPOINT) == [3, 7]
+        assert rank.is_communicating()
