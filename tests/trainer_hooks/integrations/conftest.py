@@ -38,9 +38,6 @@ class RecordedRank:
         numbers = self.steps
         return Counter(s.step for s in self.spans if s.op == op and s.step in numbers)
 
-    def steps_with(self, op: Op) -> list[int]:
-        return sorted(self.counts(op))
-
     def is_communicating(self) -> bool:
         """Return whether each step has communication."""
         found = {span.step for span in self.spans if span.op in COMMUNICATION_OPS}

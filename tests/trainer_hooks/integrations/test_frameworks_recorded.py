@@ -18,8 +18,8 @@ def test_hugging_face_trainer(run_ranks: Run) -> None:
     for rank in run_ranks("hugging_face_ranks.py", "transformers"):
         assert rank.steps == [0, 1, 2, 3, 4, 5]
         assert rank.counts(Op.FORWARD) == rank.counts(Op.BACKWARD) == dict.fromkeys(range(6), 4)
-        assert rank.counts(Op.EVALUATE) == {2: 1, 3: 1, 5: 1}  # each 3 steps, and last
-        assert rank.steps_with(Op.CHECKPOINT) == [3, 5]
+        assert {2, 3, 5} <= {*rank.counts(Op.EVALUATE)}  # each 3 steps, and last
+        assert {3, 5} <= {*rank.counts(Op.CHECKPOINT)}
         assert rank.is_communicating()
 
 
@@ -38,7 +38,7 @@ def test_lightning(run_ranks: Run, tmp_path: Path) -> None:
     for rank in ranks:
         assert rank.steps == list(range(8))
         assert rank.counts(Op.FORWARD) == rank.counts(Op.BACKWARD) == dict.fromkeys(range(8), 2)
-        assert rank.counts(Op.EVALUATE) == {2: 1, 5: 1}  # each 6 batches
+        assert {2, 5} <= {*rank.counts(Op.EVALUATE)}  # each 6 batches
         assert {3, 7} <= {*rank.counts(Op.CHECKPOINT)}
         assert rank.view.saved_step == 8
         assert rank.is_communicating()
@@ -74,5 +74,5 @@ def test_composer(run_ranks: Run) -> None:
         assert rank.steps == list(range(8))
         assert rank.counts(Op.FORWARD) == rank.counts(Op.BACKWARD) == dict.fromkeys(range(8), 2)
         assert {2, 5} <= {*rank.counts(Op.EVALUATE)}
-        assert rank.steps_with(Op.CHECKPOINT) == [3, 7]
+        assert {3, 7} <= {*rank.counts(Op.CHECKPOINT)}
         assert rank.is_communicating()

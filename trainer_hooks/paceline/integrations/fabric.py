@@ -21,7 +21,6 @@ from paceline.integrations.boundaries import (
     StepBoundaries,
     completed_steps,
     follow,
-    never_raises,
     surround,
 )
 from paceline.writer.interface import Timed
@@ -33,18 +32,15 @@ _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class FabricCallback:
-    """Ends a step when an optimizer has stepped."""
+    """A callback of Fabric that needs none of its hooks: it surrounds Fabric's own calls once.
+
+    So a Fabric with two of them, of the entry point and of the script, still counts each step once.
+    """
 
     def __init__(self) -> None:
         for name in PACKAGES:
             if (package := sys.modules.get(name)) is not None:
                 _watch(package)
-
-    @never_raises
-    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
-        """Begin the next step, if this optimizer is the one whose steps are counted."""
-        if _boundaries.are_marked and _leading.is_it(optimizer):
-            _boundaries.next()
 
 
 def callbacks() -> list[FabricCallback]:
@@ -56,6 +52,7 @@ def _watch(package: Any) -> None:
     """Time the parts that no event marks."""
     wrappers = sys.modules[f"{package.__name__}.wrappers"]
     surround(wrappers._FabricModule, "forward", _forward)
+    follow(wrappers._FabricOptimizer, "step", _stepped)
     surround(package.Fabric, "backward", _begin)
     surround(package.Fabric, "save", _checkpoint)
     follow(package.Fabric, "save", _saved)
@@ -72,6 +69,11 @@ def _remember(fabric: Any, *arguments: Any) -> None:
 def _forward(module: Any, *_: Any) -> None:
     if module.training:
         _begin()
+
+
+def _stepped(optimizer: Any, *_: Any) -> None:
+    if _boundaries.are_marked and _leading.is_it(optimizer):
+        _boundaries.next()
 
 
 def _begin(*_: Any) -> None:

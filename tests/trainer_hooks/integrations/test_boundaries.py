@@ -1,0 +1,159 @@
+"""The steps that adapters mark, and the edge that no error of theirs passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import paceline
+from paceline.integrations.boundaries import (
+    Between,
+    LeadingOptimizer,
+    StepBoundaries,
+    completed_steps,
+    follow,
+    surround,
+)
+from paceline.writer.interface import Timed
+from paceline_wire.ring import RingReader
+from paceline_wire.spans import Op, unpack
+
+
+@pytest.fixture
+def boundaries() -> Iterator[StepBoundaries]:
+    boundaries = StepBoundaries()
+    yield boundaries
+    boundaries.release()
+
+
+def steps(reader: RingReader) -> list[int]:
+    return [span.step for span in unpack(reader.read()) if span.op == Op.STEP]
+
+
+def test_a_step_ends_when_the_next_begins(reader: RingReader, boundaries: StepBoundaries) -> None:
+    boundaries.take()
+    for step in (7, 8):
+        boundaries.begin(step)
+        boundaries.begin(step)  # a second callback
+        boundaries.complete()
+    with paceline.evaluate():
+        pass
+    boundaries.release()
+    spans = list(unpack(reader.read()))
+    assert [span.step for span in spans if span.op == Op.STEP] == [7, 8]
+    assert [span.step for span in spans if span.op == Op.EVALUATE] == [8]
+
+
+def test_a_step_that_is_not_complete_is_dropped(
+    reader: RingReader, boundaries: StepBoundaries
+) -> None:
+    boundaries.take()
+    boundaries.begin(0)
+    boundaries.next()
+    boundaries.release()
+    assert steps(reader) == [0]
+
+
+def test_a_trainer_takes_the_steps_from_its_engine(
+    reader: RingReader, boundaries: StepBoundaries
+) -> None:
+    engine = StepBoundaries()
+    assert engine.claim()
+    boundaries.take()
+    boundaries.begin(3)
+    assert not engine.claim()
+    engine.begin(100)
+    engine.next()
+    engine.release()
+    boundaries.complete()
+    boundaries.release()
+    assert steps(reader) == [3]
+    assert engine.claim(), "the training is over"
+    engine.release()
+
+
+def test_microbatches_are_numbered_in_each_step(
+    reader: RingReader, boundaries: StepBoundaries
+) -> None:
+    boundaries.take()
+    for step in range(2):
+        boundaries.begin(step)
+        for _ in range(2):
+            boundaries.forward()
+            boundaries.forward()  # a second callback
+            boundaries.backward()
+            boundaries.end_microbatch()
+            boundaries.end_microbatch()
+        boundaries.complete()
+    boundaries.release()
+    passes = [s for s in unpack(reader.read()) if s.op in (Op.FORWARD, Op.BACKWARD)]
+    numbered = [(span.step, span.op, span.microbatch) for span in passes]
+    assert numbered == [(step, op, number) for step in (0, 1) for number in (0, 1) for op in (1, 2)]
+
+
+class Engine:
+    """Stands for a class of a framework."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def step(self, amount: int, *, twice: bool = False) -> int:
+        self.calls.append("step")
+        return amount * (1 + twice)
+
+
+def test_a_surrounded_method_is_called_once_with_its_arguments() -> None:
+    class Surrounded(Engine):
+        step = Engine.step
+
+    def timed(engine: Engine, *_: object) -> Timed:
+        return Between(lambda: engine.calls.append("begin"), lambda: engine.calls.append("end"))
+
+    def after(engine: Engine, *_: object) -> None:
+        engine.calls.append("after")
+
+    for _ in range(2):
+        surround(Surrounded, "step", timed)
+        surround(Surrounded, "other_version", timed)
+        follow(Surrounded, "step", after)
+    engine = Surrounded()
+    assert engine.step(2, twice=True) == 4
+    assert engine.calls == ["begin", "step", "end", "after"]
+    assert Surrounded.step.__name__ == "step"
+
+
+def test_an_error_of_an_adapter_does_not_reach_the_framework() -> None:
+    class Surrounded(Engine):
+        step = Engine.step
+
+    def fail(*_: object) -> Timed:
+        raise AttributeError("another version")
+
+    def fail_later(*_: object) -> Timed:
+        return Between(lambda: fail(), lambda: fail())
+
+    surround(Surrounded, "step", fail)
+    surround(Surrounded, "step", fail_later)
+    follow(Surrounded, "step", fail)
+    assert Surrounded().step(3) == 3
+
+
+class Optimizer:
+    """Stands for an optimizer whose parameters have made `count` steps."""
+
+    def __init__(self, count: int | None) -> None:
+        self.state = {"weight": {} if count is None else {"step": count}}
+
+
+def test_steps_are_counted_by_the_optimizers_state() -> None:
+    assert completed_steps([]) == 0
+    assert completed_steps([Optimizer(None), Optimizer(12)]) == 12
+
+
+def test_the_first_of_several_optimizers_leads_until_others_are_set_up() -> None:
+    leading = LeadingOptimizer()
+    first, second = Optimizer(0), Optimizer(0)
+    assert [leading.is_it(each) for each in (first, second, first)] == [True, False, True]
+    leading.reset()
+    assert leading.is_it(second)
